@@ -34,5 +34,5 @@ def return_freed_memory() -> None:
 
 
 def _from_libc(name: str):
-    """Look up a function of glibc; None where the C library has no such function."""
+    """Look up a function of glibc; None if the C library has no such function."""
     return getattr(ctypes.CDLL(None), name, None) if sys.platform.startswith("linux") else None

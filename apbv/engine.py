@@ -161,7 +161,7 @@ class Engine:
         hosts, is_demo = hosts or HostGroup.from_env(), str(name) == "demo"
         config, path = prefill or PrefillConfig(), demo.model_path() if is_demo else name
         drafting = Drafting(speculate, hosts, captioner)
-        with hosts.local_stage("reading the settings"):  # refuse what can be refused before weights are loaded
+        with hosts.local_stage("reading the settings"):  # reject what can be rejected before weights are loaded
             draft_model = drafting.find_model(config, is_demo)
             described = read_config(path)
             require_usable(config.reduce, require_supported(described), reuse)
@@ -177,7 +177,7 @@ class Engine:
         return cls(model, processor, hosts, config, str(name), speculate, draft, captioner, reuse, decode)
 
     def warm_up(self, in_batch: bool = False) -> None:
-        """Answer a short question about the packaged clip, or about a text where no video is read; collective.
+        """Answer a short question about the bundled clip, or about a text where no video is read; collective.
 
         On a GPU that has kernels compiled and libraries loaded, which the first request would else wait for.
 
@@ -223,14 +223,14 @@ class Engine:
             prompt: the question.
             video: a video file, or several, in the prompt in this order; each host decodes and encodes only its
                 share of the sampled frames and images.
-            images: an image file or a PIL image, or several; behind the videos.
+            images: an image file or a PIL image, or several; after the videos.
             context: a long text; it is split over the hosts, the question is the query block.
             messages: a chat in transformers' format, instead of all these; with videos and images in any order.
             num_frames: how many frames of each video are sampled, evenly; with ``fps`` the largest number. By
                 default :attr:`num_frames`.
             fps: sample at this rate instead.
-            audio: an audio file, or several, for models that hear; behind the images.
-            audio_in_video: whether videos are heard, too, their sound among their frames; None: where the model
+            audio: an audio file, or several, for models that take audio; after the images.
+            audio_in_video: whether videos are heard, too, their audio among their frames; None: where the model
                 hears and they have any.
             positions: ``"vllm"`` where vLLM is to continue (see :meth:`apbv.ModelInputs.at_vllm_positions`).
 
@@ -466,7 +466,7 @@ class Engine:
         shaped, but embeddings it does.
 
         Raises:
-            ValueError: visual tokens are left out of prompts, which a consumer would read whole.
+            ValueError: visual tokens are pruned of prompts, which a consumer would read whole.
         """
         refuse(handing_over="handing_over()", **self.prefill_config.features)
         engine = copy(self)
@@ -480,7 +480,7 @@ class Engine:
 
 
 def _require_types(hosts: Any, prefill: Any, speculate: Any, reuse: Any, decode: Any) -> None:
-    """Raise ValueError where a settings object is something else."""
+    """Raise ValueError if a settings object is something else."""
     require_types(
         hosts=(hosts, HostGroup),
         prefill=(prefill, PrefillConfig),

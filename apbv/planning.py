@@ -28,7 +28,7 @@ from .prefilling.reduction.late import require_layers
 from .speculate.strategies import STRATEGIES, prunes
 from .stats import free_memory_bytes
 
-# Tokens of a chat before the video, and of a question behind it; and those before each temporal patch but the
+# Tokens of a chat before the video, and of a question after it; and those before each temporal patch but the
 # first: "<1234.5 seconds>", or "Frame123:", and what marks frames.
 _TOKENS_BEFORE, _TOKENS_BEHIND = 16, 64
 _TEXT_TOKENS = {"qwen3_vl": 10, "internvl": 9}
@@ -46,7 +46,7 @@ class Plan:
     Attributes:
         model: its name.
         method, kv: the method that would run, and where it would place the KV.
-        num_tokens: the prompt's tokens, before any are left out.
+        num_tokens: the prompt's tokens, before pruning.
         num_visual_tokens: those of them that stand for the video.
         num_left: about how many tokens the last layer reads.
         weights: of the model, on one process.
@@ -123,7 +123,7 @@ def plan(
         tokens: the tokens of a long text.
         hosts: H.
         tensor_parallel: T, the processes that share a host's model.
-        prefill: the method and its lengths, where the KV is placed, and what is left out.
+        prefill: the method and its lengths, where the KV is placed, and visual-token pruning.
         speculate: its draft model, and how much of the prompt that keeps, are taken into account.
         dtype: of weights and KV; ``"auto"``: the config's.
         device_memory: bytes that each process may take. None: what is free on this process's device. On a CPU the
@@ -131,7 +131,7 @@ def plan(
 
     Raises:
         ValueError: the model is unknown or not supported; neither frames nor tokens were given, or both; or visual
-            tokens are to be left out of a text, or behind more layers than there are.
+            tokens are to be pruned of a text, or after more layers than there are.
     """
     require_types(prefill=(prefill, PrefillConfig), speculate=(speculate, SpeculativeConfig))
     prefill = prefill or PrefillConfig()

@@ -81,7 +81,7 @@ REFUSALS = {
 
 
 def refuse(**asked: str | bool | None) -> None:
-    """Refuse features that do not go together.
+    """Reject features that do not go together.
 
     Args:
         asked: what is known to be asked for, by its feature's name: what a reason calls it, or true. False or

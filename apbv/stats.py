@@ -30,7 +30,7 @@ _ON_HOST = ("decode_video",)
 
 
 # When this host came to a place in the code, by the hosts' clock, and what the GPU reaches when it comes to the
-# work queued there; None where the host's own time counts.
+# work queued there; None if the host's own time counts.
 _Moment = tuple[float, torch.cuda.Event | None]
 
 
@@ -117,17 +117,17 @@ class StageTimer:
                 self._on_progress(stage, done, total)
 
     def mark_prefilled(self) -> None:
-        """End the time to first token, as long as no token is chosen: the KV is there, and handed over."""
+        """End the TTFT, as long as no token is chosen: the KV is there, and handed over."""
         self._prefilled = self._now("handoff")
         self._bytes_of_prefill = self.comm_bytes
 
     @property
     def prefilled_on_gpu(self) -> torch.cuda.Event | None:
-        """What the GPU comes to when the prefill is done; None where no prefill on a GPU was timed."""
+        """What the GPU comes to when the prefill is done; None if no prefill on a GPU was timed."""
         return self._prefilled[1]
 
     def mark_first_token(self) -> None:
-        """End the time to first token: this process knows the token, and its caller is about to."""
+        """End the TTFT: this process knows the token, and its caller is about to."""
         self._first_token = self._hosts.clock(), None
 
     def resumed(self) -> "StageTimer":
@@ -155,7 +155,7 @@ class StageTimer:
         return self._hosts.bytes_received - self._bytes_before
 
     def summary(self, num_new_tokens: int = 0) -> dict:
-        """Return the request's figures, equal on every host; collective.
+        """Return the request's metrics, equal on every host; collective.
 
         Times are the slowest host's, in milliseconds; ``comm_bytes``, received from other hosts, and
         ``peak_memory_bytes`` are lists with an entry per process. ``ttft_ms`` ends just before the caller gets the

@@ -21,7 +21,7 @@ def side_stream(device: torch.device, purpose: str, priority: int = 0) -> torch.
 
 
 def to_device(values: Tensor | Sequence, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """Copy numbers of the host to a device; a GPU gets them behind the work that it already has to do.
+    """Copy numbers of the host to a device; a GPU gets them after the work that it already has to do.
 
     A tensor that lies on the device is returned as it is. Without pinned memory a copy could wait for the GPU.
 

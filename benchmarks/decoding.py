@@ -47,7 +47,7 @@ TOLERANCE = {"float32": 1e-4, "bfloat16": 0.1, "float16": 0.02}
 
 
 def load(options: argparse.Namespace, device: torch.device) -> ModelParts:
-    """Build the model, with random weights, or load the packaged one."""
+    """Build the model, with random weights, or load the bundled one."""
     dtype = getattr(torch, options.dtype)
     if options.model == "demo":
         model, _ = load_model(demo.model_path(), dtype, HostGroup.single(device))

@@ -45,7 +45,7 @@ def ask(engine: Engine, exam: Exam, num_clips: int) -> list[dict]:
 
 
 def measure(options: argparse.Namespace, hosts: HostGroup) -> Iterator[dict]:
-    """Yield a record for every number of hosts and way; speed-ups are over the engine that keeps nothing."""
+    """Yield a record for every number of hosts and way; speedups are over the engine that keeps nothing."""
     engine, exam, config = load_demo(hosts=hosts), Exam.of(options), prefill_config(options)
     for number in [hosts.size] if hosts.size > 1 else options.hosts:
         baseline = None

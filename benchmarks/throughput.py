@@ -83,7 +83,7 @@ def plan(options: argparse.Namespace, hosts: HostGroup) -> tuple[list[Workload],
 def records(
     options: argparse.Namespace, bench: Bench, workload: Workload, cases: list[Case], measured: list[list[dict]]
 ) -> Iterator[dict]:
-    """Yield one record per case of a workload; speed-ups are ratios of medians within the same run."""
+    """Yield one record per case of a workload; speedups are ratios of medians within the same run."""
     times = [[sample["ttft_ms"] for sample in samples] for samples in measured]
     median = list(map(statistics.median, times))
     for case, samples, ttft_ms, ms in zip(cases, measured, times, median, strict=True):

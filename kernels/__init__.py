@@ -8,7 +8,7 @@ installed and imported as ``apbv.kernels``:
   signatures, but for ``varlen_attention``, which needs no kernel of ours;
 - ``triton_elementwise.py`` has what a decoder computes between its matrix products, defined by transformers'
   modules;
-- ``visual_scores.py`` has the scores of visual tokens, which need none either, nor a choice of back ends;
+- ``visual_scores.py`` has the scores of visual tokens, which need none either, nor a choice of backends;
 - :mod:`apbv.kernels.reference` defines in fp64 what every implementation must return.
 
 :mod:`apbv.kernels.backends` decides which implementation runs.

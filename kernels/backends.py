@@ -16,14 +16,14 @@ BACKENDS = ("auto", "torch", "triton", "reference", *LIBRARIES)
 
 
 class BackendError(ValueError):
-    """The requested back end cannot compute this; the message says why."""
+    """The requested backend cannot compute this; the message says why."""
 
 
 def requested(backend: str = "auto") -> str:
     """Return what the caller asks for, or else what ``APBV_BACKEND`` asks for, or else ``"auto"``.
 
     Raises:
-        BackendError: there is no such back end.
+        BackendError: there is no such backend.
     """
     source = "backend"
     if backend == "auto":
@@ -43,7 +43,7 @@ def choose(backend: str, tensor: Tensor) -> str:
         tensor: an operand, whose device and dtype decide.
 
     Raises:
-        BackendError: the requested back end cannot run here.
+        BackendError: the requested backend cannot run here.
     """
     wanted = requested(backend)
     if wanted in ("torch", "reference"):
@@ -57,7 +57,7 @@ def choose(backend: str, tensor: Tensor) -> str:
 
 
 def implementation(operator: str, backend: str) -> Callable:
-    """Return the function that computes an operator with a back end.
+    """Return the function that computes an operator with a backend.
 
     Modules are imported here and not at the top of a file, because triton need not be installed.
 

@@ -39,7 +39,7 @@ _FLASH_VERSIONS = {9: (3, 4, 2), 10: (4, 2)}
 
 
 def choose_attention(backend: str, q: Tensor, segments: list[Segment]) -> str:
-    """Choose the back end of segmented attention: ``"torch"``, ``"triton"``, ``"reference"`` or a library's name.
+    """Choose the backend of segmented attention: ``"torch"``, ``"triton"``, ``"reference"`` or a library's name.
 
     Args:
         backend: see :mod:`apbv.kernels.backends`; a name is obeyed, ``"auto"`` takes the first of
@@ -49,7 +49,7 @@ def choose_attention(backend: str, q: Tensor, segments: list[Segment]) -> str:
         segments: (k, v) pairs, each ``[B, Hkv, T_i, D]``.
 
     Raises:
-        BackendError: the requested back end cannot run here; the message says why.
+        BackendError: the requested backend cannot run here; the message says why.
     """
     wanted = requested(backend)
     if wanted in ("torch", "reference"):
@@ -68,7 +68,7 @@ def choose_attention(backend: str, q: Tensor, segments: list[Segment]) -> str:
 
 
 def require_usable(backend: str, device: torch.device, dtype: torch.dtype, head_dim: int, groups: int) -> None:
-    """Refuse early a back end that :func:`choose_attention` would refuse in the first layer.
+    """Reject early a backend that :func:`choose_attention` would reject in the first layer.
 
     Args:
         backend: see :mod:`apbv.kernels.backends`.
@@ -77,14 +77,14 @@ def require_usable(backend: str, device: torch.device, dtype: torch.dtype, head_
         groups: query heads per KV head.
 
     Raises:
-        BackendError: there is no such back end, or it cannot run here; the message says why.
+        BackendError: there is no such backend, or it cannot run here; the message says why.
     """
     q = torch.empty(1, groups, 0, head_dim, device=device, dtype=dtype)
     choose_attention(backend, q, [(q[:, :1], q[:, :1])])
 
 
 def preferred(dtype: torch.dtype, programs: float) -> tuple[str, ...]:
-    """Return the back ends of a GPU, the fastest first.
+    """Return the backends of a GPU, the fastest first.
 
     Args:
         dtype: that of q, k and v.

@@ -55,7 +55,7 @@ def segmented_attention(
 
     Raises:
         ValueError: no segment was given, Hq is not a multiple of Hkv, or out does not fit q.
-        BackendError: the back end cannot be used here.
+        BackendError: the backend cannot be used here.
     """
     if not segments:
         raise ValueError("segmented_attention needs at least one (k, v) segment")
@@ -86,7 +86,7 @@ def verify_attention(
     num_keys: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Attend from a few new tokens to a long past that they share and to N masked keys behind it.
+    """Attend from a few new tokens to a long past that they share and to N masked keys after it.
 
     Args:
         q: ``[B, Hq, S, D]``; fast for S of 1 to 16, correct for any.
@@ -96,9 +96,9 @@ def verify_attention(
             ancestors. None: the last S keys are the queries' own, and each sees those before it and itself.
         kept: ``[B, Hkv, M]``, distinct integers: which of the first T - N keys a KV head sees. None: all.
         num_keys: int32 ``[1]`` on q's device: only so many first rows of k and v count, at least N; what lies
-            behind them is not read. "The last" keys above are the last of those. So a CUDA graph, in which
-            shapes are fixed, serves all lengths up to T. None: all T rows. Only Triton reads it on the GPU;
-            ``torch`` waits for it.
+            after them is not read. "The last" keys above are the last of those. So a CUDA graph, in which shapes
+            are fixed, serves all lengths up to T. None: all T rows. Only Triton reads it on the GPU; ``torch``
+            waits for it.
         backend: see :mod:`apbv.kernels.backends`.
 
     Returns:
@@ -108,7 +108,7 @@ def verify_attention(
     Raises:
         ValueError: Hq is not a multiple of Hkv, the mask covers more keys than there are, or num_keys is not
             one int32.
-        BackendError: the back end cannot be used here.
+        BackendError: the backend cannot be used here.
     """
     require_shapes(q=(q, "B Hq S D"), k=(k, "B Hkv T D"), v=(v, "B Hkv T D"))
     masked = q.shape[2] if visible is None else visible.shape[1]
@@ -148,8 +148,8 @@ def batch_decode_attention(
         ``[1, Hq, R, D]`` in q's dtype.
 
     Raises:
-        ValueError: Hq is not a multiple of Hkv, a buffer is full, or another back end is given a table.
-        BackendError: the back end cannot be used here.
+        ValueError: Hq is not a multiple of Hkv, a buffer is full, or another backend is given a table.
+        BackendError: the backend cannot be used here.
     """
     require_shapes(q=(q, "B Hq R D"), k=(k, "B Hkv R D"), v=(v, "B Hkv R D"))
     chosen = choose(backend, q)
@@ -178,7 +178,7 @@ def varlen_attention(
 
     Raises:
         ValueError: Hq is not a multiple of Hkv.
-        BackendError: there is no such back end.
+        BackendError: there is no such backend.
     """
     require_shapes(q=(q, "T Hq D"), k=(k, "T Hkv D"), v=(v, "T Hkv D"))
     if not q.shape[0]:
@@ -209,7 +209,7 @@ def block_sparse_attention(
     all rows. Their weights, each below exp(-λ) of its row's largest, still count in the softmax's denominator: the
     lse does not depend on λ, and results of other keys can be merged.
 
-    The back end ``triton`` decides so for every tile of a program. A tile is a whole block for SpargeAttn's blocks
+    The backend ``triton`` decides so for every tile of a program. A tile is a whole block for SpargeAttn's blocks
     of up to 128 queries in half precision with D up to 128. Elsewhere it is a part of one: then all that is
     skipped by the rule above is skipped, and parts of other blocks are where the rule holds for them.
 
@@ -230,7 +230,7 @@ def block_sparse_attention(
 
     Raises:
         ValueError: shapes do not fit together, the lists are of another number of blocks, or λ is not above 0.
-        BackendError: the back end cannot be used here.
+        BackendError: the backend cannot be used here.
     """
     numbers = {"nq": -(-q.shape[2] // blocks.query_block), "nk": -(-q.shape[2] // blocks.key_block)}
     require_shapes(
@@ -273,11 +273,11 @@ def antidiagonal_scores(
 
     Returns:
         ``[B, Hq, n, n]`` in fp32 (fp64 for fp64 input, except from the reference): for every block of queries the
-        mean of its groups' shares, which add up to 1 over the blocks of keys; 0 behind the diagonal.
+        mean of its groups' shares, which add up to 1 over the blocks of keys; 0 after the diagonal.
 
     Raises:
         ValueError: the stride does not divide the block, or shapes do not fit together.
-        BackendError: the back end cannot be used here.
+        BackendError: the backend cannot be used here.
     """
     require_shapes(q=(q, "B Hq S D"), k=(k, "B Hkv S D"))
     if stride < 1 or block < 1 or block % stride:
@@ -307,7 +307,7 @@ def block_means(
 
     Raises:
         ValueError: the block is not positive, or ``center`` is of another shape.
-        BackendError: the back end cannot be used here.
+        BackendError: the backend cannot be used here.
     """
     if block < 1:
         raise ValueError(f"a block must have at least one row, not {block}")
@@ -342,7 +342,7 @@ def merge_states(
 
     Raises:
         ValueError: outs and lses do not have the same shapes, the head dimension aside, or out is too short.
-        BackendError: the back end cannot be used here.
+        BackendError: the backend cannot be used here.
     """
     for partial, lse in [(outs, lses)] if isinstance(outs, Tensor) else zip(outs, lses, strict=True):
         shape, of_lse = list(partial.shape), list(lse.shape)
@@ -383,7 +383,7 @@ def kv_importance(
 
     Raises:
         ValueError: ``reduce`` is unknown, ``pool`` is even, the question is empty, or shapes do not fit together.
-        BackendError: the back end cannot be used here.
+        BackendError: the backend cannot be used here.
     """
     if reduce not in REDUCTIONS:
         raise ValueError(f"reduce must be one of {', '.join(REDUCTIONS)}, not {reduce!r}")
@@ -419,7 +419,7 @@ def select_topk(
 
     Raises:
         ValueError: ``count`` lies outside 0 .. T, or shapes, dtypes or devices do not fit together.
-        BackendError: the back end cannot be used here.
+        BackendError: the backend cannot be used here.
     """
     require_shapes(k=(k, "B Hkv T D"), v=(v, "B Hkv T D"), scores=(scores, "B Hkv T"))
     if not 0 <= count <= k.shape[2]:

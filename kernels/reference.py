@@ -1,4 +1,4 @@
-"""Defines every operator in plain PyTorch and fp64; every other back end must equal it.
+"""Defines every operator in plain PyTorch and fp64; every other backend must equal it.
 
 Each function has the signature of the operator of its name, without ``backend``; see there for shapes and units.
 """

@@ -32,7 +32,7 @@ class Run:
 
     @classmethod
     def of(cls, k: Tensor, v: Tensor, num_pieces: int = 1, k_step: int = 0, v_step: int = 0) -> "Run":
-        """Describe pieces like (k, v), each ``k_step`` and ``v_step`` elements behind the one before it."""
+        """Describe pieces like (k, v), each ``k_step`` and ``v_step`` elements after the one before it."""
         length = k.shape[2]
         k_strides, v_strides = (
             (*head, step, 0) if length == 1 else (*head, row, step - length * row if num_pieces > 1 else 0)
@@ -54,7 +54,7 @@ class Run:
 
 @dataclass(frozen=True, eq=False)
 class SequenceBuffers:
-    """Hold the keys and values of R sequences in one layer, each with room behind its rows.
+    """Hold the keys and values of R sequences in one layer, each with room after its rows.
 
     Attributes:
         keys, values: of every sequence ``[1, Hkv, capacity, D]``, contiguous.
@@ -66,7 +66,7 @@ class SequenceBuffers:
     lengths: Sequence[int]
 
     def require_room(self) -> None:
-        """Refuse to append a row where a buffer is full.
+        """Reject to append a row where a buffer is full.
 
         Raises:
             ValueError: it is.
@@ -101,7 +101,7 @@ class BufferTable:
 
 @dataclass(frozen=True, eq=False)
 class PackedSequences:
-    """Lie one behind the other along the first dimension of a tensor ``[T, ...]``.
+    """Lie one after the other along the first dimension of a tensor ``[T, ...]``.
 
     What is worked out of the boundaries is kept, so that all layers of a model can share it.
 
@@ -117,7 +117,7 @@ class PackedSequences:
     def by_length(self) -> list[tuple[int, Tensor | None]]:
         """Sequences of equal length together, as (length, rows), shortest first; empty sequences are left out.
 
-        Rows are int64 indices along the first dimension, one sequence behind the other; None stands for all rows.
+        Rows are int64 indices along the first dimension, one sequence after the other; None stands for all rows.
         Where the boundaries are on a GPU, this waits for it.
         """
         lengths = self.boundaries.diff().cpu()
@@ -179,7 +179,7 @@ class ListedBlocks:
 
     Attributes:
         counts: int32 ``[B, Hq, nq]``, how many blocks are listed for each block of queries.
-        indices: int32 ``[B, Hq, nq, nk]``, ascending; those behind the counted ones mean nothing.
+        indices: int32 ``[B, Hq, nq, nk]``, ascending; those after the counted ones mean nothing.
         query_block: rows of a block of queries, a multiple of ``key_block``.
         key_block: rows of a block of keys.
     """
@@ -217,7 +217,7 @@ class ListedBlocks:
 
     @property
     def kept(self) -> Tensor:
-        """The mask of the listed blocks, bool ``[B, Hq, nq, nk]``; none is on the diagonal or behind it."""
+        """The mask of the listed blocks, bool ``[B, Hq, nq, nk]``; none is on the diagonal or after it."""
         is_listed = torch.arange(self.indices.shape[3], device=self.indices.device) < self.counts[..., None]
         kept = torch.zeros_like(is_listed)
         # Of equal places the listed one must win: what is not listed is added as nothing.

@@ -91,8 +91,8 @@ def attend_segments(
 ) -> tuple[Tensor, Tensor]:
     """Attend over several segments with one call of ``attend`` for each, or for several joined ones.
 
-    A partial result of fewer queries than there are is of the last ones: those behind ``rows_alone``, or those of
-    a triangle of fewer keys than queries.
+    A partial result of fewer queries than there are is of the last ones: those after ``rows_alone``, or those of a
+    triangle of fewer keys than queries.
     """
     q, segments = in_rows(q), [(in_rows(k), in_rows(v)) for k, v in segments]
     *earlier, (k, v) = segments

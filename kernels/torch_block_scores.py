@@ -62,5 +62,5 @@ def _means(states: Tensor, block: int, center: Tensor | None) -> tuple[Tensor, T
 
 
 def _groups(states: Tensor, rows: int) -> Tensor:
-    """Cut ``[B, H, S, D]`` to ``[B, H, n, rows, D]``, with zeros behind the last row."""
+    """Cut ``[B, H, S, D]`` to ``[B, H, n, rows, D]``, with zeros after the last row."""
     return functional.pad(states, (0, 0, 0, -states.shape[2] % rows)).unflatten(2, (-1, rows))

@@ -65,7 +65,7 @@ def _cut(states: Tensor, rows: int) -> Tensor:
 def _attend_listed(
     q: Tensor, k: Tensor, v: Tensor, blocks: ListedBlocks, scale: float, skip_margin: float | None
 ) -> tuple[Tensor, Tensor] | None:
-    """Attend from every block of queries to the blocks that it lists; None where none lists any."""
+    """Attend from every block of queries to the blocks that it lists; None if none lists any."""
     counts = blocks.counts.flatten().cpu()
     if not counts.any():
         return None

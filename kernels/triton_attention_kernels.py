@@ -136,7 +136,7 @@ def segments_kernel(
     """One program attends from a tile of rows to a range of one head's keys, the last segment's after all others.
 
     A tile of rows is either of those that see the last segment only or of others, so that keys need no mask for
-    that. Strides of a run have the jump between pieces behind them. Integers in tuples are hidden by
+    that. Strides of a run have the jump between pieces after them. Integers in tuples are hidden by
     :func:`apbv.kernels.triton_merging.veiled`.
     """
     # Under a causal mask the last tiles have the most keys: they start first.

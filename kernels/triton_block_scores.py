@@ -64,7 +64,7 @@ def _antidiagonals(
     p_q, p_k, i_i, i_j, q_row, k_row, num_groups, num_tokens,
     STRIDE: tl.constexpr, D: tl.constexpr, BG: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """Sum up q·k along the antidiagonals of BG x BG squares; -inf where keys are behind the queries, or none."""
+    """Sum up q·k along the antidiagonals of BG x BG squares; -inf where keys are after the queries, or none."""
     o_i, o_j, o_d = i_i + tl.arange(0, BG), i_j + tl.arange(0, BG), tl.arange(0, BD)
     b_s = tl.zeros([BG, BG], tl.float32)
     for i in range(STRIDE):

@@ -111,7 +111,7 @@ def block_sparse_kernel(
     b_acc = tl.zeros([BR, BD], tl.float32)
     b_max = tl.full([BR], float("-inf"), tl.float32)
     if SKIPS:
-        b_max = tl.where(m_r, b_max, 1e30)  # rows behind the last token have no say in what is skipped
+        b_max = tl.where(m_r, b_max, 1e30)  # rows after the last token have no say in what is skipped
     b_sum = tl.zeros([BR], tl.float32)
     o_tile = tl.arange(0, BT)
     o_k, o_v = o_tile.to(tl.int64) * k_row * ALIGN, o_tile.to(tl.int64) * v_row * ALIGN

@@ -30,7 +30,7 @@ def run(options: argparse.Namespace, hosts: HostGroup, progress_delay: float = 2
         progress_delay: seconds that something has to take before a terminal shows how far it is.
 
     Raises:
-        ValueError: a source cannot be read, a file cannot be written, or the engine refuses the request.
+        ValueError: a source cannot be read, a file cannot be written, or the engine rejects the request.
         HostError: another host failed.
     """
     prepare_process(options, hosts)

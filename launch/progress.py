@@ -13,7 +13,7 @@ _COUNTED = {
 
 
 class ProgressBars:
-    """Shows on stderr a bar for each stage that takes longer than a moment, and removes it behind the stage.
+    """Shows on stderr a bar for each stage that takes longer than a moment, and removes it after the stage.
 
     Args:
         enabled: whether it shows anything.

@@ -12,7 +12,7 @@ class DecodeConfig(Checked):
     """How models are run over new tokens, in decoding, verification and drafting.
 
     Attributes:
-        cuda_graphs: ``"auto"``: on a GPU, steps over as many tokens as an earlier step of the answer are recorded
+        cuda_graphs: ``"auto"``: on a GPU, steps over as many tokens as an earlier step of the answer are captured
             as CUDA graphs, which launch all kernels at once; where that is not possible, a warning says why. It is
             not for a KV in shares (``kv="sharded"``), tensor parallelism, or attention by other kernels than
             Triton's; an ensemble and a draft in a thread go without, too. ``"off"``: kernels are launched one by

@@ -48,7 +48,7 @@ class VideoConfig(Checked):
             chunks are in memory at a time. None: a sixteenth of the free memory, at most 256 MiB.
 
     Raises:
-        ValueError: the back end is unknown, or a number is not positive.
+        ValueError: the backend is unknown, or a number is not positive.
     """
 
     backend: str = one_of(VIDEO_BACKEND_NAMES, "auto")
@@ -123,16 +123,16 @@ class SparseConfig(Checked, name="sparse "):
 class ReduceConfig(Checked, name="reduce "):
     """Which of a prompt's visual tokens the language model reads; the others are lost.
 
-    Tokens that are left stay at their rotary positions.
+    Tokens that are kept stay at their rotary positions.
 
     Attributes:
         method: a name in :data:`apbv.config.REDUCER_NAMES`. Before the language model, from the frames alone:
             ``"slowfast"``, ``"fastvid"``, ``"dycoke"``. Between its layers, by what they have computed:
             ``"fastv"``, ``"pdrop"``, ``"sparsevlm"``, ``"hippo_attention"`` (see
             :mod:`apbv.prefilling.reduction`).
-        ratio: the share of a video's visual tokens that is left, rounded, and at least one token. 1: all, and the
+        ratio: the share of a video's visual tokens that is kept, rounded, and at least one token. 1: all, and the
             prompt is prefilled as without a reduction.
-        layer: for a method inside the language model, after how many of its decoder layers tokens are left out;
+        layer: for a method inside the language model, after how many of its decoder layers tokens are pruned;
             None: as in the method's paper, where it says that.
         asked_by: whose attention ranks the tokens of ``"fastv"`` and ``"pdrop"``: the prompt's ``"last"`` token's,
             as in their authors' code, or the mean over the ``"question"``. None: ``"last"``.
@@ -162,12 +162,12 @@ class ReduceConfig(Checked, name="reduce "):
 
     @property
     def is_late(self) -> bool:
-        """Whether tokens are left out between layers of the language model, and not before it."""
+        """Whether tokens are pruned between layers of the language model, and not before it."""
         return self.method in LATE_REDUCER_NAMES
 
     @property
     def needs_video(self) -> bool:
-        """Whether only tokens of videos' frames are left out, so that a prompt without a video is refused."""
+        """Whether only tokens of videos' frames are left out, so that a prompt without a video is rejected."""
         return self.method in VIDEO_REDUCER_NAMES
 
 
@@ -208,7 +208,7 @@ class PrefillConfig(Checked):
         sparse: compute chosen blocks of attention only: of the whole prompt with ``"full"``, and of every context
             block's attention to itself with ``"apbv"``, ``"apb"`` and ``"star"``; what else they attend to, and
             the question's attention, stay dense. None: dense, but for a method that is sparse by itself.
-        reduce: which visual tokens are left out; None: none.
+        reduce: which visual tokens are pruned; None: none.
 
     Raises:
         ValueError: a length is negative or absurd, a name is unknown, or the method has no sparse attention.
@@ -254,7 +254,7 @@ class PrefillConfig(Checked):
 
     @property
     def sparse_attention(self) -> SparseConfig | None:
-        """How blocks of attention are chosen; None where attention is dense."""
+        """How blocks of attention are chosen; None if attention is dense."""
         if self.sparse is None and self.method in SPARSE_NAMES:
             return SparseConfig(method=self.method)
         return self.sparse

@@ -41,9 +41,9 @@ class SpeculativeConfig(Checked):
             hosts), ``"streaming"`` (the latest) and ``"layerskip"`` (its first layers); ``"ngram"`` looks up what
             followed the last tokens before.
         draft_model: a directory or hub id, of the target's family and tokenizer (for ``"text_only"``, but not on a
-            draft host, also a text-only model with the target's tokens); ``"demo"`` is the packaged one.
+            draft host, also a text-only model with the target's tokens); ``"demo"`` is the bundled one.
         num_draft_tokens: γ, tokens drafted per round; ``"auto"``: at most 16, as many as promise the highest
-            speed-up by the costs and the acceptance so far (see :func:`apbv.speculate.pace.best_window`). With
+            speedup by the costs and the acceptance so far (see :func:`apbv.speculate.pace.best_window`). With
             ``"auto"`` a draft host drafts until the target's forward pass ends, where ParallelVLM's Theorem 6 is
             largest.
         keep_losing_draft: go on with a draft that costs more time than it saves. Off, the rest of an answer is

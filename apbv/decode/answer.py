@@ -160,7 +160,7 @@ class Answer:
         return token, bool(has_ended)
 
     def require_token(self, token: int) -> None:
-        """Refuse :data:`NO_TOKEN`; called on every host with the token that host 0 sent.
+        """Reject :data:`NO_TOKEN`; called on every host with the token that host 0 sent.
 
         Raises:
             AgreedError: the token is :data:`NO_TOKEN`.
@@ -200,7 +200,7 @@ def generate_tokens(answer: Answer) -> list[int]:
 def _generate_ahead(answer: Answer) -> list[int]:
     """Decode the rest of an answer on host 0; its GPU gets every step before the host reads the token before it.
 
-    So the GPU computes while the host looks at a token, and tells others of it. The step behind an end token is
+    So the GPU computes while the host looks at a token, and tells others of it. The step after an end token is
     given for nothing, and taken back.
     """
     decoder = answer.decoder

@@ -35,8 +35,8 @@ class Member:
     Attributes:
         tokens: the answer so far, an end token included.
         finish_reason: ``"stop"`` or ``"length"`` once the answer is complete; None before, and where it was left.
-        error: why the answer has failed; None where it has not.
-        kv: the answer's KV; None before the prompt's is there, and behind the answer's end.
+        error: why the answer has failed; None if it has not.
+        kv: the answer's KV; None before the prompt's is there, and after the answer's end.
     """
 
     def __init__(self, answer: Answer):
@@ -63,7 +63,7 @@ class Member:
             answer.require_token(token)
             _, is_last = answer.cut([token])
             answer.add([token])
-        except Exception as error:  # whatever it is, it is no other answer's
+        except Exception as error:  # whatever it is, it affects no other answer
             self.end(error)
             return
         if is_last:
@@ -87,8 +87,8 @@ class Batch:
     One thread uses it. Another may prefill with the same model meanwhile, if
     :func:`apbv.model.attention.apbv_attention` is in force around both.
 
-    On a GPU the batch has a stream of its own, which no prefill in another stream holds up. The GPU is given
-    each step before the host has read the tokens of the last; what it computes behind an answer's end is ignored.
+    On a GPU the batch has a stream of its own, which no prefill in another stream holds up. The GPU is given each
+    step before the host has read the tokens of the last; what it computes after an answer's end is ignored.
 
     Args:
         parts: the model.
@@ -114,7 +114,7 @@ class Batch:
         """Take a prefilled prompt, whose KV is not copied.
 
         The prefill may be under way on the GPU, and holds nobody else up: the answer begins with the first step
-        behind it. The request's ``on_token`` and ``stop`` are called in the thread that steps.
+        after it. The request's ``on_token`` and ``stop`` are called in the thread that steps.
 
         Raises:
             ValueError: the KV is not gathered on this host.
@@ -177,7 +177,7 @@ class Batch:
         return members, arriving
 
     def _give(self, before: Given | None = None) -> Given | None:
-        """Run the model on every member's newest token, and choose the next; None where nobody needs one.
+        """Run the model on every member's newest token, and choose the next; None if nobody needs one.
 
         Args:
             before: the step whose tokens the host does not know yet.

@@ -1,4 +1,4 @@
-"""Runs a language model over the newest tokens of several answers, each behind its own KV."""
+"""Runs a language model over the newest tokens of several answers, each after its own KV."""
 
 from collections.abc import Sequence
 
@@ -23,7 +23,7 @@ class OwnKV:
     """The KV of one answer in a batch, in buffers that the batch writes to.
 
     Args:
-        layers: the prompt's KV; rows of the answer are written behind it, and not counted there.
+        layers: the prompt's KV; rows of the answer are written after it, and not counted there.
         position: the rotary position of the answer's first token.
 
     Attributes:
@@ -78,7 +78,7 @@ class OwnKV:
 class BatchRunner:
     """Runs a language model over one new token of each of several answers.
 
-    On a GPU passes over equally many answers are recorded as a CUDA graph, which stays good while answers come and
+    On a GPU passes over equally many answers are captured as a CUDA graph, which stays good while answers come and
     go: where their KV lies is looked up on the GPU. Numbers of answers are rounded up to a few.
 
     Args:
@@ -94,7 +94,7 @@ class BatchRunner:
 
     @torch.no_grad()
     def run(self, ids: Sequence[int] | Tensor, kvs: Sequence[OwnKV]) -> Tensor:
-        """Run the model on R tokens, append each to its KV, and return the logits behind each, ``[R, V]``.
+        """Run the model on R tokens, append each to its KV, and return the logits after each, ``[R, V]``.
 
         Args:
             ids: a tensor ``[R]`` on the device is not waited for.

@@ -2,8 +2,8 @@
 
 A graph repeats the same kernels with the same arguments. So what differs from step to step lies in memory that
 stays where it is: tokens, positions, and how many rows of the KV count, in one small tensor; the KV in buffers
-with room behind it (:class:`apbv.kv.cache.GrowingLayer`), which attention gets whole. Graphs are good for one
-size of step and one set of buffers: a longer answer gets new buffers, and then new graphs.
+with room after it (:class:`apbv.kv.cache.GrowingLayer`), which attention gets whole. Graphs are good for one size
+of step and one set of buffers: a longer answer gets new buffers, and then new graphs.
 """
 
 from abc import ABC, abstractmethod
@@ -54,7 +54,7 @@ class GraphRecorder:
                     graph.capture_begin(self._pool, capture_error_mode="thread_local")
                     try:
                         result = function()
-                    except Exception as error:  # behind which comes another that does not say why
+                    except Exception as error:  # after which comes another that does not say why
                         cause = error
                         raise
                     finally:
@@ -152,7 +152,7 @@ MOST_CAPTURED = 64
 
 
 def may_record(parts: ModelParts, hosts: HostGroup | None) -> bool:
-    """Return whether steps are recorded as graphs; warn where they are wanted, and cannot be."""
+    """Return whether steps are captured as graphs; warn where they are wanted, and cannot be."""
     if not parts.wants_graphs:
         return False
     obstacle = why_not_captured(parts, hosts)

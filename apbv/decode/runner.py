@@ -1,4 +1,4 @@
-"""Running a language model over new tokens behind a cache, step by step."""
+"""Running a language model over new tokens after a cache, step by step."""
 
 from collections.abc import Sequence
 
@@ -22,7 +22,7 @@ def forward(
 
     Args:
         ids, positions: int64 ``[S]`` on the device.
-        cache: what the model appends to; None where ``attention`` appends by itself.
+        cache: what the model appends to; None if ``attention`` appends by itself.
         attention: computes the new tokens' attention. The model's own would copy the KV heads of grouped queries,
             and need a mask for several tokens.
         last_only: compute the logits after the last token only, ``[1, V]``.
@@ -42,7 +42,7 @@ def forward(
 class ModelRunner:
     """Runs a language model over new tokens, and appends their KV to a cache.
 
-    On a GPU, steps of one size are recorded as a CUDA graph where that is possible (:mod:`.graphs`): a step of a
+    On a GPU, steps of one size are captured as a CUDA graph where that is possible (:mod:`.graphs`): a step of a
     7B model launches hundreds of kernels, which takes longer than to compute them.
 
     Args:
@@ -127,7 +127,7 @@ class _Step(Step):
     def take(
         self, ids: Sequence[int] | Tensor, positions: Sequence[int], visible: Tensor | None, num_rows: int
     ) -> None:
-        """Take the inputs of the next step, behind ``num_rows`` rows of the cache; the host waits for nothing."""
+        """Take the inputs of the next step, after ``num_rows`` rows of the cache; the host waits for nothing."""
         stop = num_rows + len(ids)
         self.hold(ids, [*positions, *range(num_rows, stop), stop])
         if self._visible is not None:

@@ -43,7 +43,7 @@ class Choice(NamedTuple):
 
     @classmethod
     def joined(cls, choices: Sequence["Choice"]) -> "Choice":
-        """Put the rows of several choices behind one another."""
+        """Put the rows of several choices one after another."""
         return cls(*map(torch.cat, zip(*choices, strict=True)))
 
     def fetch(
@@ -125,7 +125,7 @@ def _cut(p: Tensor, ordered: Tensor, order: Tensor, top_p: float, whole: bool = 
     """Keep of a distribution the first tokens in descending order up to ``top_p``.
 
     Returns:
-        ``p`` with 0 for all others; None where the order does not reach so far, or might lack a token that is as
+        ``p`` with 0 for all others; None if the order does not reach so far, or might lack a token that is as
         probable as its last.
     """
     cumulative = ordered.cumsum(dim=-1)
@@ -155,7 +155,7 @@ def draw(weights: Tensor, numbers: Sequence[float] | Tensor) -> Choice:
     cumulative = weights.cumsum(dim=-1)
     numbers = to_device(numbers, weights.device, weights.dtype)
     places = torch.searchsorted(cumulative, numbers[:, None] * cumulative[:, -1:], right=True)[:, 0]
-    # Behind the last token lies only what is NaN.
+    # After the last token lies only what is NaN.
     return Choice(places.clamp(max=weights.shape[-1] - 1), ~cumulative[:, -1].isnan())
 
 
@@ -168,7 +168,7 @@ def choose_tokens(
         positions: each token's index in the sequence.
 
     Returns:
-        The tokens, and the distributions that they were drawn from, ``[R, V]``; None where they were not drawn.
+        The tokens, and the distributions that they were drawn from, ``[R, V]``; None if they were not drawn.
     """
     if config.temperature == 0:
         return most_probable(logits), None

@@ -20,11 +20,11 @@ DEMO_QUESTION = RETRIEVAL_QUESTION.format(colour=BORDERS[0])
 EXAMPLE_QUESTIONS = (DEMO_QUESTION, ORDERING_QUESTION, COUNTING_QUESTION, DESCRIBE_QUESTION)
 _QUESTIONS = EXAMPLE_QUESTIONS + tuple(RETRIEVAL_QUESTION.format(colour=colour) for colour in BORDERS)
 _SIZES = {(side * TOKEN_SIZE, side * TOKEN_SIZE) for side in range(GRIDS[0], GRIDS[1] + 1)}
-DEMO_LETTERS = "X J P H E L"  # of the packaged clip, in order
+DEMO_LETTERS = "X J P H E L"  # of the bundled clip, in order
 
 
 def model_path() -> Path:
-    """Return the folder of the packaged checkpoint."""
+    """Return the folder of the bundled checkpoint."""
     return _FOLDER / "model"
 
 
@@ -34,7 +34,7 @@ def draft_path() -> Path:
 
 
 def video_path() -> Path:
-    """Return the path of the packaged clip: H.264, 56 x 56 pixels, 4 frames per second, 32 seconds."""
+    """Return the path of the bundled clip: H.264, 56 x 56 pixels, 4 frames per second, 32 seconds."""
     return _FOLDER / "clip.mp4"
 
 

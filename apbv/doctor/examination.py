@@ -152,7 +152,7 @@ class Examination:
         return results
 
     def _found(self, check: Check) -> list[Finding]:
-        """Carry out a check on all hosts, or none: behind one that still runs nothing can be trusted."""
+        """Carry out a check on all hosts, or none: after one that still runs nothing can be trusted."""
         if self.stuck is not None:
             return [Finding(self.stuck, status=SKIPPED)] * self._hosts.size
         with self._hosts.working(check.name):

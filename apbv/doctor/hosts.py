@@ -135,7 +135,7 @@ def _numbers(hosts: HostGroup, host: int, count: int, dtype: torch.dtype) -> Ten
 
 
 def _require_equal(found: Sequence[Tensor], expected: Sequence[Tensor], what: str) -> None:
-    """Refuse tensors that came otherwise than they were sent.
+    """Reject tensors that came otherwise than they were sent.
 
     Raises:
         CheckFailed: shapes, dtypes or numbers differ; says from which host.
@@ -146,7 +146,7 @@ def _require_equal(found: Sequence[Tensor], expected: Sequence[Tensor], what: st
 
 
 def answer(config: PrefillConfig, speculate: SpeculativeConfig | None, dtype: str, hosts: HostGroup) -> Found:
-    """Ask the demo model for the letters in the packaged clip.
+    """Ask the demo model for the letters in the bundled clip.
 
     Raises:
         CheckFailed: the answer is wrong.

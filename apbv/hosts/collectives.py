@@ -1,9 +1,9 @@
-"""Data exchanges over one process group, and those of a GPU over gloo, by way of host memory.
+"""Data exchanges over one process group, and those of a GPU over gloo, by way of CPU memory.
 
-By the second way several hosts can share a GPU, where NCCL refuses two processes. What is sent is copied to host
+By the second way several hosts can share a GPU, where NCCL rejects two processes. What is sent is copied to CPU
 memory in the order of the GPU's work, while the caller goes on. Threads send it once it is there, and receive: one
-exchange after the other, in the order in which they were started, which is the same on every host. Who waits
-for an exchange has what was received copied to its device.
+exchange after the other, in the order in which they were started, which is the same on every host. Who waits for
+an exchange has what was received copied to its device.
 """
 
 import math
@@ -33,7 +33,7 @@ class Collectives:
     """The exchanges of one torch.distributed group, with the failures of its processes watched for.
 
     Args:
-        group: the group, of N processes; None where this process is alone and exchanges nothing.
+        group: the group, of N processes; None if this process is alone and exchanges nothing.
         watch: starts the exchanges and waits for them.
     """
 
@@ -54,7 +54,7 @@ class Collectives:
     def all_to_all(self, tensors: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> Exchange:
         """Start sending tensor p to every process p and receiving one of shape ``shapes[p]`` from it.
 
-        They travel as bytes, because not every back end knows every dtype.
+        They travel as bytes, because not every backend knows every dtype.
         """
         dtype, width = tensors[0].dtype, tensors[0].element_size()
         packed = torch.cat([tensor.reshape(-1) for tensor in tensors]).view(torch.uint8)
@@ -107,7 +107,7 @@ class Collectives:
 class StagedCollectives(Collectives):
     """The same exchanges for tensors on any device, over a gloo group that nothing else uses."""
 
-    _last: Future | None = None  # what the next exchange is sent behind
+    _last: Future | None = None  # what the next exchange is sent after
 
     def _exchange(self, sent: Tensor, received: Tensor, begin: Begin, result: Callable[[], Any]) -> Exchange:
         watch, before, copied = self._watch, self._last, None
@@ -152,5 +152,5 @@ def _wait_apart(work: dist.Work, watch: FailureWatch) -> None:
 
 
 def _host_memory(like: Tensor) -> Tensor:
-    """Make room in host memory, which a GPU can copy from and to by itself if it is for one."""
+    """Make room in CPU memory, which a GPU can copy from and to by itself if it is for one."""
     return torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)

@@ -49,7 +49,7 @@ class Communicators:
     """NCCL's communicators of some process groups that carry GPU memory.
 
     Args:
-        groups: the groups, each with an NCCL back end.
+        groups: the groups, each with an NCCL backend.
     """
 
     def __init__(self, groups: Sequence[dist.ProcessGroup]):
@@ -57,7 +57,7 @@ class Communicators:
 
     def error(self) -> str:
         """Return what NCCL's watchdog has found to be wrong; an empty string: nothing."""
-        # A back end may lack it; what it would say is then known by the group's timeout.
+        # A backend may lack it; what it would say is then known by the group's timeout.
         asked = [getattr(backend, "get_error", None) for backend in self._backends]
         errors = [ask().name for ask in asked if ask is not None]
         return next((f"NCCL reports {error}" for error in errors if error != "SUCCESS"), "")
@@ -103,8 +103,8 @@ class FailureWatch:
     Args:
         name: what messages call this process.
         timeout: seconds to wait for processes of which none works.
-        store: the key-value store that the processes of the group share; None where this process is alone.
-        heartbeat: this process's signs of work; None where nobody can see them.
+        store: the key-value store that the processes of the group share; None if this process is alone.
+        heartbeat: this process's signs of work; None if nobody can see them.
         waits_for_work: whether the timeout begins anew while any process works; else it bounds the whole wait.
         communicators: those of NCCL, for exchanges that a GPU waits for; None: there are none.
 
@@ -182,7 +182,7 @@ class FailureWatch:
         """Wait until something that depends on other processes is complete.
 
         Args:
-            work: an exchange in host memory, as :meth:`start` returned it, or what else is waited for in this way.
+            work: an exchange in CPU memory, as :meth:`start` returned it, or what else is waited for in this way.
 
         Raises:
             HostError: a process failed, ended, or neither answered nor worked for the timeout.
@@ -203,7 +203,7 @@ class FailureWatch:
                         raise self._give_up(patience) from None
 
     def wait_for_gpu(self, event: torch.cuda.Event) -> None:
-        """Wait until the GPU has come to an event behind which exchanges of GPU memory may lie.
+        """Wait until the GPU has come to an event after which exchanges of GPU memory may lie.
 
         Raises:
             HostError: as :meth:`wait`; what the GPU has computed is then worth nothing.

@@ -125,7 +125,7 @@ class HostGroup:
     ) -> "HostGroup":
         """Join the hosts that torchrun started; a process that torchrun did not start is a single host.
 
-        Where processes share a GPU, what they exchange goes by way of host memory.
+        Where processes share a GPU, what they exchange goes by way of CPU memory.
 
         Args:
             device: this process's device. ``"cuda"``: a GPU of this machine, by LOCAL_RANK; where there are more
@@ -158,7 +158,7 @@ class HostGroup:
         Args:
             group: a torch.distributed group with a gloo backend, an NCCL backend, or both. Its own timeout bounds
                 every exchange, also with a process that works. Over gloo alone, what is on a GPU goes by way of
-                host memory.
+                CPU memory.
             device: this process's device; None as in :meth:`from_env`, but without LOCAL_RANK the current GPU.
             timeout: seconds to wait for another process; of one that works, ten times as many.
             tensor_parallel: T; the first T processes of the group are host 0, and so on.
@@ -178,7 +178,7 @@ class HostGroup:
                 chosen = choose_device(device)
                 if chosen.type == "cuda" and owns_group:
                     torch.cuda.set_device(chosen)
-                # A group of the caller's has the back ends that the caller wanted.
+                # A group of the caller's has the backends that the caller wanted.
                 may_use_nccl = (owns_group and dist.is_nccl_available()) or "nccl" in dist.get_backend_config(
                     group
                 )
@@ -229,7 +229,7 @@ class HostGroup:
                 take a day.
             waits_for_work: the timeout begins anew while any of these hosts works, as here; else it is a bound on
                 the wait, whatever the other does meanwhile.
-            has_data: whether tensors on devices are exchanged in it, and not only such in host memory.
+            has_data: whether tensors on devices are exchanged in it, and not only such in CPU memory.
 
         Returns:
             The group on its members, None on the others.
@@ -277,7 +277,7 @@ class HostGroup:
         return f"host {host}" + (f", member {member}" if self.tensor_parallel_size > 1 else "")
 
     def start_broadcast(self, tensor: Tensor, source: int) -> Exchange:
-        """Start sending a tensor in host memory from one host to all; shape and dtype are the same everywhere.
+        """Start sending a tensor in CPU memory from one host to all; shape and dtype are the same everywhere.
 
         The result is the tensor. On the source it has ended when everybody takes part.
         """
@@ -329,7 +329,7 @@ class HostGroup:
         return [row[:length].numpy().tobytes() for row, length in rows]
 
     def mean_over_members(self, tensor: Tensor) -> Tensor:
-        """Return, on every process, the mean over host 0's members of a small fp32 tensor in host memory."""
+        """Return, on every process, the mean over host 0's members of a small fp32 tensor in CPU memory."""
         if self.tensor_parallel_size == 1:
             return tensor
         return self._gather_control(tensor)[: self.tensor_parallel_size].mean(dim=0)
@@ -348,7 +348,7 @@ class HostGroup:
             raise HostError(f"{what} of {self.name_of(different[0])} differs from that of {self.name_of(0)}")
 
     def start_gathering(self, tensor: Tensor) -> Exchange:
-        """Start gathering a small tensor in host memory from every process; the result is ``[H * T, *shape]``."""
+        """Start gathering a small tensor in CPU memory from every process; the result is ``[H * T, *shape]``."""
         if self.num_processes == 1:
             return Exchange(lambda: tensor[None])
         return self._control.all_gather(tensor)
@@ -451,7 +451,7 @@ class HostGroup:
         """Start sending a tensor to the next host in the ring, and receiving one from the host before.
 
         The result has ``received_shape`` and the tensor's dtype. It is an all-to-all in which everybody else gets
-        nothing: with both back ends that is a send to, and a receive from, the neighbours only.
+        nothing: with both backends that is a send to, and a receive from, the neighbours only.
         """
         following, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         nothing = tensor.new_empty(0)

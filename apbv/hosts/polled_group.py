@@ -10,7 +10,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-POLLED = "apbv"  # the back end's name in torch.distributed
+POLLED = "apbv"  # the backend's name in torch.distributed
 
 
 class PolledWork(dist.Work):

@@ -41,12 +41,12 @@ class ProcessGroups:
     """The groups that a process exchanges data in.
 
     Attributes:
-        data: the same member of every host; None where there is one host.
-        control: all processes, over gloo: statuses and tokens are host memory, and neither wait for nor stall the
+        data: the same member of every host; None if there is one host.
+        control: all processes, over gloo: statuses and tokens are CPU memory, and neither wait for nor stall the
             GPU there. None for a process that is alone.
         members: the processes of this host; None without tensor parallelism.
         nccl: those of them that carry GPU memory.
-        is_staged: whether the data group carries host memory only, through which other data has to go.
+        is_staged: whether the data group carries CPU memory only, through which other data has to go.
     """
 
     data: dist.ProcessGroup | None = None
@@ -121,7 +121,7 @@ class ProcessGroups:
         return ProcessGroups(data, control, nccl=(data,))
 
     def communicators(self) -> Communicators | None:
-        """Return what gives up the groups over NCCL; None where there are none."""
+        """Return what gives up the groups over NCCL; None if there are none."""
         return Communicators(self.nccl) if self.nccl else None
 
     def connect(self, device: torch.device) -> None:
@@ -136,7 +136,7 @@ class ProcessGroups:
 
 
 def _can_use_nccl(places: Sequence[Place]) -> bool:
-    """Return whether NCCL can connect processes: it refuses two on one GPU. One alone needs no connection."""
+    """Return whether NCCL can connect processes: it rejects two on one GPU. One alone needs no connection."""
     devices = [place.device for place in places]
     return len(places) == 1 or (all(place.has_nccl for place in places) and not sharing(devices))
 
@@ -173,9 +173,9 @@ def level_group_counts(gather: Callable[[Tensor], Tensor]) -> None:
 
 
 def join_world(timeout: float) -> bool:
-    """Initialise torch.distributed from the environment that torchrun sets; False where the caller has done so.
+    """Initialise torch.distributed from the environment that torchrun sets; False if the caller has done so.
 
-    All processes then exchange host memory; what carries GPU memory is made when it is known who has which GPU.
+    All processes then exchange CPU memory; what carries GPU memory is made when it is known who has which GPU.
 
     Raises:
         HostError: the hosts do not meet within the timeout, in seconds.
@@ -214,7 +214,7 @@ def rank_and_size(group: dist.ProcessGroup | None) -> tuple[int, int]:
 
 
 def require_whole_hosts(num_processes: int, tensor_parallel: int) -> None:
-    """Refuse processes that do not make whole hosts.
+    """Reject processes that do not make whole hosts.
 
     Raises:
         ValueError: their number is not a multiple of T.

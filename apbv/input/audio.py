@@ -1,6 +1,6 @@
-"""The sound of a prompt, and how hosts share the work on it, window by window.
+"""The audio of a prompt, and how hosts share the work on it, window by window.
 
-Sound is no visual input: all of it is read, and nothing of it is left out, neither by a draft nor by what reduces
+Audio is no visual input: all of it is read, and nothing of it is left out, neither by a draft nor by what reduces
 visual tokens. So its rows are counted apart from those of images and video, also where their tokens alternate.
 """
 
@@ -34,7 +34,7 @@ _RESAMPLING = {"rematrix_maxval": "1", "async": "1", "min_hard_comp": "0.1"}
 
 @dataclass(frozen=True, eq=False)
 class Sound:
-    """A sound that was decoded.
+    """A audio that was decoded.
 
     Attributes:
         samples: float32 ``[samples]``, at the model's rate.
@@ -47,7 +47,7 @@ class Sound:
 
 @dataclass(frozen=True)
 class AudioInput(RowStarts):
-    """The sound of a prompt, and this host's share of the work on it.
+    """The audio of a prompt, and this host's share of the work on it.
 
     A *unit* is the smallest piece that can be encoded by itself (:attr:`~apbv.model.parts.ModelParts.audio_unit`).
     Units are numbered over all clips, in prompt order; the last one of a clip may be shorter. A row is an audio
@@ -61,7 +61,7 @@ class AudioInput(RowStarts):
         row_starts: U + 1 numbers: unit u has the rows row_starts[u] .. row_starts[u + 1].
         spectrograms: of every clip ``[mel bins, frames]``; None once encoded.
         replicated: whether every host encodes everything.
-        sources: what identifies the clips; None where the caller prepared them.
+        sources: what identifies the clips; None if the caller prepared them.
     """
 
     lengths: tuple[int, ...]
@@ -95,7 +95,7 @@ class AudioInput(RowStarts):
 def audio_from_batch(
     parts: ModelParts, batch: Mapping[str, Any], input_ids: Tensor, hosts: HostGroup, frame_parallel: bool
 ) -> AudioInput:
-    """Take a prompt's sound out of a processor's batch.
+    """Take a prompt's audio out of a processor's batch.
 
     Args:
         input_ids: ``[n]``, the prompt.
@@ -160,7 +160,7 @@ def read_audio(
         rate: samples per second of what is returned.
         max_seconds: the longest audio that can be used.
         seconds: no more than so many; None: all of it.
-        beside_video: whether the sound begins with the file's first video frame: what came before is left out, and
+        beside_video: whether the audio begins with the file's first video frame: what came before is left out, and
             silence stands for what is missing.
 
     Returns:
@@ -194,7 +194,7 @@ def _pieces(container: "av.container.InputContainer", rate: int, beside_video: b
     start = _start(container) if beside_video else None
     resampler, ahead = av.AudioResampler("flt", "mono", rate, options=_RESAMPLING), None
     for frame in chain(container.decode(stream), [None]):
-        if ahead is None and frame is not None:  # samples that sound before the video
+        if ahead is None and frame is not None:  # samples that audio before the video
             known = start is not None and frame.time is not None
             ahead = round((start - frame.time) * rate) if known else 0
             yield np.zeros(max(0, -ahead), np.float32)
@@ -205,7 +205,7 @@ def _pieces(container: "av.container.InputContainer", rate: int, beside_video: b
 
 
 def _start(container: "av.container.InputContainer") -> float | None:
-    """Return the time of the first video frame, in seconds; None where that is unknown."""
+    """Return the time of the first video frame, in seconds; None if that is unknown."""
     video = next(iter(container.streams.video), None)
     return None if video is None or video.start_time is None else float(video.start_time * video.time_base)
 

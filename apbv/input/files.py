@@ -45,7 +45,7 @@ class Source:
 
     Attributes:
         file: the video, image or audio file, as it was when it was read.
-        part: of a video the indices of the sampled frames, of sound how many samples.
+        part: of a video the indices of the sampled frames, of audio how many samples.
     """
 
     file: FileIdentity

@@ -49,7 +49,7 @@ class Picture:
 
     @property
     def source(self) -> Source | None:
-        """What identifies the image's content; None where it came as pixels."""
+        """What identifies the image's content; None if it came as pixels."""
         return Source(FileIdentity.of(self.image)) if isinstance(self.image, Path) else None
 
     def load(self) -> Image.Image | Tensor:
@@ -76,13 +76,13 @@ def _orientation(image: Image.Image) -> int:
     """Return the orientation that stands before an image's pixels, 1 for an upright one."""
     if image.format == "TIFF":  # which Pillow itself shows upright
         return 1
-    # A PNG's own method would decode all of it, in case that the tag stands behind the pixels.
+    # A PNG's own method would decode all of it, in case that the tag stands after the pixels.
     return Image.Image.getexif(image).get(_ORIENTATION, 1)
 
 
 @contextmanager
 def _opened(image: Any) -> Iterator[Image.Image]:
-    """Open an image file; PromptError where it cannot be read, up to the end of the block."""
+    """Open an image file; PromptError if it cannot be read, up to the end of the block."""
     if isinstance(image, Image.Image):
         yield image
         return

@@ -31,10 +31,10 @@ class ModelInputs:
         position_ids: rotary positions, ``[3, 1, n]`` (time, height, width) for M-RoPE models, else ``[1, n]``.
         context_start: where the context begins: at the first visual or audio token, or 0. What comes before it
             belongs to the anchor.
-        query_start: where the query block begins: behind the last visual or audio token, or at a text's question.
-            From there on every token lies one position behind the one before.
+        query_start: where the query block begins: after the last visual or audio token, or at a text's question.
+            From there on every token lies one position after the one before.
         visual: images and videos; None for a prompt that shows nothing.
-        audio: sound; None for a prompt without.
+        audio: audio; None for a prompt without.
         position_rule: whose rule gave ``position_ids``, one of :data:`POSITION_RULES`.
     """
 
@@ -63,7 +63,7 @@ class ModelInputs:
 
     @property
     def num_audio_tokens(self) -> int:
-        """The number of placeholders of sound in the prompt."""
+        """The number of placeholders of audio in the prompt."""
         return 0 if self.audio is None else self.audio.num_rows
 
     def require_room(self, max_positions: int, num_new: int = 1) -> None:
@@ -96,7 +96,7 @@ class ModelInputs:
         which comes earlier where the video's time positions reach further. Other models have one rule.
 
         Raises:
-            PromptError: the prompt has sound, whose positions are those of transformers only.
+            PromptError: the prompt has audio, whose positions are those of transformers only.
         """
         if self.audio is not None:
             raise PromptError("vLLM cannot continue a prompt with audio: use the positions of transformers")
@@ -125,7 +125,7 @@ class ModelInputs:
             batch: ``input_ids [1, n]`` and, where there are any, ``attention_mask``, ``pixel_values`` or
                 ``pixel_values_videos`` with their grids, ``input_features`` with their mask; the whole of them, on
                 every host.
-            frame_parallel: each host keeps its share of the frames, images and sound, instead of all.
+            frame_parallel: each host keeps its share of the frames, images and audio, instead of all.
             query_start: where the query begins in a text prompt. Another prompt's query begins after its last
                 visual or audio token.
             query_len: where ``query_start`` is not given, so many tokens at a text's end are its query.
@@ -155,7 +155,7 @@ class ModelInputs:
         visual: VisualInput | None,
         audio: AudioInput | None,
     ) -> "ModelInputs":
-        """Make a prompt with placeholders of images, video or sound.
+        """Make a prompt with placeholders of images, video or audio.
 
         Raises:
             PromptError: as :meth:`from_processor`.
@@ -167,8 +167,8 @@ class ModelInputs:
                 f"the prompt has {num_visual} placeholder tokens, but its images and videos have {visual.num_rows}"
             )
         position_ids, behind = _positions(parts, input_ids, batch), int(where[-1]) + 1
-        # Behind a video that is heard, what ends its sound lies at the same position as what ends the video, and
-        # is no part of the question.
+        # After a video that is heard, what ends its audio lies at the same position as what ends the video, and is
+        # no part of the question.
         same = position_ids[..., behind : behind + 1] == position_ids[..., behind + 1 : behind + 2]
         query_start = behind + int(same.numel() > 0 and bool(same.all()))
         return cls(input_ids, position_ids, int(where[0]), query_start, visual, audio)
@@ -255,7 +255,7 @@ def _items(parts: ModelParts, batch: Mapping[str, Any], kind: str, num_rows: int
     """Take the images or the videos of a batch apart: what each is, its rows, and its pixels.
 
     Args:
-        num_rows: of all videos together, which have as many as one another where they have no grids.
+        num_rows: of all videos together, which have equally many where they have no grids.
     """
     is_internvl = parts.family == "internvl"  # it has one name for both, and encodes frames and tiles alike
     name = "pixel_values" if kind == "image" or is_internvl else "pixel_values_videos"

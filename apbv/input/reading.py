@@ -36,7 +36,7 @@ class PromptReader:
         videos: remembers what was found in video files; None: nobody else shares it.
 
     Raises:
-        ValueError: the back end for videos cannot be used.
+        ValueError: the backend for videos cannot be used.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class PromptReader:
         self.parts, self.processor = parts, processor
         self.videos = videos or KnownVideos()
         self.tokenizer = getattr(processor, "tokenizer", processor)
-        # transformers warns of too long texts before they are refused here.
+        # transformers warns of too long texts before they are rejected here.
         self.tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
         self._tokenizing = threading.Lock()  # which two threads must not do at once
         self._num_frames, self._config = num_frames, config or PrefillConfig()
@@ -76,8 +76,8 @@ class PromptReader:
 
         Raises:
             VideoError: one cannot be sampled like this.
-            AudioError: its sound cannot be heard, or all together have more than the model can take.
-            PromptError: the model does not hear, and is asked to.
+            AudioError: its audio cannot be heard, or all together have more than the model can take.
+            PromptError: the model takes no audio, and is asked to.
         """
         num_frames = self._num_frames if question.num_frames is None else question.num_frames
         is_wanted, hears, videos, heard = question.audio_in_video, self.parts.hears, [], []
@@ -98,7 +98,7 @@ class PromptReader:
     def _hear(self, path: str, heard: Sequence[Sound], **clip) -> Sound:
         """Decode audio at the model's rate, where the model can take it beside what is heard already.
 
-        No prompt has all of its sound in memory to be told that it is too long.
+        No prompt has all of its audio in memory to be told that it is too long.
 
         Args:
             clip: what of the file is heard, as of :func:`~apbv.input.audio.read_audio`.
@@ -119,7 +119,7 @@ class PromptReader:
 
         Raises:
             PromptError: as :func:`~apbv.input.skeleton.lay_out`.
-            AudioError: a sound cannot be heard.
+            AudioError: an audio clip cannot be heard.
         """
         if rendered.token_ids is not None:
             return Skeleton(rendered, (), {"input_ids": torch.tensor([rendered.token_ids])})
@@ -149,7 +149,7 @@ class PromptReader:
             prompt: what :meth:`lay_out` returned, where that was done already.
 
         Returns:
-            What the model reads, without pixels, and whence this host's share of these comes; None where the
+            What the model reads, without pixels, and whence this host's share of these comes; None if the
             prompt shows nothing.
 
         Raises:
@@ -212,7 +212,7 @@ class PromptReader:
         return RenderedPrompt("", [], [], None, has_context=False, has_template=False, token_ids=token_ids)
 
     def _query_start(self, rendered: RenderedPrompt, batch: Mapping[str, Any]) -> int | None:
-        """Where a text's question begins; None where nobody knows."""
+        """Where a text's question begins; None if nobody knows."""
         if rendered.query_char is None:
             return None
         starts = batch["offset_mapping"][0, :, 0]

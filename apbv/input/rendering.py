@@ -28,13 +28,13 @@ _PROBE = "probe"
 
 @dataclass(frozen=True)
 class Question(Checked):
-    """What is asked, about videos, images and sounds, or about a text.
+    """What is asked, about videos, images and audio clips, or about a text.
 
     Attributes:
         prompt: the question.
-        video: a video file, or several, which come in this order; ``"demo"``: the packaged clip. Kept as a
-            list, as images and audio are.
-        images: behind the videos: an image file, a PIL image or a tensor ``[3, H, W]``, or several.
+        video: a video file, or several, which come in this order; ``"demo"``: the bundled clip. Kept as a list, as
+            images and audio are.
+        images: after the videos: an image file, a PIL image or a tensor ``[3, H, W]``, or several.
         context: a long text.
         messages: a chat in transformers' format, instead of all these.
         num_frames: so many frames of each video are sampled, evenly; with ``fps`` at most so many; None: as many
@@ -43,8 +43,8 @@ class Question(Checked):
         token_ids: a text as the model reads it, instead of prompt, sources and messages. No chat template is
             applied, and its last tokens are the question (:attr:`apbv.PrefillConfig.query_len`).
         template: options of the chat template, see :func:`apply_template`.
-        audio: behind the images: an audio file, or several; of a video its sound.
-        audio_in_video: whether the videos' own sound is heard among their frames; None: where the model hears and
+        audio: after the images: an audio file, or several; of a video its audio.
+        audio_in_video: whether the videos' own audio is heard among their frames; None: where the model hears and
             they have any.
 
     Raises:
@@ -79,8 +79,8 @@ class RenderedPrompt:
     """A prompt as text, and the files it refers to.
 
     Attributes:
-        text: the rendered chat template; placeholders stand for videos, images and sounds. Empty where the caller
-            gave token ids.
+        text: the rendered chat template; placeholders stand for videos, images and audio clips. Empty where the
+            caller gave token ids.
         videos: paths of the videos, in prompt order.
         pictures: the images, in prompt order.
         query_char: the character of ``text`` at which the question begins, after a text context, or with the last
@@ -102,14 +102,14 @@ class RenderedPrompt:
 
 
 def render_prompt(parts: ModelParts, processor, asked: Question) -> RenderedPrompt:
-    """Render a question about videos, images and sounds, or about a text, or a whole chat.
+    """Render a question about videos, images and audio clips, or about a text, or a whole chat.
 
     Args:
         processor: the model's processor; for a text-only model its tokenizer.
 
     Raises:
-        PromptError: an empty prompt, a text beside videos, images or sounds, too many of these, a source the model
-            cannot read, an unreadable image, a chat that the template refuses.
+        PromptError: an empty prompt, a text beside videos, images or audio clips, too many of these, a source the
+            model cannot read, an unreadable image, a chat that the template rejects.
     """
     prompt, context = asked.prompt, asked.context
     if asked.messages is None:
@@ -196,7 +196,7 @@ def _collect_sources(messages: Sequence[Message]) -> tuple[list[Message], list[A
 
 
 def _find_question(rendered: str, question: Sequence[str]) -> int | None:
-    """Find where a question's last occurrence begins, whose parts may stand apart; None where one is altered."""
+    """Find where a question's last occurrence begins, whose parts may stand apart; None if one is altered."""
     start = len(rendered)
     for part in reversed([part for part in question if part]):
         start = rendered.rfind(part, 0, start)
@@ -227,7 +227,7 @@ def apply_template(
 
     Raises:
         PromptError: an option is no variable of a template but an argument of transformers' call, or the template
-            refuses the chat.
+            rejects the chat.
     """
     template = getattr(processor, "chat_template", None)
     if isinstance(template, Mapping):  # of several

@@ -65,7 +65,7 @@ class Skeleton:
         row_starts: where the rows of every temporal patch start, and where the last one's end.
         sources: what every item shows.
         grids: of every item ``[1, 3]`` patches (time, height, width), where the model has such a grid for a video.
-        sounds: what every sound comes from, in prompt order.
+        sounds: what every audio comes from, in prompt order.
     """
 
     rendered: RenderedPrompt
@@ -86,7 +86,7 @@ def lay_out(
     sounds: Sequence[Sound],
     tokenizing: AbstractContextManager,
 ) -> Skeleton:
-    """Lay out a prompt of videos, images and sounds.
+    """Lay out a prompt of videos, images and audio clips.
 
     Args:
         processor: the model's transformers processor.
@@ -181,7 +181,7 @@ def lay_out(
 def _audio_arguments(processor, sound: Sound) -> dict[str, Any]:
     """Return what the processor is told of a sound: neither to cut nor to pad it to the longest that it expects.
 
-    A spectrogram of five minutes takes seconds. Behind a shorter sound there is as much silence as its last frames
+    A spectrogram of five minutes takes seconds. After a shorter audio there is as much silence as its last frames
     reach into, so that they are those of the padded one.
     """
     extractor = processor.feature_extractor
@@ -229,7 +229,7 @@ def process(
 
     Args:
         processor: that of a video model; it is used by one thread at a time.
-        text: the prompt, with one placeholder for each image, video or sound.
+        text: the prompt, with one placeholder for each image, video or audio.
         replace: what writes the placeholders out, instead of the processor's ``get_text_with_replacements``.
         inputs: the processor's further arguments, such as ``images`` or ``videos``.
     """
@@ -267,16 +267,16 @@ def process_apart(
     Args:
         processor: as of :func:`process`.
         text: likewise.
-        calls: for each source (a video, which may have its sound with it, a sound, or all images) a text of only
-            its placeholders, the processor's arguments, and what errors call it.
+        calls: for each source (a video, which may have its audio with it, an audio clip, or all images) a text of
+            only its placeholders, the processor's arguments, and what errors call it.
 
     Returns:
         What it returns for each source, with the whole prompt's tokens in the last; and for each image, video and
-        sound, in prompt order, its kind (``"image"``, ``"video"`` or ``"audio"``), and how many tokens of this
-        kind stand for it; those of a video's sound, which lie between, do not count.
+        audio, in prompt order, its kind (``"image"``, ``"video"`` or ``"audio"``), and how many tokens of this
+        kind stand for it; those of a video's audio, which lie between, do not count.
 
     Raises:
-        PromptError: the text has other placeholders than there are sources, or the processor refuses one.
+        PromptError: the text has other placeholders than there are sources, or the processor rejects one.
     """
     collected = {"images_replacements": [], "videos_replacements": [], "audio_replacements": []}
     found, batches = [], []

@@ -3,11 +3,11 @@
 What a prompt shows is a sequence of *items*, each a video or an image. Work is counted in temporal patches, which
 are numbered over all items in prompt order: hosts get adjacent ones, of about the same cost.
 
-Another kind of item needs a name for :attr:`VisualItem.kind`; what identifies its content, as
-:class:`Source` does; its place in the prompt (:func:`~apbv.input.skeleton.lay_out`); a reader of its pixels
+Another kind of item needs a name for :attr:`VisualItem.kind`; what identifies its content, as :class:`Source`
+does; its place in the prompt (:func:`~apbv.input.skeleton.lay_out`); a reader of its pixels
 (:class:`~apbv.input.pixels.PixelReader`), made where :meth:`~apbv.input.reading.PromptReader.read` makes the
 others; and the call of the model that encodes it, in :mod:`apbv.prefilling.encode`. An item's temporal patches are
-adjacent: what alternates with another's, such as a video and its sound, is several items each.
+adjacent: what alternates with another's, such as a video and its audio, is several items each.
 """
 
 from collections.abc import Iterator, Sequence
@@ -45,9 +45,9 @@ class VisualItem:
     Attributes:
         kind: ``"video"`` or ``"image"``.
         num_patches: its temporal patches.
-        num_ending_rows: how many of its rows, the last, belong to no frame (LLaVA's newline behind a video).
+        num_ending_rows: how many of its rows, the last, belong to no frame (LLaVA's newline after a video).
         patch_bytes: an estimate of the memory in use while one temporal patch is encoded, and so of its cost.
-        source: what identifies its content; None where the caller prepared the pixels.
+        source: what identifies its content; None if the caller prepared the pixels.
     """
 
     kind: str
@@ -163,7 +163,7 @@ class VisualInput(RowStarts):
 
     @property
     def identity(self) -> tuple | None:
-        """What embeddings of this host's share depend on beside the model; None where that is not known."""
+        """What embeddings of this host's share depend on beside the model; None if that is not known."""
         sources = tuple(item.source for item in self.items)
         return None if None in sources else (sources, self.replicated)
 
@@ -183,7 +183,7 @@ class VisualInput(RowStarts):
         return tuple(frames)
 
     def ending_rows_of(self, patches: range) -> int:
-        """Count the rows behind the last frame of adjacent temporal patches of an item; 0 unless they end it."""
+        """Count the rows after the last frame of adjacent temporal patches of an item; 0 unless they end it."""
         ends = zip(self.items, self.item_patches, strict=True)
         return next((item.num_ending_rows for item, own in ends if own.stop == patches.stop), 0)
 
@@ -282,7 +282,7 @@ def num_frames_told(family: str, num_frames: int, num_merged: int) -> int:
     """Return how many frames a processor is told that a video has, for the prompt's layout.
 
     Where a video's last frames do not fill a temporal patch, Qwen's processors repeat the last one. Qwen3-VL's
-    refuses to compute the size of a video of fewer frames than one patch, which is told to be that long.
+    rejects to compute the size of a video of fewer frames than one patch, which is told to be that long.
 
     Args:
         num_merged: the frames of a temporal patch.

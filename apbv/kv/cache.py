@@ -24,8 +24,8 @@ class GrowingLayer(DynamicLayer):
     """A GrowingLayer appends KV in place, where transformers' own layer copies all of its KV for every token.
 
     Attributes:
-        buffers: where the rows lie, with room behind them, ``[B, Hkv, capacity, D]`` each; None where rows that
-            are appended have to be copied to buffers first.
+        buffers: where the rows lie, with room after them, ``[B, Hkv, capacity, D]`` each; None if rows that are
+            appended have to be copied to buffers first.
         places: int64 ``[S]`` on the device: where ``update`` writes S rows in the buffers, which it then returns
             whole, rows that do not count included; None: it appends. See :func:`writing_at`.
     """
@@ -80,7 +80,7 @@ class GrowingLayer(DynamicLayer):
             self.keys, self.values = self.keys[:, :, :old].copy_(keys), self.values[:, :, :old].copy_(values)
 
     def extend(self, count: int) -> None:
-        """Count ``count`` rows that were written into the buffers behind the others."""
+        """Count ``count`` rows that were written into the buffers after the others."""
         num_rows, (keys, values) = self.keys.shape[2] + count, self.buffers
         self.keys, self.values = keys[:, :, :num_rows], values[:, :, :num_rows]
 
@@ -250,7 +250,7 @@ class ShardedCache(Cache):
         num_layers: decoder layers; more may follow by :meth:`add_layers`.
         layout: which tokens each host owns.
         host: this host's index.
-        keep_query: False where the query runs in a later forward pass, which then appends its KV.
+        keep_query: False if the query runs in a later forward pass, which then appends its KV.
 
     Attributes:
         layout: of the first layer, which holds the whole prompt.
@@ -264,7 +264,7 @@ class ShardedCache(Cache):
         self.add_layers(num_layers, layout, keep_query)
 
     def add_layers(self, count: int, layout: ContextLayout, keep_query: bool = True) -> None:
-        """Add layers behind the others; the arguments are those of the class."""
+        """Add layers after the others; the arguments are those of the class."""
         rows, num_tokens, appends = layout.cache_rows(self.host), layout.num_tokens, self.host == 0
         if not keep_query:
             rows, num_tokens = rows[:-1] if appends else rows, layout.query.start
@@ -285,7 +285,7 @@ class ShardedCache(Cache):
         Args:
             layers: ``[B, Hkv, T, D]`` each, the tokens as in the layout's ``cache_spans``.
             layouts: of every layer.
-            holds_query: False where the query is still to be appended.
+            holds_query: False if the query is still to be appended.
         """
         cache = cls(0, layouts[0], host)
         for (keys, values), layout in zip(layers, layouts, strict=True):
@@ -335,7 +335,7 @@ class ShardedCache(Cache):
         return gathered if hosts.rank == to_host else None
 
     def gather_behind_each(self, attention: Callable[..., Tensor], hosts: HostGroup) -> Callable[..., Tensor]:
-        """Return an attention behind which each layer's KV leaves for host 0; :meth:`gather` waits for the last.
+        """Return an attention after which each layer's KV leaves for host 0; :meth:`gather` waits for the last.
 
         For one forward pass over all layers, on every host. The KV travels beside the layers' MLPs, when nothing
         else does.

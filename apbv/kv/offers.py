@@ -347,7 +347,7 @@ class Offers:
 
     @contextmanager
     def _reading(self, connection: socket.socket, request: dict[str, Any], offer: Offer) -> Iterator[None]:
-        """Count a connection as one that reads, and free what has ended behind the last of them."""
+        """Count a connection as one that reads, and free what has ended after the last of them."""
         reader, _ = reader_of(request)
         with self._changed:
             offer.require_alive()

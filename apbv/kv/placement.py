@@ -25,9 +25,9 @@ class PlacedKV:
     Attributes:
         placement: its name in :data:`apbv.config.KV_PLACEMENTS`.
         hosts: the hosts that prefilled the prompt.
-        cache: the KV that this host holds; None where it holds none.
+        cache: the KV that this host holds; None if it holds none.
         num_tokens: n, the tokens of the prompt.
-        attending: the hosts over which attention to this KV has to be merged; None where host 0 has all of it.
+        attending: the hosts over which attention to this KV has to be merged; None if host 0 has all of it.
         is_whole: whether every layer holds every token of the prompt; not where tokens were dropped inside the
             model. Then an answer can follow, but the KV cannot be saved, nor any part of it be taken out.
     """
@@ -83,7 +83,7 @@ class GatheredKV(PlacedKV):
 
     @property
     def whole(self) -> DynamicCache | None:
-        """The prompt's KV without a copy; None where it is not all on this host. Not collective."""
+        """The prompt's KV without a copy; None if it is not all on this host. Not collective."""
         return None if self.cache is None else first_tokens(self.cache, self.num_tokens, DynamicCache())
 
     def held(self) -> tuple[Sequence[range], Layers] | None:
@@ -96,7 +96,7 @@ class GatheredKV(PlacedKV):
         return [range(self.num_tokens)], [(layer.keys, layer.values) for layer in self.whole.layers]
 
     def prefix(self, num_tokens: int, layout: ContextLayout) -> "GatheredKV":
-        """Return a view of the KV before the query; None where the hosts hold the query's KV in shares, too."""
+        """Return a view of the KV before the query; None if the hosts hold the query's KV in shares, too."""
         view = None if self.cache is None else first_tokens(self.cache, num_tokens, DynamicCache())
         return GatheredKV(view, num_tokens, self.hosts)
 

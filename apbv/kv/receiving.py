@@ -47,7 +47,7 @@ class Source:
         runs, kv_heads: which of the wanted tokens and KV heads it has.
 
     Raises:
-        StorageError: it cannot be reached, or refuses.
+        StorageError: it cannot be reached, or rejects.
     """
 
     request: ClassVar[dict[str, Any]] = {"do": "fetch"}
@@ -120,13 +120,13 @@ class Source:
 def received(wanted: Wanted, open_sources: Callable | None = None) -> Iterator[tuple[Tensor, Tensor]]:
     """Receive layers from all sources at a time, each layer while the one before is being used.
 
-    Every layer is keys and values ``[H, T, D]`` in host memory, valid until the next is asked for.
+    Every layer is keys and values ``[H, T, D]`` in CPU memory, valid until the next is asked for.
 
     Args:
         open_sources: makes of the buffers a context of what opens a source, where it is not :class:`Source`.
 
     Raises:
-        StorageError: a source cannot be reached, refuses, has ended, or what it sent was damaged on the way.
+        StorageError: a source cannot be reached, rejects, has ended, or what it sent was damaged on the way.
     """
     addresses, layers = list(dict.fromkeys(wanted.ticket.sources)), list(wanted.layers)
     shape = 2, len(wanted.kv_heads), len(wanted.tokens), wanted.ticket.head_dim

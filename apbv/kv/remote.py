@@ -53,7 +53,7 @@ class RemoteKV:
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Return an iterator over the layers in their order, which begins to read when it is asked for the first.
 
-        Each is keys and values ``[H, T, D]`` in host memory, valid until the next is asked for, which is received
+        Each is keys and values ``[H, T, D]`` in CPU memory, valid until the next is asked for, which is received
         meanwhile.
 
         Args:

@@ -47,9 +47,9 @@ class Part:
 
 
 class Share:
-    """The KV of a prompt that one process holds, on a GPU or in host memory.
+    """The KV of a prompt that one process holds, on a GPU or in CPU memory.
 
-    Nothing may write to it as long as it is offered. On a GPU it is read behind what the current stream has been
+    Nothing may write to it as long as it is offered. On a GPU it is read after what the current stream has been
     given so far.
 
     Args:
@@ -88,7 +88,7 @@ class Share:
         )
 
     def in_host_memory(self, part: Part) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield keys and values ``[H, T, D]`` of each layer, whose rows lie one behind the other.
+        """Yield keys and values ``[H, T, D]`` of each layer, whose rows lie one after the other.
 
         They are the share's own memory where that is possible, and valid until the next are asked for.
         """
@@ -103,7 +103,7 @@ class Share:
         return [self._of(part, index) for index in part.layers]
 
     def _of(self, part: Part, layer: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values ``[H, T, D]`` such that each head's rows lie one behind the other."""
+        """Return keys and values ``[H, T, D]`` such that each head's rows lie one after the other."""
         found = (states[part.heads, part.rows] for states in self._layers[layer])
         return tuple(x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous() for x in found)
 

@@ -95,11 +95,11 @@ class Manifest(KVFacts):
     Attributes:
         generation: the subfolder with the tensors.
         apbv_version: the version of apbv that saved it.
-        token_ids: the whole prompt; where visual tokens were left out, what is left of it.
+        token_ids: the whole prompt; where visual tokens were pruned, what is left of it.
         context_start, query_start: as in :class:`apbv.ModelInputs`.
         visual: the video or the images; None for a prompt of text.
         density: the share of the scores that was computed, where attention was sparse; else None.
-        reduction: which visual tokens were left out; None where none was.
+        reduction: which visual tokens were pruned; None if none was.
         anchor_len, passing_len: l_a and l_p.
         prompt: the file of logits and positions.
         shards: one per writer; together they hold every token of every KV head exactly once.
@@ -245,7 +245,7 @@ class SavedKV:
         return keys, values
 
     def require_whole_prompt(self) -> None:
-        """Raise StorageError if visual tokens were left out, for a reader that makes the whole prompt anew."""
+        """Raise StorageError if visual tokens were pruned, for a reader that makes the whole prompt anew."""
         if self.manifest.reduction is not None:
             raise StorageError(
                 f"cannot transfer the KV in {self.path}: {self.manifest.reduction.method} pruned its prompt, and "
@@ -353,7 +353,7 @@ def _write_to_disk(path: Path, content: bytes) -> None:
 
 
 def _sync_folder(path: Path) -> None:
-    """Write the names of a folder's files to the disk."""
+    """Write the names of a directory's files to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

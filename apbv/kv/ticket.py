@@ -59,7 +59,7 @@ class Ticket(KVFacts):
             params: what JSON made of them.
 
         Returns:
-            The ticket; None where there is none in them.
+            The ticket; None if there is none in them.
 
         Raises:
             StorageError: there is one, but it is malformed, or of another version.

@@ -132,7 +132,7 @@ def _received(connection: socket.socket, buffer: memoryview) -> int:
 
 
 def chunks_of(tensors: Iterable[Tensor]) -> Iterator[memoryview]:
-    """Yield the memory of tensors ``[H, T, D]`` in host memory, whose rows lie one behind the other, in chunks."""
+    """Yield the memory of tensors ``[H, T, D]`` in CPU memory, whose rows lie one after the other, in chunks."""
     for tensor in tensors:
         for head in tensor:
             if head.numel():
@@ -145,7 +145,7 @@ def ask(address: Address, request: dict[str, Any], timeout: float) -> None:
     """Have a source do something of which nothing comes back.
 
     Raises:
-        StorageError: it refuses, or cannot be reached.
+        StorageError: it rejects, or cannot be reached.
     """
     try:
         with connect(address, timeout) as connection:
@@ -158,7 +158,7 @@ def ask_on(connection: socket.socket, request: dict[str, Any], timeout: float) -
     """Send a request, and return the answer.
 
     Raises:
-        StorageError: it refuses.
+        StorageError: it rejects.
         OSError: the connection broke, or nothing came in time.
     """
     send_message(connection, request)

@@ -79,7 +79,7 @@ AttentionInterface.register(_NAME, _attention)
 def apbv_attention(language_model: PreTrainedModel, implementation: str = _NAME) -> Iterator[None]:
     """Let the language model (never its vision tower) use apbv's attention; restored also on error.
 
-    Not by set_attn_implementation, which takes half a millisecond, and could refuse what was in force before.
+    Not by set_attn_implementation, which takes half a millisecond, and could reject what was in force before.
 
     Args:
         implementation: another attention, which the model has had before: what its config said then.
@@ -105,7 +105,7 @@ class ChosenKV:
 
 
 class NewTokenAttention:
-    """Attention of new tokens, the last in the cache, behind a KV that all of them see.
+    """Attention of new tokens, the last in the cache, after a KV that all of them see.
 
     Args:
         backend: what computes it, as in :class:`apbv.PrefillConfig`.
@@ -116,7 +116,7 @@ class NewTokenAttention:
             all hosts continue with the same numbers. None: the KV is all here.
         prompt: what they see of a prompt that is not in the cache; None: it is.
         num_keys: of every layer int32 ``[1]`` on the device: how many rows of the cache count, where it has room
-            behind them; see :func:`apbv.kernels.verify_attention`. None: all. Only for a KV that is all here.
+            after them; see :func:`apbv.kernels.verify_attention`. None: all. Only for a KV that is all here.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class NewTokenAttention:
 
 
 class BatchAttention:
-    """Attention of the newest token of each of several sequences, behind the KV of its own sequence.
+    """Attention of the newest token of each of several sequences, after the KV of its own sequence.
 
     It appends the tokens' KV by itself: the model runs without a cache.
 

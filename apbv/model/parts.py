@@ -84,10 +84,10 @@ class ModelParts:
             the model's own where fused kernels can be used (:mod:`apbv.model.fused`); else it is that.
         lm_head: hidden states ``[1, S, d]`` to logits ``[1, S, V]``.
         video_token_id, image_token_id: the placeholders in ``input_ids``; None for text-only models.
-        audio_token_id: likewise for audio; None for models that do not hear.
+        audio_token_id: likewise for audio; None for models that take no audio.
         backend: what computes its attention, as in :class:`apbv.PrefillConfig`.
         decode: how it is run over new tokens.
-        capture_failures: why its decoding steps could not be recorded as CUDA graphs, where that was tried. It is
+        capture_failures: why its decoding steps could not be captured as CUDA graphs, where that was tried. It is
             tried once: PyTorch does not give back the memory of a recording that failed.
         sizes: those of the whole decoder.
         tensor_parallel: the share of attention and MLP that is here, as (t, T): number t of T; (0, 1) where they
@@ -170,7 +170,7 @@ class ModelParts:
         It is a window of the tower's convolutions and attention; where pairs of rows are pooled across the edge of
         windows, it is two of them.
         """
-        window = self.audio_tower.config.n_window  # half of a window's frames, which is its rows behind both
+        window = self.audio_tower.config.n_window  # half of a window's frames, which is its rows after both
         return 2 * window if window % 2 == 0 else 4 * window
 
     @property
@@ -284,11 +284,11 @@ class ModelParts:
 
 
 def inspect_model(model: PreTrainedModel, backend: str = "auto", decode: DecodeConfig | None = None) -> ModelParts:
-    """Take a model apart, and refuse what apbv cannot compute exactly as the model means it.
+    """Take a model apart, and reject what apbv cannot compute exactly as the model means it.
 
     Raises:
         UnsupportedModelError: an unknown family, or a layer type other than full causal attention.
-        BackendError: the back end cannot be used for this model on its device.
+        BackendError: the backend cannot be used for this model on its device.
     """
     family = require_supported(model.config)
     lm_head = model.get_output_embeddings()
@@ -312,7 +312,7 @@ def inspect_model(model: PreTrainedModel, backend: str = "auto", decode: DecodeC
 
 
 def require_supported(config: PreTrainedConfig) -> str:
-    """Return the family of a whole model's config, or refuse it before its weights are loaded.
+    """Return the family of a whole model's config, or reject it before its weights are loaded.
 
     Raises:
         UnsupportedModelError: an unknown family, or a layer type other than full causal attention.
@@ -356,7 +356,7 @@ def some_layers(language_model: nn.Module, layers: range, with_norm: bool = True
 
     Args:
         layers: the layers, which keep their numbers.
-        with_norm: whether the other one's last norm follows them, as it must behind its last layer.
+        with_norm: whether the other one's last norm follows them, as it must after its last layer.
     """
     part = copy.copy(language_model)
     part._modules = dict(language_model._modules)
@@ -372,7 +372,7 @@ def local_share(weight: Tensor) -> Tensor:
 
 
 def _on_cpu(batch: Mapping[str, Any], *names: str) -> dict[str, Tensor]:
-    """Return what a batch has of these, as tensors in host memory."""
+    """Return what a batch has of these, as tensors in CPU memory."""
     return {name: torch.as_tensor(batch[name]).cpu() for name in names if batch.get(name) is not None}
 
 

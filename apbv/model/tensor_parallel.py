@@ -84,7 +84,7 @@ def plan_of(model: PreTrainedModel) -> dict[str, str]:
 
 
 def require_divisible(config: PreTrainedConfig, tensor_parallel: int) -> None:
-    """Refuse a language model that T processes cannot share evenly.
+    """Reject a language model that T processes cannot share evenly.
 
     Raises:
         UnsupportedModelError: T does not divide a size; the message names it.

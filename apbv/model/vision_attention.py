@@ -1,9 +1,9 @@
 """How a tower that packs windows and frames attends to all of them at once.
 
-The vision towers of Qwen2-VL, Qwen2.5-VL and Qwen3-VL lay all windows or frames one behind the other, and so does
-Qwen2.5-Omni's audio tower with its windows. By default
-transformers cuts them apart again in every layer and attends to each by itself: a thousand small calls where one
-does. It makes one call where an attention of the name "flash…" is in force, and tells it where the sequences end.
+The vision towers of Qwen2-VL, Qwen2.5-VL and Qwen3-VL lay all windows or frames one after the other, and so does
+Qwen2.5-Omni's audio tower with its windows. By default transformers cuts them apart again in every layer and
+attends to each by itself: a thousand small calls where one does. It makes one call where an attention of the name
+"flash…" is in force, and tells it where the sequences end.
 """
 
 from collections.abc import Iterator

@@ -37,7 +37,7 @@ class LocalVisual:
             the L vectors that deepstack adds after the first layers; None for a prompt that shows nothing, and
             once merged.
         audio: of every audio row, in local order, its token's embedding, ``[rows, d]``; None for a prompt without
-            sound, and once merged.
+            audio, and once merged.
     """
 
     streams: list[Tensor] | None = None
@@ -52,7 +52,7 @@ class LocalVisual:
         """Embed local tokens, with the rows in place of their placeholders, and forget the rows.
 
         Args:
-            input_ids: ``[1, S]`` of this host's tokens, in host memory, so that a GPU need not be waited for.
+            input_ids: ``[1, S]`` of this host's tokens, in CPU memory, so that a GPU need not be waited for.
 
         Returns:
             Embeddings ``[1, S, d]`` and the language model's further keyword arguments.
@@ -93,7 +93,7 @@ def encode_and_exchange(
     """Encode this host's share, and send every host the rows of its local tokens, and no others; collective.
 
     Args:
-        source: makes the visual rows of this host's share; those of sound come from the model's audio tower.
+        source: makes the visual rows of this host's share; those of audio come from the model's audio tower.
         chunk_bytes: as in :class:`apbv.VideoConfig`, where the hosts have not agreed on chunks yet.
         stop: asked on host 0 before each chunk; true ends the encoding on all hosts.
 
@@ -122,7 +122,7 @@ class _Rounds:
     """The exchange of all hosts' rows of one kind, chunk by chunk.
 
     Args:
-        shown: says which rows belong to temporal patches, or to units of sound.
+        shown: says which rows belong to temporal patches, or to units of audio.
         is_row: ``[n]``, which of the prompt's tokens are rows.
         chunks: of every host, the patches or units of its chunks.
         num_streams: how many vectors of the model's width a row has.

@@ -109,10 +109,10 @@ def _read(saved: SavedKV, parts: ModelParts | None, hosts: HostGroup, kv: str) -
 
 
 def _require_written_by(parts: ModelParts, saved: SavedKV) -> None:
-    """Refuse KV that another model wrote, or that is of another precision.
+    """Reject KV that another model wrote, or that is of another precision.
 
     Raises:
-        StorageError: the KV is refused; the message says why.
+        StorageError: the KV is rejected; the message says why.
     """
     writer, reader = saved.manifest, identify(parts)
     compared = {"family": "a model of another family", "config_sha256": "a model with another configuration"}

@@ -1,8 +1,8 @@
-"""Estimates what a prefill takes in memory on every host, refuses what cannot fit, and explains what ran out.
+"""Estimates what a prefill takes in memory on every host, rejects what cannot fit, and explains what ran out.
 
 The estimate needs a model's config and a layout of the prompt; nothing runs. First the vision tower encodes, chunk
 by chunk, into the embeddings of the host's tokens. Then the layers run. The KV of each stays where it is computed,
-or goes to host 0: while the next layer runs, or behind the last one.
+or goes to host 0: while the next layer runs, or after the last one.
 """
 
 import gc
@@ -83,7 +83,7 @@ def host_memory(
         tensor_parallel: T, the processes that share a host's model.
         visual: from the first visual token to the last.
         certain_depth: how many layers certainly read all these tokens; None: all.
-        num_encoded: of how many visual tokens the host has embeddings before some are left out.
+        num_encoded: of how many visual tokens the host has embeddings before pruning.
         chunk: what encodes a chunk of the video.
     """
     # The bytes of a token's hidden state, of its queries, and of its K and V in a layer.
@@ -147,7 +147,7 @@ class Room:
     hosts: HostGroup
 
     def require(self) -> None:
-        """Refuse the prompt if a host has less free memory than it takes at the very least; collective.
+        """Reject the prompt if a host has less free memory than it takes at the very least; collective.
 
         Raises:
             NotEnoughMemoryError: there is such a host; on every host.

@@ -30,7 +30,7 @@ class ReadRequest:
         request: the request; the model has positions enough for prompt and answer.
         rendered: the prompt's text and its files.
         inputs: the model's inputs; this host's pixels, where they are needed, are still to be read.
-        prefix: an earlier prefill with the KV of the tokens before the question; None where there is none.
+        prefix: an earlier prefill with the KV of the tokens before the question; None if there is none.
         videos: the videos that were asked about.
         kept: the pixels, where they are kept for a draft.
     """
@@ -55,7 +55,7 @@ class Prefiller:
         reader: reads prompts for the model that prefills; on a draft host, which prefills nothing, for the draft.
         reuse: stores embeddings or KV for later requests; None: nothing is stored.
         reads_all_frames: read pixels also where the target's embeddings are known, for a draft's vision tower.
-        require_readable: refuses prompts that cannot be drafted for; raises ValueError.
+        require_readable: rejects prompts that cannot be drafted for; raises ValueError.
     """
 
     def __init__(

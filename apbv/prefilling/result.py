@@ -31,7 +31,7 @@ from .reduction.choosing import Reduction
 
 
 class HandoffCache(DynamicCache):
-    """Holds a prompt's KV for transformers' ``generate``, and refuses what would go wrong with it.
+    """Holds a prompt's KV for transformers' ``generate``, and rejects what would go wrong with it.
 
     Assisted decoding would run the whole prompt again on top of this KV, and return wrong tokens.
 
@@ -71,9 +71,9 @@ class PrefillResult:
         method: the method that really ran (``"full"`` where the prompt or the group did not allow another).
         exact: whether the KV is that of full attention over the whole prompt.
         inputs: the prompt, without pixels.
-        reduction: which visual tokens were left out; None where none was.
+        reduction: which visual tokens were pruned; None if none was.
         density: the share of the causal scores that was computed, of those from which blocks were chosen (see
-            :class:`apbv.SparseConfig`), on all hosts together; None where attention is dense.
+            :class:`apbv.SparseConfig`), on all hosts together; None if attention is dense.
         reused: what of an earlier question was reused: ``"embeddings"``, or ``"kv"`` where only the question was
             run; else None.
         timer: stage times so far; ``timer.summary()`` is collective.
@@ -105,7 +105,7 @@ class PrefillResult:
 
     @property
     def shards(self) -> ShardedCache | None:
-        """This host's share of the KV; None where it was gathered on host 0."""
+        """This host's share of the KV; None if it was gathered on host 0."""
         return self.kv.cache if isinstance(self.kv, ShardedKV) else None
 
     def to_dynamic_cache(self, host: int = 0) -> DynamicCache | None:
@@ -131,7 +131,7 @@ class PrefillResult:
         which ``generate`` then runs itself. Collective where the KV is sharded. Empty on the other hosts. With
         tensor parallelism all members of host 0 have to call ``generate``, with the same settings.
 
-        The cache refuses with a ValueError ``assistant_model`` and ``prompt_lookup_num_tokens``, which run the
+        The cache rejects with a ValueError ``assistant_model`` and ``prompt_lookup_num_tokens``, which run the
         whole prompt again on top of this KV, several beams, and several returned sequences. ``generate`` grows the
         cache: ask for these arguments anew for every call. If you append tokens to ``input_ids``, append to the
         mask and, one position further for each, to ``position_ids`` as well.
@@ -217,7 +217,7 @@ class PrefillResult:
     def offer(self, offers: Offers) -> Ticket | None:
         """Offer the KV to a consumer elsewhere, such as vLLM with apbv's connector; collective.
 
-        A consumer makes the prompt anew, with all its visual tokens: a reduced prompt is refused.
+        A consumer makes the prompt anew, with all its visual tokens: a reduced prompt is rejected.
 
         The KV stays in the memory of the processes that hold it until the offer ends, whatever becomes of this
         result, and a consumer fetches it from there.
@@ -230,7 +230,7 @@ class PrefillResult:
             ``kv_transfer_params`` of a request to vLLM); None on the other processes.
 
         Raises:
-            ValueError: visual tokens were left out of the prompt.
+            ValueError: visual tokens were pruned of the prompt.
             StorageError: nothing can be offered any more.
             HostError: another host failed.
         """

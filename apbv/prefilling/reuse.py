@@ -68,7 +68,7 @@ def stored_rows(
     """Yield embeddings that were computed for an earlier request; see :data:`~apbv.prefilling.encode.VisualRows`.
 
     Args:
-        rows: ``[rows, (1 + L) * d]`` of this host's share, in host memory.
+        rows: ``[rows, (1 + L) * d]`` of this host's share, in CPU memory.
         device: where they are wanted.
     """
     first = visual.pieces[visual.host].start
@@ -84,7 +84,7 @@ def _storing(
 
     Args:
         num_rows: how many rows it makes.
-        store: takes all rows, in host memory because long videos need the GPU's, when they are complete.
+        store: takes all rows, in CPU memory because long videos need the GPU's, when they are complete.
     """
     made = []
     with closing(source(chunks)) as encoded:
@@ -117,7 +117,7 @@ class Reuse:
         """Return a source of this host's visual embeddings: the store, or the vision tower, whose rows it stores.
 
         Returns:
-            None where embeddings are not stored.
+            None if embeddings are not stored.
         """
         visual = inputs.visual
         if self.mode != "exact" or visual is None or visual.identity is None:
@@ -187,7 +187,7 @@ def _all_hosts_have(hosts: HostGroup, has_value: bool) -> bool:
 
 
 def _prefix_key(inputs: ModelInputs) -> Hashable:
-    """Return what the KV before the question depends on; None where that is unknown, or there is no such KV."""
+    """Return what the KV before the question depends on; None if that is unknown, or there is no such KV."""
     visual, audio = inputs.visual, inputs.audio
     if not inputs.query_start or (visual is not None and visual.identity is None):
         return None

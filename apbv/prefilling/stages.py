@@ -109,7 +109,7 @@ class HiddenRows:
         local: ``[1, S, d]`` of its local tokens; None on a host without any.
         query: those of the question, ``[1, n_q, d]``, where the method runs it in a pass of its own; else, and
             before the first layer, None.
-        deepstack: for every next layer behind which visual features are added, those of the host's visual tokens.
+        deepstack: for every next layer after which visual features are added, those of the host's visual tokens.
     """
 
     local: Tensor | None = None
@@ -173,7 +173,7 @@ def run_stage(
 ) -> HiddenRows:
     """Run a stage's layers on this host's tokens, and keep their KV; return what comes out, and forget ``rows``.
 
-    Behind the model's last layer that is what its last norm makes of it.
+    After the model's last layer that is what its last norm makes of it.
 
     Args:
         stop: asked on host 0 before each layer; true ends the prefill.
@@ -308,9 +308,9 @@ def question_states(stage: Stage, q: Tensor, rows: Tensor) -> Tensor:
 def _run(parts: ModelParts, decoder: nn.Module, held: list[Tensor], positions: Tensor, **options) -> Tensor:
     """Run a decoder on ``[1, S, d]``, the only item of a list; return what comes out.
 
-    The first layer takes it out of the list, so that it is freed behind that layer. The decoder itself, which
-    would hold what it was given until its last layer has run, gets a tensor of the same shape that takes no
-    memory. Another thread, which may decode with the same model then, is handed nothing.
+    The first layer takes it out of the list, so that it is freed after that layer. The decoder itself, which would
+    hold what it was given until its last layer has run, gets a tensor of the same shape that takes no memory.
+    Another thread, which may decode with the same model then, is handed nothing.
     """
     stand_in, thread = held[0].new_empty(()).expand(held[0].shape), get_ident()
 
@@ -326,7 +326,7 @@ def _run(parts: ModelParts, decoder: nn.Module, held: list[Tensor], positions: T
 
 
 def _numbers(spans: Sequence[range]) -> Tensor:
-    """Return the tokens of some spans, one behind the other."""
+    """Return the tokens of some spans, one after the other."""
     return torch.cat([torch.empty(0, dtype=torch.long), *(torch.arange(s.start, s.stop) for s in spans)])
 
 

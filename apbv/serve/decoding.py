@@ -108,7 +108,7 @@ class Decoding:
         """Decode the next token of every answer, and end those of which it was the last.
 
         Returns:
-            Why no answer got a token; None where all did, but for those that failed by themselves.
+            Why no answer got a token; None if all did, but for those that failed by themselves.
         """
         for member, (job, _) in list(self._members.items()):
             if job.is_cancelled:

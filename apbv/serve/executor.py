@@ -32,7 +32,7 @@ OpenFiles = Callable[[ExitStack], list[Path]]
 
 
 def why_one_at_a_time(engine: Engine) -> str | None:
-    """Say why an engine's answers cannot be decoded in one batch on host 0; None where they can."""
+    """Say why an engine's answers cannot be decoded in one batch on host 0; None if they can."""
     if engine.speculative_config is not None:
         return "a draft is made for one answer"
     if engine.prefill_config.kv == "sharded":
@@ -62,7 +62,7 @@ class Executor:
     Attributes:
         engine: answers them.
         hosts: all hosts, a draft host included.
-        offers: where this process offers the KV of prompts that are handed over; None where none are.
+        offers: where this process offers the KV of prompts that are handed over; None if none are.
     """
 
     engine: Engine

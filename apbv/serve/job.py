@@ -63,7 +63,7 @@ class RequestRecord:
     transfer: str | None = None
 
     def seconds(self, name: str) -> float | None:
-        """Return one of :data:`DURATIONS`; None where the request did not get so far."""
+        """Return one of :data:`DURATIONS`; None if the request did not get so far."""
         earlier, later = (getattr(self, moment) for moment in DURATIONS[name])
         return None if earlier is None or later is None else later - earlier
 
@@ -74,7 +74,7 @@ class Finished:
 
     Attributes:
         num_tokens: how many tokens all its answers have.
-        kv_transfer_params: what another server needs to fetch the prompt's KV; None where it was not handed over.
+        kv_transfer_params: what another server needs to fetch the prompt's KV; None if it was not handed over.
     """
 
     num_tokens: int

@@ -1,6 +1,6 @@
-"""The files that requests refer to: of an allowed folder, sent inline, or fetched from an allowed host.
+"""The files that requests refer to: of an allowed directory, sent inline, or fetched from an allowed host.
 
-Where a file comes from is decided on host 0. Files of the folder are opened on every host at the same relative
+Where a file comes from is decided on host 0. Files of the directory are opened on every host at the same relative
 path; bytes from elsewhere travel to the other hosts, and lie in private temporary files during the request.
 """
 
@@ -35,7 +35,7 @@ class MediaError(ValueError):
 
 
 class FolderError(RuntimeError):
-    """The folder that requests may name files of cannot be read: no request is to blame for that."""
+    """The directory that requests may name files of cannot be read: no request is to blame for that."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Media:
 
     Attributes:
         name: what messages call it.
-        relative: its path in the allowed folder, on every host; None where it came as bytes.
+        relative: its path in the allowed directory, on every host; None if it came as bytes.
         path: its path on this host.
     """
 
@@ -54,7 +54,7 @@ class Media:
 
 
 class PrivateFiles:
-    """Files that only this user can read, in a folder that is deleted in the end; for any thread."""
+    """Files that only this user can read, in a directory that is deleted in the end; for any thread."""
 
     def __init__(self):
         self._folder = tempfile.TemporaryDirectory(prefix="apbv-")
@@ -69,7 +69,7 @@ class PrivateFiles:
         self.close()
 
     def close(self) -> None:
-        """Delete the folder, and let nobody make files any more."""
+        """Delete the directory, and let nobody make files any more."""
         with self._lock:
             self._is_closed = True
             self._folder.cleanup()
@@ -115,12 +115,12 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def find_in_folder(folder: Path | None, path: str) -> Path:
-    """Return the real path, after ``..`` and symbolic links, of a file that is truly inside the folder.
+    """Return the real path, after ``..`` and symbolic links, of a file that is truly inside the directory.
 
     Raises:
-        MediaError: no folder is allowed, or the file lies elsewhere or is no regular file. What lies elsewhere is
-            refused in the same words whether it exists or not.
-        FolderError: the folder was removed, or became something else, since the server was started.
+        MediaError: no directory is allowed, or the file lies elsewhere or is no regular file. What lies elsewhere
+            is rejected in the same words whether it exists or not.
+        FolderError: the directory was removed, or became something else, since the server was started.
     """
     if folder is None:
         raise MediaError("this server reads no files: it was started without --media-dir")
@@ -151,7 +151,7 @@ def find_in_folder(folder: Path | None, path: str) -> Path:
 def open_media(
     url: str, settings: ServerSettings, private_files: PrivateFiles, deadline: float | None = None
 ) -> Iterator[Media]:
-    """Provide the file that a URL, or a path in the allowed folder, stands for; on host 0.
+    """Provide the file that a URL, or a path in the allowed directory, stands for; on host 0.
 
     Args:
         deadline: see :func:`fetch`.

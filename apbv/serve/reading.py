@@ -76,7 +76,7 @@ class Reader:
     so there are two: whatever takes long, a short text does not wait for it.
 
     Args:
-        max_tokens: of a prompt and its answer that can ever run; longer prompts are refused.
+        max_tokens: of a prompt and its answer that can ever run; longer prompts are rejected.
     """
 
     def __init__(self, engine: Engine, settings: ServerSettings, private_files: PrivateFiles, max_tokens: int):
@@ -144,7 +144,7 @@ class Reader:
         return ReadyRequest(order, num_tokens, media, request, prompt)
 
     def _require_known(self, token_ids: Iterable[int], field: str) -> None:
-        """Refuse tokens that the model does not have."""
+        """Reject tokens that the model does not have."""
         vocab_size = self._parts.vocab_size
         if any(token >= vocab_size for token in token_ids):
             raise ApiError(400, f"the model's token ids go from 0 to {vocab_size - 1}", param=field)
@@ -192,7 +192,7 @@ class Reader:
         return ApiError(400, message, param=field, code="context_length_exceeded")
 
     def _require_fits(self, prompts: PromptReader, text: str, field: str) -> None:
-        """Refuse a text whose beginning is too long already, before all of it is tokenized."""
+        """Reject a text whose beginning is too long already, before all of it is tokenized."""
         head = text[: _CHARS_PER_TOKEN * self.max_model_len]
         if len(head) < len(text) and (num_tokens := len(prompts.tokenize(head, False))) > self.max_model_len:
             raise self._too_long(f"more than {num_tokens} tokens", field)
@@ -251,7 +251,7 @@ class Reader:
         """Find the prompt's tokens, and what it shows.
 
         Raises:
-            ApiError: with status 400 where the engine would refuse it, except for damaged frames and images.
+            ApiError: with status 400 where the engine would reject it, except for damaged frames and images.
         """
         deadline = time.monotonic() + self._settings.fetch_seconds
 

@@ -17,7 +17,7 @@ def report(record: RequestRecord, metrics: Metrics, tracer: Tracer | None = None
         tracer: sends a trace of each; None: there are no traces.
     """
     metrics.observe_end(record)
-    # Times are in seconds, None where it did not get so far.
+    # Times are in seconds, None if it did not get so far.
     names = ("status", "outcome", "prompt_tokens", "completion_tokens")
     fields = {"request_id": record.id, "model": metrics.model, **{name: getattr(record, name) for name in names}}
     for name in DURATIONS:

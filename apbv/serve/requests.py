@@ -1,6 +1,6 @@
 """The bodies of requests, and errors: OpenAI's objects, with some of vLLM's fields, as far as they are served.
 
-A known field that is not served is refused by name wherever ignoring it would change the answer; one that nobody
+A known field that is not served is rejected by name wherever ignoring it would change the answer; one that nobody
 knows is ignored, with a warning in the log.
 """
 

@@ -63,7 +63,7 @@ class Scheduler:
     """Knows every request in the server, and schedules them; any thread may call it.
 
     A prompt lets shorter ones that become ready soon after it go first, up to a time that grows with its length;
-    so none starves. Where the first does not fit, those behind it wait, too.
+    so none starves. Where the first does not fit, those after it wait, too.
 
     Attributes:
         changed: notified of what may let a thread go on.
@@ -196,7 +196,7 @@ class Scheduler:
         return True
 
     def stop(self) -> None:
-        """Refuse further requests, and those that wait; what runs goes on, and KV waits to be fetched."""
+        """Reject further requests, and those that wait; what runs goes on, and KV waits to be fetched."""
         with self.changed:
             self.is_stopping = True
             waiting, self._ready = self._ready, []

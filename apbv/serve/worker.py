@@ -48,7 +48,7 @@ class Worker:
 
     Attributes:
         reader: reads the requests.
-        why_one_at_a_time: why answers are not decoded together; None where they are.
+        why_one_at_a_time: why answers are not decoded together; None if they are.
         failure: the error that ended the thread before it was told to.
     """
 
@@ -125,7 +125,7 @@ class Worker:
             self._scheduler.end(job, ApiError(503, "the server is stopping"), outcome)
 
     def finish(self, seconds: float) -> None:
-        """Refuse the requests that wait or come, finish the others, and let all hosts leave.
+        """Reject the requests that wait or come, finish the others, and let all hosts leave.
 
         They stay until the KV of prompts that were handed over has been fetched, too. After so many seconds what
         still runs is cut short.
@@ -179,7 +179,7 @@ class Worker:
         except Exception as error:
             if not self._executor.is_usable:
                 raise
-            # All hosts have refused alike: the request is to blame, the model or the engine.
+            # All hosts have rejected alike: the request is to blame, the model or the engine.
             if isinstance(error, (ValueError, HostError)) and not isinstance(error, AgreedError):
                 refusal = ApiError(400, client_message(error, job.read.media), param=job.read.request.prompt_field)
                 self._scheduler.end(job, refusal, "invalid")

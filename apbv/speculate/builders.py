@@ -146,7 +146,7 @@ def _own_kv_drafter(task: DraftTask, visual: list[Tensor]) -> Drafter | None:
 
 
 def _kv_in_place(task: DraftTask, selected: list[Tensor]) -> ChosenKV | None:
-    """Return the selected tokens' KV without a copy, on host 0; None where a copy is needed, or costs less."""
+    """Return the selected tokens' KV without a copy, on host 0; None if a copy is needed, or costs less."""
     cache = task.state.kv.whole
     if cache is None or task.drafts_tree:
         return None

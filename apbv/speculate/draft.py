@@ -35,7 +35,7 @@ def prefill_draft(
         parts: the draft.
         inputs: the target's prompt.
         kept_visual: the kept visual tokens, by their numbers among all visual tokens, ascending; on every host.
-        rows: the draft's visual embeddings of this host's frames; None where no visual token is kept.
+        rows: the draft's visual embeddings of this host's frames; None if no visual token is kept.
 
     Returns:
         The KV of the text, the sound and the kept visual tokens on the leader, None elsewhere.
@@ -92,10 +92,10 @@ class DraftTask:
         scores: returns what the strategy needs of the target's prefill, if it needs something; collective.
         hosts: the hosts that compute: the target's hosts, or a draft host alone.
         config: the speculative configuration.
-        keep: the policy that chooses the visual tokens which the draft sees; None where none can be chosen.
+        keep: the policy that chooses the visual tokens which the draft sees; None if none can be chosen.
         sampling: how tokens are drawn.
-        vocab_size: the target's; on a draft host the smaller one of target and draft.
-        awaited: on a draft host what arrives when the target knows the scores; None where none are needed.
+        vocab_size: the target's; on a draft host the smaller of target and draft.
+        awaited: on a draft host what arrives when the target knows the scores; None if none are needed.
         leave_last: whether the drafter has to run the prompt's last token itself, to get its logits.
         drafts_tree: whether the drafter drafts trees.
         tokenize: turns text into token ids, without special tokens, for drafts that read other text.
@@ -147,7 +147,7 @@ class DraftTask:
     def drafter(
         self, parts: ModelParts, cache, prompt_kv: ChosenKV | None = None, next_position: int | None = None
     ) -> Drafter | None:
-        """Return a drafter that continues from a cache; None where there is no cache.
+        """Return a drafter that continues from a cache; None if there is no cache.
 
         Args:
             prompt_kv: see :class:`ModelDrafter`; for chains only, and without ``leave_last``: a draft host has
@@ -188,7 +188,7 @@ class Draft:
 
 
 def kept_by_frame(parts: ModelParts, inputs: ModelInputs, kept: Tensor | None) -> Tensor | None:
-    """Return kept visual tokens as bool ``[frames, h, w]``; None where they are not known, or not of one video."""
+    """Return kept visual tokens as bool ``[frames, h, w]``; None if they are not known, or not of one video."""
     if kept is None or inputs.visual is None or [item.kind for item in inputs.visual.items] != ["video"]:
         return None
     height, width = frame_shape(parts, inputs)

@@ -162,7 +162,7 @@ class ModelDrafter(Drafter):
         return to_device(list(numbers), self._parts.device)
 
     def stream(self, tokens: Sequence[int]) -> Iterator[tuple[int, Tensor | None]]:
-        """Yield drafted tokens, each with the distribution ``[Vq]`` it was drawn from, or None where greedy."""
+        """Yield drafted tokens, each with the distribution ``[Vq]`` it was drawn from, or None if greedy."""
         sequence, missing = list(tokens), self._roll_back(tokens)
         while True:
             choice, row = self._next(missing)
@@ -189,7 +189,7 @@ class ModelDrafter(Drafter):
         self._runner = ModelRunner(self._parts, self._cache, prompt=self._prompt_kv)
 
     def _next(self, missing: Sequence[int] | Tensor) -> tuple[Choice, Tensor | None]:
-        """Run tokens that the cache lacks, and choose the one behind them; see :func:`choose_tokens`."""
+        """Run tokens that the cache lacks, and choose the one after them; see :func:`choose_tokens`."""
         logits = self._read(missing)
         return self._choose(logits, self._prompt_len + self._num_cached)
 

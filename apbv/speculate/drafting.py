@@ -24,7 +24,7 @@ class Models(NamedTuple):
 
     Attributes:
         target: the target; None on a draft host.
-        draft: the draft model; None where no second model drafts on this host.
+        draft: the draft model; None if no second model drafts on this host.
     """
 
     target: ModelParts | None
@@ -105,7 +105,7 @@ class Drafting:
 
         Args:
             model: the target; None on a draft host.
-            draft: the draft model; None where no second model drafts.
+            draft: the draft model; None if no second model drafts.
 
         Raises:
             ValueError: a model is not supported, or does not fit the settings.
@@ -133,10 +133,10 @@ class Drafting:
         return self._config is not None and make_watcher(self._config, models.reading) is not None
 
     def require_readable(self, inputs: ModelInputs) -> None:
-        """Refuse a prompt that the strategy cannot draft for.
+        """Reject a prompt that the strategy cannot draft for.
 
         Raises:
-            ValueError: the prompt is refused; the message says why.
+            ValueError: the prompt is rejected; the message says why.
         """
         keep, visual = self._config and keep_policy(self._config), inputs.visual
         if keep in ("hippo", "attention_per_frame") and visual is not None and visual.kind == "image":

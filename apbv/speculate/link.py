@@ -131,7 +131,7 @@ class Link:
         self.send_rest([code], [])
 
     def _send_window(self, tokens: Sequence[int], rows: Sequence[Tensor], count: int) -> None:
-        """Send ``[count, 1 + V]``: each token before its distribution, and nothing behind the last."""
+        """Send ``[count, 1 + V]``: each token before its distribution, and nothing after the last."""
         if not count:
             return
         message = torch.full((count, 1 + self.drawn_vocab), _NOTHING, dtype=torch.float64)
@@ -301,7 +301,7 @@ class Pair:
         return self.link if self._other_takes_part else None
 
     def with_other(self, exchange: Callable[[Link], T]) -> T | None:
-        """Call a function with the link; return None where the other end takes no part, or is lost."""
+        """Call a function with the link; return None if the other end takes no part, or is lost."""
         return None if self.open_link() is None else self._with_link(exchange)
 
     def _with_link(self, exchange: Callable[[Link], T]) -> T | None:

@@ -18,7 +18,7 @@ _SHORTEST_SECONDS = 1e-9  # a clock may be coarse
 
 
 def best_window(cost_ratio: float, acceptance: float, most: int) -> int:
-    """Return the γ in 1 .. ``most`` of the highest expected speed-up; of equal ones the smallest.
+    """Return the γ in 1 .. ``most`` of the highest expected speedup; of equal ones the smallest.
 
     TABED's Eq. 1 with ParallelVLM's Lemma 1 (truncated geometric) for the tokens of a round.
 

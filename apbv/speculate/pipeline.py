@@ -45,8 +45,8 @@ class PipelineStats(SpeculationStats):
     Attributes:
         num_pre_verify, num_post_verify: rounds that verified one token, or a window.
         lost_draft: why the target had to go on alone; None if it had not.
-        link_bytes: bytes that the two sides sent each other; None where the draft was lost.
-        of_draft: the draft's report; None where the draft was lost, and on all hosts but 0.
+        link_bytes: bytes that the two sides sent each other; None if the draft was lost.
+        of_draft: the draft's report; None if the draft was lost, and on all hosts but 0.
     """
 
     num_pre_verify: int = 0

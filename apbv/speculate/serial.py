@@ -97,7 +97,7 @@ def _encode_verdict(answer: Answer, shape: Tree, proposal: Proposal, rows: Tenso
 def _draft(
     drafter: Drafter | None, answer: Answer, limit: Tree, pace: Pace, stats: SpeculationStats
 ) -> Proposal | None:
-    """Draft on host 0, at most a tree; return it on every host, or None where the draft is switched off."""
+    """Draft on host 0, at most a tree; return it on every host, or None if the draft is switched off."""
     hosts, most, proposal, numbers = answer.decoder.hosts, limit.num_drafted, None, None
     if hosts.is_leader:
         if pace.is_losing():

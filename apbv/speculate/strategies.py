@@ -34,8 +34,7 @@ class Strategy:
         needs_passing: whether the prefill has to pass KV pairs on between hosts.
         needs_verdicts: whether the draft learns from every verification before it drafts on, so that it has to
             take turns with the target.
-        keep: the default policy that chooses the visual tokens which the draft sees; None where none can be
-            chosen.
+        keep: the default policy that chooses the visual tokens which the draft sees; None if none can be chosen.
         prunes_kv: whether the target drafts on a share of its visual KV.
         drafts_trees: whether its drafter, from :meth:`DraftTask.drafter`, can draft trees.
         num_tree_nodes: the default size of the draft tree; None for a chain.
@@ -118,7 +117,7 @@ def make_watcher(config: SpeculativeConfig, parts: ModelParts) -> VisualWatcher 
 def require_consistent(
     config: SpeculativeConfig, prefill: PrefillConfig, hosts: HostGroup, has_captioner: bool
 ) -> None:
-    """Refuse settings that contradict one another, the prefill or the hosts.
+    """Reject settings that contradict one another, the prefill or the hosts.
 
     Raises:
         ValueError: settings do so; the message says which and why.
@@ -152,7 +151,7 @@ def require_consistent(
 
 
 def require_effective(config: SpeculativeConfig, given: Collection[str]) -> None:
-    """Refuse settings that a user gave and that would have no effect.
+    """Reject settings that a user gave and that would have no effect.
 
     Args:
         given: the names of the given settings, also of those with the default value; ``"captioner"`` can be among
@@ -176,7 +175,7 @@ def require_effective(config: SpeculativeConfig, given: Collection[str]) -> None
 
 
 def require_same_tokens(target: Any, draft: Any) -> None:
-    """Refuse a draft for which a token id means something else than for the target.
+    """Reject a draft for which a token id means something else than for the target.
 
     Args:
         target, draft: their processors or tokenizers.

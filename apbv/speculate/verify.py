@@ -32,7 +32,7 @@ class Verdict:
     Attributes:
         num_accepted: how many of them are accepted, from the first one on.
         next_token: the token after them: in place of the first rejected one, or, where all are accepted, a bonus;
-            None where all are accepted and there are no logits for a bonus.
+            None if all are accepted and there are no logits for a bonus.
     """
 
     num_accepted: int
@@ -108,7 +108,7 @@ def verify_sampled(
     draws = to_device([*accept_draws[:count], *next_draws[:num_rows]], device, torch.float64)
     p_token = _probability(p[:count], tokens)
     q_token = 1.0 if q is None else _probability(q, tokens)
-    # Comparisons with NaN are false: behind a row of NaN nothing is accepted.
+    # Comparisons with NaN are false: after a row of NaN nothing is accepted.
     accepted = (draws[:count] * q_token < p_token).long().cumprod(dim=0).sum(dim=0, keepdim=True)
     place = accepted.clamp(max=num_rows - 1)  # of the next token; without a bonus there may be none
     weights = p_row = p.index_select(0, place)

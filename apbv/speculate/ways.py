@@ -42,9 +42,9 @@ class Answered:
         tokens: the answer's tokens, the end token included.
         figures: the field ``speculation`` of ``launch/infer.py --json``; on a draft host its own figures; None
             without speculation.
-        kept: which of a video's tokens the draft saw, bool ``[T, h, w]``; None where that is not known.
+        kept: which of a video's tokens the draft saw, bool ``[T, h, w]``; None if that is not known.
         spans: the timeline of this host's decoding.
-        draft_spans: the draft host's timeline, on host 0; None where there is no draft host.
+        draft_spans: the draft host's timeline, on host 0; None if there is no draft host.
     """
 
     tokens: list[int]

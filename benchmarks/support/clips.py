@@ -33,7 +33,7 @@ from apbv.demo import (
 FRAMES_PER_SHOT = 2
 FPS = 4  # video frames per second, so two shots per second
 MIN_LETTERS, MAX_LETTERS = 3, 6
-DEMO_CLIP = (10, 64, "test")  # arguments of make_clip that specify the packaged clip
+DEMO_CLIP = (10, 64, "test")  # arguments of make_clip that specify the bundled clip
 LONGEST_SCENE = 8  # shots
 
 LETTERS = tuple("ABCEFHJKLMPQRTXZ")

@@ -1,4 +1,4 @@
-"""The APB-V paper's sweeps over speed, in the paper's size for a GPU and a smaller one for a CPU."""
+"""The APB-V paper's sweeps over speed, in the paper's size for a GPU and the smaller for a CPU."""
 
 from dataclasses import dataclass, replace
 

@@ -117,7 +117,7 @@ def iter_frames(
     Raises:
         VideoError: a frame, or one that was decoded on the way to it, is damaged so that the decoder notices, or
             does not come; or the frame size changes, or the file. It may be raised before the frame's own chunk,
-            and behind the last.
+            and after the last.
         ValueError: the indices do not ascend, or chunk_len < 1; at once, as all that follow.
         IndexError: an index is out of range.
         ImportError: torchcodec is asked for, and cannot be loaded.
@@ -164,7 +164,7 @@ def ahead(items: Iterator[Item]) -> Iterator[Item]:
 
 
 def require_backend(name: str) -> None:
-    """Make sure that a back end can be used.
+    """Make sure that a backend can be used.
 
     Raises:
         ValueError: torchcodec is asked for, and cannot be loaded.
@@ -181,7 +181,7 @@ def require_backend(name: str) -> None:
 def _with_pyav_behind(
     chunks: "Iterator[Tensor]", others: Callable[[int], Iterator[np.ndarray]]
 ) -> "Iterator[np.ndarray | Tensor]":
-    """Give out the chunks, and from the first on that torchcodec cannot decode those behind so many frames."""
+    """Give out the chunks, and from the first one that torchcodec cannot decode those after so many frames."""
     given = 0
     try:
         for chunk in chunks:
@@ -195,7 +195,7 @@ def plan_runs(info: VideoInfo, wanted: Sequence[int]) -> list[range]:
     """Split the wanted frames into runs: a new one wherever a seek skips a frame, and in long runs at keyframes.
 
     A frame is decoded from the last keyframe that is displayed no later. One that comes before it in the file may
-    be displayed behind it, and need the group before.
+    be displayed after it, and need the group before.
 
     Returns:
         The place of each run's frames in ``wanted``.
@@ -313,7 +313,7 @@ def pyav_chunks(
             workers[-1].start()
         yield from chunks
         for worker in workers:
-            worker.join()  # what is fed behind the last frame may show that this one is damaged
+            worker.join()  # what is fed after the last frame may show that this one is damaged
         if chunks.error is not None:
             raise chunks.error
     finally:

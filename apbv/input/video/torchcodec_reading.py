@@ -5,7 +5,7 @@ again, and both number the frames alike. On a CPU, with the same FFmpeg, its fra
 they are progressive and of 8 bits; of others it makes RGB in another way.
 
 It promises less: it says nothing of damage that a decoder conceals, and believes every keyframe that a file marks
-as one. Frames of another time than was asked for, as it gives out of MPEG transport streams, are refused here.
+as one. Frames of another time than was asked for, as it gives out of MPEG transport streams, are rejected here.
 """
 
 import json
@@ -95,7 +95,7 @@ def _frame_mappings(info: VideoInfo) -> str:
 
 
 def _check(info: VideoInfo, frames: list[int], batch) -> None:
-    """Refuse frames of other times or of another size than were asked for."""
+    """Reject frames of other times or of another size than were asked for."""
     times, pts = info.timestamps, info.pts
     # The time base is not known here, but what a tick lasts is, unless all is one frame.
     tick = times[-1] / (pts[-1] - pts[0]) if len(pts) > 1 else 0

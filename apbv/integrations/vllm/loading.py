@@ -74,7 +74,7 @@ class Fetch:
             return not self._is_closed
 
     def take(self) -> tuple[Tensor, Tensor] | None:
-        """Return the next layer that has arrived, or None behind the last one.
+        """Return the next layer that has arrived, or None after the last one.
 
         Raises:
             Exception: the load has failed.

@@ -26,7 +26,7 @@ class Entry:
     """A request that names KV, as the scheduler knows it.
 
     Attributes:
-        load: what it loads; None where the request must fail.
+        load: what it loads; None if the request must fail.
         is_loaded: whether its KV has arrived.
     """
 
@@ -35,7 +35,7 @@ class Entry:
 
     @property
     def ticket(self) -> Ticket | None:
-        """The ticket of KV that is given out once; None where there is none."""
+        """The ticket of KV that is given out once; None if there is none."""
         is_offered = self.load is not None and isinstance(self.load.source, Offered)
         return self.load.source.ticket if is_offered else None
 
@@ -43,7 +43,7 @@ class Entry:
 class Scheduling:
     """The scheduler's half of the connector, which decides when a request arrives.
 
-    A connector can refuse a request only by a load that fails. So under the policy ``fail`` a request that does
+    A connector can reject a request only by a load that fails. So under the policy ``fail`` a request that does
     not fit its KV waits for a load like every other, the load fails at once, and vLLM ends this request with
     finish reason ``error`` (HTTP 500) and continues with the others. The reason is in vLLM's log; no field of the
     response could carry it. Under ``recompute`` such a request is one without KV, which vLLM prefills itself.
@@ -80,7 +80,7 @@ class Scheduling:
         self._entries[request.request_id] = Entry(load)
 
     def count_tokens(self, request: Request, num_computed_tokens: int) -> int:
-        """Count the tokens that the request is to load behind those that vLLM has."""
+        """Count the tokens that the request is to load after those that vLLM has."""
         entry = self._entries.get(request.request_id)
         if entry is None:
             return 0
@@ -93,7 +93,7 @@ class Scheduling:
                 del self._entries[request.request_id]
                 return 0
             entry.load = None
-        # A refused request announces all its tokens, so that vLLM starts the load whatever it has cached.
+        # A rejected request announces all its tokens, so that vLLM starts the load whatever it has cached.
         return max(0, request.num_tokens - num_computed_tokens)
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:

@@ -1,4 +1,4 @@
-"""Says where the KV of a request comes from: a folder that was saved, or hosts that offer it."""
+"""Says where the KV of a request comes from: a directory that was saved, or hosts that offer it."""
 
 import ipaddress
 from collections.abc import Iterator
@@ -24,10 +24,10 @@ logger = init_logger(f"vllm.{__name__}")  # vLLM shows only what is logged below
 
 @dataclass(frozen=True)
 class Saved:
-    """One save in a folder.
+    """One save in a directory.
 
     Attributes:
-        path: the folder.
+        path: the directory.
         generation: the save that the scheduler saw there.
         facts: the description of its KV.
         visual_uuid: the start of the identifiers of a request's video or images; None for a prompt of text.
@@ -43,7 +43,7 @@ class Saved:
         """Find KV of a whole prompt, as vLLM reads it.
 
         Raises:
-            StorageError: there is no usable KV in this folder, or visual tokens were left out of the prompt.
+            StorageError: there is no usable KV in this directory, or visual tokens were pruned of the prompt.
         """
         saved = SavedKV.open(path)
         saved.require_whole_prompt()
@@ -169,11 +169,11 @@ class Sources:
             raise ValueError(f"transport must be one of {', '.join(TRANSPORTS)}, not {self._transport!r}")
 
     def named_by(self, request: Request) -> Saved | Offered | None:
-        """Return the KV that a request names by a ticket or by a folder; None where it names none.
+        """Return the KV that a request names by a ticket or by a directory; None if it names none.
 
         Raises:
-            StorageError: the ticket is malformed, or there is no usable KV in the folder.
-            ValueError: no request may name these hosts or this folder.
+            StorageError: the ticket is malformed, or there is no usable KV in the directory.
+            ValueError: no request may name these hosts or this directory.
         """
         params = request.kv_transfer_params
         ticket = Ticket.from_params(params)
@@ -210,7 +210,7 @@ def request_params(path: str | Path) -> dict[str, Any]:
     """Return the parameters by which a request names saved KV.
 
     Args:
-        path: the folder.
+        path: the directory.
 
     Returns:
         ``kv_transfer_params``, a field of an OpenAI request's body (``extra_body``); offline it goes into
@@ -220,7 +220,7 @@ def request_params(path: str | Path) -> dict[str, Any]:
         shown.
 
     Raises:
-        StorageError: there is no usable KV in this folder, or that of a reduced prompt.
+        StorageError: there is no usable KV in this directory, or that of a reduced prompt.
     """
     path = Path(path).resolve()
     saved = Saved.open(path)

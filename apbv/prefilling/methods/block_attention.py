@@ -80,7 +80,7 @@ class BlockAttention:
     def density(self, hosts: HostGroup) -> float | None:
         """Return the share of the causal scores that was computed on all hosts; collective, waits for the device.
 
-        None where no host had any to choose from.
+        None if no host had any to choose from.
         """
         mine = [float(self._num_computed), float(self._num_visible)]
         computed, visible = (sum(column) for column in zip(*hosts.gather_floats(mine), strict=True))

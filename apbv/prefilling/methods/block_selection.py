@@ -1,8 +1,8 @@
 """Chooses the blocks of keys that a block of queries attends to, for sparse attention of one triangle.
 
 A function takes q ``[B, Hq, S, D]`` and k ``[B, Hkv, S, D]`` of the same tokens, the scale, the settings, and the
-back end that scores blocks; it returns bool ``[B, Hq, nq, nk]``. Every query head has a choice of its own. Of
-equal scores the earlier block is taken. A block of queries sees its own keys in any case (see
+backend that scores blocks; it returns bool ``[B, Hq, nq, nk]``. Every query head has a choice of its own. Of equal
+scores the earlier block is taken. A block of queries sees its own keys in any case (see
 :class:`apbv.kernels.ListedBlocks`), so that what is said of these here is of no account.
 """
 

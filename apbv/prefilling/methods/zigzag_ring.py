@@ -66,7 +66,7 @@ class ZigzagRingMethod(PrefillMethod):
         here = self.hosts.rank
         if owner == here:  # together this host's chunks are one triangle: the late one sees all of the early one
             return self.attend(q, [tuple(held)], scale, causal_last=True)
-        if owner < here:  # its early chunk lies before both of this host's, its late one behind both
+        if owner < here:  # its early chunk lies before both of this host's, its late one after both
             held = held[:, :, :, : self._cuts[owner][0]]
         else:  # both of its chunks lie between this host's
             q = q[:, :, self._cuts[here][0] :]

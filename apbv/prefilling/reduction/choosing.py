@@ -57,10 +57,10 @@ class Reduction:
 
     Attributes:
         method, ratio: as in :class:`apbv.ReduceConfig`.
-        num_before, num_after: the visual tokens of the prompt, and of them those that are left, in the language
-            model's last layers where tokens are left out between layers.
+        num_before, num_after: the visual tokens of the prompt, and of them those that are kept, in the language
+            model's last layers where tokens are pruned between layers.
         kept: ``[num_after]``, ascending, which ones.
-        by_layer: how many there are in every layer, where tokens are left out between layers; else empty.
+        by_layer: how many there are in every layer, where tokens are pruned between layers; else empty.
     """
 
     method: str
@@ -72,7 +72,7 @@ class Reduction:
 
     @property
     def figures(self) -> dict[str, Any]:
-        """What the figures of a request say of it."""
+        """What the metrics of a request say of it."""
         return {
             "method": self.method,
             "ratio": self.ratio,
@@ -82,7 +82,7 @@ class Reduction:
         }
 
     def spread(self, scores: Tensor, missing: float = 0.0) -> Tensor:
-        """Return scores of the tokens that are left, ``[num_after]``, as scores of all, ``[num_before]``.
+        """Return scores of the tokens that are kept, ``[num_after]``, as scores of all, ``[num_before]``.
 
         Args:
             missing: the score of the others.

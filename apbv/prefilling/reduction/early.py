@@ -1,4 +1,4 @@
-"""Reduces a prompt before the language model: the frames are encoded, and then some tokens left out.
+"""Reduces a prompt before the language model: the frames are encoded, and then some tokens pruned.
 
 What is left is a shorter prompt, and the embeddings of its visual tokens where they lie. It is prefilled as any
 other, by any method.
@@ -28,7 +28,7 @@ from .frames import EarlyReducer, num_in_frames, shared_video, videos_of
 
 
 def require_usable(config: ReduceConfig | None, family: str, reuse: ReuseConfig | None) -> None:
-    """Refuse a reduction that does not go together with the model, or with what is kept for further questions.
+    """Reject a reduction that does not go together with the model, or with what is kept for further questions.
 
     Args:
         family: the model's.
@@ -44,7 +44,7 @@ def require_usable(config: ReduceConfig | None, family: str, reuse: ReuseConfig 
 
 
 def require_reducible(config: ReduceConfig | None, inputs: ModelInputs) -> None:
-    """Refuse a prompt of which nothing can be left out.
+    """Reject a prompt of which nothing can be pruned.
 
     Raises:
         PromptError: frames are to be reduced, and the prompt has no video.
@@ -66,7 +66,7 @@ def reduce_prompt(
     config: PrefillConfig,
     timer: StageTimer,
 ) -> tuple[ModelInputs, VisualRows, Reduction]:
-    """Encode this host's share of a prompt's frames, and leave out visual tokens; collective.
+    """Encode this host's share of a prompt's frames, and prune visual tokens; collective.
 
     Returns:
         The shorter prompt, without pixels, the source of this host's share of its embeddings, and what was left.
@@ -120,7 +120,7 @@ def choose_rows(
     shares = shares_of_videos(count, [len(video.in_frames) for video in videos])
     first, mine = visual.pieces[hosts.rank].start, torch.zeros(visual.num_rows, dtype=torch.uint8)
     mine[first : first + len(rows)] = 1
-    chosen, values = [], []  # of the videos' tokens that this host has behind the reduction
+    chosen, values = [], []  # of the videos' tokens that this host has after the reduction
     for video, share in zip(videos, shares, strict=True):
         mine[video.in_frames.start : video.ending.stop] = 0
         if share:

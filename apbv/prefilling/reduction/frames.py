@@ -99,7 +99,7 @@ class SharedVideo:
             local: ``[F, ...]`` of this host's frames.
 
         Returns:
-            ``[T, ...]``, the same on every host, in host memory.
+            ``[T, ...]``, the same on every host, in CPU memory.
         """
         if self.replicated:
             local = self.hosts.broadcast(local.contiguous())  # so that all of them choose by the same numbers
@@ -118,7 +118,7 @@ class VideoPlace:
     Attributes:
         patches: its temporal patches.
         in_frames: the rows that belong to its frames.
-        ending: those behind them, which belong to none.
+        ending: those after them, which belong to none.
         height, width: of its frames, in tokens.
     """
 

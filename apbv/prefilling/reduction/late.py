@@ -34,10 +34,10 @@ class Selection(NamedTuple):
 
 
 def require_layers(config: ReduceConfig | None, num_layers: int) -> None:
-    """Refuse a reduction between layers of a model that has too few of them.
+    """Reject a reduction between layers of a model that has too few of them.
 
     Raises:
-        ValueError: no layer follows the one behind which tokens are left out first.
+        ValueError: no layer follows the one after which tokens are pruned first.
     """
     if config is None or not config.is_late or config.leaves_all:
         return
@@ -62,7 +62,7 @@ class LateReducer(ABC):
     Attributes:
         name: its name in the config and on the command line.
         settings: the ratio and the layer.
-        layers: behind how many decoder layers it chooses, ascending.
+        layers: after how many decoder layers it chooses, ascending.
         num_visual: the visual tokens of the prompt.
 
     Raises:
@@ -80,10 +80,10 @@ class LateReducer(ABC):
     @staticmethod
     @abstractmethod
     def choose_layers(settings: ReduceConfig, num_layers: int) -> tuple[int, ...]:
-        """Return behind how many layers tokens are dropped, ascending, each in 1 .. num_layers - 1."""
+        """Return after how many layers tokens are dropped, ascending, each in 1 .. num_layers - 1."""
 
     def enter(self, stage: Stage, rows: HiddenRows) -> None:  # noqa: B027  (most need not see it)
-        """See what goes into a stage behind which tokens are dropped; by default nothing is done."""
+        """See what goes into a stage after which tokens are dropped; by default nothing is done."""
 
     def watcher(self, stage: Stage) -> Watcher:
         """Return what looks on at a stage; by default that sees nothing."""
@@ -99,7 +99,7 @@ class LateReducer(ABC):
         """
 
     def reduction(self, left: Tensor, layouts: Sequence[ContextLayout]) -> Reduction | None:
-        """Return what was left out; None where nothing was.
+        """Return what was pruned; None if nothing was.
 
         Args:
             left: the prompt's tokens that the last layers have, ascending.
@@ -151,7 +151,7 @@ def run_and_reduce(
 
 
 def _method_for(stage: Stage, num_tokens: int, query_start: int, reducer: LateReducer) -> PrefillMethod:
-    """Return the method of the next stage, with a layout of the tokens that are left."""
+    """Return the method of the next stage, with a layout of the tokens that are kept."""
     method = stage.method
     context_start = min(reducer.inputs.context_start, query_start)
     kind, config, hosts = type(method), reducer.config, stage.hosts

@@ -136,7 +136,7 @@ def block_means() -> None:
 
 
 def merge() -> None:
-    """Merge eight results that lie behind one another."""
+    """Merge eight results that lie one after another."""
     outs = torch.empty(8, 1, _QUERY_HEADS, 64, 128, dtype=_HALF)
     triton_merging.merge_states(outs, torch.empty(outs.shape[:-1]))
 

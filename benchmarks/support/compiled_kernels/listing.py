@@ -24,7 +24,7 @@ class Instruction:
         name: with its modifiers, such as ``HMMA.16816.F32.BF16``.
         target: the index of the instruction that it may go on with, besides the next one; None: there is none.
         goes_on: whether it may go on with the next one.
-        line: of the kernel's own function in its source; None where that is not known.
+        line: of the kernel's own function in its source; None if that is not known.
     """
 
     place: int

@@ -54,7 +54,7 @@ class Benchmark:
         description: one line for ``--help``.
         files: what the options of its own name, by which :attr:`read` finds the files; of those in ``needs`` each
             must be given.
-        read: returns its samples; raises ValueError where a file is wrong.
+        read: returns its samples; raises ValueError if a file is wrong.
         template: the prompt of a question with options; see :func:`evaluation.prompting.fill`.
         parse: the benchmark's own rule of which option an answer names.
         max_new_tokens: the default; None: the model's.

@@ -84,7 +84,7 @@ def judged(
 ) -> dict[str, Any]:
     """Return an answer with the letter of the option that it names, and whether it is right.
 
-    Both are None where there is nothing to say: an open question has no letters, a right answer may be unknown.
+    Both are None if there is nothing to say: an open question has no letters, a right answer may be unknown.
 
     Args:
         parse: reads which option an answer names; None: the prompt does not show the options, so that an answer

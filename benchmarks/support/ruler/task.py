@@ -93,7 +93,7 @@ def distinct(rng: Random, number: int, letters: str, length: int) -> list[str]:
 
 
 def draw_places(rng: Random, number: int, among: int) -> list[int]:
-    """Draw distinct places among sentences and behind the last, ascending, all equally likely."""
+    """Draw distinct places among sentences and after the last, ascending, all equally likely."""
     return sorted(rng.sample(range(among + 1), number))
 
 

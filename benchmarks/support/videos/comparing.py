@@ -43,7 +43,7 @@ def perform(job: Job, folder: Path, kept: Path | None = None) -> list[Measured]:
 
 
 def max_difference(job: Job, made: Path, reference: Path) -> float | None:
-    """Compare what a job made with the reference; None where they are not meant to be equal.
+    """Compare what a job made with the reference; None if they are not meant to be equal.
 
     Returns:
         The largest difference: of frames in levels, else as a share of the reference's largest value.

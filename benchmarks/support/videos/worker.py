@@ -101,7 +101,7 @@ class Measured:
         seconds, cpu_seconds: by the wall clock, and of all of the process's threads.
         peak_memory_bytes, memory_before_bytes: the process's largest, and when the clock started.
         stage_seconds: time at work by stage, all runs of a stage together; none where a library does not tell.
-        num_visual_tokens: of the prompt; None where there is no prompt.
+        num_visual_tokens: of the prompt; None if there is no prompt.
     """
 
     seconds: float
@@ -117,7 +117,7 @@ class Outcome:
     """What a stage made.
 
     Attributes:
-        values: ``[rows, ...]``: frames, visual tokens or logits; None where they were not kept.
+        values: ``[rows, ...]``: frames, visual tokens or logits; None if they were not kept.
         places: ``[rows]``: which rows of the whole these are; None for all of them.
         num_visual_tokens: of the prompt.
         timer: timed the stages.
