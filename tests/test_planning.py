@@ -92,7 +92,7 @@ def test_a_draft_takes_its_weights_and_the_kv_of_what_it_sees():
     ("settings", "message"),
     [
         ({}, "frames of a video or the tokens"),
-        ({"num_frames": 3, "tokens": 3}, "give one of them"),
+        ({"num_frames": 3, "tokens": 3}, "either the frames .* or the tokens"),
         ({"tokens": 5, "hosts": 0}, "hosts must be a whole number of at least 1"),
         ({"num_frames": "8"}, "not '8'"),
         ({"tokens": 5, "tensor_parallel": 3}, "across 3 processes"),

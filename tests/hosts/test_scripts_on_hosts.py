@@ -26,7 +26,7 @@ def alone_job(pipe, port: int) -> None:
 def test_hosts_that_do_not_meet(agent_store):
     ours, theirs = mp.Pipe(duplex=False)
     assert exit_statuses([start(alone_job, theirs, agent_store.port)], HANGING) == [0]
-    assert ours.recv().startswith("HostError: the hosts did not meet within 0.1 s: ")
+    assert ours.recv().startswith("HostError: rendezvous timed out after 0.1 s: ")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

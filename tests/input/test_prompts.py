@@ -84,9 +84,9 @@ def test_options_of_the_template():
     assert rendered(closed, chat, **open_ended) == "[user]a</s>[assistant]b"
     with pytest.raises(PromptError, match="needs add_generation_prompt to be false"):
         rendered(closed, chat, continue_final_message=True)
-    with pytest.raises(PromptError, match="'tokenize' is no variable of a chat template"):
+    with pytest.raises(PromptError, match="'tokenize' is not"):
         rendered(BOTH, chat, tokenize=True)
-    with pytest.raises(PromptError, match="the chat template refuses the chat: only users"):
+    with pytest.raises(PromptError, match="the chat template .*: only users"):
         rendered("{{ raise_exception('only users') }}", chat)
 
 
@@ -151,7 +151,7 @@ def test_token_ids_that_cannot_be_read():
     for token_ids, message in [
         ([], "the prompt is empty"),
         ([1, size], f"token id {size}: .* 0 to {size - 1}"),
-        ([-1], "there is no token -1"),
+        ([-1], "token id -1: "),
         ([1, reader.parts.video_token_id], "placeholders of images or video"),
         ([reader.parts.image_token_id], "placeholders of images or video"),
     ]:
