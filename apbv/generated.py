@@ -16,7 +16,7 @@ _SHOWN_CHARACTERS = 60
 
 @dataclass(frozen=True)
 class GenerateResult:
-    """An answer with its metrics; the same on every host.
+    """Answer and metrics of a request; the same on every host.
 
     Attributes:
         text: the answer, without special tokens.

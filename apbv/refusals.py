@@ -1,10 +1,9 @@
-"""What does not go together, and why: one table for the library, the command line and the server.
+"""Incompatible features and the reasons: one table for the library, the command line and the server.
 
-Whoever knows what is asked for, a config, the options or a request, names its features to :func:`refuse`.
-A feature that no other excludes needs no name here.
+Configs, options and requests pass their features to :func:`refuse`. A feature without conflicts needs no entry.
 """
 
-# Why two features exclude each other, with what was given for a feature in braces.
+# The reason why two features are incompatible; braces stand for the given value.
 REFUSALS = {
     ("anchor_query", "no_anchor"): (
         "anchor_query puts the question into the anchor of apbv or apb: not {no_anchor}"
@@ -81,14 +80,14 @@ REFUSALS = {
 
 
 def refuse(**asked: str | bool | None) -> None:
-    """Reject features that do not go together.
+    """Reject incompatible features.
 
     Args:
-        asked: what is known to be asked for, by its feature's name: what a reason calls it, or true. False or
-            None: it is not.
+        asked: the requested features by name: the value to show in the reason, or true; False or None if a feature
+            is not requested.
 
     Raises:
-        ValueError: two features exclude each other; the message says why.
+        ValueError: two features are incompatible; the message says why.
     """
     for (feature, other), reason in REFUSALS.items():
         if asked.get(feature) and asked.get(other):

@@ -86,7 +86,7 @@ def test_options_of_the_template():
         rendered(closed, chat, continue_final_message=True)
     with pytest.raises(PromptError, match="'tokenize' is not"):
         rendered(BOTH, chat, tokenize=True)
-    with pytest.raises(PromptError, match="the chat template .*: only users"):
+    with pytest.raises(PromptError, match=r"the chat template .*: only users"):
         rendered("{{ raise_exception('only users') }}", chat)
 
 
