@@ -36,7 +36,7 @@ class Answer:
         stop: called on host 0 with all new tokens so far; true ends the answer there.
         prompt_ids: the prompt's token ids, for penalties; int64 ``[n]``.
         grammar: the compiled ``sampling.json_schema``, on host 0.
-        ready: what a GPU comes to behind the prefill; None: whatever the current stream has to do comes before.
+        ready: event that the GPU reaches after the prefill; None: the current stream's work comes first anyway.
         tokens: the answer so far.
         logprobs: of each token, on host 0, if ``sampling`` requests them; complete when ``stop`` is called.
     """
@@ -160,7 +160,7 @@ class Answer:
         return token, bool(has_ended)
 
     def require_token(self, token: int) -> None:
-        """Reject :data:`NO_TOKEN`; called on every host with the token that host 0 sent.
+        """Reject :data:`NO_TOKEN`; called on every host with the token sent by host 0.
 
         Raises:
             AgreedError: the token is :data:`NO_TOKEN`.

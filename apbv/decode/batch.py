@@ -163,7 +163,7 @@ class Batch:
         return advanced
 
     def _advance(self) -> tuple[list[Member], Callable[[], tuple[list[int], list[int]]]]:
-        """Give the device what it has to do now; return whose tokens are chosen, and what waits for them."""
+        """Queue the next work on the device; return its sequences, and a function that waits for their tokens."""
         if self._given is not None and all(member.has_ended for member in self._given[0]):
             self._given = None
         self._given = self._given or self._give()
