@@ -54,7 +54,7 @@ class GraphRecorder:
                     graph.capture_begin(self._pool, capture_error_mode="thread_local")
                     try:
                         result = function()
-                    except Exception as error:  # followed by another that gives no reason
+                    except Exception as error:  # then a vaguer one follows
                         cause = error
                         raise
                     finally:
@@ -74,8 +74,8 @@ class GraphRecorder:
     def _leave_pool(self) -> None:
         """End a failed capture for PyTorch's allocator, which would otherwise treat it as running for ever.
 
-        The allocator would then free no memory that several streams have used, and ``torch.cuda.empty_cache()`` would
-        raise. Not every supported PyTorch ends it by itself, and no public function does.
+        The allocator would otherwise free no memory that several streams used, and ``torch.cuda.empty_cache()``
+        would raise. Not every supported PyTorch ends it by itself, and no public function does.
         """
         with suppress(RuntimeError):  # where it has ended
             torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)

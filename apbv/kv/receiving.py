@@ -1,4 +1,4 @@
-"""Receiving KV from the processes that hold it, layer by layer."""
+"""Receives KV from the processes that hold it, layer by layer."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
@@ -22,8 +22,8 @@ class Wanted:
 
     Attributes:
         tokens, kv_heads, layers: token numbers, KV heads of the whole model, and layers.
-        ticket: what names the KV.
-        reader: who reads, as the requests name him.
+        ticket: the ticket of the KV.
+        reader: the reader's name in requests.
         timeout: seconds without any progress after which a wait ends.
     """
 
@@ -36,18 +36,18 @@ class Wanted:
 
     @property
     def name(self) -> str:
-        """What errors call the KV."""
+        """The KV's name in errors."""
         return f"the KV of transfer {self.ticket.transfer}"
 
 
 class Source:
-    """A process that holds KV, and the connection by which it sends some of it.
+    """Connection to a process that holds KV and sends part of it.
 
     Attributes:
         runs, kv_heads: which of the wanted tokens and KV heads it has.
 
     Raises:
-        StorageError: it cannot be reached, or rejects.
+        StorageError: it cannot be reached, or rejects the request.
     """
 
     request: ClassVar[dict[str, Any]] = {"do": "fetch"}
@@ -64,7 +64,7 @@ class Source:
         """Read which of the wanted tokens and KV heads the source has.
 
         Raises:
-            StorageError: it has others, or does not say it as it must.
+            StorageError: it has other ranges, or its reply is malformed.
         """
         tokens, kv_heads = self.wanted.tokens, self.wanted.kv_heads
         try:
@@ -78,10 +78,10 @@ class Source:
         raise StorageError("KV source sent invalid ranges")
 
     def receive(self, index: int, buffer: Tensor) -> None:
-        """Receive the next layer, number ``index``, to its places in keys and values ``[2, H, T, D]``.
+        """Receive the next layer, number ``index``, into keys and values ``[2, H, T, D]``.
 
         Raises:
-            StorageError: it will never be there, or was damaged on the way.
+            StorageError: it is not available, or was damaged in transfer.
         """
         wanted = self.wanted
         heads = slice(*(head - wanted.kv_heads.start for head in self.kv_heads))
@@ -96,13 +96,13 @@ class Source:
                 raise StorageError(f"layer {index} of {wanted.name} was damaged in transfer: wrong checksum")
 
     def close(self) -> None:
-        """End the connection, also for a thread that waits for it."""
+        """Close the connection, also for a thread that waits for it."""
         sever(self.connection)
         self.connection.close()
 
     @contextmanager
     def described(self, place: str) -> Iterator[None]:
-        """Turn what goes wrong with a connection into a StorageError."""
+        """Turn a connection's errors into a StorageError."""
         try:
             yield
         except BaseException as error:
@@ -118,12 +118,13 @@ class Source:
 
 
 def received(wanted: Wanted, open_sources: Callable | None = None) -> Iterator[tuple[Tensor, Tensor]]:
-    """Receive layers from all sources at a time, each layer while the one before is being used.
+    """Receive layers from all sources in parallel, each layer while the previous one is in use.
 
     Every layer is keys and values ``[H, T, D]`` in CPU memory, valid until the next is asked for.
 
     Args:
-        open_sources: makes of the buffers a context of what opens a source, where it is not :class:`Source`.
+        open_sources: makes from the buffers a context with the function that opens a source; by default
+            :class:`Source`.
 
     Raises:
         StorageError: a source cannot be reached, rejects, has ended, or what it sent was damaged on the way.

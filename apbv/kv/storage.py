@@ -1,12 +1,12 @@
-"""Saved KV: a directory that one or several hosts write, and that any number of hosts read.
+"""Saved KV: a directory that one or several hosts write and any number of hosts read.
 
 The directory holds ``manifest.json`` and, in the subfolder that the manifest names, ``prompt.safetensors`` with
 ``logits [1, V]`` and ``position_ids`` (``[3, n]`` for M-RoPE models, else ``[n]``), and for every layer and shard
-one file with ``keys`` and ``values``, ``[H_kv, T, D]``, after RoPE, in token order. A shard is what one writer
-held: some runs of tokens, and a range of KV heads.
+one file with ``keys`` and ``values``, ``[H_kv, T, D]``, after RoPE, in token order. A shard is one writer's part:
+runs of tokens, and a range of KV heads.
 
-Sizes, checksums and digests reveal what was cut off or changed. A crash at any moment leaves what
-was saved before, or nothing: saving again writes another subfolder, and then replaces the manifest in one step.
+Sizes, checksums and digests detect truncated or changed files. A crash at any moment leaves what was saved before,
+or nothing: saving again writes another subfolder, and then replaces the manifest in one step.
 """
 
 import json
@@ -46,7 +46,7 @@ class StoredFile:
 
 @dataclass(frozen=True)
 class Shard:
-    """What one writer held of the KV.
+    """One writer's part of the KV.
 
     Attributes:
         tokens: runs ``[start, stop)`` of token numbers, ascending.
@@ -61,7 +61,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class StoredVisual:
-    """The videos and images that a prompt is about.
+    """Videos and images of a prompt.
 
     Attributes:
         kind: ``"video"`` or ``"image"``, or ``"mixed"`` of a prompt with both.
@@ -74,12 +74,12 @@ class StoredVisual:
 
 @dataclass(frozen=True)
 class StoredReduction:
-    """The visual tokens that were left out before the language model.
+    """Visual tokens that were pruned before the language model.
 
     Attributes:
         method, ratio: as in :class:`apbv.ReduceConfig`.
-        num_before: how many visual tokens there were.
-        kept: which of them are left, ascending.
+        num_before: number of visual tokens before pruning.
+        kept: the retained ones, ascending.
     """
 
     method: str
@@ -90,7 +90,7 @@ class StoredReduction:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest(KVFacts):
-    """Everything that a directory of saved KV holds.
+    """Contents of a directory of saved KV.
 
     Attributes:
         generation: the subfolder with the tensors.
@@ -129,7 +129,8 @@ class Manifest(KVFacts):
             yield from shard.files
 
     def require_complete(self, path: Path) -> None:
-        """Check that each token of each KV head is in exactly one shard, and each layer of a shard in a file.
+        """Check that each token of each KV head is in exactly one shard, and that each layer of a shard has a
+        file.
 
         Raises:
             StorageError: a token or a layer is missing, a token is in several shards, or the reduction does not
@@ -187,7 +188,7 @@ class SavedKV:
         for file in saved.manifest.files():
             try:
                 size = (saved._folder / file.name).stat().st_size
-            except (OSError, ValueError) as error:  # no such file, or no name of one
+            except (OSError, ValueError) as error:  # the file is missing, or the name is invalid
                 raise StorageError(f"saved KV in {path} is incomplete: {error}") from error
             if size != file.bytes:
                 raise StorageError(f"{saved._folder / file.name} has {size} bytes instead of {file.bytes}")
@@ -208,11 +209,11 @@ class SavedKV:
 
         Args:
             index: the layer, from 0.
-            tokens: a run of tokens, or several, which are put one after the other.
+            tokens: a run of tokens, or several, which are concatenated.
             kv_heads: a range of KV heads.
 
         Raises:
-            ValueError: there are no such layer, tokens or KV heads.
+            ValueError: the layer, tokens or KV heads are out of range.
             StorageError: a file was changed, or is gone.
         """
         manifest = self.manifest
@@ -245,7 +246,7 @@ class SavedKV:
         return keys, values
 
     def require_whole_prompt(self) -> None:
-        """Raise StorageError if visual tokens were pruned, for a reader that makes the whole prompt anew."""
+        """Raise StorageError if visual tokens were pruned, for a reader that renders the whole prompt itself."""
         if self.manifest.reduction is not None:
             raise StorageError(
                 f"cannot transfer the KV in {self.path}: {self.manifest.reduction.method} pruned its prompt, and "
@@ -277,7 +278,7 @@ class Writer:
 
     @staticmethod
     def new_name() -> str:
-        """Draw a name that no other save has."""
+        """Draw a unique name for a save."""
         return _SUBFOLDER + secrets.token_hex(8)
 
     def write_shard(
@@ -302,7 +303,7 @@ class Writer:
         return Shard(runs, (kv_heads.start, kv_heads.stop), files)
 
     def write_prompt(self, logits: Tensor, position_ids: Tensor) -> StoredFile:
-        """Write what :meth:`SavedKV.prompt` reads."""
+        """Write the tensors that :meth:`SavedKV.prompt` reads."""
         return self._write(_PROMPT, {"logits": logits.contiguous(), "position_ids": position_ids.contiguous()})
 
     def publish(self, manifest: Manifest) -> None:
@@ -330,7 +331,7 @@ class Writer:
                 shutil.rmtree(leftover, ignore_errors=True)
 
     def discard(self) -> None:
-        """Remove what a failed save has written; do nothing after :meth:`publish`."""
+        """Remove the files of a failed save; do nothing after :meth:`publish`."""
         if not self._is_published:
             shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -341,7 +342,7 @@ class Writer:
 
 
 def _write_to_disk(path: Path, content: bytes) -> None:
-    """Write a file to the disk, not only to the operating system's memory."""
+    """Flush a file to disk (fsync)."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "wb") as file:
@@ -353,7 +354,7 @@ def _write_to_disk(path: Path, content: bytes) -> None:
 
 
 def _sync_folder(path: Path) -> None:
-    """Write the names of a directory's files to the disk."""
+    """Flush a directory's entries to disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

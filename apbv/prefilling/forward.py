@@ -1,4 +1,4 @@
-"""This module prefills: one sequence-parallel forward pass of an unmodified language model."""
+"""Sequence-parallel prefill: one forward pass of an unmodified language model."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -54,7 +54,7 @@ def prefill(
         hosts: the hosts that take part; ``HostGroup.from_env()`` by default.
         config: method and lengths.
         timer: the request's stage times; a new one by default.
-        watcher: looks on at the question's attention, or hidden states (see :mod:`apbv.speculate.watchers`).
+        watcher: observes the question's attention, or hidden states (see :mod:`apbv.speculate.watchers`).
         encoded: the source of this host's visual embeddings, where it is not the model's vision tower.
         stop: asked on host 0 between chunks of the tower and between layers; true cancels the prefill. None on all
             hosts, or on none.
@@ -133,7 +133,7 @@ def prefill(
     if reducer is not None:
         reduction = reducer.reduction(last_stage.tokens, shards.layouts)
 
-    # Hand over.
+    # Transfer.
     kv = ShardedKV(shards, hosts)
     if config.kv == "gathered":
         with hosts.collective_stage("handoff"), room.explained("handoff"), timer.stage("handoff"):
@@ -179,7 +179,7 @@ def _plan(inputs: ModelInputs, hosts: HostGroup, config: PrefillConfig, watcher:
 
 
 def passes_blocks_on(config: PrefillConfig, hosts: HostGroup) -> bool:
-    """Return whether hosts pass KV pairs of their context blocks on, for prompts long enough to be split."""
+    """Return whether hosts pass on KV pairs of their context blocks, for prompts long enough to be split."""
     return resolve_method(config, hosts.size).passes_on and config.passing_len != 0
 
 
