@@ -42,7 +42,7 @@ from support.summaries import percent_cell, sum_counts
 
 
 def _key(record: dict) -> str:
-    """Return what tells a measurement from others; its label may change."""
+    """Return the identity of a measurement; its label may change."""
     names = ("grid", "shots", "split", "seed", "hosts", "settings", "tasks")
     values = [list(record["right"]) if name == "tasks" else record[name] for name in names]
     return json.dumps(values, sort_keys=True)

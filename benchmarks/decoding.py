@@ -93,7 +93,7 @@ def steps(options: argparse.Namespace, device: torch.device) -> Iterator[dict]:
 
 
 def record_of(options: argparse.Namespace, baseline: Way, way: Way, device: torch.device) -> dict:
-    """Return what every record says, without a speed if the way is wrong."""
+    """Return the fields of every record, without a speed if the result is wrong."""
     ms, right = statistics.median(way.ms), way.error <= TOLERANCE[options.dtype]  # False for NaN
     return {
         "way": way.name,

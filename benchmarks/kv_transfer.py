@@ -34,7 +34,7 @@ SHAPES = {"qwen2.5-vl-3b": (36, 2), "qwen2.5-vl-7b": (28, 4)}  # decoder layers 
 
 
 def made_up_prefill(hosts: HostGroup, num_layers: int, num_kv_heads: int, num_tokens: int) -> PrefillResult:
-    """Return what a prefill on these hosts would leave, with random KV that is spread as APB-V spreads it."""
+    """Return the result of a prefill on these hosts, with random KV sharded as by APB-V."""
     lengths = {"num_tokens": num_tokens, "context_start": 0, "query_start": num_tokens - QUESTION_LEN}
     layout = plan_layout(num_hosts=hosts.size, anchor_len=None, passing_len=None, zigzag=True, **lengths)
     num_rows = sum(map(len, layout.cache_spans(hosts.rank)))

@@ -45,7 +45,7 @@ from support.summaries import mean_cell, percent_cell
 
 
 def rows_of(num_tokens: int) -> dict[str, PrefillConfig]:
-    """Return the ways to prefill so many tokens, by label; what a label does not name has its default."""
+    """Return the rows for a context length by label; settings that a label does not name have their defaults."""
     short = {"anchor_len": -(-num_tokens // 64), "passing_len": -(-num_tokens // 128)}
     authors = {"importance": "dot", "anchor_query": True}
     of_apbv = {

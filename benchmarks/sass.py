@@ -26,7 +26,7 @@ CAPABILITIES = {"8.0": 80, "8.9": 89, "9.0": 90, "10.0": 100}
 
 
 def obstacle() -> str | None:
-    """Return what keeps Triton from compiling for NVIDIA's GPUs; None: nothing."""
+    """Return why Triton cannot compile for NVIDIA's GPUs; None if it can."""
     try:
         from triton import knobs
 

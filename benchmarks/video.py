@@ -67,7 +67,7 @@ def records(options: argparse.Namespace) -> Iterator[dict]:
     versions = {each.name: each.version for each in distributions() if each.name in packages.values()}
     ways = [way for way in options.ways if packages.get(way, "") in ("", *versions)]
     if missing := set(packages.values()) - versions.keys():
-        tqdm.write(f"note: left out is what is not installed: {', '.join(sorted(missing))}", file=sys.stderr)
+        tqdm.write(f"note: not installed and skipped: {', '.join(sorted(missing))}", file=sys.stderr)
     with TemporaryDirectory() as temporary:
         folder, length = options.folder or Path(temporary), round(options.seconds * options.fps)
         spec = ClipSpec(*parse_resolution(options.resolution), options.gop, length, options.fps, options.video)

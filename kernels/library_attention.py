@@ -23,7 +23,7 @@ from .runs import Segment
 # Takes (q, k, v, scale, causal) and returns (out, lse); see above.
 Attend = Callable[[Tensor, Tensor, Tensor, float, bool], tuple[Tensor, Tensor]]
 
-# Libraries do not split the keys: a program has so many queries of a head, and all keys.
+# Libraries do not split the keys: a program has this many queries of a head, and all keys.
 _QUERIES_PER_PROGRAM = 128
 # The share of a GPU's processors that must have a program for a library to be faster than Triton's kernel, which
 # splits the keys over all of them. Its inner loop reaches an estimated 60 % of the libraries' speed.
@@ -77,7 +77,7 @@ def require_usable(backend: str, device: torch.device, dtype: torch.dtype, head_
         groups: query heads per KV head.
 
     Raises:
-        BackendError: there is no such backend, or it cannot run here; the message says why.
+        BackendError: the backend is unknown, or cannot run here; the message says why.
     """
     q = torch.empty(1, groups, 0, head_dim, device=device, dtype=dtype)
     choose_attention(backend, q, [(q[:, :1], q[:, :1])])
@@ -116,7 +116,7 @@ def _obstacle(name: str, q: Tensor, groups: int) -> str | None:
 
 @cache
 def usable(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, groups: int) -> str | None:
-    """Return what keeps a library, or torch's flash kernel, from attending like this, or None if nothing does.
+    """Return why a library, or torch's flash kernel, cannot attend like this, or None if it can.
 
     Args:
         name: a key of :data:`ATTEND`.
@@ -131,7 +131,7 @@ def usable(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, g
 
 
 def why_not_library(name: str, capability: tuple[int, int], dtype: torch.dtype, head_dim: int) -> str | None:
-    """Return what keeps a library from attending like this by its documentation, or None if nothing does."""
+    """Return why a library cannot attend like this according to its documentation, or None if it can."""
     if dtype not in _HALF:
         return f"it computes in float16 and bfloat16, and not in {str(dtype).removeprefix('torch.')}"
     if capability < (8, 0):
@@ -148,7 +148,7 @@ def why_not_library(name: str, capability: tuple[int, int], dtype: torch.dtype, 
 def is_bottom_right(name: str, *problem) -> bool:
     """Return whether a library's causal mask of fewer queries than keys lets the last query see all keys.
 
-    Some libraries do, and others let the first query see the first key only: what counts is what it does here.
+    Some libraries do, and others let the first query see the first key only: the actual behaviour is tested.
 
     Args:
         problem: as for :func:`usable`.
@@ -165,9 +165,9 @@ def probe(
     groups: int,
     lengths: tuple[tuple[int, int, bool], ...] = _LENGTHS,
 ) -> str | None:
-    """Run a function on small problems, and return what it raises or gets wrong, or None if all is well.
+    """Run a function on small problems, and return its error, or None if there is none.
 
-    The tensors lie as they do in a prefill: q as a projection leaves it, k and v as rows of a longer buffer.
+    The memory layout is that of a prefill: q as a projection leaves it, k and v as rows of a longer buffer.
 
     Args:
         attend: the function.

@@ -86,7 +86,7 @@ def verify_attention(
     num_keys: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Attend from a few new tokens to a long past that they share and to N masked keys after it.
+    """Attend from a few new tokens to a long shared past and to N masked keys after it.
 
     Args:
         q: ``[B, Hq, S, D]``; fast for S of 1 to 16, correct for any.
@@ -95,10 +95,10 @@ def verify_attention(
         visible: bool ``[S, N]``, 0 <= N <= T: which of the last N keys a query sees; in a tree itself and its
             ancestors. None: the last S keys are the queries' own, and each sees those before it and itself.
         kept: ``[B, Hkv, M]``, distinct integers: which of the first T - N keys a KV head sees. None: all.
-        num_keys: int32 ``[1]`` on q's device: only so many first rows of k and v count, at least N; what lies
-            after them is not read. "The last" keys above are the last of those. So a CUDA graph, in which shapes
-            are fixed, serves all lengths up to T. None: all T rows. Only Triton reads it on the GPU; ``torch``
-            waits for it.
+        num_keys: int32 ``[1]`` on q's device: the number of leading rows of k and v that count, at least N; later
+            rows are not read. "The last" keys above are the last of those. So a CUDA graph, in which shapes are
+            fixed, serves all lengths up to T. None: all T rows. Only Triton reads it on the GPU; ``torch`` waits
+            for it.
         backend: see :mod:`apbv.kernels.backends`.
 
     Returns:
@@ -139,7 +139,7 @@ def batch_decode_attention(
     Args:
         q: ``[1, Hq, R, D]``: the newest token of every sequence.
         k, v: ``[1, Hkv, R, D]``, Hq a multiple of Hkv: written to row ``lengths[r]`` of sequence r's buffers.
-        buffers: where the sequences' rows lie. A table is for ``triton`` only, which then need not be told of
+        buffers: storage of the sequences' rows. A table is for ``triton`` only, which then need not be told of
             other buffers or lengths from call to call; of a sequence that is not there the result is 0.
         scale: factor of the scores.
         backend: see :mod:`apbv.kernels.backends`.
@@ -178,7 +178,7 @@ def varlen_attention(
 
     Raises:
         ValueError: Hq is not a multiple of Hkv.
-        BackendError: there is no such backend.
+        BackendError: the backend is unknown.
     """
     require_shapes(q=(q, "T Hq D"), k=(k, "T Hkv D"), v=(v, "T Hkv D"))
     if not q.shape[0]:

@@ -1,4 +1,4 @@
-"""Describes where keys and values lie: in runs of pieces, in one tensor, or in several buffers."""
+"""Memory layouts of keys and values: runs of pieces, one tensor, or several buffers."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ Segment = tuple[Tensor, Tensor]  # k and v, each [B, Hkv, T, D]
 
 @dataclass(frozen=True)
 class Run:
-    """A run is one or more equally long pieces of K and V at equal distances in memory.
+    """One or more equally long pieces of K and V at equal distances in memory.
 
     Attributes:
         k, v: the first piece, ``[B, Hkv, piece_len, D]``.
@@ -54,7 +54,7 @@ class Run:
 
 @dataclass(frozen=True, eq=False)
 class SequenceBuffers:
-    """Hold the keys and values of R sequences in one layer, each with room after its rows.
+    """Keys and values of R sequences in one layer, each with spare room after its rows.
 
     Attributes:
         keys, values: of every sequence ``[1, Hkv, capacity, D]``, contiguous.
@@ -84,13 +84,13 @@ class SequenceBuffers:
 
 @dataclass(frozen=True, eq=False)
 class BufferTable:
-    """Says on a device where the buffers of R sequences are, for kernels that look them up.
+    """Addresses of the buffers of R sequences, on a device, for kernels that look them up.
 
     The memory must be kept by others. A kernel that is given the same table later finds what it holds then.
 
     Attributes:
         places: int64 ``[3, R]``, addresses of keys and of values, multiples of 16, and capacities.
-        lengths: int64 ``[R]``: how many rows of each are in use; -1: there is no such sequence.
+        lengths: int64 ``[R]``: how many rows of each are in use; -1: the slot is empty.
         most_rows: no sequence is longer, which tells how far it is worth splitting.
     """
 
@@ -101,7 +101,7 @@ class BufferTable:
 
 @dataclass(frozen=True, eq=False)
 class PackedSequences:
-    """Lie one after the other along the first dimension of a tensor ``[T, ...]``.
+    """Sequences packed along the first dimension of a tensor ``[T, ...]``.
 
     What is worked out of the boundaries is kept, so that all layers of a model can share it.
 
@@ -171,7 +171,7 @@ def alignment(element_size: int, strides: Iterable[int]) -> int:
 
 @dataclass(frozen=True, eq=False)
 class ListedBlocks:
-    """Say which keys each query of one causal sequence attends to, block by block, for every head.
+    """The keys that each query of one causal sequence attends to, block by block, for every head.
 
     The queries are cut into blocks of ``query_block`` rows, and the keys into blocks of ``key_block``, from the
     first token on; the last block may be shorter. A query sees its own block of rows up to itself, whatever is
@@ -224,7 +224,7 @@ class ListedBlocks:
         return kept.int().scatter_add_(3, self.indices.long(), is_listed.int()).bool()
 
     def num_scores(self, num_tokens: int) -> Tensor:
-        """Count the scores of queries and keys that are computed for so many tokens, in fp64 on the device."""
+        """Count the scores that are computed for a number of tokens, in fp64 on the device."""
         last = torch.arange(self.counts.shape[2], device=self.counts.device) == self.counts.shape[2] - 1
         short = num_tokens - self.query_block * (self.counts.shape[2] - 1)
         rows = torch.where(last, short, self.query_block).double()

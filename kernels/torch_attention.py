@@ -193,7 +193,7 @@ def _joined(segments: list[Segment]) -> Segment:
 
 
 def result_without_keys(q: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return what attention to no keys gives: an output of zeros and an lse of -inf."""
+    """Return the result of attention to no keys: an output of zeros and an lse of -inf."""
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     lse = torch.full(q.shape[:3], float("-inf"), dtype=dtype, device=q.device)
     return torch.zeros_like(q) if out is None else out.zero_(), lse
@@ -222,7 +222,7 @@ def varlen_attention(
 
 @cache
 def varlen_obstacle(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    """Return what keeps a FlashAttention from attending like this, or None if nothing does.
+    """Return why a FlashAttention cannot attend like this, or None if it can.
 
     Args:
         name: ``"flash_attn"``, or ``"torch"`` for the one that torch has built in.
@@ -237,7 +237,7 @@ def varlen_obstacle(name: str, device: torch.device, dtype: torch.dtype, head_di
 
 @torch.no_grad()
 def probe_varlen(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    """Run a FlashAttention on a small problem, and return what it raises or gets wrong, or None if all is well."""
+    """Run a FlashAttention on a small problem, and return its error, or None if there is none."""
     lengths = [129, 5, 64, 1, 63]  # none fills a whole number of tiles
     boundaries = torch.tensor([0, *lengths], device="cpu").cumsum(0, dtype=torch.int32).to(device)
     sequences, scale = PackedSequences(boundaries, max(lengths)), head_dim**-0.5

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-# At most so many scores of groups exist at a time, and so many numbers of widened rows.
+# Maximum scores of groups in memory at a time, and maximum numbers of widened rows.
 _MOST_SCORES, _MOST_NUMBERS = 2**22, 2**20
 
 

@@ -23,7 +23,7 @@ def antidiagonal_scores(q: Tensor, k: Tensor, scale: float, stride: int, block: 
     groups, of_block = triton.cdiv(tokens, stride), block // stride
     # fp32 products take more registers.
     tile, warps = (32, 4) if q.dtype == torch.float32 else (64, 8)
-    # A part of a block is what one tile has of it: parts are summed up afterwards. Tiles are powers of two.
+    # A part is a tile's portion of a block: parts are summed up afterwards. Tiles are powers of two.
     part = min(of_block & -of_block, tile)
     lse = torch.empty(batch * heads, groups, dtype=torch.float32, device=q.device)
     parts = triton.cdiv(groups, part)

@@ -35,7 +35,7 @@ def exchange_checks(hosts: HostGroup) -> Iterable[Check]:
 
 
 def answer_checks(hosts: HostGroup) -> Iterable[Check]:
-    """List the ways to the answer; half precision is what large models run in."""
+    """List the checks of answers, also in half precision, in which large models run."""
     for method in ("apbv", "full", "zigzag_ring", "ulysses"):
         yield Check(method, partial(answer, PrefillConfig(method=method), None, "float32"), is_collective=True)
     draft = SpeculativeConfig(strategy="vanilla")
@@ -130,7 +130,7 @@ def failing_host(hosts: HostGroup) -> Found:
 
 
 def _numbers(hosts: HostGroup, host: int, count: int, dtype: torch.dtype) -> Tensor:
-    """Return what a host sends: numbers that every dtype here holds exactly."""
+    """Return the numbers that a host sends, exact in every dtype used here."""
     return ((torch.arange(count, device=hosts.device) * 7 + 31 * host) % 251).to(dtype)
 
 

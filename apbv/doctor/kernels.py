@@ -45,7 +45,7 @@ def operator_checks(hosts: HostGroup) -> Iterable[Check]:
 
 
 def obstacle(name: str, device: torch.device, dtype: torch.dtype) -> tuple[str | None, bool]:
-    """Return what keeps a backend from computing attention, or None, and whether that is a fault.
+    """Return why a backend cannot compute attention, or None, and whether that is a fault.
 
     It is a fault where everything that the backend asks for is there, and what it computes is wrong all the same,
     or it cannot even be loaded.

@@ -137,7 +137,7 @@ def gpu(hosts: HostGroup) -> Found:
 
 
 def _ask(*command: str) -> str | None:
-    """Return what a tool of the driver says; None if there is none, or it fails."""
+    """Return the output of a driver tool; None if it is missing or fails."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=_TOOL_SECONDS, check=True).stdout
     except (OSError, subprocess.SubprocessError):

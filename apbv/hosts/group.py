@@ -115,7 +115,7 @@ class HostGroup:
             device: this process's device; None: the current GPU, or the CPU where there is none.
 
         Raises:
-            ValueError: there is no such device.
+            ValueError: the device does not exist.
         """
         return cls(device=choose_device(device), timeout=0.0)
 

@@ -1,7 +1,7 @@
 """The audio of a prompt, and how hosts share the work on it, window by window.
 
-Audio is no visual input: all of it is read, and nothing of it is left out, neither by a draft nor by what reduces
-visual tokens. So its rows are counted apart from those of images and video, also where their tokens alternate.
+Audio is never pruned, neither by a draft nor by visual-token pruning. Its rows are therefore counted separately
+from those of images and video, even if their tokens alternate.
 """
 
 from collections.abc import Iterator, Mapping
@@ -23,9 +23,9 @@ from ..model.parts import ModelParts
 from .files import Source
 from .visual import PromptError, RowStarts
 
-# Convolutions and pooling make one token of so many spectrogram frames, by two strides of two.
+# Spectrogram frames per token, after convolutions and pooling with two strides of two.
 FRAMES_PER_TOKEN = 4
-# So many units are encoded at a time. Of Qwen2.5-Omni they are two minutes, whose activations take some 100 MB.
+# Units that are encoded at a time. For Qwen2.5-Omni they are two minutes, whose activations take some 100 MB.
 _UNITS_PER_CHUNK = 64
 # FFmpeg's: all channels together are no louder than one; where a track's clock runs on without samples, for more
 # seconds than clocks are imprecise, there is silence.
@@ -132,7 +132,7 @@ def audio_from_batch(
 
 
 def num_audio_tokens(num_frames: int) -> int:
-    """Return how many tokens a tower makes of so many spectrogram frames, which two strides of two leave."""
+    """Return the number of tokens for a number of spectrogram frames, after two strides of two."""
     return max(0, ((num_frames - 1) // 2 + 1) // 2)
 
 
@@ -159,7 +159,7 @@ def read_audio(
         path: of a video, or of an audio file.
         rate: samples per second of what is returned.
         max_seconds: the longest audio that can be used.
-        seconds: no more than so many; None: all of it.
+        seconds: maximum length to return; None: all of it.
         beside_video: whether the audio begins with the file's first video frame: what came before is left out, and
             silence stands for what is missing.
 

@@ -34,7 +34,7 @@ class Picture:
         """Look at an image, of which a file's header alone is read.
 
         Raises:
-            PromptError: there is no such file, or it is no image; a tensor has another shape.
+            PromptError: the file is missing, or not an image; a tensor has another shape.
         """
         if isinstance(image, Tensor):
             if image.dim() != 3 or image.shape[0] != 3:
@@ -62,7 +62,7 @@ class Picture:
             return self.image
         with _opened(self.image) as opened:
             upright = opened if _orientation(opened) == 1 else ImageOps.exif_transpose(opened)
-            shown = upright.convert("RGB")  # which is what transformers makes of a file
+            shown = upright.convert("RGB")  # as transformers reads a file
         if (shown.height, shown.width) != (self.height, self.width):
             raise PromptError(f"the image {self.image} was changed after it was probed")
         return shown

@@ -128,7 +128,7 @@ class ModelInputs:
             frame_parallel: each host keeps its share of the frames, images and audio, instead of all.
             query_start: where the query begins in a text prompt. Another prompt's query begins after its last
                 visual or audio token.
-            query_len: where ``query_start`` is not given, so many tokens at a text's end are its query.
+            query_len: if ``query_start`` is not given, the number of tokens at a text's end that are its query.
 
         Raises:
             PromptError: an empty, batched or padded prompt, or pixels of other images and videos than it shows.

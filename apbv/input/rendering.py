@@ -37,8 +37,7 @@ class Question(Checked):
         images: after the videos: an image file, a PIL image or a tensor ``[3, H, W]``, or several.
         context: a long text.
         messages: a chat in transformers' format, instead of all these.
-        num_frames: so many frames of each video are sampled, evenly; with ``fps`` at most so many; None: as many
-            as the model's default.
+        num_frames: frames sampled evenly from each video; with ``fps`` the maximum; None: the model's default.
         fps: sample at this rate instead.
         token_ids: a text as the model reads it, instead of prompt, sources and messages. No chat template is
             applied, and its last tokens are the question (:attr:`apbv.PrefillConfig.query_len`).
@@ -226,8 +225,8 @@ def apply_template(
         The prompt, and whether there is a template; without one the texts stand below one another.
 
     Raises:
-        PromptError: an option is no variable of a template but an argument of transformers' call, or the template
-            rejects the chat.
+        PromptError: an option is not a chat-template variable but an argument of transformers' call, or the
+            template rejects the chat.
     """
     template = getattr(processor, "chat_template", None)
     if isinstance(template, Mapping):  # of several
@@ -258,7 +257,7 @@ def _reads_parts(processor) -> bool:
     chat = [{"role": "user", "content": [{"type": "text", "text": _PROBE}]}]
     try:
         rendered = processor.apply_chat_template(chat, add_generation_prompt=False, tokenize=False)
-    except Exception:  # of whatever kind: a string is what it wants
+    except Exception:  # of any kind: it wants a string
         return False
     return _PROBE in rendered and "'type'" not in rendered  # else it left the list out, or printed it
 

@@ -1,4 +1,4 @@
-"""A request: what is asked, and how it is to be answered, in one object that travels to the first token."""
+"""A request: the question and the settings for its answer."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,14 +15,14 @@ from .skeleton import Skeleton
 
 @dataclass(frozen=True)
 class Request:
-    """A question on its way to its answer.
+    """Request to the engine.
 
     Attributes:
         question: what is asked.
         timer: the request's stage times.
         positions: whose rule gives the rotary positions, one of :data:`~apbv.input.model_inputs.POSITION_RULES`.
         sampling: how the answer's tokens are chosen, and how many at most.
-        num_wanted: positions must be left for so many tokens of the answer.
+        num_wanted: answer tokens for which positions must be left.
         on_token: called on every host with each token as soon as it is chosen.
         stop: asked on host 0 with the tokens so far; true ends the answer, or cancels the request while there is
             none. None on all hosts, or on none.
@@ -47,7 +47,7 @@ class Request:
 
     @property
     def cancels(self) -> Callable[[], bool] | None:
-        """What says whether the request is cancelled, before its first token; None: nobody does."""
+        """The function that cancels the request before its first token; None if it cannot be cancelled."""
         return (lambda: self.stop(())) if self.stop is not None and self.may_cancel else None
 
     def within(self, max_positions: int, inputs: ModelInputs) -> "Request":

@@ -92,7 +92,7 @@ def lay_out(
         processor: the model's transformers processor.
         rendered: the prompt's text, with a placeholder for each, and its images.
         videos: in prompt order.
-        sounds: those that belong to no video, likewise.
+        sounds: the audio files, in prompt order.
         tokenizing: entered while the processor is used.
 
     Raises:
@@ -179,7 +179,7 @@ def lay_out(
 
 
 def _audio_arguments(processor, sound: Sound) -> dict[str, Any]:
-    """Return what the processor is told of a sound: neither to cut nor to pad it to the longest that it expects.
+    """Return the processor's arguments for audio: no truncation, and no padding to the maximum length.
 
     A spectrogram of five minutes takes seconds. After a shorter audio there is as much silence as its last frames
     reach into, so that they are those of the padded one.
@@ -190,7 +190,7 @@ def _audio_arguments(processor, sound: Sound) -> dict[str, Any]:
 
 
 def _video_arguments(parts: ModelParts, processor, video: SampledVideo) -> dict[str, Any]:
-    """Return what the processor is told of a video.
+    """Return the processor's arguments for a video.
 
     Its timestamps are frame index over frame rate. For a variable frame rate the indices are therefore those of
     the nearest frames at the average rate.
@@ -222,7 +222,7 @@ def _video_arguments(parts: ModelParts, processor, video: SampledVideo) -> dict[
 def process(
     processor, text: str, replace: Callable[..., tuple[list[str], list]] | None = None, **inputs
 ) -> Mapping[str, Any]:
-    """Call a transformers processor on one text, and return what it would by itself, in tensors.
+    """Call a transformers processor on one text, and return its usual result, in tensors.
 
     The processor is not changed: a copy of it, which shares its parts, hands a shortened text to the tokenizer,
     and transformers checks that the tokenizer found as many placeholders as there are in that.
@@ -266,7 +266,7 @@ def process_apart(
 
     Args:
         processor: as of :func:`process`.
-        text: likewise.
+        text: as of :func:`process`.
         calls: for each source (a video, which may have its audio with it, an audio clip, or all images) a text of
             only its placeholders, the processor's arguments, and what errors call it.
 

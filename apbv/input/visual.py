@@ -27,7 +27,7 @@ from .files import Source
 # What decoding, preprocessing and a vision tower hold at once for a chunk, in multiples of its frames (decoded,
 # waiting, being resized) and of its fp32 pixels (twice over, and activations of several times their size).
 FRAME_COPIES, PIXEL_COPIES = 3, 12
-# A share is cut into so many chunks, for its stages to overlap, unless the chunks are smaller than is worth it.
+# Chunks per share, so that its stages overlap, unless the chunks would be too small.
 _CHUNKS_PER_SHARE = 8
 _LEAST_BYTES = 32 * 2**20
 
@@ -40,7 +40,7 @@ class PromptError(ValueError):
 class VisualItem:
     """A video or an image.
 
-    A temporal patch is what the model makes of one frame, or of several that it merges; an image is one.
+    A temporal patch is one frame, or several that the model merges; an image is one.
 
     Attributes:
         kind: ``"video"`` or ``"image"``.
@@ -216,7 +216,7 @@ class VisualInput(RowStarts):
 
 
 def most_in_a_chunk(share: int, patch: int, num_bytes: int) -> int:
-    """Return the bytes of a chunk, at most, of the longest share, whose patches take so many at most."""
+    """Return the maximum bytes of a chunk of the longest share, given the maximum per patch."""
     return min(num_bytes, max(share // _CHUNKS_PER_SHARE + patch - 1, _LEAST_BYTES))
 
 

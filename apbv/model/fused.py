@@ -94,7 +94,7 @@ def with_forwards(module: nn.Module, forwards: Mapping[type, Callable]) -> nn.Mo
 
 
 def _mistake(module: nn.Module, forward: Callable, like: Tensor) -> str | None:
-    """Try a function in place of a module's own, on a few rows; return what is wrong, if any."""
+    """Compare a function with a module's own on a few rows; return the error, if any."""
     generator = torch.Generator("cpu").manual_seed(0)
 
     def randn(*shape: int) -> Tensor:

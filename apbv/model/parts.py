@@ -84,7 +84,7 @@ class ModelParts:
             the model's own where fused kernels can be used (:mod:`apbv.model.fused`); else it is that.
         lm_head: hidden states ``[1, S, d]`` to logits ``[1, S, V]``.
         video_token_id, image_token_id: the placeholders in ``input_ids``; None for text-only models.
-        audio_token_id: likewise for audio; None for models that take no audio.
+        audio_token_id: the placeholder for audio; None for models that take no audio.
         backend: what computes its attention, as in :class:`apbv.PrefillConfig`.
         decode: how it is run over new tokens.
         capture_failures: why its decoding steps could not be captured as CUDA graphs, where that was tried. It is
@@ -372,7 +372,7 @@ def local_share(weight: Tensor) -> Tensor:
 
 
 def _on_cpu(batch: Mapping[str, Any], *names: str) -> dict[str, Tensor]:
-    """Return what a batch has of these, as tensors in CPU memory."""
+    """Return a batch's entries of these names, as tensors in CPU memory."""
     return {name: torch.as_tensor(batch[name]).cpu() for name in names if batch.get(name) is not None}
 
 

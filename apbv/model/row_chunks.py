@@ -68,7 +68,7 @@ def chunk_rows(device: torch.device, row_bytes: int, chunk_bytes: int | None = N
 
 
 def mlp_row_bytes(width: int, itemsize: int) -> int:
-    """Return what an MLP of this width holds of one row: the gate, the other projection, and their product."""
+    """Return an MLP's activations per row, at this width: the gate, the other projection, and their product."""
     return 3 * width * itemsize
 
 

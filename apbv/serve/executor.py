@@ -1,4 +1,4 @@
-"""Carries out orders: what every host does for a request, led by host 0."""
+"""Carries out orders: the work of every host for a request, led by host 0."""
 
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -32,7 +32,7 @@ OpenFiles = Callable[[ExitStack], list[Path]]
 
 
 def why_one_at_a_time(engine: Engine) -> str | None:
-    """Say why an engine's answers cannot be decoded in one batch on host 0; None if they can."""
+    """Return why an engine's answers cannot be batched on host 0; None if they can."""
     if engine.speculative_config is not None:
         return "a draft is made for one answer"
     if engine.prefill_config.kv == "sharded":
@@ -42,7 +42,7 @@ def why_one_at_a_time(engine: Engine) -> str | None:
 
 @dataclass(frozen=True)
 class HandedOver:
-    """A prompt from whose KV another server continues.
+    """Prefilled prompt whose KV is transferred to another server.
 
     Attributes:
         token: the first token of the answer, by the prompt's logits.
@@ -89,7 +89,7 @@ class Executor:
             The answer; or the request and its prefill; or what was handed over, on host 0.
 
         Raises:
-            RuntimeError: a host has no room for the KV, which is no fault of the request.
+            RuntimeError: a host has no room for the KV, which is not the request's fault.
         """
         with ExitStack() as stack:
             with self.hosts.local_stage("opening the files"):

@@ -1,4 +1,4 @@
-"""The files that requests refer to: of an allowed directory, sent inline, or fetched from an allowed host.
+"""Files that requests refer to: in an allowed directory, sent inline, or fetched from an allowed network host.
 
 Where a file comes from is decided on host 0. Files of the directory are opened on every host at the same relative
 path; bytes from elsewhere travel to the other hosts, and lie in private temporary files during the request.
@@ -31,16 +31,16 @@ _REDIRECTS = (301, 302, 303, 307, 308)
 
 
 class MediaError(ValueError):
-    """The URL is not allowed, or leads to nothing; the message says why."""
+    """Raised if a URL is not allowed, or cannot be read; the message says why."""
 
 
 class FolderError(RuntimeError):
-    """The directory that requests may name files of cannot be read: no request is to blame for that."""
+    """Raised if the server's media directory cannot be read, which is not the request's fault."""
 
 
 @dataclass(frozen=True)
 class Media:
-    """A file that a request refers to.
+    """File that a request refers to.
 
     Attributes:
         name: what messages call it.
@@ -69,14 +69,14 @@ class PrivateFiles:
         self.close()
 
     def close(self) -> None:
-        """Delete the directory, and let nobody make files any more."""
+        """Delete the directory; no more files can be made."""
         with self._lock:
             self._is_closed = True
             self._folder.cleanup()
 
     @contextmanager
     def holding(self, data: bytes) -> Iterator[Path]:
-        """Provide a file with this content, which is gone when nobody uses it any more.
+        """Provide a file with this content, which is deleted after its last use.
 
         The same bytes are always the same file, by name and date, so that :mod:`apbv.prefilling.reuse` knows it
         again.
@@ -105,7 +105,7 @@ class PrivateFiles:
 
 def _write(path: Path, data: bytes) -> None:
     try:
-        path.parent.mkdir(0o700, exist_ok=True)  # whoever tidies up temporary files may have removed it
+        path.parent.mkdir(0o700, exist_ok=True)  # a cleaner of temporary files may have removed it
         path.touch(0o600)
         path.write_bytes(data)
         os.utime(path, (0, 0))
@@ -118,8 +118,8 @@ def find_in_folder(folder: Path | None, path: str) -> Path:
     """Return the real path, after ``..`` and symbolic links, of a file that is truly inside the directory.
 
     Raises:
-        MediaError: no directory is allowed, or the file lies elsewhere or is no regular file. What lies elsewhere
-            is rejected in the same words whether it exists or not.
+        MediaError: no directory is allowed, or the file is outside it or is not a regular file. Files outside get
+            the same message whether they exist or not.
         FolderError: the directory was removed, or became something else, since the server was started.
     """
     if folder is None:
@@ -243,7 +243,7 @@ def fetch(url: str, settings: ServerSettings, deadline: float | None = None) -> 
                 ) from error
             if isinstance(error, MediaError):
                 raise
-            # What a server that does not speak HTTP has said is nobody's business.
+            # The output of a server that does not speak HTTP is not passed on.
             said = "" if isinstance(error, http.client.HTTPException) else f": {error}"
             raise MediaError(f"cannot fetch from {host}: {type(error).__name__}{said}") from error
     raise MediaError(f"{host} redirects more than {_MAX_REDIRECTS} times")

@@ -1,6 +1,6 @@
-"""Turning a request into an order: opening its files, counting its tokens, and keeping the limits.
+"""Turns a request into an order: opens its files, counts its tokens, and checks the limits.
 
-This runs on host 0, beside the engine's thread.
+This runs on host 0, concurrently with the engine's thread.
 """
 
 import copy
@@ -168,7 +168,7 @@ class Reader:
         """Return the text of tokens, special ones included.
 
         Raises:
-            ApiError: with status 400 where the model has no such token, or cannot take so many.
+            ApiError: with status 400 if a token is unknown, or there are more than the context length.
         """
         if len(token_ids) > self.max_model_len:
             raise ApiError(400, f"at most {self.max_model_len} tokens are allowed", param="tokens")
@@ -181,7 +181,7 @@ class Reader:
         return num_chars <= _LIGHT_CHARS and not has_files
 
     def _prompts_for(self, request: GenerationRequest | TokenizeRequest) -> PromptReader:
-        """Return what reads a request; ApiError if it is too long even of the vocabulary's longest tokens."""
+        """Return the reader for a request; ApiError if it is too long even in the vocabulary's longest tokens."""
         num_chars, _ = _weigh(request)
         if num_chars > self._max_chars:
             raise self._too_long(f"{num_chars} characters", request.prompt_field)
@@ -329,8 +329,8 @@ def _image_size(file: Media) -> tuple[int, int]:
     """Read the height and width of an image from its header.
 
     Raises:
-        ApiError: the file is no image of an allowed format, or would take endlessly to decode. Other formats have
-            decoders that run more than a decoder.
+        ApiError: the file is not an image of an allowed format, or would take too long to decode. Other formats
+            have decoders that run more than a decoder.
     """
     try:
         with Image.open(file.path, formats=_IMAGE_FORMATS) as image:

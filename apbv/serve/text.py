@@ -1,4 +1,4 @@
-"""The text of a growing answer: whole characters only, and no part of a stop string."""
+"""Text of a growing answer: whole characters only, and no part of a stop string."""
 
 from collections.abc import Callable, Sequence
 
@@ -13,7 +13,7 @@ class AnswerText:
         stop: strings that end the answer; the one that is complete first counts, of several the longest. They are
             no part of it.
         stop_token_ids: tokens that end the answer, and are no part of its text.
-        min_tokens: a stop string that is complete within the first so many tokens ends nothing.
+        min_tokens: a stop string that is complete within the first ``min_tokens`` tokens is ignored.
 
     Attributes:
         stopped: whether a stop string or a stop token has ended the answer.
@@ -37,7 +37,7 @@ class AnswerText:
         self._held = ""  # text that is or may become part of a stop string
 
     def update(self, tokens: Sequence[int]) -> str:
-        """Take in all tokens so far; returns the text that has become certain."""
+        """Process all tokens so far; returns the newly final text."""
         certain = ""
         for token in tokens[len(self._tokens) :]:
             if self.stopped:
@@ -61,7 +61,7 @@ class AnswerText:
         return certain + rest
 
     def _until_stop(self, piece: str) -> str:
-        """Add some text, and return what has become certain."""
+        """Add some text, and return the newly final part."""
         before, self._held = len(self._held), self._held + piece
         ends = []
         if len(self._tokens) > self._min_tokens:

@@ -1,4 +1,4 @@
-"""The server on host 0: takes requests from HTTP, and leads all hosts through them, one after the other."""
+"""The server's engine loop on host 0: takes requests from HTTP, and leads all hosts through them."""
 
 import threading
 import time
@@ -72,7 +72,7 @@ class Worker:
         self._thread.start()
 
     def reason_unavailable(self) -> str | None:
-        """Say why no request can be answered; None if all is well."""
+        """Return why no request can be answered; None if they can."""
         if self.failure is not None:
             return "a host has failed"
         if self._scheduler.is_stopping or not self._thread.is_alive():
@@ -125,10 +125,9 @@ class Worker:
             self._scheduler.end(job, ApiError(503, "the server is stopping"), outcome)
 
     def finish(self, seconds: float) -> None:
-        """Reject the requests that wait or come, finish the others, and let all hosts leave.
+        """Reject waiting and new requests, finish the running ones, and shut down all hosts.
 
-        They stay until the KV of prompts that were handed over has been fetched, too. After so many seconds what
-        still runs is cut short.
+        This includes waiting until exported KV has been fetched. After ``seconds``, running requests are aborted.
         """
         self._scheduler.stop()
         self._thread.join(seconds)

@@ -89,7 +89,7 @@ class DraftTask:
         target, draft: the models; draft is None for strategies without one.
         inputs: the prompt with its pixels.
         state: the target's prefill; None on a draft host.
-        scores: returns what the strategy needs of the target's prefill, if it needs something; collective.
+        scores: returns the scores from the target's prefill that the strategy needs, if any; collective.
         hosts: the hosts that compute: the target's hosts, or a draft host alone.
         config: the speculative configuration.
         keep: the policy that chooses the visual tokens which the draft sees; None if none can be chosen.

@@ -21,7 +21,7 @@ from ..model.parts import ModelParts
 from ..transfer import to_device
 from .tree import Tree
 
-# Returns the target's KV of the last so many tokens; see Decoder.newest_kv.
+# Returns the target's KV of a number of last tokens; see Decoder.newest_kv.
 NewestKV = Callable[[int], Sequence[tuple[Tensor, Tensor]]]
 
 
@@ -151,7 +151,7 @@ class ModelDrafter(Drafter):
         return Proposal(drafted)
 
     def _choose_children(self, logits: Tensor, counts: Sequence[int]) -> Choice:
-        """Choose for each row of logits ``[S, V]`` so many most probable tokens, in a row."""
+        """Choose for each row of logits ``[S, V]`` a number of most probable tokens, concatenated."""
         most = max(counts)
         best = logits.topk(most, dim=-1)
         is_finite = best.values[:, :1].isfinite().expand(-1, most)  # NaN counts as the largest number

@@ -99,7 +99,7 @@ class Tree:
 
     @cached_property
     def visible(self) -> Tensor:
-        """The attention mask, bool ``[N + 1, N + 1]``: row i is what node i sees, its ancestors and itself."""
+        """The attention mask, bool ``[N + 1, N + 1]``: node i sees its ancestors and itself."""
         visible = torch.eye(len(self), dtype=torch.bool)
         for node, parent in enumerate(self.parents[1:], start=1):
             visible[node] |= visible[parent]
@@ -114,7 +114,7 @@ class Tree:
         return self if depth >= self.depth else self.first(sum(d <= depth for d in self.depths) - 1)
 
     def first(self, num_drafted: int) -> "Tree":
-        """Return the tree of the first so many drafted nodes."""
+        """Return the tree of the first ``count`` drafted nodes."""
         return self if num_drafted >= self.num_drafted else Tree(self.parents[: 1 + num_drafted])
 
     def child(self, tokens: Sequence[int], node: int, token: int) -> int | None:

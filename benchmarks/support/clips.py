@@ -44,7 +44,7 @@ SCENES = ("grey noise", "smooth gradient", "printed text", *_SHAPES)
 NEEDLES = ("edited", "inserted")
 SPLITS = ("train", "validation", "test")
 TASKS = ("retrieval", "ordering", "counting", "describe")
-MOST_DESCRIBED = 128  # shots; of a longer clip only so many are described
+MOST_DESCRIBED = 128  # shots; a longer clip's further shots are not described
 
 
 @dataclass(frozen=True)

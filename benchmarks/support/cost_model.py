@@ -51,7 +51,7 @@ class VisionShape:
     num_deepstack: int
 
     def frame_flops(self, tokens: int) -> float:
-        """Count the FLOPs of a frame that becomes so many tokens."""
+        """Count the FLOPs of a frame by its number of tokens."""
         rows = tokens * self.patches_per_token + self.class_tokens
         attention_macs = 2 * self.layers * rows**2 * self.hidden
         return 2 * (rows * self.weights + attention_macs + tokens * self.outer_macs)

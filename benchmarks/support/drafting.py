@@ -124,7 +124,7 @@ def records(options: argparse.Namespace, ways: list[Way]) -> Iterator[dict]:
 
 
 def speculation(config: SpeculativeConfig, runs: list[dict], target_ms: float, num_tokens: int) -> dict:
-    """Return what was drafted and accepted, the costs on both sides, and the speedup that theory predicts.
+    """Return drafted and accepted tokens, the costs on both sides, and the predicted speedup.
 
     Args:
         target_ms: of a target's pass over one token.

@@ -64,7 +64,7 @@ class Consumer:
         )
 
     def fetch(self, ticket: Ticket, digests: bool = False) -> Consumed:
-        """Have it fetch everything, and return what it tells."""
+        """Have it fetch everything, and return its report."""
         json.dump({"params": ticket.to_params(), "digests": digests}, self._process.stdin)
         self._process.stdin.write("\n")
         self._process.stdin.flush()

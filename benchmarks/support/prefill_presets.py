@@ -55,7 +55,7 @@ _LENGTHS = {
 
 
 def cases_of(kind: str, hosts: int, link: Link, base: PrefillConfig, on_cpu: bool) -> list[Case]:
-    """Return the ways to prefill that a sweep compares on so many hosts; what does not split runs on one."""
+    """Return the methods that a sweep compares on a number of hosts; methods that do not split run on one."""
     configs = {name: replace(base, method=name) for name in ("full", *SPLIT_METHODS)}
     networks = {"": Network(link)}
     if kind == "switches":  # without one optimisation after the other

@@ -91,7 +91,7 @@ def report(
 class _Cells(string.Formatter):
     def format_field(self, value, spec: str) -> str:
         if value is None:
-            raise TypeError("there is no value to format")
+            raise TypeError("no value to format")
         return format(value, spec)
 
 

@@ -81,7 +81,7 @@ def read_frames(info: VideoInfo, indices: Sequence[int], threads: int = 0) -> np
     The result is bit-equal to decoding the whole file and picking the frames. Arguments and errors are those of
     :func:`iter_frames`, of which this is the only chunk.
     """
-    chunks = list(iter_frames(info, indices, max(len(indices), 1), threads))  # all: an error may come behind
+    chunks = list(iter_frames(info, indices, max(len(indices), 1), threads))  # all: an error may follow
     return chunks[0] if chunks else np.empty((0, info.height, info.width, 3), np.uint8)
 
 
@@ -181,7 +181,7 @@ def require_backend(name: str) -> None:
 def _with_pyav_behind(
     chunks: "Iterator[Tensor]", others: Callable[[int], Iterator[np.ndarray]]
 ) -> "Iterator[np.ndarray | Tensor]":
-    """Give out the chunks, and from the first one that torchcodec cannot decode those after so many frames."""
+    """Yield torchcodec's chunks, and after its first failure those decoded by PyAV."""
     given = 0
     try:
         for chunk in chunks:
@@ -301,7 +301,7 @@ class _Chunks:
 def pyav_chunks(
     info: VideoInfo, wanted: list[int], chunk_len: int, threads: int, at_work: AtWork
 ) -> Iterator[np.ndarray]:
-    """Decode frames chunk by chunk, as :func:`apbv.input.video.iter_frames`, by up to so many threads."""
+    """Decode frames chunk by chunk, as :func:`apbv.input.video.iter_frames`, by up to ``threads`` threads."""
     runs = plan_runs(info, wanted)
     todo = iter(runs)  # of which every thread takes the next
     chunks = _Chunks(len(wanted), chunk_len, (info.height, info.width, 3))

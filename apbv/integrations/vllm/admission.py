@@ -42,7 +42,7 @@ class Admission:
             self._model = without_weights(get_model_cls(model_config), model_config.hf_config)
 
     def admit(self, request: Request, source: Saved | Offered) -> Load:
-        """Return what to load of some KV, and set the request apart in vLLM's prefix cache.
+        """Return the part of some KV to load, and isolate the request in vLLM's prefix cache.
 
         Raises:
             ValueError: the request must not have this KV; the message says why.
@@ -71,7 +71,7 @@ class Admission:
         return Load(source, range(min(facts.num_tokens, request.num_prompt_tokens - 1)))
 
     def _require_model(self, facts: KVFacts) -> None:
-        """Raise ValueError unless vLLM's model computed the KV, whose sizes may come from outside."""
+        """Raise ValueError unless vLLM's model computed the KV, whose sizes are untrusted."""
         config = self._model_config
         if facts.config_sha256 != self._config_sha256:
             raise ValueError(

@@ -110,7 +110,7 @@ class Scheduling:
         self._starting.loads[request.request_id] = replace(entry.load, tokens=tokens, block_ids=tuple(block_ids))
 
     def take_metadata(self, scheduler_output: SchedulerOutput) -> LoadMetadata:
-        """Return what the workers are to begin in this step."""
+        """Return the metadata for the workers in this step."""
         metadata, self._starting = self._starting, LoadMetadata()
         metadata.is_idle = scheduler_output.total_num_scheduled_tokens == 0
         return metadata

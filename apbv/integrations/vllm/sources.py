@@ -43,7 +43,7 @@ class Saved:
         """Find KV of a whole prompt, as vLLM reads it.
 
         Raises:
-            StorageError: there is no usable KV in this directory, or visual tokens were pruned of the prompt.
+            StorageError: there is no usable KV in this directory, or visual tokens were pruned from the prompt.
         """
         saved = SavedKV.open(path)
         saved.require_whole_prompt()

@@ -24,7 +24,7 @@ from .importance import RANKED_BY_PROBABILITY, importance_of
 
 
 class ApbvMethod(PrefillMethod):
-    """In APB-V blocks see the anchor, all earlier blocks' best KV pairs, and themselves; the query sees all."""
+    """APB-V: blocks see the anchor, all earlier blocks' best KV pairs, and themselves; the query sees all."""
 
     name = "apbv"
     passes_on = True

@@ -1,4 +1,4 @@
-"""The interface of a prefill method, and those by which host 0 computes a prompt alone."""
+"""Interface of a prefill method, and the methods by which host 0 computes a prompt alone."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ class PrefillMethod(ABC):
 
     Attributes:
         name: its name in the config and on the command line.
-        is_exact: whether it computes full attention, where no blocks of attention are left out.
+        is_exact: whether it computes full attention, if no blocks are skipped.
         splits: whether hosts share a prompt; else host 0 computes it.
         blocks: computes chosen blocks of attention, as the config says; None if attention is dense.
         separate_query: whether the query runs in a second forward pass, after the context's.
@@ -87,7 +87,7 @@ class PrefillMethod(ABC):
 
 
 class FullMethod(PrefillMethod):
-    """In full attention host 0 computes the whole prompt."""
+    """Full attention: host 0 computes the whole prompt."""
 
     name = "full"
     splits = False
@@ -104,18 +104,18 @@ class FullMethod(PrefillMethod):
 
 
 class XAttentionMethod(FullMethod):
-    """In XAttention host 0 computes those blocks of attention that antidiagonals of scores choose."""
+    """XAttention: host 0 computes the blocks selected by antidiagonals of scores."""
 
     name = "xattention"
 
 
 class SpargeAttnMethod(FullMethod):
-    """In SpargeAttn host 0 computes those blocks of attention that the means of blocks choose."""
+    """SpargeAttn: host 0 computes the blocks selected by block means."""
 
     name = "spargeattn"
 
 
 class FlexPrefillMethod(FullMethod):
-    """In FlexPrefill host 0 computes those blocks of attention that its last queries choose for a head."""
+    """FlexPrefill: host 0 computes the blocks that the last queries select for each head."""
 
     name = "flexprefill"

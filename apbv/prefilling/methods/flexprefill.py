@@ -13,7 +13,7 @@ from torch.nn import functional
 from ...config import SparseConfig
 from ...kernels import block_means, segmented_attention
 
-# At most so many scores of the last queries exist at a time; on a CPU they stay near the processor.
+# Maximum number of scores of the last queries in memory at a time; on a CPU they stay in its caches.
 _MOST_SCORES, _MOST_SCORES_ON_CPU = 2**24, 2**20
 
 

@@ -1,4 +1,4 @@
-"""FastV and PyramidDrop, which drop visual tokens by the attention of the prompt's end."""
+"""FastV and PyramidDrop, which prune visual tokens by the attention of the prompt's end."""
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ def _raters(settings: ReduceConfig, stage: Stage) -> Tensor:
 
 
 class FastV(LateReducer):
-    """FastV keeps, after its first K layers, the visual tokens that got the most attention in the K-th.
+    """FastV: keeps, after the first K layers, the visual tokens that got the most attention in the K-th.
 
     Chen et al. (2024), "An Image is Worth 1/2 Tokens After Layer 2", average the attention that a token gets over
     heads and over all tokens, for which every token's attention has to be computed; their program takes the last
@@ -45,7 +45,8 @@ _STEPS = 3
 
 
 class PyramidDrop(LateReducer):
-    """PyramidDrop drops the same share of visual tokens after a quarter, a half and three quarters of the layers.
+    """PyramidDrop: prunes visual tokens by the same ratio after a quarter, a half and three quarters of the
+    layers.
 
     Xing et al. (2024), "PyramidDrop: Accelerating Your Large Vision-Language Models via Pyramid Visual Redundancy
     Reduction", rank tokens by the attention of the instruction's last token in the next layer, whose queries and

@@ -1,4 +1,4 @@
-"""How many and which visual tokens are left, and what is known of it afterwards.
+"""Selects visual tokens to keep, and records the result.
 
 Of equal scores the earlier token comes first, so that all hosts choose alike.
 """
@@ -13,12 +13,12 @@ from torch import Tensor
 
 
 def keep_best(scores: Tensor, count: int) -> Tensor:
-    """Return the places of the highest scores, ascending; of equal scores the earlier place."""
+    """Return the indices of the highest scores, ascending; ties go to the earlier index."""
     return scores.argsort(descending=True, stable=True)[:count].sort().values
 
 
 def keep_even(num_tokens: int, count: int) -> Tensor:
-    """Return evenly spaced places, the first and the last among them."""
+    """Return evenly spaced indices, including the first and the last."""
     return torch.arange(count) * (num_tokens - 1) // max(1, count - 1)
 
 
@@ -53,7 +53,7 @@ def shares_of_videos(count: int, lengths: Sequence[int]) -> list[int]:
 
 @dataclass(frozen=True)
 class Reduction:
-    """What was left of a prompt's visual tokens.
+    """Result of pruning a prompt's visual tokens.
 
     Attributes:
         method, ratio: as in :class:`apbv.ReduceConfig`.
@@ -72,7 +72,7 @@ class Reduction:
 
     @property
     def figures(self) -> dict[str, Any]:
-        """What the metrics of a request say of it."""
+        """The request metrics about it."""
         return {
             "method": self.method,
             "ratio": self.ratio,

@@ -43,7 +43,7 @@ def plan_windows(num_frames: int, frame_size: int, count: int) -> tuple[range, d
     if not others:
         return whole, {}
     counts = map(len, split_evenly(range(count - len(whole) * frame_size), len(others)))
-    back = (0, 1, 2, 1)  # so many steps before a frame, by its number in the window
+    back = (0, 1, 2, 1)  # distance to the reference frame, by a frame's number in the window
     return whole, {
         frame: (frame - back[frame // step % _WINDOW] * step, share)
         for frame, share in zip(others, counts, strict=True)

@@ -1,4 +1,4 @@
-"""Dropping visual tokens between layers of the language model: what a reducer says, and how a prefill goes on."""
+"""Pruning of visual tokens between layers: the interface of a reducer, and the next stage of a prefill."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from .choosing import Reduction
 
 
 class Selection(NamedTuple):
-    """Which of a stage's visual tokens the next stage has.
+    """The visual tokens of a stage that the next stage keeps.
 
     Attributes:
         left: their numbers among the stage's visual tokens, int64, ascending; at least one.
@@ -50,7 +50,7 @@ def require_layers(config: ReduceConfig | None, num_layers: int) -> None:
 
 
 class LateReducer(ABC):
-    """Chooses, between stages of one prompt's prefill, which visual tokens the next stage has.
+    """Selects, between stages of one prompt's prefill, the visual tokens of the next stage.
 
     Every method is called on all hosts, and collective.
 
@@ -80,13 +80,13 @@ class LateReducer(ABC):
     @staticmethod
     @abstractmethod
     def choose_layers(settings: ReduceConfig, num_layers: int) -> tuple[int, ...]:
-        """Return after how many layers tokens are dropped, ascending, each in 1 .. num_layers - 1."""
+        """Return the numbers of layers after which tokens are pruned, ascending, in 1 .. num_layers - 1."""
 
     def enter(self, stage: Stage, rows: HiddenRows) -> None:  # noqa: B027  (most need not see it)
-        """See what goes into a stage after which tokens are dropped; by default nothing is done."""
+        """Observe the input of a stage after which tokens are pruned; by default does nothing."""
 
     def watcher(self, stage: Stage) -> Watcher:
-        """Return what looks on at a stage; by default that sees nothing."""
+        """Return the watcher of a stage; by default it observes nothing."""
         return Watcher()
 
     @abstractmethod
@@ -99,7 +99,7 @@ class LateReducer(ABC):
         """
 
     def reduction(self, left: Tensor, layouts: Sequence[ContextLayout]) -> Reduction | None:
-        """Return what was pruned; None if nothing was.
+        """Return the pruning result; None if nothing was pruned.
 
         Args:
             left: the prompt's tokens that the last layers have, ascending.

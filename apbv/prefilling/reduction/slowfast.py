@@ -13,7 +13,7 @@ What is different here:
 
 - The paper puts the fast pathway's tokens after the slow ones. Here tokens stay in the prompt's order and at their
   positions, a pooled one at those of the token in the middle of what it was made of, or left of that; so a slow
-  frame is not there again, averaged. (APB-V's authors gather positions likewise.)
+  frame is not there again, averaged. (APB-V's authors gather positions in the same way.)
 - Where more may be kept than the slow pathway has of all frames, which is half, slow frames are whole.
 - Where there are fewer tokens to keep than frames, evenly spaced frames keep one each.
 """

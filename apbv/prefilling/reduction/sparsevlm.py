@@ -1,4 +1,4 @@
-"""Defines SparseVLM, which asks only the words that matter, and merges some of what it drops."""
+"""SparseVLM, which ranks visual tokens by relevant words, and merges some of the pruned tokens."""
 
 import torch
 from torch import Tensor
@@ -10,15 +10,15 @@ from .attention import QuestionAttention
 from .choosing import keep_best
 from .late import LateReducer, Selection
 
-# After so many of 32 layers tokens are dropped: the paper's 2, 6 and 15 are numbers of layers, from 0.
+# Layers of 32 after which tokens are pruned: the paper's 2, 6 and 15 are numbers of layers, from 0.
 _STEPS, _DEPTH = (3, 7, 16), 32
 _RECYCLED = 0.3  # of the dropped tokens, the best are merged (τ)
-_TOKENS_PER_CLUSTER = 10  # into so many fewer (1 / θ)
+_TOKENS_PER_CLUSTER = 10  # merged into one (1 / θ)
 _MOST_DISTANCES = 2**26  # that are in memory at a time
 
 
 class SparseVLM(LateReducer):
-    """SparseVLM drops visual tokens in three steps, by the attention of those words that fit them best.
+    """SparseVLM: prunes visual tokens in three steps, by the attention of the words that fit them best.
 
     Zhang et al. (2024), "SparseVLM: Visual Token Sparsification for Efficient Vision-Language Model Inference":
 

@@ -111,7 +111,7 @@ def read(listing: str) -> list[Instruction]:
 def loops(instructions: list[Instruction]) -> list[Loop]:
     """Find the natural loops: what leads back to an instruction that nothing in the loop is reached without.
 
-    So code that stands far off and jumps back, such as a wait, is no loop around everything in between.
+    Code that is far off and jumps back, such as a wait, is therefore not a loop around everything in between.
     """
     graph = networkx.DiGraph()
     graph.add_node(0)

@@ -62,7 +62,7 @@ class Benchmark:
             the template, the options and the engine.
         guess: see :class:`evaluation.running.Asking`.
         overall: the benchmark's own figure of a score, where that is not the share of all right answers.
-        subtitles: the choices of ``--subtitles``, the first being the default, where that is no path.
+        subtitles: the choices of ``--subtitles``, the first being the default, if it is not a path.
     """
 
     name: str

@@ -41,8 +41,8 @@ class ResultsFile:
         answered: the records in the file, by key; those of questions that failed are left out, to be tried again.
 
     Raises:
-        ValueError: the file was written with other settings, is no such file, or another process is writing to it;
-            it stays as it is.
+        ValueError: the file was written with other settings, is not a results file, or another process is writing
+            to it; it stays as it is.
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any]):

@@ -31,7 +31,7 @@ def answer_all(
 
     Args:
         hosts: all hosts, a draft host included.
-        ask: asks the engine, and returns what is recorded of the answer; called on every host.
+        ask: asks the engine, and returns the answer's record; called on every host.
         keep: called on the leader with each record.
         units: how many samples each unit has.
         num_done: how many were answered before, for the progress bar.
@@ -103,7 +103,7 @@ def judged(
 
 
 def figures_of(answer: GenerateResult) -> dict:
-    """Return what is kept of an answer's figures."""
+    """Return the recorded metrics of an answer."""
     stats = answer.stats
     found = {name: stats[name] for name in _FIGURES if name in stats}
     found["num_tokens"] = len(answer.token_ids)

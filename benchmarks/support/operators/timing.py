@@ -90,7 +90,7 @@ class Timer:
         return start.elapsed_time(end) / len(sets)
 
     def num_sets(self, size: int) -> int:
-        """Return how many sets of so many bytes exceed a GPU's cache several times."""
+        """Return the number of sets of this many bytes that exceed a GPU's cache several times."""
         if self.device.type != "cuda":
             return 2
         cache = torch.cuda.get_device_properties(self.device).L2_cache_size

@@ -86,7 +86,7 @@ class Job:
     pinned: bool
 
     def choose(self, num_frames: int) -> list[int]:
-        """Choose frames of so many; ascending."""
+        """Choose frames of a video with ``n`` frames; ascending."""
         if self.sampling == "sparse":
             return sample_uniform(num_frames, self.num_frames)
         count = min(num_frames, self.num_frames)
@@ -130,7 +130,7 @@ class Outcome:
 
 
 def in_processes_of_their_own(count: int, function: Callable[..., Result], *args) -> list[Result]:
-    """Call ``function(rank, *args)`` in so many new processes at once; return what each returned.
+    """Call ``function(rank, *args)`` in several new processes at once; return each result.
 
     They are forked from a server that has imported the libraries and done nothing else.
 
