@@ -27,7 +27,7 @@ from .visual import PromptError, RowStarts
 FRAMES_PER_TOKEN = 4
 # Units that are encoded at a time. For Qwen2.5-Omni they are two minutes, whose activations take some 100 MB.
 _UNITS_PER_CHUNK = 64
-# FFmpeg's: all channels together are no louder than one; where a track's clock runs on without samples, for more
+# FFmpeg's: the mix of all channels is not louder than one; where a track's clock runs on without samples, for more
 # seconds than clocks are imprecise, there is silence.
 _RESAMPLING = {"rematrix_maxval": "1", "async": "1", "min_hard_comp": "0.1"}
 

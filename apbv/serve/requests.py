@@ -56,7 +56,7 @@ _OF_THE_DECODER = _names(
     "allowed_token_ids bad_words include_reasoning include_stop_str_in_output return_tokens_as_token_ids "
     "skip_special_tokens spaces_between_special_tokens structured_outputs"
 )
-# Steps of pydantic's path to an error that are no fields: "str", "constrained-str", "list[...]".
+# Steps of pydantic's path to an error that are not fields: "str", "constrained-str", "list[...]".
 _NAMES_AN_ALTERNATIVE = re.compile(r"\[|(^|-)(str|int)$")
 _MAX_STOP_LENGTH = 1000  # characters; what may become a stop string is looked at again with every token
 _MAX_TOKENS = 2**20

@@ -11,8 +11,8 @@ class AnswerText:
     Args:
         decode: token ids to text, without special tokens.
         stop: strings that end the answer; the one that is complete first counts, of several the longest. They are
-            no part of it.
-        stop_token_ids: tokens that end the answer, and are no part of its text.
+            not part of it.
+        stop_token_ids: tokens that end the answer, and are not part of its text.
         min_tokens: a stop string that is complete within the first ``min_tokens`` tokens is ignored.
 
     Attributes:
