@@ -1,4 +1,4 @@
-"""What hosts exchange, with numbers that are known beforehand, and the demo model's answers."""
+"""Checks of collectives between hosts, with known values, and of the demo model's answers."""
 
 import time
 from collections.abc import Iterable, Sequence
@@ -20,7 +20,7 @@ _ROUNDS = 5
 
 
 def exchange_checks(hosts: HostGroup) -> Iterable[Check]:
-    """List the exchanges of a group, in order from the plainest."""
+    """List the checks of collectives, simplest first."""
     if hosts.size == 1:
         return [Check("exchanges", _alone)]
     collective = {
@@ -73,7 +73,7 @@ def all_to_all(hosts: HostGroup) -> Found:
 
 
 def ring(hosts: HostGroup) -> Found:
-    """Pass tensors of different lengths once round the ring, until everybody has had all of them."""
+    """Pass tensors of different lengths once round the ring, until every host has had all of them."""
     held = _numbers(hosts, hosts.rank, 1000 + hosts.rank, torch.bfloat16)
     for step in range(1, hosts.size + 1):
         owner = (hosts.rank - step) % hosts.size
@@ -109,10 +109,10 @@ def several_at_once(hosts: HostGroup) -> Found:
 
 
 def failing_host(hosts: HostGroup) -> Found:
-    """Let the last host fail while the others wait for its tensor on the device, and measure until they know why.
+    """Let the last host fail while the others wait for its tensor on the device, and time the error's propagation.
 
     Raises:
-        CheckFailed: another host did not hear of it, or not the reason.
+        CheckFailed: another host did not get the error or its reason.
     """
     began, planted, heard = time.monotonic(), "this failure is part of the examination", ""
     try:
@@ -135,7 +135,7 @@ def _numbers(hosts: HostGroup, host: int, count: int, dtype: torch.dtype) -> Ten
 
 
 def _require_equal(found: Sequence[Tensor], expected: Sequence[Tensor], what: str) -> None:
-    """Reject tensors that came otherwise than they were sent.
+    """Reject tensors that were received incorrectly.
 
     Raises:
         CheckFailed: shapes, dtypes or numbers differ; says from which host.

@@ -1,4 +1,4 @@
-"""Which backends of attention work here, why the others do not, and every operator against fp64."""
+"""Checks of attention backends, and of every operator against fp64."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -34,7 +34,7 @@ _ALLOWED, _ALLOWED_IN_FP32, _ALLOWED_OF_HALF = 4.0, 256.0, 2048.0
 
 
 def backend_checks(hosts: HostGroup) -> Iterable[Check]:
-    """List the backends, and who is chosen for what."""
+    """List the checks of backends, and of the automatic choice."""
     each = [Check(name, partial(back_end, name)) for name in BACKENDS]
     return [*each, Check("chosen", chosen), Check("a new length", new_length)]
 
@@ -83,7 +83,7 @@ def back_end(name: str, hosts: HostGroup) -> Found:
 
 
 def chosen(hosts: HostGroup) -> Found:
-    """Find out which backends run where none is asked for by name."""
+    """Find out which backends ``auto`` selects."""
     dtype = torch.float32 if hosts.device.type == "cpu" else torch.bfloat16
     found = {}
     for kind, queries in {"a question": 64, "a block of 4k": 4096, "a block of 16k": 16384}.items():
@@ -125,7 +125,7 @@ def new_length(hosts: HostGroup) -> Found:
 
 
 def compare(operator: str, hosts: HostGroup) -> Found:
-    """Compare an operator with fp64, by every backend that works here and in every dtype.
+    """Compare an operator with fp64, with every backend that works here and every dtype.
 
     Raises:
         CheckFailed: a result is off by more than its dtype allows, or a backend raises something.

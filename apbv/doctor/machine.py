@@ -1,4 +1,4 @@
-"""What this machine has: versions, processors, memory, and links between GPUs."""
+"""Checks of the machine: versions, processors, memory, and links between GPUs."""
 
 import os
 import platform
@@ -21,7 +21,7 @@ _OPTIONAL = (
     *("flash-attn", "flash-attn-3", "flash-attn-4", "ring-flash-attn", "av", "torchcodec", "torchvision"),
     *("starlette", "uvicorn", "pydantic", "prometheus-client", "opentelemetry-sdk", "nixl"),
 )
-# What changes how any of them works; the values of others are nobody's business.
+# Variables that change the behaviour; others are not printed.
 _SETTINGS = re.compile(r"APBV_|CUDA_|NCCL_|TORCH_NCCL_|GLOO_|OMP_NUM_THREADS$|TRITON_|PYTORCH_|NVIDIA_TF32")
 _GIBIBYTE = 2**30
 _FEWEST_SHARED_BYTES = 2**28  # NCCL keeps buffers there for each pair of GPUs that have no other way

@@ -6,7 +6,7 @@ _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
 class AnswerText:
-    """The text of an answer, as far as no further token can change it.
+    """Text of an answer, up to the point that no further token can change.
 
     Args:
         decode: token ids to text, without special tokens.
@@ -17,7 +17,7 @@ class AnswerText:
 
     Attributes:
         stopped: whether a stop string or a stop token has ended the answer.
-        may_stop: whether any may.
+        may_stop: whether there are any.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class AnswerText:
         return certain
 
     def finish(self, tokens: Sequence[int]) -> str:
-        """Return the rest, now that these are all tokens. Last bytes that make no whole character are left out."""
+        """Return the rest, after the last token. Trailing bytes of an incomplete character are dropped."""
         certain = self.update(tokens)
         return certain if self.stopped else certain + self._rest()
 

@@ -1,4 +1,4 @@
-"""Decides whether a request may have the KV that it names, without any I/O where it has a ticket."""
+"""Decides whether a request may use the KV that it names, without I/O if it has a ticket."""
 
 import re
 from pathlib import Path
@@ -20,7 +20,7 @@ _PROJECTION = re.compile(rf".*\.layers\.(?P<layer>\d+)\.(?P<name>{'|'.join(SAMPL
 
 
 class Admission:
-    """The decision whether a request may have the KV that it names.
+    """Decides whether a request may use the KV that it names.
 
     Raises:
         ValueError: vLLM's model cannot be identified.
@@ -96,7 +96,7 @@ class Admission:
         return positions[:, :num_tokens]
 
     def _set_apart(self, request: Request, salt: str) -> None:
-        """Give the request's blocks hashes that no request without this KV has.
+        """Give the request's blocks hashes that are unique to requests with this KV.
 
         vLLM calls this connector before it looks anything up for the request.
         """
@@ -124,7 +124,7 @@ def _require_plain(request: Request) -> None:
 
 
 def _require_visual(request: Request, saved: Saved) -> None:
-    """Check the video's identity as the client states it, because token ids do not tell what a video shows."""
+    """Check the video's identity as stated by the client, because token ids do not depend on a video's content."""
     for feature in request.mm_features:
         shown = feature.mm_position.offset < saved.facts.num_tokens
         if shown and not feature.identifier.startswith(saved.visual_uuid):

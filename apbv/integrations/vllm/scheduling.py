@@ -1,4 +1,4 @@
-"""The scheduler's half of the connector: which requests load KV, and which must fail."""
+"""The scheduler's half of the connector: decides which requests load KV, and which must fail."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -16,14 +16,14 @@ from ...kv.ticket import Ticket
 from .admission import Admission
 from .sources import Load, LoadMetadata, Offered, Sources
 
-_DROPPERS = 4  # threads, so that a host that is gone delays no word to the others for long
+_DROPPERS = 4  # threads, so that an unreachable host does not delay messages to the others for long
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows only what is logged below its own name
 
 
 @dataclass
 class Entry:
-    """A request that names KV, as the scheduler knows it.
+    """Scheduler state of a request that names KV.
 
     Attributes:
         load: what it loads; None if the request must fail.
@@ -65,7 +65,7 @@ class Scheduling:
             if source is None:
                 return
             load = self._admission.admit(request, source)
-        except Exception as error:  # whatever this request names, the engine must serve the others
+        except Exception as error:  # a bad request must not affect the others
             if isinstance(source, Offered):
                 self._drop(source.ticket)
             self._report(request, reason_of(error))
@@ -128,14 +128,14 @@ class Scheduling:
                 logger.warning("vLLM prefills request %s itself", request_id)
 
     def remove(self, request_id: str) -> None:
-        """Forget a request; nobody will fetch KV that it has not fetched."""
+        """Drop a request; KV that it has not fetched is released."""
         entry = self._entries.pop(request_id, None)
         if entry is not None and entry.ticket is not None and not entry.is_loaded:
             self._starting.abandoned.add(request_id)
             self._drop(entry.ticket)
 
     def close(self) -> None:
-        """Stop telling hosts what nobody will fetch, which then ends by its time."""
+        """Stop notifying hosts of KV that will not be fetched, which then expires."""
         self._droppers.shutdown(wait=False, cancel_futures=True)
 
     def _report(self, request: Request, reason: str) -> None:
@@ -149,10 +149,10 @@ class Scheduling:
 def _drop(ticket: Ticket) -> None:
     try:
         drop(ticket)
-    except Exception as error:  # the KV then ends by its time
+    except Exception as error:  # the KV then expires
         logger.warning("the KV of transfer %s cannot be dropped: %s", ticket.transfer, reason_of(error))
 
 
 def reason_of(error: Exception) -> str:
-    """Say what an error means to who reads vLLM's log."""
+    """Return an error's text for vLLM's log."""
     return str(error) if isinstance(error, ValueError) else repr(error)

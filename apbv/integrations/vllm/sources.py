@@ -1,4 +1,4 @@
-"""Says where the KV of a request comes from: a directory that was saved, or hosts that offer it."""
+"""Sources of a request's KV: a saved directory, or hosts that export it."""
 
 import ipaddress
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ logger = init_logger(f"vllm.{__name__}")  # vLLM shows only what is logged below
 
 @dataclass(frozen=True)
 class Saved:
-    """One save in a directory.
+    """Saved KV in a directory.
 
     Attributes:
         path: the directory.
@@ -53,10 +53,10 @@ class Saved:
 
     @property
     def salt(self) -> str:
-        """What the ``cache_salt`` of requests with this KV contains.
+        """Part of the ``cache_salt`` of requests with this KV.
 
         vLLM's prefix cache treats equal tokens under equal salts as equal KV. This KV is approximate and made for
-        one question, so that every save and every transfer has a salt of its own.
+        one question, so every save and every transfer has its own salt.
         """
         return f"apbv-{self.generation}"
 
@@ -75,13 +75,13 @@ class Saved:
 
 @dataclass(frozen=True)
 class Offered:
-    """KV that waits on the hosts that prefilled it, for this request alone.
+    """Exported KV on the hosts that prefilled it, for this request only.
 
     Attributes:
         ticket: where, and what it is.
         num_readers: the processes that will fetch a part of it.
         timeout: seconds for a host to answer.
-        transport: how it comes, as of :class:`apbv.kv.remote.RemoteKV`.
+        transport: see :class:`apbv.kv.remote.RemoteKV`.
     """
 
     ticket: Ticket
@@ -111,7 +111,7 @@ class Offered:
             yield from remote.layers(tokens, kv_heads, layers)
             try:
                 remote.confirm()
-            except StorageError as error:  # the KV is here all the same, and ends there by its time
+            except StorageError as error:  # the KV is here all the same, and expires there
                 logger.warning(
                     "cannot tell the prefill side that transfer %s is complete: %s", self.ticket.transfer, error
                 )
@@ -119,7 +119,7 @@ class Offered:
 
 @dataclass(frozen=True)
 class Load:
-    """Everything that a worker needs to put a request's KV into its blocks.
+    """Data that a worker needs to write a request's KV into its blocks.
 
     Attributes:
         source: where the KV comes from.
@@ -134,12 +134,12 @@ class Load:
 
 @dataclass
 class LoadMetadata(KVConnectorMetadata):
-    """What begins with an engine step.
+    """Connector metadata of an engine step.
 
     Attributes:
         loads: the loads that begin, by request id.
         refused: the requests that must fail instead.
-        abandoned: the requests whose load nobody waits for any more.
+        abandoned: the requests whose load is no longer needed.
         is_idle: whether no request computes anything in this step.
     """
 
@@ -153,7 +153,7 @@ class Sources:
     """The sources that requests may name, by ``kv_connector_extra_config``.
 
     Raises:
-        ValueError: the configuration is not what it must be.
+        ValueError: the configuration is invalid.
     """
 
     def __init__(self, vllm_config: VllmConfig):
@@ -207,7 +207,7 @@ class Sources:
 
 
 def request_params(path: str | Path) -> dict[str, Any]:
-    """Return the parameters by which a request names saved KV.
+    """Return the request parameters for saved KV.
 
     Args:
         path: the directory.
