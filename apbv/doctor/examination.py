@@ -29,7 +29,7 @@ class CheckFailed(Exception):
 
 
 class CheckSkipped(Exception):
-    """A check means nothing here; the message says why. A collective check raises it on all hosts or on none."""
+    """Raised if a check does not apply here; the message says why. Raised on all hosts or none if collective."""
 
 
 @dataclass(frozen=True)

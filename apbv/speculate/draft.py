@@ -1,4 +1,4 @@
-"""A draft, and the task that a strategy builds it from."""
+"""The draft, and the task from which a strategy builds it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ from .drafters import Drafter, ModelDrafter
 def prefill_draft(
     parts: ModelParts, inputs: ModelInputs, kept_visual: Tensor, hosts: HostGroup, rows: Tensor | None
 ) -> DynamicCache | None:
-    """Run the draft over the prompt's text and sound and some of its visual tokens, on the leader; collective.
+    """Draft prefill on the prompt's text and audio and some of its visual tokens, on the leader; collective.
 
     Only the embeddings of kept visual tokens are sent, and all of the sound's: of that nothing is left out, as in
     HIPPO's experiments with a model that hears.
@@ -83,7 +83,7 @@ def _collect_rows(rows: Tensor, source: VisualInput | AudioInput, kept: Tensor, 
 
 @dataclass(frozen=True)
 class DraftTask:
-    """Holds a prefilled prompt and all else that a strategy builds a draft from.
+    """Inputs from which a strategy builds a draft, including the prefilled prompt.
 
     Attributes:
         target, draft: the models; draft is None for strategies without one.
@@ -95,8 +95,9 @@ class DraftTask:
         keep: the policy that chooses the visual tokens which the draft sees; None if none can be chosen.
         sampling: how tokens are drawn.
         vocab_size: the target's; on a draft host the smaller of target and draft.
-        awaited: on a draft host what arrives when the target knows the scores; None if none are needed.
-        leave_last: whether the drafter has to run the prompt's last token itself, to get its logits.
+        awaited: on a draft host the message that arrives when the target knows the scores; None if none are
+            needed.
+        leave_last: whether the drafter must run the prompt's last token itself, to get its logits.
         drafts_tree: whether the drafter drafts trees.
         tokenize: turns text into token ids, without special tokens, for drafts that read other text.
         caption: a caption of what is to be seen, on the leader, if the strategy needs one.
@@ -125,7 +126,7 @@ class DraftTask:
 
     @property
     def text_ids(self) -> Tensor:
-        """The prompt's tokens of text ``[t]``, without those that stand for what is seen or heard."""
+        """The prompt's text tokens ``[t]``, without placeholders."""
         prompt = self.inputs.input_ids[0]
         return prompt[~self.target.is_placeholder(prompt)]
 
@@ -167,14 +168,14 @@ class DraftTask:
 
 @dataclass(frozen=True)
 class Draft:
-    """A drafter that has read the prompt, and what it saw of it.
+    """Drafter that has read the prompt, and the visual tokens that it saw.
 
     Attributes:
         drafter: the drafter on the leader; None on the other hosts.
         num_visual: how many visual tokens it sees.
         kept: which ones, by their numbers among the visual tokens, where all layers and heads see the same.
-        successor: builds what replaces a provisional draft, which drafts until the target's scores have come.
-        awaited: what arrives when they come.
+        successor: builds the replacement of a provisional draft, which drafts until the target's scores arrive.
+        awaited: the message that arrives with them.
         takes_target_kv: whether the drafter is the target on less of the prompt, so that the target's KV of
             verified tokens may replace its own.
     """

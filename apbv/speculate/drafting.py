@@ -1,4 +1,4 @@
-"""Sets an engine up for speculative decoding: it loads models and chooses the way to answer."""
+"""Sets up speculative decoding: loads models and selects the decoding loop."""
 
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from .ways import Autoregressive, Captioner, TakingTurns
 
 
 class Models(NamedTuple):
-    """The parts of this host's models.
+    """This host's models.
 
     Attributes:
         target: the target; None on a draft host.
@@ -37,7 +37,7 @@ class Models(NamedTuple):
 
 
 class Drafting:
-    """Sets one engine up as its speculative configuration says.
+    """Sets up one engine according to its speculative configuration.
 
     Args:
         config: the speculative configuration; None for decoding without a draft.
@@ -143,7 +143,7 @@ class Drafting:
             raise ValueError(f"keep={keep!r} selects frames, but the prompt has no video")
 
     def way_to_answer(self, models: Models, tokenizer) -> Autoregressive | TakingTurns | BesideDraft | DraftHost:
-        """Return how this host answers requests; collective."""
+        """Return this host's decoding loop; collective."""
         config, hosts = self._config, self._hosts
         if config is None:
             return Autoregressive(models.target, hosts)
@@ -156,7 +156,7 @@ class Drafting:
         return way
 
     def agree(self, number: int) -> int:
-        """Return host 0's number, where the draft host may have another one; collective."""
+        """Return host 0's number, which may differ on the draft host; collective."""
         if not self._has_draft_host:
             return number
         return self._hosts.broadcast_ints([number], 1)[0]

@@ -1,8 +1,8 @@
-"""Links the target's host 0 and the draft host by two one-way channels.
+"""Two one-way channels between the target's host 0 and the draft host.
 
 Per round the draft sends its first token as soon as it is drafted, then the rest; the target sends one verdict,
-which may arrive at any time and stops the draft. Each channel is a process group, so that a lost draft host breaks
-no other communication.
+which may arrive at any time and stops the draft. Each channel is a process group, so that a failed draft host
+breaks no other communication.
 """
 
 import json
@@ -23,14 +23,14 @@ from .drafters import Proposal
 T = TypeVar("T")
 
 DRAFT = 1  # its rank within both channels; the target's is 0
-STARTUP_WINDOWS = 3  # the length in windows of what is drafted, at most, while the target prefills
+STARTUP_WINDOWS = 3  # maximum length, in drafts, of the first one, made while the target prefills
 # Codes of verdicts. After ALONE the draft sends no more windows, but still receives verdicts.
 GO_ON, CORRECTED, DONE, FAILED, ALONE = range(5)
-_BROKEN, _GAVE_UP, _NOTHING = -1, -2, -3  # sent by the draft in place of tokens; the first two where it failed
+_BROKEN, _GAVE_UP, _NOTHING = -1, -2, -3  # sent by the draft instead of tokens; the first two after a failure
 
 
 class DraftGaveUp(Exception):
-    """The draft sends no more windows for this request; it still receives verdicts."""
+    """Raised if the draft sends no more drafts for this request; it still receives verdicts."""
 
 
 class Link:
@@ -218,7 +218,7 @@ class Link:
 
 
 def _refuse_failure(received: Tensor) -> Tensor:
-    """Return a message of the draft, unless it says that the draft failed.
+    """Return a message of the draft, or raise if it reports a failure.
 
     Raises:
         HostError: the draft host failed.
@@ -234,7 +234,7 @@ def _refuse_failure(received: Tensor) -> Tensor:
 
 @dataclass
 class Pair:
-    """This host's end of the target's hosts and their draft host.
+    """This host's connection between the target's hosts and their draft host.
 
     Attributes:
         hosts: the hosts that this host computes with: the target's hosts, or the draft host alone.
@@ -268,7 +268,7 @@ class Pair:
 
     @contextmanager
     def beginning(self, config: SpeculativeConfig, vocab_size: int, drawn: bool) -> Iterator[None]:
-        """Begin a request, which the body reads; after that each side tells the other whether it takes part.
+        """Begin a request, which the body reads; then the two sides exchange whether they take part.
 
         The draft then waits for the target's answer; the target reads the draft's when it needs the draft.
 
@@ -315,7 +315,7 @@ class Pair:
 
     def _lose(self, why: str, warning: str) -> None:
         if not self.link.is_settled:
-            with suppress(HostError):  # the draft may only have been slow, and still receive this
+            with suppress(HostError):  # a slow draft may still receive this
                 self.link.send_verdict(FAILED)
         self.link, self.lost = None, why
         if not self.is_draft:
@@ -337,7 +337,7 @@ class Pair:
         return True
 
     def fail(self) -> None:
-        """Tell the draft that the target cannot finish the request."""
+        """Notify the draft that the target cannot finish the request."""
         link = self.open_link()
         if link is not None and link.owes_report:
             self._with_link(lambda link: link.receive_json())

@@ -1,4 +1,4 @@
-"""Lists the strategies of drafting by name, with what each of them needs and supports."""
+"""Drafting strategies by name, with the requirements and capabilities of each."""
 
 import sys
 from collections.abc import Callable, Collection
@@ -17,20 +17,20 @@ from .draft import Draft, DraftTask
 from .tree import Tree
 from .watchers import HeadAttention, PassedOn, SimilarityChange
 
-# The policies by which a draft sees what scores of the target's prefill are highest for.
+# Keep policies that use scores from the target's prefill.
 _BY_PREFILL = ("specvlm", "attention", "attention_per_frame", "uv_prune")
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """One way to draft.
+    """A drafting strategy.
 
     Attributes:
         build: builds the draft from a prefilled prompt; collective.
-        watcher: makes what looks on at the target's prefill for the strategy; returns None if nothing has to.
+        watcher: makes the strategy's watcher of the target's prefill; returns None if it needs none.
         needs_draft_model: whether a second model drafts.
-        runs_target: whether the target drafts itself. Tensor parallelism excludes that: nothing would make all
-            members of a host draft the same tokens.
+        runs_target: whether the target drafts itself. Tensor parallelism excludes that: TP ranks of a host would
+            not be forced to draft the same tokens.
         needs_passing: whether the prefill has to pass KV pairs on between hosts.
         needs_verdicts: whether the draft learns from every verification before it drafts on, so that it has to
             take turns with the target.
@@ -56,7 +56,7 @@ class Strategy:
 
 
 def keep_policy(config: SpeculativeConfig) -> str | None:
-    """Return the policy that chooses the visual tokens which the draft sees."""
+    """Return the keep policy for the draft's visual tokens."""
     return config.keep or STRATEGIES[config.strategy].keep
 
 
@@ -110,7 +110,7 @@ def draft_tree(config: SpeculativeConfig, vocab_size: int = sys.maxsize) -> Tree
 
 
 def make_watcher(config: SpeculativeConfig, parts: ModelParts) -> VisualWatcher | None:
-    """Make what looks on at one prompt's prefill for the strategy; None if nothing has to."""
+    """Make the strategy's watcher of one prompt's prefill; None if it needs none."""
     return STRATEGIES[config.strategy].watcher(config, parts)
 
 
@@ -151,7 +151,7 @@ def require_consistent(
 
 
 def require_effective(config: SpeculativeConfig, given: Collection[str]) -> None:
-    """Reject settings that a user gave and that would have no effect.
+    """Reject explicitly given settings that would have no effect.
 
     Args:
         given: the names of the given settings, also of those with the default value; ``"captioner"`` can be among
@@ -175,13 +175,13 @@ def require_effective(config: SpeculativeConfig, given: Collection[str]) -> None
 
 
 def require_same_tokens(target: Any, draft: Any) -> None:
-    """Reject a draft for which a token id means something else than for the target.
+    """Reject a draft whose token ids differ from the target's.
 
     Args:
         target, draft: their processors or tokenizers.
 
     Raises:
-        ValueError: an id that both have stands for different tokens.
+        ValueError: an id of both maps to different tokens.
     """
     theirs, own = (getattr(reader, "tokenizer", reader) for reader in (target, draft))
     names = {number: name for name, number in own.get_vocab().items()}

@@ -1,4 +1,4 @@
-"""Draft trees, which one forward pass of the target verifies.
+"""Draft trees, verified in one forward pass of the target.
 
 A chain is a tree of one branch; others offer several guesses for every place. The shape is static, as in the first
 EAGLE (Li et al., 2024). The draft runs once per level and the target once per tree, both with tree attention
@@ -145,7 +145,7 @@ def verify_tree(
     Returns:
         The accepted nodes, the root first, and the token after the last of them.
     """
-    # For all nodes at once: a GPU would else be waited for at every node of the path.
+    # For all nodes at once: otherwise every node of the path would need a GPU synchronization.
     chosen, are_finite = choose_tokens(logits, config, [index + depth for depth in tree.depths])[0].fetch()()
     path, child = [0], 0
     while child is not None:

@@ -1,4 +1,4 @@
-"""Verifies drafted tokens losslessly, by pure functions.
+"""Lossless verification of drafted tokens, as pure functions.
 
 Speculative sampling (Leviathan et al.): a drafted x from q is accepted with probability min(1, p(x) / q(x));
 the first rejected one is replaced by a draw from norm(max(0, p - q)). Whatever q is, the output is distributed as
@@ -27,7 +27,7 @@ from .drafters import Proposal
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of verifying a window of drafted tokens.
+    """Result of verifying a draft.
 
     Attributes:
         num_accepted: how many of them are accepted, from the first one on.
@@ -40,7 +40,7 @@ class Verdict:
 
 
 def verify_window(proposal: Proposal, logits: Tensor, index: int, config: SamplingParams) -> Verdict:
-    """Verify a window, whose first token has this index in the sequence.
+    """Verify a draft, whose first token has this index in the sequence.
 
     Args:
         proposal: γ drafted tokens.
@@ -88,7 +88,7 @@ def verify_sampled(
 ) -> Verdict:
     """Accept drafted tokens by speculative sampling, so that the output is distributed as p.
 
-    All of it is decided on the device of p, which is waited for once.
+    Everything is decided on the device of p, with one synchronization.
 
     Args:
         drafted: γ tokens.
