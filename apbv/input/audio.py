@@ -1,4 +1,4 @@
-"""The audio of a prompt, and how hosts share the work on it, window by window.
+"""The audio of a prompt, sharded over hosts window by window.
 
 Audio is never pruned, neither by a draft nor by visual-token pruning. Its rows are therefore counted separately
 from those of images and video, even if their tokens alternate.
@@ -38,7 +38,7 @@ class Sound:
 
     Attributes:
         samples: float32 ``[samples]``, at the model's rate.
-        source: what they come from.
+        source: identity of the file.
     """
 
     samples: np.ndarray
@@ -47,7 +47,7 @@ class Sound:
 
 @dataclass(frozen=True)
 class AudioInput(RowStarts):
-    """The audio of a prompt, and this host's share of the work on it.
+    """Audio of a prompt, and this host's share of it.
 
     A *unit* is the smallest piece that can be encoded by itself (:attr:`~apbv.model.parts.ModelParts.audio_unit`).
     Units are numbered over all clips, in prompt order; the last one of a clip may be shorter. A row is an audio
@@ -61,7 +61,7 @@ class AudioInput(RowStarts):
         row_starts: U + 1 numbers: unit u has the rows row_starts[u] .. row_starts[u + 1].
         spectrograms: of every clip ``[mel bins, frames]``; None once encoded.
         replicated: whether every host encodes everything.
-        sources: what identifies the clips; None if the caller prepared them.
+        sources: identities of the clips; None if the caller prepared them.
     """
 
     lengths: tuple[int, ...]
@@ -137,7 +137,7 @@ def num_audio_tokens(num_frames: int) -> int:
 
 
 class AudioError(ValueError):
-    """The file cannot be used as audio; the message names the file and the reason."""
+    """Raised if a file cannot be used as audio; the message names the file and the reason."""
 
 
 def has_audio(path: str | Path) -> bool:

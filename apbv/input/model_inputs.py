@@ -1,7 +1,7 @@
-"""Turning a question and its sources into what the model reads: token ids, positions and pixels.
+"""Model inputs of a question and its sources: token ids, positions and pixels.
 
-The text half is computed for the whole prompt on every host (integers are cheap); pixels only for the piece
-that this host encodes. Token ids come from the model's own transformers processor, run on tensors without
+Token ids and positions are computed for the whole prompt on every host (integers are cheap); pixels only for the
+share that this host encodes. Token ids come from the model's own transformers processor, run on tensors without
 storage, so that no host has to hold the whole video to know what the prompt looks like.
 """
 
@@ -24,7 +24,7 @@ POSITION_RULES = ("transformers", "vllm")
 
 @dataclass(frozen=True)
 class ModelInputs:
-    """A prompt as the model reads it: token ids, positions, and pixels.
+    """Model inputs of a prompt: token ids, positions, and pixels.
 
     Attributes:
         input_ids: ``[1, n]``.
@@ -32,7 +32,7 @@ class ModelInputs:
         context_start: where the context begins: at the first visual or audio token, or 0. What comes before it
             belongs to the anchor.
         query_start: where the query block begins: after the last visual or audio token, or at a text's question.
-            From there on every token lies one position after the one before.
+            From there on positions increase by one per token.
         visual: images and videos; None for a prompt that shows nothing.
         audio: audio; None for a prompt without.
         position_rule: whose rule gave ``position_ids``, one of :data:`POSITION_RULES`.
@@ -67,10 +67,10 @@ class ModelInputs:
         return 0 if self.audio is None else self.audio.num_rows
 
     def require_room(self, max_positions: int, num_new: int = 1) -> None:
-        """Make sure that the prompt and its answer lie at positions that the model was made for.
+        """Check that the prompt and its answer fit into the model's positions.
 
         Args:
-            max_positions: how many positions the model was made for.
+            max_positions: the model's number of positions.
             num_new: tokens that the answer may take.
 
         Raises:
@@ -89,7 +89,7 @@ class ModelInputs:
         return replace(self, visual=visual, audio=self.audio and replace(self.audio, spectrograms=None))
 
     def at_vllm_positions(self, parts: ModelParts) -> "ModelInputs":
-        """Return the same prompt at the positions that vLLM gives it, for KV that vLLM is to continue from.
+        """Return the same prompt at vLLM's positions, for KV from which vLLM decodes.
 
         There every run of text or of visual tokens begins one past the greatest position before it. In
         transformers' Qwen2-VL and Qwen2.5-VL text after a video begins past the longer side of its frames,
@@ -118,7 +118,7 @@ class ModelInputs:
         query_start: int | None = None,
         query_len: int = DEFAULT_QUERY_LEN,
     ) -> "ModelInputs":
-        """Take over what a transformers processor or tokenizer returned for one prompt.
+        """Build from the output of a transformers processor or tokenizer for one prompt.
 
         Args:
             parts: the model.

@@ -1,6 +1,6 @@
-"""How questions are read for one model: rendered and tokenised, while the pixels are still to come.
+"""Reads questions for one model: renders and tokenises them, without pixels.
 
-The library, the script and the server all read by this.
+The library, the script and the server all use it.
 """
 
 import threading
@@ -27,13 +27,13 @@ from .visual import PromptError, share_out
 
 
 class PromptReader:
-    """Reads questions as one model's processor means them; any thread may call it.
+    """Reads questions with one model's processor; thread-safe.
 
     Args:
-        processor: the model's; for a text-only model its tokenizer. Nobody else tokenizes with it.
-        num_frames: of each video, where a question does not say.
+        processor: the model's; for a text-only model its tokenizer. It must not be used elsewhere.
+        num_frames: frames per video, if a question does not specify it.
         config: where a text's query begins, and whether hosts share out frames and images.
-        videos: remembers what was found in video files; None: nobody else shares it.
+        videos: cache of probed video files; None: a new one.
 
     Raises:
         ValueError: the backend for videos cannot be used.
@@ -72,7 +72,7 @@ class PromptReader:
         return render_prompt(self.parts, self.processor, question)
 
     def sample(self, infos: Sequence[VideoInfo], question: Question) -> tuple[SampledVideo, ...]:
-        """Choose frames of a prompt's videos, of each as if it were the only one, ascending, and hear them.
+        """Sample frames of a prompt's videos, each as if it were the only one, ascending, and read their audio.
 
         Raises:
             VideoError: one cannot be sampled like this.
@@ -96,9 +96,9 @@ class PromptReader:
         return tuple(videos)
 
     def _hear(self, path: str, heard: Sequence[Sound], **clip) -> Sound:
-        """Decode audio at the model's rate, where the model can take it beside what is heard already.
+        """Decode audio at the model's rate, if the model has room for it after the earlier audio.
 
-        No prompt has all of its audio in memory to be told that it is too long.
+        A prompt that is too long is thus rejected before all of its audio is in memory.
 
         Args:
             clip: what of the file is heard, as of :func:`~apbv.input.audio.read_audio`.
@@ -112,7 +112,7 @@ class PromptReader:
         return Sound(samples, Source(FileIdentity.of(path), (len(samples),)))
 
     def lay_out(self, rendered: RenderedPrompt, videos: Sequence[SampledVideo] = ()) -> Skeleton:
-        """Find a prompt's tokens, and which of them are whose, all pixels left out.
+        """Compute a prompt's tokens and their items, without pixels.
 
         Args:
             videos: the prompt's, as :meth:`sample` returned them.
@@ -142,15 +142,15 @@ class PromptReader:
         timer: StageTimer,
         prompt: Skeleton | None = None,
     ) -> tuple[ModelInputs, SourcePixels | None]:
-        """Read a rendered question, but for its frames and images; every host does.
+        """Read a rendered question, except its frames and images; on every host.
 
         Args:
             videos: its videos, as :meth:`sample` returned them.
             prompt: what :meth:`lay_out` returned, where that was done already.
 
         Returns:
-            What the model reads, without pixels, and whence this host's share of these comes; None if the
-            prompt shows nothing.
+            The model inputs without pixels, and the source of this host's share of these; None if the prompt has
+                none.
 
         Raises:
             ValueError: the prompt cannot be read; the message says why.
@@ -195,7 +195,7 @@ class PromptReader:
         return inputs, SourcePixels(tuple(readers), timer, hosts.has_own_process)
 
     def _take_token_ids(self, question: Question) -> RenderedPrompt:
-        """Check token ids that come instead of a prompt."""
+        """Check token ids that are given instead of a prompt."""
         given = (question.prompt, question.video, question.images, question.audio, question.context)
         if any(given) or question.messages:
             raise PromptError("pass either token ids or a prompt with its sources, not both")
@@ -212,7 +212,7 @@ class PromptReader:
         return RenderedPrompt("", [], [], None, has_context=False, has_template=False, token_ids=token_ids)
 
     def _query_start(self, rendered: RenderedPrompt, batch: Mapping[str, Any]) -> int | None:
-        """Where a text's question begins; None if nobody knows."""
+        """Start of a text's question; None if unknown."""
         if rendered.query_char is None:
             return None
         starts = batch["offset_mapping"][0, :, 0]

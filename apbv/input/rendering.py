@@ -1,6 +1,6 @@
-"""Rendering what a caller asks through the model's own chat template, as vLLM renders the same chat.
+"""Renders a question with the model's own chat template, in the same way as vLLM.
 
-What another server continues from are the KV of exactly its own tokens.
+KV transfer to another server needs exactly the same tokens.
 """
 
 import inspect
@@ -28,7 +28,7 @@ _PROBE = "probe"
 
 @dataclass(frozen=True)
 class Question(Checked):
-    """What is asked, about videos, images and audio clips, or about a text.
+    """Question about videos, images and audio clips, or about a text.
 
     Attributes:
         prompt: the question.
@@ -75,7 +75,7 @@ class Question(Checked):
 
 @dataclass(frozen=True)
 class RenderedPrompt:
-    """A prompt as text, and the files it refers to.
+    """Prompt as text, and the files it refers to.
 
     Attributes:
         text: the rendered chat template; placeholders stand for videos, images and audio clips. Empty where the
@@ -163,7 +163,7 @@ def render_prompt(parts: ModelParts, processor, asked: Question) -> RenderedProm
 
 
 def _collect_sources(messages: Sequence[Message]) -> tuple[list[Message], list[Any], list[Any], list[Any]]:
-    """Put bare placeholders in place of a chat's files: the chat, its videos, images and audio files, in order."""
+    """Replace a chat's files by placeholders; return the chat, its videos, images and audio files, in order."""
     plain, files = [], {"video": [], "image": [], "audio": []}
     for message in messages:
         if not isinstance(message, dict) or "role" not in message or "content" not in message:
@@ -195,7 +195,7 @@ def _collect_sources(messages: Sequence[Message]) -> tuple[list[Message], list[A
 
 
 def _find_question(rendered: str, question: Sequence[str]) -> int | None:
-    """Find where a question's last occurrence begins, whose parts may stand apart; None if one is altered."""
+    """Find the start of a question's last occurrence, whose parts may be separated; None if one is altered."""
     start = len(rendered)
     for part in reversed([part for part in question if part]):
         start = rendered.rfind(part, 0, start)
@@ -248,7 +248,7 @@ def apply_template(
         del options[unknown]
     try:
         return processor.apply_chat_template(chat, tokenize=False, **options), True
-    except Exception as error:  # templates raise what they like
+    except Exception as error:  # templates may raise anything
         raise PromptError(f"the chat template rejects the chat: {error}") from error
 
 
@@ -263,7 +263,7 @@ def _reads_parts(processor) -> bool:
 
 
 def _without_developers(messages: Sequence[Message]) -> list[Message]:
-    """Make a developer's messages system messages, and one of them all at the chat's beginning."""
+    """Turn developer messages into system messages, merged into one at the chat's beginning."""
     is_system = [message["role"] in ("system", "developer") for message in messages]
     if is_system.index(True) == 0 and sum(is_system) == 1:
         return [{**messages[0], "role": "system"}, *messages[1:]]

@@ -1,9 +1,9 @@
-"""What a prompt looks like before its frames and images are decoded: token ids, and its items.
+"""Layout of a prompt before its frames and images are decoded: token ids and items.
 
-The model's own processor runs on tensors without storage, so that no host has to hold the whole video to know what
-the prompt looks like. It writes a placeholder's text once for every visual token, and the tokenizer turns each
-copy into the same id: for 150,000 of them that takes a second, and to repeat the id a hundredth of one. So each
-run of placeholders is tokenised as if it were one.
+The model's own processor runs on tensors without storage, so that no host has to hold the whole video to compute
+the prompt's layout. It writes a placeholder's text once for every visual token, and the tokenizer turns each copy
+into the same id: for 150,000 of them that takes a second, and to repeat the id a hundredth of one. So each run of
+placeholders is tokenised as if it were one.
 """
 
 import copy
@@ -34,13 +34,13 @@ from .visual import (
 )
 
 _PIXELS = ("pixel_values", "pixel_values_videos")
-# What a processor returns with one entry for every token; all else is about pixels.
+# A processor's outputs with one entry per token; all others are about pixels.
 _PER_TOKEN = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
 
 
 @dataclass(frozen=True)
 class SampledVideo:
-    """A video, and which of its frames are shown.
+    """Video with its sampled frames.
 
     Attributes:
         info: the video.
@@ -55,7 +55,7 @@ class SampledVideo:
 
 @dataclass(frozen=True)
 class Skeleton:
-    """A prompt that was read, but for its pixels: with it a request needs no more reading on this host.
+    """Prompt that was read except for its pixels, so that a request needs no further reading on this host.
 
     Attributes:
         rendered: the prompt's text, and the files it refers to.
@@ -63,7 +63,7 @@ class Skeleton:
         batch: the tokens of the whole prompt, and what its rotary positions depend on.
         items: the videos and images, in prompt order.
         row_starts: where the rows of every temporal patch start, and where the last one's end.
-        sources: what every item shows.
+        sources: the source of every item.
         grids: of every item ``[1, 3]`` patches (time, height, width), where the model has such a grid for a video.
         sounds: what every audio comes from, in prompt order.
     """
@@ -112,7 +112,7 @@ def lay_out(
     if pictures:
         files = [str(picture.image) for picture in pictures if isinstance(picture.image, Path)]
         images = [picture.without_pixels() for picture in pictures]
-        # As transformers' own chats have them: all of a prompt's are one sample, not one each.
+        # As in transformers' own chats: all images of a prompt are one sample, not one each.
         images = [images] if parts.family == "llava_onevision" else images
         text = processor.image_token * len(pictures)
         calls.append((text, {"images": images}, ", ".join(files) or "an image"))

@@ -1,7 +1,7 @@
-"""The videos and images of a prompt, and how hosts share the work on them, chunk by chunk.
+"""The videos and images of a prompt, sharded over hosts, chunk by chunk.
 
-What a prompt shows is a sequence of *items*, each a video or an image. Work is counted in temporal patches, which
-are numbered over all items in prompt order: hosts get adjacent ones, of about the same cost.
+The visual input of a prompt is a sequence of *items*, each a video or an image. Work is counted in temporal
+patches, which are numbered over all items in prompt order: hosts get adjacent ones, of about the same cost.
 
 Another kind of item needs a name for :attr:`VisualItem.kind`; what identifies its content, as :class:`Source`
 does; its place in the prompt (:func:`~apbv.input.skeleton.lay_out`); a reader of its pixels
@@ -24,8 +24,8 @@ from ..hosts import HostGroup
 from ..layout import intersect, split_evenly
 from .files import Source
 
-# What decoding, preprocessing and a vision tower hold at once for a chunk, in multiples of its frames (decoded,
-# waiting, being resized) and of its fp32 pixels (twice over, and activations of several times their size).
+# Memory of decoding, preprocessing and the vision tower for a chunk, in multiples of its frames (decoded, waiting,
+# being resized) and of its fp32 pixels (twice over, and activations of several times their size).
 FRAME_COPIES, PIXEL_COPIES = 3, 12
 # Chunks per share, so that its stages overlap, unless the chunks would be too small.
 _CHUNKS_PER_SHARE = 8
@@ -33,12 +33,12 @@ _LEAST_BYTES = 32 * 2**20
 
 
 class PromptError(ValueError):
-    """This model cannot answer the prompt; the message says why."""
+    """Raised if this model cannot answer the prompt; the message says why."""
 
 
 @dataclass(frozen=True)
 class VisualItem:
-    """A video or an image.
+    """Video or image of a prompt.
 
     A temporal patch is one frame, or several that the model merges; an image is one.
 
@@ -47,7 +47,7 @@ class VisualItem:
         num_patches: its temporal patches.
         num_ending_rows: how many of its rows, the last, belong to no frame (LLaVA's newline after a video).
         patch_bytes: an estimate of the memory in use while one temporal patch is encoded, and so of its cost.
-        source: what identifies its content; None if the caller prepared the pixels.
+        source: identity of its content; None if the caller prepared the pixels.
     """
 
     kind: str
@@ -59,7 +59,7 @@ class VisualItem:
 
 @dataclass(frozen=True)
 class PixelChunk:
-    """The pixels of adjacent temporal patches of one kind of item.
+    """Pixels of adjacent temporal patches of one kind of item.
 
     Attributes:
         values: keyword arguments of the model's ``get_*_features``.
@@ -122,7 +122,7 @@ class RowStarts:
 
 @dataclass(frozen=True)
 class VisualInput(RowStarts):
-    """The videos and images of a prompt, and this host's share of the work on them.
+    """Videos and images of a prompt, and this host's share of them.
 
     Temporal patches are numbered over all items. A row is a visual token's embedding; rows are numbered in prompt
     order.
@@ -279,7 +279,7 @@ def split_by_cost(costs: Sequence[int], parts: int) -> tuple[range, ...]:
 
 
 def num_frames_told(family: str, num_frames: int, num_merged: int) -> int:
-    """Return how many frames a processor is told that a video has, for the prompt's layout.
+    """Return the number of frames to pass to a processor for a video's layout in the prompt.
 
     Where a video's last frames do not fill a temporal patch, Qwen's processors repeat the last one. Qwen3-VL's
     rejects to compute the size of a video of fewer frames than one patch, which is told to be that long.

@@ -1,4 +1,4 @@
-"""Taking a Hugging Face model apart. Only this file reads a model's config."""
+"""Takes a Hugging Face model apart. Only this file reads a model's config."""
 
 import copy
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ _FIRST_VERSIONS = {OMNI_THINKER: (5, 23)}
 
 
 class UnsupportedModelError(ValueError):
-    """Apbv's attention would compute a part of the model wrongly; the message names it."""
+    """Raised if apbv's attention would compute a part of the model wrongly; the message names it."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class DecoderSizes:
 
 @dataclass(frozen=True)
 class ModelParts:
-    """A causal language model, taken apart.
+    """Parts of a causal language model.
 
     Attributes:
         model: the whole model, as the caller passed it.
@@ -200,7 +200,7 @@ class ModelParts:
 
         Args:
             input_ids: ``[1, n]``, with placeholders.
-            batch: what the model's processor returned beside them.
+            batch: the other outputs of the model's processor.
 
         Returns:
             ``[3, 1, n]``: time, height, width.
@@ -265,7 +265,7 @@ class ModelParts:
 
     @property
     def wants_graphs(self) -> bool:
-        """Whether steps of decoding are to be recorded where they can be: on a GPU, if not switched off."""
+        """Whether decode steps should be captured if possible: on a GPU, if not switched off."""
         return self.decode.cuda_graphs == "auto" and self.device.type == "cuda"
 
     @property
@@ -284,7 +284,7 @@ class ModelParts:
 
 
 def inspect_model(model: PreTrainedModel, backend: str = "auto", decode: DecodeConfig | None = None) -> ModelParts:
-    """Take a model apart, and reject what apbv cannot compute exactly as the model means it.
+    """Take a model apart; reject models that apbv cannot compute exactly.
 
     Raises:
         UnsupportedModelError: an unknown family, or a layer type other than full causal attention.
@@ -367,7 +367,7 @@ def some_layers(language_model: nn.Module, layers: range, with_norm: bool = True
 
 
 def local_share(weight: Tensor) -> Tensor:
-    """Return the share of a weight that lies on this process under tensor parallelism."""
+    """Return this process's shard of a weight under tensor parallelism."""
     return weight.to_local() if hasattr(weight, "to_local") else weight
 
 

@@ -1,4 +1,4 @@
-"""Choosing frames of a video, and decoding them: by PyAV in runs that begin at keyframes, or by torchcodec."""
+"""Samples frames of a video and decodes them, by PyAV in runs that begin at keyframes, or by torchcodec."""
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -148,7 +148,7 @@ def iter_frames(
 
 
 def ahead(items: Iterator[Item]) -> Iterator[Item]:
-    """Make each item in a thread while the one before is in use.
+    """Produce each item in a thread while the previous one is in use.
 
     Args:
         items: a generator, which is closed with this one.
@@ -164,10 +164,10 @@ def ahead(items: Iterator[Item]) -> Iterator[Item]:
 
 
 def require_backend(name: str) -> None:
-    """Make sure that a backend can be used.
+    """Check that a backend can be used.
 
     Raises:
-        ValueError: torchcodec is asked for, and cannot be loaded.
+        ValueError: torchcodec is requested, and cannot be loaded.
     """
     if name == "torchcodec":
         from .torchcodec_reading import load_decoder
@@ -235,17 +235,17 @@ def _run_frames(
 
 
 class _Unwanted(Exception):
-    """Nobody waits for these frames any more."""
+    """Raised in a decoding thread if its frames are no longer needed."""
 
 
 class _Chunks:
-    """The chunks that are being filled, row by row, by several threads; no more than two at a time.
+    """Chunks that several threads fill row by row, at most two at a time.
 
     A thread whose row is too far ahead waits. It cannot wait for ever: threads take the runs in order, so the
     first row that is missing is always being decoded by one that need not wait.
 
     Attributes:
-        error: why there will be no more.
+        error: why there are no more.
     """
 
     def __init__(self, num_rows: int, chunk_len: int, shape: tuple[int, int, int]):
@@ -258,12 +258,12 @@ class _Chunks:
         self._changed = threading.Condition()
 
     def check(self) -> None:
-        """Raise _Unwanted if nobody wants any more frames."""
+        """Raise _Unwanted if no more frames are needed."""
         if self._has_ended:
             raise _Unwanted
 
     def put(self, row: int, image: np.ndarray) -> None:
-        """Put a frame in its place, once there is room for it; _Unwanted if nobody wants it."""
+        """Store a frame once there is room for it; _Unwanted if it is no longer needed."""
         number, place = divmod(row, self._chunk_len)
         with self._changed:
             while number > self._taking + 1 and not self._has_ended:
@@ -278,13 +278,13 @@ class _Chunks:
             self._changed.notify_all()
 
     def end(self, error: BaseException | None = None) -> None:
-        """Let all threads end."""
+        """Stop all threads."""
         with self._changed:
             self.error, self._has_ended = self.error or error, True
             self._changed.notify_all()
 
     def __iter__(self) -> Iterator[np.ndarray]:
-        """Give out the chunks, each once it is complete; raise the first error."""
+        """Yield the chunks, each once it is complete; raise the first error."""
         for number in range(len(self._missing)):
             with self._changed:
                 self._taking = number
@@ -326,7 +326,7 @@ def pyav_chunks(
 def _work(
     info: VideoInfo, wanted: list[int], todo: Iterator[range], chunks: _Chunks, at_work: AtWork, number: int
 ) -> None:
-    """Decode runs, always the first that no other thread has taken on, until there are none left."""
+    """Decode runs, always the first that no other thread has taken, until none are left."""
     try:
         run = next(todo, None)
         if run is None:  # no file is opened for nothing

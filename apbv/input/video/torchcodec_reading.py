@@ -1,11 +1,11 @@
-"""Decoding chosen frames with torchcodec: on a GPU that has a video decoder (NVDEC), or on a CPU.
+"""Decodes selected frames with torchcodec: on a GPU with a video decoder (NVDEC), or on a CPU.
 
-torchcodec is told the frames that :func:`apbv.input.video.probe` found. So it does not look through the file
-again, and both number the frames alike. On a CPU, with the same FFmpeg, its frames are PyAV's to the bit where
-they are progressive and of 8 bits; of others it makes RGB in another way.
+torchcodec gets the frames that :func:`apbv.input.video.probe` found. It therefore does not scan the file again,
+and both number the frames identically. On a CPU, with the same FFmpeg, its frames are PyAV's to the bit where they
+are progressive and of 8 bits; of others it makes RGB in another way.
 
-It promises less: it says nothing of damage that a decoder conceals, and believes every keyframe that a file marks
-as one. Frames of another time than was asked for, as it gives out of MPEG transport streams, are rejected here.
+Its guarantees are weaker: it does not report damage that a decoder conceals, and trusts every keyframe mark of a
+file. Frames of another time than was asked for, as it gives out of MPEG transport streams, are rejected here.
 """
 
 import json
@@ -85,7 +85,7 @@ def torchcodec_chunks(
 
 
 def _frame_mappings(info: VideoInfo) -> str:
-    """What ffprobe would say of the frames, in JSON."""
+    """The frames in ffprobe's JSON format."""
     durations, are_keys = np.append(np.diff(info.pts), 1), np.isin(info.pts, info.keys[:, 0])
     frames = [
         {"pts": pts, "duration": duration, "key_frame": int(key)}
