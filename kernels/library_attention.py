@@ -1,11 +1,11 @@
-"""Attends over one segment with the kernels of torch or a library, and chooses among them and Triton.
+"""Attention over one segment with torch's or a library's kernels, and the choice among them and Triton.
 
 Every function of type :data:`Attend` computes ``attend(q, k, v, scale, causal) -> (out, lse)`` with q
 ``[B, Hq, S, D]``, k and v ``[B, Hkv, T, D]``, neighbouring numbers along D, T > 0, and causal only where S = T;
 out ``[B, Hq, S, D]`` and lse ``[B, Hq, S]`` in fp32, natural logarithm.
 
-What a library can do depends on its version, the GPU and how it was built, so none is trusted before it has
-solved small problems correctly on the device.
+A library's capabilities depend on its version, the GPU and its build, so none is used before it has solved small
+problems correctly on the device.
 """
 
 import math
@@ -25,8 +25,8 @@ Attend = Callable[[Tensor, Tensor, Tensor, float, bool], tuple[Tensor, Tensor]]
 
 # Libraries do not split the keys: a program has this many queries of a head, and all keys.
 _QUERIES_PER_PROGRAM = 128
-# The share of a GPU's processors that must have a program for a library to be faster than Triton's kernel, which
-# splits the keys over all of them. Its inner loop reaches an estimated 60 % of the libraries' speed.
+# The share of a GPU's SMs that must be occupied for a library to be faster than Triton's kernel, which splits the
+# keys over all of them. Its inner loop reaches an estimated 60 % of the libraries' speed.
 _BUSY = 0.6
 _HALF = (torch.float16, torch.bfloat16)
 # Queries, keys and causality of the problems on which a library is tried. No length is a multiple of a tile;
@@ -68,7 +68,7 @@ def choose_attention(backend: str, q: Tensor, segments: list[Segment]) -> str:
 
 
 def require_usable(backend: str, device: torch.device, dtype: torch.dtype, head_dim: int, groups: int) -> None:
-    """Reject early a backend that :func:`choose_attention` would reject in the first layer.
+    """Reject at start-up a backend that :func:`choose_attention` would reject in the first layer.
 
     Args:
         backend: see :mod:`apbv.kernels.backends`.

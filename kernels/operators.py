@@ -1,4 +1,4 @@
-"""The operators: attention over keys in several places, merging, sparse attention, and choosing keys.
+"""The operators: segmented attention, merging, sparse attention, and key selection.
 
 Each checks its operands, and calls the implementation that :mod:`apbv.kernels.backends` chooses. Shapes: B batch,
 Hq query heads, Hkv key/value heads (Hq a multiple of Hkv), S queries, T keys, D head dimension, R sequences, nq
@@ -43,8 +43,8 @@ def segmented_attention(
         segments: (k, v) pairs, each ``[B, Hkv, T_i, D]``; a T_i may be 0.
         scale: factor of the scores, usually ``D ** -0.5``.
         causal_last: whether the last segment is causal.
-        rows_alone: number of leading queries that see the last segment only: APB-V's anchor, which stands
-            before its block and sees no passing blocks.
+        rows_alone: number of leading queries that see the last segment only: APB-V's anchor, which precedes its
+            block and sees no passing blocks.
         out: ``[B, Hq, S, D]`` in q's dtype, of any strides with neighbouring numbers along D: filled and returned
             in place of a new tensor.
         backend: see :mod:`apbv.kernels.backends`.
@@ -64,7 +64,7 @@ def segmented_attention(
     if q.shape[2] == 0 or not any(k.shape[2] for k, _ in segments):
         return result_without_keys(q, out)
     if len(segments) == 1:
-        rows_alone = 0  # there is nothing else that the other rows could see
+        rows_alone = 0  # the other rows can see nothing else
     chosen = choose_attention(backend, q, segments)
     options = {"rows_alone": rows_alone, "out": out}
     if chosen == "triton":
@@ -134,7 +134,7 @@ def batch_decode_attention(
 ) -> Tensor:
     """Append the newest key and value of each of R sequences to its own buffers, and attend to all rows there.
 
-    No other row is moved: sequences of any lengths share a call, wherever their buffers lie.
+    No other row is moved: sequences of any length share a call, wherever their buffers are.
 
     Args:
         q: ``[1, Hq, R, D]``: the newest token of every sequence.
@@ -200,7 +200,7 @@ def block_sparse_attention(
     out: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Attend causally from every token of a sequence to its own block, and to the blocks listed for that.
+    """Causal block-sparse attention: every token attends to its own block and to the blocks listed for it.
 
     With a ``skip_margin`` λ, values of a listed block whose weights are negligible are not multiplied: the sparse
     online softmax of SpargeAttn (Zhang et al., 2025, Section 3.4). A block of queries visits the blocks that it
@@ -255,7 +255,7 @@ def block_sparse_attention(
 def antidiagonal_scores(
     q: Tensor, k: Tensor, scale: float, stride: int, block: int, *, backend: str = "auto"
 ) -> Tensor:
-    """Estimate the share of its attention that a block of queries pays to each block of keys, by antidiagonals.
+    """Estimate each query block's attention mass on each key block, by antidiagonals.
 
     This is the score of XAttention (Xu et al., 2025, Algorithm 1). ``stride`` neighbouring tokens are a group. A
     group of queries scores a group of keys by the sum of q·k along the antidiagonal of their square of scores (the
@@ -401,9 +401,9 @@ def kv_importance(
 def select_topk(
     scores: Tensor, k: Tensor, v: Tensor, count: int, out: Tensor | None = None, *, backend: str = "auto"
 ) -> tuple[Tensor, Tensor]:
-    """Copy the rows of each KV head with the highest scores, in the order in which they stand.
+    """Copy the rows of each KV head with the highest scores, in their original order.
 
-    Of equal scores the earlier row is taken. The result is deterministic, and no step waits for the device.
+    Ties go to the earlier row. The result is deterministic, without synchronization.
 
     Args:
         scores: ``[B, Hkv, T]``; NaN counts as -inf.

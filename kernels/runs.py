@@ -142,7 +142,7 @@ def find_runs(segments: list[Segment]) -> list[Run]:
 
 
 def _continues(group: list[Segment], segment: Segment) -> bool:
-    """Tell whether a segment is like those of a group, and as far from the last as they are from each other."""
+    """Return whether a segment matches those of a group, and is at the same distance from the last one."""
     if any(a.shape != b.shape or a.stride() != b.stride() for a, b in zip(group[0], segment, strict=True)):
         return False
     return len(group) == 1 or _distances(group[-1], segment) == _distances(group[0], group[1])

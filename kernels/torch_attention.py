@@ -1,4 +1,4 @@
-"""Implements attention over segments by attending over one segment at a time and merging.
+"""Segmented attention by attending over one segment at a time and merging.
 
 Within packed sequences FlashAttention attends in one call, where there is one, or else torch length by length.
 """
@@ -47,7 +47,7 @@ def segmented_attention(
         merging: what merges the results of several; see :func:`apbv.kernels.backends.choose`.
     """
     attend = attend_with(library, q, segments[0][0])
-    # No part is of queries that see none of its keys: torch need not look for results that hold anything.
+    # Every part's queries see some of its keys: torch need not check for undefined results.
     merge = merge_finite if merging == "torch" else implementation("merging.merge_states", merging)
     is_block = causal_last and not rows_alone and q.shape[2] > _FEW_QUERIES
     groups = q.shape[1] // segments[0][0].shape[1]
@@ -179,9 +179,9 @@ def _attend_all(q: Tensor, k: Tensor, v: Tensor, scale: float, attend: Attend) -
 
 
 def _is_worth_joining(segments: list[Segment], q: Tensor) -> bool:
-    """Tell whether copying segments' rows to join them costs less than merging another partial result.
+    """Return whether copying segments' rows to join them costs less than merging another partial result.
 
-    APB-V's context blocks see an anchor and passing blocks that are short beside the block itself.
+    APB-V's context blocks see an anchor and passing blocks that are short compared with the block itself.
     """
     num_rows = sum(k.shape[1] * k.shape[2] for k, _ in segments)
     return len(segments) > 1 and num_rows < q.shape[1] * q.shape[2]

@@ -1,4 +1,4 @@
-"""Implements scores of blocks with torch."""
+"""Block scores with torch."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""Implements block-sparse attention with torch: what is not listed is not computed.
+"""Block-sparse attention with torch: blocks that are not listed are not computed.
 
 The blocks on the diagonal are small triangles, all of which one call computes. Before them, blocks of queries with
 equally many listed blocks are computed together, from copies of the keys and values that they list. With a skip

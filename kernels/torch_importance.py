@@ -1,4 +1,4 @@
-"""Implements the choice of keys with torch."""
+"""Key selection with torch."""
 
 from collections.abc import Iterator
 

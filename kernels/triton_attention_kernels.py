@@ -1,7 +1,7 @@
-"""Holds the Triton kernels of :mod:`apbv.kernels.triton_attention`.
+"""The Triton kernels of :mod:`apbv.kernels.triton_attention`.
 
 Both are FlashAttention's loop (Dao, 2023) over tiles of keys, kept short. A tile's addresses are products of its
-place with strides, without division; masks stand only where a tile's last keys or the diagonal are; scores are
+place with strides, without division; masks are applied only at a tile's last keys and at the diagonal; scores are
 scaled by the same instruction that subtracts their maximum.
 
 Names: S query tokens, a *row* is one token and one head of a group. Strides are in units of ALIGN elements, in the

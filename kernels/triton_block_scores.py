@@ -1,4 +1,4 @@
-"""Implements scores of blocks in Triton.
+"""Block scores in Triton.
 
 The scores of groups are never stored: one pass over the keys finds each query group's log-sum-exp, a second one
 computes the scores again and sums up the shares of blocks. With a stride s each pass costs 1/s of the products of

@@ -1,4 +1,4 @@
-"""A small trained video-language model, its draft, and a clip to ask them about.
+"""The bundled demo: a small trained video-language model, its draft, and a clip.
 
 Both are ordinary Hugging Face checkpoints of `Qwen2_5_VLForConditionalGeneration`, with 3.1 M and 0.8 M
 parameters, trained on synthetic clips, which `benchmarks/render.py` draws: they read letters in coloured borders
@@ -39,5 +39,5 @@ def video_path() -> Path:
 
 
 def understands(prompt: str, sizes: set[tuple[int, int]]) -> bool:
-    """Tell whether the demo model was trained to answer a prompt about frames of these heights and widths."""
+    """Return whether the demo model was trained to answer a prompt about frames of these heights and widths."""
     return sizes <= _SIZES and any(question in prompt for question in _QUESTIONS)

@@ -1,4 +1,4 @@
-"""Chooses blocks of keys as FlexPrefill does, by a pattern that is found for each query head anew.
+"""Selects key blocks as FlexPrefill does, by a pattern determined for each query head.
 
 The paper is Lai et al., *FlexPrefill: A Context-Aware Sparse Attention Mechanism for Efficient Long-Sequence
 Inference* (ICLR 2025). Shapes: B batch, Hq query heads, Hkv key/value heads (Hq a multiple of Hkv), S tokens, D
@@ -18,7 +18,7 @@ _MOST_SCORES, _MOST_SCORES_ON_CPU = 2**24, 2**20
 
 
 def flexprefill_blocks(q: Tensor, k: Tensor, scale: float, config: SparseConfig, backend: str) -> Tensor:
-    """Choose blocks as FlexPrefill does: by what the last queries attend to, or by estimates for all queries.
+    """Choose blocks as FlexPrefill does: by the last queries' attention, or by estimates for all queries.
 
     The last ``config.block_size`` queries stand for their head. Their attention to each block of keys is computed,
     and once more estimated from means of queries and keys. Where both are alike (the square root of their

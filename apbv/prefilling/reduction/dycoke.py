@@ -1,4 +1,4 @@
-"""Reduces by temporal token merging, DyCoke's first stage: what hardly changed is pruned.
+"""DyCoke's first stage, temporal token merging: prunes tokens that hardly changed.
 
 Source: Tao et al., *DyCoke: Dynamic Compression of Tokens for Fast Video Large Language Models* (CVPR 2025),
 Section 3.2. In windows of four frames the first is whole. Tokens of the second and the third are compared with
@@ -28,7 +28,7 @@ _WINDOW = 4
 
 
 def plan_windows(num_frames: int, frame_size: int, count: int) -> tuple[range, dict[int, tuple[int, int]]]:
-    """Say which frames are kept whole, and of which others how much; the rest is pruned.
+    """Plan which frames are kept whole, and how many tokens of others; the rest is pruned.
 
     Of others also with which frame they are compared: ``{frame: (reference, count)}``.
 

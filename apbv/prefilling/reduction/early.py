@@ -1,7 +1,7 @@
-"""Reduces a prompt before the language model: the frames are encoded, and then some tokens pruned.
+"""Prunes visual tokens before the language model, after the frames are encoded.
 
-What is left is a shorter prompt, and the embeddings of its visual tokens where they lie. It is prefilled as any
-other, by any method.
+The result is a shorter prompt, and the embeddings of its visual tokens on their hosts. It is prefilled like any
+other, with any method.
 """
 
 from dataclasses import replace
@@ -28,7 +28,7 @@ from .frames import EarlyReducer, num_in_frames, shared_video, videos_of
 
 
 def require_usable(config: ReduceConfig | None, family: str, reuse: ReuseConfig | None) -> None:
-    """Reject a reduction that does not go together with the model, or with what is kept for further questions.
+    """Reject a reduction that is incompatible with the model or with the prefix cache.
 
     Args:
         family: the model's.
@@ -44,7 +44,7 @@ def require_usable(config: ReduceConfig | None, family: str, reuse: ReuseConfig 
 
 
 def require_reducible(config: ReduceConfig | None, inputs: ModelInputs) -> None:
-    """Reject a prompt of which nothing can be pruned.
+    """Reject a prompt that cannot be pruned.
 
     Raises:
         PromptError: frames are to be reduced, and the prompt has no video.
@@ -134,7 +134,7 @@ def choose_rows(
         has = mine.bool().expand(hosts.size, -1).clone()
     else:
         has = hosts.all_gather(mine.to(rows.device)).wait().bool().cpu()
-    # What ends a video goes to the host that has its last frame now, or stays where nobody has any of that.
+    # A video's ending rows go to the host that has its last frame now, or stay if no host has any of it.
     held = [torch.arange(piece.start, piece.stop) for piece in visual.pieces]
     ending = [torch.arange(0)] * hosts.size
     for video in videos:

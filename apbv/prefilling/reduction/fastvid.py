@@ -1,4 +1,4 @@
-"""Reduces by density: each segment of similar frames keeps salient tokens, and merges the rest.
+"""FastVID: each segment of similar frames keeps salient tokens, and merges the rest.
 
 Source: Shen et al., *FastVID: Dynamic Density Pruning for Fast Video Large Language Models* (2025), as in the
 authors' program for LLaVA-Video.

@@ -1,6 +1,6 @@
-"""Lays the visual embeddings of a prompt's video out as frames, which lie on several hosts.
+"""Visual embeddings of a prompt's video as frames, sharded over hosts.
 
-A *frame* is a temporal patch here: what the model makes of one frame, or of several that it merges.
+A *frame* is a temporal patch here: one frame, or several that the model merges.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from ..moving import move_rows
 
 
 class KeptRows(NamedTuple):
-    """The rows of a video that a host has after a reduction; of a frame one host has all that is kept.
+    """A host's rows of a video after a reduction; all retained rows of a frame are on one host.
 
     Attributes:
         places: ``[K]``, ascending, where the rows belong: tokens of the video, numbered frame by frame.
@@ -30,7 +30,7 @@ class KeptRows(NamedTuple):
 
 @dataclass(frozen=True)
 class SharedVideo:
-    """A video whose frames' embeddings lie on the hosts that encoded them.
+    """Video whose frames' embeddings are on the hosts that encoded them.
 
     Attributes:
         rows: ``[F, h * w, (1 + L) * d]`` of this host's F frames, with the L vectors of deepstack.
@@ -113,7 +113,7 @@ EarlyReducer = Callable[[SharedVideo, int], KeptRows]
 
 @dataclass(frozen=True)
 class VideoPlace:
-    """Says where a video lies among a prompt's temporal patches and rows.
+    """Place of a video among a prompt's temporal patches and rows.
 
     Attributes:
         patches: its temporal patches.

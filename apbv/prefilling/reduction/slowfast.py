@@ -1,4 +1,4 @@
-"""Reduces by a slow and a fast pathway: few frames in full, all others pooled.
+"""SlowFast-LLaVA: a slow pathway with few frames in full, and a fast one with all others pooled.
 
 Source: Xu et al., *SlowFast-LLaVA: A Strong Training-Free Baseline for Video Large Language Models*, which the
 paper of APB-V compares with.
