@@ -18,7 +18,7 @@ _OPERATORS = ("nms", "qnms", *_POOLING, *(f"_{name}_backward" for name in _POOLI
 
 
 def ensure_torchvision_imports() -> None:
-    """Let a later import of torchvision succeed where its own library cannot provide its operators.
+    """Make a later import of torchvision succeed even if its own library cannot provide its operators.
 
     Changes nothing where torchvision is absent, already imported, or built for this torch.
     """

@@ -34,7 +34,7 @@ _RESAMPLING = {"rematrix_maxval": "1", "async": "1", "min_hard_comp": "0.1"}
 
 @dataclass(frozen=True, eq=False)
 class Sound:
-    """A audio that was decoded.
+    """Decoded audio clip.
 
     Attributes:
         samples: float32 ``[samples]``, at the model's rate.

@@ -163,7 +163,7 @@ class VisualInput(RowStarts):
 
     @property
     def identity(self) -> tuple | None:
-        """What embeddings of this host's share depend on beside the model; None if that is not known."""
+        """Cache key of the embeddings of this host's share, without the model; None if unknown."""
         sources = tuple(item.source for item in self.items)
         return None if None in sources else (sources, self.replicated)
 

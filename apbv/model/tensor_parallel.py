@@ -73,7 +73,7 @@ def load_sharded(
 
 
 def plan_of(model: PreTrainedModel) -> dict[str, str]:
-    """Say how transformers is to share out a model: its sharding styles by the names of modules."""
+    """Return transformers' sharding plan for a model: sharding styles by module name."""
     names = {module: name for name, module in model.named_modules()}
     decoder = names[model.get_decoder()]
     return {

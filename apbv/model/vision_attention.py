@@ -1,4 +1,4 @@
-"""How a tower that packs windows and frames attends to all of them at once.
+"""Packed attention of vision towers, over all windows and frames in one call.
 
 The vision towers of Qwen2-VL, Qwen2.5-VL and Qwen3-VL lay all windows or frames one after the other, and so does
 Qwen2.5-Omni's audio tower with its windows. By default transformers cuts them apart again in every layer and
@@ -53,7 +53,7 @@ AttentionInterface.register(_NAME, _attention)
 
 @contextmanager
 def packed_attention(tower: PreTrainedModel | None, backend: str) -> Iterator[None]:
-    """Let a tower attend to all its windows or frames in one call; restored also on error.
+    """Make a tower attend to all its windows or frames in one call; restored even on errors.
 
     It replaces transformers' default, sdpa, and the result is the same up to rounding. Another implementation
     that the caller has chosen stays in force. A tower is used by one thread at a time; every model has its own.

@@ -413,7 +413,7 @@ class TokenizeRequest(_ChatOptions):
 
     @property
     def prompt_field(self) -> str:
-        """Where the prompt stands."""
+        """The field with the prompt."""
         return "messages" if self.prompt is None else "prompt"
 
     @model_validator(mode="after")

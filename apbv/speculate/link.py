@@ -62,7 +62,7 @@ class Link:
         self._bytes_before = 0
 
     def begin(self, is_ready: bool, most: int, vocab_size: int, drawn: bool) -> None:
-        """Tell the other end whether this end can begin a request; :meth:`other_is_ready` returns its answer.
+        """Send the other end whether this end can begin a request; :meth:`other_is_ready` returns its answer.
 
         Args:
             is_ready: whether this end can begin the request.

@@ -22,7 +22,7 @@ WAIT = 600.0  # seconds, for the process to end
 
 @dataclass(frozen=True)
 class Consumed:
-    """What a consumer tells: seconds until all, and until the first layer was there; a digest where asked for."""
+    """Report of a consumer: seconds until all layers and until the first had arrived; a digest if requested."""
 
     seconds: float
     first_layer_seconds: float

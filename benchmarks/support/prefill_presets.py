@@ -16,7 +16,7 @@ _WHOLE_BLOCKS = 10**6
 
 @dataclass(frozen=True)
 class Sweep:
-    """What one of the paper's tables or figures varies.
+    """Parameters varied in one of the paper's tables or figures.
 
     Attributes:
         kind: of :func:`cases_of`.

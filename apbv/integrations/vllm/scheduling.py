@@ -116,7 +116,7 @@ class Scheduling:
         return metadata
 
     def update(self, output: KVConnectorOutput) -> None:
-        """Note which loads have ended on all workers."""
+        """Record the loads that have ended on all workers."""
         failed = output.failed_recving or ()
         for request_id in output.finished_recving or ():
             entry = self._entries.get(request_id)

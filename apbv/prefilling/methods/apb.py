@@ -1,4 +1,4 @@
-"""Defines APB: one block on every host, the query in a second forward pass, no overlap."""
+"""APB: one block on every host, the query in a second forward pass, no overlap."""
 
 from typing import ClassVar
 

@@ -70,7 +70,7 @@ class SharedVideo:
         return self.rows[..., : self.hidden_size]
 
     def fetch(self, wanted: Sequence[Sequence[int]], rows: Tensor) -> Tensor:
-        """Give every host the frames that it wants; collective.
+        """Send every host the frames that it needs; collective.
 
         Args:
             wanted: for every host, the numbers of frames, ascending; every host knows all of them.
@@ -93,7 +93,7 @@ class SharedVideo:
         return KeptRows(places, self.rows.flatten(0, 1)[(places - first).to(self.rows.device)])
 
     def gather(self, local: Tensor) -> Tensor:
-        """Give every host what each computed of its frames; collective.
+        """All-gather per-frame results; collective.
 
         Args:
             local: ``[F, ...]`` of this host's frames.

@@ -40,7 +40,7 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Loop:
-    """What a thread repeats.
+    """Loop of a thread's instructions.
 
     Attributes:
         instructions: of one round, those of loops within it included.
@@ -158,7 +158,7 @@ def _leaves(instruction: Instruction) -> bool:
 
 
 def _dominates(dominators: dict[int, int | None], head: int, node: int) -> bool:
-    """Tell whether the head is passed on every way to a node."""
+    """Return whether every path to a node passes the head."""
     while node not in (head, 0):
         node = dominators[node]
     return node == head

@@ -47,7 +47,7 @@ _MOST_NAMED = 5
 
 @dataclass(frozen=True)
 class Benchmark:
-    """Says where its questions come from, how they are asked, and how answers are scored.
+    """Definition of a benchmark: source of its questions, prompts, and scoring of answers.
 
     Attributes:
         name: its name, in the results.

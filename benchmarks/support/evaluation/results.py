@@ -28,7 +28,7 @@ def digest_of(settings: Mapping[str, Any]) -> str:
 
 
 class ResultsFile:
-    """Holds the answers of a run: its settings in the first line, and an answer in each other.
+    """File with the answers of a run: its settings in the first line, and one answer in each other line.
 
     A line that was being written when a run was killed is taken off. No other process can write to it at the same
     time, where its file system has locks.

@@ -24,7 +24,7 @@ _ROWS_AT_ONCE = 64  # that are compared
 
 
 def leave_out(way: str, error: Exception) -> None:
-    """Say that a library is not measured, and why."""
+    """Report that a library is skipped, and why."""
     reason = str(error).strip().partition("\n")[0]
     tqdm.write(f"note: {way} cannot be used here, and is left out: {reason}", file=sys.stderr)
 

@@ -95,7 +95,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Measured:
-    """What one host measured.
+    """Measurement of one host.
 
     Attributes:
         seconds, cpu_seconds: by the wall clock, and of all of the process's threads.
@@ -114,7 +114,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a stage made.
+    """Result of a stage.
 
     Attributes:
         values: ``[rows, ...]``: frames, visual tokens or logits; None if they were not kept.
