@@ -149,7 +149,7 @@ def table(answer: GenerateResult, options: argparse.Namespace, num_hosts: int) -
         name = "video" if len(answer.videos) == 1 else f"video {number}"
         sampled = f"{len(video.frames)} of {video.info.num_frames} frames, {video.info.duration:.1f} s"
         rows.append((name, sampled))
-    heard = f", {stats['num_audio_tokens']} sound" if stats["num_audio_tokens"] else ""
+    heard = f", {stats['num_audio_tokens']} audio" if stats["num_audio_tokens"] else ""
     rows.append(
         ("prompt", f"{stats['num_input_tokens']} tokens, {stats['num_video_tokens']} of them visual{heard}")
     )
@@ -157,12 +157,12 @@ def table(answer: GenerateResult, options: argparse.Namespace, num_hosts: int) -
         rows.append(("anchor / passing", f"{stats['anchor_len']} / {stats['passing_len']} tokens"))
     if (reduction := stats["reduction"]) is not None:
         before, after = reduction["num_video_tokens_before"], reduction["num_video_tokens_after"]
-        rows.append(("left by " + reduction["method"], f"{after} of {before} visual tokens"))
+        rows.append(("kept by " + reduction["method"], f"{after} of {before} visual tokens"))
     if stats["attention_density"] is not None:
         rows.append(("sparse attention", f"{stats['attention_density']:.0%} of the causal scores computed"))
     rows += [(name, f"{milliseconds:.1f} ms") for name, milliseconds in stats["stages_ms"].items() if milliseconds]
     if stats["overlap_ms"] >= _SHOWN_OVERLAP_MS:
-        rows.append(("overlap", f"{stats['overlap_ms']:.1f} ms of these, beside other stages"))
+        rows.append(("overlap", f"{stats['overlap_ms']:.1f} ms of these, overlapping other stages"))
     rows.append(("time to first token", f"{stats['ttft_ms']:.1f} ms"))
     if stats["output_throughput"] is not None and len(stats["token_ids"]) > 1:
         rows.append(("decoding", f"{stats['output_throughput']:.1f} tokens/s"))
@@ -170,7 +170,7 @@ def table(answer: GenerateResult, options: argparse.Namespace, num_hosts: int) -
         rows += _speculation(speculation, options, num_hosts > stats["hosts"])
     if stats["comm_bytes_total"]:
         rows.append(("communication", f"{stats['comm_bytes_total'] / mebibyte:.2f} MiB"))
-    rows.append(("peak memory", f"{max(stats['peak_memory_bytes']) / mebibyte:.0f} MiB on the fullest process"))
+    rows.append(("peak memory", f"{max(stats['peak_memory_bytes']) / mebibyte:.0f} MiB (max over processes)"))
     return "\n".join(f"  {name:<20} {value}" for name, value in rows)
 
 
@@ -180,7 +180,7 @@ def _speculation(
     """Format the metrics of speculative decoding."""
     rows = [("drafting", f"{figures['strategy']}, {'on the draft host' if on_draft_host else 'on host 0'}")]
     if figures.get("lost_draft"):
-        rows.append(("", f"went on alone: {figures['lost_draft']}"))
+        rows.append(("", f"continued alone: {figures['lost_draft']}"))
     if figures["switched_off"]:
         tokens = figures["switched_off_after"]
         rows.append(("", f"switched off after {tokens} tokens: {figures['switched_off']}"))

@@ -141,7 +141,7 @@ class RecordedSteps:
                 self._records, self._computes, self._recorder = False, {}, None
                 if not isinstance(error.__cause__, torch.OutOfMemoryError):  # which another answer may avoid
                     self._parts.capture_failures.append(str(error))
-                warn_caller(f"decoding goes on without CUDA graphs: {error}")
+                warn_caller(f"decoding continues without CUDA graphs: {error}")
         logits = self._computes.get(kind, step.compute)()
         self._computes.setdefault(kind, step.compute)
         return logits
