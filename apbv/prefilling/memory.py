@@ -20,10 +20,10 @@ from ..model.row_chunks import chunk_rows, mlp_row_bytes
 from ..stats import free_memory_bytes, unused_swap_bytes
 
 _ADVICE = {
-    "encoding": "VideoConfig(chunk_bytes=…), infer.py's --video-chunk-mib, lets it encode less at a time",
-    "reduction": "fewer frames, or more hosts, take less",
-    "prefill": "fewer frames or tokens, or more hosts, take less",
-    "handoff": "kv='sharded' leaves the KV where it is computed; fewer frames or tokens take less",
+    "encoding": "use smaller chunks: VideoConfig(chunk_bytes=…), or infer.py's --video-chunk-mib",
+    "reduction": "use fewer frames, or more hosts",
+    "prefill": "use fewer frames or tokens, or more hosts",
+    "handoff": "use kv='sharded', which gathers no KV, or fewer frames or tokens",
 }
 # The minimum memory of a prompt per stage.
 _NEEDED_FOR = {

@@ -188,7 +188,7 @@ class _Server(uvicorn.Server):
         self._greeting = (
             f"serving {settings.model} on {num_hosts} host(s): "
             f"http://{f'[{host}]' if ':' in host else host}:{port}/v1\n"
-            f"SIGTERM to process {os.getpid()} finishes the running answers and ends all hosts"
+            f"SIGTERM to process {os.getpid()} finishes running requests and stops all hosts"
             + (f"\none answer at a time: {one_at_a_time}" if one_at_a_time else "")
         )
         self._ending: threading.Thread | None = None
