@@ -30,7 +30,7 @@ _ON_HOST = ("decode_video",)
 
 
 # When this host came to a place in the code, by the hosts' clock, and what the GPU reaches when it comes to the
-# work queued there; None if the host's own time counts.
+# work queued there; None if CPU time counts.
 _Moment = tuple[float, torch.cuda.Event | None]
 
 

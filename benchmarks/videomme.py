@@ -36,7 +36,7 @@ The best answer is:"""
 LISTED = "This video's subtitles are listed below:\n{}\n"
 FILES = {
     "questions": "the questions: .parquet, .json or .jsonl",
-    "videos": "the videos (default: data beside the questions)",
+    "videos": "the videos (default: data next to the questions)",
     "subtitles": "the subtitles (default: go without)",
 }
 ENDINGS = (".mp4", ".MP4", ".mkv", ".webm")
@@ -114,7 +114,7 @@ BENCHMARK = Benchmark(
     __doc__.splitlines()[0],
     {
         "questions": "the questions: .parquet, .json or .jsonl",
-        "videos": "the videos (default: data beside the questions)",
+        "videos": "the videos (default: data next to the questions)",
         "subtitles": "the subtitles (default: go without)",
     },
     "questions",

@@ -78,7 +78,7 @@ def overall(score: Score) -> float | None:
 BENCHMARK = Benchmark(
     "vnbench",
     __doc__.splitlines()[0],
-    {"questions": "VNBench-main-4try.json", "videos": "the videos (default: beside the questions)"},
+    {"questions": "VNBench-main-4try.json", "videos": "the videos (default: next to the questions)"},
     "questions",
     read,
     parse=first_letter_by_alphabet,

@@ -95,7 +95,7 @@ class SpeculativeConfig(Checked):
     layer_ratio: float = number("lie in (0, 1]", lambda share: 0 < share <= 1, 0.5)
     ensemble: str = setting(
         "MT*",
-        f"be different letters of {CONTEXTS}, with a * behind two at least to adapt their weights",
+        f"be different letters of {CONTEXTS}, with a * after at least two to adapt their weights",
         _is_ensemble,
     )
     num_tree_nodes: int | None = integer(1, 256, None)

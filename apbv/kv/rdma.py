@@ -160,7 +160,7 @@ def _memory_of(tensor: Tensor) -> tuple[str, int]:
 
 
 def _extent(states: Tensor) -> int:
-    """Count the bytes from the first number of ``[H, T, D]`` to behind its last."""
+    """Count the bytes from the first number of ``[H, T, D]`` to the end of its last."""
     num_heads, num_rows, dim = states.shape
     return ((num_heads - 1) * states.stride(0) + num_rows * dim) * states.element_size()
 

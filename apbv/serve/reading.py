@@ -40,8 +40,8 @@ _MAX_SCANS = 100
 _START_OF_SCAN = b"\xff\xda"
 # Bytes that decoding an image allocates, in multiples of it as RGB: as stored, RGB, upright, an array, a tensor.
 _IMAGE_COPIES = 6
-# Characters of a text that is read beside others without their noticing; and of a text's beginning, for each token
-# that fits, by which it is judged whether to read the rest.
+# Characters of a text that can be read without delaying others; and of a text's beginning, for each token that
+# fits, by which it is judged whether to read the rest.
 _LIGHT_CHARS, _CHARS_PER_TOKEN = 2**16, 8
 
 

@@ -60,7 +60,7 @@ def flexprefill_blocks(q: Tensor, k: Tensor, scale: float, config: SparseConfig,
     columns = _best_lines(columns, in_columns, is_aware, config)
     diagonals = _best_lines(diagonals, in_diagonals.flip(2), is_aware, config)  # from here on the nearest first
     places = torch.arange(keys.shape[2], device=q.device)
-    behind = places[:, None] - places  # how far a block of keys is behind one of queries
+    behind = places[:, None] - places  # distance of a block of keys before one of queries
     lines = columns[:, :, None] | diagonals[:, :, behind.clamp_min(0)]
 
     shares = _scores(queries, keys, scale).masked_fill(behind < 0, float("-inf")).softmax(dim=-1).flatten(2)

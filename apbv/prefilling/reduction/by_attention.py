@@ -51,7 +51,7 @@ class PyramidDrop(LateReducer):
     Xing et al. (2024), "PyramidDrop: Accelerating Your Large Vision-Language Models via Pyramid Visual Redundancy
     Reduction", rank tokens by the attention of the instruction's last token in the next layer, whose queries and
     keys are computed for that. ``asked_by="question"`` takes the mean over the question's tokens instead.
-    ``ratio`` is the share that is kept behind the last step; each step keeps its third root.
+    ``ratio`` is the share that is kept after the last step; each step keeps its third root.
 
     What differs: their program numbers the tokens that are kept anew, from 0. Here they stay at their positions,
     which have a time, height and width in most families, and a token that is decoded has one for all layers.
