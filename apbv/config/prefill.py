@@ -65,10 +65,10 @@ class SparseConfig(Checked, name="sparse "):
         method: ``"xattention"`` (Xu et al., 2025), ``"spargeattn"`` (Zhang et al., 2025) or ``"flexprefill"`` (Lai
             et al., 2025), as in their authors' code; differences are listed in
             :mod:`apbv.prefilling.methods.block_selection` and :mod:`apbv.prefilling.methods.flexprefill`.
-        threshold: estimated attention mass of a query block that the selected blocks must cover, τ. None: 0.9 for
-            ``"xattention"`` (its authors' for video) and 0.95 for ``"flexprefill"`` (its authors' γ), and 0.96 for
-            ``"spargeattn"``, as the APB-V paper has it (Section 5.1). 1: all blocks are computed, and the result
-            is that of dense attention if no values are skipped.
+        threshold: share of a query block's estimated attention mass that the selected blocks hold, τ. None: 0.9
+            for ``"xattention"`` (its authors' for video) and 0.95 for ``"flexprefill"`` (its authors' γ), and 0.96
+            for ``"spargeattn"``, as the APB-V paper has it (Section 5.1). 1: all blocks are computed, and the
+            result is that of dense attention if no values are skipped.
         block_size: queries per block: 32, 64, 128 (all papers') or 256. A block has as many keys, or half as many
             for ``"spargeattn"``.
         stride: of ``"xattention"``: tokens per group, which has one score; must divide the block size.

@@ -241,7 +241,7 @@ class FailureWatch:
             HostError: it is.
         """
         if self.is_broken:
-            raise self._noticed or HostError("this host group broke in an earlier exchange")
+            raise self._noticed or HostError("the host group failed in an earlier collective; restart it")
 
     def _require_sound(self) -> None:
         """Raise if the group broke meanwhile, or NCCL's watchdog reports an error."""
