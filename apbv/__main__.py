@@ -11,15 +11,15 @@ from apbv import __version__
 from apbv.launch.options import OptionParser, exit_with
 
 COMMANDS = {
-    "infer": "answer a question about a video, images or a long text",
-    "plan": "say whether a prompt will fit in memory, before any weights are loaded",
-    "serve": "serve a model over HTTP, with OpenAI's chat-completions interface",
-    "doctor": "find out what works on this machine, and why the rest does not",
+    "infer": "answer a question about videos, images, audio or a long text",
+    "plan": "estimate whether a prompt fits in memory, without loading weights",
+    "serve": "start an OpenAI-compatible HTTP server",
+    "doctor": "check which parts work on this machine, and why the others do not",
 }
 
 
 def run(arguments: list[str] | None = None) -> int:
-    """Hand the arguments behind a command's name to the command, and return its exit status."""
+    """Run a command with the arguments that follow its name; return its exit status."""
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = OptionParser("apbv", description="Sequence-parallel prefill for long-video vision-language models.")
     parser.add_argument("--version", action="version", version=__version__)
@@ -32,7 +32,7 @@ def run(arguments: list[str] | None = None) -> int:
 
 
 def main() -> None:
-    """Run the installed command ``apbv``, and end this process."""
+    """Run the installed command ``apbv`` and exit."""
     exit_with(run)
 
 

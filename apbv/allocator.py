@@ -1,4 +1,4 @@
-"""Keeping freed memory in the process on a CPU, as PyTorch's allocator does on a GPU."""
+"""Keeps freed CPU memory in the process, as PyTorch's allocator does on a GPU."""
 
 import ctypes
 import sys
@@ -8,7 +8,7 @@ _M_ARENA_MAX, _M_MMAP_MAX, _M_TRIM_THRESHOLD = -8, -4, -1
 
 
 def keep_freed_memory() -> bool:
-    """Let this process reuse large blocks of memory instead of returning them to the operating system.
+    """Reuse large freed blocks of memory instead of returning them to the operating system.
 
     A forward pass over thousands of tokens allocates and frees tens of megabytes for every operation. The C
     library returns such blocks at once, and touching fresh pages then costs several times what an element-wise
@@ -27,12 +27,12 @@ def keep_freed_memory() -> bool:
 
 
 def return_freed_memory() -> None:
-    """Give the memory that is kept now back to the operating system, so that a later peak can be measured."""
+    """Return cached memory to the operating system, so that a later peak can be measured."""
     malloc_trim = _from_libc("malloc_trim")
     if malloc_trim is not None:
         malloc_trim(0)
 
 
 def _from_libc(name: str):
-    """Look up a function of glibc; None where the C library has no such function."""
+    """Look up a function of glibc; None if the C library has no such function."""
     return getattr(ctypes.CDLL(None), name, None) if sys.platform.startswith("linux") else None

@@ -1,4 +1,4 @@
-"""Defines Engine, which answers questions about files on all hosts together."""
+"""Defines Engine, which answers questions about videos, images, audio and texts on all hosts together."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -39,7 +39,7 @@ from .speculate.ways import Answered
 from .stats import Span, StageTimer, provenance
 from .warn import warn_caller
 
-# Of a question that nobody asked.
+# The warm-up request's.
 _WARM_UP_FRAMES, _WARM_UP_WORDS, _WARM_UP_TOKENS = 16, 60, 8
 
 
@@ -59,8 +59,8 @@ class Engine:
         draft: the draft model, for strategies that need one; on every host that drafts.
         captioner: returns a caption of a prompt's video or images, for drafts that read one; called on host 0, in
             a thread while the target prefills: it must not run the target's model.
-        reuse: what is stored for further questions about the same video or text; None: nothing.
-        decode: how new tokens are run.
+        reuse: embedding or prefix cache for further questions about the same video or text; None: no cache.
+        decode: decoding settings.
 
     Attributes:
         parts: the model that reads prompts on this host, taken apart.
@@ -125,7 +125,7 @@ class Engine:
 
     @cached_property
     def grammars(self) -> Grammars:
-        """What makes grammars of JSON schemas for this model; ValueError without llguidance."""
+        """Compiler of JSON schemas for this model; ValueError without llguidance."""
         return Grammars(self.tokenizer, self.parts.vocab_size, self.parts.eos_token_ids)
 
     @classmethod
@@ -161,13 +161,13 @@ class Engine:
         hosts, is_demo = hosts or HostGroup.from_env(), str(name) == "demo"
         config, path = prefill or PrefillConfig(), demo.model_path() if is_demo else name
         drafting = Drafting(speculate, hosts, captioner)
-        with hosts.local_stage("reading the settings"):  # refuse what can be refused before weights are loaded
+        with hosts.local_stage("reading the settings"):  # reject what can be rejected before weights are loaded
             draft_model = drafting.find_model(config, is_demo)
             described = read_config(path)
             require_usable(config.reduce, require_supported(described), reuse)
             require_layers(config.reduce, described.get_text_config().num_hidden_layers)
             require_backend(config.video.backend)
-        # Members of a host exchange data while transformers loads the model's shares.
+        # TP ranks exchange data while transformers loads the model's shards.
         stage = hosts.collective_stage if hosts.tensor_parallel_size > 1 else hosts.local_stage
         with stage(f"loading {name}"):
             model, processor = load_model(path, dtype, hosts, with_model=not drafting.drafts_only, sharded=True)
@@ -177,9 +177,9 @@ class Engine:
         return cls(model, processor, hosts, config, str(name), speculate, draft, captioner, reuse, decode)
 
     def warm_up(self, in_batch: bool = False) -> None:
-        """Answer a short question about the packaged clip, or about a text where no video is read; collective.
+        """Run a warm-up request about the bundled clip, or about a text for text-only models; collective.
 
-        On a GPU that has kernels compiled and libraries loaded, which the first request would else wait for.
+        On a GPU this compiles kernels and loads libraries, for which the first request would otherwise wait.
 
         Args:
             in_batch: decode the answer on host 0 as a batch of one (:class:`apbv.decode.batch.Batch`).
@@ -191,7 +191,7 @@ class Engine:
         if self.parts.video_token_id is None:
             about = {"context": "one two three " * _WARM_UP_WORDS}
         engine = copy(self)
-        if self.prefill_config.anchor_len:  # one for long prompts would leave nothing of this one to be split
+        if self.prefill_config.anchor_len:  # one for long prompts would leave nothing to split
             engine._prefiller = self._prefiller.with_config(replace(self.prefill_config, anchor_len=None))
         sampling = engine._sampling(_WARM_UP_TOKENS, temperature=0.0, top_p=1.0, seed=0)
         request = Request(Question(demo.DEMO_QUESTION, **about), StageTimer(self.hosts), sampling=sampling)
@@ -223,14 +223,14 @@ class Engine:
             prompt: the question.
             video: a video file, or several, in the prompt in this order; each host decodes and encodes only its
                 share of the sampled frames and images.
-            images: an image file or a PIL image, or several; behind the videos.
+            images: an image file or a PIL image, or several; after the videos.
             context: a long text; it is split over the hosts, the question is the query block.
             messages: a chat in transformers' format, instead of all these; with videos and images in any order.
             num_frames: how many frames of each video are sampled, evenly; with ``fps`` the largest number. By
                 default :attr:`num_frames`.
             fps: sample at this rate instead.
-            audio: an audio file, or several, for models that hear; behind the images.
-            audio_in_video: whether videos are heard, too, their sound among their frames; None: where the model
+            audio: an audio file, or several, for models that take audio; after the images.
+            audio_in_video: whether videos are heard, too, their audio among their frames; None: where the model
                 hears and they have any.
             positions: ``"vllm"`` where vLLM is to continue (see :meth:`apbv.ModelInputs.at_vllm_positions`).
 
@@ -282,7 +282,7 @@ class Engine:
             sampling: instead of these four.
             on_token: called on every host with each token as soon as it is decoded; on a draft host at the end.
             on_stage: called on every host as a stage begins, with its name in :data:`apbv.stats.STAGES`; a stage
-                may come again.
+                may be repeated.
             on_progress: called on every host with a stage, how much of it is done there, and of how much:
                 ``"decode_video"`` counts frames and images, ``"encode"`` temporal patches. Neither this nor
                 ``on_stage`` is always called in the caller's thread, but never while the other is.
@@ -308,7 +308,7 @@ class Engine:
             if sampling is not None:
                 require_types(sampling=(sampling, SamplingParams))
                 if given != self._sampling(None, 0.0, 1.0, 0):
-                    raise ValueError("sampling comes instead of max_new_tokens, temperature, top_p and seed")
+                    raise ValueError("pass sampling or max_new_tokens, temperature, top_p and seed, not both")
         sound = {"audio": audio, "audio_in_video": audio_in_video}
         question = Question(prompt, video, images, context, messages, num_frames, fps, **sound)
         request = Request(
@@ -415,7 +415,7 @@ class Engine:
 
     @contextmanager
     def _guarded(self, request: Request) -> Iterator[Request]:
-        """Keep errors of the caller's functions out of exchanges, and raise them at the end; collective."""
+        """Keep errors of the caller's functions out of collectives, and raise them at the end; collective."""
         callbacks = Callbacks(request)
         try:
             yield callbacks.request
@@ -449,7 +449,7 @@ class Engine:
         return replace(request, grammar=grammar)
 
     def _note_what_the_demo_cannot(self, read: ReadRequest) -> None:
-        """Warn on the leader where the demo model is asked what it cannot know, and answers all the same."""
+        """Warn on the leader if the demo model is asked something it was not trained for."""
         if self.name != "demo" or not self.hosts.is_leader:
             return
         if not demo.understands(read.rendered.text, {(each.info.height, each.info.width) for each in read.videos}):
@@ -466,7 +466,7 @@ class Engine:
         shaped, but embeddings it does.
 
         Raises:
-            ValueError: visual tokens are left out of prompts, which a consumer would read whole.
+            ValueError: visual tokens are pruned from prompts, which a consumer would read whole.
         """
         refuse(handing_over="handing_over()", **self.prefill_config.features)
         engine = copy(self)
@@ -480,7 +480,7 @@ class Engine:
 
 
 def _require_types(hosts: Any, prefill: Any, speculate: Any, reuse: Any, decode: Any) -> None:
-    """Raise ValueError where a settings object is something else."""
+    """Raise ValueError if a settings object has the wrong type."""
     require_types(
         hosts=(hosts, HostGroup),
         prefill=(prefill, PrefillConfig),
@@ -491,7 +491,7 @@ def _require_types(hosts: Any, prefill: Any, speculate: Any, reuse: Any, decode:
 
 
 def _decode_in_batch(parts: ModelParts, state: PrefillResult, request: Request) -> None:
-    """Decode an answer as a batch of one, for what is only done once."""
+    """Decode an answer as a batch of one, to trigger one-time work."""
     with apbv_attention(parts.language_model):
         batch = Batch(parts)
         batch.join(state, request)

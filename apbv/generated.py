@@ -1,4 +1,4 @@
-"""The result of a request: an answer and its figures."""
+"""The result of a request: an answer and its metrics."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,16 +16,16 @@ _SHOWN_CHARACTERS = 60
 
 @dataclass(frozen=True)
 class GenerateResult:
-    """An answer with its figures; the same on every host.
+    """Answer and metrics of a request; the same on every host.
 
     Attributes:
         text: the answer, without special tokens.
         token_ids: the generated tokens, the end token included.
         finish_reason: ``"length"`` where ``max_new_tokens`` cut it off, else ``"stop"``.
-        stats: the request's figures; the fields of ``launch/infer.py --json``.
+        stats: the request's metrics; the fields of ``launch/infer.py --json``.
         videos: the videos that were asked about, as they were probed, with the numbers of their sampled frames.
         kept: which tokens of a prompt's only video the draft saw, bool ``[T, h, w]`` with T frames as the model
-            merges them; None where that is not known.
+            merges them; None if that is not known.
         logprobs: of each token, where ``sampling.logprobs`` asks for them; on host 0.
         timeline: if asked for, spans by host name, for :func:`apbv.stats.write_timeline`; only host 0 has those
             of a draft host.
@@ -42,7 +42,7 @@ class GenerateResult:
 
     @property
     def video(self) -> VideoInfo | None:
-        """The only video that was asked about; None where there is none, or another one."""
+        """The only video that was asked about; None if there is none, or another one."""
         return self.videos[0].info if len(self.videos) == 1 else None
 
     @property

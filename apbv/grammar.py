@@ -1,4 +1,4 @@
-"""Answers that follow a JSON schema: which tokens may come next. llguidance, an extra, says so."""
+"""Constrained decoding by a JSON schema, with llguidance (an extra)."""
 
 import json
 from typing import Any
@@ -15,7 +15,7 @@ _MAX_SCHEMA_CHARS = 2**16  # one of this length takes half a second to compile
 
 
 class Grammar:
-    """Follows one answer, and says after every token which may come next.
+    """Tracks one answer and masks the tokens that the schema does not allow next.
 
     Args:
         matcher: llguidance's ``LLMatcher``.
@@ -25,11 +25,11 @@ class Grammar:
         self._matcher = matcher
 
     def copy(self) -> "Grammar":
-        """Return one that goes on from here by itself."""
+        """Return an independent copy in the same state."""
         return Grammar(self._matcher.deep_copy())
 
     def masked(self, logits: Tensor) -> Tensor:
-        """Return logits ``[1, V]`` for the next token, -inf for those that may not come.
+        """Return logits ``[1, V]`` for the next token, -inf for tokens that are not allowed.
 
         Raises:
             RuntimeError: the schema takes too long to follow.
@@ -41,12 +41,12 @@ class Grammar:
         return logits.masked_fill(to_device(may_come == 0, logits.device), -torch.inf)
 
     def take(self, token: int) -> None:
-        """Go on by a token that might come."""
+        """Advance by an allowed token."""
         self._matcher.consume_token(token)
 
 
 def _closed(json_schema: str) -> str:
-    """Let objects have no other properties than a schema names, unless it says that they may.
+    """Forbid properties that a schema does not name, unless it allows them explicitly.
 
     OpenAI's strict schemas say so of every object, and vLLM takes all to mean it; else a weak model adds one after
     the other. What ``allOf`` puts together is left as it is: no part of it names all properties.
@@ -60,12 +60,12 @@ def _closed(json_schema: str) -> str:
 
 
 class Grammars:
-    """Makes grammars for answers of one model.
+    """Compiles grammars for one model.
 
     Args:
         tokenizer: a fast one of transformers.
         vocab_size: how many logits the model has.
-        eos_token_ids: the tokens that may come where an answer is complete.
+        eos_token_ids: tokens that are allowed once an answer is complete.
 
     Raises:
         ValueError: llguidance is not installed, or does not know this kind of tokenizer.
@@ -82,7 +82,7 @@ class Grammars:
         """Compile a schema for an answer that has no tokens yet.
 
         Raises:
-            ValueError: it is no JSON schema, too long, or says what is not supported.
+            ValueError: the schema is invalid, too long, or uses unsupported features.
         """
         from llguidance import LLMatcher
 
@@ -93,7 +93,7 @@ class Grammars:
                 self._tokenizer, LLMatcher.grammar_from_json_schema(_closed(json_schema), defaults=_SPACING)
             )
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"this is no JSON schema: {error}") from error
+            raise ValueError(f"not a valid JSON schema: {error}") from error
         if matcher.is_error():
             raise ValueError(f"this JSON schema is not supported: {matcher.get_error():.200}")
         return Grammar(matcher)

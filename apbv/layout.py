@@ -58,12 +58,12 @@ class ContextLayout:
 
     @property
     def is_split(self) -> bool:
-        """Whether the hosts share the prompt; False where host 0 computes it alone."""
+        """Whether the hosts share the prompt; False if host 0 computes it alone."""
         return bool(self.blocks)
 
     @property
     def last_token_host(self) -> int | None:
-        """The host that alone computes the prompt's last token; None where every host does."""
+        """The host that alone computes the prompt's last token; None if every host does."""
         if not self.is_split:
             return 0
         return None if len(self.query) else self.host_of_block(len(self.blocks) - 1)

@@ -1,4 +1,4 @@
-"""What the model thought of an answer's tokens, and of others in their places."""
+"""Log probabilities of an answer's tokens and of their alternatives."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -8,9 +8,9 @@ from torch import Tensor
 
 
 class TokenLogprobs(NamedTuple):
-    """The logarithmic probabilities of an answer's token, and of the most probable ones in its place.
+    """Log probabilities of an answer's token and of the most probable alternatives.
 
-    They are the model's own, before temperature, penalties and whatever else changes what is drawn.
+    They are the model's own, before temperature, penalties and other sampling parameters.
 
     Attributes:
         logprob: the token's.

@@ -1,4 +1,4 @@
-"""Estimates from a model's config alone whether a prompt will fit in memory."""
+"""Estimates from a model's config alone whether a prompt fits in memory."""
 
 import re
 from bisect import bisect
@@ -28,33 +28,33 @@ from .prefilling.reduction.late import require_layers
 from .speculate.strategies import STRATEGIES, prunes
 from .stats import free_memory_bytes
 
-# Tokens of a chat before the video, and of a question behind it; and those before each temporal patch but the
+# Tokens of a chat before the video, and of a question after it; and those before each temporal patch but the
 # first: "<1234.5 seconds>", or "Frame123:", and what marks frames.
 _TOKENS_BEFORE, _TOKENS_BEHIND = 16, 64
 _TEXT_TOKENS = {"qwen3_vl": 10, "internvl": 9}
-# What a GPU's driver, its libraries' workspaces and the exchanges take beside tensors: assumed, not measured.
+# Memory of a GPU's driver, library workspaces and collectives, besides tensors: assumed, not measured.
 _GPU_OVERHEAD = 2**30
 _MOST_SEARCHED = 2**24
-# While a reduction chooses among embeddings there are up to so many copies of them.
+# Maximum number of copies of the embeddings while a reduction selects among them.
 _COPIES_TO_CHOOSE = 3
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a prompt takes on every process, in bytes, about, and whether that is there.
+    """Estimated memory of a prompt on every process, in bytes, and whether it is available.
 
     Attributes:
         model: its name.
         method, kv: the method that would run, and where it would place the KV.
-        num_tokens: the prompt's tokens, before any are left out.
+        num_tokens: the prompt's tokens, before pruning.
         num_visual_tokens: those of them that stand for the video.
         num_left: about how many tokens the last layer reads.
         weights: of the model, on one process.
         draft: of the draft model and its KV; 0 without one.
         overhead: assumed for the device's own libraries.
-        hosts: what the prefill takes beside them, for a process of every host.
-        device_memory: what each process may take.
-        most: how many frames, or of a text how many tokens, would fit; None: more than were tried.
+        hosts: memory of the prefill itself, for a process of every host.
+        device_memory: memory available to each process.
+        most: maximum number of frames, or tokens of a text, that would fit; None: more than were tried.
     """
 
     model: str
@@ -72,12 +72,12 @@ class Plan:
 
     @property
     def needed(self) -> tuple[int, ...]:
-        """The most that a process of every host has in memory at once."""
+        """Peak memory of a process of every host."""
         return tuple(self.weights + self.draft + self.overhead + host.peak for host in self.hosts)
 
     @property
     def fits(self) -> bool:
-        """Whether every process has room for what it needs."""
+        """Whether every process has enough memory."""
         return max(self.needed) <= self.device_memory
 
     def __str__(self) -> str:
@@ -113,7 +113,7 @@ def plan(
     dtype: str | torch.dtype = "auto",
     device_memory: int | None = None,
 ) -> Plan:
-    """Estimate whether a prompt fits in memory, before any weights are loaded. Nothing is exchanged or computed.
+    """Estimate whether a prompt fits in memory, without loading weights or computing anything.
 
     Args:
         model: ``"demo"``, a directory, or a hub id, whose video processor then says how large frames become; or a
@@ -123,22 +123,22 @@ def plan(
         tokens: the tokens of a long text.
         hosts: H.
         tensor_parallel: T, the processes that share a host's model.
-        prefill: the method and its lengths, where the KV is placed, and what is left out.
+        prefill: the method and its lengths, where the KV is placed, and visual-token pruning.
         speculate: its draft model, and how much of the prompt that keeps, are taken into account.
         dtype: of weights and KV; ``"auto"``: the config's.
-        device_memory: bytes that each process may take. None: what is free on this process's device. On a CPU the
-            hosts are taken to share this machine's.
+        device_memory: bytes available to each process. None: what is free on this process's device. On a CPU the
+            hosts are assumed to share this machine's memory.
 
     Raises:
         ValueError: the model is unknown or not supported; neither frames nor tokens were given, or both; or visual
-            tokens are to be left out of a text, or behind more layers than there are.
+            tokens are to be pruned from a text, or after more layers than there are.
     """
     require_types(prefill=(prefill, PrefillConfig), speculate=(speculate, SpeculativeConfig))
     prefill = prefill or PrefillConfig()
     if (num_frames is None) == (tokens is None):
-        raise ValueError("a plan needs the frames of a video or the tokens of a text: give one of them")
+        raise ValueError("give either the frames of a video or the tokens of a text")
     if prefill.reduce is not None and num_frames is None:
-        raise ValueError(f"{prefill.reduce.method} leaves visual tokens out: it needs the frames of a video")
+        raise ValueError(f"{prefill.reduce.method} prunes visual tokens: give the frames of a video")
     counts = {"num_frames": num_frames, "tokens": tokens, "hosts": hosts, "tensor_parallel": tensor_parallel}
     for name, count in counts.items():
         if count is not None and not (type(count) is int and count >= 1):
@@ -159,7 +159,7 @@ def plan(
     of_model = {"itemsize": itemsize, "device": device, "tensor_parallel": tensor_parallel}
 
     def of(count: int) -> Plan:
-        """Plan for so many frames, or tokens of a text."""
+        """Plan for a number of frames, or of tokens of a text."""
         num_tokens, num_visual, start, stop = count, 0, 0, max(count - prefill.query_len, 0)
         chunk = num_encoded = 0
         if num_frames is not None:
@@ -176,7 +176,7 @@ def plan(
                 num_encoded = _COPIES_TO_CHOOSE * ceil(num_visual * share / video.num_patches)
         ratio = 1.0 if prefill.reduce is None or prefill.reduce.leaves_all else prefill.reduce.ratio
         num_left = num_tokens - num_visual + max(1, round(num_visual * ratio)) if num_visual else num_tokens
-        # What is left out between layers is counted with all of them.
+        # Tokens that are pruned between layers are counted in all layers.
         num_read = num_left if reduces_first else num_tokens
         stop -= num_tokens - num_read
         layout = method.plan(hosts, num_read, start, stop, prefill)
@@ -209,20 +209,20 @@ def plan(
 
 
 def parse_resolution(text: str) -> tuple[int, int]:
-    """Return (height, width) of "720x1280", or of "720p", whose sides are as 16 to 9.
+    """Return (height, width) of "720x1280", or of "720p", with an aspect ratio of 16:9.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: the text is neither.
     """
     found = re.fullmatch(r"(\d+)(?:p|x(\d+))", text)
     if not found:
-        raise ValueError(f"{text!r} is no resolution: write HxW, or such as 720p")
+        raise ValueError(f"{text!r} is not a resolution: use HxW, or such as 720p")
     height, width = int(found[1]), found[2]
     return height, 2 * round(height * 8 / 9) if width is None else int(width)
 
 
 class VideoSize(NamedTuple):
-    """The size of a video as a model reads it.
+    """Size of a video as a model reads it.
 
     Attributes:
         num_patches: its temporal patches, each made of a frame, or of several that the model merges.
@@ -250,7 +250,7 @@ def video_size(config: PreTrainedConfig, num_frames: int, height: int, width: in
         ValueError: the model reads no video, or its processor is not there.
     """
     if processor is None:
-        raise ValueError(f"a {config.model_type} model's config alone reads no video: its processor is needed")
+        raise ValueError(f"a video plan needs the processor of the {config.model_type} model, not only its config")
     told = num_frames_told(config.model_type, num_frames, getattr(processor, "temporal_patch_size", 1))
     frames = torch.empty(told, 3, height, width, dtype=torch.uint8, device="meta")
     batch = processor(videos=[frames], do_sample_frames=False, return_tensors="pt")
@@ -268,7 +268,7 @@ def video_size(config: PreTrainedConfig, num_frames: int, height: int, width: in
 
 
 def _draft(settings: SpeculativeConfig | None, dtype: str | torch.dtype) -> Callable[[int, int], int]:
-    """Return what says of a prompt's tokens, and of its visual ones, what a draft model takes beside them."""
+    """Return a function from a prompt's tokens and visual tokens to the draft model's memory."""
     if settings is None or not STRATEGIES[settings.strategy].needs_draft_model:
         return lambda num_tokens, num_visual: 0
     if settings.draft_model is None:
@@ -299,10 +299,10 @@ def _describe(
 
 
 def _itemsize(config: PreTrainedConfig, wanted: str | torch.dtype) -> int:
-    """Return the bytes of a number of the type in which a model's weights would be loaded.
+    """Return the bytes per number of the dtype in which a model's weights would be loaded.
 
     Raises:
-        ValueError: there is no such type.
+        ValueError: the dtype is unknown.
     """
     if wanted not in DTYPE_NAMES and not isinstance(wanted, torch.dtype):
         raise ValueError(f"dtype must be one of {', '.join(DTYPE_NAMES)}, not {wanted!r}")

@@ -1,4 +1,4 @@
-"""Measures the time and the memory of a request, and writes figures and timelines."""
+"""Measures time and memory of a request, and writes metrics and timelines."""
 
 import json
 import os
@@ -25,21 +25,21 @@ from .hosts import HostGroup
 STAGES = ("decode_video", "preprocess", "encode", "exchange", "prefill", "handoff", "draft", "decode")
 # Those that work on one part of a video while another works on the next.
 _SIDE_BY_SIDE = ("decode_video", "preprocess", "encode", "exchange")
-# The one that leaves nothing to be done on a GPU, where something else may be under way meanwhile.
+# The stage that leaves no work on a GPU, which may be busy with something else meanwhile.
 _ON_HOST = ("decode_video",)
 
 
 # When this host came to a place in the code, by the hosts' clock, and what the GPU reaches when it comes to the
-# work queued there; None where the host's own time counts.
+# work queued there; None if CPU time counts.
 _Moment = tuple[float, torch.cuda.Event | None]
 
 
 @dataclass(frozen=True)
 class Span:
-    """Something that took time on one host.
+    """Timed section on one host.
 
     Attributes:
-        name: what it was.
+        name: name of the section.
         track: the row of its host that shows it.
         begin: when it began, in seconds since the epoch; the clocks of several machines must agree.
         seconds: how long it took.
@@ -56,9 +56,9 @@ class Span:
 class StageTimer:
     """Times a request's stages on this host, and its first token; any thread may begin a stage.
 
-    It makes nobody wait for a GPU while the request runs. What a stage does there, on the stream that is current
-    around it, is timed by CUDA events, which are read at the end of the request: the stage lasts from when the GPU
-    could begin with its work until that work is done.
+    It causes no GPU synchronization while the request runs. A stage's work on the current stream is timed by CUDA
+    events, which are read at the end of the request: the stage lasts from when the GPU could begin with its work
+    until that work is done.
 
     Args:
         hosts: the hosts that run the request.
@@ -85,13 +85,13 @@ class StageTimer:
 
     @contextmanager
     def stage(self, name: str, track: str | None = None) -> Iterator[None]:
-        """Time what happens inside as a stage, which may run several times, and beside others in other threads.
+        """Time the body as a stage, which may run several times, and concurrently with others in other threads.
 
         Args:
             name: one of :data:`STAGES`.
             track: the row of the timeline that shows it. None: a row of its own for each of the stages that may
-                run beside one another, and one row for all others. Threads that run the same stage at once have to
-                name different rows.
+                run concurrently, and one row for all others. Threads that run the same stage at once have to name
+                different rows.
         """
         if self._on_stage is not None:
             with self._reporting:
@@ -106,7 +106,7 @@ class StageTimer:
                 self._unread.append((name, track, began, ended))
 
     def progress(self, stage: str, done: int, total: int) -> None:
-        """Tell how far a stage is on this host.
+        """Report a stage's progress on this host.
 
         Args:
             stage: one of :data:`STAGES`, which may be between two of its runs.
@@ -117,17 +117,17 @@ class StageTimer:
                 self._on_progress(stage, done, total)
 
     def mark_prefilled(self) -> None:
-        """End the time to first token, as long as no token is chosen: the KV is there, and handed over."""
+        """End the TTFT, as long as no token is chosen: the KV is there, and handed over."""
         self._prefilled = self._now("handoff")
         self._bytes_of_prefill = self.comm_bytes
 
     @property
     def prefilled_on_gpu(self) -> torch.cuda.Event | None:
-        """What the GPU comes to when the prefill is done; None where no prefill on a GPU was timed."""
+        """The event that the GPU reaches when the prefill is done; None if no prefill on a GPU was timed."""
         return self._prefilled[1]
 
     def mark_first_token(self) -> None:
-        """End the time to first token: this process knows the token, and its caller is about to."""
+        """End the TTFT: this process knows the token, and its caller is about to."""
         self._first_token = self._hosts.clock(), None
 
     def resumed(self) -> "StageTimer":
@@ -155,7 +155,7 @@ class StageTimer:
         return self._hosts.bytes_received - self._bytes_before
 
     def summary(self, num_new_tokens: int = 0) -> dict:
-        """Return the request's figures, equal on every host; collective.
+        """Return the request's metrics, equal on every host; collective.
 
         Times are the slowest host's, in milliseconds; ``comm_bytes``, received from other hosts, and
         ``peak_memory_bytes`` are lists with an entry per process. ``ttft_ms`` ends just before the caller gets the
@@ -229,12 +229,12 @@ class Recorder:
         self._lock = threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what was recorded, for another process, which can read it and add nothing."""
+        """Return the recorded spans for another process, where they are read-only."""
         return {**self.__dict__, "_clock": None, "_lock": None}
 
     @contextmanager
     def span(self, name: str, **details: Any) -> Iterator[dict[str, Any]]:
-        """Record what happens inside, even if it fails; yields the details, to which figures can be added."""
+        """Record the body, even if it fails; yields the details, to which numbers can be added."""
         began = self._clock()
         try:
             yield details
@@ -296,7 +296,7 @@ def write_timeline(path: Path, hosts: Mapping[str, Sequence[Span]]) -> None:
 
 
 def _record_event(device: torch.device) -> torch.cuda.Event:
-    """Return an event that the GPU reaches when it has done what this thread has queued so far."""
+    """Return an event that the GPU reaches after the work that this thread has queued so far."""
     event = torch.cuda.Event(enable_timing=True)
     event.record(torch.cuda.current_stream(device))
     return event
@@ -309,7 +309,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Restart the measurement of peak memory, if the platform can."""
+    """Restart the measurement of peak memory, if the platform supports it."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return
@@ -329,7 +329,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def free_memory_bytes(device: torch.device) -> int:
-    """Return how many bytes can still be allocated on a device: what its allocator keeps for reuse counts, too."""
+    """Return the bytes that can still be allocated on a device, including what its allocator caches."""
     if device.type == "cuda":
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + kept
@@ -337,18 +337,18 @@ def free_memory_bytes(device: torch.device) -> int:
 
 
 def free_host_memory_bytes() -> int:
-    """Return how many bytes the host can still allocate, by its kernel, without swapping."""
+    """Return the bytes that the machine can still allocate without swapping, according to its kernel."""
     free = _kernels_figure("MemAvailable")
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2 if free is None else free
 
 
 def unused_swap_bytes() -> int:
-    """Return how many bytes the host's kernel could swap out."""
+    """Return the bytes that the machine's kernel could swap out."""
     return _kernels_figure("SwapFree") or 0
 
 
 def _kernels_figure(name: str, of: str = "meminfo") -> int | None:
-    """Return a figure of Linux' memory, in bytes; None on other systems."""
+    """Return a value from Linux' memory statistics, in bytes; None on other systems."""
     try:
         with open(f"/proc/{of}") as file:
             for line in file:
@@ -360,7 +360,7 @@ def _kernels_figure(name: str, of: str = "meminfo") -> int | None:
 
 
 def provenance() -> dict:
-    """Return when and with what figures are made: UTC date, versions, and a checkout's commit."""
+    """Return the provenance of a measurement: UTC date, versions, and a checkout's commit."""
     return {"date": datetime.now(timezone.utc).isoformat(timespec="seconds"), **_software()}
 
 
@@ -371,7 +371,7 @@ def device_name(device: torch.device) -> str:
 
 @cache
 def _software() -> dict:
-    """Return the versions of what computes, and the commit of the checkout; None for an installed package."""
+    """Return software versions, and the commit of the checkout; None for an installed package."""
     versions = {
         "apbv": version("apbv"),
         "torch": torch.__version__,
@@ -387,7 +387,7 @@ def _software() -> dict:
 
 
 def append_json_lines(path: Path, records: Iterable[dict]) -> None:
-    """Add records to a file of JSON lines.
+    """Append records to a JSONL file.
 
     Raises:
         ValueError: the file cannot be written.

@@ -1,4 +1,4 @@
-"""Make transformers' video processors importable beside a CPU-only torch.
+"""Make transformers' video processors importable with a CPU-only torch.
 
 The torchvision wheel of the package index is linked against CUDA. Beside a CPU build of torch its
 compiled operators cannot load, its import then fails while registering fake kernels for operators
@@ -6,8 +6,7 @@ that do not exist, and that failure takes ``import transformers.models...process
 video processors need only torchvision's Python transforms (resize, normalise), which run on plain
 torch. Declaring the missing operator schemas first is enough for the import to succeed.
 
-The import itself is watched, whoever imports torchvision and whenever, so that nothing is imported
-that nobody asked for.
+An import hook watches for the import of torchvision, so that it is not imported unless another module does.
 """
 
 import importlib.abc
@@ -19,7 +18,7 @@ _OPERATORS = ("nms", "qnms", *_POOLING, *(f"_{name}_backward" for name in _POOLI
 
 
 def ensure_torchvision_imports() -> None:
-    """Let a later import of torchvision succeed where its own library cannot provide its operators.
+    """Make a later import of torchvision succeed even if its own library cannot provide its operators.
 
     Changes nothing where torchvision is absent, already imported, or built for this torch.
     """
@@ -29,7 +28,7 @@ def ensure_torchvision_imports() -> None:
 
 
 class _TorchvisionFinder(importlib.abc.MetaPathFinder):
-    """A finder of torchvision, which leaves the search to those after it but tries a failed import again."""
+    """Import hook for torchvision, which delegates the search to later finders and retries a failed import."""
 
     def __init__(self):
         # A torch.library.Library withdraws its definitions when it is collected, so it must stay referenced.

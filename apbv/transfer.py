@@ -1,4 +1,4 @@
-"""Moves a few numbers between the host and a GPU without making either wait; hands out a GPU's side streams."""
+"""Asynchronous copies of a few numbers between CPU and GPU, and side streams."""
 
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -9,10 +9,10 @@ from torch import Tensor
 
 @cache
 def side_stream(device: torch.device, purpose: str, priority: int = 0) -> torch.cuda.Stream:
-    """Return the stream that a GPU has for one purpose.
+    """Return a GPU's stream for one purpose.
 
-    PyTorch has 32 of a priority, and hands them out again and again: who took one for every video would soon share
-    it with a graph that is being recorded.
+    PyTorch has a pool of 32 per priority and reuses them: a new stream for every video would soon be the one on
+    which a graph is being captured.
 
     Args:
         priority: -1 comes before 0 where kernels wait for a processor.
@@ -21,9 +21,10 @@ def side_stream(device: torch.device, purpose: str, priority: int = 0) -> torch.
 
 
 def to_device(values: Tensor | Sequence, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """Copy numbers of the host to a device; a GPU gets them behind the work that it already has to do.
+    """Copy numbers from the CPU to a device; on a GPU the copy is queued after earlier work.
 
-    A tensor that lies on the device is returned as it is. Without pinned memory a copy could wait for the GPU.
+    A tensor that is already on the device is returned as it is. Without pinned memory a copy could wait for the
+    GPU.
 
     Args:
         dtype: of the result; None: that of the tensor, or what torch makes of the values.
@@ -35,15 +36,15 @@ def to_device(values: Tensor | Sequence, device: torch.device, dtype: torch.dtyp
 
 
 def fill(tensor: Tensor, values: Tensor | Sequence) -> None:
-    """Overwrite a tensor where it lies by numbers of the host, without a wait, as :func:`to_device` does."""
+    """Overwrite a tensor in place with CPU numbers, without synchronization, as :func:`to_device` does."""
     values = torch.as_tensor(values, dtype=tensor.dtype)
     tensor.copy_(values.pin_memory() if tensor.is_cuda and not values.is_cuda else values, non_blocking=True)
 
 
 def fetch(numbers: Tensor, wait: Callable[[torch.cuda.Event], None] | None = None) -> Callable[[], list]:
-    """Start to copy numbers to the host; the returned function waits for that copy alone, and returns a list.
+    """Start a copy of numbers to the CPU; the returned function waits for that copy only and returns a list.
 
-    What a GPU is given to do in between goes on while the caller already reads the numbers.
+    GPU work queued in between continues while the caller already reads the numbers.
 
     Args:
         wait: waits until a GPU has come to an event, such as :meth:`apbv.HostGroup.wait_for_device`.

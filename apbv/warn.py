@@ -24,7 +24,7 @@ def _is_ours(module: str) -> bool:
 
 
 def report_error(text: str) -> None:
-    """Say on stderr why this process ends; under torchrun once per machine, and by its last lines, too."""
+    """Print the reason why this process exits; under torchrun once per machine, and in torchrun's summary, too."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path is not None:
         with suppress(OSError), open(path, "w", encoding="utf-8") as file:

@@ -1,18 +1,19 @@
-"""Compare ways to read a video: right answers on held-out clips, visual tokens kept, and time to first token.
+"""Compare prefill methods and visual-token pruning on videos: accuracy on held-out clips, retained tokens, and
+TTFT.
 
     python benchmarks/accuracy.py --preset methods --json accuracy.jsonl
     python benchmarks/accuracy.py --preset systems --clips 150 --json systems.jsonl --plot systems.png
     torchrun --nproc-per-node 4 benchmarks/accuracy.py --preset importance --clips 20
     python benchmarks/accuracy.py --table accuracy.jsonl
 
-The tasks have the form of VNBench: retrieval, ordering and counting of needles that are edited into a running
-scene or inserted as shots of their own. Clips are real H.264 files. All ways answer every question in turn, so
-that a drift of the machine's speed affects all alike. What one host computes runs on one; the rest on simulated
-hosts (support.simulated), or those that torchrun has started, with the same answers. With --json every clip is
-written as soon as it is done, and what the file has already is not measured again.
+Tasks follow VNBench: retrieval, ordering and counting of needles that are edited into a scene or inserted as
+separate shots. Clips are real H.264 files. Methods are interleaved on every question, so that drift in the
+machine's speed affects all equally. Single-host methods run on one host; the others on simulated hosts
+(support.simulated) or those of torchrun, with the same answers. With --json every clip is written as soon as it is
+done, and clips that the file already has are skipped.
 
-On one host, a reducer's ranking is compared with as many tokens drawn at random behind the same layers ("fastv,
-random, 0.5"), and with the needles' tokens and others at random ("fastv, needles kept, 0.5").
+On one host, a reducer's ranking is compared with random selection of as many tokens after the same layers ("fastv,
+random, 0.5"), and with the needles' tokens plus random others ("fastv, needles kept, 0.5").
 """
 
 import argparse
@@ -41,7 +42,7 @@ from support.summaries import percent_cell, sum_counts
 
 
 def _key(record: dict) -> str:
-    """Return what tells a measurement from others; its label may change."""
+    """Return the identity of a measurement; its label may change."""
     names = ("grid", "shots", "split", "seed", "hosts", "settings", "tasks")
     values = [list(record["right"]) if name == "tasks" else record[name] for name in names]
     return json.dumps(values, sort_keys=True)
@@ -122,11 +123,11 @@ def show(options: argparse.Namespace, records: list[dict]) -> None:
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--preset", choices=PRESETS, default="methods")
-    parser.add_argument("--model", default="demo", help="demo, or a folder with such a checkpoint")
-    parser.add_argument("--hosts", type=COUNT, nargs="+", default=[8], help="simulated; not under torchrun")
-    parser.add_argument("--labels", nargs="+", help="only these ways")
+    parser.add_argument("--model", default="demo", help="demo, or a directory with such a checkpoint")
+    parser.add_argument("--hosts", type=COUNT, nargs="+", default=[8], help="simulated hosts (default 8)")
+    parser.add_argument("--labels", nargs="+", help="only these rows (default: all of the preset)")
     parser.add_argument("--tasks", nargs="+", default=EXACT_TASKS, choices=clips.TASKS)
-    parser.add_argument("--shots", type=COUNT, nargs="+", default=[256], help="lengths of the clips")
+    parser.add_argument("--shots", type=COUNT, nargs="+", default=[256], help="shots per clip (default 256)")
     add_shared(parser, "grid", "split", "folder", "json", "plot", "table", clips=20)
     return parser.parse_args(arguments)
 

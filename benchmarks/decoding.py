@@ -1,14 +1,14 @@
-"""Measure one decoding step over long KV with apbv's attention and cache, beside transformers' own.
+"""Measure one decoding step over a long KV cache with apbv's attention and cache, and with transformers' own.
 
     python benchmarks/decoding.py --tokens 2048 32768 --dtype bfloat16 --json decoding.jsonl
     python benchmarks/decoding.py --model qwen2.5-vl-7b --tokens 131072  # on a GPU
     python benchmarks/decoding.py --model demo --tokens 272 --batch 1 4 16
 
 A step is a forward pass over 1 token, as in autoregressive decoding, or over several, as in verification, which
-are then taken back. The KV is random. Every round runs all ways in turn. The logits of every way are compared
+are then rolled back. The KV is random. Every round interleaves all variants. Each variant's logits are compared
 with transformers', first and last: a wrong one gets an error instead of a speed, and the exit status is 1. On a
-GPU apbv's steps are CUDA graphs, and those without stand beside them. ``--batch`` decodes several answers
-instead, in one batch and one after the other.
+GPU apbv's steps are CUDA graphs, and eager steps are also reported. ``--batch`` decodes several answers instead,
+in one batch and sequentially.
 """
 
 import argparse
@@ -47,7 +47,7 @@ TOLERANCE = {"float32": 1e-4, "bfloat16": 0.1, "float16": 0.02}
 
 
 def load(options: argparse.Namespace, device: torch.device) -> ModelParts:
-    """Build the model, with random weights, or load the packaged one."""
+    """Build the model, with random weights, or load the bundled one."""
     dtype = getattr(torch, options.dtype)
     if options.model == "demo":
         model, _ = load_model(demo.model_path(), dtype, HostGroup.single(device))
@@ -93,7 +93,7 @@ def steps(options: argparse.Namespace, device: torch.device) -> Iterator[dict]:
 
 
 def record_of(options: argparse.Namespace, baseline: Way, way: Way, device: torch.device) -> dict:
-    """Return what every record says, without a speed if the way is wrong."""
+    """Return the fields of every record, without a speed if the result is wrong."""
     ms, right = statistics.median(way.ms), way.error <= TOLERANCE[options.dtype]  # False for NaN
     return {
         "way": way.name,
@@ -118,9 +118,9 @@ BATCH_COLUMNS |= {"tokens/s": "{tokens_per_s:.0f}", **_SPEED}
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=["demo", *sorted(CONFIGS)], default="llama-small")
-    parser.add_argument("--tokens", type=COUNT, nargs="+", default=[2048, 32768], help="KV that is there already")
-    parser.add_argument("--new-tokens", type=COUNT, nargs="+", default=[1, 6], help="in one pass")
-    parser.add_argument("--batch", type=COUNT, nargs="+", metavar="N", help="decode so many answers at a time")
+    parser.add_argument("--tokens", type=COUNT, nargs="+", default=[2048, 32768], help="context lengths")
+    parser.add_argument("--new-tokens", type=COUNT, nargs="+", default=[1, 6], help="tokens per forward pass")
+    parser.add_argument("--batch", type=COUNT, nargs="+", metavar="N", help="batch sizes (default: no batching)")
     parser.add_argument("--answer-tokens", type=COUNT, default=32, help="tokens of each answer, with --batch")
     add_shared(parser, "json", dtype="float32", rounds=20, warmup=3)
     return parser.parse_args(arguments)

@@ -1,12 +1,12 @@
-"""Show which visual tokens each choice lets a draft see, and how often the draft alone is right on them.
+"""Show which visual tokens each keep policy gives the draft, and the draft's accuracy on them.
 
     python benchmarks/draft_views.py --clips 40 --json views.jsonl
     python benchmarks/draft_views.py --keep full attention random --keep-ratio 0.1 0.5
 
 After HIPPO's Figure 3 (the draft's accuracy on all tokens, the most attended and random ones) and ParallelVLM's
-Figure 4 (how many of the kept tokens lie in the first and last 4 % of the video). The demo model's needles say
-besides how many of what is asked about is left to see. The demo's draft was trained to describe clips as the
-target does; so its accuracy is the share of the target's description that it predicts, token by token.
+Figure 4 (how many of the kept tokens are in the first and last 4 % of the video). The demo model's needles also
+show how much of the question's subject is retained. The demo's draft was trained to describe clips as the target
+does; its accuracy is therefore the share of the target's description that it predicts, token by token.
 """
 
 import argparse
@@ -111,7 +111,7 @@ COLUMNS = {
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--keep", nargs="+", choices=KEEP_POLICIES, default=list(KEEP_POLICIES))
-    parser.add_argument("--keep-ratio", type=float, nargs="+", default=[0.1], help="of visual tokens (0.1)")
+    parser.add_argument("--keep-ratio", type=float, nargs="+", default=[0.1], help="share of visual tokens (0.1)")
     add_clip_options(parser, 20, 64)
     add_shared(parser, "json")
     options = parser.parse_args(arguments)

@@ -1,9 +1,9 @@
-"""Measure how KV gets from the hosts that prefilled it to another process, over TCP.
+"""Measure KV transfer over TCP from the hosts that prefilled to another process.
 
     torchrun --nproc-per-node 2 benchmarks/kv_transfer.py --tokens 8192
 
-The KV is made up, of the shapes of a real model. The consumer is a process of its own without the
-engine, which copies every layer to memory of its own as it comes. In an extra first round it compares digests.
+The KV is synthetic, with the shapes of a real model. The consumer is a separate process without the engine, which
+copies every layer to its own memory as it arrives. In an extra first round it compares digests.
 """
 
 import argparse
@@ -34,7 +34,7 @@ SHAPES = {"qwen2.5-vl-3b": (36, 2), "qwen2.5-vl-7b": (28, 4)}  # decoder layers 
 
 
 def made_up_prefill(hosts: HostGroup, num_layers: int, num_kv_heads: int, num_tokens: int) -> PrefillResult:
-    """Return what a prefill on these hosts would leave, with random KV that is spread as APB-V spreads it."""
+    """Return the result of a prefill on these hosts, with random KV sharded as by APB-V."""
     lengths = {"num_tokens": num_tokens, "context_start": 0, "query_start": num_tokens - QUESTION_LEN}
     layout = plan_layout(num_hosts=hosts.size, anchor_len=None, passing_len=None, zigzag=True, **lengths)
     num_rows = sum(map(len, layout.cache_spans(hosts.rank)))
@@ -127,7 +127,7 @@ COLUMNS = {
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=COUNT, default=8192, help="512 at least")
+    parser.add_argument("--tokens", type=COUNT, default=8192, help="prompt tokens, at least 512 (default 8192)")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     add_shared(parser, "json", rounds=5)
     return parser.parse_args(arguments)

@@ -1,12 +1,11 @@
-"""Measure accuracy on LongVideoBench: multiple choice about videos whose subtitles stand between their frames.
+"""Measure accuracy on LongVideoBench: multiple choice about videos with subtitles interleaved between frames.
 
     python benchmarks/longvideobench.py --model Qwen/Qwen2.5-VL-7B-Instruct --data LongVideoBench --frames 64
     torchrun --nproc-per-node 8 benchmarks/longvideobench.py --model ... --data LongVideoBench --subtitles none
 
-DIR is the official data set (Wu et al., *LongVideoBench*): lvb_val.json, and the folders videos and subtitles.
-As the official loader does, frames are images with the subtitles between them by their times; with
-``--subtitles none`` a prompt has the video alone. An answer that names no option counts as a random one, which the
-question's name draws.
+DIR is the official data set (Wu et al., *LongVideoBench*): lvb_val.json, and the folders videos and subtitles. As
+in the official loader, frames are images with the subtitles between them by time; with ``--subtitles none`` a
+prompt has only the video. Answers without a letter get a random option, seeded by the question's name.
 """
 
 import argparse

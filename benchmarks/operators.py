@@ -1,16 +1,16 @@
-"""Measure the speed of apbv.kernels' operators with every back end, beside the ceilings of the device.
+"""Measure the speed of apbv.kernels' operators with every backend, relative to the device's ceilings.
 
     python benchmarks/operators.py --preset h200 --json operators.jsonl
     python benchmarks/operators.py --ops segmented_attention --tokens 32768 --backends torch cudnn triton
 
 Every result is compared with fp64 first: a wrong one gets an error instead of a speed, and the exit status is 1.
-Every round runs all back ends in turn, so that a drift of the device's speed affects all alike. On a GPU the time
-is that between two events behind work queued before them, so that it excludes launching. Operands rotate, so that
-they come from memory and not from a cache. The ceilings, a large copy and a large matrix product in the same
-dtype, are measured in the same run; the share of the ceiling is the share of the lower one.
+Every round interleaves all backends, so that drift in the device's speed affects all equally. On a GPU the time is
+that between two events after queued work, so that it excludes launch overhead. Operands rotate, so that they come
+from memory and not from a cache. The ceilings, a large copy and a large matrix product in the same dtype, are
+measured in the same run; the share of the ceiling is the share of the lower one.
 
-Over several segments, back ends other than Triton join the segments or merge partial results. That is part of
-their time; the time of their attention kernels alone is given beside it.
+Over several segments, backends other than Triton join the segments or merge partial results. Their time includes
+this; the time of their attention kernels alone is also reported.
 """
 
 import argparse
@@ -102,10 +102,10 @@ COLUMNS = {
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--preset", choices=sorted(PRESETS), help="default: h200 on a GPU, cpu otherwise")
+    parser.add_argument("--preset", choices=sorted(PRESETS), help="sizes (default: h200 on a GPU, else cpu)")
     parser.add_argument("--ops", nargs="+", choices=OPERATORS, default=OPERATORS, metavar="OP")
     parser.add_argument("--backends", nargs="+", choices=TIMED, default=TIMED, metavar="NAME")
-    parser.add_argument("--tokens", type=int, nargs="+", help="context lengths, instead of the preset's")
+    parser.add_argument("--tokens", type=int, nargs="+", help="context lengths (default: the preset's)")
     parser.add_argument("--seed", type=int, default=0)
     add_shared(parser, "dtype", "json", rounds=10, warmup=2)
     options = parser.parse_args(arguments)

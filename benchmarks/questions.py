@@ -1,4 +1,4 @@
-"""Ask a model the questions of a file, by any way to prefill and decode, and score its answers.
+"""Ask a model the questions of a JSONL file, with any prefill and decoding options, and score its answers.
 
     python benchmarks/questions.py --questions clips/questions.jsonl --model demo
     torchrun --nproc-per-node 2 benchmarks/questions.py --questions questions.jsonl --model demo --method star
@@ -9,8 +9,8 @@ Every line of the file is a JSON object, whose files' names are relative to it:
     {"video": "clip.mp4", "question": "Which letter is shown?", "options": ["J", "P", "X"], "answer": "P"}
 
 "video", "image" and "audio" name a file, or are lists of them. Without "options" the answer is compared with the
-text, but for case and punctuation; with them "answer" is an option's text, letter, or number from 0. "id" is a
-name for the question, and "category", or an object "groups", says to which kinds it belongs.
+text, ignoring case and punctuation; with them "answer" is an option's text, letter, or number from 0. "id" names
+the question, and "category", or an object "groups", assigns it to groups.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Write a clip of the demo's kind, and print what can be asked about it; or clips with a file of questions.
+"""Render a clip like the demo's and print its questions; or render clips with a file of questions.
 
     python benchmarks/render.py --seed 7
     python launch/infer.py --model demo --video clip-7.mp4 --prompt "name the letters in order"
@@ -42,7 +42,7 @@ def records(options: argparse.Namespace, folder: Path) -> Iterator[dict]:
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """Read and check the options, which ends the process where one is wrong."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seed", type=int, default=0, help="number of the clip, or of the first")
+    parser.add_argument("--seed", type=int, default=0, help="number of the (first) clip (default 0)")
     parser.add_argument("--needles", nargs="+", choices=clips.NEEDLES, default=clips.NEEDLES)
     parser.add_argument("--questions", type=COUNT, metavar="N", help="write clips, and N questions about them")
     where = "file to write (default clip-SEED.mp4), or with --questions the folder (clips)"

@@ -1,11 +1,11 @@
-"""Measure further questions about the same clip, by what is kept of the first: time to first token, exact match.
+"""Measure follow-up questions about a clip with prefix and embedding caches: TTFT and exact match.
 
     python benchmarks/reuse.py --hosts 1 4 --shots 256 --clips 40 --json reuse.jsonl
     torchrun --nproc-per-node 2 benchmarks/reuse.py --shots 1024 --clips 4 --passing-len 16
 
-Every clip is asked several questions, by engines that keep nothing, embeddings ("exact"), or KV ("kv"); the first
-question, after which the KV is kept, differs from clip to clip, and is not scored. Clips are held-out ones,
-as real H.264 files. Without torchrun the hosts are simulated (support.simulated).
+Every clip is asked several questions, by engines that cache nothing, embeddings ("exact"), or KV ("kv"); the first
+question, which fills the cache, differs from clip to clip and is not scored. Clips are held-out, as real H.264
+files. Without torchrun the hosts are simulated (support.simulated).
 """
 
 import argparse
@@ -45,7 +45,7 @@ def ask(engine: Engine, exam: Exam, num_clips: int) -> list[dict]:
 
 
 def measure(options: argparse.Namespace, hosts: HostGroup) -> Iterator[dict]:
-    """Yield a record for every number of hosts and way; speed-ups are over the engine that keeps nothing."""
+    """Yield a record for every number of hosts and way; speedups are over the engine that keeps nothing."""
     engine, exam, config = load_demo(hosts=hosts), Exam.of(options), prefill_config(options)
     for number in [hosts.size] if hosts.size > 1 else options.hosts:
         baseline = None
@@ -95,7 +95,7 @@ COLUMNS = {
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--hosts", type=COUNT, nargs="+", default=[1, 4], help="simulated; not under torchrun")
+    parser.add_argument("--hosts", type=COUNT, nargs="+", default=[1, 4], help="simulated hosts (default 1 4)")
     add_prefill_settings(parser, "method", "anchor_len", "passing_len")
     add_clip_options(parser, 40, 256)
     add_shared(parser, "json")

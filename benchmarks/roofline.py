@@ -1,13 +1,13 @@
-"""Predict the time of operators, and of a whole prefill, on GPUs, by what is computed and moved. Nothing runs.
+"""Predict GPU times of operators and of a whole prefill with a roofline model. Nothing runs.
 
     python benchmarks/roofline.py
     python benchmarks/roofline.py --tokens 32768 --hosts 4 --gpus H100 H200
     python benchmarks/roofline.py --prefill qwen2.5-vl-7b --gpus H200
 
-Operators are those of operators.py in bf16, with the heads of Qwen2.5-VL-7B, at the peaks of data sheets (of the
-fastest GPU with the name), which no kernel reaches: a measured time is longer. A prefill is that of a text, by
-``full`` on one GPU and by the others on all hosts, at the shares of the peaks that kernels are supposed to reach.
-``APBV_BACKEND=torch`` takes no fused kernels for what is neither attention nor a matrix product.
+Operators are those of operators.py in bf16, with the heads of Qwen2.5-VL-7B, at data-sheet peaks (of the fastest
+GPU of that name). No kernel reaches them, so measured times are longer. The prefill is of a text prompt, with
+``full`` on one GPU and the other methods on all hosts, at assumed shares of the peaks. ``APBV_BACKEND=torch``
+assumes no fused kernels outside attention and matrix products.
 """
 
 import argparse
@@ -105,10 +105,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=COUNT, default=usual.tokens)
     parser.add_argument("--hosts", type=COUNT, default=usual.hosts)
     parser.add_argument("--gpus", nargs="+", default=list(PEAKS), choices=PEAKS)
-    parser.add_argument("--prefill", metavar="MODEL", help=f"a whole prefill of {', '.join(CONFIGS)}, a folder, …")
+    parser.add_argument("--prefill", metavar="MODEL", help=f"a prefill of {', '.join(CONFIGS)}, a directory, …")
     options = parser.parse_args(arguments)
     if options.tokens < 64 * options.hosts:
-        parser.error("--tokens must be at least 64 for each host, so that there is something in every block")
+        parser.error("--tokens must be at least 64 per host, so that no block is empty")
     return options
 
 

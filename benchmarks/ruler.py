@@ -1,4 +1,4 @@
-"""Score a text model on RULER's synthetic tasks, by every method on the same samples.
+"""Score a text model on RULER's synthetic tasks, with every method on the same samples.
 
     python benchmarks/ruler.py --model Qwen/Qwen2.5-Coder-0.5B-Instruct --tasks vt --tokens 2048 --hosts 2 4 8
     torchrun --nproc-per-node 8 benchmarks/ruler.py --model Qwen/Qwen3-8B --tokens 131072 --rows full apbv
@@ -6,11 +6,11 @@
 
 The eleven tasks of RULER (Hsieh et al.) are needles in a haystack (single_1 to _3, multikey_1 to _3, multivalue,
 multiquery), variable tracking (vt), common words (cwe) and frequent words (fwe). As in RULER the answer's
-beginning is given, and what is scored is the share of the expected strings that the answer contains. The texts are
-drawn here. Rows are also compared by the distributions of a right answer's tokens behind their KV: by the mean KL
-divergence from those of ``full``, which tells rows apart by far fewer samples. Hosts are simulated
-(support.simulated), or those that torchrun has started. With --json every sample is written as soon as it is done,
-and what the file has already is not measured again.
+beginning is given, and the score is the share of expected strings that the answer contains. The texts are
+generated here. Rows are also compared by the token distributions of a right answer given their KV: the mean KL
+divergence from ``full``, which separates rows with far fewer samples. Hosts are simulated (support.simulated), or
+those of torchrun. With --json every sample is written as soon as it is done, and samples that the file already has
+are skipped.
 """
 
 import argparse
@@ -45,7 +45,7 @@ from support.summaries import mean_cell, percent_cell
 
 
 def rows_of(num_tokens: int) -> dict[str, PrefillConfig]:
-    """Return the ways to prefill so many tokens, by label; what a label does not name has its default."""
+    """Return the rows for a context length by label; settings that a label does not name have their defaults."""
     short = {"anchor_len": -(-num_tokens // 64), "passing_len": -(-num_tokens // 128)}
     authors = {"importance": "dot", "anchor_query": True}
     of_apbv = {
@@ -187,11 +187,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="demo", help="demo, a directory, or a hub id")
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=TASKS, metavar="TASK")
-    parser.add_argument("--tokens", type=COUNT, nargs="+", default=[2048], help="lengths of the context")
+    parser.add_argument("--tokens", type=COUNT, nargs="+", default=[2048], help="context lengths (default 2048)")
     parser.add_argument("--samples", type=COUNT, default=20)
-    parser.add_argument("--hosts", type=COUNT, nargs="+", default=[4], help="simulated; not under torchrun")
+    parser.add_argument("--hosts", type=COUNT, nargs="+", default=[4], help="simulated hosts (default 4)")
     parser.add_argument(
-        "--rows", nargs="+", default=list(rows_of(1)), choices=rows_of(1), metavar="ROW", help="all"
+        "--rows", nargs="+", default=list(rows_of(1)), choices=rows_of(1), metavar="ROW", help="default: all"
     )
     add_shared(parser, "dtype", "json", "table")
     return parser.parse_args(arguments)

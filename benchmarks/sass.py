@@ -1,11 +1,11 @@
-"""Compile every Triton kernel for GPUs that need not be here, and list what it became.
+"""Cross-compile every Triton kernel for GPUs, present or not, and list its instructions.
 
     python benchmarks/sass.py
     python benchmarks/sass.py --calls prefill "one token" --capabilities 9.0 10.0 --json sass.jsonl
 
-The compilers come with Triton. The operators are called at usual sizes with heads of 128 numbers in bf16; nothing
-is computed. Of the inner loops those are listed that use tensor cores, or where none does, those that read memory:
-the line at which one begins, and a thread's instructions in one round, which is one tile.
+The compilers come with Triton. The operators are called at typical sizes with head_dim 128 in bf16; nothing is
+computed. Listed are the inner loops that use tensor cores or, if none does, those that read memory: the line at
+which each begins, and a thread's instructions per iteration, which is one tile.
 """
 
 import argparse
@@ -26,7 +26,7 @@ CAPABILITIES = {"8.0": 80, "8.9": 89, "9.0": 90, "10.0": 100}
 
 
 def obstacle() -> str | None:
-    """Return what keeps Triton from compiling for NVIDIA's GPUs; None: nothing."""
+    """Return why Triton cannot compile for NVIDIA's GPUs; None if it can."""
     try:
         from triton import knobs
 
@@ -96,7 +96,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     choices = {"choices": CAPABILITIES, "default": tuple(CAPABILITIES), "help": "compute capabilities"}
     parser.add_argument("--capabilities", nargs="+", metavar="X.Y", **choices)
-    parser.add_argument("--calls", nargs="+", metavar="NAME", help='such as "one token" (default: all)')
+    parser.add_argument("--calls", nargs="+", metavar="NAME", help='calls, such as "one token" (default: all)')
     add_shared(parser, "json")
     return parser.parse_args(arguments)
 

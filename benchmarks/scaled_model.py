@@ -1,8 +1,8 @@
-"""Make a slower model that computes the same, so that target and draft differ in cost as real pairs do.
+"""Make a slower model with the same outputs, so that target and draft differ in cost as real pairs do.
 
     python benchmarks/scaled_model.py --times 6 --out DIR
 
-Of each decoder layer there are `--times`, of which all but one add nothing (support/scaled_model.py).
+Each decoder layer is repeated `--times` times; all copies except one add nothing (support/scaled_model.py).
 """
 
 import argparse
@@ -21,9 +21,9 @@ from support.scaled_model import scale_model
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", type=Path, default=model_path(), help="checkpoint folder (default: the target)")
-    parser.add_argument("--times", type=int, required=True, help="decoder layers for each one there is")
-    parser.add_argument("--out", type=Path, required=True, help="folder to write")
+    parser.add_argument("--model", type=Path, default=model_path(), help="checkpoint (default: the target)")
+    parser.add_argument("--times", type=int, required=True, help="decoder layers per original layer")
+    parser.add_argument("--out", type=Path, required=True, help="output directory")
     return parser.parse_args(arguments)
 
 

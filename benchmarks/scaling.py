@@ -1,4 +1,4 @@
-"""Study more hosts than there are, by simulated hosts and by a cost model of arithmetic, bytes and memory.
+"""Estimate scaling to more hosts than available, with simulated hosts or a cost model of FLOPs, bytes and memory.
 
     python benchmarks/scaling.py plan --model qwen2.5-vl-3b --frames 64 --resolution 1440p --explain
     python benchmarks/scaling.py plan --tokens 32768 131072 1048576 --hosts 2 8 64
@@ -6,7 +6,7 @@
 
 plan      evaluates the cost model for any Hugging Face config and any number of tokens and hosts.
 simulate  computes every host's share, one after the other (support.simulated), several times, and compares the
-          speed-up over full attention at each host's mean pace with the cost model's ratio of arithmetic.
+          speedup over full attention at each host's mean pace with the cost model's ratio of FLOPs.
 """
 
 import argparse
@@ -157,30 +157,30 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="kind", required=True)
     shared = argparse.ArgumentParser(add_help=False)
-    shared.add_argument("--query-len", type=COUNT, default=32, help="tokens of the question")
+    shared.add_argument("--query-len", type=COUNT, default=32, help="question tokens (default 32)")
     shared.add_argument("--hosts", type=COUNT, nargs="+", default=[8])
     add_prefill_settings(shared, "anchor_len", "passing_len")
     shared.set_defaults(method="apbv")
     add_shared(shared, "json")
 
-    command = commands.add_parser("plan", parents=[shared], help="the cost model")
-    command.add_argument("--model", default="qwen2.5-vl-3b", help=f"{', '.join(CONFIGS)}, a folder or a hub id")
-    command.add_argument("--tokens", type=COUNT, nargs="+", help="lengths of a text prompt")
-    command.add_argument("--frames", type=COUNT, default=64, help="of a video prompt, where no --tokens are given")
+    command = commands.add_parser("plan", parents=[shared], help="predict with the cost model")
+    command.add_argument("--model", default="qwen2.5-vl-3b", help=f"{', '.join(CONFIGS)}, a directory or a hub id")
+    command.add_argument("--tokens", type=COUNT, nargs="+", help="text prompt lengths")
+    command.add_argument("--frames", type=COUNT, default=64, help="video frames, without --tokens (default 64)")
     command.add_argument("--resolution", default="720p", help="HxW, or such as 720p")
     command.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
-    add_settings(command.add_argument_group("fewer visual tokens"), REDUCE)
-    help_ = "the share of attention within blocks that sparse attention computes, as measured (default 1)"
+    add_settings(command.add_argument_group("visual-token pruning"), REDUCE)
+    help_ = "measured density of sparse attention within blocks (default 1)"
     command.add_argument("--density", type=float, default=1.0, help=help_)
-    command.add_argument("--explain", action="store_true", help="the parts of the busiest host's work")
+    command.add_argument("--explain", action="store_true", help="break down the busiest host's work")
 
-    command = commands.add_parser("simulate", parents=[shared], help="simulated hosts")
-    command.add_argument("--model", default="llama-small", help="text models only")
+    command = commands.add_parser("simulate", parents=[shared], help="measure with simulated hosts")
+    command.add_argument("--model", default="llama-small", help="a text model (default llama-small)")
     command.add_argument("--tokens", type=COUNT, nargs="+", default=[32768])
     command.add_argument("--methods", nargs="+", choices=METHODS[1:], default=["apbv"])
-    command.add_argument("--bandwidth", type=float, default=200e9, help="bytes per second (default NVLink's)")
+    command.add_argument("--bandwidth", type=float, default=200e9, help="bytes per second (default: NVLink's)")
     command.add_argument("--latency", type=float, default=10e-6)
-    command.add_argument("--full-rounds", type=COUNT, default=1, help="of full attention, which takes long")
+    command.add_argument("--full-rounds", type=COUNT, default=1, help="rounds of full attention (slow)")
     add_shared(command, "dtype", rounds=3)
     return parser.parse_args(arguments)
 

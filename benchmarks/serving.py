@@ -1,13 +1,13 @@
-"""Measure the server under load beside the engine without it: answers per second, times to and between tokens.
+"""Measure the server under load and the engine alone: requests/s, TTFT and ITL.
 
     torchrun --nproc-per-node 2 benchmarks/serving.py --requests 64 --concurrency 1 4 16 --json serving.jsonl
     torchrun --nproc-per-node 2 benchmarks/serving.py --max-running 1 all --concurrency 16 --ignore-eos
     python benchmarks/serving.py --model Qwen/Qwen2.5-VL-7B-Instruct --video clip.mp4 --frames 256  # on a GPU
 
-Every client asks the same question about the same video, over and over, and streams the answer; the first token's
-time is the client's, so it includes the queue. The engine alone answers the same question one time after another.
-Answers that differ from the engine's are an error. With ``--max-running 1 all`` a server that decodes one answer
-at a time and one that decodes them together take turns, ``--rounds`` times.
+Every client repeats the same question about the same video and streams the answer; TTFT is the client's, so it
+includes queueing. The engine alone answers the same question sequentially. Answers that differ from the engine's
+are an error. With ``--max-running 1 all`` a server without batched decoding and one with it alternate,
+``--rounds`` times.
 """
 
 import argparse
@@ -85,23 +85,23 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="demo", help='"demo" (default), a directory, or a hub id')
     parser.add_argument(
-        "--video", default=str(demo.video_path()), metavar="FILE", help="default: the packaged clip"
+        "--video", default=str(demo.video_path()), metavar="FILE", help="default: the bundled clip"
     )
     parser.add_argument("--prompt", default="name the letters in order")
     parser.add_argument("--frames", type=COUNT, default=128)
     parser.add_argument("--max-new-tokens", type=COUNT, default=32)
-    parser.add_argument("--requests", type=COUNT, default=64, help="for each figure")
-    parser.add_argument("--concurrency", type=COUNT, nargs="+", default=[1, 4, 16], help="clients at a time")
-    parser.add_argument("--ignore-eos", action="store_true", help="every answer has --max-new-tokens tokens")
+    parser.add_argument("--requests", type=COUNT, default=64, help="requests per measurement (default 64)")
+    parser.add_argument("--concurrency", type=COUNT, nargs="+", default=[1, 4, 16], help="concurrent clients")
+    parser.add_argument("--ignore-eos", action="store_true", help="always generate --max-new-tokens tokens")
     parser.add_argument(
         "--max-running",
         type=lambda text: None if text == "all" else COUNT(text),
         nargs="+",
         default=[None],
         metavar="N|all",
-        help="how many answers a server decodes at once; of several, each has a server (default: all)",
+        help="decoding batch limits, each measured on its own server (default: all)",
     )
-    parser.add_argument("--timeout", type=float, default=300.0, help="seconds to wait for another host")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds to wait for a host (default 300)")
     add_shared(parser, "json", dtype="float32", rounds=1)
     return parser.parse_args(arguments)
 

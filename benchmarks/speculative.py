@@ -1,4 +1,4 @@
-"""Compare speculative with autoregressive decoding on the same questions, side by side in one run.
+"""Compare speculative with autoregressive decoding on the same questions in one run.
 
     python benchmarks/speculative.py --scale 6
     python benchmarks/speculative.py --strategies specvlm hippo --keep-ratio 0.1 0.3 --num-draft-tokens 3 5 auto
@@ -9,12 +9,13 @@
 Each line of such a file is an object with a "prompt", the path of a "video" or of a "context" (a long text, of
 which "characters" are read), relative to the file, and the "task" by which answers are summed up.
 
-The demo model is asked about clips of its test split; --scale repeats the target's layers without changing what it
-says (as scaled_model.py does), so that target and draft differ in cost as real pairs do. All ways answer every
-question in turn. Answers are greedy, and each is compared with the autoregressive one, which uses the same
-attention: a way whose answer differs anywhere is reported without a speed. With --draft-host the last host drafts
-beside the others in some ways, and takes no part in the rest; on a single host a thread does. A preset is one of
-the papers' tables (support/draft_presets.py), at the first of --keep-ratio; "std1" keeps its own number of tokens.
+The demo model is asked about clips of its test split; --scale repeats the target's layers without changing its
+output (as scaled_model.py does), so that target and draft differ in cost as real pairs do. All variants are
+interleaved on every question. Answers are greedy, and each is compared with the autoregressive one, which uses the
+same attention: a variant whose answer differs anywhere is reported without a speed. With --draft-host the last
+host drafts in parallel in some variants and idles in the others; on a single host a thread drafts. A preset is one
+of the papers' tables (support/draft_presets.py), at the first of --keep-ratio; "std1" keeps its own number of
+tokens.
 """
 
 import argparse
@@ -125,23 +126,23 @@ COLUMNS = {
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="demo", help="demo, a folder or a hub id")
-    parser.add_argument("--draft-model", help="likewise (demo: the packaged one)")
-    parser.add_argument("--scale", type=COUNT, default=1, help="repeat the target's layers so often (Qwen2.5-VL)")
+    parser.add_argument("--model", default="demo", help="demo, a directory or a hub id")
+    parser.add_argument("--draft-model", help="demo, a directory or a hub id (demo: the bundled draft)")
+    parser.add_argument("--scale", type=COUNT, default=1, help="copies of each target layer (Qwen2.5-VL)")
     add_prefill_settings(parser, "method", "kv")
     parser.add_argument("--preset", choices=PRESETS, help="a paper's table, instead of --strategies")
-    parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, help="default: all that fit")
+    parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, help="default: all applicable")
     parser.add_argument("--num-draft-tokens", type=draft_tokens, nargs="+", default=[5], metavar="N|auto")
-    parser.add_argument("--draft-host", action="store_true", help="once more with the last host drafting beside")
+    parser.add_argument("--draft-host", action="store_true", help="also draft in parallel on the last host")
     parser.add_argument("--keep", nargs="+", choices=KEEP_POLICIES, default=["specvlm"])
     amount = parser.add_mutually_exclusive_group()
-    amount.add_argument("--keep-ratio", type=float, nargs="+", default=[0.1], help="of visual tokens (0.1)")
-    amount.add_argument("--keep-tokens", type=int, nargs="+", metavar="N", help="of the prompt, text included")
+    amount.add_argument("--keep-ratio", type=float, nargs="+", default=[0.1], help="share of visual tokens (0.1)")
+    amount.add_argument("--keep-tokens", type=int, nargs="+", metavar="N", help="prompt tokens, text included")
     parser.add_argument("--prune", nargs="+", choices=PRUNINGS, default=["prompt"])
     parser.add_argument(
-        "--tasks", nargs="+", choices=clips.TASKS, default=["describe"], help="of the demo's clips"
+        "--tasks", nargs="+", choices=clips.TASKS, default=["describe"], help="tasks on the demo's clips"
     )
-    parser.add_argument("--prompts", type=Path, metavar="FILE", help="instead of the demo's clips")
+    parser.add_argument("--prompts", type=Path, metavar="FILE", help="use these prompts instead of the demo's clips")
     parser.add_argument("--max-new-tokens", type=COUNT, default=160)
     add_clip_options(parser, 4, 32)
     add_shared(parser, "json", rounds=1, dtype="float32")

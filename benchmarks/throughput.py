@@ -1,16 +1,16 @@
-"""Measure the time to first token of every way to prefill, side by side in one run.
+"""Measure TTFT of every prefill method in one run.
 
     torchrun --nproc-per-node 2 benchmarks/throughput.py --model llama-small --tokens 32768
     torchrun --nproc-per-node 8 benchmarks/throughput.py --preset table5 --json table5.jsonl
     python benchmarks/throughput.py --preset table5  # no torchrun: the hosts are simulated
 
-All methods do the same work outside attention: the same vision encoding, logits of the last token only, and the
-KV stays where it was computed. Every round runs all of them in turn, so that a drift of the machine's speed
-affects all alike. `full` is one host with the CPU threads of all hosts together; on GPUs it is one GPU. Weights
-are random, unless --model is a checkpoint.
+All methods do the same work outside attention: the same vision encoding, logits of the last token only, and KV
+that stays where it was computed. Every round interleaves all methods, so that drift in the machine's speed affects
+all equally. `full` uses one host with the CPU threads of all hosts together; on GPUs it uses one GPU. Weights are
+random, unless --model is a checkpoint.
 
-Simulated hosts (support.simulated) compute one after the other, each with the whole machine, and data arrives
-after --latency plus size over --bandwidth. Their times are real computing on virtual clocks, and are marked as
+Simulated hosts (support.simulated) compute one at a time, each with the whole machine, and data arrives after
+--latency plus size over --bandwidth. Their times are real computation on virtual clocks, and are marked as
 simulated.
 """
 
@@ -83,7 +83,7 @@ def plan(options: argparse.Namespace, hosts: HostGroup) -> tuple[list[Workload],
 def records(
     options: argparse.Namespace, bench: Bench, workload: Workload, cases: list[Case], measured: list[list[dict]]
 ) -> Iterator[dict]:
-    """Yield one record per case of a workload; speed-ups are ratios of medians within the same run."""
+    """Yield one record per case of a workload; speedups are ratios of medians within the same run."""
     times = [[sample["ttft_ms"] for sample in samples] for samples in measured]
     median = list(map(statistics.median, times))
     for case, samples, ttft_ms, ms in zip(cases, measured, times, median, strict=True):
@@ -144,20 +144,20 @@ COLUMNS = {
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--preset", choices=PRESETS, help="a sweep of the paper; other options override it")
-    parser.add_argument("--model", help=f"{', '.join(CONFIGS)} (random weights), demo, a folder or a hub id")
-    parser.add_argument("--methods", nargs="+", choices=METHOD_NAMES, help="default: all but sparse ones")
-    parser.add_argument("--hosts", type=COUNT, nargs="+", help="numbers of simulated hosts (not under torchrun)")
-    parser.add_argument("--tokens", type=COUNT, nargs="+", help="lengths of a text prompt")
-    parser.add_argument("--frames", type=COUNT, nargs="+", help="numbers of frames")
+    parser.add_argument("--preset", choices=PRESETS, help="a sweep from the paper; other options override it")
+    parser.add_argument("--model", help=f"{', '.join(CONFIGS)} (random weights), demo, a directory or a hub id")
+    parser.add_argument("--methods", nargs="+", choices=METHOD_NAMES, help="default: all except sparse ones")
+    parser.add_argument("--hosts", type=COUNT, nargs="+", help="simulated hosts (not under torchrun)")
+    parser.add_argument("--tokens", type=COUNT, nargs="+", help="text prompt lengths")
+    parser.add_argument("--frames", type=COUNT, nargs="+", help="frames per video")
     parser.add_argument("--resolutions", nargs="+", help="HxW, or such as 720p")
-    parser.add_argument("--query-len", type=COUNT, default=32, help="tokens of the question")
+    parser.add_argument("--query-len", type=COUNT, default=32, help="question tokens (default 32)")
     add_prefill_settings(parser, "anchor_len", "passing_len", "importance")
     parser.set_defaults(method="apbv")
     parser.add_argument("--bandwidth", type=float, default=200e9, help="of simulated links, bytes/s (NVLink's)")
     parser.add_argument("--latency", type=float, default=10e-6, help="of simulated links, seconds")
     # The other hosts wait while host 0 runs `full`.
-    parser.add_argument("--timeout", type=float, default=3600.0, help="seconds to wait for another host")
+    parser.add_argument("--timeout", type=float, default=3600.0, help="seconds to wait for a host (3600)")
     add_shared(parser, "dtype", "json", rounds=3, warmup=1)
     return parser.parse_args(arguments)
 

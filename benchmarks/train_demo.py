@@ -2,7 +2,7 @@
 
     python benchmarks/train_demo.py target --minutes 75 --out DIR
     python benchmarks/train_demo.py draft --teacher DIR/model --minutes 20 --out DRAFT_DIR
-    (either with --resume: go on from the state in --out)
+    (either with --resume: resume from the state in --out)
 
 The result in DIR/model is an ordinary Qwen2.5-VL checkpoint, and DIR/curves.png shows how the training went. The
 recipe is explained in support/demo_training/trainer.py.
@@ -28,10 +28,10 @@ POOL_SIZES = {2: 8192, 6: 3072}  # shots, by grid
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("size", choices=list(SIZES))
-    parser.add_argument("--minutes", type=float, default=75, help="length of the whole training")
-    parser.add_argument("--out", type=Path, required=True, help="folder for state and checkpoint")
-    parser.add_argument("--teacher", type=Path, help="checkpoint that the draft is distilled from")
-    parser.add_argument("--resume", action="store_true", help="go on from the state in --out")
+    parser.add_argument("--minutes", type=float, default=75, help="total training time (default 75)")
+    parser.add_argument("--out", type=Path, required=True, help="directory for state and checkpoint")
+    parser.add_argument("--teacher", type=Path, help="checkpoint to distil the draft from")
+    parser.add_argument("--resume", action="store_true", help="resume from the state in --out")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args(arguments)

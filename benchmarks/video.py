@@ -1,17 +1,17 @@
-"""Measure how long a video takes from its file to the first token, beside what others use.
+"""Measure the time from a video file to the first token, compared with other libraries.
 
     python benchmarks/video.py --preset readers --json video.jsonl
     python benchmarks/video.py --preset road --video film.mp4 --hosts 1 2
 
-The stages are its sampled frames in memory, the vision tower's embeddings, and the logits of the first token;
-each is timed from the opening of the file. `apbv` goes the road of an engine's
-requests, on one or several real hosts. `transformers` runs processor and model on the whole video at once. OpenCV,
-decord2 and torchcodec, where they are installed, and PyAV's plain decoding read the frames only.
+The stages are its sampled frames in memory, the vision tower's embeddings, and the logits of the first token; each
+is timed from the opening of the file. `apbv` runs an engine's request pipeline on one or several real hosts.
+`transformers` runs processor and model on the whole video at once. OpenCV, decord2 and torchcodec, if installed,
+and PyAV's plain decoding read only the frames.
 
-Every measurement has processes of its own, in which libraries are imported, the model is loaded and a tiny video
-is read before the clock starts. Every round runs all ways in turn. The model has random weights and Qwen2.5-VL's
-layout, with a vision tower of full depth but narrow. In the first round, what each way makes is compared with what
-transformers makes of plainly decoded frames; where that of `apbv` differs, there are no figures.
+Every measurement has its own processes, in which libraries are imported, the model is loaded and a tiny video is
+read before the clock starts. Every round interleaves all variants. The model has random weights and Qwen2.5-VL's
+layout, with a vision tower of full depth but narrow. In the first round, each variant's output is compared with
+that of transformers on plainly decoded frames; if `apbv`'s differs, no results are reported.
 """
 
 import argparse
@@ -67,7 +67,7 @@ def records(options: argparse.Namespace) -> Iterator[dict]:
     versions = {each.name: each.version for each in distributions() if each.name in packages.values()}
     ways = [way for way in options.ways if packages.get(way, "") in ("", *versions)]
     if missing := set(packages.values()) - versions.keys():
-        tqdm.write(f"note: left out is what is not installed: {', '.join(sorted(missing))}", file=sys.stderr)
+        tqdm.write(f"note: not installed and skipped: {', '.join(sorted(missing))}", file=sys.stderr)
     with TemporaryDirectory() as temporary:
         folder, length = options.folder or Path(temporary), round(options.seconds * options.fps)
         spec = ClipSpec(*parse_resolution(options.resolution), options.gop, length, options.fps, options.video)
@@ -110,23 +110,23 @@ COLUMNS = {
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--preset", choices=PRESETS, help="other options override it")
+    parser.add_argument("--preset", choices=PRESETS, help="set of options; other options override it")
     clip = parser.add_argument_group("the clip")
-    clip.add_argument("--video", type=Path, metavar="FILE", help="scaled and repeated; default: a drawn one")
-    clip.add_argument("--resolution", default="720p", help="HxW, or such as 720p")
-    clip.add_argument("--gop", type=COUNT, default=250, help="frames from keyframe to keyframe")
+    clip.add_argument("--video", type=Path, metavar="FILE", help="clip to scale and repeat (default: generated)")
+    clip.add_argument("--resolution", default="720p", help="HxW, or such as 720p (default)")
+    clip.add_argument("--gop", type=COUNT, default=250, help="keyframe interval in frames (default 250)")
     clip.add_argument("--seconds", type=float, default=180)
     clip.add_argument("--fps", type=COUNT, default=25)
-    clip.add_argument("--folder", type=Path, help="where it is kept (default: a temporary folder)")
-    what = parser.add_argument_group("what is measured")
-    what.add_argument("--frames", type=COUNT, nargs="+", default=[64], help="read of the clip")
+    clip.add_argument("--folder", type=Path, help="directory for the clip (default: temporary)")
+    what = parser.add_argument_group("measurements")
+    what.add_argument("--frames", type=COUNT, nargs="+", default=[64], help="frames to sample (default 64)")
     what.add_argument("--sampling", nargs="+", choices=("sparse", "dense"), default=["sparse"])
     what.add_argument("--stages", nargs="+", choices=STAGES, default=list(STAGES))
     what.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
-    what.add_argument("--hosts", type=COUNT, nargs="+", default=[1], help="processes that share apbv's work")
-    what.add_argument("--threads", type=COUNT, default=1, help="of each host")
-    what.add_argument("--pinned", action="store_true", help="give each host so many cores")
-    what.add_argument("--max-pixels", type=COUNT, help="of a frame that the tower sees (default: all)")
+    what.add_argument("--hosts", type=COUNT, nargs="+", default=[1], help="number of hosts (default 1)")
+    what.add_argument("--threads", type=COUNT, default=1, help="threads per host (default 1)")
+    what.add_argument("--pinned", action="store_true", help="pin each host to as many cores")
+    what.add_argument("--max-pixels", type=COUNT, help="per frame, for the vision tower (default: all)")
     what.add_argument("--vision-depth", type=COUNT, default=32)
     what.add_argument("--vision-hidden", type=COUNT, default=64)
     add_shared(what, "dtype", "json", rounds=3)

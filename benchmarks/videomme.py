@@ -4,9 +4,9 @@
     torchrun --nproc-per-node 8 benchmarks/videomme.py --model ... --questions ... --subtitles subtitle
 
 The questions (Fu et al., *Video-MME*) come as the Parquet file of the data set's page, which needs pyarrow (pip
-install -e ".[eval]"), or as JSON of that form. A video is DIR/VIDEOID.mp4.
-Of the subtitles, DIR/VIDEOID.srt, those that are shown with a sampled frame are part of the prompt. The overall
-figure is the official one: answers without a letter are left out there, and are wrong everywhere else.
+install -e ".[eval]"), or as JSON of that form. A video is DIR/VIDEOID.mp4. The prompt has those subtitles
+(DIR/VIDEOID.srt) that are shown with a sampled frame. The overall score is the official one, which excludes
+answers without a letter; everywhere else they count as wrong.
 """
 
 import argparse
@@ -36,7 +36,7 @@ The best answer is:"""
 LISTED = "This video's subtitles are listed below:\n{}\n"
 FILES = {
     "questions": "the questions: .parquet, .json or .jsonl",
-    "videos": "the videos (default: data beside the questions)",
+    "videos": "the videos (default: data next to the questions)",
     "subtitles": "the subtitles (default: go without)",
 }
 ENDINGS = (".mp4", ".MP4", ".mkv", ".webm")
@@ -114,7 +114,7 @@ BENCHMARK = Benchmark(
     __doc__.splitlines()[0],
     {
         "questions": "the questions: .parquet, .json or .jsonl",
-        "videos": "the videos (default: data beside the questions)",
+        "videos": "the videos (default: data next to the questions)",
         "subtitles": "the subtitles (default: go without)",
     },
     "questions",

@@ -1,11 +1,11 @@
-"""Measure accuracy on VNBench: needles in videos to be retrieved, ordered or counted, each asked in four tries.
+"""Measure accuracy on VNBench: retrieving, ordering and counting needles in videos, with four tries per question.
 
     python benchmarks/vnbench.py --model OpenGVLab/InternVL3-2B-hf --questions VNBench-main-4try.json
     torchrun --nproc-per-node 8 benchmarks/vnbench.py --model ... --questions ... --videos ... --frames 128
     python benchmarks/vnbench.py --table results/vnbench-*.jsonl
 
 The file and the videos are the official ones (Zhao et al., *Needle In A Video Haystack*). A question counts as
-right if all four tries are, between which the options change places. The overall figure is the mean of retrieval,
+right if all four tries are; the options are permuted between tries. The overall score is the mean of retrieval,
 ordering and counting, each of which is the mean of its three types.
 """
 
@@ -78,7 +78,7 @@ def overall(score: Score) -> float | None:
 BENCHMARK = Benchmark(
     "vnbench",
     __doc__.splitlines()[0],
-    {"questions": "VNBench-main-4try.json", "videos": "the videos (default: beside the questions)"},
+    {"questions": "VNBench-main-4try.json", "videos": "the videos (default: next to the questions)"},
     "questions",
     read,
     parse=first_letter_by_alphabet,

@@ -1,14 +1,13 @@
-"""Computes attention over sharded keys and values, and chooses which keys matter.
+"""Attention over sharded keys and values, and selection of important keys.
 
 It imports torch and, in the files named ``triton_*``, triton; it imports nothing else of apbv. The folder is
 installed and imported as ``apbv.kernels``:
 
 - ``operators.py`` documents and checks the public functions;
 - for each family of operators ``torch_<family>.py`` and ``triton_<family>.py`` implement them with the same
-  signatures, but for ``varlen_attention``, which needs no kernel of ours;
-- ``triton_elementwise.py`` has what a decoder computes between its matrix products, defined by transformers'
-  modules;
-- ``visual_scores.py`` has the scores of visual tokens, which need none either, nor a choice of back ends;
+  signatures, except ``varlen_attention``, which needs no kernel of ours;
+- ``triton_elementwise.py`` has a decoder's element-wise operators, defined by transformers' modules;
+- ``visual_scores.py`` has the scores of visual tokens, which need none either, nor a choice of backends;
 - :mod:`apbv.kernels.reference` defines in fp64 what every implementation must return.
 
 :mod:`apbv.kernels.backends` decides which implementation runs.
@@ -30,5 +29,5 @@ from .operators import (
 from .runs import BufferTable, ListedBlocks, PackedSequences, SequenceBuffers
 from .visual_scores import similarity_to, spatial_variety, temporal_change
 
-# Code that finds this folder by mistake as the Hugging Face package "kernels" must read a valid version.
+# Code that mistakes this folder for the Hugging Face package "kernels" must read a valid version.
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""Decides which implementation of an operator runs, by what the device and the installation can do."""
+"""Selects the implementation of an operator by the capabilities of device and installation."""
 
 import math
 import os
@@ -16,14 +16,14 @@ BACKENDS = ("auto", "torch", "triton", "reference", *LIBRARIES)
 
 
 class BackendError(ValueError):
-    """The requested back end cannot compute this; the message says why."""
+    """Raised if the requested backend cannot compute this; the message says why."""
 
 
 def requested(backend: str = "auto") -> str:
-    """Return what the caller asks for, or else what ``APBV_BACKEND`` asks for, or else ``"auto"``.
+    """Return the caller's choice, or else that of ``APBV_BACKEND``, or else ``"auto"``.
 
     Raises:
-        BackendError: there is no such back end.
+        BackendError: the backend is unknown.
     """
     source = "backend"
     if backend == "auto":
@@ -43,7 +43,7 @@ def choose(backend: str, tensor: Tensor) -> str:
         tensor: an operand, whose device and dtype decide.
 
     Raises:
-        BackendError: the requested back end cannot run here.
+        BackendError: the requested backend cannot run here.
     """
     wanted = requested(backend)
     if wanted in ("torch", "reference"):
@@ -52,12 +52,12 @@ def choose(backend: str, tensor: Tensor) -> str:
         return "torch"
     obstacle = why_not_triton(tensor.device, tensor.dtype)
     if wanted == "triton" and obstacle:
-        raise BackendError(f"the triton back end cannot be used: {obstacle}")
+        raise BackendError(f"the triton backend cannot be used: {obstacle}")
     return "torch" if obstacle else "triton"
 
 
 def implementation(operator: str, backend: str) -> Callable:
-    """Return the function that computes an operator with a back end.
+    """Return the function that computes an operator with a backend.
 
     Modules are imported here and not at the top of a file, because triton need not be installed.
 
@@ -87,7 +87,7 @@ def _on_its_device(function: Callable, operand: Tensor | Sequence[Tensor], *oper
 
 
 def why_not_triton(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return what keeps Triton from running on such tensors, or None if nothing does."""
+    """Return why Triton cannot run on such tensors, or None if it can."""
     if not _has_triton():
         return "triton is not installed"
     if dtype not in (torch.float16, torch.bfloat16, torch.float32):
@@ -105,12 +105,12 @@ def why_not_triton(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def is_interpreted() -> bool:
-    """Tell whether Triton runs its kernels in Python, on any device, which tests use."""
+    """Return whether Triton's interpreter runs kernels in Python, on any device, as in tests."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def mistake_of(call: Callable[[], Sequence[Tensor]], exact: Sequence[Tensor], most: Sequence[float]) -> str | None:
-    """Return what a call raises or gets wrong, or None if all is well.
+    """Return a call's error, or None if its result is right.
 
     Args:
         exact: what it should return.
@@ -130,7 +130,7 @@ def mistake_of(call: Callable[[], Sequence[Tensor]], exact: Sequence[Tensor], mo
 
 @cache
 def failed_launch(device: torch.device) -> str | None:
-    """Compile and run one small Triton kernel, and return what went wrong, or None if nothing did.
+    """Compile and run one small Triton kernel; return the error, or None if there is none.
 
     An installed Triton is not enough: it also needs a C compiler and a driver that accepts its code.
     """
@@ -155,6 +155,6 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 @cache
 def num_processors(device: torch.device) -> int:
-    """Return how many programs a device runs side by side, at least."""
+    """Return the minimum number of programs that a device runs concurrently."""
     # An interpreted kernel has none; 8 makes it split keys in some of the tests.
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8

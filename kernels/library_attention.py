@@ -1,11 +1,11 @@
-"""Attends over one segment with the kernels of torch or a library, and chooses among them and Triton.
+"""Attention over one segment with torch's or a library's kernels, and the choice among them and Triton.
 
 Every function of type :data:`Attend` computes ``attend(q, k, v, scale, causal) -> (out, lse)`` with q
 ``[B, Hq, S, D]``, k and v ``[B, Hkv, T, D]``, neighbouring numbers along D, T > 0, and causal only where S = T;
 out ``[B, Hq, S, D]`` and lse ``[B, Hq, S]`` in fp32, natural logarithm.
 
-What a library can do depends on its version, the GPU and how it was built, so none is trusted before it has
-solved small problems correctly on the device.
+A library's capabilities depend on its version, the GPU and its build, so none is used before it has solved small
+problems correctly on the device.
 """
 
 import math
@@ -23,10 +23,10 @@ from .runs import Segment
 # Takes (q, k, v, scale, causal) and returns (out, lse); see above.
 Attend = Callable[[Tensor, Tensor, Tensor, float, bool], tuple[Tensor, Tensor]]
 
-# Libraries do not split the keys: a program has so many queries of a head, and all keys.
+# Libraries do not split the keys: a program has this many queries of a head, and all keys.
 _QUERIES_PER_PROGRAM = 128
-# The share of a GPU's processors that must have a program for a library to be faster than Triton's kernel, which
-# splits the keys over all of them. Its inner loop reaches an estimated 60 % of the libraries' speed.
+# The share of a GPU's SMs that must be occupied for a library to be faster than Triton's kernel, which splits the
+# keys over all of them. Its inner loop reaches an estimated 60 % of the libraries' speed.
 _BUSY = 0.6
 _HALF = (torch.float16, torch.bfloat16)
 # Queries, keys and causality of the problems on which a library is tried. No length is a multiple of a tile;
@@ -39,7 +39,7 @@ _FLASH_VERSIONS = {9: (3, 4, 2), 10: (4, 2)}
 
 
 def choose_attention(backend: str, q: Tensor, segments: list[Segment]) -> str:
-    """Choose the back end of segmented attention: ``"torch"``, ``"triton"``, ``"reference"`` or a library's name.
+    """Choose the backend of segmented attention: ``"torch"``, ``"triton"``, ``"reference"`` or a library's name.
 
     Args:
         backend: see :mod:`apbv.kernels.backends`; a name is obeyed, ``"auto"`` takes the first of
@@ -49,7 +49,7 @@ def choose_attention(backend: str, q: Tensor, segments: list[Segment]) -> str:
         segments: (k, v) pairs, each ``[B, Hkv, T_i, D]``.
 
     Raises:
-        BackendError: the requested back end cannot run here; the message says why.
+        BackendError: the requested backend cannot run here; the message says why.
     """
     wanted = requested(backend)
     if wanted in ("torch", "reference"):
@@ -60,7 +60,7 @@ def choose_attention(backend: str, q: Tensor, segments: list[Segment]) -> str:
     if wanted != "auto":
         obstacle = _obstacle(wanted, q, groups)
         if obstacle:
-            raise BackendError(f"the {wanted} back end cannot be used: {obstacle}")
+            raise BackendError(f"the {wanted} backend cannot be used: {obstacle}")
         return wanted
     tiles = q.shape[0] * q.shape[1] * -(-q.shape[2] // _QUERIES_PER_PROGRAM)
     names = preferred(q.dtype, tiles / num_processors(q.device))
@@ -68,7 +68,7 @@ def choose_attention(backend: str, q: Tensor, segments: list[Segment]) -> str:
 
 
 def require_usable(backend: str, device: torch.device, dtype: torch.dtype, head_dim: int, groups: int) -> None:
-    """Refuse early a back end that :func:`choose_attention` would refuse in the first layer.
+    """Reject at start-up a backend that :func:`choose_attention` would reject in the first layer.
 
     Args:
         backend: see :mod:`apbv.kernels.backends`.
@@ -77,14 +77,14 @@ def require_usable(backend: str, device: torch.device, dtype: torch.dtype, head_
         groups: query heads per KV head.
 
     Raises:
-        BackendError: there is no such back end, or it cannot run here; the message says why.
+        BackendError: the backend is unknown, or cannot run here; the message says why.
     """
     q = torch.empty(1, groups, 0, head_dim, device=device, dtype=dtype)
     choose_attention(backend, q, [(q[:, :1], q[:, :1])])
 
 
 def preferred(dtype: torch.dtype, programs: float) -> tuple[str, ...]:
-    """Return the back ends of a GPU, the fastest first.
+    """Return the backends of a GPU, the fastest first.
 
     Args:
         dtype: that of q, k and v.
@@ -116,7 +116,7 @@ def _obstacle(name: str, q: Tensor, groups: int) -> str | None:
 
 @cache
 def usable(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, groups: int) -> str | None:
-    """Return what keeps a library, or torch's flash kernel, from attending like this, or None if nothing does.
+    """Return why a library, or torch's flash kernel, cannot attend like this, or None if it can.
 
     Args:
         name: a key of :data:`ATTEND`.
@@ -131,7 +131,7 @@ def usable(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, g
 
 
 def why_not_library(name: str, capability: tuple[int, int], dtype: torch.dtype, head_dim: int) -> str | None:
-    """Return what keeps a library from attending like this by its documentation, or None if nothing does."""
+    """Return why a library cannot attend like this according to its documentation, or None if it can."""
     if dtype not in _HALF:
         return f"it computes in float16 and bfloat16, and not in {str(dtype).removeprefix('torch.')}"
     if capability < (8, 0):
@@ -148,7 +148,7 @@ def why_not_library(name: str, capability: tuple[int, int], dtype: torch.dtype, 
 def is_bottom_right(name: str, *problem) -> bool:
     """Return whether a library's causal mask of fewer queries than keys lets the last query see all keys.
 
-    Some libraries do, and others let the first query see the first key only: what counts is what it does here.
+    Some libraries do, and others let the first query see the first key only: the actual behaviour is tested.
 
     Args:
         problem: as for :func:`usable`.
@@ -165,9 +165,9 @@ def probe(
     groups: int,
     lengths: tuple[tuple[int, int, bool], ...] = _LENGTHS,
 ) -> str | None:
-    """Run a function on small problems, and return what it raises or gets wrong, or None if all is well.
+    """Run a function on small problems, and return its error, or None if there is none.
 
-    The tensors lie as they do in a prefill: q as a projection leaves it, k and v as rows of a longer buffer.
+    The memory layout is that of a prefill: q as a projection leaves it, k and v as rows of a longer buffer.
 
     Args:
         attend: the function.

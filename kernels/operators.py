@@ -1,4 +1,4 @@
-"""The operators: attention over keys in several places, merging, sparse attention, and choosing keys.
+"""The operators: segmented attention, merging, sparse attention, and key selection.
 
 Each checks its operands, and calls the implementation that :mod:`apbv.kernels.backends` chooses. Shapes: B batch,
 Hq query heads, Hkv key/value heads (Hq a multiple of Hkv), S queries, T keys, D head dimension, R sequences, nq
@@ -43,8 +43,8 @@ def segmented_attention(
         segments: (k, v) pairs, each ``[B, Hkv, T_i, D]``; a T_i may be 0.
         scale: factor of the scores, usually ``D ** -0.5``.
         causal_last: whether the last segment is causal.
-        rows_alone: number of leading queries that see the last segment only: APB-V's anchor, which stands
-            before its block and sees no passing blocks.
+        rows_alone: number of leading queries that see the last segment only: APB-V's anchor, which precedes its
+            block and sees no passing blocks.
         out: ``[B, Hq, S, D]`` in q's dtype, of any strides with neighbouring numbers along D: filled and returned
             in place of a new tensor.
         backend: see :mod:`apbv.kernels.backends`.
@@ -55,7 +55,7 @@ def segmented_attention(
 
     Raises:
         ValueError: no segment was given, Hq is not a multiple of Hkv, or out does not fit q.
-        BackendError: the back end cannot be used here.
+        BackendError: the backend cannot be used here.
     """
     if not segments:
         raise ValueError("segmented_attention needs at least one (k, v) segment")
@@ -64,7 +64,7 @@ def segmented_attention(
     if q.shape[2] == 0 or not any(k.shape[2] for k, _ in segments):
         return result_without_keys(q, out)
     if len(segments) == 1:
-        rows_alone = 0  # there is nothing else that the other rows could see
+        rows_alone = 0  # the other rows can see nothing else
     chosen = choose_attention(backend, q, segments)
     options = {"rows_alone": rows_alone, "out": out}
     if chosen == "triton":
@@ -86,7 +86,7 @@ def verify_attention(
     num_keys: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Attend from a few new tokens to a long past that they share and to N masked keys behind it.
+    """Attend from a few new tokens to a long shared past and to N masked keys after it.
 
     Args:
         q: ``[B, Hq, S, D]``; fast for S of 1 to 16, correct for any.
@@ -95,10 +95,10 @@ def verify_attention(
         visible: bool ``[S, N]``, 0 <= N <= T: which of the last N keys a query sees; in a tree itself and its
             ancestors. None: the last S keys are the queries' own, and each sees those before it and itself.
         kept: ``[B, Hkv, M]``, distinct integers: which of the first T - N keys a KV head sees. None: all.
-        num_keys: int32 ``[1]`` on q's device: only so many first rows of k and v count, at least N; what lies
-            behind them is not read. "The last" keys above are the last of those. So a CUDA graph, in which
-            shapes are fixed, serves all lengths up to T. None: all T rows. Only Triton reads it on the GPU;
-            ``torch`` waits for it.
+        num_keys: int32 ``[1]`` on q's device: the number of leading rows of k and v that count, at least N; later
+            rows are not read. "The last" keys above are the last of those. So a CUDA graph, in which shapes are
+            fixed, serves all lengths up to T. None: all T rows. Only Triton reads it on the GPU; ``torch`` waits
+            for it.
         backend: see :mod:`apbv.kernels.backends`.
 
     Returns:
@@ -108,7 +108,7 @@ def verify_attention(
     Raises:
         ValueError: Hq is not a multiple of Hkv, the mask covers more keys than there are, or num_keys is not
             one int32.
-        BackendError: the back end cannot be used here.
+        BackendError: the backend cannot be used here.
     """
     require_shapes(q=(q, "B Hq S D"), k=(k, "B Hkv T D"), v=(v, "B Hkv T D"))
     masked = q.shape[2] if visible is None else visible.shape[1]
@@ -134,12 +134,12 @@ def batch_decode_attention(
 ) -> Tensor:
     """Append the newest key and value of each of R sequences to its own buffers, and attend to all rows there.
 
-    No other row is moved: sequences of any lengths share a call, wherever their buffers lie.
+    No other row is moved: sequences of any length share a call, wherever their buffers are.
 
     Args:
         q: ``[1, Hq, R, D]``: the newest token of every sequence.
         k, v: ``[1, Hkv, R, D]``, Hq a multiple of Hkv: written to row ``lengths[r]`` of sequence r's buffers.
-        buffers: where the sequences' rows lie. A table is for ``triton`` only, which then need not be told of
+        buffers: storage of the sequences' rows. A table is for ``triton`` only, which then need not be told of
             other buffers or lengths from call to call; of a sequence that is not there the result is 0.
         scale: factor of the scores.
         backend: see :mod:`apbv.kernels.backends`.
@@ -148,15 +148,15 @@ def batch_decode_attention(
         ``[1, Hq, R, D]`` in q's dtype.
 
     Raises:
-        ValueError: Hq is not a multiple of Hkv, a buffer is full, or another back end is given a table.
-        BackendError: the back end cannot be used here.
+        ValueError: Hq is not a multiple of Hkv, a buffer is full, or another backend is given a table.
+        BackendError: the backend cannot be used here.
     """
     require_shapes(q=(q, "B Hq R D"), k=(k, "B Hkv R D"), v=(v, "B Hkv R D"))
     chosen = choose(backend, q)
     if isinstance(buffers, SequenceBuffers):
         buffers.require_room()
     elif chosen != "triton":
-        raise ValueError(f"the {chosen} back end does not look up buffers in a table")
+        raise ValueError(f"the {chosen} backend does not support a table of buffers")
     return implementation("batch_attention.batch_decode_attention", chosen)(q, k, v, buffers, scale)
 
 
@@ -178,7 +178,7 @@ def varlen_attention(
 
     Raises:
         ValueError: Hq is not a multiple of Hkv.
-        BackendError: there is no such back end.
+        BackendError: the backend is unknown.
     """
     require_shapes(q=(q, "T Hq D"), k=(k, "T Hkv D"), v=(v, "T Hkv D"))
     if not q.shape[0]:
@@ -200,7 +200,7 @@ def block_sparse_attention(
     out: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Attend causally from every token of a sequence to its own block, and to the blocks listed for that.
+    """Causal block-sparse attention: every token attends to its own block and to the blocks listed for it.
 
     With a ``skip_margin`` λ, values of a listed block whose weights are negligible are not multiplied: the sparse
     online softmax of SpargeAttn (Zhang et al., 2025, Section 3.4). A block of queries visits the blocks that it
@@ -209,7 +209,7 @@ def block_sparse_attention(
     all rows. Their weights, each below exp(-λ) of its row's largest, still count in the softmax's denominator: the
     lse does not depend on λ, and results of other keys can be merged.
 
-    The back end ``triton`` decides so for every tile of a program. A tile is a whole block for SpargeAttn's blocks
+    The backend ``triton`` decides so for every tile of a program. A tile is a whole block for SpargeAttn's blocks
     of up to 128 queries in half precision with D up to 128. Elsewhere it is a part of one: then all that is
     skipped by the rule above is skipped, and parts of other blocks are where the rule holds for them.
 
@@ -230,7 +230,7 @@ def block_sparse_attention(
 
     Raises:
         ValueError: shapes do not fit together, the lists are of another number of blocks, or λ is not above 0.
-        BackendError: the back end cannot be used here.
+        BackendError: the backend cannot be used here.
     """
     numbers = {"nq": -(-q.shape[2] // blocks.query_block), "nk": -(-q.shape[2] // blocks.key_block)}
     require_shapes(
@@ -255,7 +255,7 @@ def block_sparse_attention(
 def antidiagonal_scores(
     q: Tensor, k: Tensor, scale: float, stride: int, block: int, *, backend: str = "auto"
 ) -> Tensor:
-    """Estimate the share of its attention that a block of queries pays to each block of keys, by antidiagonals.
+    """Estimate each query block's attention mass on each key block, by antidiagonals.
 
     This is the score of XAttention (Xu et al., 2025, Algorithm 1). ``stride`` neighbouring tokens are a group. A
     group of queries scores a group of keys by the sum of q·k along the antidiagonal of their square of scores (the
@@ -273,11 +273,11 @@ def antidiagonal_scores(
 
     Returns:
         ``[B, Hq, n, n]`` in fp32 (fp64 for fp64 input, except from the reference): for every block of queries the
-        mean of its groups' shares, which add up to 1 over the blocks of keys; 0 behind the diagonal.
+        mean of its groups' shares, which add up to 1 over the blocks of keys; 0 after the diagonal.
 
     Raises:
         ValueError: the stride does not divide the block, or shapes do not fit together.
-        BackendError: the back end cannot be used here.
+        BackendError: the backend cannot be used here.
     """
     require_shapes(q=(q, "B Hq S D"), k=(k, "B Hkv S D"))
     if stride < 1 or block < 1 or block % stride:
@@ -307,7 +307,7 @@ def block_means(
 
     Raises:
         ValueError: the block is not positive, or ``center`` is of another shape.
-        BackendError: the back end cannot be used here.
+        BackendError: the backend cannot be used here.
     """
     if block < 1:
         raise ValueError(f"a block must have at least one row, not {block}")
@@ -342,7 +342,7 @@ def merge_states(
 
     Raises:
         ValueError: outs and lses do not have the same shapes, the head dimension aside, or out is too short.
-        BackendError: the back end cannot be used here.
+        BackendError: the backend cannot be used here.
     """
     for partial, lse in [(outs, lses)] if isinstance(outs, Tensor) else zip(outs, lses, strict=True):
         shape, of_lse = list(partial.shape), list(lse.shape)
@@ -383,15 +383,15 @@ def kv_importance(
 
     Raises:
         ValueError: ``reduce`` is unknown, ``pool`` is even, the question is empty, or shapes do not fit together.
-        BackendError: the back end cannot be used here.
+        BackendError: the backend cannot be used here.
     """
     if reduce not in REDUCTIONS:
         raise ValueError(f"reduce must be one of {', '.join(REDUCTIONS)}, not {reduce!r}")
     if pool < 1 or pool % 2 == 0:
-        raise ValueError(f"pool must be odd, so that a key stands in the middle of its neighbours, not {pool}")
+        raise ValueError(f"pool must be odd, so that the window is centred on a key, not {pool}")
     require_shapes(q_query=(q_query, "B Hq n_q D"), k=(k, "B Hkv T D"), lse=(lse, "B Hq n_q"))
     if q_query.shape[2] == 0:
-        raise ValueError("a question of no tokens attends to nothing")
+        raise ValueError("the question has no tokens")
     if k.shape[2] == 0:
         return torch.empty(k.shape[:3], dtype=torch.promote_types(k.dtype, torch.float32), device=k.device)
     importance = implementation("importance.kv_importance", choose(backend, k))(q_query, k, scale, reduce, lse=lse)
@@ -401,9 +401,9 @@ def kv_importance(
 def select_topk(
     scores: Tensor, k: Tensor, v: Tensor, count: int, out: Tensor | None = None, *, backend: str = "auto"
 ) -> tuple[Tensor, Tensor]:
-    """Copy the rows of each KV head with the highest scores, in the order in which they stand.
+    """Copy the rows of each KV head with the highest scores, in their original order.
 
-    Of equal scores the earlier row is taken. The result is deterministic, and no step waits for the device.
+    Ties go to the earlier row. The result is deterministic, without synchronization.
 
     Args:
         scores: ``[B, Hkv, T]``; NaN counts as -inf.
@@ -419,7 +419,7 @@ def select_topk(
 
     Raises:
         ValueError: ``count`` lies outside 0 .. T, or shapes, dtypes or devices do not fit together.
-        BackendError: the back end cannot be used here.
+        BackendError: the backend cannot be used here.
     """
     require_shapes(k=(k, "B Hkv T D"), v=(v, "B Hkv T D"), scores=(scores, "B Hkv T"))
     if not 0 <= count <= k.shape[2]:
@@ -428,7 +428,7 @@ def select_topk(
         out = k.new_empty(2, *k.shape[:2], count, k.shape[3])
     require_shapes(k=(k, "B Hkv T D"), out=(out, "2 B Hkv N D"), sizes={"2": 2})
     if out.shape[3] < count:
-        raise ValueError(f"out has {out.shape[3]} places for {count} rows")
+        raise ValueError(f"out has room for {out.shape[3]} rows, not for {count}")
     require_dtype(out, k)
     if count == 0:
         return torch.empty(*k.shape[:2], 0, dtype=torch.int64, device=k.device), out
@@ -459,4 +459,4 @@ def require_dtype(tensor: Tensor | None, like: Tensor) -> None:
     """Raise ValueError unless a tensor, if there is one, has another's dtype and device."""
     if tensor is not None and (tensor.dtype, tensor.device) != (like.dtype, like.device):
         given, wanted = (f"{states.dtype} on {states.device}" for states in (tensor, like))
-        raise ValueError(f"a tensor in {given} does not go with {wanted}")
+        raise ValueError(f"a tensor in {given} does not match {wanted}")

@@ -1,4 +1,4 @@
-"""Defines every operator in plain PyTorch and fp64; every other back end must equal it.
+"""Reference of every operator in plain PyTorch and fp64; every other backend must match it.
 
 Each function has the signature of the operator of its name, without ``backend``; see there for shapes and units.
 """
@@ -107,7 +107,7 @@ def block_sparse_attention(
 
 
 def _skipped(q: Tensor, k: Tensor, blocks: ListedBlocks, scale: float, skip_margin: float) -> Tensor:
-    """Tell which listed blocks' values are skipped, ``[B, Hq, nq, nk]``."""
+    """Find the listed blocks whose values are skipped, ``[B, Hq, nq, nk]``."""
     kept = blocks.kept
     keys = k.double().repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     scores = functional.pad(q.double() @ keys.transpose(-1, -2) * scale, (0, -k.shape[2] % blocks.key_block))
@@ -225,7 +225,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, visible: Tensor) -> t
     """Attend under a mask; the result is zeros and an lse of -inf where nothing is visible."""
     groups = q.shape[1] // k.shape[1]
     k, v = (states.double().repeat_interleave(groups, dim=1) for states in (k, v))
-    # What nobody sees may hold anything, NaN included: it must not be multiplied in.
+    # Invisible values may be anything, including NaN: they must not be multiplied in.
     seen = visible.any(dim=-2).expand(*k.shape[:-1])[..., None]
     k, v = (states.masked_fill(~seen, 0.0) for states in (k, v))
     scores = (q.double() @ k.transpose(-1, -2) * scale).masked_fill(~visible, float("-inf"))

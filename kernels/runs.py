@@ -1,4 +1,4 @@
-"""Describes where keys and values lie: in runs of pieces, in one tensor, or in several buffers."""
+"""Memory layouts of keys and values: runs of pieces, one tensor, or several buffers."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ Segment = tuple[Tensor, Tensor]  # k and v, each [B, Hkv, T, D]
 
 @dataclass(frozen=True)
 class Run:
-    """A run is one or more equally long pieces of K and V at equal distances in memory.
+    """One or more equally long pieces of K and V at equal distances in memory.
 
     Attributes:
         k, v: the first piece, ``[B, Hkv, piece_len, D]``.
@@ -32,7 +32,7 @@ class Run:
 
     @classmethod
     def of(cls, k: Tensor, v: Tensor, num_pieces: int = 1, k_step: int = 0, v_step: int = 0) -> "Run":
-        """Describe pieces like (k, v), each ``k_step`` and ``v_step`` elements behind the one before it."""
+        """Describe pieces like (k, v), each ``k_step`` and ``v_step`` elements after the one before it."""
         length = k.shape[2]
         k_strides, v_strides = (
             (*head, step, 0) if length == 1 else (*head, row, step - length * row if num_pieces > 1 else 0)
@@ -54,7 +54,7 @@ class Run:
 
 @dataclass(frozen=True, eq=False)
 class SequenceBuffers:
-    """Hold the keys and values of R sequences in one layer, each with room behind its rows.
+    """Keys and values of R sequences in one layer, each with spare room after its rows.
 
     Attributes:
         keys, values: of every sequence ``[1, Hkv, capacity, D]``, contiguous.
@@ -66,14 +66,14 @@ class SequenceBuffers:
     lengths: Sequence[int]
 
     def require_room(self) -> None:
-        """Refuse to append a row where a buffer is full.
+        """Reject to append a row where a buffer is full.
 
         Raises:
             ValueError: it is.
         """
         for keys, length in zip(self.keys, self.lengths, strict=True):
             if length >= keys.shape[2]:
-                raise ValueError(f"a buffer of {keys.shape[2]} rows has no room behind {length}")
+                raise ValueError(f"a buffer of {keys.shape[2]} rows has no room after row {length}")
 
     @property
     def places(self) -> list[list[int]]:
@@ -84,13 +84,13 @@ class SequenceBuffers:
 
 @dataclass(frozen=True, eq=False)
 class BufferTable:
-    """Says on a device where the buffers of R sequences are, for kernels that look them up.
+    """Addresses of the buffers of R sequences, on a device, for kernels that look them up.
 
     The memory must be kept by others. A kernel that is given the same table later finds what it holds then.
 
     Attributes:
         places: int64 ``[3, R]``, addresses of keys and of values, multiples of 16, and capacities.
-        lengths: int64 ``[R]``: how many rows of each are in use; -1: there is no such sequence.
+        lengths: int64 ``[R]``: how many rows of each are in use; -1: the slot is empty.
         most_rows: no sequence is longer, which tells how far it is worth splitting.
     """
 
@@ -101,7 +101,7 @@ class BufferTable:
 
 @dataclass(frozen=True, eq=False)
 class PackedSequences:
-    """Lie one behind the other along the first dimension of a tensor ``[T, ...]``.
+    """Sequences packed along the first dimension of a tensor ``[T, ...]``.
 
     What is worked out of the boundaries is kept, so that all layers of a model can share it.
 
@@ -117,7 +117,7 @@ class PackedSequences:
     def by_length(self) -> list[tuple[int, Tensor | None]]:
         """Sequences of equal length together, as (length, rows), shortest first; empty sequences are left out.
 
-        Rows are int64 indices along the first dimension, one sequence behind the other; None stands for all rows.
+        Rows are int64 indices along the first dimension, one sequence after the other; None stands for all rows.
         Where the boundaries are on a GPU, this waits for it.
         """
         lengths = self.boundaries.diff().cpu()
@@ -142,7 +142,7 @@ def find_runs(segments: list[Segment]) -> list[Run]:
 
 
 def _continues(group: list[Segment], segment: Segment) -> bool:
-    """Tell whether a segment is like those of a group, and as far from the last as they are from each other."""
+    """Return whether a segment matches those of a group, and is at the same distance from the last one."""
     if any(a.shape != b.shape or a.stride() != b.stride() for a, b in zip(group[0], segment, strict=True)):
         return False
     return len(group) == 1 or _distances(group[-1], segment) == _distances(group[0], group[1])
@@ -171,7 +171,7 @@ def alignment(element_size: int, strides: Iterable[int]) -> int:
 
 @dataclass(frozen=True, eq=False)
 class ListedBlocks:
-    """Say which keys each query of one causal sequence attends to, block by block, for every head.
+    """The keys that each query of one causal sequence attends to, block by block, for every head.
 
     The queries are cut into blocks of ``query_block`` rows, and the keys into blocks of ``key_block``, from the
     first token on; the last block may be shorter. A query sees its own block of rows up to itself, whatever is
@@ -179,7 +179,7 @@ class ListedBlocks:
 
     Attributes:
         counts: int32 ``[B, Hq, nq]``, how many blocks are listed for each block of queries.
-        indices: int32 ``[B, Hq, nq, nk]``, ascending; those behind the counted ones mean nothing.
+        indices: int32 ``[B, Hq, nq, nk]``, ascending; those after the counted ones mean nothing.
         query_block: rows of a block of queries, a multiple of ``key_block``.
         key_block: rows of a block of keys.
     """
@@ -204,7 +204,7 @@ class ListedBlocks:
         # A kernel's tiles are powers of two: then a block is one tile, or several whole ones.
         if any(rows < 16 or rows & (rows - 1) for rows in (query_block, key_block)) or key_block > query_block:
             raise ValueError(
-                f"{query_block} queries and {key_block} keys are no blocks: not 16, 32, 64, …, or more keys"
+                f"invalid blocks of {query_block} queries and {key_block} keys: not 16, 32, 64, …, or more keys"
             )
         rows, columns = (torch.arange(n, device=kept.device) for n in kept.shape[2:])
         kept = kept & (columns < rows[:, None] * (query_block // key_block))
@@ -217,14 +217,14 @@ class ListedBlocks:
 
     @property
     def kept(self) -> Tensor:
-        """The mask of the listed blocks, bool ``[B, Hq, nq, nk]``; none is on the diagonal or behind it."""
+        """The mask of the listed blocks, bool ``[B, Hq, nq, nk]``; none is on the diagonal or after it."""
         is_listed = torch.arange(self.indices.shape[3], device=self.indices.device) < self.counts[..., None]
         kept = torch.zeros_like(is_listed)
         # Of equal places the listed one must win: what is not listed is added as nothing.
         return kept.int().scatter_add_(3, self.indices.long(), is_listed.int()).bool()
 
     def num_scores(self, num_tokens: int) -> Tensor:
-        """Count the scores of queries and keys that are computed for so many tokens, in fp64 on the device."""
+        """Count the scores that are computed for a number of tokens, in fp64 on the device."""
         last = torch.arange(self.counts.shape[2], device=self.counts.device) == self.counts.shape[2] - 1
         short = num_tokens - self.query_block * (self.counts.shape[2] - 1)
         rows = torch.where(last, short, self.query_block).double()

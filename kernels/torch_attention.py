@@ -1,4 +1,4 @@
-"""Implements attention over segments by attending over one segment at a time and merging.
+"""Segmented attention by attending over one segment at a time and merging.
 
 Within packed sequences FlashAttention attends in one call, where there is one, or else torch length by length.
 """
@@ -47,7 +47,7 @@ def segmented_attention(
         merging: what merges the results of several; see :func:`apbv.kernels.backends.choose`.
     """
     attend = attend_with(library, q, segments[0][0])
-    # No part is of queries that see none of its keys: torch need not look for results that hold anything.
+    # Every part's queries see some of its keys: torch need not check for undefined results.
     merge = merge_finite if merging == "torch" else implementation("merging.merge_states", merging)
     is_block = causal_last and not rows_alone and q.shape[2] > _FEW_QUERIES
     groups = q.shape[1] // segments[0][0].shape[1]
@@ -91,8 +91,8 @@ def attend_segments(
 ) -> tuple[Tensor, Tensor]:
     """Attend over several segments with one call of ``attend`` for each, or for several joined ones.
 
-    A partial result of fewer queries than there are is of the last ones: those behind ``rows_alone``, or those of
-    a triangle of fewer keys than queries.
+    A partial result of fewer queries than there are is of the last ones: those after ``rows_alone``, or those of a
+    triangle of fewer keys than queries.
     """
     q, segments = in_rows(q), [(in_rows(k), in_rows(v)) for k, v in segments]
     *earlier, (k, v) = segments
@@ -179,9 +179,9 @@ def _attend_all(q: Tensor, k: Tensor, v: Tensor, scale: float, attend: Attend) -
 
 
 def _is_worth_joining(segments: list[Segment], q: Tensor) -> bool:
-    """Tell whether copying segments' rows to join them costs less than merging another partial result.
+    """Return whether copying segments' rows to join them costs less than merging another partial result.
 
-    APB-V's context blocks see an anchor and passing blocks that are short beside the block itself.
+    APB-V's context blocks see an anchor and passing blocks that are short compared with the block itself.
     """
     num_rows = sum(k.shape[1] * k.shape[2] for k, _ in segments)
     return len(segments) > 1 and num_rows < q.shape[1] * q.shape[2]
@@ -193,7 +193,7 @@ def _joined(segments: list[Segment]) -> Segment:
 
 
 def result_without_keys(q: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return what attention to no keys gives: an output of zeros and an lse of -inf."""
+    """Return the result of attention to no keys: an output of zeros and an lse of -inf."""
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     lse = torch.full(q.shape[:3], float("-inf"), dtype=dtype, device=q.device)
     return torch.zeros_like(q) if out is None else out.zero_(), lse
@@ -222,7 +222,7 @@ def varlen_attention(
 
 @cache
 def varlen_obstacle(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    """Return what keeps a FlashAttention from attending like this, or None if nothing does.
+    """Return why a FlashAttention cannot attend like this, or None if it can.
 
     Args:
         name: ``"flash_attn"``, or ``"torch"`` for the one that torch has built in.
@@ -237,7 +237,7 @@ def varlen_obstacle(name: str, device: torch.device, dtype: torch.dtype, head_di
 
 @torch.no_grad()
 def probe_varlen(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    """Run a FlashAttention on a small problem, and return what it raises or gets wrong, or None if all is well."""
+    """Run a FlashAttention on a small problem, and return its error, or None if there is none."""
     lengths = [129, 5, 64, 1, 63]  # none fills a whole number of tiles
     boundaries = torch.tensor([0, *lengths], device="cpu").cumsum(0, dtype=torch.int32).to(device)
     sequences, scale = PackedSequences(boundaries, max(lengths)), head_dim**-0.5

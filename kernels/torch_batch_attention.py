@@ -1,4 +1,4 @@
-"""Implements attention of a batch by torch's own attention, one sequence at a time."""
+"""Batch decode attention with torch's own attention, one sequence at a time."""
 
 import torch
 from torch import Tensor

@@ -1,10 +1,10 @@
-"""Implements scores of blocks with torch."""
+"""Block scores with torch."""
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-# At most so many scores of groups exist at a time, and so many numbers of widened rows.
+# Maximum scores of groups in memory at a time, and maximum numbers of widened rows.
 _MOST_SCORES, _MOST_NUMBERS = 2**22, 2**20
 
 
@@ -62,5 +62,5 @@ def _means(states: Tensor, block: int, center: Tensor | None) -> tuple[Tensor, T
 
 
 def _groups(states: Tensor, rows: int) -> Tensor:
-    """Cut ``[B, H, S, D]`` to ``[B, H, n, rows, D]``, with zeros behind the last row."""
+    """Cut ``[B, H, S, D]`` to ``[B, H, n, rows, D]``, with zeros after the last row."""
     return functional.pad(states, (0, 0, 0, -states.shape[2] % rows)).unflatten(2, (-1, rows))

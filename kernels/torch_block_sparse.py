@@ -1,4 +1,4 @@
-"""Implements block-sparse attention with torch: what is not listed is not computed.
+"""Block-sparse attention with torch: blocks that are not listed are not computed.
 
 The blocks on the diagonal are small triangles, all of which one call computes. Before them, blocks of queries with
 equally many listed blocks are computed together, from copies of the keys and values that they list. With a skip
@@ -65,7 +65,7 @@ def _cut(states: Tensor, rows: int) -> Tensor:
 def _attend_listed(
     q: Tensor, k: Tensor, v: Tensor, blocks: ListedBlocks, scale: float, skip_margin: float | None
 ) -> tuple[Tensor, Tensor] | None:
-    """Attend from every block of queries to the blocks that it lists; None where none lists any."""
+    """Attend from every block of queries to the blocks that it lists; None if none lists any."""
     counts = blocks.counts.flatten().cpu()
     if not counts.any():
         return None

@@ -1,11 +1,11 @@
-"""Implements the choice of keys with torch."""
+"""Key selection with torch."""
 
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-# At most so many scores exist per batch row at a time: long questions stay within memory, and a CPU within caches.
+# Maximum scores in memory per batch row: bounds memory for long questions, and fits a CPU's caches.
 _MAX_SCORES = 2**22
 
 

@@ -1,4 +1,4 @@
-"""Implements merging with torch, in pieces that stay in a processor's cache."""
+"""Merging with torch, in pieces that stay in a CPU's cache."""
 
 import math
 from collections.abc import Sequence
@@ -18,8 +18,8 @@ def merge_states(
     outs, lses = list(outs), [torch.where(lse == math.inf, -math.inf, lse) for lse in lses]
     for part, lse in enumerate(lses):
         nothing = lse == -math.inf
-        # What saw nothing may hold anything, NaN included: it must not be multiplied in. On a CPU it costs no wait
-        # to see that there is nothing of the kind, and saves a copy.
+        # Results of queries that saw nothing may be anything, including NaN: they must not be multiplied in. On a
+        # CPU the check needs no synchronization, and saves a copy.
         if not lse.is_cpu or nothing.any():
             outs[part] = outs[part].masked_fill(nothing[..., None], 0.0)
     return merge_finite(outs, lses, out=out)

@@ -1,4 +1,4 @@
-"""Implements attention over segments in Triton, for prefill and for decoding.
+"""Segmented attention in Triton, for prefill and decoding.
 
 Its kernels, in :mod:`apbv.kernels.triton_attention_kernels`, are FlashAttention (Dao, 2023) with three changes.
 The keys come in *runs* of equally long pieces at equal distances in memory, which is how an exchange leaves
@@ -26,7 +26,7 @@ _FEWEST_KEYS = 512  # fewer keys are not worth a program of their own
 
 @dataclass(frozen=True)
 class Blocks:
-    """The sizes of the tiles that one program computes at a time, and its warps and pipeline stages."""
+    """Tile sizes of a program, its warps and pipeline stages."""
 
     rows: int
     keys: int
@@ -49,7 +49,7 @@ def long_blocks(rows: int, dim: int, element_size: int, device: torch.device) ->
 
 
 def verify_blocks(rows: int, dim: int, element_size: int, has_mask: bool, device: torch.device) -> Blocks:
-    """Choose tiles for few rows over many keys, which wait for memory more than they compute."""
+    """Choose tiles for few rows over many keys, which are memory-bound."""
     dim = max(16, triton.next_power_of_2(dim))
     few = max(16, triton.next_power_of_2(rows))
     if element_size == 4:
@@ -65,7 +65,7 @@ def verify_blocks(rows: int, dim: int, element_size: int, has_mask: bool, device
 
 
 def _splits(num_programs: int, num_keys: int, block: int, device: torch.device) -> tuple[int, int]:
-    """Choose into how many ranges the keys are split, so that every processor has work, and how long each is."""
+    """Choose the number of key ranges, so that every SM has work, and the length of each."""
     wanted = min(num_processors(device) * 2 // num_programs, triton.cdiv(num_keys, _FEWEST_KEYS))
     per_split = max(1, triton.cdiv(triton.cdiv(num_keys, max(1, wanted)), block)) * block
     return max(1, triton.cdiv(num_keys, per_split)), per_split
@@ -97,7 +97,7 @@ def segmented_attention(
     segments = [(in_rows(k), in_rows(v)) for k, v in segments]
     has_last = causal_last or rows_alone > 0
     runs = find_runs(segments[:-1] if has_last else segments)
-    # Without a last segment its arguments are never looked at; an empty one stands in.
+    # Without a last segment its arguments are never read; an empty one is passed.
     last = Run.of(*segments[-1]) if has_last else Run.of(q[:, :, :0], q[:, :, :0])
     num_past = sum(run.num_rows for run in runs)
 
@@ -179,9 +179,9 @@ def _plan_verification(
     device: torch.device,
     has_mask: bool,
 ) -> tuple[Blocks, int, int, tuple[int, ...], tuple[int, ...], tuple[int, ...], dict[str, int]]:
-    """Work out once what launches of verify_kernel share, of all layers and many tokens.
+    """Compute once the launch parameters of verify_kernel that all layers and many tokens share.
 
-    Each call of Python is a tenth of a launch.
+    Each Python call costs a tenth of a launch.
 
     Returns:
         The block; the tiles of rows of one KV head, and of all; the strides of q, k and v, in units of ALIGN

@@ -1,7 +1,7 @@
-"""Holds the Triton kernels of :mod:`apbv.kernels.triton_attention`.
+"""The Triton kernels of :mod:`apbv.kernels.triton_attention`.
 
 Both are FlashAttention's loop (Dao, 2023) over tiles of keys, kept short. A tile's addresses are products of its
-place with strides, without division; masks stand only where a tile's last keys or the diagonal are; scores are
+place with strides, without division; masks are applied only at a tile's last keys and at the diagonal; scores are
 scaled by the same instruction that subtracts their maximum.
 
 Names: S query tokens, a *row* is one token and one head of a group. Strides are in units of ALIGN elements, in the
@@ -136,7 +136,7 @@ def segments_kernel(
     """One program attends from a tile of rows to a range of one head's keys, the last segment's after all others.
 
     A tile of rows is either of those that see the last segment only or of others, so that keys need no mask for
-    that. Strides of a run have the jump between pieces behind them. Integers in tuples are hidden by
+    that. Strides of a run have the jump between pieces after them. Integers in tuples are hidden by
     :func:`apbv.kernels.triton_merging.veiled`.
     """
     # Under a causal mask the last tiles have the most keys: they start first.

@@ -1,7 +1,7 @@
-"""Implements attention of a batch in Triton, in one launch, and one that merges.
+"""Batch decode attention in Triton, in one launch plus one for merging.
 
-Where the buffers of the sequences are, and how long these are, the kernel reads from the GPU's memory. So one CUDA
-graph serves whatever sequences there are.
+The kernel reads the addresses and lengths of the sequences' buffers from GPU memory, so that one CUDA graph serves
+any sequences.
 """
 
 import torch
@@ -32,8 +32,8 @@ def batch_decode_attention(
         numbers = torch.tensor([*buffers.places, list(buffers.lengths)], dtype=torch.int64, device=q.device)
         table = BufferTable(numbers[:3], numbers[3], max(keys.shape[2] for keys in buffers.keys))
     block = verify_blocks(group, dim, q.element_size(), False, q.device)
-    # The host does not know who has many keys: each sequence could give all processors work. Those of short ones
-    # find nothing to do.
+    # The CPU does not know which sequences are long: each could occupy all SMs. The extra programs of short ones
+    # exit at once.
     splits = min(num_processors(q.device) * 2 // k.shape[1], triton.cdiv(table.most_rows, _FEWEST_KEYS))
     splits = min(max(1, splits), _MOST_SPLITS)
     out = empty_output(q)
@@ -66,7 +66,7 @@ def batch_decode_kernel(
     """One program attends from a sequence's newest token to a range of one head's keys.
 
     The newest key and value come from the layer's input; the program that has them in its range appends them to
-    the buffers, of which nobody reads that row meanwhile. A program whose range is empty writes an lse of -inf.
+    the buffers, where no other program reads that row. A program whose range is empty writes an lse of -inf.
     """
     i_r = tl.program_id(0).to(tl.int64)
     i_h = tl.program_id(1).to(tl.int64)

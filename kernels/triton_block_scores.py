@@ -1,4 +1,4 @@
-"""Implements scores of blocks in Triton.
+"""Block scores in Triton.
 
 The scores of groups are never stored: one pass over the keys finds each query group's log-sum-exp, a second one
 computes the scores again and sums up the shares of blocks. With a stride s each pass costs 1/s of the products of
@@ -23,7 +23,7 @@ def antidiagonal_scores(q: Tensor, k: Tensor, scale: float, stride: int, block: 
     groups, of_block = triton.cdiv(tokens, stride), block // stride
     # fp32 products take more registers.
     tile, warps = (32, 4) if q.dtype == torch.float32 else (64, 8)
-    # A part of a block is what one tile has of it: parts are summed up afterwards. Tiles are powers of two.
+    # A part is a tile's portion of a block: parts are summed up afterwards. Tiles are powers of two.
     part = min(of_block & -of_block, tile)
     lse = torch.empty(batch * heads, groups, dtype=torch.float32, device=q.device)
     parts = triton.cdiv(groups, part)
@@ -64,7 +64,7 @@ def _antidiagonals(
     p_q, p_k, i_i, i_j, q_row, k_row, num_groups, num_tokens,
     STRIDE: tl.constexpr, D: tl.constexpr, BG: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """Sum up q·k along the antidiagonals of BG x BG squares; -inf where keys are behind the queries, or none."""
+    """Sum up q·k along the antidiagonals of BG x BG squares; -inf where keys are after the queries, or none."""
     o_i, o_j, o_d = i_i + tl.arange(0, BG), i_j + tl.arange(0, BG), tl.arange(0, BD)
     b_s = tl.zeros([BG, BG], tl.float32)
     for i in range(STRIDE):

@@ -1,8 +1,8 @@
-"""Implements block-sparse attention in Triton: FlashAttention's loop over listed tiles.
+"""Block-sparse attention in Triton: FlashAttention's loop over listed tiles.
 
-Every query head has lists of its own, so that a tile of rows is of one head. Only the tiles on the diagonal need a
-mask: listed blocks lie before the queries, and are whole. In a variant of its own, for a skip margin, the
-product with a listed tile's values is conditional.
+Every query head has its own lists, so a tile of rows is of one head. Only the tiles on the diagonal need a mask:
+listed blocks are before the queries, and complete. In a variant of its own, for a skip margin, the product with a
+listed tile's values is conditional.
 """
 
 import math
@@ -111,7 +111,7 @@ def block_sparse_kernel(
     b_acc = tl.zeros([BR, BD], tl.float32)
     b_max = tl.full([BR], float("-inf"), tl.float32)
     if SKIPS:
-        b_max = tl.where(m_r, b_max, 1e30)  # rows behind the last token have no say in what is skipped
+        b_max = tl.where(m_r, b_max, 1e30)  # rows after the last token do not affect skipping
     b_sum = tl.zeros([BR], tl.float32)
     o_tile = tl.arange(0, BT)
     o_k, o_v = o_tile.to(tl.int64) * k_row * ALIGN, o_tile.to(tl.int64) * v_row * ALIGN

@@ -1,4 +1,4 @@
-"""Implements what a decoder computes between its matrix products, in Triton kernels that read and write once.
+"""A decoder's element-wise operators in Triton kernels that read and write once.
 
 transformers' own modules, which call torch for each step, are the definition and the other implementation.
 """

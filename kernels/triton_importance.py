@@ -1,4 +1,4 @@
-"""Implements the choice of keys in Triton kernels that read K once and write once.
+"""Key selection in Triton kernels that read K once and write once.
 
 Strides are those of (batch, head, row); the D numbers of a row are neighbours. A *row* of queries is one head of a
 group and one token: all of them meet a tile of keys while it is on chip.

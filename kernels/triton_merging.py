@@ -1,4 +1,4 @@
-"""Implements merging in Triton; reading the partial results bounds its speed."""
+"""Merging in Triton, bound by reading the partial results."""
 
 import math
 from collections.abc import Sequence

@@ -18,7 +18,7 @@ def temporal_change(frames: Tensor, before: Tensor | None = None, after: Tensor 
 
     Args:
         frames: ``[F, h * w, d]``.
-        before, after: ``[h * w, d]``, the neighbours of the first and the last one; None where the video ends.
+        before, after: ``[h * w, d]``, the neighbours of the first and the last one; None if the video ends.
 
     Returns:
         ``[F, h * w]`` in fp32; 0 for a video of a single frame, which changes nowhere.

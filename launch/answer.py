@@ -1,4 +1,4 @@
-"""Carrying out launch/infer.py's options: read the source, load the engine, answer, and print the figures."""
+"""Runs launch/infer.py: reads the sources, loads the engine, answers, and prints the metrics."""
 
 import argparse
 import os
@@ -24,13 +24,13 @@ _SHOWN_OVERLAP_MS = 0.1
 
 
 def run(options: argparse.Namespace, hosts: HostGroup, progress_delay: float = 2.0) -> None:
-    """Answer the question, and print the answer and its figures; collective.
+    """Answer the question, and print the answer and its metrics; collective.
 
     Args:
-        progress_delay: seconds that something has to take before a terminal shows how far it is.
+        progress_delay: seconds before a progress bar is shown.
 
     Raises:
-        ValueError: a source cannot be read, a file cannot be written, or the engine refuses the request.
+        ValueError: a source cannot be read, a file cannot be written, or the engine rejects the request.
         HostError: another host failed.
     """
     prepare_process(options, hosts)
@@ -39,7 +39,7 @@ def run(options: argparse.Namespace, hosts: HostGroup, progress_delay: float = 2
         if hosts.is_leader:
             require_writable_outputs(options)
     progress = ProgressBars(enabled=hosts.is_leader and sys.stderr.isatty(), delay=progress_delay)
-    with closing(progress):  # nothing of it stays on the screen, also where this ends with an error
+    with closing(progress):  # removes the bars from the screen, also on errors
         engine = load_engine(options, hosts)
         progress.watch(engine)
         with streamed(engine.tokenizer, enabled=hosts.is_leader) as show:
@@ -61,7 +61,7 @@ def run(options: argparse.Namespace, hosts: HostGroup, progress_delay: float = 2
                 on_progress=progress.advance,
                 timeline=options.timeline is not None,
             )
-    # Of the hosts that answered: a draft host is by itself.
+    # The hosts that answered: a draft host has its own group.
     with engine.hosts.local_stage("writing the figures"):
         if hosts.is_leader:
             print(table(answer, options, hosts.size), file=sys.stderr, flush=True)
@@ -73,9 +73,9 @@ def run(options: argparse.Namespace, hosts: HostGroup, progress_delay: float = 2
 
 @contextmanager
 def streamed(tokenizer: PreTrainedTokenizerBase, enabled: bool) -> Iterator[Callable[[int], None]]:
-    """Show tokens as they come, and hold warnings back until the answer's line has ended.
+    """Stream tokens to stdout, and hold warnings back until the answer's line has ended.
 
-    The line is ended in any case: an error comes below it, and last.
+    The line is always ended, so that an error follows on its own line.
     """
     streamer, shown = TextStreamer(tokenizer, skip_special_tokens=True), []
 
@@ -98,10 +98,10 @@ def streamed(tokenizer: PreTrainedTokenizerBase, enabled: bool) -> Iterator[Call
 def read_sources(options: argparse.Namespace) -> str | None:
     """Return the text of ``--context``, and make sure that videos, images and audio files can be opened.
 
-    A video's frames are not looked for: that takes long where it is long, and is part of answering.
+    A video's frames are not listed yet: that takes long for long videos, and is part of answering.
 
     Raises:
-        ValueError: a file cannot be read, or is no video, no image or no audio.
+        ValueError: a file cannot be read, or is not a video, image or audio file.
     """
     for path in options.image or ():
         Picture.of(path)
@@ -120,7 +120,7 @@ def read_sources(options: argparse.Namespace) -> str | None:
 
 
 def require_writable_outputs(options: argparse.Namespace) -> None:
-    """Make sure before the work is done, and without leaving files behind, that its results can be written.
+    """Check before the work starts, and without leaving files, that the results can be written.
 
     Raises:
         ValueError: a file cannot be written.
@@ -135,7 +135,7 @@ def require_writable_outputs(options: argparse.Namespace) -> None:
 
 
 def table(answer: GenerateResult, options: argparse.Namespace, num_hosts: int) -> str:
-    """Lay out the figures that a person wants to see at a glance.
+    """Format the most important metrics as a table.
 
     Args:
         num_hosts: the number of hosts that take part, a draft host included.
@@ -149,7 +149,7 @@ def table(answer: GenerateResult, options: argparse.Namespace, num_hosts: int) -
         name = "video" if len(answer.videos) == 1 else f"video {number}"
         sampled = f"{len(video.frames)} of {video.info.num_frames} frames, {video.info.duration:.1f} s"
         rows.append((name, sampled))
-    heard = f", {stats['num_audio_tokens']} sound" if stats["num_audio_tokens"] else ""
+    heard = f", {stats['num_audio_tokens']} audio" if stats["num_audio_tokens"] else ""
     rows.append(
         ("prompt", f"{stats['num_input_tokens']} tokens, {stats['num_video_tokens']} of them visual{heard}")
     )
@@ -157,12 +157,12 @@ def table(answer: GenerateResult, options: argparse.Namespace, num_hosts: int) -
         rows.append(("anchor / passing", f"{stats['anchor_len']} / {stats['passing_len']} tokens"))
     if (reduction := stats["reduction"]) is not None:
         before, after = reduction["num_video_tokens_before"], reduction["num_video_tokens_after"]
-        rows.append(("left by " + reduction["method"], f"{after} of {before} visual tokens"))
+        rows.append(("kept by " + reduction["method"], f"{after} of {before} visual tokens"))
     if stats["attention_density"] is not None:
         rows.append(("sparse attention", f"{stats['attention_density']:.0%} of the causal scores computed"))
     rows += [(name, f"{milliseconds:.1f} ms") for name, milliseconds in stats["stages_ms"].items() if milliseconds]
     if stats["overlap_ms"] >= _SHOWN_OVERLAP_MS:
-        rows.append(("overlap", f"{stats['overlap_ms']:.1f} ms of these, beside other stages"))
+        rows.append(("overlap", f"{stats['overlap_ms']:.1f} ms of these, overlapping other stages"))
     rows.append(("time to first token", f"{stats['ttft_ms']:.1f} ms"))
     if stats["output_throughput"] is not None and len(stats["token_ids"]) > 1:
         rows.append(("decoding", f"{stats['output_throughput']:.1f} tokens/s"))
@@ -170,17 +170,17 @@ def table(answer: GenerateResult, options: argparse.Namespace, num_hosts: int) -
         rows += _speculation(speculation, options, num_hosts > stats["hosts"])
     if stats["comm_bytes_total"]:
         rows.append(("communication", f"{stats['comm_bytes_total'] / mebibyte:.2f} MiB"))
-    rows.append(("peak memory", f"{max(stats['peak_memory_bytes']) / mebibyte:.0f} MiB on the fullest process"))
+    rows.append(("peak memory", f"{max(stats['peak_memory_bytes']) / mebibyte:.0f} MiB (max over processes)"))
     return "\n".join(f"  {name:<20} {value}" for name, value in rows)
 
 
 def _speculation(
     figures: dict[str, Any], options: argparse.Namespace, on_draft_host: bool
 ) -> list[tuple[str, str]]:
-    """Say how and where was drafted, and what became of the draft's tokens."""
+    """Format the metrics of speculative decoding."""
     rows = [("drafting", f"{figures['strategy']}, {'on the draft host' if on_draft_host else 'on host 0'}")]
     if figures.get("lost_draft"):
-        rows.append(("", f"went on alone: {figures['lost_draft']}"))
+        rows.append(("", f"continued alone: {figures['lost_draft']}"))
     if figures["switched_off"]:
         tokens = figures["switched_off_after"]
         rows.append(("", f"switched off after {tokens} tokens: {figures['switched_off']}"))

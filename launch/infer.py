@@ -1,4 +1,4 @@
-"""Answer a question about videos, images, sound or a long text.
+"""Answer a question about videos, images, audio or a long text.
 
     torchrun --nproc-per-node 2 launch/infer.py --model demo
     torchrun --nproc-per-node 8 launch/infer.py --model Qwen/Qwen2.5-VL-7B-Instruct \
@@ -27,24 +27,24 @@ FIRST = ("model", "video", "prompt", "method", "speculate", "json")
 
 
 def parse_arguments(arguments: list[str] | None = None, prog: str | None = None) -> argparse.Namespace:
-    """Read and check the options, which ends the process where one is wrong."""
+    """Parse and check the options; exits if one is wrong."""
     parser = OptionParser(prog, FIRST, description=__doc__.splitlines()[0])
     parser.add_argument("--model", required=True, help='"demo", a directory, or a hub id')
     parser.add_argument(
-        "--video", metavar="demo|FILE", action="append", help="a video file, or the packaged clip; may be repeated"
+        "--video", metavar="demo|FILE", action="append", help="a video file, or the bundled clip; can be repeated"
     )
     parser.add_argument(
-        "--image", metavar="FILE", action="append", help="an image file, behind the videos; may be repeated"
+        "--image", metavar="FILE", action="append", help="an image file, placed after the videos; can be repeated"
     )
     parser.add_argument(
-        "--audio", metavar="FILE", action="append", help="an audio file, behind the images; may be repeated"
+        "--audio", metavar="FILE", action="append", help="an audio file, placed after the images; can be repeated"
     )
     parser.add_argument(
         "--audio-in-video",
         action=argparse.BooleanOptionalAction,
-        help="hear the videos, too (default: where the model hears and they have sound)",
+        help="use the videos' audio tracks (default: if the model takes audio and they have one)",
     )
-    parser.add_argument("--context", metavar="FILE", help="a text file that the question is about")
+    parser.add_argument("--context", metavar="FILE", help="text file that the question is about")
     parser.add_argument("--prompt", help="the question")
 
     add_prefill_options(parser)
@@ -53,8 +53,8 @@ def parse_arguments(arguments: list[str] | None = None, prog: str | None = None)
     add_settings(decode, SAMPLING, with_defaults=True)
     add_draft_options(parser)
 
-    parser.add_argument("--json", metavar="FILE", help="append the figures as one JSON line")
-    parser.add_argument("--timeline", metavar="FILE", help="what happened when, for ui.perfetto.dev")
+    parser.add_argument("--json", metavar="FILE", help="append the metrics as one JSON line")
+    parser.add_argument("--timeline", metavar="FILE", help="write a timeline for ui.perfetto.dev")
     add_host_options(parser)
     options = parser.parse_args(arguments)
     if options.model == "demo":
@@ -64,7 +64,7 @@ def parse_arguments(arguments: list[str] | None = None, prog: str | None = None)
     if options.video:
         options.video = [str(demo.video_path()) if path == "demo" else path for path in options.video]
     if options.prompt is None:
-        parser.error("--prompt is required")
+        parser.error("--prompt is required: give the question")
     for name in ("frames", "fps", "video_backend", "video_chunk_mib", "audio_in_video"):
         if getattr(options, name) is not None and options.video is None:
             parser.error(f"--{name.replace('_', '-')} needs a --video")
@@ -78,9 +78,9 @@ def parse_arguments(arguments: list[str] | None = None, prog: str | None = None)
 
 
 def main(arguments: list[str] | None = None, prog: str | None = None) -> int:
-    """Answer a question on this host, and return the exit status."""
+    """Answer a question on this host; return the exit status."""
     options = parse_arguments(arguments, prog)
-    # Only now what takes seconds to import.
+    # Imported here because this takes seconds.
     from apbv.hosts import run_on_hosts
     from apbv.launch.answer import run
 

@@ -1,7 +1,7 @@
-"""The command-line options of an engine, which the scripts share, and what is done with them.
+"""Command-line options of the engine, shared by the scripts.
 
-They are read and checked before torch and transformers are imported, which takes seconds. Most are settings of a
-config: their types, ranges, choices and defaults are those of its fields.
+Options are validated before torch and transformers are imported, which takes seconds. Most correspond to a config
+field and take its type, range, choices and default.
 """
 
 import argparse
@@ -40,7 +40,7 @@ _FORMAT = warnings.formatwarning
 
 
 class Setting(NamedTuple):
-    """An option that is a field of a config, and what argparse is told besides."""
+    """Option for a config field, with extra argparse arguments."""
 
     config: type
     option: str
@@ -55,79 +55,86 @@ def _of(config: type, *rows: tuple) -> tuple[Setting, ...]:
 
 PREFILL = _of(
     PrefillConfig,
-    ("--method", "method", "how to prefill"),
-    ("--anchor-len", "anchor_len", "anchor tokens (default: from the prompt's length)"),
-    ("--anchor-query", "anchor_query", "put the question into the anchor, as APB does (apb, apbv)"),
-    ("--passing-len", "passing_len", "KV pairs that each block passes on (default: from the prompt's length)"),
-    ("--query-len", "query_len", "tokens at the end of a text without --context that are the question"),
+    ("--method", "method", "prefill method"),
+    ("--anchor-len", "anchor_len", "anchor tokens (default: max(128, n/64), at most n/4)"),
+    ("--anchor-query", "anchor_query", "prepend the question to the anchor, as in APB (apb, apbv)"),
+    ("--passing-len", "passing_len", "KV pairs passed on per block (default: max(128, n/128); apb: n/64)"),
+    ("--query-len", "query_len", "without --context: trailing tokens that form the question"),
     (
         "--importance",
         "importance",
-        "how the KV pairs to pass on are ranked; the APB-V paper's code: dot, with --anchor-query",
+        "score that selects passing KV pairs; the APB-V authors use dot with --anchor-query",
     ),
-    ("--kv", "kv", "where the KV lies for decoding"),
-    ("--backend", "backend", "what computes attention; auto: by device"),
+    ("--kv", "kv", "gather the KV cache on host 0, or keep it sharded"),
+    ("--backend", "backend", "attention backend; auto: by device"),
 )
-GRAPHS = _of(DecodeConfig, ("--cuda-graphs", "cuda_graphs", "launch all kernels of a decoding step at once"))
-# Those below are None where they are not given.
+GRAPHS = _of(DecodeConfig, ("--cuda-graphs", "cuda_graphs", "capture decode steps as CUDA graphs; auto: on GPUs"))
+# The options below are None if not given.
 VIDEO = _of(
     VideoConfig,
-    ("--video-backend", "backend", "what decodes videos; auto: torchcodec on a GPU if it is installed, else pyav"),
-    ("--video-chunk-mib", "chunk_bytes", "for one part of a video (default: by free memory)"),
+    ("--video-backend", "backend", "video decoder; auto: torchcodec on a GPU if installed, else pyav"),
+    ("--video-chunk-mib", "chunk_bytes", "memory per video chunk (default: 1/16 of free memory, at most 256)"),
 )
 THREADS = _of(
-    VideoConfig, ("--threads", "threads", "of the CPU (default: OMP_NUM_THREADS, or a share of the cores)")
+    VideoConfig, ("--threads", "threads", "CPU threads (default: OMP_NUM_THREADS, or a share of the cores)")
 )
 REDUCE = _of(
     ReduceConfig,
-    ("--reduce", "method", "leave visual tokens out (default: none)"),
-    ("--reduce-ratio", "ratio", "the share of a video's visual tokens that is left"),
-    ("--reduce-layer", "layer", "leave them out after N layers of the language model (default: the method's own)"),
-    ("--reduce-asked-by", "asked_by", "fastv, pdrop: rank tokens by the attention of these (default: last)"),
+    ("--reduce", "method", "visual-token pruning method (default: none)"),
+    ("--reduce-ratio", "ratio", "share of a video's visual tokens to keep"),
+    ("--reduce-layer", "layer", "prune after N layers of the language model (default: the method's)"),
+    ("--reduce-asked-by", "asked_by", "fastv, pdrop: rank by attention from these tokens (default: last)"),
 )
 SPARSE = _of(
     SparseConfig,
-    ("--sparse", "method", "compute only chosen blocks, of a host's own with apbv, apb and star (default: all)"),
-    ("--sparse-threshold", "threshold", "the share of attention in chosen blocks (default: as in the papers)"),
-    ("--sparse-block", "block_size", "tokens of a block of queries"),
-    ("--sparse-stride", "stride", "xattention: tokens that get one score"),
-    ("--sparse-similarity", "similarity", "spargeattn: how alike the rows of a block must be to be left out"),
-    ("--sparse-skip-margin", "skip_margin", "spargeattn: skip values with no score within X of the highest"),
-    ("--sparse-divergence", "divergence", "flexprefill: how near to its estimate a head's attention must be"),
-    ("--sparse-min-blocks", "min_blocks", "flexprefill: columns and diagonals that every head computes"),
+    ("--sparse", "method", "block-sparse attention; with apbv, apb, star within context blocks (default: dense)"),
+    ("--sparse-threshold", "threshold", "attention mass of selected blocks (default by method: 0.9, 0.96, 0.95)"),
+    ("--sparse-block", "block_size", "query-block size in tokens"),
+    ("--sparse-stride", "stride", "xattention: tokens per score"),
+    ("--sparse-similarity", "similarity", "spargeattn: always compute blocks of mean cosine similarity <= X"),
+    (
+        "--sparse-skip-margin",
+        "skip_margin",
+        "spargeattn: skip values with scores X below the maximum (default: off)",
+    ),
+    ("--sparse-divergence", "divergence", "flexprefill: heads with sqrt(JSD) below X are query-aware"),
+    ("--sparse-min-blocks", "min_blocks", "flexprefill: minimum vertical and slash blocks per head"),
 )
 DRAFT = _of(
     SpeculativeConfig,
-    ("--draft-model", "draft_model", "a directory or a hub id (demo: the packaged one)", {"metavar": "PATH"}),
-    ("--draft-host", "draft_host", "the last host drafts while the others verify"),
-    ("--num-draft-tokens", "num_draft_tokens", "tokens drafted per round", {"metavar": "N|auto"}),
-    ("--keep-losing-draft", "keep_losing_draft", "draft on even where an answer takes longer with the draft"),
-    ("--num-tree-nodes", "num_tree_nodes", "draft a tree of N tokens instead of a chain (sd_tree: 25)"),
-    ("--keep", "keep", "which visual tokens the draft sees (default: the strategy's)"),
-    ("--hippo-terms", "hippo_terms", "the terms of HIPPO's scores (default: all)", {"nargs": "+"}),
-    ("--prune", "prune", "prune what the draft reads, or the KV it keeps"),
-    ("--keep-ratio", "keep_ratio", "the share of visual tokens that the draft sees (default 0.1)"),
-    ("--keep-tokens", "keep_tokens", "instead: how many of the prompt's tokens, text included"),
-    ("--ensemble", "ensemble", "what tabed drafts from: MT, MT*, MTCP, MTCP*, …"),
+    ("--draft-model", "draft_model", "a directory or hub id (demo: the bundled draft)", {"metavar": "PATH"}),
+    ("--draft-host", "draft_host", "draft on the last host, in parallel with verification"),
+    ("--num-draft-tokens", "num_draft_tokens", "tokens drafted per round, or auto", {"metavar": "N|auto"}),
+    ("--keep-losing-draft", "keep_losing_draft", "keep drafting even if it slows the answer"),
+    ("--num-tree-nodes", "num_tree_nodes", "draft a tree of N tokens (default: a chain; sd_tree: 25)"),
+    ("--keep", "keep", "how to select the draft's visual tokens (default: the strategy's)"),
+    ("--hippo-terms", "hippo_terms", "terms of HIPPO's score (default: all)", {"nargs": "+"}),
+    ("--prune", "prune", "prune the draft's prompt, or its KV after draft prefill"),
+    ("--keep-ratio", "keep_ratio", "share of visual tokens that the draft sees (default 0.1)"),
+    ("--keep-tokens", "keep_tokens", "total prompt tokens for the draft, text included; replaces --keep-ratio"),
+    ("--ensemble", "ensemble", "contexts of tabed's ensemble: MT, MT*, MTCP, MTCP*, …"),
 )
-ANSWER_LENGTH = _of(SamplingParams, ("--max-new-tokens", "max_new_tokens", "(default: the model's, or 128)"))
+ANSWER_LENGTH = _of(
+    SamplingParams,
+    ("--max-new-tokens", "max_new_tokens", "tokens to generate at most (default: the model's, or 128)"),
+)
 SAMPLING = _of(
     SamplingParams,
-    ("--temperature", "temperature", "0 is greedy"),
-    ("--top-p", "top_p", "draw from the likeliest tokens that have this share"),
-    ("--top-k", "top_k", "draw from the so many likeliest tokens, 0: from all"),
-    ("--min-p", "min_p", "draw from tokens at least this times as likely as the likeliest"),
-    ("--repetition-penalty", "repetition_penalty", "make tokens that were there before less likely"),
-    ("--seed", "seed", "the same seed draws the same tokens"),
+    ("--temperature", "temperature", "sampling temperature; 0: greedy"),
+    ("--top-p", "top_p", "sample from the smallest set of tokens with this probability mass"),
+    ("--top-k", "top_k", "sample from the N most probable tokens; 0: all"),
+    ("--min-p", "min_p", "drop tokens below X times the highest probability"),
+    ("--repetition-penalty", "repetition_penalty", "penalize tokens of the prompt and the answer; 1: off"),
+    ("--seed", "seed", "random seed for sampling"),
 )
 _SETTINGS = (*PREFILL, *GRAPHS, *VIDEO, *THREADS, *REDUCE, *SPARSE, *DRAFT, *ANSWER_LENGTH, *SAMPLING)
 
 
 class OptionParser(argparse.ArgumentParser):
-    """A parser whose errors are one line, like the scripts' other errors, because every host prints it.
+    """Argument parser with one-line errors, because every host prints them.
 
     Args:
-        first: the names of the options that ``--help`` shows; ``--help-all`` shows all. None: ``--help`` does.
+        first: options that ``--help`` shows; ``--help-all`` shows all. None: ``--help`` shows all.
     """
 
     def __init__(self, prog: str | None = None, first: Sequence[str] | None = None, **kwargs):
@@ -136,12 +143,12 @@ class OptionParser(argparse.ArgumentParser):
         super().__init__(prog, **kwargs)
         self._first = first
         if first is not None:
-            about = "show the options that matter first"
+            about = "show the most important options"
             self.add_argument("-h", "--help", action=_ShortHelp, nargs=0, help=about)
             self.add_argument("--help-all", action="help", help="show all options")
 
     def format_short_help(self) -> str:
-        """Lay out the options that matter first."""
+        """Format the help text of the most important options."""
         formatter = self._get_formatter()
         shown = [action for action in self._actions if action.dest in self._first]
         formatter.add_usage(self.usage, [], [])
@@ -153,7 +160,7 @@ class OptionParser(argparse.ArgumentParser):
         return formatter.format_help()
 
     def error(self, message: str) -> NoReturn:
-        """End the process with status 2."""
+        """Print the error and exit with status 2."""
         which = "help" if self._first is None else "help-all"
         report_error(f"error: {message} (--{which} lists the options)")
         self.exit(2)
@@ -167,10 +174,10 @@ class _ShortHelp(argparse.Action):
 def add_settings(
     group: argparse._ActionsContainer, settings: Sequence[Setting], with_defaults: bool = False
 ) -> None:
-    """Add options that are fields of configs.
+    """Add options for config fields.
 
     Args:
-        with_defaults: an option that is not given has the field's default, else None.
+        with_defaults: use the field's default for an option that is not given; otherwise None.
     """
     for each in settings:
         (about,) = (field for field in fields(each.config) if field.name == each.field)
@@ -189,11 +196,11 @@ def add_settings(
 
 
 def reading(kind: Callable[[str], Any], says: str, may_be: Callable[[Any], bool]) -> Callable[[str], Any]:
-    """Return a function that reads an option's value, and refuses another than may be.
+    """Make an argparse type that rejects invalid values.
 
     Args:
-        says: what a value must do, for the error.
-        may_be: of a value, or of a text that is no value.
+        says: the requirement, for the error message.
+        may_be: checks a value, or the text itself if it cannot be converted.
     """
 
     def value_of(text: str) -> Any:
@@ -209,7 +216,7 @@ def reading(kind: Callable[[str], Any], says: str, may_be: Callable[[Any], bool]
 
 
 def positive(kind: type = float, most: float = sys.float_info.max) -> Callable[[str], float]:
-    """Return a function that reads a number above 0, and at most as large."""
+    """Make an argparse type for numbers above 0 and up to ``most``."""
     limit = "" if most == sys.float_info.max else f", at most {most:g}"
     says = f"be a positive {'integer' if kind is int else 'number'}{limit}"
     return reading(kind, says, lambda value: isinstance(value, kind) and 0 < value <= most)
@@ -219,50 +226,50 @@ device_name = reading(str, "be cpu, cuda, or a GPU as in cuda:0", re.compile(r"c
 
 
 def add_prefill_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of sampling frames, prefill and attention."""
+    """Add the options for frame sampling, prefill and attention."""
     prefill = parser.add_argument_group("prefill")
-    frames = {"type": positive(int), "metavar": "N", "help": "of each video (default: the model's, or 64)"}
+    frames = {"type": positive(int), "metavar": "N", "help": "frames per video (default: the model's, or 64)"}
     prefill.add_argument("--frames", "--num-frames", **frames)
     rate = reading(float, *FRAME_RATE)
-    prefill.add_argument("--fps", type=rate, metavar="X", help="sample at this rate, at most --frames")
+    prefill.add_argument("--fps", type=rate, metavar="X", help="sample X frames per second, at most --frames")
     add_settings(prefill, [*PREFILL, *GRAPHS], with_defaults=True)
     add_settings(prefill, VIDEO)
     prefill.add_argument(
-        "--dtype", choices=DTYPE_NAMES, default="auto", help="the weights' type; auto: the model's"
+        "--dtype", choices=DTYPE_NAMES, default="auto", help="weight dtype (default auto: the model's)"
     )
-    add_settings(parser.add_argument_group("fewer visual tokens"), REDUCE)
+    add_settings(parser.add_argument_group("visual-token pruning"), REDUCE)
     add_settings(parser.add_argument_group("sparse attention"), SPARSE)
 
 
 def add_draft_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
-    """Add the options of speculative decoding, and return their group, for what a script adds to it.
+    """Add the options for speculative decoding; return their group, so that a script can add more.
 
-    An option that is not given must be None.
+    Options that are not given must be None.
     """
     draft = parser.add_argument_group("speculative decoding")
     draft.add_argument(
-        "--speculate", choices=("off", *STRATEGY_NAMES), default="off", help="how to draft (default off)"
+        "--speculate", choices=("off", *STRATEGY_NAMES), default="off", help="drafting strategy (default off)"
     )
     add_settings(draft, DRAFT)
-    draft.add_argument("--captioner", metavar="MODULE:FUNCTION", help="describes what the prompt shows, for tabed")
+    draft.add_argument("--captioner", metavar="MODULE:FUNCTION", help="captions the prompt for tabed")
     return draft
 
 
 def add_host_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the group of hosts."""
-    hosts = parser.add_argument_group("hosts")
+    """Add the options for the host group."""
+    hosts = parser.add_argument_group("hosts (sequence-parallel ranks)")
     hosts.add_argument(
-        "--device", type=device_name, metavar="cpu|cuda|cuda:N", help="default: a GPU, or else the CPU"
+        "--device", type=device_name, metavar="cpu|cuda|cuda:N", help="default: a GPU if any, else the CPU"
     )
-    members = {"type": int, "default": 1, "metavar": "T", "help": "GPUs that share a model (default 1)"}
+    members = {"type": int, "default": 1, "metavar": "T", "help": "tensor-parallel GPUs per host (default 1)"}
     hosts.add_argument("--tensor-parallel", "--tensor-parallel-size", **members)
     patience = {"type": positive(), "default": 300.0, "metavar": "X"}
-    hosts.add_argument("--timeout", **patience, help="to wait for a silent host (default 300)")
+    hosts.add_argument("--timeout", **patience, help="seconds to wait for an unresponsive host (default 300)")
     add_settings(hosts, THREADS)
 
 
 def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """End the process with one line where options do not go together."""
+    """Exit with a one-line error if options are incompatible."""
     if options.speculate == "off" and (useless := given_for_draft(options)):
         parser.error(f"--{next(iter(useless)).replace('_', '-')} needs --speculate")
     try:
@@ -274,20 +281,20 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
 
 
 def given(options: argparse.Namespace, config: type) -> dict[str, Any]:
-    """Return the fields of a config that options have values for."""
+    """Return the config fields that options set."""
     values = {each.field: each.option[2:].replace("-", "_") for each in _SETTINGS if each.config is config}
     found = {field: getattr(options, option, None) for field, option in values.items()}
     return {field: value for field, value in found.items() if value is not None}
 
 
 def given_for_draft(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the options for a draft that were given, most by the names of :class:`SpeculativeConfig`."""
+    """Return the given draft options, most under their names in :class:`SpeculativeConfig`."""
     captioner = getattr(options, "captioner", None)
     return given(options, SpeculativeConfig) | ({} if captioner is None else {"captioner": captioner})
 
 
 def prefill_config(options: argparse.Namespace) -> PrefillConfig:
-    """Make the settings of prefill; ValueError where they do not go together."""
+    """Build the prefill config; ValueError if options are incompatible."""
     video, reduction = given(options, VideoConfig), given(options, ReduceConfig)
     if reduction and "method" not in reduction:
         raise ValueError(f"--reduce-{next(iter(reduction)).replace('_', '-')} needs --reduce")
@@ -302,10 +309,10 @@ def prefill_config(options: argparse.Namespace) -> PrefillConfig:
 
 
 def sparse_config(options: argparse.Namespace) -> SparseConfig | None:
-    """Make the settings of sparse attention, if any, which may be those of a method of that name.
+    """Build the sparse-attention config, if any, also for a sparse prefill method.
 
     Raises:
-        ValueError: one has no effect.
+        ValueError: an option has no effect.
     """
     settings = given(options, SparseConfig)
     owners = {each.name: each.metadata["of"] for each in fields(SparseConfig)}
@@ -319,7 +326,7 @@ def sparse_config(options: argparse.Namespace) -> SparseConfig | None:
 
 
 def speculative_config(options: argparse.Namespace) -> SpeculativeConfig | None:
-    """Make the settings of speculative decoding, if any; ValueError where they do not go together."""
+    """Build the speculative-decoding config, if any; ValueError if options are incompatible."""
     if options.speculate == "off":
         return None
     settings = given(options, SpeculativeConfig)
@@ -332,7 +339,7 @@ def load_engine(options: argparse.Namespace, hosts: "HostGroup", reuse: ReuseCon
     """Load the engine that the options describe; collective.
 
     Raises:
-        ValueError: options do not go together, or there is no such model.
+        ValueError: options are incompatible, or the model does not exist.
         HostError: another host failed to load it.
     """
     from apbv import Engine
@@ -356,7 +363,7 @@ def load_engine(options: argparse.Namespace, hosts: "HostGroup", reuse: ReuseCon
 
 
 def prepare_process(options: argparse.Namespace, hosts: "HostGroup") -> None:
-    """Make the most of this process's CPU cores and memory; let one process of all show warnings and bars."""
+    """Set up CPU threads and memory; let only the leader show warnings and progress bars."""
     import torch
     from transformers.utils import logging as transformers_logging
 
@@ -375,10 +382,10 @@ def prepare_process(options: argparse.Namespace, hosts: "HostGroup") -> None:
 
 
 def threads_wanted(given: int | None, device_type: str) -> int | None:
-    """Return how many threads torch should use on the CPU; None: as many as it has chosen by itself.
+    """Return the number of torch CPU threads; None: torch's own choice.
 
-    If the user says nothing, torchrun gives each of several processes a single thread, however many cores there
-    are. A GPU's host has little to compute: its other cores are left to whatever reads the video.
+    By default torchrun gives each of several processes a single thread, whatever the number of cores. With a GPU
+    the CPU side has little to compute: the remaining cores are left to video decoding.
     """
     from apbv.hosts import fair_share_of_cores
 
@@ -393,30 +400,30 @@ def load_function(name: str) -> Callable:
     """Import a function by its name, ``package.module:function``.
 
     Raises:
-        ValueError: there is no such function.
+        ValueError: the function does not exist.
     """
     module, _, function = name.partition(":")
     try:
         return getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"cannot load {name}, which should be MODULE:FUNCTION: {error}") from error
+        raise ValueError(f"cannot load {name} (expected MODULE:FUNCTION): {error}") from error
 
 
 def exit_with(main: Callable[[], int]) -> NoReturn:
-    """Run a script and end this process with its status; Ctrl-C gives one line, and not a traceback."""
+    """Run a script and exit with its status; Ctrl-C prints one line instead of a traceback."""
     warnings.formatwarning = _formatted_warning
     try:
         sys.exit(main())
     except KeyboardInterrupt:
-        # torchrun passes on to its processes what the terminal has sent them already.
+        # torchrun forwards the signal that the terminal has already sent to its processes.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         if os.environ.get("LOCAL_RANK", "0") == "0":  # once per machine
             sys.stderr.write("\ninterrupted\n" if sys.stderr.isatty() else "interrupted\n")
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(128 + signal.SIGINT)  # an exchange with other hosts that is under way would be waited for
+        os._exit(128 + signal.SIGINT)  # a normal exit would wait for a running collective
 
 
 def _formatted_warning(message, category, *place) -> str:
-    """Format a warning: to a user one line, to a developer, as of a deprecation, with its place in the code."""
+    """Format a user warning as one line, and others, such as deprecations, with their place in the code."""
     return f"warning: {message}\n" if category is UserWarning else _FORMAT(message, category, *place)

@@ -1,10 +1,10 @@
-"""Shows on a terminal how far a request is, where it takes long."""
+"""Progress bars on a terminal for long requests."""
 
 from tqdm import tqdm
 
 from apbv import Engine
 
-# What a bar says of a stage, and what it counts.
+# A stage's label on a bar, and the unit that it counts.
 _COUNTED = {
     "decode_video": ("reading the video", "frame"),
     "encode": ("encoding", "patch"),
@@ -13,12 +13,12 @@ _COUNTED = {
 
 
 class ProgressBars:
-    """Shows on stderr a bar for each stage that takes longer than a moment, and removes it behind the stage.
+    """Shows a progress bar on stderr for each long stage, and removes it after the stage.
 
     Args:
-        enabled: whether it shows anything.
-        delay: seconds that a stage has to take before it is shown.
-        interval: seconds between two changes of a bar.
+        enabled: whether bars are shown.
+        delay: seconds before a stage's bar is shown.
+        interval: seconds between updates of a bar.
     """
 
     def __init__(self, enabled: bool, delay: float = 2.0, interval: float = 0.1):
@@ -27,7 +27,7 @@ class ProgressBars:
         self._num_layers = 0
 
     def watch(self, engine: Engine) -> None:
-        """Count the decoder's layers in a prefill as they are done."""
+        """Count completed decoder layers during a prefill."""
         if not self._enabled or engine.model is None:
             return
         layers = engine.model.get_decoder().layers
@@ -36,14 +36,14 @@ class ProgressBars:
             layer.register_forward_hook(lambda *_, done=number: self._move("prefill", done))
 
     def begin(self, stage: str) -> None:
-        """Show that the language model begins with a stage, in place of what was shown before."""
+        """Show that the language model begins a stage, replacing the previous bar."""
         if stage in ("prefill", "decode") and stage not in self._bars:
             self.close()
             if stage == "prefill":
                 self.advance(stage, 0, self._num_layers)
 
     def advance(self, stage: str, done: int, total: int) -> None:
-        """Show how much of a stage is done."""
+        """Show a stage's progress."""
         if done >= total:
             if stage in self._bars:
                 self._bars.pop(stage).close()
@@ -55,7 +55,7 @@ class ProgressBars:
             self._bars[stage] = tqdm(desc=what, unit=unit, initial=done, total=total, leave=False, **pace)
 
     def close(self) -> None:
-        """Remove what is shown."""
+        """Remove all bars."""
         while self._bars:
             self._bars.popitem()[1].close()
 

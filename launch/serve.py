@@ -1,12 +1,12 @@
-"""Serve a model over HTTP, with OpenAI's interface for chats and raw prompts.
+"""OpenAI-compatible HTTP server for chats and raw prompts, with continuous batching.
 
 torchrun --nproc-per-node 2 launch/serve.py --model demo --media-dir clips
 torchrun --nproc-per-node 8 launch/serve.py --model Qwen/Qwen2.5-VL-7B-Instruct --api-key SECRET
 python launch/serve.py --model demo          (one host)
 
-SIGTERM to host 0's process, which the greeting names, finishes the running answers (--grace) and ends all hosts,
-and torchrun, with status 0. torchrun itself passes a SIGTERM on to its processes, but kills what still runs after
-its --shutdown-timeout (30 s; it has to be longer than --grace), and exits with 1 in any case.
+On SIGTERM to host 0's process, whose id the startup line gives, the server finishes running requests (--grace) and
+all hosts and torchrun exit with status 0. On SIGTERM to torchrun itself, torchrun forwards the signal, kills
+processes that still run after its --shutdown-timeout (30 s; must be longer than --grace), and always exits with 1.
 """
 
 import argparse
@@ -50,43 +50,43 @@ FIRST = ("model", "host", "port", "media_dir", "method", "speculate")
 def parse_arguments(arguments: list[str] | None = None, prog: str | None = None) -> argparse.Namespace:
     """Read and check the options, which ends the process where one is wrong."""
     parser = OptionParser(prog, FIRST, description=__doc__.splitlines()[0])
-    parser.add_argument("name", nargs="?", metavar="MODEL", help="instead of --model")
+    parser.add_argument("name", nargs="?", metavar="MODEL", help="same as --model")
     parser.add_argument("--model", help='"demo", a directory, or a hub id')
     http = parser.add_argument_group("HTTP")
-    http.add_argument("--host", default=_LOOPBACK, help="the address to listen on (default %(default)s)")
-    http.add_argument("--port", type=int, default=8000, help="default %(default)s; 0: any that is free")
-    http.add_argument("--served-model-name", metavar="NAME", help="what requests call it (default: --model)")
-    http.add_argument("--api-key", metavar="KEY", help="of clients (default: $APBV_API_KEY, or none)")
+    http.add_argument("--host", default=_LOOPBACK, help="address to listen on (default %(default)s)")
+    http.add_argument("--port", type=int, default=8000, help="port; 0: any free one (default %(default)s)")
+    http.add_argument("--served-model-name", metavar="NAME", help="model name in requests (default: --model)")
+    http.add_argument("--api-key", metavar="KEY", help="required of clients (default: $APBV_API_KEY, or none)")
     http.add_argument(
         "--grace",
         type=float,
         default=20.0,
-        help="seconds to finish the running answers after SIGTERM (default 20); under torchrun at most its "
-        "--shutdown-timeout less 10",
+        help="seconds to finish running requests after SIGTERM (default 20); under torchrun at most its "
+        "--shutdown-timeout minus 10",
     )
-    http.add_argument("--log-format", choices=LOG_FORMATS, default="text", help="default %(default)s")
-    http.add_argument("--otlp-traces-endpoint", metavar="URL", help="send traces there, by OTLP over HTTP")
+    http.add_argument("--log-format", choices=LOG_FORMATS, default="text", help="json adds timings (default text)")
+    http.add_argument("--otlp-traces-endpoint", metavar="URL", help="export OpenTelemetry traces (OTLP over HTTP)")
 
-    requests = parser.add_argument_group("requests: the most, and what they get that they do not ask for")
+    requests = parser.add_argument_group("requests: limits and defaults")
     for each in fields(ServerSettings):
         if "about" in each.metadata:
             _add_limit(requests, each.name, each.default, each.metadata["about"])
-    requests.add_argument("--media-dir", type=Path, metavar="DIR", help="of files for requests, on every host")
+    requests.add_argument("--media-dir", type=Path, metavar="DIR", help="files for requests, on every host")
     requests.add_argument(
-        "--allow-media-host", action="append", default=[], metavar="HOST", help="to fetch from; may be repeated"
+        "--allow-media-host", action="append", default=[], metavar="HOST", help="to fetch from; can be repeated"
     )
     add_settings(requests, ANSWER_LENGTH)
     add_settings(requests, SAMPLING[:2], with_defaults=True)
     add_prefill_options(parser)
     add_draft_options(parser)
-    reuse = parser.add_argument_group("further questions about the same video or text")
-    reuse.add_argument("--reuse", choices=REUSE_MODES, help="keep embeddings (exact) or KV (default: nothing)")
-    reuse.add_argument("--reuse-mib", type=positive(int), default=4096, help="in each process (default 4096)")
-    transfer = parser.add_argument_group("handing KV over to another server, such as vLLM")
-    transfer.add_argument("--kv-transfer", choices=["tcp"], help="from the memory of each process, by TCP")
-    transfer.add_argument("--kv-host", metavar="ADDRESS", help="where to reach this machine (default: found out)")
+    reuse = parser.add_argument_group("prefix and embedding cache")
+    reuse.add_argument("--reuse", choices=REUSE_MODES, help="cache embeddings (exact) or KV (default: neither)")
+    reuse.add_argument("--reuse-mib", type=positive(int), default=4096, help="MiB per process (default 4096)")
+    transfer = parser.add_argument_group("KV transfer to another server, such as vLLM")
+    transfer.add_argument("--kv-transfer", choices=["tcp"], help="transfer KV from each process's memory over TCP")
+    transfer.add_argument("--kv-host", metavar="ADDRESS", help="address of this machine (default: detected)")
     transfer.add_argument("--kv-port", type=int, metavar="BASE", help="process p uses BASE + p (default: any)")
-    transfer.add_argument("--kv-seconds", type=positive(float, 86_400), help="to fetch KV in (default 120)")
+    transfer.add_argument("--kv-seconds", type=positive(float, 86_400), help="KV lifetime (default 120)")
     add_host_options(parser)
     options = parser.parse_args(arguments)
     if (options.name is None) == (options.model is None):
@@ -101,7 +101,7 @@ def parse_arguments(arguments: list[str] | None = None, prog: str | None = None)
 
 
 def _add_limit(group: argparse._ActionsContainer, name: str, default: float | None, about: str) -> None:
-    """Add an option with a number above 0, which of bytes is in MiB."""
+    """Add an option for a positive number; byte limits are given in MiB."""
     is_bytes = name.endswith("_bytes")
     read = positive(float if is_bytes or name.endswith("_seconds") else int)
     shown = default if default is None or not is_bytes else default // _MIB
@@ -117,19 +117,19 @@ def _add_limit(group: argparse._ActionsContainer, name: str, default: float | No
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Refuse options of the server that make no sense, or do not go together.
+    """Reject server options that are invalid or incompatible.
 
     Raises:
-        ValueError: some do not, or what the server needs is not installed.
+        ValueError: an option is rejected, or a package that the server needs is not installed.
     """
     if missing := [name for name in _NEEDED if find_spec(name) is None]:
         raise ValueError(f'the server needs {", ".join(missing)}: pip install "apbv[serve]"')
     if not 0 <= options.grace <= 86_400:
-        raise ValueError("--grace must lie in 0 .. 86400 seconds")
+        raise ValueError(f"--grace must lie in 0 .. 86400 seconds, not {options.grace:g}")
     if options.api_key == "":
-        raise ValueError("--api-key is empty: nobody would be asked for it")
+        raise ValueError("--api-key is empty: give a key, or leave the option out")
     if options.media_dir is not None and not options.media_dir.is_dir():
-        raise ValueError(f"--media-dir {options.media_dir} is no folder")
+        raise ValueError(f"--media-dir {options.media_dir} is not a directory")
     if options.otlp_traces_endpoint is not None:
         require_traceable(options.otlp_traces_endpoint)
     refuse(
@@ -145,14 +145,14 @@ def _check(options: argparse.Namespace) -> None:
     if options.kv_port is not None and not 0 <= options.kv_port <= last <= _LAST_PORT:
         raise ValueError(f"--kv-port must leave a port up to {_LAST_PORT} for each process, not {options.kv_port}")
     if options.kv_port and options.kv_port <= options.port <= last:
-        raise ValueError(f"--port {options.port} is one of the ports from --kv-port {options.kv_port} on")
+        raise ValueError(f"--port {options.port} is one of the ports {options.kv_port} .. {last} of --kv-port")
 
 
 def settings_of(options: argparse.Namespace) -> ServerSettings:
-    """Make the server's settings.
+    """Build the server's settings.
 
     Raises:
-        OSError: KV is handed over, and this machine does not know its own address.
+        OSError: KV transfer is on, and this machine's own address cannot be determined.
     """
     settings = vars(options) | {
         "model": options.served_model_name or options.model,
@@ -167,17 +167,18 @@ def settings_of(options: argparse.Namespace) -> ServerSettings:
 
 
 def _own_address(http_host: str) -> str:
-    """Return by which address the other server reaches this process, as far as that can be known.
+    """Guess the address under which the other server reaches this process.
 
     Args:
-        http_host: where this server listens for HTTP.
+        http_host: the address on which this server listens for HTTP.
     """
     from apbv.kv.wire import reachable_address
 
     is_one_machine = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
     if is_one_machine:
         return _LOOPBACK if _is_loopback(http_host) else reachable_address(http_host)
-    # The address by which this machine reaches host 0. Nothing is sent by this: it chooses a route.
+    # The address by which this machine reaches host 0. Connecting a datagram socket sends nothing: it picks a
+    # route.
     family, kind, _, _, address = socket.getaddrinfo(os.environ["MASTER_ADDR"], 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(address)
@@ -190,9 +191,9 @@ def _is_loopback(host: str) -> bool:
 
 
 def main(arguments: list[str] | None = None, prog: str | None = None) -> int:
-    """Serve on this host until asked to end, and return the exit status."""
+    """Serve on this host until shutdown; return the exit status."""
     options = parse_arguments(arguments, prog)
-    # Only now what takes seconds to import.
+    # Imported here because this takes seconds.
     from apbv.hosts import run_on_hosts
     from apbv.serve.executor import why_one_at_a_time
     from apbv.serve.log import log_to_stderr

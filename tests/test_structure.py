@@ -1,6 +1,7 @@
-"""The import rules: imports point down, kernels stand alone, one file knows torch.distributed."""
+"""Import rules (imports point down, kernels stand alone, one file knows torch.distributed); phrases to avoid."""
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
@@ -204,3 +205,36 @@ def test_scripts_import_apbv_before_transformers():
 )
 def test_the_rules_see_a_violation(module, source):
     assert violations(module, False, source)
+
+
+# Literal translations and pro-forms whose form is clear enough to search for, with a better phrase.
+PHRASES = {
+    r"(?<!there )\b(is|are) no (?!longer|more|less|fewer)": "is not a",
+    r"\bmay come\b": "can be repeated, may follow",
+    r"\bso many\b": "the quantity's name",
+    r"\blikewise\b": "what is the same",
+    r"\bshall\b": "must",
+    r"\breturns? what\b": "return, and the thing's name",
+    r"^\W*(a|an) \w+ (is what|says)\b": "the thing, without its name",
+}
+
+
+def phrases(text: str) -> list[str]:
+    """Phrases to avoid in a text, with their lines."""
+    found = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        for pattern, better in PHRASES.items():
+            if match := re.search(pattern, line, re.IGNORECASE):
+                found.append(f"{number}: {match[0]!r}; better: {better}")
+    return found
+
+
+def test_no_phrase_to_avoid():
+    paths = [*OURS.values(), *BENCHMARKS.values()]
+    found = [f"{path.relative_to(ROOT)}:{each}" for path in paths for each in phrases(path.read_text("utf-8"))]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("text", ["This is no folder", "A Foo is what", "so many tokens", "Return what is there"])
+def test_a_phrase_to_avoid_is_seen(text):
+    assert phrases(text) and not phrases("there is no folder, and no longer any")

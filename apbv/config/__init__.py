@@ -1,4 +1,4 @@
-"""The settings of prefill, reduction, decoding, reuse, sampling and speculation.
+"""Settings for prefill, visual-token pruning, decoding, caching, sampling and speculative decoding.
 
 They are validated once. Nothing here imports torch or transformers, so that a command line can check its options
 before these are loaded.

@@ -1,4 +1,4 @@
-"""How new tokens are computed and chosen, and what is kept for further questions."""
+"""Settings for decoding, sampling, and the prefix and embedding caches."""
 
 from dataclasses import dataclass
 from math import inf
@@ -9,14 +9,13 @@ from .names import CUDA_GRAPH_MODES, REUSE_MODES
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeConfig(Checked):
-    """How models are run over new tokens, in decoding, verification and drafting.
+    """Settings for running models on new tokens, in decoding, verification and drafting.
 
     Attributes:
-        cuda_graphs: ``"auto"``: on a GPU, steps over as many tokens as an earlier step of the answer are recorded
-            as CUDA graphs, which launch all kernels at once; where that is not possible, a warning says why. It is
-            not for a KV in shares (``kv="sharded"``), tensor parallelism, or attention by other kernels than
-            Triton's; an ensemble and a draft in a thread go without, too. ``"off"``: kernels are launched one by
-            one.
+        cuda_graphs: ``"auto"``: on a GPU, the second decode step with a given token count is captured as a CUDA
+            graph, which launches all kernels at once; if that fails, a warning gives the reason. Not supported
+            with ``kv="sharded"``, tensor parallelism, or attention backends other than Triton; ensembles and
+            drafts in a thread run eagerly, too. ``"off"``: kernels are launched one by one.
 
     Raises:
         ValueError: the mode is unknown.
@@ -27,28 +26,28 @@ class DecodeConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams(Checked):
-    """How next tokens are chosen.
+    """Sampling parameters.
 
-    To the logits the bias is added, and then penalties are applied; what temperature makes of them is cut by
+    Logits get the bias first, then the penalties, then the temperature; the distribution is then truncated by
     ``min_p``, ``top_k`` and ``top_p``, in this order.
 
     Attributes:
-        max_new_tokens: the largest number of generated tokens; at least 1.
+        max_new_tokens: maximum tokens to generate; at least 1.
         temperature: 0 is greedy; otherwise logits are divided by it.
         top_p: keep the smallest set of tokens whose probabilities sum to at least this (nucleus sampling).
-        top_k: keep the so many most probable tokens, and such as are as probable as the last of them; 0: all.
+        top_k: keep the k most probable tokens, and those that tie with the last of them; 0: all.
         min_p: keep tokens at least this times as probable as the most probable one.
         repetition_penalty: logits of tokens that the prompt or the answer has are divided by it where they are
             positive, and else multiplied (Keskar et al., 2019).
-        presence_penalty: what is subtracted from the logit of every token that the answer has (OpenAI's).
+        presence_penalty: subtracted from the logit of every token that the answer has (OpenAI's).
         frequency_penalty: the same, times how often the answer has it.
-        logit_bias: (token, what is added to its logit) pairs.
-        logprobs: how many of the most probable tokens are told of with every token of the answer, and their
-            logarithmic probabilities in the model, before any of these settings; None: not even the token's own.
-        json_schema: a JSON schema that the answer follows (needs the extra ``apbv[json]``).
-        seed: with the same seed, prompt and model, the same tokens are drawn.
-        ignore_eos: end tokens are tokens like others, and do not end the answer.
-        min_tokens: before so many tokens no end token is chosen; at most ``max_new_tokens``.
+        logit_bias: pairs of a token and the number added to its logit.
+        logprobs: number of most probable tokens to return with every token of the answer, with the model's log
+            probabilities before any of these settings; None: none, not even the token's own.
+        json_schema: JSON schema that the answer must follow (needs the extra ``apbv[json]``).
+        seed: the same seed, prompt and model give the same tokens.
+        ignore_eos: treat end tokens like other tokens; they do not end the answer.
+        min_tokens: minimum tokens before an end token may be chosen; at most ``max_new_tokens``.
 
     Raises:
         ValueError: a number is out of range.
@@ -79,11 +78,11 @@ class SamplingParams(Checked):
                 f"min_tokens must lie in 0 .. max_new_tokens ({self.max_new_tokens}), not {self.min_tokens!r}"
             )
         if self.json_schema is not None and (self.min_tokens or self.ignore_eos):
-            raise ValueError("an answer by a JSON schema ends where that ends: no min_tokens, and no ignore_eos")
+            raise ValueError("json_schema ends the answer: it excludes min_tokens and ignore_eos")
 
     @property
     def cuts(self) -> tuple[float, float, int, float]:
-        """How a distribution is made of logits: temperature, top_p, top_k and min_p; greedy, all are alike."""
+        """Temperature, top_p, top_k and min_p, which turn logits into a distribution; equal if greedy."""
         return (self.temperature, self.top_p, self.top_k, self.min_p) if self.temperature else (0.0, 1.0, 0, 0.0)
 
     @property
@@ -93,19 +92,19 @@ class SamplingParams(Checked):
 
     @property
     def looks_back(self) -> bool:
-        """Whether no token can be chosen before all those before it are known on the host."""
+        """Whether choosing a token needs all earlier tokens on the CPU."""
         return self.penalises or self.json_schema is not None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReuseConfig(Checked, name="reuse "):
-    """What is kept of a video, or a long text, for further questions about it.
+    """Settings of the embedding or prefix cache, for further questions about the same video or long text.
 
     Attributes:
-        mode: ``"exact"`` keeps the vision tower's embeddings of a video: answers are as without. ``"kv"`` keeps
-            the KV of all that comes before the question, so that only the question is run; with a method that is
-            exact so are its answers, else the KV is what the first question selected.
-        max_bytes: the limit of what one host keeps; the least recently used is dropped first.
+        mode: ``"exact"`` caches the vision tower's embeddings of a video, which changes no answer. ``"kv"`` caches
+            the KV of everything before the question, so that only the question is run; answers are exact with an
+            exact method, otherwise they use the KV that the first question selected.
+        max_bytes: cache limit per host; eviction is LRU.
 
     Raises:
         ValueError: the mode is unknown, or the bound is not a positive number of bytes.

@@ -1,4 +1,4 @@
-"""Fields of settings that know which values they may have; a command line makes its options of them."""
+"""Config fields with their constraints, from which the command line builds its options."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, field, fields
@@ -6,10 +6,10 @@ from typing import Any
 
 
 class Checked:
-    """Checks every field of a dataclass when an object is made; a field whose default is None may be None.
+    """Validates every field of a dataclass on construction; a field whose default is None may be None.
 
     Args:
-        name: what errors put before a field's name.
+        name: prefix of a field's name in errors.
     """
 
     def __init_subclass__(cls, name: str = ""):
@@ -34,18 +34,18 @@ def setting(
     """Make a field.
 
     Args:
-        says: what a value must do, for the error.
-        may_be: whether a value does.
-        kind: what a command line reads.
-        choices: the names that there are.
-        of: the method that alone has this setting.
+        says: the requirement, for the error message.
+        may_be: whether a value meets it.
+        kind: type of the command-line option.
+        choices: the allowed names.
+        of: the only method that has this setting.
     """
     about = {"says": says, "may_be": may_be, "kind": kind, "choices": choices, "of": of}
     return field(default=default, metadata=about)
 
 
 def one_of(known: Sequence[str | int], default: Any = MISSING):
-    """Make a field with one of these values."""
+    """Make a field that takes one of these values."""
     kind = type(known[0])
     says = f"be one of {', '.join(map(str, known))}"
     return setting(default, says, lambda value: type(value) is kind and value in known, kind, known)

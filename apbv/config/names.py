@@ -1,4 +1,4 @@
-"""Lists the names of the registries and other constants, without importing torch."""
+"""Names of the registries, and other constants, without importing torch."""
 
 MOST_AUTO_DRAFT_TOKENS = 16
 KV_PLACEMENTS = ("gathered", "sharded")

@@ -1,4 +1,4 @@
-"""How videos are read and prompts prefilled, sparse attention and fewer visual tokens included."""
+"""Settings for video reading, prefill, sparse attention and visual-token pruning."""
 
 from dataclasses import dataclass
 
@@ -20,7 +20,7 @@ from .names import (
 )
 
 _MOST_TOKENS = 2**31 - 1
-# What a rate at which frames are sampled must do, and whether it does.
+# The requirement on a frame rate, and its check.
 FRAME_RATE = f"lie in 0 < fps <= {MAX_FPS:g}", lambda fps: is_number(fps) and 0 < fps <= MAX_FPS
 _THRESHOLDS = {"xattention": 0.9, "spargeattn": 0.96, "flexprefill": 0.95}
 
@@ -38,17 +38,17 @@ def require_frame_rate(fps: float) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class VideoConfig(Checked):
-    """How a host reads its frames of a video.
+    """Video decoding settings of a host.
 
     Attributes:
-        backend: what decodes: ``"pyav"``, ``"torchcodec"`` (the extra ``[video]``), or ``"auto"``, which is
+        backend: video decoder: ``"pyav"``, ``"torchcodec"`` (the extra ``[video]``), or ``"auto"``, which is
             torchcodec where it is installed and decodes on the model's GPU, and PyAV elsewhere.
-        threads: how many threads decode. None: this process's fair share of the machine's cores.
-        chunk_bytes: an estimate of the memory that frames, pixels and activations of one chunk may take; a few
-            chunks are in memory at a time. None: a sixteenth of the free memory, at most 256 MiB.
+        threads: decoding threads. None: this process's fair share of the machine's cores.
+        chunk_bytes: approximate memory for frames, pixels and activations of one chunk; a few chunks are in memory
+            at a time. None: a sixteenth of the free memory, at most 256 MiB.
 
     Raises:
-        ValueError: the back end is unknown, or a number is not positive.
+        ValueError: the backend is unknown, or a number is not positive.
     """
 
     backend: str = one_of(VIDEO_BACKEND_NAMES, "auto")
@@ -58,29 +58,30 @@ class VideoConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class SparseConfig(Checked, name="sparse "):
-    """How blocks of attention are chosen, for each query head and layer; others are left out.
+    """Settings for block-sparse attention: how blocks are selected, per query head and layer; the others are
+    skipped.
 
     Attributes:
-        method: ``"xattention"`` (Xu et al., 2025), ``"spargeattn"`` (Zhang et al., 2025) or ``"flexprefill"``
-            (Lai et al., 2025), as their authors' code has it; what differs is said in
+        method: ``"xattention"`` (Xu et al., 2025), ``"spargeattn"`` (Zhang et al., 2025) or ``"flexprefill"`` (Lai
+            et al., 2025), as in their authors' code; differences are listed in
             :mod:`apbv.prefilling.methods.block_selection` and :mod:`apbv.prefilling.methods.flexprefill`.
-        threshold: the share of a block of queries' estimated attention that the chosen blocks hold, τ. None: 0.9
+        threshold: share of a query block's estimated attention mass that the selected blocks hold, τ. None: 0.9
             for ``"xattention"`` (its authors' for video) and 0.95 for ``"flexprefill"`` (its authors' γ), and 0.96
             for ``"spargeattn"``, as the APB-V paper has it (Section 5.1). 1: all blocks are computed, and the
-            result is that of dense attention where no values are skipped.
-        block_size: queries of a block, 32, 64, 128 (all papers') or 256. A block has as many keys, but for
-            ``"spargeattn"`` half as many.
-        stride: of ``"xattention"``: tokens of a group, which has one score; it divides the block size.
+            result is that of dense attention if no values are skipped.
+        block_size: queries per block: 32, 64, 128 (all papers') or 256. A block has as many keys, or half as many
+            for ``"spargeattn"``.
+        stride: of ``"xattention"``: tokens per group, which has one score; must divide the block size.
         similarity: of ``"spargeattn"``: blocks whose rows have a mean cosine similarity of at most this, θ, are
-            computed in any case; -1 .. 1. 0.3 in the APB-V paper.
-        skip_margin: of ``"spargeattn"``: λ, above 0. Of a chosen block the values are skipped where no query has a
+            always computed; -1 .. 1. 0.3 in the APB-V paper.
+        skip_margin: of ``"spargeattn"``: λ, above 0. The values of a selected block are skipped if no query has a
             score within λ of its highest so far; see :func:`apbv.kernels.block_sparse_attention`. Scores are
             natural logarithms of weights; in the authors' code, where λ is ``pvthreshd``, they are to base 2,
             which makes 1.44 times as much of it. None: no values are skipped.
-        divergence: of ``"flexprefill"``: a head is query-aware where the square root of the divergence between its
-            last queries' attention and what means of blocks say of it is below this, τ; 0 .. 1. 0.1 is its
-            authors'. 0: all heads are vertical-slash, as MInference (Jiang et al., 2024) has most of them.
-        min_blocks: of ``"flexprefill"``: at least so many columns and diagonals of blocks are computed in every
+        divergence: of ``"flexprefill"``: a head is query-aware if the square root of the Jensen-Shannon divergence
+            between its last queries' attention and its estimate from block means is below this, τ; 0 .. 1. 0.1 is
+            its authors'. 0: all heads are vertical-slash, as MInference (Jiang et al., 2024) has most of them.
+        min_blocks: of ``"flexprefill"``: minimum number of vertical and slash lines of blocks computed in every
             head. 8 blocks of 128 tokens are its authors' minimum of 1024 tokens.
 
     Raises:
@@ -110,32 +111,32 @@ class SparseConfig(Checked, name="sparse "):
 
     @property
     def computes_all(self) -> bool:
-        """Whether neither blocks nor values are left out, so that attention is dense."""
+        """Whether no blocks or values are skipped, so that attention is dense."""
         return self.share == 1 and self.skip_margin is None
 
     @property
     def key_block(self) -> int:
-        """Keys of a block."""
+        """Keys per block."""
         return self.block_size // 2 if self.method == "spargeattn" else self.block_size
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReduceConfig(Checked, name="reduce "):
-    """Which of a prompt's visual tokens the language model reads; the others are lost.
+    """Settings for visual-token pruning: which visual tokens the language model reads; the others are lost.
 
-    Tokens that are left stay at their rotary positions.
+    Tokens that are kept stay at their rotary positions.
 
     Attributes:
         method: a name in :data:`apbv.config.REDUCER_NAMES`. Before the language model, from the frames alone:
             ``"slowfast"``, ``"fastvid"``, ``"dycoke"``. Between its layers, by what they have computed:
             ``"fastv"``, ``"pdrop"``, ``"sparsevlm"``, ``"hippo_attention"`` (see
             :mod:`apbv.prefilling.reduction`).
-        ratio: the share of a video's visual tokens that is left, rounded, and at least one token. 1: all, and the
-            prompt is prefilled as without a reduction.
-        layer: for a method inside the language model, after how many of its decoder layers tokens are left out;
-            None: as in the method's paper, where it says that.
-        asked_by: whose attention ranks the tokens of ``"fastv"`` and ``"pdrop"``: the prompt's ``"last"`` token's,
-            as in their authors' code, or the mean over the ``"question"``. None: ``"last"``.
+        ratio: keep ratio of a video's visual tokens, rounded, and at least one token. 1: all, and the prompt is
+            prefilled as without pruning.
+        layer: for a method inside the language model, the number of decoder layers after which tokens are pruned;
+            None: as in the method's paper, if it says so.
+        asked_by: tokens whose attention ranks visual tokens in ``"fastv"`` and ``"pdrop"``: the prompt's
+            ``"last"`` token, as in their authors' code, or the mean over the ``"question"``. None: ``"last"``.
 
     Raises:
         ValueError: the method is unknown, a number out of range, or the method has no layer or is not asked so.
@@ -157,23 +158,23 @@ class ReduceConfig(Checked, name="reduce "):
 
     @property
     def leaves_all(self) -> bool:
-        """Whether nothing is left out, so that the prompt is prefilled as without a reduction."""
+        """Whether nothing is pruned, so that the prompt is prefilled as without a reduction."""
         return self.ratio == 1
 
     @property
     def is_late(self) -> bool:
-        """Whether tokens are left out between layers of the language model, and not before it."""
+        """Whether tokens are pruned between layers of the language model, and not before it."""
         return self.method in LATE_REDUCER_NAMES
 
     @property
     def needs_video(self) -> bool:
-        """Whether only tokens of videos' frames are left out, so that a prompt without a video is refused."""
+        """Whether only tokens of video frames are pruned, so that a prompt without a video is rejected."""
         return self.method in VIDEO_REDUCER_NAMES
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillConfig(Checked):
-    """How prompts are prefilled.
+    """Prefill settings.
 
     Attributes:
         method: name in :data:`apbv.prefilling.methods.METHODS`. Exact: ``"full"`` (host 0 computes everything),
@@ -205,10 +206,10 @@ class PrefillConfig(Checked):
             :data:`apbv.kernels.backends.BACKENDS`. ``"auto"``: the environment variable ``APBV_BACKEND``, or else
             the fastest one for the device and the shape.
         video: how each host reads its frames.
-        sparse: compute chosen blocks of attention only: of the whole prompt with ``"full"``, and of every context
-            block's attention to itself with ``"apbv"``, ``"apb"`` and ``"star"``; what else they attend to, and
-            the question's attention, stay dense. None: dense, but for a method that is sparse by itself.
-        reduce: which visual tokens are left out; None: none.
+        sparse: block-sparse attention: over the whole prompt with ``"full"``, and within every context block with
+            ``"apbv"``, ``"apb"`` and ``"star"``; their attention to other keys, and the question's, stays dense.
+            None: dense, except for a method that is itself sparse.
+        reduce: visual-token pruning; None: none.
 
     Raises:
         ValueError: a length is negative or absurd, a name is unknown, or the method has no sparse attention.
@@ -237,7 +238,7 @@ class PrefillConfig(Checked):
 
     @property
     def features(self) -> dict[str, str | bool | None]:
-        """What is asked for, as :func:`apbv.refusals.refuse` takes it."""
+        """The requested features, in the form that :func:`apbv.refusals.refuse` takes."""
         reduce, sparse, has_anchor = self.reduce, self.sparse, self.method in ("apbv", "apb")
         is_late = reduce is not None and reduce.is_late and not reduce.leaves_all
         is_other = sparse is not None and self.method in SPARSE_NAMES and sparse.method != self.method
@@ -254,7 +255,7 @@ class PrefillConfig(Checked):
 
     @property
     def sparse_attention(self) -> SparseConfig | None:
-        """How blocks of attention are chosen; None where attention is dense."""
+        """The sparse-attention settings in force; None if attention is dense."""
         if self.sparse is None and self.method in SPARSE_NAMES:
             return SparseConfig(method=self.method)
         return self.sparse

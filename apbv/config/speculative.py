@@ -1,4 +1,4 @@
-"""How a draft proposes tokens."""
+"""Settings for speculative decoding."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ from .names import (
 
 
 def longest_window(num_draft_tokens: int | str) -> int:
-    """Return the largest number of tokens of a draft window: γ, unless that is ``"auto"``."""
+    """Return the maximum number of tokens per draft: γ, or the limit of ``"auto"``."""
     return MOST_AUTO_DRAFT_TOKENS if num_draft_tokens == "auto" else num_draft_tokens
 
 
@@ -31,7 +31,7 @@ def _is_ensemble(letters: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculativeConfig(Checked):
-    """How a draft proposes tokens; the verified output is always the target's own.
+    """Settings for speculative decoding; the verified output is always the target's own.
 
     Attributes:
         strategy: a name in :data:`apbv.speculate.STRATEGIES`. A second model drafts in ``"vanilla"`` (on all
@@ -41,22 +41,21 @@ class SpeculativeConfig(Checked):
             hosts), ``"streaming"`` (the latest) and ``"layerskip"`` (its first layers); ``"ngram"`` looks up what
             followed the last tokens before.
         draft_model: a directory or hub id, of the target's family and tokenizer (for ``"text_only"``, but not on a
-            draft host, also a text-only model with the target's tokens); ``"demo"`` is the packaged one.
-        num_draft_tokens: γ, tokens drafted per round; ``"auto"``: at most 16, as many as promise the highest
-            speed-up by the costs and the acceptance so far (see :func:`apbv.speculate.pace.best_window`). With
-            ``"auto"`` a draft host drafts until the target's forward pass ends, where ParallelVLM's Theorem 6 is
-            largest.
-        keep_losing_draft: go on with a draft that costs more time than it saves. Off, the rest of an answer is
+            draft host, also a text-only model with the target's tokens); ``"demo"`` is the bundled one.
+        num_draft_tokens: γ, tokens drafted per round; ``"auto"``: at most 16, chosen to maximise the expected
+            speedup from the costs and the acceptance rate so far (see :func:`apbv.speculate.pace.best_window`).
+            With ``"auto"`` a draft host drafts until the target's forward pass ends, where ParallelVLM's Theorem 6
+            is largest.
+        keep_losing_draft: keep using a draft that costs more time than it saves. Off, the rest of an answer is
             decoded without a draft that has cost eight forward passes of the target more than it has saved; to
             measure that, the target now and then runs a forward pass without drafted tokens.
-        keep: which visual tokens a pruned draft sees: by the question's attention to them
-            ``"specvlm"`` (SpecVLM's: the fewest that hold 40 % of it, and others evenly spaced),
-            ``"attention"`` (the highest) and ``"attention_per_frame"`` (the highest of each frame);
-            ``"uv_prune"`` (ParallelVLM's: what comes closer to the text in the target's first layers),
-            ``"hippo"`` (see ``hippo_terms``), ``"even"`` (evenly spaced), ``"random"``, ``"full"``; None: as the
-            strategy's paper does.
-        keep_ratio: the share of visual tokens that a pruned draft sees; 0.1 where ``keep_tokens`` is not given.
-        keep_tokens: how many of the prompt's tokens a pruned draft sees, in place of a ratio: all text tokens, and
+        keep: selects the visual tokens that a pruned draft sees: by the question's attention to them ``"specvlm"``
+            (SpecVLM's: the fewest that hold 40 % of it, and others evenly spaced), ``"attention"`` (the highest)
+            and ``"attention_per_frame"`` (the highest of each frame); ``"uv_prune"`` (ParallelVLM's: what comes
+            closer to the text in the target's first layers), ``"hippo"`` (see ``hippo_terms``), ``"even"`` (evenly
+            spaced), ``"random"``, ``"full"``; None: as the strategy's paper does.
+        keep_ratio: share of visual tokens that a pruned draft sees; 0.1 if ``keep_tokens`` is not given.
+        keep_tokens: number of prompt tokens that a pruned draft sees, instead of a ratio: all text tokens, and
             visual ones for the rest, at least one. With ``"std"`` that is the paper's K + m_t, of each layer and
             KV head; 1024 there.
         hippo_terms: the terms of HIPPO's scores: attention, change over time, variety in space.
@@ -66,10 +65,10 @@ class SpeculativeConfig(Checked):
         uv_layer: the last layer of the target that ``"uv_prune"`` observes, at most its last but one; 20 in the
             paper.
         layer_ratio: the share of layers that ``"layerskip"`` runs.
-        ensemble: what ``"tabed"`` drafts from: the prompt with the visual tokens that ``keep`` preserves (M), with
-            line breaks instead (T), a caption (C), and pooled ones (P); ``*``: weighted by their divergence
-            from the target in the answer so far, instead of equally. The paper's are MT, MT*, MTCP, MTCP* and each
-            letter alone; C needs a captioner.
+        ensemble: the contexts that ``"tabed"`` drafts from: the prompt with the visual tokens that ``keep``
+            preserves (M), with line breaks instead (T), a caption (C), and pooled ones (P); ``*``: weighted by
+            their divergence from the target in the answer so far, instead of equally. The paper's are MT, MT*,
+            MTCP, MTCP* and each letter alone; C needs a captioner.
         num_tree_nodes: the tokens of a draft tree, at most γ deep, that is drafted per round instead of a chain of
             γ. None: the strategy's default, which is 25 for ``"sd_tree"`` and a chain for the others.
         draft_host: the last of at least two hosts drafts while the others, which run the target, verify.
@@ -96,7 +95,7 @@ class SpeculativeConfig(Checked):
     layer_ratio: float = number("lie in (0, 1]", lambda share: 0 < share <= 1, 0.5)
     ensemble: str = setting(
         "MT*",
-        f"be different letters of {CONTEXTS}, with a * behind two at least to adapt their weights",
+        f"be different letters of {CONTEXTS}, with a * after at least two to adapt their weights",
         _is_ensemble,
     )
     num_tree_nodes: int | None = integer(1, 256, None)
@@ -112,10 +111,10 @@ class SpeculativeConfig(Checked):
 
     @property
     def most_draft_tokens(self) -> int:
-        """The largest number of tokens of a draft window."""
+        """Maximum number of tokens per draft."""
         return longest_window(self.num_draft_tokens)
 
     @property
     def needs_caption(self) -> bool:
-        """Whether the draft reads a caption in place of visual tokens."""
+        """Whether the draft reads a caption instead of visual tokens."""
         return self.strategy == "tabed" and "C" in self.ensemble

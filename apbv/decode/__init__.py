@@ -1,1 +1,1 @@
-"""This package decodes: it turns the KV of a prompt into the tokens of an answer."""
+"""Decoding: from the KV of a prompt to the tokens of an answer."""

@@ -16,29 +16,29 @@ from ..transfer import fetch, to_device
 from .runner import Decoder
 from .sampling import Choice, biased, choose_each, forbid, penalised
 
-NO_TOKEN = -1  # what host 0 sends the other hosts where NaN or infinite logits allow no token
+NO_TOKEN = -1  # sent by host 0 to the others if NaN or infinite logits allow no token
 
 
 @dataclass
 class Answer:
-    """Holds the tokens decoded so far, the same on every host, and what decoding needs to go on.
+    """Decoding state of one answer: the tokens so far, the same on every host, and what is needed to continue.
 
     Every decoding loop takes one and adds tokens to it.
 
     Attributes:
-        decoder: runs the model; between two steps its KV covers all tokens so far but the last.
+        decoder: runs the model; between two steps its KV covers all tokens so far except the last.
         logits: ``[V]``, from which the first token is chosen; on host 0 at least.
         prompt_len: n; a token's random number depends on the seed and on its index in the sequence.
-        sampling: how tokens are chosen, and the largest number of them.
+        sampling: sampling parameters, including the maximum number of tokens.
         eos_token_ids: tokens that end the answer, and are its last, unless ``sampling`` says otherwise.
         on_token: called on every host with each token as soon as it is chosen.
         on_first_token: called on every host before the first of these calls.
         stop: called on host 0 with all new tokens so far; true ends the answer there.
         prompt_ids: the prompt's token ids, for penalties; int64 ``[n]``.
-        grammar: what ``sampling.json_schema`` allows, on host 0.
-        ready: what a GPU comes to behind the prefill; None: whatever the current stream has to do comes before.
+        grammar: the compiled ``sampling.json_schema``, on host 0.
+        ready: event that the GPU reaches after the prefill; None: the current stream's work comes first anyway.
         tokens: the answer so far.
-        logprobs: of each token, on host 0, where ``sampling`` asks for them; complete when ``stop`` is called.
+        logprobs: of each token, on host 0, if ``sampling`` requests them; complete when ``stop`` is called.
     """
 
     decoder: Decoder
@@ -114,7 +114,7 @@ class Answer:
         return choice
 
     def tell_of(self, logits: Tensor, tokens: Tensor | Sequence[int]) -> None:
-        """Take in what the model thought of S tokens, of which :meth:`cut` is going to be told; on host 0.
+        """Record log probabilities of S tokens that are about to be passed to :meth:`cut`; on host 0.
 
         Args:
             logits: ``[S, V]``, as the model gave them.
@@ -124,9 +124,9 @@ class Answer:
             self._arriving.append(fetch(log_probabilities(logits, there, self.sampling.logprobs)))
 
     def allowed(self, logits: Tensor, indices: Sequence[int]) -> Tensor:
-        """Return logits ``[S, V]`` for these indices in the sequence, as ``sampling`` changes them.
+        """Return logits ``[S, V]`` for these indices in the sequence after bias, penalties and grammar.
 
-        Where that looks back at the tokens before, S is 1, and the index that of the next token.
+        If these depend on earlier tokens, S is 1 and the index is that of the next token.
         """
         if self.sampling.logit_bias:
             logits = biased(logits, self.sampling.logit_bias)
@@ -142,11 +142,11 @@ class Answer:
 
     @cached_property
     def _prompt_there(self) -> Tensor:
-        """The different tokens of the prompt, where the logits lie."""
+        """The distinct tokens of the prompt, on the logits' device."""
         return self.prompt_ids.unique().to(self.logits.device)
 
     def agree(self, arriving: Callable[[], tuple[list[int], list[int]]] | None) -> tuple[int, bool]:
-        """Return the token that arrives from host 0's device as :meth:`choose` does; collective.
+        """Return the token that arrives from host 0's device, with the contract of :meth:`choose`; collective.
 
         Args:
             arriving: what :meth:`Choice.fetch` returned, on the leader.
@@ -160,7 +160,7 @@ class Answer:
         return token, bool(has_ended)
 
     def require_token(self, token: int) -> None:
-        """Refuse :data:`NO_TOKEN`; called on every host with the token that host 0 sent.
+        """Reject :data:`NO_TOKEN`; called on every host with the token sent by host 0.
 
         Raises:
             AgreedError: the token is :data:`NO_TOKEN`.
@@ -172,7 +172,7 @@ class Answer:
 
 
 def finish_reason(tokens: Sequence[int], sampling: SamplingParams, eos_token_ids: Sequence[int]) -> str:
-    """Return why an answer ended: ``"length"`` where ``max_new_tokens`` cut it off, else ``"stop"``."""
+    """Return why an answer ended: ``"length"`` if ``max_new_tokens`` cut it off, else ``"stop"``."""
     at_end = tokens[-1] in eos_token_ids and not sampling.ignore_eos
     return "length" if len(tokens) == sampling.max_new_tokens and not at_end else "stop"
 
@@ -198,10 +198,10 @@ def generate_tokens(answer: Answer) -> list[int]:
 
 
 def _generate_ahead(answer: Answer) -> list[int]:
-    """Decode the rest of an answer on host 0; its GPU gets every step before the host reads the token before it.
+    """Decode the rest of an answer on host 0, queueing every step before the CPU reads the previous token.
 
-    So the GPU computes while the host looks at a token, and tells others of it. The step behind an end token is
-    given for nothing, and taken back.
+    The GPU computes while the CPU processes a token and sends it to others. The extra step after an end token is
+    rolled back.
     """
     decoder = answer.decoder
     choice = answer.pick(decoder.advance(answer.tokens[-1:])[-1], answer.next_index)

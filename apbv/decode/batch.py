@@ -1,7 +1,7 @@
-"""Decodes several answers at a time, one token of each in every forward pass.
+"""Continuous batching: decodes several answers at a time, one token of each per forward pass.
 
 The newest tokens of all answers are rows of one input, ``[1, R]``, each at its own rotary position, so that the
-model's matrix products are of R rows. Attention takes every row to the KV of its own prompt, where that lies.
+model's matrix products have R rows. Attention reads the KV of each row's own prompt in place.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,25 +18,25 @@ from .answer import NO_TOKEN, Answer, finish_reason
 from .batch_steps import BatchRunner, OwnKV
 from .sampling import Choice, choose_each
 
-# Their frequencies depend on how long a sequence is, and one set of them is kept for all.
+# Their frequencies depend on the sequence length, and one set of them is kept for all.
 _ROPE_BY_LENGTH = ("dynamic", "longrope")
 
 
 class PrefilledPrompt(Protocol):
-    """A prompt whose KV is there, such as :class:`apbv.PrefillResult`."""
+    """A prompt whose KV is computed, such as :class:`apbv.PrefillResult`."""
 
     def begin_answer(self, parts: ModelParts, request: Request) -> Answer:
-        """Return an answer to this prompt that has no tokens yet."""
+        """Begin an answer to this prompt, without tokens."""
 
 
 class Member:
-    """One of the answers that a batch decodes.
+    """Sequence in a batch: one answer being decoded.
 
     Attributes:
         tokens: the answer so far, an end token included.
-        finish_reason: ``"stop"`` or ``"length"`` once the answer is complete; None before, and where it was left.
-        error: why the answer has failed; None where it has not.
-        kv: the answer's KV; None before the prompt's is there, and behind the answer's end.
+        finish_reason: ``"stop"`` or ``"length"`` once the answer is complete; None before, and if it was aborted.
+        error: why the answer failed; None if it did not.
+        kv: the answer's KV; None before the prefill is done, and after the answer's end.
     """
 
     def __init__(self, answer: Answer):
@@ -48,22 +48,22 @@ class Member:
 
     @property
     def has_ended(self) -> bool:
-        """Whether no token follows: the answer is complete, has failed, or was left."""
+        """Whether no token follows: the answer is complete, failed or was aborted."""
         return self.answer is None
 
     @property
     def goes_on(self) -> bool:
-        """Whether another token follows those that are chosen, as far as their number says."""
+        """Whether another token follows the chosen ones, judging by their number."""
         return self.kv is not None and self.kv.num_run + 1 < self.answer.sampling.max_new_tokens
 
     def add(self, token: int) -> None:
-        """Take the next token, which may end the answer, or :data:`~.answer.NO_TOKEN`, which makes it fail."""
+        """Append the next token, which may end the answer; :data:`~.answer.NO_TOKEN` makes it fail."""
         answer = self.answer
         try:
             answer.require_token(token)
             _, is_last = answer.cut([token])
             answer.add([token])
-        except Exception as error:  # whatever it is, it is no other answer's
+        except Exception as error:  # whatever it is, it affects no other answer
             self.end(error)
             return
         if is_last:
@@ -71,57 +71,57 @@ class Member:
             self.end()
 
     def end(self, error: Exception | None = None) -> None:
-        """Let go of the KV; no token follows."""
+        """Release the KV; no token follows."""
         # The frames of an error's traceback hold the KV, and this member, which holds the error.
         self.error = None if error is None else error.with_traceback(None)
         self.answer = self.kv = None
 
 
-# A step that the device was given: whose tokens it chooses, and the tokens.
+# A step that was queued on the device: its sequences and their tokens.
 Given = tuple[list[Member], Choice]
 
 
 class Batch:
-    """Decodes the answers of its members, which join and leave between steps. It runs on host 0 alone.
+    """Decoding batch, which sequences join and leave between steps. It runs on host 0 only.
 
     One thread uses it. Another may prefill with the same model meanwhile, if
     :func:`apbv.model.attention.apbv_attention` is in force around both.
 
-    On a GPU the batch has a stream of its own, which no prefill in another stream holds up. The GPU is given
-    each step before the host has read the tokens of the last; what it computes behind an answer's end is ignored.
+    On a GPU the batch has its own stream, which a prefill in another stream does not block. Each step is queued
+    before the CPU has read the tokens of the last; results after an answer's end are ignored.
 
     Args:
         parts: the model.
 
     Raises:
-        ValueError: answers of this model cannot be decoded together; see :func:`why_not_together`.
+        ValueError: answers of this model cannot be batched; see :func:`why_not_together`.
     """
 
     def __init__(self, parts: ModelParts):
         if obstacle := why_not_together(parts):
-            raise ValueError(f"answers cannot be decoded together: {obstacle}")
+            raise ValueError(f"cannot batch answers: {obstacle}")
         self._parts, self._runner = parts, BatchRunner(parts)
         self._members: list[Member] = []
-        self._given: Given | None = None  # a step whose tokens nobody has read yet
+        self._given: Given | None = None  # a step whose tokens have not been read yet
         self._runs_ahead = parts.device.type == "cuda"
-        # The few small kernels of a step come before those of a prefill that wait for a processor.
+        # The few small kernels of a step take precedence over a prefill's waiting kernels.
         self._stream = side_stream(parts.device, "decoding", priority=-1) if self._runs_ahead else None
 
     def __len__(self) -> int:
         return len(self._members)
 
     def join(self, state: PrefilledPrompt, request: Request) -> Member:
-        """Take a prefilled prompt, whose KV is not copied.
+        """Add a prefilled prompt, without copying its KV.
 
-        The prefill may be under way on the GPU, and holds nobody else up: the answer begins with the first step
-        behind it. The request's ``on_token`` and ``stop`` are called in the thread that steps.
+        The prefill may still run on the GPU without blocking other sequences: the answer begins with the first
+        step after it. The request's ``on_token`` and ``stop`` are called in the thread that steps.
 
         Raises:
             ValueError: the KV is not gathered on this host.
         """
         answer = state.begin_answer(self._parts, request)
         if not isinstance(answer.decoder.cache, DynamicCache):
-            raise ValueError("only answers to prompts whose KV is gathered on this host are decoded together")
+            raise ValueError("batched decoding needs KV that is gathered on this host")
         if answer.ready is None and self._stream is not None:
             answer.ready = torch.cuda.current_stream(self._parts.device).record_event()
         self._members.append(member := Member(answer))
@@ -135,19 +135,19 @@ class Batch:
 
     @torch.no_grad()
     def step(self) -> list[Member]:
-        """Give every member its next token; those that have just joined get their first, and then nobody else.
+        """Decode the next token of every sequence; if some have just joined, only the first tokens of these.
 
-        First tokens come from the logits of a prefill, others from a pass of the model over all members. On a GPU
-        the second may come a step late. A member whose logits are NaN or infinite, whose KV finds no memory to
-        grow, or one of whose callbacks raises, fails by itself.
+        First tokens come from a prefill's logits, the others from a forward pass over all sequences. On a GPU the
+        latter may be delivered a step late. A sequence fails alone if its logits are NaN or infinite, its KV
+        cannot grow, or one of its callbacks raises.
 
         Returns:
             The members that got a token or failed. Those that have ended are no longer in the batch.
 
         Raises:
-            RuntimeError, ...: what the model's forward pass raises. No member got a token, and all may go on.
+            RuntimeError, ...: raised by the model's forward pass. No sequence got a token, and all can continue.
         """
-        with torch.cuda.stream(self._stream):  # and on its GPU; nothing changes where it is None
+        with torch.cuda.stream(self._stream):  # and on its GPU; None changes nothing
             self._take_in()
             fresh = [member for member in self._members if member.kv is not None and not member.tokens]
             if fresh:
@@ -156,14 +156,14 @@ class Batch:
             else:
                 chosen, arriving = self._advance()
         for member, token, is_finite in zip(chosen, *arriving(), strict=True):
-            if not member.has_ended:  # as those have that left meanwhile, or found no memory
+            if not member.has_ended:  # as with those that left meanwhile, or ran out of memory
                 member.add(token if is_finite else NO_TOKEN)
         advanced = [member for member in self._members if member.has_ended or member in chosen]
         self._members = [member for member in self._members if not member.has_ended]
         return advanced
 
     def _advance(self) -> tuple[list[Member], Callable[[], tuple[list[int], list[int]]]]:
-        """Give the device what it has to do now; return whose tokens are chosen, and what waits for them."""
+        """Queue the next work on the device; return its sequences, and a function that waits for their tokens."""
         if self._given is not None and all(member.has_ended for member in self._given[0]):
             self._given = None
         self._given = self._given or self._give()
@@ -171,16 +171,16 @@ class Batch:
             return [], lambda: ([], [])
         members, choice = self._given
         arriving = choice.fetch()
-        # Where this raises, the tokens that arrive are fetched again.
+        # If this raises, the arriving tokens are fetched again.
         looks_back = any(member.answer.sampling.looks_back for member in self._members if not member.has_ended)
         self._given = self._give(self._given) if self._runs_ahead and not looks_back else None
         return members, arriving
 
     def _give(self, before: Given | None = None) -> Given | None:
-        """Run the model on every member's newest token, and choose the next; None where nobody needs one.
+        """Run the model on every sequence's newest token and choose the next; None if none is needed.
 
         Args:
-            before: the step whose tokens the host does not know yet.
+            before: the step whose tokens the CPU does not know yet.
         """
         rows = {} if before is None else {member: row for row, member in enumerate(before[0])}
         going = [member for member in self._members if member.goes_on and self._has_room(member)]
@@ -199,7 +199,7 @@ class Batch:
         return going, self._choose(going, self._runner.run(ids, [member.kv for member in going]))
 
     def _has_room(self, member: Member) -> bool:
-        """Have room for a member's next row, or let it fail."""
+        """Make room for a sequence's next row, or mark it as failed."""
         try:
             member.kv.make_room()
         except RuntimeError as error:  # out of memory, which on a CPU has no class of its own
@@ -207,7 +207,7 @@ class Batch:
         return not member.has_ended
 
     def _choose(self, members: Sequence[Member], logits: Tensor) -> Choice:
-        """Choose the next token of each member by its row of logits ``[R, V]``."""
+        """Choose the next token of each sequence from its row of logits ``[R, V]``."""
         answers, counts = [member.answer for member in members], [member.kv.num_run for member in members]
         places = [answer.prompt_len + count for answer, count in zip(answers, counts, strict=True)]
         given = logits.split(1)
@@ -220,7 +220,7 @@ class Batch:
         return choice
 
     def _take_in(self) -> None:
-        """Take the KV of those whose prefill is done; wait for the first where there is nobody else."""
+        """Take the KV of finished prefills; wait for the first if nothing else can run."""
         for member in [member for member in self._members if member.kv is None and not member.has_ended]:
             answer, ready = member.answer, member.answer.ready
             if ready is not None and not ready.query():
@@ -238,7 +238,7 @@ class Batch:
 
 
 def why_not_together(parts: ModelParts) -> str | None:
-    """Return what keeps answers of a model from being decoded in one batch, or None if nothing does."""
+    """Return why answers of a model cannot be decoded in one batch, or None if they can."""
     if parts.tensor_parallel[1] > 1:
         return "a host's processes have a share of the model each, and take every step together"
     rope = getattr(parts.language_model.config, "rope_parameters", None) or {}

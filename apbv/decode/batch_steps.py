@@ -1,4 +1,4 @@
-"""Runs a language model over the newest tokens of several answers, each behind its own KV."""
+"""Forward passes over the newest tokens of several answers, each with its own KV."""
 
 from collections.abc import Sequence
 
@@ -14,24 +14,24 @@ from ..transfer import fill, to_device
 from .graphs import RecordedSteps, Step, may_record
 from .runner import forward
 
-# There are graphs for so many answers, and for KV of up to 1,024, 4,096, 16,384, … rows.
+# Batch sizes with a graph; graphs also differ by the KV length, up to 1,024, 4,096, 16,384, … rows.
 _SIZES = (1, 2, 4, *range(8, 65, 8), *range(96, 513, 32))
 _FEWEST_ROWS = 1024
 
 
 class OwnKV:
-    """The KV of one answer in a batch, in buffers that the batch writes to.
+    """KV of one answer in a batch, in buffers that the batch writes to.
 
     Args:
-        layers: the prompt's KV; rows of the answer are written behind it, and not counted there.
+        layers: the prompt's KV; rows of the answer are written after it, and not counted there.
         position: the rotary position of the answer's first token.
 
     Attributes:
-        num_run: how many of the answer's tokens the model has been run over.
-        left_out: of every layer, how many rows of the prompt it has less than the first.
+        num_run: number of the answer's tokens that the model has processed.
+        left_out: for every layer, by how many prompt rows it is shorter than the first.
         layers_differ: whether these are not all 0.
         capacity: the number of rows that the largest buffer holds.
-        place: another object whenever the buffers are others.
+        place: a new object whenever the buffers change.
     """
 
     def __init__(self, layers: Sequence[GrowingLayer], position: int):
@@ -45,7 +45,7 @@ class OwnKV:
 
     @property
     def num_rows(self) -> int:
-        """The number of the first layer's rows: of the prompt, and of the tokens that were run."""
+        """Rows of the first layer: those of the prompt, and of the tokens that were run."""
         return self._prompt_rows + self.num_run
 
     @property
@@ -59,7 +59,7 @@ class OwnKV:
         return [layer.buffers for layer in self._layers]
 
     def make_room(self) -> None:
-        """Have room for one more row; where there is none all rows are copied to larger buffers."""
+        """Make room for one more row, copying all rows to larger buffers if needed."""
         if self._most_rows > self.num_rows:
             return
         self.place = object()
@@ -69,7 +69,7 @@ class OwnKV:
         self._measure_buffers()
 
     def _measure_buffers(self) -> None:
-        """Note how long the buffers are, and how long the first layer may be before one of them is full."""
+        """Compute the buffers' sizes, and the length of the first layer at which one of them is full."""
         capacities = [layer.buffers[0].shape[2] for layer in self._layers]
         self.capacity = max(capacities)
         self._most_rows = min(map(sum, zip(capacities, self.left_out, strict=True)))
@@ -78,8 +78,8 @@ class OwnKV:
 class BatchRunner:
     """Runs a language model over one new token of each of several answers.
 
-    On a GPU passes over equally many answers are recorded as a CUDA graph, which stays good while answers come and
-    go: where their KV lies is looked up on the GPU. Numbers of answers are rounded up to a few.
+    On a GPU passes of one batch size are captured as a CUDA graph, which stays valid while answers come and go:
+    the addresses of their KV are looked up on the GPU. Batch sizes are rounded up to a few.
 
     Args:
         parts: the model.
@@ -94,7 +94,7 @@ class BatchRunner:
 
     @torch.no_grad()
     def run(self, ids: Sequence[int] | Tensor, kvs: Sequence[OwnKV]) -> Tensor:
-        """Run the model on R tokens, append each to its KV, and return the logits behind each, ``[R, V]``.
+        """Run the model on R tokens, append each to its KV, and return their logits ``[R, V]``.
 
         Args:
             ids: a tensor ``[R]`` on the device is not waited for.
@@ -106,7 +106,7 @@ class BatchRunner:
         return logits
 
     def _run_here(self, ids: Sequence[int] | Tensor, kvs: Sequence[OwnKV]) -> Tensor:
-        """Run the model with attention that is told by the host where the KV lies."""
+        """Run the model with KV addresses passed by the CPU."""
         parts, num_rows = self._parts, [kv.num_rows for kv in kvs]
         layers = []
         for index, buffers in enumerate(zip(*(kv.buffers for kv in kvs), strict=True)):
@@ -117,7 +117,7 @@ class BatchRunner:
         return forward(parts, to_device(ids, parts.device), positions, None, attention, last_only=False)
 
     def _run_there(self, ids: Sequence[int] | Tensor, kvs: Sequence[OwnKV]) -> Tensor:
-        """Run the model with attention that looks up on the device where the KV lies."""
+        """Run the model with KV addresses looked up on the device."""
         most_rows, differ = max(kv.capacity for kv in kvs), any(kv.layers_differ for kv in kvs)
         if self._recorded is not None and len(kvs) <= _SIZES[-1]:
             kind = *_rounded_up(len(kvs), most_rows), differ
@@ -129,7 +129,7 @@ class BatchRunner:
 
 
 class _Step(Step):
-    """One pass over R answers at most, of so many rows at most; its inputs stay where they are.
+    """Forward pass for up to R answers and a maximum number of rows, with inputs at fixed addresses.
 
     Args:
         layers_differ: whether layers of an answer's KV may have different numbers of rows.
@@ -144,7 +144,7 @@ class _Step(Step):
         self._held: list[object] = []
 
     def take(self, ids: Sequence[int] | Tensor, kvs: Sequence[OwnKV]) -> None:
-        """Take the inputs of the next pass; the host waits for nothing."""
+        """Copy the inputs of the next pass, without synchronization."""
         rest = len(self._ids) - len(kvs)
         self.hold(ids, [kv.position for kv in kvs] + [0] * rest + [kv.num_rows for kv in kvs] + [-1] * rest)
         held = [kv.place for kv in kvs]
@@ -158,7 +158,7 @@ class _Step(Step):
             self._held = held
 
     def compute(self) -> Tensor:
-        """Run the model on what was taken, write the new KV into the buffers, and return the logits ``[R, V]``."""
+        """Run the model on these inputs, write the new KV into the buffers, and return logits ``[R, V]``."""
         lengths = [self._lengths] * len(self._places)
         if self._left_out is not None:
             lengths = (self._lengths - self._left_out).unbind()
@@ -171,7 +171,7 @@ class _Step(Step):
 
 
 def _rounded_up(count: int, most_rows: int) -> tuple[int, int]:
-    """Return for how many answers, of how many rows, there is a graph that will do."""
+    """Return the batch size and the number of rows of the smallest graph that fits."""
     rows = _FEWEST_ROWS
     while rows < most_rows:
         rows *= 4

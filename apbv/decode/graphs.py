@@ -1,9 +1,9 @@
-"""Decoding steps as CUDA graphs, which launch all kernels of a forward pass at once.
+"""CUDA graphs of decode steps, which launch all kernels of a forward pass at once.
 
-A graph repeats the same kernels with the same arguments. So what differs from step to step lies in memory that
-stays where it is: tokens, positions, and how many rows of the KV count, in one small tensor; the KV in buffers
-with room behind it (:class:`apbv.kv.cache.GrowingLayer`), which attention gets whole. Graphs are good for one
-size of step and one set of buffers: a longer answer gets new buffers, and then new graphs.
+A graph replays the same kernels with the same arguments. Data that changes from step to step is therefore at fixed
+addresses: tokens, positions and the number of valid KV rows in one small tensor; the KV in buffers with spare room
+(:class:`apbv.kv.cache.GrowingLayer`), which attention gets whole. A graph is valid for one step size and one set
+of buffers: a longer answer gets new buffers, and then new graphs.
 """
 
 from abc import ABC, abstractmethod
@@ -21,40 +21,40 @@ from ..warn import warn_caller
 
 
 class CaptureError(Exception):
-    """Says why the kernels of a step could not be recorded; nothing was computed."""
+    """Raised if a step cannot be captured; nothing was computed."""
 
 
 class GraphRecorder:
-    """Records kernel launches, in graphs that share one pool of memory.
+    """Captures kernel launches as CUDA graphs that share one memory pool.
 
-    So their results must be used before another one runs. On a GPU.
+    Results must therefore be used before another graph runs. GPU only.
     """
 
     def __init__(self, device: torch.device):
         self._device, self._pool = device, torch.cuda.graph_pool_handle()
 
     def record(self, function: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """Record the kernels that a function launches, which do not run yet.
+        """Capture the kernels that a function launches, without running them.
 
         Returns:
-            A function that runs them, and returns what they have computed, as a tensor of the caller's own.
+            A function that replays them and returns their result in a new tensor.
 
         Raises:
-            CaptureError: the function does what cannot be recorded, such as waiting for the GPU.
+            CaptureError: the function does something that cannot be captured, such as waiting for the GPU.
         """
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.device(self._device):
-            # A graph's kernels keep the priority of the stream that they were recorded in.
+            # A graph's kernels keep the priority of the stream that they were captured in.
             side = side_stream(self._device, "recording", torch.cuda.current_stream().priority)
             cause = None
             try:
                 # Not by torch.cuda.graph, which first waits for the whole GPU, and empties the allocator's cache.
                 with torch.cuda.stream(side):
-                    # Other threads go on meanwhile, and may do what this one must not.
+                    # Other threads continue meanwhile, and may do things that this one must not.
                     graph.capture_begin(self._pool, capture_error_mode="thread_local")
                     try:
                         result = function()
-                    except Exception as error:  # behind which comes another that does not say why
+                    except Exception as error:  # then a vaguer one follows
                         cause = error
                         raise
                     finally:
@@ -72,21 +72,21 @@ class GraphRecorder:
         return replay
 
     def _leave_pool(self) -> None:
-        """End a recording that failed for PyTorch's allocator, which would take it for one under way for ever.
+        """End a failed capture for PyTorch's allocator, which would otherwise treat it as running for ever.
 
-        Then it frees nothing that several streams have used, and ``torch.cuda.empty_cache()`` raises. Not every
-        supported PyTorch ends it by itself, and there is no public function for it.
+        The allocator would otherwise free no memory that several streams used, and ``torch.cuda.empty_cache()``
+        would raise. Not every supported PyTorch ends it by itself, and no public function does.
         """
         with suppress(RuntimeError):  # where it has ended
             torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
 
 
 class Step(ABC):
-    """One kind of step, whose inputs stay where they are.
+    """Decode step of one shape, with inputs at fixed addresses.
 
     Args:
-        size: the largest number of tokens that it runs.
-        num_others: how many numbers it needs besides them.
+        size: maximum number of tokens.
+        num_others: number of other inputs.
     """
 
     def __init__(self, parts: ModelParts, size: int, num_others: int):
@@ -95,7 +95,7 @@ class Step(ABC):
         self._ids, self._others = self._numbers.split([size, num_others])
 
     def hold(self, ids: Sequence[int] | Tensor, others: Sequence[int]) -> None:
-        """Take tokens, which may lie on the device, and all other numbers; the host waits for nothing."""
+        """Copy tokens, which may be on the device, and all other inputs, without synchronization."""
         if isinstance(ids, Tensor):
             self._ids[: len(ids)].copy_(ids)
             fill(self._others, others)
@@ -104,14 +104,14 @@ class Step(ABC):
 
     @abstractmethod
     def compute(self) -> Tensor:
-        """Run the model on the inputs, and return the logits."""
+        """Run the model on the inputs; return the logits."""
 
 
 class RecordedSteps:
-    """Runs steps of a model, from the second of a kind on as CUDA graphs.
+    """Runs a model's steps, from the second of each shape on as CUDA graphs.
 
-    The first of a kind runs as it is: it compiles kernels, and lets libraries allocate what they keep. Where one
-    cannot be recorded, a warning says why, and all run as they are from then on.
+    The first step of each shape runs eagerly: it compiles kernels and lets libraries allocate workspaces. If a
+    capture fails, a warning gives the reason, and all further steps run eagerly.
     """
 
     def __init__(self, parts: ModelParts):
@@ -119,13 +119,13 @@ class RecordedSteps:
         self.clear()
 
     def clear(self) -> None:
-        """Forget all steps; their pool of memory goes with the last graph."""
+        """Drop all steps; their memory pool is freed with the last graph."""
         self._steps: dict[tuple, Step] = {}
         self._computes: dict[tuple, Callable[[], Tensor]] = {}  # of those that have run: how to do it again
         self._recorder: GraphRecorder | None = None
 
     def of_kind(self, kind: tuple, make: Callable[[], Step]) -> Step:
-        """Return the step of a kind; it is made if there is none."""
+        """Return the step of a shape, creating it if needed."""
         if kind not in self._steps:
             self._steps[kind] = make()
         return self._steps[kind]
@@ -139,20 +139,20 @@ class RecordedSteps:
                 self._computes[kind] = self._recorder.record(step.compute)
             except CaptureError as error:
                 self._records, self._computes, self._recorder = False, {}, None
-                if not isinstance(error.__cause__, torch.OutOfMemoryError):  # which another answer may be spared
+                if not isinstance(error.__cause__, torch.OutOfMemoryError):  # which another answer may avoid
                     self._parts.capture_failures.append(str(error))
-                warn_caller(f"decoding goes on without CUDA graphs: {error}")
+                warn_caller(f"decoding continues without CUDA graphs: {error}")
         logits = self._computes.get(kind, step.compute)()
         self._computes.setdefault(kind, step.compute)
         return logits
 
 
-# Windows and trees are shorter; of longer inputs, such as a prompt's end, hardly two are equally long.
+# Drafts and trees are shorter; longer inputs, such as a prompt's end, rarely have equal lengths.
 MOST_CAPTURED = 64
 
 
 def may_record(parts: ModelParts, hosts: HostGroup | None) -> bool:
-    """Return whether steps are recorded as graphs; warn where they are wanted, and cannot be."""
+    """Return whether steps are captured as graphs; warn if this is requested but not possible."""
     if not parts.wants_graphs:
         return False
     obstacle = why_not_captured(parts, hosts)
@@ -162,9 +162,9 @@ def may_record(parts: ModelParts, hosts: HostGroup | None) -> bool:
 
 
 def why_not_captured(parts: ModelParts, hosts: HostGroup | None) -> str | None:
-    """Return what keeps a model's steps from being captured on its GPU, or None if nothing does."""
+    """Return why a model's steps cannot be captured on its GPU, or None if they can."""
     if hosts is not None:
-        return "the KV lies in shares, over which hosts exchange results in every layer"
+        return "the KV is sharded, and hosts exchange results in every layer"
     if parts.tensor_parallel[1] > 1:
         return "the members of a host exchange results in every layer"
     if parts.capture_failures:

@@ -1,4 +1,4 @@
-"""Running a language model over new tokens behind a cache, step by step."""
+"""Runs a language model on new tokens with a KV cache, step by step."""
 
 from collections.abc import Sequence
 
@@ -18,14 +18,14 @@ from .graphs import MOST_CAPTURED, RecordedSteps, Step, may_record
 def forward(
     parts: ModelParts, ids: Tensor, positions: Tensor, cache, attention: LayerAttention, last_only: bool
 ) -> Tensor:
-    """Run a language model on S tokens, let the cache have their KV, and return logits ``[S, V]``.
+    """Run a language model on S tokens, append their KV to the cache, and return logits ``[S, V]``.
 
     Args:
         ids, positions: int64 ``[S]`` on the device.
-        cache: what the model appends to; None where ``attention`` appends by itself.
+        cache: what the model appends to; None if ``attention`` appends by itself.
         attention: computes the new tokens' attention. The model's own would copy the KV heads of grouped queries,
             and need a mask for several tokens.
-        last_only: compute the logits after the last token only, ``[1, V]``.
+        last_only: compute only the last token's logits, ``[1, V]``.
     """
     position_ids = positions[None]
     with apbv_attention(parts.language_model):
@@ -40,15 +40,15 @@ def forward(
 
 
 class ModelRunner:
-    """Runs a language model over new tokens, and appends their KV to a cache.
+    """Runs a language model on new tokens and appends their KV to a cache.
 
-    On a GPU, steps of one size are recorded as a CUDA graph where that is possible (:mod:`.graphs`): a step of a
-    7B model launches hundreds of kernels, which takes longer than to compute them.
+    On a GPU, steps of one size are captured as a CUDA graph if possible (:mod:`.graphs`): launching the hundreds
+    of kernels of a 7B model's step takes longer than computing them.
 
     Args:
         parts: the model.
         cache: of the tokens before; it appends in place.
-        hosts: over whom the KV is spread; None: it is all here.
+        hosts: the hosts over which the KV is sharded; None: it is all here.
         prompt: the KV of a prompt that is not in the cache; None: it is.
     """
 
@@ -68,7 +68,7 @@ class ModelRunner:
         """Run the model on S text tokens.
 
         Args:
-            ids: the tokens. A tensor ``[S]`` lies on the device, and the host need not know what it holds.
+            ids: the tokens. A tensor ``[S]`` is on the device, and its values need not be known on the CPU.
             positions: the rotary position of each; for M-RoPE time, height and width advance together.
             visible: bool ``[S, N]``: which of the last N tokens in the cache, these included, each one sees; None:
                 those up to itself.
@@ -87,7 +87,7 @@ class ModelRunner:
     def _run_recorded(
         self, ids: Sequence[int] | Tensor, positions: Sequence[int], visible: Tensor | None, last_only: bool
     ) -> Tensor:
-        """Run a step from the second of its size on as a CUDA graph."""
+        """Run a step, from the second of its size on as a CUDA graph."""
         layers, count = self._cache.layers, len(ids)
         has_room = all(layer.has_room(count) for layer in layers)
         if not has_room or [id(layer.buffers) for layer in layers] != [id(pair) for pair in self._buffers]:
@@ -107,7 +107,7 @@ class ModelRunner:
 
 
 class _Step(Step):
-    """One kind of step: its inputs at fixed addresses, and the forward pass over them."""
+    """Step of one shape: its inputs at fixed addresses, and the forward pass over them."""
 
     def __init__(
         self, parts: ModelParts, cache: DynamicCache, prompt: ChosenKV | None, kind: tuple[int, bool, int | None]
@@ -121,20 +121,20 @@ class _Step(Step):
         if num_masked is not None:
             self._visible = torch.empty(count, num_masked, dtype=torch.bool, device=parts.device)
         left_out = rows_left_out(cache)
-        # Of a prompt from which tokens were dropped inside the model, later layers have fewer rows.
+        # If tokens of the prompt were pruned between layers, later layers have fewer rows.
         self._left_out = torch.tensor(left_out, device=parts.device) if any(left_out) else None
 
     def take(
         self, ids: Sequence[int] | Tensor, positions: Sequence[int], visible: Tensor | None, num_rows: int
     ) -> None:
-        """Take the inputs of the next step, behind ``num_rows`` rows of the cache; the host waits for nothing."""
+        """Copy the inputs of the next step, after ``num_rows`` rows of the cache, without synchronization."""
         stop = num_rows + len(ids)
         self.hold(ids, [*positions, *range(num_rows, stop), stop])
         if self._visible is not None:
             fill(self._visible, visible)
 
     def compute(self) -> Tensor:
-        """Run the model on what was taken, write the new KV into the cache's buffers, and return the logits."""
+        """Run the model on these inputs, write the new KV into the cache's buffers, and return the logits."""
         if self._left_out is None:
             num_layers = len(self._cache.layers)
             places, num_keys = [self._places] * num_layers, [self._num_keys.int()] * num_layers
@@ -149,7 +149,7 @@ class _Step(Step):
 
 
 class Decoder:
-    """Runs the model over tokens that are already chosen, and rolls the last of them back. Collective.
+    """Runs the model on tokens that are already chosen, and rolls back the last ones. Collective.
 
     Host 0 keeps the new tokens' KV. Where the prompt's KV is sharded, every host runs the new tokens against its
     own share; else host 0 runs them alone.
@@ -161,8 +161,8 @@ class Decoder:
     Attributes:
         cache: the cache that tokens are appended to; None on hosts that run nothing.
         next_position: the rotary position of the next token.
-        runs_ahead: whether this process alone runs the model, on a GPU, which can then be given a step before the
-            host knows the token of the step before.
+        runs_ahead: whether this process alone runs the model, on a GPU, where a step can then be queued before the
+            CPU knows the previous step's token.
     """
 
     def __init__(self, parts: ModelParts, kv: PlacedKV, next_position: int):
@@ -198,7 +198,7 @@ class Decoder:
         return None if self._runner is None else self._runner.run(tokens, positions, visible, last_only)
 
     def take_back(self, count: int, kept: Sequence[int] = ()) -> None:
-        """Roll back the last ``count`` tokens: drop their KV, but that of the kept ones, such as a tree's path.
+        """Roll back the last ``count`` tokens: drop their KV except that of the kept ones, such as a tree's path.
 
         Args:
             kept: their numbers in 0 .. count - 1, ascending.

@@ -1,6 +1,6 @@
 """Samples tokens from logits. Random numbers depend on (seed, position, purpose), not on history.
 
-Tokens are chosen where the logits lie, and copied to the host together, so that a GPU is waited for once.
+Tokens are chosen on the logits' device and copied to the CPU together, with a single synchronization.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from ..transfer import fetch, to_device
 # The purpose of a random number: each number is used for one decision only.
 PURPOSE_NEXT_TOKEN, PURPOSE_DRAFT, PURPOSE_ACCEPT = range(3)
 
-# Finding and sorting so many tokens takes a tenth of what sorting a vocabulary of 152k takes, and they nearly
+# Finding and sorting this many tokens takes a tenth of the time of sorting a vocabulary of 152k, and they nearly
 # always suffice.
 _FIRST_SORTED = 8192
 # Sums of a vocabulary's probabilities have smaller rounding errors.
@@ -24,14 +24,14 @@ _ROUNDING = 1e-9
 
 
 class NotFiniteError(ValueError):
-    """A model's logits are NaN or infinite, so that no token can be chosen."""
+    """Raised if a model's logits are NaN or infinite, so that no token can be chosen."""
 
     def __init__(self) -> None:
         super().__init__("NaN or infinite logits")
 
 
 class Choice(NamedTuple):
-    """One token for each of R rows of logits, chosen on their device.
+    """Tokens for R rows of logits, chosen on their device.
 
     Attributes:
         tokens: int64 ``[R]`` on the device; any token of the vocabulary for a row that has none to choose.
@@ -43,13 +43,13 @@ class Choice(NamedTuple):
 
     @classmethod
     def joined(cls, choices: Sequence["Choice"]) -> "Choice":
-        """Put the rows of several choices behind one another."""
+        """Concatenate the rows of several choices."""
         return cls(*map(torch.cat, zip(*choices, strict=True)))
 
     def fetch(
         self, wait: Callable[[torch.cuda.Event], None] | None = None
     ) -> Callable[[], tuple[list[int], list[int]]]:
-        """Start to copy the tokens to the host; the returned function waits for them.
+        """Start to copy the tokens to the CPU; the returned function waits for them.
 
         It returns the tokens, and for each whether its row has one.
 
@@ -84,7 +84,7 @@ def probabilities(logits: Tensor, temperature: float, top_p: float, top_k: int =
         temperature: > 0.
         top_p: only the smallest set of most probable tokens whose probabilities sum to at least top_p remains; of
             equally probable ones the first.
-        top_k: only the so many most probable ones remain, and such as equal the last of them; 0: all.
+        top_k: only the k most probable ones remain, and those that tie with the last of them; 0: all.
         min_p: only those of at least this times the highest probability remain.
 
     Returns:
@@ -105,12 +105,12 @@ def probabilities(logits: Tensor, temperature: float, top_p: float, top_k: int =
 
 
 def _most_probable_set(p: Tensor, top_p: float) -> Tensor:
-    """Set all of a distribution's probabilities to 0 but the smallest set that sums to at least ``top_p``."""
+    """Set a distribution's probabilities to 0 except for the smallest set that sums to at least ``top_p``."""
     if not p.is_cuda and p.shape[-1] > _FIRST_SORTED:
         kept = _cut(p, *_sorted_first(p, _FIRST_SORTED), top_p)
         if kept is not None:
             return kept
-    # A GPU sorts a vocabulary in less time than it takes to ask it whether a part would do.
+    # A GPU sorts a vocabulary faster than a synchronization that checks whether a part would do.
     return _cut(p, *p.sort(dim=-1, descending=True, stable=True), top_p, whole=True)
 
 
@@ -125,7 +125,7 @@ def _cut(p: Tensor, ordered: Tensor, order: Tensor, top_p: float, whole: bool = 
     """Keep of a distribution the first tokens in descending order up to ``top_p``.
 
     Returns:
-        ``p`` with 0 for all others; None where the order does not reach so far, or might lack a token that is as
+        ``p`` with 0 for all others; None if the order does not reach so far, or might lack a token that is as
         probable as its last.
     """
     cumulative = ordered.cumsum(dim=-1)
@@ -155,7 +155,7 @@ def draw(weights: Tensor, numbers: Sequence[float] | Tensor) -> Choice:
     cumulative = weights.cumsum(dim=-1)
     numbers = to_device(numbers, weights.device, weights.dtype)
     places = torch.searchsorted(cumulative, numbers[:, None] * cumulative[:, -1:], right=True)[:, 0]
-    # Behind the last token lies only what is NaN.
+    # Only NaN is found after the last token.
     return Choice(places.clamp(max=weights.shape[-1] - 1), ~cumulative[:, -1].isnan())
 
 
@@ -168,7 +168,7 @@ def choose_tokens(
         positions: each token's index in the sequence.
 
     Returns:
-        The tokens, and the distributions that they were drawn from, ``[R, V]``; None where they were not drawn.
+        The tokens, and the distributions that they were drawn from, ``[R, V]``; None if they were not drawn.
     """
     if config.temperature == 0:
         return most_probable(logits), None
@@ -177,7 +177,7 @@ def choose_tokens(
 
 
 def choose_each(logits: Tensor, configs: Sequence[SamplingParams], positions: Sequence[int]) -> Choice:
-    """Choose a token for each row of logits ``[R, V]`` by its own config, as :func:`choose_tokens` does alone.
+    """Choose a token for each row of logits ``[R, V]`` by its own config, with :func:`choose_tokens`' result.
 
     Args:
         configs: one for each row.
@@ -203,14 +203,14 @@ def choose_each(logits: Tensor, configs: Sequence[SamplingParams], positions: Se
 
 
 def forbid(logits: Tensor, rows: Sequence[int], tokens: Sequence[int]) -> Tensor:
-    """Return logits ``[R, V]`` by which these tokens are not chosen in these rows; the others stay as they are."""
+    """Return logits ``[R, V]`` with these tokens masked in these rows; the others are unchanged."""
     rows = to_device(rows, logits.device)[:, None]
     columns = to_device([token for token in tokens if token < logits.shape[1]], logits.device)
     return logits.index_put((rows, columns), logits.new_full((), -torch.inf))
 
 
 def penalised(logits: Tensor, config: SamplingParams, prompt: Tensor, tokens: Sequence[int]) -> Tensor:
-    """Return logits ``[V]`` with the penalties of what was there before; ``logits`` stays as it is.
+    """Return logits ``[V]`` with the penalties for earlier tokens; ``logits`` is unchanged.
 
     Args:
         prompt: the token ids of the prompt, on the logits' device.

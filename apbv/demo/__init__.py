@@ -1,4 +1,4 @@
-"""A small trained video-language model, its draft, and a clip to ask them about.
+"""The bundled demo: a small trained video-language model, its draft, and a clip.
 
 Both are ordinary Hugging Face checkpoints of `Qwen2_5_VLForConditionalGeneration`, with 3.1 M and 0.8 M
 parameters, trained on synthetic clips, which `benchmarks/render.py` draws: they read letters in coloured borders
@@ -20,11 +20,11 @@ DEMO_QUESTION = RETRIEVAL_QUESTION.format(colour=BORDERS[0])
 EXAMPLE_QUESTIONS = (DEMO_QUESTION, ORDERING_QUESTION, COUNTING_QUESTION, DESCRIBE_QUESTION)
 _QUESTIONS = EXAMPLE_QUESTIONS + tuple(RETRIEVAL_QUESTION.format(colour=colour) for colour in BORDERS)
 _SIZES = {(side * TOKEN_SIZE, side * TOKEN_SIZE) for side in range(GRIDS[0], GRIDS[1] + 1)}
-DEMO_LETTERS = "X J P H E L"  # of the packaged clip, in order
+DEMO_LETTERS = "X J P H E L"  # of the bundled clip, in order
 
 
 def model_path() -> Path:
-    """Return the folder of the packaged checkpoint."""
+    """Return the folder of the bundled checkpoint."""
     return _FOLDER / "model"
 
 
@@ -34,10 +34,10 @@ def draft_path() -> Path:
 
 
 def video_path() -> Path:
-    """Return the path of the packaged clip: H.264, 56 x 56 pixels, 4 frames per second, 32 seconds."""
+    """Return the path of the bundled clip: H.264, 56 x 56 pixels, 4 frames per second, 32 seconds."""
     return _FOLDER / "clip.mp4"
 
 
 def understands(prompt: str, sizes: set[tuple[int, int]]) -> bool:
-    """Tell whether the demo model was trained to answer a prompt about frames of these heights and widths."""
+    """Return whether the demo model was trained to answer a prompt about frames of these heights and widths."""
     return sizes <= _SIZES and any(question in prompt for question in _QUESTIONS)

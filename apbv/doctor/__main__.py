@@ -1,9 +1,9 @@
-"""Find out what of apbv works on this machine, and why the rest does not.
+"""Check which parts of apbv work on this machine, and why the others do not.
 
 python -m apbv.doctor                           (this machine's first GPU, or its CPU)
-torchrun --nproc-per-node 8 -m apbv.doctor      (eight GPUs, and what lies between them)
+torchrun --nproc-per-node 8 -m apbv.doctor      (eight GPUs and the links between them)
 
-The exit status is 0 where nothing has failed. Nothing is downloaded.
+The exit status is 0 if no check fails. Nothing is downloaded.
 """
 
 import argparse
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 
 PARTS = {
     "machine": "versions, GPUs, memory, and the links between GPUs",
-    "backends": "which attention back ends work here, and why not the others",
-    "kernels": "every operator by every back end, against fp64",
-    "hosts": "everything that hosts exchange, with known numbers",
+    "backends": "which attention backends work here, and why the others do not",
+    "kernels": "every operator with every backend, against fp64",
+    "hosts": "all collectives between hosts, with known values",
     "demo": "the demo model's answers",
 }
-_REPORTING_SECONDS = 30.0  # beyond a check's limit, until its host has told the others
+_REPORTING_SECONDS = 30.0  # beyond a check's limit, for its host to report to the others
 
 
 def parse_arguments(arguments: list[str] | None = None, prog: str | None = None) -> argparse.Namespace:
-    """Read and check the options, which ends the process where one is wrong."""
+    """Parse and check the options; exits if one is wrong."""
     parser = OptionParser(prog or "apbv.doctor", description=__doc__.splitlines()[0])
     parser.add_argument(
         "--only",
@@ -37,26 +37,26 @@ def parse_arguments(arguments: list[str] | None = None, prog: str | None = None)
         metavar="PART",
         help="; ".join(f"{name}: {about}" for name, about in PARTS.items()),
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="append everything found as one JSON line")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="append the results as one JSON line")
     parser.add_argument(
-        "--limit", type=positive(), default=180.0, help="seconds after which a check has failed (180)"
+        "--limit", type=positive(), default=180.0, help="seconds after which a check fails (default 180)"
     )
     parser.add_argument(
         "--device",
         type=device_name,
         metavar="cpu|cuda|cuda:N",
-        help="what each process examines (default: a GPU, of which several may share one, or else the CPU)",
+        help="device to check (default: one GPU per process, shared if too few; without GPUs the CPU)",
     )
-    parser.add_argument("--threads", type=positive(int), metavar="N", help="CPU threads of each process")
+    parser.add_argument("--threads", type=positive(int), metavar="N", help="CPU threads per process")
     options = parser.parse_args(arguments)
     options.parts = [name for name in PARTS if name in (options.only or PARTS)]
     return options
 
 
 def main(arguments: list[str] | None = None, prog: str | None = None) -> int:
-    """Examine this machine on this host, and return the exit status."""
+    """Run the checks on this host; return the exit status."""
     options = parse_arguments(arguments, prog)
-    # Only now what takes seconds to import.
+    # Imported here because this takes seconds.
     from apbv.hosts import run_on_hosts
 
     healthy: list[bool] = []
@@ -69,7 +69,7 @@ def main(arguments: list[str] | None = None, prog: str | None = None) -> int:
 
 
 def _examine(options: argparse.Namespace, hosts: "HostGroup") -> bool:
-    """Run the checks, and let host 0 print and write what they find; return whether nothing has failed."""
+    """Run the checks; host 0 prints and writes the results. Return whether no check failed."""
     from apbv.doctor import hosts as between_hosts
     from apbv.doctor import kernels, machine
     from apbv.doctor.examination import FAILED, Examination, record
@@ -91,8 +91,9 @@ def _examine(options: argparse.Namespace, hosts: "HostGroup") -> bool:
             append_json_lines(options.json, [record(results, hosts, options)])
     healthy = all(result.status != FAILED for result in results)
     if examination.stuck is not None:
-        # What still runs would be waited for, or be torn down under its own feet. Nobody ends before all are here,
-        # because torchrun then stops the others; over host memory, because a GPU may be what hangs.
+        # A normal exit would wait for the stuck check, or tear down its resources while it runs. All hosts meet
+        # here first, because torchrun stops the others once one exits; through CPU memory, because the GPU may be
+        # hanging.
         hosts.gather_json(None)
         sys.stdout.flush()
         os._exit(1)

@@ -1,4 +1,4 @@
-"""Runs checks on all hosts, even if some fail, crash or hang, and writes what they find as a page and as JSON."""
+"""Runs checks on all hosts, even if some fail, crash or hang, and writes the results as text and JSON."""
 
 import argparse
 import textwrap
@@ -21,20 +21,20 @@ _MOST_CHARACTERS = 400  # of a detail: some libraries' errors are pages by thems
 _OF_EACH_HOST = ("machine", "backends")  # parts in which the page shows what every host found, where it differs
 
 
-Found = tuple[str, dict[str, Any]]  # what a check found, in words for the page, and in JSON-ready numbers
+Found = tuple[str, dict[str, Any]]  # a check's result in words for the page, and in JSON-ready numbers
 
 
 class CheckFailed(Exception):
-    """Something does not work here; the message says what."""
+    """Raised if a check fails; the message says what does not work."""
 
 
 class CheckSkipped(Exception):
-    """A check means nothing here; the message says why. A collective check raises it on all hosts or on none."""
+    """Raised if a check does not apply here; the message says why. Raised on all hosts or none if collective."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check found on one host.
+    """Result of a check on one host.
 
     Attributes:
         detail: in words, for the page: what was found, or why the check failed or was skipped.
@@ -53,7 +53,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Check:
-    """Examines one thing on every host.
+    """One check, run on every host.
 
     Attributes:
         name: unique within its part.
@@ -68,7 +68,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Result:
-    """What a check found on all hosts, host 0 first; the same on every host."""
+    """Results of a check on all hosts, host 0 first; the same on every host."""
 
     part: str
     name: str
@@ -82,7 +82,7 @@ class Result:
 
 
 def carry_out(check: Check, hosts: HostGroup, limit: float) -> Finding:
-    """Run a check on this host, in a thread that is given up after ``limit`` seconds; raise nothing of its own."""
+    """Run a check on this host, in a thread that is abandoned after ``limit`` seconds; never raises."""
     began, is_stuck = time.monotonic(), False
     thread = in_thread(partial(_examine, check, hosts))
     try:
@@ -100,7 +100,7 @@ def carry_out(check: Check, hosts: HostGroup, limit: float) -> Finding:
 
 @torch.no_grad()
 def _examine(check: Check, hosts: HostGroup) -> Found:
-    """Run a check until all that it has put on the GPU is done: an error there is this check's, not the next's."""
+    """Run a check until its GPU work is done, so that an error there is attributed to it."""
     is_gpu = hosts.device.type == "cuda"
     if is_gpu:
         torch.cuda.set_device(hosts.device)  # which is each thread's own
@@ -117,9 +117,9 @@ def _examine(check: Check, hosts: HostGroup) -> Found:
 class Examination:
     """Runs checks on all hosts of a group; every method is collective.
 
-    What is examined is a group of the same hosts beside the one given here, over which they tell one another what
-    they found. So a check that breaks its group takes nothing else with it: the next one gets a new group. Where
-    none can be made, as on a GPU that an error has left unusable, what was found so far is still told.
+    Checks run in a separate group of the same hosts; the given group exchanges the results. A check that breaks
+    its group therefore affects nothing else: the next one gets a new group. If none can be made, as on a GPU that
+    an error has left unusable, the results so far are still reported.
 
     Args:
         hosts: the hosts, of one process each.
@@ -152,7 +152,7 @@ class Examination:
         return results
 
     def _found(self, check: Check) -> list[Finding]:
-        """Carry out a check on all hosts, or none: behind one that still runs nothing can be trusted."""
+        """Run a check on all hosts, or on none if an earlier check still runs."""
         if self.stuck is not None:
             return [Finding(self.stuck, status=SKIPPED)] * self._hosts.size
         with self._hosts.working(check.name):
@@ -177,7 +177,7 @@ class Examination:
             self.stuck = f"behind {broken_by!r} the hosts were not connected anew ({reason})"
 
     def _write_result(self, result: Result) -> None:
-        """Write what host 0 found, and what others found that matters, with the names of whom it is about."""
+        """Write host 0's result, and relevant results of other hosts with their names."""
         first, groups = result.on_hosts[0], {}
         for host, found in enumerate(result.on_hosts):
             is_like_first = found.status == first.status != FAILED and result.part not in _OF_EACH_HOST
@@ -196,7 +196,7 @@ class Examination:
 
 
 def record(results: list[Result], hosts: HostGroup, options: argparse.Namespace) -> dict[str, Any]:
-    """Return everything that was found, JSON-ready."""
+    """Return all results, JSON-ready."""
     return {
         "benchmark": "doctor",
         "hosts": hosts.size,

@@ -1,4 +1,4 @@
-"""What hosts exchange, with numbers that are known beforehand, and the demo model's answers."""
+"""Checks of collectives between hosts, with known values, and of the demo model's answers."""
 
 import time
 from collections.abc import Iterable, Sequence
@@ -20,7 +20,7 @@ _ROUNDS = 5
 
 
 def exchange_checks(hosts: HostGroup) -> Iterable[Check]:
-    """List the exchanges of a group, in order from the plainest."""
+    """List the checks of collectives, simplest first."""
     if hosts.size == 1:
         return [Check("exchanges", _alone)]
     collective = {
@@ -35,7 +35,7 @@ def exchange_checks(hosts: HostGroup) -> Iterable[Check]:
 
 
 def answer_checks(hosts: HostGroup) -> Iterable[Check]:
-    """List the ways to the answer; half precision is what large models run in."""
+    """List the checks of answers, also in half precision, in which large models run."""
     for method in ("apbv", "full", "zigzag_ring", "ulysses"):
         yield Check(method, partial(answer, PrefillConfig(method=method), None, "float32"), is_collective=True)
     draft = SpeculativeConfig(strategy="vanilla")
@@ -45,7 +45,7 @@ def answer_checks(hosts: HostGroup) -> Iterable[Check]:
 
 
 def _alone(hosts: HostGroup) -> Found:
-    raise CheckSkipped("one host has nobody to exchange with: torchrun --nproc-per-node N -m apbv.doctor")
+    raise CheckSkipped("needs at least two hosts: torchrun --nproc-per-node N -m apbv.doctor")
 
 
 def all_gather(hosts: HostGroup) -> Found:
@@ -73,7 +73,7 @@ def all_to_all(hosts: HostGroup) -> Found:
 
 
 def ring(hosts: HostGroup) -> Found:
-    """Pass tensors of different lengths once round the ring, until everybody has had all of them."""
+    """Pass tensors of different lengths once round the ring, until every host has had all of them."""
     held = _numbers(hosts, hosts.rank, 1000 + hosts.rank, torch.bfloat16)
     for step in range(1, hosts.size + 1):
         owner = (hosts.rank - step) % hosts.size
@@ -109,10 +109,10 @@ def several_at_once(hosts: HostGroup) -> Found:
 
 
 def failing_host(hosts: HostGroup) -> Found:
-    """Let the last host fail while the others wait for its tensor on the device, and measure until they know why.
+    """Let the last host fail while the others wait for its tensor on the device, and time the error's propagation.
 
     Raises:
-        CheckFailed: another host did not hear of it, or not the reason.
+        CheckFailed: another host did not get the error or its reason.
     """
     began, planted, heard = time.monotonic(), "this failure is part of the examination", ""
     try:
@@ -130,12 +130,12 @@ def failing_host(hosts: HostGroup) -> Found:
 
 
 def _numbers(hosts: HostGroup, host: int, count: int, dtype: torch.dtype) -> Tensor:
-    """Return what a host sends: numbers that every dtype here holds exactly."""
+    """Return the numbers that a host sends, exact in every dtype used here."""
     return ((torch.arange(count, device=hosts.device) * 7 + 31 * host) % 251).to(dtype)
 
 
 def _require_equal(found: Sequence[Tensor], expected: Sequence[Tensor], what: str) -> None:
-    """Refuse tensors that came otherwise than they were sent.
+    """Reject tensors that were received incorrectly.
 
     Raises:
         CheckFailed: shapes, dtypes or numbers differ; says from which host.
@@ -146,7 +146,7 @@ def _require_equal(found: Sequence[Tensor], expected: Sequence[Tensor], what: st
 
 
 def answer(config: PrefillConfig, speculate: SpeculativeConfig | None, dtype: str, hosts: HostGroup) -> Found:
-    """Ask the demo model for the letters in the packaged clip.
+    """Ask the demo model for the letters in the bundled clip.
 
     Raises:
         CheckFailed: the answer is wrong.
@@ -154,6 +154,6 @@ def answer(config: PrefillConfig, speculate: SpeculativeConfig | None, dtype: st
     engine = Engine.from_pretrained("demo", prefill=config, speculate=speculate, hosts=hosts, dtype=dtype)
     answer, right = engine.generate(demo.ORDERING_QUESTION, video=demo.video_path()), demo.DEMO_LETTERS
     if answer.text != right:
-        raise CheckFailed(f"answered {answer.text!r} in place of {right!r}")
+        raise CheckFailed(f"answered {answer.text!r} instead of {right!r}")
     figures = {name: answer.stats[name] for name in ("ttft_ms", "total_ms", "stages_ms", "speculation")}
     return f"{answer.text}, the first token after {figures['ttft_ms']:.3g} ms", figures

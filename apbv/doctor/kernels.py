@@ -1,4 +1,4 @@
-"""Which back ends of attention work here, why the others do not, and every operator against fp64."""
+"""Checks of attention backends, and of every operator against fp64."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -34,7 +34,7 @@ _ALLOWED, _ALLOWED_IN_FP32, _ALLOWED_OF_HALF = 4.0, 256.0, 2048.0
 
 
 def backend_checks(hosts: HostGroup) -> Iterable[Check]:
-    """List the back ends, and who is chosen for what."""
+    """List the checks of backends, and of the automatic choice."""
     each = [Check(name, partial(back_end, name)) for name in BACKENDS]
     return [*each, Check("chosen", chosen), Check("a new length", new_length)]
 
@@ -45,9 +45,9 @@ def operator_checks(hosts: HostGroup) -> Iterable[Check]:
 
 
 def obstacle(name: str, device: torch.device, dtype: torch.dtype) -> tuple[str | None, bool]:
-    """Return what keeps a back end from computing attention, or None, and whether that is a fault.
+    """Return why a backend cannot compute attention, or None, and whether that is a fault.
 
-    It is a fault where everything that the back end asks for is there, and what it computes is wrong all the same,
+    It is a fault where everything that the backend asks for is there, and what it computes is wrong all the same,
     or it cannot even be loaded.
     """
     if name == "torch":
@@ -66,7 +66,7 @@ def obstacle(name: str, device: torch.device, dtype: torch.dtype) -> tuple[str |
 
 
 def back_end(name: str, hosts: HostGroup) -> Found:
-    """Try a back end with every dtype.
+    """Try a backend with every dtype.
 
     Raises:
         CheckFailed: it has a fault.
@@ -83,7 +83,7 @@ def back_end(name: str, hosts: HostGroup) -> Found:
 
 
 def chosen(hosts: HostGroup) -> Found:
-    """Find out which back ends run where none is asked for by name."""
+    """Find out which backends ``auto`` selects."""
     dtype = torch.float32 if hosts.device.type == "cpu" else torch.bfloat16
     found = {}
     for kind, queries in {"a question": 64, "a block of 4k": 4096, "a block of 16k": 16384}.items():
@@ -106,7 +106,7 @@ def _better_library(major: int, minor: int) -> str | None:
 
 
 def new_length(hosts: HostGroup) -> Found:
-    """Time every back end's first attention over a length, and its second: some plan each shape anew."""
+    """Time every backend's first attention over a length, and its second: some plan each shape anew."""
     device = hosts.device
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     found: dict[str, list[float]] = {}
@@ -125,10 +125,10 @@ def new_length(hosts: HostGroup) -> Found:
 
 
 def compare(operator: str, hosts: HostGroup) -> Found:
-    """Compare an operator with fp64, by every back end that works here and in every dtype.
+    """Compare an operator with fp64, with every backend that works here and every dtype.
 
     Raises:
-        CheckFailed: a result is off by more than its dtype allows, or a back end raises something.
+        CheckFailed: a result is off by more than its dtype allows, or a backend raises something.
     """
     errors: dict[str, dict[str, float]] = {}
     wrong = []

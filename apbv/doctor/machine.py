@@ -1,4 +1,4 @@
-"""What this machine has: versions, processors, memory, and links between GPUs."""
+"""Checks of the machine: versions, processors, memory, and links between GPUs."""
 
 import os
 import platform
@@ -21,7 +21,7 @@ _OPTIONAL = (
     *("flash-attn", "flash-attn-3", "flash-attn-4", "ring-flash-attn", "av", "torchcodec", "torchvision"),
     *("starlette", "uvicorn", "pydantic", "prometheus-client", "opentelemetry-sdk", "nixl"),
 )
-# What changes how any of them works; the values of others are nobody's business.
+# Variables that change the behaviour; others are not printed.
 _SETTINGS = re.compile(r"APBV_|CUDA_|NCCL_|TORCH_NCCL_|GLOO_|OMP_NUM_THREADS$|TRITON_|PYTORCH_|NVIDIA_TF32")
 _GIBIBYTE = 2**30
 _FEWEST_SHARED_BYTES = 2**28  # NCCL keeps buffers there for each pair of GPUs that have no other way
@@ -72,7 +72,7 @@ def settings() -> Found:
     named = (name for name in sorted(os.environ) if _SETTINGS.match(name))
     found = {name: os.environ[name] for name in named if not name.endswith(("KEY", "TOKEN", "SECRET"))}
     if not found:
-        raise CheckSkipped("no environment variable is set that changes anything here")
+        raise CheckSkipped("no relevant environment variable is set")
     return " ".join(f"{name}={value}" for name, value in found.items()), {"environment": found}
 
 
@@ -105,7 +105,7 @@ def cuda() -> Found:
     built = f"torch {torch.__version__} is built for CUDA {torch.version.cuda}"
     if not torch.cuda.is_available():
         if not seen:
-            raise CheckSkipped(f"there is no GPU to be seen; {built}")
+            raise CheckSkipped(f"no GPU is visible; {built}")
         raise CheckFailed(
             f"nvidia-smi sees {len(seen)} GPU(s), and torch sees none (CUDA_VISIBLE_DEVICES?); {built}"
         )
@@ -127,7 +127,7 @@ def gpu(hosts: HostGroup) -> Found:
     free, total = torch.cuda.mem_get_info(hosts.device)
     ones = torch.ones(256, 256, device=hosts.device)
     if float((ones @ ones).sum()) != 256.0**3:
-        raise CheckFailed(f"{properties.name} multiplies matrices of ones wrongly")
+        raise CheckFailed(f"{properties.name} returns a wrong product of matrices of ones")
     text = f"{properties.name}, capability {properties.major}.{properties.minor}, {total / _GIBIBYTE:.1f} GiB"
     pairs = permutations(range(torch.cuda.device_count()), 2)
     blind = [f"{a} of {b}" for a, b in pairs if not torch.cuda.can_device_access_peer(a, b)]
@@ -137,7 +137,7 @@ def gpu(hosts: HostGroup) -> Found:
 
 
 def _ask(*command: str) -> str | None:
-    """Return what a tool of the driver says; None where there is none, or it fails."""
+    """Return the output of a driver tool; None if it is missing or fails."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=_TOOL_SECONDS, check=True).stdout
     except (OSError, subprocess.SubprocessError):

@@ -1,9 +1,9 @@
-"""Data exchanges over one process group, and those of a GPU over gloo, by way of host memory.
+"""Collectives over one process group, and over gloo for GPU tensors, staged through CPU memory.
 
-By the second way several hosts can share a GPU, where NCCL refuses two processes. What is sent is copied to host
-memory in the order of the GPU's work, while the caller goes on. Threads send it once it is there, and receive: one
-exchange after the other, in the order in which they were started, which is the same on every host. Who waits
-for an exchange has what was received copied to its device.
+Staging lets several hosts share a GPU, where NCCL rejects two processes. Data to send is copied to CPU memory in
+the order of the GPU's work, while the caller continues. Threads then send and receive it: one collective after the
+other, in the order in which they were started, which is the same on every host. Waiting for a collective copies
+the received data to the device.
 """
 
 import math
@@ -25,16 +25,16 @@ from .failure_watch import POLL_SECONDS, FailureWatch, PendingCall
 _DRAINING_SECONDS = 1.0
 _NAP_SECONDS = 1e-3
 
-# Starts an exchange of what is sent and a tensor to be filled.
+# Starts a collective with the data to send and a tensor to fill.
 Begin = Callable[[Tensor, Tensor], dist.Work]
 
 
 class Collectives:
-    """The exchanges of one torch.distributed group, with the failures of its processes watched for.
+    """Collectives of one torch.distributed group, with failure detection.
 
     Args:
-        group: the group, of N processes; None where this process is alone and exchanges nothing.
-        watch: starts the exchanges and waits for them.
+        group: the group, of N processes; None if this process is alone.
+        watch: starts the collectives and waits for them.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, watch: FailureWatch):
@@ -54,7 +54,7 @@ class Collectives:
     def all_to_all(self, tensors: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> Exchange:
         """Start sending tensor p to every process p and receiving one of shape ``shapes[p]`` from it.
 
-        They travel as bytes, because not every back end knows every dtype.
+        They are sent as bytes, because not every backend supports every dtype.
         """
         dtype, width = tensors[0].dtype, tensors[0].element_size()
         packed = torch.cat([tensor.reshape(-1) for tensor in tensors]).view(torch.uint8)
@@ -94,7 +94,7 @@ class Collectives:
         return Exchange(finish, work.is_completed)
 
     def drain(self) -> None:
-        """Wait, for a second at most, until gloo has let go of what was exchanged last.
+        """Wait, for a second at most, until gloo has released the last collective's tensors.
 
         An exchange is complete a moment before gloo's thread drops its tensors, for which it needs the
         interpreter's lock. Where the interpreter has ended by then, that aborts the process.
@@ -105,9 +105,9 @@ class Collectives:
 
 
 class StagedCollectives(Collectives):
-    """The same exchanges for tensors on any device, over a gloo group that nothing else uses."""
+    """The same collectives for tensors on any device, over a gloo group that nothing else uses."""
 
-    _last: Future | None = None  # what the next exchange is sent behind
+    _last: Future | None = None  # what the next exchange is sent after
 
     def _exchange(self, sent: Tensor, received: Tensor, begin: Begin, result: Callable[[], Any]) -> Exchange:
         watch, before, copied = self._watch, self._last, None
@@ -135,7 +135,7 @@ class StagedCollectives(Collectives):
 
 
 def _wait_apart(work: dist.Work, watch: FailureWatch) -> None:
-    """Wait, in a thread of its own, until an exchange is complete, or the group is broken.
+    """Wait, in a separate thread, until a collective is complete or the group is broken.
 
     Raises:
         RuntimeError: it failed, or was given up.
@@ -152,5 +152,5 @@ def _wait_apart(work: dist.Work, watch: FailureWatch) -> None:
 
 
 def _host_memory(like: Tensor) -> Tensor:
-    """Make room in host memory, which a GPU can copy from and to by itself if it is for one."""
+    """Allocate CPU memory, pinned if it is for a GPU."""
     return torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)

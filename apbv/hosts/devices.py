@@ -1,4 +1,4 @@
-"""The devices and cores of a machine, and which of its processes gets what."""
+"""Assigns a machine's devices and cores to its processes."""
 
 import os
 import socket
@@ -11,25 +11,25 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def choose_device(wanted: str | torch.device | None = None) -> torch.device:
-    """Return the device that this process shall compute on.
+    """Choose this process's device.
 
     Args:
-        wanted: a device by its name; ``"cuda"``: a GPU, whichever; None: a GPU, or the CPU where there is none.
-            Which GPU is then said by torchrun's LOCAL_RANK: where a machine has more processes than GPUs, they
-            take turns. Without torchrun it is the current one.
+        wanted: a device by name; ``"cuda"``: any GPU; None: a GPU, or the CPU if there is none. torchrun's
+            LOCAL_RANK then selects the GPU; if a machine has more processes than GPUs, GPUs are shared. Without
+            torchrun it is the current one.
 
     Raises:
-        ValueError: there is no such device.
+        ValueError: the device does not exist.
     """
     try:
         device = torch.device("cuda" if wanted is None and torch.cuda.is_available() else wanted or "cpu")
     except RuntimeError as error:
-        raise ValueError(f"{wanted!r} is no device: name cpu, cuda, or a GPU as in cuda:0") from error
+        raise ValueError(f"{wanted!r} is not a device: use cpu, cuda, or a GPU such as cuda:0") from error
     if device.type != "cuda":
         return device
     num_gpus = torch.cuda.device_count()
     if not torch.cuda.is_available() or (device.index or 0) >= num_gpus:
-        raise ValueError(f"there is no device {device}: torch finds {num_gpus} GPUs on this machine")
+        raise ValueError(f"no such device: {device}; torch finds {num_gpus} GPUs on this machine")
     if device.index is not None:
         return device
     local_rank = os.environ.get("LOCAL_RANK")
@@ -38,7 +38,7 @@ def choose_device(wanted: str | torch.device | None = None) -> torch.device:
 
 
 def device_identity(device: torch.device) -> str:
-    """Return what tells a GPU from all others, on any machine and by any number; ``"cpu"`` for a CPU."""
+    """Return a GPU's unique identifier, valid across machines and processes; ``"cpu"`` for a CPU."""
     if device.type != "cuda":
         return device.type
     # Of two processes, either may call the same GPU cuda:0, or each another one.
@@ -48,7 +48,7 @@ def device_identity(device: torch.device) -> str:
 
 
 def sharing(identities: Sequence[str]) -> list[list[int]]:
-    """Return the processes that share a GPU: for each GPU of several processes their numbers, ascending."""
+    """Return the processes that share GPUs: for each shared GPU their numbers, ascending."""
     processes: dict[str, list[int]] = {}
     for process, identity in enumerate(identities):
         processes.setdefault(identity, []).append(process)
@@ -56,7 +56,7 @@ def sharing(identities: Sequence[str]) -> list[list[int]]:
 
 
 def fair_share_of_cores() -> int:
-    """Return how many CPU cores this process may keep busy beside the other processes on its machine; at least 1.
+    """Return this process's share of the machine's CPU cores; at least 1.
 
     They are the cores that the operating system lets this process run on, divided by the number of processes that
     torchrun started on this machine (its LOCAL_WORLD_SIZE); without torchrun all of them.

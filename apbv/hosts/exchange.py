@@ -1,4 +1,4 @@
-"""Exchanges under way, and the errors that say why one will never be complete."""
+"""Data exchanges in flight, and the errors raised if one cannot complete."""
 
 import threading
 import weakref
@@ -12,15 +12,15 @@ ENDING_SECONDS = 5.0
 
 
 class HostError(RuntimeError):
-    """Another host failed, or could not be reached; the message says which, where and why."""
+    """Raised if another host failed or cannot be reached; the message says which, where and why."""
 
 
 class AgreedError(ValueError):
-    """A request cannot be answered, and all hosts raise this at the same point, so that no group breaks."""
+    """Raised by all hosts at the same point if a request cannot be answered, so that no group breaks."""
 
 
 class Exchange:
-    """A data exchange that is under way.
+    """A data exchange in flight.
 
     Args:
         finish: blocks until the exchange is complete and returns its result; called once.
@@ -49,7 +49,7 @@ class Exchange:
 
 
 def in_thread(call: Callable[[], Any]) -> Future:
-    """Begin a call that may never return; the interpreter waits a few seconds for it when it exits, no longer.
+    """Start a call that may never return; at exit the interpreter waits for it only a few seconds.
 
     It waits at all because a thread that is inside C++, of torch's store for instance, when the interpreter ends
     aborts the process.

@@ -1,23 +1,22 @@
-"""Waiting for other processes, and hearing why one of them will not come.
+"""Waits for other processes, and reports why one of them failed.
 
-How a failure reaches everybody. A stage is either *local* (no data travels in it: reading a video, tokenising)
-or *collective* (hosts exchange data inside it). A local stage ends with a small exchange of statuses, so that all
-hosts raise, or none does, and the group stays usable. A host that fails inside a collective stage cannot join the
-exchanges that the others wait for, so it posts its error in the group's key-value store, and whoever waits looks
-there. After that the group is broken and must be built anew. A host that dies closes its connections, which wakes
-the others too. Where the network falls silent nothing wakes anybody, and the store does not answer either: so it
-is asked in a thread, and nobody waits for that thread longer than for the exchange.
+Failure propagation. A stage is either *local* (no communication: reading a video, tokenising) or *collective*
+(hosts exchange data inside it). A local stage ends with a small exchange of statuses, so that all hosts raise, or
+none does, and the group stays usable. A host that fails inside a collective stage cannot join the collectives that
+the others wait for, so it posts its error in the group's key-value store, which waiting hosts poll. The group is
+then broken and must be rebuilt. A host that dies closes its connections, which also wakes the others. If the
+network goes down, nothing wakes them, and the store does not answer either; it is therefore queried in a thread,
+and the wait for that thread is no longer than for the collective.
 
-How long one host waits for another. A host that works in a stage says so in the store (see :mod:`.heartbeat`),
-and whoever waits then waits on; it gives up once nobody has worked for the group's timeout: a host that is
-stopped, cut off, or outside every stage is silent. A single stretch of work counts for ten timeouts, so that a
-host that hangs ends the others, too.
+Timeouts. A host that works in a stage sends heartbeats to the store (see :mod:`.heartbeat`), and waiting hosts
+keep waiting; they give up once no host has sent one for the group's timeout: a host that is stopped, cut off, or
+outside every stage sends none. A single stretch of work counts for at most ten timeouts, so that a host that hangs
+ends the others, too.
 
-NCCL's exchanges are waited for by the GPU, in its streams: the host goes on queueing work, and comes to a stop
-only where it wants to know a result. There it asks the GPU again and again how far it is, and looks into the store
-meanwhile. Where it stops unasked (in a library, or because the GPU's queue is full) the heartbeat's thread looks.
-What the GPU waits for in vain is aborted, so that it does all that is queued, with whatever numbers, and nobody
-waits for it any more.
+The GPU waits for NCCL collectives in its streams: the CPU keeps queueing work, and blocks only when it needs a
+result. There it polls the GPU and the store. If it blocks elsewhere (in a library, or because the GPU's queue is
+full) the heartbeat thread polls. Collectives that cannot complete are aborted, so that the GPU finishes its queue,
+with arbitrary numbers, and no wait remains.
 """
 
 import threading
@@ -34,7 +33,7 @@ import torch.distributed as dist
 from .exchange import AgreedError, HostError, describe_error, in_thread
 from .heartbeat import Heartbeat, Patience
 
-POLL_SECONDS = 1.0  # between two looks at what an exchange, or the store, has to say
+POLL_SECONDS = 1.0  # between two polls of a collective, or of the store
 GRACE_SECONDS = 2.0  # for a failure to be posted, or to be found
 WORK_LIMIT = 10.0  # times the timeout: how long a stretch of work counts as a sign of work
 
@@ -46,30 +45,30 @@ _LOST_STORE = "lost contact with the hosts' key-value store: the process that he
 
 
 class Communicators:
-    """NCCL's communicators of some process groups that carry GPU memory.
+    """NCCL communicators of the process groups that carry GPU memory.
 
     Args:
-        groups: the groups, each with an NCCL back end.
+        groups: the groups, each with an NCCL backend.
     """
 
     def __init__(self, groups: Sequence[dist.ProcessGroup]):
         self._backends = [group._get_backend(torch.device("cuda")) for group in groups]
 
     def error(self) -> str:
-        """Return what NCCL's watchdog has found to be wrong; an empty string: nothing."""
-        # A back end may lack it; what it would say is then known by the group's timeout.
+        """Return the NCCL watchdog's error; an empty string if there is none."""
+        # A backend may lack it; the group's timeout then reveals the failure.
         asked = [getattr(backend, "get_error", None) for backend in self._backends]
         errors = [ask().name for ask in asked if ask is not None]
         return next((f"NCCL reports {error}" for error in errors if error != "SUCCESS"), "")
 
     def abort(self, seconds: float) -> None:
-        """Let exchanges under way end at once, on the GPU too; wait for that no longer than so many seconds."""
+        """Abort collectives in flight, on the GPU too; wait for that at most ``seconds``."""
         # Side by side: each may wait for the other, where a GPU has kernels of both.
         wait_for_futures([in_thread(backend.abort) for backend in self._backends], seconds)
 
 
 class PendingCall:
-    """A call in a thread, waited for as an exchange is: with the two methods that a ``dist.Work`` has for that."""
+    """A call in a thread, with the two methods of a ``dist.Work`` for waiting."""
 
     def __init__(self, future: Future):
         self.is_completed, self._future = future.done, future
@@ -82,7 +81,7 @@ class PendingCall:
 
 
 class PendingEvent:
-    """A GPU's way to a CUDA event, which is asked for and not waited for: a wait in CUDA cannot be interrupted."""
+    """A CUDA event that is polled instead of waited for: a wait in CUDA cannot be interrupted."""
 
     def __init__(self, event: torch.cuda.Event):
         self.is_completed = event.query
@@ -98,19 +97,19 @@ class PendingEvent:
 
 
 class FailureWatch:
-    """Starts a group's exchanges and waits for them; posts this process's failures and finds those of others.
+    """Starts a group's collectives and waits for them; posts this process's failures and detects those of others.
 
     Args:
-        name: what messages call this process.
-        timeout: seconds to wait for processes of which none works.
-        store: the key-value store that the processes of the group share; None where this process is alone.
-        heartbeat: this process's signs of work; None where nobody can see them.
+        name: this process's name in messages.
+        timeout: seconds to wait without a heartbeat.
+        store: the key-value store that the processes of the group share; None if this process is alone.
+        heartbeat: this process's heartbeats; None if no other process can see them.
         waits_for_work: whether the timeout begins anew while any process works; else it bounds the whole wait.
         communicators: those of NCCL, for exchanges that a GPU waits for; None: there are none.
 
     Attributes:
-        is_broken: whether a process failed in an exchange; the group can then be used no more.
-        working: returns a context for a stage, by its name, in which this process gives signs of work.
+        is_broken: whether a process failed in a collective; the group is then unusable.
+        working: returns a context for a named stage in which this process sends heartbeats.
     """
 
     def __init__(
@@ -138,14 +137,14 @@ class FailureWatch:
 
     @contextmanager
     def collective_stage(self, stage: str, has_others: bool) -> Iterator[None]:
-        """Run a stage with exchanges inside; see :meth:`HostGroup.collective_stage`.
+        """Run a stage that contains collectives; see :meth:`HostGroup.collective_stage`.
 
         Args:
             stage: its name.
             has_others: whether the group has other processes, for whom it breaks when this one fails.
         """
         if self.is_broken:
-            raise HostError(f"cannot start {stage}: this host group broke in an earlier request")
+            raise HostError(f"cannot start {stage}: the host group failed in an earlier request; restart it")
         self._stages += 1
         try:
             with self.working(stage):
@@ -156,7 +155,7 @@ class FailureWatch:
             self._break()
             raise
         except BaseException as error:
-            # What the GPU was let go on with is worth nothing, and may lead to any error.
+            # The GPU's results after an abort are invalid and may cause any error.
             if self._noticed is not None and isinstance(error, Exception):
                 raise self._noticed from error
             if has_others:
@@ -167,7 +166,7 @@ class FailureWatch:
             self._stages -= 1
 
     def start(self, call: Callable):
-        """Start an exchange: ``call`` is an asynchronous collective, whose ``Work`` is returned.
+        """Start a collective: ``call`` is asynchronous, and its ``Work`` is returned.
 
         Raises:
             HostError: the group is broken, or breaks now.
@@ -182,7 +181,7 @@ class FailureWatch:
         """Wait until something that depends on other processes is complete.
 
         Args:
-            work: an exchange in host memory, as :meth:`start` returned it, or what else is waited for in this way.
+            work: a collective in CPU memory, as :meth:`start` returned it, or another object with its methods.
 
         Raises:
             HostError: a process failed, ended, or neither answered nor worked for the timeout.
@@ -203,16 +202,16 @@ class FailureWatch:
                         raise self._give_up(patience) from None
 
     def wait_for_gpu(self, event: torch.cuda.Event) -> None:
-        """Wait until the GPU has come to an event behind which exchanges of GPU memory may lie.
+        """Wait until the GPU has reached an event, before which it may wait for collectives of GPU memory.
 
         Raises:
-            HostError: as :meth:`wait`; what the GPU has computed is then worth nothing.
+            HostError: as :meth:`wait`; the GPU's results are then invalid.
         """
         self.wait(PendingEvent(event))
         self._require_sound()
 
     def order(self, work: dist.Work) -> None:
-        """Let what the GPU does from now on wait for an exchange of GPU memory. Nobody waits here.
+        """Order the GPU's further work after a collective of GPU memory, without blocking the CPU.
 
         Raises:
             HostError: the group is broken, or breaks now.
@@ -224,7 +223,7 @@ class FailureWatch:
             raise self._reason_for(error) from error
 
     def look(self) -> None:
-        """Abort what a GPU waits for in vain; called every second, in the heartbeat's thread."""
+        """Abort collectives that cannot complete; called every second in the heartbeat thread."""
         if self.is_broken or not self._stages:
             return
         try:
@@ -242,31 +241,31 @@ class FailureWatch:
             HostError: it is.
         """
         if self.is_broken:
-            raise self._noticed or HostError("this host group broke in an earlier exchange")
+            raise self._noticed or HostError("the host group failed in an earlier collective; restart it")
 
     def _require_sound(self) -> None:
-        """Raise if the group broke meanwhile, or NCCL has found that it did."""
+        """Raise if the group broke meanwhile, or NCCL's watchdog reports an error."""
         self.require_whole()
         if self._communicators is not None and (error := self._communicators.error()):
             raise self._reason_for(error)
 
     def _break(self) -> None:
-        """Use this group no more, and let no GPU wait for it."""
+        """Mark this group as broken, and abort its collectives."""
         with self._breaking:
             was_broken, self.is_broken = self.is_broken, True
             if self._communicators is not None and not was_broken:
                 self._communicators.abort(GRACE_SECONDS)
 
     def post(self, stage: str, error: BaseException) -> None:
-        """Tell the others that this process failed in a stage."""
+        """Post to the others that this process failed in a stage."""
         self._tell(f"{self._name} failed in {stage}: {describe_error(error)}")
 
     def _tell(self, text: str) -> None:
-        # Where the store's host is gone, or out of reach, the others notice that by themselves.
+        # If the store's host is gone or unreachable, the others notice that themselves.
         wait_for_futures([in_thread(lambda: self._store.set(_FAILURE_KEY, text))], GRACE_SECONDS)
 
     def _finish(self, work: dist.Work | PendingCall | PendingEvent) -> None:
-        """Raise a completed exchange's error, if it has one.
+        """Raise a completed collective's error, if it has one.
 
         The wait before may have failed with that error, or only have run out of time just before the exchange
         completed.
@@ -290,10 +289,10 @@ class FailureWatch:
     def _posted_failure(self, patience: Patience | None = None) -> HostError | None:
         """Return the failure that the store holds, if any.
 
-        Where the store does not answer at once, the question stands, and a later call looks for its answer.
+        If the store does not answer at once, a later call reads its answer.
 
         Args:
-            patience: hears who works.
+            patience: gets the heartbeats.
         """
         question = self._question
         if question is None:
@@ -314,7 +313,7 @@ class FailureWatch:
         return HostError(text)
 
     def _ask_store(self) -> tuple[str | None, int, str]:
-        """Return a posted failure, and what :meth:`Heartbeat.heard` says."""
+        """Return a posted failure, and the result of :meth:`Heartbeat.heard`."""
         return self._read_failure(), *self.heartbeat.heard()
 
     def _read_failure(self) -> str | None:
@@ -322,7 +321,7 @@ class FailureWatch:
         return store.get(_FAILURE_KEY).decode(errors="replace") if store.check([_FAILURE_KEY]) else None
 
     def _reason_for(self, error: RuntimeError | str) -> HostError:
-        """Say why an exchange failed outright: quote the process that posted a reason, or say that one ended."""
+        """Return why a collective failed: the posted reason of a process, or that one ended."""
         self._break()
         deadline = time.monotonic() + GRACE_SECONDS
         while time.monotonic() < deadline:

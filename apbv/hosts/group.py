@@ -1,6 +1,6 @@
-"""HostGroup: rank, size, device and process groups as one argument.
+"""HostGroup: rank, size, device and process groups in one object.
 
-How hosts wait for each other, and how a failure of one reaches the others: see :mod:`.failure_watch`.
+Timeouts and failure propagation are described in :mod:`.failure_watch`.
 """
 
 import hashlib
@@ -37,28 +37,28 @@ from .process_groups import (
 
 
 class HostGroup:
-    """The hosts that prefill together: one per full replica of the model.
+    """The hosts (sequence-parallel ranks) that prefill together: one per full replica of the model.
 
-    A host is one process, or with tensor parallelism T processes, its *members*: process h * T + t of all is
-    member t of host h, and holds its share of every layer. Each of them has a HostGroup, on which the members of a
-    host do the same; data goes to the members of the same t on the other hosts, while statuses, chosen tokens and
-    failures concern all processes.
+    A host is one process, or with tensor parallelism T processes, its *members* (TP ranks): process h * T + t of
+    all is TP rank t of host h, and holds its shard of every layer. Each of them has a HostGroup, on which the TP
+    ranks of a host make the same calls; data goes to the same TP rank of the other hosts, while statuses, chosen
+    tokens and failures concern all processes.
 
     Build it with :meth:`from_env`, :meth:`from_process_group` or :meth:`single`.
 
     Attributes:
         rank: this host's index h in 0 .. size-1.
         size: H.
-        tensor_parallel_rank: which member of its host this process is, t in 0 .. tensor_parallel_size-1.
+        tensor_parallel_rank: this process's TP rank t in 0 .. tensor_parallel_size-1.
         tensor_parallel_size: T.
         num_processes: H * T.
-        is_leader: whether this is the one process that samples, drafts and prints: the first member of host 0.
-        name: what messages call this process.
+        is_leader: whether this is the one process that samples, drafts and prints: TP rank 0 of host 0.
+        name: this process's name in messages.
         device: where this process computes.
-        timeout: seconds to wait for other processes of which none works, before giving up.
+        timeout: seconds to wait for other processes without a heartbeat, before giving up.
         bytes_received: payload that this process received from other hosts since the group was built; what
-            transformers exchanges between the members of a host is not counted.
-        has_own_process: whether no other host computes in this process, so that threads may work beside it.
+            transformers exchanges between TP ranks is not counted.
+        has_own_process: whether no other host computes in this process, so that it may use threads.
     """
 
     has_own_process = True
@@ -79,9 +79,9 @@ class HostGroup:
         Args:
             groups: None for a process that is alone.
             owns_group: whether :meth:`close` destroys all process groups.
-            heartbeat: one that another group of this process has already; None: a new one.
+            heartbeat: an existing one of another group of this process; None: a new one.
             waits_for_work: see :meth:`subgroup`.
-            numbers: what messages call the hosts; None: by their ranks.
+            numbers: the hosts' numbers in messages; None: their ranks.
         """
         self._numbers = numbers
         groups = groups or ProcessGroups()
@@ -115,7 +115,7 @@ class HostGroup:
             device: this process's device; None: the current GPU, or the CPU where there is none.
 
         Raises:
-            ValueError: there is no such device.
+            ValueError: the device does not exist.
         """
         return cls(device=choose_device(device), timeout=0.0)
 
@@ -125,17 +125,17 @@ class HostGroup:
     ) -> "HostGroup":
         """Join the hosts that torchrun started; a process that torchrun did not start is a single host.
 
-        Where processes share a GPU, what they exchange goes by way of host memory.
+        If processes share a GPU, their collectives are staged through CPU memory.
 
         Args:
             device: this process's device. ``"cuda"``: a GPU of this machine, by LOCAL_RANK; where there are more
-                processes than GPUs they take turns. None: likewise, or the CPU where there is no GPU.
-            timeout: seconds to wait for another process; of one that works, ten times as many.
-            tensor_parallel: T, processes of a host.
+                processes than GPUs they take turns. None: the same, or the CPU if there is no GPU.
+            timeout: seconds to wait for an unresponsive process; ten times as long for one that sends heartbeats.
+            tensor_parallel: T, processes per host.
 
         Raises:
-            ValueError: the number of processes is not a multiple of T, or there is no such device.
-            HostError: the hosts do not meet, or another one has no such device.
+            ValueError: the number of processes is not a multiple of T, or the device does not exist.
+            HostError: the rendezvous times out, or another host lacks such a device.
         """
         require_whole_hosts(int(os.environ.get("WORLD_SIZE", 1)), tensor_parallel)
         if "RANK" not in os.environ:
@@ -153,21 +153,21 @@ class HostGroup:
         tensor_parallel: int = 1,
         owns_group: bool = False,
     ) -> "HostGroup":
-        """Take the members of a process group that the caller made; collective over its members.
+        """Build the group from an existing process group; collective over its members.
 
         Args:
             group: a torch.distributed group with a gloo backend, an NCCL backend, or both. Its own timeout bounds
-                every exchange, also with a process that works. Over gloo alone, what is on a GPU goes by way of
-                host memory.
+                every collective, even if a process sends heartbeats. With gloo alone, GPU tensors are staged
+                through CPU memory.
             device: this process's device; None as in :meth:`from_env`, but without LOCAL_RANK the current GPU.
-            timeout: seconds to wait for another process; of one that works, ten times as many.
+            timeout: seconds to wait for an unresponsive process; ten times as long for one that sends heartbeats.
             tensor_parallel: T; the first T processes of the group are host 0, and so on.
             owns_group: whether :meth:`close` destroys all process groups of this process, and GPUs may exchange
                 data over NCCL although the group does not.
 
         Raises:
-            ValueError: the number of processes is not a multiple of T, members of a host share a GPU, or there is
-                no such device.
+            ValueError: the number of processes is not a multiple of T, TP ranks of a host share a GPU, or the
+                device does not exist.
             HostError: another process failed.
         """
         require_whole_hosts(dist.get_world_size(group), tensor_parallel)
@@ -178,7 +178,7 @@ class HostGroup:
                 chosen = choose_device(device)
                 if chosen.type == "cuda" and owns_group:
                     torch.cuda.set_device(chosen)
-                # A group of the caller's has the back ends that the caller wanted.
+                # The caller's group already has the backends that the caller chose.
                 may_use_nccl = (owns_group and dist.is_nccl_available()) or "nccl" in dist.get_backend_config(
                     group
                 )
@@ -204,7 +204,7 @@ class HostGroup:
         return hosts
 
     def _connect(self) -> None:
-        """Build what GPUs exchange data by; collective."""
+        """Build the groups for GPU data; collective."""
         if self._groups.nccl:
             with self.working("connecting the GPUs"):
                 self._watch.wait(PendingCall(in_thread(partial(self._groups.connect, self.device))))
@@ -216,29 +216,29 @@ class HostGroup:
         waits_for_work: bool = True,
         has_data: bool = True,
     ) -> "HostGroup | None":
-        """Make a group of some of these hosts, which fails by itself; collective over all of them.
+        """Make a group of some of these hosts, which fails independently; collective over all of them.
 
-        What a host works on in one of these groups is a sign of work in all of them.
+        A heartbeat in one of these groups counts in all of them.
 
         It lives as long as this process's groups do: torch gives a destroyed group's name to the next one, which
         then finds the old one's addresses.
 
         Args:
             members: ranks in this group, ascending.
-            timeout: seconds to wait for one another; by default as here. What was begun and is not waited for may
+            timeout: seconds to wait for each other; by default as here. Collectives that are not waited for may
                 take a day.
-            waits_for_work: the timeout begins anew while any of these hosts works, as here; else it is a bound on
-                the wait, whatever the other does meanwhile.
-            has_data: whether tensors on devices are exchanged in it, and not only such in host memory.
+            waits_for_work: heartbeats of any of these hosts restart the timeout, as here; otherwise it bounds the
+                whole wait.
+            has_data: whether it also exchanges tensors on devices, not only in CPU memory.
 
         Returns:
             The group on its members, None on the others.
 
         Raises:
-            ValueError: the hosts are of several processes each.
+            ValueError: the hosts have several processes each.
         """
         if self.tensor_parallel_size > 1:
-            raise ValueError("hosts of several processes cannot form subgroups")
+            raise ValueError("subgroups are not supported with tensor parallelism")
         if len(members) > 1:
             level_group_counts(self._gather_control)
         if self.rank not in members:
@@ -263,7 +263,7 @@ class HostGroup:
         return f"HostGroup({self.name} of {self.size}{members}, {self.device})"
 
     def tensor_parallel_mesh(self) -> DeviceMesh:
-        """Return this host's members as a mesh of one dimension, ``tp``; for T > 1."""
+        """Return this host's TP ranks as a one-dimensional mesh, ``tp``; for T > 1."""
         return DeviceMesh.from_group(self._groups.members, self.device.type, mesh_dim_names=("tp",))
 
     def clock(self) -> float:
@@ -271,15 +271,15 @@ class HostGroup:
         return time.perf_counter()
 
     def name_of(self, process: int) -> str:
-        """Return what messages call one of the H * T processes."""
+        """Return the name of one of the H * T processes for messages."""
         host, member = divmod(process, self.tensor_parallel_size)
         host = host if self._numbers is None else self._numbers[host]
         return f"host {host}" + (f", member {member}" if self.tensor_parallel_size > 1 else "")
 
     def start_broadcast(self, tensor: Tensor, source: int) -> Exchange:
-        """Start sending a tensor in host memory from one host to all; shape and dtype are the same everywhere.
+        """Start sending a tensor in CPU memory from one host to all; shape and dtype are the same everywhere.
 
-        The result is the tensor. On the source it has ended when everybody takes part.
+        The result is the tensor. On the source it completes when all hosts take part.
         """
         if self.num_processes == 1:
             return Exchange(lambda: tensor)
@@ -293,14 +293,14 @@ class HostGroup:
         return Exchange(finish, exchange.has_ended)
 
     def broadcast_ints(self, values: Sequence[int] | None, count: int) -> list[int]:
-        """Send ``count`` 64-bit integers from the leader to everybody; only the leader's ``values`` matter."""
+        """Broadcast ``count`` 64-bit integers from the leader; only the leader's ``values`` matter."""
         if self.num_processes == 1:
             return list(values)
         tensor = torch.tensor(values if self.is_leader else [0] * count, dtype=torch.int64)
         return self._control.broadcast(tensor, 0).wait().tolist()
 
     def broadcast_bytes(self, data: bytes | None) -> bytes:
-        """Send any number of bytes from the leader to everybody; only the leader's ``data`` matters."""
+        """Broadcast any number of bytes from the leader; only the leader's ``data`` matters."""
         if self.num_processes == 1:
             return data
         (length,) = self.broadcast_ints([len(data)] if self.is_leader else None, 1)
@@ -329,16 +329,16 @@ class HostGroup:
         return [row[:length].numpy().tobytes() for row, length in rows]
 
     def mean_over_members(self, tensor: Tensor) -> Tensor:
-        """Return, on every process, the mean over host 0's members of a small fp32 tensor in host memory."""
+        """Return, on every process, the mean over host 0's TP ranks of a small fp32 tensor in CPU memory."""
         if self.tensor_parallel_size == 1:
             return tensor
         return self._gather_control(tensor)[: self.tensor_parallel_size].mean(dim=0)
 
     def require_same(self, what: str, value: bytes) -> None:
-        """Make sure that every process holds the same value; collective.
+        """Check that every process holds the same value; collective.
 
         Raises:
-            HostError: it differs from the first one's, on every process. Going on would mix two prompts into one.
+            HostError: the values differ; raised on every process. Continuing would mix two prompts.
         """
         if self.num_processes == 1:
             return
@@ -348,7 +348,7 @@ class HostGroup:
             raise HostError(f"{what} of {self.name_of(different[0])} differs from that of {self.name_of(0)}")
 
     def start_gathering(self, tensor: Tensor) -> Exchange:
-        """Start gathering a small tensor in host memory from every process; the result is ``[H * T, *shape]``."""
+        """Start gathering a small tensor in CPU memory from every process; the result is ``[H * T, *shape]``."""
         if self.num_processes == 1:
             return Exchange(lambda: tensor[None])
         return self._control.all_gather(tensor)
@@ -357,12 +357,12 @@ class HostGroup:
         return self.start_gathering(tensor).wait()
 
     def working(self, stage: str) -> AbstractContextManager:
-        """Return a context for long work outside a stage, so that other hosts go on waiting for this one."""
+        """Return a context for long work outside a stage, which sends heartbeats."""
         return self._watch.working(stage)
 
     @contextmanager
     def local_stage(self, name: str) -> Iterator[None]:
-        """Run a stage without exchanges inside; at its end all hosts raise, or none does. Every host enters it.
+        """Run a stage without collectives; at its end all hosts raise, or none does. Every host must enter it.
 
         A host that failed raises its own error, the others a HostError that quotes it.
         """
@@ -378,7 +378,7 @@ class HostGroup:
                 if error is not None:
                     raise error
                 return
-            # Also an error without words is not the same as none.
+            # An error with an empty message still differs from no error.
             mine = b"" if error is None else b"!" + describe_error(error).encode()[:4096]
             messages = self._gather_bytes(mine)
             if error is not None:
@@ -390,14 +390,14 @@ class HostGroup:
 
     @property
     def is_broken(self) -> bool:
-        """Whether a host failed in an exchange: this group can be used no more."""
+        """Whether a host failed in a collective, which makes this group unusable."""
         return self._watch.is_broken
 
     @property
     def process_group(self):
-        """The torch.distributed group of the data, for libraries that exchange data themselves.
+        """The torch.distributed data group, for libraries with their own collectives.
 
-        None for a host that is alone, and where hosts share a GPU: there the group does not reach the data.
+        None for a single host, and if hosts share a GPU, because the group cannot access GPU data then.
         """
         return None if self._groups.is_staged else self._groups.data
 
@@ -413,8 +413,8 @@ class HostGroup:
         """Start sending one tensor to every host and receiving one from every host.
 
         Args:
-            tensors: H of them, of one dtype; number h goes to host h. Empty ones travel as nothing.
-            shapes: H shapes; what host h sends here has shape h.
+            tensors: H tensors of one dtype; tensor h goes to host h. Empty ones are not sent.
+            shapes: H shapes; the tensor from host h has shape h.
 
         The result is the list of H received tensors.
         """
@@ -425,14 +425,14 @@ class HostGroup:
         return self._data.all_to_all(tensors, shapes)
 
     def gather_rows(self, rows: Tensor, counts: Sequence[int], to: int | None = None, dim: int = 0) -> Exchange:
-        """Start gathering rows, of which every host has another number.
+        """Start gathering rows, whose number differs between hosts.
 
         Args:
             rows: this host's, along ``dim``; all else of the shape is the same everywhere.
-            counts: how many every host has.
+            counts: the number of rows of every host.
             to: the host that gets them; None: all do.
 
-        The result is the list of all hosts' rows; of empty tensors where they do not go.
+        The result is the list of all hosts' rows; of empty tensors on hosts that get none.
         """
         if to is None:
             padded = rows.new_zeros(*rows.shape[:dim], max(counts), *rows.shape[dim + 1 :])
@@ -450,8 +450,8 @@ class HostGroup:
     def shift(self, tensor: Tensor, received_shape: Sequence[int]) -> Exchange:
         """Start sending a tensor to the next host in the ring, and receiving one from the host before.
 
-        The result has ``received_shape`` and the tensor's dtype. It is an all-to-all in which everybody else gets
-        nothing: with both back ends that is a send to, and a receive from, the neighbours only.
+        The result has ``received_shape`` and the tensor's dtype. It is an all-to-all with empty tensors for all
+        other hosts: with both backends that is a send to, and a receive from, the neighbours only.
         """
         following, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         nothing = tensor.new_empty(0)
@@ -471,14 +471,14 @@ class HostGroup:
     def barrier(self) -> None:
         """Wait until every process is here and its device is idle."""
         self.settle()
-        if self.device.type == "cuda":  # for work without exchanges, and for other streams
+        if self.device.type == "cuda":  # for work without collectives, and for other streams
             torch.cuda.synchronize(self.device)
         self._gather_control(torch.zeros(1))
 
     def wait_for_device(self, event: torch.cuda.Event) -> None:
-        """Wait until this process's GPU comes to an event, or raise if another host keeps it from that.
+        """Wait until this process's GPU reaches an event, or raise if another host prevents that.
 
-        A wait in CUDA for an exchange that is never complete would be without end.
+        A wait in CUDA for a collective that cannot complete would never end.
 
         Raises:
             HostError: a host failed, ended, or neither answered nor worked for the group's timeout.
@@ -489,10 +489,10 @@ class HostGroup:
             event.synchronize()
 
     def settle(self) -> None:
-        """Wait for the exchanges that this process's GPU has queued in the current stream, and all before them.
+        """Wait for the collectives that this process's GPU has queued in the current stream, and all work before
+        them.
 
-        Call it before the host reads what a GPU computed from them. Where GPUs exchange nothing by themselves it
-        returns at once.
+        Call it before the CPU reads results computed from them. Without NCCL it returns at once.
 
         Raises:
             HostError: as :meth:`wait_for_device`.
@@ -504,18 +504,18 @@ class HostGroup:
 
     @contextmanager
     def collective_stage(self, name: str) -> Iterator[None]:
-        """Run a stage with exchanges inside, in which a failure breaks the group.
+        """Run a stage that contains collectives, in which a failure breaks the group.
 
-        A host that fails tells the others, which then raise a HostError. A single host has no group to break, and
-        may go on. So may hosts that all raise :class:`AgreedError`. Where GPUs exchange data by themselves the
-        stage ends when this one has done its work, so that a failure is known before results are used.
+        A host that fails notifies the others, which then raise a HostError. A single host has no group to break,
+        and may continue. So may hosts that all raise :class:`AgreedError`. With NCCL the stage ends when this GPU
+        has finished its work, so that a failure is known before results are used.
         """
         with torch.cuda.device(self._gpu), self._watch.collective_stage(name, self.num_processes > 1):
             yield
             self.settle()
 
     def let_others_report(self) -> None:
-        """After a failure, and before this process exits, give every host time to say why it ends.
+        """Give every host time to report its error, after a failure and before this process exits.
 
         torchrun stops the other processes of a machine as soon as one of them has failed.
         """
@@ -530,7 +530,7 @@ class HostGroup:
         time.sleep(POLL_SECONDS + GRACE_SECONDS)
 
     def close(self) -> None:
-        """Leave the process group, where :meth:`from_env` made it; hosts that do not answer are not waited for."""
+        """Leave the process group if :meth:`from_env` made it, without waiting for unresponsive hosts."""
         if self._owns_group and dist.is_initialized():
             if self._watch.heartbeat is not None:
                 self._watch.heartbeat.stop()
@@ -550,15 +550,15 @@ def run_on_hosts(
     tensor_parallel: int = 1,
     device: str | None = None,
 ) -> int:
-    """Run a script's body on this host of those that torchrun started, and return the exit status.
+    """Run a script's body on this host, and return the exit status.
 
-    An error that the user can mend is one line on every host, not a traceback.
+    Errors that the user can fix are printed as one line on every host, not as a traceback.
 
     Args:
         body: the script, which gets the group of all hosts.
-        timeout: seconds to wait for a silent process.
-        tensor_parallel: T, processes of a host.
-        device: as of :meth:`HostGroup.from_env`.
+        timeout: seconds to wait for an unresponsive process.
+        tensor_parallel: T, processes per host.
+        device: see :meth:`HostGroup.from_env`.
     """
     hosts = None
     try:
@@ -571,7 +571,7 @@ def run_on_hosts(
             hosts.let_others_report()
         return 1
     except KeyboardInterrupt:
-        hosts = None  # leaving the group would wait for exchanges that are under way
+        hosts = None  # leaving the group would wait for collectives in flight
         raise
     finally:
         if hosts is not None:

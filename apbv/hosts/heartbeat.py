@@ -1,8 +1,8 @@
-"""Signs of work in a group's key-value store, so that who waits can tell a slow process from a silent one.
+"""Heartbeats in a group's key-value store, which distinguish a slow process from an unresponsive one.
 
-A process beats while it works in a stage, and not while it waits itself: so where all wait for each other, or for
-one that is stopped, cut off, or elsewhere, nobody beats. All beats of a group go to one counter, which costs the
-same for any number of processes, and need no key to exist.
+A process sends heartbeats while it works in a stage, but not while it waits: if all processes wait for each other,
+or for one that is stopped, cut off, or elsewhere, there are none. All heartbeats of a group go to one counter,
+whose cost does not depend on the number of processes, and which needs no existing key.
 """
 
 import threading
@@ -19,14 +19,14 @@ _BEAT_SECONDS = 1.0
 
 
 class Heartbeat:
-    """Gives this process's signs of work, from a thread that begins with the first stage.
+    """Sends this process's heartbeats, from a thread that starts with the first stage.
 
     Args:
         store: a torch.distributed store that all processes of the group share.
         name: of this process.
-        timeout: seconds of silence after which the others give it up.
-        longest: seconds after which a stretch of work, between two exchanges, is no sign of work any more: a
-            process that hangs would else keep the others for ever.
+        timeout: seconds without a heartbeat after which the others give up.
+        longest: seconds after which a stretch of work between two collectives sends no more heartbeats: otherwise
+            a process that hangs would block the others for ever.
     """
 
     def __init__(self, store, name: str, timeout: float, longest: float):
@@ -41,12 +41,12 @@ class Heartbeat:
 
     @contextmanager
     def working(self, stage: str) -> Iterator[None]:
-        """Enclose work that others may wait for."""
+        """Context for work that others may wait for."""
         if self._thread is None:
             arguments = weakref.ref(self), self._stopped, self._interval
             self._thread = threading.Thread(target=_beat, args=arguments, name="heartbeat", daemon=True)
             self._thread.start()
-            # At exit, too: a thread that is inside the store when the interpreter ends aborts the process.
+            # Also at exit: a thread inside the store aborts the process when the interpreter ends.
             self._end = weakref.finalize(self, _end, self._thread, self._stopped)
         before, self._working_since = self._working_since, time.monotonic()
         self._stages.append(stage)
@@ -58,7 +58,7 @@ class Heartbeat:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Enclose a wait for other processes, during which this one does not count as working."""
+        """Context for a wait for other processes, during which this one sends no heartbeats."""
         self._working_since = None
         try:
             yield
@@ -66,11 +66,11 @@ class Heartbeat:
             self._working_since = time.monotonic() if self._stages else None
 
     def also(self, look: Callable[[], None]) -> None:
-        """Call an object's method in the thread, too, before each beat, for as long as the object lives."""
+        """Also call an object's method in the thread, before each heartbeat, while the object lives."""
         self._looks = [*(known for known in self._looks if known() is not None), weakref.WeakMethod(look)]
 
     def heard(self) -> tuple[int, str]:
-        """Return the number of all beats of the group, and what the last one said.
+        """Return the number of heartbeats of the group, and the last one's text.
 
         This blocks while the store does not answer.
         """
@@ -78,32 +78,32 @@ class Heartbeat:
         return count, self._store.get(_WORK_KEY).decode(errors="replace") if count else ""
 
     def stop(self) -> None:
-        """Give no more signs of work."""
+        """Stop sending heartbeats."""
         self._end()
 
     def look(self) -> None:
-        """Call what :meth:`also` was given."""
+        """Call the methods given to :meth:`also`."""
         for known in self._looks:
             if (look := known()) is not None:
                 look()
 
     def beat(self) -> None:
-        """Say in the store what this process works on, if it does."""
+        """Write to the store what this process works on, if anything."""
         stages, since = self._stages[-1:], self._working_since
         if not stages or since is None:
             return
         seconds = time.monotonic() - since
         if seconds < self._longest:
-            # In this order: where there is a beat there is something that it says.
+            # In this order: a counted heartbeat then always has a text.
             self._store.set(_WORK_KEY, f"{self._name} has worked on {stages[0]} for {seconds:.0f} s")
             self._store.add(_COUNT_KEY, 1)
 
 
 class Patience:
-    """Decides how long one wait goes on: until nobody has worked for ``timeout`` seconds.
+    """Timeout of one wait: it ends after ``timeout`` seconds without a heartbeat of any process.
 
     Attributes:
-        last_heard: what a beat during this wait said.
+        last_heard: the text of the last heartbeat during this wait.
     """
 
     def __init__(self, timeout: float):
@@ -113,19 +113,19 @@ class Patience:
         self.last_heard = ""
 
     def hear(self, count: int, work: str) -> None:
-        """Take in what :meth:`Heartbeat.heard` says. What was said before this wait is no news."""
+        """Process the result of :meth:`Heartbeat.heard`. Heartbeats from before this wait do not count."""
         if self._count not in (None, count):
             self._heard, self.last_heard = time.monotonic(), work
         self._count = count
 
     @property
     def seconds(self) -> float:
-        """The seconds that this wait has gone on for."""
+        """The duration of this wait so far, in seconds."""
         return time.monotonic() - self._began
 
     @property
     def is_over(self) -> bool:
-        """Whether nobody has worked for too long."""
+        """Whether the wait has timed out."""
         return time.monotonic() - self._heard > self._timeout
 
 
@@ -136,7 +136,7 @@ def _end(thread: threading.Thread, stopped: threading.Event) -> None:
 
 
 def _beat(heart: "weakref.ref[Heartbeat]", stopped: threading.Event, interval: float) -> None:
-    """Beat in a thread until the heart is gone, or the store's host is, which others notice by themselves."""
+    """Send heartbeats in a thread until the object, or the store's host, is gone."""
     while not stopped.wait(interval):
         alive = heart()
         if alive is None:

@@ -1,7 +1,7 @@
-"""A process group on the CPU whose exchanges are waited for in Python.
+"""CPU process group whose collectives are waited for in Python.
 
-transformers' tensor parallelism exchanges data by itself, inside the model's layers. So that a process which fails
-there does not leave the others of its host waiting, these wait as a HostGroup does: see :mod:`.failure_watch`.
+transformers' tensor parallelism runs its own collectives inside the model's layers. So that a process which fails
+there does not block the other TP ranks of its host, these wait as a HostGroup does: see :mod:`.failure_watch`.
 """
 
 from collections.abc import Callable
@@ -10,11 +10,11 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-POLLED = "apbv"  # the back end's name in torch.distributed
+POLLED = "apbv"  # the backend's name in torch.distributed
 
 
 class PolledWork(dist.Work):
-    """An exchange in a :class:`PolledGroup`."""
+    """A collective in a :class:`PolledGroup`."""
 
     def __init__(self, work: dist.Work, wait_for: Callable[[dist.Work], None]):
         super().__init__()
@@ -29,12 +29,12 @@ class PolledWork(dist.Work):
 
 
 class PolledGroup(dist.ProcessGroup):
-    """A gloo group in which others start exchanges, and wait for them as its HostGroup does for its own.
+    """A gloo group for other libraries' collectives, which are waited for as its HostGroup waits for its own.
 
-    Left to itself gloo waits for another process until a timeout, without a look at whether it has failed.
+    gloo itself waits for another process until a timeout, without checking whether it has failed.
 
     Attributes:
-        wait_for: blocks until an exchange is complete.
+        wait_for: blocks until a collective is complete.
     """
 
     def __init__(self, store, rank: int, size: int, timeout: timedelta):

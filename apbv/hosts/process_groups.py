@@ -1,4 +1,4 @@
-"""The torch.distributed groups of a process: how they are made, and how they are left."""
+"""Creates and destroys the torch.distributed groups of a process."""
 
 import os
 import threading
@@ -20,16 +20,16 @@ from .failure_watch import POLL_SECONDS, WORK_LIMIT, Communicators
 from .polled_group import POLLED
 
 _LEAVING_SECONDS = 10.0
-# What was begun over gloo and is not waited for, such as a message to a draft host while a server is idle.
+# Limit of gloo operations that are not waited for, such as a message to a draft host while a server is idle.
 _UNAWAITED = timedelta(days=1)
 
 
 class Place(NamedTuple):
-    """Where a process computes.
+    """Device of a process.
 
     Attributes:
         device: as :func:`.devices.device_identity` names it.
-        has_nccl: whether its group may exchange GPU memory over NCCL.
+        has_nccl: whether its group may use NCCL for GPU memory.
     """
 
     device: str
@@ -38,15 +38,15 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class ProcessGroups:
-    """The groups that a process exchanges data in.
+    """The process groups of a process.
 
     Attributes:
-        data: the same member of every host; None where there is one host.
-        control: all processes, over gloo: statuses and tokens are host memory, and neither wait for nor stall the
-            GPU there. None for a process that is alone.
-        members: the processes of this host; None without tensor parallelism.
+        data: the same TP rank of every host; None if there is one host.
+        control: all processes, over gloo: statuses and tokens are in CPU memory, and neither wait for nor stall
+            the GPU there. None for a process that is alone.
+        members: the TP ranks of this host; None without tensor parallelism.
         nccl: those of them that carry GPU memory.
-        is_staged: whether the data group carries host memory only, through which other data has to go.
+        is_staged: whether the data group carries CPU memory only, so that GPU data is staged through it.
     """
 
     data: dist.ProcessGroup | None = None
@@ -57,7 +57,7 @@ class ProcessGroups:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup, timeout: float) -> "ProcessGroups":
-        """Take a group for statuses alone, with every process a host; collective over its members."""
+        """Use a group for statuses only, with every process a host; collective over its members."""
         if "gloo" not in dist.get_backend_config(group):
             group = _new_group(dist.get_process_group_ranks(group), "gloo", _exchange_limit(timeout))
         return cls(group, group)
@@ -65,17 +65,17 @@ class ProcessGroups:
     def connected(
         self, group: dist.ProcessGroup, places: Sequence[Place], tensor_parallel: int, timeout: float
     ) -> "ProcessGroups":
-        """Make the groups for the data, with each T successive processes one host; collective over all of them.
+        """Make the data groups, with each T successive processes one host; collective over all of them.
 
-        It may take as long as the slowest process.
+        It takes as long as the slowest process.
 
         Args:
-            group: the group whose statuses these exchange.
+            group: the group for their statuses.
             places: of all processes.
             tensor_parallel: T.
 
         Raises:
-            ValueError: the members of a host share a GPU.
+            ValueError: TP ranks of a host share a GPU.
         """
         ranks, limit = dist.get_process_group_ranks(group), _exchange_limit(timeout)
         host, member = divmod(dist.get_rank(group), tensor_parallel)
@@ -84,32 +84,32 @@ class ProcessGroups:
         for first in range(0, len(ranks), tensor_parallel):
             if not on_cpu and not _can_use_nccl(places[first : first + tensor_parallel]):
                 raise ValueError(
-                    f"host {first // tensor_parallel} cannot be {tensor_parallel} processes: "
-                    "tensor parallelism needs NCCL, and a GPU for each of them"
+                    f"host {first // tensor_parallel} cannot run {tensor_parallel} tensor-parallel processes: "
+                    "each needs its own GPU, and NCCL"
                 )
         is_staged = not on_cpu and not _can_use_nccl(places)
         data = members = None
         if len(ranks) > tensor_parallel:
             data = self._data_group(group, ranks[member::tensor_parallel], on_cpu, is_staged, limit)
         if tensor_parallel > 1:
-            # What transformers exchanges on a CPU is waited for in Python; with NCCL nobody waits on the CPU.
+            # transformers' collectives on a CPU are waited for in Python; with NCCL the CPU does not wait.
             members = _new_group(ranks[same_host], POLLED if on_cpu else "nccl", limit)
         nccl = () if on_cpu else (None if is_staged else data, members)
         nccl = tuple(found for found in nccl if found is not None)
         return ProcessGroups(data, self.control, members, nccl, is_staged)
 
     def _data_group(self, group, ranks: list[int], on_cpu: bool, is_staged: bool, limit: timedelta):
-        """Return the caller's own group where it will do; else make one."""
+        """Return the caller's own group if it is suitable; else make one."""
         is_whole = len(ranks) == dist.get_world_size(group)
         if on_cpu:
             return self.control if is_whole else _new_group(ranks, "gloo", limit)
-        # Staged data is sent from a thread, and statuses by others: in one group their order would be by chance.
+        # Staged data is sent from a thread, and statuses by others: in one group their order would be random.
         if is_staged:
             return _new_group(ranks, "gloo", limit)
         return group if is_whole and "nccl" in dist.get_backend_config(group) else _new_group(ranks, "nccl", limit)
 
     def of_some(self, hosts: Sequence[int], timeout: float, has_data: bool) -> "ProcessGroups":
-        """Make groups of some hosts; collective over them. What nobody waits for there may take a day."""
+        """Make groups of some hosts; collective over them. Operations that are not waited for may take a day."""
         every_rank = dist.get_process_group_ranks(self.data)
         ranks = [every_rank[host] for host in hosts]
         control = _new_group(ranks, "gloo", _UNAWAITED)
@@ -121,13 +121,13 @@ class ProcessGroups:
         return ProcessGroups(data, control, nccl=(data,))
 
     def communicators(self) -> Communicators | None:
-        """Return what gives up the groups over NCCL; None where there are none."""
+        """Return the object that aborts the NCCL groups; None if there are none."""
         return Communicators(self.nccl) if self.nccl else None
 
     def connect(self, device: torch.device) -> None:
-        """Build the communicators by a first exchange, for which the first request then does not wait.
+        """Build the communicators with a first collective, so that the first request does not wait for that.
 
-        It blocks until the other processes do likewise.
+        It blocks until the other processes call it, too.
         """
         with torch.cuda.device(device):
             for group in self.nccl:
@@ -136,20 +136,21 @@ class ProcessGroups:
 
 
 def _can_use_nccl(places: Sequence[Place]) -> bool:
-    """Return whether NCCL can connect processes: it refuses two on one GPU. One alone needs no connection."""
+    """Return whether NCCL can connect processes: it rejects two on one GPU. A single one needs no connection."""
     devices = [place.device for place in places]
     return len(places) == 1 or (all(place.has_nccl for place in places) and not sharing(devices))
 
 
 def _new_group(ranks: Sequence[int], backend: str, limit: timedelta) -> dist.ProcessGroup:
-    """Make a group of its own members alone, with communicators of its own."""
+    """Make a group that only its members take part in creating, with its own communicators."""
     options = {"backend": backend, "timeout": limit, "use_local_synchronization": True}
     if backend == "nccl":
-        # So that a small exchange does not queue behind a long attention kernel. It wants the limit twice.
+        # So that a small collective does not queue behind a long attention kernel. The limit has to be given
+        # twice.
         options["pg_options"] = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options["pg_options"]._timeout = limit
-    # Where the caller bound all processes to their devices, torch would split the new communicator from theirs.
-    # Then all have to take part, not only the members, who would wait for the others for ever.
+    # If the caller bound all processes to their devices, torch would split the new communicator from theirs. Then
+    # all would have to take part, and the members would wait for the others for ever.
     world = dist.group.WORLD
     device, world.bound_device_id = world.bound_device_id, None
     try:
@@ -159,10 +160,10 @@ def _new_group(ranks: Sequence[int], backend: str, limit: timedelta) -> dist.Pro
 
 
 def level_group_counts(gather: Callable[[Tensor], Tensor]) -> None:
-    """Let every process have made the same number of groups.
+    """Equalise the number of groups that every process has made.
 
-    A group that only its members make is named after its ranks and the number of groups its maker has; where
-    these differ the members would wait for each other under different names.
+    torch names a group that only its members make after its ranks and the number of groups that the process has;
+    with different numbers, members would wait for each other under different names.
 
     Args:
         gather: gathers a tensor of the same shape from every process, to ``[N, *shape]``.
@@ -173,36 +174,36 @@ def level_group_counts(gather: Callable[[Tensor], Tensor]) -> None:
 
 
 def join_world(timeout: float) -> bool:
-    """Initialise torch.distributed from the environment that torchrun sets; False where the caller has done so.
+    """Initialise torch.distributed from the environment that torchrun sets; False if the caller has done so.
 
-    All processes then exchange host memory; what carries GPU memory is made when it is known who has which GPU.
+    All processes can then exchange CPU memory; groups for GPU memory are made once the devices are known.
 
     Raises:
-        HostError: the hosts do not meet within the timeout, in seconds.
+        HostError: the rendezvous takes longer than the timeout, in seconds.
     """
     if dist.is_initialized():
         return False
-    # NCCL's watchdog shall abort exchanges that fail or take too long, but not this process. torch reads this as
-    # it makes a group; a user's own choice stands.
+    # Let NCCL's watchdog abort collectives that fail or time out, but not this process. torch reads this when it
+    # makes a group; the user's own setting takes precedence.
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
     limit = timeout + 2 * POLL_SECONDS
-    # In a thread: gloo waits five times as long for hosts that are there, but cannot be connected to.
+    # In a thread: gloo waits five times as long for hosts that exist but cannot be connected to.
     meeting = in_thread(partial(dist.init_process_group, "gloo", timeout=timedelta(seconds=limit)))
     try:
         if not wait_for_futures([meeting], limit + POLL_SECONDS).done:
-            raise RuntimeError("a host cannot be connected to")
+            raise RuntimeError("cannot connect to a host")
         meeting.result()
     except RuntimeError as error:
         raise HostError(
-            f"the hosts did not meet within {timeout:g} s: {error} (nodes reach each other by the network "
-            "interface that GLOO_SOCKET_IFNAME names, or else by the address of a node's own name)"
+            f"rendezvous timed out after {timeout:g} s: {error} (nodes connect over the network interface "
+            "GLOO_SOCKET_IFNAME if set, else over the address of the node's own name)"
         ) from error
     _set_pg_timeout(_exchange_limit(timeout), dist.group.WORLD)
     return True
 
 
 def leave_world(timeout: float) -> None:
-    """Destroy all process groups; hosts that do not answer are waited for only this many seconds, at most ten."""
+    """Destroy all process groups; wait for unresponsive hosts only this many seconds, at most ten."""
     left = threading.Event()
     threading.Thread(target=_destroy_groups, args=(left,), daemon=True).start()
     left.wait(min(timeout, _LEAVING_SECONDS))
@@ -214,23 +215,23 @@ def rank_and_size(group: dist.ProcessGroup | None) -> tuple[int, int]:
 
 
 def require_whole_hosts(num_processes: int, tensor_parallel: int) -> None:
-    """Refuse processes that do not make whole hosts.
+    """Reject a number of processes that does not make whole hosts.
 
     Raises:
         ValueError: their number is not a multiple of T.
     """
     if tensor_parallel < 1 or num_processes % tensor_parallel:
         raise ValueError(
-            f"{num_processes} process(es) cannot form hosts of {tensor_parallel} each: with tensor parallelism T, "
-            "start T times as many processes as hosts"
+            f"{num_processes} process(es) cannot form hosts of {tensor_parallel} each: with --tensor-parallel T, "
+            "start T processes per host"
         )
 
 
 def _destroy_groups(left: threading.Event) -> None:
-    """Destroy all process groups, but keep their objects for as long as the process lives.
+    """Destroy all process groups, but keep their objects while the process lives.
 
-    A group's destructor waits for its exchanges, and one with a host that has stopped never ends. At exit, where
-    else the last reference goes, that would keep the process.
+    A group's destructor waits for its collectives, which never complete if a host has stopped. At exit, when the
+    last reference goes, that would block the process.
     """
     groups = list(dist.distributed_c10d._world.pg_map)
     dist.destroy_process_group()
@@ -240,5 +241,5 @@ def _destroy_groups(left: threading.Event) -> None:
 
 
 def _exchange_limit(timeout: float) -> timedelta:
-    """Bound what an exchange takes by itself: longer than FailureWatch waits, which can say what happened."""
+    """Return the limit of a collective itself: longer than FailureWatch waits, which can report the reason."""
     return timedelta(seconds=(WORK_LIMIT + 2) * timeout + 2 * POLL_SECONDS)

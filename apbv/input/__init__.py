@@ -1,1 +1,1 @@
-"""Turning a question and its sources into what a model reads."""
+"""Turns a question and its sources into model inputs."""

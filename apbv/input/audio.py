@@ -1,7 +1,7 @@
-"""The sound of a prompt, and how hosts share the work on it, window by window.
+"""The audio of a prompt, sharded over hosts window by window.
 
-Sound is no visual input: all of it is read, and nothing of it is left out, neither by a draft nor by what reduces
-visual tokens. So its rows are counted apart from those of images and video, also where their tokens alternate.
+Audio is never pruned, neither by a draft nor by visual-token pruning. Its rows are therefore counted separately
+from those of images and video, even if their tokens alternate.
 """
 
 from collections.abc import Iterator, Mapping
@@ -23,22 +23,22 @@ from ..model.parts import ModelParts
 from .files import Source
 from .visual import PromptError, RowStarts
 
-# Convolutions and pooling make one token of so many spectrogram frames, by two strides of two.
+# Spectrogram frames per token, after convolutions and pooling with two strides of two.
 FRAMES_PER_TOKEN = 4
-# So many units are encoded at a time. Of Qwen2.5-Omni they are two minutes, whose activations take some 100 MB.
+# Units that are encoded at a time. For Qwen2.5-Omni they are two minutes, whose activations take some 100 MB.
 _UNITS_PER_CHUNK = 64
-# FFmpeg's: all channels together are no louder than one; where a track's clock runs on without samples, for more
+# FFmpeg's: the mix of all channels is not louder than one; where a track's clock runs on without samples, for more
 # seconds than clocks are imprecise, there is silence.
 _RESAMPLING = {"rematrix_maxval": "1", "async": "1", "min_hard_comp": "0.1"}
 
 
 @dataclass(frozen=True, eq=False)
 class Sound:
-    """A sound that was decoded.
+    """Decoded audio clip.
 
     Attributes:
         samples: float32 ``[samples]``, at the model's rate.
-        source: what they come from.
+        source: identity of the file.
     """
 
     samples: np.ndarray
@@ -47,7 +47,7 @@ class Sound:
 
 @dataclass(frozen=True)
 class AudioInput(RowStarts):
-    """The sound of a prompt, and this host's share of the work on it.
+    """Audio of a prompt, and this host's share of it.
 
     A *unit* is the smallest piece that can be encoded by itself (:attr:`~apbv.model.parts.ModelParts.audio_unit`).
     Units are numbered over all clips, in prompt order; the last one of a clip may be shorter. A row is an audio
@@ -61,7 +61,7 @@ class AudioInput(RowStarts):
         row_starts: U + 1 numbers: unit u has the rows row_starts[u] .. row_starts[u + 1].
         spectrograms: of every clip ``[mel bins, frames]``; None once encoded.
         replicated: whether every host encodes everything.
-        sources: what identifies the clips; None where the caller prepared them.
+        sources: identities of the clips; None if the caller prepared them.
     """
 
     lengths: tuple[int, ...]
@@ -95,7 +95,7 @@ class AudioInput(RowStarts):
 def audio_from_batch(
     parts: ModelParts, batch: Mapping[str, Any], input_ids: Tensor, hosts: HostGroup, frame_parallel: bool
 ) -> AudioInput:
-    """Take a prompt's sound out of a processor's batch.
+    """Take a prompt's audio out of a processor's batch.
 
     Args:
         input_ids: ``[n]``, the prompt.
@@ -132,12 +132,12 @@ def audio_from_batch(
 
 
 def num_audio_tokens(num_frames: int) -> int:
-    """Return how many tokens a tower makes of so many spectrogram frames, which two strides of two leave."""
+    """Return the number of tokens for a number of spectrogram frames, after two strides of two."""
     return max(0, ((num_frames - 1) // 2 + 1) // 2)
 
 
 class AudioError(ValueError):
-    """The file cannot be used as audio; the message names the file and the reason."""
+    """Raised if a file cannot be used as audio; the message names the file and the reason."""
 
 
 def has_audio(path: str | Path) -> bool:
@@ -159,8 +159,8 @@ def read_audio(
         path: of a video, or of an audio file.
         rate: samples per second of what is returned.
         max_seconds: the longest audio that can be used.
-        seconds: no more than so many; None: all of it.
-        beside_video: whether the sound begins with the file's first video frame: what came before is left out, and
+        seconds: maximum length to return; None: all of it.
+        beside_video: whether the audio begins with the file's first video frame: what came before is left out, and
             silence stands for what is missing.
 
     Returns:
@@ -194,7 +194,7 @@ def _pieces(container: "av.container.InputContainer", rate: int, beside_video: b
     start = _start(container) if beside_video else None
     resampler, ahead = av.AudioResampler("flt", "mono", rate, options=_RESAMPLING), None
     for frame in chain(container.decode(stream), [None]):
-        if ahead is None and frame is not None:  # samples that sound before the video
+        if ahead is None and frame is not None:  # samples that audio before the video
             known = start is not None and frame.time is not None
             ahead = round((start - frame.time) * rate) if known else 0
             yield np.zeros(max(0, -ahead), np.float32)
@@ -205,7 +205,7 @@ def _pieces(container: "av.container.InputContainer", rate: int, beside_video: b
 
 
 def _start(container: "av.container.InputContainer") -> float | None:
-    """Return the time of the first video frame, in seconds; None where that is unknown."""
+    """Return the time of the first video frame, in seconds; None if that is unknown."""
     video = next(iter(container.streams.video), None)
     return None if video is None or video.start_time is None else float(video.start_time * video.time_base)
 

@@ -1,4 +1,4 @@
-"""Files that prompts name: recognising one that was read before, and probing a video once, for all hosts."""
+"""Files in prompts: identifies known files, and probes each video once for all hosts."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from .video import VideoError, VideoInfo, probe
 
 @dataclass(frozen=True)
 class FileIdentity:
-    """A file's path, size and date when it was looked at; where they are equal, the content counts as the same.
+    """Path, size and modification time of a file; if equal, the content is assumed to be the same.
 
     Attributes:
         path: absolute, without links.
@@ -26,10 +26,10 @@ class FileIdentity:
 
     @classmethod
     def of(cls, path: str | Path) -> "FileIdentity":
-        """Look at a file.
+        """Read a file's identity.
 
         Raises:
-            VideoError: there is no such file, or it cannot be looked at.
+            VideoError: the file does not exist, or is not accessible.
         """
         try:
             resolved = Path(path).resolve()
@@ -41,11 +41,11 @@ class FileIdentity:
 
 @dataclass(frozen=True)
 class Source:
-    """What an item of a prompt was read from, for recognising the same again.
+    """Source of a prompt's item, as part of a cache key.
 
     Attributes:
         file: the video, image or audio file, as it was when it was read.
-        part: of a video the indices of the sampled frames, of sound how many samples.
+        part: of a video the indices of the sampled frames, of audio how many samples.
     """
 
     file: FileIdentity
@@ -53,12 +53,12 @@ class Source:
 
 
 class KnownVideos:
-    """Remembers what probing found in the latest files; any thread may use it.
+    """LRU cache of probed videos; thread-safe.
 
-    A file that was written since, by its size and date, is probed again.
+    A file that has changed, by its size and date, is probed again.
 
     Args:
-        limit: how many files are remembered. One of 100,000 frames takes 2 MB.
+        limit: maximum number of files. One of 100,000 frames takes 2 MB.
     """
 
     def __init__(self, limit: int = 16):
@@ -84,15 +84,15 @@ class KnownVideos:
 def probe_once(
     videos: KnownVideos, paths: Sequence[str], hosts: HostGroup, timer: StageTimer, beside: Sequence[int] = ()
 ) -> tuple[VideoInfo, ...]:
-    """Let the leader probe a prompt's videos, and tell everybody what it found; collective.
+    """Probe a prompt's videos on the leader, and broadcast the result; collective.
 
     Args:
         paths: of the files on this host.
-        beside: the sizes of the prompt's other files on this host, in bytes; they have to be the same everywhere.
+        beside: the sizes of the prompt's other files on this host, in bytes; must be the same everywhere.
 
     Raises:
         VideoError: a file cannot be read, or is not the same here.
-        HostError: another host cannot read one, or has a prompt of more or fewer, or other files beside.
+        HostError: another host cannot read one, or its prompt has a different number of files or other sizes.
     """
     hosts.require_same("the number of videos, or an image file,", f"{len(paths)} {list(beside)}".encode())
     infos = []

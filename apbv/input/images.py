@@ -1,4 +1,4 @@
-"""Images as a prompt's readers hold them: their size at once, their pixels when they are asked for."""
+"""Images of a prompt: size known at once, pixels loaded on demand."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,12 +13,12 @@ from torch import Tensor
 from .files import FileIdentity, Source
 from .visual import PromptError
 
-_ORIENTATION = 0x0112  # the tag by which a camera says how it was held; from 5 on height and width change places
+_ORIENTATION = 0x0112  # EXIF orientation tag; from 5 on height and width are swapped
 
 
 @dataclass(frozen=True)
 class Picture:
-    """An image of a prompt.
+    """Image of a prompt.
 
     Attributes:
         image: a file, a PIL image, or a tensor ``[3, H, W]``, which may have a shape but no pixels.
@@ -31,10 +31,10 @@ class Picture:
 
     @classmethod
     def of(cls, image: Any) -> "Picture":
-        """Look at an image, of which a file's header alone is read.
+        """Probe an image, reading only a file's header.
 
         Raises:
-            PromptError: there is no such file, or it is no image; a tensor has another shape.
+            PromptError: the file is missing, or not an image; a tensor has another shape.
         """
         if isinstance(image, Tensor):
             if image.dim() != 3 or image.shape[0] != 3:
@@ -49,40 +49,40 @@ class Picture:
 
     @property
     def source(self) -> Source | None:
-        """What identifies the image's content; None where it came as pixels."""
+        """Identity of the image's content; None if it was given as pixels."""
         return Source(FileIdentity.of(self.image)) if isinstance(self.image, Path) else None
 
     def load(self) -> Image.Image | Tensor:
         """Return the image in RGB, upright.
 
         Raises:
-            PromptError: the file cannot be decoded, or is another than it was.
+            PromptError: the file cannot be decoded, or has changed.
         """
         if isinstance(self.image, Tensor):
             return self.image
         with _opened(self.image) as opened:
             upright = opened if _orientation(opened) == 1 else ImageOps.exif_transpose(opened)
-            shown = upright.convert("RGB")  # which is what transformers makes of a file
+            shown = upright.convert("RGB")  # as transformers reads a file
         if (shown.height, shown.width) != (self.height, self.width):
-            raise PromptError(f"the image {self.image} was changed after it was looked at")
+            raise PromptError(f"the image {self.image} was changed after it was probed")
         return shown
 
     def without_pixels(self) -> Tensor:
-        """Return a tensor of the image's shape, which is all that a prompt's length depends on."""
+        """Return a tensor of the image's shape, on which alone the prompt's length depends."""
         return torch.empty(3, self.height, self.width, dtype=torch.uint8, device="meta")
 
 
 def _orientation(image: Image.Image) -> int:
-    """Return the orientation that stands before an image's pixels, 1 for an upright one."""
+    """Return the orientation stored before an image's pixels, 1 for an upright one."""
     if image.format == "TIFF":  # which Pillow itself shows upright
         return 1
-    # A PNG's own method would decode all of it, in case that the tag stands behind the pixels.
+    # A PNG's own method would decode all of it, in case the tag comes after the pixels.
     return Image.Image.getexif(image).get(_ORIENTATION, 1)
 
 
 @contextmanager
 def _opened(image: Any) -> Iterator[Image.Image]:
-    """Open an image file; PromptError where it cannot be read, up to the end of the block."""
+    """Open an image file; PromptError if it cannot be read, up to the end of the block."""
     if isinstance(image, Image.Image):
         yield image
         return

@@ -1,7 +1,7 @@
-"""Turning a question and its sources into what the model reads: token ids, positions and pixels.
+"""Model inputs of a question and its sources: token ids, positions and pixels.
 
-The text half is computed for the whole prompt on every host (integers are cheap); pixels only for the piece
-that this host encodes. Token ids come from the model's own transformers processor, run on tensors without
+Token ids and positions are computed for the whole prompt on every host (integers are cheap); pixels only for the
+share that this host encodes. Token ids come from the model's own transformers processor, run on tensors without
 storage, so that no host has to hold the whole video to know what the prompt looks like.
 """
 
@@ -24,17 +24,17 @@ POSITION_RULES = ("transformers", "vllm")
 
 @dataclass(frozen=True)
 class ModelInputs:
-    """A prompt as the model reads it: token ids, positions, and pixels.
+    """Model inputs of a prompt: token ids, positions, and pixels.
 
     Attributes:
         input_ids: ``[1, n]``.
         position_ids: rotary positions, ``[3, 1, n]`` (time, height, width) for M-RoPE models, else ``[1, n]``.
         context_start: where the context begins: at the first visual or audio token, or 0. What comes before it
             belongs to the anchor.
-        query_start: where the query block begins: behind the last visual or audio token, or at a text's question.
-            From there on every token lies one position behind the one before.
+        query_start: where the query block begins: after the last visual or audio token, or at a text's question.
+            From there on positions increase by one per token.
         visual: images and videos; None for a prompt that shows nothing.
-        audio: sound; None for a prompt without.
+        audio: audio; None for a prompt without.
         position_rule: whose rule gave ``position_ids``, one of :data:`POSITION_RULES`.
     """
 
@@ -63,14 +63,14 @@ class ModelInputs:
 
     @property
     def num_audio_tokens(self) -> int:
-        """The number of placeholders of sound in the prompt."""
+        """The number of placeholders of audio in the prompt."""
         return 0 if self.audio is None else self.audio.num_rows
 
     def require_room(self, max_positions: int, num_new: int = 1) -> None:
-        """Make sure that the prompt and its answer lie at positions that the model was made for.
+        """Check that the prompt and its answer fit into the model's positions.
 
         Args:
-            max_positions: how many positions the model was made for.
+            max_positions: the model's number of positions.
             num_new: tokens that the answer may take.
 
         Raises:
@@ -79,8 +79,8 @@ class ModelInputs:
         needed = max(int(self.position_ids.max()) + 1, self.next_position + num_new)
         if needed > max_positions:
             raise PromptError(
-                f"the prompt's {self.num_tokens} tokens and an answer of {num_new} take {needed} positions, but "
-                f"the model was made for {max_positions} (max_position_embeddings)"
+                f"the prompt's {self.num_tokens} tokens and an answer of {num_new} need {needed} positions, but "
+                f"the model has {max_positions} (max_position_embeddings)"
             )
 
     def without_pixels(self) -> "ModelInputs":
@@ -89,17 +89,17 @@ class ModelInputs:
         return replace(self, visual=visual, audio=self.audio and replace(self.audio, spectrograms=None))
 
     def at_vllm_positions(self, parts: ModelParts) -> "ModelInputs":
-        """Return the same prompt at the positions that vLLM gives it, for KV that vLLM is to continue from.
+        """Return the same prompt at vLLM's positions, for KV from which vLLM decodes.
 
         There every run of text or of visual tokens begins one past the greatest position before it. In
         transformers' Qwen2-VL and Qwen2.5-VL text after a video begins past the longer side of its frames,
         which comes earlier where the video's time positions reach further. Other models have one rule.
 
         Raises:
-            PromptError: the prompt has sound, whose positions are those of transformers only.
+            PromptError: the prompt has audio, whose positions are those of transformers only.
         """
         if self.audio is not None:
-            raise PromptError("vLLM cannot continue a prompt with sound: ask for the positions of transformers")
+            raise PromptError("vLLM cannot continue a prompt with audio: use the positions of transformers")
         visual = parts.is_visual(self.input_ids[0])
         edges = (visual[1:] != visual[:-1]).nonzero().flatten() + 1
         position_ids, start = self.position_ids.clone(), 0
@@ -118,17 +118,17 @@ class ModelInputs:
         query_start: int | None = None,
         query_len: int = DEFAULT_QUERY_LEN,
     ) -> "ModelInputs":
-        """Take over what a transformers processor or tokenizer returned for one prompt.
+        """Build from the output of a transformers processor or tokenizer for one prompt.
 
         Args:
             parts: the model.
             batch: ``input_ids [1, n]`` and, where there are any, ``attention_mask``, ``pixel_values`` or
                 ``pixel_values_videos`` with their grids, ``input_features`` with their mask; the whole of them, on
                 every host.
-            frame_parallel: each host keeps its share of the frames, images and sound, instead of all.
+            frame_parallel: each host keeps its share of the frames, images and audio, instead of all.
             query_start: where the query begins in a text prompt. Another prompt's query begins after its last
                 visual or audio token.
-            query_len: where ``query_start`` is not given, so many tokens at a text's end are its query.
+            query_len: if ``query_start`` is not given, the number of tokens at a text's end that are its query.
 
         Raises:
             PromptError: an empty, batched or padded prompt, or pixels of other images and videos than it shows.
@@ -138,7 +138,7 @@ class ModelInputs:
         if not shows and ("pixel_values" in batch or "pixel_values_videos" in batch):
             raise PromptError("pixels were given, but the prompt has no placeholder tokens for them")
         if not sounds and batch.get("input_features") is not None:
-            raise PromptError("sound was given, but the prompt has no placeholder tokens for it")
+            raise PromptError("audio was given, but the prompt has no placeholder tokens for it")
         if not (shows or sounds):
             start = max(0, input_ids.shape[1] - query_len) if query_start is None else query_start
             return cls(input_ids, _positions(parts, input_ids, batch), 0, start)
@@ -155,7 +155,7 @@ class ModelInputs:
         visual: VisualInput | None,
         audio: AudioInput | None,
     ) -> "ModelInputs":
-        """Make a prompt with placeholders of images, video or sound.
+        """Make a prompt with placeholders of images, video or audio.
 
         Raises:
             PromptError: as :meth:`from_processor`.
@@ -167,8 +167,8 @@ class ModelInputs:
                 f"the prompt has {num_visual} placeholder tokens, but its images and videos have {visual.num_rows}"
             )
         position_ids, behind = _positions(parts, input_ids, batch), int(where[-1]) + 1
-        # Behind a video that is heard, what ends its sound lies at the same position as what ends the video, and
-        # is no part of the question.
+        # After a video that is heard, what ends its audio lies at the same position as what ends the video, and is
+        # no part of the question.
         same = position_ids[..., behind : behind + 1] == position_ids[..., behind + 1 : behind + 2]
         query_start = behind + int(same.numel() > 0 and bool(same.all()))
         return cls(input_ids, position_ids, int(where[0]), query_start, visual, audio)
@@ -208,9 +208,7 @@ def _positions(parts: ModelParts, input_ids: Tensor, batch: Mapping[str, Any]) -
     try:
         return parts.rotary_positions(input_ids, batch)
     except KeyError as error:
-        raise PromptError(
-            f"M-RoPE positions need {error}, which the processor returns beside input_ids"
-        ) from error
+        raise PromptError(f"M-RoPE positions need {error}, which the processor returns with input_ids") from error
     except ValueError as error:
         raise PromptError(str(error)) from error
 
@@ -238,14 +236,14 @@ def visual_from_batch(
         item, num_rows, values = next(left[kind], (None, 0, {}))
         if item is None or kinds[start : start + num_rows] != [kind] * num_rows:
             raise PromptError(
-                f"the prompt's {len(kinds)} placeholder tokens are not those of the pixels that were given, which "
-                f"are of {'no' if item is None else 'another'} {kind} at token {start} of them"
+                f"the prompt's {len(kinds)} placeholder tokens do not match the pixels that were given, which "
+                f"have {'no' if item is None else 'another'} {kind} at placeholder {start}"
             )
         row_starts += equal_row_starts(start, item.num_patches, num_rows, item.num_ending_rows)
         start += num_rows
         found.append((item, num_rows, values))
     if any(next(items, None) for items in left.values()):
-        raise PromptError("pixels were given of more images or videos than the prompt has placeholders for")
+        raise PromptError("pixels were given for more images or videos than the prompt has placeholders")
     visual = share_out([item for item, _, _ in found], [*row_starts, start], hosts, frame_parallel)
     given = [
         (item.kind, patches, values) for (item, _, values), patches in zip(found, visual.item_patches, strict=True)
@@ -257,7 +255,7 @@ def _items(parts: ModelParts, batch: Mapping[str, Any], kind: str, num_rows: int
     """Take the images or the videos of a batch apart: what each is, its rows, and its pixels.
 
     Args:
-        num_rows: of all videos together, which have as many as one another where they have no grids.
+        num_rows: of all videos together, which have equally many where they have no grids.
     """
     is_internvl = parts.family == "internvl"  # it has one name for both, and encodes frames and tiles alike
     name = "pixel_values" if kind == "image" or is_internvl else "pixel_values_videos"

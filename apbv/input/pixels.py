@@ -1,4 +1,4 @@
-"""Pixels as a vision tower takes them, in chunks: given by the caller, or made of frames as these are read.
+"""Pixels for a vision tower, in chunks: given by the caller, or made from frames as these are read.
 
 A chunk is some temporal patches of a video, or some images side by side. While the tower encodes one, the next
 is preprocessed and the one after that decoded, each by a thread of its own; so no more than a few chunks are in
@@ -30,11 +30,11 @@ _LARGE_BYTES = 2**26
 
 @dataclass(frozen=True)
 class SourcePixels:
-    """Pixels that are read from their files as they are asked for.
+    """Pixels that are read from their files on demand.
 
     Attributes:
         readers: of every run of temporal patches (:attr:`~apbv.input.visual.VisualInput.runs`).
-        timer: is told how many frames and images have been read.
+        timer: gets the number of frames and images read.
         runs_ahead: whether a thread makes chunks before they are asked for, or the caller's thread when it asks.
     """
 
@@ -67,7 +67,7 @@ class SourcePixels:
 
 @dataclass(frozen=True)
 class GivenPixels:
-    """Pixels that the caller holds.
+    """Pixels given by the caller.
 
     Attributes:
         items: for every item its kind, its temporal patches, and its part of a processor's batch.
@@ -89,7 +89,7 @@ class GivenPixels:
 
 
 class KeptPixels:
-    """Pixels that are read once and kept, for a draft's vision tower beside or after the target's.
+    """Pixels that are read once and kept, for a draft's vision tower during or after the target's.
 
     Any number of threads may iterate over them. :meth:`close` has to be called in the end.
     """
@@ -104,7 +104,7 @@ class KeptPixels:
         for number in count():
             with self._lock:
                 if self._is_closed:
-                    raise ValueError("the request whose pixels these are has ended")
+                    raise ValueError("these pixels belong to a request that has ended")
                 self._source = self._source or self._pixels.chunks(chunks)
                 if number == len(self._kept):
                     try:
@@ -120,7 +120,7 @@ class KeptPixels:
             del chunk
 
     def close(self) -> None:
-        """End the threads that read, and forget the pixels."""
+        """Stop the reading threads, and drop the pixels."""
         with self._lock:
             self._is_closed, self._kept = True, []
             if self._source is not None:
@@ -214,7 +214,7 @@ class VideoReader:
 
 @dataclass(frozen=True)
 class ImageReader:
-    """Reads images that lie side by side in a prompt.
+    """Reads adjacent images of a prompt.
 
     Attributes:
         pictures: the images.
@@ -233,7 +233,7 @@ class ImageReader:
 
     @property
     def num_bytes(self) -> int:
-        """What the images take as RGB."""
+        """The images' size as RGB."""
         return sum(3 * picture.height * picture.width for picture in self.pictures)
 
     def read(self, chunks: Sequence[range], first: int = 0) -> Iterator[list[Any]]:

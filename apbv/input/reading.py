@@ -1,6 +1,6 @@
-"""How questions are read for one model: rendered and tokenised, while the pixels are still to come.
+"""Reads questions for one model: renders and tokenises them, without pixels.
 
-The library, the script and the server all read by this.
+The library, the script and the server all use it.
 """
 
 import threading
@@ -27,16 +27,16 @@ from .visual import PromptError, share_out
 
 
 class PromptReader:
-    """Reads questions as one model's processor means them; any thread may call it.
+    """Reads questions with one model's processor; thread-safe.
 
     Args:
-        processor: the model's; for a text-only model its tokenizer. Nobody else tokenizes with it.
-        num_frames: of each video, where a question does not say.
+        processor: the model's; for a text-only model its tokenizer. It must not be used elsewhere.
+        num_frames: frames per video, if a question does not specify it.
         config: where a text's query begins, and whether hosts share out frames and images.
-        videos: remembers what was found in video files; None: nobody else shares it.
+        videos: cache of probed video files; None: a new one.
 
     Raises:
-        ValueError: the back end for videos cannot be used.
+        ValueError: the backend for videos cannot be used.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class PromptReader:
         self.parts, self.processor = parts, processor
         self.videos = videos or KnownVideos()
         self.tokenizer = getattr(processor, "tokenizer", processor)
-        # transformers warns of too long texts before they are refused here.
+        # transformers warns of too long texts before they are rejected here.
         self.tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
         self._tokenizing = threading.Lock()  # which two threads must not do at once
         self._num_frames, self._config = num_frames, config or PrefillConfig()
@@ -72,17 +72,17 @@ class PromptReader:
         return render_prompt(self.parts, self.processor, question)
 
     def sample(self, infos: Sequence[VideoInfo], question: Question) -> tuple[SampledVideo, ...]:
-        """Choose frames of a prompt's videos, of each as if it were the only one, ascending, and hear them.
+        """Sample frames of a prompt's videos, each as if it were the only one, ascending, and read their audio.
 
         Raises:
             VideoError: one cannot be sampled like this.
-            AudioError: its sound cannot be heard, or all together have more than the model can take.
-            PromptError: the model does not hear, and is asked to.
+            AudioError: its audio cannot be heard, or all together have more than the model can take.
+            PromptError: the model takes no audio, and is asked to.
         """
         num_frames = self._num_frames if question.num_frames is None else question.num_frames
         is_wanted, hears, videos, heard = question.audio_in_video, self.parts.hears, [], []
         if is_wanted and infos and not hears:
-            raise PromptError(f"{self.parts.family} models do not hear: audio_in_video does not apply")
+            raise PromptError(f"{self.parts.family} models take no audio: audio_in_video does not apply")
         for info in infos:
             if question.fps is None:
                 frames = sample_uniform(info, num_frames)
@@ -96,9 +96,9 @@ class PromptReader:
         return tuple(videos)
 
     def _hear(self, path: str, heard: Sequence[Sound], **clip) -> Sound:
-        """Decode audio at the model's rate, where the model can take it beside what is heard already.
+        """Decode audio at the model's rate, if the model has room for it after the earlier audio.
 
-        No prompt has all of its sound in memory to be told that it is too long.
+        A prompt that is too long is thus rejected before all of its audio is in memory.
 
         Args:
             clip: what of the file is heard, as of :func:`~apbv.input.audio.read_audio`.
@@ -108,18 +108,18 @@ class PromptReader:
         left = self.parts.max_position_embeddings * per_token - sum(len(sound.samples) for sound in heard)
         samples = read_audio(path, rate, max(0, left) / rate, **clip)
         if len(samples) < per_token:
-            raise AudioError(f"{path}: its audio of {len(samples) / rate:.3f} seconds is too short to be heard")
+            raise AudioError(f"{path}: its audio of {len(samples) / rate:.3f} seconds is too short")
         return Sound(samples, Source(FileIdentity.of(path), (len(samples),)))
 
     def lay_out(self, rendered: RenderedPrompt, videos: Sequence[SampledVideo] = ()) -> Skeleton:
-        """Find a prompt's tokens, and which of them are whose, all pixels left out.
+        """Compute a prompt's tokens and their items, without pixels.
 
         Args:
             videos: the prompt's, as :meth:`sample` returned them.
 
         Raises:
             PromptError: as :func:`~apbv.input.skeleton.lay_out`.
-            AudioError: a sound cannot be heard.
+            AudioError: an audio clip cannot be heard.
         """
         if rendered.token_ids is not None:
             return Skeleton(rendered, (), {"input_ids": torch.tensor([rendered.token_ids])})
@@ -142,15 +142,15 @@ class PromptReader:
         timer: StageTimer,
         prompt: Skeleton | None = None,
     ) -> tuple[ModelInputs, SourcePixels | None]:
-        """Read a rendered question, but for its frames and images; every host does.
+        """Read a rendered question, except its frames and images; on every host.
 
         Args:
             videos: its videos, as :meth:`sample` returned them.
             prompt: what :meth:`lay_out` returned, where that was done already.
 
         Returns:
-            What the model reads, without pixels, and whence this host's share of these comes; None where the
-            prompt shows nothing.
+            The model inputs without pixels, and the source of this host's share of these; None if the prompt has
+                none.
 
         Raises:
             ValueError: the prompt cannot be read; the message says why.
@@ -195,24 +195,24 @@ class PromptReader:
         return inputs, SourcePixels(tuple(readers), timer, hosts.has_own_process)
 
     def _take_token_ids(self, question: Question) -> RenderedPrompt:
-        """Check token ids that come instead of a prompt."""
+        """Check token ids that are given instead of a prompt."""
         given = (question.prompt, question.video, question.images, question.audio, question.context)
         if any(given) or question.messages:
-            raise PromptError("token ids come instead of a prompt and its sources, not beside them")
+            raise PromptError("pass either token ids or a prompt with its sources, not both")
         token_ids, vocab_size = tuple(question.token_ids), self.parts.vocab_size
         if not token_ids:
             raise PromptError("the prompt is empty")
         unknown = next((token for token in token_ids if not 0 <= token < vocab_size), None)
         if unknown is not None:
-            raise PromptError(f"there is no token {unknown}: the model's token ids go from 0 to {vocab_size - 1}")
+            raise PromptError(f"unknown token id {unknown}: the model's token ids go from 0 to {vocab_size - 1}")
         if self.parts.is_placeholder(torch.tensor(token_ids)).any():
             raise PromptError(
-                "the prompt has placeholders of images or video, which only a chat that holds them may have"
+                "the prompt's token ids have placeholders of images or video: pass these in a chat instead"
             )
         return RenderedPrompt("", [], [], None, has_context=False, has_template=False, token_ids=token_ids)
 
     def _query_start(self, rendered: RenderedPrompt, batch: Mapping[str, Any]) -> int | None:
-        """Where a text's question begins; None where nobody knows."""
+        """Start of a text's question; None if unknown."""
         if rendered.query_char is None:
             return None
         starts = batch["offset_mapping"][0, :, 0]

@@ -1,6 +1,6 @@
-"""Rendering what a caller asks through the model's own chat template, as vLLM renders the same chat.
+"""Renders a question with the model's own chat template, in the same way as vLLM.
 
-What another server continues from are the KV of exactly its own tokens.
+KV transfer to another server needs exactly the same tokens.
 """
 
 import inspect
@@ -28,23 +28,22 @@ _PROBE = "probe"
 
 @dataclass(frozen=True)
 class Question(Checked):
-    """What is asked, about videos, images and sounds, or about a text.
+    """Question about videos, images and audio clips, or about a text.
 
     Attributes:
         prompt: the question.
-        video: a video file, or several, which come in this order; ``"demo"``: the packaged clip. Kept as a
-            list, as images and audio are.
-        images: behind the videos: an image file, a PIL image or a tensor ``[3, H, W]``, or several.
+        video: a video file, or several, which come in this order; ``"demo"``: the bundled clip. Kept as a list, as
+            images and audio are.
+        images: after the videos: an image file, a PIL image or a tensor ``[3, H, W]``, or several.
         context: a long text.
         messages: a chat in transformers' format, instead of all these.
-        num_frames: so many frames of each video are sampled, evenly; with ``fps`` at most so many; None: as many
-            as the model's default.
+        num_frames: frames sampled evenly from each video; with ``fps`` the maximum; None: the model's default.
         fps: sample at this rate instead.
         token_ids: a text as the model reads it, instead of prompt, sources and messages. No chat template is
             applied, and its last tokens are the question (:attr:`apbv.PrefillConfig.query_len`).
         template: options of the chat template, see :func:`apply_template`.
-        audio: behind the images: an audio file, or several; of a video its sound.
-        audio_in_video: whether the videos' own sound is heard among their frames; None: where the model hears and
+        audio: after the images: an audio file, or several; of a video its audio.
+        audio_in_video: whether the videos' own audio is heard among their frames; None: where the model hears and
             they have any.
 
     Raises:
@@ -76,11 +75,11 @@ class Question(Checked):
 
 @dataclass(frozen=True)
 class RenderedPrompt:
-    """A prompt as text, and the files it refers to.
+    """Prompt as text, and the files it refers to.
 
     Attributes:
-        text: the rendered chat template; placeholders stand for videos, images and sounds. Empty where the caller
-            gave token ids.
+        text: the rendered chat template; placeholders stand for videos, images and audio clips. Empty where the
+            caller gave token ids.
         videos: paths of the videos, in prompt order.
         pictures: the images, in prompt order.
         query_char: the character of ``text`` at which the question begins, after a text context, or with the last
@@ -102,14 +101,14 @@ class RenderedPrompt:
 
 
 def render_prompt(parts: ModelParts, processor, asked: Question) -> RenderedPrompt:
-    """Render a question about videos, images and sounds, or about a text, or a whole chat.
+    """Render a question about videos, images and audio clips, or about a text, or a whole chat.
 
     Args:
         processor: the model's processor; for a text-only model its tokenizer.
 
     Raises:
-        PromptError: an empty prompt, a text beside videos, images or sounds, too many of these, a source the model
-            cannot read, an unreadable image, a chat that the template refuses.
+        PromptError: an empty prompt, a text beside videos, images or audio clips, too many of these, a source the
+            model cannot read, an unreadable image, a chat that the template rejects.
     """
     prompt, context = asked.prompt, asked.context
     if asked.messages is None:
@@ -131,17 +130,17 @@ def render_prompt(parts: ModelParts, processor, asked: Question) -> RenderedProm
         question = [f"\n\n{prompt.strip()}"] if context is not None else None
     else:
         if prompt is not None or context is not None or asked.video or asked.images or asked.audio:
-            raise PromptError("messages come instead of prompt, video, images, audio and context, not beside them")
+            raise PromptError("pass either messages or prompt, video, images, audio and context, not both")
         messages, videos, images, sounds = _collect_sources(asked.messages)
         is_text_chat = len(messages) > 1 and not (videos or images or sounds)
         question = [text.strip() for text in text_parts(messages[-1])] if is_text_chat else None
     if (videos or images) and not parts.is_video_model:
         raise PromptError(f"{parts.family} models read text only, but the prompt has a video or an image")
     if sounds and not parts.hears:
-        raise PromptError(f"{parts.family} models do not hear, but the prompt has audio")
+        raise PromptError(f"{parts.family} models take no audio, but the prompt has audio")
     if len(videos) + len(images) + len(sounds) > MOST_SOURCES:
         raise PromptError(
-            f"a prompt may show at most {MOST_SOURCES} videos and images, not {len(videos)} videos and "
+            f"a prompt may have at most {MOST_SOURCES} videos and images, not {len(videos)} videos and "
             f"{len(images)} images" + (f", with {len(sounds)} audio files" if sounds else "")
         )
     for what, sources in (("a video", videos), ("audio", sounds)):
@@ -164,7 +163,7 @@ def render_prompt(parts: ModelParts, processor, asked: Question) -> RenderedProm
 
 
 def _collect_sources(messages: Sequence[Message]) -> tuple[list[Message], list[Any], list[Any], list[Any]]:
-    """Put bare placeholders in place of a chat's files: the chat, its videos, images and audio files, in order."""
+    """Replace a chat's files by placeholders; return the chat, its videos, images and audio files, in order."""
     plain, files = [], {"video": [], "image": [], "audio": []}
     for message in messages:
         if not isinstance(message, dict) or "role" not in message or "content" not in message:
@@ -173,7 +172,7 @@ def _collect_sources(messages: Sequence[Message]) -> tuple[list[Message], list[A
         if isinstance(content, str):
             content = [{"type": "text", "text": content}]
         if not isinstance(content, list | tuple):
-            raise PromptError(f"a message's content must be a text or a list of parts, got {content!r:.200}")
+            raise PromptError(f"a message's content must be a string or a list of parts, got {content!r:.200}")
         parts = []
         for part in content:
             kind, source = part.get("type") if isinstance(part, Mapping) else None, None
@@ -184,8 +183,8 @@ def _collect_sources(messages: Sequence[Message]) -> tuple[list[Message], list[A
                 source = next((part[name] for name in (kind, "path") if part.get(name) is not None), None)
             if source is None:
                 raise PromptError(
-                    "a content part must be a dictionary of the type text with a text, or of the type image, "
-                    f"video or audio with a local file as its 'image', 'video' or 'audio', got {part!r:.200}"
+                    "a content part must be a dictionary of type 'text' with a 'text', or of type 'image', 'video'"
+                    f" or 'audio' with a local file under that key, got {part!r:.200}"
                 )
             files[kind].append(source)
             parts.append({"type": kind})
@@ -196,7 +195,7 @@ def _collect_sources(messages: Sequence[Message]) -> tuple[list[Message], list[A
 
 
 def _find_question(rendered: str, question: Sequence[str]) -> int | None:
-    """Find where a question's last occurrence begins, whose parts may stand apart; None where one is altered."""
+    """Find the start of a question's last occurrence, whose parts may be separated; None if one is altered."""
     start = len(rendered)
     for part in reversed([part for part in question if part]):
         start = rendered.rfind(part, 0, start)
@@ -226,8 +225,8 @@ def apply_template(
         The prompt, and whether there is a template; without one the texts stand below one another.
 
     Raises:
-        PromptError: an option is no variable of a template but an argument of transformers' call, or the template
-            refuses the chat.
+        PromptError: an option is not a chat-template variable but an argument of transformers' call, or the
+            template rejects the chat.
     """
     template = getattr(processor, "chat_template", None)
     if isinstance(template, Mapping):  # of several
@@ -244,13 +243,13 @@ def apply_template(
         raise PromptError("continue_final_message needs add_generation_prompt to be false")
     variables = options.keys() - {"add_generation_prompt", "continue_final_message"}
     if reserved := variables & inspect.signature(processor.apply_chat_template).parameters.keys():
-        raise PromptError(f"chat_template_kwargs: {min(reserved)!r} is no variable of a chat template")
+        raise PromptError(f"chat_template_kwargs: {min(reserved)!r} is not a chat-template variable")
     for unknown in variables.difference(re.findall(r"\w+", template)):
         del options[unknown]
     try:
         return processor.apply_chat_template(chat, tokenize=False, **options), True
-    except Exception as error:  # templates raise what they like
-        raise PromptError(f"the chat template refuses the chat: {error}") from error
+    except Exception as error:  # templates may raise anything
+        raise PromptError(f"the chat template rejects the chat: {error}") from error
 
 
 def _reads_parts(processor) -> bool:
@@ -258,13 +257,13 @@ def _reads_parts(processor) -> bool:
     chat = [{"role": "user", "content": [{"type": "text", "text": _PROBE}]}]
     try:
         rendered = processor.apply_chat_template(chat, add_generation_prompt=False, tokenize=False)
-    except Exception:  # of whatever kind: a string is what it wants
+    except Exception:  # of any kind: it wants a string
         return False
     return _PROBE in rendered and "'type'" not in rendered  # else it left the list out, or printed it
 
 
 def _without_developers(messages: Sequence[Message]) -> list[Message]:
-    """Make a developer's messages system messages, and one of them all at the chat's beginning."""
+    """Turn developer messages into system messages, merged into one at the chat's beginning."""
     is_system = [message["role"] in ("system", "developer") for message in messages]
     if is_system.index(True) == 0 and sum(is_system) == 1:
         return [{**messages[0], "role": "system"}, *messages[1:]]

@@ -1,4 +1,4 @@
-"""A request: what is asked, and how it is to be answered, in one object that travels to the first token."""
+"""A request: the question and the settings for its answer."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,22 +15,22 @@ from .skeleton import Skeleton
 
 @dataclass(frozen=True)
 class Request:
-    """A question on its way to its answer.
+    """Request to the engine.
 
     Attributes:
         question: what is asked.
         timer: the request's stage times.
         positions: whose rule gives the rotary positions, one of :data:`~apbv.input.model_inputs.POSITION_RULES`.
         sampling: how the answer's tokens are chosen, and how many at most.
-        num_wanted: positions must be left for so many tokens of the answer.
+        num_wanted: answer tokens for which positions must be left.
         on_token: called on every host with each token as soon as it is chosen.
-        stop: asked on host 0 with the tokens so far; true ends the answer, or cancels the request while there is
-            none. None on all hosts, or on none.
+        stop: called on host 0 with the tokens so far; true ends the answer, or cancels the request before its
+            first token. None on all hosts, or on none.
         may_cancel: whether ``stop`` is asked before the first token, too; the same on all hosts.
         logprobs: of the answer's tokens, where ``sampling`` asks for them; filled on host 0.
         grammar: what ``sampling.json_schema`` allows, before the first token; on host 0.
-        prompt: what this host's :class:`~apbv.input.reading.PromptReader` has read of the question already; None:
-            nothing. Other hosts need not have it.
+        prompt: the part of the question already read by this host's :class:`~apbv.input.reading.PromptReader`;
+            None: nothing. Other hosts need not have it.
     """
 
     question: Question
@@ -47,7 +47,7 @@ class Request:
 
     @property
     def cancels(self) -> Callable[[], bool] | None:
-        """What says whether the request is cancelled, before its first token; None: nobody does."""
+        """The function that cancels the request before its first token; None if it cannot be cancelled."""
         return (lambda: self.stop(())) if self.stop is not None and self.may_cancel else None
 
     def within(self, max_positions: int, inputs: ModelInputs) -> "Request":
@@ -58,7 +58,8 @@ class Request:
 
 
 class Callbacks:
-    """A request's callbacks, which do not raise: an error ends the answer, and is kept for when all hosts have it.
+    """Wrapper of a request's callbacks that does not raise: an error ends the answer, and is kept until all hosts
+    have it.
 
     Attributes:
         request: the request with these in place of the caller's.

@@ -1,9 +1,9 @@
-"""What a prompt looks like before its frames and images are decoded: token ids, and its items.
+"""Layout of a prompt before its frames and images are decoded: token ids and items.
 
-The model's own processor runs on tensors without storage, so that no host has to hold the whole video to know what
-the prompt looks like. It writes a placeholder's text once for every visual token, and the tokenizer turns each
-copy into the same id: for 150,000 of them that takes a second, and to repeat the id a hundredth of one. So each
-run of placeholders is tokenised as if it were one.
+The model's own processor runs on tensors without storage, so that no host has to hold the whole video to compute
+the prompt's layout. It writes a placeholder's text once for every visual token, and the tokenizer turns each copy
+into the same id: for 150,000 of them that takes a second, and to repeat the id a hundredth of one. So each run of
+placeholders is tokenised as if it were one.
 """
 
 import copy
@@ -34,13 +34,13 @@ from .visual import (
 )
 
 _PIXELS = ("pixel_values", "pixel_values_videos")
-# What a processor returns with one entry for every token; all else is about pixels.
+# A processor's outputs with one entry per token; all others are about pixels.
 _PER_TOKEN = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
 
 
 @dataclass(frozen=True)
 class SampledVideo:
-    """A video, and which of its frames are shown.
+    """Video with its sampled frames.
 
     Attributes:
         info: the video.
@@ -55,7 +55,7 @@ class SampledVideo:
 
 @dataclass(frozen=True)
 class Skeleton:
-    """A prompt that was read, but for its pixels: with it a request needs no more reading on this host.
+    """Prompt that was read except for its pixels, so that a request needs no further reading on this host.
 
     Attributes:
         rendered: the prompt's text, and the files it refers to.
@@ -63,9 +63,9 @@ class Skeleton:
         batch: the tokens of the whole prompt, and what its rotary positions depend on.
         items: the videos and images, in prompt order.
         row_starts: where the rows of every temporal patch start, and where the last one's end.
-        sources: what every item shows.
+        sources: the source of every item.
         grids: of every item ``[1, 3]`` patches (time, height, width), where the model has such a grid for a video.
-        sounds: what every sound comes from, in prompt order.
+        sounds: what every audio comes from, in prompt order.
     """
 
     rendered: RenderedPrompt
@@ -86,13 +86,13 @@ def lay_out(
     sounds: Sequence[Sound],
     tokenizing: AbstractContextManager,
 ) -> Skeleton:
-    """Lay out a prompt of videos, images and sounds.
+    """Lay out a prompt of videos, images and audio clips.
 
     Args:
         processor: the model's transformers processor.
         rendered: the prompt's text, with a placeholder for each, and its images.
         videos: in prompt order.
-        sounds: those that belong to no video, likewise.
+        sounds: the audio files, in prompt order.
         tokenizing: entered while the processor is used.
 
     Raises:
@@ -101,8 +101,8 @@ def lay_out(
     silent, pictures = [video.info.path for video in videos if video.sound is None], rendered.pictures
     if silent and len(silent) < len(videos):
         raise PromptError(
-            f"{silent[0]}: is not heard, but another video of the prompt is; the model has a rule for all or "
-            "none of them (audio_in_video)"
+            f"{silent[0]}: its audio is not used, but another video's is; use audio for all videos or none "
+            "(audio_in_video)"
         )
     calls = []
     for video in videos:
@@ -112,7 +112,7 @@ def lay_out(
     if pictures:
         files = [str(picture.image) for picture in pictures if isinstance(picture.image, Path)]
         images = [picture.without_pixels() for picture in pictures]
-        # As transformers' own chats have them: all of a prompt's are one sample, not one each.
+        # As in transformers' own chats: all images of a prompt are one sample, not one each.
         images = [images] if parts.family == "llava_onevision" else images
         text = processor.image_token * len(pictures)
         calls.append((text, {"images": images}, ", ".join(files) or "an image"))
@@ -179,9 +179,9 @@ def lay_out(
 
 
 def _audio_arguments(processor, sound: Sound) -> dict[str, Any]:
-    """Return what the processor is told of a sound: neither to cut nor to pad it to the longest that it expects.
+    """Return the processor's arguments for audio: no truncation, and no padding to the maximum length.
 
-    A spectrogram of five minutes takes seconds. Behind a shorter sound there is as much silence as its last frames
+    A spectrogram of five minutes takes seconds. After a shorter audio there is as much silence as its last frames
     reach into, so that they are those of the padded one.
     """
     extractor = processor.feature_extractor
@@ -190,7 +190,7 @@ def _audio_arguments(processor, sound: Sound) -> dict[str, Any]:
 
 
 def _video_arguments(parts: ModelParts, processor, video: SampledVideo) -> dict[str, Any]:
-    """Return what the processor is told of a video.
+    """Return the processor's arguments for a video.
 
     Its timestamps are frame index over frame rate. For a variable frame rate the indices are therefore those of
     the nearest frames at the average rate.
@@ -222,14 +222,14 @@ def _video_arguments(parts: ModelParts, processor, video: SampledVideo) -> dict[
 def process(
     processor, text: str, replace: Callable[..., tuple[list[str], list]] | None = None, **inputs
 ) -> Mapping[str, Any]:
-    """Call a transformers processor on one text, and return what it would by itself, in tensors.
+    """Call a transformers processor on one text, and return its usual result, in tensors.
 
     The processor is not changed: a copy of it, which shares its parts, hands a shortened text to the tokenizer,
     and transformers checks that the tokenizer found as many placeholders as there are in that.
 
     Args:
         processor: that of a video model; it is used by one thread at a time.
-        text: the prompt, with one placeholder for each image, video or sound.
+        text: the prompt, with one placeholder for each image, video or audio.
         replace: what writes the placeholders out, instead of the processor's ``get_text_with_replacements``.
         inputs: the processor's further arguments, such as ``images`` or ``videos``.
     """
@@ -266,17 +266,17 @@ def process_apart(
 
     Args:
         processor: as of :func:`process`.
-        text: likewise.
-        calls: for each source (a video, which may have its sound with it, a sound, or all images) a text of only
-            its placeholders, the processor's arguments, and what errors call it.
+        text: as of :func:`process`.
+        calls: for each source (a video, which may have its audio with it, an audio clip, or all images) a text of
+            only its placeholders, the processor's arguments, and what errors call it.
 
     Returns:
         What it returns for each source, with the whole prompt's tokens in the last; and for each image, video and
-        sound, in prompt order, its kind (``"image"``, ``"video"`` or ``"audio"``), and how many tokens of this
-        kind stand for it; those of a video's sound, which lie between, do not count.
+        audio, in prompt order, its kind (``"image"``, ``"video"`` or ``"audio"``), and how many tokens of this
+        kind stand for it; those of a video's audio, which lie between, do not count.
 
     Raises:
-        PromptError: the text has other placeholders than there are sources, or the processor refuses one.
+        PromptError: the text has other placeholders than there are sources, or the processor rejects one.
     """
     collected = {"images_replacements": [], "videos_replacements": [], "audio_replacements": []}
     found, batches = [], []
@@ -293,7 +293,7 @@ def process_apart(
             offsets = []
         if len(offsets) != wanted:
             raise PromptError(
-                f"the prompt shows {wanted} images and videos, but its text has placeholders for more or fewer"
+                f"the prompt has {wanted} images and videos, but its text has another number of placeholders"
             )
         for each in offsets:
             tokens = _placeholders(processor, ("audio",) if each["type"] == "audio" else ("image", "video"))

@@ -1,13 +1,13 @@
-"""The videos and images of a prompt, and how hosts share the work on them, chunk by chunk.
+"""The videos and images of a prompt, sharded over hosts, chunk by chunk.
 
-What a prompt shows is a sequence of *items*, each a video or an image. Work is counted in temporal patches, which
-are numbered over all items in prompt order: hosts get adjacent ones, of about the same cost.
+The visual input of a prompt is a sequence of *items*, each a video or an image. Work is counted in temporal
+patches, which are numbered over all items in prompt order: hosts get adjacent ones, of about the same cost.
 
-Another kind of item needs a name for :attr:`VisualItem.kind`; what identifies its content, as
-:class:`Source` does; its place in the prompt (:func:`~apbv.input.skeleton.lay_out`); a reader of its pixels
+Another kind of item needs a name for :attr:`VisualItem.kind`; what identifies its content, as :class:`Source`
+does; its place in the prompt (:func:`~apbv.input.skeleton.lay_out`); a reader of its pixels
 (:class:`~apbv.input.pixels.PixelReader`), made where :meth:`~apbv.input.reading.PromptReader.read` makes the
 others; and the call of the model that encodes it, in :mod:`apbv.prefilling.encode`. An item's temporal patches are
-adjacent: what alternates with another's, such as a video and its sound, is several items each.
+adjacent: what alternates with another's, such as a video and its audio, is several items each.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,30 +24,30 @@ from ..hosts import HostGroup
 from ..layout import intersect, split_evenly
 from .files import Source
 
-# What decoding, preprocessing and a vision tower hold at once for a chunk, in multiples of its frames (decoded,
-# waiting, being resized) and of its fp32 pixels (twice over, and activations of several times their size).
+# Memory of decoding, preprocessing and the vision tower for a chunk, in multiples of its frames (decoded, waiting,
+# being resized) and of its fp32 pixels (twice over, and activations of several times their size).
 FRAME_COPIES, PIXEL_COPIES = 3, 12
-# A share is cut into so many chunks, for its stages to overlap, unless the chunks are smaller than is worth it.
+# Chunks per share, so that its stages overlap, unless the chunks would be too small.
 _CHUNKS_PER_SHARE = 8
 _LEAST_BYTES = 32 * 2**20
 
 
 class PromptError(ValueError):
-    """This model cannot answer the prompt; the message says why."""
+    """Raised if this model cannot answer the prompt; the message says why."""
 
 
 @dataclass(frozen=True)
 class VisualItem:
-    """A video or an image.
+    """Video or image of a prompt.
 
-    A temporal patch is what the model makes of one frame, or of several that it merges; an image is one.
+    A temporal patch is one frame, or several that the model merges; an image is one.
 
     Attributes:
         kind: ``"video"`` or ``"image"``.
         num_patches: its temporal patches.
-        num_ending_rows: how many of its rows, the last, belong to no frame (LLaVA's newline behind a video).
+        num_ending_rows: how many of its rows, the last, belong to no frame (LLaVA's newline after a video).
         patch_bytes: an estimate of the memory in use while one temporal patch is encoded, and so of its cost.
-        source: what identifies its content; None where the caller prepared the pixels.
+        source: identity of its content; None if the caller prepared the pixels.
     """
 
     kind: str
@@ -59,7 +59,7 @@ class VisualItem:
 
 @dataclass(frozen=True)
 class PixelChunk:
-    """The pixels of adjacent temporal patches of one kind of item.
+    """Pixels of adjacent temporal patches of one kind of item.
 
     Attributes:
         values: keyword arguments of the model's ``get_*_features``.
@@ -122,7 +122,7 @@ class RowStarts:
 
 @dataclass(frozen=True)
 class VisualInput(RowStarts):
-    """The videos and images of a prompt, and this host's share of the work on them.
+    """Videos and images of a prompt, and this host's share of them.
 
     Temporal patches are numbered over all items. A row is a visual token's embedding; rows are numbered in prompt
     order.
@@ -163,7 +163,7 @@ class VisualInput(RowStarts):
 
     @property
     def identity(self) -> tuple | None:
-        """What embeddings of this host's share depend on beside the model; None where that is not known."""
+        """Cache key of the embeddings of this host's share, without the model; None if unknown."""
         sources = tuple(item.source for item in self.items)
         return None if None in sources else (sources, self.replicated)
 
@@ -183,7 +183,7 @@ class VisualInput(RowStarts):
         return tuple(frames)
 
     def ending_rows_of(self, patches: range) -> int:
-        """Count the rows behind the last frame of adjacent temporal patches of an item; 0 unless they end it."""
+        """Count the rows after the last frame of adjacent temporal patches of an item; 0 unless they end it."""
         ends = zip(self.items, self.item_patches, strict=True)
         return next((item.num_ending_rows for item, own in ends if own.stop == patches.stop), 0)
 
@@ -216,7 +216,7 @@ class VisualInput(RowStarts):
 
 
 def most_in_a_chunk(share: int, patch: int, num_bytes: int) -> int:
-    """Return the bytes of a chunk, at most, of the longest share, whose patches take so many at most."""
+    """Return the maximum bytes of a chunk of the longest share, given the maximum per patch."""
     return min(num_bytes, max(share // _CHUNKS_PER_SHARE + patch - 1, _LEAST_BYTES))
 
 
@@ -279,10 +279,10 @@ def split_by_cost(costs: Sequence[int], parts: int) -> tuple[range, ...]:
 
 
 def num_frames_told(family: str, num_frames: int, num_merged: int) -> int:
-    """Return how many frames a processor is told that a video has, for the prompt's layout.
+    """Return the number of frames to pass to a processor for a video's layout in the prompt.
 
     Where a video's last frames do not fill a temporal patch, Qwen's processors repeat the last one. Qwen3-VL's
-    refuses to compute the size of a video of fewer frames than one patch, which is told to be that long.
+    rejects to compute the size of a video of fewer frames than one patch, which is told to be that long.
 
     Args:
         num_merged: the frames of a temporal patch.

@@ -1,1 +1,1 @@
-"""Connects serving engines that continue from KV that apbv prefilled."""
+"""Connectors for serving engines that decode from KV prefilled by apbv."""

@@ -1,4 +1,4 @@
-"""KV caches: one that appends in place, one that is spread over the hosts, and edits of the last rows of a cache.
+"""KV caches: one that appends in place, one that is sharded over the hosts, and edits of a cache's last rows.
 
 Keys and values are ``[B, Hkv, T, D]``, post-RoPE. In a sharded cache each token is owned by exactly one host;
 within a host, rows are in token order.
@@ -21,13 +21,13 @@ GROWTH_ROWS = 256
 
 
 class GrowingLayer(DynamicLayer):
-    """A GrowingLayer appends KV in place, where transformers' own layer copies all of its KV for every token.
+    """Cache layer that appends KV in place; transformers' own layer copies all of its KV for every token.
 
     Attributes:
-        buffers: where the rows lie, with room behind them, ``[B, Hkv, capacity, D]`` each; None where rows that
-            are appended have to be copied to buffers first.
-        places: int64 ``[S]`` on the device: where ``update`` writes S rows in the buffers, which it then returns
-            whole, rows that do not count included; None: it appends. See :func:`writing_at`.
+        buffers: storage of the rows, with spare room, ``[B, Hkv, capacity, D]`` each; None if rows must be copied
+            to buffers before appending.
+        places: int64 ``[S]`` on the device: the places at which ``update`` writes S rows in the buffers, which it
+            then returns whole, including rows that do not count; None: it appends. See :func:`writing_at`.
     """
 
     buffers: tuple[Tensor, Tensor] | None = None
@@ -49,7 +49,7 @@ class GrowingLayer(DynamicLayer):
         return self.keys, self.values
 
     def hold(self, keys: Tensor, values: Tensor) -> None:
-        """Start with these keys and values, and never write to them: appending copies them to a buffer."""
+        """Start with these keys and values, without ever writing to them: appending copies them to a buffer."""
         self.dtype, self.device = keys.dtype, keys.device
         self.keys, self.values = keys, values
         self.is_initialized = True
@@ -66,21 +66,21 @@ class GrowingLayer(DynamicLayer):
         self.hold(keys[:, :, :num_rows], values[:, :, :num_rows])
 
     def has_room(self, count: int) -> bool:
-        """Return whether the buffers hold the rows, which a caller may have replaced, and fit ``count`` more."""
+        """Return whether the buffers still hold the rows, and have room for ``count`` more."""
         if self.buffers is None or self.buffers[0].shape[2] < self.keys.shape[2] + count:
             return False
         keys, values = self.buffers
         return keys.data_ptr() == self.keys.data_ptr() and values.data_ptr() == self.values.data_ptr()
 
     def make_room(self, count: int) -> None:
-        """Copy the rows to buffers that fit ``count`` more, unless they lie in such buffers."""
+        """Copy the rows to buffers with room for ``count`` more, unless they are in such buffers."""
         if not self.has_room(count):
             keys, values, old = self.keys, self.values, self.keys.shape[2]
             self.reserve(keys, old + count)
             self.keys, self.values = self.keys[:, :, :old].copy_(keys), self.values[:, :, :old].copy_(values)
 
     def extend(self, count: int) -> None:
-        """Count ``count`` rows that were written into the buffers behind the others."""
+        """Count ``count`` more rows that were written into the buffers."""
         num_rows, (keys, values) = self.keys.shape[2] + count, self.buffers
         self.keys, self.values = keys[:, :, :num_rows], values[:, :, :num_rows]
 
@@ -96,10 +96,10 @@ def empty_cache(like: Iterable[Tensor]) -> DynamicCache:
 
 @contextmanager
 def writing_at(cache: DynamicCache, places: Sequence[Tensor]) -> Iterator[None]:
-    """Let a cache write at places that only the device knows, until the end of the block.
+    """Make a cache write at places that only the device knows, until the end of the block.
 
     Its layers, which have room there, return their whole buffers to attention. The rows count once
-    :meth:`GrowingLayer.extend` is called. So addresses and shapes are the same from one forward pass to the next.
+    :meth:`GrowingLayer.extend` is called. Addresses and shapes thus stay the same across forward passes.
 
     Args:
         places: of every layer int64 ``[S]``, one for each new token.
@@ -114,7 +114,7 @@ def writing_at(cache: DynamicCache, places: Sequence[Tensor]) -> Iterator[None]:
 
 
 def appending_in_place(cache: DynamicCache) -> DynamicCache:
-    """Make a cache append in place from now on, and return it; the tensors that it holds are not written to."""
+    """Make a cache append in place from now on, and return it; its current tensors are not modified."""
     for index, layer in enumerate(cache.layers):
         if not isinstance(layer, GrowingLayer):
             cache.layers[index] = GrowingLayer()
@@ -126,7 +126,7 @@ def appending_in_place(cache: DynamicCache) -> DynamicCache:
 def first_tokens(cache: DynamicCache, num_tokens: int, view: DynamicCache) -> DynamicCache:
     """Put the first tokens of a cache into the empty cache ``view``, which shares the memory, and return it.
 
-    What is left out are the last tokens, which all layers have, also where later ones lack some before them.
+    The omitted tokens are the last ones, which all layers have, even if later layers lack some earlier ones.
 
     Args:
         num_tokens: how many the first layer keeps.
@@ -142,7 +142,7 @@ def first_tokens(cache: DynamicCache, num_tokens: int, view: DynamicCache) -> Dy
 
 
 def rows_left_out(cache: Cache) -> list[int]:
-    """Count for every layer how many rows it has less than the first."""
+    """Return for every layer by how many rows it is shorter than the first."""
     num_rows = [layer.keys.shape[2] for layer in cache.layers]
     return [num_rows[0] - count for count in num_rows]
 
@@ -162,9 +162,9 @@ def replace_last(cache: Cache, count: int, layers: Sequence[tuple[Tensor, Tensor
 
 
 def keep_of_last(cache: Cache, count: int, chosen: Sequence[int]) -> None:
-    """Drop all of a cache's last ``count`` tokens, which a forward pass has just appended, but the chosen ones.
+    """Drop all of a cache's last ``count`` tokens, which a forward pass has just appended, except the chosen ones.
 
-    Only these rows are moved: accepting a branch of a draft tree copies nothing of the KV before it.
+    Only these rows are moved: accepting a branch of a draft tree copies no earlier KV.
 
     Args:
         cache: a ShardedCache, or a plain transformers DynamicCache.
@@ -217,7 +217,7 @@ class ShardedLayer(GrowingLayer):
         return key_states, value_states
 
     def get_seq_length(self) -> int:
-        """Return the number of tokens of the whole sequence so far, not only of this host's rows."""
+        """Return the number of tokens of the whole sequence so far, not of this host's rows only."""
         return self.num_tokens
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -227,7 +227,7 @@ class ShardedLayer(GrowingLayer):
             ValueError: the count is positive, or reaches beyond the query into the context.
         """
         if tokens_to_remove > 0:
-            raise ValueError(f"crop takes minus the number of tokens to remove, not {tokens_to_remove}")
+            raise ValueError(f"crop needs minus the number of tokens to remove, not {tokens_to_remove}")
         croppable = self.num_tokens - self._num_fixed_tokens
         if -tokens_to_remove > croppable:
             raise ValueError(
@@ -243,14 +243,14 @@ class ShardedLayer(GrowingLayer):
 class ShardedCache(Cache):
     """A transformers cache that holds this host's share of a prompt's KV.
 
-    Where tokens are dropped inside the model, later layers hold fewer tokens, in a layout of their own, which
-    counts those that are left; answers are appended to all layers alike.
+    If tokens are pruned between layers, later layers hold fewer tokens, in a separate layout of the retained ones;
+    answers are appended to all layers equally.
 
     Args:
         num_layers: decoder layers; more may follow by :meth:`add_layers`.
         layout: which tokens each host owns.
         host: this host's index.
-        keep_query: False where the query runs in a later forward pass, which then appends its KV.
+        keep_query: False if the query runs in a later forward pass, which then appends its KV.
 
     Attributes:
         layout: of the first layer, which holds the whole prompt.
@@ -264,7 +264,7 @@ class ShardedCache(Cache):
         self.add_layers(num_layers, layout, keep_query)
 
     def add_layers(self, count: int, layout: ContextLayout, keep_query: bool = True) -> None:
-        """Add layers behind the others; the arguments are those of the class."""
+        """Append layers; the arguments are those of the class."""
         rows, num_tokens, appends = layout.cache_rows(self.host), layout.num_tokens, self.host == 0
         if not keep_query:
             rows, num_tokens = rows[:-1] if appends else rows, layout.query.start
@@ -285,7 +285,7 @@ class ShardedCache(Cache):
         Args:
             layers: ``[B, Hkv, T, D]`` each, the tokens as in the layout's ``cache_spans``.
             layouts: of every layer.
-            holds_query: False where the query is still to be appended.
+            holds_query: False if the query is still to be appended.
         """
         cache = cls(0, layouts[0], host)
         for (keys, values), layout in zip(layers, layouts, strict=True):
@@ -294,7 +294,7 @@ class ShardedCache(Cache):
         return cache
 
     def initialize_empty(self, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device) -> None:
-        """Store no rows in the layers that have none yet, on a host that computes nothing in them."""
+        """Initialise layers without rows, on a host that computes nothing in them."""
         empty = torch.empty(1, num_kv_heads, 0, head_dim, dtype=dtype, device=device)
         for layer in self.layers:
             if not layer.is_initialized:
@@ -335,10 +335,10 @@ class ShardedCache(Cache):
         return gathered if hosts.rank == to_host else None
 
     def gather_behind_each(self, attention: Callable[..., Tensor], hosts: HostGroup) -> Callable[..., Tensor]:
-        """Return an attention behind which each layer's KV leaves for host 0; :meth:`gather` waits for the last.
+        """Wrap an attention so that each layer's KV is then sent to host 0; :meth:`gather` waits for the last.
 
-        For one forward pass over all layers, on every host. The KV travels beside the layers' MLPs, when nothing
-        else does.
+        For one forward pass over all layers, on every host. The transfer overlaps with the layers' MLPs, when
+        there is no other communication.
         """
         self._transfers = self._transfer(hosts, 0, releases=True)
 
@@ -350,7 +350,7 @@ class ShardedCache(Cache):
         return attend
 
     def _transfer(self, hosts: HostGroup, to_host: int, releases: bool) -> Iterator[None]:
-        """Send one layer after the other to join the others in ``_gathered``; yield while each is on its way."""
+        """Send the layers one after the other to ``_gathered``; yield while each is in flight."""
         self._gathered = DynamicCache()
         for index, share in enumerate(self.layers):
             spans = [self.owned_spans(host, index) for host in range(hosts.size)]
@@ -360,7 +360,7 @@ class ShardedCache(Cache):
                 share.keys = share.values = share.buffers = None
             try:
                 yield
-            finally:  # also where the prefill has ended: what is on its way must not be freed
+            finally:  # even if the prefill has ended: buffers in flight must not be freed
                 shares = exchange.wait()
             if hosts.rank == to_host:
                 self._gathered.layers.append(_in_position_order(shares, spans))

@@ -1,4 +1,4 @@
-"""The facts about a prompt's KV that saved KV, tickets and consumers compare, and which rows a part of it has.
+"""Description of a prompt's KV, which saved KV, tickets and consumers compare, and the rows of its parts.
 
 Other engines' processes import this module: it needs only torch and the standard library.
 """
@@ -21,15 +21,15 @@ _DTYPES = ("float32", "float16", "bfloat16", "float64")
 
 
 class StorageError(ValueError):
-    """Why KV cannot be written, read, fetched or used."""
+    """Raised if KV cannot be written, read, fetched or used; the message says why."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelIdentity:
-    """The model that computed some KV.
+    """Identity of the model that computed some KV.
 
     Attributes:
-        model: where it was loaded from.
+        model: path or hub id from which it was loaded.
         revision: the hub's commit; None for a directory.
         family: its ``model_type``.
         config_sha256: digest of its configuration (see :mod:`apbv.model.digest`).
@@ -44,7 +44,7 @@ class ModelIdentity:
 
     @classmethod
     def of(cls, other: "ModelIdentity") -> "ModelIdentity":
-        """Return the fields of this class, of a description that has more."""
+        """Take this class's fields from a larger description."""
         return cls(**{each.name: getattr(other, each.name) for each in fields(cls)})
 
 
@@ -53,7 +53,7 @@ class KVFacts(ModelIdentity):
     """Everything that decides whether a consumer may use a prompt's KV.
 
     Attributes:
-        num_tokens: n, the tokens whose KV there is.
+        num_tokens: n, the number of tokens.
         tokens_sha256: :func:`digest_of_tokens` of the prompt.
         positions_sha256: :func:`digest_of_positions` of its rotary positions.
         position_rule: the rule that gave them, ``"transformers"`` or ``"vllm"``.
@@ -96,14 +96,14 @@ class KVFacts(ModelIdentity):
         return 2 * rows * self.head_dim * self.torch_dtype.itemsize
 
     def require_equal(self, other: "KVFacts", where: str) -> None:
-        """Raise StorageError unless other facts are the same, by the name of the first that differs."""
+        """Raise StorageError, naming the first field that differs, unless other facts are the same."""
         for entry in fields(KVFacts):
             if getattr(self, entry.name) != getattr(other, entry.name):
-                raise StorageError(f"the KV in {where} is not that of its ticket: its {entry.name} differs")
+                raise StorageError(f"the KV in {where} does not match its ticket: {entry.name} differs")
 
 
 def malformed(name: str) -> StorageError:
-    """Return the error of a field that is not what it must be."""
+    """Return the error for a malformed field."""
     return StorageError(f"the description of the KV is malformed: its {name} is not what it must be")
 
 
@@ -125,7 +125,7 @@ def from_json(kind: Any, value: Any, name: str = "") -> Any:
         known = get_type_hints(kind)
         if set(value) != set(known):
             wrong = ", ".join(sorted(set(map(str, value)) ^ set(known)))
-            raise StorageError(f"the description of the KV lacks fields, or has unknown ones: {wrong:.200}")
+            raise StorageError(f"the KV description has missing or unknown fields: {wrong:.200}")
         return kind(**{field: from_json(known[field], item, field) for field, item in value.items()})
     if type(value) is not kind:
         raise malformed(name)

@@ -1,6 +1,6 @@
-"""Holds KV that waits to be fetched, gives it to those who know its secret, and lets it end.
+"""Exports KV: holds it until it is fetched, serves it to consumers that present its secret, and frees it.
 
-Every process of a prefill group has its :class:`Offers`. Host 0's decides when an offer ends, and tells the
+Every process of a prefill instance has an :class:`Offers`. Host 0's decides when an offer ends, and notifies the
 others.
 """
 
@@ -39,34 +39,34 @@ OnEnd = Callable[[str, str, int], None]
 
 _logger = logging.getLogger(__name__)
 
-_IDLE_SECONDS = 60.0  # for a reader that takes nothing
+_IDLE_SECONDS = 60.0  # timeout for a reader that takes nothing
 _REQUEST_SECONDS = 10.0  # for a request to arrive
-_TELLING_SECONDS = 5.0  # for another host to hear that an offer has ended
-_GRACE_SECONDS = 1.0  # for who is reading when an offer ends to be told, between two layers
+_TELLING_SECONDS = 5.0  # timeout for notifying another host that an offer has ended
+_GRACE_SECONDS = 1.0  # time for a current reader to be notified, between two layers, that an offer has ended
 _REMEMBERED = 1024
-# How an offer ends, and what who comes later is told of its KV.
+# How an offer ends, and the reason that later fetches get.
 ENDINGS = {
-    "fetched": "has been fetched already",
+    "fetched": "was already fetched",
     "dropped": "was dropped by its consumer",
     "expired": "has expired",
-    "displaced": "had to make room for other KV",
-    "closed": "is gone, because its server is ending",
+    "displaced": "was displaced by other KV",
+    "closed": "is gone: its server is shutting down",
 }
 
 
 @dataclass(eq=False)
 class Offer:
-    """KV that waits to be fetched, or has ended.
+    """Exported KV, available or ended.
 
     Attributes:
         transfer, token: as in the ticket.
         held: the KV that this process holds; None once it is free.
-        began: when it was offered, in seconds of the monotonic clock.
-        lives_until: when it ends by itself, or who still reads from what has ended is cut off.
+        began: when it was exported, in seconds of the monotonic clock.
+        lives_until: when it expires, or when readers of an ended offer are cut off.
         ticket: on host 0, once every process has its share.
-        readers: who began to fetch.
-        confirmed: who has all.
-        how: its ending; None while it is offered.
+        readers: the readers that began to fetch.
+        confirmed: the readers that have everything.
+        how: its ending; None while it is available.
         streams: the connections that are reading from it.
     """
 
@@ -88,26 +88,26 @@ class Offer:
 
 
 class Offers:
-    """The KV of this process that waits to be fetched, and the port where it is given out.
+    """This process's exported KV, and the port that serves it.
 
     An offer ends when all its readers have confirmed (``"fetched"``), when its consumer or :meth:`drop` drops it
-    (``"dropped"``), after its time (``"expired"``), for :meth:`make_room` (``"displaced"``) or at :meth:`close`
-    (``"closed"``). Its memory is then free.
+    (``"dropped"``), after its lifetime (``"expired"``), for :meth:`make_room` (``"displaced"``) or at
+    :meth:`close` (``"closed"``). Its memory is then free.
 
-    Construct it on all processes of a group; that is collective.
+    Construct it on all processes of a group; this is collective.
 
     Args:
         hosts: the group.
         host: the address to listen on.
         port: of the first process; process p of the group listens on ``port + p``. 0 takes any that is free.
-        advertised: the address that consumers get; None: ``host``, or where that is all of a machine's addresses
-            the one by which others reach it.
-        seconds: how long an offer waits for its consumer; twice as long once somebody has begun to fetch.
+        advertised: the address that consumers get; None: ``host``, or for a wildcard address the one by which
+            others reach the machine.
+        seconds: lifetime of an offer; doubled once a reader has begun to fetch.
         on_end: called on the leader with an offer's transfer, how it ended, and the bytes of its KV on all hosts,
-            once they are free here. It may come from any thread, and must not block.
+            once they are free here. It may be called from any thread, and must not block.
 
     Attributes:
-        address: where this process gives out KV.
+        address: where this process serves KV.
 
     Raises:
         OSError: a process cannot listen there.
@@ -127,7 +127,7 @@ class Offers:
         self._seconds, self._on_end = seconds, on_end
         self._leads = hosts.is_leader
         self._offers: dict[str, Offer] = {}  # the oldest first
-        self._past: OrderedDict[str, Offer] = OrderedDict()  # what has ended, the latest last
+        self._past: OrderedDict[str, Offer] = OrderedDict()  # ended offers, the latest last
         self._exposer: Exposer | None = None
         self._making_exposer = threading.Lock()
         self._changed, self._is_closed = threading.Condition(), False
@@ -139,7 +139,7 @@ class Offers:
                 process = hosts.rank * hosts.tensor_parallel_size + hosts.tensor_parallel_rank
                 listener = Listener((host, port and port + process), self._serve, _IDLE_SECONDS)
         except BaseException:
-            if listener is not None:  # it was another process that cannot listen
+            if listener is not None:  # another process cannot listen
                 listener.close()
             raise
         self._listener, self.address = listener, (reachable, listener.server_address[1])
@@ -153,22 +153,22 @@ class Offers:
         self.close()
 
     def hold(self, transfer: str, token: str, held: Share) -> None:
-        """Offer what this process holds of a transfer's KV.
+        """Export this process's share of a transfer's KV.
 
         Raises:
-            StorageError: nothing is offered any more.
+            StorageError: the server is shutting down.
         """
         now = time.monotonic()
-        # Host 0 decides, once it is published; the others end by themselves only where they do not hear of it.
+        # Host 0 decides, once it is published; the others expire it themselves only if they are not notified.
         lives_until = math.inf if self._leads else now + 3 * self._seconds
         with self._changed:
             if self._is_closed:
-                raise StorageError("no KV can be offered any more: the server is ending")
+                raise StorageError("cannot export KV: the server is shutting down")
             self._offers[transfer] = Offer(transfer, token, held, now, lives_until)
             self._changed.notify_all()
 
     def publish(self, ticket: Ticket) -> None:
-        """Complete an offer on the leader; its time begins now.
+        """Complete an offer on the leader; its lifetime begins now.
 
         Raises:
             StorageError: it has ended.
@@ -176,27 +176,28 @@ class Offers:
         with self._changed:
             offer = self._offers.get(ticket.transfer)
             if offer is None:
-                raise StorageError(f"the KV of transfer {ticket.transfer} is offered no more")
+                raise StorageError(f"the KV of transfer {ticket.transfer} is no longer available")
             offer.ticket, offer.began = ticket, time.monotonic()
             offer.lives_until = offer.began + self._seconds
             self._changed.notify_all()
 
     def drop(self, transfer: str) -> None:
-        """End an offer that nobody will fetch; do nothing where it has ended.
+        """End an offer that will not be fetched; do nothing if it has ended.
 
-        On the leader the other processes are told.
+        On the leader this notifies the other processes.
         """
         if offer := self._offers.get(transfer):
             self._end(offer, "dropped")
 
     def make_room(self, num_bytes: int) -> bool:
-        """End the oldest offers that nobody has begun to fetch after a quarter of their time; on the leader.
+        """End the oldest offers that no reader has begun to fetch after a quarter of their lifetime; on the
+        leader.
 
         Args:
-            num_bytes: how much is needed, of all hosts together.
+            num_bytes: the bytes needed, on all hosts together.
 
         Returns:
-            Whether so much is free now; where these offers do not hold so much, none has been ended.
+            Whether these bytes are free now; if such offers do not hold enough, none is ended.
         """
         now, chosen, found = time.monotonic(), [], 0
         with self._changed:
@@ -212,7 +213,7 @@ class Offers:
         return True
 
     def close(self) -> None:
-        """End all offers and listen no more; each process closes its own."""
+        """End all offers and stop listening; each process closes its own."""
         with self._changed:
             self._is_closed = True
             offers = list(self._offers.values())
@@ -247,15 +248,15 @@ class Offers:
                 try:
                     ask(source, order, _TELLING_SECONDS)
                 except StorageError as error:
-                    _logger.warning("KV that has ended may stay in memory for a while: %s", error)
+                    _logger.warning("the memory of ended KV transfers may be freed late: %s", error)
         if self._on_end is not None:
             try:
                 self._on_end(offer.transfer, offer.how, offer.ticket.num_bytes)
             except Exception:
-                _logger.exception("what was to be done at the end of an offer has failed")
+                _logger.exception("the clean-up of an ended KV transfer failed")
 
     def _watch(self) -> None:
-        """End offers whose time is over, and cut off who reads on from those that have ended."""
+        """End expired offers, and cut off readers of ended ones."""
         while True:
             with self._changed:
                 if self._is_closed:
@@ -274,14 +275,14 @@ class Offers:
             for offer in late:
                 self._end(offer, "expired")
 
-    # What others ask for.
+    # Requests of other processes.
 
     def _serve(self, connection: socket.socket, trust: Callable[[], None]) -> None:
         try:
             request = read_message(connection, _REQUEST_SECONDS)
             action = self._actions.get(str(request.get("do")))
             if action is None:
-                raise StorageError(f"cannot do {request.get('do')!r:.40}")
+                raise StorageError(f"unknown KV request {request.get('do')!r:.40}")
             offer = self._find(request)
             trust()
             if offer.how == "fetched" and request["do"] == "done":  # the answer to it may have been lost
@@ -304,7 +305,7 @@ class Offers:
         if request.get("rdma"):
             with self._rdma().exposing(share, part) as window:
                 send_message(connection, {**held, "window": window})
-                read_message(connection, 2 * self._seconds)  # who reads has all of it
+                read_message(connection, 2 * self._seconds)  # the reader has all of it
                 offer.require_alive()
                 send_message(connection, {})  # and it was here until now
             return
@@ -315,17 +316,17 @@ class Offers:
             send_message(connection, {"crc32": send_rows(connection, states)})
 
     def _rdma(self) -> "Exposer":
-        """Return what lets others read this process's memory.
+        """Return the object that exposes this process's memory over RDMA.
 
         Raises:
-            StorageError: there is nothing that could.
+            StorageError: RDMA is not available.
         """
         with self._making_exposer:
             if self._exposer is None:
                 try:
                     from .rdma import Exposer
                 except ImportError as error:
-                    raise StorageError(f"{self.address[0]} has no RDMA: {error}") from error
+                    raise StorageError(f"{self.address[0]} does not support RDMA: {error}") from error
                 self._exposer = Exposer()
             return self._exposer
 
@@ -341,13 +342,13 @@ class Offers:
     def _told(self, connection: socket.socket, request: dict[str, Any], offer: Offer) -> None:
         how = "dropped" if request["do"] == "drop" else str(request.get("how"))
         if how not in ENDINGS:
-            raise StorageError(f"KV cannot end by {how!r:.40}")
+            raise StorageError(f"unknown end of a KV transfer: {how!r:.40}")
         self._end(offer, how)
         send_message(connection, {})
 
     @contextmanager
     def _reading(self, connection: socket.socket, request: dict[str, Any], offer: Offer) -> Iterator[None]:
-        """Count a connection as one that reads, and free what has ended behind the last of them."""
+        """Register a connection as reading; free an ended offer after its last one."""
         reader, _ = reader_of(request)
         with self._changed:
             offer.require_alive()
@@ -371,7 +372,7 @@ class Offers:
         """Return the offer that a request names, which may have ended.
 
         Raises:
-            StorageError: there is none, or the request does not know its secret.
+            StorageError: the transfer is unknown, or the request has a wrong secret.
         """
         transfer, token = request.get("transfer"), request.get("token")
         if not isinstance(transfer, str) or not isinstance(token, str):
@@ -379,7 +380,7 @@ class Offers:
         with self._changed:
             offer = self._offers.get(transfer) or self._past.get(transfer)
         if offer is None:
-            raise StorageError(f"there is no KV of transfer {transfer:.40}")
+            raise StorageError(f"unknown KV transfer {transfer:.40}")
         if not hmac.compare_digest(offer.token.encode(), token.encode(errors="replace")):
             raise StorageError(f"the token for transfer {transfer} is wrong")
         return offer

@@ -1,6 +1,6 @@
 """Places a prompt's KV: gathered on host 0, or sharded over all hosts.
 
-Callers use the interface :class:`PlacedKV`, and need not know which of the two they have.
+Callers use the interface :class:`PlacedKV` for both.
 """
 
 from collections.abc import Sequence
@@ -20,16 +20,16 @@ Layers = list[tuple[Tensor, Tensor]]  # of every decoder layer keys and values, 
 
 
 class PlacedKV:
-    """The KV of one prompt, wherever it lies: what :class:`GatheredKV` and :class:`ShardedKV` have in common.
+    """KV of one prompt: the common interface of :class:`GatheredKV` and :class:`ShardedKV`.
 
     Attributes:
         placement: its name in :data:`apbv.config.KV_PLACEMENTS`.
         hosts: the hosts that prefilled the prompt.
-        cache: the KV that this host holds; None where it holds none.
+        cache: the KV that this host holds; None if it holds none.
         num_tokens: n, the tokens of the prompt.
-        attending: the hosts over which attention to this KV has to be merged; None where host 0 has all of it.
-        is_whole: whether every layer holds every token of the prompt; not where tokens were dropped inside the
-            model. Then an answer can follow, but the KV cannot be saved, nor any part of it be taken out.
+        attending: the hosts over which attention to this KV has to be merged; None if host 0 has all of it.
+        is_whole: whether every layer holds every token of the prompt; false if tokens were pruned between layers.
+            An answer can then follow, but the KV cannot be saved, nor can parts of it be taken.
     """
 
     placement: ClassVar[str]
@@ -40,21 +40,21 @@ class PlacedKV:
     is_whole: bool
 
     def continued(self) -> DynamicCache | ShardedCache | None:
-        """Drop the tokens of an earlier answer, and return the cache to which a new answer's are appended."""
+        """Drop the tokens of an earlier answer; return the cache to which a new answer's are appended."""
         if self.cache is not None and (surplus := self.cache.get_seq_length() - self.num_tokens) > 0:
             self.cache.crop(-surplus)
         return self.cache
 
     @property
     def num_bytes(self) -> int:
-        """The bytes that this KV keeps allocated on this host; a view counts with the whole tensor behind it."""
+        """The bytes that this KV keeps allocated on this host; a view counts as the whole underlying tensor."""
         layers = () if self.cache is None else self.cache.layers
         tensors = chain.from_iterable((layer.keys, layer.values) for layer in layers)
         return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
 
 class GatheredKV(PlacedKV):
-    """KV that lies on host 0, which attends to it alone.
+    """KV gathered on host 0, which attends to it alone.
 
     Args:
         cache: ``[1, Hkv, n, D]`` per layer on host 0, None elsewhere. An answer is appended to it.
@@ -83,7 +83,7 @@ class GatheredKV(PlacedKV):
 
     @property
     def whole(self) -> DynamicCache | None:
-        """The prompt's KV without a copy; None where it is not all on this host. Not collective."""
+        """The prompt's KV without a copy; None if not all of it is on this host. Not collective."""
         return None if self.cache is None else first_tokens(self.cache, self.num_tokens, DynamicCache())
 
     def held(self) -> tuple[Sequence[range], Layers] | None:
@@ -96,14 +96,14 @@ class GatheredKV(PlacedKV):
         return [range(self.num_tokens)], [(layer.keys, layer.values) for layer in self.whole.layers]
 
     def prefix(self, num_tokens: int, layout: ContextLayout) -> "GatheredKV":
-        """Return a view of the KV before the query; None where the hosts hold the query's KV in shares, too."""
+        """Return a view of the KV before the query; None if the query's KV is sharded, too."""
         view = None if self.cache is None else first_tokens(self.cache, num_tokens, DynamicCache())
         return GatheredKV(view, num_tokens, self.hosts)
 
     def behind(self, layout: ContextLayout) -> "GatheredKV":
         """Return this prefix's KV as that of a longer prompt, whose query is still to be appended.
 
-        This KV itself stays unchanged.
+        This KV itself is unchanged.
         """
         return GatheredKV(self.whole, layout.num_tokens, self.hosts)
 
@@ -124,7 +124,7 @@ class GatheredKV(PlacedKV):
 
 
 class ShardedKV(PlacedKV):
-    """KV that lies in shares on all hosts, over which attention to it is merged (APB-V, Eq. 5).
+    """KV sharded over all hosts, whose partial attention results are merged (APB-V, Eq. 5).
 
     Its methods are those of :class:`GatheredKV`.
     """
@@ -137,7 +137,7 @@ class ShardedKV(PlacedKV):
         self.is_whole = all(layout.num_tokens == self.num_tokens for layout in cache.layouts)
 
     def gathered(self) -> GatheredKV:
-        """Send all of the KV to host 0, and free the shares; collective. This KV must not be used afterwards."""
+        """Gather the KV on host 0, and free the shards; collective. This KV must not be used afterwards."""
         return GatheredKV(self.cache.gather(self.hosts, releases=True), self.num_tokens, self.hosts, self.is_whole)
 
     def to_dynamic_cache(self, host: int) -> DynamicCache | None:

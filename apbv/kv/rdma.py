@@ -1,7 +1,7 @@
 """Lets a consumer read KV out of the producers' memory by RDMA, with the library NIXL.
 
 The connection to each source stays, for the ticket's secret, for who holds what, and to tell the end of reading.
-The KV itself is read by NIXL's back end UCX, which takes InfiniBand or RoCE where there is such a network, also
+The KV itself is read by NIXL's backend UCX, which takes InfiniBand or RoCE where there is such a network, also
 between GPUs, and else shared memory or TCP. There is no checksum: the network's own protects what travels.
 
 Needs the extra ``rdma``; import it only where RDMA is asked for.
@@ -94,7 +94,7 @@ class RdmaSource(Source):
             self._layers = window["layers"]  # of every layer's keys and values the address, and bytes per head
             self._name = self._agent.add_remote_agent(base64.b64decode(window["agent"]))
         except (KeyError, TypeError, ValueError) as error:
-            raise StorageError("a source of KV does not say where it can be read") from error
+            raise StorageError("KV source sent no valid memory description") from error
 
     def receive(self, index: int, buffer: Tensor) -> None:
         wanted = self.wanted
@@ -120,7 +120,7 @@ class RdmaSource(Source):
                 ask_on(self.connection, {}, wanted.timeout)
 
     def _start(self, index: int, buffer: Tensor) -> Any:
-        """Begin to read a layer; return NIXL's handle, None where there is nothing to read."""
+        """Begin to read a layer; return NIXL's handle, None if there is nothing to read."""
         self._require_there()  # before more is read from memory that may be free
         wanted, (kind, device) = self.wanted, (self._kind, self._device)
         row_bytes = wanted.ticket.head_dim * wanted.ticket.torch_dtype.itemsize
@@ -160,7 +160,7 @@ def _memory_of(tensor: Tensor) -> tuple[str, int]:
 
 
 def _extent(states: Tensor) -> int:
-    """Count the bytes from the first number of ``[H, T, D]`` to behind its last."""
+    """Count the bytes from the first number of ``[H, T, D]`` to the end of its last."""
     num_heads, num_rows, dim = states.shape
     return ((num_heads - 1) * states.stride(0) + num_rows * dim) * states.element_size()
 

@@ -1,4 +1,4 @@
-"""Receiving KV from the processes that hold it, layer by layer."""
+"""Receives KV from the processes that hold it, layer by layer."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
@@ -22,8 +22,8 @@ class Wanted:
 
     Attributes:
         tokens, kv_heads, layers: token numbers, KV heads of the whole model, and layers.
-        ticket: what names the KV.
-        reader: who reads, as the requests name him.
+        ticket: the ticket of the KV.
+        reader: the reader's name in requests.
         timeout: seconds without any progress after which a wait ends.
     """
 
@@ -36,18 +36,18 @@ class Wanted:
 
     @property
     def name(self) -> str:
-        """What errors call the KV."""
+        """The KV's name in errors."""
         return f"the KV of transfer {self.ticket.transfer}"
 
 
 class Source:
-    """A process that holds KV, and the connection by which it sends some of it.
+    """Connection to a process that holds KV and sends part of it.
 
     Attributes:
         runs, kv_heads: which of the wanted tokens and KV heads it has.
 
     Raises:
-        StorageError: it cannot be reached, or refuses.
+        StorageError: it cannot be reached, or rejects the request.
     """
 
     request: ClassVar[dict[str, Any]] = {"do": "fetch"}
@@ -64,7 +64,7 @@ class Source:
         """Read which of the wanted tokens and KV heads the source has.
 
         Raises:
-            StorageError: it has others, or does not say it as it must.
+            StorageError: it has other ranges, or its reply is malformed.
         """
         tokens, kv_heads = self.wanted.tokens, self.wanted.kv_heads
         try:
@@ -75,34 +75,34 @@ class Source:
                 return
         except (KeyError, TypeError, ValueError):
             pass
-        raise StorageError("a source of KV does not say which of it it has")
+        raise StorageError("KV source sent invalid ranges")
 
     def receive(self, index: int, buffer: Tensor) -> None:
-        """Receive the next layer, number ``index``, to its places in keys and values ``[2, H, T, D]``.
+        """Receive the next layer, number ``index``, into keys and values ``[2, H, T, D]``.
 
         Raises:
-            StorageError: it will never be there, or was damaged on the way.
+            StorageError: it is not available, or was damaged in transfer.
         """
         wanted = self.wanted
         heads = slice(*(head - wanted.kv_heads.start for head in self.kv_heads))
         places = [place for _, place in rows_of(self.runs, [wanted.tokens])]
         with self.described(f"in layer {index} of {wanted.ticket.num_layers}"):
             if read_message(self.connection, wanted.timeout).get("layer") != index:
-                raise StorageError(f"layer {index} of {wanted.name} did not come in its turn")
+                raise StorageError(f"layer {index} of {wanted.name} arrived out of order")
             # The order of sending: keys, values; of each head by head; and of a head run by run.
             rows = (head[None, place] for states in buffer for head in states[heads] for place in places)
             checksum = receive_rows(self.connection, rows)
             if read_message(self.connection, wanted.timeout).get("crc32") != checksum:
-                raise StorageError(f"layer {index} of {wanted.name} was damaged on its way: its checksum is wrong")
+                raise StorageError(f"layer {index} of {wanted.name} was damaged in transfer: wrong checksum")
 
     def close(self) -> None:
-        """End the connection, also for a thread that waits for it."""
+        """Close the connection, also for a thread that waits for it."""
         sever(self.connection)
         self.connection.close()
 
     @contextmanager
     def described(self, place: str) -> Iterator[None]:
-        """Turn what goes wrong with a connection into a StorageError."""
+        """Turn a connection's errors into a StorageError."""
         try:
             yield
         except BaseException as error:
@@ -111,22 +111,23 @@ class Source:
             host, port = self.address
             if isinstance(error, Severed):
                 gone = f"{self.wanted.name} is gone, or its process is"
-                raise StorageError(f"{host}:{port} broke off {place}: {gone}") from error
+                raise StorageError(f"{host}:{port} closed the connection {place}: {gone}") from error
             if isinstance(error, OSError):
                 raise unreachable(self.address, error) from error
             raise
 
 
 def received(wanted: Wanted, open_sources: Callable | None = None) -> Iterator[tuple[Tensor, Tensor]]:
-    """Receive layers from all sources at a time, each layer while the one before is being used.
+    """Receive layers from all sources in parallel, each layer while the previous one is in use.
 
-    Every layer is keys and values ``[H, T, D]`` in host memory, valid until the next is asked for.
+    Every layer is keys and values ``[H, T, D]`` in CPU memory, valid until the next is asked for.
 
     Args:
-        open_sources: makes of the buffers a context of what opens a source, where it is not :class:`Source`.
+        open_sources: makes from the buffers a context with the function that opens a source; by default
+            :class:`Source`.
 
     Raises:
-        StorageError: a source cannot be reached, refuses, has ended, or what it sent was damaged on the way.
+        StorageError: a source cannot be reached, rejects, has ended, or what it sent was damaged on the way.
     """
     addresses, layers = list(dict.fromkeys(wanted.ticket.sources)), list(wanted.layers)
     shape = 2, len(wanted.kv_heads), len(wanted.tokens), wanted.ticket.head_dim
@@ -149,7 +150,7 @@ def received(wanted: Wanted, open_sources: Callable | None = None) -> Iterator[t
         _all_of([pool.submit(opened, address) for address in addresses])
         held = ((source.runs, source.kv_heads) for source in sources)
         if not cover_once(held, wanted.kv_heads, wanted.tokens):
-            raise StorageError(f"the sources of {wanted.name} do not hold every token exactly once")
+            raise StorageError(f"the sources of {wanted.name} do not cover every token exactly once")
         coming = begin(0) if layers else []
         for number in range(len(layers)):
             _all_of(coming)

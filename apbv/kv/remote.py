@@ -1,6 +1,6 @@
-"""A consumer's side of a transfer: the KV that a ticket names, from the producers' memory.
+"""Consumer side of a KV transfer: reads the KV that a ticket names from the producers' memory.
 
-Consumers are other engines' processes: it needs torch and the standard library.
+Consumers are other engines' processes, so it needs only torch and the standard library.
 """
 
 import secrets
@@ -18,21 +18,20 @@ TRANSPORTS = ("tcp", "rdma")
 
 
 class RemoteKV:
-    """A prompt's KV that somebody else computed, and that waits for its consumer.
+    """A prompt's KV that another process computed and exports.
 
-    A consumer of several processes has one in each of them, which are its readers. Use it as a context manager,
+    A consumer with several processes has one in each of them; these are its readers. Use it as a context manager,
     or call :meth:`close`.
 
     Args:
-        ticket: what names it.
+        ticket: its ticket.
         timeout: seconds without any progress after which a wait ends in an error.
-        num_readers: how many processes will read and confirm; the KV is kept until all of them have.
-        transport: how it comes from the producers' memory, one of :data:`TRANSPORTS`; ``"rdma"`` needs the
-            extra of that name on both sides.
+        num_readers: number of processes that will read and confirm; the KV is kept until all of them have.
+        transport: one of :data:`TRANSPORTS`; ``"rdma"`` needs the extra of that name on both sides.
 
     Raises:
-        ValueError: there is no such transport.
-        StorageError: there is no RDMA here.
+        ValueError: the transport is unknown.
+        StorageError: RDMA is not available here.
     """
 
     def __init__(self, ticket: Ticket, timeout: float = 30.0, num_readers: int = 1, transport: str = "tcp"):
@@ -45,15 +44,15 @@ class RemoteKV:
             try:
                 from .rdma import rdma_sources
             except ImportError as error:
-                raise StorageError(f"KV cannot be read by RDMA here: {error}") from error
+                raise StorageError(f"RDMA is not available here: {error}") from error
             self._open_sources = rdma_sources
 
     def layers(
         self, tokens: range, kv_heads: range | None = None, layers: range | None = None
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Return an iterator over the layers in their order, which begins to read when it is asked for the first.
+        """Return an iterator over the layers in order, which begins to read when the first is requested.
 
-        Each is keys and values ``[H, T, D]`` in host memory, valid until the next is asked for, which is received
+        Each is keys and values ``[H, T, D]`` in CPU memory, valid until the next is requested, which is received
         meanwhile.
 
         Args:
@@ -62,8 +61,8 @@ class RemoteKV:
             layers: a range of layers; None: all.
 
         Raises:
-            ValueError: there are no such tokens, KV heads or layers.
-            StorageError: by the iterator: the KV has ended, cannot be reached, or is damaged.
+            ValueError: tokens, KV heads or layers are out of range.
+            StorageError: from the iterator: the KV has ended, cannot be reached, or is damaged.
         """
         ticket = self.ticket
         sizes = {"tokens": ticket.num_tokens, "kv_heads": ticket.num_kv_heads, "layers": ticket.num_layers}
@@ -78,15 +77,16 @@ class RemoteKV:
         return self._reading
 
     def confirm(self) -> None:
-        """Say that this reader has all that it wanted. The KV ends once all readers have said so.
+        """Confirm that this reader has all it wanted. The KV ends once all readers have confirmed.
 
         Raises:
-            StorageError: nobody heard it, or the KV had ended already. What was read is right all the same.
+            StorageError: the producers cannot be reached, or the KV had already ended. Received data is still
+                valid.
         """
         _tell(self.ticket, "done", self._timeout, self._reader)
 
     def close(self) -> None:
-        """End whatever is still being received."""
+        """Stop receiving."""
         if self._reading is not None:
             self._reading.close()
             self._reading = None
@@ -99,10 +99,10 @@ class RemoteKV:
 
 
 def drop(ticket: Ticket, timeout: float = 5.0) -> None:
-    """Tell the producers that nobody will fetch this KV, so that its memory is free at once.
+    """Notify the producers that this KV will not be fetched, so that its memory is freed at once.
 
     Raises:
-        StorageError: nobody heard it within ``timeout`` seconds, or the KV had ended already.
+        StorageError: no producer answered within ``timeout`` seconds, or the KV had already ended.
     """
     _tell(ticket, "drop", timeout, {})
 

@@ -1,4 +1,4 @@
-"""Copies some of a prompt's KV, for a draft that sees less of the prompt than the target."""
+"""Copies part of a prompt's KV, for a draft that sees less of the prompt than the target."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Sends KV from the memory of the process that holds it, and listens for those who ask for it."""
+"""Sends KV from the memory of the process that holds it, and listens for requests."""
 
 import logging
 import socket
@@ -22,14 +22,14 @@ Layers = Sequence[tuple[Tensor, Tensor]]
 
 _logger = logging.getLogger(__name__)
 
-MAX_STRANGERS = 64  # connections that have shown no secret yet
+MAX_STRANGERS = 64  # connections that have not presented a secret yet
 _ENDING_SECONDS = 5.0
 _POLL_SECONDS = 0.05  # after which a listener that ends notices
 
 
 @dataclass(frozen=True)
 class Part:
-    """A Part of a process's KV that somebody asks for.
+    """Requested part of a process's KV.
 
     Attributes:
         heads: which of the process's KV heads, counted from its first.
@@ -47,10 +47,10 @@ class Part:
 
 
 class Share:
-    """The KV of a prompt that one process holds, on a GPU or in host memory.
+    """One process's share of a prompt's KV, on a GPU or in CPU memory.
 
-    Nothing may write to it as long as it is offered. On a GPU it is read behind what the current stream has been
-    given so far.
+    It must not be modified while it is exported. On a GPU it is read after the work queued so far in the current
+    stream.
 
     Args:
         tokens: ascending runs of token numbers.
@@ -68,19 +68,19 @@ class Share:
             self._computed = torch.cuda.current_stream(self._device).record_event()
 
     def part(self, tokens: range, kv_heads: range, layers: range) -> Part:
-        """Return what of this share is asked for, which may be nothing.
+        """Return the requested part of this share, which may be empty.
 
         Raises:
-            StorageError: there are no such layers.
+            StorageError: layers are out of range.
         """
         if layers.stop > len(self._layers):
-            raise StorageError(f"there are {len(self._layers)} layers, not {layers.stop}")
+            raise StorageError(f"the KV has {len(self._layers)} layers, not {layers.stop}")
         heads = intersect(self.kv_heads, kv_heads)
         rows = [rows for rows, _ in rows_of(self.runs, [tokens])] if heads else []
         common = (intersect(range(*run), tokens) for run in self.runs) if heads else ()
         return Part(
             heads=slice(heads.start - self.kv_heads.start, heads.stop - self.kv_heads.start),
-            # The runs ascend, so that what lies within a range of tokens lies in rows without a gap.
+            # The runs ascend, so a range of tokens maps to contiguous rows.
             rows=slice(rows[0].start, rows[-1].stop) if rows else slice(0, 0),
             layers=layers,
             runs=tuple((run.start, run.stop) for run in common if run),
@@ -88,27 +88,27 @@ class Share:
         )
 
     def in_host_memory(self, part: Part) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield keys and values ``[H, T, D]`` of each layer, whose rows lie one behind the other.
+        """Yield keys and values ``[H, T, D]`` of each layer, with contiguous rows.
 
-        They are the share's own memory where that is possible, and valid until the next are asked for.
+        They are the share's own memory if possible, and valid until the next are requested.
         """
         return (
             self._copied(part) if self._computed is not None else (self._of(part, index) for index in part.layers)
         )
 
     def in_place(self, part: Part) -> list[tuple[Tensor, Tensor]]:
-        """Return keys and values ``[H, T, D]`` of each layer where they lie, once they have been computed."""
+        """Return keys and values ``[H, T, D]`` of each layer in place, once they have been computed."""
         if self._computed is not None:
             self._computed.synchronize()
         return [self._of(part, index) for index in part.layers]
 
     def _of(self, part: Part, layer: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values ``[H, T, D]`` such that each head's rows lie one behind the other."""
+        """Return keys and values ``[H, T, D]`` with contiguous rows per head."""
         found = (states[part.heads, part.rows] for states in self._layers[layer])
         return tuple(x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous() for x in found)
 
     def _copied(self, part: Part) -> Iterator[tuple[Tensor, Tensor]]:
-        """Copy layers from the GPU, each while the one before is being sent, beside what else the GPU does."""
+        """Copy layers from the GPU, each while the previous one is being sent, next to other GPU work."""
         stream = side_stream(self._device, "sending")
         stream.wait_event(self._computed)
         buffers: list[list[Tensor]] = []
@@ -138,14 +138,15 @@ class Share:
 
 
 class Listener(socketserver.ThreadingTCPServer):
-    """Takes connections, and serves each in a thread of its own.
+    """Accepts connections, and serves each in its own thread.
 
-    A connection is a stranger's until it is trusted. Where there are many of these, each newcomer ends the first.
+    Connections are untrusted until they present a secret. If there are too many, each new one closes the oldest.
 
     Args:
         address: where to listen; port 0 takes any that is free.
-        serve: called with each connection, which is closed when it returns, and with what trusts it.
-        idle_seconds: for how long a connection may neither give nor take anything.
+        serve: called with each connection, which is closed when it returns, and with a function that marks it as
+            trusted.
+        idle_seconds: maximum idle time of a connection.
 
     Raises:
         OSError: it cannot listen there.
@@ -164,7 +165,7 @@ class Listener(socketserver.ThreadingTCPServer):
         self._serve, self._idle_seconds = serve, idle_seconds
         self._lock = threading.Lock()
         self._connections: dict[socket.socket, threading.Thread | None] = {}
-        self._strangers: dict[socket.socket, None] = {}  # who came first, first
+        self._strangers: dict[socket.socket, None] = {}  # the oldest first
         super().__init__(address, socketserver.BaseRequestHandler)
         self._acceptor = threading.Thread(
             target=self.serve_forever, args=(_POLL_SECONDS,), name="kv-listener", daemon=True
@@ -172,7 +173,7 @@ class Listener(socketserver.ThreadingTCPServer):
         self._acceptor.start()
 
     def close(self) -> None:
-        """Listen no more, end all connections, and wait a few seconds for their threads."""
+        """Stop listening, close all connections, and wait a few seconds for their threads."""
         self.shutdown()
         with self._lock:
             connections = dict(self._connections)
@@ -187,7 +188,7 @@ class Listener(socketserver.ThreadingTCPServer):
         try:
             connection, address = super().get_request()
         except OSError as error:
-            _logger.warning("a connection for KV could not be taken: %s", error)
+            _logger.warning("cannot accept a KV connection: %s", error)
             time.sleep(0.1)  # such as too many open files
             raise
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -215,11 +216,11 @@ class Listener(socketserver.ThreadingTCPServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: socket.socket, client_address: Any) -> None:
-        """Log what went wrong with a connection."""
+        """Log a connection's error."""
         if isinstance(error := sys.exc_info()[1], OSError):
-            _logger.info("a connection for KV ended early: %s", error)
+            _logger.info("a KV connection was closed early: %s", error)
         else:
-            _logger.exception("a request for KV failed")
+            _logger.exception("a KV request failed")
 
     def _forget(self, connections: dict, connection: socket.socket) -> None:
         with self._lock:

@@ -1,12 +1,12 @@
-"""Saved KV: a directory that one or several hosts write, and that any number of hosts read.
+"""Saved KV: a directory that one or several hosts write and any number of hosts read.
 
 The directory holds ``manifest.json`` and, in the subfolder that the manifest names, ``prompt.safetensors`` with
 ``logits [1, V]`` and ``position_ids`` (``[3, n]`` for M-RoPE models, else ``[n]``), and for every layer and shard
-one file with ``keys`` and ``values``, ``[H_kv, T, D]``, after RoPE, in token order. A shard is what one writer
-held: some runs of tokens, and a range of KV heads.
+one file with ``keys`` and ``values``, ``[H_kv, T, D]``, after RoPE, in token order. A shard is one writer's part:
+runs of tokens, and a range of KV heads.
 
-Sizes, checksums and digests reveal what was cut off or changed. A crash at any moment leaves what
-was saved before, or nothing: saving again writes another subfolder, and then replaces the manifest in one step.
+Sizes, checksums and digests detect truncated or changed files. A crash at any moment leaves what was saved before,
+or nothing: saving again writes another subfolder, and then replaces the manifest in one step.
 """
 
 import json
@@ -46,7 +46,7 @@ class StoredFile:
 
 @dataclass(frozen=True)
 class Shard:
-    """What one writer held of the KV.
+    """One writer's part of the KV.
 
     Attributes:
         tokens: runs ``[start, stop)`` of token numbers, ascending.
@@ -61,7 +61,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class StoredVisual:
-    """The videos and images that a prompt is about.
+    """Videos and images of a prompt.
 
     Attributes:
         kind: ``"video"`` or ``"image"``, or ``"mixed"`` of a prompt with both.
@@ -74,12 +74,12 @@ class StoredVisual:
 
 @dataclass(frozen=True)
 class StoredReduction:
-    """The visual tokens that were left out before the language model.
+    """Visual tokens that were pruned before the language model.
 
     Attributes:
         method, ratio: as in :class:`apbv.ReduceConfig`.
-        num_before: how many visual tokens there were.
-        kept: which of them are left, ascending.
+        num_before: number of visual tokens before pruning.
+        kept: the retained ones, ascending.
     """
 
     method: str
@@ -90,16 +90,16 @@ class StoredReduction:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest(KVFacts):
-    """Everything that a directory of saved KV holds.
+    """Contents of a directory of saved KV.
 
     Attributes:
         generation: the subfolder with the tensors.
         apbv_version: the version of apbv that saved it.
-        token_ids: the whole prompt; where visual tokens were left out, what is left of it.
+        token_ids: the whole prompt; where visual tokens were pruned, what is left of it.
         context_start, query_start: as in :class:`apbv.ModelInputs`.
         visual: the video or the images; None for a prompt of text.
         density: the share of the scores that was computed, where attention was sparse; else None.
-        reduction: which visual tokens were left out; None where none was.
+        reduction: which visual tokens were pruned; None if none was.
         anchor_len, passing_len: l_a and l_p.
         prompt: the file of logits and positions.
         shards: one per writer; together they hold every token of every KV head exactly once.
@@ -129,7 +129,8 @@ class Manifest(KVFacts):
             yield from shard.files
 
     def require_complete(self, path: Path) -> None:
-        """Check that each token of each KV head is in exactly one shard, and each layer of a shard in a file.
+        """Check that each token of each KV head is in exactly one shard, and that each layer of a shard has a
+        file.
 
         Raises:
             StorageError: a token or a layer is missing, a token is in several shards, or the reduction does not
@@ -138,20 +139,20 @@ class Manifest(KVFacts):
         is_whole = len(self.token_ids) == self.num_tokens
         is_whole = is_whole and digest_of_tokens(self.token_ids) == self.tokens_sha256
         if not is_whole or any(len(shard.files) != self.num_layers for shard in self.shards):
-            raise StorageError(f"the manifest for {path} does not name every token and every layer")
+            raise StorageError(f"the manifest for {path} does not cover every token and layer")
         token_bytes = 2 * self.head_dim * self.torch_dtype.itemsize
         for shard in self.shards:
             num_bytes = sum(map(length, shard.tokens)) * length(shard.kv_heads) * token_bytes
             if any(file.bytes < num_bytes for file in shard.files):  # nothing larger than a file is allocated
-                raise StorageError(f"the files for {path} are too small for the KV that they are to hold")
+                raise StorageError(f"the files for {path} are too small for their KV")
         if self.reduction is not None:
             kept, num_left = self.reduction.kept, self.visual and self.visual.num_tokens
             ascending = all(before < after for before, after in pairwise((-1, *kept, self.reduction.num_before)))
             if len(kept) != num_left or not ascending:
-                raise StorageError(f"the KV in {path} is not of the tokens that its reduction has left")
+                raise StorageError(f"the KV in {path} does not match the tokens that its pruning retained")
         shards = ((shard.tokens, shard.kv_heads) for shard in self.shards)
         if not cover_once(shards, range(self.num_kv_heads), range(self.num_tokens)):
-            raise StorageError(f"the shards for {path} do not hold every token exactly once")
+            raise StorageError(f"the shards for {path} do not cover every token exactly once")
 
 
 class SavedKV:
@@ -187,7 +188,7 @@ class SavedKV:
         for file in saved.manifest.files():
             try:
                 size = (saved._folder / file.name).stat().st_size
-            except (OSError, ValueError) as error:  # no such file, or no name of one
+            except (OSError, ValueError) as error:  # the file is missing, or the name is invalid
                 raise StorageError(f"saved KV in {path} is incomplete: {error}") from error
             if size != file.bytes:
                 raise StorageError(f"{saved._folder / file.name} has {size} bytes instead of {file.bytes}")
@@ -208,11 +209,11 @@ class SavedKV:
 
         Args:
             index: the layer, from 0.
-            tokens: a run of tokens, or several, which are put one after the other.
+            tokens: a run of tokens, or several, which are concatenated.
             kv_heads: a range of KV heads.
 
         Raises:
-            ValueError: there are no such layer, tokens or KV heads.
+            ValueError: the layer, tokens or KV heads are out of range.
             StorageError: a file was changed, or is gone.
         """
         manifest = self.manifest
@@ -221,7 +222,7 @@ class SavedKV:
         kv_heads = range(manifest.num_kv_heads) if kv_heads is None else kv_heads
         sizes = [(run, manifest.num_tokens) for run in wanted] + [(kv_heads, manifest.num_kv_heads)]
         if any(run.start < 0 or run.stop > size for run, size in sizes) or index not in range(manifest.num_layers):
-            raise ValueError(f"there are no such parts of the KV in {self.path}: {index}, {wanted}, {kv_heads}")
+            raise ValueError(f"the KV in {self.path} has no layer {index}, tokens {wanted}, KV heads {kv_heads}")
         shape = len(kv_heads), sum(map(len, wanted)), manifest.head_dim
         keys, values = (torch.empty(shape, dtype=manifest.torch_dtype) for _ in range(2))
         for shard in manifest.shards:
@@ -245,11 +246,11 @@ class SavedKV:
         return keys, values
 
     def require_whole_prompt(self) -> None:
-        """Raise StorageError if visual tokens were left out, for a reader that makes the whole prompt anew."""
+        """Raise StorageError if visual tokens were pruned, for a reader that renders the whole prompt itself."""
         if self.manifest.reduction is not None:
             raise StorageError(
-                f"the KV in {self.path} is of a prompt that {self.manifest.reduction.method} has shortened, and "
-                "cannot be handed over: its consumer reads the whole prompt"
+                f"cannot transfer the KV in {self.path}: {self.manifest.reduction.method} pruned its prompt, and "
+                "the consumer reads the whole prompt"
             )
 
     def _read(self, file: StoredFile) -> dict[str, Tensor]:
@@ -277,7 +278,7 @@ class Writer:
 
     @staticmethod
     def new_name() -> str:
-        """Draw a name that no other save has."""
+        """Draw a unique name for a save."""
         return _SUBFOLDER + secrets.token_hex(8)
 
     def write_shard(
@@ -302,7 +303,7 @@ class Writer:
         return Shard(runs, (kv_heads.start, kv_heads.stop), files)
 
     def write_prompt(self, logits: Tensor, position_ids: Tensor) -> StoredFile:
-        """Write what :meth:`SavedKV.prompt` reads."""
+        """Write the tensors that :meth:`SavedKV.prompt` reads."""
         return self._write(_PROMPT, {"logits": logits.contiguous(), "position_ids": position_ids.contiguous()})
 
     def publish(self, manifest: Manifest) -> None:
@@ -315,8 +316,8 @@ class Writer:
             path = self._folder / file.name
             if not path.exists() or path.stat().st_size != file.bytes:
                 raise StorageError(
-                    f"{path} is missing: every host has to see the same directory {self.path}, and none may save "
-                    "something else there meanwhile"
+                    f"{path} is missing: all hosts must share the directory {self.path}, and nothing else may be "
+                    "saved there meanwhile"
                 )
         manifest.require_complete(self.path)
         fresh = self._folder / MANIFEST_NAME  # until it is moved, a failed save removes it with the rest
@@ -330,7 +331,7 @@ class Writer:
                 shutil.rmtree(leftover, ignore_errors=True)
 
     def discard(self) -> None:
-        """Remove what a failed save has written; do nothing after :meth:`publish`."""
+        """Remove the files of a failed save; do nothing after :meth:`publish`."""
         if not self._is_published:
             shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -341,7 +342,7 @@ class Writer:
 
 
 def _write_to_disk(path: Path, content: bytes) -> None:
-    """Write a file to the disk, not only to the operating system's memory."""
+    """Flush a file to disk (fsync)."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "wb") as file:
@@ -353,7 +354,7 @@ def _write_to_disk(path: Path, content: bytes) -> None:
 
 
 def _sync_folder(path: Path) -> None:
-    """Write the names of a folder's files to the disk."""
+    """Flush a directory's entries to disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,9 +1,8 @@
 """The ticket with which a consumer fetches a prompt's KV from the hosts that prefilled it.
 
-A prefill worker puts it into the ``kv_transfer_params`` of its reply, and routers carry it unchanged to the
-consumer. It says where the KV is, and all that a consumer's scheduler has to know to decide without any I/O
-whether the KV fits a request. Other engines' processes import this module: it needs only torch and the standard
-library.
+A prefill instance puts it into the ``kv_transfer_params`` of its reply, and routers forward it unchanged to the
+consumer. It has the KV's addresses and everything that a consumer's scheduler needs to decide without I/O whether
+the KV fits a request. Other engines' processes import this module: it needs only torch and the standard library.
 """
 
 import secrets
@@ -20,17 +19,17 @@ _MOST_SOURCES = 1024  # a consumer has a thread for each
 
 @dataclass(frozen=True, kw_only=True)
 class Ticket(KVFacts):
-    """Names KV that waits to be fetched, and describes it.
+    """Names and describes exported KV.
 
     Attributes:
         version: of the ticket's format and of the protocol that the sources speak.
-        transfer: a random 128-bit number as hex digits, by which logs may name the transfer.
-        token: a 256-bit secret as hex digits, which whoever fetches must present; no log may contain it.
+        transfer: a random 128-bit number as hex digits, which may appear in logs.
+        token: a 256-bit secret as hex digits, which readers must present; it must not appear in logs.
         sources: address and port of every process that holds KV. The first is host 0's, which also takes the
             confirmation, and the order to drop the KV.
 
     Raises:
-        StorageError: a value is not what it must be.
+        StorageError: a value is malformed.
     """
 
     version: int = VERSION
@@ -48,7 +47,7 @@ class Ticket(KVFacts):
             raise malformed("sources")
 
     def to_params(self) -> dict[str, Any]:
-        """Return the ``kv_transfer_params`` of a reply, which is all that a request for the consumer needs."""
+        """Return the ``kv_transfer_params`` of a reply, to be sent with the request to the consumer."""
         return {"do_remote_prefill": True, "do_remote_decode": False, _ENTRY: asdict(self)}
 
     @classmethod
@@ -56,13 +55,13 @@ class Ticket(KVFacts):
         """Read the ``kv_transfer_params`` of a request.
 
         Args:
-            params: what JSON made of them.
+            params: the parsed JSON.
 
         Returns:
-            The ticket; None where there is none in them.
+            The ticket; None if they have none.
 
         Raises:
-            StorageError: there is one, but it is malformed, or of another version.
+            StorageError: the ticket is malformed, or of another version.
         """
         record = params.get(_ENTRY) if isinstance(params, dict) else None
         if record is None:
@@ -75,7 +74,7 @@ class Ticket(KVFacts):
 
 
 def new_transfer() -> str:
-    """Draw a number that no other transfer has, as hex digits."""
+    """Draw a unique transfer id, as hex digits."""
     return secrets.token_hex(_HEX_DIGITS["transfer"] // 2)
 
 

@@ -1,17 +1,17 @@
-"""Speaks the protocol by which KV travels: messages of JSON, and rows of KV as they lie in memory.
+"""The KV transfer protocol: JSON messages, and rows of KV as in memory.
 
-A connection carries one request and its reply. The request names what to do, the transfer, and its secret:
+A connection carries one request and its reply. The request names the operation, the transfer, and its secret:
 
-- ``fetch`` has also ``tokens``, ``kv_heads`` and ``layers`` (ranges ``[start, stop)``), and who reads. The reply
-  says which of them this source holds. Then comes for every layer a message, the keys and the values, head by head
-  and row by row, and a message with their checksum.
-- ``fetch`` with ``rdma`` is answered by where the KV lies in memory, which may be read until the connection ends
-  (see :mod:`apbv.kv.rdma`). Who has read all of it sends a message, and is answered where it was kept until then.
-- ``done`` says that a reader has all it wanted, ``drop`` that nobody will fetch the KV.
-- ``end`` says to another source of the transfer that it has ended, and how.
+- ``fetch`` has also ``tokens``, ``kv_heads`` and ``layers`` (ranges ``[start, stop)``), and the reader. The reply
+  has the ranges that this source holds. For every layer there follow a message, the keys and the values, head by
+  head and row by row, and a message with their checksum.
+- ``fetch`` with ``rdma`` returns the KV's memory addresses, which may be read until the connection ends (see
+  :mod:`apbv.kv.rdma`). After reading, the reader sends a message, and gets a reply if the KV was kept until then.
+- ``done`` confirms that a reader has all it wanted, ``drop`` that the KV will not be fetched.
+- ``end`` notifies another source of the transfer that it has ended, and how.
 
-Every message may hold an ``error`` in place of what was expected. Numbers are as the machines have them: both ends
-must be little-endian, as everything is that runs torch on a GPU.
+Every message may hold an ``error`` instead of the expected fields. Numbers are as the machines have them: both
+ends must be little-endian, as everything is that runs torch on a GPU.
 """
 
 import ipaddress
@@ -35,13 +35,13 @@ _MAGIC = b"apbv-kv\x01"
 _HEAD = struct.Struct("<8sI")
 _LONGEST_MESSAGE = 1 << 16
 _MOST_READERS = 1024
-_HIGHEST = 2**31  # no prompt has as many tokens
-# Small enough that what is summed up is still in the processor's cache when it is copied to or from the network.
+_HIGHEST = 2**31  # more than the tokens of any prompt
+# Small enough that checksummed data is still in the CPU's cache when it is copied to or from the network.
 _CHUNK = 1 << 18
 
 
 class Severed(ConnectionError):
-    """The other end has closed the connection."""
+    """Raised if the peer closed the connection."""
 
 
 def connect(address: Address, timeout: float) -> socket.socket:
@@ -56,8 +56,8 @@ def connect(address: Address, timeout: float) -> socket.socket:
 
 
 def sever(connection: socket.socket) -> None:
-    """End a connection, so that threads that wait in it wake up."""
-    with suppress(OSError):  # it has ended already
+    """Close a connection, so that threads that wait in it wake up."""
+    with suppress(OSError):  # already closed
         connection.shutdown(socket.SHUT_RDWR)
 
 
@@ -68,11 +68,11 @@ def send_message(connection: socket.socket, message: dict[str, Any]) -> None:
 
 
 def read_message(connection: socket.socket, seconds: float) -> dict[str, Any]:
-    """Read a message of which every byte has to be there within some seconds.
+    """Read a message, whose bytes must all arrive within some seconds.
 
     Raises:
-        StorageError: what came is no message of this protocol, or says that something is wrong.
-        OSError: nothing came in time, or the connection broke.
+        StorageError: the data is not a message of this protocol, or reports an error.
+        OSError: a timeout, or the connection broke.
     """
     deadline, before = time.monotonic() + seconds, connection.gettimeout()
 
@@ -87,25 +87,25 @@ def read_message(connection: socket.socket, seconds: float) -> dict[str, Any]:
     try:
         magic, length = _HEAD.unpack(read(_HEAD.size))
         if magic != _MAGIC or length > _LONGEST_MESSAGE:
-            raise StorageError("what came is not of the protocol by which KV travels")
+            raise StorageError("peer does not speak the KV protocol")
         content = read(length)
     finally:
         connection.settimeout(before)
     try:
         message = json.loads(content)
-    except (RecursionError, ValueError) as error:  # no JSON, no text, nested too deeply, or too long a number
-        raise StorageError(f"a message cannot be read: {error}") from None
+    except (RecursionError, ValueError) as error:  # not JSON or text, too deep, or too long a number
+        raise StorageError(f"malformed KV message: {error}") from None
     if not isinstance(message, dict):
-        raise StorageError("a message is not an object")
+        raise StorageError("a KV message is not a JSON object")
     if (error := message.get("error")) is not None:
         raise StorageError(str(error)[:1000])
     return message
 
 
 def send_rows(connection: socket.socket, tensors: Iterable[Tensor]) -> int:
-    """Send tensors ``[H, T, D]`` from where they lie, and return their checksum.
+    """Send tensors ``[H, T, D]`` without a copy, and return their checksum.
 
-    Each chunk has to be taken within the connection's timeout.
+    Each chunk must be accepted within the connection's timeout.
     """
     checksum = 0
     for piece in chunks_of(tensors):
@@ -115,7 +115,7 @@ def send_rows(connection: socket.socket, tensors: Iterable[Tensor]) -> int:
 
 
 def receive_rows(connection: socket.socket, tensors: Iterable[Tensor]) -> int:
-    """Receive tensors ``[H, T, D]`` to where they are to lie, and return the checksum of what came."""
+    """Receive into tensors ``[H, T, D]``, and return the checksum of the data."""
     checksum = 0
     for piece in chunks_of(tensors):
         rest = piece
@@ -127,12 +127,12 @@ def receive_rows(connection: socket.socket, tensors: Iterable[Tensor]) -> int:
 
 def _received(connection: socket.socket, buffer: memoryview) -> int:
     if not (count := connection.recv_into(buffer)):
-        raise Severed("it has ended the connection")
+        raise Severed("connection closed by peer")
     return count
 
 
 def chunks_of(tensors: Iterable[Tensor]) -> Iterator[memoryview]:
-    """Yield the memory of tensors ``[H, T, D]`` in host memory, whose rows lie one behind the other, in chunks."""
+    """Yield the memory of tensors ``[H, T, D]`` in CPU memory, with contiguous rows, in chunks."""
     for tensor in tensors:
         for head in tensor:
             if head.numel():
@@ -142,10 +142,10 @@ def chunks_of(tensors: Iterable[Tensor]) -> Iterator[memoryview]:
 
 
 def ask(address: Address, request: dict[str, Any], timeout: float) -> None:
-    """Have a source do something of which nothing comes back.
+    """Send a request that returns no data.
 
     Raises:
-        StorageError: it refuses, or cannot be reached.
+        StorageError: the source rejects it, or cannot be reached.
     """
     try:
         with connect(address, timeout) as connection:
@@ -155,28 +155,28 @@ def ask(address: Address, request: dict[str, Any], timeout: float) -> None:
 
 
 def ask_on(connection: socket.socket, request: dict[str, Any], timeout: float) -> dict[str, Any]:
-    """Send a request, and return the answer.
+    """Send a request, and return the reply.
 
     Raises:
-        StorageError: it refuses.
-        OSError: the connection broke, or nothing came in time.
+        StorageError: the source rejects it.
+        OSError: the connection broke, or a timeout.
     """
     send_message(connection, request)
     return read_message(connection, timeout)
 
 
 def unreachable(address: Address, error: OSError) -> StorageError:
-    """Return the error of a source that cannot be reached, or has broken off."""
+    """Return the error for a source that cannot be reached, or closed the connection."""
     host, port = address
     reason = error.strerror or str(error) or type(error).__name__
     return StorageError(f"the KV's source {host}:{port} cannot be reached: {reason}")
 
 
 def reachable_address(host: str) -> str:
-    """Return by which address other machines reach what listens at ``host``, which may stand for all addresses.
+    """Return the address by which other machines reach a listener on ``host``, which may be a wildcard.
 
     Raises:
-        OSError: this machine does not know its own address.
+        OSError: this machine's own address cannot be determined.
     """
     if host not in ("", "0.0.0.0", "::"):
         return host
@@ -185,31 +185,32 @@ def reachable_address(host: str) -> str:
         for *_, (address, *_) in socket.getaddrinfo(socket.gethostname(), None, family, socket.SOCK_STREAM):
             if not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
                 return address
-    # Many systems give their own name a loopback address, or none. This sends nothing: it chooses a route.
+    # Many systems resolve their own name to a loopback address, or not at all. This sends nothing: it picks a
+    # route.
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(("2001:db8::1" if family == socket.AF_INET6 else "192.0.2.1", 9))
         return probe.getsockname()[0]
 
 
 def range_of(request: dict[str, Any], name: str) -> range:
-    """Read a range of a request.
+    """Read a range from a request.
 
     Raises:
-        StorageError: there is none.
+        StorageError: it is missing or malformed.
     """
     match request.get(name):
         case [int(start), int(stop)] if 0 <= start <= stop <= _HIGHEST:
             return range(start, stop)
-    raise StorageError(f"a request must say which {name} it wants, as [start, stop]")
+    raise StorageError(f"a KV request needs {name} as [start, stop]")
 
 
 def reader_of(request: dict[str, Any]) -> tuple[str, int]:
-    """Read who reads, and how many readers there are.
+    """Read the reader's name and the number of readers from a request.
 
     Raises:
-        StorageError: the request does not say so.
+        StorageError: they are missing or malformed.
     """
     match request.get("reader"), request.get("num_readers"):
         case str(reader), int(count) if len(reader) <= 64 and 0 < count <= _MOST_READERS:
             return reader, count
-    raise StorageError("a request must say who reads, and how many there are")
+    raise StorageError("a KV request needs reader (a string) and num_readers")

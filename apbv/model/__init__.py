@@ -1,1 +1,1 @@
-"""Loading an unmodified transformers model, taking it apart, and giving it an attention of ours."""
+"""Loads an unmodified transformers model, takes it apart, and plugs in apbv's attention."""

@@ -1,7 +1,7 @@
-"""Where apbv plugs into transformers: one attention function, in force only inside a context manager.
+"""The plug-in point in transformers: one attention function, in force only inside a context manager.
 
-The function receives the method at hand as the keyword argument ``apbv`` of the language model's forward,
-which transformers hands down to every layer. So nothing is global and no modeling file is copied.
+The function receives the current method as the keyword argument ``apbv`` of the language model's forward, which
+transformers passes down to every layer. Nothing is therefore global, and no modeling file is copied.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +27,7 @@ _NAME = "apbv"
 
 
 class LayerAttention(Protocol):
-    """A function that stands in for a layer's attention during one forward pass."""
+    """Function that replaces a layer's attention during one forward pass."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float, layer: int) -> Tensor:
         """Attend to the keys and values.
@@ -58,7 +58,7 @@ def _attention(
     """transformers' attention function contract: returns (``[B, S, Hq, D]`` contiguous, None)."""
     for name in ("softcap", "s_aux", "sliding_window", "position_bias"):
         if kwargs.get(name) is not None:
-            raise ValueError(f"{type(module).__name__} asks for {name}, which apbv's attention does not have")
+            raise ValueError(f"{type(module).__name__} needs {name}, which apbv's attention does not support")
     if attention_mask is not None:
         raise ValueError("apbv's attention takes no mask: padded and packed batches are not supported")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -77,9 +77,9 @@ AttentionInterface.register(_NAME, _attention)
 
 @contextmanager
 def apbv_attention(language_model: PreTrainedModel, implementation: str = _NAME) -> Iterator[None]:
-    """Let the language model (never its vision tower) use apbv's attention; restored also on error.
+    """Use apbv's attention in the language model (never in its vision tower); restored even on errors.
 
-    Not by set_attn_implementation, which takes half a millisecond, and could refuse what was in force before.
+    Not by set_attn_implementation, which takes half a millisecond, and could reject what was in force before.
 
     Args:
         implementation: another attention, which the model has had before: what its config said then.
@@ -94,7 +94,7 @@ def apbv_attention(language_model: PreTrainedModel, implementation: str = _NAME)
 
 @dataclass(frozen=True)
 class ChosenKV:
-    """Some of a prompt's KV, read where it lies and never written: a draft on the target's KV needs no copy of it.
+    """Part of a prompt's KV, read in place and never written: a draft on the target's KV needs no copy.
 
     Attributes:
         layers: of each decoder layer the prompt's keys and values, ``[1, Hkv, n, D]``, and which of its tokens a
@@ -105,18 +105,18 @@ class ChosenKV:
 
 
 class NewTokenAttention:
-    """Attention of new tokens, the last in the cache, behind a KV that all of them see.
+    """Attention of new tokens, the last in the cache, to a KV that all of them see.
 
     Args:
         backend: what computes it, as in :class:`apbv.PrefillConfig`.
         visible: bool ``[S, N]``: which of the last N tokens in the cache, themselves included, the new ones see;
             None: those up to themselves.
-        hosts: over whom the KV is spread. Host 0's share ends with the new tokens. Every host attends with the new
-            queries to its own share; the partial results are gathered and merged in host order (Eq. 5), so that
-            all hosts continue with the same numbers. None: the KV is all here.
+        hosts: the hosts over which the KV is sharded. Host 0's share ends with the new tokens. Every host attends
+            with the new queries to its own share; the partial results are gathered and merged in host order (Eq.
+            5), so that all hosts continue with the same numbers. None: the KV is all here.
         prompt: what they see of a prompt that is not in the cache; None: it is.
         num_keys: of every layer int32 ``[1]`` on the device: how many rows of the cache count, where it has room
-            behind them; see :func:`apbv.kernels.verify_attention`. None: all. Only for a KV that is all here.
+            after them; see :func:`apbv.kernels.verify_attention`. None: all. Only for a KV that is all here.
     """
 
     def __init__(
@@ -146,13 +146,13 @@ class NewTokenAttention:
 
 
 class BatchAttention:
-    """Attention of the newest token of each of several sequences, behind the KV of its own sequence.
+    """Attention of the newest token of each of several sequences to the KV of its own sequence.
 
-    It appends the tokens' KV by itself: the model runs without a cache.
+    It also appends the tokens' KV: the model runs without a cache.
 
     Args:
         backend: what computes it, as in :class:`apbv.PrefillConfig`.
-        layers: where the sequences' KV lies in every decoder layer.
+        layers: addresses of the sequences' KV in every decoder layer.
     """
 
     def __init__(self, backend: str, layers: Sequence[SequenceBuffers] | Sequence[BufferTable]):

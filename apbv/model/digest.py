@@ -1,4 +1,4 @@
-"""Digests that tell one model from another by what decides the numbers in its KV."""
+"""Model digests, over everything that determines the numbers in its KV."""
 
 import hashlib
 import json
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-# What decides the numbers in a KV cache. Other fields come and go with versions of transformers.
+# Fields that determine the numbers in a KV cache. Others change with versions of transformers.
 _CONFIG_FIELDS = (
     "model_type",
     "hidden_size",

@@ -1,9 +1,9 @@
-"""A decoder whose norms, MLPs and rotary positions are computed by fused kernels, beside the one as it was.
+"""Decoder with fused kernels for norms, MLPs and rotary positions, next to the original one.
 
 A decoder layer of transformers calls torch for each step between its matrix products: each reads and writes all
 rows, and is launched by itself. What is run here shares weights, submodules and hooks with the model: of a module
 with fused kernels there is another one, of a subclass with another ``forward``, and of those around it. The model
-itself, and whoever else runs it, sees nothing of that.
+itself, and other users of it, are not affected.
 """
 
 import copy
@@ -79,8 +79,8 @@ def fused_forwards(decoder: nn.Module, rms_norm: Callable, silu_product: Callabl
 def with_forwards(module: nn.Module, forwards: Mapping[type, Callable]) -> nn.Module:
     """Return a module that shares another one's weights, but computes what is of these classes by other functions.
 
-    A module that somebody has given a ``forward`` of its own keeps it; one in which nothing changes is shared.
-    What is later put in the place of a submodule is not seen.
+    A module with a ``forward`` of its own keeps it; an unchanged module is shared.
+    Submodules that are replaced later are not noticed.
     """
     children = {name: child and with_forwards(child, forwards) for name, child in module._modules.items()}
     is_changed = type(module) in forwards and "forward" not in vars(module)
@@ -94,7 +94,7 @@ def with_forwards(module: nn.Module, forwards: Mapping[type, Callable]) -> nn.Mo
 
 
 def _mistake(module: nn.Module, forward: Callable, like: Tensor) -> str | None:
-    """Try a function in place of a module's own, on a few rows; return what is wrong, if any."""
+    """Compare a function with a module's own on a few rows; return the error, if any."""
     generator = torch.Generator("cpu").manual_seed(0)
 
     def randn(*shape: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Loading models and their processors from a directory or the hub."""
+"""Loads models and their processors from a directory or the hub."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,7 +23,7 @@ from ..hosts import HostGroup
 from .parts import OMNI_THINKER, VIDEO_FAMILIES
 from .tensor_parallel import load_sharded
 
-# Where a checkpoint says nothing else.
+# Defaults if a checkpoint has none.
 NUM_FRAMES = 64
 MAX_NEW_TOKENS = 128
 
@@ -82,7 +82,7 @@ def read_config(path: str | Path) -> PreTrainedConfig:
         config = AutoConfig.from_pretrained(path)
     if config.model_type != "qwen2_5_omni":
         return config
-    thinker = config.thinker_config  # beside it is a talker, which would speak the answer
+    thinker = config.thinker_config  # it also has a talker, which would speak the answer
     thinker.dtype = thinker.dtype or config.dtype
     return thinker
 

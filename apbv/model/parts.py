@@ -1,4 +1,4 @@
-"""Taking a Hugging Face model apart. Only this file reads a model's config."""
+"""Takes a Hugging Face model apart. Only this file reads a model's config."""
 
 import copy
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ _FIRST_VERSIONS = {OMNI_THINKER: (5, 23)}
 
 
 class UnsupportedModelError(ValueError):
-    """Apbv's attention would compute a part of the model wrongly; the message names it."""
+    """Raised if apbv's attention would compute a part of the model wrongly; the message names it."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class DecoderSizes:
 
 @dataclass(frozen=True)
 class ModelParts:
-    """A causal language model, taken apart.
+    """Parts of a causal language model.
 
     Attributes:
         model: the whole model, as the caller passed it.
@@ -84,10 +84,10 @@ class ModelParts:
             the model's own where fused kernels can be used (:mod:`apbv.model.fused`); else it is that.
         lm_head: hidden states ``[1, S, d]`` to logits ``[1, S, V]``.
         video_token_id, image_token_id: the placeholders in ``input_ids``; None for text-only models.
-        audio_token_id: likewise for audio; None for models that do not hear.
+        audio_token_id: the placeholder for audio; None for models that take no audio.
         backend: what computes its attention, as in :class:`apbv.PrefillConfig`.
         decode: how it is run over new tokens.
-        capture_failures: why its decoding steps could not be recorded as CUDA graphs, where that was tried. It is
+        capture_failures: why its decoding steps could not be captured as CUDA graphs, where that was tried. It is
             tried once: PyTorch does not give back the memory of a recording that failed.
         sizes: those of the whole decoder.
         tensor_parallel: the share of attention and MLP that is here, as (t, T): number t of T; (0, 1) where they
@@ -170,7 +170,7 @@ class ModelParts:
         It is a window of the tower's convolutions and attention; where pairs of rows are pooled across the edge of
         windows, it is two of them.
         """
-        window = self.audio_tower.config.n_window  # half of a window's frames, which is its rows behind both
+        window = self.audio_tower.config.n_window  # half of a window's frames, which is its rows after both
         return 2 * window if window % 2 == 0 else 4 * window
 
     @property
@@ -200,7 +200,7 @@ class ModelParts:
 
         Args:
             input_ids: ``[1, n]``, with placeholders.
-            batch: what the model's processor returned beside them.
+            batch: the other outputs of the model's processor.
 
         Returns:
             ``[3, 1, n]``: time, height, width.
@@ -239,7 +239,7 @@ class ModelParts:
         opened = before == config.vision_start_token_id
         heard = int((opened & (first == config.audio_start_token_id)).sum())
         if heard and bool((opened & (first == self.video_token_id)).any()):
-            raise ValueError("either all videos of a prompt have their sound among their frames, or none has")
+            raise ValueError("audio must be interleaved with the frames of all videos of a prompt, or of none")
         return heard > 0
 
     def num_image_rows(self, size: Tensor, tiled: bool) -> int:
@@ -265,7 +265,7 @@ class ModelParts:
 
     @property
     def wants_graphs(self) -> bool:
-        """Whether steps of decoding are to be recorded where they can be: on a GPU, if not switched off."""
+        """Whether decode steps should be captured if possible: on a GPU, if not switched off."""
         return self.decode.cuda_graphs == "auto" and self.device.type == "cuda"
 
     @property
@@ -284,11 +284,11 @@ class ModelParts:
 
 
 def inspect_model(model: PreTrainedModel, backend: str = "auto", decode: DecodeConfig | None = None) -> ModelParts:
-    """Take a model apart, and refuse what apbv cannot compute exactly as the model means it.
+    """Take a model apart; reject models that apbv cannot compute exactly.
 
     Raises:
         UnsupportedModelError: an unknown family, or a layer type other than full causal attention.
-        BackendError: the back end cannot be used for this model on its device.
+        BackendError: the backend cannot be used for this model on its device.
     """
     family = require_supported(model.config)
     lm_head = model.get_output_embeddings()
@@ -312,7 +312,7 @@ def inspect_model(model: PreTrainedModel, backend: str = "auto", decode: DecodeC
 
 
 def require_supported(config: PreTrainedConfig) -> str:
-    """Return the family of a whole model's config, or refuse it before its weights are loaded.
+    """Return the family of a whole model's config, or reject it before its weights are loaded.
 
     Raises:
         UnsupportedModelError: an unknown family, or a layer type other than full causal attention.
@@ -356,7 +356,7 @@ def some_layers(language_model: nn.Module, layers: range, with_norm: bool = True
 
     Args:
         layers: the layers, which keep their numbers.
-        with_norm: whether the other one's last norm follows them, as it must behind its last layer.
+        with_norm: whether the other one's last norm follows them, as it must after its last layer.
     """
     part = copy.copy(language_model)
     part._modules = dict(language_model._modules)
@@ -367,12 +367,12 @@ def some_layers(language_model: nn.Module, layers: range, with_norm: bool = True
 
 
 def local_share(weight: Tensor) -> Tensor:
-    """Return the share of a weight that lies on this process under tensor parallelism."""
+    """Return this process's shard of a weight under tensor parallelism."""
     return weight.to_local() if hasattr(weight, "to_local") else weight
 
 
 def _on_cpu(batch: Mapping[str, Any], *names: str) -> dict[str, Tensor]:
-    """Return what a batch has of these, as tensors in host memory."""
+    """Return a batch's entries of these names, as tensors in CPU memory."""
     return {name: torch.as_tensor(batch[name]).cpu() for name in names if batch.get(name) is not None}
 
 

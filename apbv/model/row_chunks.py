@@ -1,4 +1,4 @@
-"""Runs a decoder's norms and MLPs over a long prompt in chunks of rows, inside a context manager only.
+"""Runs a decoder's norms and MLPs on a long prompt in chunks of rows, inside a context manager only.
 
 What they compute of a row depends on that row alone, and between input and output they hold several times as much:
 an MLP three times its width, a norm two copies in fp32. Of 148,000 tokens that is 17 GB in a layer of
@@ -25,7 +25,7 @@ _FP32_COPIES_OF_NORM = 2
 
 @contextmanager
 def rows_in_chunks(parts: ModelParts, most_rows: int, chunk_bytes: int | None = None) -> Iterator[None]:
-    """Let the decoder's norms and MLPs take a long input in chunks of rows; restored also on error.
+    """Run the decoder's norms and MLPs on a long input in chunks of rows; restored even on errors.
 
     Modules whose chunks are as long as any input are left alone. Hooks on the modules see whole inputs and
     outputs. With tensor parallelism every member of a host makes the same chunks, so that the sums over members
@@ -68,7 +68,7 @@ def chunk_rows(device: torch.device, row_bytes: int, chunk_bytes: int | None = N
 
 
 def mlp_row_bytes(width: int, itemsize: int) -> int:
-    """Return what an MLP of this width holds of one row: the gate, the other projection, and their product."""
+    """Return an MLP's activations per row, at this width: the gate, the other projection, and their product."""
     return 3 * width * itemsize
 
 

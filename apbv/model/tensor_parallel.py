@@ -73,7 +73,7 @@ def load_sharded(
 
 
 def plan_of(model: PreTrainedModel) -> dict[str, str]:
-    """Say how transformers is to share out a model: its sharding styles by the names of modules."""
+    """Return transformers' sharding plan for a model: sharding styles by module name."""
     names = {module: name for name, module in model.named_modules()}
     decoder = names[model.get_decoder()]
     return {
@@ -84,7 +84,7 @@ def plan_of(model: PreTrainedModel) -> dict[str, str]:
 
 
 def require_divisible(config: PreTrainedConfig, tensor_parallel: int) -> None:
-    """Refuse a language model that T processes cannot share evenly.
+    """Reject a language model that T processes cannot share evenly.
 
     Raises:
         UnsupportedModelError: T does not divide a size; the message names it.
@@ -98,7 +98,7 @@ def require_divisible(config: PreTrainedConfig, tensor_parallel: int) -> None:
     for what, count in counts.items():
         if count % tensor_parallel:
             raise UnsupportedModelError(
-                f"the model has {count} {what}, which {tensor_parallel} processes cannot share evenly"
+                f"the model's {count} {what} cannot be split evenly across {tensor_parallel} processes"
             )
 
 

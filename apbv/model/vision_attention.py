@@ -1,9 +1,9 @@
-"""How a tower that packs windows and frames attends to all of them at once.
+"""Packed attention of vision towers, over all windows and frames in one call.
 
-The vision towers of Qwen2-VL, Qwen2.5-VL and Qwen3-VL lay all windows or frames one behind the other, and so does
-Qwen2.5-Omni's audio tower with its windows. By default
-transformers cuts them apart again in every layer and attends to each by itself: a thousand small calls where one
-does. It makes one call where an attention of the name "flash…" is in force, and tells it where the sequences end.
+The vision towers of Qwen2-VL, Qwen2.5-VL and Qwen3-VL lay all windows or frames one after the other, and so does
+Qwen2.5-Omni's audio tower with its windows. By default transformers cuts them apart again in every layer and
+attends to each by itself: a thousand small calls where one does. It makes one call where an attention of the name
+"flash…" is in force, and tells it where the sequences end.
 """
 
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """transformers' attention function contract: returns (``[1, T, H, D]`` contiguous, None)."""
     if attention_mask is not None or dropout:
-        raise ValueError("attention of packed sequences has neither a mask nor dropout")
+        raise ValueError("attention of packed sequences supports neither a mask nor dropout")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     # Layers that have the same boundaries share what is worked out of them. They are known by their identity, and
     # kept, so that no other tensor can come to have it.
@@ -53,7 +53,7 @@ AttentionInterface.register(_NAME, _attention)
 
 @contextmanager
 def packed_attention(tower: PreTrainedModel | None, backend: str) -> Iterator[None]:
-    """Let a tower attend to all its windows or frames in one call; restored also on error.
+    """Make a tower attend to all its windows or frames in one call; restored even on errors.
 
     It replaces transformers' default, sdpa, and the result is the same up to rounding. Another implementation
     that the caller has chosen stays in force. A tower is used by one thread at a time; every model has its own.

@@ -1,1 +1,1 @@
-"""From a prompt to its KV, in one forward pass that all hosts share."""
+"""Prefill: from a prompt to its KV, in one forward pass shared by all hosts."""

@@ -1,4 +1,4 @@
-"""Lets a request be cancelled before its first token: between chunks of the tower, and between layers."""
+"""Cancels requests before their first token: between chunks of the tower, and between layers."""
 
 from collections.abc import Callable
 
@@ -11,17 +11,17 @@ Stop = Callable[[], bool]
 
 
 class RequestCancelled(AgreedError):
-    """``stop`` ended a request before its first token; the next one can follow."""
+    """Raised if ``stop`` ended a request before its first token; the hosts can continue."""
 
     def __init__(self):
         super().__init__("the request was cancelled before its first token")
 
 
 def require_going_on(hosts: HostGroup, stop: Stop | None) -> None:
-    """Ask on host 0 whether a prompt's prefill is to end, and let all hosts know at the same point; collective.
+    """Call ``stop`` on host 0, and cancel on all hosts at the same point if it returns true; collective.
 
     Args:
-        stop: asked on host 0; None on all hosts: nobody cancels, and nothing is exchanged.
+        stop: called on host 0; None on all hosts: no cancelling, and no communication.
 
     Raises:
         RequestCancelled: on every host.
@@ -31,14 +31,14 @@ def require_going_on(hosts: HostGroup, stop: Stop | None) -> None:
     error, ends = None, False
     try:
         ends = hosts.is_leader and bool(stop())
-    except Exception as caught:  # of whatever kind: it is the caller's function
+    except Exception as caught:  # of any kind: it is the caller's function
         error, ends = caught, True
     if hosts.broadcast_ints([ends], 1)[0]:
         raise RequestCancelled from error
 
 
 def asking_before_each(attention: LayerAttention, hosts: HostGroup, stop: Stop) -> LayerAttention:
-    """Return an attention that asks before each layer's whether the prefill is to end."""
+    """Wrap an attention so that it checks for cancellation before each layer."""
 
     def asking(q: Tensor, k: Tensor, v: Tensor, scale: float, layer: int) -> Tensor:
         require_going_on(hosts, stop)

@@ -1,7 +1,7 @@
 """Encodes frames in parallel (APB-V, Section 3.1): each host runs the vision tower on its share.
 
 A *row* belongs to one visual placeholder token: the vision tower's embedding and, for models with deepstack, the L
-vectors that are added to the hidden states after the first layers, side by side: ``[rows, (1 + L) * d]``. Rows are
+vectors that are added to the hidden states after the first layers, concatenated: ``[rows, (1 + L) * d]``. Rows are
 numbered in prompt order.
 """
 
@@ -31,7 +31,7 @@ VisualRows = Callable[[Sequence[range]], Iterator[Tensor]]
 def tower_rows(
     parts: ModelParts, visual: VisualInput, timer: StageTimer | None, chunks: Sequence[range]
 ) -> Iterator[Tensor]:
-    """Yield what the model's vision tower makes of this host's pixels, chunk by chunk; see :data:`VisualRows`.
+    """Run the model's vision tower on this host's pixels, chunk by chunk; see :data:`VisualRows`.
 
     Args:
         timer: times the tower.
@@ -74,13 +74,13 @@ def encode_visual(parts: ModelParts, visual: VisualInput | None) -> Tensor | Non
 
 
 def all_rows(parts: ModelParts, visual: VisualInput, source: VisualRows, num_bytes: int) -> Tensor:
-    """Make the rows of this host's share, chunk by chunk, ``[rows, (1 + L) * d]``; none for an empty share.
+    """Encode this host's share, chunk by chunk, to ``[rows, (1 + L) * d]``; none for an empty share.
 
     Args:
-        num_bytes: how much memory a chunk may take.
+        num_bytes: memory limit of a chunk.
 
     Raises:
-        ValueError: they are more or fewer than the placeholders that the prompt has for this share.
+        ValueError: their number differs from that of the prompt's placeholders for this share.
     """
     expected, done = len(visual.pieces[visual.host]), 0
     rows = torch.empty(expected, parts.row_width, dtype=parts.dtype, device=parts.device)
@@ -90,12 +90,12 @@ def all_rows(parts: ModelParts, visual: VisualInput, source: VisualRows, num_byt
             if done <= expected:
                 rows[start:done] = chunk
     if done != expected:
-        raise ValueError(f"the vision tower made {done} embeddings where the prompt has {expected} placeholders")
+        raise ValueError(f"the vision tower returned {done} embeddings for {expected} placeholders")
     return rows
 
 
 def agree_on_chunks(hosts: HostGroup, device: torch.device, chunk_bytes: int | None = None) -> int:
-    """Return how many bytes every host may take for what it encodes at a time; collective.
+    """Return the chunk size in bytes on which all hosts agree; collective.
 
     Args:
         device: of the vision tower.
@@ -107,7 +107,7 @@ def agree_on_chunks(hosts: HostGroup, device: torch.device, chunk_bytes: int | N
 
 
 def chunk_bytes_within(free: int) -> int:
-    """Return how many bytes a chunk may take by default where so many are free."""
+    """Return the default chunk size for a number of free bytes."""
     return min(free // _SHARE_OF_MEMORY, _MOST_CHUNK_BYTES)
 
 

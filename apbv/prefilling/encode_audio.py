@@ -1,4 +1,4 @@
-"""Encodes a prompt's sound in parallel: each host runs the audio tower on its share of the windows."""
+"""Encodes audio in parallel: each host runs the audio tower on its share of the windows."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
@@ -15,7 +15,7 @@ from ..stats import StageTimer
 def audio_rows(
     parts: ModelParts, audio: AudioInput, timer: StageTimer | None, chunks: Sequence[range]
 ) -> Iterator[Tensor]:
-    """Yield what the model's audio tower makes of each chunk of units, ``[rows, d]``.
+    """Run the model's audio tower on each chunk of units; yields ``[rows, d]``.
 
     Args:
         timer: times the tower.
@@ -41,10 +41,10 @@ def _encode(parts: ModelParts, pieces: Sequence[Tensor]) -> Tensor:
 
 
 def encode_audio(parts: ModelParts, audio: AudioInput | None) -> Tensor | None:
-    """Run the audio tower on this host's share of the sound.
+    """Run the audio tower on this host's share of the audio.
 
     Returns:
-        Rows ``[len(piece), d]`` in the model's dtype, none for an empty piece; None for a prompt without sound.
+        Rows ``[len(piece), d]`` in the model's dtype, none for an empty piece; None for a prompt without audio.
     """
     if audio is None:
         return None

@@ -1,8 +1,8 @@
-"""Gives every host the embeddings of its visual and audio tokens, while they are still being computed.
+"""Exchanges embeddings of visual and audio tokens between hosts, overlapped with encoding.
 
 Every host encodes its share in chunks. In round r each host sends the rows of its chunk r to the hosts that need
-them, and says whether it failed; while they travel, it encodes the next. A host that failed goes on taking part,
-with rows of zeros, until everybody has heard of it: so no host waits in vain, and the group can serve the next
+them, with a failure flag; during the transfer it encodes the next chunk. A host that failed keeps taking part,
+with rows of zeros, until all hosts know of it: no host then waits for ever, and the group can serve the next
 request.
 """
 
@@ -25,19 +25,18 @@ from .cancelling import RequestCancelled, Stop
 from .encode import VisualRows, agree_on_chunks
 from .encode_audio import audio_rows
 
-_MOST_ROUNDS_UNDER_WAY = 4  # so far may a host that has easier frames run ahead of the slowest
+_MOST_ROUNDS_UNDER_WAY = 4  # rounds by which a host with cheaper frames may run ahead of the slowest
 
 
 @dataclass
 class LocalVisual:
-    """Holds the rows of a host's local tokens, until they are merged into the prompt's embeddings.
+    """Rows of a host's local tokens, until they are merged into the prompt's embeddings.
 
     Attributes:
-        streams: of every visual row, in local order, what becomes its token's embedding, ``[rows, d]``, and then
-            the L vectors that deepstack adds after the first layers; None for a prompt that shows nothing, and
-            once merged.
+        streams: for every visual row, in local order, its token's embedding, ``[rows, d]``, and then the L vectors
+            that deepstack adds after the first layers; None for a prompt without visual tokens, and once merged.
         audio: of every audio row, in local order, its token's embedding, ``[rows, d]``; None for a prompt without
-            sound, and once merged.
+            audio, and once merged.
     """
 
     streams: list[Tensor] | None = None
@@ -49,10 +48,10 @@ class LocalVisual:
         return cls(None if rows is None else list(rows.split(parts.hidden_size, dim=-1)), audio)
 
     def merge_into(self, parts: ModelParts, input_ids: Tensor) -> tuple[Tensor, dict]:
-        """Embed local tokens, with the rows in place of their placeholders, and forget the rows.
+        """Embed local tokens, replacing placeholders by the rows, and drop the rows.
 
         Args:
-            input_ids: ``[1, S]`` of this host's tokens, in host memory, so that a GPU need not be waited for.
+            input_ids: ``[1, S]`` of this host's tokens, in CPU memory, so that a GPU need not be waited for.
 
         Returns:
             Embeddings ``[1, S, d]`` and the language model's further keyword arguments.
@@ -71,7 +70,7 @@ class LocalVisual:
 
 
 class ReadOnce(list):
-    """A list whose items are forgotten when they have been read, as by the layers that add them."""
+    """List whose items are dropped once read, as by the layers that add them."""
 
     def __getitem__(self, index: int) -> Tensor:
         item = super().__getitem__(index)
@@ -93,7 +92,7 @@ def encode_and_exchange(
     """Encode this host's share, and send every host the rows of its local tokens, and no others; collective.
 
     Args:
-        source: makes the visual rows of this host's share; those of sound come from the model's audio tower.
+        source: makes the visual rows of this host's share; those of audio come from the model's audio tower.
         chunk_bytes: as in :class:`apbv.VideoConfig`, where the hosts have not agreed on chunks yet.
         stop: asked on host 0 before each chunk; true ends the encoding on all hosts.
 
@@ -119,10 +118,10 @@ def encode_and_exchange(
 
 
 class _Rounds:
-    """The exchange of all hosts' rows of one kind, chunk by chunk.
+    """Exchange of all hosts' rows of one kind, chunk by chunk.
 
     Args:
-        shown: says which rows belong to temporal patches, or to units of sound.
+        shown: says which rows belong to temporal patches, or to units of audio.
         is_row: ``[n]``, which of the prompt's tokens are rows.
         chunks: of every host, the patches or units of its chunks.
         num_streams: how many vectors of the model's width a row has.
@@ -146,11 +145,11 @@ class _Rounds:
         for host, of_host in enumerate(chunks):
             self._needed.append([range(before[run.start], before[run.stop]) for run in layout.local_spans(host)])
             self._made.append([*map(shown.rows_of, of_host), *[no_rows] * (num_rounds - len(of_host))])
-        # Whose rows this host takes, and who takes its own.
+        # The hosts whose rows this host receives, and the hosts that receive its own.
         self._partners = [hosts.rank] if shown.replicated or hosts.size == 1 else [*range(hosts.size)]
         num_rows, width = sum(map(len, self._needed[hosts.rank])), parts.hidden_size
         self._nothing = torch.empty(0, num_streams * width, dtype=parts.dtype, device=parts.device)
-        # Of this host's tokens; streams lie apart, so that they can be freed apart.
+        # Of this host's tokens; streams are separate tensors, so that they can be freed separately.
         self._local = [self._nothing.new_empty(num_rows, width) for _ in range(num_streams)]
 
     def run(self, source: VisualRows, timer: StageTimer, stop: Stop | None) -> list[Tensor]:
@@ -192,9 +191,7 @@ class _Rounds:
         """Sort the rows of this host's chunk by receiver."""
         rank, made = self._hosts.rank, self._made[self._hosts.rank][number]
         if len(rows) != len(made):
-            raise ValueError(
-                f"the model's tower made {len(rows)} embeddings where the prompt has {len(made)} placeholders"
-            )
+            raise ValueError(f"the model's tower returned {len(rows)} embeddings for {len(made)} placeholders")
         outgoing = []
         for host in self._partners:
             sent = [rows[run.start - made.start : run.stop - made.start] for run in self._sent(rank, number, host)]
@@ -202,7 +199,7 @@ class _Rounds:
         return outgoing
 
     def _start(self, number: int, outgoing: list[Tensor] | None) -> tuple[Exchange, Exchange]:
-        """Send a round's rows, or after a failure as many zeros; return the rows and the failures that come."""
+        """Send a round's rows, or after a failure as many zeros; return the incoming rows and failures."""
         rank, width = self._hosts.rank, self._nothing.shape[1]
         failures = self._hosts.start_gathering(torch.tensor([outgoing is None], dtype=torch.uint8))
         if outgoing is None:
@@ -216,7 +213,7 @@ class _Rounds:
     def _finish(
         self, number: int, rows: Exchange, failures: Exchange, timer: StageTimer
     ) -> tuple[bool, Exception | None]:
-        """Put a round's rows into their places; return whether all hosts go on, and what failed here."""
+        """Store a round's rows; return whether all hosts continue, and this host's failure."""
         failure = None
         try:
             with timer.stage("exchange"):
@@ -226,7 +223,7 @@ class _Rounds:
                         self._place(self._sent(host, number, self._hosts.rank), of_host)
         except HostError:
             raise
-        except Exception as caught:  # the caller's on_stage, say: to be told in the next round
+        except Exception as caught:  # such as the caller's on_stage: sent in the next round
             failure = caught
         rows.wait()
         return not failures.wait().any(), failure

@@ -1,4 +1,4 @@
-"""This module prefills: one sequence-parallel forward pass of an unmodified language model."""
+"""Sequence-parallel prefill: one forward pass of an unmodified language model."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -54,7 +54,7 @@ def prefill(
         hosts: the hosts that take part; ``HostGroup.from_env()`` by default.
         config: method and lengths.
         timer: the request's stage times; a new one by default.
-        watcher: looks on at the question's attention, or hidden states (see :mod:`apbv.speculate.watchers`).
+        watcher: observes the question's attention, or hidden states (see :mod:`apbv.speculate.watchers`).
         encoded: the source of this host's visual embeddings, where it is not the model's vision tower.
         stop: asked on host 0 between chunks of the tower and between layers; true cancels the prefill. None on all
             hosts, or on none.
@@ -80,11 +80,11 @@ def prefill(
         found, expected = parts.tensor_parallel, (hosts.tensor_parallel_rank, hosts.tensor_parallel_size)
         if found != expected:
             raise ValueError(
-                f"the model is share {found[0]} of {found[1]}, but this process is member {expected[0]} of "
-                f"{expected[1]} of its host: load the model with Engine.from_pretrained and these hosts"
+                f"the model is shard {found[0]} of {found[1]}, but this process is TP rank {expected[0]} of "
+                f"{expected[1]}: load the model with Engine.from_pretrained and these hosts"
             )
         if parts.device.type != hosts.device.type:
-            raise ValueError(f"the model is on {parts.device}, this host computes on {hosts.device}")
+            raise ValueError(f"the model is on {parts.device}, but this host computes on {hosts.device}")
         inputs = model_inputs
         if not isinstance(inputs, ModelInputs):
             inputs = ModelInputs.from_processor(
@@ -96,7 +96,7 @@ def prefill(
             if reduce.is_late and inputs.visual is not None:
                 reducer = LATE_REDUCERS[reduce.method](config, parts, inputs)
                 if watcher is not None:
-                    raise ValueError(f"a prefill with {reduce.method} between its layers cannot be observed")
+                    raise ValueError(f"cannot observe a prefill that {reduce.method} prunes between layers")
     hosts.require_same("the prompt", inputs.input_ids.numpy().tobytes())
     hosts.require_same("the prefill configuration or the model", f"{config} {parts.config_text}".encode())
     encoded = encoded or partial(tower_rows, parts, inputs.visual, timer)
@@ -133,7 +133,7 @@ def prefill(
     if reducer is not None:
         reduction = reducer.reduction(last_stage.tokens, shards.layouts)
 
-    # Hand over.
+    # Transfer.
     kv = ShardedKV(shards, hosts)
     if config.kv == "gathered":
         with hosts.collective_stage("handoff"), room.explained("handoff"), timer.stage("handoff"):
@@ -172,14 +172,14 @@ def _plan(inputs: ModelInputs, hosts: HostGroup, config: PrefillConfig, watcher:
     method = method_type(layout, hosts, config)
     if watcher is not None and layout.is_split and not len(layout.query):
         raise ValueError(
-            f"the attention of the question cannot be observed with {method.name}: "
-            "the question is split over the hosts, too"
+            f"cannot observe the question's attention with {method.name}: "
+            "the question is split across the hosts, too"
         )
     return method
 
 
 def passes_blocks_on(config: PrefillConfig, hosts: HostGroup) -> bool:
-    """Return whether hosts pass KV pairs of their context blocks on, for prompts long enough to be split."""
+    """Return whether hosts pass on KV pairs of their context blocks, for prompts long enough to be split."""
     return resolve_method(config, hosts.size).passes_on and config.passing_len != 0
 
 

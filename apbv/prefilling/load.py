@@ -1,4 +1,4 @@
-"""Loads a saved prefill from disk, on any number of hosts."""
+"""Loads a saved prefill from disk on any number of hosts."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -34,7 +34,7 @@ def load(
     """Read a prefill that :meth:`PrefillResult.save` wrote, on any number of hosts; collective.
 
     Args:
-        path: the directory; every host that is to hold KV has to see it.
+        path: the directory; must be visible to every host that holds KV.
         model: the model that will read the KV; checked to be the one that wrote it. None skips the check.
         hosts: the hosts that take part; ``HostGroup.from_env()`` by default.
         kv: where the KV goes: all of it to host 0, or its shares to every host, as in :class:`apbv.PrefillConfig`.
@@ -70,13 +70,13 @@ def load(
 def _read_latest(
     path: Path, parts: ModelParts | None, hosts: HostGroup, kv: str
 ) -> tuple[Manifest, dict[str, Any]]:
-    """Read what a directory holds, again where another save has replaced it meanwhile."""
+    """Read a directory's contents, again if another save has replaced it meanwhile."""
     while True:
         before = _content_of(path / MANIFEST_NAME)
         try:
             saved = SavedKV.open(path)
             return saved.manifest, _read(saved, parts, hosts, kv)
-        except Exception as error:  # what a hand has written may fail anywhere
+        except Exception as error:  # a manifest edited by hand may fail anywhere
             if _content_of(path / MANIFEST_NAME) != before:
                 continue
             if isinstance(error, StorageError):
@@ -91,7 +91,7 @@ def _content_of(path: Path) -> bytes | None:
 
 
 def _read(saved: SavedKV, parts: ModelParts | None, hosts: HostGroup, kv: str) -> dict[str, Any]:
-    """Read the tensors of a prefill; return the fields of its result that have some."""
+    """Read the tensors of a prefill, as fields of its result."""
     manifest = saved.manifest
     if parts is not None:
         _require_written_by(parts, saved)
@@ -109,10 +109,10 @@ def _read(saved: SavedKV, parts: ModelParts | None, hosts: HostGroup, kv: str) -
 
 
 def _require_written_by(parts: ModelParts, saved: SavedKV) -> None:
-    """Refuse KV that another model wrote, or that is of another precision.
+    """Reject KV of another model or dtype.
 
     Raises:
-        StorageError: the KV is refused; the message says why.
+        StorageError: the KV is rejected; the message says why.
     """
     writer, reader = saved.manifest, identify(parts)
     compared = {"family": "a model of another family", "config_sha256": "a model with another configuration"}
@@ -125,7 +125,7 @@ def _require_written_by(parts: ModelParts, saved: SavedKV) -> None:
                 f"not {reader.model} ({reader.family})"
             )
     if saved.manifest.torch_dtype != parts.dtype:
-        raise StorageError(f"the KV in {saved.path} is {saved.manifest.dtype}, the model {parts.dtype}")
+        raise StorageError(f"the KV in {saved.path} is {saved.manifest.dtype}, but the model is {parts.dtype}")
 
 
 def _stored_inputs(manifest: Manifest, position_ids: Tensor, hosts: HostGroup) -> ModelInputs:
@@ -145,7 +145,7 @@ def _stored_inputs(manifest: Manifest, position_ids: Tensor, hosts: HostGroup) -
 
 
 def _layout(manifest: Manifest, num_hosts: int) -> ContextLayout:
-    """Cut the prompt into blocks for so many hosts."""
+    """Cut the prompt into blocks for this number of hosts."""
     query_start = min(manifest.query_start, manifest.num_tokens - 1)
     return plan_layout(
         num_hosts=num_hosts,
@@ -168,7 +168,7 @@ def _read_layers(saved: SavedKV, spans: Sequence[range] | None, hosts: HostGroup
     if saved.manifest.num_kv_heads % hosts.tensor_parallel_size:
         raise StorageError(
             f"the KV in {saved.path} has {saved.manifest.num_kv_heads} KV heads, which "
-            f"{hosts.tensor_parallel_size} processes cannot share evenly"
+            f"cannot be split evenly across {hosts.tensor_parallel_size} processes"
         )
     heads = own_heads(saved.manifest.num_kv_heads, hosts)
     return [

@@ -1,8 +1,8 @@
-"""Estimates what a prefill takes in memory on every host, refuses what cannot fit, and explains what ran out.
+"""Estimates a prefill's memory on every host, rejects prompts that cannot fit, and explains out-of-memory errors.
 
 The estimate needs a model's config and a layout of the prompt; nothing runs. First the vision tower encodes, chunk
 by chunk, into the embeddings of the host's tokens. Then the layers run. The KV of each stays where it is computed,
-or goes to host 0: while the next layer runs, or behind the last one.
+or goes to host 0: while the next layer runs, or after the last one.
 """
 
 import gc
@@ -20,32 +20,32 @@ from ..model.row_chunks import chunk_rows, mlp_row_bytes
 from ..stats import free_memory_bytes, unused_swap_bytes
 
 _ADVICE = {
-    "encoding": "VideoConfig(chunk_bytes=…), infer.py's --video-chunk-mib, lets it encode less at a time",
-    "reduction": "fewer frames, or more hosts, take less",
-    "prefill": "fewer frames or tokens, or more hosts, take less",
-    "handoff": "kv='sharded' leaves the KV where it is computed; fewer frames or tokens take less",
+    "encoding": "use smaller chunks: VideoConfig(chunk_bytes=…), or infer.py's --video-chunk-mib",
+    "reduction": "use fewer frames, or more hosts",
+    "prefill": "use fewer frames or tokens, or more hosts",
+    "handoff": "use kv='sharded', which gathers no KV, or fewer frames or tokens",
 }
-# What a prompt takes at the very least in a stage.
+# The minimum memory of a prompt per stage.
 _NEEDED_FOR = {
-    "reduction": "the embeddings of its frames, all of which it encodes before any are left out",
+    "reduction": "the embeddings of its frames, which are all encoded before pruning",
     "prefill": "its KV and one layer's states",
-    "handoff": "the KV of all hosts, which it gathers",
+    "handoff": "the gathered KV of all hosts",
 }
 _STAGES = tuple(_NEEDED_FOR)
 
 
 class NotEnoughMemoryError(ValueError):
-    """A prompt does not fit in a host's memory; the message says what takes it, and what would take less."""
+    """Raised if a prompt does not fit in a host's memory; the message says what needs it and how to reduce it."""
 
 
 @dataclass(frozen=True)
 class HostMemory:
-    """What a prefill takes on one process of a host, about and at most, beside the weights, in bytes.
+    """Estimated peak memory of a prefill on one process of a host, without the weights, in bytes.
 
     Attributes:
         kv: the KV that this host keeps when the last layer has run.
-        stages: what lies in memory at once, by stage and by what it is.
-        certain: by stage, how much certainly lies there.
+        stages: memory in use at once, by stage and by purpose.
+        certain: by stage, the memory that is certainly needed.
     """
 
     kv: int
@@ -54,7 +54,7 @@ class HostMemory:
 
     @property
     def peak(self) -> int:
-        """The most at any time."""
+        """The maximum over all stages."""
         return max(sum(parts.values()) for parts in self.stages.values())
 
 
@@ -72,19 +72,19 @@ def host_memory(
     num_encoded: int = 0,
     chunk: int = 0,
 ) -> HostMemory:
-    """Estimate what a prefill takes on one host.
+    """Estimate a prefill's memory on one host.
 
     Args:
         sizes: the model's.
-        layout: which host computes and keeps which tokens in the first layer.
+        layout: the tokens that each host computes and keeps in the first layer.
         kv: where the KV is placed, as in :class:`apbv.PrefillConfig`.
-        itemsize: bytes of a number.
-        device: where it computes, which decides how long rows are cut.
-        tensor_parallel: T, the processes that share a host's model.
+        itemsize: bytes per number.
+        device: its device, which decides the sizes of row chunks.
+        tensor_parallel: T, the processes that shard a host's model.
         visual: from the first visual token to the last.
-        certain_depth: how many layers certainly read all these tokens; None: all.
-        num_encoded: of how many visual tokens the host has embeddings before some are left out.
-        chunk: what encodes a chunk of the video.
+        certain_depth: number of layers that certainly read all these tokens; None: all.
+        num_encoded: of how many visual tokens the host has embeddings before pruning.
+        chunk: memory to encode a chunk of the video.
     """
     # The bytes of a token's hidden state, of its queries, and of its K and V in a layer.
     hidden = sizes.hidden * itemsize
@@ -120,11 +120,11 @@ def host_memory(
 
 
 def _passing(layout: ContextLayout, host: int, query: int, kv: int) -> int:
-    """Return the bytes that a layer exchanges, as they lie on one host."""
+    """Return the bytes of a layer's communication buffers on one host."""
     if layout.num_hosts == 1 or not layout.is_split:
         return 0
     if len(layout.query) or len(layout.anchor):
-        buffers = layout.num_hosts + 1  # everybody's, and its own
+        buffers = layout.num_hosts + 1  # all hosts', and its own
         return len(layout.virtual_hosts(host)) * buffers * layout.max_passed * kv
     num_rows = sum(map(len, layout.local_spans(host)))
     if layout.zigzag:  # a ring: what is attended to, what comes, and a partial result
@@ -134,12 +134,12 @@ def _passing(layout: ContextLayout, host: int, query: int, kv: int) -> int:
 
 @dataclass(frozen=True)
 class Room:
-    """Asks whether there is room for a prompt on all hosts.
+    """Check whether a prompt fits on all hosts.
 
     Attributes:
-        memory: what it takes on this host.
+        memory: its memory on this host.
         num_tokens: the prompt's tokens.
-        hosts: who prefills.
+        hosts: the hosts that prefill.
     """
 
     memory: HostMemory
@@ -147,10 +147,10 @@ class Room:
     hosts: HostGroup
 
     def require(self) -> None:
-        """Refuse the prompt if a host has less free memory than it takes at the very least; collective.
+        """Reject the prompt if a host has less free memory than its minimum; collective.
 
         Raises:
-            NotEnoughMemoryError: there is such a host; on every host.
+            NotEnoughMemoryError: a host has too little; raised on every host.
         """
         device, certain = self.hosts.device, self.memory.certain
         stage = max(certain, key=certain.get)
@@ -160,18 +160,18 @@ class Room:
             short = [process for process, (least, _, there) in enumerate(rows) if least > there]
             if not short:
                 return
-            gc.collect()  # what is only waiting to be collected is free
+            gc.collect()  # uncollected garbage counts as free
         least, number, free = rows[short[0]]
         stage = _STAGES[int(number)]
         raise NotEnoughMemoryError(
             f"a prompt of {self.num_tokens:,} tokens does not fit in memory: {self.hosts.name_of(short[0])} needs "
-            f"at least {least / 1e9:.2f} GB, for {_NEEDED_FOR[stage]}, and {free / 1e9:.2f} GB are free; "
+            f"at least {least / 1e9:.2f} GB, for {_NEEDED_FOR[stage]}, but only {free / 1e9:.2f} GB are free; "
             f"{_ADVICE[stage]}"
         )
 
     @contextmanager
     def explained(self, stage: str) -> Iterator[None]:
-        """Raise an error that says what memory is needed for, in place of an allocator's.
+        """Replace an allocator's error by one that says what the memory is needed for.
 
         Args:
             stage: ``"encoding"``, ``"reduction"``, ``"prefill"`` or ``"handoff"``.
@@ -182,7 +182,7 @@ class Room:
         try:
             yield
         except (RuntimeError, MemoryError) as error:
-            # The CPU's allocator has no error of its own, only words.
+            # The CPU's allocator has no error class, only a message.
             is_out = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate" in str(error)
             if isinstance(error, HostError) or not is_out:
                 raise

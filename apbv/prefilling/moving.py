@@ -1,4 +1,4 @@
-"""Moves rows of tokens from the hosts that have them to the hosts that want them."""
+"""Moves rows of tokens from the hosts that have them to the hosts that need them."""
 
 from collections.abc import Sequence
 
@@ -9,9 +9,9 @@ from ..hosts import HostGroup
 
 
 def move_rows(rows: Tensor, held: Sequence[Tensor], wanted: Sequence[Tensor], hosts: HostGroup) -> Tensor:
-    """Bring every host the rows of the tokens that it wants; collective, and free of cost where all have them.
+    """Send every host the rows of the tokens that it needs; collective, and without cost if all have them.
 
-    A host that has a token's row, as all have an anchor's, takes its own. Else there is one that has it.
+    A host that has a token's row, as all have an anchor's, uses its own. Otherwise exactly one host has it.
 
     Args:
         rows: ``[T, ...]`` of this host.

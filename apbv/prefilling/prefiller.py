@@ -1,4 +1,4 @@
-"""Turns a request into a prefilled prompt: it reads, encodes what is new, and prefills."""
+"""Turns a request into a prefilled prompt: reads it, encodes new frames, and prefills."""
 
 from collections.abc import Callable
 from copy import copy
@@ -24,15 +24,15 @@ from .stages import Watcher
 
 @dataclass(frozen=True)
 class ReadRequest:
-    """A request whose prompt has been read.
+    """Request whose prompt has been read.
 
     Attributes:
-        request: the request; the model has positions enough for prompt and answer.
+        request: the request; the model has enough positions for prompt and answer.
         rendered: the prompt's text and its files.
         inputs: the model's inputs; this host's pixels, where they are needed, are still to be read.
-        prefix: an earlier prefill with the KV of the tokens before the question; None where there is none.
+        prefix: cached prefill with the KV of the tokens before the question; None if there is none.
         videos: the videos that were asked about.
-        kept: the pixels, where they are kept for a draft.
+        kept: the pixels, if they are kept for a draft.
     """
 
     request: Request
@@ -43,7 +43,7 @@ class ReadRequest:
     kept: KeptPixels | None = None
 
     def close(self) -> None:
-        """End what still reads pixels; to be called when the request has ended, however it did."""
+        """Stop reading pixels; must be called when the request has ended, even on failure."""
         if self.kept is not None:
             self.kept.close()
 
@@ -54,8 +54,8 @@ class Prefiller:
     Args:
         reader: reads prompts for the model that prefills; on a draft host, which prefills nothing, for the draft.
         reuse: stores embeddings or KV for later requests; None: nothing is stored.
-        reads_all_frames: read pixels also where the target's embeddings are known, for a draft's vision tower.
-        require_readable: refuses prompts that cannot be drafted for; raises ValueError.
+        reads_all_frames: read pixels even if the target's embeddings are cached, for a draft's vision tower.
+        require_readable: rejects prompts that cannot be drafted for; raises ValueError.
     """
 
     def __init__(
@@ -72,15 +72,15 @@ class Prefiller:
         self._require_readable = require_readable
 
     def with_config(self, config: PrefillConfig) -> "Prefiller":
-        """Return one that prefills by another config, and is otherwise the same; it shares what is stored."""
+        """Return a prefiller with another config that shares the caches."""
         other = copy(self)
         other._config = config
         return other
 
     def without_draft(self, config: PrefillConfig) -> "Prefiller":
-        """Return one that prefills by another config what no draft continues; it shares embeddings with this one.
+        """Return a prefiller with another config, for prompts without a draft; it shares the embedding cache.
 
-        It reuses no KV, which a former question may have shaped.
+        It reuses no KV, which may depend on an earlier question.
         """
         reuse = None if self._reuse is None or self._reuse.mode == "kv" else self._reuse
         return Prefiller(self._reader, self._hosts, config, reuse)
@@ -137,10 +137,10 @@ class Prefiller:
         return ReadRequest(request.within(max_positions, inputs), rendered, inputs, prefix, videos, kept)
 
     def run(self, read: ReadRequest, watcher: Watcher | None = None) -> PrefillResult:
-        """Prefill the prompt, or only its question where the KV before it is stored.
+        """Prefill the prompt, or only its question if the KV before it is cached.
 
         Args:
-            watcher: looks on at the prefill of a whole prompt.
+            watcher: observes the prefill of a whole prompt.
 
         Raises:
             ValueError, HostError: as :func:`apbv.prefill`.

@@ -1,4 +1,4 @@
-"""The result of a prefill, which can be decoded, handed to transformers, or saved."""
+"""Result of a prefill, which can be decoded, passed to transformers, saved or exported."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -31,7 +31,7 @@ from .reduction.choosing import Reduction
 
 
 class HandoffCache(DynamicCache):
-    """Holds a prompt's KV for transformers' ``generate``, and refuses what would go wrong with it.
+    """A prompt's KV for transformers' ``generate``, which rejects unsupported options.
 
     Assisted decoding would run the whole prompt again on top of this KV, and return wrong tokens.
 
@@ -44,7 +44,7 @@ class HandoffCache(DynamicCache):
         self._num_tokens = num_tokens
 
     def activate_past_recording(self):
-        # Assisted decoding asks for it first of all, plain decoding after it has run the rest of the prompt.
+        # Assisted decoding calls this first, plain decoding after it has run the rest of the prompt.
         if self.get_seq_length() <= self._num_tokens:
             raise ValueError(
                 "assistant_model and prompt_lookup_num_tokens run the prompt again on top of its KV, which gives "
@@ -63,22 +63,22 @@ class HandoffCache(DynamicCache):
 
 @dataclass
 class PrefillResult:
-    """A prompt whose KV is computed, ready to decode.
+    """Prefilled prompt, ready to decode.
 
     Attributes:
         logits: ``[1, V]`` of the last prompt token, on every host.
         layout: which host computed and keeps which tokens.
-        method: the method that really ran (``"full"`` where the prompt or the group did not allow another).
+        method: the method that actually ran (``"full"`` if the prompt or the group did not allow another).
         exact: whether the KV is that of full attention over the whole prompt.
         inputs: the prompt, without pixels.
-        reduction: which visual tokens were left out; None where none was.
-        density: the share of the causal scores that was computed, of those from which blocks were chosen (see
-            :class:`apbv.SparseConfig`), on all hosts together; None where attention is dense.
-        reused: what of an earlier question was reused: ``"embeddings"``, or ``"kv"`` where only the question was
-            run; else None.
+        reduction: which visual tokens were pruned; None if none was.
+        density: fraction of the causal scores that was computed, of those from which blocks were selected (see
+            :class:`apbv.SparseConfig`), on all hosts together; None if attention is dense.
+        reused: cache that was hit: ``"embeddings"``, or ``"kv"`` if only the question was run; else None.
         timer: stage times so far; ``timer.summary()`` is collective.
         kv: the KV, gathered on host 0 or sharded.
-        model: returns the identity of the model that prefilled, for saved KV; called on demand: it reads weights.
+        model: returns the identity of the model that prefilled, for saved KV; called on demand, because it reads
+            weights.
     """
 
     logits: Tensor = field(repr=False)
@@ -105,7 +105,7 @@ class PrefillResult:
 
     @property
     def shards(self) -> ShardedCache | None:
-        """This host's share of the KV; None where it was gathered on host 0."""
+        """This host's share of the KV; None if it was gathered on host 0."""
         return self.kv.cache if isinstance(self.kv, ShardedKV) else None
 
     def to_dynamic_cache(self, host: int = 0) -> DynamicCache | None:
@@ -117,7 +117,7 @@ class PrefillResult:
         Returns:
             A DynamicCache of n tokens per layer, ``[1, Hkv, n, D]``, on ``host``; None on the others. It may
             share memory with this result; growing or cropping it leaves this result as it is. With tensor
-            parallelism every member of the host gets that of its KV heads.
+                parallelism every TP rank gets that of its KV heads.
 
         Raises:
             ValueError: the KV was gathered on host 0 and another host is asked for.
@@ -129,9 +129,9 @@ class PrefillResult:
 
         They are the whole prompt, an all-ones mask, explicit positions, and a cache of all tokens but the last,
         which ``generate`` then runs itself. Collective where the KV is sharded. Empty on the other hosts. With
-        tensor parallelism all members of host 0 have to call ``generate``, with the same settings.
+        tensor parallelism all TP ranks of host 0 must call ``generate``, with the same settings.
 
-        The cache refuses with a ValueError ``assistant_model`` and ``prompt_lookup_num_tokens``, which run the
+        The cache rejects with a ValueError ``assistant_model`` and ``prompt_lookup_num_tokens``, which run the
         whole prompt again on top of this KV, several beams, and several returned sequences. ``generate`` grows the
         cache: ask for these arguments anew for every call. If you append tokens to ``input_ids``, append to the
         mask and, one position further for each, to ``position_ids`` as well.
@@ -141,8 +141,8 @@ class PrefillResult:
         """
         if not self.kv.is_whole:
             raise ValueError(
-                f"{self.reduction.method} has dropped tokens inside the model: transformers' generate takes all "
-                "layers for equally long"
+                f"{self.reduction.method} pruned tokens between layers, but transformers' generate needs the same "
+                "length in all layers"
             )
         cache = self.to_dynamic_cache(host=0)
         if cache is None:
@@ -163,7 +163,7 @@ class PrefillResult:
         }
 
     def begin_answer(self, parts: ModelParts, request: Request) -> Answer:
-        """Return an answer to this prompt that has no tokens yet."""
+        """Begin an answer to this prompt, without tokens."""
         return Answer(
             decoder=Decoder(parts, self.kv, self.next_position),
             logits=self.logits[0],
@@ -195,8 +195,8 @@ class PrefillResult:
         path, hosts = Path(path), self.kv.hosts
         if not self.kv.is_whole:
             raise StorageError(
-                f"{self.reduction.method} has dropped tokens inside the model: KV whose layers hold different "
-                "tokens cannot be saved"
+                f"{self.reduction.method} pruned tokens between layers: KV whose layers hold different tokens "
+                "cannot be saved"
             )
         name = hosts.broadcast_bytes(Writer.new_name().encode() if hosts.is_leader else b"").decode()
         writer = Writer(path, name)
@@ -215,12 +215,12 @@ class PrefillResult:
             raise
 
     def offer(self, offers: Offers) -> Ticket | None:
-        """Offer the KV to a consumer elsewhere, such as vLLM with apbv's connector; collective.
+        """Export the KV to a consumer elsewhere, such as vLLM with apbv's connector; collective.
 
-        A consumer makes the prompt anew, with all its visual tokens: a reduced prompt is refused.
+        A consumer renders the prompt itself, with all its visual tokens: a pruned prompt is rejected.
 
-        The KV stays in the memory of the processes that hold it until the offer ends, whatever becomes of this
-        result, and a consumer fetches it from there.
+        The KV stays in the memory of the processes that hold it until the offer ends, even if this result is
+        dropped, and a consumer fetches it from there.
 
         Args:
             offers: this process's.
@@ -230,8 +230,8 @@ class PrefillResult:
             ``kv_transfer_params`` of a request to vLLM); None on the other processes.
 
         Raises:
-            ValueError: visual tokens were left out of the prompt.
-            StorageError: nothing can be offered any more.
+            ValueError: visual tokens were pruned from the prompt.
+            StorageError: the server is shutting down.
             HostError: another host failed.
         """
         hosts = self.kv.hosts
@@ -278,12 +278,12 @@ class PrefillResult:
         return position_ids[:, 0] if position_ids.dim() == 3 else position_ids[0]
 
     def _own_heads(self) -> range:
-        """Return which KV heads this process holds."""
+        """Return this process's KV heads."""
         hosts = self.kv.hosts
         return own_heads(self.kv.cache.layers[0].keys.shape[1] * hosts.tensor_parallel_size, hosts)
 
     def _manifest(self, writer: Writer, shards: tuple[Shard, ...]) -> Manifest:
-        """Return the manifest of what all hosts have written; on the leader, which always holds some KV."""
+        """Return the manifest of all hosts' files; on the leader, which always holds some KV."""
         inputs, layout, reduction = self.inputs, self.layout, self.reduction
         return Manifest(
             **asdict(self._facts()),
@@ -306,7 +306,7 @@ class PrefillResult:
 
 
 def own_heads(num_kv_heads: int, hosts: HostGroup) -> range:
-    """Return which of the whole model's KV heads this process has."""
+    """Return the range of the whole model's KV heads that this process has."""
     return split_evenly(range(num_kv_heads), hosts.tensor_parallel_size)[hosts.tensor_parallel_rank]
 
 

@@ -1,9 +1,9 @@
-"""Stores results of one question for further questions about the same video or long text.
+"""Embedding and prefix caches, for further questions about the same video or long text.
 
-Mode ``"exact"`` stores the vision tower's embeddings of videos and images: a further question decodes and encodes
-none, and prefills the whole prompt. Mode ``"kv"`` stores the KV of all tokens before the question: a further
-question prefills only itself. With an exact prefill method that is exact, too; otherwise the first question
-selected what the stored KV was computed from.
+Mode ``"exact"`` caches the vision tower's embeddings of videos and images: a further question decodes and encodes
+none, and prefills the whole prompt. Mode ``"kv"`` caches the KV of all tokens before the question: a further
+question prefills only itself. This is exact with an exact prefill method; otherwise the cached KV depends on the
+first question's selection.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ from .result import PrefillResult
 
 
 class ByteBoundedCache:
-    """Drops the least recently used values when they exceed a number of bytes.
+    """LRU cache bounded by bytes.
 
     Args:
         max_bytes: the limit for all values together; a larger single value is not stored.
@@ -50,7 +50,7 @@ class ByteBoundedCache:
         return self._entries[key][0]
 
     def put(self, key: Hashable, value: Any, num_bytes: int) -> None:
-        """Store a value, in place of an earlier one of that key."""
+        """Store a value, replacing an earlier one of the key."""
         if key in self._entries:
             self.num_bytes -= self._entries.pop(key)[1]
         if num_bytes > self.max_bytes:
@@ -65,11 +65,11 @@ class ByteBoundedCache:
 def stored_rows(
     rows: Tensor, visual: VisualInput, device: torch.device, chunks: Sequence[range]
 ) -> Iterator[Tensor]:
-    """Yield embeddings that were computed for an earlier request; see :data:`~apbv.prefilling.encode.VisualRows`.
+    """Yield cached embeddings; see :data:`~apbv.prefilling.encode.VisualRows`.
 
     Args:
-        rows: ``[rows, (1 + L) * d]`` of this host's share, in host memory.
-        device: where they are wanted.
+        rows: ``[rows, (1 + L) * d]`` of this host's share, in CPU memory.
+        device: the device on which they are needed.
     """
     first = visual.pieces[visual.host].start
     for chunk in chunks:
@@ -80,23 +80,23 @@ def stored_rows(
 def _storing(
     source: VisualRows, num_rows: int, store: Callable[[Tensor], None], chunks: Sequence[range]
 ) -> Iterator[Tensor]:
-    """Yield what another source makes, and store it.
+    """Yield another source's rows, and store them.
 
     Args:
-        num_rows: how many rows it makes.
-        store: takes all rows, in host memory because long videos need the GPU's, when they are complete.
+        num_rows: its number of rows.
+        store: called with all rows when complete, in CPU memory because long videos need the GPU's.
     """
     made = []
     with closing(source(chunks)) as encoded:
         for rows in encoded:
             made.append(rows.cpu())
-            if sum(map(len, made)) == num_rows:  # before the last is given out: nobody may ask for more
+            if sum(map(len, made)) == num_rows:  # before the last is yielded: the consumer may not ask for more
                 store(torch.cat(made))
             yield rows
 
 
 class Reuse:
-    """Stores embeddings, or KV, of one host's earlier requests.
+    """Cache of embeddings or KV of one host's earlier requests.
 
     Attributes:
         mode: which of the two, one of :data:`apbv.config.REUSE_MODES`.
@@ -107,17 +107,18 @@ class Reuse:
         self._cache = ByteBoundedCache(config.max_bytes)
 
     def has_embeddings(self, inputs: ModelInputs, hosts: HostGroup) -> bool:
-        """Return whether every host has its frames' embeddings stored, or has no frames; collective."""
+        """Return whether every host has cached its frames' embeddings, or has no frames; collective."""
         visual = inputs.visual
         if self.mode != "exact" or visual is None:
             return False
         return _all_hosts_have(hosts, visual.identity in self._cache or not visual.pieces[hosts.rank])
 
     def embeddings(self, inputs: ModelInputs, parts: ModelParts, timer: StageTimer) -> VisualRows | None:
-        """Return a source of this host's visual embeddings: the store, or the vision tower, whose rows it stores.
+        """Return a source of this host's visual embeddings: the cache, or the vision tower, whose rows are then
+        cached.
 
         Returns:
-            None where embeddings are not stored.
+            None if embeddings are not stored.
         """
         visual = inputs.visual
         if self.mode != "exact" or visual is None or visual.identity is None:
@@ -130,7 +131,7 @@ class Reuse:
         return partial(_storing, tower, num_rows, lambda rows: put(visual.identity, rows, rows.nbytes))
 
     def find_prefix(self, inputs: ModelInputs, hosts: HostGroup) -> PrefillResult | None:
-        """Return the stored prefill of an earlier prompt that began as this, if all hosts have it; collective.
+        """Return the cached prefill of an earlier prompt with the same prefix, if all hosts have it; collective.
 
         Its KV ends before the question.
         """
@@ -140,12 +141,12 @@ class Reuse:
         return prefix if _all_hosts_have(hosts, prefix is not None) else None
 
     def store_prefix(self, state: PrefillResult) -> None:
-        """Store the KV of a prompt up to its question, if the prompt can be recognised again."""
+        """Cache the KV of a prompt up to its question, if the prompt can be identified again."""
         key, inputs = _prefix_key(state.inputs), state.inputs
         if self.mode != "kv" or key is None:
             return
         kv = state.kv.prefix(inputs.query_start, state.layout)
-        if kv is not None:  # else the question's KV cannot be cut off
+        if kv is not None:  # otherwise the question's KV cannot be split off
             tensors = [state.logits, inputs.input_ids, inputs.position_ids]
             num_bytes = kv.num_bytes + sum(tensor.untyped_storage().nbytes() for tensor in tensors)
             self._cache.put(key, replace(state, kv=kv), num_bytes)
@@ -154,7 +155,7 @@ class Reuse:
 def prefill_question(
     parts: ModelParts, inputs: ModelInputs, before: PrefillResult, timer: StageTimer
 ) -> PrefillResult:
-    """Prefill a prompt's question on top of the stored KV of the tokens before it; collective.
+    """Prefill a prompt's question on top of the cached KV of the tokens before it; collective.
 
     Args:
         before: as :meth:`Reuse.find_prefix` returned it.
@@ -179,15 +180,15 @@ def prefill_question(
 
 
 def _all_hosts_have(hosts: HostGroup, has_value: bool) -> bool:
-    """Return whether every host has stored a value; collective.
+    """Return whether every host has cached a value; collective.
 
-    Hosts store different numbers of bytes, so they drop values at different times.
+    Hosts cache different numbers of bytes, so they evict values at different times.
     """
     return all(found for (found,) in hosts.gather_floats([has_value]))
 
 
 def _prefix_key(inputs: ModelInputs) -> Hashable:
-    """Return what the KV before the question depends on; None where that is unknown, or there is no such KV."""
+    """Return the cache key of the KV before the question; None if it is unknown, or there is no such KV."""
     visual, audio = inputs.visual, inputs.audio
     if not inputs.query_start or (visual is not None and visual.identity is None):
         return None

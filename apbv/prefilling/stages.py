@@ -1,7 +1,7 @@
-"""Runs the language model in stages, each a run of its layers over tokens of its own.
+"""Runs the language model in stages, each a run of layers with its own tokens.
 
-Where no tokens are dropped inside the model there is one stage, of all layers and the whole prompt. Between two
-stages every host is brought the hidden states of the tokens that it computes next.
+Without pruning between layers there is one stage, of all layers and the whole prompt. Between two stages every
+host receives the hidden states of the tokens that it computes next.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -26,7 +26,7 @@ from .moving import move_rows
 
 @dataclass
 class Stage:
-    """A run of decoder layers, and the tokens of the prompt that they compute.
+    """Run of decoder layers, and the prompt tokens that they compute.
 
     Tokens of a stage are numbered from 0 to n_s - 1, in token order; its layout counts them so.
 
@@ -64,7 +64,7 @@ class Stage:
         return [_numbers(self.layout.cache_spans(host)) for host in range(self.hosts.size)]
 
     def rows_of(self, tokens: Tensor) -> Tensor:
-        """Return the places of some tokens among this host's local ones."""
+        """Return the indices of tokens among this host's local ones."""
         local = self.local[self.hosts.rank]
         place = torch.zeros(self.num_tokens, dtype=torch.long)
         place[local] = torch.arange(len(local))
@@ -77,13 +77,13 @@ class Stage:
 
     @cached_property
     def visual_numbers(self) -> list[Tensor]:
-        """The same tokens by their numbers among the stage's visual tokens."""
+        """The same tokens, numbered among the stage's visual tokens."""
         numbers = self.is_visual.long().cumsum(0) - 1
         return [numbers[tokens] for tokens in self.owned_visual]
 
     @cached_property
     def visual_rows(self) -> Tensor:
-        """The places of visual tokens among those that this host keeps, on its device."""
+        """The indices of visual tokens among those that this host keeps, on its device."""
         return self.is_visual[self.owned[self.hosts.rank]].nonzero().flatten().to(self.hosts.device)
 
     def states_of(self, tokens: Tensor, rows: "HiddenRows", parts: ModelParts) -> Tensor:
@@ -103,13 +103,13 @@ class Stage:
 
 @dataclass
 class HiddenRows:
-    """The hidden states of a host's tokens between two layers.
+    """Hidden states of a host's tokens between two layers.
 
     Attributes:
         local: ``[1, S, d]`` of its local tokens; None on a host without any.
-        query: those of the question, ``[1, n_q, d]``, where the method runs it in a pass of its own; else, and
-            before the first layer, None.
-        deepstack: for every next layer behind which visual features are added, those of the host's visual tokens.
+        query: those of the question, ``[1, n_q, d]``, if the method runs it in a separate pass; else, and before
+            the first layer, None.
+        deepstack: for every next layer after which visual features are added, those of the host's visual tokens.
     """
 
     local: Tensor | None = None
@@ -118,13 +118,13 @@ class HiddenRows:
 
 
 class Watcher:
-    """Looks on as a stage is computed, on all hosts. As it is, it sees nothing.
+    """Observer of a stage's computation, on all hosts. The base class observes nothing.
 
     Attributes:
         stage: the stage.
-        layers: the decoder layers whose queries and keys it is shown.
-        hidden_layers: those whose inputs it is shown (0: the embeddings).
-        wants_passed: whether it is told which KV pairs are passed on.
+        layers: the decoder layers whose queries and keys it gets.
+        hidden_layers: those whose inputs it gets (0: the embeddings).
+        wants_passed: whether it gets the choice of KV pairs that are passed on.
     """
 
     layers: Collection[int] = ()
@@ -132,20 +132,20 @@ class Watcher:
     wants_passed = False
 
     def begin(self, stage: Stage) -> None:
-        """Get ready for a stage."""
+        """Prepare for a stage."""
         self.stage = stage
 
     def on_layer(self, q: Tensor, keys: Tensor, scale: float, rows: Tensor) -> None:
-        """Take the queries and keys of one of :attr:`layers`; collective among the hosts that compute.
+        """Observe the queries and keys of one of :attr:`layers`; collective among the hosts that compute.
 
         Args:
             q: the question's query states ``[1, Hq, n_q, D]``, post-RoPE.
             keys: ``[1, Hkv, S, D]``, among them those of the tokens that this host keeps.
-            rows: the places of these, ``[T]`` in cache order.
+            rows: the indices of these, ``[T]`` in cache order.
         """
 
     def on_hidden(self, layer: int, hidden: Tensor, question: Tensor | None, owned: Tensor | None) -> None:
-        """Take the input ``[S, d]`` of one of :attr:`hidden_layers`, in the pass that computes it for good.
+        """Observe the input ``[S, d]`` of one of :attr:`hidden_layers`, in the pass whose result is final.
 
         Args:
             question: the question's rows; None in a pass without it.
@@ -153,13 +153,13 @@ class Watcher:
         """
 
     def on_passed(self, block: int, chosen: Tensor) -> None:
-        """Take one layer's choice of a block's KV pairs to pass on; see ``PrefillMethod.on_passed``."""
+        """Observe one layer's choice of a block's KV pairs to pass on; see ``PrefillMethod.on_passed``."""
 
     def on_nothing(self) -> None:
-        """Take part in the other hosts' exchanges, on a host that computes nothing of the stage."""
+        """Take part in the other hosts' collectives, on a host that computes nothing in the stage."""
 
     def result(self) -> Any:
-        """Return what was seen, the same on every host; collective, after the stage."""
+        """Return the observation, the same on every host; collective, after the stage."""
 
 
 def run_stage(
@@ -171,13 +171,13 @@ def run_stage(
     stop: Stop | None,
     watcher: Watcher | None = None,
 ) -> HiddenRows:
-    """Run a stage's layers on this host's tokens, and keep their KV; return what comes out, and forget ``rows``.
+    """Run a stage's layers on this host's tokens, and keep their KV; return the output, and drop ``rows``.
 
-    Behind the model's last layer that is what its last norm makes of it.
+    After the model's last layer this is the output of its last norm.
 
     Args:
         stop: asked on host 0 before each layer; true ends the prefill.
-        watcher: looks on; it has begun the stage.
+        watcher: the observer; its :meth:`Watcher.begin` was called.
     """
     method, hosts, layers, local = stage.method, stage.hosts, stage.layers, stage.local[stage.hosts.rank]
     cache.add_layers(len(layers), stage.layout, keep_query=not method.separate_query)
@@ -206,7 +206,7 @@ def run_stage(
     with _shown_to(watcher, stage, decoder, attention, has_question=not method.separate_query) as attention:
         held, rows.local = [rows.local], None
         result.local = _run(parts, decoder, held, positions, past_key_values=cache, apbv=attention, **extra)
-    if method.separate_query:  # only now can the question see all of the context
+    if method.separate_query:  # the question can see the whole context only now
         attention = NewTokenAttention(parts.backend, hosts=hosts)
         with _shown_to(watcher, stage, decoder, attention, has_context=False) as attention:
             held, rows.query = [rows.query], None
@@ -218,7 +218,7 @@ def run_stage(
 
 
 def next_rows(stage: Stage, following: Stage, left: Tensor, rows: HiddenRows, parts: ModelParts) -> HiddenRows:
-    """Bring every host the hidden states of its tokens in the next stage; collective. ``rows`` is forgotten.
+    """Send every host the hidden states of its tokens in the next stage; collective. Drops ``rows``.
 
     Args:
         left: the tokens of ``stage`` that ``following`` has, ascending.
@@ -228,7 +228,7 @@ def next_rows(stage: Stage, following: Stage, left: Tensor, rows: HiddenRows, pa
     local, query = nothing if rows.local is None else rows.local[0], rows.query
     rows.local = rows.query = None
     if query is not None and not following.method.separate_query:
-        # What rode along with the context only ranked keys; the question's own states go on.
+        # The query that ran with the context only ranked keys; the question's own states continue.
         local[stage.local[hosts.rank] >= stage.query_start] = query[0]
         query = None
     result = HiddenRows(query=query)
@@ -253,9 +253,9 @@ def _shown_to(
     has_context: bool = True,
     has_question: bool = True,
 ) -> Iterator[LayerAttention]:
-    """Show a watcher what a pass of some layers computes; yield the attention to compute it with.
+    """Let a watcher observe a pass of some layers; yield the attention to run it with.
 
-    Without context a pass is of the question alone, and its attention gets the keys that this host keeps.
+    A pass without context has only the question, and its attention gets the keys that this host keeps.
     """
     if watcher is None:
         yield attention
@@ -289,7 +289,7 @@ def _shown_to(
 def question_states(stage: Stage, q: Tensor, rows: Tensor) -> Tensor:
     """Return the question's queries ``[1, Hq, n_q, D]`` on every host that computes; collective among these.
 
-    Where the method splits the question over the hosts, too, each sends the others its share.
+    If the method splits the question over the hosts, too, each sends its share to the others.
 
     Args:
         q: of this host's rows in this pass, ``[1, Hq, S, D]``.
@@ -306,11 +306,11 @@ def question_states(stage: Stage, q: Tensor, rows: Tensor) -> Tensor:
 
 
 def _run(parts: ModelParts, decoder: nn.Module, held: list[Tensor], positions: Tensor, **options) -> Tensor:
-    """Run a decoder on ``[1, S, d]``, the only item of a list; return what comes out.
+    """Run a decoder on ``[1, S, d]``, the only item of a list; return its output.
 
-    The first layer takes it out of the list, so that it is freed behind that layer. The decoder itself, which
-    would hold what it was given until its last layer has run, gets a tensor of the same shape that takes no
-    memory. Another thread, which may decode with the same model then, is handed nothing.
+    The first layer takes it out of the list, so that it is freed after that layer. The decoder itself, which would
+    hold its input until its last layer has run, gets a tensor of the same shape that takes no memory. Another
+    thread, which may decode with the same model, is not affected.
     """
     stand_in, thread = held[0].new_empty(()).expand(held[0].shape), get_ident()
 
@@ -326,14 +326,14 @@ def _run(parts: ModelParts, decoder: nn.Module, held: list[Tensor], positions: T
 
 
 def _numbers(spans: Sequence[range]) -> Tensor:
-    """Return the tokens of some spans, one behind the other."""
+    """Return the tokens of some spans, concatenated."""
     return torch.cat([torch.empty(0, dtype=torch.long), *(torch.arange(s.start, s.stop) for s in spans)])
 
 
 def _move_copy(positions: Tensor, prompt: Tensor, copied: Sequence[range]) -> None:
     """Give an anchor's copy its own rotary positions: the question begins in it where the context would.
 
-    It moves the context on by its own length. All other tokens have their places in the prompt.
+    It shifts the context by its own length. All other tokens keep their positions in the prompt.
 
     Args:
         positions: of this host's tokens, first of all those of the copy, ``[3, 1, S]`` or ``[1, S]``; changed.

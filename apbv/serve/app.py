@@ -1,4 +1,4 @@
-"""The HTTP interface: OpenAI's two endpoints for answers, some of vLLM's beside them, and operators' addresses."""
+"""The HTTP API: OpenAI's two completion endpoints, some of vLLM's, and endpoints for operators."""
 
 import asyncio
 import hmac
@@ -36,10 +36,10 @@ from .scheduler import Scheduler
 from .settings import ServerSettings
 from .worker import Worker
 
-_PARSERS = 4  # bodies that are parsed at a time
-_TOKENIZERS = 4  # prompts that are tokenized at a time for requests that want nothing else
+_PARSERS = 4  # bodies parsed concurrently
+_TOKENIZERS = 4  # prompts tokenized concurrently for tokenize requests
 _REQUEST_ID, _FITTING = "X-Request-Id", re.compile(r"[!-~]{1,256}")
-_CLIENT_CLOSED_REQUEST = 499  # nobody sees it
+_CLIENT_CLOSED_REQUEST = 499  # not sent to anyone
 _Body = TypeVar("_Body", GenerationRequest, TokenizeRequest, DetokenizeRequest)
 _Handler = Callable[[Request], Awaitable[Response]]
 
@@ -49,8 +49,8 @@ def build_app(worker: Worker, scheduler: Scheduler, settings: ServerSettings) ->
 
     Args:
         worker: answers the requests that the scheduler gives it.
-        settings: with the name that requests give, their largest body, and the bearer token that whoever lets the
-            model or its tokenizer work has to send.
+        settings: with the model name in requests, their largest body, and the bearer token required for requests
+            to the model or its tokenizer.
     """
     endpoints = _Endpoints(worker, scheduler, settings)
 
@@ -81,7 +81,7 @@ def build_app(worker: Worker, scheduler: Scheduler, settings: ServerSettings) ->
 
 
 class _Endpoints:
-    """The requests' handlers."""
+    """Request handlers."""
 
     def __init__(self, worker: Worker, scheduler: Scheduler, settings: ServerSettings):
         self._worker, self._scheduler = worker, scheduler
@@ -89,9 +89,9 @@ class _Endpoints:
         self._max_model_len, self._started = worker.reader.max_model_len, int(time.time())
         self._num_answering = 0  # answers that are asked for now
         self._parsers = ThreadPoolExecutor(_PARSERS, thread_name_prefix="parser")
-        # Two, so that no short text waits for long ones.
+        # Two, so that short texts do not wait for long ones.
         self._light, self._heavy = (ThreadPoolExecutor(_TOKENIZERS, thread_name_prefix="tokenizer") for _ in "12")
-        # One for everybody in the queue: who waits for another server's files keeps nobody else waiting.
+        # One per queued request: waiting for another server's files does not block other requests.
         self._readers = ThreadPoolExecutor(scheduler.limits.max_queue + 1, thread_name_prefix="reader")
 
     async def models(self, _: Request) -> Response:
@@ -190,7 +190,7 @@ class _Endpoints:
         job.send(ApiError(_CLIENT_CLOSED_REQUEST, "the client has gone"))
 
     async def _events(self, job: Job, watch: asyncio.Task) -> AsyncIterator[Event]:
-        """Yield a job's events up to its last; whoever stops listening cancels the job."""
+        """Yield a job's events up to its last; closing the iterator cancels the job."""
         self._num_answering += 1
         try:
             while True:
@@ -219,7 +219,7 @@ def _require_key(request: Request, api_key: str | None) -> None:
 
 
 def _with_request_ids(app: ASGIApp) -> ASGIApp:
-    """Give every request an id: the client's, if that fits into a line of the log, or one of its own."""
+    """Give every request an id: the client's if it is suitable for the log, else a generated one."""
 
     async def call(scope: Scope, receive: Receive, send: Send) -> None:
         given = Headers(scope=scope).get(_REQUEST_ID, "")

@@ -1,4 +1,4 @@
-"""Reading requests' bodies, however slowly they come: nobody's keep others out."""
+"""Reads request bodies, without letting slow clients block others."""
 
 import asyncio
 from collections import Counter
@@ -13,10 +13,10 @@ _MOST = 256  # bodies that may be half read at once, of any size
 
 
 class Bodies:
-    """Reads bodies, within a bound on those that are half read; used in the event loop's thread.
+    """Reads bodies with a bound on half-read ones; used in the event loop's thread.
 
-    Who needs room gets it: of the client with the most, the body is dropped that was begun first. So slow ones
-    keep nobody out, and of clients with several addresses none gets more than its share.
+    If room is needed, the oldest body of the client with the most data is dropped. Slow clients therefore block no
+    others, and clients with several addresses get no more than their share.
 
     Args:
         max_bytes: the largest body that is read.
@@ -24,15 +24,15 @@ class Bodies:
 
     def __init__(self, max_bytes: int):
         self._max_bytes = max_bytes
-        # What has come, and the client, by who reads it, in the order in which they were begun.
+        # The data so far and the client, by reading task, in order of arrival.
         self._reading: dict[asyncio.Task, tuple[bytearray, str]] = {}
 
     async def read(self, request: Request) -> bytes:
         """Read a whole body.
 
         Raises:
-            ApiError: with status 413 where its header, or what has come, shows that it is too large; with 408
-                where it takes too long, also because others need its room.
+            ApiError: with status 413 if its header, or the data so far, shows that it is too large; with 408 if it
+                takes too long, also because others need its room.
             ClientDisconnect: the client has gone.
         """
         declared = request.headers.get("content-length", "")
@@ -64,7 +64,7 @@ class Bodies:
             self._reading.pop(task, None)
 
     def _make_room(self) -> None:
-        """Drop half-read bodies while there are too many, or too large ones."""
+        """Drop half-read bodies while they are too many or too large."""
         most, least = _MOST_WHOLE * self._max_bytes, _MOST_WHOLE * self._max_bytes // _MOST
         while sum(len(data) + least for data, _ in self._reading.values()) > most:
             held = Counter()

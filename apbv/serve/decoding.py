@@ -1,4 +1,4 @@
-"""Decodes several answers at once, in a thread of host 0 beside the one that prefills."""
+"""Continuous batching: decodes answers in a thread of host 0, concurrently with the prefill thread."""
 
 import copy
 import threading
@@ -22,12 +22,12 @@ from .telling import Telling
 class Decoding:
     """Decodes all answers whose prompts are prefilled, in a thread, as one batch.
 
-    An answer joins the batch before its next step, and leaves it where it ends or its client has gone. The thread
-    lives inside a ``with`` block, in which apbv's attention is in force for all threads.
+    An answer joins the batch before its next step, and leaves it when it ends or its client disconnects. The
+    thread lives inside a ``with`` block, in which apbv's attention is in force for all threads.
 
     Attributes:
         decode: token ids to text, in this thread.
-        failure: the error that ended the thread before it was told to.
+        failure: the error that ended the thread prematurely.
     """
 
     def __init__(self, engine: Engine, scheduler: Scheduler):
@@ -47,7 +47,7 @@ class Decoding:
         return self
 
     def __exit__(self, *_) -> None:
-        """End the thread after the step under way; answers that have not ended are dropped."""
+        """Stop the thread after the current step; unfinished answers are dropped."""
         with self._scheduler.changed:
             self._is_closing = True
             self._scheduler.changed.notify_all()
@@ -55,7 +55,7 @@ class Decoding:
         self._attention.close()
 
     def add(self, job: Job, request: Request, state: PrefillResult, tellings: list[Telling]) -> None:
-        """Let a prefilled job's answers join; from then on this thread ends the job, and releases its KV.
+        """Add a prefilled job's answers; from then on this thread ends the job, and releases its KV.
 
         Args:
             state: the prompt's, with its KV on this host.
@@ -72,7 +72,7 @@ class Decoding:
             batch = Batch(self._parts)
             while self._admit(batch):
                 if failure := self._step(batch):
-                    batch = Batch(self._parts)  # and with the old one goes what a failed step has left of the KV
+                    batch = Batch(self._parts)  # which also frees the KV that a failed step left
                     jobs = {job for job, _ in self._members.values()}
                     self._members.clear()
                     for job in jobs:
@@ -83,7 +83,7 @@ class Decoding:
                 self._scheduler.changed.notify_all()
 
     def _admit(self, batch: Batch) -> bool:
-        """Wait until there is something to decode, and let arrivals join; False at the end."""
+        """Wait until there is something to decode, and add arrivals; False at shutdown."""
         with self._scheduler.changed:
             self._scheduler.changed.wait_for(lambda: self._arrivals or self._members or self._is_closing)
             arrivals, self._arrivals = self._arrivals, deque()
@@ -96,19 +96,19 @@ class Decoding:
     def _join(
         self, batch: Batch, job: Job, request: Request, state: PrefillResult, tellings: list[Telling]
     ) -> None:
-        """Add a job's answers to the batch; the job fails by itself where its KV finds no memory to grow."""
+        """Add a job's answers to the batch; the job fails alone if its KV cannot grow."""
         try:
             for telling in tellings:
                 self._members[batch.join(state, telling.asked(request))] = job, telling
-                state = replace(state, kv=state.kv.behind(state.layout))  # of which the next one makes a copy
+                state = replace(state, kv=state.kv.behind(state.layout))  # which the next answer copies
         except Exception as error:
             self._fail(job, _in_words(error))
 
     def _step(self, batch: Batch) -> str | None:
-        """Decode the next token of every answer, and end those of which it was the last.
+        """Decode the next token of every answer, and end the finished ones.
 
         Returns:
-            Why no answer got a token; None where all did, but for those that failed by themselves.
+            Why no answer got a token; None if all did, except those that failed alone.
         """
         for member, (job, _) in list(self._members.items()):
             if job.is_cancelled:
@@ -124,7 +124,7 @@ class Decoding:
         return None
 
     def _end(self, member: Member) -> None:
-        """End a member's answer, and with the last of a request's count its KV as gone."""
+        """End an answer, and with the last one of a request release its KV."""
         (job, telling), failure = self._members.pop(member), None if member.error is None else str(member.error)
         if failure is None:
             try:
@@ -137,7 +137,7 @@ class Decoding:
             self._scheduler.release(job)
 
     def _fail(self, job: Job, failure: str) -> None:
-        """Let a request fail; what other answers it has leave the batch with the next step."""
+        """Fail a request; its other answers leave the batch with the next step."""
         self._scheduler.end(job, ApiError(500, failure), "failed")
         job.is_cancelled = True
         if all(job is not other for other, _ in self._members.values()):

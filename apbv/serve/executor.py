@@ -1,4 +1,4 @@
-"""Carries out orders: what every host does for a request, led by host 0."""
+"""Carries out orders: the work of every host for a request, led by host 0."""
 
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -23,8 +23,8 @@ from .media import PrivateFiles, find_in_folder
 from .order import Order
 from .requests import FinishReason
 
-# Host 0's commands: nothing is to be done yet; answer together; prefill, and host 0 answers alone; prefill, and
-# another server answers; leave.
+# Host 0's commands: idle; answer together; prefill, and host 0 answers alone; prefill, and another server answers;
+# shut down.
 WAIT, ANSWER, PREFILL, HAND_OVER, LEAVE = range(5)
 
 Asked = Callable[[Request], Request]
@@ -32,7 +32,7 @@ OpenFiles = Callable[[ExitStack], list[Path]]
 
 
 def why_one_at_a_time(engine: Engine) -> str | None:
-    """Say why an engine's answers cannot be decoded in one batch on host 0; None where they can."""
+    """Return why an engine's answers cannot be batched on host 0; None if they can."""
     if engine.speculative_config is not None:
         return "a draft is made for one answer"
     if engine.prefill_config.kv == "sharded":
@@ -42,12 +42,12 @@ def why_one_at_a_time(engine: Engine) -> str | None:
 
 @dataclass(frozen=True)
 class HandedOver:
-    """A prompt from whose KV another server continues.
+    """Prefilled prompt whose KV is transferred to another server.
 
     Attributes:
         token: the first token of the answer, by the prompt's logits.
-        reason: why the answer has no more of them here.
-        ticket: with which the KV is fetched.
+        reason: the finish reason of this part of the answer.
+        ticket: the ticket for fetching the KV.
     """
 
     token: int
@@ -62,7 +62,7 @@ class Executor:
     Attributes:
         engine: answers them.
         hosts: all hosts, a draft host included.
-        offers: where this process offers the KV of prompts that are handed over; None where none are.
+        offers: this process's exported KV; None if KV transfer is off.
     """
 
     engine: Engine
@@ -77,19 +77,19 @@ class Executor:
         asked: Asked = lambda request: request,
         prompt: Skeleton | None = None,
     ) -> "GenerateResult | tuple[Request, PrefillResult] | HandedOver | None":
-        """Answer an order, prefill it with all KV on host 0, or offer its KV on the hosts that computed it.
+        """Answer an order, prefill it with all KV on host 0, or export its KV from the hosts that computed it.
 
         Args:
             command: ANSWER, PREFILL or HAND_OVER.
             open_files: gives this host's paths of the order's files, which last as long as the stack.
-            asked: what host 0 makes of the request, to be told of its answer.
-            prompt: what this host has read of the question already.
+            asked: turns the request into one with host 0's callbacks.
+            prompt: the part of the question that this host has already read.
 
         Returns:
-            The answer; or the request and its prefill; or what was handed over, on host 0.
+            The answer; or the request and its prefill; or the exported prompt, on host 0.
 
         Raises:
-            RuntimeError: a host has no room for the KV, which is no fault of the request.
+            RuntimeError: a host has no room for the KV, which is not the request's fault.
         """
         with ExitStack() as stack:
             with self.hosts.local_stage("opening the files"):
@@ -118,7 +118,7 @@ class Executor:
         return self.engine.handing_over()
 
     def _first_token(self, request: Request, state: PrefillResult) -> int:
-        """Choose the first token of an answer on the leader, and tell the other hosts.
+        """Choose the first token of an answer on the leader, and broadcast it.
 
         Raises:
             AgreedError: the logits are NaN or infinite; on every host.
@@ -133,31 +133,31 @@ class Executor:
                     token = sample(logits[0], sampling, state.num_tokens)
         (token,) = hosts.broadcast_ints([token], 1)
         if token == NO_TOKEN:
-            raise AgreedError("the model gave NaN or infinite logits behind the prompt")
+            raise AgreedError("the model gave NaN or infinite logits after the prompt")
         return token
 
     @property
     def is_usable(self) -> bool:
-        """Whether the hosts can go on after a request that failed."""
+        """Whether the hosts can continue after a failed request."""
         return not (self.hosts.is_broken or self.engine.hosts.is_broken)
 
 
 def exchange_commands(hosts: HostGroup, command: int, wants_to_stop: bool) -> tuple[int, bool]:
-    """Exchange host 0's command, and whether any host was asked to stop; collective.
+    """Broadcast host 0's command, and gather whether any host was asked to stop; collective.
 
-    Every host sends something, so that each notices one that has ended.
+    Every host sends data, so that each detects one that has ended.
     """
     messages = hosts.gather_floats([command, wants_to_stop])
     return int(messages[0][0]), any(stop for _, stop in messages)
 
 
 def follow(executor: Executor, folder: Path | None, private_files: PrivateFiles, wants_to_stop: Event) -> None:
-    """Carry out host 0's commands until it says to leave; every other host does.
+    """Carry out host 0's commands until shutdown; runs on every other host.
 
     Args:
         folder: the folder that files are read from, as on host 0.
-        private_files: where files go whose bytes are sent.
-        wants_to_stop: set when this process was asked to end; host 0 decides.
+        private_files: storage for files whose bytes are sent. wants_to_stop: set when this process was asked to
+            end; host 0 decides.
 
     Raises:
         HostError: another host ended, or failed in an exchange.
@@ -182,6 +182,6 @@ def follow(executor: Executor, folder: Path | None, private_files: PrivateFiles,
 
         try:
             executor.carry_out(command, order, open_files)
-        except Exception:  # it is for host 0 to report
+        except Exception:  # host 0 reports it
             if not executor.is_usable:
                 raise

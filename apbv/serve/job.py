@@ -1,4 +1,4 @@
-"""A request on its way through the server: what its client hears of it, and what is recorded of it."""
+"""Request state in the server: events for its client, and its record."""
 
 import asyncio
 import time
@@ -11,7 +11,7 @@ from typing import Any
 from .reading import ReadyRequest
 from .requests import ApiError, FinishReason
 
-# The moments of a record between which a duration lies.
+# The moments of a record that bound a duration.
 DURATIONS = {
     "read": ("arrived", "ready"),
     "queue": ("ready", "began"),
@@ -24,26 +24,26 @@ DURATIONS = {
 
 @dataclass(kw_only=True)
 class RequestRecord:
-    """Everything that metrics, log and traces may tell of a request: nothing of what was asked or answered.
+    """Request data for metrics, log and traces, without the content of prompt and answer.
 
     Moments are seconds of ``time.monotonic()``; None: not reached.
 
     Attributes:
         id: the request's id, as its reply has it.
-        traceparent: the trace that its client has begun, as in W3C's header of that name.
+        traceparent: the client's trace, as in W3C's header of that name.
         arrived: the server began to read it.
-        ready: it was read, and its place in the queue was taken.
+        ready: it was read and entered the queue.
         began: its prefill began.
-        first_token: the first token was there, and with it the prefill ended.
-        last_token: the last token was there.
-        ended: the last that its client hears of it was sent.
-        status: HTTP's status of its reply; 499 where the client had left.
+        first_token: the first token was available, which ends the prefill.
+        last_token: the last token was available.
+        ended: the last event was sent to its client.
+        status: HTTP status of its reply; 499 if the client had disconnected.
         outcome: answered up to a ``stop`` or the ``length`` asked for, ``cancelled`` by the client, ``rejected``
             because of a full queue or a stopping server, ``invalid``, or ``failed``.
         prompt_tokens, completion_tokens: tokens that were prefilled, and of the answer so far.
-        speculation: the figures of the draft (``apbv.speculate.Answered``); None: there was none.
+        speculation: the metrics of the draft (``apbv.speculate.Answered``); None: there was none.
         sampling: ``max_tokens``, ``temperature`` and ``top_p``, once they are known.
-        transfer: the id under which its KV was offered to a decoder; None: it was not.
+        transfer: id of its KV transfer to a decode instance; None: there was none.
     """
 
     id: str
@@ -63,18 +63,18 @@ class RequestRecord:
     transfer: str | None = None
 
     def seconds(self, name: str) -> float | None:
-        """Return one of :data:`DURATIONS`; None where the request did not get so far."""
+        """Return one of :data:`DURATIONS`; None if the request did not get so far."""
         earlier, later = (getattr(self, moment) for moment in DURATIONS[name])
         return None if earlier is None or later is None else later - earlier
 
 
 @dataclass(frozen=True)
 class Finished:
-    """The last event of a request that was answered.
+    """Last event of an answered request.
 
     Attributes:
-        num_tokens: how many tokens all its answers have.
-        kv_transfer_params: what another server needs to fetch the prompt's KV; None where it was not handed over.
+        num_tokens: the tokens of all its answers together.
+        kv_transfer_params: parameters for another server to fetch the prompt's KV; None without a KV transfer.
     """
 
     num_tokens: int
@@ -86,13 +86,13 @@ TokenLogprob = tuple[str, float, list[tuple[str, float]]]
 
 @dataclass(frozen=True)
 class Piece:
-    """A stretch of an answer's text that has become certain, and the tokens since the piece before.
+    """Final piece of an answer's text, and the tokens since the previous piece.
 
     Attributes:
-        choice: which of the request's answers it is of.
-        reason: why the answer ends here; None: it goes on.
-        logprobs: of each of the tokens its text, its logarithmic probability, and the most probable texts in its
-            place with theirs; empty where nobody asked.
+        choice: the index of the request's answer.
+        reason: why the answer ends here; None: it continues.
+        logprobs: for each token its text, its log probability, and the most probable alternatives with theirs;
+            empty if not requested.
     """
 
     text: str
@@ -106,25 +106,25 @@ Event = Piece | Finished | ApiError
 
 
 class Job:
-    """A request on its way, from its arrival to its last event; made in its client's event loop.
+    """Request state, from its arrival to its last event; created in its client's event loop.
 
     It is *admitted* (its body and files are read), then *ready* (it waits for its prefill), then *running* (it
     holds KV). From each of these it may end: failed, answered, or cancelled, which takes effect at the next token.
 
     Args:
-        request_id: how the client and the log call it; None: a name of its own.
-        traceparent: the trace that its client has begun, as in the header of that name.
+        request_id: its id for the client and the log; None: generated.
+        traceparent: the client's trace, as in the header of that name.
 
     Attributes:
-        record: what may be told of it.
-        events: pieces of the answer, and at last Finished or an ApiError.
+        record: its data for metrics, log and traces.
+        events: pieces of the answer, and finally Finished or an ApiError.
         created: when it arrived, in seconds since 1970.
-        is_cancelled: whether its client has gone.
+        is_cancelled: whether its client has disconnected.
         has_ended: whether its last event was sent.
         files: closes its files.
-        read: what is to be done; None until it is ready.
-        kv_bytes: what its KV takes at most, of prompt and answers on all hosts.
-        num_finished: how many of its answers have ended.
+        read: the request as read; None until it is ready.
+        kv_bytes: maximum size of its KV, of prompt and answers on all hosts.
+        num_finished: number of finished answers.
     """
 
     def __init__(self, request_id: str | None = None, traceparent: str | None = None):

@@ -1,4 +1,4 @@
-"""The log on stderr: its lines, and how a flood of bad connections is kept from flooding it."""
+"""The log on stderr, with rate limits for repeated warnings."""
 
 import json
 import logging
@@ -7,14 +7,14 @@ from collections.abc import Callable
 from datetime import datetime, timezone
 
 LOG_FORMATS = ("text", "json")
-FIELDS = "fields"  # of a record: a dictionary that says the same as its message
+FIELDS = "fields"  # of a record: a dictionary with the same content as its message
 
 
 class JsonLines(logging.Formatter):
-    """Formats each record as one JSON object on a line of its own.
+    """Formats each record as one JSON object per line.
 
-    It has ``time`` (UTC, ISO 8601), ``level``, ``logger`` and ``message``, the record's ``fields`` beside them,
-    and of an error its ``traceback``.
+    It has ``time`` (UTC, ISO 8601), ``level``, ``logger`` and ``message``, the record's ``fields``, and for an
+    error its ``traceback``.
     """
 
     def format(self, record: logging.LogRecord) -> str:
@@ -33,10 +33,10 @@ class JsonLines(logging.Formatter):
 
 
 def log_to_stderr(form: str = "text") -> None:
-    """Let this process write to stderr what becomes of requests, and whatever any library warns of.
+    """Log requests and libraries' warnings to stderr.
 
     Args:
-        form: one of LOG_FORMATS. As ``json``, Python's warnings are lines of the log, too.
+        form: one of LOG_FORMATS. With ``json``, Python's warnings are logged, too.
     """
     handler = logging.StreamHandler()
     if form == "json":
@@ -49,12 +49,12 @@ def log_to_stderr(form: str = "text") -> None:
 
 
 class OncePerPeriod(logging.Filter):
-    """A filter that lets each warning through once per period; the next one says how many were left out.
+    """Filter that lets each warning through once per period, with the number of suppressed ones.
 
     Args:
         seconds: the period.
-        clock: seconds since some moment.
-        levels: of the records that it holds back; all others always pass.
+        clock: a monotonic clock in seconds.
+        levels: the levels that are limited; all others always pass.
     """
 
     def __init__(
@@ -65,11 +65,11 @@ class OncePerPeriod(logging.Filter):
     ):
         super().__init__()
         self._seconds, self._clock, self._levels = seconds, clock, levels
-        self._said: dict[str, float] = {}  # when each was last let through; by the code's text, so there are few
+        self._said: dict[str, float] = {}  # when each was last let through; by message template, so there are few
         self._left_out: dict[str, int] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Decide whether a record passes."""
+        """Return whether a record passes."""
         if record.levelno not in self._levels:
             return True
         text, now = str(record.msg), self._clock()

@@ -1,6 +1,6 @@
-"""The files that requests refer to: of an allowed folder, sent inline, or fetched from an allowed host.
+"""Files that requests refer to: in an allowed directory, sent inline, or fetched from an allowed network host.
 
-Where a file comes from is decided on host 0. Files of the folder are opened on every host at the same relative
+Where a file comes from is decided on host 0. Files of the directory are opened on every host at the same relative
 path; bytes from elsewhere travel to the other hosts, and lie in private temporary files during the request.
 """
 
@@ -31,20 +31,20 @@ _REDIRECTS = (301, 302, 303, 307, 308)
 
 
 class MediaError(ValueError):
-    """The URL is not allowed, or leads to nothing; the message says why."""
+    """Raised if a URL is not allowed, or cannot be read; the message says why."""
 
 
 class FolderError(RuntimeError):
-    """The folder that requests may name files of cannot be read: no request is to blame for that."""
+    """Raised if the server's media directory cannot be read, which is not the request's fault."""
 
 
 @dataclass(frozen=True)
 class Media:
-    """A file that a request refers to.
+    """File that a request refers to.
 
     Attributes:
         name: what messages call it.
-        relative: its path in the allowed folder, on every host; None where it came as bytes.
+        relative: its path in the allowed directory, on every host; None if it came as bytes.
         path: its path on this host.
     """
 
@@ -54,7 +54,7 @@ class Media:
 
 
 class PrivateFiles:
-    """Files that only this user can read, in a folder that is deleted in the end; for any thread."""
+    """Files that only this user can read, in a directory that is deleted in the end; for any thread."""
 
     def __init__(self):
         self._folder = tempfile.TemporaryDirectory(prefix="apbv-")
@@ -69,14 +69,14 @@ class PrivateFiles:
         self.close()
 
     def close(self) -> None:
-        """Delete the folder, and let nobody make files any more."""
+        """Delete the directory; no more files can be made."""
         with self._lock:
             self._is_closed = True
             self._folder.cleanup()
 
     @contextmanager
     def holding(self, data: bytes) -> Iterator[Path]:
-        """Provide a file with this content, which is gone when nobody uses it any more.
+        """Provide a file with this content, which is deleted after its last use.
 
         The same bytes are always the same file, by name and date, so that :mod:`apbv.prefilling.reuse` knows it
         again.
@@ -105,7 +105,7 @@ class PrivateFiles:
 
 def _write(path: Path, data: bytes) -> None:
     try:
-        path.parent.mkdir(0o700, exist_ok=True)  # whoever tidies up temporary files may have removed it
+        path.parent.mkdir(0o700, exist_ok=True)  # a cleaner of temporary files may have removed it
         path.touch(0o600)
         path.write_bytes(data)
         os.utime(path, (0, 0))
@@ -115,12 +115,12 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def find_in_folder(folder: Path | None, path: str) -> Path:
-    """Return the real path, after ``..`` and symbolic links, of a file that is truly inside the folder.
+    """Return the real path, after ``..`` and symbolic links, of a file that is truly inside the directory.
 
     Raises:
-        MediaError: no folder is allowed, or the file lies elsewhere or is no regular file. What lies elsewhere is
-            refused in the same words whether it exists or not.
-        FolderError: the folder was removed, or became something else, since the server was started.
+        MediaError: no directory is allowed, or the file is outside it or is not a regular file. Files outside get
+            the same message whether they exist or not.
+        FolderError: the directory was removed, or became something else, since the server was started.
     """
     if folder is None:
         raise MediaError("this server reads no files: it was started without --media-dir")
@@ -131,7 +131,7 @@ def find_in_folder(folder: Path | None, path: str) -> Path:
     except (OSError, RuntimeError) as error:
         raise FolderError("this server cannot read its folder of media files at present") from error
     if path.endswith("/"):
-        raise MediaError(f"{path!r:.200} is no file")
+        raise MediaError(f"{path!r:.200} is not a file")
     try:
         found = (root / path).resolve()
         inside = found.is_relative_to(root)
@@ -139,7 +139,7 @@ def find_in_folder(folder: Path | None, path: str) -> Path:
     except FileNotFoundError:
         regular = False
     except (OSError, ValueError, RuntimeError) as error:  # too long a name, a null character, a loop of links
-        raise MediaError(f"{path!r:.200} is no usable path") from error
+        raise MediaError(f"{path!r:.200} is not a usable path") from error
     if not inside:
         raise MediaError(f"{path!r:.200} is not in the folder that this server may read")
     if not regular:
@@ -151,7 +151,7 @@ def find_in_folder(folder: Path | None, path: str) -> Path:
 def open_media(
     url: str, settings: ServerSettings, private_files: PrivateFiles, deadline: float | None = None
 ) -> Iterator[Media]:
-    """Provide the file that a URL, or a path in the allowed folder, stands for; on host 0.
+    """Provide the file that a URL, or a path in the allowed directory, stands for; on host 0.
 
     Args:
         deadline: see :func:`fetch`.
@@ -181,24 +181,24 @@ def _path_of(url: str) -> str:
     if rest.startswith("//"):
         host, slash, path = rest[2:].partition("/")
         if host not in ("", "localhost"):
-            raise MediaError(f"file: URLs name files of this machine, not of {host!r:.100}")
+            raise MediaError(f"file: URLs must name files on this machine, not on {host!r:.100}")
         rest = slash + path
     try:
         return unquote(rest, errors="strict")
     except UnicodeDecodeError as error:
-        raise MediaError(f"{url!r:.200} is no usable path") from error
+        raise MediaError(f"{url!r:.200} is not a usable path") from error
 
 
 def _decode_data(url: str, max_bytes: int) -> bytes:
     header, comma, data = url.partition(",")
     if not comma or not header.lower().endswith(";base64"):
-        raise MediaError("a data: URL must read data:TYPE;base64,DATA")
+        raise MediaError("a data: URL must have the form data:TYPE;base64,DATA")
     if len(data) > 2 * max_bytes:  # before anything is copied; percent escapes make it longer than 4/3
         raise MediaError(f"inline data may have at most {max_bytes} bytes")
     try:
         decoded = base64.b64decode(unquote_to_bytes(data) if "%" in data else data, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise MediaError(f"a data: URL is no valid base64: {error}") from error
+        raise MediaError(f"a data: URL is not valid base64: {error}") from error
     if len(decoded) > max_bytes:
         raise MediaError(f"inline data may have at most {max_bytes} bytes, not {len(decoded)}")
     return decoded
@@ -235,7 +235,7 @@ def fetch(url: str, settings: ServerSettings, deadline: float | None = None) -> 
                         raise TimeoutError
                     return data
                 else:
-                    raise MediaError(f"{host} answers with status {response.status}")
+                    raise MediaError(f"{host} returned status {response.status}")
         except (OSError, ValueError, http.client.HTTPException) as error:
             if time.monotonic() >= deadline:
                 raise MediaError(
@@ -243,7 +243,7 @@ def fetch(url: str, settings: ServerSettings, deadline: float | None = None) -> 
                 ) from error
             if isinstance(error, MediaError):
                 raise
-            # What a server that does not speak HTTP has said is nobody's business.
+            # The output of a server that does not speak HTTP is not passed on.
             said = "" if isinstance(error, http.client.HTTPException) else f": {error}"
             raise MediaError(f"cannot fetch from {host}: {type(error).__name__}{said}") from error
     raise MediaError(f"{host} redirects more than {_MAX_REDIRECTS} times")
@@ -271,7 +271,7 @@ def _connected(
     addresses = [entry[4][0] for entry in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
     # Who lists a name for this machine, or an address, knows what it means.
     if host not in ("localhost", *addresses) and not all(map(is_public, addresses)):
-        raise MediaError(f"the address of {host} is not a public one")
+        raise MediaError(f"the address of {host} is not public")
     sock = socket.create_connection((addresses[0], port), max(0.1, deadline - time.monotonic()))
 
     def shut() -> None:
@@ -310,5 +310,5 @@ def _read(response: http.client.HTTPResponse, host: str, max_bytes: int) -> byte
         if len(data) > max_bytes:
             raise MediaError(f"a file may have at most {max_bytes} bytes; that of {host} is larger")
     if response.length:
-        raise MediaError(f"{host} ended in the middle of the file")
+        raise MediaError(f"{host} closed the connection in the middle of the file")
     return bytes(data)

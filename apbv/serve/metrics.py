@@ -1,4 +1,4 @@
-"""The figures that Prometheus reads from GET /metrics, called what vLLM calls them where they mean the same."""
+"""Prometheus metrics for GET /metrics, under vLLM's names where the meaning is the same."""
 
 from collections.abc import Iterable
 
@@ -21,54 +21,54 @@ _REQUEST_SECONDS = (
 )
 _TOKENS = tuple(mantissa * 10**exponent for exponent in range(7) for mantissa in (1, 2, 5))
 
-# What becomes of a request, and vLLM's name for it; it counts only what its engine has taken.
+# Outcomes and vLLM's names for them; vLLM counts only requests that its engine has accepted.
 _FINISHED_REASONS = {"stop": "stop", "length": "length", "cancelled": "abort", "failed": "error"}
 _REFUSALS = ("rejected", "invalid")
 OUTCOMES = (*_FINISHED_REASONS, *_REFUSALS)
 TRANSFER_ENDS = ("fetched", "dropped", "expired", "displaced", "closed")
 
 _GAUGES = {
-    "num_requests_running": "Requests that are prefilled or decoded",
-    "num_requests_waiting": "Requests that are read, or wait for their prefill",
-    "kv_cache_usage_perc": "KV held, of the most that may be; 1 is all",
-    "kv_cache_bytes": "Bytes of KV held",
-    "kv_offers_waiting": "KV of prompts that waits to be fetched by a decoder",
+    "num_requests_running": "Requests being prefilled or decoded",
+    "num_requests_waiting": "Requests being read or waiting for prefill",
+    "kv_cache_usage_perc": "KV cache usage; 1 means full",
+    "kv_cache_bytes": "KV cache in bytes",
+    "kv_offers_waiting": "Prompts whose KV waits to be fetched by a decode instance",
 }
-# With the figure of a request's draft that is counted in it, if one is.
+# With the field of a request's speculation record that it counts, if any.
 _COUNTERS = {
-    "prompt_tokens": ("Tokens of prefilled prompts",),
-    "generation_tokens": ("Tokens of answers",),
-    "spec_decode_num_drafts": ("Windows of drafted tokens", "rounds"),
-    "spec_decode_num_draft_tokens": ("Drafted tokens", "num_drafted"),
-    "spec_decode_num_accepted_tokens": ("Drafted tokens that were accepted", "num_accepted"),
+    "prompt_tokens": ("Prefilled prompt tokens",),
+    "generation_tokens": ("Generated tokens",),
+    "spec_decode_num_drafts": ("Drafts, one per round", "rounds"),
+    "spec_decode_num_draft_tokens": ("Draft tokens", "num_drafted"),
+    "spec_decode_num_accepted_tokens": ("Accepted draft tokens", "num_accepted"),
 }
-# With the duration of a request that is counted in it, if one is.
+# With the duration of a request that it observes, if any.
 _HISTOGRAMS = {
     "time_to_first_token_seconds": (
-        "From arrival to the first token",
+        "Time to first token (TTFT), from arrival",
         _FIRST_TOKEN_SECONDS,
         "time_to_first_token",
     ),
-    "inter_token_latency_seconds": ("From one token of an answer to its next", _GAP_SECONDS),
-    "e2e_request_latency_seconds": ("From arrival to the end", _REQUEST_SECONDS, "total"),
-    "request_queue_time_seconds": ("From having been read to the prefill", _REQUEST_SECONDS, "queue"),
+    "inter_token_latency_seconds": ("Inter-token latency (ITL)", _GAP_SECONDS),
+    "e2e_request_latency_seconds": ("End-to-end latency, from arrival", _REQUEST_SECONDS, "total"),
+    "request_queue_time_seconds": ("Time in the queue, after the request was read", _REQUEST_SECONDS, "queue"),
     "request_prefill_time_seconds": (
-        "From the prefill's beginning to the first token",
+        "Prefill time, to the first token",
         _REQUEST_SECONDS,
         "prefill",
     ),
-    "request_decode_time_seconds": ("From the first token to the last", _REQUEST_SECONDS, "decode"),
-    "request_prompt_tokens": ("Tokens of a prompt", _TOKENS),
-    "request_generation_tokens": ("Tokens of an answer", _TOKENS),
-    "kv_transfer_wait_seconds": ("From KV being offered to its having been fetched", _REQUEST_SECONDS),
+    "request_decode_time_seconds": ("Decoding time, from first to last token", _REQUEST_SECONDS, "decode"),
+    "request_prompt_tokens": ("Prompt tokens per request", _TOKENS),
+    "request_generation_tokens": ("Generated tokens per request", _TOKENS),
+    "kv_transfer_wait_seconds": ("Time from export of KV until it was fetched", _REQUEST_SECONDS),
 }
 
 
 class Metrics:
-    """One server's figures, in a registry of their own; any thread may change and read them.
+    """Metrics of one server, in their own registry; thread-safe.
 
     Args:
-        model: the name that requests give; the label ``model_name`` of every figure.
+        model: the model name in requests; the label ``model_name`` of every metric.
 
     Attributes:
         model: as given.
@@ -82,12 +82,12 @@ class Metrics:
             name: self._new(Histogram, name, what, buckets=buckets)
             for name, (what, buckets, *_) in _HISTOGRAMS.items()
         }
-        ended, offered = "Requests that ended, by reason", "KV offered to decoders, by how that ended"
+        ended, offered = "Finished requests, by reason", "KV transfers, by how they ended"
         self._finished = self._labelled("request_success", "finished_reason", ended, _FINISHED_REASONS.values())
-        refused = "Requests that were refused, by reason"
+        refused = "Rejected requests, by reason"
         self._refused = self._labelled("requests_refused", "reason", refused, _REFUSALS)
         self._transfers = self._labelled("kv_transfers", "how", offered, TRANSFER_ENDS)
-        num_bytes = "Bytes of it, by how that ended"
+        num_bytes = "Bytes of KV transfers, by how they ended"
         self._transfer_bytes = self._labelled("kv_transfer_bytes", "how", num_bytes, TRANSFER_ENDS)
 
     def set(self, **gauges: float) -> None:
@@ -96,14 +96,13 @@ class Metrics:
             self._gauges[name].set(value)
 
     def observe_token_gap(self, seconds: float) -> None:
-        """Count that an answer got its next token after so many seconds."""
+        """Observe the ITL of one token."""
         self._histograms["inter_token_latency_seconds"].observe(seconds)
 
     def observe_end(self, record: RequestRecord) -> None:
-        """Count a request that has ended.
+        """Count a finished request.
 
-        Tokens and the time to the first one are counted whatever became of the rest of the answer; the other times
-        and lengths are those of answers.
+        Tokens and TTFT are counted for every request; the other times and lengths only for completed answers.
         """
         if record.outcome in _REFUSALS:
             self._refused.labels(self.model, record.outcome).inc()
@@ -126,13 +125,13 @@ class Metrics:
             self._histograms["request_generation_tokens"].observe(record.completion_tokens)
 
     def observe_transfer(self, how: str, num_bytes: int, seconds: float) -> None:
-        """Count KV that is not offered any more.
+        """Count a KV transfer that has ended.
 
         Args:
-            how: ``fetched`` by a decoder, ``dropped`` as nobody will fetch it, ``expired``, ``displaced`` for
-                room, or ``closed`` with the server.
+            how: ``fetched`` by a decode instance, ``dropped`` because it will not be fetched, ``expired``,
+                ``displaced`` to make room, or ``closed`` with the server.
             num_bytes: its bytes on all hosts.
-            seconds: how long it was offered.
+            seconds: how long it was available.
         """
         self._transfers.labels(self.model, how).inc()
         self._transfer_bytes.labels(self.model, how).inc(num_bytes)
@@ -140,7 +139,7 @@ class Metrics:
             self._histograms["kv_transfer_wait_seconds"].observe(seconds)
 
     def render(self) -> bytes:
-        """Write the figures in Prometheus' text format."""
+        """Render the metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
     def _new(self, kind: type, name: str, what: str, **options):
@@ -149,6 +148,6 @@ class Metrics:
 
     def _labelled(self, name: str, label: str, what: str, values: Iterable[str]) -> Counter:
         counter = Counter(f"apbv:{name}", what, ["model_name", label], registry=self._registry)
-        for value in values:  # one that appears with its first event would hide that event from a rate
+        for value in values:  # a series that appears with its first event would hide that event from rate()
             counter.labels(self.model, value)
         return counter

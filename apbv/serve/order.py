@@ -1,4 +1,4 @@
-"""Orders: requests as host 0 gives them to the other hosts."""
+"""Orders: requests in the form that host 0 sends to the other hosts."""
 
 import json
 from collections.abc import Sequence
@@ -14,15 +14,15 @@ from ..stats import StageTimer
 
 @dataclass(frozen=True)
 class Order:
-    """A request to the engine, the same on every host.
+    """Request to the engine, the same on every host.
 
     Attributes:
         asked: the fields of :class:`apbv.input.request.Question`; content parts of its messages refer to files by
             number, ``{"type": "video", "file": 0}``.
         files: paths in the allowed folder, or None for files whose bytes are sent.
         sampling: how the answer's tokens are chosen.
-        hands_over: whether another server continues from the prompt's KV.
-        num_answers: how many answers are drawn, with seeds one after the other.
+        hands_over: whether the prompt's KV is transferred to another server.
+        num_answers: number of answers, with consecutive seeds.
     """
 
     asked: dict[str, Any]
@@ -44,10 +44,10 @@ class Order:
         return cls(**{**record, "sampling": SamplingParams(**sampling)})
 
     def question(self, files: Sequence[Any]) -> Question:
-        """Return the question as the engine takes it.
+        """Build the engine's question.
 
         Args:
-            files: paths on this host, or whatever else stands for the order's files.
+            files: paths on this host, or other stand-ins for the order's files.
         """
         messages = [
             {
@@ -62,12 +62,12 @@ class Order:
         return Question(**{**self.asked, "messages": messages or None})
 
     def request(self, hosts: HostGroup, files: Sequence[Any], prompt: Skeleton | None = None) -> Request:
-        """Return the request as the engine takes it.
+        """Build the engine's request.
 
         Args:
             hosts: the hosts that answer it.
             files: as of :meth:`question`.
-            prompt: what this host has read of the question already.
+            prompt: the part of the question that this host has already read.
         """
         return Request(
             self.question(files),

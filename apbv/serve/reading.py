@@ -1,6 +1,6 @@
-"""Turning a request into an order: opening its files, counting its tokens, and keeping the limits.
+"""Turns a request into an order: opens its files, counts its tokens, and checks the limits.
 
-This runs on host 0, beside the engine's thread.
+This runs on host 0, concurrently with the engine's thread.
 """
 
 import copy
@@ -40,8 +40,8 @@ _MAX_SCANS = 100
 _START_OF_SCAN = b"\xff\xda"
 # Bytes that decoding an image allocates, in multiples of it as RGB: as stored, RGB, upright, an array, a tensor.
 _IMAGE_COPIES = 6
-# Characters of a text that is read beside others without their noticing; and of a text's beginning, for each token
-# that fits, by which it is judged whether to read the rest.
+# Characters of a text that can be read without delaying others; and of a text's beginning, for each token that
+# fits, by which it is judged whether to read the rest.
 _LIGHT_CHARS, _CHARS_PER_TOKEN = 2**16, 8
 
 
@@ -76,7 +76,7 @@ class Reader:
     so there are two: whatever takes long, a short text does not wait for it.
 
     Args:
-        max_tokens: of a prompt and its answer that can ever run; longer prompts are refused.
+        max_tokens: of a prompt and its answer that can ever run; longer prompts are rejected.
     """
 
     def __init__(self, engine: Engine, settings: ServerSettings, private_files: PrivateFiles, max_tokens: int):
@@ -126,7 +126,7 @@ class Reader:
         num_tokens, wanted = prompt.batch["input_ids"].shape[1], max(limit or 1, least)
         room = self.max_model_len - num_tokens
         if room < wanted:
-            raise self._too_long(f"{num_tokens} tokens and the answer may take {wanted}", field)
+            raise self._too_long(f"{num_tokens} tokens and the answer needs up to {wanted}", field)
         bias = request.logit_bias or {}
         self._require_known(bias, "logit_bias")
         defaults = {"temperature": settings.temperature, "top_p": settings.top_p}
@@ -144,7 +144,7 @@ class Reader:
         return ReadyRequest(order, num_tokens, media, request, prompt)
 
     def _require_known(self, token_ids: Iterable[int], field: str) -> None:
-        """Refuse tokens that the model does not have."""
+        """Reject tokens that the model does not have."""
         vocab_size = self._parts.vocab_size
         if any(token >= vocab_size for token in token_ids):
             raise ApiError(400, f"the model's token ids go from 0 to {vocab_size - 1}", param=field)
@@ -168,7 +168,7 @@ class Reader:
         """Return the text of tokens, special ones included.
 
         Raises:
-            ApiError: with status 400 where the model has no such token, or cannot take so many.
+            ApiError: with status 400 if a token is unknown, or there are more than the context length.
         """
         if len(token_ids) > self.max_model_len:
             raise ApiError(400, f"at most {self.max_model_len} tokens are allowed", param="tokens")
@@ -181,7 +181,7 @@ class Reader:
         return num_chars <= _LIGHT_CHARS and not has_files
 
     def _prompts_for(self, request: GenerationRequest | TokenizeRequest) -> PromptReader:
-        """Return what reads a request; ApiError if it is too long even of the vocabulary's longest tokens."""
+        """Return the reader for a request; ApiError if it is too long even in the vocabulary's longest tokens."""
         num_chars, _ = _weigh(request)
         if num_chars > self._max_chars:
             raise self._too_long(f"{num_chars} characters", request.prompt_field)
@@ -192,7 +192,7 @@ class Reader:
         return ApiError(400, message, param=field, code="context_length_exceeded")
 
     def _require_fits(self, prompts: PromptReader, text: str, field: str) -> None:
-        """Refuse a text whose beginning is too long already, before all of it is tokenized."""
+        """Reject a text whose beginning is too long already, before all of it is tokenized."""
         head = text[: _CHARS_PER_TOKEN * self.max_model_len]
         if len(head) < len(text) and (num_tokens := len(prompts.tokenize(head, False))) > self.max_model_len:
             raise self._too_long(f"more than {num_tokens} tokens", field)
@@ -251,13 +251,13 @@ class Reader:
         """Find the prompt's tokens, and what it shows.
 
         Raises:
-            ApiError: with status 400 where the engine would refuse it, except for damaged frames and images.
+            ApiError: with status 400 where the engine would reject it, except for damaged frames and images.
         """
         deadline = time.monotonic() + self._settings.fetch_seconds
 
         def check(num_packets: int) -> None:
             if num_packets >= self._settings.max_packets or time.monotonic() > deadline:
-                raise PromptError(f"a video takes too long to look through: {num_packets} packets and more")
+                raise PromptError(f"a video takes too long to scan: {num_packets} packets or more")
             _require_wanted(is_wanted)
 
         try:
@@ -274,7 +274,7 @@ class Reader:
                 raise ApiError(
                     400,
                     f"the videos and images have {num_frames} frames, but at most {self._settings.max_frames} are "
-                    "allowed; ask for fewer with num_frames, which counts for each video",
+                    "allowed; ask for fewer with num_frames, which applies per video",
                     param="messages",
                 )
             frames = [(video.info.height, video.info.width) for video in videos for _ in video.frames]
@@ -329,8 +329,8 @@ def _image_size(file: Media) -> tuple[int, int]:
     """Read the height and width of an image from its header.
 
     Raises:
-        ApiError: the file is no image of an allowed format, or would take endlessly to decode. Other formats have
-            decoders that run more than a decoder.
+        ApiError: the file is not an image of an allowed format, or would take too long to decode. Other formats
+            have decoders that run more than a decoder.
     """
     try:
         with Image.open(file.path, formats=_IMAGE_FORMATS) as image:

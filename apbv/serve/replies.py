@@ -1,4 +1,4 @@
-"""Replies to the requests of both endpoints: at once, or as a stream of server-sent events."""
+"""Replies of both endpoints, whole or as a stream of server-sent events."""
 
 import json
 from collections import Counter
@@ -25,7 +25,7 @@ class Replies:
         self._num_chars = Counter()  # of each answer's tokens so far
 
     async def whole(self, first: Event, events: AsyncIterator[Event]) -> dict[str, Any]:
-        """Wait for a job's last event, and return the reply; raises ApiError where that is an error."""
+        """Wait for a job's last event, and return the reply; raises ApiError if that is an error."""
         pieces, event = {choice: [] for choice in range(self._job.read.order.num_answers)}, first
         while isinstance(event, Piece):
             pieces[event.choice].append(event)
@@ -44,7 +44,7 @@ class Replies:
         return self._with_prompt(reply)
 
     async def stream(self, first: Event, events: AsyncIterator[Event]) -> AsyncIterator[str]:
-        """Yield server-sent events; an error after the first of them can only be told in another."""
+        """Yield server-sent events; an error after the first is sent as another event."""
         try:
             for choice in range(self._job.read.order.num_answers):
                 if self._is_chat or self._with_token_ids:
@@ -64,7 +64,7 @@ class Replies:
             elif self._with_usage:
                 yield _event({**self._chunk(), "usage": self._usage(event.num_tokens)})
             yield "data: [DONE]\n\n"
-        except StopAsyncIteration as gone:  # nobody listens
+        except StopAsyncIteration as gone:  # no client is left
             raise ClientDisconnect from gone
         finally:
             await events.aclose()
@@ -76,7 +76,7 @@ class Replies:
         return self._object("chat.completion.chunk", list(choices))
 
     def _with_prompt(self, reply: dict[str, Any]) -> dict[str, Any]:
-        """Add the prompt's tokens to a reply, where they are asked for: of a raw prompt to its choices."""
+        """Add the prompt's tokens to a reply if requested: for a raw prompt to its choices."""
         if self._with_token_ids:
             for owner in [reply] if self._is_chat else reply["choices"]:
                 owner["prompt_token_ids"] = self._job.read.token_ids

@@ -1,4 +1,4 @@
-"""Telling of a request once it has ended: to Prometheus, to the log and to a collector of traces."""
+"""Reports finished requests to Prometheus, the log and a trace collector."""
 
 import logging
 
@@ -11,13 +11,13 @@ _logger = logging.getLogger(__name__)
 
 
 def report(record: RequestRecord, metrics: Metrics, tracer: Tracer | None = None) -> None:
-    """Count a request that has ended, trace it, and write its line of the log; for any thread.
+    """Count a finished request, trace it, and log it; thread-safe.
 
     Args:
-        tracer: sends a trace of each; None: there are no traces.
+        tracer: exports its trace; None: no traces.
     """
     metrics.observe_end(record)
-    # Times are in seconds, None where it did not get so far.
+    # Times are in seconds, None if it did not get so far.
     names = ("status", "outcome", "prompt_tokens", "completion_tokens")
     fields = {"request_id": record.id, "model": metrics.model, **{name: getattr(record, name) for name in names}}
     for name in DURATIONS:

@@ -1,7 +1,7 @@
-"""The bodies of requests, and errors: OpenAI's objects, with some of vLLM's fields, as far as they are served.
+"""Request bodies and errors: OpenAI's objects, with some of vLLM's fields, as far as supported.
 
-A known field that is not served is refused by name wherever ignoring it would change the answer; one that nobody
-knows is ignored, with a warning in the log.
+A known but unsupported field is rejected by name if ignoring it would change the answer; an unknown field is
+ignored, with a warning in the log.
 """
 
 import json
@@ -51,12 +51,12 @@ _REFUSED = _names(
     "prompt_embeds prompt_logprobs reasoning_effort structural_tag structured_outputs thinking "
     "thinking_token_budget tool_call_id tool_calls tools truncate_prompt_tokens"
 ).union(*(_names(names) for _, names in _NEUTRAL))
-# Fields that say how an answer's tokens are chosen: where another server decodes, they are for that one.
+# Sampling parameters: if another server decodes, they are for that one.
 _OF_THE_DECODER = _names(
     "allowed_token_ids bad_words include_reasoning include_stop_str_in_output return_tokens_as_token_ids "
     "skip_special_tokens spaces_between_special_tokens structured_outputs"
 )
-# Steps of pydantic's path to an error that are no fields: "str", "constrained-str", "list[...]".
+# Steps of pydantic's path to an error that are not fields: "str", "constrained-str", "list[...]".
 _NAMES_AN_ALTERNATIVE = re.compile(r"\[|(^|-)(str|int)$")
 _MAX_STOP_LENGTH = 1000  # characters; what may become a stop string is looked at again with every token
 _MAX_TOKENS = 2**20
@@ -74,13 +74,13 @@ _logger = logging.getLogger("apbv.serve.fields")
 
 
 class ApiError(Exception):
-    """An error that a request gets, in OpenAI's form.
+    """Error reply to a request, in OpenAI's format.
 
     Args:
-        status: HTTP's status code.
-        message: tells the client what is wrong.
-        param: the field of the request that is to blame.
-        code: OpenAI's name of the error, where it has one.
+        status: HTTP status code.
+        message: the error message for the client.
+        param: the request field at fault.
+        code: OpenAI's error code, if there is one.
         headers: the response's extra headers.
     """
 
@@ -116,7 +116,7 @@ class _Strict(BaseModel):
             if name in _REFUSED and name not in ignored and not _is_neutral(name, value):
                 raise _refused(name, f"{name} is not supported by this server")
             if name not in _REFUSED | _WITHOUT_EFFECT:
-                _logger.warning("a field of a request is not known, and ignored: %.100r", name)
+                _logger.warning("ignored an unknown request field: %.100r", name)
         return self
 
     @classmethod
@@ -145,14 +145,14 @@ class _Strict(BaseModel):
 
 
 def _is_neutral(name: str, value: Any) -> bool:
-    """Return whether a field's value is as good as none; 0 is not False."""
+    """Return whether a field's value has no effect; 0 is not False."""
     same = (neutral for neutral, names in _NEUTRAL if name in _names(names) and value == neutral)
     are_alike = (isinstance(each, bool) == isinstance(value, bool) for each in same)
     return value is None or value in ([], {}) or any(are_alike)
 
 
 def _refused(param: str, message: str) -> PydanticCustomError:
-    """Make the error that a validator of a whole object raises about one of its fields."""
+    """Make the error that an object's validator raises about one of its fields."""
     return PydanticCustomError("refused", "{message}", {"message": message, "param": param})
 
 
@@ -201,14 +201,13 @@ class StreamOptions(_Strict):
 
 
 class GenerationRequest(_Strict):
-    """What requests to both endpoints may say; lists fail fast, as an error takes much more memory than its cause.
+    """Fields of both endpoints; lists fail fast, because an error takes much more memory than its cause.
 
     Attributes:
-        default_limit: how many tokens the answer may have where the request does not say; None: the server's
-            default.
-        prompt_field: where the prompt stands.
-        id_prefix: how the ids of answers begin.
-        kv_transfer_params: with ``do_remote_decode`` another server continues from the prompt's KV.
+        default_limit: token limit of the answer if the request has none; None: the server's default.
+        prompt_field: the field with the prompt.
+        id_prefix: prefix of the answers' ids.
+        kv_transfer_params: with ``do_remote_decode`` the prompt's KV is exported for another server.
     """
 
     default_limit: ClassVar[int | None] = None
@@ -249,7 +248,7 @@ class GenerationRequest(_Strict):
         if None not in (self.max_tokens, self.max_completion_tokens) and (
             self.max_tokens != self.max_completion_tokens
         ):
-            raise _refused("max_tokens", "max_tokens and max_completion_tokens name one thing, but differ")
+            raise _refused("max_tokens", "max_tokens and max_completion_tokens must be equal if both are given")
         self._check_kv_transfer()
         # A router asks for one token of an answer that another server makes, and may leave min_tokens as it was.
         limit = self.token_limit or self.default_limit
@@ -272,7 +271,7 @@ class GenerationRequest(_Strict):
             if not isinstance(described, dict) or not isinstance(described.get("schema"), dict | bool):
                 raise _refused("response_format", "response_format: json_schema.schema must be a JSON schema")
         if self.json_schema is not None and (self.min_tokens or self.ignore_eos):
-            message = "an answer by a JSON schema ends where that ends: no min_tokens, and no ignore_eos"
+            message = "a JSON response_format excludes min_tokens and ignore_eos: the schema ends the answer"
             raise _refused("response_format", message)
 
     def _check_kv_transfer(self) -> None:
@@ -282,22 +281,22 @@ class GenerationRequest(_Strict):
                 raise _refused("kv_transfer_params", f"kv_transfer_params: {name} must be true or false")
         if params.get("do_remote_prefill"):
             message = (
-                "this server prefills, and does not load KV that another has prefilled: do_remote_prefill is for "
-                "the server that decodes"
+                "this server is a prefill instance and cannot load KV: send do_remote_prefill to the decode "
+                "instance"
             )
             raise _refused("kv_transfer_params", message)
         if self.hands_over and self.stream:
-            message = "a request with do_remote_decode gets its one token at once: stream must be false"
+            message = "do_remote_decode returns a single token: stream must be false"
             raise _refused("stream", message)
 
     @property
     def hands_over(self) -> bool:
-        """Whether another server continues from the prompt's KV."""
+        """Whether the prompt's KV is transferred to another server."""
         return bool((self.kv_transfer_params or {}).get("do_remote_decode"))
 
     @property
     def num_answers(self) -> int:
-        """How many answers this server is to give."""
+        """Number of answers requested from this server."""
         return 1 if self.hands_over else self.n or 1
 
     @property
@@ -315,12 +314,12 @@ class GenerationRequest(_Strict):
 
     @property
     def token_limit(self) -> int | None:
-        """How many tokens the answer may have, where the request says so."""
+        """The request's token limit, if any."""
         return self.max_completion_tokens or self.max_tokens
 
 
 class _ChatOptions(_Strict):
-    """How a chat's template is applied (:func:`apbv.input.rendering.apply_template`), and its videos are read."""
+    """Options of the chat template (:func:`apbv.input.rendering.apply_template`) and of video reading."""
 
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -333,7 +332,7 @@ class _ChatOptions(_Strict):
     def _check_template(self) -> "_ChatOptions":
         for name in ("add_generation_prompt", "continue_final_message"):
             if name in (self.chat_template_kwargs or {}):
-                raise _refused("chat_template_kwargs", f"chat_template_kwargs: {name} is a field of its own")
+                raise _refused("chat_template_kwargs", f"chat_template_kwargs: {name} is a top-level field")
         return self
 
     @property
@@ -364,7 +363,7 @@ class ChatRequest(_ChatOptions, GenerationRequest):
 
     @property
     def num_logprobs(self) -> int | None:
-        """How many of the most probable tokens are told of with every token; None: not even its own."""
+        """Number of most probable tokens to return with every token; None: no log probabilities."""
         return self.top_logprobs or 0 if self.logprobs and not self.hands_over else None
 
 
@@ -414,7 +413,7 @@ class TokenizeRequest(_ChatOptions):
 
     @property
     def prompt_field(self) -> str:
-        """Where the prompt stands."""
+        """The field with the prompt."""
         return "messages" if self.prompt is None else "prompt"
 
     @model_validator(mode="after")
@@ -422,7 +421,7 @@ class TokenizeRequest(_ChatOptions):
         if (self.prompt is None) == (self.messages is None):
             raise _refused("prompt", "either prompt or messages must be given")
         if self.messages is not None and self.add_special_tokens:
-            raise _refused("add_special_tokens", "a chat's special tokens are those of its template")
+            raise _refused("add_special_tokens", "does not apply to chats: their template adds them")
         return self
 
 

@@ -1,4 +1,4 @@
-"""The scheduler of a server: which requests wait and run, and how much KV they hold."""
+"""The server's scheduler: waiting and running requests, and their KV memory."""
 
 import bisect
 import threading
@@ -18,7 +18,7 @@ _PER_TOKEN = 1e-3  # seconds that a prompt lets others go first, about what its 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """How many requests may be in a server.
+    """Limits on the requests in a server.
 
     Attributes:
         max_queue: how many requests may be read or wait while others run.
@@ -43,10 +43,10 @@ class Limits:
         return self.max_kv_bytes // self.token_bytes - self.spare_tokens
 
     def bytes_of(self, order: Order, num_tokens: int) -> int:
-        """Return the most bytes that the KV of a prompt of so many tokens and of its answers takes.
+        """Return the maximum KV bytes of a prompt with this many tokens and its answers.
 
         Raises:
-            ApiError: with status 400 where there can never be so many answers at once.
+            ApiError: with status 400 if the request's answers can never run at once.
         """
         answer = 0 if order.hands_over else order.sampling.max_new_tokens + self.spare_tokens
         count = order.num_answers
@@ -55,15 +55,15 @@ class Limits:
         if count > 1 and num_bytes > self.max_kv_bytes:
             most = min(most, self.max_kv_bytes * count // num_bytes)
         if count > most:
-            raise ApiError(400, f"n is {count}, but this server gives such a request at most {most}", param="n")
+            raise ApiError(400, f"n is {count}, but this server allows at most {most} for this request", param="n")
         return num_bytes
 
 
 class Scheduler:
-    """Knows every request in the server, and schedules them; any thread may call it.
+    """Schedules the server's requests; thread-safe.
 
     A prompt lets shorter ones that become ready soon after it go first, up to a time that grows with its length;
-    so none starves. Where the first does not fit, those behind it wait, too.
+    so none starves. Where the first does not fit, those after it wait, too.
 
     Attributes:
         changed: notified of what may let a thread go on.
@@ -196,7 +196,7 @@ class Scheduler:
         return True
 
     def stop(self) -> None:
-        """Refuse further requests, and those that wait; what runs goes on, and KV waits to be fetched."""
+        """Reject further requests, and those that wait; what runs goes on, and KV waits to be fetched."""
         with self.changed:
             self.is_stopping = True
             waiting, self._ready = self._ready, []

@@ -1,4 +1,4 @@
-"""The server's process on every host, from a loaded engine to its end."""
+"""The server process on every host, from a loaded engine to shutdown."""
 
 import asyncio
 import logging
@@ -33,15 +33,15 @@ from .worker import Worker
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _LAST_RESPONSES_SECONDS = 5
 _HEADER_SECONDS = 10.0
-_FEWEST_TOKENS = 64  # of a prompt and its answer, where nobody says how long they may be
-_WARNING_SECONDS = 60.0  # anybody can cause these warnings, as often as they like
+_FEWEST_TOKENS = 64  # of a prompt and its answer, without an explicit limit
+_WARNING_SECONDS = 60.0  # clients can cause these warnings at any rate
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Make a socket with an address, which does not listen yet; port 0: any that is free.
+    """Bind a socket to an address, without listening yet; port 0: any free port.
 
     Raises:
-        ValueError: the address does not exist or is taken.
+        ValueError: the address does not exist or is in use.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -56,10 +56,10 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def listen(sock: socket.socket) -> None:
-    """Let a socket take connections from now on.
+    """Start to listen on a socket.
 
     Raises:
-        ValueError: another server, which bound its socket before anybody listened, was first.
+        ValueError: another server that bound the same address listened first.
     """
     try:
         sock.listen()
@@ -68,7 +68,7 @@ def listen(sock: socket.socket) -> None:
 
 
 def serve(engine: Engine, hosts: HostGroup, sock: socket.socket | None, settings: ServerSettings) -> None:
-    """Answer requests until asked to end, by SIGTERM or SIGINT to any host; collective.
+    """Serve requests until SIGTERM or SIGINT on any host; collective.
 
     Args:
         sock: from :func:`bind`; on host 0.
@@ -108,10 +108,10 @@ def serve(engine: Engine, hosts: HostGroup, sock: socket.socket | None, settings
 
 
 def limits_of(engine: Engine, settings: ServerSettings) -> Limits:
-    """Compute the limits on a server's requests from what this host has left.
+    """Compute the request limits from this host's free memory.
 
     Raises:
-        ValueError: the KV of a prompt and an answer of ``max_model_len`` tokens is not allowed.
+        ValueError: the KV of ``max_model_len`` tokens exceeds the KV cache limit.
     """
     sizes, itemsize = DecoderSizes.from_config(engine.model.config), engine.parts.dtype.itemsize
     token_bytes = sizes.kv_token * itemsize
@@ -136,7 +136,7 @@ def limits_of(engine: Engine, settings: ServerSettings) -> Limits:
 
 
 class _Protocol(H11Protocol):
-    """HTTP with a bound on the time that a request's headers take, which uvicorn has none of."""
+    """HTTP with a timeout for request headers, which uvicorn lacks."""
 
     _timer: asyncio.TimerHandle | None = None
 
@@ -154,7 +154,7 @@ class _Protocol(H11Protocol):
             self._timer.cancel()
 
     def _await_headers(self) -> None:
-        """Close the connection if it goes on without a request's headers."""
+        """Close the connection if request headers do not arrive in time."""
         is_waiting = self.conn.their_state is h11.IDLE
         if is_waiting and self._timer is None:
             self._timer = self.loop.call_later(_HEADER_SECONDS, self.transport.close)
@@ -164,7 +164,7 @@ class _Protocol(H11Protocol):
 
 
 class _Server(uvicorn.Server):
-    """Uvicorn, which still answers while the engine finishes, to say that it is stopping."""
+    """Uvicorn server that keeps replying during shutdown, with errors that say so."""
 
     def __init__(self, app, worker: Worker, sock: socket.socket, settings: ServerSettings, num_hosts: int):
         super().__init__(
@@ -188,7 +188,7 @@ class _Server(uvicorn.Server):
         self._greeting = (
             f"serving {settings.model} on {num_hosts} host(s): "
             f"http://{f'[{host}]' if ':' in host else host}:{port}/v1\n"
-            f"SIGTERM to process {os.getpid()} finishes the running answers and ends all hosts"
+            f"SIGTERM to process {os.getpid()} finishes running requests and stops all hosts"
             + (f"\none answer at a time: {one_at_a_time}" if one_at_a_time else "")
         )
         self._ending: threading.Thread | None = None
@@ -202,7 +202,7 @@ class _Server(uvicorn.Server):
         self.end()
 
     def end(self) -> None:
-        """Finish the running answers, then exit. From any thread, at once; a second call changes nothing."""
+        """Finish running requests, then exit. Callable from any thread, returns at once; idempotent."""
         if self._ending is None:
             self._ending = threading.Thread(target=self._worker.finish, args=(self._grace,), daemon=True)
             self._ending.start()

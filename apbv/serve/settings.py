@@ -1,4 +1,4 @@
-"""The settings of a server; ``apbv serve`` makes options of the limits on requests."""
+"""Server settings; ``apbv serve`` turns the request limits into options."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -7,52 +7,52 @@ _MIB = 2**20
 
 
 def _most(default: float | None, about: str):
-    """Make a field with a limit, and say what is limited."""
+    """Make a field for a limit, with its help text."""
     return field(default=default, metadata={"about": about})
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
-    """The settings of a server, and the limits on its requests.
+    """Server settings and request limits.
 
     Attributes:
-        model: the name that requests give.
-        max_queue: how many requests may wait.
-        max_running: how many answers may be decoded at once; None: as many as the KV allows.
-        max_kv_bytes: the most bytes of KV; None: half of what is free on host 0.
-        max_body_bytes: the largest body of a request.
-        max_model_len: tokens of prompt and answer together; None: as many as the model was made for.
-        max_frames: the most frames of all videos of a request, with its images.
-        max_packets: the most packets that a video may have, which is about as many as it has frames.
-        max_media_bytes: the size of one file that is sent inline or fetched.
-        max_decoded_bytes: the most bytes that the frames of one request may take as RGB, in their stored size.
-        max_image_bytes: the most bytes that may be allocated to decode the images of one request. Of an animation
-            only the first frame is decoded.
-        fetch_seconds: how long fetching all files of a request may take.
+        model: the model name in requests.
+        max_queue: maximum number of waiting requests.
+        max_running: maximum number of answers decoded in one batch; None: limited by the KV cache only.
+        max_kv_bytes: KV cache limit; None: half of the free memory on host 0.
+        max_body_bytes: largest request body.
+        max_model_len: maximum tokens of prompt and answer together; None: the model's context length.
+        max_frames: maximum frames of all videos of a request, plus its images.
+        max_packets: maximum packets of a video (about one per frame).
+        max_media_bytes: maximum size of one file that is sent inline or fetched.
+        max_decoded_bytes: maximum bytes of one request's frames as RGB, in their stored size.
+        max_image_bytes: maximum bytes to allocate for decoding one request's images. Only the first frame of an
+            animation is decoded.
+        fetch_seconds: time limit for fetching all files of a request.
         temperature, top_p, fps: the default of the request's field of that name.
-        max_new_tokens, num_frames: likewise; None: the engine's default.
-        media_dir: the folder of which requests may name files; None: no files.
-        media_hosts: names of the hosts that may be fetched from, lower case; an address or ``localhost`` that
-            stands here itself may be one of this machine or its network.
-        grace: seconds that running answers may take once the server was asked to end.
-        api_key: the bearer token that /v1/* wants; None: none.
-        otlp_traces_endpoint: the URL that a trace of each request is sent to; None: none is.
-        kv_host: where each process listens for those who fetch KV; None: no KV is handed over.
+        max_new_tokens, num_frames: the default of the request's field of that name; None: the engine's default.
+        media_dir: the directory whose files requests may name; None: no files.
+        media_hosts: network names, in lower case, from which files may be fetched. Private and local addresses are
+            allowed only if they, or ``localhost``, are listed themselves.
+        grace: seconds that running requests get after SIGTERM.
+        api_key: the bearer token that /v1/* requires; None: none.
+        otlp_traces_endpoint: URL to which a trace of each request is exported; None: no tracing.
+        kv_host: address on which each process listens for KV consumers; None: no KV transfer.
         kv_port, kv_seconds: see :class:`apbv.kv.offers.Offers`.
     """
 
     model: str = "demo"
-    max_queue: int = _most(64, "requests that may wait")
-    max_running: int | None = _most(None, "answers decoded at once (default: as many as the KV allows)")
-    max_kv_bytes: int | None = _most(None, "KV of all requests (default: half of what is free on host 0)")
-    max_body_bytes: int = _most(96 * _MIB, "a request's body")
-    max_model_len: int | None = _most(None, "tokens of prompt and answer (default: the model's)")
-    max_frames: int = _most(2048, "frames of all videos of a request, with its images")
-    max_packets: int = _most(2**20, "packets of a video, which are about its frames")
-    max_media_bytes: int = _most(64 * _MIB, "a file sent or fetched")
-    max_decoded_bytes: int = _most(8192 * _MIB, "a request's decoded frames")
-    max_image_bytes: int = _most(3072 * _MIB, "memory to decode a request's images")
-    fetch_seconds: float = _most(30.0, "to fetch a request's files")
+    max_queue: int = _most(64, "maximum waiting requests")
+    max_running: int | None = _most(None, "maximum answers per decoding batch (default: limited by --max-kv-mib)")
+    max_kv_bytes: int | None = _most(None, "KV cache limit in MiB (default: half of the free memory on host 0)")
+    max_body_bytes: int = _most(96 * _MIB, "maximum request body in MiB")
+    max_model_len: int | None = _most(None, "maximum tokens of prompt and answer (default: the model's)")
+    max_frames: int = _most(2048, "maximum frames of a request's videos, plus its images")
+    max_packets: int = _most(2**20, "maximum packets per video (about one per frame)")
+    max_media_bytes: int = _most(64 * _MIB, "maximum size in MiB of a file sent or fetched")
+    max_decoded_bytes: int = _most(8192 * _MIB, "maximum MiB of a request's decoded frames")
+    max_image_bytes: int = _most(3072 * _MIB, "maximum MiB to decode a request's images")
+    fetch_seconds: float = _most(30.0, "seconds to fetch a request's files")
     max_new_tokens: int | None = None
     temperature: float = 0.0
     top_p: float = 1.0

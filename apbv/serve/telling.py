@@ -1,4 +1,4 @@
-"""Telling a request's client what becomes of an answer, token by token."""
+"""Streams an answer to a request's client, token by token."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -15,11 +15,11 @@ from .text import AnswerText
 
 
 class Telling:
-    """Sends the text of one answer to its client as it grows, and at last how it ended.
+    """Streams the text of one answer to its client, and finally the finish reason.
 
     Args:
-        decode: token ids to text; called in the thread that calls this.
-        choice: which of the request's answers it is.
+        decode: token ids to text; called in the caller's thread.
+        choice: the index of the request's answer.
     """
 
     def __init__(self, job: Job, scheduler: Scheduler, decode: Callable[..., str], choice: int = 0):
@@ -30,7 +30,7 @@ class Telling:
         self._told = 0
         self._logprobs: list[TokenLogprobs] = []
         self._num_noted, self._last_at = 0, 0.0
-        # Nobody needs the text of an unfinished answer that is not streamed, unless something in it may end it.
+        # The text of an unfinished answer is needed only for streaming and for stop strings.
         self._reads_along = asked.stream or self._text.may_stop
 
     def asked(self, request: Request) -> Request:
@@ -40,19 +40,19 @@ class Telling:
         return replace(request, sampling=own, stop=self.stop, logprobs=self._logprobs)
 
     def stop(self, tokens: Sequence[int]) -> bool:
-        """Take in all tokens so far; returns whether the answer is to end here."""
+        """Process all tokens so far; return whether the answer must end here."""
         job = self._job
         if tokens and not job.is_cancelled:
             self._note(len(tokens))
             if self._reads_along:
                 text = self._text.update(tokens)
-                # A stream hears of tokens that have no text, too.
+                # Streams also get tokens without text.
                 if text or (job.read.request.stream and len(tokens) > self._told):
                     self._send(text, tokens)
         return job.is_cancelled or self._text.stopped
 
     def finish(self, tokens: Sequence[int], reason: FinishReason, kv_params: dict[str, Any] | None = None) -> bool:
-        """End the answer, and with the last of its answers the request; False if that had ended already.
+        """End the answer, and with the last one the request; False if that had already ended.
 
         Args:
             tokens: all tokens.
@@ -85,7 +85,7 @@ class Telling:
         return self._decode([token], skip_special_tokens=False)
 
     def _note(self, num_tokens: int) -> None:
-        """Note when the tokens came that are new."""
+        """Record the arrival time of new tokens."""
         record, now = self._job.record, time.monotonic()
         if num_tokens == self._num_noted:
             return

@@ -1,4 +1,4 @@
-"""The text of a growing answer: whole characters only, and no part of a stop string."""
+"""Text of a growing answer: whole characters only, and no part of a stop string."""
 
 from collections.abc import Callable, Sequence
 
@@ -6,18 +6,18 @@ _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
 class AnswerText:
-    """The text of an answer, as far as no further token can change it.
+    """Text of an answer, up to the point that no further token can change.
 
     Args:
         decode: token ids to text, without special tokens.
         stop: strings that end the answer; the one that is complete first counts, of several the longest. They are
-            no part of it.
-        stop_token_ids: tokens that end the answer, and are no part of its text.
-        min_tokens: a stop string that is complete within the first so many tokens ends nothing.
+            not part of it.
+        stop_token_ids: tokens that end the answer, and are not part of its text.
+        min_tokens: a stop string that is complete within the first ``min_tokens`` tokens is ignored.
 
     Attributes:
         stopped: whether a stop string or a stop token has ended the answer.
-        may_stop: whether any may.
+        may_stop: whether there are any.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class AnswerText:
         self._held = ""  # text that is or may become part of a stop string
 
     def update(self, tokens: Sequence[int]) -> str:
-        """Take in all tokens so far; returns the text that has become certain."""
+        """Process all tokens so far; returns the newly final text."""
         certain = ""
         for token in tokens[len(self._tokens) :]:
             if self.stopped:
@@ -51,7 +51,7 @@ class AnswerText:
         return certain
 
     def finish(self, tokens: Sequence[int]) -> str:
-        """Return the rest, now that these are all tokens. Last bytes that make no whole character are left out."""
+        """Return the rest, after the last token. Trailing bytes of an incomplete character are dropped."""
         certain = self.update(tokens)
         return certain if self.stopped else certain + self._rest()
 
@@ -61,7 +61,7 @@ class AnswerText:
         return certain + rest
 
     def _until_stop(self, piece: str) -> str:
-        """Add some text, and return what has become certain."""
+        """Add some text, and return the newly final part."""
         before, self._held = len(self._held), self._held + piece
         ends = []
         if len(self._tokens) > self._min_tokens:

@@ -1,4 +1,4 @@
-"""Traces of requests for OpenTelemetry, with the names and attributes that vLLM gives them."""
+"""OpenTelemetry traces of requests, with vLLM's names and attributes."""
 
 import logging
 import os
@@ -25,12 +25,12 @@ def require_traceable(endpoint: str) -> None:
     """Check that traces can be sent to an address.
 
     Raises:
-        ValueError: it is no URL, or what sends them is not installed.
+        ValueError: it is not a URL, or the exporter is not installed.
     """
     parts = urlsplit(endpoint)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError(
-            f"traces go to an http:// or https:// URL, as in http://host:4318/v1/traces, not {endpoint}"
+            f"--otlp-traces-endpoint must be a URL such as http://host:4318/v1/traces, not {endpoint}"
         )
     try:
         missing = [name for name in _NEEDED if find_spec(name) is None]
@@ -41,9 +41,9 @@ def require_traceable(endpoint: str) -> None:
 
 
 class Tracer:
-    """Sends a trace of each request to a collector, by OTLP over HTTP, from a thread of its own.
+    """Exports a trace of each request to a collector, by OTLP over HTTP, from a separate thread.
 
-    A collector that cannot be reached costs spans and a line of the log, and never keeps a request waiting.
+    If the collector is unreachable, spans are dropped with a log message; requests never wait for it.
     OpenTelemetry's own environment variables say the rest: ``OTEL_SERVICE_NAME``, ``OTEL_TRACES_SAMPLER``,
     ``OTEL_EXPORTER_OTLP_TRACES_HEADERS``, ….
 

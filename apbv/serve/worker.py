@@ -1,4 +1,4 @@
-"""The server on host 0: takes requests from HTTP, and leads all hosts through them, one after the other."""
+"""The server's engine loop on host 0: takes requests from HTTP, and leads all hosts through them."""
 
 import threading
 import time
@@ -28,28 +28,27 @@ from .requests import ApiError, GenerationRequest
 from .scheduler import Scheduler
 from .telling import Telling
 
-# Seconds without a request after which host 0 tells the others that there is none. This is less than what hosts
-# wait for at a time, so that a wait between two requests is a single one.
+# Seconds without a request after which host 0 sends the others an idle command. This is less than the hosts' own
+# wait, so that a wait between two requests is a single one.
 _IDLE_SECONDS = 0.5
 _SILENCE_SECONDS = 10.0  # without a step: another host does not answer
 
 
 class Worker:
-    """Has requests read, and all hosts carry them out together, in a thread.
+    """Engine loop: reads requests and has all hosts carry them out, in a thread.
 
-    Every exchange between hosts happens in this thread. It prefills prompts one after the other, as the scheduler
-    gives them out, and meanwhile another thread decodes; where answers cannot be decoded in one batch, it decodes
-    each before it takes the next. The methods are called from the thread that speaks HTTP, or from those that read
-    requests.
+    All communication between hosts happens in this thread. It prefills prompts sequentially, in the scheduler's
+    order, while another thread decodes; if answers cannot be batched, it decodes each before it takes the next.
+    The methods are called from the thread that speaks HTTP, or from those that read requests.
 
     Args:
         executor: carries orders out, together with the other hosts' executors.
-        scheduler: keeps their limits.
+        scheduler: the request queue and limits.
 
     Attributes:
         reader: reads the requests.
-        why_one_at_a_time: why answers are not decoded together; None where they are.
-        failure: the error that ended the thread before it was told to.
+        why_one_at_a_time: why answers are not batched; None if they are.
+        failure: the error that ended the thread prematurely.
     """
 
     def __init__(self, executor: Executor, reader: Reader, scheduler: Scheduler):
@@ -72,7 +71,7 @@ class Worker:
         self._thread.start()
 
     def reason_unavailable(self) -> str | None:
-        """Say why no request can be answered; None if all is well."""
+        """Return why no request can be answered; None if they can."""
         if self.failure is not None:
             return "a host has failed"
         if self._scheduler.is_stopping or not self._thread.is_alive():
@@ -104,7 +103,7 @@ class Worker:
 
         try:
             if request.hands_over and self._executor.offers is None:
-                message = "this server hands no KV over: it was started without --kv-transfer"
+                message = "this server does not transfer KV: it was started without --kv-transfer"
                 raise ApiError(400, message, param="kv_transfer_params")
             job.read = self.reader.read(request, job.files, is_wanted)
             sampling = job.read.order.sampling
@@ -125,10 +124,9 @@ class Worker:
             self._scheduler.end(job, ApiError(503, "the server is stopping"), outcome)
 
     def finish(self, seconds: float) -> None:
-        """Refuse the requests that wait or come, finish the others, and let all hosts leave.
+        """Reject waiting and new requests, finish the running ones, and shut down all hosts.
 
-        They stay until the KV of prompts that were handed over has been fetched, too. After so many seconds what
-        still runs is cut short.
+        This includes waiting until exported KV has been fetched. After ``seconds``, running requests are aborted.
         """
         self._scheduler.stop()
         self._thread.join(seconds)
@@ -151,14 +149,14 @@ class Worker:
             self._on_end()
 
     def _step(self) -> bool:
-        """Carry out the next request, or tell the other hosts that there is none; False once they have left."""
+        """Carry out the next request, or send an idle command; False after shutdown."""
         job = self._scheduler.take(_IDLE_SECONDS)
         if self._decoding is not None and self._decoding.failure is not None:
             raise self._decoding.failure
         has_stopped = job is None and self._scheduler.has_stopped
         if job is None:
             if (num_bytes := self._scheduler.bytes_wanted()) and self._executor.offers is not None:
-                self._executor.offers.make_room(num_bytes)  # by those that have waited for long
+                self._executor.offers.make_room(num_bytes)  # by requests that have waited for long
             self._send_command(LEAVE if has_stopped else WAIT)
         else:
             self._is_busy = True
@@ -171,7 +169,7 @@ class Worker:
             self._on_stop()
 
     def _carry_out(self, job: Job) -> None:
-        """Carry out a request up to its end, or to where the other thread decodes it."""
+        """Carry out a request to its end, or until the other thread decodes it."""
         try:
             goes_on = self._lead(job)
         except RequestCancelled:
@@ -179,7 +177,7 @@ class Worker:
         except Exception as error:
             if not self._executor.is_usable:
                 raise
-            # All hosts have refused alike: the request is to blame, the model or the engine.
+            # All hosts have rejected alike: the request is to blame, the model or the engine.
             if isinstance(error, (ValueError, HostError)) and not isinstance(error, AgreedError):
                 refusal = ApiError(400, client_message(error, job.read.media), param=job.read.request.prompt_field)
                 self._scheduler.end(job, refusal, "invalid")
@@ -191,7 +189,7 @@ class Worker:
         self._scheduler.release(job)
 
     def _lead(self, job: Job) -> bool:
-        """Have all hosts carry out a request; return whether the other thread decodes its answers."""
+        """Lead all hosts through a request; return whether the other thread decodes its answers."""
         executor, order, media = self._executor, job.read.order, job.read.media
         hosts, sent = executor.hosts, []
         if hosts.num_processes > 1:
@@ -221,7 +219,7 @@ class Worker:
         return command == PREFILL
 
     def _hand_over(self, job: Job, handed: HandedOver, telling: Telling) -> None:
-        """Tell a client where the KV is that waits for it, or drop it where the client has gone."""
+        """Send a client its KV ticket, or drop the KV if the client has disconnected."""
         ticket = handed.ticket
         self._scheduler.hold_offer(ticket.transfer, ticket.num_bytes)
         job.record.transfer = ticket.transfer

@@ -1,4 +1,4 @@
-"""Decodes speculatively and losslessly: several tokens per forward pass of the target."""
+"""Lossless speculative decoding: several tokens per forward pass of the target."""
 
 from .drafting import Drafting
 from .strategies import STRATEGIES, prunes, require_effective

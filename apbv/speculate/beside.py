@@ -1,4 +1,4 @@
-"""Answering with target and draft side by side, on different hosts."""
+"""Parallel drafting: target and draft on different hosts."""
 
 from contextlib import closing
 from dataclasses import asdict, replace
@@ -44,7 +44,7 @@ class BesideDraft:
                 watcher = make_watcher(self._config, self._target) if read.inputs.visual is not None else None
                 if watcher is not None:  # the draft can use its scores before the prefill ends
                     watcher.request_early(partial(self._pair.send_scores, waits=False))
-                # Which cannot be cancelled: the draft host would be lost with it.
+                # It cannot be cancelled: the draft host would be lost with it.
                 state = prefiller.run(replace(read, request=replace(read.request, may_cancel=False)), watcher)
                 answered = self._decode(read.request, watcher, state)
             except BaseException:
@@ -67,7 +67,7 @@ class BesideDraft:
 
 
 class DraftHost:
-    """Drafts for the target's hosts, on a host of its own.
+    """Drafts for the target's hosts, on a separate host.
 
     Args:
         pair: the draft's end of the pair.
@@ -80,16 +80,16 @@ class DraftHost:
         self.hosts = pair.hosts
 
     def answer(self, request: Request, prefiller: Prefiller) -> Outcome:
-        request = replace(request, stop=None)  # this host is told where the answer ends
+        request = replace(request, stop=None)  # this host receives the answer's end
         with self._pair.beginning(self._config, self._model.vocab_size, request.sampling.temperature > 0):
             read = prefiller.read(request)
         request = read.request
-        # Should the target go on alone, this host waits for it after the request.
+        # If the target continues alone, this host waits for it after the request.
         with closing(read), self.hosts.working("draft"):
             try:
                 tokens, report, draft = self._draft_for(read)
             except Exception as error:
-                if not isinstance(error, HostError):  # the target failed, and need not be told
+                if not isinstance(error, HostError):  # the target failed, and needs no message
                     self._pair.link.send_failure()
                 self._pair.link = None
                 raise

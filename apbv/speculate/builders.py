@@ -20,7 +20,7 @@ from .ensemble import EnsembleDrafter, read_contexts
 
 
 def kept_visual_tokens(task: DraftTask, rows: Tensor | None) -> Tensor:
-    """Choose the visual tokens that the draft sees, ascending; the same on every host. Collective.
+    """Select the visual tokens that the draft sees, ascending; the same on every host. Collective.
 
     Args:
         rows: the draft's embeddings of the frames that this host encoded.
@@ -59,13 +59,13 @@ def draft_by_model(task: DraftTask) -> Draft:
 
 
 def _draft_on_tokens(task: DraftTask, rows: Tensor, kept: Tensor) -> Draft:
-    """Let the draft model read all text and these visual tokens."""
+    """Draft prefill on all text and these visual tokens."""
     cache = prefill_draft(task.draft, task.inputs, kept, task.hosts, rows)
     return Draft(task.drafter(task.draft, cache), len(kept), kept)
 
 
 def _prune_kv(task: DraftTask, rows: Tensor, draft: Draft) -> Draft:
-    """Drop the KV of visual tokens that are not kept from a draft that has read the whole prompt."""
+    """Prune the KV of a draft that has read the whole prompt to the kept visual tokens."""
     kept = kept_visual_tokens(task, rows)
     if draft.drafter is not None:
         visual, text = task.is_visual.nonzero().flatten()[kept], (~task.is_visual).nonzero().flatten()
@@ -82,7 +82,7 @@ def draft_text_only(task: DraftTask) -> Draft:
         return Draft(task.drafter(task.draft, cache), 0, nothing)
     # A text-only model knows neither placeholders nor the target's positions: it reads the text as a whole prompt.
     text = task.text_ids[None]
-    text = text.where(text < task.draft.vocab_size, 0)  # as ModelDrafter reads what it has no token for
+    text = text.where(text < task.draft.vocab_size, 0)  # as ModelDrafter does for tokens outside its vocabulary
     count, cache = text.shape[1], None
     if task.hosts.is_leader:
         cache = run_prompt(task.draft, text, torch.arange(count)[None])
@@ -108,7 +108,7 @@ def draft_on_attended_kv(task: DraftTask) -> Draft:
 
 
 def draft_on_passed_kv(task: DraftTask) -> Draft:
-    """Draft with the target on all text and the visual KV that the prefill passed on between hosts.
+    """Draft with the target on all text and the visual KV that hosts passed on during prefill.
 
     A head that passed on fewer visual tokens than another (text is passed on, too) sees the latest ones as well.
     """
@@ -146,7 +146,7 @@ def _own_kv_drafter(task: DraftTask, visual: list[Tensor]) -> Drafter | None:
 
 
 def _kv_in_place(task: DraftTask, selected: list[Tensor]) -> ChosenKV | None:
-    """Return the selected tokens' KV without a copy, on host 0; None where a copy is needed, or costs less."""
+    """Return the selected tokens' KV without a copy, on host 0; None if a copy is needed, or costs less."""
     cache = task.state.kv.whole
     if cache is None or task.drafts_tree:
         return None
@@ -199,11 +199,11 @@ def keep_best_per_frame(scores: Tensor, frames: Sequence[range], count: int) -> 
 
 
 def keep_specvlm(attention: Tensor, count: int, share: float = 0.4) -> Tensor:
-    """Return SpecVLM's choice: the most attended tokens, and evenly spaced ones of the rest.
+    """Return SpecVLM's selection: the most attended tokens, and evenly spaced ones of the rest.
 
     The first stage keeps the fewest tokens that together hold ``share`` of the attention (of these at most
     ``count``, the best), the second fills up to ``count`` with tokens evenly spaced among the others. The most
-    attended tokens lie in few frames; the spaced ones let the draft see something of all frames.
+    attended tokens are in few frames; the spaced ones cover all frames.
 
     Args:
         attention: ``[visual tokens]``, at least 0.

@@ -1,4 +1,4 @@
-"""A draft, and the task that a strategy builds it from."""
+"""The draft, and the task from which a strategy builds it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ from .drafters import Drafter, ModelDrafter
 def prefill_draft(
     parts: ModelParts, inputs: ModelInputs, kept_visual: Tensor, hosts: HostGroup, rows: Tensor | None
 ) -> DynamicCache | None:
-    """Run the draft over the prompt's text and sound and some of its visual tokens, on the leader; collective.
+    """Draft prefill on the prompt's text and audio and some of its visual tokens, on the leader; collective.
 
     Only the embeddings of kept visual tokens are sent, and all of the sound's: of that nothing is left out, as in
     HIPPO's experiments with a model that hears.
@@ -35,7 +35,7 @@ def prefill_draft(
         parts: the draft.
         inputs: the target's prompt.
         kept_visual: the kept visual tokens, by their numbers among all visual tokens, ascending; on every host.
-        rows: the draft's visual embeddings of this host's frames; None where no visual token is kept.
+        rows: the draft's visual embeddings of this host's frames; None if no visual token is kept.
 
     Returns:
         The KV of the text, the sound and the kept visual tokens on the leader, None elsewhere.
@@ -83,20 +83,21 @@ def _collect_rows(rows: Tensor, source: VisualInput | AudioInput, kept: Tensor, 
 
 @dataclass(frozen=True)
 class DraftTask:
-    """Holds a prefilled prompt and all else that a strategy builds a draft from.
+    """Inputs from which a strategy builds a draft, including the prefilled prompt.
 
     Attributes:
         target, draft: the models; draft is None for strategies without one.
         inputs: the prompt with its pixels.
         state: the target's prefill; None on a draft host.
-        scores: returns what the strategy needs of the target's prefill, if it needs something; collective.
+        scores: returns the scores from the target's prefill that the strategy needs, if any; collective.
         hosts: the hosts that compute: the target's hosts, or a draft host alone.
         config: the speculative configuration.
-        keep: the policy that chooses the visual tokens which the draft sees; None where none can be chosen.
+        keep: the policy that chooses the visual tokens which the draft sees; None if none can be chosen.
         sampling: how tokens are drawn.
-        vocab_size: the target's; on a draft host the smaller one of target and draft.
-        awaited: on a draft host what arrives when the target knows the scores; None where none are needed.
-        leave_last: whether the drafter has to run the prompt's last token itself, to get its logits.
+        vocab_size: the target's; on a draft host the smaller of target and draft.
+        awaited: on a draft host the message that arrives when the target knows the scores; None if none are
+            needed.
+        leave_last: whether the drafter must run the prompt's last token itself, to get its logits.
         drafts_tree: whether the drafter drafts trees.
         tokenize: turns text into token ids, without special tokens, for drafts that read other text.
         caption: a caption of what is to be seen, on the leader, if the strategy needs one.
@@ -125,7 +126,7 @@ class DraftTask:
 
     @property
     def text_ids(self) -> Tensor:
-        """The prompt's tokens of text ``[t]``, without those that stand for what is seen or heard."""
+        """The prompt's text tokens ``[t]``, without placeholders."""
         prompt = self.inputs.input_ids[0]
         return prompt[~self.target.is_placeholder(prompt)]
 
@@ -147,7 +148,7 @@ class DraftTask:
     def drafter(
         self, parts: ModelParts, cache, prompt_kv: ChosenKV | None = None, next_position: int | None = None
     ) -> Drafter | None:
-        """Return a drafter that continues from a cache; None where there is no cache.
+        """Return a drafter that continues from a cache; None if there is no cache.
 
         Args:
             prompt_kv: see :class:`ModelDrafter`; for chains only, and without ``leave_last``: a draft host has
@@ -167,14 +168,14 @@ class DraftTask:
 
 @dataclass(frozen=True)
 class Draft:
-    """A drafter that has read the prompt, and what it saw of it.
+    """Drafter that has read the prompt, and the visual tokens that it saw.
 
     Attributes:
         drafter: the drafter on the leader; None on the other hosts.
         num_visual: how many visual tokens it sees.
         kept: which ones, by their numbers among the visual tokens, where all layers and heads see the same.
-        successor: builds what replaces a provisional draft, which drafts until the target's scores have come.
-        awaited: what arrives when they come.
+        successor: builds the replacement of a provisional draft, which drafts until the target's scores arrive.
+        awaited: the message that arrives with them.
         takes_target_kv: whether the drafter is the target on less of the prompt, so that the target's KV of
             verified tokens may replace its own.
     """
@@ -188,7 +189,7 @@ class Draft:
 
 
 def kept_by_frame(parts: ModelParts, inputs: ModelInputs, kept: Tensor | None) -> Tensor | None:
-    """Return kept visual tokens as bool ``[frames, h, w]``; None where they are not known, or not of one video."""
+    """Return kept visual tokens as bool ``[frames, h, w]``; None if they are not known, or not of one video."""
     if kept is None or inputs.visual is None or [item.kind for item in inputs.visual.items] != ["video"]:
         return None
     height, width = frame_shape(parts, inputs)

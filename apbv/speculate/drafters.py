@@ -1,7 +1,8 @@
 """Drafters, which propose tokens for the target to verify. They run on host 0.
 
-A drafter is not told which of its tokens were accepted: it is given all tokens so far, keeps the KV that it has
-already computed for them, and rolls the rest back. So no second record of the accepted tokens can be wrong.
+A drafter is not told which of its tokens were accepted: it gets all tokens so far, keeps the KV that it has
+already computed for them, and rolls the rest back. There is thus no second record of accepted tokens that could be
+wrong.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,17 +22,17 @@ from ..model.parts import ModelParts
 from ..transfer import to_device
 from .tree import Tree
 
-# Returns the target's KV of the last so many tokens; see Decoder.newest_kv.
+# Returns the target's KV of a number of last tokens; see Decoder.newest_kv.
 NewestKV = Callable[[int], Sequence[tuple[Tensor, Tensor]]]
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """Drafted tokens.
+    """Draft: proposed tokens.
 
     Attributes:
-        tokens: of nodes 1, 2, … of the tree that was asked for; of a chain possibly fewer than were asked for.
-        q: ``[len(tokens), Vq]`` in fp64, on whatever device, the distributions the tokens were drawn from; None if
+        tokens: of nodes 1, 2, … of the requested tree; for a chain possibly fewer than requested.
+        q: ``[len(tokens), Vq]`` in fp64, on any device, the distributions that the tokens were drawn from; None if
             they were not drawn.
     """
 
@@ -57,10 +58,10 @@ def common_length(first: Sequence[int], second: Sequence[int]) -> int:
 
 
 class Drafter:
-    """Proposes how a sequence goes on."""
+    """Interface of a drafter."""
 
     def propose(self, tokens: Sequence[int], tree: Tree) -> Proposal:
-        """Draft what follows all the new ``tokens`` (at least one) since the prompt; the last is the root.
+        """Draft the continuation of all new ``tokens`` (at least one) since the prompt; the last is the root.
 
         Raises:
             NotFiniteError: the draft's logits are NaN or infinite; then the draft is useless for this prompt.
@@ -70,19 +71,19 @@ class Drafter:
     def learn(self, tokens: Sequence[int], logits: Tensor) -> None:
         """Learn from the S tokens that a round has added, and the target's logits ``[S, V]``; by default nothing.
 
-        The first new token, which the prefill chose, is never among them. Only where both take turns.
+        The first new token, which the prefill chose, is never among them. Only with sequential drafting.
         """
 
 
 class ModelDrafter(Drafter):
-    """Drafts with a language model, on top of its own KV of the prompt.
+    """Drafts with a language model, on its own KV of the prompt.
 
     In a chain every token is drawn as the answer's are. In another tree the children of a node are its most
     probable next tokens.
 
     Attributes:
-        newest_kv: where the draft is the target itself on less of the prompt, gives the KV that takes the place of
-            this drafter's own of verified tokens (STD: dense KV for sparse).
+        newest_kv: if the draft is the target itself on less of the prompt, returns the target's KV of verified
+            tokens, which replaces this drafter's own (STD: dense KV for sparse).
 
     Args:
         parts: the model; it may be the target itself on a smaller KV.
@@ -129,7 +130,7 @@ class ModelDrafter(Drafter):
             choice, row = self._next(missing)
             choices.append(choice)
             rows += [] if row is None else [row]
-            missing = choice.tokens  # which the host does not know yet
+            missing = choice.tokens  # which the CPU does not know yet
         drafted = Choice.joined(choices).read() if choices else []
         self._cached = [*tokens, *drafted][: self._num_cached]
         return Proposal(drafted, torch.cat(rows) if rows else None)
@@ -151,7 +152,7 @@ class ModelDrafter(Drafter):
         return Proposal(drafted)
 
     def _choose_children(self, logits: Tensor, counts: Sequence[int]) -> Choice:
-        """Choose for each row of logits ``[S, V]`` so many most probable tokens, in a row."""
+        """Choose for each row of logits ``[S, V]`` a number of most probable tokens, concatenated."""
         most = max(counts)
         best = logits.topk(most, dim=-1)
         is_finite = best.values[:, :1].isfinite().expand(-1, most)  # NaN counts as the largest number
@@ -162,7 +163,7 @@ class ModelDrafter(Drafter):
         return to_device(list(numbers), self._parts.device)
 
     def stream(self, tokens: Sequence[int]) -> Iterator[tuple[int, Tensor | None]]:
-        """Yield drafted tokens, each with the distribution ``[Vq]`` it was drawn from, or None where greedy."""
+        """Yield drafted tokens, each with the distribution ``[Vq]`` it was drawn from, or None if greedy."""
         sequence, missing = list(tokens), self._roll_back(tokens)
         while True:
             choice, row = self._next(missing)
@@ -189,7 +190,7 @@ class ModelDrafter(Drafter):
         self._runner = ModelRunner(self._parts, self._cache, prompt=self._prompt_kv)
 
     def _next(self, missing: Sequence[int] | Tensor) -> tuple[Choice, Tensor | None]:
-        """Run tokens that the cache lacks, and choose the one behind them; see :func:`choose_tokens`."""
+        """Run tokens that the cache lacks, and choose the next one; see :func:`choose_tokens`."""
         logits = self._read(missing)
         return self._choose(logits, self._prompt_len + self._num_cached)
 
@@ -211,7 +212,7 @@ class ModelDrafter(Drafter):
         return choose_tokens(logits, self._config, [index], PURPOSE_DRAFT)
 
     def _roll_back(self, tokens: Sequence[int]) -> list[int]:
-        """Roll back what was rejected, and at least the last token, whose logits are wanted.
+        """Roll back rejected tokens, and at least the last token, whose logits are needed.
 
         Returns:
             The tokens that the cache lacks then.
@@ -245,7 +246,7 @@ class ModelDrafter(Drafter):
 
 
 class NgramDrafter(Drafter):
-    """Drafts what followed the last tokens where they occurred before (prompt lookup).
+    """Drafts by prompt lookup: the tokens that followed the latest earlier occurrence of the last ones.
 
     Args:
         prompt: the prompt's token ids.

@@ -1,4 +1,4 @@
-"""Sets an engine up for speculative decoding: it loads models and chooses the way to answer."""
+"""Sets up speculative decoding: loads models and selects the decoding loop."""
 
 from functools import partial
 from pathlib import Path
@@ -20,11 +20,11 @@ from .ways import Autoregressive, Captioner, TakingTurns
 
 
 class Models(NamedTuple):
-    """The parts of this host's models.
+    """This host's models.
 
     Attributes:
         target: the target; None on a draft host.
-        draft: the draft model; None where no second model drafts on this host.
+        draft: the draft model; None if no second model drafts on this host.
     """
 
     target: ModelParts | None
@@ -37,7 +37,7 @@ class Models(NamedTuple):
 
 
 class Drafting:
-    """Sets one engine up as its speculative configuration says.
+    """Sets up one engine according to its speculative configuration.
 
     Args:
         config: the speculative configuration; None for decoding without a draft.
@@ -68,7 +68,7 @@ class Drafting:
             return None
         name = self._config.draft_model or ("demo" if is_demo else None)
         if name is None:
-            raise ValueError(f"speculative decoding by {self._config.strategy} needs a draft model")
+            raise ValueError(f"the strategy {self._config.strategy} needs a draft model")
         path = demo.draft_path() if name == "demo" else name
         require_supported(read_config(path))
         return path
@@ -105,7 +105,7 @@ class Drafting:
 
         Args:
             model: the target; None on a draft host.
-            draft: the draft model; None where no second model drafts.
+            draft: the draft model; None if no second model drafts.
 
         Raises:
             ValueError: a model is not supported, or does not fit the settings.
@@ -114,18 +114,18 @@ class Drafting:
         if config is not None:
             require_consistent(config, prefill, self._hosts, self._captioner is not None)
         if model is None and draft is None:
-            raise ValueError("there is neither a model nor a draft model")
+            raise ValueError("give a model, a draft model, or both")
         models = Models(
             *(None if each is None else inspect_model(each, prefill.backend, decode) for each in (model, draft))
         )
         strategy = config and STRATEGIES[config.strategy]
         if strategy and strategy.needs_draft_model and not config.draft_host:  # which has to read requests itself
             if draft is None:
-                raise ValueError(f"speculative decoding by {config.strategy} needs a draft model")
+                raise ValueError(f"the strategy {config.strategy} needs a draft model")
             target, of_draft = reads(models.target), reads(models.draft)
             takes_text = strategy.reads_text_only and not models.draft.is_video_model
             if target != of_draft and not takes_text:
-                raise ValueError(f"the draft does not read the target's prompts: {of_draft}, not {target}")
+                raise ValueError(f"the draft cannot read the target's prompts: it reads {of_draft}, not {target}")
         return models
 
     def watches_prefill(self, models: Models) -> bool:
@@ -133,17 +133,17 @@ class Drafting:
         return self._config is not None and make_watcher(self._config, models.reading) is not None
 
     def require_readable(self, inputs: ModelInputs) -> None:
-        """Refuse a prompt that the strategy cannot draft for.
+        """Reject a prompt that the strategy cannot draft for.
 
         Raises:
-            ValueError: the prompt is refused; the message says why.
+            ValueError: the prompt is rejected; the message says why.
         """
         keep, visual = self._config and keep_policy(self._config), inputs.visual
         if keep in ("hippo", "attention_per_frame") and visual is not None and visual.kind == "image":
-            raise ValueError(f"keep={keep!r} chooses among frames, and the prompt has no video")
+            raise ValueError(f"keep={keep!r} selects frames, but the prompt has no video")
 
     def way_to_answer(self, models: Models, tokenizer) -> Autoregressive | TakingTurns | BesideDraft | DraftHost:
-        """Return how this host answers requests; collective."""
+        """Return this host's decoding loop; collective."""
         config, hosts = self._config, self._hosts
         if config is None:
             return Autoregressive(models.target, hosts)
@@ -156,7 +156,7 @@ class Drafting:
         return way
 
     def agree(self, number: int) -> int:
-        """Return host 0's number, where the draft host may have another one; collective."""
+        """Return host 0's number, which may differ on the draft host; collective."""
         if not self._has_draft_host:
             return number
         return self._hosts.broadcast_ints([number], 1)[0]

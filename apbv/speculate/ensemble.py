@@ -1,9 +1,8 @@
-"""Defines TABED's draft: one model that reads the prompt in several ways, and drafts from the mixture.
+"""TABED's draft: one model that reads the prompt in several contexts, and drafts from the mixture.
 
-The ways are called contexts: M, the prompt as it is; T, a line break in place of every run of visual tokens; C, a
-caption in their place; P, visual tokens pooled 2 x 2. They are the rows of one batch, so that a drafted token
-still takes one forward pass (Algorithm 1). A context's weight depends on how well it has predicted the tokens
-verified so far.
+The contexts are: M, the prompt itself; T, a line break instead of every run of visual tokens; C, a caption instead
+of them; P, visual tokens pooled 2 x 2. They are the rows of one batch, so that a drafted token still takes one
+forward pass (Algorithm 1). A context's weight depends on how well it has predicted the tokens verified so far.
 """
 
 from collections.abc import Sequence
@@ -72,7 +71,7 @@ def kl_divergence(p: Tensor, q: Tensor) -> Tensor:
 
 
 def read_contexts(task: DraftTask, kept_visual: Tensor, rows: Tensor | None) -> list[tuple[DynamicCache, int]]:
-    """Let the draft read the prompt in each way of an ensemble, one after the other, on the leader; collective.
+    """Draft prefill in each context of an ensemble, sequentially, on the leader; collective.
 
     M and P keep the prompt's positions, a pooled token its top left one's; T and C are texts of their own.
 
@@ -200,7 +199,7 @@ class EnsembleDrafter(ModelDrafter):
         self._is_prompt = torch.arange(max(lengths), device=parts.device) >= padding  # [m, longest]
         # Only the model's own attention knows of padding.
         self._implementation = parts.language_model.config._attn_implementation
-        self._policy: GridWeights | ErrorWeights | None = None  # what adapts the weights
+        self._policy: GridWeights | ErrorWeights | None = None  # adapts the weights
         if task.config.ensemble.endswith("*"):
             self._policy = GridWeights() if len(contexts) == 2 else ErrorWeights(len(contexts))
         equal = torch.full((len(contexts),), 1 / len(contexts), dtype=torch.float64)

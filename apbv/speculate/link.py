@@ -1,8 +1,8 @@
-"""Links the target's host 0 and the draft host by two one-way channels.
+"""Two one-way channels between the target's host 0 and the draft host.
 
 Per round the draft sends its first token as soon as it is drafted, then the rest; the target sends one verdict,
-which may arrive at any time and stops the draft. Each channel is a process group, so that a lost draft host breaks
-no other communication.
+which may arrive at any time and stops the draft. Each channel is a process group, so that a failed draft host
+breaks no other communication.
 """
 
 import json
@@ -23,14 +23,14 @@ from .drafters import Proposal
 T = TypeVar("T")
 
 DRAFT = 1  # its rank within both channels; the target's is 0
-STARTUP_WINDOWS = 3  # the length in windows of what is drafted, at most, while the target prefills
+STARTUP_WINDOWS = 3  # maximum length, in drafts, of the first one, made while the target prefills
 # Codes of verdicts. After ALONE the draft sends no more windows, but still receives verdicts.
 GO_ON, CORRECTED, DONE, FAILED, ALONE = range(5)
-_BROKEN, _GAVE_UP, _NOTHING = -1, -2, -3  # sent by the draft in place of tokens; the first two where it failed
+_BROKEN, _GAVE_UP, _NOTHING = -1, -2, -3  # sent by the draft instead of tokens; the first two after a failure
 
 
 class DraftGaveUp(Exception):
-    """The draft sends no more windows for this request; it still receives verdicts."""
+    """Raised if the draft sends no more drafts for this request; it still receives verdicts."""
 
 
 class Link:
@@ -62,7 +62,7 @@ class Link:
         self._bytes_before = 0
 
     def begin(self, is_ready: bool, most: int, vocab_size: int, drawn: bool) -> None:
-        """Tell the other end whether this end can begin a request; :meth:`other_is_ready` returns its answer.
+        """Send the other end whether this end can begin a request; :meth:`other_is_ready` returns its answer.
 
         Args:
             is_ready: whether this end can begin the request.
@@ -131,7 +131,7 @@ class Link:
         self.send_rest([code], [])
 
     def _send_window(self, tokens: Sequence[int], rows: Sequence[Tensor], count: int) -> None:
-        """Send ``[count, 1 + V]``: each token before its distribution, and nothing behind the last."""
+        """Send ``[count, 1 + V]``: each token before its distribution, and nothing after the last."""
         if not count:
             return
         message = torch.full((count, 1 + self.drawn_vocab), _NOTHING, dtype=torch.float64)
@@ -218,7 +218,7 @@ class Link:
 
 
 def _refuse_failure(received: Tensor) -> Tensor:
-    """Return a message of the draft, unless it says that the draft failed.
+    """Return a message of the draft, or raise if it reports a failure.
 
     Raises:
         HostError: the draft host failed.
@@ -234,7 +234,7 @@ def _refuse_failure(received: Tensor) -> Tensor:
 
 @dataclass
 class Pair:
-    """This host's end of the target's hosts and their draft host.
+    """This host's connection between the target's hosts and their draft host.
 
     Attributes:
         hosts: the hosts that this host computes with: the target's hosts, or the draft host alone.
@@ -268,7 +268,7 @@ class Pair:
 
     @contextmanager
     def beginning(self, config: SpeculativeConfig, vocab_size: int, drawn: bool) -> Iterator[None]:
-        """Begin a request, which the body reads; after that each side tells the other whether it takes part.
+        """Begin a request, which the body reads; then the two sides exchange whether they take part.
 
         The draft then waits for the target's answer; the target reads the draft's when it needs the draft.
 
@@ -279,7 +279,7 @@ class Pair:
             HostError: on the draft host, if the target's hosts cannot read the request or have ended.
         """
         if self.is_draft and self.link is None:
-            raise HostError("the target's hosts go on without this draft host since an earlier request")
+            raise HostError("this draft host was dropped in an earlier request")
         is_ready = False
         try:
             yield
@@ -301,7 +301,7 @@ class Pair:
         return self.link if self._other_takes_part else None
 
     def with_other(self, exchange: Callable[[Link], T]) -> T | None:
-        """Call a function with the link; return None where the other end takes no part, or is lost."""
+        """Call a function with the link; return None if the other end takes no part, or is lost."""
         return None if self.open_link() is None else self._with_link(exchange)
 
     def _with_link(self, exchange: Callable[[Link], T]) -> T | None:
@@ -315,7 +315,7 @@ class Pair:
 
     def _lose(self, why: str, warning: str) -> None:
         if not self.link.is_settled:
-            with suppress(HostError):  # the draft may only have been slow, and still receive this
+            with suppress(HostError):  # a slow draft may still receive this
                 self.link.send_verdict(FAILED)
         self.link, self.lost = None, why
         if not self.is_draft:
@@ -337,7 +337,7 @@ class Pair:
         return True
 
     def fail(self) -> None:
-        """Tell the draft that the target cannot finish the request."""
+        """Notify the draft that the target cannot finish the request."""
         link = self.open_link()
         if link is not None and link.owes_report:
             self._with_link(lambda link: link.receive_json())

@@ -1,4 +1,4 @@
-"""Paces a draft: how many tokens to draft, and whether to go on drafting, by costs and acceptance."""
+"""Chooses the draft length, and whether to keep drafting, from costs and acceptance rate."""
 
 import warnings
 from collections import deque
@@ -10,7 +10,7 @@ from ..config import longest_window
 from ..stats import Recorder
 
 FIRST_AUTO_DRAFT_TOKENS = 4  # the window before anything is measured
-TRIAL_PASSES = 8  # the loss, in passes of the target, at which a draft is switched off
+TRIAL_PASSES = 8  # the loss, in forward passes of the target, at which a draft is switched off
 _FEWEST_PLAIN_PASSES = 3  # passes without a window that are measured before a draft is judged
 _MEMORY = 0.95  # the weight of a round's acceptance and costs decays by this factor per round
 _LONGEST_ROUND = 3.0  # in medians: a longer round was delayed by something else
@@ -18,7 +18,7 @@ _SHORTEST_SECONDS = 1e-9  # a clock may be coarse
 
 
 def best_window(cost_ratio: float, acceptance: float, most: int) -> int:
-    """Return the γ in 1 .. ``most`` of the highest expected speed-up; of equal ones the smallest.
+    """Return the γ in 1 .. ``most`` of the highest expected speedup; of equal ones the smallest.
 
     TABED's Eq. 1 with ParallelVLM's Lemma 1 (truncated geometric) for the tokens of a round.
 
@@ -36,7 +36,7 @@ def best_window(cost_ratio: float, acceptance: float, most: int) -> int:
 
 
 def passes_lost(seconds: float, num_tokens: int, pass_seconds: float) -> float:
-    """Return the loss by drafting, in passes of the target over a single token; negative for a gain.
+    """Return the loss from drafting, in single-token forward passes of the target; negative for a gain.
 
     Args:
         seconds: the seconds of drafting and verifying.
@@ -47,7 +47,7 @@ def passes_lost(seconds: float, num_tokens: int, pass_seconds: float) -> float:
 
 
 class Pace:
-    """Chooses the lengths of one answer's draft windows; on host 0.
+    """Chooses the draft lengths of one answer; on host 0.
 
     A draft is judged by the seconds of the target's passes over a single token. Now and then :meth:`next_window`
     returns 0 to measure one: such a pass costs no more than decoding without a draft.
@@ -68,7 +68,7 @@ class Pace:
         self._drafted = self._accepted = self._rejections = 0.0
 
     def next_window(self) -> int:
-        """Return how many tokens, or levels of a tree, to draft next; 0 for a pass without a window."""
+        """Return the number of tokens, or levels of a tree, to draft next; 0 for a pass without a draft."""
         if not self._keeps_losing_draft and self._wants_plain_pass():
             return 0
         if self._wanted != "auto":
@@ -117,7 +117,7 @@ class Pace:
         return bool(self._plain) and passes_lost(self._spent, self._num_tokens, median(self._plain)) > TRIAL_PASSES
 
     def _wants_plain_pass(self) -> bool:
-        """Return whether to run a pass without a window: after 2, 8, 32, … rounds, or if the draft may lose."""
+        """Return whether to run a pass without a draft: after 2, 8, 32, … rounds, or if the draft may lose."""
         count = len(self._plain)
         return self._num_rounds >= 2 * 4**count or (count < _FEWEST_PLAIN_PASSES and self._seems_losing())
 
@@ -129,7 +129,7 @@ LOOKS_BACK = "with penalties or a JSON schema no token can be judged before all 
 
 @dataclass
 class SpeculationStats:
-    """Counts what speculation did in one request, on host 0.
+    """Speculation metrics of one request, on host 0.
 
     Attributes:
         rounds: forward passes of the target while the draft was not switched off.
@@ -153,7 +153,7 @@ class SpeculationStats:
     _seconds: tuple[float, float] = field(default=(0.0, 0.0), repr=False)
 
     def times(self) -> dict[str, float | None]:
-        """Return the seconds of drafting, of verifying, and in which either side had nothing to do."""
+        """Return the seconds of drafting, of verification, and of either side's idling."""
         draft, verify = self.record.seconds("draft"), self.record.seconds("verify")
         return {
             "draft_seconds": draft,
@@ -174,20 +174,21 @@ class SpeculationStats:
         return self._seconds[0] - before[0], self._seconds[1] - before[1]
 
     def switch_off(self, why: str, num_tokens: int) -> None:
-        """Note that the target goes on without the draft, and warn."""
+        """Record that the target continues without the draft, and warn."""
         self.switched_off, self.switched_off_after = why, num_tokens
-        warnings.warn(f"decoding goes on without the draft: {why}", stacklevel=3)
+        warnings.warn(f"decoding continues without the draft: {why}", stacklevel=3)
 
     def summary(self, num_new_tokens: int) -> dict:
-        """Return the figures for JSON; the first token comes from the prefill, and does not count.
+        """Return the metrics for JSON; the first token comes from the prefill, and does not count.
 
-        ``mean_accepted_tokens`` is the papers' MAT or M of drafting in turn, TABED's block efficiency: tokens per
-        round, the target's own included. ``accepted_in_a_row`` is the mean number of tokens accepted between two
-        rejections, over any number of rounds: PEARL's figure, and HIPPO's MAT of drafting beside the target.
+        ``mean_accepted_tokens`` is the mean acceptance length, the papers' MAT or M of sequential drafting and
+        TABED's block efficiency: tokens per round, the target's own included. ``accepted_in_a_row`` is the mean
+        number of tokens accepted between two rejections, over any number of rounds: PEARL's metric, and HIPPO's
+        MAT of parallel drafting.
         """
         forwards, drafted = self.num_target_forwards, self.num_drafted
         in_rounds = num_new_tokens - 1 - (forwards - self.rounds)  # others come from passes without a draft
-        counted = [counter.name for counter in fields(self) if counter.repr]  # fields without repr are not figures
+        counted = [counter.name for counter in fields(self) if counter.repr]  # fields without repr are not metrics
         return {
             **{name: getattr(self, name) for name in counted},
             **self.times(),

@@ -1,4 +1,4 @@
-"""Drafts and verifies at the same time on different hosts: PEARL's pipeline.
+"""Parallel drafting and verification on different hosts: PEARL's pipeline.
 
 HIPPO and ParallelVLM use it, too.
 
@@ -25,7 +25,7 @@ from .verify import verify_window
 
 
 class DraftReport(NamedTuple):
-    """What the draft host did for a request.
+    """The draft host's report on a request.
 
     Attributes:
         num_drafted: all drafted tokens, also of windows that a rejection made useless.
@@ -40,13 +40,13 @@ class DraftReport(NamedTuple):
 
 @dataclass
 class PipelineStats(SpeculationStats):
-    """Counts what the target verified; windows that a rejection made useless do not count.
+    """Metrics of verification; drafts that a rejection made useless do not count.
 
     Attributes:
         num_pre_verify, num_post_verify: rounds that verified one token, or a window.
-        lost_draft: why the target had to go on alone; None if it had not.
-        link_bytes: bytes that the two sides sent each other; None where the draft was lost.
-        of_draft: the draft's report; None where the draft was lost, and on all hosts but 0.
+        lost_draft: why the target had to continue alone; None if it did not.
+        link_bytes: bytes that the two sides sent each other; None if the draft was lost.
+        of_draft: the draft's report; None if the draft was lost, and on all hosts but 0.
     """
 
     num_pre_verify: int = 0
@@ -65,7 +65,7 @@ class PipelineStats(SpeculationStats):
         return super().times() | {"draft_seconds": drafting, "draft_idle_seconds": idle}
 
     def summary(self, num_new_tokens: int) -> dict:
-        """Return the figures for JSON, with all drafted tokens, useless windows included, as ``num_written``."""
+        """Return the metrics for JSON, with all drafted tokens, including useless drafts, as ``num_written``."""
         written = self.of_draft and self.of_draft.num_drafted
         figures = super().summary(num_new_tokens)
         return {**figures, "mean_accepted_tokens": figures["accepted_in_a_row"], "num_written": written}
@@ -136,7 +136,7 @@ class _Target:
         self._stats.lost_draft = self._pair.lost
 
     def _receive(self, exchange: Callable[[Link], Proposal]) -> Proposal:
-        """Receive tokens of the current window; none where the draft rests, or is lost."""
+        """Receive tokens of the current draft; none if the draft is switched off or lost."""
         if self._stats.switched_off:  # then the draft still receives verdicts
             return Proposal([])
         try:
@@ -148,9 +148,10 @@ class _Target:
 
 
 def generate_beside_draft(answer: Answer, pair: Pair, pace: Pace) -> tuple[list[int], PipelineStats]:
-    """Decode as :func:`apbv.decode.answer.generate_tokens` does, beside :func:`draft_beside` on another host.
+    """Decode like :func:`apbv.decode.answer.generate_tokens`, in parallel with :func:`draft_beside` on another
+    host.
 
-    If the draft host is lost, the target warns once and goes on alone, greedy to the same tokens. It also does so
+    If the draft host fails, the target warns once and continues alone, greedy to the same tokens. It also does so
     if the draft's logits are NaN or infinite; then the draft host drafts again for the next request.
 
     Args:

@@ -1,4 +1,4 @@
-"""Speculative decoding in turn: a chain or a tree of tokens is drafted, then verified."""
+"""Sequential speculative decoding: drafts a chain or a tree of tokens, then verifies it."""
 
 from torch import Tensor
 
@@ -10,13 +10,13 @@ from .pace import LOOKS_BACK, LOSING, Pace, SpeculationStats
 from .tree import Tree, verify_tree
 from .verify import verify_window
 
-SWITCHED_OFF = -1  # sent by host 0 in place of the number of drafted tokens
+SWITCHED_OFF = -1  # sent by host 0 instead of the number of drafted tokens
 
 
 def generate_speculatively(
     answer: Answer, drafter: Drafter | None, pace: Pace, tree: Tree | None = None
 ) -> tuple[list[int], SpeculationStats]:
-    """Decode as :func:`apbv.decode.answer.generate_tokens` does, but several tokens per pass of the target.
+    """Decode like :func:`apbv.decode.answer.generate_tokens`, but several tokens per forward pass of the target.
 
     Every token is distributed as the target's own would be; at temperature 0, and always with a tree, it is the
     same token.
@@ -97,7 +97,7 @@ def _encode_verdict(answer: Answer, shape: Tree, proposal: Proposal, rows: Tenso
 def _draft(
     drafter: Drafter | None, answer: Answer, limit: Tree, pace: Pace, stats: SpeculationStats
 ) -> Proposal | None:
-    """Draft on host 0, at most a tree; return it on every host, or None where the draft is switched off."""
+    """Draft on host 0, at most the given tree; return it on every host, or None if the draft is switched off."""
     hosts, most, proposal, numbers = answer.decoder.hosts, limit.num_drafted, None, None
     if hosts.is_leader:
         if pace.is_losing():

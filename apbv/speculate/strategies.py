@@ -1,4 +1,4 @@
-"""Lists the strategies of drafting by name, with what each of them needs and supports."""
+"""Drafting strategies by name, with the requirements and capabilities of each."""
 
 import sys
 from collections.abc import Callable, Collection
@@ -17,25 +17,24 @@ from .draft import Draft, DraftTask
 from .tree import Tree
 from .watchers import HeadAttention, PassedOn, SimilarityChange
 
-# The policies by which a draft sees what scores of the target's prefill are highest for.
+# Keep policies that use scores from the target's prefill.
 _BY_PREFILL = ("specvlm", "attention", "attention_per_frame", "uv_prune")
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """One way to draft.
+    """A drafting strategy.
 
     Attributes:
         build: builds the draft from a prefilled prompt; collective.
-        watcher: makes what looks on at the target's prefill for the strategy; returns None if nothing has to.
+        watcher: makes the strategy's watcher of the target's prefill; returns None if it needs none.
         needs_draft_model: whether a second model drafts.
-        runs_target: whether the target drafts itself. Tensor parallelism excludes that: nothing would make all
-            members of a host draft the same tokens.
+        runs_target: whether the target drafts itself. Tensor parallelism excludes that: TP ranks of a host would
+            not be forced to draft the same tokens.
         needs_passing: whether the prefill has to pass KV pairs on between hosts.
         needs_verdicts: whether the draft learns from every verification before it drafts on, so that it has to
             take turns with the target.
-        keep: the default policy that chooses the visual tokens which the draft sees; None where none can be
-            chosen.
+        keep: the default policy that chooses the visual tokens which the draft sees; None if none can be chosen.
         prunes_kv: whether the target drafts on a share of its visual KV.
         drafts_trees: whether its drafter, from :meth:`DraftTask.drafter`, can draft trees.
         num_tree_nodes: the default size of the draft tree; None for a chain.
@@ -57,7 +56,7 @@ class Strategy:
 
 
 def keep_policy(config: SpeculativeConfig) -> str | None:
-    """Return the policy that chooses the visual tokens which the draft sees."""
+    """Return the keep policy for the draft's visual tokens."""
     return config.keep or STRATEGIES[config.strategy].keep
 
 
@@ -111,14 +110,14 @@ def draft_tree(config: SpeculativeConfig, vocab_size: int = sys.maxsize) -> Tree
 
 
 def make_watcher(config: SpeculativeConfig, parts: ModelParts) -> VisualWatcher | None:
-    """Make what looks on at one prompt's prefill for the strategy; None if nothing has to."""
+    """Make the strategy's watcher of one prompt's prefill; None if it needs none."""
     return STRATEGIES[config.strategy].watcher(config, parts)
 
 
 def require_consistent(
     config: SpeculativeConfig, prefill: PrefillConfig, hosts: HostGroup, has_captioner: bool
 ) -> None:
-    """Refuse settings that contradict one another, the prefill or the hosts.
+    """Reject settings that contradict one another, the prefill or the hosts.
 
     Raises:
         ValueError: settings do so; the message says which and why.
@@ -152,7 +151,7 @@ def require_consistent(
 
 
 def require_effective(config: SpeculativeConfig, given: Collection[str]) -> None:
-    """Refuse settings that a user gave and that would have no effect.
+    """Reject explicitly given settings that would have no effect.
 
     Args:
         given: the names of the given settings, also of those with the default value; ``"captioner"`` can be among
@@ -164,32 +163,32 @@ def require_effective(config: SpeculativeConfig, given: Collection[str]) -> None
     name, strategy, keep = config.strategy, STRATEGIES[config.strategy], keep_policy(config)
     is_pruned = keep not in (None, "full")
     for setting, applies, reason in (
-        ("draft_model", strategy.needs_draft_model, "drafts without a second model"),
-        ("keep_ratio", prunes(config), "keeps no share of the visual tokens"),
-        ("hippo_terms", keep == "hippo", "does not choose visual tokens by HIPPO's scores"),
-        ("prune", is_pruned and not strategy.needs_verdicts, "drops nothing that its draft has read"),
+        ("draft_model", strategy.needs_draft_model, "uses no draft model"),
+        ("keep_ratio", prunes(config), "does not prune visual tokens by ratio"),
+        ("hippo_terms", keep == "hippo", "does not rank visual tokens by HIPPO's scores"),
+        ("prune", is_pruned and not strategy.needs_verdicts, "prunes nothing from its draft's prompt or KV"),
         ("ensemble", name == "tabed", "drafts from one prompt"),
-        ("captioner", config.needs_caption, "drafts from no caption"),
+        ("captioner", config.needs_caption, "uses no caption"),
     ):
         if setting in given and not applies:
             raise ValueError(f"{name} {reason}: {setting} does not apply")
 
 
 def require_same_tokens(target: Any, draft: Any) -> None:
-    """Refuse a draft for which a token id means something else than for the target.
+    """Reject a draft whose token ids differ from the target's.
 
     Args:
         target, draft: their processors or tokenizers.
 
     Raises:
-        ValueError: an id that both have stands for different tokens.
+        ValueError: an id of both maps to different tokens.
     """
     theirs, own = (getattr(reader, "tokenizer", reader) for reader in (target, draft))
     names = {number: name for name, number in own.get_vocab().items()}
     for name, number in sorted(theirs.get_vocab().items(), key=lambda item: item[1]):
         if names.get(number, name) != name:
             raise ValueError(
-                f"the draft has other tokens than the target: {number} is {names[number]!r}, not {name!r}"
+                f"the draft's vocabulary differs from the target's: {number} is {names[number]!r}, not {name!r}"
             )
 
 

@@ -1,4 +1,4 @@
-"""Draft trees, which one forward pass of the target verifies.
+"""Draft trees, verified in one forward pass of the target.
 
 A chain is a tree of one branch; others offer several guesses for every place. The shape is static, as in the first
 EAGLE (Li et al., 2024). The draft runs once per level and the target once per tree, both with tree attention
@@ -99,7 +99,7 @@ class Tree:
 
     @cached_property
     def visible(self) -> Tensor:
-        """The attention mask, bool ``[N + 1, N + 1]``: row i is what node i sees, its ancestors and itself."""
+        """The attention mask, bool ``[N + 1, N + 1]``: node i sees its ancestors and itself."""
         visible = torch.eye(len(self), dtype=torch.bool)
         for node, parent in enumerate(self.parents[1:], start=1):
             visible[node] |= visible[parent]
@@ -114,7 +114,7 @@ class Tree:
         return self if depth >= self.depth else self.first(sum(d <= depth for d in self.depths) - 1)
 
     def first(self, num_drafted: int) -> "Tree":
-        """Return the tree of the first so many drafted nodes."""
+        """Return the tree of the first ``count`` drafted nodes."""
         return self if num_drafted >= self.num_drafted else Tree(self.parents[: 1 + num_drafted])
 
     def child(self, tokens: Sequence[int], node: int, token: int) -> int | None:
@@ -145,7 +145,7 @@ def verify_tree(
     Returns:
         The accepted nodes, the root first, and the token after the last of them.
     """
-    # For all nodes at once: a GPU would else be waited for at every node of the path.
+    # For all nodes at once: otherwise every node of the path would need a GPU synchronization.
     chosen, are_finite = choose_tokens(logits, config, [index + depth for depth in tree.depths])[0].fetch()()
     path, child = [0], 0
     while child is not None:

@@ -1,4 +1,4 @@
-"""Verifies drafted tokens losslessly, by pure functions.
+"""Lossless verification of drafted tokens, as pure functions.
 
 Speculative sampling (Leviathan et al.): a drafted x from q is accepted with probability min(1, p(x) / q(x));
 the first rejected one is replaced by a draw from norm(max(0, p - q)). Whatever q is, the output is distributed as
@@ -27,12 +27,12 @@ from .drafters import Proposal
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of verifying a window of drafted tokens.
+    """Result of verifying a draft.
 
     Attributes:
         num_accepted: how many of them are accepted, from the first one on.
         next_token: the token after them: in place of the first rejected one, or, where all are accepted, a bonus;
-            None where all are accepted and there are no logits for a bonus.
+            None if all are accepted and there are no logits for a bonus.
     """
 
     num_accepted: int
@@ -40,7 +40,7 @@ class Verdict:
 
 
 def verify_window(proposal: Proposal, logits: Tensor, index: int, config: SamplingParams) -> Verdict:
-    """Verify a window, whose first token has this index in the sequence.
+    """Verify a draft, whose first token has this index in the sequence.
 
     Args:
         proposal: γ drafted tokens.
@@ -88,7 +88,7 @@ def verify_sampled(
 ) -> Verdict:
     """Accept drafted tokens by speculative sampling, so that the output is distributed as p.
 
-    All of it is decided on the device of p, which is waited for once.
+    Everything is decided on the device of p, with one synchronization.
 
     Args:
         drafted: γ tokens.
@@ -108,7 +108,7 @@ def verify_sampled(
     draws = to_device([*accept_draws[:count], *next_draws[:num_rows]], device, torch.float64)
     p_token = _probability(p[:count], tokens)
     q_token = 1.0 if q is None else _probability(q, tokens)
-    # Comparisons with NaN are false: behind a row of NaN nothing is accepted.
+    # Comparisons with NaN are false: after a row of NaN nothing is accepted.
     accepted = (draws[:count] * q_token < p_token).long().cumprod(dim=0).sum(dim=0, keepdim=True)
     place = accepted.clamp(max=num_rows - 1)  # of the next token; without a bonus there may be none
     weights = p_row = p.index_select(0, place)

@@ -1,4 +1,4 @@
-"""What drafts see of the target's prefill: how much visual tokens matter to the question, what is passed on."""
+"""Watchers of the target's prefill: scores of visual tokens, and the KV pairs that are passed on."""
 
 from collections.abc import Callable
 
@@ -41,7 +41,7 @@ class HeadAttention(VisualWatcher):
 
 
 class PassedOn(VisualWatcher):
-    """Which visual KV pairs APB-V's prefill passes on, per layer and KV head.
+    """The visual KV pairs that APB-V's prefill passes on, per layer and KV head.
 
     Of the anchor, which every host has, nothing is passed on.
     """

@@ -1,7 +1,7 @@
-"""The ways to answer: one token after the other, or with target and draft in turn on the same hosts.
+"""The decoding loops: autoregressive, or with sequential drafting on the same hosts.
 
-A way is chosen once, when the engine is built. For every request it reads the prompt, may look on at the prefill,
-and decodes the answer.
+A loop is chosen once, when the engine is built. For every request it reads the prompt, may watch the prefill, and
+decodes the answer.
 """
 
 from collections.abc import Callable
@@ -36,15 +36,15 @@ Captioner = Callable[[RenderedPrompt], str]
 
 @dataclass(frozen=True)
 class Answered:
-    """The tokens and the figures of a decoded request.
+    """Tokens and metrics of a decoded request.
 
     Attributes:
         tokens: the answer's tokens, the end token included.
-        figures: the field ``speculation`` of ``launch/infer.py --json``; on a draft host its own figures; None
+        figures: the field ``speculation`` of ``launch/infer.py --json``; on a draft host its own metrics; None
             without speculation.
-        kept: which of a video's tokens the draft saw, bool ``[T, h, w]``; None where that is not known.
+        kept: which of a video's tokens the draft saw, bool ``[T, h, w]``; None if that is not known.
         spans: the timeline of this host's decoding.
-        draft_spans: the draft host's timeline, on host 0; None where there is no draft host.
+        draft_spans: the draft host's timeline, on host 0; None if there is no draft host.
     """
 
     tokens: list[int]
@@ -55,7 +55,7 @@ class Answered:
 
 
 class Outcome(NamedTuple):
-    """A request as it was read, its prefill (None on a draft host), and its answer."""
+    """A request, its prefill (None on a draft host), and its answer."""
 
     read: ReadRequest
     state: PrefillResult | None
@@ -63,7 +63,7 @@ class Outcome(NamedTuple):
 
 
 class Autoregressive:
-    """Decodes one token after the other, without a draft.
+    """Autoregressive decoding, without a draft.
 
     Attributes:
         hosts: the hosts that answer together: all but a draft host, or a draft host alone.
@@ -89,7 +89,7 @@ class Autoregressive:
 
 
 class TakingTurns:
-    """Answers speculatively, with target and draft in turn on the same hosts.
+    """Sequential speculative decoding, with target and draft on the same hosts.
 
     Args:
         draft: the draft model; None for strategies without one.
@@ -197,9 +197,9 @@ class TakingTurns:
 
 
 def _over_whole_prompt(scores_of_rest: Callable[[], Tensor], reduction: Reduction) -> Tensor:
-    """Return scores of all visual tokens, where the target read fewer of them; collective.
+    """Return scores of all visual tokens if the target read fewer of them; collective.
 
-    None that it has not seen scores higher than one that it has.
+    Tokens that it has not seen score no higher than those that it has.
     """
     scores = scores_of_rest()
     return reduction.spread(scores, missing=min(0.0, float(scores.min())))

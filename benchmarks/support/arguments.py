@@ -15,7 +15,7 @@ COUNT = positive(int)
 
 
 def _plot_path(text: str) -> Path:
-    """Read where to draw to, before anything is measured that could not be drawn."""
+    """Parse --plot and check for matplotlib before anything is measured."""
     if find_spec("matplotlib") is None:
         raise argparse.ArgumentTypeError("needs matplotlib: pip install matplotlib")
     return Path(text)
@@ -23,18 +23,18 @@ def _plot_path(text: str) -> Path:
 
 _TEMPORARY = Path(tempfile.gettempdir(), "apbv-demo-clips")
 _SHARED = {
-    "json": {"type": Path, "metavar": "FILE", "help": "append the figures as JSON lines"},
-    "plot": {"type": _plot_path, "metavar": "PNG", "help": "draw the figures; needs matplotlib"},
-    "table": {"type": Path, "nargs": "+", "metavar": "FILE", "help": "measure nothing: show such files"},
-    "rounds": {"type": COUNT, "help": "how often everything is measured, in turn"},
-    "warmup": {"type": int, "help": "rounds that do not count"},
-    "dtype": {"choices": DTYPES, "help": "default: bfloat16 on a GPU"},
-    # What the demo's clips are like.
-    "clips": {"type": COUNT, "help": "how many clips"},
-    "shots": {"type": COUNT, "help": "length of the clips"},
+    "json": {"type": Path, "metavar": "FILE", "help": "append the results as JSON lines"},
+    "plot": {"type": _plot_path, "metavar": "PNG", "help": "plot the results; needs matplotlib"},
+    "table": {"type": Path, "nargs": "+", "metavar": "FILE", "help": "only print results from these files"},
+    "rounds": {"type": COUNT, "help": "interleaved repetitions of each measurement"},
+    "warmup": {"type": int, "help": "warm-up rounds, not measured"},
+    "dtype": {"choices": DTYPES, "help": "weight dtype (default: bfloat16 on a GPU)"},
+    # The demo's clips.
+    "clips": {"type": COUNT, "help": "number of clips"},
+    "shots": {"type": COUNT, "help": "shots per clip"},
     "split": {"choices": clips.SPLITS, "default": "test"},
-    "grid": {"type": int, "choices": clips.GRIDS, "default": 2, "help": "tokens per side of a frame"},
-    "folder": {"type": Path, "default": _TEMPORARY, "help": "where the clips' files are kept"},
+    "grid": {"type": int, "choices": clips.GRIDS, "default": 2, "help": "tokens per side of a frame (default 2)"},
+    "folder": {"type": Path, "default": _TEMPORARY, "help": "directory for the clips"},
 }
 
 

@@ -25,7 +25,7 @@ Job = Callable[[HostGroup, torch.nn.Module, PrefillConfig], dict]
 
 @dataclass(frozen=True)
 class Workload:
-    """One prompt, drawn at random: a text of so many tokens, or a video of so many frames of so many pixels."""
+    """A random prompt: a text of given length, or a video with a given number of frames and resolution."""
 
     tokens: int | None = None
     frames: int | None = None

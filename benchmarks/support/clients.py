@@ -82,7 +82,7 @@ def ask_server(port: int, options: argparse.Namespace) -> Answer:
 
 @dataclass(frozen=True)
 class Way:
-    """What is asked, by how many clients at a time, and how many answers it decodes at once; None: all."""
+    """Workload: the request, the number of concurrent clients, and the decoding batch limit; None: all."""
 
     name: str
     concurrency: int = 1

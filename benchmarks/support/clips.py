@@ -33,7 +33,7 @@ from apbv.demo import (
 FRAMES_PER_SHOT = 2
 FPS = 4  # video frames per second, so two shots per second
 MIN_LETTERS, MAX_LETTERS = 3, 6
-DEMO_CLIP = (10, 64, "test")  # arguments of make_clip that specify the packaged clip
+DEMO_CLIP = (10, 64, "test")  # arguments of make_clip that specify the bundled clip
 LONGEST_SCENE = 8  # shots
 
 LETTERS = tuple("ABCEFHJKLMPQRTXZ")
@@ -44,7 +44,7 @@ SCENES = ("grey noise", "smooth gradient", "printed text", *_SHAPES)
 NEEDLES = ("edited", "inserted")
 SPLITS = ("train", "validation", "test")
 TASKS = ("retrieval", "ordering", "counting", "describe")
-MOST_DESCRIBED = 128  # shots; of a longer clip only so many are described
+MOST_DESCRIBED = 128  # shots; a longer clip's further shots are not described
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ class VisionShape:
     num_deepstack: int
 
     def frame_flops(self, tokens: int) -> float:
-        """Count the FLOPs of a frame that becomes so many tokens."""
+        """Count the FLOPs of a frame by its number of tokens."""
         rows = tokens * self.patches_per_token + self.class_tokens
         attention_macs = 2 * self.layers * rows**2 * self.hidden
         return 2 * (rows * self.weights + attention_macs + tokens * self.outer_macs)
@@ -227,7 +227,7 @@ def cost_of_prompt(
         config: the method and the reduction.
 
     Raises:
-        ValueError: visual tokens are to be left out of a text, or as :func:`cost`.
+        ValueError: visual tokens are to be pruned of a text, or as :func:`cost`.
     """
     num_tokens, start, stop, video = prompt
     if video is None and config.reduce is not None:
@@ -340,12 +340,12 @@ def _query_heads(shape: Shape, layout: ContextLayout) -> list[range]:
 
 
 def flop_ratio(costs_full: list[HostCost], costs_other: list[HostCost]) -> float:
-    """Divide the busiest hosts' FLOPs: the speed-up where every host brings its own cores."""
+    """Divide the busiest hosts' FLOPs: the speedup where every host brings its own cores."""
     return max(c.total_flops for c in costs_full) / max(c.total_flops for c in costs_other)
 
 
 def work_ratio(costs_full: list[HostCost], costs_other: list[HostCost]) -> float:
-    """Divide all hosts' FLOPs: the speed-up where all hosts share the same cores."""
+    """Divide all hosts' FLOPs: the speedup where all hosts share the same cores."""
     return sum(c.total_flops for c in costs_full) / sum(c.total_flops for c in costs_other)
 
 

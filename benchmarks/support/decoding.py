@@ -126,7 +126,7 @@ def random_cache(parts: ModelParts, num_tokens: int, seed: int = 0) -> DynamicCa
 
 
 class Prompt:
-    """Random KV of so many tokens, and logits that begin an answer to it."""
+    """Random KV of a given length, and logits that begin an answer to it."""
 
     def __init__(self, parts: ModelParts, num_tokens: int, seed: int):
         self.num_tokens = num_tokens
@@ -142,7 +142,7 @@ class Prompt:
 
 @torch.no_grad()
 def batch_ways(parts: ModelParts, prompts: Sequence[Prompt], num_tokens: int) -> list[Way]:
-    """Return the ways to decode so many tokens of every answer: one after the other, and in one batch."""
+    """Return the two ways to decode ``num_new`` tokens of every answer: sequentially, and in one batch."""
     sampling = SamplingParams(max_new_tokens=num_tokens + 1)  # the first takes no pass of the model
     request, batch = Request(Question(), StageTimer(prompts[0].kv.hosts), sampling=sampling), Batch(parts)
 

@@ -85,7 +85,7 @@ def build_ways(
 
 
 def records(options: argparse.Namespace, ways: list[Way]) -> Iterator[dict]:
-    """Yield a record per task and way; speed-ups are ratios of sums over the same questions."""
+    """Yield a record per task and way; speedups are ratios of sums over the same questions."""
     for task, alone in ways[0].stats.items():
         new_tokens = sum(len(stats["token_ids"]) for stats in alone)
         forwards = new_tokens - len(alone)  # the first token of every answer comes out of the prefill
@@ -124,7 +124,7 @@ def records(options: argparse.Namespace, ways: list[Way]) -> Iterator[dict]:
 
 
 def speculation(config: SpeculativeConfig, runs: list[dict], target_ms: float, num_tokens: int) -> dict:
-    """Return what was drafted and accepted, the costs on both sides, and the speed-up that theory predicts.
+    """Return drafted and accepted tokens, the costs on both sides, and the predicted speedup.
 
     Args:
         target_ms: of a target's pass over one token.

@@ -1,6 +1,6 @@
 """Lets a reducer keep other tokens than its ranking would: drawn at random, or those of needles before others.
 
-What a ranking is worth shows beside them: they keep as many tokens, behind the same layers. A ranking below the
+What a ranking is worth shows beside them: they keep as many tokens, after the same layers. A ranking below the
 random choice throws away what is asked about; one that knows the needles shows what so few tokens allow.
 """
 

@@ -111,7 +111,7 @@ def load_demo(checkpoint: str | Path = "demo", hosts: HostGroup | None = None) -
 def run_on(
     num_hosts: int, hosts: HostGroup, model: PreTrainedModel, job: Callable[[HostGroup, PreTrainedModel], T]
 ) -> T:
-    """Run a job on so many hosts: the real ones, or simulated ones where there is only one.
+    """Run a job on a number of hosts: the real ones, or simulated ones if there is only one.
 
     Args:
         model: every host gets an object of its own with shared weights.

@@ -22,7 +22,7 @@ WAIT = 600.0  # seconds, for the process to end
 
 @dataclass(frozen=True)
 class Consumed:
-    """What a consumer tells: seconds until all, and until the first layer was there; a digest where asked for."""
+    """Report of a consumer: seconds until all layers and until the first had arrived; a digest if requested."""
 
     seconds: float
     first_layer_seconds: float
@@ -64,7 +64,7 @@ class Consumer:
         )
 
     def fetch(self, ticket: Ticket, digests: bool = False) -> Consumed:
-        """Have it fetch everything, and return what it tells."""
+        """Have it fetch everything, and return its report."""
         json.dump({"params": ticket.to_params(), "digests": digests}, self._process.stdin)
         self._process.stdin.write("\n")
         self._process.stdin.flush()

@@ -25,7 +25,7 @@ class DemoPair:
     def prefill(
         self, inputs: ModelInputs, config: SpeculativeConfig, seed: int = 0
     ) -> tuple[PrefillResult, DraftTask]:
-        """Prefill the target, observed as a way to draft wants it; return what the draft is built from, too.
+        """Prefill the target with the watcher of a drafting strategy; also return the draft's task.
 
         Args:
             seed: of random choices.

@@ -1,4 +1,4 @@
-"""The APB-V paper's sweeps over speed, in the paper's size for a GPU and a smaller one for a CPU."""
+"""The APB-V paper's sweeps over speed, in the paper's size for a GPU and the smaller for a CPU."""
 
 from dataclasses import dataclass, replace
 
@@ -16,7 +16,7 @@ _WHOLE_BLOCKS = 10**6
 
 @dataclass(frozen=True)
 class Sweep:
-    """What one of the paper's tables or figures varies.
+    """Parameters varied in one of the paper's tables or figures.
 
     Attributes:
         kind: of :func:`cases_of`.
@@ -55,7 +55,7 @@ _LENGTHS = {
 
 
 def cases_of(kind: str, hosts: int, link: Link, base: PrefillConfig, on_cpu: bool) -> list[Case]:
-    """Return the ways to prefill that a sweep compares on so many hosts; what does not split runs on one."""
+    """Return the methods that a sweep compares on a number of hosts; methods that do not split run on one."""
     configs = {name: replace(base, method=name) for name in ("full", *SPLIT_METHODS)}
     networks = {"": Network(link)}
     if kind == "switches":  # without one optimisation after the other

@@ -7,7 +7,7 @@ from typing import NoReturn
 
 
 def end_children_with_this() -> None:
-    """Let SIGTERM end the processes that this one has started, too, which else would go on."""
+    """Make SIGTERM also end the processes that this one has started, which would otherwise continue."""
 
     def end(*_) -> NoReturn:
         for child in active_children():

@@ -28,7 +28,7 @@ def made_by() -> dict:
 
 
 def keep(records: Iterable[dict], path: Path | None) -> list[dict]:
-    """Say in each record how it was made, and append it to a file of JSON lines as soon as it is there.
+    """Add its provenance to each record, and append it to a JSONL file at once.
 
     Raises:
         ValueError: the file cannot be written.
@@ -91,7 +91,7 @@ def report(
 class _Cells(string.Formatter):
     def format_field(self, value, spec: str) -> str:
         if value is None:
-            raise TypeError("there is no value to format")
+            raise TypeError("no value to format")
         return format(value, spec)
 
 

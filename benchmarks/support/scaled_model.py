@@ -2,7 +2,7 @@
 
 Before every decoder layer come copies of it whose two output projections are zero. A copy reads and writes the KV
 cache and does the work of a layer, but adds nothing to the hidden states, so logits are bit-equal to the
-original's while the time per token grows with their number. Its input is that of the layer behind it, and so are
+original's while the time per token grows with their number. Its input is that of the layer after it, and so are
 its attention probabilities: means over layers, by which visual tokens are ranked, are the original's, too.
 """
 

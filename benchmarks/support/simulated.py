@@ -290,7 +290,7 @@ def simulate(
 
     Raises:
         ValueError: a host reads its clock more often than in the run that its pace is of.
-        Exception: what the job raised; where several hosts raised, the first that is no consequence.
+        Exception: raised by the job; if several hosts raised, the first that is not a consequence of another.
     """
     machine = _Machine(num_hosts, network or Network(), clock)
     results: list[Any] = [None] * num_hosts

@@ -38,7 +38,7 @@ from support.workloads import config_of
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("throughput", ["--resolutions", "big"], "'big' is no resolution"),
+        ("throughput", ["--resolutions", "big"], "'big' is not a resolution"),
         ("throughput", ["--hosts", "1"], "2 hosts at least"),
         ("throughput", ["--tokens", "100", "--model", "no-such-model"], "cannot load the model no-such-model"),
         ("scaling", ["plan", "--model", "no-such-model"], "cannot load the configuration of no-such-model"),

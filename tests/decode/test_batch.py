@@ -211,5 +211,5 @@ def test_what_is_not_decoded_together(monkeypatch):
     with pytest.raises(ValueError, match=r"rotary frequencies depend on the length of a sequence \(dynamic\)"):
         Batch(parts)
     monkeypatch.setitem(vars(parts), "tensor_parallel", (0, 2))
-    with pytest.raises(ValueError, match="decoded together: a host"):
+    with pytest.raises(ValueError, match="cannot batch answers: a host"):
         Batch(parts)

@@ -111,7 +111,7 @@ def test_what_keeps_steps_from_being_recorded(monkeypatch):
     parts, other = (inspect_model(build("llama", torch.float32), backend) for backend in ("triton", "torch"))
     assert not parts.wants_graphs  # on a CPU, and without a word
     assert graphs.why_not_captured(parts, None) is None
-    assert "in shares" in graphs.why_not_captured(parts, HostGroup.single())
+    assert "sharded" in graphs.why_not_captured(parts, HostGroup.single())
     assert "torch attention" in graphs.why_not_captured(other, None)
     monkeypatch.setitem(vars(parts), "tensor_parallel", (0, 2))
     assert "members of a host" in graphs.why_not_captured(parts, None)

@@ -103,14 +103,14 @@ REFUSED = [
     ({"prompt": ""}, "prompt is empty"),
     ({"prompt": "a", "context": "b", "images": ["c.png"]}, "images and context"),
     ({"prompt": "a", "images": ["missing.png"]}, "cannot read the image missing.png"),
-    ({"prompt": "a", "messages": [{"role": "user", "content": "b"}]}, "instead of"),
+    ({"prompt": "a", "messages": [{"role": "user", "content": "b"}]}, "not both"),
     ({"messages": [{"content": "b"}]}, "role and a content"),
     (says({"type": "smell"}), "a content part must be .*'smell'"),
     ({"prompt": "a", "video": "http://a/b.mp4"}, "no such file"),
     ({"prompt": "a", "max_new_tokens": 0}, "max_new_tokens"),
     ({"prompt": "a", "video": "CLIP", "num_frames": 0}, "0"),
     ({"prompt": "a", "video": "CLIP", "fps": float("nan")}, "nan"),
-    ({"prompt": "a", "sampling": SamplingParams(), "seed": 3}, "instead of"),
+    ({"prompt": "a", "sampling": SamplingParams(), "seed": 3}, "not both"),
 ]
 OF_WRONG_TYPES = {
     "prompt": 3, "context": b"x", "messages": "x", "num_frames": "8",

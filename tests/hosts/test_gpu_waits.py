@@ -69,7 +69,7 @@ def failing_job(hosts: HostGroup, how: str):
 def test_a_failure_frees_the_gpus(tmp_path, how):
     """Whatever a host then makes of what its GPU has computed is not the reason."""
     quoted = "HostError: host 1 failed in prefill: ValueError: out of memory"
-    later = "HostError: cannot start prefill: this host group broke in an earlier request"
+    later = "HostError: cannot start prefill: the host group failed in an earlier request; restart it"
     for rank, outcome in enumerate(run_fresh(Store(tmp_path), 2, told_job, tmp_path, failing_job, how)):
         assert outcome.result == ("ValueError: out of memory" if rank == 1 else quoted, True, True, later)
         assert outcome.seconds < HANGING

@@ -26,14 +26,14 @@ def alone_job(pipe, port: int) -> None:
 def test_hosts_that_do_not_meet(agent_store):
     ours, theirs = mp.Pipe(duplex=False)
     assert exit_statuses([start(alone_job, theirs, agent_store.port)], HANGING) == [0]
-    assert ours.recv().startswith("HostError: the hosts did not meet within 0.1 s: ")
+    assert ours.recv().startswith("HostError: rendezvous timed out after 0.1 s: ")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_scripts_error_is_one_line_and_status_1(capsys, monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     assert run_on_hosts(lambda hosts: None, device="cuda") == 1
-    assert capsys.readouterr().err == "error: there is no device cuda: torch finds 0 GPUs on this machine\n"
+    assert capsys.readouterr().err == "error: no such device: cuda; torch finds 0 GPUs on this machine\n"
 
     assert run_on_hosts(lambda hosts: int("x")) == 1
     assert capsys.readouterr().err.startswith("error (host 0): invalid literal")

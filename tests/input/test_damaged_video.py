@@ -43,7 +43,7 @@ def part(n, container=None):
     ("name", "make", "reason"),
     [
         ("missing.mp4", lambda path: None, "no such file"),
-        ("slanted.mp4", lambda path: encode(path, n=3, rotate=(45,)), "no multiple of 90 degrees"),
+        ("slanted.mp4", lambda path: encode(path, n=3, rotate=(45,)), "90 degrees"),
         ("text.mp4", lambda path: path.write_text("no video\n" * 99), "cannot be read as a video"),
         ("list.ffconcat", playlist, "cannot be read as a video"),
         ("audio.mp4", audio, "has no video stream"),

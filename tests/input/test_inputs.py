@@ -161,10 +161,10 @@ def test_pixels_of_other_items_than_the_prompts_are_refused():
     image = processor(text=[render(processor, "image")], images=[families.synthetic_image()], return_tensors="pt")
     pixels = ("pixel_values_videos", "video_grid_thw")
     for batch, message in [
-        (dict(two) | {name: one[name] for name in pixels}, "are of no video at token 8"),
+        (dict(two) | {name: one[name] for name in pixels}, "no video at placeholder 8"),
         (
             dict(one) | {name: two[name] for name in pixels},
-            "another video at token 0|more images or videos",
+            "another video at placeholder 0|more images or videos",
         ),
         (dict(one) | {name: image[name] for name in ("pixel_values", "image_grid_thw")}, "more images or videos"),
         ({name: one[name] for name in one if name not in pixels}, "no pixels were given"),

@@ -84,9 +84,9 @@ def test_options_of_the_template():
     assert rendered(closed, chat, **open_ended) == "[user]a</s>[assistant]b"
     with pytest.raises(PromptError, match="needs add_generation_prompt to be false"):
         rendered(closed, chat, continue_final_message=True)
-    with pytest.raises(PromptError, match="'tokenize' is no variable of a chat template"):
+    with pytest.raises(PromptError, match="'tokenize' is not"):
         rendered(BOTH, chat, tokenize=True)
-    with pytest.raises(PromptError, match="the chat template refuses the chat: only users"):
+    with pytest.raises(PromptError, match=r"the chat template .*: only users"):
         rendered("{{ raise_exception('only users') }}", chat)
 
 
@@ -150,14 +150,14 @@ def test_token_ids_that_cannot_be_read():
     reader.render(Question(token_ids=[0, size - 1]))
     for token_ids, message in [
         ([], "the prompt is empty"),
-        ([1, size], f"there is no token {size}: .* 0 to {size - 1}"),
-        ([-1], "there is no token -1"),
+        ([1, size], f"token id {size}: .* 0 to {size - 1}"),
+        ([-1], "token id -1: "),
         ([1, reader.parts.video_token_id], "placeholders of images or video"),
         ([reader.parts.image_token_id], "placeholders of images or video"),
     ]:
         with pytest.raises(PromptError, match=message):
             reader.render(Question(token_ids=token_ids))
-    with pytest.raises(PromptError, match="instead of a prompt"):
+    with pytest.raises(PromptError, match="either token ids or a prompt"):
         reader.render(Question("why?", token_ids=[1]))
 
 
@@ -181,8 +181,8 @@ def test_a_source_of_another_kind_is_named(asked, message):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "a text or a list of parts, got None"),
-        ({"type": "text", "text": "a"}, "a text or a list of parts"),
+        (None, "a list of parts, got None"),
+        ({"type": "text", "text": "a"}, "a list of parts"),
         *(
             ([part], "a content part must be")
             for part in ("a", {"type": "text"}, {"text": "a"}, {"type": "image"})

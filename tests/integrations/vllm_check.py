@@ -128,7 +128,7 @@ def check_text(folder: Path, expected: dict) -> None:
     changed = server.run(request(name, **request_params(poisoned))) != [expected[name]["tokens"]]
     check("poisoned KV changes the tokens", changed, True)
     refused = {
-        "other tokens": (request(name, prompt_token_ids=other), "does not begin with"),
+        "other tokens": (request(name, prompt_token_ids=other), "does not start with"),
         "no KV": (request(name, kv_transfer_params={"apbv_path": str(folder / "nowhere")}), "no saved KV"),
         "another folder": (request(name, kv_transfer_params={"apbv_path": str(demo.model_path())}), "is outside"),
         "no path": (request(name, kv_transfer_params={"apbv_path": 7}), "must be a string"),
@@ -171,12 +171,12 @@ def check_video(folder: Path, expected: dict) -> None:
         check(f"{name}: loaded, followed up, vLLM's own prefill", found, [case["tokens"], case["followed"], exact])
     refused = {
         "transformers' positions": (request("video-transformers"), "prefill with positions='vllm'"),
-        "a video without its uuid": (request(name, multi_modal_uuids=None), "may not be that of the KV"),
-        "another uuid": (request(name, multi_modal_uuids={"video": ["other"]}), "may not be that of the KV"),
+        "a video without its uuid": (request(name, multi_modal_uuids=None), "its uuid must be"),
+        "another uuid": (request(name, multi_modal_uuids={"video": ["other"]}), "its uuid must be"),
     }
     for reducer in REDUCED:
         there = {"apbv_path": str(folder / reducer)}
-        refused[f"what {reducer} left"] = (request(name, kv_transfer_params=there), f"{reducer} has shortened")
+        refused[f"what {reducer} left"] = (request(name, kv_transfer_params=there), f"{reducer} pruned")
     check_refusals(server, refused, video, exact)
     check_video_tickets(server, folder, expected, video)
 

@@ -60,19 +60,19 @@ def damaged_tickets(request, name: str) -> dict[str, tuple[dict, str]]:
     other["prompt_token_ids"] = [*other["prompt_token_ids"][:-1], 7]
     digest = "0" * 64
     return {
-        "other tokens": (other, "does not begin with"),
-        "more tokens than the prompt has": (changed(num_tokens=10**12), "does not begin with"),
+        "other tokens": (other, "does not start with"),
+        "more tokens than the prompt has": (changed(num_tokens=10**12), "does not start with"),
         "other positions": (changed(positions_sha256=digest), "other positions"),
         "other weights": (changed(weights_sha256=digest), "other weights"),
         "other config": (changed(config_sha256=digest), "whose config differs"),
         "other dtype": (changed(dtype="bfloat16"), "the model computes in float32"),
-        "other heads": (changed(num_kv_heads=1), "other numbers of layers, heads"),
+        "other heads": (changed(num_kv_heads=1), "in layers, heads"),
         "a wrong secret": (changed(token=digest), "the token for transfer"),
-        "an unknown transfer": (changed(transfer="0" * 32), "there is no KV of transfer"),
-        "a foreign host": (changed(sources=[["192.0.2.1", 80]]), "in none of the networks"),
-        "a name for a host": (changed(sources=[["localhost", 80]]), "instead of an address"),
+        "an unknown transfer": (changed(transfer="0" * 32), "unknown KV transfer"),
+        "a foreign host": (changed(sources=[["192.0.2.1", 80]]), "192.0.2.1 is in no network"),
+        "a name for a host": (changed(sources=[["localhost", 80]]), "'localhost' instead of an IP address"),
         "a missing host": (changed(sources=other["kv_transfer_params"]["apbv"]["sources"][:1]), "every token"),
-        "half a ticket": ({**other, "kv_transfer_params": {"apbv": {"version": 1}}}, "lacks fields"),
+        "half a ticket": ({**other, "kv_transfer_params": {"apbv": {"version": 1}}}, "missing or unknown fields"),
     }
 
 

@@ -52,7 +52,7 @@ def test_the_argument_goes_before_the_environment(monkeypatch):
 def test_libraries_are_refused_without_a_gpu():
     q, k, v = make_inputs(dtype=torch.bfloat16)
     for library in LIBRARIES:
-        with pytest.raises(BackendError, match=rf"the {library} back end cannot be used: .* CUDA .* on cpu"):
+        with pytest.raises(BackendError, match=rf"the {library} backend cannot be used: .* CUDA .* on cpu"):
             segmented_attention(q, [(k, v)], 0.25, False, backend=library)
         # The other operators, which no library has, run as with "auto".
         assert choose(library, q) == "torch"
@@ -134,7 +134,7 @@ def hopper(monkeypatch):
 def test_the_first_that_works_is_chosen(hopper):
     hopper.kernels.update(flash_attn=base_2, cudnn=base_2, torch=by_definition)
     assert hopper.choose()[0] == "torch"
-    with pytest.raises(BackendError, match=r"the cudnn back end cannot be used: .* off by"):
+    with pytest.raises(BackendError, match=r"the cudnn backend cannot be used: .* off by"):
         hopper.choose("cudnn")
     hopper.kernels["cudnn"] = by_definition
     assert hopper.choose("cudnn")[0] == "cudnn" and hopper.choose()[0] == "torch"
@@ -143,7 +143,7 @@ def test_the_first_that_works_is_chosen(hopper):
     assert hopper.choose(dtype=torch.float32)[0] == "triton" and hopper.choose(dtype=torch.float64)[0] == "torch"
     hopper.triton_fails[0] = "there is no C compiler"
     assert hopper.choose(queries=1)[0] == "flash_attn" and hopper.choose(dtype=torch.float32)[0] == "torch"
-    with pytest.raises(BackendError, match="triton back end cannot be used: there is no C compiler"):
+    with pytest.raises(BackendError, match="triton backend cannot be used: there is no C compiler"):
         hopper.choose("triton")
 
 

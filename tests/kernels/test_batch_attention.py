@@ -82,7 +82,7 @@ def test_what_is_refused():
     with pytest.raises(ValueError, match="3 query heads are not a multiple of 2"):
         batch_decode_attention(q[:, :3], k, v, buffers, 0.1)
     full = SequenceBuffers(buffers.keys, buffers.values, [5, 6])
-    with pytest.raises(ValueError, match="a buffer of 6 rows has no room behind 6"):
+    with pytest.raises(ValueError, match="a buffer of 6 rows has no room after row 6"):
         batch_decode_attention(q, k, v, full, 0.1)
-    with pytest.raises(ValueError, match="torch back end does not look up"):
+    with pytest.raises(ValueError, match="torch backend does not support"):
         batch_decode_attention(q, k, v, table_of(buffers, 2), 0.1, backend="torch")

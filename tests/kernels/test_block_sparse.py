@@ -241,7 +241,7 @@ def test_shapes_must_fit():
             {"out": q[:, :2]},
         ),
         ("must be above 0, not 0.0", block_sparse_attention, q, k, k, listed, 1.0, {"skip_margin": 0.0}),
-        ("16 queries and 32 keys are no blocks", ListedBlocks.of, listed.kept, 16, 32, {}),
+        ("blocks of 16 queries and 32 keys", ListedBlocks.of, listed.kept, 16, 32, {}),
         ("a stride of 3 does not divide", antidiagonal_scores, q, k, 1.0, 3, 32, {}),
         (r"center must have the shape \[B = 1, H", block_means, k, 8, {"center": k[:, :, :1]}),
     ):

@@ -163,7 +163,7 @@ def test_no_keys_have_no_importance_and_what_cannot_be_is_refused():
         ),
         (select_topk, scores, k, k, 10, {}, r"count must lie in 0 \.\. 9"),
         (select_topk, scores[..., 1:], k, k, 4, {}, "scores must have the shape"),
-        (select_topk, scores, k, k, 4, {"out": out}, "3 places for 4 rows"),
+        (select_topk, scores, k, k, 4, {"out": out}, "3 rows, not for 4"),
     ):
         with pytest.raises(ValueError, match=message):
             operator(*arguments, **options)

@@ -224,7 +224,7 @@ def test_hosts_that_do_not_share_the_directory_are_told(pool, saved, saved_once,
     (tmp_path / "host 1").mkdir()
     folders = [[tmp_path / first, tmp_path / "host 1"] for first in ("host 0", "file")]
     for unshared, unusable, spoilt in pool.run(2, unshared_job, folders, [saved_once[0], saved]):
-        assert "the same directory" in unshared and "cannot write" in unusable
+        assert "share the directory" in unshared and "cannot write" in unusable
         assert "bytes instead of" in spoilt
     assert not list((tmp_path / "host 0").glob("kv-*"))  # nothing is left behind
 

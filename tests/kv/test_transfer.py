@@ -43,7 +43,7 @@ def test_a_consumer_gets_the_bytes_that_the_hosts_hold(pool, tmp_path, hosts, nu
             remote.confirm()
         wait_for(found.ending)
         assert found.ending() == f"fetched {found.ticket.num_bytes}"
-        with pytest.raises(StorageError, match=f"{found.ticket.transfer} has been fetched already"):
+        with pytest.raises(StorageError, match=f"{found.ticket.transfer} was already fetched"):
             list(RemoteKV(found.ticket).layers(range(n)))
 
 

@@ -94,8 +94,8 @@ WITHOUT_EFFECT = {
     "--frames 8": "--frames needs a --video",
     "--sparse-threshold 0.5": "--sparse-threshold needs --sparse, or a sparse --method",
     "--method xattention --sparse-similarity 0": "--sparse-similarity needs --sparse or --method spargeattn",
-    "--method ulysses --sparse xattention": "sparse attention is for full, apbv, apb and star",
-    "--method xattention --sparse spargeattn": "xattention cannot choose blocks as",
+    "--method ulysses --sparse xattention": "sparse attention needs full, apbv, apb or star: ulysses",
+    "--method xattention --sparse spargeattn": "xattention cannot select blocks as",
 }
 
 

@@ -143,10 +143,10 @@ def refused_job(processes: HostGroup, path: str):
 def test_what_cannot_be_is_refused(pool, checkpoints):
     path = str(checkpoints("llama"))
     for whole, odd_group, few_heads, subgroup, streaming, draft_host in pool.run(4, refused_job, path):
-        assert whole.startswith("ValueError: the model is share 0 of 1, but this process is member ")
+        assert whole.startswith("ValueError: the model is shard 0 of 1, but this process is TP rank ")
         assert odd_group.startswith("ValueError: 4 process(es) cannot form hosts of 3 each")
-        assert "the model has 2 KV heads, which 4 processes cannot share evenly" in few_heads
-        assert subgroup.startswith("ValueError: hosts of several processes cannot form subgroups")
+        assert "2 KV heads cannot be split evenly across 4 processes" in few_heads
+        assert subgroup.startswith("ValueError: subgroups are not supported")
         assert streaming.startswith("ValueError: streaming, with which the target drafts itself, is not supported")
         assert draft_host.startswith("ValueError: a draft host is not supported")
 

@@ -117,5 +117,5 @@ def test_no_anchor_to_put_the_question_into():
         ({"method": "full"}, "not method full"),
         ({"anchor_len": 0}, "not without an anchor"),
     ):
-        with pytest.raises(ValueError, match=f"anchor_query puts the question .*: {reason}$"):
+        with pytest.raises(ValueError, match=f"^anchor_query .*: {reason}$"):
             PrefillConfig(anchor_query=True, **settings)

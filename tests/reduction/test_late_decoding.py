@@ -95,6 +95,6 @@ def test_what_needs_all_tokens_in_all_layers_is_refused():
         with pytest.raises(ValueError, match="fastv"):
             refused()
     # Before anything is loaded.
-    for strategy, message in (("std", "std drafts on the target's KV"), ("hippo", "keep='hippo' goes by what")):
+    for strategy, message in (("std", "std drafts on the target's KV"), ("hippo", "keep='hippo' ranks by")):
         with pytest.raises(ValueError, match=message):
             Engine.from_pretrained("demo", prefill=late, speculate=SpeculativeConfig(strategy=strategy))

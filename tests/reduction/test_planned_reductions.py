@@ -81,7 +81,7 @@ def test_the_command_plans_reductions(capsys):
 def test_what_cannot_be_reduced_is_not_planned():
     for settings, reduce, message in (
         ({"num_frames": 64}, {"method": "fastv", "layer": 99}, "the model has 4, and at least one must follow"),
-        ({"tokens": 500}, {"method": "dycoke"}, "it needs the frames of a video"),
+        ({"tokens": 500}, {"method": "dycoke"}, "give the frames of a video"),
     ):
         with pytest.raises(ValueError, match=message):
             plan("demo", prefill=PrefillConfig(reduce=ReduceConfig(**reduce)), **settings)

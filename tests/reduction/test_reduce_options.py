@@ -35,9 +35,9 @@ def test_options_that_are_wrong_are_one_line(capsys):
         (infer, ["--reduce-layer", "2"], "--reduce-layer needs --reduce"),
         (infer, ["--reduce-asked-by", "last"], "--reduce-asked-by needs --reduce"),
         (infer, ["--reduce", "sparsevlm", "--reduce-asked-by", "last"], "sparsevlm does not"),
-        (infer, ["--reduce", "dycoke", "--reduce-layer", "2"], "dycoke leaves tokens out before"),
-        (serve, ["--reduce", "dycoke", "--kv-transfer", "tcp"], "--kv-transfer hands whole prompts over"),
-        (serve, ["--reduce", "dycoke", "--reuse", "kv"], "it works with reuse='exact' only"),
+        (infer, ["--reduce", "dycoke", "--reduce-layer", "2"], "dycoke prunes before"),
+        (serve, ["--reduce", "dycoke", "--kv-transfer", "tcp"], "--kv-transfer transfers whole prompts"),
+        (serve, ["--reduce", "dycoke", "--reuse", "kv"], "use reuse='exact'"),
     ):
         with pytest.raises(SystemExit) as ended:
             main.parse_arguments([*INFER, *options])

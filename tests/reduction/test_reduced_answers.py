@@ -59,11 +59,11 @@ def test_what_does_not_go_together_is_refused():
     with Offers(hosts) as offers:
         reduce = PrefillConfig(reduce=ReduceConfig(method="dycoke"))
         for message, refused in (
-            ("hands whole prompts over", lambda: engine.prefill(QUESTION, video=demo.video_path()).offer(offers)),
-            ("hands whole prompts over", engine.handing_over),
+            ("transfers whole prompts", lambda: engine.prefill(QUESTION, video=demo.video_path()).offer(offers)),
+            ("transfers whole prompts", engine.handing_over),
             ("anew for every prompt", lambda: engine_of(hosts, "dycoke", reuse=ReuseConfig(mode="kv"))),
             ("on a draft host choose another", lambda: engine_of(hosts, "dycoke", beside)),
-            ("read text only", lambda: Engine(build_model("llama"), build_processor("llama"), hosts, reduce)),
+            ("llama models", lambda: Engine(build_model("llama"), build_processor("llama"), hosts, reduce)),
         ):
             with pytest.raises(ValueError, match=message):
                 refused()

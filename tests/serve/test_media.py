@@ -121,7 +121,7 @@ def test_only_listed_hosts_are_fetched_from(site, monkeypatch):
     for url, reason in {
         f"http://localhost:{port}/file": "does not fetch from 'localhost'",
         f"http://127.0.0.1@other.example:{port}/file": "does not fetch from 'other.example'",
-        f"http://media.example:{port}/file": "not a public one",
+        f"http://media.example:{port}/file": "is not public",
         "http://127.0.0.1:99999/": "not a URL",
     }.items():
         with pytest.raises(MediaError, match=reason):
@@ -133,7 +133,7 @@ def test_only_listed_hosts_are_fetched_from(site, monkeypatch):
     assert all(path.startswith("/to/") for path in site.paths)
     mixed = [*resolve("93.184.216.34", port, type=socket.SOCK_STREAM), *resolve("127.0.0.1", port)]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *a, **k: mixed)
-    with pytest.raises(MediaError, match="not a public one"):
+    with pytest.raises(MediaError, match="is not public"):
         fetch(f"http://media.example:{port}/file", media)
 
 

@@ -9,14 +9,14 @@ from apbv.serve.settings import ServerSettings
 
 REFUSED = {
     "--kv-port 5000": "--kv-port needs --kv-transfer",
-    "--kv-transfer tcp --kv-port 65535": "--kv-port must leave a port up to 65535 for each process",
-    "--kv-transfer tcp --kv-port 7999": "--port 8000 is one of the ports from --kv-port 7999 on",
-    "--kv-transfer tcp --reduce dycoke": "--kv-transfer hands whole prompts over",
+    "--kv-transfer tcp --kv-port 65535": "--kv-port must leave a port up to 65535",
+    "--kv-transfer tcp --kv-port 7999": "--port 8000 is one of the ports 7999 .. 8000",
+    "--kv-transfer tcp --reduce dycoke": "--kv-transfer transfers whole prompts",
     "--max-kv-mib 0": "--max-kv-mib: must be a positive number, not 0",
     "--api-key=": "--api-key is empty",
     "--grace=inf": "--grace must lie in",
     "--otlp-traces-endpoint grpc://localhost:4317": "grpc://localhost:4317",
-    "--reuse kv --reduce dycoke": "dycoke chooses visual tokens anew",
+    "--reuse kv --reduce dycoke": "dycoke selects visual tokens anew",
 }
 
 

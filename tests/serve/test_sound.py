@@ -58,4 +58,4 @@ def test_what_cannot_be_heard_is_refused(hearing, app):
         status, error = asked(hearing[0], sound)
         assert (status, error["param"]) == (400, param) and message in error["message"], error
     status, error = asked(app, sent(b"ABC"))
-    assert status == 400 and "qwen2_5_vl models do not hear" in error["message"]
+    assert status == 400 and "qwen2_5_vl models take no audio" in error["message"]

@@ -88,7 +88,7 @@ def test_visual_tokens_are_scored_as_defined(pool, family, num_hosts, settings):
 
 
 def test_methods_that_share_out_the_question_cannot_be_watched():
-    with pytest.raises(ValueError, match="cannot be observed with ulysses"):
+    with pytest.raises(ValueError, match="attention with ulysses"):
         simulate(2, partial(watched_job, family="qwen2_5_vl", settings={"method": "ulysses"}))
 
 

@@ -1,4 +1,4 @@
-"""Reading videos: timestamps, frame sampling, and decoding of chosen frames only.
+"""Video reading: timestamps, frame sampling, and decoding of selected frames only.
 
 Every host knows the file's frames, samples the same frame indices and decodes its own share of them. :func:`probe`
 reads the packets (all bytes of the file, almost no decoding) and lists the frames in presentation order; what it

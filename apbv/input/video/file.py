@@ -1,4 +1,4 @@
-"""A video file: which frames it has, found without decoding them all, and frames decoded from a keyframe on."""
+"""Video files: lists frames without decoding them all, and decodes frames from a keyframe on."""
 
 import io
 import os
@@ -27,12 +27,12 @@ _NO_TIME = np.iinfo(np.int64).min
 
 
 class VideoError(ValueError):
-    """The file cannot be used as a video; the message names the file and the reason."""
+    """Raised if a file cannot be used as a video; the message names the file and the reason."""
 
 
 @dataclass(frozen=True, eq=False)
 class VideoInfo:
-    """A video file's frames, numbered in presentation order; only those that can be decoded count.
+    """Frames of a video file, numbered in presentation order; only those that can be decoded count.
 
     Attributes:
         path: the file.
@@ -70,21 +70,21 @@ class VideoInfo:
         return self.num_frames / self.fps
 
     def to_bytes(self) -> bytes:
-        """Write it down, for another host to read by :meth:`from_bytes`."""
+        """Serialise it, for :meth:`from_bytes` on another host."""
         file = io.BytesIO()
         np.savez(file, **vars(self))
         return file.getvalue()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "VideoInfo":
-        """Read what :meth:`to_bytes` wrote; nothing in it is executed."""
+        """Deserialise the output of :meth:`to_bytes`, without executing any of it."""
         with np.load(io.BytesIO(data), allow_pickle=False) as stored:
             values = {entry.name: stored[entry.name] for entry in fields(cls)}
         return cls(**{name: value if value.ndim else value.item() for name, value in values.items()})
 
 
 class VideoFile:
-    """An open file and its first video stream; leaving its context turns ffmpeg's errors into VideoError.
+    """Open file and its first video stream; leaving its context turns ffmpeg's errors into VideoError.
 
     Raises:
         VideoError: the file is missing, or no video that ffmpeg can open.
@@ -182,7 +182,7 @@ class VideoFile:
     def frames_from(
         self, key: np.ndarray, wanted: Container[int], check: Callable[[], None] = lambda: None
     ) -> Iterator[av.VideoFrame]:
-        """Decode from a keyframe on, leave out what is neither wanted nor needed, and yield the wanted frames.
+        """Decode from a keyframe on, skip frames that are neither wanted nor needed, and yield the wanted ones.
 
         Args:
             key: presentation and decoding time of the keyframe.
@@ -201,7 +201,7 @@ class VideoFile:
             for frame in self.decode(packet, needed):
                 if frame.pts is None or frame.pts < key_time:
                     continue  # displayed before the keyframe: may lack what it refers to
-                # A keyframe that is predicted from others is none, but for an interlaced one's second field.
+                # A keyframe that is predicted from others is not one, except an interlaced one's second field.
                 is_predicted = frame.pict_type in (PictureType.P, PictureType.B) and not frame.interlaced_frame
                 if frame.is_corrupt or (frame.pts == key_time and is_predicted):
                     raise self.error(f"a frame cannot be decoded: the data is damaged at {frame.time:.3f} s")
@@ -212,7 +212,7 @@ class VideoFile:
                 break
             unfed.discard(packet.pts)
         if unseen:
-            raise self.error(f"a frame cannot be decoded: {len(unseen)} of {len(wanted)} do not come")
+            raise self.error(f"a frame cannot be decoded: {len(unseen)} of {len(wanted)} are missing")
 
     def _packets_from(self, key: np.ndarray) -> Iterator[av.Packet]:
         """Read from a keyframe's packet on: after a seek, or where none finds it, from the start."""
@@ -334,4 +334,4 @@ def _orientation(file: VideoFile, frame: av.VideoFrame) -> tuple[bool, bool, boo
         return False, d < 0, a < 0
     if b and c and not a and not d:
         return True, b < 0, c < 0
-    raise file.error("is rotated by an angle that is no multiple of 90 degrees")
+    raise file.error("is rotated by an angle that is not a multiple of 90 degrees")

@@ -1,4 +1,4 @@
-"""Choosing frames of a video, and decoding them: by PyAV in runs that begin at keyframes, or by torchcodec."""
+"""Samples frames of a video and decodes them, by PyAV in runs that begin at keyframes, or by torchcodec."""
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -81,7 +81,7 @@ def read_frames(info: VideoInfo, indices: Sequence[int], threads: int = 0) -> np
     The result is bit-equal to decoding the whole file and picking the frames. Arguments and errors are those of
     :func:`iter_frames`, of which this is the only chunk.
     """
-    chunks = list(iter_frames(info, indices, max(len(indices), 1), threads))  # all: an error may come behind
+    chunks = list(iter_frames(info, indices, max(len(indices), 1), threads))  # all: an error may follow
     return chunks[0] if chunks else np.empty((0, info.height, info.width, 3), np.uint8)
 
 
@@ -117,7 +117,7 @@ def iter_frames(
     Raises:
         VideoError: a frame, or one that was decoded on the way to it, is damaged so that the decoder notices, or
             does not come; or the frame size changes, or the file. It may be raised before the frame's own chunk,
-            and behind the last.
+            and after the last.
         ValueError: the indices do not ascend, or chunk_len < 1; at once, as all that follow.
         IndexError: an index is out of range.
         ImportError: torchcodec is asked for, and cannot be loaded.
@@ -148,7 +148,7 @@ def iter_frames(
 
 
 def ahead(items: Iterator[Item]) -> Iterator[Item]:
-    """Make each item in a thread while the one before is in use.
+    """Produce each item in a thread while the previous one is in use.
 
     Args:
         items: a generator, which is closed with this one.
@@ -164,10 +164,10 @@ def ahead(items: Iterator[Item]) -> Iterator[Item]:
 
 
 def require_backend(name: str) -> None:
-    """Make sure that a back end can be used.
+    """Check that a backend can be used.
 
     Raises:
-        ValueError: torchcodec is asked for, and cannot be loaded.
+        ValueError: torchcodec is requested, and cannot be loaded.
     """
     if name == "torchcodec":
         from .torchcodec_reading import load_decoder
@@ -175,13 +175,13 @@ def require_backend(name: str) -> None:
         try:
             load_decoder()
         except ImportError as error:
-            raise ValueError(f"the video back end torchcodec cannot be used: {error}") from error
+            raise ValueError(f"the video backend torchcodec cannot be used: {error}") from error
 
 
 def _with_pyav_behind(
     chunks: "Iterator[Tensor]", others: Callable[[int], Iterator[np.ndarray]]
 ) -> "Iterator[np.ndarray | Tensor]":
-    """Give out the chunks, and from the first on that torchcodec cannot decode those behind so many frames."""
+    """Yield torchcodec's chunks, and after its first failure those decoded by PyAV."""
     given = 0
     try:
         for chunk in chunks:
@@ -195,7 +195,7 @@ def plan_runs(info: VideoInfo, wanted: Sequence[int]) -> list[range]:
     """Split the wanted frames into runs: a new one wherever a seek skips a frame, and in long runs at keyframes.
 
     A frame is decoded from the last keyframe that is displayed no later. One that comes before it in the file may
-    be displayed behind it, and need the group before.
+    be displayed after it, and need the group before.
 
     Returns:
         The place of each run's frames in ``wanted``.
@@ -235,17 +235,17 @@ def _run_frames(
 
 
 class _Unwanted(Exception):
-    """Nobody waits for these frames any more."""
+    """Raised in a decoding thread if its frames are no longer needed."""
 
 
 class _Chunks:
-    """The chunks that are being filled, row by row, by several threads; no more than two at a time.
+    """Chunks that several threads fill row by row, at most two at a time.
 
     A thread whose row is too far ahead waits. It cannot wait for ever: threads take the runs in order, so the
     first row that is missing is always being decoded by one that need not wait.
 
     Attributes:
-        error: why there will be no more.
+        error: why there are no more.
     """
 
     def __init__(self, num_rows: int, chunk_len: int, shape: tuple[int, int, int]):
@@ -258,12 +258,12 @@ class _Chunks:
         self._changed = threading.Condition()
 
     def check(self) -> None:
-        """Raise _Unwanted if nobody wants any more frames."""
+        """Raise _Unwanted if no more frames are needed."""
         if self._has_ended:
             raise _Unwanted
 
     def put(self, row: int, image: np.ndarray) -> None:
-        """Put a frame in its place, once there is room for it; _Unwanted if nobody wants it."""
+        """Store a frame once there is room for it; _Unwanted if it is no longer needed."""
         number, place = divmod(row, self._chunk_len)
         with self._changed:
             while number > self._taking + 1 and not self._has_ended:
@@ -278,13 +278,13 @@ class _Chunks:
             self._changed.notify_all()
 
     def end(self, error: BaseException | None = None) -> None:
-        """Let all threads end."""
+        """Stop all threads."""
         with self._changed:
             self.error, self._has_ended = self.error or error, True
             self._changed.notify_all()
 
     def __iter__(self) -> Iterator[np.ndarray]:
-        """Give out the chunks, each once it is complete; raise the first error."""
+        """Yield the chunks, each once it is complete; raise the first error."""
         for number in range(len(self._missing)):
             with self._changed:
                 self._taking = number
@@ -301,7 +301,7 @@ class _Chunks:
 def pyav_chunks(
     info: VideoInfo, wanted: list[int], chunk_len: int, threads: int, at_work: AtWork
 ) -> Iterator[np.ndarray]:
-    """Decode frames chunk by chunk, as :func:`apbv.input.video.iter_frames`, by up to so many threads."""
+    """Decode frames chunk by chunk, as :func:`apbv.input.video.iter_frames`, by up to ``threads`` threads."""
     runs = plan_runs(info, wanted)
     todo = iter(runs)  # of which every thread takes the next
     chunks = _Chunks(len(wanted), chunk_len, (info.height, info.width, 3))
@@ -313,7 +313,7 @@ def pyav_chunks(
             workers[-1].start()
         yield from chunks
         for worker in workers:
-            worker.join()  # what is fed behind the last frame may show that this one is damaged
+            worker.join()  # what is fed after the last frame may show that this one is damaged
         if chunks.error is not None:
             raise chunks.error
     finally:
@@ -326,7 +326,7 @@ def pyav_chunks(
 def _work(
     info: VideoInfo, wanted: list[int], todo: Iterator[range], chunks: _Chunks, at_work: AtWork, number: int
 ) -> None:
-    """Decode runs, always the first that no other thread has taken on, until there are none left."""
+    """Decode runs, always the first that no other thread has taken, until none are left."""
     try:
         run = next(todo, None)
         if run is None:  # no file is opened for nothing

@@ -1,11 +1,11 @@
-"""Decoding chosen frames with torchcodec: on a GPU that has a video decoder (NVDEC), or on a CPU.
+"""Decodes selected frames with torchcodec: on a GPU with a video decoder (NVDEC), or on a CPU.
 
-torchcodec is told the frames that :func:`apbv.input.video.probe` found. So it does not look through the file
-again, and both number the frames alike. On a CPU, with the same FFmpeg, its frames are PyAV's to the bit where
-they are progressive and of 8 bits; of others it makes RGB in another way.
+torchcodec gets the frames that :func:`apbv.input.video.probe` found. It therefore does not scan the file again,
+and both number the frames identically. On a CPU, with the same FFmpeg, its frames are PyAV's to the bit where they
+are progressive and of 8 bits; of others it makes RGB in another way.
 
-It promises less: it says nothing of damage that a decoder conceals, and believes every keyframe that a file marks
-as one. Frames of another time than was asked for, as it gives out of MPEG transport streams, are refused here.
+Its guarantees are weaker: it does not report damage that a decoder conceals, and trusts every keyframe mark of a
+file. Frames of another time than was asked for, as it gives out of MPEG transport streams, are rejected here.
 """
 
 import json
@@ -60,7 +60,7 @@ def torchcodec_chunks(
     """
     try:
         if not len(info.pts):
-            raise ValueError("its packets do not tell the frames' times")
+            raise ValueError("its packets have no frame times")
         if info.transpose ^ info.flip_vertical ^ info.flip_horizontal:
             raise ValueError("it is mirrored")
         decoder = decoder_type(
@@ -85,7 +85,7 @@ def torchcodec_chunks(
 
 
 def _frame_mappings(info: VideoInfo) -> str:
-    """What ffprobe would say of the frames, in JSON."""
+    """The frames in ffprobe's JSON format."""
     durations, are_keys = np.append(np.diff(info.pts), 1), np.isin(info.pts, info.keys[:, 0])
     frames = [
         {"pts": pts, "duration": duration, "key_frame": int(key)}
@@ -95,11 +95,11 @@ def _frame_mappings(info: VideoInfo) -> str:
 
 
 def _check(info: VideoInfo, frames: list[int], batch) -> None:
-    """Refuse frames of other times or of another size than were asked for."""
+    """Reject frames of other times or of another size than were asked for."""
     times, pts = info.timestamps, info.pts
     # The time base is not known here, but what a tick lasts is, unless all is one frame.
     tick = times[-1] / (pts[-1] - pts[0]) if len(pts) > 1 else 0
     if tick and np.abs(batch.pts_seconds.numpy() - times[frames] - pts[0] * tick).max() > tick / 2:
-        raise ValueError(f"it gives out other frames than {frames[0]}..{frames[-1]}")
+        raise ValueError(f"it returns other frames than {frames[0]}..{frames[-1]}")
     if tuple(batch.data.shape[1:3]) != (info.height, info.width):
         raise ValueError("the frame size changes within the video")

@@ -1,12 +1,12 @@
-"""Lets vLLM continue from KV that apbv prefilled, by a KV connector that only loads.
+"""KV connector that lets vLLM decode from KV prefilled by apbv; it only loads.
 
 Start vLLM with
 
     vllm serve MODEL --kv-transfer-config '{"kv_connector": "ApbvConnector", "kv_role": "kv_consumer",
         "kv_connector_module_path": "apbv.integrations.vllm"}'
 
-and send with a request the ``kv_transfer_params`` that a prefill worker has answered with, as routers do, or
-what :func:`request_params` returns for saved KV. vLLM prefills requests that have neither itself.
+and send with a request the ``kv_transfer_params`` of a prefill instance's reply, as routers do, or those of
+:func:`request_params` for saved KV. vLLM itself prefills requests with neither.
 """
 
 from .connector import ApbvConnector

@@ -1,4 +1,4 @@
-"""Decides whether a request may have the KV that it names, without any I/O where it has a ticket."""
+"""Decides whether a request may use the KV that it names, without I/O if it has a ticket."""
 
 import re
 from pathlib import Path
@@ -20,7 +20,7 @@ _PROJECTION = re.compile(rf".*\.layers\.(?P<layer>\d+)\.(?P<name>{'|'.join(SAMPL
 
 
 class Admission:
-    """The decision whether a request may have the KV that it names.
+    """Decides whether a request may use the KV that it names.
 
     Raises:
         ValueError: vLLM's model cannot be identified.
@@ -30,7 +30,7 @@ class Admission:
         self._model_config = model_config = vllm_config.model_config
         self._prefix_caching = vllm_config.cache_config.enable_prefix_caching
         if model_config.hf_overrides:
-            raise ValueError("ApbvConnector cannot identify a model that was changed by hf_overrides")
+            raise ValueError("ApbvConnector cannot identify a model changed by hf_overrides")
         # vLLM edits its own copy of the configuration, so the digest needs the one that transformers reads.
         config = AutoConfig.from_pretrained(
             model_config.hf_config_path or model_config.model, revision=model_config.revision
@@ -42,7 +42,7 @@ class Admission:
             self._model = without_weights(get_model_cls(model_config), model_config.hf_config)
 
     def admit(self, request: Request, source: Saved | Offered) -> Load:
-        """Return what to load of some KV, and set the request apart in vLLM's prefix cache.
+        """Return the part of some KV to load, and isolate the request in vLLM's prefix cache.
 
         Raises:
             ValueError: the request must not have this KV; the message says why.
@@ -53,9 +53,9 @@ class Admission:
         prompt = request.prompt_token_ids[: facts.num_tokens]
         if len(prompt) < facts.num_tokens or digest_of_tokens(prompt) != facts.tokens_sha256:
             raise ValueError(
-                f"the prompt of {request.num_prompt_tokens} tokens does not begin with the {facts.num_tokens} of "
-                "the KV: vLLM and the prefill worker make different prompts of the request, or see another number "
-                "or size of frames"
+                f"the prompt of {request.num_prompt_tokens} tokens does not start with the {facts.num_tokens} of "
+                "the KV: vLLM and the prefill instance render the request differently, or use another number or "
+                "size of frames"
             )
         if isinstance(source, Saved):
             _require_visual(request, source)
@@ -71,20 +71,20 @@ class Admission:
         return Load(source, range(min(facts.num_tokens, request.num_prompt_tokens - 1)))
 
     def _require_model(self, facts: KVFacts) -> None:
-        """Raise ValueError unless vLLM's model computed the KV, whose sizes may come from outside."""
+        """Raise ValueError unless vLLM's model computed the KV, whose sizes are untrusted."""
         config = self._model_config
         if facts.config_sha256 != self._config_sha256:
             raise ValueError(
                 f"the KV is of the model {facts.model}, whose config differs from that of {config.model}"
             )
         if facts.weights_sha256 != self._weights_sha256:
-            raise ValueError(f"the KV is of the model {facts.model}, which has other weights")
+            raise ValueError(f"the KV is of the model {facts.model}, whose weights differ")
         own_dtype = str(config.dtype).removeprefix("torch.")
         if facts.dtype != own_dtype:
             raise ValueError(f"the KV is {facts.dtype}, the model computes in {own_dtype}")
         sizes = (config.get_total_num_hidden_layers(), config.get_total_num_kv_heads(), config.get_head_size())
         if (facts.num_layers, facts.num_kv_heads, facts.head_dim) != sizes:
-            raise ValueError("the KV has other numbers of layers, heads or dimensions than the model")
+            raise ValueError("the KV differs from the model in layers, heads or dimensions")
 
     def _positions(self, request: Request, num_tokens: int) -> Tensor:
         """Return the rotary positions that vLLM gives the prompt's first tokens, ``[3, n]`` or ``[n]``."""
@@ -96,7 +96,7 @@ class Admission:
         return positions[:, :num_tokens]
 
     def _set_apart(self, request: Request, salt: str) -> None:
-        """Give the request's blocks hashes that no request without this KV has.
+        """Give the request's blocks hashes that are unique to requests with this KV.
 
         vLLM calls this connector before it looks anything up for the request.
         """
@@ -108,8 +108,8 @@ class Admission:
         request.update_block_hashes()
         if len(request.block_hashes) != len(before) or set(request.block_hashes) & set(before):
             raise ValueError(
-                "this version of vLLM does not let a request's KV be told apart in its prefix cache: the request "
-                f"needs a cache_salt that contains {salt!r}, or the engine --no-enable-prefix-caching"
+                "this version of vLLM cannot isolate a request's KV in its prefix cache: give the request a "
+                f"cache_salt that contains {salt!r}, or start vLLM with --no-enable-prefix-caching"
             )
 
 
@@ -124,13 +124,13 @@ def _require_plain(request: Request) -> None:
 
 
 def _require_visual(request: Request, saved: Saved) -> None:
-    """Check the video's identity as the client states it, because token ids do not tell what a video shows."""
+    """Check the video's identity as stated by the client, because token ids do not depend on a video's content."""
     for feature in request.mm_features:
         shown = feature.mm_position.offset < saved.facts.num_tokens
         if shown and not feature.identifier.startswith(saved.visual_uuid):
             raise ValueError(
-                f"the request's {feature.modality} is {feature.identifier!r}, which may not be that of the "
-                f"KV: its uuid must be {saved.visual_uuid!r} (see apbv.integrations.vllm.request_params)"
+                f"the request's {feature.modality} is {feature.identifier!r}, which may differ from that of "
+                f"the KV: its uuid must be {saved.visual_uuid!r} (see apbv.integrations.vllm.request_params)"
             )
 
 

@@ -1,4 +1,4 @@
-"""vLLM's view of the connector: it hands vLLM's calls to the two halves."""
+"""The connector's vLLM interface, which forwards vLLM's calls to the scheduler's and the worker's half."""
 
 from torch import Tensor
 from vllm.config import VllmConfig
@@ -19,14 +19,14 @@ from .sources import LoadMetadata
 
 
 class ApbvConnector(KVConnectorBase_V1):
-    """A connector that loads KV which apbv prefilled, and saves nothing.
+    """vLLM connector that loads KV prefilled by apbv, and saves nothing.
 
     A request names the KV in its ``kv_transfer_params``: by the ticket of a prefill worker, or as ``apbv_path``, a
-    folder written by :meth:`apbv.PrefillResult.save`. ``kv_connector_extra_config`` may hold
+    directory written by :meth:`apbv.PrefillResult.save`. ``kv_connector_extra_config`` may hold
 
-    - ``root``: a folder outside which no request may name KV;
+    - ``root``: a directory outside which no request may name KV;
     - ``networks``: a list of networks (``"10.0.0.0/8"``) outside which no ticket may name hosts;
-    - ``timeout``: seconds that a host may be silent (30);
+    - ``timeout``: seconds to wait for an unresponsive source (30);
     - ``transport``: how KV comes from the hosts' memory, ``"tcp"`` (the default) or ``"rdma"``, with the extra of
       that name.
 

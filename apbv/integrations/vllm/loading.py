@@ -1,4 +1,4 @@
-"""The worker's half of the connector: it puts loaded KV into vLLM's paged cache.
+"""The worker's half of the connector: writes loaded KV into vLLM's paged cache.
 
 A thread for each load receives layers, a few ahead. The engine's thread writes what has arrived between two
 steps of the model, so that requests that are being decoded never wait for a network or a disk.
@@ -32,7 +32,7 @@ logger = init_logger(f"vllm.{__name__}")
 
 
 class Fetch:
-    """One load whose layers arrive in the background.
+    """Load in progress, whose layers arrive in the background.
 
     Attributes:
         arrived: what has arrived and was not taken: layers, ``[T, H, D]``; at last None, or an error.
@@ -57,13 +57,13 @@ class Fetch:
                     keys, values = (states.clone(memory_format=torch.contiguous_format) for states in by_token)
                     if not self._hand_over((keys, values)):
                         return
-                    if number == self._num_layers:  # now: to tell the hosts so may take a while
+                    if number == self._num_layers:  # now: notifying the hosts may take a while
                         self._hand_over(None)
         except Exception as error:  # only this request fails, not the engine
             self._hand_over(error)
 
     def _hand_over(self, item: tuple[Tensor, Tensor] | Exception | None) -> bool:
-        """Add what has arrived when there is room, unless nobody will take it any more."""
+        """Queue arrived data when there is room, unless the load was cancelled."""
         with self._news:
             if isinstance(item, tuple):
                 self.last = time.time()
@@ -74,7 +74,7 @@ class Fetch:
             return not self._is_closed
 
     def take(self) -> tuple[Tensor, Tensor] | None:
-        """Return the next layer that has arrived, or None behind the last one.
+        """Return the next layer that has arrived, or None after the last one.
 
         Raises:
             Exception: the load has failed.
@@ -87,12 +87,12 @@ class Fetch:
         return item
 
     def timeline(self) -> str:
-        """Say when all of this was, once everything is in place."""
+        """Return the timing of the load, once everything is in place."""
         first, last, now = (moment - self.began for moment in (self.first, self.last, time.time()))
         return f"fetch began at {self.began:.6f}; first layer {first:.6f}, all {last:.6f}, in place {now:.6f} s"
 
     def close(self) -> None:
-        """Receive nothing more."""
+        """Stop receiving."""
         with self._news:
             self._is_closed = True
             self._news.notify_all()
@@ -130,7 +130,7 @@ class Loading:
         self._results = KVConnectorTransferResults()
 
     def step(self, metadata: LoadMetadata) -> None:
-        """Begin what the scheduler says, and write what has arrived.
+        """Start the loads of the scheduler's metadata, and write arrived layers.
 
         A step that computes nothing else waits for news a little, so that the engine does not spin; one that does
         writes for a few milliseconds at most, or one layer of each load.
@@ -150,7 +150,7 @@ class Loading:
                     self._news.wait_for(self._has_news, left)
 
     def take_results(self) -> KVConnectorTransferResults:
-        """Return which loads have ended since it was last asked."""
+        """Return the loads that have ended since the last call."""
         results, self._results = self._results, KVConnectorTransferResults()
         return results
 
@@ -170,7 +170,7 @@ class Loading:
         return any(fetch.arrived for fetch, _ in self._running.values())
 
     def _write_next(self, request_id: str) -> bool:
-        """Write one layer of a request if it has arrived, and return whether something had."""
+        """Write one layer of a request if it has arrived; return whether it had."""
         fetch, writer = self._running[request_id]
         if not fetch.arrived:
             return False

@@ -1,4 +1,4 @@
-"""The scheduler's half of the connector: which requests load KV, and which must fail."""
+"""The scheduler's half of the connector: decides which requests load KV, and which must fail."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -16,17 +16,17 @@ from ...kv.ticket import Ticket
 from .admission import Admission
 from .sources import Load, LoadMetadata, Offered, Sources
 
-_DROPPERS = 4  # threads, so that a host that is gone delays no word to the others for long
+_DROPPERS = 4  # threads, so that an unreachable host does not delay messages to the others for long
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows only what is logged below its own name
 
 
 @dataclass
 class Entry:
-    """A request that names KV, as the scheduler knows it.
+    """Scheduler state of a request that names KV.
 
     Attributes:
-        load: what it loads; None where the request must fail.
+        load: what it loads; None if the request must fail.
         is_loaded: whether its KV has arrived.
     """
 
@@ -35,7 +35,7 @@ class Entry:
 
     @property
     def ticket(self) -> Ticket | None:
-        """The ticket of KV that is given out once; None where there is none."""
+        """The ticket of KV that is given out once; None if there is none."""
         is_offered = self.load is not None and isinstance(self.load.source, Offered)
         return self.load.source.ticket if is_offered else None
 
@@ -43,7 +43,7 @@ class Entry:
 class Scheduling:
     """The scheduler's half of the connector, which decides when a request arrives.
 
-    A connector can refuse a request only by a load that fails. So under the policy ``fail`` a request that does
+    A connector can reject a request only by a load that fails. So under the policy ``fail`` a request that does
     not fit its KV waits for a load like every other, the load fails at once, and vLLM ends this request with
     finish reason ``error`` (HTTP 500) and continues with the others. The reason is in vLLM's log; no field of the
     response could carry it. Under ``recompute`` such a request is one without KV, which vLLM prefills itself.
@@ -65,7 +65,7 @@ class Scheduling:
             if source is None:
                 return
             load = self._admission.admit(request, source)
-        except Exception as error:  # whatever this request names, the engine must serve the others
+        except Exception as error:  # a bad request must not affect the others
             if isinstance(source, Offered):
                 self._drop(source.ticket)
             self._report(request, reason_of(error))
@@ -80,7 +80,7 @@ class Scheduling:
         self._entries[request.request_id] = Entry(load)
 
     def count_tokens(self, request: Request, num_computed_tokens: int) -> int:
-        """Count the tokens that the request is to load behind those that vLLM has."""
+        """Count the tokens that the request is to load after those that vLLM has."""
         entry = self._entries.get(request.request_id)
         if entry is None:
             return 0
@@ -93,7 +93,7 @@ class Scheduling:
                 del self._entries[request.request_id]
                 return 0
             entry.load = None
-        # A refused request announces all its tokens, so that vLLM starts the load whatever it has cached.
+        # A rejected request announces all its tokens, so that vLLM starts the load whatever it has cached.
         return max(0, request.num_tokens - num_computed_tokens)
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
@@ -110,13 +110,13 @@ class Scheduling:
         self._starting.loads[request.request_id] = replace(entry.load, tokens=tokens, block_ids=tuple(block_ids))
 
     def take_metadata(self, scheduler_output: SchedulerOutput) -> LoadMetadata:
-        """Return what the workers are to begin in this step."""
+        """Return the metadata for the workers in this step."""
         metadata, self._starting = self._starting, LoadMetadata()
         metadata.is_idle = scheduler_output.total_num_scheduled_tokens == 0
         return metadata
 
     def update(self, output: KVConnectorOutput) -> None:
-        """Note which loads have ended on all workers."""
+        """Record the loads that have ended on all workers."""
         failed = output.failed_recving or ()
         for request_id in output.finished_recving or ():
             entry = self._entries.get(request_id)
@@ -128,19 +128,19 @@ class Scheduling:
                 logger.warning("vLLM prefills request %s itself", request_id)
 
     def remove(self, request_id: str) -> None:
-        """Forget a request; nobody will fetch KV that it has not fetched."""
+        """Drop a request; KV that it has not fetched is released."""
         entry = self._entries.pop(request_id, None)
         if entry is not None and entry.ticket is not None and not entry.is_loaded:
             self._starting.abandoned.add(request_id)
             self._drop(entry.ticket)
 
     def close(self) -> None:
-        """Stop telling hosts what nobody will fetch, which then ends by its time."""
+        """Stop notifying hosts of KV that will not be fetched, which then expires."""
         self._droppers.shutdown(wait=False, cancel_futures=True)
 
     def _report(self, request: Request, reason: str) -> None:
         what = "vLLM prefills it itself" if self._recomputes else "it is refused"
-        logger.error("request %s cannot have the KV that it names: %s; %s", request.request_id, reason, what)
+        logger.error("request %s cannot use the KV that it names: %s; %s", request.request_id, reason, what)
 
     def _drop(self, ticket: Ticket) -> None:
         self._droppers.submit(_drop, ticket)
@@ -149,10 +149,10 @@ class Scheduling:
 def _drop(ticket: Ticket) -> None:
     try:
         drop(ticket)
-    except Exception as error:  # the KV then ends by its time
+    except Exception as error:  # the KV then expires
         logger.warning("the KV of transfer %s cannot be dropped: %s", ticket.transfer, reason_of(error))
 
 
 def reason_of(error: Exception) -> str:
-    """Say what an error means to who reads vLLM's log."""
+    """Return an error's text for vLLM's log."""
     return str(error) if isinstance(error, ValueError) else repr(error)

@@ -1,4 +1,4 @@
-"""Says where the KV of a request comes from: a folder that was saved, or hosts that offer it."""
+"""Sources of a request's KV: a saved directory, or hosts that export it."""
 
 import ipaddress
 from collections.abc import Iterator
@@ -24,10 +24,10 @@ logger = init_logger(f"vllm.{__name__}")  # vLLM shows only what is logged below
 
 @dataclass(frozen=True)
 class Saved:
-    """One save in a folder.
+    """Saved KV in a directory.
 
     Attributes:
-        path: the folder.
+        path: the directory.
         generation: the save that the scheduler saw there.
         facts: the description of its KV.
         visual_uuid: the start of the identifiers of a request's video or images; None for a prompt of text.
@@ -43,7 +43,7 @@ class Saved:
         """Find KV of a whole prompt, as vLLM reads it.
 
         Raises:
-            StorageError: there is no usable KV in this folder, or visual tokens were left out of the prompt.
+            StorageError: there is no usable KV in this directory, or visual tokens were pruned from the prompt.
         """
         saved = SavedKV.open(path)
         saved.require_whole_prompt()
@@ -53,10 +53,10 @@ class Saved:
 
     @property
     def salt(self) -> str:
-        """What the ``cache_salt`` of requests with this KV contains.
+        """Part of the ``cache_salt`` of requests with this KV.
 
         vLLM's prefix cache treats equal tokens under equal salts as equal KV. This KV is approximate and made for
-        one question, so that every save and every transfer has a salt of its own.
+        one question, so every save and every transfer has its own salt.
         """
         return f"apbv-{self.generation}"
 
@@ -75,13 +75,13 @@ class Saved:
 
 @dataclass(frozen=True)
 class Offered:
-    """KV that waits on the hosts that prefilled it, for this request alone.
+    """Exported KV on the hosts that prefilled it, for this request only.
 
     Attributes:
         ticket: where, and what it is.
         num_readers: the processes that will fetch a part of it.
         timeout: seconds for a host to answer.
-        transport: how it comes, as of :class:`apbv.kv.remote.RemoteKV`.
+        transport: see :class:`apbv.kv.remote.RemoteKV`.
     """
 
     ticket: Ticket
@@ -111,15 +111,15 @@ class Offered:
             yield from remote.layers(tokens, kv_heads, layers)
             try:
                 remote.confirm()
-            except StorageError as error:  # the KV is here all the same, and ends there by its time
+            except StorageError as error:  # the KV is here all the same, and expires there
                 logger.warning(
-                    "the hosts do not hear that transfer %s is complete: %s", self.ticket.transfer, error
+                    "cannot tell the prefill side that transfer %s is complete: %s", self.ticket.transfer, error
                 )
 
 
 @dataclass(frozen=True)
 class Load:
-    """Everything that a worker needs to put a request's KV into its blocks.
+    """Data that a worker needs to write a request's KV into its blocks.
 
     Attributes:
         source: where the KV comes from.
@@ -134,12 +134,12 @@ class Load:
 
 @dataclass
 class LoadMetadata(KVConnectorMetadata):
-    """What begins with an engine step.
+    """Connector metadata of an engine step.
 
     Attributes:
         loads: the loads that begin, by request id.
         refused: the requests that must fail instead.
-        abandoned: the requests whose load nobody waits for any more.
+        abandoned: the requests whose load is no longer needed.
         is_idle: whether no request computes anything in this step.
     """
 
@@ -153,7 +153,7 @@ class Sources:
     """The sources that requests may name, by ``kv_connector_extra_config``.
 
     Raises:
-        ValueError: the configuration is not what it must be.
+        ValueError: the configuration is invalid.
     """
 
     def __init__(self, vllm_config: VllmConfig):
@@ -169,11 +169,11 @@ class Sources:
             raise ValueError(f"transport must be one of {', '.join(TRANSPORTS)}, not {self._transport!r}")
 
     def named_by(self, request: Request) -> Saved | Offered | None:
-        """Return the KV that a request names by a ticket or by a folder; None where it names none.
+        """Return the KV that a request names by a ticket or by a directory; None if it names none.
 
         Raises:
-            StorageError: the ticket is malformed, or there is no usable KV in the folder.
-            ValueError: no request may name these hosts or this folder.
+            StorageError: the ticket is malformed, or there is no usable KV in the directory.
+            ValueError: no request may name these hosts or this directory.
         """
         params = request.kv_transfer_params
         ticket = Ticket.from_params(params)
@@ -201,16 +201,16 @@ class Sources:
         try:
             address = ipaddress.ip_address(host)
         except ValueError:
-            raise ValueError(f"the ticket names the host {host!r} instead of an address") from None
+            raise ValueError(f"the ticket has {host!r} instead of an IP address") from None
         if not any(address in network for network in self._networks):
-            raise ValueError(f"the ticket names {host}, which is in none of the networks that may offer KV")
+            raise ValueError(f"the ticket's address {host} is in no network that may offer KV")
 
 
 def request_params(path: str | Path) -> dict[str, Any]:
-    """Return the parameters by which a request names saved KV.
+    """Return the request parameters for saved KV.
 
     Args:
-        path: the folder.
+        path: the directory.
 
     Returns:
         ``kv_transfer_params``, a field of an OpenAI request's body (``extra_body``); offline it goes into
@@ -220,7 +220,7 @@ def request_params(path: str | Path) -> dict[str, Any]:
         shown.
 
     Raises:
-        StorageError: there is no usable KV in this folder, or that of a reduced prompt.
+        StorageError: there is no usable KV in this directory, or that of a reduced prompt.
     """
     path = Path(path).resolve()
     saved = Saved.open(path)

@@ -1,4 +1,4 @@
-"""Holds the prefill methods, each a layout and an attention that is called in every layer."""
+"""The prefill methods, each a layout and an attention that is called in every layer."""
 
 from ...config import PrefillConfig
 from .apb import ApbMethod
@@ -31,7 +31,7 @@ def method_alone(config: PrefillConfig) -> type[PrefillMethod]:
 
 
 def resolve_method(config: PrefillConfig, num_hosts: int) -> type[PrefillMethod]:
-    """Return the method that a config means on so many hosts: on a single one ``full``, unless asked otherwise."""
+    """Return a config's method for a number of hosts: ``full`` on a single one, unless configured otherwise."""
     method = METHODS[config.method]
     if not method.splits or (num_hosts == 1 and not config.on_single_host):
         return method_alone(config)

@@ -1,4 +1,4 @@
-"""Defines APB: one block on every host, the query in a second forward pass, no overlap."""
+"""APB: one block on every host, the query in a second forward pass, no overlap."""
 
 from typing import ClassVar
 
@@ -6,10 +6,10 @@ from .apbv import ApbvMethod
 
 
 class ApbMethod(ApbvMethod):
-    """APB is APB-V's predecessor, with one context block on every host and l_p = n/64.
+    """APB, APB-V's predecessor, with one context block on every host and l_p = n/64.
 
-    Its authors train retaining heads that select what is passed on. Here the selection is training-free, by
-    ``config.importance``, and scored with a query that rides along in the context's pass.
+    Its authors train retaining heads that select the passing KV pairs. Here the selection is training-free, by
+    ``config.importance``, scored with a copy of the query in the context's pass.
     """
 
     name = "apb"

@@ -24,7 +24,7 @@ from .importance import RANKED_BY_PROBABILITY, importance_of
 
 
 class ApbvMethod(PrefillMethod):
-    """In APB-V blocks see the anchor, all earlier blocks' best KV pairs, and themselves; the query sees all."""
+    """APB-V: blocks see the anchor, all earlier blocks' best KV pairs, and themselves; the query sees all."""
 
     name = "apbv"
     passes_on = True
@@ -38,7 +38,7 @@ class ApbvMethod(PrefillMethod):
         self._anchor = range(layout.anchor_len)
         *places, self._query = layout.block_rows(hosts.rank)
         self._blocks = dict(zip(blocks, places, strict=True))
-        # The lse that ranks a block's keys is that of the query's attention to it, which is wanted anyway.
+        # The lse that ranks a block's keys is that of the query's attention to it, which is needed anyway.
         self._shares_lse = config.fused_query and config.importance in RANKED_BY_PROBABILITY
 
     @classmethod
@@ -61,7 +61,7 @@ class ApbvMethod(PrefillMethod):
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float, layer: int) -> Tensor:
         states, out = _States(q, k, v, scale), empty_output(q)
-        # Every transfer starts as early as its data exists, and is waited for where it is needed (Figure 5).
+        # Every transfer starts as soon as its data exists, and is waited for only when it is needed (Figure 5).
         seen: dict[int, State] = {}
         sent = [self._start_passing(block, states, seen) for block in self._blocks]
         finish_query = self._start_query(states, seen, _rows(out, self._query))
@@ -70,7 +70,7 @@ class ApbvMethod(PrefillMethod):
         else:
             self._attend_sparsely(states, sent, out)
         for exchange in filter(None, sent):
-            exchange.wait()  # also for what nobody here needs: its buffers must not be freed while it is written
+            exchange.wait()  # even for unneeded data: its buffers must not be freed while they are written
         finish_query()
         return out
 
@@ -84,14 +84,14 @@ class ApbvMethod(PrefillMethod):
             self.attend(_rows(states.q, rows), segments, states.scale, causal_last=True, out=_rows(out, rows))
 
     def _attend_sparsely(self, states: "_States", sent: list[Exchange | None], out: Tensor) -> None:
-        """Attend as densely to the anchor and the passing blocks, but to chosen parts of each block itself."""
+        """Attend densely to the anchor and the passing blocks, and block-sparsely within each block."""
         q_anchor, target = (_rows(x, self._anchor) for x in (states.q, out))
         self.attend(q_anchor, [states.pair(self._anchor)], states.scale, causal_last=True, out=target)
         for block, rows in self._blocks.items():
             if not len(rows):  # with Star Attention host 0's block is the anchor
                 continue
             q = _rows(states.q, rows)
-            # What is chosen is computed while the passing block travels.
+            # Selected blocks are computed during the transfer of the passing block.
             own = self.attend_within(q, states.pair(rows), states.scale)
             sees_anchor = block > 0 or not self.layout.anchor_copy  # which no block that begins the prompt sees
             segments = [states.pair(self._anchor if sees_anchor else range(0))]
@@ -102,8 +102,8 @@ class ApbvMethod(PrefillMethod):
     def _attend_first(self, block: int, states: "_States", sent: list[Exchange | None], out: Tensor) -> None:
         """Attend to this host's first block, and to the anchor, whose rows come right before it: one triangle.
 
-        The triangle is computed while the passing block travels, whether or not that has arrived by then: what is
-        computed must not depend on how fast it travels. A block that begins the prompt sees no copy of its start.
+        The triangle is computed during the transfer of the passing block, even if that has already arrived:
+        results must not depend on the transfer's speed. A block that begins the prompt sees no copy of its start.
         """
         if block == 0 and self.layout.anchor_copy:
             for rows in (self._anchor, self._blocks[block]):

@@ -1,4 +1,4 @@
-"""The interface of a prefill method, and those by which host 0 computes a prompt alone."""
+"""Interface of a prefill method, and the methods by which host 0 computes a prompt alone."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -22,15 +22,15 @@ class PrefillMethod(ABC):
 
     Attributes:
         name: its name in the config and on the command line.
-        is_exact: whether it computes full attention, where no blocks of attention are left out.
+        is_exact: whether it computes full attention, if no blocks are skipped.
         splits: whether hosts share a prompt; else host 0 computes it.
-        blocks: computes chosen blocks of attention, as the config says; None where attention is dense.
+        blocks: computes chosen blocks of attention, as the config says; None if attention is dense.
         separate_query: whether the query runs in a second forward pass, after the context's.
         passes_on: whether context blocks pass KV pairs on to other hosts.
         on_passed: called in every layer for each of this host's blocks, with the block's number and the rows that
             are passed on, ``[1, Hkv, k_v]`` ascending; for the last block, which passes nothing on, with the rows
             that would be. Methods that pass nothing on do not call it.
-        attend: :func:`apbv.kernels.segmented_attention` with the configured back end.
+        attend: :func:`apbv.kernels.segmented_attention` with the configured backend.
     """
 
     name: ClassVar[str]
@@ -61,7 +61,7 @@ class PrefillMethod(ABC):
         return self.blocks(q, *own, scale, out=out)
 
     def merge(self, states: Sequence[State], out: Tensor) -> State:
-        """Call :func:`apbv.kernels.merge_states` with the configured back end."""
+        """Call :func:`apbv.kernels.merge_states` with the configured backend."""
         return merge_states(*zip(*states, strict=True), out=out, backend=self.config.backend)
 
     @staticmethod
@@ -87,7 +87,7 @@ class PrefillMethod(ABC):
 
 
 class FullMethod(PrefillMethod):
-    """In full attention host 0 computes the whole prompt."""
+    """Full attention: host 0 computes the whole prompt."""
 
     name = "full"
     splits = False
@@ -104,18 +104,18 @@ class FullMethod(PrefillMethod):
 
 
 class XAttentionMethod(FullMethod):
-    """In XAttention host 0 computes those blocks of attention that antidiagonals of scores choose."""
+    """XAttention: host 0 computes the blocks selected by antidiagonals of scores."""
 
     name = "xattention"
 
 
 class SpargeAttnMethod(FullMethod):
-    """In SpargeAttn host 0 computes those blocks of attention that the means of blocks choose."""
+    """SpargeAttn: host 0 computes the blocks selected by block means."""
 
     name = "spargeattn"
 
 
 class FlexPrefillMethod(FullMethod):
-    """In FlexPrefill host 0 computes those blocks of attention that its last queries choose for a head."""
+    """FlexPrefill: host 0 computes the blocks that the last queries select for each head."""
 
     name = "flexprefill"

@@ -1,4 +1,4 @@
-"""Attends within a run of tokens over blocks of keys that are chosen anew in every layer."""
+"""Block-sparse attention within a run of tokens, with blocks selected anew in every layer."""
 
 from collections.abc import Iterator
 
@@ -10,13 +10,13 @@ from ...hosts import HostGroup
 from ...kernels import ListedBlocks, block_sparse_attention
 from .block_selection import BLOCK_SELECTION
 
-# Heads choose from so many pairs of blocks at a time. A pair takes some 40 bytes while it is scored and sorted.
-# Of queries three copies in fp32 are made, on a CPU, of a part at a time that takes no more than this.
+# Pairs of blocks that are scored and sorted at a time, over all heads. A pair takes some 40 bytes. Of queries
+# three copies in fp32 are made, on a CPU, of a part at a time that takes no more than this.
 _MOST_PAIRS, _MOST_WIDE_BYTES = 2**22, 3 * 2**22
 
 
 class BlockAttention:
-    """Chooses blocks, computes them, and counts how many of the scores were computed.
+    """Selects blocks, computes them, and counts the scores computed.
 
     Args:
         config: how blocks are chosen; not all of them.
@@ -80,7 +80,7 @@ class BlockAttention:
     def density(self, hosts: HostGroup) -> float | None:
         """Return the share of the causal scores that was computed on all hosts; collective, waits for the device.
 
-        None where no host had any to choose from.
+        None if no host had any to choose from.
         """
         mine = [float(self._num_computed), float(self._num_visible)]
         computed, visible = (sum(column) for column in zip(*hosts.gather_floats(mine), strict=True))
@@ -88,7 +88,7 @@ class BlockAttention:
 
 
 def _split_heads(heads: int, kv_heads: int, most: int) -> Iterator[tuple[slice, slice]]:
-    """Yield query heads, at most so many together, and the key/value heads that are theirs.
+    """Yield groups of at most ``most`` query heads, and their key/value heads.
 
     They are all heads of several groups, or some of one: operators take no other choice of both.
     """

@@ -1,9 +1,9 @@
-"""Chooses the blocks of keys that a block of queries attends to, for sparse attention of one triangle.
+"""Selects the key blocks of each query block, for sparse attention within one triangle.
 
 A function takes q ``[B, Hq, S, D]`` and k ``[B, Hkv, S, D]`` of the same tokens, the scale, the settings, and the
-back end that scores blocks; it returns bool ``[B, Hq, nq, nk]``. Every query head has a choice of its own. Of
-equal scores the earlier block is taken. A block of queries sees its own keys in any case (see
-:class:`apbv.kernels.ListedBlocks`), so that what is said of these here is of no account.
+backend that scores blocks; it returns bool ``[B, Hq, nq, nk]``. Every query head has a choice of its own. Ties go
+to the earlier block. A query block always sees its own keys (see :class:`apbv.kernels.ListedBlocks`), so entries
+for these are ignored.
 """
 
 from collections.abc import Callable
@@ -36,7 +36,7 @@ def xattention_blocks(q: Tensor, k: Tensor, scale: float, config: SparseConfig, 
 
 
 def sparge_blocks(q: Tensor, k: Tensor, scale: float, config: SparseConfig, backend: str) -> Tensor:
-    """Choose blocks as SpargeAttn does (Zhang et al., 2025): by the scores of blocks' means, where these say much.
+    """Choose blocks as SpargeAttn does (Zhang et al., 2025): by the scores of representative block means.
 
     A block of queries or keys whose rows' mean cosine similarity is not above ``config.similarity`` takes part in
     full: its mean says little of it. For the others, a softmax over the means' scores of self-similar blocks of

@@ -1,4 +1,4 @@
-"""Chooses blocks of keys as FlexPrefill does, by a pattern that is found for each query head anew.
+"""Selects key blocks as FlexPrefill does, by a pattern determined for each query head.
 
 The paper is Lai et al., *FlexPrefill: A Context-Aware Sparse Attention Mechanism for Efficient Long-Sequence
 Inference* (ICLR 2025). Shapes: B batch, Hq query heads, Hkv key/value heads (Hq a multiple of Hkv), S tokens, D
@@ -13,12 +13,12 @@ from torch.nn import functional
 from ...config import SparseConfig
 from ...kernels import block_means, segmented_attention
 
-# At most so many scores of the last queries exist at a time; on a CPU they stay near the processor.
+# Maximum number of scores of the last queries in memory at a time; on a CPU they stay in its caches.
 _MOST_SCORES, _MOST_SCORES_ON_CPU = 2**24, 2**20
 
 
 def flexprefill_blocks(q: Tensor, k: Tensor, scale: float, config: SparseConfig, backend: str) -> Tensor:
-    """Choose blocks as FlexPrefill does: by what the last queries attend to, or by estimates for all queries.
+    """Choose blocks as FlexPrefill does: by the last queries' attention, or by estimates for all queries.
 
     The last ``config.block_size`` queries stand for their head. Their attention to each block of keys is computed,
     and once more estimated from means of queries and keys. Where both are alike (the square root of their
@@ -60,7 +60,7 @@ def flexprefill_blocks(q: Tensor, k: Tensor, scale: float, config: SparseConfig,
     columns = _best_lines(columns, in_columns, is_aware, config)
     diagonals = _best_lines(diagonals, in_diagonals.flip(2), is_aware, config)  # from here on the nearest first
     places = torch.arange(keys.shape[2], device=q.device)
-    behind = places[:, None] - places  # how far a block of keys is behind one of queries
+    behind = places[:, None] - places  # distance of a block of keys before one of queries
     lines = columns[:, :, None] | diagonals[:, :, behind.clamp_min(0)]
 
     shares = _scores(queries, keys, scale).masked_fill(behind < 0, float("-inf")).softmax(dim=-1).flatten(2)

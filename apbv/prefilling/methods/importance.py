@@ -1,4 +1,4 @@
-"""Ranks a context block's KV pairs, of which the best l_p are passed on.
+"""Ranks a context block's KV pairs; the best l_p are passed on.
 
 The paper (Section 3.3) says only that query-to-context attention scores are used. Its released code ranks by
 ``"dot"``; the other rankings are not its authors'.

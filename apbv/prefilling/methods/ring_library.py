@@ -23,9 +23,9 @@ _MISSING = "it is not installed"
 def usable_ring(
     hosts: HostGroup, device: torch.device, dtype: torch.dtype, head_dim: int, groups: int
 ) -> Ring | None:
-    """Return ring-flash-attn's function where it is right on all hosts; warn with the reason where it is not.
+    """Return ring-flash-attn's function if it is correct on all hosts; else warn with the reason.
 
-    Collective, and tried once: the hosts ask alike, so that all remember alike.
+    Collective, and tried once: all hosts call it with the same arguments, so all cache the same result.
 
     Args:
         hosts: a group of processes.
@@ -55,7 +55,7 @@ def usable_ring(
 def why_wrong(
     ring: Ring, hosts: HostGroup, device: torch.device, dtype: torch.dtype, head_dim: int, groups: int
 ) -> str | None:
-    """Run a ring on a small problem with all hosts, and return what it raises or gets wrong here; None: nothing.
+    """Run a ring on a small problem with all hosts, and return its error on this host; None if there is none.
 
     Args:
         ring: the function, which exchanges data with the hosts' process group.

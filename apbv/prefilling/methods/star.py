@@ -1,4 +1,4 @@
-"""Defines Star Attention, whose anchor is the whole first block."""
+"""Star Attention, whose anchor is the whole first block."""
 
 from ...config import PrefillConfig
 from ...layout import ContextLayout, star_layout
@@ -6,7 +6,7 @@ from .apb import ApbMethod
 
 
 class StarMethod(ApbMethod):
-    """In Star Attention blocks see the first block and themselves; the query, in a second pass, sees all."""
+    """Star Attention: blocks see the first block and themselves; the query, in a second pass, sees all."""
 
     name = "star"
     passes_on = False

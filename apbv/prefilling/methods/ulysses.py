@@ -1,4 +1,4 @@
-"""Defines DeepSpeed Ulysses, exact attention that splits the heads over the hosts."""
+"""DeepSpeed Ulysses, exact attention that splits the heads over the hosts."""
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from .base import PrefillMethod
 
 
 class UlyssesMethod(PrefillMethod):
-    """In Ulysses every host attends over the whole prompt with its share of the query heads.
+    """DeepSpeed Ulysses: every host attends over the whole prompt with its share of the query heads.
 
     One all-to-all turns a share of the tokens into a share of the heads, another one turns it back. Query heads
     are split as evenly as possible, and some hosts get none where there are more hosts than heads; a KV head goes

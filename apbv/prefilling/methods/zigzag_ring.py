@@ -1,4 +1,4 @@
-"""Defines zigzag ring attention, which is exact and passes keys and values round a ring of hosts.
+"""Zigzag ring attention, which is exact and passes keys and values round a ring of hosts.
 
 The prompt is cut into 2H chunks, and host h holds chunks h and 2H-1-h (zigzag), so that all hosts have equally
 many (query, key) pairs to compute under the causal mask. Transfers overlap with attention.
@@ -16,7 +16,7 @@ from .ring_library import Ring, usable_ring
 
 
 class ZigzagRingMethod(PrefillMethod):
-    """Ring attention takes H steps: in step s a host uses the keys and values of the host s places before it."""
+    """Ring attention in H steps: in step s a host uses the keys and values of the host s places before it."""
 
     name = "zigzag_ring"
     is_exact = True
@@ -66,7 +66,7 @@ class ZigzagRingMethod(PrefillMethod):
         here = self.hosts.rank
         if owner == here:  # together this host's chunks are one triangle: the late one sees all of the early one
             return self.attend(q, [tuple(held)], scale, causal_last=True)
-        if owner < here:  # its early chunk lies before both of this host's, its late one behind both
+        if owner < here:  # its early chunk lies before both of this host's, its late one after both
             held = held[:, :, :, : self._cuts[owner][0]]
         else:  # both of its chunks lie between this host's
             q = q[:, :, self._cuts[here][0] :]

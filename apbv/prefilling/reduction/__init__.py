@@ -1,4 +1,4 @@
-"""Leaves visual tokens out of a prompt.
+"""Visual-token pruning.
 
 A reduction before the language model is one function, an :data:`.frames.EarlyReducer`: it chooses among the
 embeddings of a video's frames, which lie on several hosts. One inside the language model is a class, a

@@ -1,4 +1,4 @@
-"""How the question attends to visual tokens, wherever their keys lie.
+"""Attention of the question to visual tokens, whose keys may be on any host.
 
 Legend: Hq query and Hkv KV heads, G = Hq / Hkv, D head dimension, n_q tokens of the question, T tokens that this
 host keeps.
@@ -13,7 +13,7 @@ from ...input.model_inputs import ModelInputs
 from ...model.parts import ModelParts, some_layers
 from ..stages import HiddenRows, Stage, Watcher
 
-# So many scores of the question's attention are in memory at a time, in fp32.
+# Scores of the question's attention in memory at a time, in fp32.
 MOST_SCORES = 2**26
 
 
@@ -24,7 +24,7 @@ class VisualWatcher(Watcher):
         """Return ``[*lead, visual tokens]`` in fp32 on the CPU of every host; collective.
 
         Args:
-            local: ``[*lead, T]`` of the visual tokens that this host keeps; None where it has no scores.
+            local: ``[*lead, T]`` of the visual tokens that this host keeps; None if it has no scores.
         """
         owned, hosts = self.stage.visual_numbers, self.stage.hosts
         if local is None:
@@ -109,7 +109,7 @@ class QuestionAttention(VisualWatcher):
 
         def scores(head: int, chunk: slice) -> Tensor:
             products = groups[head, :, chunk] @ keys[0, head].to(dtype).T * scale
-            behind = owned > question[chunk, None]  # tokens behind the one that asks
+            behind = owned > question[chunk, None]  # tokens after the one that asks
             return products.masked_fill(behind.to(device), float("-inf"))
 
         # The scores of one KV head and of some tokens are in memory at a time, and are computed twice.
@@ -134,7 +134,7 @@ class _ReadyToAttend(Exception):
 def attention_ahead(
     stage: Stage, rows: HiddenRows, parts: ModelParts, inputs: ModelInputs, raters: Tensor
 ) -> Tensor:
-    """Return what :class:`QuestionAttention` would see in the layer behind a stage; collective.
+    """Return the result of :class:`QuestionAttention` for the layer after a stage; collective.
 
     Of that layer only queries and keys are computed.
 

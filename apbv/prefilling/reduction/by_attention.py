@@ -1,4 +1,4 @@
-"""FastV and PyramidDrop, which drop visual tokens by the attention of the prompt's end."""
+"""FastV and PyramidDrop, which prune visual tokens by the attention of the prompt's end."""
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ def _raters(settings: ReduceConfig, stage: Stage) -> Tensor:
 
 
 class FastV(LateReducer):
-    """FastV keeps, behind its first K layers, the visual tokens that got the most attention in the K-th.
+    """FastV: keeps, after the first K layers, the visual tokens that got the most attention in the K-th.
 
     Chen et al. (2024), "An Image is Worth 1/2 Tokens After Layer 2", average the attention that a token gets over
     heads and over all tokens, for which every token's attention has to be computed; their program takes the last
@@ -45,17 +45,18 @@ _STEPS = 3
 
 
 class PyramidDrop(LateReducer):
-    """PyramidDrop drops the same share of visual tokens behind a quarter, a half and three quarters of the layers.
+    """PyramidDrop: prunes visual tokens by the same ratio after a quarter, a half and three quarters of the
+    layers.
 
     Xing et al. (2024), "PyramidDrop: Accelerating Your Large Vision-Language Models via Pyramid Visual Redundancy
     Reduction", rank tokens by the attention of the instruction's last token in the next layer, whose queries and
     keys are computed for that. ``asked_by="question"`` takes the mean over the question's tokens instead.
-    ``ratio`` is the share that is left behind the last step; each step keeps its third root.
+    ``ratio`` is the share that is kept after the last step; each step keeps its third root.
 
-    What differs: their program numbers the tokens that are left anew, from 0. Here they stay at their positions,
+    What differs: their program numbers the tokens that are kept anew, from 0. Here they stay at their positions,
     which have a time, height and width in most families, and a token that is decoded has one for all layers.
 
-    ``layer`` is where the first step is; the others divide the layers behind it evenly.
+    ``layer`` is where the first step is; the others divide the layers after it evenly.
     """
 
     name = "pdrop"

@@ -1,4 +1,4 @@
-"""How many and which visual tokens are left, and what is known of it afterwards.
+"""Selects visual tokens to keep, and records the result.
 
 Of equal scores the earlier token comes first, so that all hosts choose alike.
 """
@@ -13,12 +13,12 @@ from torch import Tensor
 
 
 def keep_best(scores: Tensor, count: int) -> Tensor:
-    """Return the places of the highest scores, ascending; of equal scores the earlier place."""
+    """Return the indices of the highest scores, ascending; ties go to the earlier index."""
     return scores.argsort(descending=True, stable=True)[:count].sort().values
 
 
 def keep_even(num_tokens: int, count: int) -> Tensor:
-    """Return evenly spaced places, the first and the last among them."""
+    """Return evenly spaced indices, including the first and the last."""
     return torch.arange(count) * (num_tokens - 1) // max(1, count - 1)
 
 
@@ -53,14 +53,14 @@ def shares_of_videos(count: int, lengths: Sequence[int]) -> list[int]:
 
 @dataclass(frozen=True)
 class Reduction:
-    """What was left of a prompt's visual tokens.
+    """Result of pruning a prompt's visual tokens.
 
     Attributes:
         method, ratio: as in :class:`apbv.ReduceConfig`.
-        num_before, num_after: the visual tokens of the prompt, and of them those that are left, in the language
-            model's last layers where tokens are left out between layers.
+        num_before, num_after: the visual tokens of the prompt, and of them those that are kept, in the language
+            model's last layers where tokens are pruned between layers.
         kept: ``[num_after]``, ascending, which ones.
-        by_layer: how many there are in every layer, where tokens are left out between layers; else empty.
+        by_layer: how many there are in every layer, where tokens are pruned between layers; else empty.
     """
 
     method: str
@@ -72,7 +72,7 @@ class Reduction:
 
     @property
     def figures(self) -> dict[str, Any]:
-        """What the figures of a request say of it."""
+        """The request metrics about it."""
         return {
             "method": self.method,
             "ratio": self.ratio,
@@ -82,7 +82,7 @@ class Reduction:
         }
 
     def spread(self, scores: Tensor, missing: float = 0.0) -> Tensor:
-        """Return scores of the tokens that are left, ``[num_after]``, as scores of all, ``[num_before]``.
+        """Return scores of the tokens that are kept, ``[num_after]``, as scores of all, ``[num_before]``.
 
         Args:
             missing: the score of the others.

@@ -1,4 +1,4 @@
-"""Reduces by temporal token merging, DyCoke's first stage: what hardly changed is left out.
+"""DyCoke's first stage, temporal token merging: prunes tokens that hardly changed.
 
 Source: Tao et al., *DyCoke: Dynamic Compression of Tokens for Fast Video Large Language Models* (CVPR 2025),
 Section 3.2. In windows of four frames the first is whole. Tokens of the second and the third are compared with
@@ -12,8 +12,8 @@ What is different here:
 - Below a quarter not even the first frames fit. Then compared frames keep nothing, and the first frames are a
   video of their own, whose windows are four times as long; and so on.
 - The last window is a window, however short; the authors' code leaves some of its frames whole.
-- DyCoke's second stage, which chooses anew in every decoding step which of the KV the answer attends to, is left
-  out: it saves no prefill.
+- DyCoke's second stage, which chooses anew in every decoding step which of the KV the answer attends to, is
+  pruned: it saves no prefill.
 """
 
 import torch
@@ -28,7 +28,7 @@ _WINDOW = 4
 
 
 def plan_windows(num_frames: int, frame_size: int, count: int) -> tuple[range, dict[int, tuple[int, int]]]:
-    """Say which frames are kept whole, and of which others how much; the rest is left out.
+    """Plan which frames are kept whole, and how many tokens of others; the rest is pruned.
 
     Of others also with which frame they are compared: ``{frame: (reference, count)}``.
 
@@ -43,7 +43,7 @@ def plan_windows(num_frames: int, frame_size: int, count: int) -> tuple[range, d
     if not others:
         return whole, {}
     counts = map(len, split_evenly(range(count - len(whole) * frame_size), len(others)))
-    back = (0, 1, 2, 1)  # so many steps before a frame, by its number in the window
+    back = (0, 1, 2, 1)  # distance to the reference frame, by a frame's number in the window
     return whole, {
         frame: (frame - back[frame // step % _WINDOW] * step, share)
         for frame, share in zip(others, counts, strict=True)

@@ -1,7 +1,7 @@
-"""Reduces a prompt before the language model: the frames are encoded, and then some tokens left out.
+"""Prunes visual tokens before the language model, after the frames are encoded.
 
-What is left is a shorter prompt, and the embeddings of its visual tokens where they lie. It is prefilled as any
-other, by any method.
+The result is a shorter prompt, and the embeddings of its visual tokens on their hosts. It is prefilled like any
+other, with any method.
 """
 
 from dataclasses import replace
@@ -28,7 +28,7 @@ from .frames import EarlyReducer, num_in_frames, shared_video, videos_of
 
 
 def require_usable(config: ReduceConfig | None, family: str, reuse: ReuseConfig | None) -> None:
-    """Refuse a reduction that does not go together with the model, or with what is kept for further questions.
+    """Reject a reduction that is incompatible with the model or with the prefix cache.
 
     Args:
         family: the model's.
@@ -39,12 +39,12 @@ def require_usable(config: ReduceConfig | None, family: str, reuse: ReuseConfig 
     if config is None:
         return
     if family not in VIDEO_FAMILIES:
-        raise ValueError(f"{config.method} leaves visual tokens out, and {family} models read text only")
+        raise ValueError(f"{config.method} prunes visual tokens, but {family} models read only text")
     refuse(kv_reuse=reuse is not None and reuse.mode == "kv", reduction=config.method)
 
 
 def require_reducible(config: ReduceConfig | None, inputs: ModelInputs) -> None:
-    """Refuse a prompt of which nothing can be left out.
+    """Reject a prompt that cannot be pruned.
 
     Raises:
         PromptError: frames are to be reduced, and the prompt has no video.
@@ -54,7 +54,7 @@ def require_reducible(config: ReduceConfig | None, inputs: ModelInputs) -> None:
     if inputs.visual is None or all(item.kind == "image" for item in inputs.visual.items):
         has = "no video" if inputs.visual is None else "images only"
         raise PromptError(
-            f"reduce={config.method!r} leaves out what a video's frames repeat: the prompt has {has}"
+            f"reduce={config.method!r} prunes redundancy between a video's frames, but the prompt has {has}"
         )
 
 
@@ -66,7 +66,7 @@ def reduce_prompt(
     config: PrefillConfig,
     timer: StageTimer,
 ) -> tuple[ModelInputs, VisualRows, Reduction]:
-    """Encode this host's share of a prompt's frames, and leave out visual tokens; collective.
+    """Encode this host's share of a prompt's frames, and prune visual tokens; collective.
 
     Returns:
         The shorter prompt, without pixels, the source of this host's share of its embeddings, and what was left.
@@ -120,7 +120,7 @@ def choose_rows(
     shares = shares_of_videos(count, [len(video.in_frames) for video in videos])
     first, mine = visual.pieces[hosts.rank].start, torch.zeros(visual.num_rows, dtype=torch.uint8)
     mine[first : first + len(rows)] = 1
-    chosen, values = [], []  # of the videos' tokens that this host has behind the reduction
+    chosen, values = [], []  # of the videos' tokens that this host has after the reduction
     for video, share in zip(videos, shares, strict=True):
         mine[video.in_frames.start : video.ending.stop] = 0
         if share:
@@ -134,7 +134,7 @@ def choose_rows(
         has = mine.bool().expand(hosts.size, -1).clone()
     else:
         has = hosts.all_gather(mine.to(rows.device)).wait().bool().cpu()
-    # What ends a video goes to the host that has its last frame now, or stays where nobody has any of that.
+    # A video's ending rows go to the host that has its last frame now, or stay if no host has any of it.
     held = [torch.arange(piece.start, piece.stop) for piece in visual.pieces]
     ending = [torch.arange(0)] * hosts.size
     for video in videos:

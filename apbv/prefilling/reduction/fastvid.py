@@ -1,4 +1,4 @@
-"""Reduces by density: each segment of similar frames keeps salient tokens, and merges the rest.
+"""FastVID: each segment of similar frames keeps salient tokens, and merges the rest.
 
 Source: Shen et al., *FastVID: Dynamic Density Pruning for Fast Video Large Language Models* (2025), as in the
 authors' program for LLaVA-Video.
@@ -102,7 +102,7 @@ def _reduce_segment(rows: Tensor, hidden_size: int, counts: list[int]) -> tuple[
         counts: as of :func:`share_budget`.
 
     Returns:
-        Places ``[K]`` within the segment, ascending, in host memory, and what is kept there.
+        Places ``[K]`` within the segment, ascending, in CPU memory, and what is kept there.
     """
     size, flat = rows.shape[1], rows.flatten(0, 1)
     salient, anchor_shares = share_budget(counts, size)

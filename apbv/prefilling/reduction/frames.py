@@ -1,6 +1,6 @@
-"""Lays the visual embeddings of a prompt's video out as frames, which lie on several hosts.
+"""Visual embeddings of a prompt's video as frames, sharded over hosts.
 
-A *frame* is a temporal patch here: what the model makes of one frame, or of several that it merges.
+A *frame* is a temporal patch here: one frame, or several that the model merges.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from ..moving import move_rows
 
 
 class KeptRows(NamedTuple):
-    """The rows of a video that a host has after a reduction; of a frame one host has all that is kept.
+    """A host's rows of a video after a reduction; all retained rows of a frame are on one host.
 
     Attributes:
         places: ``[K]``, ascending, where the rows belong: tokens of the video, numbered frame by frame.
@@ -30,7 +30,7 @@ class KeptRows(NamedTuple):
 
 @dataclass(frozen=True)
 class SharedVideo:
-    """A video whose frames' embeddings lie on the hosts that encoded them.
+    """Video whose frames' embeddings are on the hosts that encoded them.
 
     Attributes:
         rows: ``[F, h * w, (1 + L) * d]`` of this host's F frames, with the L vectors of deepstack.
@@ -70,7 +70,7 @@ class SharedVideo:
         return self.rows[..., : self.hidden_size]
 
     def fetch(self, wanted: Sequence[Sequence[int]], rows: Tensor) -> Tensor:
-        """Give every host the frames that it wants; collective.
+        """Send every host the frames that it needs; collective.
 
         Args:
             wanted: for every host, the numbers of frames, ascending; every host knows all of them.
@@ -93,13 +93,13 @@ class SharedVideo:
         return KeptRows(places, self.rows.flatten(0, 1)[(places - first).to(self.rows.device)])
 
     def gather(self, local: Tensor) -> Tensor:
-        """Give every host what each computed of its frames; collective.
+        """All-gather per-frame results; collective.
 
         Args:
             local: ``[F, ...]`` of this host's frames.
 
         Returns:
-            ``[T, ...]``, the same on every host, in host memory.
+            ``[T, ...]``, the same on every host, in CPU memory.
         """
         if self.replicated:
             local = self.hosts.broadcast(local.contiguous())  # so that all of them choose by the same numbers
@@ -113,12 +113,12 @@ EarlyReducer = Callable[[SharedVideo, int], KeptRows]
 
 @dataclass(frozen=True)
 class VideoPlace:
-    """Says where a video lies among a prompt's temporal patches and rows.
+    """Place of a video among a prompt's temporal patches and rows.
 
     Attributes:
         patches: its temporal patches.
         in_frames: the rows that belong to its frames.
-        ending: those behind them, which belong to none.
+        ending: those after them, which belong to none.
         height, width: of its frames, in tokens.
     """
 

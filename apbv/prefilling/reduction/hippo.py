@@ -28,14 +28,14 @@ def local_semantics(
     """Add HIPPO's s_temp (Eq. 4) and s_spa (Eq. 6) of all visual tokens, each z-scored within a frame; collective.
 
     Every host scores the frames that it has, for which it needs one frame of either neighbouring host. A row that
-    belongs to no frame (a separator at a video's end) has an infinite score: it is never left out.
+    belongs to no frame (a separator at a video's end) has an infinite score: it is never pruned.
 
     Args:
         rows: ``[rows of this host's share, d]``, the vision tower's output.
         terms: ``"time"`` for s_temp, ``"space"`` for s_spa.
 
     Returns:
-        ``[visual tokens]`` on every host, in host memory.
+        ``[visual tokens]`` on every host, in CPU memory.
     """
     result = torch.full((inputs.num_visual_tokens,), float("inf"))
     for place in videos_of(parts, inputs):
@@ -71,20 +71,20 @@ def with_relevance(parts: ModelParts, inputs: ModelInputs, semantics: Tensor, at
 
 
 class HippoAttention(LateReducer):
-    """HippoAttention keeps, behind the first K layers, the tokens of a video with HIPPO's highest scores (Eq. 7).
+    """HIPPO's scores as a reducer: keeps, after the first K layers, a video's highest-scoring tokens (Eq. 7).
 
     *HIPPO: Accelerating Video Large Language Models Inference via Holistic-aware Parallel Speculative Decoding*
     (Section 5.1) adds three terms, each z-scored within a frame:
 
     - s_attn, the question's attention: softmax over the visual tokens only, mean over layers, heads and the
       question's tokens (Eq. 2);
-    - s_temp, how much a token's embedding differs from those at the same place in the frames beside it (Eq. 4);
+    - s_temp, how much a token's embedding differs from those at the same place in the adjacent frames (Eq. 4);
     - s_spa, the variance of its similarities to the tokens around it (Eq. 6).
 
     What differs: there the score chooses what a draft sees, and nothing is lost. s_attn is there the mean over all
     layers of the target, after which nothing could be saved; here it is that over the K layers which have run, by
-    default half of all. Tokens are chosen over all videos at once. Images, and a separator behind a video, have no
-    frames beside them and are never left out; ``ratio`` is the share of the others.
+    default half of all. Tokens are chosen over all videos at once. Images, and a separator after a video, have no
+    adjacent frames and are never pruned; ``ratio`` is the share of the others.
     """
 
     name = "hippo_attention"

@@ -1,4 +1,4 @@
-"""Dropping visual tokens between layers of the language model: what a reducer says, and how a prefill goes on."""
+"""Pruning of visual tokens between layers: the interface of a reducer, and the next stage of a prefill."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from .choosing import Reduction
 
 
 class Selection(NamedTuple):
-    """Which of a stage's visual tokens the next stage has.
+    """The visual tokens of a stage that the next stage keeps.
 
     Attributes:
         left: their numbers among the stage's visual tokens, int64, ascending; at least one.
@@ -34,23 +34,23 @@ class Selection(NamedTuple):
 
 
 def require_layers(config: ReduceConfig | None, num_layers: int) -> None:
-    """Refuse a reduction between layers of a model that has too few of them.
+    """Reject a reduction between layers of a model that has too few of them.
 
     Raises:
-        ValueError: no layer follows the one behind which tokens are left out first.
+        ValueError: no layer follows the one after which tokens are pruned first.
     """
     if config is None or not config.is_late or config.leaves_all:
         return
     first = config.layer or 1
     if first >= num_layers:
         raise ValueError(
-            f"{config.method} cannot leave tokens out behind {first} layers: the model has {num_layers}, "
+            f"{config.method} cannot prune after {first} layers: the model has {num_layers}, "
             "and at least one must follow"
         )
 
 
 class LateReducer(ABC):
-    """Chooses, between stages of one prompt's prefill, which visual tokens the next stage has.
+    """Selects, between stages of one prompt's prefill, the visual tokens of the next stage.
 
     Every method is called on all hosts, and collective.
 
@@ -62,7 +62,7 @@ class LateReducer(ABC):
     Attributes:
         name: its name in the config and on the command line.
         settings: the ratio and the layer.
-        layers: behind how many decoder layers it chooses, ascending.
+        layers: after how many decoder layers it chooses, ascending.
         num_visual: the visual tokens of the prompt.
 
     Raises:
@@ -80,13 +80,13 @@ class LateReducer(ABC):
     @staticmethod
     @abstractmethod
     def choose_layers(settings: ReduceConfig, num_layers: int) -> tuple[int, ...]:
-        """Return behind how many layers tokens are dropped, ascending, each in 1 .. num_layers - 1."""
+        """Return the numbers of layers after which tokens are pruned, ascending, in 1 .. num_layers - 1."""
 
     def enter(self, stage: Stage, rows: HiddenRows) -> None:  # noqa: B027  (most need not see it)
-        """See what goes into a stage behind which tokens are dropped; by default nothing is done."""
+        """Observe the input of a stage after which tokens are pruned; by default does nothing."""
 
     def watcher(self, stage: Stage) -> Watcher:
-        """Return what looks on at a stage; by default that sees nothing."""
+        """Return the watcher of a stage; by default it observes nothing."""
         return Watcher()
 
     @abstractmethod
@@ -99,7 +99,7 @@ class LateReducer(ABC):
         """
 
     def reduction(self, left: Tensor, layouts: Sequence[ContextLayout]) -> Reduction | None:
-        """Return what was left out; None where nothing was.
+        """Return the pruning result; None if nothing was pruned.
 
         Args:
             left: the prompt's tokens that the last layers have, ascending.
@@ -151,7 +151,7 @@ def run_and_reduce(
 
 
 def _method_for(stage: Stage, num_tokens: int, query_start: int, reducer: LateReducer) -> PrefillMethod:
-    """Return the method of the next stage, with a layout of the tokens that are left."""
+    """Return the method of the next stage, with a layout of the tokens that are kept."""
     method = stage.method
     context_start = min(reducer.inputs.context_start, query_start)
     kind, config, hosts = type(method), reducer.config, stage.hosts

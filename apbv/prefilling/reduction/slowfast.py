@@ -1,19 +1,19 @@
-"""Reduces by a slow and a fast pathway: few frames in full, all others pooled.
+"""SlowFast-LLaVA: a slow pathway with few frames in full, and a fast one with all others pooled.
 
 Source: Xu et al., *SlowFast-LLaVA: A Strong Training-Free Baseline for Video Large Language Models*, which the
 paper of APB-V compares with.
 
 The fast pathway averages every frame in squares of p x p tokens; p is the least with which it takes at most a
 quarter of what may be kept, or as many tokens as there are frames. The slow pathway has as many frames as the rest
-allows, evenly spaced from the first on. Of every two tokens side by side it keeps the larger number in each
+allows, evenly spaced from the first one. Of every two tokens side by side it keeps the larger number in each
 dimension, as the authors' program does. In the paper it is 10 frames of 50, and 16 tokens of each frame, which is
 an eighth.
 
 What is different here:
 
-- The paper puts the fast pathway's tokens behind the slow ones. Here tokens stay in the prompt's order and at
-  their positions, a pooled one at those of the token in the middle of what it was made of, or left of that; so a
-  slow frame is not there again, averaged. (APB-V's authors gather positions likewise.)
+- The paper puts the fast pathway's tokens after the slow ones. Here tokens stay in the prompt's order and at their
+  positions, a pooled one at those of the token in the middle of what it was made of, or left of that; so a slow
+  frame is not there again, averaged. (APB-V's authors gather positions in the same way.)
 - Where more may be kept than the slow pathway has of all frames, which is half, slow frames are whole.
 - Where there are fewer tokens to keep than frames, evenly spaced frames keep one each.
 """

@@ -1,4 +1,4 @@
-"""Defines SparseVLM, which asks only the words that matter, and merges some of what it drops."""
+"""SparseVLM, which ranks visual tokens by relevant words, and merges some of the pruned tokens."""
 
 import torch
 from torch import Tensor
@@ -10,15 +10,15 @@ from .attention import QuestionAttention
 from .choosing import keep_best
 from .late import LateReducer, Selection
 
-# Behind so many of 32 layers tokens are dropped: the paper's 2, 6 and 15 are numbers of layers, from 0.
+# Layers of 32 after which tokens are pruned: the paper's 2, 6 and 15 are numbers of layers, from 0.
 _STEPS, _DEPTH = (3, 7, 16), 32
 _RECYCLED = 0.3  # of the dropped tokens, the best are merged (τ)
-_TOKENS_PER_CLUSTER = 10  # into so many fewer (1 / θ)
+_TOKENS_PER_CLUSTER = 10  # merged into one (1 / θ)
 _MOST_DISTANCES = 2**26  # that are in memory at a time
 
 
 class SparseVLM(LateReducer):
-    """SparseVLM drops visual tokens in three steps, by the attention of those words that fit them best.
+    """SparseVLM: prunes visual tokens in three steps, by the attention of the words that fit them best.
 
     Zhang et al. (2024), "SparseVLM: Visual Token Sparsification for Efficient Vision-Language Model Inference":
 
@@ -29,14 +29,14 @@ class SparseVLM(LateReducer):
     - The best 30 % of the dropped tokens are clustered by density peaks, and each cluster becomes one token, the
       mean of its members, in the place of its centre (Section 3.3).
 
-    ``ratio`` is the share that λ alone would leave behind the last step: a step's λ is one minus its third root.
+    ``ratio`` is the share that λ alone would leave after the last step: a step's λ is one minus its third root.
     The rank and the merged tokens leave somewhat more; the released program leaves fixed numbers of LLaVA's 576
-    tokens instead. What differs: merged tokens stay at their centres' places instead of behind all others, and
-    where a model adds visual features behind its first layers (Qwen3-VL), a merged token gets its centre's. The
-    program also numbers the tokens that are left anew, from 0. Here they stay at their positions, as in
+    tokens instead. What differs: merged tokens stay at their centres' places instead of after all others, and
+    where a model adds visual features after its first layers (Qwen3-VL), a merged token gets its centre's. The
+    program also numbers the tokens that are kept anew, from 0. Here they stay at their positions, as in
     :class:`~apbv.prefilling.reduction.by_attention.PyramidDrop`.
 
-    ``layer`` is where the first step is; the others lie as far behind it as in the paper, for the model's depth.
+    ``layer`` is where the first step is; the others lie as far after it as in the paper, for the model's depth.
     """
 
     name = "sparsevlm"

@@ -43,7 +43,7 @@ class AbsentGPU:
         self.capability = capability
 
     def get_current_target(self) -> GPUTarget:
-        """Return what to compile for."""
+        """Return the compilation target."""
         return GPUTarget("cuda", self.capability, 32)
 
     def get_current_device(self) -> int:
@@ -60,7 +60,7 @@ def compile_launches(capability: int, call: Callable[[], object]) -> list[tuple[
 
     Args:
         capability: compute capability, times ten; a key of ``SHARED_MEMORY``.
-        call: calls operators, which then return what was never computed.
+        call: calls operators, whose results are then never computed.
     """
     launched = {}
     run = JITFunction.run
@@ -136,7 +136,7 @@ def block_means() -> None:
 
 
 def merge() -> None:
-    """Merge eight results that lie behind one another."""
+    """Merge eight results that lie one after another."""
     outs = torch.empty(8, 1, _QUERY_HEADS, 64, 128, dtype=_HALF)
     triton_merging.merge_states(outs, torch.empty(outs.shape[:-1]))
 

@@ -24,7 +24,7 @@ class Instruction:
         name: with its modifiers, such as ``HMMA.16816.F32.BF16``.
         target: the index of the instruction that it may go on with, besides the next one; None: there is none.
         goes_on: whether it may go on with the next one.
-        line: of the kernel's own function in its source; None where that is not known.
+        line: of the kernel's own function in its source; None if that is not known.
     """
 
     place: int
@@ -40,7 +40,7 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Loop:
-    """What a thread repeats.
+    """Loop of a thread's instructions.
 
     Attributes:
         instructions: of one round, those of loops within it included.
@@ -111,7 +111,7 @@ def read(listing: str) -> list[Instruction]:
 def loops(instructions: list[Instruction]) -> list[Loop]:
     """Find the natural loops: what leads back to an instruction that nothing in the loop is reached without.
 
-    So code that stands far off and jumps back, such as a wait, is no loop around everything in between.
+    Code that is far off and jumps back, such as a wait, is therefore not a loop around everything in between.
     """
     graph = networkx.DiGraph()
     graph.add_node(0)
@@ -158,7 +158,7 @@ def _leaves(instruction: Instruction) -> bool:
 
 
 def _dominates(dominators: dict[int, int | None], head: int, node: int) -> bool:
-    """Tell whether the head is passed on every way to a node."""
+    """Return whether every path to a node passes the head."""
     while node not in (head, 0):
         node = dominators[node]
     return node == head

@@ -27,7 +27,7 @@ USUAL_STRIDE_SHARE = 0.6
 
 # Weights of labels within a task; all other words of an answer count 1.
 KEY_WEIGHT = 2.0  # of an answer's first token, predicted at the question's last word
-TEMPLATE_WEIGHT = 0.3  # of the same token, predicted at the chat template's tokens behind that word
+TEMPLATE_WEIGHT = 0.3  # of the same token, predicted at the chat template's tokens after that word
 _FILLS = {"segments": -1, "labels": -100, "weights": 0, "tasks": -1}  # of rows that are shorter than others
 EASY_WEIGHT = 0.1  # of the end of an answer and of the words for scenes, which are soon trivial
 
@@ -158,7 +158,7 @@ class Row:
     Attributes:
         ids: token ids, int64 [L].
         positions: M-RoPE positions, int64 [3, L].
-        segments: number, from 1, of the question to which a token behind the clip belongs, int64 [L - P].
+        segments: number, from 1, of the question to which a token after the clip belongs, int64 [L - P].
         labels: next token to predict, int64 [L - P], -100 where there is none.
         weights: weight of each label, float [L - P].
         tasks: index into clips.TASKS of the answer a label belongs to, int64 [L - P], -1 elsewhere.

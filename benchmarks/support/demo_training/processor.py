@@ -1,7 +1,7 @@
 """Builds the demo model's tokenizer, chat template and processor from scratch.
 
 The tokenizer is a byte-level BPE, so any text can be encoded and decoded; its merges come from the demo's own
-sentences, so that every word in them, with the space before it and the punctuation behind it, is one token.
+sentences, so that every word in them, with the space before it and the punctuation after it, is one token.
 """
 
 import string

@@ -9,7 +9,7 @@ from .samples import LETTERS
 
 # What may stand before a letter that is meant as the answer.
 _SAID = r"(?:answer|option|choice|答案)(?:\s+(?:is|would be|should be)|[是为])?\s*[:=]?\s*"
-# Words that stand behind a letter, and never behind an article.
+# Words that stand after a letter, and never after an article.
 _VERBS = "is|was|are|would|should|must|seems|looks|has|does|can"
 _BEHIND_LETTERS = f"{_VERBS}|and|or|as|because|since|but|for|with|which|that|though"
 # Where a letter ends: no letter or digit follows, but for those of writing without spaces.
@@ -28,10 +28,10 @@ _PREFIXES = {
 
 
 def choose_option(text: str, options: Sequence[str]) -> int | None:
-    """Return which option an answer names, by its letter or its text; None where it names none, or several.
+    """Return which option an answer names, by its letter or its text; None if it names none, or several.
 
     What counts is, in this order: the whole answer; what stands in ``<answer>`` tags or ``\\boxed{}``; a letter
-    behind "answer", "option" or "choice", of several the last; a letter at the beginning; the only text of an
+    after "answer", "option" or "choice", of several the last; a letter at the beginning; the only text of an
     option that occurs; the only letter in brackets; the only letter that stands by itself. "A" before a noun is
     the article, "I" before a verb but "is" the pronoun. Two letters side by side are several.
     """
@@ -69,7 +69,7 @@ def choose_option(text: str, options: Sequence[str]) -> int | None:
 
 
 def option_in(text: str, options: Sequence[str]) -> int | None:
-    """Return the only option whose text is, or occurs in, an answer; None where there is none, or are several.
+    """Return the only option whose text is, or occurs in, an answer; None if there is none, or are several.
 
     Of options that contain one another, the longer one counts.
     """

@@ -47,14 +47,14 @@ _MOST_NAMED = 5
 
 @dataclass(frozen=True)
 class Benchmark:
-    """Says where its questions come from, how they are asked, and how answers are scored.
+    """Definition of a benchmark: source of its questions, prompts, and scoring of answers.
 
     Attributes:
         name: its name, in the results.
         description: one line for ``--help``.
         files: what the options of its own name, by which :attr:`read` finds the files; of those in ``needs`` each
             must be given.
-        read: returns its samples; raises ValueError where a file is wrong.
+        read: returns its samples; raises ValueError if a file is wrong.
         template: the prompt of a question with options; see :func:`evaluation.prompting.fill`.
         parse: the benchmark's own rule of which option an answer names.
         max_new_tokens: the default; None: the model's.
@@ -62,7 +62,7 @@ class Benchmark:
             the template, the options and the engine.
         guess: see :class:`evaluation.running.Asking`.
         overall: the benchmark's own figure of a score, where that is not the share of all right answers.
-        subtitles: the choices of ``--subtitles``, the first being the default, where that is no path.
+        subtitles: the choices of ``--subtitles``, the first being the default, if it is not a path.
     """
 
     name: str
@@ -87,22 +87,22 @@ class Benchmark:
         for name, told in self.files.items():
             parser.add_argument(f"--{name}", type=Path, metavar="PATH", help=told)
         if self.subtitles:
-            told = "where they are in the prompt (default: interleaved with frames, as images)"
+            told = "subtitle placement (default: interleaved with frames, as images)"
             parser.add_argument("--subtitles", choices=self.subtitles, default=self.subtitles[0], help=told)
-        parser.add_argument("--template", type=_template, help="the prompt, with {question} and {options} in it")
+        parser.add_argument("--template", type=_template, help="prompt template with {question} and {options}")
         rule = "any usual form" if self.parse is choose_option else "the benchmark's official rule"
-        found = f"how a letter is found in an answer: own, {rule} (default); any, every usual form"
+        found = f"how to parse the answer's letter: own, {rule} (default); any, every usual form"
         parser.add_argument("--parse", choices=("own", "any"), default="own", help=found)
-        parser.add_argument("--max-new-tokens", type=COUNT, default=self.max_new_tokens, help="of an answer")
-        reused = "what further questions about the same video reuse (default exact, the embeddings)"
+        parser.add_argument("--max-new-tokens", type=COUNT, default=self.max_new_tokens, help="per answer")
+        reused = "cache for further questions about a video (default exact: embeddings)"
         parser.add_argument("--reuse", choices=("off", *REUSE_MODES), default="exact", help=reused)
-        parser.add_argument("--hosts", type=COUNT, help="simulate so many hosts; not under torchrun")
+        parser.add_argument("--hosts", type=COUNT, help="number of simulated hosts; not under torchrun")
         run = parser.add_argument_group("the run")
-        run.add_argument("--limit", type=COUNT, help="ask only so many of the questions, the first")
-        run.add_argument("--shard", type=_shard, metavar="I/N", help="ask the I-th of N parts of the questions")
-        kept = "keep the answers here (default: in results/, by settings)"
+        run.add_argument("--limit", type=COUNT, help="ask only the first N questions")
+        run.add_argument("--shard", type=_shard, metavar="I/N", help="ask part I of N of the questions")
+        kept = "file for the answers (default: in results/, by settings)"
         run.add_argument("--results", type=Path, metavar="FILE", help=kept)
-        run.add_argument("--allow-missing", action="store_true", help="questions without their files just fail")
+        run.add_argument("--allow-missing", action="store_true", help="count questions without files as failed")
         add_shared(run, "json", "table")
         add_prefill_options(parser)
         add_draft_options(parser)

@@ -12,7 +12,7 @@ _FIELD = re.compile(r"\{(question|options|subtitles)\}")
 
 
 def lettered(options: tuple[str, ...]) -> str:
-    """Return the options, one on each line, behind their letters."""
+    """Return the options, one on each line, after their letters."""
     return "\n".join(f"{letter}. {option}" for letter, option in zip(LETTERS, options, strict=False))
 
 

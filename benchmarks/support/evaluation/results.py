@@ -28,7 +28,7 @@ def digest_of(settings: Mapping[str, Any]) -> str:
 
 
 class ResultsFile:
-    """Holds the answers of a run: its settings in the first line, and an answer in each other.
+    """File with the answers of a run: its settings in the first line, and one answer in each other line.
 
     A line that was being written when a run was killed is taken off. No other process can write to it at the same
     time, where its file system has locks.
@@ -41,8 +41,8 @@ class ResultsFile:
         answered: the records in the file, by key; those of questions that failed are left out, to be tried again.
 
     Raises:
-        ValueError: the file was written with other settings, is no such file, or another process is writing to it;
-            it stays as it is.
+        ValueError: the file was written with other settings, is not a results file, or another process is writing
+            to it; it stays as it is.
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any]):

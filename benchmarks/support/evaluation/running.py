@@ -31,7 +31,7 @@ def answer_all(
 
     Args:
         hosts: all hosts, a draft host included.
-        ask: asks the engine, and returns what is recorded of the answer; called on every host.
+        ask: asks the engine, and returns the answer's record; called on every host.
         keep: called on the leader with each record.
         units: how many samples each unit has.
         num_done: how many were answered before, for the progress bar.
@@ -84,7 +84,7 @@ def judged(
 ) -> dict[str, Any]:
     """Return an answer with the letter of the option that it names, and whether it is right.
 
-    Both are None where there is nothing to say: an open question has no letters, a right answer may be unknown.
+    Both are None if there is nothing to say: an open question has no letters, a right answer may be unknown.
 
     Args:
         parse: reads which option an answer names; None: the prompt does not show the options, so that an answer
@@ -103,7 +103,7 @@ def judged(
 
 
 def figures_of(answer: GenerateResult) -> dict:
-    """Return what is kept of an answer's figures."""
+    """Return the recorded metrics of an answer."""
     stats = answer.stats
     found = {name: stats[name] for name in _FIGURES if name in stats}
     found["num_tokens"] = len(answer.token_ids)

@@ -60,7 +60,7 @@ class Sample:
 
 
 def require_distinct(samples: Sequence[Sample]) -> None:
-    """Raise ValueError where two samples have the same key, or there is none."""
+    """Raise ValueError if two samples have the same key, or there is none."""
     if not samples:
         raise ValueError("there are no questions to ask")
     (key, number), *_ = Counter(sample.key for sample in samples).most_common(1)
@@ -241,7 +241,7 @@ class Row:
 
 
 def _without_letter(option: str, letter: str) -> str | None:
-    """Return an option's text behind its own letter, as of "A. red" and "(A) red"; None where it has not that."""
+    """Return an option's text after its own letter, as of "A. red" and "(A) red"; None if it has not that."""
     for mark in (f"{letter}.", f"{letter})", f"({letter})"):
         if option.startswith(mark):
             return option.removeprefix(mark).strip() or None

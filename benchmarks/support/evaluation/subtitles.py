@@ -97,7 +97,7 @@ def shown_at(subtitles: Sequence[Subtitle], times: Sequence[float]) -> list[str]
 def interleaved(times: Sequence[float], subtitles: Sequence[Subtitle]) -> list[int | str]:
     """Put subtitles between frames as LongVideoBench's loader does.
 
-    A subtitle stands behind the frames up to the middle of its time. One during which no frame was sampled is left
+    A subtitle stands after the frames up to the middle of its time. One during which no frame was sampled is left
     out; a time of less than a second counts as a second around its middle.
 
     Args:

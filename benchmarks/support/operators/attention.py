@@ -11,7 +11,7 @@ from apbv.kernels.library_attention import choose_attention
 
 from .case import ATTENTION_TOLERANCE, Case, Draw, Outputs, Piece, Sizes, group_of, local_kv
 
-# So many queries, in runs of so many, are compared, because every score is an fp64 number in memory.
+# Number of queries that are compared, and of those in one run: every score is an fp64 number in memory.
 _CHECKED_QUERIES, _RUN = 2048, 128
 
 

@@ -27,7 +27,7 @@ class Sizes:
     """The sizes of a model and of a prompt.
 
     Attributes:
-        tokens: n, the context's length, and the number of keys behind which tokens are verified.
+        tokens: n, the context's length, and the number of keys after which tokens are verified.
         hosts: H; the context is cut into 2H blocks.
         heads, kv_heads, head_dim: of attention.
         query_len: tokens of the question.
@@ -96,7 +96,7 @@ class Case:
         run: function of (operands, backend) that returns the outputs.
         exact: function of the operands that yields pieces of the result in fp64.
         tolerance: function of the dtype that returns the relative error allowed for each output.
-        chosen: function of (operands, backend) that returns the back end that would run, or raises BackendError.
+        chosen: function of (operands, backend) that returns the backend that would run, or raises BackendError.
         is_segmented: whether libraries of attention kernels compute it.
         rows_alone: see :func:`apbv.kernels.segmented_attention`.
     """

@@ -20,13 +20,13 @@ class Contender:
     """One way to compute a case.
 
     Attributes:
-        backend: the back end's name.
+        backend: the backend's name.
         run: the function that is timed.
         variant: "operator", or "attention kernels alone".
         prepare: makes the argument of ``run`` from the case's operands; not timed.
         finish: makes the operator's outputs from the result of ``run``; not timed.
         errors: relative error of each output; empty if it could not be computed.
-        wrong: why its result is refused; None if it is right.
+        wrong: why its result is rejected; None if it is right.
         ms: milliseconds per call, one entry for every round.
     """
 
@@ -90,7 +90,7 @@ class Timer:
         return start.elapsed_time(end) / len(sets)
 
     def num_sets(self, size: int) -> int:
-        """Return how many sets of so many bytes exceed a GPU's cache several times."""
+        """Return the number of sets of this many bytes that exceed a GPU's cache several times."""
         if self.device.type != "cuda":
             return 2
         cache = torch.cuda.get_device_properties(self.device).L2_cache_size
@@ -98,7 +98,7 @@ class Timer:
 
 
 def contenders(case: Case, operands: tuple, backends: list[str], note: Callable[[str], None]) -> list[Contender]:
-    """Return the back ends that can compute a case here, and note why the others cannot."""
+    """Return the backends that can compute a case here, and note why the others cannot."""
     found = []
     for name in backends:
         if name in LIBRARIES and not case.is_segmented:

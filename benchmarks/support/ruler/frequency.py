@@ -19,7 +19,7 @@ QUESTION = "Question: What are the 10 most common words in the above list?"
 ANSWER_START = "Answer: The top 10 words that appear most often in the list are:"
 
 CODED, LETTERS = 3, 6  # words that are asked for, and letters of a word
-FEWEST_CODED = 64  # so many that the fifth word appears less often than the fourth
+FEWEST_CODED = 64  # enough that the fifth word appears less often than the fourth
 CODED_INSTRUCTION = (
     "Read the following coded text and track the frequency of each coded word. Find the three most frequently "
     "appeared coded words."

@@ -20,13 +20,13 @@ LONGEST_ANSWER = 128  # tokens, as RULER has it
 
 @dataclass(frozen=True)
 class Needles:
-    """What is hidden where.
+    """Needles and their places.
 
     Attributes:
         haystack: "noise" (five sentences again and again), "prose" (drawn sentences) or "needles" (further ones).
         keys, values: how many keys there are, and values of each.
         asked: how many of the keys are asked for.
-        draw_keys, draw_values: draw so many different ones.
+        draw_keys, draw_values: draw a number of different ones.
         kind: what a value is called.
     """
 
@@ -56,7 +56,7 @@ class Needles:
         drawn = self._distractors(filler, most, {*keys, *values}) if self.haystack == "needles" else []
 
         def sentences(number: int) -> list[str]:
-            """Return so many sentences of the haystack, always the same."""
+            """Return a number of sentences of the haystack, always the same."""
             while len(drawn) < number and self.haystack != "needles":
                 noise = NOISE[len(drawn) % len(NOISE)]
                 drawn.append(noise if self.haystack == "noise" else draw_sentence(filler))

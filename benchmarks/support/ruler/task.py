@@ -45,7 +45,7 @@ class Budget:
         """Return the largest number of units whose text fits.
 
         Args:
-            make: returns the text with so many units; more units make it longer.
+            make: returns the text for a number of units; more units make it longer.
             per_unit: about how many tokens a unit takes, from which the search begins.
             what: what does not fit, for the error.
             fewest, most: limits of the number.
@@ -56,7 +56,7 @@ class Budget:
         low, below = fewest, self.count(make(fewest))  # fits
         if below > self.tokens:
             raise ValueError(f"{what} does not fit into {self.tokens} tokens: it needs {below} at least")
-        high, above = most + 1, None  # does not fit, and has so many tokens
+        high, above = most + 1, None  # does not fit, and has this many tokens
         for turn in count():
             if high - low <= 1:
                 return low
@@ -85,7 +85,7 @@ def pad(text: Callable[[str], str], words: Sequence[str], budget: Budget) -> str
 
 
 def distinct(rng: Random, number: int, letters: str, length: int) -> list[str]:
-    """Draw different words of so many of these letters."""
+    """Draw different words with a number of these letters."""
     words: dict[str, None] = {}
     while len(words) < number:
         words["".join(rng.choices(letters, k=length))] = None
@@ -93,7 +93,7 @@ def distinct(rng: Random, number: int, letters: str, length: int) -> list[str]:
 
 
 def draw_places(rng: Random, number: int, among: int) -> list[int]:
-    """Draw distinct places among sentences and behind the last, ascending, all equally likely."""
+    """Draw distinct places among sentences and after the last, ascending, all equally likely."""
     return sorted(rng.sample(range(among + 1), number))
 
 

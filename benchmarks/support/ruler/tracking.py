@@ -14,7 +14,7 @@ ANSWER_START = (
     "the value {value}, they are:"
 )
 EXAMPLE_SENTENCES = 15
-HOPS = 4  # variables behind the first
+HOPS = 4  # variables after the first
 
 
 class Tracking:

@@ -136,8 +136,8 @@ def _texture(rng: np.random.Generator, height: int, width: int) -> np.ndarray:
     return (32 + 192 * total / total.max()).astype(np.uint8)
 
 
-# Every reader takes a file, a number of threads and what chooses frames of so many. It returns them as uint8
-# ``[frames, height, width, 3]``, and what a processor wants to know of the video.
+# Every reader takes a file, a number of threads and a function that chooses frames by their number. It returns
+# them as uint8 ``[frames, height, width, 3]``, and what a processor wants to know of the video.
 Read = tuple[np.ndarray, VideoMetadata]
 Choose = Callable[[int], list[int]]
 

@@ -24,7 +24,7 @@ _ROWS_AT_ONCE = 64  # that are compared
 
 
 def leave_out(way: str, error: Exception) -> None:
-    """Say that a library is not measured, and why."""
+    """Report that a library is skipped, and why."""
     reason = str(error).strip().partition("\n")[0]
     tqdm.write(f"note: {way} cannot be used here, and is left out: {reason}", file=sys.stderr)
 
@@ -43,7 +43,7 @@ def perform(job: Job, folder: Path, kept: Path | None = None) -> list[Measured]:
 
 
 def max_difference(job: Job, made: Path, reference: Path) -> float | None:
-    """Compare what a job made with the reference; None where they are not meant to be equal.
+    """Compare what a job made with the reference; None if they are not meant to be equal.
 
     Returns:
         The largest difference: of frames in levels, else as a share of the reference's largest value.

@@ -86,7 +86,7 @@ class Job:
     pinned: bool
 
     def choose(self, num_frames: int) -> list[int]:
-        """Choose frames of so many; ascending."""
+        """Choose frames of a video with ``n`` frames; ascending."""
         if self.sampling == "sparse":
             return sample_uniform(num_frames, self.num_frames)
         count = min(num_frames, self.num_frames)
@@ -95,13 +95,13 @@ class Job:
 
 @dataclass(frozen=True)
 class Measured:
-    """What one host measured.
+    """Measurement of one host.
 
     Attributes:
         seconds, cpu_seconds: by the wall clock, and of all of the process's threads.
         peak_memory_bytes, memory_before_bytes: the process's largest, and when the clock started.
         stage_seconds: time at work by stage, all runs of a stage together; none where a library does not tell.
-        num_visual_tokens: of the prompt; None where there is no prompt.
+        num_visual_tokens: of the prompt; None if there is no prompt.
     """
 
     seconds: float
@@ -114,10 +114,10 @@ class Measured:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a stage made.
+    """Result of a stage.
 
     Attributes:
-        values: ``[rows, ...]``: frames, visual tokens or logits; None where they were not kept.
+        values: ``[rows, ...]``: frames, visual tokens or logits; None if they were not kept.
         places: ``[rows]``: which rows of the whole these are; None for all of them.
         num_visual_tokens: of the prompt.
         timer: timed the stages.
@@ -130,7 +130,7 @@ class Outcome:
 
 
 def in_processes_of_their_own(count: int, function: Callable[..., Result], *args) -> list[Result]:
-    """Call ``function(rank, *args)`` in so many new processes at once; return what each returned.
+    """Call ``function(rank, *args)`` in several new processes at once; return each result.
 
     They are forked from a server that has imported the libraries and done nothing else.
 
