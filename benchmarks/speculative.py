@@ -142,7 +142,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--tasks", nargs="+", choices=clips.TASKS, default=["describe"], help="tasks on the demo's clips"
     )
-    parser.add_argument("--prompts", type=Path, metavar="FILE", help="use these prompts instead of the demo's clips")
+    parser.add_argument(
+        "--prompts", type=Path, metavar="FILE", help="use these prompts instead of the demo's clips"
+    )
     parser.add_argument("--max-new-tokens", type=COUNT, default=160)
     add_clip_options(parser, 4, 32)
     add_shared(parser, "json", rounds=1, dtype="float32")
