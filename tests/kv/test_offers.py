@@ -45,7 +45,7 @@ NONSENSE = {
     "deep nesting": (b"apbv-kv\x01\x00\x80\x00\x00" + b"[" * 0x8000, b"malformed KV message"),
     "something else to do": (message(do=["fetch"]), b"'fetch'"),
     "no transfer": (message(do="drop", token="a"), b"must name its transfer"),
-    "half a character": (message(do="drop", transfer="\ud800", token="a"), b"there is no KV"),
+    "half a character": (message(do="drop", transfer="\ud800", token="a"), b"unknown KV transfer"),
 }
 
 
