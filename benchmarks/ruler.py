@@ -30,7 +30,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from apbv import Engine, HostGroup, ModelInputs, PrefillConfig, SparseConfig
+from apbv import Engine, HostGroup, ModelInputs, PrefillConfig
 from apbv.config import SPARSE_NAMES
 from apbv.decode.runner import Decoder
 from apbv.input.rendering import Question, render_prompt
@@ -62,11 +62,9 @@ def rows_of(num_tokens: int) -> dict[str, PrefillConfig]:
         ", no passing": {"passing_len": 0},
         ", no anchor": {"anchor_len": 0},
     }
-    rows = {name: PrefillConfig(method=name) for name in ("full", "star", "apb")}
+    rows = {name: PrefillConfig(method=name) for name in ("full", "star", "apb", *SPARSE_NAMES)}
     rows["apb, as its authors"] = PrefillConfig(method="apb", **authors)
-    rows |= {f"apbv{label}": PrefillConfig(**settings) for label, settings in of_apbv.items()}
-    sparse = {name: SparseConfig(method=name) for name in SPARSE_NAMES}
-    return rows | {n: PrefillConfig(method=n, sparse=blocks, on_single_host=True) for n, blocks in sparse.items()}
+    return rows | {f"apbv{label}": PrefillConfig(**settings) for label, settings in of_apbv.items()}
 
 
 def read_task(parts: ModelParts, tokenizer: PreTrainedTokenizerBase, task: Task, hosts: HostGroup) -> ModelInputs:
@@ -153,9 +151,8 @@ def measure(options: argparse.Namespace, hosts: HostGroup, known: list[dict]) ->
         with hosts.local_stage("making a task"):
             sample = Sample(make_task(task, index, num_tokens, tokenizer), tokenizer)
         wanted = {number: set(rows) for number, rows in left.items()}
-        left[min(left)] = {"full": rows_of(num_tokens)["full"]} | left[
-            min(left)
-        ]  # the others are compared with it
+        # The other rows are compared with this one.
+        left[min(left)] = {"full": PrefillConfig(method="full"), **left[min(left)]}
         for number, rows in left.items():
             for record in run_on(number, hosts, engine.model, partial(sample.answer, rows=rows)) if rows else ():
                 if record["label"] in wanted[number]:
@@ -179,8 +176,8 @@ def show(_: argparse.Namespace, records: list[dict]) -> None:
         cells = [percent_cell(sum(right), len(right)), mean_cell(points, "+.1f")]
         cells += [mean_cell([record["kl"] for record in of_row], ".3f"), agrees]
         lines.append([task, num_tokens, hosts, label, *lengths, len(right), *cells])
-    header = ["task", "tokens", "hosts", "row", "l_a", "l_p", "samples", "% right", "points to `full`", "KL"]
-    print(markdown_table([*header, "same first choice, %"], lines), flush=True)
+    header = "task,tokens,hosts,row,l_a,l_p,samples,% right,points to `full`,KL,same first choice (%)"
+    print(markdown_table(header.split(","), lines), flush=True)
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:

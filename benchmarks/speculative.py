@@ -77,10 +77,8 @@ def questions(options: argparse.Namespace, hosts: HostGroup) -> Iterator[tuple[s
     if options.prompts:
         for given in read_records([options.prompts]):
             path = options.prompts.parent / given.get("context", given.get("video"))
-            about = {"video": path}
-            if "context" in given:
-                about = {"context": path.read_text()[: given.get("characters")]}
-            yield given["task"], {"prompt": given["prompt"], **about}
+            text = path.read_text()[: given.get("characters")] if "context" in given else None
+            yield given["task"], {"prompt": given["prompt"], **({"context": text} if text else {"video": path})}
         return
     exam = Exam.of(options, tuple(options.tasks))
     for seed in range(options.clips):

@@ -194,7 +194,8 @@ class PrefillConfig(Checked):
             question is not given apart from the text (as with ``context=``); in a chat at most the last message's.
         importance: how the l_p pairs are ranked; see :func:`apbv.prefilling.methods.importance.importance_of`.
             ``"peak"`` is this project's own; the authors of APB-V rank by ``"dot"``, with ``anchor_query``.
-        overlap: hide communication behind attention (Section 4.4; "O" of Table 4).
+        overlap: hide communication behind attention (Section 4.4; "O" of Table 4), and the KV transfer to host 0
+            behind MLPs.
         fused_query: run query and context in one forward pass (Section 4.2; "F").
         zigzag: 2H context blocks, two complementary ones on each host, instead of H (Section 4.3; "Z").
         frame_parallel: each host encodes its share of the frames instead of all of them (Section 3.1; "V").
