@@ -56,7 +56,7 @@ FEATURES = {
 def table() -> str:
     """Format the refusals."""
     rows = [
-        f"| {FEATURES[feature]} | {FEATURES[other]} | {reason.format(**FEATURES)} |"
+        f"| {FEATURES[feature]} | {FEATURES[other]} | {reason.format(**{feature: 'the former', other: 'the latter'})} |"
         for (feature, other), reason in REFUSALS.items()
     ]
     return "\n".join([HEADER, "|---|---|---|", *rows])
