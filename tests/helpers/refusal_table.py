@@ -55,10 +55,10 @@ FEATURES = {
 
 def table() -> str:
     """Format the refusals."""
-    rows = [
-        f"| {FEATURES[feature]} | {FEATURES[other]} | {reason.format(**{feature: 'the former', other: 'the latter'})} |"
-        for (feature, other), reason in REFUSALS.items()
-    ]
+    rows = []
+    for (feature, other), reason in REFUSALS.items():
+        text = reason.format(**{feature: "the former", other: "the latter"})
+        rows.append(f"| {FEATURES[feature]} | {FEATURES[other]} | {text} |")
     return "\n".join([HEADER, "|---|---|---|", *rows])
 
 
