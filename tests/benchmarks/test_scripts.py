@@ -93,7 +93,12 @@ def test_reuse_beside_none(run, tmp_path):
 def test_methods_differ_where_they_should(run, tmp_path):
     options = ["--preset", "methods", "--clips", 2, "--shots", 64, "--split", "validation"]
     records, _ = run("accuracy", *options, "--folder", tmp_path / "clips")
-    assert {r["label"] for r in records} == {*METHODS, "apbv, default lengths"}
+    assert {r["label"] for r in records} == {
+        *METHODS,
+        "apbv, default lengths",
+        "apbv, dot",
+        "apbv, as its authors",
+    }
     assert all((r["hosts"] == 8) == r["simulated"] == METHODS[r["method"]].splits for r in records)
 
     def right(label: str) -> int:

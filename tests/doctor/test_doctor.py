@@ -92,7 +92,7 @@ WRONG = {
     "blind,hosts_mixed_up --only kernels demo hosts": (
         {"segmented_attention": FAILED, "apbv": FAILED, "all-gather": FAILED, "several at once": FAILED},
         "failed segmented_attention torch in float32 is off by",
-        "in place of 'X J P H E L'",
+        "'X J P H E L'",
         "1 numbers in torch.float32 (no. 0) arrived wrong",
     ),
 }

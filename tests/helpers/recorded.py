@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from apbv.decode import graphs
 from apbv.kernels import BufferTable
 from apbv.model import attention
+from apbv.model import parts as model_parts
 from apbv.model.parts import ModelParts
 
 
@@ -100,5 +101,7 @@ def recorded_on_a_cpu():
         patch.object(ModelParts, "wants_graphs", property(lambda parts: parts.decode.cuda_graphs == "auto")),
         patch.object(graphs, "why_not_captured", lambda parts, hosts: hosts and "the KV lies in shares"),
         patch.object(graphs, "GraphRecorder", partial(Repeater, repeated)),
+        # Interpreted, a fused kernel is many operations, at addresses of the interpreter's own.
+        patch.object(model_parts, "with_fused_kernels", lambda decoder, *_: decoder),
     ):
         yield repeated
