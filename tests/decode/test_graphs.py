@@ -86,10 +86,10 @@ def answer(engine: Engine) -> list[int]:
 def test_answers_are_the_same(number):
     backend, way = WAYS[number]
     speculate, config = SpeculativeConfig(keep_losing_draft=True, **way), PrefillConfig(backend=backend)
-    engine = Engine.from_pretrained("demo", dtype="float32", prefill=config, speculate=speculate)
-    expected = answer(engine)
+    settings = {"dtype": "float32", "prefill": config, "speculate": speculate}
+    expected = answer(Engine.from_pretrained("demo", **settings))
     with recorded_on_a_cpu() as repeated:
-        assert answer(engine) == expected
+        assert answer(Engine.from_pretrained("demo", **settings)) == expected
     assert repeated
     engine = Engine.from_pretrained("demo", dtype="float32", decode=DecodeConfig(cuda_graphs="off"))
     with recorded_on_a_cpu() as repeated:
