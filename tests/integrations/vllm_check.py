@@ -138,7 +138,7 @@ def check_text(folder: Path, expected: dict) -> None:
         path = damaged(folder / name, folder / change.__name__, change)
         refused[change.__doc__] = (request(name, kv_transfer_params={"apbv_path": str(path)}), reason)
     path = damaged(folder / name, folder / "reweigh", reweigh)
-    refused[reweigh.__doc__] = (request(name, **request_params(path)), "other weights")
+    refused[reweigh.__doc__] = (request(name, **request_params(path)), "weights differ")
     check_refusals(server, refused, plain["text-exact"], exact)
     check_tickets(server, folder, expected)
 

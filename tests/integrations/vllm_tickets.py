@@ -63,7 +63,7 @@ def damaged_tickets(request, name: str) -> dict[str, tuple[dict, str]]:
         "other tokens": (other, "does not start with"),
         "more tokens than the prompt has": (changed(num_tokens=10**12), "does not start with"),
         "other positions": (changed(positions_sha256=digest), "other positions"),
-        "other weights": (changed(weights_sha256=digest), "other weights"),
+        "other weights": (changed(weights_sha256=digest), "weights differ"),
         "other config": (changed(config_sha256=digest), "whose config differs"),
         "other dtype": (changed(dtype="bfloat16"), "the model computes in float32"),
         "other heads": (changed(num_kv_heads=1), "in layers, heads"),
