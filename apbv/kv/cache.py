@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from ..hosts import HostGroup
+from ..hosts import Exchange, HostGroup
 from ..layout import ContextLayout, intersect
 from ..transfer import to_device
 
@@ -260,7 +260,7 @@ class ShardedCache(Cache):
     def __init__(self, num_layers: int, layout: ContextLayout, host: int, keep_query: bool = True):
         super().__init__(layers=[])
         self.host, self.layout, self.layouts = host, layout, []
-        self._transfers: Iterator[None] | None = None
+        self._leaving: tuple[DynamicCache, Iterator[None]] | None = None
         self.add_layers(num_layers, layout, keep_query)
 
     def add_layers(self, count: int, layout: ContextLayout, keep_query: bool = True) -> None:
@@ -327,11 +327,10 @@ class ShardedCache(Cache):
                 gathered.layers[-1].hold(share.keys, share.values)
                 gathered.layers[-1].buffers = share.buffers if releases else None
             return gathered
-        if self._transfers is None:
-            self._transfers = self._transfer(hosts, to_host, releases)
-        for _ in self._transfers:
+        gathered, transfers = self._leaving or self._leave(hosts, to_host, releases)
+        self._leaving = None
+        for _ in transfers:
             pass
-        gathered, self._gathered, self._transfers = self._gathered, None, None
         return gathered if hosts.rank == to_host else None
 
     def gather_behind_each(self, attention: Callable[..., Tensor], hosts: HostGroup) -> Callable[..., Tensor]:
@@ -340,31 +339,53 @@ class ShardedCache(Cache):
         For one forward pass over all layers, on every host. The transfer overlaps with the layers' MLPs, when
         there is no other communication.
         """
-        self._transfers = self._transfer(hosts, 0, releases=True)
+        self._leaving = _, transfers = self._leave(hosts, 0, releases=True)
 
         def attend(*args, **kwargs) -> Tensor:
             out = attention(*args, **kwargs)
-            next(self._transfers)
+            next(transfers)
             return out
 
         return attend
 
-    def _transfer(self, hosts: HostGroup, to_host: int, releases: bool) -> Iterator[None]:
-        """Send the layers one after the other to ``_gathered``; yield while each is in flight."""
-        self._gathered = DynamicCache()
-        for index, share in enumerate(self.layers):
-            spans = [self.owned_spans(host, index) for host in range(hosts.size)]
-            counts = [sum(map(len, owned)) for owned in spans]
-            exchange = hosts.gather_rows(torch.stack([share.keys, share.values]), counts, to_host, dim=3)
-            if releases:
-                share.keys = share.values = share.buffers = None
-            try:
-                yield
-            finally:  # even if the prefill has ended: buffers in flight must not be freed
-                shares = exchange.wait()
-            if hosts.rank == to_host:
-                self._gathered.layers.append(_in_position_order(shares, spans))
-            del exchange, shares
+    def _leave(self, hosts: HostGroup, to_host: int, releases: bool) -> tuple[DynamicCache, Iterator[None]]:
+        gathered, everybody = DynamicCache(), range(hosts.size)
+        spans = [[self.owned_spans(host, index) for host in everybody] for index in range(len(self.layers))]
+        return gathered, _send_each(self.layers, spans, gathered, hosts, to_host, releases)
+
+
+def _send_each(
+    layers: Sequence[ShardedLayer],
+    spans: Sequence[list[list[range]]],
+    gathered: DynamicCache,
+    hosts: HostGroup,
+    to_host: int,
+    releases: bool,
+) -> Iterator[None]:
+    """Send layers one after the other to a cache on one host; yield while each is in transfer.
+
+    It does not refer to the cache that sends, which refers to it: a cancelled prefill's KV is freed at once.
+
+    Args:
+        spans: for every layer, the token positions of each host's rows.
+    """
+
+    def start(index: int) -> Exchange:
+        rows = torch.stack([layers[index].keys, layers[index].values])
+        return hosts.gather_rows(rows, [sum(map(len, owned)) for owned in spans[index]], to_host, dim=3)
+
+    exchange = start(0)
+    for index, layer in enumerate(layers):
+        try:
+            yield
+        finally:  # also if the prefill has ended: a buffer in transfer must not be freed
+            shares = exchange.wait()
+        if releases:
+            layer.keys = layer.values = layer.buffers = None
+        if index + 1 < len(layers):
+            exchange = start(index + 1)
+        if hosts.rank == to_host:
+            gathered.layers.append(_in_position_order(shares, spans[index]))
 
 
 def _in_position_order(shares: list[Tensor], spans: list[list[range]]) -> GrowingLayer:

@@ -2,6 +2,7 @@
 
 import gc
 import threading
+import weakref
 from math import prod
 
 import pytest
@@ -10,9 +11,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from apbv import Engine, HostGroup, PrefillConfig, ReduceConfig, VideoConfig, demo, prefill
+from apbv.kv.cache import ShardedCache
 from apbv.kv.placement import ShardedKV
 from apbv.model.parts import inspect_model
 from apbv.prefilling import forward
+from apbv.prefilling.cancelling import RequestCancelled
 from apbv.prefilling.memory import HostMemory, host_memory
 
 import families
@@ -89,6 +92,32 @@ def test_of_the_embeddings_only_the_hidden_states_are_left(family, method, reduc
     reduce = reduce and ReduceConfig(method=reduce, ratio=0.8)
     for num_hidden, others in simulate(2, embeddings_job, family, method, reduce):
         assert num_hidden == 1 and others == []
+
+
+def cancelled_job(hosts: HostGroup) -> bool:
+    """Whether a prefill that its caller ends before the third layer raised that."""
+    asked = iter([False, False, True])
+    parts = inspect_model(share_weights(families.build_model("llama", layers=4)))
+    with pytest.raises(RequestCancelled):
+        prefill(parts, text_batch(400), hosts=hosts, config=PrefillConfig(), stop=lambda: next(asked))
+    return True
+
+
+def test_of_a_cancelled_prefill_nothing_waits_to_be_collected(monkeypatch):
+    """Its KV is on its way to host 0."""
+    kept, init = [], ShardedCache.__init__
+
+    def noted(cache, *args, **kwargs):
+        kept.append(weakref.ref(cache))
+        init(cache, *args, **kwargs)
+
+    monkeypatch.setattr(ShardedCache, "__init__", noted)
+    gc.disable()
+    try:
+        assert all(simulate(2, cancelled_job)) and len(kept) == 2
+        assert [cache() for cache in kept] == [None, None]
+    finally:
+        gc.enable()
 
 
 NUM_PATCHES = 3
