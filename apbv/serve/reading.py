@@ -19,7 +19,6 @@ from ..engine import Engine
 from ..input.reading import PromptReader
 from ..input.skeleton import Skeleton
 from ..input.visual import PromptError
-from ..model.parts import inspect_model
 from .media import FolderError, Media, MediaError, PrivateFiles, open_media
 from .order import Order
 from .requests import (
@@ -81,7 +80,7 @@ class Reader:
 
     def __init__(self, engine: Engine, settings: ServerSettings, private_files: PrivateFiles, max_tokens: int):
         self._engine = engine
-        self._parts, self._videos = inspect_model(engine.model), engine.videos
+        self._parts, self._videos = engine.parts, engine.videos
         self._num_frames = settings.num_frames or engine.num_frames
         self._light, self._heavy = (
             PromptReader(self._parts, copy.deepcopy(engine.processor), self._num_frames, videos=engine.videos)
