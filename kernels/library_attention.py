@@ -35,7 +35,7 @@ _LENGTHS = ((129, 129, True), (63, 200, False), (1, 129, False), (129, 5, False)
 _FEWER_QUERIES = ((129, 200, True), (63, 330, True))
 # FlashAttention's module by version, and the versions by major compute capability, the fastest first.
 FLASH_MODULES = {2: "flash_attn", 3: "flash_attn_interface", 4: "flash_attn.cute"}
-_FLASH_VERSIONS = {9: (3, 4, 2), 10: (4, 2)}
+_FLASH_VERSIONS = {8: (2,), 9: (3, 4, 2), 10: (4, 2)}
 
 
 def choose_attention(backend: str, q: Tensor, segments: list[Segment]) -> str:
@@ -218,6 +218,12 @@ def flash_version(major: int) -> int | None:
         return _flash_attention(major)[0]
     except ImportError:
         return None
+
+
+def better_flash(major: int) -> int | None:
+    """Return the FlashAttention made for GPUs of this major compute capability, unless it or a later one runs."""
+    best, *_ = _FLASH_VERSIONS.get(major, (0,))
+    return best if (flash_version(major) or 0) < best else None
 
 
 def attend_natively(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:

@@ -93,16 +93,10 @@ def chosen(hosts: HostGroup) -> Found:
     usable = [n for n in windows if not torch_attention.varlen_obstacle(n, hosts.device, dtype, _TOWER_HEAD_DIM)]
     found["a vision tower's windows"] = f"{usable[0]}, in one call" if usable else "torch, one after the other"
     text = ", ".join(f"{kind}: {name}" for kind, name in found.items()) + f" ({dtype_name(dtype)})"
-    if hosts.device.type == "cuda" and (better := _better_library(*capability(hosts.device))):
-        text += f"; {better} is faster on this GPU: install it"
+    if hosts.device.type == "cuda" and (better := library_attention.better_flash(capability(hosts.device)[0])):
+        name = {2: "flash-attn", 3: "FlashAttention 3", 4: "flash-attn-4"}[better]
+        text += f"; {name} is faster on this GPU: install it"
     return text, {"chosen": found}
-
-
-def _better_library(major: int, minor: int) -> str | None:
-    """Return the FlashAttention that is made for a generation of GPUs, unless it can be imported."""
-    best = {8: (2, "flash-attn"), 9: (3, "FlashAttention 3"), 10: (4, "flash-attn-4")}.get(major)
-    found = library_attention.flash_version(major)
-    return best[1] if best is not None and (found or 0) < best[0] else None
 
 
 def new_length(hosts: HostGroup) -> Found:

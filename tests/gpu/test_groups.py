@@ -5,18 +5,9 @@ import torch
 import torch.distributed as dist
 
 from apbv import HostGroup
-from apbv.hosts.process_groups import level_group_counts
 
-from patience import GROUP_TIMEOUT
 from pretend_gpu import rehearsal
-
-
-def join(hosts: HostGroup, device: str, **options) -> HostGroup:
-    """The hosts that from_env would make of these processes, where torchrun had started them."""
-    level_group_counts(hosts._gather_control)
-    ranks = dist.get_process_group_ranks(hosts._groups.control)
-    group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-    return HostGroup.from_process_group(group, device, GROUP_TIMEOUT, owns_group=True, **options)
+from rehearsals import join
 
 
 def require_exchanges(hosts: HostGroup) -> None:

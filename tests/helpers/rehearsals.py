@@ -92,13 +92,19 @@ def on_gpus(hosts: HostGroup, shares_gpu: bool = False) -> HostGroup:
     torch.cuda.set_device(device)
     if hosts.size == 1:
         return HostGroup.single(device)
-    level_group_counts(hosts._gather_control)
-    ranks, timeout = dist.get_process_group_ranks(hosts.process_group), timedelta(seconds=GROUP_TIMEOUT)
     if shares_gpu:
-        group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-    else:
-        group = gpu_groups(ranks, timeout)
+        return join(hosts, device)
+    level_group_counts(hosts._gather_control)
+    group = gpu_groups(dist.get_process_group_ranks(hosts.process_group), timedelta(seconds=GROUP_TIMEOUT))
     return HostGroup.from_process_group(group, device, GROUP_TIMEOUT)
+
+
+def join(hosts: HostGroup, device: str | torch.device, **options) -> HostGroup:
+    """The hosts that from_env would make of these processes, where torchrun had started them."""
+    level_group_counts(hosts._gather_control)
+    ranks = dist.get_process_group_ranks(hosts._groups.control)
+    group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    return HostGroup.from_process_group(group, device, GROUP_TIMEOUT, owns_group=True, **options)
 
 
 @contextmanager
