@@ -7,6 +7,10 @@ A run of consecutive token positions is a ``range`` with step 1.
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+# The shortest default anchor and passing block of a prompt that is split: with shorter ones a pretrained model's
+# answers were less accurate (docs/accuracy.md).
+FEWEST_TOKENS = 128
+
 
 class LayoutError(ValueError):
     """Requested lengths do not fit the input; the message names every number involved."""
@@ -172,7 +176,7 @@ def plan_layout(
     if anchor_len is None:
         anchor_len = default_anchor_len(num_tokens)
     if passing_len is None:
-        passing_len = max(128, -(-num_tokens // (128 if zigzag else 64)))
+        passing_len = max(FEWEST_TOKENS, -(-num_tokens // (128 if zigzag else 64)))
     anchor = range(0, max(context_start, anchor_len) if anchor_len else 0)
     num_blocks = num_hosts * (2 if zigzag else 1)
     if query_start - anchor.stop < num_blocks:
@@ -188,7 +192,7 @@ def plan_layout(
 
 def default_anchor_len(num_tokens: int) -> int:
     """Return l_a of a prompt of n tokens where none is asked for."""
-    return min(max(128, -(-num_tokens // 64)), num_tokens // 4)
+    return min(max(FEWEST_TOKENS, -(-num_tokens // 64)), num_tokens // 4)
 
 
 def with_question_in_anchor(layout: ContextLayout, context_start: int, anchor_len: int | None) -> ContextLayout:

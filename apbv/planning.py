@@ -16,13 +16,13 @@ from .config import DTYPE_NAMES, PrefillConfig, SpeculativeConfig
 from .config.checks import require_types
 from .hosts.devices import choose_device
 from .input.visual import FRAME_COPIES, PIXEL_COPIES, most_in_a_chunk, num_frames_told
-from .layout import LayoutError
+from .layout import FEWEST_TOKENS, ContextLayout, LayoutError
 from .model.loading import read_config, read_video_processor
 from .model.parts import VIDEO_FAMILIES, DecoderSizes, require_supported
 from .model.tensor_parallel import num_weights, require_divisible
 from .prefilling.encode import chunk_bytes_within
 from .prefilling.memory import HostMemory, host_memory
-from .prefilling.methods import resolve_method
+from .prefilling.methods import METHODS, resolve_method
 from .prefilling.reduction.early import require_usable
 from .prefilling.reduction.late import require_layers
 from .speculate.strategies import STRATEGIES, prunes
@@ -49,6 +49,7 @@ class Plan:
         num_tokens: the prompt's tokens, before pruning.
         num_visual_tokens: those of them that stand for the video.
         num_left: about how many tokens the last layer reads.
+        layout: how the language model's tokens are split over the hosts.
         weights: of the model, on one process.
         draft: of the draft model and its KV; 0 without one.
         overhead: assumed for the device's own libraries.
@@ -63,6 +64,7 @@ class Plan:
     num_tokens: int
     num_visual_tokens: int
     num_left: int
+    layout: ContextLayout
     weights: int
     draft: int
     overhead: int
@@ -80,6 +82,16 @@ class Plan:
         """Whether every process has enough memory."""
         return max(self.needed) <= self.device_memory
 
+    @property
+    def warning(self) -> str | None:
+        """What is known to cost accuracy with these lengths of anchor and passing blocks; None: nothing."""
+        layout = self.layout
+        passes_all = layout.passing_len >= max(map(len, layout.blocks), default=0) and not layout.anchor_copy
+        are_long = min(layout.anchor_len, layout.passing_len) >= FEWEST_TOKENS
+        if not METHODS[self.method].passes_on or passes_all or are_long:
+            return None
+        return f"answers were less accurate with anchor or passing blocks below {FEWEST_TOKENS} tokens"
+
     def __str__(self) -> str:
         busiest = self.needed.index(max(self.needed))
         left = f"; about {self.num_left:,} are left" if self.num_left < self.num_tokens else ""
@@ -87,8 +99,14 @@ class Plan:
             "model": self.model,
             "method": f"{self.method} on {len(self.hosts)} host{'s' * (len(self.hosts) > 1)}, KV {self.kv}",
             "prompt": f"about {self.num_tokens:,} tokens, {self.num_visual_tokens:,} of them visual{left}",
-            f"memory on host {busiest}": "about",
         }
+        if self.layout.is_split:
+            blocks, longest = self.layout.blocks, max(map(len, self.layout.blocks))
+            lengths = f"anchor {self.layout.anchor_len:,}, passing {self.layout.max_passed:,} tokens"
+            lines["split"] = f"{len(blocks)} blocks of {longest:,} tokens, {lengths}"
+        if self.warning is not None:
+            lines["warning"] = self.warning
+        lines[f"memory on host {busiest}"] = "about"
         sizes = {"weights": self.weights, "draft": self.draft, "device's libraries": self.overhead}
         for stage, parts in self.hosts[busiest].stages.items():
             sizes |= {stage: sum(parts.values()), **{f"  {name}": size for name, size in parts.items()}}
@@ -190,6 +208,7 @@ def plan(
             num_tokens=num_tokens,
             num_visual_tokens=num_visual,
             num_left=num_left,
+            layout=layout,
             weights=weights,
             draft=draft_of(num_tokens, num_visual),
             overhead=_GPU_OVERHEAD if device.type == "cuda" else 0,

@@ -107,6 +107,15 @@ def test_what_cannot_be_planned_is_refused(settings, message):
         plan(LLAMA, **settings)
 
 
+def test_short_passing_blocks_are_warned_of():
+    def warning(num_tokens: int, **settings) -> str | None:
+        return plan(LLAMA, tokens=num_tokens, hosts=2, prefill=PrefillConfig(**settings)).warning
+
+    assert "below 128 tokens" in warning(4096, passing_len=64)
+    assert "below 128 tokens" in warning(4096, anchor_len=32)
+    assert warning(4096) is warning(300, passing_len=64) is warning(4096, method="star", anchor_len=32) is None
+
+
 @pytest.mark.parametrize(("gigabytes", "status", "said"), [("4", 0, "yes"), ("0.02", 1, "no")])
 def test_the_command_says_so_and_ends_with_a_status(capsys, gigabytes, status, said):
     assert main(["--model", "demo", "--frames", "64", "--device-memory", gigabytes]) == status
