@@ -1,6 +1,5 @@
 """With real weights: a Qwen2 model, and a smaller one of its family, in folders that two variables name."""
 
-import os
 from pathlib import Path
 
 import pytest
@@ -8,14 +7,9 @@ import pytest
 from apbv import Engine, HostGroup, SpeculativeConfig
 
 from scripts import ROOT, figures_of
+from weights import folder
 
 pytestmark = pytest.mark.pretrained
-
-
-def folder(name: str) -> str:
-    if name not in os.environ:
-        pytest.skip("no pretrained models: APBV_PRETRAINED and APBV_PRETRAINED_DRAFT name their folders")
-    return os.environ[name]
 
 
 def test_what_blocks_pass_on_makes_up_for_what_they_do_not_see(tmp_path):

@@ -1,9 +1,10 @@
 """The whole stack: vllm-router in front, two prefill hosts behind it, vLLM decodes, OpenAI's client asks.
 
-    python tests/integrations/stack_check.py FOLDER
+    python tests/integrations/stack_check.py FOLDER [MODEL COUNT]
 
 in an environment that has apbv, vLLM and vllm-router (see test_stack.py). All run with their default settings, but
-for what a small CPU needs. What passes through the router is compared with what vLLM answers by itself.
+for what a small CPU needs. What passes through the router is compared with what vLLM answers by itself; with the
+folder of a pretrained text model, so many prompts of this repository's pages, of 100 to 4,000 tokens.
 """
 
 import sys
@@ -15,9 +16,12 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 from vllm_engine import check, guard_children  # isort: skip  (first, as it sets what vLLM reads)
 
 import openai
-from stack import Service, client_of, decoder, prefill_worker, router, running, video_part
+from stack import ROOT, Service, client_of, decoder, prefill_worker, router, running, video_part
 
 from apbv import demo
+
+# isort: split
+from transformers import AutoTokenizer
 
 import families
 from patience import limit, wait_for
@@ -158,9 +162,29 @@ def check_video(folder: Path) -> None:
             check("a decoder that dies: the prefill hosts go on", short.health(), 200)
 
 
+def check_pretrained(folder: Path, model: Path, count: int) -> None:
+    """A pretrained model, uncompressed: the same greedy tokens as vLLM's, behind prompts of many lengths."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    pages = "\n".join(page.read_text() for page in sorted(ROOT.glob("docs/*.md")))
+    tokens = tokenizer(pages, add_special_tokens=False, verbose=False).input_ids
+    exact = ["--method", "apbv", "--passing-len", 4096, "--kv-seconds", OFFER_SECONDS]
+    prefill = prefill_worker("prefill-pretrained", model, "text", folder, *exact)
+    vllm = decoder("vllm-pretrained", model, "text", folder, "--max-model-len", 4096)
+    with running([prefill, vllm]):
+        front = router("router-pretrained", prefill, [vllm], folder)
+        with running([front]):
+            for index in range(count):
+                length = round(100 * 40 ** (index / count))
+                ask = asking(prompt=tokens[997 * index :][:length])
+                check_equal(f"{length} tokens", ask, front, prefill, vllm)
+
+
 if __name__ == "__main__":
     target = Path(sys.argv[1])  # for logs and models
     target.mkdir(exist_ok=True)
     guard_children(target / "site")
-    check_text(target)
-    check_video(target)
+    if len(sys.argv) > 2:
+        check_pretrained(target, Path(sys.argv[2]), int(sys.argv[3]))
+    else:
+        check_text(target)
+        check_video(target)
