@@ -28,7 +28,8 @@ class Request:
             first token. None on all hosts, or on none.
         may_cancel: whether ``stop`` is asked before the first token, too; the same on all hosts.
         logprobs: of the answer's tokens, where ``sampling`` asks for them; filled on host 0.
-        grammar: what ``sampling.json_schema`` allows, before the first token; on host 0.
+        grammar: what ``sampling.json_schema`` allows, before the first token; on its home.
+        home: the host that decodes the answer, where one does alone and the prompt's KV is not cached.
         prompt: the part of the question already read by this host's :class:`~apbv.input.reading.PromptReader`;
             None: nothing. Other hosts need not have it.
     """
@@ -44,6 +45,7 @@ class Request:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     grammar: Grammar | None = None
     prompt: Skeleton | None = None
+    home: int = 0
 
     @property
     def cancels(self) -> Callable[[], bool] | None:
