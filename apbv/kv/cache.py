@@ -258,9 +258,7 @@ class ShardedCache(Cache):
         layouts: of every layer.
     """
 
-    def __init__(
-        self, num_layers: int, layout: ContextLayout, host: int, keep_query: bool = True, home: int = 0
-    ):
+    def __init__(self, num_layers: int, layout: ContextLayout, host: int, keep_query: bool = True, home: int = 0):
         super().__init__(layers=[])
         self.host, self.home, self.layout, self.layouts = host, home, layout, []
         self._leaving: tuple[DynamicCache, Iterator[None]] | None = None

@@ -30,9 +30,13 @@ TRANSFER_ENDS = ("fetched", "dropped", "expired", "displaced", "closed")
 _GAUGES = {
     "num_requests_running": "Requests being prefilled or decoded",
     "num_requests_waiting": "Requests being read or waiting for prefill",
-    "kv_cache_usage_perc": "KV cache usage; 1 means full",
+    "kv_cache_usage_perc": "KV cache usage, mean of the hosts that decode; 1 means full",
     "kv_cache_bytes": "KV cache in bytes",
     "kv_offers_waiting": "Prompts whose KV waits to be fetched by a decode instance",
+}
+_HOST_GAUGES = {
+    "host_kv_cache_bytes": "KV cache in bytes, by the host that decodes from it",
+    "host_answers": "Answers being prefilled or decoded, by the host that decodes them",
 }
 # With the field of a request's speculation record that it counts, if any.
 _COUNTERS = {
@@ -77,6 +81,10 @@ class Metrics:
     def __init__(self, model: str):
         self._registry, self.model = CollectorRegistry(), model
         self._gauges = {name: self._new(Gauge, name, what) for name, what in _GAUGES.items()}
+        self._host_gauges = {
+            name: Gauge(f"apbv:{name}", what, ["model_name", "host"], registry=self._registry)
+            for name, what in _HOST_GAUGES.items()
+        }
         self._counters = {name: self._new(Counter, name, what) for name, (what, *_) in _COUNTERS.items()}
         self._histograms = {
             name: self._new(Histogram, name, what, buckets=buckets)
@@ -94,6 +102,11 @@ class Metrics:
         """Set gauges, by their names without the prefix."""
         for name, value in gauges.items():
             self._gauges[name].set(value)
+
+    def set_of_host(self, host: int, **gauges: float) -> None:
+        """Set gauges of one host, by their names without the prefix."""
+        for name, value in gauges.items():
+            self._host_gauges[name].labels(self.model, host).set(value)
 
     def observe_token_gap(self, seconds: float) -> None:
         """Observe the ITL of one token."""
