@@ -43,8 +43,8 @@ class Worker:
     """Engine loop: reads requests and has all hosts carry them out, in a thread.
 
     All collectives of the hosts happen in this thread. It prefills prompts sequentially, in the scheduler's order,
-    while another thread of each host decodes; if answers cannot be batched, all hosts decode one before the next is
-    taken. The methods are called from the thread that speaks HTTP, or from those that read requests.
+    while another thread of each host decodes; if answers cannot be batched, all hosts decode each before it takes
+    the next. The methods are called from the thread that speaks HTTP, or from those that read requests.
 
     Args:
         executor: carries orders out, together with the other hosts' executors.

@@ -28,7 +28,7 @@ from apbv.serve.telling import Telling
 from patience import HANGING, wait_for
 from servers import HAND_OVER, InProcess, asking, metric_in, part, post
 
-STEPS, NOTE = "apbv.decode.batch_steps", "apbv.serve.telling.Telling._note"
+STEPS, NOTE = "apbv.decode.batch_steps", "apbv.serve.output.JobOutput._note"
 LEAVES = "its client leaves"
 
 
@@ -61,10 +61,10 @@ def test_kv_is_free_once_it_counts_as_free(app, fails, monkeypatch, request):
     """Nothing is left to Python's garbage collector, which comes when it likes."""
     kept, left, add, release = [], [], Decoding.add, Scheduler.release
 
-    def watch(decoding, job, request, state, tellings):
+    def watch(decoding, output, order, request, state):
         kept.extend(weakref.ref(layer) for layer in state.kv.cache.layers)
-        job.is_cancelled = fails == LEAVES
-        add(decoding, job, request, state, tellings)
+        output._job.is_cancelled = fails == LEAVES
+        add(decoding, output, order, request, state)
 
     def count(scheduler, job):
         left.append(sum(ref() is not None for ref in kept))
