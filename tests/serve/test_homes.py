@@ -13,7 +13,6 @@ from apbv import Engine, HostGroup, SamplingParams, demo
 from apbv.decode.batch import Batch
 from apbv.serve.decoding import Decoding
 from apbv.serve.links import Links
-from apbv.serve.scheduler import Scheduler
 
 from fresh_hosts import Store, run_fresh
 from patience import HANGING, wait_for
@@ -70,10 +69,14 @@ def answers_job(hosts: HostGroup) -> tuple | None:
         if not hosts.is_leader:
             follow_server(engine, FOLDER)
             return joined
-        app, found, wanted = InProcess(model=engine, hands_over=True, media_dir=FOLDER, max_model_len=2**14), [], 0
-        patch.setattr(app.scheduler, "_used", lambda home: home != wanted)
+        app, found, wanted = (
+            InProcess(model=engine, hands_over=True, media_dir=FOLDER, max_model_len=2**14),
+            [],
+            [0],
+        )
+        patch.setattr(app.scheduler, "_used", lambda home: home != wanted[0])
         with closing(app):
-            for wanted in range(hosts.size):
+            for wanted[0] in range(hosts.size):
                 whole = [post(app, CHAT, **asking_for(question, **fields)).json() for question, fields in ASKED]
                 streamed = chunks(post(app, CHAT, **asking_for(ASKED[0][0], stream=True)))
                 text = "".join(event["choices"][0]["delta"].get("content") or "" for event in streamed)
@@ -82,8 +85,8 @@ def answers_job(hosts: HostGroup) -> tuple | None:
                 ).json()
                 answers = [[*map(of_choice, each["choices"])] for each in (*whole, by_schema)]
                 found.append((answers[:-1], text, len(streamed), answers[-1][0][0]))
-            wanted, told = 1, []
-            call = Links._call
+            wait_for(lambda: not app.scheduler._running)
+            wanted[0], told, call = 1, [], Links._call
             patch.setattr(Links, "_call", lambda self, *args: told.append(args[1:]) or call(self, *args))
             app.loop.run_until_complete(asyncio.wait_for(leave(app), HANGING))
             wait_for(lambda: not app.scheduler._running)
@@ -113,7 +116,7 @@ def test_every_home_answers_as_the_library_does_until_the_client_leaves(pool):
 
 
 def failing_job(hosts: HostGroup, dies: bool) -> tuple[list, str] | None:
-    """What two clients get, each of one host, when the second host's decoding thread ends, or the whole process."""
+    """What two clients get, each of one host, when the second host's decoding thread ends, or its process."""
     engine = Engine.from_pretrained("demo", hosts=hosts, dtype="float32")
     if not hosts.is_leader:
         step, counted = Batch.step, iter(range(5))
