@@ -22,7 +22,7 @@ from ..model.parts import DecoderSizes
 from ..stats import free_memory_bytes
 from .app import build_app
 from .executor import Executor, follow, num_homes, why_one_at_a_time
-from .links import Link, connect_hosts
+from .links import connect_hosts
 from .log import OncePerPeriod
 from .media import PrivateFiles
 from .metrics import Metrics
@@ -96,11 +96,11 @@ def serve(engine: Engine, hosts: HostGroup, sock: socket.socket | None, settings
             where = {"host": settings.kv_host, "port": settings.kv_port, "seconds": settings.kv_seconds}
             offers = stack.enter_context(Offers(engine.hosts, **where, on_end=on_end))
         executor = Executor(engine, hosts, offers)
-        sockets = connect_hosts(hosts) if homes > 1 else []
+        link = connect_hosts(hosts, stack) if homes > 1 else None
         with hosts.local_stage("opening the server"):
             if scheduler is not None:
                 reader = Reader(engine, settings, private_files, scheduler.limits.max_tokens)
-                worker = Worker(executor, reader, scheduler, sockets)
+                worker = Worker(executor, reader, scheduler, link)
                 listen(sock)
         if scheduler is not None:
             app = build_app(worker, scheduler, settings)
@@ -111,7 +111,6 @@ def serve(engine: Engine, hosts: HostGroup, sock: socket.socket | None, settings
         wants_to_stop = threading.Event()
         for number in _SIGNALS:
             signal.signal(number, lambda *_: wants_to_stop.set())
-        link = stack.enter_context(closing(Link(sockets[0]))) if sockets else None
         follow(executor, settings.media_dir, private_files, wants_to_stop, link)
 
 

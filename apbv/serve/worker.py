@@ -1,10 +1,9 @@
 """The server's engine loop on host 0: takes requests from HTTP, and leads all hosts through them."""
 
-import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing, nullcontext
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -49,7 +48,7 @@ class Worker:
     Args:
         executor: carries orders out, together with the other hosts' executors.
         scheduler: the request queue and limits.
-        sockets: connections to the other hosts that decode, closed at the end; see :func:`~.links.connect_hosts`.
+        links: to the other hosts that decode; None: there are none.
 
     Attributes:
         reader: reads the requests.
@@ -57,13 +56,10 @@ class Worker:
         failure: the error that ended the thread prematurely.
     """
 
-    def __init__(
-        self, executor: Executor, reader: Reader, scheduler: Scheduler, sockets: Sequence[socket.socket] = ()
-    ):
-        self._executor, self.reader, self._scheduler = executor, reader, scheduler
+    def __init__(self, executor: Executor, reader: Reader, scheduler: Scheduler, links: Links | None = None):
+        self._executor, self.reader, self._scheduler, self._links = executor, reader, scheduler, links
         self.why_one_at_a_time = why_one_at_a_time(executor.engine)
         self._decoding = None if self.why_one_at_a_time else Decoding(executor.engine)
-        self._links = Links(sockets)
         self._decode = executor.engine.tokenizer.decode
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._last_step_at, self._is_busy = time.monotonic(), False
@@ -148,7 +144,7 @@ class Worker:
         try:
             if device.type == "cuda":
                 torch.cuda.set_device(device)
-            with closing(self._links), self._decoding or nullcontext():
+            with self._decoding or nullcontext():
                 while self._step():
                     pass
         except BaseException as error:
@@ -169,7 +165,7 @@ class Worker:
         else:
             self._is_busy = True
             self._carry_out(job)
-        if self._links.failure is not None and not has_stopped:  # a host that has ended shows in an exchange
+        if self._links is not None and self._links.failure is not None and not has_stopped:
             raise self._links.failure
         self._last_step_at, self._is_busy = time.monotonic(), False
         return not has_stopped
@@ -223,7 +219,8 @@ class Worker:
         try:
             done = executor.carry_out(command, order, open_files, telling.asked, job.read.prompt)
         except BaseException:
-            self._links.forget(order.number)
+            if order.number is not None:
+                self._links.forget(order.number)
             raise
         if command == HAND_OVER:
             self._hand_over(job, done, telling, output)

@@ -19,7 +19,7 @@ from apbv import Engine, HostGroup
 from apbv.kv.offers import Offers
 from apbv.serve.app import build_app
 from apbv.serve.executor import Executor, follow, num_homes
-from apbv.serve.links import Link, connect_hosts
+from apbv.serve.links import connect_hosts
 from apbv.serve.media import PrivateFiles
 from apbv.serve.metrics import Metrics
 from apbv.serve.reading import Reader
@@ -206,8 +206,9 @@ class InProcess:
         homes = num_homes(engine)
         self.scheduler = scheduler = Scheduler(limits, Metrics("demo"), num_homes=max(homes, 1))
         self.offers = offering(engine, on_end=scheduler.end_offer) if hands_over else None
-        sockets = connect_hosts(engine.hosts) if homes > 1 else []
-        self.worker = Worker(Executor(engine, engine.hosts, self.offers), reader, scheduler, sockets)
+        self._stack = ExitStack()
+        link = connect_hosts(engine.hosts, self._stack) if homes > 1 else None
+        self.worker = Worker(Executor(engine, engine.hosts, self.offers), reader, scheduler, link)
         self.app = build_app(self.worker, scheduler, settings)
         self.worker.start(on_stop=lambda: None, on_end=lambda: None)
         transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
@@ -220,6 +221,7 @@ class InProcess:
         if self.offers is not None:
             self.offers.close()
         self.worker.finish(10)
+        self._stack.close()
         self.loop.run_until_complete(self.client.aclose())
         self.loop.close()
         self.private_files.close()
@@ -233,9 +235,7 @@ def offering(engine: Engine, **options) -> Offers:
 def follow_server(engine: Engine, media_dir: Path) -> None:
     """Do what host 0's app wants of the other hosts, until it ends."""
     with PrivateFiles() as files, closing(offering(engine)) as offers, ExitStack() as stack:
-        link = None
-        if num_homes(engine) > 1:
-            link = stack.enter_context(closing(Link(*connect_hosts(engine.hosts))))
+        link = connect_hosts(engine.hosts, stack) if num_homes(engine) > 1 else None
         follow(Executor(engine, engine.hosts, offers), media_dir, files, threading.Event(), link)
 
 
