@@ -196,13 +196,12 @@ class Batch:
                 device = self._parts.device
                 newest = torch.cat([before[1].tokens, to_device(ids, device, torch.int64)])
                 ids = newest[to_device([rows[member] for member in going], device)]
-        kvs = [member.kv for member in going]
-        counts = [kv.num_run for kv in kvs]
+        logits = self._runner.run(ids, [member.kv for member in going])
         try:
-            return going, self._choose(going, self._runner.run(ids, kvs))
+            return going, self._choose(going, logits)
         except Exception:
-            for kv, count in zip(kvs, counts, strict=True):  # the same rows are written again
-                kv.num_run = count
+            for member in going:  # the same rows are written again
+                member.kv.num_run -= 1
             raise
 
     def _has_room(self, member: Member) -> bool:

@@ -14,8 +14,8 @@ from ..engine import Engine
 from ..input.request import Request
 from ..model.attention import apbv_attention
 from ..prefilling.result import PrefillResult
+from .links import Output
 from .order import Order
-from .output import Output
 from .telling import Telling
 
 

@@ -20,7 +20,7 @@ from ..kv.offers import Offers
 from ..kv.ticket import Ticket
 from ..prefilling.result import PrefillResult
 from .decoding import Decoding
-from .links import Link
+from .links import Link, Links, RemoteOutput
 from .media import PrivateFiles, find_in_folder
 from .order import Order
 from .requests import FinishReason
@@ -73,11 +73,13 @@ class Executor:
         engine: answers them.
         hosts: all hosts, a draft host included.
         offers: this process's exported KV; None if KV transfer is off.
+        link: of :func:`~.links.connect_hosts`; None if no other host than host 0 decodes alone.
     """
 
     engine: Engine
     hosts: HostGroup
     offers: Offers | None = None
+    link: Links | Link | None = None
 
     def carry_out(
         self,
@@ -168,25 +170,19 @@ def require_decoding(hosts: HostGroup, decoding: Decoding | None) -> None:
             raise decoding.failure
 
 
-def follow(
-    executor: Executor,
-    folder: Path | None,
-    private_files: PrivateFiles,
-    wants_to_stop: Event,
-    link: Link | None = None,
-) -> None:
+def follow(executor: Executor, folder: Path | None, private_files: PrivateFiles, wants_to_stop: Event) -> None:
     """Carry out host 0's commands until shutdown; runs on every other host.
 
     Args:
         folder: the folder that files are read from, as on host 0.
         private_files: storage for files whose bytes are sent. wants_to_stop: set when this process was asked to
             end; host 0 decides.
-        link: takes the tokens of answers that this host decodes; None: it decodes none alone.
 
     Raises:
         HostError: another host ended, or failed in an exchange.
     """
-    hosts, decoding = executor.hosts, None if link is None else Decoding(executor.engine, link.flush)
+    hosts, link = executor.hosts, executor.link
+    decoding = None if link is None else Decoding(executor.engine, link.flush)
     with decoding or nullcontext():
         while True:
             require_decoding(hosts, decoding)
@@ -207,16 +203,15 @@ def follow(
                 ]
 
             is_mine = command == PREFILL and order.home == hosts.rank
-            output = link.output(order.number) if is_mine else None
+            output = RemoteOutput(link, order.number) if is_mine else None
             try:
                 done = executor.carry_out(command, order, open_files)
+                if output is not None:
+                    decoding.add(output, order, *done)
             except Exception as error:  # host 0 reports it, if it failed there, too
                 if not executor.is_usable:
                     raise
-                if is_mine:
+                if output is not None:
                     output.fail(f"{type(error).__name__}: {error}")
                     output.release()
                     link.flush()
-            else:
-                if is_mine:
-                    decoding.add(output, order, *done)

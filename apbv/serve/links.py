@@ -1,7 +1,8 @@
 """Connections between host 0 and the hosts that decode answers, beside the hosts' collectives.
 
 After a secret, a host sends lines of JSON: lists of ``[number, method, *arguments]``, calls of a request's
-:class:`~.output.Output`. Host 0 replies with lists of the numbers of requests that are not wanted any more.
+:class:`~.output.JobOutput`. Host 0 replies to each line with a list of the numbers
+that are not wanted any more.
 """
 
 import hmac
@@ -18,7 +19,7 @@ from ..hosts import HostError, HostGroup
 from ..kv.sending import Listener
 from ..kv.wire import LOOPBACK, connect, own_address, sever
 from .job import Piece
-from .output import Output
+from .output import JobOutput
 
 _SECONDS = 30.0  # for a connection between hosts
 
@@ -38,7 +39,7 @@ def connect_hosts(hosts: HostGroup, stack: ExitStack) -> "Links | Link":
 
 
 def _send(sock: socket.socket, message: list) -> None:
-    sock.sendall(json.dumps(message).encode() + b"\n")
+    sock.sendall(json.dumps(message, default=vars).encode() + b"\n")
 
 
 class Links:
@@ -60,47 +61,32 @@ class Links:
         self.greeting = f"{address} {self._listener.server_address[1]} ".encode() + self._secret
         self.close = self._listener.close
 
-    def add(self, output: Output) -> int:
-        """Give a request a number, by which another host names it."""
+    def add(self, output: JobOutput) -> int:
+        """Give a request a number, by which another host names it until its release."""
         number = next(self._numbers)
-        self._outputs[number] = output
+        self._outputs[number], output.on_release = output, lambda: self._outputs.pop(number)
         return number
-
-    def forget(self, number: int) -> None:
-        """Drop a request whose KV is gone; if another host still decodes an answer to it, that is ended."""
-        self._outputs.pop(number, None)
 
     def _serve(self, sock: socket.socket, trust: Callable[[], None]) -> None:
         """Call the outputs' methods as another host wants it."""
-        lines = sock.makefile("rb")
+        lines, reason = sock.makefile("rb"), "it was closed"
         if not hmac.compare_digest(lines.read(len(self._secret)), self._secret):
             return
         trust()
         sock.settimeout(None)
-        reason: Any = "it was closed"
         try:
-            for calls in map(json.loads, lines):
-                if unwanted := [number for number, *call in calls if not self._call(number, *call)]:
-                    _send(sock, unwanted)
+            for line in lines:
+                unwanted = []
+                for number, method, *arguments in json.loads(line, object_hook=lambda fields: Piece(**fields)):
+                    output = self._outputs.get(number)
+                    if output is not None:
+                        getattr(output, method)(*arguments)
+                    if output is None or output.is_cancelled:
+                        unwanted.append(number)
+                _send(sock, unwanted)
         except Exception as error:
             reason = error
         self.failure = HostError(f"the connection to another host ended: {reason}")
-
-    def _call(self, number: int, method: str, *arguments: Any) -> bool:
-        """Call an output; return whether the request's answers are still wanted."""
-        output = self._outputs.get(number)
-        if output is None:
-            return method == "release"
-        if method == "tell":
-            choice, num_tokens, piece = arguments
-            output.tell(choice, num_tokens, piece and Piece(**piece))
-            return not output.is_cancelled
-        if method == "fail":
-            output.fail(*arguments)
-        else:
-            self.forget(number)
-            output.release()
-        return True
 
 
 class Link:
@@ -118,19 +104,13 @@ class Link:
         self._sock = connect((address.decode(), int(port)), _SECONDS)
         self._sock.sendall(secret)
         self._sock.settimeout(None)
-        self._calls, self._lock, self._outputs = [], Lock(), {}
+        self._calls, self._lock = [], Lock()
+        self.outputs: dict[int, RemoteOutput] = {}  # by their numbers on host 0
         Thread(target=self._read, name="cancellations", daemon=True).start()
-
-    def output(self, number: int) -> "RemoteOutput":
-        """Return the output of the request with this number on host 0."""
-        self._outputs[number] = output = RemoteOutput(self, number)
-        return output
 
     def call(self, number: int, method: str, *arguments: Any) -> None:
         """Call a method of an output on host 0."""
         with self._lock:
-            if method == "release":
-                del self._outputs[number]
             self._calls.append((number, method, *arguments))
 
     def flush(self) -> None:
@@ -153,18 +133,19 @@ class Link:
         with suppress(OSError, ValueError):  # if host 0 has ended, that shows elsewhere
             for line in self._sock.makefile("rb"):
                 for number in json.loads(line):
-                    if output := self._outputs.get(number):
+                    if output := self.outputs.get(number):
                         output.is_cancelled = True
 
 
 class RemoteOutput:
-    """Output on another host than host 0, which passes all calls on."""
+    """The :class:`~.output.JobOutput` of a request whose answers another host decodes: passes all calls on."""
 
     def __init__(self, link: Link, number: int):
         self._link, self._number, self.is_cancelled = link, number, False
+        link.outputs[number] = self
 
     def tell(self, choice: int, num_tokens: int, piece: Piece | None = None) -> bool:
-        self._link.call(self._number, "tell", choice, num_tokens, piece and vars(piece))
+        self._link.call(self._number, "tell", choice, num_tokens, piece)
         return True
 
     def fail(self, failure: str) -> None:
@@ -172,4 +153,8 @@ class RemoteOutput:
         self._link.call(self._number, "fail", failure)
 
     def release(self) -> None:
+        del self._link.outputs[self._number]
         self._link.call(self._number, "release")
+
+
+Output = JobOutput | RemoteOutput

@@ -1,39 +1,10 @@
 """Where the tokens, ends and failures of a request's answers go, from the host that decodes them."""
 
 import time
-from typing import Protocol
 
 from .job import Finished, Job, Piece
 from .requests import ApiError
 from .scheduler import Scheduler
-
-
-class Output(Protocol):
-    """Interface of a request to the thread that decodes its answers.
-
-    Attributes:
-        is_cancelled: whether its answers are not wanted any more.
-    """
-
-    is_cancelled: bool
-
-    def tell(self, choice: int, num_tokens: int, piece: Piece | None = None) -> bool:
-        """Report an answer's new tokens.
-
-        Args:
-            choice: the index of the request's answer.
-            num_tokens: its tokens so far.
-            piece: the next piece of its text, of which one with a reason is the last; None: there is none yet.
-
-        Returns:
-            False if the request is known to have ended before.
-        """
-
-    def fail(self, failure: str) -> None:
-        """End the request with an error; its other answers are not wanted any more."""
-
-    def release(self) -> None:
-        """Report that the request holds no KV any more. This is the last call."""
 
 
 class JobOutput:
@@ -44,20 +15,33 @@ class JobOutput:
 
     Attributes:
         kv_params: the ``kv_transfer_params`` of its reply.
+        on_release: called when its KV is free.
     """
 
     def __init__(self, job: Job, scheduler: Scheduler):
         self._job, self._scheduler = job, scheduler
         self._newest: dict[int, tuple[int, float]] = {}  # of each answer: its number of tokens, and since when
-        self._num_finished, self.kv_params = 0, None
+        self._num_finished, self.kv_params, self.on_release = 0, None, lambda: None
 
     @property
     def is_cancelled(self) -> bool:
-        return self._job.is_cancelled
+        """Whether the request has ended, or its client has disconnected."""
+        return self._job.is_cancelled or self._job.has_ended
 
     def tell(self, choice: int, num_tokens: int, piece: Piece | None = None) -> bool:
+        """Send an answer's next piece, and note its new tokens.
+
+        Args:
+            choice: the index of the request's answer.
+            num_tokens: its tokens so far.
+            piece: one with a reason is the last, and the last of all answers ends the request; None: there is no
+                new text yet.
+
+        Returns:
+            False if the request had ended.
+        """
         job = self._job
-        if job.is_cancelled:
+        if self.is_cancelled:
             return False
         self._note(choice, num_tokens)
         if piece is None:
@@ -69,13 +53,14 @@ class JobOutput:
         return self._scheduler.end(job, Finished(job.record.completion_tokens, self.kv_params), piece.reason)
 
     def fail(self, failure: str) -> None:
+        """End the request with an error; its other answers are not wanted any more."""
         self._scheduler.end(self._job, ApiError(500, failure), "failed")
-        self._job.is_cancelled = True
 
     def release(self) -> None:
-        if self._job.is_cancelled:
-            self._scheduler.end(self._job, None, "cancelled")
+        """Count the request's KV as free; one that has not ended was cancelled."""
+        self._scheduler.end(self._job, None, "cancelled")
         self._scheduler.release(self._job)
+        self.on_release()
 
     def _note(self, choice: int, num_tokens: int) -> None:
         """Record the arrival of new tokens, by this host's clock."""

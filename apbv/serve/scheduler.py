@@ -126,8 +126,7 @@ class Scheduler:
         """
         with self.changed:
             self.changed.wait_for(lambda: self._home_of_first() is not None or self.has_stopped, seconds)
-            home = self._home_of_first()
-            if home is None:
+            if (home := self._home_of_first()) is None:
                 return None
             job = self._ready.pop(0)
             job.home = None if job.read.order.hands_over else home
@@ -142,8 +141,7 @@ class Scheduler:
         with self.changed:
             if not self._ready:
                 return 0
-            used = min(map(self._used, self._homes))
-            return max(used + self._ready[0].kv_bytes - self.limits.max_kv_bytes, 0)
+            return max(min(map(self._used, self._homes)) + self._ready[0].kv_bytes - self.limits.max_kv_bytes, 0)
 
     def cancel(self, job: Job) -> None:
         """Drop a request whose client has gone: at once from the queue, or else at its next token."""
@@ -245,33 +243,33 @@ class Scheduler:
         if not self._ready:
             return None
         first, limits = self._ready[0], self.limits
-        order, most = first.read.order, math.inf
-        if limits.max_running is not None and not order.hands_over:
-            most = limits.max_running - order.num_answers
+        order = first.read.order
+        is_bounded = limits.max_running is not None and not order.hands_over
+        most = limits.max_running - order.num_answers if is_bounded else math.inf
         loads = sorted((self._used(home), self._num_answers(home), home) for home in self._homes)
         room = limits.max_kv_bytes - first.kv_bytes
         fitting = [home for used, num_answers, home in loads if used <= room and num_answers <= most]
-        if order.hands_over and len(fitting) < len(loads):
-            return None
-        return next(iter(fitting), None)
+        is_enough = len(fitting) == len(loads) if order.hands_over else fitting
+        return fitting[0] if is_enough else None
 
     def _used(self, home: int) -> int:
         """Return the bytes of KV that count on a host."""
-        offered = sum(num_bytes for num_bytes, _ in self._offers.values())
-        return sum(job.kv_bytes for job in self._running if job.home in (home, None)) + offered
+        return sum(job.kv_bytes for job in self._running if job.home in (home, None)) + self._offered()
+
+    def _offered(self) -> int:
+        return sum(num_bytes for num_bytes, _ in self._offers.values())
 
     def _num_answers(self, home: int) -> int:
         return sum(job.read.order.num_answers for job in self._running if job.home == home)
 
     def _show(self) -> None:
-        offered = sum(num_bytes for num_bytes, _ in self._offers.values())
         used, most = [self._used(home) for home in self._homes], self.limits.max_kv_bytes
         self.metrics.set(
             num_requests_waiting=len(self._admitted),
             num_requests_running=len(self._running),
-            kv_cache_bytes=sum(job.kv_bytes for job in self._running) + offered,
+            kv_cache_bytes=sum(job.kv_bytes for job in self._running) + self._offered(),
             kv_cache_usage_perc=sum(used) / (len(used) * most) if most else 0,
             kv_offers_waiting=len(self._offers),
         )
         for home in self._homes:
-            self.metrics.set_of_host(home, host_kv_cache_bytes=used[home], host_answers=self._num_answers(home))
+            self.metrics.set_of_host(home, used[home], self._num_answers(home))

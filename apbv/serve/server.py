@@ -95,12 +95,11 @@ def serve(engine: Engine, hosts: HostGroup, sock: socket.socket | None, settings
             on_end = None if scheduler is None else scheduler.end_offer
             where = {"host": settings.kv_host, "port": settings.kv_port, "seconds": settings.kv_seconds}
             offers = stack.enter_context(Offers(engine.hosts, **where, on_end=on_end))
-        executor = Executor(engine, hosts, offers)
-        link = connect_hosts(hosts, stack) if homes > 1 else None
+        executor = Executor(engine, hosts, offers, connect_hosts(hosts, stack) if homes > 1 else None)
         with hosts.local_stage("opening the server"):
             if scheduler is not None:
                 reader = Reader(engine, settings, private_files, scheduler.limits.max_tokens)
-                worker = Worker(executor, reader, scheduler, link)
+                worker = Worker(executor, reader, scheduler)
                 listen(sock)
         if scheduler is not None:
             app = build_app(worker, scheduler, settings)
@@ -111,7 +110,7 @@ def serve(engine: Engine, hosts: HostGroup, sock: socket.socket | None, settings
         wants_to_stop = threading.Event()
         for number in _SIGNALS:
             signal.signal(number, lambda *_: wants_to_stop.set())
-        follow(executor, settings.media_dir, private_files, wants_to_stop, link)
+        follow(executor, settings.media_dir, private_files, wants_to_stop)
 
 
 def _least_free_bytes(hosts: HostGroup, homes: int) -> int:

@@ -7,8 +7,8 @@ from functools import partial
 from ..input.request import Request
 from ..logprobs import TokenLogprobs
 from .job import Piece
+from .links import Output
 from .order import Order
-from .output import Output
 from .requests import FinishReason
 from .text import AnswerText
 

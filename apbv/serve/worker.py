@@ -25,7 +25,6 @@ from .executor import (
     why_one_at_a_time,
 )
 from .job import Job
-from .links import Links
 from .output import JobOutput
 from .reading import Reader, client_message
 from .requests import ApiError, GenerationRequest
@@ -48,7 +47,6 @@ class Worker:
     Args:
         executor: carries orders out, together with the other hosts' executors.
         scheduler: the request queue and limits.
-        links: to the other hosts that decode; None: there are none.
 
     Attributes:
         reader: reads the requests.
@@ -56,8 +54,8 @@ class Worker:
         failure: the error that ended the thread prematurely.
     """
 
-    def __init__(self, executor: Executor, reader: Reader, scheduler: Scheduler, links: Links | None = None):
-        self._executor, self.reader, self._scheduler, self._links = executor, reader, scheduler, links
+    def __init__(self, executor: Executor, reader: Reader, scheduler: Scheduler):
+        self._executor, self.reader, self._scheduler, self._links = executor, reader, scheduler, executor.link
         self.why_one_at_a_time = why_one_at_a_time(executor.engine)
         self._decoding = None if self.why_one_at_a_time else Decoding(executor.engine)
         self._decode = executor.engine.tokenizer.decode
@@ -216,12 +214,7 @@ class Worker:
         def open_files(_: ExitStack) -> list[Path]:
             return [file.path for file in media]
 
-        try:
-            done = executor.carry_out(command, order, open_files, telling.asked, job.read.prompt)
-        except BaseException:
-            if order.number is not None:
-                self._links.forget(order.number)
-            raise
+        done = executor.carry_out(command, order, open_files, telling.asked, job.read.prompt)
         if command == HAND_OVER:
             self._hand_over(job, done, telling, output)
         elif command == ANSWER:

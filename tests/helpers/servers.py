@@ -208,7 +208,7 @@ class InProcess:
         self.offers = offering(engine, on_end=scheduler.end_offer) if hands_over else None
         self._stack = ExitStack()
         link = connect_hosts(engine.hosts, self._stack) if homes > 1 else None
-        self.worker = Worker(Executor(engine, engine.hosts, self.offers), reader, scheduler, link)
+        self.worker = Worker(Executor(engine, engine.hosts, self.offers, link), reader, scheduler)
         self.app = build_app(self.worker, scheduler, settings)
         self.worker.start(on_stop=lambda: None, on_end=lambda: None)
         transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
@@ -236,7 +236,7 @@ def follow_server(engine: Engine, media_dir: Path) -> None:
     """Do what host 0's app wants of the other hosts, until it ends."""
     with PrivateFiles() as files, closing(offering(engine)) as offers, ExitStack() as stack:
         link = connect_hosts(engine.hosts, stack) if num_homes(engine) > 1 else None
-        follow(Executor(engine, engine.hosts, offers), media_dir, files, threading.Event(), link)
+        follow(Executor(engine, engine.hosts, offers, link), media_dir, files, threading.Event())
 
 
 def post(app: InProcess, path: str, headers: dict | None = None, **body) -> httpx.Response:
