@@ -36,7 +36,7 @@ class Decoding:
         self._parts, self._on_step = engine.parts, on_step
         # A tokenizer must not be used by two threads at once.
         self._decode = copy.deepcopy(engine.tokenizer).decode
-        self._arrivals: deque[tuple[Output, Order, Request, PrefillResult]] = deque()
+        self._arrivals: deque[tuple[Output, Order, Request | None, PrefillResult | Exception]] = deque()
         self._members: dict[Member, tuple[Output, Telling]] = {}  # the youngest last
         self._changed, self._is_closing = threading.Condition(), False
         self._thread = threading.Thread(target=self._run, name="decoding", daemon=True)
@@ -56,11 +56,11 @@ class Decoding:
         self._thread.join()
         self._attention.close()
 
-    def add(self, output: Output, order: Order, request: Request, state: PrefillResult) -> None:
+    def add(self, output: Output, order: Order, request: Request | None, state: PrefillResult | Exception) -> None:
         """Add the answers of a prefilled request; from then on this thread ends it, and releases its KV.
 
         Args:
-            state: the prompt's, with its KV on this host.
+            state: the prompt's, with its KV on this host; or the error that the prefill ended with.
         """
         with self._changed:
             self._arrivals.append((output, order, request, state))
@@ -88,9 +88,13 @@ class Decoding:
             self._join(batch, *arrivals.popleft())
         return True
 
-    def _join(self, batch: Batch, output: Output, order: Order, request: Request, state: PrefillResult) -> None:
+    def _join(
+        self, batch: Batch, output: Output, order: Order, request: Request, state: PrefillResult | Exception
+    ) -> None:
         """Add a request's answers to the batch; it fails alone if its KV cannot grow."""
         try:
+            if isinstance(state, Exception):
+                raise state
             for choice in range(order.num_answers):
                 telling = Telling(output, order, self._decode, choice)
                 self._members[batch.join(state, telling.asked(request))] = output, telling

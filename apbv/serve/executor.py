@@ -183,35 +183,33 @@ def follow(executor: Executor, folder: Path | None, private_files: PrivateFiles,
     """
     hosts, link = executor.hosts, executor.link
     decoding = None if link is None else Decoding(executor.engine, link.flush)
+
+    def carry_out(command: int) -> None:
+        order = Order.from_json(hosts.broadcast_bytes(None))
+        sent = iter([hosts.broadcast_bytes(None) for file in order.files if file is None])
+
+        def open_files(stack: ExitStack) -> list[Path]:
+            return [
+                stack.enter_context(private_files.holding(next(sent)))
+                if file is None
+                else find_in_folder(folder, file)
+                for file in order.files
+            ]
+
+        try:
+            done = executor.carry_out(command, order, open_files)
+        except Exception as error:
+            if not executor.is_usable:
+                raise
+            done = None, error.with_traceback(None)  # host 0 reports it, if it failed there, too
+        if command == PREFILL and order.home == hosts.rank:
+            decoding.add(RemoteOutput(link, order.number), order, *done)
+
     with decoding or nullcontext():
         while True:
             require_decoding(hosts, decoding)
             command, _ = exchange_commands(hosts, WAIT, wants_to_stop.is_set())
             if command == LEAVE:
                 return
-            if command == WAIT:
-                continue
-            order = Order.from_json(hosts.broadcast_bytes(None))
-            sent = iter([hosts.broadcast_bytes(None) for file in order.files if file is None])
-
-            def open_files(stack: ExitStack, order=order, sent=sent) -> list[Path]:
-                return [
-                    stack.enter_context(private_files.holding(next(sent)))
-                    if file is None
-                    else find_in_folder(folder, file)
-                    for file in order.files
-                ]
-
-            is_mine = command == PREFILL and order.home == hosts.rank
-            output = RemoteOutput(link, order.number) if is_mine else None
-            try:
-                done = executor.carry_out(command, order, open_files)
-                if output is not None:
-                    decoding.add(output, order, *done)
-            except Exception as error:  # host 0 reports it, if it failed there, too
-                if not executor.is_usable:
-                    raise
-                if output is not None:
-                    output.fail(f"{type(error).__name__}: {error}")
-                    output.release()
-                    link.flush()
+            if command != WAIT:
+                carry_out(command)

@@ -1,8 +1,7 @@
 """Connections between host 0 and the hosts that decode answers, beside the hosts' collectives.
 
 After a secret, a host sends lines of JSON: lists of ``[number, method, *arguments]``, calls of a request's
-:class:`~.output.JobOutput`. Host 0 replies to each line with a list of the numbers
-that are not wanted any more.
+:class:`~.output.JobOutput`. Host 0 replies with lists of the numbers of requests that are not wanted any more.
 """
 
 import hmac
@@ -12,8 +11,7 @@ import socket
 from collections.abc import Callable
 from contextlib import ExitStack, closing, suppress
 from itertools import count
-from threading import Lock, Thread
-from typing import Any
+from threading import Thread
 
 from ..hosts import HostError, HostGroup
 from ..kv.sending import Listener
@@ -83,17 +81,22 @@ class Links:
                         getattr(output, method)(*arguments)
                     if output is None or output.is_cancelled:
                         unwanted.append(number)
-                _send(sock, unwanted)
+                if unwanted:
+                    _send(sock, unwanted)
         except Exception as error:
             reason = error
         self.failure = HostError(f"the connection to another host ended: {reason}")
 
 
 class Link:
-    """Another host's connection to host 0; calls of outputs wait for :meth:`flush`, which sends them together.
+    """Another host's connection to host 0, for its decoding thread.
 
     Args:
         greeting: as of :class:`Links`.
+
+    Attributes:
+        outputs: by their numbers on host 0.
+        calls: of outputs' methods, to be sent by :meth:`flush`.
 
     Raises:
         OSError: host 0 cannot be reached.
@@ -104,25 +107,19 @@ class Link:
         self._sock = connect((address.decode(), int(port)), _SECONDS)
         self._sock.sendall(secret)
         self._sock.settimeout(None)
-        self._calls, self._lock = [], Lock()
-        self.outputs: dict[int, RemoteOutput] = {}  # by their numbers on host 0
+        self.outputs: dict[int, RemoteOutput] = {}
+        self.calls: list[tuple] = []
         Thread(target=self._read, name="cancellations", daemon=True).start()
 
-    def call(self, number: int, method: str, *arguments: Any) -> None:
-        """Call a method of an output on host 0."""
-        with self._lock:
-            self._calls.append((number, method, *arguments))
-
     def flush(self) -> None:
-        """Send the calls.
+        """Send a step's calls together.
 
         Raises:
             OSError: host 0 has ended.
         """
-        with self._lock:
-            calls, self._calls = self._calls, []
-            if calls:
-                _send(self._sock, calls)
+        if self.calls:
+            _send(self._sock, self.calls)
+            self.calls.clear()
 
     def close(self) -> None:
         """Close the connection."""
@@ -145,16 +142,16 @@ class RemoteOutput:
         link.outputs[number] = self
 
     def tell(self, choice: int, num_tokens: int, piece: Piece | None = None) -> bool:
-        self._link.call(self._number, "tell", choice, num_tokens, piece)
+        self._link.calls.append((self._number, "tell", choice, num_tokens, piece))
         return True
 
     def fail(self, failure: str) -> None:
         self.is_cancelled = True
-        self._link.call(self._number, "fail", failure)
+        self._link.calls.append((self._number, "fail", failure))
 
     def release(self) -> None:
         del self._link.outputs[self._number]
-        self._link.call(self._number, "release")
+        self._link.calls.append((self._number, "release"))
 
 
 Output = JobOutput | RemoteOutput

@@ -58,7 +58,6 @@ class Worker:
         self._executor, self.reader, self._scheduler, self._links = executor, reader, scheduler, executor.link
         self.why_one_at_a_time = why_one_at_a_time(executor.engine)
         self._decoding = None if self.why_one_at_a_time else Decoding(executor.engine)
-        self._decode = executor.engine.tokenizer.decode
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._last_step_at, self._is_busy = time.monotonic(), False
         self.failure: BaseException | None = None
@@ -176,7 +175,8 @@ class Worker:
         """Carry out a request to its end, or until a decoding thread has it."""
         output = JobOutput(job, self._scheduler)
         try:
-            goes_on = self._lead(job, output)
+            if self._lead(job, output):
+                return
         except RequestCancelled:
             pass
         except Exception as error:
@@ -188,9 +188,6 @@ class Worker:
                 self._scheduler.end(job, refusal, "invalid")
             else:
                 self._scheduler.end(job, ApiError(500, f"{type(error).__name__}: {error}"), "failed")
-        else:
-            if goes_on:
-                return
         output.release()
 
     def _lead(self, job: Job, output: JobOutput) -> bool:
@@ -209,7 +206,7 @@ class Worker:
         hosts.broadcast_bytes(order.to_json())
         for data in sent:
             hosts.broadcast_bytes(data)
-        telling = Telling(output, order, self._decode)
+        telling = Telling(output, order, executor.engine.tokenizer.decode)
 
         def open_files(_: ExitStack) -> list[Path]:
             return [file.path for file in media]
