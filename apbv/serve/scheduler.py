@@ -246,9 +246,10 @@ class Scheduler:
         order = first.read.order
         is_bounded = limits.max_running is not None and not order.hands_over
         most = limits.max_running - order.num_answers if is_bounded else math.inf
-        loads = sorted((self._used(home), self._num_answers(home), home) for home in self._homes)
+        # Of equally loaded hosts the last: host 0 serves HTTP, too.
+        loads = sorted((self._used(home), self._num_answers(home), -home) for home in self._homes)
         room = limits.max_kv_bytes - first.kv_bytes
-        fitting = [home for used, num_answers, home in loads if used <= room and num_answers <= most]
+        fitting = [-home for used, num_answers, home in loads if used <= room and num_answers <= most]
         is_enough = len(fitting) == len(loads) if order.hands_over else fitting
         return fitting[0] if is_enough else None
 

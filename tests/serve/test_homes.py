@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import signal
+import weakref
 from contextlib import closing
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 from apbv import Engine, HostGroup, SamplingParams, demo
 from apbv.decode.batch import Batch
 from apbv.serve.decoding import Decoding
+from apbv.serve.links import RemoteOutput
 from apbv.serve.output import JobOutput
 
 from fresh_hosts import Store, run_fresh
@@ -60,12 +62,26 @@ def of_choice(choice: dict) -> tuple:
 
 
 def answers_job(hosts: HostGroup) -> tuple | None:
-    """The library's answers, on host 0 also those of every home, whole and streamed, and who answered."""
+    """The library's answers, on host 0 also those of every home, whole and streamed, and who answered.
+
+    Where KV is left when a request's counts as free, that is told instead.
+    """
     engine = Engine.from_pretrained("demo", hosts=hosts, dtype="float32")
     expected = [library(engine, question, **fields) for question, fields in ASKED]
-    joined, add = [], Decoding.add
+    joined, kept, add, release = [], [], Decoding.add, RemoteOutput.release
+
+    def watch(decoding, output, order, request, state):
+        joined.append(order.home)
+        kept.extend(weakref.ref(layer) for layer in state.kv.cache.layers)
+        add(decoding, output, order, request, state)
+
+    def count(output):
+        joined.extend("kept" for ref in kept if ref() is not None)
+        release(output)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Decoding, "add", lambda self, *args: joined.append(args[1].home) or add(self, *args))
+        patch.setattr(Decoding, "add", watch)
+        patch.setattr(RemoteOutput, "release", count)
         if not hosts.is_leader:
             follow_server(engine, FOLDER)
             return joined
