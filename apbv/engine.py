@@ -100,7 +100,7 @@ class Engine:
         if resolve_method(config, hosts.size).name != config.method != PrefillConfig.method:
             warn_caller(f"on one host {config.method} is the same as full: that runs")
         self.model, self.draft_model, self.processor = model, draft, processor
-        self.prefill_config, self.speculative_config = config, speculate
+        self.prefill_config, self.speculative_config, self.reuse_config = config, speculate, reuse
         self.parts = models.reading
         self.name = name or type(self.parts.model).__name__
         self.num_frames = default_num_frames(processor)
@@ -176,13 +176,14 @@ class Engine:
             drafting.inspect_models(model, draft, config, decode)
         return cls(model, processor, hosts, config, str(name), speculate, draft, captioner, reuse, decode)
 
-    def warm_up(self, in_batch: bool = False) -> None:
+    def warm_up(self, num_homes: int = 0) -> None:
         """Run a warm-up request about the bundled clip, or about a text for text-only models; collective.
 
         On a GPU this compiles kernels and loads libraries, for which the first request would otherwise wait.
 
         Args:
-            in_batch: decode the answer on host 0 as a batch of one (:class:`apbv.decode.batch.Batch`).
+            num_homes: how many hosts, the first ones, decode the answer as a batch of one each
+                (:class:`apbv.decode.batch.Batch`); 0: all decode it together.
 
         Raises:
             ValueError, HostError: as :meth:`generate`.
@@ -195,12 +196,12 @@ class Engine:
             engine._prefiller = self._prefiller.with_config(replace(self.prefill_config, anchor_len=None))
         sampling = engine._sampling(_WARM_UP_TOKENS, temperature=0.0, top_p=1.0, seed=0)
         request = Request(Question(demo.DEMO_QUESTION, **about), StageTimer(self.hosts), sampling=sampling)
-        if not in_batch:
+        if not num_homes:
             engine.answer(request)
             return
-        request, state = engine.prefill_request(request)
+        prefilled = [engine.prefill_request(replace(request, home=home)) for home in range(num_homes)]
         with self.hosts.local_stage("warming up"):
-            if self.hosts.is_leader:
+            for request, state in prefilled[self.hosts.rank :][:1]:
                 _decode_in_batch(self.parts, state, request)
 
     def prefill(
@@ -444,8 +445,10 @@ class Engine:
         """Return a request with the grammar of its JSON schema, if it has one; ValueError on all hosts if not."""
         if request.sampling.json_schema is None:
             return request
-        with self.hosts.local_stage("reading the JSON schema"):
-            grammar = self.grammars.begin(request.sampling.json_schema) if self.hosts.is_leader else None
+        hosts = self.hosts
+        with hosts.local_stage("reading the JSON schema"):
+            decodes = hosts.rank == request.home and hosts.tensor_parallel_rank == 0
+            grammar = self.grammars.begin(request.sampling.json_schema) if decodes else None
         return replace(request, grammar=grammar)
 
     def _note_what_the_demo_cannot(self, read: ReadRequest) -> None:

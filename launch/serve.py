@@ -11,7 +11,6 @@ processes that still run after its --shutdown-timeout (30 s; must be longer than
 
 import argparse
 import os
-import socket
 from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
@@ -43,7 +42,6 @@ if TYPE_CHECKING:
 _MIB = 2**20
 _NEEDED = ("starlette", "uvicorn", "pydantic", "prometheus_client")
 _LAST_PORT = 65_535
-_LOOPBACK = "127.0.0.1"
 FIRST = ("model", "host", "port", "media_dir", "method", "speculate")
 
 
@@ -53,7 +51,7 @@ def parse_arguments(arguments: list[str] | None = None, prog: str | None = None)
     parser.add_argument("name", nargs="?", metavar="MODEL", help="same as --model")
     parser.add_argument("--model", help='"demo", a directory, or a hub id')
     http = parser.add_argument_group("HTTP")
-    http.add_argument("--host", default=_LOOPBACK, help="address to listen on (default %(default)s)")
+    http.add_argument("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
     http.add_argument("--port", type=int, default=8000, help="port; 0: any free one (default %(default)s)")
     http.add_argument("--served-model-name", metavar="NAME", help="model name in requests (default: --model)")
     http.add_argument("--api-key", metavar="KEY", help="required of clients (default: $APBV_API_KEY, or none)")
@@ -154,40 +152,18 @@ def settings_of(options: argparse.Namespace) -> ServerSettings:
     Raises:
         OSError: KV transfer is on, and this machine's own address cannot be determined.
     """
+    from apbv.kv.wire import own_address
+
     settings = vars(options) | {
         "model": options.served_model_name or options.model,
         "num_frames": options.frames,
         "media_hosts": frozenset(host.lower() for host in options.allow_media_host),
         "api_key": options.api_key or os.environ.get("APBV_API_KEY") or None,
-        "kv_host": options.kv_transfer and (options.kv_host or _own_address(options.host)),
+        "kv_host": options.kv_transfer and (options.kv_host or own_address(options.host)),
         "kv_port": options.kv_port or 0,
         "kv_seconds": options.kv_seconds or ServerSettings.kv_seconds,
     }
     return ServerSettings(**{each.name: settings[each.name] for each in fields(ServerSettings)})
-
-
-def _own_address(http_host: str) -> str:
-    """Guess the address under which the other server reaches this process.
-
-    Args:
-        http_host: the address on which this server listens for HTTP.
-    """
-    from apbv.kv.wire import reachable_address
-
-    is_one_machine = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
-    if is_one_machine:
-        return _LOOPBACK if _is_loopback(http_host) else reachable_address(http_host)
-    # The address by which this machine reaches host 0. Connecting a datagram socket sends nothing: it picks a
-    # route.
-    family, kind, _, _, address = socket.getaddrinfo(os.environ["MASTER_ADDR"], 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(address)
-        found = probe.getsockname()[0]
-    return reachable_address("0.0.0.0") if _is_loopback(found) else found
-
-
-def _is_loopback(host: str) -> bool:
-    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def main(arguments: list[str] | None = None, prog: str | None = None) -> int:
@@ -195,7 +171,7 @@ def main(arguments: list[str] | None = None, prog: str | None = None) -> int:
     options = parse_arguments(arguments, prog)
     # Imported here because this takes seconds.
     from apbv.hosts import run_on_hosts
-    from apbv.serve.executor import why_one_at_a_time
+    from apbv.serve.executor import num_homes
     from apbv.serve.log import log_to_stderr
     from apbv.serve.server import bind, serve
 
@@ -209,7 +185,7 @@ def main(arguments: list[str] | None = None, prog: str | None = None) -> int:
         reuse = options.reuse and ReuseConfig(mode=options.reuse, max_bytes=options.reuse_mib * _MIB)
         engine = load_engine(options, hosts, reuse)
         if hosts.device.type == "cuda":
-            engine.warm_up(in_batch=why_one_at_a_time(engine) is None)
+            engine.warm_up(num_homes(engine))
         serve(engine, hosts, sock, settings)
 
     return run_on_hosts(run, options.timeout, options.tensor_parallel, options.device)

@@ -82,7 +82,7 @@ Given = tuple[list[Member], Choice]
 
 
 class Batch:
-    """Decoding batch, which sequences join and leave between steps. It runs on host 0 only.
+    """Decoding batch of one host, which sequences join and leave between steps.
 
     One thread uses it. Another may prefill with the same model meanwhile, if
     :func:`apbv.model.attention.apbv_attention` is in force around both.
@@ -196,7 +196,13 @@ class Batch:
                 device = self._parts.device
                 newest = torch.cat([before[1].tokens, to_device(ids, device, torch.int64)])
                 ids = newest[to_device([rows[member] for member in going], device)]
-        return going, self._choose(going, self._runner.run(ids, [member.kv for member in going]))
+        logits = self._runner.run(ids, [member.kv for member in going])
+        try:
+            return going, self._choose(going, logits)
+        except Exception:
+            for member in going:  # the same rows are written again
+                member.kv.num_run -= 1
+            raise
 
     def _has_room(self, member: Member) -> bool:
         """Make room for a sequence's next row, or mark it as failed."""

@@ -251,15 +251,16 @@ class ShardedCache(Cache):
         layout: which tokens each host owns.
         host: this host's index.
         keep_query: False if the query runs in a later forward pass, which then appends its KV.
+        home: the host that :meth:`gather_behind_each` sends the KV to.
 
     Attributes:
         layout: of the first layer, which holds the whole prompt.
         layouts: of every layer.
     """
 
-    def __init__(self, num_layers: int, layout: ContextLayout, host: int, keep_query: bool = True):
+    def __init__(self, num_layers: int, layout: ContextLayout, host: int, keep_query: bool = True, home: int = 0):
         super().__init__(layers=[])
-        self.host, self.layout, self.layouts = host, layout, []
+        self.host, self.home, self.layout, self.layouts = host, home, layout, []
         self._leaving: tuple[DynamicCache, Iterator[None]] | None = None
         self.add_layers(num_layers, layout, keep_query)
 
@@ -334,12 +335,12 @@ class ShardedCache(Cache):
         return gathered if hosts.rank == to_host else None
 
     def gather_behind_each(self, attention: Callable[..., Tensor], hosts: HostGroup) -> Callable[..., Tensor]:
-        """Wrap an attention so that each layer's KV is then sent to host 0; :meth:`gather` waits for the last.
+        """Wrap an attention so that each layer's KV is then sent to its home; :meth:`gather` waits for the last.
 
         For one forward pass over all layers, on every host. The transfer overlaps with the layers' MLPs, when
         there is no other communication.
         """
-        self._leaving = _, transfers = self._leave(hosts, 0, releases=True)
+        self._leaving = _, transfers = self._leave(hosts, self.home, releases=True)
 
         def attend(*args, **kwargs) -> Tensor:
             out = attention(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Places a prompt's KV: gathered on host 0, or sharded over all hosts.
+"""Places a prompt's KV: gathered on one host, mostly host 0, or sharded over all hosts.
 
 Callers use the interface :class:`PlacedKV` for both.
 """
@@ -27,7 +27,7 @@ class PlacedKV:
         hosts: the hosts that prefilled the prompt.
         cache: the KV that this host holds; None if it holds none.
         num_tokens: n, the tokens of the prompt.
-        attending: the hosts over which attention to this KV has to be merged; None if host 0 has all of it.
+        attending: the hosts over which attention to this KV has to be merged; None if one host has all of it.
         is_whole: whether every layer holds every token of the prompt; false if tokens were pruned between layers.
             An answer can then follow, but the KV cannot be saved, nor can parts of it be taken.
     """
@@ -54,10 +54,10 @@ class PlacedKV:
 
 
 class GatheredKV(PlacedKV):
-    """KV gathered on host 0, which attends to it alone.
+    """KV gathered on one host, its home, which attends to it alone. Methods that speak of host 0 mean its home.
 
     Args:
-        cache: ``[1, Hkv, n, D]`` per layer on host 0, None elsewhere. An answer is appended to it.
+        cache: ``[1, Hkv, n, D]`` per layer on the home, None elsewhere. An answer is appended to it.
         num_tokens: n.
         is_whole: see :class:`PlacedKV`; the same on every host.
     """
@@ -137,8 +137,9 @@ class ShardedKV(PlacedKV):
         self.is_whole = all(layout.num_tokens == self.num_tokens for layout in cache.layouts)
 
     def gathered(self) -> GatheredKV:
-        """Gather the KV on host 0, and free the shards; collective. This KV must not be used afterwards."""
-        return GatheredKV(self.cache.gather(self.hosts, releases=True), self.num_tokens, self.hosts, self.is_whole)
+        """Gather the KV on its home, and free the shards; collective. This KV must not be used afterwards."""
+        cache = self.cache.gather(self.hosts, self.cache.home, releases=True)
+        return GatheredKV(cache, self.num_tokens, self.hosts, self.is_whole)
 
     def to_dynamic_cache(self, host: int) -> DynamicCache | None:
         cache = self.cache.gather(self.hosts, host)

@@ -16,6 +16,7 @@ ends must be little-endian, as everything is that runs torch on a GPU.
 
 import ipaddress
 import json
+import os
 import socket
 import struct
 import time
@@ -30,6 +31,8 @@ from torch import Tensor
 from .facts import StorageError
 
 Address = tuple[str, int]
+
+LOOPBACK = "127.0.0.1"
 
 _MAGIC = b"apbv-kv\x01"
 _HEAD = struct.Struct("<8sI")
@@ -190,6 +193,32 @@ def reachable_address(host: str) -> str:
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(("2001:db8::1" if family == socket.AF_INET6 else "192.0.2.1", 9))
         return probe.getsockname()[0]
+
+
+def own_address(http_host: str) -> str:
+    """Guess the address under which other processes, on machines that run the group or others, reach this one.
+
+    Args:
+        http_host: the address on which the server listens for HTTP; if it is loopback, so is the result, unless
+            the group runs on several machines.
+
+    Raises:
+        OSError: as :func:`reachable_address`.
+    """
+    is_one_machine = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
+    if is_one_machine:
+        return LOOPBACK if _is_loopback(http_host) else reachable_address(http_host)
+    # The address by which this machine reaches host 0. Connecting a datagram socket sends nothing: it picks a
+    # route.
+    family, kind, _, _, address = socket.getaddrinfo(os.environ["MASTER_ADDR"], 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)
+        found = probe.getsockname()[0]
+    return reachable_address("0.0.0.0") if _is_loopback(found) else found
+
+
+def _is_loopback(host: str) -> bool:
+    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def range_of(request: dict[str, Any], name: str) -> range:

@@ -41,6 +41,7 @@ def prefill(
     watcher: Watcher | None = None,
     encoded: VisualRows | None = None,
     stop: Stop | None = None,
+    home: int = 0,
 ) -> PrefillResult:
     """Prefill one prompt over all hosts; called on every host with the same prompt, model and config.
 
@@ -58,6 +59,7 @@ def prefill(
         encoded: the source of this host's visual embeddings, where it is not the model's vision tower.
         stop: asked on host 0 between chunks of the tower and between layers; true cancels the prefill. None on all
             hosts, or on none.
+        home: the host on which the KV is gathered with ``kv="gathered"``.
 
     Returns:
         The logits of the last token on every host, and the KV as ``config.kv`` says.
@@ -76,6 +78,8 @@ def prefill(
     reducer = reduction = None
     reset_peak_memory(hosts.device)
     with hosts.local_stage("prefill planning"), timer.stage("preprocess"):
+        if not 0 <= home < hosts.size:
+            raise ValueError(f"home must be one of the {hosts.size} hosts, not {home}")
         parts = model if isinstance(model, ModelParts) else inspect_model(model, config.backend)
         found, expected = parts.tensor_parallel, (hosts.tensor_parallel_rank, hosts.tensor_parallel_size)
         if found != expected:
@@ -113,6 +117,7 @@ def prefill(
             config.kv,
             itemsize=parts.dtype.itemsize,
             device=parts.device,
+            home=home,
             tensor_parallel=parts.tensor_parallel[1],
             visual=range(inputs.context_start, inputs.query_start) if inputs.num_visual_tokens else range(0),
             certain_depth=None if reducer is None else reducer.layers[0],
@@ -129,7 +134,7 @@ def prefill(
 
     # Forward.
     with hosts.collective_stage("prefill"), room.explained("prefill"), timer.stage("prefill"):
-        logits, last_stage, shards = _forward(parts, inputs, visual, method, watcher, reducer, stop)
+        logits, last_stage, shards = _forward(parts, inputs, visual, method, watcher, reducer, stop, home)
     if reducer is not None:
         reduction = reducer.reduction(last_stage.tokens, shards.layouts)
 
@@ -191,12 +196,13 @@ def _forward(
     watcher: Watcher | None,
     reducer: LateReducer | None,
     stop: Stop | None,
+    home: int,
 ) -> tuple[Tensor, Stage, ShardedCache]:
     """Run the language model on this host's tokens; return logits ``[1, V]``, the last stage, and the KV here."""
     hosts = method.hosts
     ends = (*(() if reducer is None else reducer.layers), parts.num_layers)
     first, *others = (range(*run) for run in pairwise((0, *ends)))
-    cache = ShardedCache(0, method.layout, hosts.rank)
+    cache = ShardedCache(0, method.layout, hosts.rank, home=home)
     stage = Stage(first, method, inputs.query_start, parts.is_visual(inputs.input_ids[0]))
     if watcher is not None:
         watcher.begin(stage)

@@ -2,7 +2,7 @@
 
 The estimate needs a model's config and a layout of the prompt; nothing runs. First the vision tower encodes, chunk
 by chunk, into the embeddings of the host's tokens. Then the layers run. The KV of each stays where it is computed,
-or goes to host 0: while the next layer runs, or after the last one.
+or goes to the host that decodes: while the next layer runs, or after the last one.
 """
 
 import gc
@@ -66,6 +66,7 @@ def host_memory(
     *,
     itemsize: int,
     device: torch.device,
+    home: int = 0,
     tensor_parallel: int = 1,
     visual: range = range(0),
     certain_depth: int | None = None,
@@ -80,6 +81,7 @@ def host_memory(
         kv: where the KV is placed, as in :class:`apbv.PrefillConfig`.
         itemsize: bytes per number.
         device: its device, which decides the sizes of row chunks.
+        home: the host that gets gathered KV.
         tensor_parallel: T, the processes that shard a host's model.
         visual: from the first visual token to the last.
         certain_depth: number of layers that certainly read all these tokens; None: all.
@@ -94,7 +96,7 @@ def host_memory(
     num_rows, num_kept = sum(map(len, spans)), sum(map(len, layout.cache_spans(host)))
     num_visual = sum(len(intersect(span, visual)) for span in spans)
     leaves = kv == "gathered" and layout.num_hosts > 1
-    gathered_row = kv_row * layout.num_tokens if leaves and host == 0 else 0
+    gathered_row = kv_row * layout.num_tokens if leaves and host == home else 0
     # Beside the residual and the positions: normed rows, K and V, and the queries, turned by their positions in
     # four steps, which are as large as what comes after; or the layer's input, an MLP's, its output, and a chunk.
     mlp_row = mlp_row_bytes(ceil(sizes.intermediate / tensor_parallel), itemsize)
@@ -114,7 +116,7 @@ def host_memory(
     }
     states = num_rows * (hidden + query + kv_row)
     depth = certain_depth or sizes.layers
-    stays = (depth - 1) * num_kept * kv_row * (not leaves or host == 0)
+    stays = (depth - 1) * num_kept * kv_row * (not leaves or host == home)
     certain = {"prefill": stays + states, "handoff": depth * gathered_row}
     return HostMemory(kept, stages, certain)
 

@@ -161,6 +161,7 @@ class Prefiller:
             watcher=watcher,
             encoded=encoded,
             stop=read.request.cancels,
+            home=read.request.home,
         )
         if self._reuse is not None:
             self._reuse.store_prefix(state)

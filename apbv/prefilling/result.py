@@ -76,7 +76,7 @@ class PrefillResult:
             :class:`apbv.SparseConfig`), on all hosts together; None if attention is dense.
         reused: cache that was hit: ``"embeddings"``, or ``"kv"`` if only the question was run; else None.
         timer: stage times so far; ``timer.summary()`` is collective.
-        kv: the KV, gathered on host 0 or sharded.
+        kv: the KV, gathered on one host (host 0 unless asked otherwise) or sharded.
         model: returns the identity of the model that prefilled, for saved KV; called on demand, because it reads
             weights.
     """

@@ -1,8 +1,9 @@
-"""Continuous batching: decodes answers in a thread of host 0, concurrently with the prefill thread."""
+"""Continuous batching: decodes a host's share of the answers in a thread, concurrently with its prefill thread."""
 
 import copy
 import threading
 from collections import deque
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -13,30 +14,31 @@ from ..engine import Engine
 from ..input.request import Request
 from ..model.attention import apbv_attention
 from ..prefilling.result import PrefillResult
-from .job import Job
-from .requests import ApiError
-from .scheduler import Scheduler
+from .links import Output
+from .order import Order
 from .telling import Telling
 
 
 class Decoding:
-    """Decodes all answers whose prompts are prefilled, in a thread, as one batch.
+    """Decodes all answers whose prompts are prefilled and whose home is this host, in a thread, as one batch.
 
     An answer joins the batch before its next step, and leaves it when it ends or its client disconnects. The
     thread lives inside a ``with`` block, in which apbv's attention is in force for all threads.
 
+    Args:
+        on_step: called in the thread after the outputs got a step's tokens.
+
     Attributes:
-        decode: token ids to text, in this thread.
         failure: the error that ended the thread prematurely.
     """
 
-    def __init__(self, engine: Engine, scheduler: Scheduler):
-        self._parts, self._scheduler = engine.parts, scheduler
+    def __init__(self, engine: Engine, on_step: Callable[[], None] = lambda: None):
+        self._parts, self._on_step = engine.parts, on_step
         # A tokenizer must not be used by two threads at once.
-        self.decode = copy.deepcopy(engine.tokenizer).decode
-        self._arrivals: deque[tuple[Job, Request, PrefillResult, list[Telling]]] = deque()
-        self._members: dict[Member, tuple[Job, Telling]] = {}
-        self._is_closing = False
+        self._decode = copy.deepcopy(engine.tokenizer).decode
+        self._arrivals: deque[tuple[Output, Order, Request | None, PrefillResult | Exception]] = deque()
+        self._members: dict[Member, tuple[Output, Telling]] = {}  # the youngest last
+        self._changed, self._is_closing = threading.Condition(), False
         self._thread = threading.Thread(target=self._run, name="decoding", daemon=True)
         self._attention = ExitStack()
         self.failure: BaseException | None = None
@@ -48,22 +50,21 @@ class Decoding:
 
     def __exit__(self, *_) -> None:
         """Stop the thread after the current step; unfinished answers are dropped."""
-        with self._scheduler.changed:
+        with self._changed:
             self._is_closing = True
-            self._scheduler.changed.notify_all()
+            self._changed.notify_all()
         self._thread.join()
         self._attention.close()
 
-    def add(self, job: Job, request: Request, state: PrefillResult, tellings: list[Telling]) -> None:
-        """Add a prefilled job's answers; from then on this thread ends the job, and releases its KV.
+    def add(self, output: Output, order: Order, request: Request | None, state: PrefillResult | Exception) -> None:
+        """Add the answers of a prefilled request; from then on this thread ends it, and releases its KV.
 
         Args:
-            state: the prompt's, with its KV on this host.
-            tellings: of each answer.
+            state: the prompt's, with its KV on this host; or the error that the prefill ended with.
         """
-        with self._scheduler.changed:
-            self._arrivals.append((job, request, state, tellings))
-            self._scheduler.changed.notify_all()
+        with self._changed:
+            self._arrivals.append((output, order, request, state))
+            self._changed.notify_all()
 
     def _run(self) -> None:
         try:
@@ -71,21 +72,15 @@ class Decoding:
                 torch.cuda.set_device(self._parts.device)
             batch = Batch(self._parts)
             while self._admit(batch):
-                if failure := self._step(batch):
-                    batch = Batch(self._parts)  # which also frees the KV that a failed step left
-                    jobs = {job for job, _ in self._members.values()}
-                    self._members.clear()
-                    for job in jobs:
-                        self._fail(job, failure)
+                self._step(batch)
+                self._on_step()
         except BaseException as error:
             self.failure = error
-            with self._scheduler.changed:
-                self._scheduler.changed.notify_all()
 
     def _admit(self, batch: Batch) -> bool:
         """Wait until there is something to decode, and add arrivals; False at shutdown."""
-        with self._scheduler.changed:
-            self._scheduler.changed.wait_for(lambda: self._arrivals or self._members or self._is_closing)
+        with self._changed:
+            self._changed.wait_for(lambda: self._arrivals or self._members or self._is_closing)
             arrivals, self._arrivals = self._arrivals, deque()
             if self._is_closing:
                 return False
@@ -94,54 +89,59 @@ class Decoding:
         return True
 
     def _join(
-        self, batch: Batch, job: Job, request: Request, state: PrefillResult, tellings: list[Telling]
+        self, batch: Batch, output: Output, order: Order, request: Request, state: PrefillResult | Exception
     ) -> None:
-        """Add a job's answers to the batch; the job fails alone if its KV cannot grow."""
+        """Add a request's answers to the batch; it fails alone if its KV cannot grow."""
         try:
-            for telling in tellings:
-                self._members[batch.join(state, telling.asked(request))] = job, telling
+            if isinstance(state, Exception):
+                raise state
+            for choice in range(order.num_answers):
+                telling = Telling(output, order, self._decode, choice)
+                self._members[batch.join(state, telling.asked(request))] = output, telling
                 state = replace(state, kv=state.kv.behind(state.layout))  # which the next answer copies
         except Exception as error:
-            self._fail(job, _in_words(error))
+            self._fail(output, _in_words(error))
 
-    def _step(self, batch: Batch) -> str | None:
+    def _step(self, batch: Batch) -> None:
         """Decode the next token of every answer, and end the finished ones.
 
-        Returns:
-            Why no answer got a token; None if all did, except those that failed alone.
+        If the step fails, no answer gets a token, and the youngest fails: without it there may be enough memory.
         """
-        for member, (job, _) in list(self._members.items()):
-            if job.is_cancelled:
+        for member, (output, _) in list(self._members.items()):
+            if output.is_cancelled:
                 batch.leave(member)
                 self._end(member)
+        failure = None
         if self._members:
             try:
                 batch.step()
             except Exception as error:
-                return _in_words(error)
+                failure = _in_words(error)  # whose frames hold KV
+        if failure is not None:
+            youngest = next(reversed(self._members))
+            batch.leave(youngest)
+            self._fail(self._members.pop(youngest)[0], failure)
         for member in [member for member in self._members if member.has_ended]:
             self._end(member)
-        return None
 
     def _end(self, member: Member) -> None:
         """End an answer, and with the last one of a request release its KV."""
-        (job, telling), failure = self._members.pop(member), None if member.error is None else str(member.error)
+        (output, telling), failure = self._members.pop(member), None if member.error is None else str(member.error)
         if failure is None:
             try:
                 telling.finish(member.tokens, member.finish_reason)
             except Exception as error:
                 failure = _in_words(error)
         if failure is not None:
-            self._fail(job, failure)
-        elif all(job is not other for other, _ in self._members.values()):
-            self._scheduler.release(job)
+            self._fail(output, failure)
+        elif all(output is not other for other, _ in self._members.values()):
+            output.release()
 
-    def _fail(self, job: Job, failure: str) -> None:
+    def _fail(self, output: Output, failure: str) -> None:
         """Fail a request; its other answers leave the batch with the next step."""
-        self._scheduler.end(job, ApiError(500, failure), "failed")
-        job.is_cancelled = True
-        if all(job is not other for other, _ in self._members.values()):
-            self._scheduler.release(job)
+        output.fail(failure)
+        if all(output is not other for other, _ in self._members.values()):
+            output.release()
 
 
 def _in_words(error: Exception) -> str:

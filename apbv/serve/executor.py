@@ -1,7 +1,7 @@
 """Carries out orders: the work of every host for a request, led by host 0."""
 
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,11 +19,13 @@ from ..kv.facts import StorageError
 from ..kv.offers import Offers
 from ..kv.ticket import Ticket
 from ..prefilling.result import PrefillResult
+from .decoding import Decoding
+from .links import Link, Links, RemoteOutput
 from .media import PrivateFiles, find_in_folder
 from .order import Order
 from .requests import FinishReason
 
-# Host 0's commands: idle; answer together; prefill, and host 0 answers alone; prefill, and another server answers;
+# Host 0's commands: idle; answer together; prefill, and one host answers; prefill, and another server answers;
 # shut down.
 WAIT, ANSWER, PREFILL, HAND_OVER, LEAVE = range(5)
 
@@ -32,12 +34,20 @@ OpenFiles = Callable[[ExitStack], list[Path]]
 
 
 def why_one_at_a_time(engine: Engine) -> str | None:
-    """Return why an engine's answers cannot be batched on host 0; None if they can."""
+    """Return why an engine's answers cannot be batched; None if they can."""
     if engine.speculative_config is not None:
         return "a draft is made for one answer"
     if engine.prefill_config.kv == "sharded":
         return "all hosts take part in every token where the KV is sharded"
     return why_not_together(engine.parts)
+
+
+def num_homes(engine: Engine) -> int:
+    """Return how many hosts, the first ones, decode a batch of answers each; 0: all hosts decode one at a time."""
+    if why_one_at_a_time(engine) is not None:
+        return 0
+    caches_kv = engine.reuse_config is not None and engine.reuse_config.mode == "kv"  # on the host that decodes
+    return 1 if caches_kv else engine.hosts.size
 
 
 @dataclass(frozen=True)
@@ -63,11 +73,13 @@ class Executor:
         engine: answers them.
         hosts: all hosts, a draft host included.
         offers: this process's exported KV; None if KV transfer is off.
+        link: of :func:`~.links.connect_hosts`; None if no other host than host 0 decodes alone.
     """
 
     engine: Engine
     hosts: HostGroup
     offers: Offers | None = None
+    link: Links | Link | None = None
 
     def carry_out(
         self,
@@ -77,7 +89,7 @@ class Executor:
         asked: Asked = lambda request: request,
         prompt: Skeleton | None = None,
     ) -> "GenerateResult | tuple[Request, PrefillResult] | HandedOver | None":
-        """Answer an order, prefill it with all KV on host 0, or export its KV from the hosts that computed it.
+        """Answer an order, prefill it with all KV on its home, or export its KV from the hosts that computed it.
 
         Args:
             command: ANSWER, PREFILL or HAND_OVER.
@@ -151,6 +163,13 @@ def exchange_commands(hosts: HostGroup, command: int, wants_to_stop: bool) -> tu
     return int(messages[0][0]), any(stop for _, stop in messages)
 
 
+def require_decoding(hosts: HostGroup, decoding: Decoding | None) -> None:
+    """Raise what ended this host's decoding thread, if anything did, and break the group with the reason."""
+    if decoding is not None and decoding.failure is not None:
+        with hosts.collective_stage("decoding"):
+            raise decoding.failure
+
+
 def follow(executor: Executor, folder: Path | None, private_files: PrivateFiles, wants_to_stop: Event) -> None:
     """Carry out host 0's commands until shutdown; runs on every other host.
 
@@ -162,17 +181,14 @@ def follow(executor: Executor, folder: Path | None, private_files: PrivateFiles,
     Raises:
         HostError: another host ended, or failed in an exchange.
     """
-    hosts = executor.hosts
-    while True:
-        command, _ = exchange_commands(hosts, WAIT, wants_to_stop.is_set())
-        if command == LEAVE:
-            return
-        if command == WAIT:
-            continue
+    hosts, link = executor.hosts, executor.link
+    decoding = None if link is None else Decoding(executor.engine, link.flush)
+
+    def carry_out(command: int) -> None:
         order = Order.from_json(hosts.broadcast_bytes(None))
         sent = iter([hosts.broadcast_bytes(None) for file in order.files if file is None])
 
-        def open_files(stack: ExitStack, order=order, sent=sent) -> list[Path]:
+        def open_files(stack: ExitStack) -> list[Path]:
             return [
                 stack.enter_context(private_files.holding(next(sent)))
                 if file is None
@@ -181,7 +197,19 @@ def follow(executor: Executor, folder: Path | None, private_files: PrivateFiles,
             ]
 
         try:
-            executor.carry_out(command, order, open_files)
-        except Exception:  # host 0 reports it
+            done = executor.carry_out(command, order, open_files)
+        except Exception as error:
             if not executor.is_usable:
                 raise
+            done = None, error.with_traceback(None)  # host 0 reports it, if it failed there, too
+        if command == PREFILL and order.home == hosts.rank:
+            decoding.add(RemoteOutput(link, order.number), order, *done)
+
+    with decoding or nullcontext():
+        while True:
+            require_decoding(hosts, decoding)
+            command, _ = exchange_commands(hosts, WAIT, wants_to_stop.is_set())
+            if command == LEAVE:
+                return
+            if command != WAIT:
+                carry_out(command)

@@ -123,8 +123,8 @@ class Job:
         has_ended: whether its last event was sent.
         files: closes its files.
         read: the request as read; None until it is ready.
-        kv_bytes: maximum size of its KV, of prompt and answers on all hosts.
-        num_finished: number of finished answers.
+        kv_bytes: maximum size of its KV, of prompt and answers.
+        home: once it runs, the host that decodes its answers and holds this KV; None: every host holds some.
     """
 
     def __init__(self, request_id: str | None = None, traceparent: str | None = None):
@@ -135,7 +135,8 @@ class Job:
         self.is_cancelled = self.has_ended = False
         self.files = ExitStack()
         self.read: ReadyRequest | None = None
-        self.kv_bytes = self.num_finished = 0
+        self.kv_bytes = 0
+        self.home: int | None = None
 
     def send(self, event: Event) -> None:
         """Send an event; any thread may call this."""

@@ -30,10 +30,14 @@ TRANSFER_ENDS = ("fetched", "dropped", "expired", "displaced", "closed")
 _GAUGES = {
     "num_requests_running": "Requests being prefilled or decoded",
     "num_requests_waiting": "Requests being read or waiting for prefill",
-    "kv_cache_usage_perc": "KV cache usage; 1 means full",
+    "kv_cache_usage_perc": "KV cache usage, mean of the hosts that decode; 1 means full",
     "kv_cache_bytes": "KV cache in bytes",
     "kv_offers_waiting": "Prompts whose KV waits to be fetched by a decode instance",
 }
+_OF_HOSTS = (
+    ("host_kv_cache_bytes", "KV cache in bytes, by the host that decodes from it"),
+    ("host_answers", "Answers being prefilled or decoded, by the host that decodes them"),
+)
 # With the field of a request's speculation record that it counts, if any.
 _COUNTERS = {
     "prompt_tokens": ("Prefilled prompt tokens",),
@@ -77,6 +81,8 @@ class Metrics:
     def __init__(self, model: str):
         self._registry, self.model = CollectorRegistry(), model
         self._gauges = {name: self._new(Gauge, name, what) for name, what in _GAUGES.items()}
+        labels = ["model_name", "host"]
+        self._of_hosts = [Gauge(f"apbv:{name}", what, labels, registry=self._registry) for name, what in _OF_HOSTS]
         self._counters = {name: self._new(Counter, name, what) for name, (what, *_) in _COUNTERS.items()}
         self._histograms = {
             name: self._new(Histogram, name, what, buckets=buckets)
@@ -94,6 +100,11 @@ class Metrics:
         """Set gauges, by their names without the prefix."""
         for name, value in gauges.items():
             self._gauges[name].set(value)
+
+    def set_of_host(self, host: int, num_bytes: int, num_answers: int) -> None:
+        """Set the bytes of KV that a host holds, and the number of answers that it decodes."""
+        for gauge, value in zip(self._of_hosts, (num_bytes, num_answers), strict=True):
+            gauge.labels(self.model, host).set(value)
 
     def observe_token_gap(self, seconds: float) -> None:
         """Observe the ITL of one token."""

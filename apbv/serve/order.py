@@ -23,6 +23,10 @@ class Order:
         sampling: how the answer's tokens are chosen.
         hands_over: whether the prompt's KV is transferred to another server.
         num_answers: number of answers, with consecutive seeds.
+        streams: whether every token is sent at once.
+        stop_strings, stop_token_ids: see :class:`~.text.AnswerText`.
+        home: the host that decodes the answers, where one does alone.
+        number: the request's number on the connection from its home to host 0; see :mod:`.links`.
     """
 
     asked: dict[str, Any]
@@ -30,6 +34,11 @@ class Order:
     sampling: SamplingParams
     hands_over: bool = False
     num_answers: int = 1
+    streams: bool = False
+    stop_strings: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    home: int = 0
+    number: int | None = None
 
     def to_json(self) -> bytes:
         """Encode the order for other hosts."""
@@ -77,4 +86,5 @@ class Order:
             num_wanted=self.sampling.max_new_tokens,
             stop=lambda _: False,
             prompt=prompt,
+            home=self.home,
         )

@@ -139,7 +139,9 @@ class Reader:
             seed=secrets.randbits(63) if request.seed is None else request.seed % 2**64,
             min_tokens=least,
         )
-        order = Order(asked, [file.relative for file in media], sampling, request.hands_over, request.num_answers)
+        told = bool(request.stream), request.stop_strings, request.stop_token_ids or ()
+        files = [file.relative for file in media]
+        order = Order(asked, files, sampling, request.hands_over, request.num_answers, *told)
         return ReadyRequest(order, num_tokens, media, request, prompt)
 
     def _require_known(self, token_ids: Iterable[int], field: str) -> None:

@@ -1,6 +1,7 @@
 """The server's scheduler: waiting and running requests, and their KV memory."""
 
 import bisect
+import math
 import threading
 import time
 from dataclasses import dataclass
@@ -22,11 +23,11 @@ class Limits:
 
     Attributes:
         max_queue: how many requests may be read or wait while others run.
-        max_kv_bytes: the most bytes of KV at once, wherever they lie: of answers that are decoded, of prompts that
-            are prefilled, and of such as wait to be fetched.
+        max_kv_bytes: the most bytes of KV at once on each host: of answers that it decodes, prefills included, and
+            of prompts that wait to be fetched. Of the latter all bytes count on every host: no host holds more.
         token_bytes: the KV of one token, in all layers.
         spare_tokens: the most tokens that an answer's KV has room for beyond its own.
-        max_running: how many answers may run at once; None: as many as the KV allows.
+        max_running: how many answers each host may decode at once; None: as many as the KV allows.
         max_answers: how many answers a request may ask for; None: as many as may run at once.
     """
 
@@ -63,15 +64,18 @@ class Scheduler:
     """Schedules the server's requests; thread-safe.
 
     A prompt lets shorter ones that become ready soon after it go first, up to a time that grows with its length;
-    so none starves. Where the first does not fit, those after it wait, too.
+    so none starves. Where the first does not fit on any host, those after it wait, too.
+
+    Args:
+        num_homes: how many hosts, the first ones, decode answers. A request's go to the one with the least KV.
 
     Attributes:
         changed: notified of what may let a thread go on.
         is_stopping: whether no further request is taken.
     """
 
-    def __init__(self, limits: Limits, metrics: Metrics, tracer: Tracer | None = None):
-        self.limits, self.metrics, self._tracer = limits, metrics, tracer
+    def __init__(self, limits: Limits, metrics: Metrics, tracer: Tracer | None = None, num_homes: int = 1):
+        self.limits, self.metrics, self._tracer, self._homes = limits, metrics, tracer, range(num_homes)
         self.changed = threading.Condition()
         self.is_stopping = False
         self._admitted: set[Job] = set()  # not running yet
@@ -121,10 +125,11 @@ class Scheduler:
         Also None as soon as everything has stopped.
         """
         with self.changed:
-            self.changed.wait_for(lambda: self._first_fits() or self.has_stopped, seconds)
-            if not self._first_fits():
+            self.changed.wait_for(lambda: self._home_of_first() is not None or self.has_stopped, seconds)
+            if (home := self._home_of_first()) is None:
                 return None
             job = self._ready.pop(0)
+            job.home = None if job.read.order.hands_over else home
             self._admitted.discard(job)
             self._running.add(job)
             job.record.began = time.monotonic()
@@ -134,7 +139,11 @@ class Scheduler:
     def bytes_wanted(self) -> int:
         """Return how many bytes of KV have to be freed for the first in the queue."""
         with self.changed:
-            return max(self._used() + self._ready[0].kv_bytes - self.limits.max_kv_bytes, 0) if self._ready else 0
+            if not self._ready:
+                return 0
+            first, used = self._ready[0], list(map(self._used, self._homes))
+            used = max(used) if first.read.order.hands_over else min(used)
+            return max(used + first.kv_bytes - self.limits.max_kv_bytes, 0)
 
     def cancel(self, job: Job) -> None:
         """Drop a request whose client has gone: at once from the queue, or else at its next token."""
@@ -228,26 +237,42 @@ class Scheduler:
         for job in jobs:
             self.end(job, ApiError(503, reason), outcome)
 
-    def _first_fits(self) -> bool:
-        if not self._ready:
-            return False
-        first = self._ready[0]
-        is_bounded = self.limits.max_running is not None and not first.read.order.hands_over
-        num_running = sum(job.read.order.num_answers for job in self._running)
-        if is_bounded and num_running + first.read.order.num_answers > self.limits.max_running:
-            return False
-        return self._used() + first.kv_bytes <= self.limits.max_kv_bytes
+    def _home_of_first(self) -> int | None:
+        """Return the host with the least KV of those where the first in the queue fits; None if it fits nowhere.
 
-    def _used(self) -> int:
-        offered = sum(num_bytes for num_bytes, _ in self._offers.values())
-        return sum(job.kv_bytes for job in self._running) + offered
+        A prompt whose KV is transferred has to fit on every host.
+        """
+        if not self._ready:
+            return None
+        first, limits = self._ready[0], self.limits
+        order = first.read.order
+        is_bounded = limits.max_running is not None and not order.hands_over
+        most = limits.max_running - order.num_answers if is_bounded else math.inf
+        # Of equally loaded hosts the last: host 0 serves HTTP, too.
+        loads = sorted((self._used(home), self._num_answers(home), -home) for home in self._homes)
+        room = limits.max_kv_bytes - first.kv_bytes
+        fitting = [-home for used, num_answers, home in loads if used <= room and num_answers <= most]
+        is_enough = len(fitting) == len(loads) if order.hands_over else fitting
+        return fitting[0] if is_enough else None
+
+    def _used(self, home: int) -> int:
+        """Return the bytes of KV that count on a host."""
+        return sum(job.kv_bytes for job in self._running if job.home in (home, None)) + self._offered()
+
+    def _offered(self) -> int:
+        return sum(num_bytes for num_bytes, _ in self._offers.values())
+
+    def _num_answers(self, home: int) -> int:
+        return sum(job.read.order.num_answers for job in self._running if job.home == home)
 
     def _show(self) -> None:
-        used, most = self._used(), self.limits.max_kv_bytes
+        used, most = [self._used(home) for home in self._homes], self.limits.max_kv_bytes
         self.metrics.set(
             num_requests_waiting=len(self._admitted),
             num_requests_running=len(self._running),
-            kv_cache_bytes=used,
-            kv_cache_usage_perc=used / most if most else 0,
+            kv_cache_bytes=sum(job.kv_bytes for job in self._running) + self._offered(),
+            kv_cache_usage_perc=sum(used) / (len(used) * most) if most else 0,
             kv_offers_waiting=len(self._offers),
         )
+        for home in self._homes:
+            self.metrics.set_of_host(home, used[home], self._num_answers(home))

@@ -7,6 +7,7 @@ import signal
 import socket
 import threading
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from functools import partial
 
 import h11
@@ -20,7 +21,8 @@ from ..kv.offers import Offers
 from ..model.parts import DecoderSizes
 from ..stats import free_memory_bytes
 from .app import build_app
-from .executor import Executor, follow, why_one_at_a_time
+from .executor import Executor, follow, num_homes, why_one_at_a_time
+from .links import connect_hosts
 from .log import OncePerPeriod
 from .media import PrivateFiles
 from .metrics import Metrics
@@ -76,6 +78,9 @@ def serve(engine: Engine, hosts: HostGroup, sock: socket.socket | None, settings
     Raises:
         HostError: a host ended, or failed in an exchange.
     """
+    homes = num_homes(engine)
+    if homes > 1 and settings.max_kv_bytes is None:
+        settings = replace(settings, max_kv_bytes=_least_free_bytes(hosts, homes) // 2)
     with ExitStack() as stack:
         private_files = stack.enter_context(PrivateFiles())
         scheduler = offers = None
@@ -84,12 +89,13 @@ def serve(engine: Engine, hosts: HostGroup, sock: socket.socket | None, settings
                 endpoint, tracer = settings.otlp_traces_endpoint, None
                 if endpoint is not None:
                     tracer = stack.enter_context(closing(Tracer(endpoint, settings.model)))
-                scheduler = Scheduler(limits_of(engine, settings), Metrics(settings.model), tracer)
+                limits, metrics = limits_of(engine, settings), Metrics(settings.model)
+                scheduler = Scheduler(limits, metrics, tracer, max(homes, 1))
         if settings.kv_host is not None and engine.prefills:  # collective over the hosts that prefill
             on_end = None if scheduler is None else scheduler.end_offer
             where = {"host": settings.kv_host, "port": settings.kv_port, "seconds": settings.kv_seconds}
             offers = stack.enter_context(Offers(engine.hosts, **where, on_end=on_end))
-        executor = Executor(engine, hosts, offers)
+        executor = Executor(engine, hosts, offers, connect_hosts(hosts, stack) if homes > 1 else None)
         with hosts.local_stage("opening the server"):
             if scheduler is not None:
                 reader = Reader(engine, settings, private_files, scheduler.limits.max_tokens)
@@ -105,6 +111,15 @@ def serve(engine: Engine, hosts: HostGroup, sock: socket.socket | None, settings
         for number in _SIGNALS:
             signal.signal(number, lambda *_: wants_to_stop.set())
         follow(executor, settings.media_dir, private_files, wants_to_stop)
+
+
+def _least_free_bytes(hosts: HostGroup, homes: int) -> int:
+    """Return the free memory of the host that has least of those that decode, which are processes; collective.
+
+    Processes on one machine's CPU have an equal part of its memory each.
+    """
+    sharing = int(os.environ.get("LOCAL_WORLD_SIZE", homes)) if hosts.device.type == "cpu" else 1
+    return int(min(hosts.gather_floats([free_memory_bytes(hosts.device) / sharing]))[0])
 
 
 def limits_of(engine: Engine, settings: ServerSettings) -> Limits:

@@ -18,8 +18,9 @@ class ServerSettings:
     Attributes:
         model: the model name in requests.
         max_queue: maximum number of waiting requests.
-        max_running: maximum number of answers decoded in one batch; None: limited by the KV cache only.
-        max_kv_bytes: KV cache limit; None: half of the free memory on host 0.
+        max_running: maximum number of answers decoded in one batch, of which every host has one; None: limited by
+            the KV cache only.
+        max_kv_bytes: KV cache limit of each host; None: half of the free memory of the host that has least.
         max_body_bytes: largest request body.
         max_model_len: maximum tokens of prompt and answer together; None: the model's context length.
         max_frames: maximum frames of all videos of a request, plus its images.
@@ -43,8 +44,8 @@ class ServerSettings:
 
     model: str = "demo"
     max_queue: int = _most(64, "maximum waiting requests")
-    max_running: int | None = _most(None, "maximum answers per decoding batch (default: limited by --max-kv-mib)")
-    max_kv_bytes: int | None = _most(None, "KV cache limit in MiB (default: half of the free memory on host 0)")
+    max_running: int | None = _most(None, "maximum answers per host's batch (default: limited by --max-kv-mib)")
+    max_kv_bytes: int | None = _most(None, "KV cache limit per host in MiB (default: half of its free memory)")
     max_body_bytes: int = _most(96 * _MIB, "maximum request body in MiB")
     max_model_len: int | None = _most(None, "maximum tokens of prompt and answer (default: the model's)")
     max_frames: int = _most(2048, "maximum frames of a request's videos, plus its images")

@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -20,9 +21,11 @@ from .executor import (
     Executor,
     HandedOver,
     exchange_commands,
+    require_decoding,
     why_one_at_a_time,
 )
 from .job import Job
+from .output import JobOutput
 from .reading import Reader, client_message
 from .requests import ApiError, GenerationRequest
 from .scheduler import Scheduler
@@ -37,9 +40,9 @@ _SILENCE_SECONDS = 10.0  # without a step: another host does not answer
 class Worker:
     """Engine loop: reads requests and has all hosts carry them out, in a thread.
 
-    All communication between hosts happens in this thread. It prefills prompts sequentially, in the scheduler's
-    order, while another thread decodes; if answers cannot be batched, it decodes each before it takes the next.
-    The methods are called from the thread that speaks HTTP, or from those that read requests.
+    All collectives of the hosts happen in this thread. It prefills prompts sequentially, in the scheduler's order,
+    while another thread of each host decodes; if answers cannot be batched, all hosts decode each before it takes
+    the next. The methods are called from the thread that speaks HTTP, or from those that read requests.
 
     Args:
         executor: carries orders out, together with the other hosts' executors.
@@ -52,10 +55,9 @@ class Worker:
     """
 
     def __init__(self, executor: Executor, reader: Reader, scheduler: Scheduler):
-        self._executor, self.reader, self._scheduler = executor, reader, scheduler
+        self._executor, self.reader, self._scheduler, self._links = executor, reader, scheduler, executor.link
         self.why_one_at_a_time = why_one_at_a_time(executor.engine)
-        self._decoding = None if self.why_one_at_a_time else Decoding(executor.engine, scheduler)
-        self._decode = executor.engine.tokenizer.decode
+        self._decoding = None if self.why_one_at_a_time else Decoding(executor.engine)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._last_step_at, self._is_busy = time.monotonic(), False
         self.failure: BaseException | None = None
@@ -151,8 +153,7 @@ class Worker:
     def _step(self) -> bool:
         """Carry out the next request, or send an idle command; False after shutdown."""
         job = self._scheduler.take(_IDLE_SECONDS)
-        if self._decoding is not None and self._decoding.failure is not None:
-            raise self._decoding.failure
+        require_decoding(self._executor.hosts, self._decoding)
         has_stopped = job is None and self._scheduler.has_stopped
         if job is None:
             if (num_bytes := self._scheduler.bytes_wanted()) and self._executor.offers is not None:
@@ -161,6 +162,8 @@ class Worker:
         else:
             self._is_busy = True
             self._carry_out(job)
+        if self._links is not None and self._links.failure is not None and not has_stopped:
+            raise self._links.failure
         self._last_step_at, self._is_busy = time.monotonic(), False
         return not has_stopped
 
@@ -169,11 +172,13 @@ class Worker:
             self._on_stop()
 
     def _carry_out(self, job: Job) -> None:
-        """Carry out a request to its end, or until the other thread decodes it."""
+        """Carry out a request to its end, or until a decoding thread has it."""
+        output = JobOutput(job, self._scheduler)
         try:
-            goes_on = self._lead(job)
+            if self._lead(job, output):
+                return
         except RequestCancelled:
-            self._scheduler.end(job, None, "cancelled")
+            pass
         except Exception as error:
             if not self._executor.is_usable:
                 raise
@@ -183,13 +188,10 @@ class Worker:
                 self._scheduler.end(job, refusal, "invalid")
             else:
                 self._scheduler.end(job, ApiError(500, f"{type(error).__name__}: {error}"), "failed")
-        else:
-            if goes_on:
-                return
-        self._scheduler.release(job)
+        output.release()
 
-    def _lead(self, job: Job) -> bool:
-        """Lead all hosts through a request; return whether the other thread decodes its answers."""
+    def _lead(self, job: Job, output: JobOutput) -> bool:
+        """Lead all hosts through a request; return whether a decoding thread has it now."""
         executor, order, media = self._executor, job.read.order, job.read.media
         hosts, sent = executor.hosts, []
         if hosts.num_processes > 1:
@@ -198,30 +200,31 @@ class Worker:
             except OSError as error:
                 raise RuntimeError(f"cannot read a temporary file: {error.strerror}") from error
         command = HAND_OVER if order.hands_over else ANSWER if self._decoding is None else PREFILL
+        if command == PREFILL and job.home:
+            order = replace(order, home=job.home, number=self._links.add(output))
         self._send_command(command)
         hosts.broadcast_bytes(order.to_json())
         for data in sent:
             hosts.broadcast_bytes(data)
-        decode = self._decoding.decode if command == PREFILL else self._decode
-        tellings = [Telling(job, self._scheduler, decode, choice) for choice in range(order.num_answers)]
+        telling = Telling(output, order, executor.engine.tokenizer.decode)
 
         def open_files(_: ExitStack) -> list[Path]:
             return [file.path for file in media]
 
-        done = executor.carry_out(command, order, open_files, tellings[0].asked, job.read.prompt)
-        if command == PREFILL:
-            self._decoding.add(job, *done, tellings)
-        elif command == HAND_OVER:
-            self._hand_over(job, done, tellings[0])
-        else:
+        done = executor.carry_out(command, order, open_files, telling.asked, job.read.prompt)
+        if command == HAND_OVER:
+            self._hand_over(job, done, telling, output)
+        elif command == ANSWER:
             job.record.speculation = done.stats["speculation"]
-            tellings[0].finish(done.token_ids, done.finish_reason)
+            telling.finish(done.token_ids, done.finish_reason)
+        elif order.home == 0:
+            self._decoding.add(output, order, *done)
         return command == PREFILL
 
-    def _hand_over(self, job: Job, handed: HandedOver, telling: Telling) -> None:
+    def _hand_over(self, job: Job, handed: HandedOver, telling: Telling, output: JobOutput) -> None:
         """Send a client its KV ticket, or drop the KV if the client has disconnected."""
         ticket = handed.ticket
         self._scheduler.hold_offer(ticket.transfer, ticket.num_bytes)
-        job.record.transfer = ticket.transfer
-        if not telling.finish([handed.token], handed.reason, ticket.to_params()):
+        job.record.transfer, output.kv_params = ticket.transfer, ticket.to_params()
+        if not telling.finish([handed.token], handed.reason):
             self._executor.offers.drop(ticket.transfer)

@@ -170,8 +170,9 @@ def test_a_member_fails_alone(fails):
     assert going.error is None and going.tokens == expected
 
 
-def test_a_step_that_fails_may_be_taken_again(monkeypatch):
-    """Also where an answer has ended in it, for which there was no memory."""
+@pytest.mark.parametrize("failing", ["forward", "choose_each"])
+def test_a_step_that_fails_may_be_taken_again(monkeypatch, failing):
+    """In the model, or in sampling; also where an answer has ended in it, for which there was no memory."""
     parts = parts_of()
     states, batch = [prefilled("llama", number) for number in range(3)], Batch(parts)
     *members, last = [batch.join(state, asked(state)) for state in states]
@@ -179,7 +180,8 @@ def test_a_step_that_fails_may_be_taken_again(monkeypatch):
         batch.step()
     with monkeypatch.context() as patch:
         patch.setattr(last.kv, "make_room", lambda: torch.empty(-1))  # a RuntimeError, as of an allocator
-        patch.setitem(vars(parts), "lm_head", lambda hidden: 1 / 0)
+        owner = "apbv.decode.batch" if failing == "choose_each" else "apbv.decode.batch_steps"
+        patch.setattr(f"{owner}.{failing}", lambda *args, **kwargs: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             batch.step()
     assert [len(member.tokens) for member in members] == [3, 3] and last.has_ended

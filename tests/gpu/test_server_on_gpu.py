@@ -66,7 +66,7 @@ def serve_job(hosts: HostGroup, prefill: PrefillConfig, shares_gpu: bool) -> tup
         with rehearsal() as gpu:
             there = on_gpus(hosts, shares_gpu)
             on_gpu = Engine(to_gpu(engine.model, gpu, there.device.index), engine.processor, there, prefill)
-            on_gpu.warm_up(in_batch=True)
+            on_gpu.warm_up(hosts.size)
             gpu.reset()
             found = answers(on_gpu)
             waits = [name for name, _ in gpu.events.waits if name == "synchronize"]

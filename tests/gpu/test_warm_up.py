@@ -17,7 +17,7 @@ def warmed_job(hosts: HostGroup, clip: Path, in_batch: bool) -> tuple[set, set]:
     """The kernels and exchanges of the first question, and those of them that were not launched before."""
     with rehearsal() as gpu:
         engine = Case().engine(on_gpus(hosts), gpu)
-        engine.warm_up(in_batch)
+        engine.warm_up(hosts.size if in_batch else 0)
         before = set(gpu.events.names("triton", "collective"))
         gpu.reset()
         state = engine.prefill("What happens here?", video=clip, num_frames=8)
@@ -42,7 +42,7 @@ def test_the_first_question_needs_no_kernel_that_is_new(pool, clip, num_hosts, i
 
 def on_cpu_job(hosts: HostGroup, family: str, prefill: dict, in_batch: bool) -> int:
     before = hosts.bytes_received
-    Case(family, prefill=prefill).engine(hosts).warm_up(in_batch)
+    Case(family, prefill=prefill).engine(hosts).warm_up(hosts.size if in_batch else 0)
     return hosts.bytes_received - before
 
 

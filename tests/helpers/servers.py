@@ -8,7 +8,7 @@ import re
 import socket
 import threading
 import time
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import httpx
@@ -18,7 +18,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from apbv import Engine, HostGroup
 from apbv.kv.offers import Offers
 from apbv.serve.app import build_app
-from apbv.serve.executor import Executor, follow
+from apbv.serve.executor import Executor, follow, num_homes
+from apbv.serve.links import connect_hosts
 from apbv.serve.media import PrivateFiles
 from apbv.serve.metrics import Metrics
 from apbv.serve.reading import Reader
@@ -202,9 +203,12 @@ class InProcess:
         settings = ServerSettings(max_model_len=max_model_len, max_new_tokens=1, **limited, **media)
         limits = Limits(max_queue=max_queue, max_kv_bytes=2**30, token_bytes=2**10, max_running=max_running)
         reader = Reader(engine, settings, self.private_files, limits.max_tokens)
-        self.scheduler = scheduler = Scheduler(limits, Metrics("demo"))
+        homes = num_homes(engine)
+        self.scheduler = scheduler = Scheduler(limits, Metrics("demo"), num_homes=max(homes, 1))
         self.offers = offering(engine, on_end=scheduler.end_offer) if hands_over else None
-        self.worker = Worker(Executor(engine, engine.hosts, self.offers), reader, scheduler)
+        self._stack = ExitStack()
+        link = connect_hosts(engine.hosts, self._stack) if homes > 1 else None
+        self.worker = Worker(Executor(engine, engine.hosts, self.offers, link), reader, scheduler)
         self.app = build_app(self.worker, scheduler, settings)
         self.worker.start(on_stop=lambda: None, on_end=lambda: None)
         transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
@@ -217,6 +221,7 @@ class InProcess:
         if self.offers is not None:
             self.offers.close()
         self.worker.finish(10)
+        self._stack.close()
         self.loop.run_until_complete(self.client.aclose())
         self.loop.close()
         self.private_files.close()
@@ -229,8 +234,9 @@ def offering(engine: Engine, **options) -> Offers:
 
 def follow_server(engine: Engine, media_dir: Path) -> None:
     """Do what host 0's app wants of the other hosts, until it ends."""
-    with PrivateFiles() as files, closing(offering(engine)) as offers:
-        follow(Executor(engine, engine.hosts, offers), media_dir, files, threading.Event())
+    with PrivateFiles() as files, closing(offering(engine)) as offers, ExitStack() as stack:
+        link = connect_hosts(engine.hosts, stack) if num_homes(engine) > 1 else None
+        follow(Executor(engine, engine.hosts, offers, link), media_dir, files, threading.Event())
 
 
 def post(app: InProcess, path: str, headers: dict | None = None, **body) -> httpx.Response:

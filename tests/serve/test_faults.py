@@ -12,6 +12,7 @@ import pytest
 
 from apbv import Engine, HostGroup, PrefillConfig, SpeculativeConfig, demo
 from apbv.config import SamplingParams
+from apbv.decode import batch_steps
 from apbv.decode.batch import Batch
 from apbv.kv.facts import StorageError
 from apbv.kv.offers import Offers
@@ -28,13 +29,13 @@ from apbv.serve.telling import Telling
 from patience import HANGING, wait_for
 from servers import HAND_OVER, InProcess, asking, metric_in, part, post
 
-STEPS, NOTE = "apbv.decode.batch_steps", "apbv.serve.telling.Telling._note"
+STEPS, NOTE = "apbv.decode.batch_steps", "apbv.serve.output.JobOutput._note"
 LEAVES = "its client leaves"
+CHAT, MESSAGES = "/v1/chat/completions", [{"role": "user", "content": "x"}]
 
 
 def ask(app: InProcess, **fields):
-    messages = [{"role": "user", "content": "x"}]
-    return post(app, "/v1/chat/completions", messages=messages, max_tokens=3, ignore_eos=True, **fields)
+    return post(app, CHAT, messages=MESSAGES, max_tokens=3, ignore_eos=True, **fields)
 
 
 def figure(app: InProcess, name: str) -> float:
@@ -56,15 +57,36 @@ def test_a_request_that_fails_is_told_so_and_the_next_is_answered(app, owner, na
     wait_for(lambda: not figure(app, "num_requests_running") and not figure(app, "kv_cache_bytes"))
 
 
+def test_if_a_step_fails_only_the_youngest_answer_does(app, monkeypatch):
+    """Here those of two or more answers do, as if there was no memory for more than one."""
+    forward, fields = batch_steps.forward, {"ignore_eos": True, "return_token_ids": True}
+    expected = post(app, CHAT, messages=MESSAGES, max_tokens=30, **fields).json()
+
+    def run(parts, ids, *args, **kwargs):
+        return out_of_memory() if len(ids) > 1 else forward(parts, ids, *args, **kwargs)
+
+    async def ask_both() -> list:
+        first = asyncio.create_task(app.client.post(CHAT, content=asking(max_tokens=30, **fields)))
+        while not figure(app, "num_requests_running"):
+            await asyncio.sleep(0.001)
+        return await asyncio.gather(first, app.client.post(CHAT, content=asking(max_tokens=3, n=2, **fields)))
+
+    monkeypatch.setattr(batch_steps, "forward", run)
+    elder, younger = app.loop.run_until_complete(asyncio.wait_for(ask_both(), HANGING))
+    assert elder.json()["choices"] == expected["choices"]
+    assert younger.status_code == 500 and "out of memory" in younger.json()["error"]["message"]
+    wait_for(lambda: not figure(app, "num_requests_running"))
+
+
 @pytest.mark.parametrize("fails", [None, LEAVES, f"{STEPS}.forward", f"{STEPS}.OwnKV.make_room", NOTE])
 def test_kv_is_free_once_it_counts_as_free(app, fails, monkeypatch, request):
     """Nothing is left to Python's garbage collector, which comes when it likes."""
     kept, left, add, release = [], [], Decoding.add, Scheduler.release
 
-    def watch(decoding, job, request, state, tellings):
+    def watch(decoding, output, order, request, state):
         kept.extend(weakref.ref(layer) for layer in state.kv.cache.layers)
-        job.is_cancelled = fails == LEAVES
-        add(decoding, job, request, state, tellings)
+        output._job.is_cancelled = fails == LEAVES
+        add(decoding, output, order, request, state)
 
     def count(scheduler, job):
         left.append(sum(ref() is not None for ref in kept))

@@ -23,9 +23,9 @@ from patience import HANGING
 from servers import metric_in
 
 
-def scheduler(max_tokens: int = 100, **limits) -> Scheduler:
+def scheduler(max_tokens: int = 100, num_homes: int = 1, **limits) -> Scheduler:
     given = {"max_queue": 1000, "max_kv_bytes": 8 * max_tokens, "token_bytes": 8, **limits}
-    return Scheduler(Limits(**given), Metrics("m"))
+    return Scheduler(Limits(**given), Metrics("m"), num_homes=num_homes)
 
 
 LOOP = asyncio.new_event_loop()
@@ -52,8 +52,8 @@ def leave(scheduler: Scheduler, job: Job) -> None:
     scheduler.release(job)
 
 
-def figure(scheduler: Scheduler, name: str) -> float:
-    return metric_in(scheduler.metrics.render().decode(), f"apbv:{name}")
+def figure(scheduler: Scheduler, name: str, **labels: str) -> float:
+    return metric_in(scheduler.metrics.render().decode(), f"apbv:{name}", **labels)
 
 
 def test_nothing_overtakes_what_does_not_fit_yet():
@@ -68,6 +68,36 @@ def test_nothing_overtakes_what_does_not_fit_yet():
     assert [books.take(0) for _ in range(3)] == [large, small, exact], "up to the last byte"
     assert figure(books, "kv_cache_bytes") == 8 * 100 and books.bytes_wanted() == 0
     assert figure(books, "kv_cache_usage_perc") == 1
+
+
+def test_a_home_is_the_host_with_the_most_room_and_what_is_transferred_needs_room_on_all():
+    books, jobs = scheduler(max_tokens=100, num_homes=3), []
+    for tokens, home in ((60, 2), (30, 1), (10, 0), (10, 0), (75, 0), (50, 1)):  # of equal ones the last
+        jobs.append(ready(books, tokens - 1))
+        assert books.take(0) is jobs[-1] and jobs[-1].home == home
+    per_host = [
+        [figure(books, f"host_{name}", host=host) for host in "012"] for name in ("kv_cache_bytes", "answers")
+    ]
+    assert per_host == [[8 * 95, 8 * 80, 8 * 60], [3, 2, 1]]
+    assert figure(books, "kv_cache_bytes") == 8 * 235
+    assert figure(books, "kv_cache_usage_perc") == pytest.approx(235 / 300)
+    waiting = ready(books, 40)
+    assert books.take(0) is None and books.bytes_wanted() == 8
+    leave(books, jobs[0])
+    assert books.take(0) is waiting and waiting.home == 2
+    handed = ready(books, 10, hands_over=True)
+    assert books.take(0) is None and books.bytes_wanted() == 8 * 5  # as many are free on host 0
+    leave(books, jobs[4])
+    assert books.take(0) is handed and handed.home is None
+    assert [figure(books, "host_kv_cache_bytes", host=host) for host in "012"] == [8 * 30, 8 * 90, 8 * 51]
+
+
+def test_the_number_of_answers_is_bounded_on_each_host():
+    books = scheduler(num_homes=2, max_running=1)
+    jobs = [ready(books, 5) for _ in range(3)]
+    assert [books.take(0) for _ in jobs] == [*jobs[:2], None] and [job.home for job in jobs] == [1, 0, None]
+    leave(books, jobs[1])
+    assert books.take(0) is jobs[2] and jobs[2].home == 0
 
 
 def test_short_prompts_go_first_but_a_long_one_does_not_starve(monkeypatch):

@@ -200,17 +200,17 @@ def test_every_request_is_traced_and_logged(server, collector):
 
 
 def test_sigterm_lets_the_running_answer_end_and_kv_be_fetched(server):
-    """Any host may be asked; host 0 hears of it."""
+    """Any host may be asked; host 0 hears of it, and each host's answer ends."""
     asked = {"max_tokens": 1, "extra_body": {"kv_transfer_params": HAND_OVER, "num_frames": 64}}
     reply = server.ask([part("video", "clip.mp4"), text(DESCRIBE)], **asked)
     ticket = Ticket.from_params(reply.model_extra["kv_transfer_params"])
-    running = Stream(server, max_tokens=150, extra_body={"ignore_eos": True})
-    wait_for(lambda: running.pieces > 1)
+    streams = [Stream(server, max_tokens=150, extra_body={"ignore_eos": True}) for _ in range(2)]
+    wait_for(lambda: min(running.pieces for running in streams) > 1)
     os.kill(server.processes[1].pid, signal.SIGTERM)
     wait_for(lambda: server.health() == 503)
     with pytest.raises(openai.InternalServerError, match="stopping"):
         server.ask("x")
-    assert running.end() is None and running.pieces > 50 and server.health() == 503
+    assert all(running.end() is None and running.pieces > 50 for running in streams) and server.health() == 503
     with RemoteKV(ticket, HANGING, 1) as kv:
         assert sum(1 for _ in kv.layers(range(ticket.num_tokens), range(ticket.num_kv_heads))) == ticket.num_layers
         kv.confirm()

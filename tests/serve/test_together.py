@@ -22,7 +22,7 @@ IDLE = ("num_requests_running", "num_requests_waiting", "kv_cache_bytes")
 
 @pytest.fixture(scope="module")
 def endless(tmp_path_factory):
-    """A server with room for the KV of 24,000 tokens and a short queue; the last test of it ends it.
+    """A server with room for the KV of 24,000 tokens on each host and a short queue; the last test of it ends it.
 
     Its model's answers end by their length, or, where a "Z" is asked, by NaN.
     """
@@ -74,12 +74,12 @@ def test_answers_go_on_beside_who_reads_nothing_who_leaves_and_what_fails(endles
 
 
 def test_a_full_queue_and_clients_that_leave_unasked(endless):
-    """Who does not fit waits, and nobody overtakes: a small request would fit beside the first."""
+    """Who fits on no host waits, and nobody overtakes: a small request would fit beside the first."""
     body = {"model": "demo", "messages": [{"role": "user", "content": "x"}], **ENDLESS}
     with left_open(endless, body):  # running, and not streaming
         endless.wait_until("apbv:num_requests_running", 1)
     wait_until_idle(endless)
-    with running(endless) as read:
+    with running(endless), running(endless) as read:
         large = Stream(endless, **ENDLESS)
         endless.wait_until("apbv:num_requests_waiting", 1)
         small = Stream(endless, max_tokens=5)
@@ -90,24 +90,26 @@ def test_a_full_queue_and_clients_that_leave_unasked(endless):
         read(100)
         assert (large.pieces, small.pieces) == (0, 0)
     assert small.end() is None and small.pieces > 1 and large.pieces > 0  # which began before it
-    with left_open(endless, body):
-        endless.wait_until("apbv:num_requests_waiting", 1)
-    endless.wait_until("apbv:num_requests_waiting", 0)
-    assert endless.metric("apbv:num_requests_running") == 1
+    with running(endless):
+        with left_open(endless, body):
+            endless.wait_until("apbv:num_requests_waiting", 1)
+        endless.wait_until("apbv:num_requests_waiting", 0)
+        assert endless.metric("apbv:num_requests_running") == 2
+        assert [endless.metric("apbv:host_answers", host=host) for host in "01"] == [1, 1]
     large.leave()
     wait_until_idle(endless)
 
 
 def test_asked_to_end_a_server_refuses_who_waits_and_cuts_who_runs_after_the_grace(endless):
-    answer = Stream(endless, **ENDLESS)
-    wait_for(lambda: answer.pieces > 1)
+    answers = [Stream(endless, **ENDLESS) for _ in range(2)]  # of one host each
+    wait_for(lambda: min(answer.pieces for answer in answers) > 1)
     waiting = Stream(endless, **ENDLESS)
     endless.wait_until("apbv:num_requests_waiting", 1)
     for process in endless.processes:  # as torchrun does
         os.kill(process.pid, signal.SIGTERM)
     assert isinstance(waiting.end(), openai.InternalServerError) and waiting.error.status_code == 503
     assert exit_statuses(endless.processes) == [0, 0], endless.errors()
-    assert "stopping" in str(answer.end())
+    assert all("stopping" in str(answer.end()) for answer in answers)
 
 
 def test_answers_are_single_beside_a_draft_kv_that_nobody_fetches_ends_and_a_host_that_dies_ends_all(tmp_path):

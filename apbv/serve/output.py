@@ -1,0 +1,76 @@
+"""Where the tokens, ends and failures of a request's answers go, from the host that decodes them."""
+
+import time
+
+from .job import Finished, Job, Piece
+from .requests import ApiError
+from .scheduler import Scheduler
+
+
+class JobOutput:
+    """Output of a request on host 0: its client, its record and the metrics.
+
+    Args:
+        job: the request, which runs.
+
+    Attributes:
+        kv_params: the ``kv_transfer_params`` of its reply.
+        on_release: called when its KV is free.
+    """
+
+    def __init__(self, job: Job, scheduler: Scheduler):
+        self._job, self._scheduler = job, scheduler
+        self._newest: dict[int, tuple[int, float]] = {}  # of each answer: its number of tokens, and since when
+        self._num_finished, self.kv_params, self.on_release = 0, None, lambda: None
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether the request has ended, or its client has disconnected."""
+        return self._job.is_cancelled or self._job.has_ended
+
+    def tell(self, choice: int, num_tokens: int, piece: Piece | None = None) -> bool:
+        """Send an answer's next piece, and note its new tokens.
+
+        Args:
+            choice: the index of the request's answer.
+            num_tokens: its tokens so far.
+            piece: one with a reason is the last, and the last of all answers ends the request; None: there is no
+                new text yet.
+
+        Returns:
+            False if the request had ended.
+        """
+        job = self._job
+        if self.is_cancelled:
+            return False
+        self._note(choice, num_tokens)
+        if piece is None:
+            return True
+        job.send(piece)
+        self._num_finished += piece.reason is not None
+        if piece.reason is None or self._num_finished < job.read.order.num_answers:
+            return True
+        return self._scheduler.end(job, Finished(job.record.completion_tokens, self.kv_params), piece.reason)
+
+    def fail(self, failure: str) -> None:
+        """End the request with an error; its other answers are not wanted any more."""
+        self._scheduler.end(self._job, ApiError(500, failure), "failed")
+
+    def release(self) -> None:
+        """Count the request's KV as free; one that has not ended was cancelled."""
+        self._scheduler.end(self._job, None, "cancelled")
+        self._scheduler.release(self._job)
+        self.on_release()
+
+    def _note(self, choice: int, num_tokens: int) -> None:
+        """Record the arrival of new tokens, by this host's clock."""
+        record, now = self._job.record, time.monotonic()
+        before, last_at = self._newest.get(choice, (0, 0.0))
+        if num_tokens == before:
+            return
+        if before:
+            self._scheduler.metrics.observe_token_gap(now - last_at)
+        elif record.first_token is None:
+            record.first_token, record.prompt_tokens = now, self._job.read.num_tokens
+        record.completion_tokens += num_tokens - before
+        self._newest[choice], record.last_token = (num_tokens, now), now

@@ -1,0 +1,169 @@
+"""Answers that other hosts than host 0 decode: those of the library; who leaves, and what a failure there ends."""
+
+import asyncio
+import json
+import os
+import signal
+import weakref
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from apbv import Engine, HostGroup, SamplingParams, demo
+from apbv.decode.batch import Batch
+from apbv.serve.decoding import Decoding
+from apbv.serve.links import RemoteOutput
+from apbv.serve.output import JobOutput
+
+from fresh_hosts import Store, run_fresh
+from patience import HANGING, wait_for
+from servers import InProcess, asking, chunks, follow_server, part, post
+
+FOLDER: Path = demo.video_path().parent
+CHAT, TOKENS, LONG = "/v1/chat/completions", 12, 8000
+SCHEMA = {"type": "object", "properties": {"letter": {"enum": ["X", "J"]}}, "required": ["letter"]}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "told", "schema": SCHEMA}}
+# What is asked of one video, sampled from the model where a seed is given, and up to a string.
+ASKED = [
+    ("name the letters in order", {}),
+    (
+        "describe the clip shot by shot",
+        {"temperature": 1.4, "seed": 3, "n": 2, "logprobs": True, "top_logprobs": 2},
+    ),
+    ("describe the clip shot by shot", {"temperature": 0.9, "seed": 5, "presence_penalty": 0.5, "stop": [" "]}),
+]
+
+
+def asking_for(question: str, **fields) -> dict:
+    content = [part("video", demo.video_path().name), {"type": "text", "text": question}]
+    fields = {"max_tokens": TOKENS, "ignore_eos": True, "return_token_ids": True, **fields}
+    return {"messages": [{"role": "user", "content": content}], "num_frames": 16, **fields}
+
+
+def library(engine: Engine, question: str, seed: int = 0, n: int = 1, stop=(), **fields) -> list[tuple]:
+    """The text, tokens and log probabilities of the answers; collective."""
+    fields.pop("logprobs", None)
+    given = []
+    for own in range(seed, seed + n):
+        kinds = {"seed": own, "max_new_tokens": TOKENS, "ignore_eos": True, "logprobs": fields.get("top_logprobs")}
+        sampling = SamplingParams(**{name: fields[name] for name in fields if name != "top_logprobs"}, **kinds)
+        content = [{"type": "video", "video": demo.video_path()}, {"type": "text", "text": question}]
+        told = engine.generate(messages=[{"role": "user", "content": content}], num_frames=16, sampling=sampling)
+        ends = [told.text.index(string) for string in stop]
+        text = told.text[: min(ends, default=None)]
+        given.append((text, told.token_ids, [each.logprob for each in told.logprobs]))
+    return given
+
+
+def of_choice(choice: dict) -> tuple:
+    content = (choice["logprobs"] or {"content": []})["content"]
+    return choice["message"]["content"], choice["token_ids"], [each["logprob"] for each in content]
+
+
+def answers_job(hosts: HostGroup) -> tuple | None:
+    """The library's answers, on host 0 also those of every home, whole and streamed, and who answered.
+
+    Where KV is left when a request's counts as free, that is told instead.
+    """
+    engine = Engine.from_pretrained("demo", hosts=hosts, dtype="float32")
+    expected = [library(engine, question, **fields) for question, fields in ASKED]
+    joined, kept, add, release = [], [], Decoding.add, RemoteOutput.release
+
+    def watch(decoding, output, order, request, state):
+        joined.append(order.home)
+        kept.extend(weakref.ref(layer) for layer in state.kv.cache.layers)
+        add(decoding, output, order, request, state)
+
+    def count(output):
+        joined.extend("kept" for ref in kept if ref() is not None)
+        release(output)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Decoding, "add", watch)
+        patch.setattr(RemoteOutput, "release", count)
+        if not hosts.is_leader:
+            follow_server(engine, FOLDER)
+            return joined
+        app, found, wanted = (
+            InProcess(model=engine, hands_over=True, media_dir=FOLDER, max_model_len=2**14),
+            [],
+            [0],
+        )
+        patch.setattr(app.scheduler, "_used", lambda home: home != wanted[0])
+        with closing(app):
+            for wanted[0] in range(hosts.size):
+                whole = [post(app, CHAT, **asking_for(question, **fields)).json() for question, fields in ASKED]
+                streamed = chunks(post(app, CHAT, **asking_for(ASKED[0][0], stream=True)))
+                text = "".join(event["choices"][0]["delta"].get("content") or "" for event in streamed)
+                by_schema = post(
+                    app, CHAT, **asking_for(ASKED[0][0], ignore_eos=False, response_format=FORMAT)
+                ).json()
+                answers = [[*map(of_choice, each["choices"])] for each in (*whole, by_schema)]
+                found.append((answers[:-1], text, len(streamed), answers[-1][0][0]))
+            wait_for(lambda: not app.scheduler._running)
+            wanted[0], told, tell = 1, [], JobOutput.tell
+            patch.setattr(JobOutput, "tell", lambda self, *args: told.append(args[1]) or tell(self, *args))
+            app.loop.run_until_complete(asyncio.wait_for(leave(app), HANGING))
+            wait_for(lambda: not app.scheduler._running)
+            return joined, expected, found, told
+
+
+async def leave(app: InProcess) -> None:
+    """Ask for a long answer, and leave after its first tokens."""
+    request = asyncio.create_task(app.client.post(CHAT, content=asking(max_tokens=LONG, ignore_eos=True)))
+    while not any(job.record.completion_tokens > 3 for job in app.scheduler._running):
+        await asyncio.sleep(0.01)
+    request.cancel()
+
+
+def test_every_home_answers_as_the_library_does_until_the_client_leaves(pool):
+    (joined, expected, found, told), *others = pool.run(3, answers_job)
+    assert [set(each) for each in (joined, *others)] == [{0}, {1}, {2}]
+    assert 3 < max(told) < LONG
+    for whole, text, num_events, by_schema in found:
+        assert text == expected[0][0][0] and num_events > TOKENS
+        assert by_schema == found[0][-1] and json.loads(by_schema)["letter"] in "XJ"
+        for answers, of_library in zip(whole, expected, strict=True):
+            for (said, tokens, logprobs), (own, own_tokens, own_logprobs) in zip(answers, of_library, strict=True):
+                assert said == own and tokens == own_tokens[: len(tokens)]
+                assert logprobs == pytest.approx(own_logprobs, abs=1e-4)
+
+
+def failing_job(hosts: HostGroup, dies: bool) -> tuple[list, str] | None:
+    """What two clients get, each of one host, when the second host's decoding thread ends, or its process."""
+    engine = Engine.from_pretrained("demo", hosts=hosts, dtype="float32")
+    if not hosts.is_leader:
+        step, counted = Batch.step, iter(range(5))
+
+        def fail(batch):
+            if next(counted, None) is None:
+                if dies:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                raise SystemExit("out of order")
+            return step(batch)
+
+        Batch.step = fail
+        follow_server(engine, FOLDER)
+    app = InProcess(model=engine, hands_over=True, max_model_len=2**14)
+
+    async def ask() -> list:
+        body = asking(max_tokens=2**13, ignore_eos=True)
+        replies = await asyncio.gather(*(app.client.post(CHAT, content=body, timeout=None) for _ in range(2)))
+        return [(reply.status_code, reply.json()["error"]["message"]) for reply in replies]
+
+    try:
+        return app.loop.run_until_complete(asyncio.wait_for(ask(), HANGING)), str(app.worker.failure)
+    finally:
+        app.close()
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_host_that_fails_ends_the_server_and_every_request(tmp_path, dies):
+    first, second = run_fresh(Store(tmp_path), 2, failing_job, dies)
+    replies, reason = first.result
+    assert replies == [(503, "a host has failed")] * 2
+    assert reason == "host 1 failed in decoding: SystemExit: out of order" or (
+        dies and "another host ended" in reason
+    )
+    assert second.exit_status
