@@ -7,6 +7,7 @@ wrong.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from transformers import DynamicCache
 from ..config import SamplingParams
 from ..decode.runner import ModelRunner
 from ..decode.sampling import PURPOSE_DRAFT, Choice, choose_tokens
-from ..kv.cache import appending_in_place, keep_of_last, replace_last
+from ..kv.cache import GrowingLayer, appending_in_place, keep_of_last, replace_last
 from ..kv.select import select_kv
 from ..model.attention import ChosenKV
 from ..model.parts import ModelParts
@@ -57,8 +58,30 @@ def common_length(first: Sequence[int], second: Sequence[int]) -> int:
     return next((place for place in range(shorter) if first[place] != second[place]), shorter)
 
 
+class DraftModel(NamedTuple):
+    """A drafter's model and KV, with which a batch drafts for several answers at once.
+
+    Attributes:
+        parts: the model.
+        layers: the KV of the prompt, to which the batch appends.
+        position: rotary position of the answer's first token.
+        vocab_size: only tokens below it are drafted.
+    """
+
+    parts: ModelParts
+    layers: Sequence[GrowingLayer]
+    position: int
+    vocab_size: int
+
+
 class Drafter:
-    """Interface of a drafter."""
+    """Interface of a drafter.
+
+    Attributes:
+        model: what a batch drafts with instead of calling :meth:`propose`; None: it calls that.
+    """
+
+    model: DraftModel | None = None
 
     def propose(self, tokens: Sequence[int], tree: Tree) -> Proposal:
         """Draft the continuation of all new ``tokens`` (at least one) since the prompt; the last is the root.
@@ -119,6 +142,10 @@ class ModelDrafter(Drafter):
         self._nodes_in_cache: list[int] = []  # the nodes of the last tree whose KV follows that of these tokens
         self.newest_kv: NewestKV | None = None
         self._num_replaced = 0
+
+    @property
+    def model(self) -> DraftModel:
+        return DraftModel(self._parts, self._cache.layers, self._position, self._vocab_size)
 
     def propose(self, tokens: Sequence[int], tree: Tree) -> Proposal:
         missing = self._roll_back(tokens)

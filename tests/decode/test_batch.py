@@ -178,7 +178,7 @@ def test_a_step_that_fails_may_be_taken_again(monkeypatch):
     for _ in range(3):
         batch.step()
     with monkeypatch.context() as patch:
-        patch.setattr(last.kv, "make_room", lambda: torch.empty(-1))  # a RuntimeError, as of an allocator
+        patch.setattr(last.kv, "make_room", lambda count: torch.empty(-1))  # a RuntimeError, as of an allocator
         patch.setitem(vars(parts), "lm_head", lambda hidden: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             batch.step()

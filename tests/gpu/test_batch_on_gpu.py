@@ -63,7 +63,8 @@ def test_the_answers_are_those_of_the_cpu(clip):
     assert [len(tokens) for tokens in found] == LENGTHS
     # The allocator knows that the batch's stream uses logits, keys and values of every prompt. No rule finds where
     # that is missing: a kernel gets the addresses of keys and values as numbers.
-    lent = [event for event in gpu.events.of("lent") if event.place == "apbv/decode/batch.py:_take_in"]
+    own = [f"apbv/decode/batch.py:{function}" for function in ("_take_in", "_own")]
+    lent = [event for event in gpu.events.of("lent") if event.place in own]
     assert len(lent) == len(QUESTIONS) * (1 + 2 * engine.parts.num_layers)
     # Behind the first, which has to wait for its prefill, and those behind which another prompt is prefilled.
     steps = [step for number, step in enumerate(gpu.events.between("step"), start=1) if number not in (1, *JOINS)]
