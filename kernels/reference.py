@@ -61,10 +61,9 @@ def verify_attention(
 def batch_decode_attention(q: Tensor, k: Tensor, v: Tensor, buffers: SequenceBuffers, scale: float) -> Tensor:
     """Append to one sequence after the other, and attend to it."""
     outs = []
-    counts = list(buffers.counts or [1] * len(buffers.lengths))
-    new = zip(*(states.split(counts, dim=2) for states in (q, k, v)), strict=True)
-    for (query, key, value), keys, values, length in zip(
-        new, buffers.keys, buffers.values, buffers.lengths, strict=True
+    newest = (states.split(buffers.counts or 1, dim=2) for states in (q, k, v))
+    for query, key, value, keys, values, length in zip(
+        *newest, buffers.keys, buffers.values, buffers.lengths, strict=True
     ):
         stop = length + query.shape[2]
         keys[:, :, length:stop], values[:, :, length:stop] = key, value

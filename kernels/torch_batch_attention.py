@@ -29,14 +29,11 @@ def batch_decode_attention(q: Tensor, k: Tensor, v: Tensor, buffers: SequenceBuf
 
 def _attend_in_windows(q: Tensor, k: Tensor, v: Tensor, buffers: SequenceBuffers, scale: float) -> Tensor:
     """Attend where sequences have several new tokens."""
-    outs, first = [], 0
-    for keys, values, length, count in zip(
-        buffers.keys, buffers.values, buffers.lengths, buffers.counts, strict=True
+    outs, newest = [], (states.split(buffers.counts, dim=2) for states in (q, k, v))
+    for query, key, value, keys, values, length in zip(
+        *newest, buffers.keys, buffers.values, buffers.lengths, strict=True
     ):
-        query, key, value = (states.narrow(2, first, count) for states in (q, k, v))
-        keys.narrow(2, length, count).copy_(key)
-        values.narrow(2, length, count).copy_(value)
-        seen = (states.narrow(2, 0, length + count) for states in (keys, values))
-        outs.append(verify_attention(query, *seen, scale)[0])
-        first += count
+        stop = length + query.shape[2]
+        keys[:, :, length:stop], values[:, :, length:stop] = key, value
+        outs.append(verify_attention(query, keys[:, :, :stop], values[:, :, :stop], scale)[0])
     return torch.cat(outs, dim=2)

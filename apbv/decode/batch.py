@@ -5,7 +5,7 @@ model's matrix products have R rows. Attention reads the KV of each row's own pr
 """
 
 from collections.abc import Callable, Sequence
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -70,6 +70,10 @@ class Member:
         if is_last:
             self.finish_reason = finish_reason(self.tokens, answer.sampling, answer.eos_token_ids)
             self.end()
+
+    def summary(self) -> dict[str, Any] | None:
+        """Return speculation metrics; None without speculation."""
+        return None
 
     def end(self, error: Exception | None = None) -> None:
         """Release the KV; no token follows."""

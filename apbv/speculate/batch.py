@@ -6,8 +6,8 @@ target over every answer's last token and drafted ones. All of it is queued on t
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, islice
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,85 +22,68 @@ from ..input.request import Request
 from ..model.parts import ModelParts
 from ..transfer import fetch, to_device
 from .draft import Draft
+from .drafters import ModelDrafter
 from .pace import LOOKS_BACK, Acceptance, BatchPace, SpeculationStats
 from .strategies import why_drafts_alone
 from .tree import Tree
 from .verify import decide_window
 
 
-@dataclass
-class MemberDraft:
-    """Draft of one answer in a batch.
-
-    Attributes:
-        draft: the draft, which has read the prompt.
-        kv: its model's KV; None before the prefill is done, and if it drafts without a model of its own.
-        num_copied: if it takes the target's KV: of how many tokens it has that.
-        acceptance: which of its tokens were accepted.
-    """
-
-    draft: Draft
-    kv: OwnKV | None
-    num_copied: int
-    acceptance: Acceptance
-
-
 class DraftingMember(Member):
     """Sequence in a batch that may have a draft.
 
     Attributes:
-        draft: its draft; None if it has none, or no longer.
+        draft: its draft, which has read the prompt; None if it has none, or no longer.
+        draft_kv: the KV of a draft model; None before the prefill is done, and if the draft has no model.
+        num_copied: if the draft takes the target's KV: of how many tokens it has that.
+        acceptance: how often drafted tokens were accepted.
         stats: speculation metrics.
     """
 
     def __init__(self, answer: Answer):
         super().__init__(answer)
-        self.draft: MemberDraft | None = None
-        self.stats = SharedStats()
+        self.draft: Draft | None = None
+        self.draft_kv: OwnKV | None = None
+        self.num_copied, self.acceptance, self.stats = 0, Acceptance(), SpeculationStats()
 
     def add(self, new: Sequence[int]) -> None:
         self.stats.num_target_forwards += bool(self.tokens)
         self.stats.rounds += bool(self.tokens) and self.draft is not None
         super().add(new)
 
+    def summary(self) -> dict[str, Any]:
+        """Return speculation metrics, without times: rounds are shared with others."""
+        return self.stats.summary(len(self.tokens)) | dict.fromkeys(self.stats.times())
+
     def end(self, error: Exception | None = None) -> None:
         super().end(error)
-        self.draft = None
+        self.draft = self.draft_kv = None
 
     def drop_draft(self, why: str) -> None:
         """Go on without the draft, and free its KV."""
-        self.draft = None
+        self.draft = self.draft_kv = None
         self.stats.switch_off(why, len(self.tokens))
 
     def learn(self, num_drafted: int, num_accepted: int, is_finite: bool) -> None:
         """Learn from a round with drafted tokens."""
         self.stats.count(num_drafted, num_accepted)
-        if self.draft is not None:
-            self.draft.acceptance.learn(num_drafted, num_accepted)
-            if not is_finite:
-                self.drop_draft(f"it gave {NotFiniteError()}")
+        self.acceptance.learn(num_drafted, num_accepted)
+        if not is_finite and self.draft is not None:
+            self.drop_draft(f"it gave {NotFiniteError()}")
 
 
-class SharedStats(SpeculationStats):
-    """Speculation metrics of an answer whose rounds it shares with others: no seconds are its own."""
-
-    def times(self) -> dict[str, float | None]:
-        return dict.fromkeys(super().times())
-
-
-@dataclass(frozen=True)
-class Drafted:
+class Drafted(NamedTuple):
     """Drafted tokens of one answer, on the device.
 
     Attributes:
         tokens: int64 ``[γ]``.
-        q: ``[γ, Vq]``, see :class:`.drafters.Proposal`.
         shown: int64 ``[γ]``: the tokens; -1 minus it where the draft's logits are NaN or infinite.
+        q: ``[γ, Vq]``, see :class:`.drafters.Proposal`.
     """
 
     tokens: Tensor
-    q: Tensor | None
     shown: Tensor
+    q: Tensor | None = None
 
 
 class SpeculativeBatch(Batch):
@@ -131,50 +114,47 @@ class SpeculativeBatch(Batch):
         """Add a prefilled prompt as :meth:`Batch.join` does.
 
         Args:
-            draft: built for a batch (:attr:`.draft.DraftTask.in_batch`), in the current stream; None: no draft.
+            draft: its draft, built in the current stream.
         """
         member = super().join(state, request)
-        if draft is None:
-            return member
-        if member.answer.sampling.looks_back:
+        if draft is not None and member.answer.sampling.looks_back:
             member.stats.switch_off(LOOKS_BACK, 0)
-            return member
-        member.draft = MemberDraft(draft, None, 0, Acceptance())
-        if self._stream is not None:  # the draft's prefill follows the target's
-            member.answer.ready = torch.cuda.current_stream(self._parts.device).record_event()
+        elif draft is not None:
+            member.draft = draft
+            if self._stream is not None:  # the draft's prefill follows the target's
+                member.answer.ready = torch.cuda.current_stream(self._parts.device).record_event()
         return member
 
     def _take_in(self) -> None:
         super()._take_in()
         for member in self._members:
-            model = None if member.draft is None or member.kv is None else member.draft.draft.drafter.model
-            if model is not None and member.draft.kv is None:
+            drafter = None if member.draft is None or member.kv is None else member.draft.drafter
+            if isinstance(drafter, ModelDrafter) and member.draft_kv is None:
                 try:
-                    member.draft.kv = self._own(model.layers, model.position)
+                    member.draft_kv = self._own(drafter.layers(), drafter.position)
                 except RuntimeError as error:  # out of memory, which on a CPU has no class of its own
-                    member.drop_draft(f"{error}")
+                    member.drop_draft(str(error))
 
     def _may_run_ahead(self) -> bool:
         return super()._may_run_ahead() and self._windows() is None
 
     def _windows(self) -> dict[DraftingMember, int] | None:
         """Choose the length of every draft; None: none pays at this batch size."""
-        drafting = [member for member in self._members if member.draft is not None and member.kv is not None]
-        going = sum(member.kv is not None for member in self._members)
-        windows = self._pace.windows(going, [member.draft.acceptance.rate for member in drafting])
+        going = [member for member in self._members if member.kv is not None]
+        drafting = [member for member in going if member.draft is not None]
+        windows = self._pace.windows(len(going), [member.acceptance.rate for member in drafting])
         return None if windows is None else dict(zip(drafting, windows, strict=True))
 
     def _advance(self) -> tuple[list[Member], Arriving]:
-        if self._given is None:
-            for member in self._members:  # take back what was drafted and not accepted, or of a round that failed
-                if member.kv is not None:
-                    member.kv.num_run = len(member.tokens) - 1
-                    if member.draft is not None and member.draft.kv is not None:
-                        member.draft.kv.num_run = min(member.draft.kv.num_run, member.kv.num_run)
-            windows = self._windows()
-            if windows is not None:
-                return self._round(windows)
-        return super()._advance()
+        if self._given is not None:
+            return super()._advance()
+        for member in self._members:  # take back what was drafted and not accepted, or of a round that failed
+            if member.kv is not None:
+                member.kv.num_run = len(member.tokens) - 1
+                if member.draft_kv is not None:
+                    member.draft_kv.num_run = min(member.draft_kv.num_run, member.kv.num_run)
+        windows = self._windows()
+        return super()._advance() if windows is None else self._round(windows)
 
     def _round(self, windows: Mapping[DraftingMember, int]) -> tuple[list[Member], Arriving]:
         """Queue a round; return its sequences, and a function that waits for their tokens."""
@@ -184,32 +164,29 @@ class SpeculativeBatch(Batch):
         going = [m for m in self._members if m.goes_on and self._has_room(m, 1 + windows.get(m, 0))]
         if not going:
             return [], list
-        drafted = self._draft([member for member in going if windows.get(member)], windows)
-        last = to_device([member.tokens[-1] for member in going], device, torch.int64).split(1)
-        ids, counts = [], [1 + (len(drafted[m].tokens) if m in drafted else 0) for m in going]
-        for member, row in zip(going, last, strict=True):
-            ids += [row, drafted[member].tokens] if member in drafted else [row]
-        logits = self._runner.run(torch.cat(ids), [member.kv for member in going], counts)
-        rows = dict(zip(going, logits.split(counts), strict=True))
-        decided = {member: _decide(member.answer, drafted[member], rows[member]) for member in drafted}
-        if plain := [member for member in going if member not in drafted]:
-            choice = self._choose(plain, torch.cat([rows[member] for member in plain]))
-            accepted = torch.zeros_like(choice.tokens)
-            numbers = torch.stack([accepted, choice.tokens, choice.are_finite.long()], dim=1)
-            decided |= zip(plain, numbers, strict=True)
-        shown = [drafted[member].shown for member in going if member in drafted]
-        read = fetch(torch.cat([*(decided[member] for member in going), *shown]))
+        drafted = dict.fromkeys(going, Drafted(*torch.empty(2, 0, dtype=torch.int64, device=device)))
+        drafted |= self._draft([member for member in going if windows.get(member)], windows)
+        newest = to_device([member.tokens[-1] for member in going], device, torch.int64).split(1)
+        ids = [
+            rows for member, token in zip(going, newest, strict=True) for rows in (token, drafted[member].tokens)
+        ]
+        counts = [1 + len(drafted[member].tokens) for member in going]
+        logits = self._runner.run(torch.cat(ids), [member.kv for member in going], counts).split(counts)
+        decisions = [
+            _decide(member.answer, drafted[member], rows) for member, rows in zip(going, logits, strict=True)
+        ]
+        read = fetch(torch.cat([*decisions, *(drafted[member].shown for member in going)]))
 
         def arrive() -> list[list[int]]:
             numbers, new = iter(read()), []
             self._pace.learn(len(going), sum(counts) - len(going), time.perf_counter() - began)
             decisions = [list(islice(numbers, 3)) for _ in going]
             for member, count, (num_accepted, token, is_finite) in zip(going, counts, decisions, strict=True):
-                found = list(islice(numbers, count - 1))
-                tokens = [max(number, -1 - number) for number in found[:num_accepted]]
+                shown = list(islice(numbers, count - 1))
+                tokens = [max(number, -1 - number) for number in shown[:num_accepted]]
                 new.append([*tokens, token] if is_finite else [NO_TOKEN])
-                if found:
-                    member.learn(len(found), num_accepted, min(found) >= 0)
+                if shown:
+                    member.learn(len(shown), num_accepted, min(shown) >= 0)
             return new
 
         return going, arrive
@@ -217,66 +194,57 @@ class SpeculativeBatch(Batch):
     def _draft(
         self, members: Sequence[DraftingMember], windows: Mapping[DraftingMember, int]
     ) -> dict[DraftingMember, Drafted]:
-        """Draft for members; of those that are left out the draft failed, or found nothing."""
+        """Draft for members; of those that are left out the draft failed."""
         found: dict[DraftingMember, Drafted] = {}
         together: dict[BatchRunner, list[DraftingMember]] = {}
         for member in members:
-            own, window, known = member.draft, windows[member], len(member.tokens) - 1
+            draft, kv, known = member.draft, member.draft_kv, len(member.tokens) - 1
             try:
-                if own.kv is None:
-                    proposal = own.draft.drafter.propose(member.tokens, Tree.chain(window))
+                if kv is None:
+                    proposal = draft.drafter.propose(member.tokens, Tree.chain(windows[member]))
                     tokens = to_device(proposal.tokens, self._parts.device, torch.int64)
-                    if len(tokens):
-                        found[member] = Drafted(tokens, proposal.q, tokens)
+                    found[member] = Drafted(tokens, tokens, proposal.q)
                     continue
-                own.kv.make_room(known + window - own.kv.num_run)
+                kv.make_room(known + windows[member] - kv.num_run)
             except (NotFiniteError, RuntimeError) as error:  # the latter out of memory
                 member.drop_draft(f"it gave {error}")
                 continue
-            if own.draft.takes_target_kv:
-                own.kv.num_run = own.num_copied
-                own.kv.copy_newest(member.kv, known - own.num_copied)
-                own.num_copied = known
-            together.setdefault(self._runner_of(own.draft.drafter.model.parts), []).append(member)
+            if draft.takes_target_kv:
+                kv.num_run = member.num_copied
+                kv.copy_newest(member.kv, known - kv.num_run)
+                member.num_copied = known
+            layers = tuple(draft.drafter.parts.language_model.layers)
+            if layers not in self._runners:
+                self._runners[layers] = BatchRunner(draft.drafter.parts)
+            together.setdefault(self._runners[layers], []).append(member)
         for runner, group in together.items():
-            found |= _chains(runner, sorted(group, key=windows.get, reverse=True), windows)
+            found |= _draft_chains(runner, sorted(group, key=windows.get, reverse=True), windows)
         return found
 
-    def _runner_of(self, parts: ModelParts) -> BatchRunner:
-        """Return a draft model's runner; that of answers whose drafts have the same layers is the same."""
-        layers = tuple(parts.language_model.layers)
-        if layers not in self._runners:
-            self._runners[layers] = BatchRunner(parts)
-        return self._runners[layers]
 
-
-def _chains(
+def _draft_chains(
     runner: BatchRunner, members: Sequence[DraftingMember], windows: Mapping[DraftingMember, int]
 ) -> dict[DraftingMember, Drafted]:
     """Draft chains with one model, the longest windows first, without synchronization."""
-    model, kvs = members[0].draft.draft.drafter.model, [member.draft.kv for member in members]
+    drafter, kvs = members[0].draft.drafter, [member.draft_kv for member in members]
     missing = [member.tokens[kv.num_run :] for member, kv in zip(members, kvs, strict=True)]
+    ids = [token if token < drafter.parts.vocab_size else 0 for tokens in missing for token in tokens]
     counts, levels = [*map(len, missing)], []
-    ids = [token if token < model.parts.vocab_size else 0 for tokens in missing for token in tokens]
+    ends = to_device([end - 1 for end in accumulate(counts)], drafter.parts.device)
     for level in range(windows[members[0]]):
-        drafting = [member for member in members if windows[member] > level]
+        answers = [member.answer for member in members if windows[member] > level]
         if level:
-            logits = runner.run(ids[: len(drafting)], kvs[: len(drafting)])
+            logits = runner.run(levels[-1][0].tokens[: len(answers)], kvs[: len(answers)])
         else:
-            ends = [end - 1 for end in accumulate(counts)]
-            logits = runner.run(ids, kvs, counts)[to_device(ends, model.parts.device)]
-        answers = [member.answer for member in drafting]
-        places = [answer.next_index + level for answer in answers]
-        samplings = [answer.sampling for answer in answers]
-        levels.append(choose_each(logits[:, : model.vocab_size], samplings, places, PURPOSE_DRAFT))
-        ids = levels[-1][0].tokens  # which the CPU does not know yet
+            logits = runner.run(ids, kvs, counts)[ends]
+        samplings, places = zip(*((answer.sampling, answer.next_index + level) for answer in answers), strict=True)
+        levels.append(choose_each(logits[:, : drafter.vocab_size], samplings, places, PURPOSE_DRAFT))
     found = {}
     for row, member in enumerate(members):
-        chosen = levels[: windows[member]]
-        tokens = torch.stack([choice.tokens[row] for choice, _ in chosen])
-        are_finite = torch.stack([choice.are_finite[row] for choice, _ in chosen])
-        q = None if chosen[0][1][row] is None else torch.stack([drawn_from[row] for _, drawn_from in chosen])
-        found[member] = Drafted(tokens, q, tokens.where(are_finite, -1 - tokens))
+        choices, drawn_from = zip(*levels[: windows[member]], strict=True)
+        tokens, are_finite = (torch.stack([each[row] for each in of_all]) for of_all in zip(*choices, strict=True))
+        q = None if drawn_from[0][row] is None else torch.stack([each[row] for each in drawn_from])
+        found[member] = Drafted(tokens, tokens.where(are_finite, -1 - tokens), q)
     return found
 
 

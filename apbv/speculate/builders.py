@@ -148,7 +148,7 @@ def _own_kv_drafter(task: DraftTask, visual: list[Tensor]) -> Drafter | None:
 def _kv_in_place(task: DraftTask, selected: list[Tensor]) -> ChosenKV | None:
     """Return the selected tokens' KV without a copy, on host 0; None if a copy is needed, or costs less."""
     cache = task.state.kv.whole
-    if cache is None or task.drafts_tree or task.in_batch:
+    if cache is None or task.drafts_tree:
         return None
     # Only the Triton kernel reads scattered rows. Torch would gather them again for every token, which costs more
     # than one copy.

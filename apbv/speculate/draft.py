@@ -99,7 +99,6 @@ class DraftTask:
             needed.
         leave_last: whether the drafter must run the prompt's last token itself, to get its logits.
         drafts_tree: whether the drafter drafts trees.
-        in_batch: whether the answer is decoded in a batch, for which a draft needs KV of its own.
         tokenize: turns text into token ids, without special tokens, for drafts that read other text.
         caption: a caption of what is to be seen, on the leader, if the strategy needs one.
     """
@@ -117,7 +116,6 @@ class DraftTask:
     leave_last: bool = False
     awaited: Exchange | None = None
     drafts_tree: bool = False
-    in_batch: bool = False
     tokenize: Callable[[str], list[int]] | None = None
     caption: str | None = None
 

@@ -1,7 +1,7 @@
 """Chooses the draft length, and whether to keep drafting, from costs and acceptance rate."""
 
 import warnings
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from statistics import median
@@ -139,21 +139,20 @@ class Pace:
 
 
 class BatchPace:
-    """Chooses the draft lengths of a batch's answers, by the seconds of its rounds at each batch size.
+    """Chooses the draft lengths of a batch's answers, by the seconds of its latest rounds at each batch size.
 
     Args:
-        num_draft_tokens, keep_losing_draft: as of :class:`Pace`.
+        num_draft_tokens: the largest length; ``"auto"``: the limit of that.
+        keep_losing_draft: whether drafts go on that do not pay; with a number as long ones as it says.
     """
 
     def __init__(self, num_draft_tokens: int | str, keep_losing_draft: bool = True):
         self._wanted, self._keeps_losing_draft = num_draft_tokens, keep_losing_draft
-        # By batch size: seconds of rounds without drafted tokens; of others with their number of these; their count.
-        self._plain: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=9))
-        self._drafted: dict[int, deque[tuple[float, int]]] = defaultdict(lambda: deque(maxlen=9))
-        self._num_rounds: Counter[int] = Counter()
+        # By batch size: the seconds of rounds, and the tokens that all answers together drafted.
+        self._rounds: dict[int, deque[tuple[float, int]]] = defaultdict(lambda: deque(maxlen=64))
 
     def windows(self, size: int, rates: Sequence[float]) -> list[int] | None:
-        """Return for each draft the number of tokens to draft next, by its acceptance rate.
+        """Return the number of tokens to draft next, for each draft by its acceptance rate.
 
         All are 0 where a round without drafted tokens is to be measured. None: no draft pays at this batch size.
 
@@ -162,42 +161,34 @@ class BatchPace:
         """
         if not rates:
             return None
-        is_auto, num_plain, nothing = self._wanted == "auto", len(self._plain[size]), [0] * len(rates)
-        first = [FIRST_AUTO_DRAFT_TOKENS if is_auto else self._wanted] * len(rates)
-        if self._num_rounds[size] < 2 or (self._keeps_losing_draft and not is_auto):
-            return first
-        if self._num_rounds[size] >= 2 * 4**num_plain:
+        plain = [seconds for seconds, count in self._rounds[size] if not count]
+        costs = [each for each in self._rounds[size] if each[1]]
+        nothing, most = [0] * len(rates), longest_window(self._wanted)
+        if len(costs) < 2 or (self._keeps_losing_draft and self._wanted != "auto"):
+            return [min(most, FIRST_AUTO_DRAFT_TOKENS) if self._wanted == "auto" else most] * len(rates)
+        if len(plain) <= len(costs) // 32:
             return nothing
         # The windows of the highest goodput (SmartSpec, Liu et al., 2024): with T seconds for a round of R answers
-        # without drafted tokens, c more for each of these, and Leviathan et al.'s Eq. 1 for an answer's tokens, the
-        # maximum of (R + Σ_i Σ_{g <= γ_i} α_i^g) / (T + c Σ_i γ_i). The likeliest tokens are in it: one more raises
-        # it as long as α_i^g / c is higher than it is.
-        seconds, tokens, windows = median(self._plain[size]), float(size), list(nothing)
-        costs = [(spent - seconds) / count for spent, count in self._drafted[size]]
-        cost = max(median(costs), _SHORTEST_SECONDS)
-        least, most, steps = size * cost / seconds, longest_window(self._wanted), []
-        for place, rate in enumerate(rates):
-            gains = [rate**level for level in range(1, most + 1)]
-            gains = [(gain, 1) for gain in gains] if is_auto else [(sum(gains) / most, most)]
-            steps += [(gain, count, place) for gain, count in gains if gain > least]
-        for gain, count, place in sorted(steps, reverse=True):
+        # without drafted tokens, c more for each of these, and Leviathan et al.'s Eq. 1 for the tokens, they
+        # maximise (R + Σ_i Σ_{g <= γ_i} α_i^g) / (T + c Σ_i γ_i). The likeliest tokens are taken first: one more
+        # raises it as long as α_i^g / c is higher than it is.
+        seconds, tokens, windows = median(plain), float(size), list(nothing)
+        cost = max(median((spent - seconds) / count for spent, count in costs), _SHORTEST_SECONDS)
+        gains = [(rate**level, place) for place, rate in enumerate(rates) for level in range(1, most + 1)]
+        for gain, place in sorted(gains, reverse=True):
             if gain * seconds <= tokens * cost:
                 break
-            tokens, seconds = tokens + gain * count, seconds + cost * count
-            windows[place] += count
+            tokens, seconds = tokens + gain, seconds + cost
+            windows[place] += 1
         if any(windows):
             return windows
         if self._keeps_losing_draft:
             return [1] * len(rates)
-        return nothing if num_plain < _FEWEST_PLAIN_PASSES else None
+        return nothing if len(plain) < _FEWEST_PLAIN_PASSES else None
 
     def learn(self, size: int, num_drafted: int, seconds: float) -> None:
         """Learn from a round in which all answers together drafted ``num_drafted`` tokens."""
-        if num_drafted:
-            self._num_rounds[size] += 1
-            self._drafted[size].append((seconds, num_drafted))
-        else:
-            self._plain[size].append(seconds)
+        self._rounds[size].append((seconds, num_drafted))
 
 
 # Why an answer is decoded without its draft.
