@@ -1,6 +1,7 @@
 """Defines Engine, which answers questions about videos, images, audio and texts on all hosts together."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from copy import copy
 from dataclasses import asdict, replace
@@ -15,10 +16,10 @@ from . import demo
 from .config import DecodeConfig, PrefillConfig, ReuseConfig, SamplingParams, SpeculativeConfig
 from .config.checks import require_types
 from .decode.answer import finish_reason
-from .decode.batch import Batch
+from .decode.batch import Batch, why_not_together
 from .generated import GenerateResult
 from .grammar import Grammars
-from .hosts import HostGroup
+from .hosts import AgreedError, HostError, HostGroup
 from .input.reading import PromptReader
 from .input.request import Callbacks, Question, Request
 from .input.skeleton import SampledVideo
@@ -35,6 +36,7 @@ from .prefilling.result import PrefillResult
 from .prefilling.reuse import Reuse
 from .refusals import refuse
 from .speculate import Autoregressive, Captioner, Drafting
+from .speculate.strategies import why_drafts_alone
 from .speculate.ways import Answered
 from .stats import Span, StageTimer, provenance
 from .warn import warn_caller
@@ -321,6 +323,83 @@ class Engine:
             stop=stop,
         )
         return self.answer(request, timeline)
+
+    def generate_all(
+        self,
+        questions: Sequence[Mapping[str, Any]],
+        *,
+        sampling: SamplingParams | None = None,
+        max_together: int = 8,
+    ) -> Iterator[tuple[int, GenerateResult | Exception]]:
+        """Answer questions, whose answers host 0 decodes in one batch, with drafts or without; collective.
+
+        A prompt is prefilled as soon as fewer than ``max_together`` answers are being decoded. Answers that cannot
+        be batched (:attr:`why_one_by_one`) follow one another.
+
+        Args:
+            questions: of each the arguments of :meth:`generate` up to ``audio_in_video``, and its own ``sampling``
+                if it has one.
+            sampling: sampling parameters; by default greedy, with :attr:`max_new_tokens`.
+            max_together: largest number of answers that are decoded at a time.
+
+        Yields:
+            The index of a question and its answer, as soon as that ends; if this question or answer failed alone,
+            the error instead: a ValueError or a HostError.
+
+        Raises:
+            HostError: the hosts can no longer work together.
+        """
+        sampling, alone = sampling or self._sampling(None, 0.0, 1.0, 0), self.why_one_by_one is not None
+        batch = None if alone or not self.hosts.is_leader else self._way.batch()
+        waiting, running = deque(enumerate(questions)), {}
+        while waiting or running:
+            while waiting and len(running) < max_together:
+                number, question = waiting.popleft()
+                try:
+                    with self.hosts.local_stage("reading the settings"):
+                        given = {"sampling": sampling, **question}
+                        require_types(sampling=(given["sampling"], SamplingParams))
+                        timer, by = StageTimer(self.hosts), given.pop("sampling")
+                        request = Request(Question(**given), timer, sampling=by)
+                    if alone:
+                        yield number, self.answer(request)
+                        continue
+                    begun = self._way.begin(self._with_grammar(request), self._prefiller)
+                    self._note_what_the_demo_cannot(begun.read)
+                    member = None if batch is None else batch.join(begun.state, begun.read.request, *begun.draft)
+                    running[number] = begun, member, timer.stage("decode")
+                    running[number][-1].__enter__()
+                except (ValueError, HostError) as error:
+                    if self.hosts.is_broken:
+                        raise
+                    yield number, error
+            if not running:
+                continue
+            with self.hosts.collective_stage("decode"):
+                while batch is not None and not any(member.has_ended for _, member, _ in running.values()):
+                    batch.step()
+                ended = [
+                    (number, member.tokens, member.summary(), member.error and str(member.error))
+                    for number, (_, member, _) in running.items()
+                    if batch is not None and member.has_ended
+                ]
+                ended = self.hosts.gather_json(ended)[0]
+            for number, tokens, summary, failure in ended:
+                begun, _, stage = running.pop(number)
+                stage.__exit__(None, None, None)
+                if failure is not None:
+                    yield number, AgreedError(failure)
+                    continue
+                answered = self._way.answered(begun, tokens, summary)
+                yield number, self._result(begun.read.request, begun.state, answered, videos=begun.read.videos)
+
+    @property
+    def why_one_by_one(self) -> str | None:
+        """Why answers cannot be decoded in one batch on host 0; None if they can."""
+        if self.prefill_config.kv == "sharded":
+            return "all hosts take part in every token where the KV is sharded"
+        config = self.speculative_config
+        return (config and why_drafts_alone(config)) or why_not_together(self.parts)
 
     def answer(self, request: Request, timeline: bool = False) -> GenerateResult:
         """Answer a request that was packed by the caller; otherwise as :meth:`generate`.

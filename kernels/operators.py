@@ -132,20 +132,23 @@ def batch_decode_attention(
     *,
     backend: str = "auto",
 ) -> Tensor:
-    """Append the newest key and value of each of R sequences to its own buffers, and attend to all rows there.
+    """Append the newest keys and values of each of R sequences to its own buffers, and attend to all rows there.
 
-    No other row is moved: sequences of any length share a call, wherever their buffers are.
+    No other row is moved: sequences of any length share a call, wherever their buffers are. A sequence's keys are
+    read once for all of its new tokens, each of which sees the rows up to its own.
 
     Args:
-        q: ``[1, Hq, R, D]``: the newest token of every sequence.
-        k, v: ``[1, Hkv, R, D]``, Hq a multiple of Hkv: written to row ``lengths[r]`` of sequence r's buffers.
+        q: ``[1, Hq, S, D]``: the newest tokens of every sequence, one after the other: one of each (S = R), or as
+            many as ``buffers`` says.
+        k, v: ``[1, Hkv, S, D]``, Hq a multiple of Hkv: written from row ``lengths[r]`` of sequence r's buffers on.
         buffers: storage of the sequences' rows. A table is for ``triton`` only, which then need not be told of
-            other buffers or lengths from call to call; of a sequence that is not there the result is 0.
+            other buffers or lengths from call to call; of a sequence that is not there the result is 0, and
+            undefined in rows after the last sequence's.
         scale: factor of the scores.
         backend: see :mod:`apbv.kernels.backends`.
 
     Returns:
-        ``[1, Hq, R, D]`` in q's dtype.
+        ``[1, Hq, S, D]`` in q's dtype.
 
     Raises:
         ValueError: Hq is not a multiple of Hkv, a buffer is full, or another backend is given a table.

@@ -61,10 +61,13 @@ def verify_attention(
 def batch_decode_attention(q: Tensor, k: Tensor, v: Tensor, buffers: SequenceBuffers, scale: float) -> Tensor:
     """Append to one sequence after the other, and attend to it."""
     outs = []
-    for r, (keys, values, length) in enumerate(zip(buffers.keys, buffers.values, buffers.lengths, strict=True)):
-        keys[:, :, length], values[:, :, length] = k[:, :, r], v[:, :, r]
-        seen = [(keys[:, :, : length + 1], values[:, :, : length + 1])]
-        outs.append(segmented_attention(q[:, :, r : r + 1], seen, scale, False)[0])
+    newest = (states.split(buffers.counts or 1, dim=2) for states in (q, k, v))
+    for query, key, value, keys, values, length in zip(
+        *newest, buffers.keys, buffers.values, buffers.lengths, strict=True
+    ):
+        stop = length + query.shape[2]
+        keys[:, :, length:stop], values[:, :, length:stop] = key, value
+        outs.append(segmented_attention(query, [(keys[:, :, :stop], values[:, :, :stop])], scale, True)[0])
     return torch.cat(outs, dim=2).to(q.dtype)
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import repeat
 from math import gcd
 
 import torch
@@ -59,20 +60,22 @@ class SequenceBuffers:
     Attributes:
         keys, values: of every sequence ``[1, Hkv, capacity, D]``, contiguous.
         lengths: how many rows of each are in use, less than its capacity.
+        counts: how many new rows each gets; None: one.
     """
 
     keys: Sequence[Tensor]
     values: Sequence[Tensor]
     lengths: Sequence[int]
+    counts: Sequence[int] | None = None
 
     def require_room(self) -> None:
-        """Reject to append a row where a buffer is full.
+        """Reject to append rows where a buffer is full.
 
         Raises:
             ValueError: it is.
         """
-        for keys, length in zip(self.keys, self.lengths, strict=True):
-            if length >= keys.shape[2]:
+        for keys, length, count in zip(self.keys, self.lengths, self.counts or repeat(1)):  # noqa: B905
+            if length + count > keys.shape[2]:
                 raise ValueError(f"a buffer of {keys.shape[2]} rows has no room after row {length}")
 
     @property
@@ -92,11 +95,15 @@ class BufferTable:
         places: int64 ``[3, R]``, addresses of keys and of values, multiples of 16, and capacities.
         lengths: int64 ``[R]``: how many rows of each are in use; -1: the slot is empty.
         most_rows: no sequence is longer, which tells how far it is worth splitting.
+        starts: int64 ``[R + 1]``: the new rows of sequence r are starts[r] .. starts[r + 1] - 1; None: one each.
+        most_new: no sequence gets more new rows; a power of 2, for each of which kernels are compiled.
     """
 
     places: Tensor
     lengths: Tensor
     most_rows: int
+    starts: Tensor | None = None
+    most_new: int = 1
 
 
 @dataclass(frozen=True, eq=False)

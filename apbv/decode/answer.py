@@ -70,6 +70,7 @@ class Answer:
         """Return the new tokens (at least one) up to the answer's end, and whether it ends there; on host 0."""
         if self.sampling.logprobs is not None:
             self.logprobs += map(TokenLogprobs.unpack, self._arriving.popleft()())
+            del self.logprobs[len(self.tokens) + len(new) :]
         for count, token in enumerate(new, start=1):
             if (
                 (token in self.eos_token_ids and not self.sampling.ignore_eos)
@@ -109,12 +110,14 @@ class Answer:
 
     def pick(self, logits: Tensor, index: int) -> Choice:
         """Choose the token of this index in the sequence from logits ``[V]``, on the device."""
-        choice = choose_each(self.allowed(logits[None], [index]), [self.sampling], [index])
+        choice, _ = choose_each(self.allowed(logits[None], [index]), [self.sampling], [index])
         self.tell_of(logits[None], choice.tokens)
         return choice
 
     def tell_of(self, logits: Tensor, tokens: Tensor | Sequence[int]) -> None:
-        """Record log probabilities of S tokens that are about to be passed to :meth:`cut`; on host 0.
+        """Record log probabilities of S tokens, the first of which are about to be passed to :meth:`cut`.
+
+        On host 0.
 
         Args:
             logits: ``[S, V]``, as the model gave them.

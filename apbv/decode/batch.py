@@ -5,13 +5,14 @@ model's matrix products have R rows. Attention reads the KV of each row's own pr
 """
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 
 from ..input.request import Request
+from ..kv.cache import GrowingLayer
 from ..model.parts import ModelParts
 from ..transfer import side_stream, to_device
 from .answer import NO_TOKEN, Answer, finish_reason
@@ -56,19 +57,23 @@ class Member:
         """Whether another token follows the chosen ones, judging by their number."""
         return self.kv is not None and self.kv.num_run + 1 < self.answer.sampling.max_new_tokens
 
-    def add(self, token: int) -> None:
-        """Append the next token, which may end the answer; :data:`~.answer.NO_TOKEN` makes it fail."""
+    def add(self, new: Sequence[int]) -> None:
+        """Append the next tokens, which may end the answer; :data:`~.answer.NO_TOKEN` makes it fail."""
         answer = self.answer
         try:
-            answer.require_token(token)
-            _, is_last = answer.cut([token])
-            answer.add([token])
+            answer.require_token(new[-1])
+            new, is_last = answer.cut(new)
+            answer.add(new)
         except Exception as error:  # whatever it is, it affects no other answer
             self.end(error)
             return
         if is_last:
             self.finish_reason = finish_reason(self.tokens, answer.sampling, answer.eos_token_ids)
             self.end()
+
+    def summary(self) -> dict[str, Any] | None:
+        """Return speculation metrics; None without speculation."""
+        return None
 
     def end(self, error: Exception | None = None) -> None:
         """Release the KV; no token follows."""
@@ -79,6 +84,8 @@ class Member:
 
 # A step that was queued on the device: its sequences and their tokens.
 Given = tuple[list[Member], Choice]
+# Waits for the new tokens of each sequence of a step.
+Arriving = Callable[[], list[list[int]]]
 
 
 class Batch:
@@ -96,6 +103,8 @@ class Batch:
     Raises:
         ValueError: answers of this model cannot be batched; see :func:`why_not_together`.
     """
+
+    _member: ClassVar[type[Member]] = Member
 
     def __init__(self, parts: ModelParts):
         if obstacle := why_not_together(parts):
@@ -124,7 +133,7 @@ class Batch:
             raise ValueError("batched decoding needs KV that is gathered on this host")
         if answer.ready is None and self._stream is not None:
             answer.ready = torch.cuda.current_stream(self._parts.device).record_event()
-        self._members.append(member := Member(answer))
+        self._members.append(member := self._member(answer))
         return member
 
     def leave(self, member: Member) -> None:
@@ -152,29 +161,32 @@ class Batch:
             fresh = [member for member in self._members if member.kv is not None and not member.tokens]
             if fresh:
                 choice = self._choose(fresh, torch.stack([member.answer.logits for member in fresh]))
-                chosen, arriving = fresh, choice.fetch()
+                chosen, arriving = fresh, _fetch(choice)
             else:
                 chosen, arriving = self._advance()
-        for member, token, is_finite in zip(chosen, *arriving(), strict=True):
+        for member, new in zip(chosen, arriving(), strict=True):
             if not member.has_ended:  # as with those that left meanwhile, or ran out of memory
-                member.add(token if is_finite else NO_TOKEN)
+                member.add(new)
         advanced = [member for member in self._members if member.has_ended or member in chosen]
         self._members = [member for member in self._members if not member.has_ended]
         return advanced
 
-    def _advance(self) -> tuple[list[Member], Callable[[], tuple[list[int], list[int]]]]:
+    def _advance(self) -> tuple[list[Member], Arriving]:
         """Queue the next work on the device; return its sequences, and a function that waits for their tokens."""
         if self._given is not None and all(member.has_ended for member in self._given[0]):
             self._given = None
         self._given = self._given or self._give()
         if self._given is None:
-            return [], lambda: ([], [])
+            return [], list
         members, choice = self._given
-        arriving = choice.fetch()
+        arriving = _fetch(choice)
         # If this raises, the arriving tokens are fetched again.
-        looks_back = any(member.answer.sampling.looks_back for member in self._members if not member.has_ended)
-        self._given = self._give(self._given) if self._runs_ahead and not looks_back else None
+        self._given = self._give(self._given) if self._runs_ahead and self._may_run_ahead() else None
         return members, arriving
+
+    def _may_run_ahead(self) -> bool:
+        """Return whether the next step needs none of the arriving tokens on the CPU."""
+        return not any(member.answer.sampling.looks_back for member in self._members if not member.has_ended)
 
     def _give(self, before: Given | None = None) -> Given | None:
         """Run the model on every sequence's newest token and choose the next; None if none is needed.
@@ -204,10 +216,10 @@ class Batch:
                 member.kv.num_run -= 1
             raise
 
-    def _has_room(self, member: Member) -> bool:
-        """Make room for a sequence's next row, or mark it as failed."""
+    def _has_room(self, member: Member, count: int = 1) -> bool:
+        """Make room for a sequence's next rows, or mark it as failed."""
         try:
-            member.kv.make_room()
+            member.kv.make_room(count)
         except RuntimeError as error:  # out of memory, which on a CPU has no class of its own
             member.end(error)
         return not member.has_ended
@@ -220,7 +232,7 @@ class Batch:
         allowed = [answer.allowed(row, [place]) for answer, row, place in zip(answers, given, places, strict=True)]
         if any(row is not before for row, before in zip(allowed, given, strict=True)):
             logits = torch.cat(allowed)
-        choice = choose_each(logits, [answer.sampling for answer in answers], places)
+        choice, _ = choose_each(logits, [answer.sampling for answer in answers], places)
         for answer, row, token in zip(answers, given, choice.tokens.split(1), strict=True):
             answer.tell_of(row, token)
         return choice
@@ -233,14 +245,25 @@ class Batch:
                 if any(other.kv is not None for other in self._members):
                     continue
                 ready.synchronize()
-            layers = answer.decoder.cache.layers
-            if self._stream is not None:  # their memory has to last as long as this stream uses it
-                for tensor in (answer.logits, *(states for each in layers for states in (each.keys, each.values))):
-                    tensor.record_stream(self._stream)
+            if self._stream is not None:
+                answer.logits.record_stream(self._stream)
             try:
-                member.kv = OwnKV(layers, answer.decoder.next_position)
+                member.kv = self._own(answer.decoder.cache.layers, answer.decoder.next_position)
             except RuntimeError as error:  # out of memory, which on a CPU has no class of its own
                 member.end(error)
+
+    def _own(self, layers: Sequence[GrowingLayer], position: int) -> OwnKV:
+        """Take over KV that was computed in another stream."""
+        if self._stream is not None:  # its memory has to last as long as this stream uses it
+            for tensor in (states for layer in layers for states in (layer.keys, layer.values)):
+                tensor.record_stream(self._stream)
+        return OwnKV(layers, position)
+
+
+def _fetch(choice: Choice) -> Arriving:
+    """Start to copy chosen tokens to the CPU; the returned function waits for them."""
+    read = choice.fetch()
+    return lambda: [[token if is_finite else NO_TOKEN] for token, is_finite in zip(*read(), strict=True)]
 
 
 def why_not_together(parts: ModelParts) -> str | None:

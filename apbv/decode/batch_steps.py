@@ -1,6 +1,7 @@
 """Forward passes over the newest tokens of several answers, each with its own KV."""
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ class OwnKV:
         position: the rotary position of the answer's first token.
 
     Attributes:
-        num_run: number of the answer's tokens that the model has processed.
+        num_run: number of the answer's tokens that the model has processed. Less: the last rows are taken back.
         left_out: for every layer, by how many prompt rows it is shorter than the first.
         layers_differ: whether these are not all 0.
         capacity: the number of rows that the largest buffer holds.
@@ -58,15 +59,24 @@ class OwnKV:
         """Keys and values of every layer, ``[1, Hkv, capacity, D]``."""
         return [layer.buffers for layer in self._layers]
 
-    def make_room(self) -> None:
-        """Make room for one more row, copying all rows to larger buffers if needed."""
-        if self._most_rows > self.num_rows:
+    def make_room(self, count: int = 1) -> None:
+        """Make room for more rows, copying all rows to larger buffers if needed."""
+        if self._most_rows >= self.num_rows + count:
             return
         self.place = object()
         for layer, left_out in zip(self._layers, self.left_out, strict=True):
             layer.extend(self.num_rows - left_out - layer.keys.shape[2])
-            layer.make_room(1)
+            layer.make_room(count)
         self._measure_buffers()
+
+    def copy_newest(self, other: "OwnKV", count: int) -> None:
+        """Append ``count`` rows that another KV has for the same tokens of the answer; there must be room."""
+        for index, layer in enumerate(zip(self.buffers, other.buffers, strict=True)):
+            first, theirs = (kv.num_rows - kv.left_out[index] for kv in (self, other))
+            theirs += self.num_run - other.num_run
+            for mine, source in zip(*layer, strict=True):
+                mine[:, :, first : first + count] = source[:, :, theirs : theirs + count]
+        self.num_run += count
 
     def _measure_buffers(self) -> None:
         """Compute the buffers' sizes, and the length of the first layer at which one of them is full."""
@@ -76,10 +86,10 @@ class OwnKV:
 
 
 class BatchRunner:
-    """Runs a language model over one new token of each of several answers.
+    """Runs a language model over one new token of each of several answers, or over several.
 
-    On a GPU passes of one batch size are captured as a CUDA graph, which stays valid while answers come and go:
-    the addresses of their KV are looked up on the GPU. Batch sizes are rounded up to a few.
+    On a GPU passes of one batch size and number of tokens are captured as a CUDA graph, which stays valid while
+    answers come and go: the addresses of their KV are looked up on the GPU. These numbers are rounded up to a few.
 
     Args:
         parts: the model.
@@ -93,60 +103,76 @@ class BatchRunner:
         self._recorded = RecordedSteps(parts) if records else None
 
     @torch.no_grad()
-    def run(self, ids: Sequence[int] | Tensor, kvs: Sequence[OwnKV]) -> Tensor:
-        """Run the model on R tokens, append each to its KV, and return their logits ``[R, V]``.
+    def run(
+        self, ids: Sequence[int] | Tensor, kvs: Sequence[OwnKV], counts: Sequence[int] | None = None
+    ) -> Tensor:
+        """Run the model on S tokens, append each to its KV, and return their logits ``[S, V]``.
 
         Args:
-            ids: a tensor ``[R]`` on the device is not waited for.
-            kvs: of each token its own, which have room.
+            ids: a tensor ``[S]`` on the device is not waited for.
+            kvs: those of R answers, which have room.
+            counts: how many tokens of each answer there are, one answer's after the other's; None: one of each.
         """
-        logits = self._run_there(ids, kvs) if self._looks_up else self._run_here(ids, kvs)
-        for kv in kvs:
-            kv.num_run += 1
+        counts = None if counts is None or max(counts) == 1 else counts
+        run = self._run_there if self._looks_up else self._run_here
+        logits = run(ids, kvs, counts)
+        for kv, count in zip(kvs, counts or [1] * len(kvs), strict=True):
+            kv.num_run += count
         return logits
 
-    def _run_here(self, ids: Sequence[int] | Tensor, kvs: Sequence[OwnKV]) -> Tensor:
+    def _run_here(self, ids: Sequence[int] | Tensor, kvs: Sequence[OwnKV], counts: Sequence[int] | None) -> Tensor:
         """Run the model with KV addresses passed by the CPU."""
         parts, num_rows = self._parts, [kv.num_rows for kv in kvs]
         layers = []
         for index, buffers in enumerate(zip(*(kv.buffers for kv in kvs), strict=True)):
             lengths = [count - kv.left_out[index] for count, kv in zip(num_rows, kvs, strict=True)]
-            layers.append(SequenceBuffers(*zip(*buffers, strict=True), lengths))
-        positions = to_device([kv.position for kv in kvs], parts.device)
+            layers.append(SequenceBuffers(*zip(*buffers, strict=True), lengths, counts))
+        positions = to_device(_positions(kvs, counts), parts.device)
         attention = BatchAttention(parts.backend, layers)
         return forward(parts, to_device(ids, parts.device), positions, None, attention, last_only=False)
 
-    def _run_there(self, ids: Sequence[int] | Tensor, kvs: Sequence[OwnKV]) -> Tensor:
+    def _run_there(
+        self, ids: Sequence[int] | Tensor, kvs: Sequence[OwnKV], counts: Sequence[int] | None
+    ) -> Tensor:
         """Run the model with KV addresses looked up on the device."""
         most_rows, differ = max(kv.capacity for kv in kvs), any(kv.layers_differ for kv in kvs)
-        if self._recorded is not None and len(kvs) <= _SIZES[-1]:
-            kind = *_rounded_up(len(kvs), most_rows), differ
-            self._recorded.of_kind(kind, lambda: _Step(self._parts, *kind)).take(ids, kvs)
-            return self._recorded.compute(kind)[: len(kvs)]
-        step = _Step(self._parts, len(kvs), most_rows, differ)
-        step.take(ids, kvs)
+        most_new = 1 << (max(counts or [1]) - 1).bit_length()
+        if self._recorded is not None and len(ids) <= _SIZES[-1]:
+            kind = _rounded_up(len(kvs)), _rounded_up(len(ids)), most_new, _rounded_up_rows(most_rows), differ
+            self._recorded.of_kind(kind, lambda: _Step(self._parts, *kind)).take(ids, kvs, counts)
+            return self._recorded.compute(kind)[: len(ids)]
+        step = _Step(self._parts, len(kvs), len(ids), most_new, most_rows, differ)
+        step.take(ids, kvs, counts)
         return step.compute()
 
 
 class _Step(Step):
-    """Forward pass for up to R answers and a maximum number of rows, with inputs at fixed addresses.
+    """Forward pass for up to R answers, with inputs at fixed addresses.
 
     Args:
+        size: R.
+        num_tokens: the largest number of tokens.
+        most_new: the largest number of one answer's tokens, a power of 2.
+        most_rows: the largest number of an answer's rows.
         layers_differ: whether layers of an answer's KV may have different numbers of rows.
     """
 
-    def __init__(self, parts: ModelParts, size: int, most_rows: int, layers_differ: bool):
-        super().__init__(parts, size, 2 * size)
-        self._most_rows = most_rows
-        self._positions, self._lengths = self._others.split(size)
+    def __init__(
+        self, parts: ModelParts, size: int, num_tokens: int, most_new: int, most_rows: int, layers_differ: bool
+    ):
+        super().__init__(parts, num_tokens, num_tokens + 2 * size + 1)
+        self._most_rows, self._most_new = most_rows, most_new
+        self._positions, self._lengths, self._starts = self._others.split([num_tokens, size, size + 1])
         self._places = self._numbers.new_zeros(parts.num_layers, 3, size)
         self._left_out = self._numbers.new_zeros(parts.num_layers, size) if layers_differ else None
         self._held: list[object] = []
 
-    def take(self, ids: Sequence[int] | Tensor, kvs: Sequence[OwnKV]) -> None:
+    def take(self, ids: Sequence[int] | Tensor, kvs: Sequence[OwnKV], counts: Sequence[int] | None) -> None:
         """Copy the inputs of the next pass, without synchronization."""
-        rest = len(self._ids) - len(kvs)
-        self.hold(ids, [kv.position for kv in kvs] + [0] * rest + [kv.num_rows for kv in kvs] + [-1] * rest)
+        rest, no_token = len(self._lengths) - len(kvs), [0] * (len(self._ids) - len(ids))
+        starts = accumulate([*(counts or [1] * len(kvs)), *[0] * rest], initial=0)
+        lengths = [kv.num_rows for kv in kvs] + [-1] * rest
+        self.hold(ids, [*_positions(kvs, counts), *no_token, *lengths, *starts])
         held = [kv.place for kv in kvs]
         if held != self._held:
             buffers = zip(*(kv.buffers for kv in kvs), strict=True)
@@ -163,16 +189,27 @@ class _Step(Step):
         if self._left_out is not None:
             lengths = (self._lengths - self._left_out).unbind()
         tables = [
-            BufferTable(places, of_layer, self._most_rows)
+            BufferTable(places, of_layer, self._most_rows, self._starts, self._most_new)
             for places, of_layer in zip(self._places, lengths, strict=True)
         ]
         attention = BatchAttention(self._parts.backend, tables)
         return forward(self._parts, self._ids, self._positions, None, attention, last_only=False)
 
 
-def _rounded_up(count: int, most_rows: int) -> tuple[int, int]:
-    """Return the batch size and the number of rows of the smallest graph that fits."""
+def _positions(kvs: Sequence[OwnKV], counts: Sequence[int] | None) -> list[int]:
+    """Return the rotary positions of answers' next tokens."""
+    counts = counts or [1] * len(kvs)
+    return [kv.position + place for kv, count in zip(kvs, counts, strict=True) for place in range(count)]
+
+
+def _rounded_up(count: int) -> int:
+    """Return the batch size, or the number of tokens, of the smallest graph that fits."""
+    return next(size for size in _SIZES if size >= count)
+
+
+def _rounded_up_rows(most_rows: int) -> int:
+    """Return the number of rows of the smallest graph that fits."""
     rows = _FEWEST_ROWS
     while rows < most_rows:
         rows *= 4
-    return next(size for size in _SIZES if size >= count), rows
+    return rows

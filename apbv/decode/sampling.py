@@ -176,30 +176,40 @@ def choose_tokens(
     return draw(p, [uniform(config.seed, position, purpose) for position in positions]), p
 
 
-def choose_each(logits: Tensor, configs: Sequence[SamplingParams], positions: Sequence[int]) -> Choice:
+def choose_each(
+    logits: Tensor,
+    configs: Sequence[SamplingParams],
+    positions: Sequence[int],
+    purpose: int = PURPOSE_NEXT_TOKEN,
+) -> tuple[Choice, list[Tensor | None]]:
     """Choose a token for each row of logits ``[R, V]`` by its own config, with :func:`choose_tokens`' result.
 
     Args:
         configs: one for each row.
         positions: each token's index in its own sequence.
+
+    Returns:
+        The tokens, and for each the distribution ``[V]`` that it was drawn from; None if it was not drawn.
     """
     alike: dict[tuple, list[int]] = {}
     for row, config in enumerate(configs):
         alike.setdefault(config.cuts, []).append(row)
-    choices = []
+    choices, drawn_from = [], [None] * len(configs)
     for cuts, rows in alike.items():
         chosen_from = logits if len(alike) == 1 else logits[to_device(rows, logits.device)]
         if cuts[0] == 0:
             choices.append(most_probable(chosen_from))
             continue
         p = probabilities(chosen_from, *cuts)
-        numbers = [uniform(configs[row].seed, positions[row], PURPOSE_NEXT_TOKEN) for row in rows]
+        numbers = [uniform(configs[row].seed, positions[row], purpose) for row in rows]
         choices.append(draw(p, numbers))
+        for row, distribution in zip(rows, p, strict=True):
+            drawn_from[row] = distribution
     if len(choices) == 1:
-        return choices[0]
+        return choices[0], drawn_from
     order = [row for rows in alike.values() for row in rows]
     places = to_device([order.index(row) for row in range(len(order))], logits.device)
-    return Choice(*(each[places] for each in Choice.joined(choices)))
+    return Choice(*(each[places] for each in Choice.joined(choices))), drawn_from
 
 
 def forbid(logits: Tensor, rows: Sequence[int], tokens: Sequence[int]) -> Tensor:

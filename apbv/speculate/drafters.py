@@ -15,7 +15,7 @@ from transformers import DynamicCache
 from ..config import SamplingParams
 from ..decode.runner import ModelRunner
 from ..decode.sampling import PURPOSE_DRAFT, Choice, choose_tokens
-from ..kv.cache import appending_in_place, keep_of_last, replace_last
+from ..kv.cache import GrowingLayer, appending_in_place, keep_of_last, replace_last
 from ..kv.select import select_kv
 from ..model.attention import ChosenKV
 from ..model.parts import ModelParts
@@ -79,9 +79,10 @@ class ModelDrafter(Drafter):
     """Drafts with a language model, on its own KV of the prompt.
 
     In a chain every token is drawn as the answer's are. In another tree the children of a node are its most
-    probable next tokens.
+    probable next tokens. A batch of answers takes the model and :meth:`layers`, and drafts itself.
 
     Attributes:
+        parts, position, vocab_size: as below; the position is that of the first new token.
         newest_kv: if the draft is the target itself on less of the prompt, returns the target's KV of verified
             tokens, which replaces this drafter's own (STD: dense KV for sparse).
 
@@ -109,10 +110,10 @@ class ModelDrafter(Drafter):
         prompt_kv: ChosenKV | None = None,
         drafts_trees: bool = False,
     ):
-        self._parts, self._position = parts, next_position
+        self.parts, self.position = parts, next_position
         self._prompt_kv, self._drafts_trees = prompt_kv, drafts_trees
         self._continue(cache)
-        self._prompt_len, self._config, self._vocab_size = prompt_len, config, vocab_size
+        self._prompt_len, self._config, self.vocab_size = prompt_len, config, vocab_size
         self._cached: list[int] = []  # the new tokens whose KV the cache holds, of a tree up to its root
         self._num_cached = 0  # their number, also while a window is drafted whose tokens are not read yet
         self._tree, self._drafted = Tree.chain(0), [-1]
@@ -144,8 +145,8 @@ class ModelDrafter(Drafter):
                 above = tree.children[tree.inner_levels[depth - 1][0]][0]  # the first node of their level
                 ids = levels[-1].tokens.index_select(0, self._indices(node - above for node in nodes))
                 visible = tree.visible[list(nodes)][:, self._nodes_in_cache]
-                positions = [self._position + self._num_cached + depth - 1] * len(nodes)
-                logits = self._runner.run(ids, positions, visible)[:, : self._vocab_size]
+                positions = [self.position + self._num_cached + depth - 1] * len(nodes)
+                logits = self._runner.run(ids, positions, visible)[:, : self.vocab_size]
             levels.append(self._choose_children(logits, [len(tree.children[node]) for node in nodes]))
         drafted = Choice.joined(levels).read() if levels else []
         self._drafted = [tokens[-1], *drafted]
@@ -160,7 +161,7 @@ class ModelDrafter(Drafter):
         return Choice(*(each.flatten().index_select(0, wanted) for each in (best.indices, is_finite)))
 
     def _indices(self, numbers: Iterable[int]) -> Tensor:
-        return to_device(list(numbers), self._parts.device)
+        return to_device(list(numbers), self.parts.device)
 
     def stream(self, tokens: Sequence[int]) -> Iterator[tuple[int, Tensor | None]]:
         """Yield drafted tokens, each with the distribution ``[Vq]`` it was drawn from, or None if greedy."""
@@ -184,10 +185,21 @@ class ModelDrafter(Drafter):
         rows = torch.cat([rows, torch.arange(length - self._num_cached, length)])
         self._continue(select_kv(self._cache, [rows.expand(heads, -1)] * len(self._cache.layers)))
 
+    def layers(self) -> list[GrowingLayer]:
+        """Return the KV of the prompt, to which a batch appends; a copy of one that is not in the cache."""
+        if self._prompt_kv is None:
+            return self._cache.layers
+        layers = []
+        for keys, values, rows in self._prompt_kv.layers:
+            places = rows.long()[..., None].expand(-1, -1, -1, keys.shape[3])
+            layers.append(GrowingLayer())
+            layers[-1].hold(keys.gather(2, places), values.gather(2, places))
+        return layers
+
     def _continue(self, cache: DynamicCache) -> None:
         """Go on with this cache."""
         self._cache = appending_in_place(cache)
-        self._runner = ModelRunner(self._parts, self._cache, prompt=self._prompt_kv)
+        self._runner = ModelRunner(self.parts, self._cache, prompt=self._prompt_kv)
 
     def _next(self, missing: Sequence[int] | Tensor) -> tuple[Choice, Tensor | None]:
         """Run tokens that the cache lacks, and choose the next one; see :func:`choose_tokens`."""
@@ -197,16 +209,16 @@ class ModelDrafter(Drafter):
     def _read(self, missing: Sequence[int] | Tensor) -> Tensor:
         """Run tokens that the cache lacks, and return the logits after the last."""
         if not isinstance(missing, Tensor):
-            missing = [token if token < self._parts.vocab_size else 0 for token in missing]
+            missing = [token if token < self.parts.vocab_size else 0 for token in missing]
         logits = self._run(missing)
         self._num_cached += len(missing)
         return logits
 
     def _run(self, tokens: Sequence[int] | Tensor) -> Tensor:
         """Run the model on these tokens, cache their KV, and return the logits ``[1, Vq]`` after the last."""
-        first = self._position + self._num_cached
+        first = self.position + self._num_cached
         logits = self._runner.run(tokens, range(first, first + len(tokens)), last_only=True)
-        return logits[:, : self._vocab_size]
+        return logits[:, : self.vocab_size]
 
     def _choose(self, logits: Tensor, index: int) -> tuple[Choice, Tensor | None]:
         return choose_tokens(logits, self._config, [index], PURPOSE_DRAFT)

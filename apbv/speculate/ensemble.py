@@ -249,7 +249,7 @@ class EnsembleDrafter(ModelDrafter):
     @torch.no_grad()
     def _run_contexts(self, tokens: Sequence[int] | Tensor) -> Tensor:
         """Run all contexts on S tokens, cache their KV, and return logits ``[m, S, Vq]``."""
-        parts, count = self._parts, len(tokens)
+        parts, count = self.parts, len(tokens)
         input_ids = to_device(tokens, parts.device)[None].expand(len(self._positions), -1)
         position_ids = self._positions + self._num_cached + torch.arange(count, device=parts.device)
         with apbv_attention(parts.language_model, self._implementation):
@@ -260,4 +260,4 @@ class EnsembleDrafter(ModelDrafter):
                 past_key_values=self._cache,
                 use_cache=True,
             ).last_hidden_state
-        return parts.lm_head(hidden)[..., : self._vocab_size]
+        return parts.lm_head(hidden)[..., : self.vocab_size]

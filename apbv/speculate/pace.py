@@ -1,7 +1,8 @@
 """Chooses the draft length, and whether to keep drafting, from costs and acceptance rate."""
 
 import warnings
-from collections import deque
+from collections import defaultdict, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from statistics import median
 from typing import ClassVar
@@ -46,6 +47,24 @@ def passes_lost(seconds: float, num_tokens: int, pass_seconds: float) -> float:
     return seconds / max(pass_seconds, _SHORTEST_SECONDS) - num_tokens
 
 
+@dataclass
+class Acceptance:
+    """How often drafted tokens are accepted if all before them are; earlier rounds weigh less."""
+
+    accepted: float = 0.0
+    rejections: float = 0.0
+
+    def learn(self, num_drafted: int, num_accepted: int) -> None:
+        """Learn from a round."""
+        self.accepted = _MEMORY * self.accepted + num_accepted
+        self.rejections = _MEMORY * self.rejections + (num_accepted < num_drafted)
+
+    @property
+    def rate(self) -> float:
+        """The estimated probability; 1/2 before the first round."""
+        return (self.accepted + 1) / (self.accepted + self.rejections + 2)
+
+
 class Pace:
     """Chooses the draft lengths of one answer; on host 0.
 
@@ -65,7 +84,7 @@ class Pace:
         self._rounds: deque[float] = deque(maxlen=64)  # seconds of the latest rounds with a window
         # Decaying sums over the rounds with a window: their number, seconds and tokens.
         self._windows = self._draft_seconds = self._verify_seconds = 0.0
-        self._drafted = self._accepted = self._rejections = 0.0
+        self._drafted, self._acceptance = 0.0, Acceptance()
 
     def next_window(self) -> int:
         """Return the number of tokens, or levels of a tree, to draft next; 0 for a pass without a draft."""
@@ -80,8 +99,7 @@ class Pace:
         # The seconds that a longer window adds to the target's pass are part of a drafted token's cost.
         per_token = (self._draft_seconds + self._verify_seconds - self._windows * plain) / self._drafted
         cost_ratio = max(plain, _SHORTEST_SECONDS) / max(per_token, _SHORTEST_SECONDS)
-        acceptance = (self._accepted + 1) / (self._accepted + self._rejections + 2)
-        return best_window(cost_ratio, acceptance, self.most)
+        return best_window(cost_ratio, self._acceptance.rate, self.most)
 
     def learn(self, num_drafted: int, num_accepted: int, num_new: int, draft: float, verify: float) -> None:
         """Learn from a round.
@@ -101,12 +119,10 @@ class Pace:
         if self._num_rounds > 1:  # the first one is slow everywhere
             self._spent += min(draft + verify, _LONGEST_ROUND * median(self._rounds))
             self._num_tokens += num_new
+        self._acceptance.learn(num_drafted, num_accepted)
         sums = (self._windows, self._draft_seconds, self._verify_seconds, self._drafted)
-        sums += (self._accepted, self._rejections)
-        new = (1, draft, verify, num_drafted, num_accepted, num_accepted < num_drafted)
-        sums = [_MEMORY * old + added for old, added in zip(sums, new, strict=True)]
-        self._windows, self._draft_seconds, self._verify_seconds, self._drafted, *sums = sums
-        self._accepted, self._rejections = sums
+        sums = [_MEMORY * old + new for old, new in zip(sums, (1, draft, verify, num_drafted), strict=True)]
+        self._windows, self._draft_seconds, self._verify_seconds, self._drafted = sums
 
     def is_losing(self) -> bool:
         """Return whether drafting has cost more than it has saved by :data:`TRIAL_PASSES` passes of the target."""
@@ -120,6 +136,59 @@ class Pace:
         """Return whether to run a pass without a draft: after 2, 8, 32, … rounds, or if the draft may lose."""
         count = len(self._plain)
         return self._num_rounds >= 2 * 4**count or (count < _FEWEST_PLAIN_PASSES and self._seems_losing())
+
+
+class BatchPace:
+    """Chooses the draft lengths of a batch's answers, by the seconds of its latest rounds at each batch size.
+
+    Args:
+        num_draft_tokens: the largest length; ``"auto"``: the limit of that.
+        keep_losing_draft: whether drafts go on that do not pay; with a number as long ones as it says.
+    """
+
+    def __init__(self, num_draft_tokens: int | str, keep_losing_draft: bool = True):
+        self._wanted, self._keeps_losing_draft = num_draft_tokens, keep_losing_draft
+        # By batch size: the seconds of rounds, and the tokens that all answers together drafted.
+        self._rounds: dict[int, deque[tuple[float, int]]] = defaultdict(lambda: deque(maxlen=64))
+
+    def windows(self, size: int, rates: Sequence[float]) -> list[int] | None:
+        """Return the number of tokens to draft next, for each draft by its acceptance rate.
+
+        All are 0 where a round without drafted tokens is to be measured. None: no draft pays at this batch size.
+
+        Args:
+            size: how many answers the batch has.
+        """
+        if not rates:
+            return None
+        plain = [seconds for seconds, count in self._rounds[size] if not count]
+        costs = [each for each in self._rounds[size] if each[1]]
+        nothing, most = [0] * len(rates), longest_window(self._wanted)
+        if len(costs) < 2 or (self._keeps_losing_draft and self._wanted != "auto"):
+            return [min(most, FIRST_AUTO_DRAFT_TOKENS) if self._wanted == "auto" else most] * len(rates)
+        if len(plain) <= len(costs) // 32:
+            return nothing
+        # The windows of the highest goodput (SmartSpec, Liu et al., 2024): with T seconds for a round of R answers
+        # without drafted tokens, c more for each of these, and Leviathan et al.'s Eq. 1 for the tokens, they
+        # maximise (R + Σ_i Σ_{g <= γ_i} α_i^g) / (T + c Σ_i γ_i). The likeliest tokens are taken first: one more
+        # raises it as long as α_i^g / c is higher than it is.
+        seconds, tokens, windows = median(plain), float(size), list(nothing)
+        cost = max(median((spent - seconds) / count for spent, count in costs), _SHORTEST_SECONDS)
+        gains = [(rate**level, place) for place, rate in enumerate(rates) for level in range(1, most + 1)]
+        for gain, place in sorted(gains, reverse=True):
+            if gain * seconds <= tokens * cost:
+                break
+            tokens, seconds = tokens + gain, seconds + cost
+            windows[place] += 1
+        if any(windows):
+            return windows
+        if self._keeps_losing_draft:
+            return [1] * len(rates)
+        return nothing if len(plain) < _FEWEST_PLAIN_PASSES else None
+
+    def learn(self, size: int, num_drafted: int, seconds: float) -> None:
+        """Learn from a round in which all answers together drafted ``num_drafted`` tokens."""
+        self._rounds[size].append((seconds, num_drafted))
 
 
 # Why an answer is decoded without its draft.

@@ -109,6 +109,17 @@ def draft_tree(config: SpeculativeConfig, vocab_size: int = sys.maxsize) -> Tree
     return None if num_nodes is None else Tree.of(num_nodes, config.most_draft_tokens, vocab_size)
 
 
+def why_drafts_alone(config: SpeculativeConfig) -> str | None:
+    """Return why answers with these drafts cannot be decoded in one batch, or None if they can."""
+    if config.draft_host:
+        return "a draft host drafts for one answer"
+    if draft_tree(config) is not None:
+        return "a draft tree is verified alone"
+    if STRATEGIES[config.strategy].needs_verdicts:
+        return f"{config.strategy} learns from every verification"
+    return None
+
+
 def make_watcher(config: SpeculativeConfig, parts: ModelParts) -> VisualWatcher | None:
     """Make the strategy's watcher of one prompt's prefill; None if it needs none."""
     return STRATEGIES[config.strategy].watcher(config, parts)

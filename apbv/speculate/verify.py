@@ -24,6 +24,8 @@ from ..decode.sampling import (
 from ..transfer import to_device
 from .drafters import Proposal
 
+_PURPOSES = PURPOSE_ACCEPT, PURPOSE_NEXT_TOKEN
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -45,71 +47,82 @@ def verify_window(proposal: Proposal, logits: Tensor, index: int, config: Sampli
     Args:
         proposal: γ drafted tokens.
         logits: the target's, ``[γ + 1, V]``, or ``[γ, V]`` for no bonus.
-    """
-    if config.temperature == 0:
-        return verify_greedy(proposal.tokens, logits)
-    p = probabilities(logits, *config.cuts)
-    places = range(index, index + len(p))
-    return verify_sampled(
-        proposal.tokens,
-        proposal.q,
-        p,
-        [uniform(config.seed, place, PURPOSE_ACCEPT) for place in places],
-        [uniform(config.seed, place, PURPOSE_NEXT_TOKEN) for place in places],
-    )
-
-
-def verify_greedy(drafted: Sequence[int], logits: Tensor) -> Verdict:
-    """Accept drafted tokens up to the first that is not the target's most probable one.
-
-    Args:
-        drafted: γ tokens.
-        logits: the target's, ``[γ + 1, V]``: row i is for the place of drafted token i, the last for the bonus.
-            With γ rows there is no bonus.
 
     Raises:
         NotFiniteError: a row is NaN or infinite; rows after a rejected token do not matter.
     """
-    best, is_finite = most_probable(logits).fetch()()
-    accepted = 0
-    while accepted < len(drafted) and is_finite[accepted] and drafted[accepted] == best[accepted]:
-        accepted += 1
-    if not all(is_finite[: accepted + 1]):
+    tokens = to_device(proposal.tokens, logits.device, torch.int64)
+    return verdict_of(decide_window(tokens, proposal.q, logits, index, config), len(logits))
+
+
+def verdict_of(decision: Tensor, num_rows: int) -> Verdict:
+    """Wait for a decision of :func:`decide_window` on this number of rows, and return it, or raise its error."""
+    num_accepted, token, is_finite = decision.tolist()
+    if not is_finite:
         raise NotFiniteError
-    return Verdict(accepted, best[accepted] if accepted < len(best) else None)
+    return Verdict(num_accepted, token if num_accepted < num_rows else None)
 
 
-def verify_sampled(
-    drafted: Sequence[int],
-    q: Tensor | None,
-    p: Tensor,
-    accept_draws: Sequence[float],
-    next_draws: Sequence[float],
-) -> Verdict:
-    """Accept drafted tokens by speculative sampling, so that the output is distributed as p.
-
-    Everything is decided on the device of p, with one synchronization.
+def decide_window(tokens: Tensor, q: Tensor | None, logits: Tensor, index: int, config: SamplingParams) -> Tensor:
+    """Verify a draft as :func:`verify_window` does, on the logits' device and without synchronization.
 
     Args:
-        drafted: γ tokens.
+        tokens: int64 ``[γ]`` on the device, and ``q``: see :class:`Proposal`.
+
+    Returns:
+        int64 ``[3]``: the number of accepted tokens, the next token, and 1 where the logits for it are finite. If
+        all are accepted and there are no logits for a bonus, the next token has no meaning.
+    """
+    if config.temperature == 0:
+        return decide_greedy(tokens, logits)
+    p = probabilities(logits, *config.cuts)
+    places = range(index, index + len(p))
+    draws = ([uniform(config.seed, place, purpose) for place in places] for purpose in _PURPOSES)
+    return decide_sampled(tokens, q, p, *draws)
+
+
+def decide_greedy(tokens: Tensor, logits: Tensor) -> Tensor:
+    """Accept drafted tokens up to the first that is not the target's most probable one.
+
+    Args:
+        tokens: int64 ``[γ]``.
+        logits: the target's, ``[γ + 1, V]``: row i is for the place of drafted token i, the last for the bonus.
+            With γ rows there is no bonus.
+
+    Returns:
+        The decision, as :func:`decide_window` does.
+    """
+    best, are_finite = most_probable(logits)
+    count = len(tokens)
+    accepted = _num_true((tokens == best[:count]) & are_finite[:count])
+    place = accepted.clamp(max=len(best) - 1)
+    return torch.cat([accepted, best.index_select(0, place), are_finite.index_select(0, place).long()])
+
+
+def decide_sampled(
+    tokens: Tensor, q: Tensor | None, p: Tensor, accept_draws: Sequence[float], next_draws: Sequence[float]
+) -> Tensor:
+    """Accept drafted tokens by speculative sampling, so that the output is distributed as p.
+
+    Args:
+        tokens: int64 ``[γ]``.
         q: ``[γ, Vq]``, the distributions they were *actually* drawn from; None for a one-hot q, where they were
-            not drawn (a greedy draft, a lookup).
+            not drawn (a greedy draft, a lookup). A token whose row is NaN is rejected.
         p: ``[γ + 1, Vp]``, the target's, or ``[γ, Vp]`` for no bonus. Vp and Vq may differ: what one vocabulary
             lacks has probability 0.
-        accept_draws: γ numbers in [0, 1), each used for this decision and nothing else.
-        next_draws: γ + 1 numbers in [0, 1), of which the one for the next token's place is used.
+        accept_draws: at least γ numbers in [0, 1), each used for this decision and nothing else.
+        next_draws: a number in [0, 1) for every row of p, of which the one for the next token's place is used.
 
-    Raises:
-        NotFiniteError: a row of p is NaN; rows after a rejected token do not matter.
+    Returns:
+        The decision, as :func:`decide_window` does.
     """
-    count, num_rows, device = len(drafted), len(p), p.device
+    count, num_rows, device = len(tokens), len(p), p.device
     q = None if q is None else to_device(q, device)
-    tokens = to_device(drafted, device, torch.int64)
     draws = to_device([*accept_draws[:count], *next_draws[:num_rows]], device, torch.float64)
     p_token = _probability(p[:count], tokens)
     q_token = 1.0 if q is None else _probability(q, tokens)
     # Comparisons with NaN are false: after a row of NaN nothing is accepted.
-    accepted = (draws[:count] * q_token < p_token).long().cumprod(dim=0).sum(dim=0, keepdim=True)
+    accepted = _num_true(draws[:count] * q_token < p_token)
     place = accepted.clamp(max=num_rows - 1)  # of the next token; without a bonus there may be none
     weights = p_row = p.index_select(0, place)
     if count:
@@ -122,16 +135,15 @@ def verify_sampled(
             shared = min(p.shape[1], q.shape[1])
             residual[:, :shared] -= q.index_select(0, rejected)[:, :shared]
             residual.clamp_(min=0.0)
-        # No residual: p equals q up to rounding.
-        weights = torch.where((accepted < count) & residual.any(), residual, p_row)
+        # No residual: p equals q up to rounding, or q is NaN, by which every token is rejected.
+        weights = torch.where((accepted < count) & (residual.sum() > 0), residual, p_row)
     chosen = draw(weights, draws[count:].index_select(0, place))
-    decided = torch.cat([accepted, chosen.tokens, chosen.are_finite.long()])
-    num_accepted, token, is_finite = decided.tolist()
-    if num_accepted == num_rows:
-        return Verdict(num_accepted, None)
-    if not is_finite:
-        raise NotFiniteError
-    return Verdict(num_accepted, token)
+    return torch.cat([accepted, chosen.tokens, chosen.are_finite.long()])
+
+
+def _num_true(values: Tensor) -> Tensor:
+    """Count the leading true values of bool ``[γ]``; int64 ``[1]``."""
+    return values.long().cumprod(dim=0).sum(dim=0, keepdim=True)
 
 
 def _probability(p: Tensor, tokens: Tensor) -> Tensor:

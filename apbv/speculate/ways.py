@@ -6,7 +6,7 @@ decodes the answer.
 
 from collections.abc import Callable
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..config import SpeculativeConfig
 from ..decode.answer import generate_tokens
+from ..decode.batch import Batch
 from ..hosts import HostGroup, in_thread
 from ..input.rendering import RenderedPrompt
 from ..input.request import Request
@@ -25,6 +26,7 @@ from ..prefilling.reduction.choosing import Reduction
 from ..prefilling.result import PrefillResult
 from ..prefilling.stages import Watcher
 from ..stats import Span
+from .batch import SpeculativeBatch
 from .draft import Draft, DraftTask, kept_by_frame
 from .pace import Pace
 from .serial import generate_speculatively
@@ -54,6 +56,14 @@ class Answered:
     draft_spans: list[Span] | None = None
 
 
+class Begun(NamedTuple):
+    """A request, its prefill, and its draft if it has one."""
+
+    read: ReadRequest
+    state: PrefillResult
+    draft: tuple[Draft, ...] = ()
+
+
 class Outcome(NamedTuple):
     """A request, its prefill (None on a draft host), and its answer."""
 
@@ -77,9 +87,21 @@ class Autoregressive:
 
     def answer(self, request: Request, prefiller: Prefiller) -> Outcome:
         """Read a request, prefill it and decode the answer; collective."""
+        read, state, _ = self.begin(request, prefiller)
+        return Outcome(read, state, self.decode(read.request, state))
+
+    def begin(self, request: Request, prefiller: Prefiller) -> Begun:
+        """Read a request and prefill it, for an answer that a batch may decode; collective."""
         with closing(prefiller.read(request)) as read:
-            state = prefiller.run(read)
-            return Outcome(read, state, self.decode(read.request, state))
+            return Begun(read, prefiller.run(read))
+
+    def batch(self) -> Batch:
+        """Return an empty batch for answers to requests that have begun; on host 0."""
+        return Batch(self._parts)
+
+    def answered(self, begun: Begun, tokens: list[int], summary: dict[str, Any] | None) -> Answered:
+        """Return the answer that a batch has decoded, with its speculation metrics."""
+        return Answered(tokens)
 
     def decode(self, request: Request, state: PrefillResult) -> Answered:
         """Decode the answer to a prompt that was prefilled or loaded."""
@@ -114,6 +136,20 @@ class TakingTurns:
         self._tree = draft_tree(config, vocab_size)
 
     def answer(self, request: Request, prefiller: Prefiller) -> Outcome:
+        read, state, (draft,) = begun = self.begin(request, prefiller)
+        timer = read.request.timer
+        with self.hosts.collective_stage("decode"), timer.stage("decode"), ExitStack() as stack:
+            for parts in (self._target, self._draft):
+                if parts is not None:
+                    stack.enter_context(apbv_attention(parts.language_model))
+            tokens, stats = self._decode(draft, state, read.request)
+        answered = self.answered(begun, tokens, stats.summary(len(tokens)))
+        return Outcome(read, state, replace(answered, spans=tuple(stats.record.spans)))
+
+    def batch(self) -> SpeculativeBatch:
+        return SpeculativeBatch(self._target, self._config)
+
+    def begin(self, request: Request, prefiller: Prefiller) -> Begun:
         config = self._config
         with closing(prefiller.read(request)) as read:
             request, watcher = read.request, make_watcher(config, self._target)
@@ -125,24 +161,21 @@ class TakingTurns:
                 with self.hosts.local_stage("captioning"), request.timer.stage("draft"):
                     caption = captioning.result() if self.hosts.is_leader else None
             with self.hosts.collective_stage("draft"), request.timer.stage("draft"):
-                draft = self._build(read, state, watcher, caption)
-            with self.hosts.collective_stage("decode"), request.timer.stage("decode"), ExitStack() as stack:
-                for parts in (self._target, self._draft):
-                    if parts is not None:
-                        stack.enter_context(apbv_attention(parts.language_model))
-                tokens, stats = self._decode(draft, state, request)
-            figures = {
-                **asdict(config),
-                **stats.summary(len(tokens)),
-                "num_tree_nodes": self._tree and self._tree.num_drafted,
-                "num_visual_tokens_drafted_from": draft.num_visual,
-            }
-            kept = draft.kept
-            is_shorter = state.inputs.num_tokens < read.inputs.num_tokens
-            if STRATEGIES[config.strategy].runs_target and kept is not None and is_shorter:
-                kept = state.reduction.kept[kept]  # numbered among the tokens that are left of a reduced prompt
-            kept = kept_by_frame(self._target, read.inputs, kept)
-            return Outcome(read, state, Answered(tokens, figures, kept, tuple(stats.record.spans)))
+                return Begun(read, state, (self._build(read, state, watcher, caption),))
+
+    def answered(self, begun: Begun, tokens: list[int], summary: dict[str, Any] | None) -> Answered:
+        config, (read, state, (draft,)) = self._config, begun
+        figures = {
+            **asdict(config),
+            **summary,
+            "num_tree_nodes": self._tree and self._tree.num_drafted,
+            "num_visual_tokens_drafted_from": draft.num_visual,
+        }
+        kept = draft.kept
+        is_shorter = state.inputs.num_tokens < read.inputs.num_tokens
+        if STRATEGIES[config.strategy].runs_target and kept is not None and is_shorter:
+            kept = state.reduction.kept[kept]  # numbered among the tokens that are left of a reduced prompt
+        return Answered(tokens, figures, kept_by_frame(self._target, read.inputs, kept))
 
     def _build(
         self, read: ReadRequest, state: PrefillResult, watcher: Watcher | None, caption: str | None

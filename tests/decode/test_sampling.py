@@ -153,7 +153,9 @@ def test_every_row_is_chosen_by_its_own_settings():
     logits, positions = random_logits(4, (5, 1000), 0.5), [3, 3, 9, 3, 4]
     for order in itertools.permutations(range(5)):
         rows = list(order)
-        chosen = choose_each(logits[rows], [configs[row] for row in rows], [positions[row] for row in rows]).read()
+        chosen = choose_each(logits[rows], [configs[row] for row in rows], [positions[row] for row in rows])[
+            0
+        ].read()
         assert chosen == [sample(logits[row], configs[row], positions[row]) for row in rows]
 
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from apbv import Engine, HostGroup, SamplingParams
+from apbv import Engine, HostGroup, SamplingParams, SpeculativeConfig
 from apbv.decode.batch import Batch
 from apbv.input.pixels import VideoReader
 from apbv.input.request import Question, Request
@@ -21,15 +21,17 @@ SAMPLINGS = [
     SamplingParams(max_new_tokens=9, temperature=1.2, top_p=0.9, seed=3),
     SamplingParams(max_new_tokens=5, ignore_eos=True, min_tokens=2),
 ]
+SAMPLED = [{}, {"temperature": 1.2, "top_p": 0.9}, {"temperature": 0.8}]
 LENGTHS = [6, 3, 5]  # the second is stopped, while the GPU has begun its next token
 JOINS = [0, 2, 3]  # before which step
 ARRIVAL = "event", "apbv/transfer.py:read"
 
 
-def engine_of(hosts: HostGroup, gpu=None) -> Engine:
-    model = families.build_model("qwen2_5_vl", layers=1)
-    model = model if gpu is None else to_gpu(model, gpu)
-    return Engine(model, families.build_processor("qwen2_5_vl"), hosts)
+def engine_of(hosts: HostGroup, gpu=None, speculate: SpeculativeConfig | None = None) -> Engine:
+    """With ``speculate`` the draft has the target's weights: it errs where tokens are drawn with other numbers."""
+    models = [families.build_model("qwen2_5_vl", layers=1) for _ in range(1 + (speculate is not None))]
+    model, *draft = models if gpu is None else [to_gpu(model, gpu) for model in models]
+    return Engine(model, families.build_processor("qwen2_5_vl"), hosts, None, None, speculate, *draft)
 
 
 def together(engine: Engine, clip, gpu) -> list[list[int]]:
@@ -63,7 +65,8 @@ def test_the_answers_are_those_of_the_cpu(clip):
     assert [len(tokens) for tokens in found] == LENGTHS
     # The allocator knows that the batch's stream uses logits, keys and values of every prompt. No rule finds where
     # that is missing: a kernel gets the addresses of keys and values as numbers.
-    lent = [event for event in gpu.events.of("lent") if event.place == "apbv/decode/batch.py:_take_in"]
+    own = [f"apbv/decode/batch.py:{function}" for function in ("_take_in", "_own")]
+    lent = [event for event in gpu.events.of("lent") if event.place in own]
     assert len(lent) == len(QUESTIONS) * (1 + 2 * engine.parts.num_layers)
     # Behind the first, which has to wait for its prefill, and those behind which another prompt is prefilled.
     steps = [step for number, step in enumerate(gpu.events.between("step"), start=1) if number not in (1, *JOINS)]
@@ -72,6 +75,30 @@ def test_the_answers_are_those_of_the_cpu(clip):
     assert max(replays) == 1 and sum(replays) >= 2
     # One each for pixels, for decoding and for recording, however many prompts there are.
     assert gpu.streams.num_taken.total() == 3
+
+
+def test_a_round_of_drafts_waits_once(clip, monkeypatch):
+    """And runs the draft's passes and the target's as graphs."""
+    speculate = SpeculativeConfig(strategy="vanilla", num_draft_tokens=3, keep_losing_draft=True)
+    asked = [{"prompt": question, "video": str(clip), "num_frames": 4} for question in QUESTIONS]
+    samplings = [SamplingParams(max_new_tokens=14, seed=number, **SAMPLED[number]) for number in range(3)]
+    step = Batch.step
+    with resizing_as_on_gpu():
+        engine = engine_of(HostGroup.single("cpu"), None, speculate)
+        expected = [engine.generate(**each, sampling=by) for each, by in zip(asked, samplings, strict=True)]
+        with rehearsal() as gpu:
+            engine = engine_of(on_gpus(HostGroup.single("cpu")), gpu, speculate)
+            monkeypatch.setattr(Batch, "step", lambda batch: [gpu.mark("step"), step(batch)][1])
+            questions = [{**each, "sampling": by} for each, by in zip(asked, samplings, strict=True)]
+            found = dict(engine.generate_all(questions))
+    for number, answer in enumerate(expected):
+        assert found[number].token_ids == answer.token_ids
+        figures = found[number].stats["speculation"]
+        assert figures["num_accepted"] == answer.stats["speculation"]["num_accepted"] > 3
+    _, *steps, _ = gpu.events.between("step")  # around them are the prefills and the results
+    assert all(step.waits[ARRIVAL] == 1 and set(step.waits) <= {ARRIVAL} for step in steps)
+    # All but the last token drafted, each in a pass, and the target's.
+    assert max(len(step.of("replay")) for step in steps) == 4
 
 
 def test_frames_that_a_gpu_decoded_last_until_they_are_preprocessed(clip, monkeypatch):

@@ -1,6 +1,7 @@
-"""Attention of each sequence's newest token, in a batch: by every back end against the definition."""
+"""Attention of each sequence's newest tokens, in a batch: by every back end against the definition."""
 
 import math
+from itertools import accumulate
 
 import pytest
 import torch
@@ -12,31 +13,37 @@ from device import DEVICE, TRITON_DTYPES
 from pairs import each_choice
 
 
-def make(lengths, *, dim=64, group=2, kv_heads=2, dtype=torch.float32):
+def make(lengths, *, dim=64, group=2, kv_heads=2, dtype=torch.float32, counts=None):
     """Queries, newest keys and values, and buffers with NaN behind their rows."""
-    heads = kv_heads * group, kv_heads, kv_heads
-    q, k, v = (randn(1, n, len(lengths), dim, dtype=dtype, seed=seed) for seed, n in enumerate(heads))
-    buffers = [[randn(1, kv_heads, n + 3, dim, dtype=dtype, seed=n + s) for n in lengths] for s in (3, 4)]
+    heads, rows, room = (
+        (kv_heads * group, kv_heads, kv_heads),
+        sum(counts or [1] * len(lengths)),
+        max(counts or [3]),
+    )
+    q, k, v = (randn(1, n, rows, dim, dtype=dtype, seed=seed) for seed, n in enumerate(heads))
+    buffers = [[randn(1, kv_heads, n + room, dim, dtype=dtype, seed=n + s) for n in lengths] for s in (3, 4)]
     for buffer, length in zip(buffers[0] + buffers[1], lengths * 2, strict=True):
         buffer[:, :, length:] = math.nan
-    return q, k, v, SequenceBuffers(*buffers, lengths)
+    return q, k, v, SequenceBuffers(*buffers, lengths, counts)
 
 
 def copy(buffers: SequenceBuffers, dtype=None) -> SequenceBuffers:
     keys, values = ([x.to(dtype or x.dtype, copy=True) for x in each] for each in (buffers.keys, buffers.values))
-    return SequenceBuffers(keys, values, buffers.lengths)
+    return SequenceBuffers(keys, values, buffers.lengths, buffers.counts)
 
 
 @each_choice(
     way=[("triton", torch.float32), ("triton", TRITON_DTYPES[-1]), ("torch", torch.bfloat16)],
     # In the interpreter a head's keys are split into ranges of 256 at least, over 8 programs at most.
-    lengths=[[257, 1, 256], [5, 0, 63], [5, 0, 63], [2300, 8], [0], [700, 1]],
-    heads=[(16, 7, 1), (80, 1, 4), (128, 7, 4), (20, 3, 1), (64, 2, 2)],
+    lengths=[[257, 1, 256], [5, 0, 63], [5, 0, 63], [2400, 8], [0], [700, 1]],
+    heads=[(16, 7, 1), (128, 7, 4), (80, 1, 4), (20, 3, 1), (64, 2, 2)],
     place=[*PLACES, PLACES[0]],
+    # New rows of each sequence, more than there are sequences; None: one each.
+    counts=[None, [37, 1, 2], [1, 6, 1], [2, 1, 5], None],
 )
-def test_each_sequence_sees_its_own_keys(way, lengths, heads, place):
-    (backend, dtype), (dim, group, kv_heads) = way, heads
-    q, k, v, buffers = make(lengths, dim=dim, group=group, kv_heads=kv_heads, dtype=dtype)
+def test_each_sequence_sees_its_own_keys(way, lengths, heads, place, counts):
+    (backend, dtype), (dim, group, kv_heads), counts = way, heads, counts and counts[: len(lengths)]
+    q, k, v, buffers = make(lengths, dim=dim, group=group, kv_heads=kv_heads, dtype=dtype, counts=counts)
     wide, scale = copy(buffers, torch.float64), -(dim**-0.5)
     exact = reference.batch_decode_attention(q.double(), k.double(), v.double(), wide, scale)
     out = batch_decode_attention(place(q), place(k), place(v), buffers, scale, backend=backend)
@@ -51,19 +58,28 @@ def table_of(buffers: SequenceBuffers, num_rows: int) -> BufferTable:
     rest = [0] * (num_rows - len(buffers.lengths))
     places = torch.tensor([[*row, *rest] for row in buffers.places], device=DEVICE)
     lengths = torch.tensor([*buffers.lengths, *(-1 for _ in rest)], device=DEVICE)
-    return BufferTable(places, lengths, most_rows=max(buffers.lengths) + 1)
+    starts = None
+    if buffers.counts:
+        starts = torch.tensor([0, *accumulate([*buffers.counts, *rest])], device=DEVICE)
+    most_new = 1 << (max(buffers.counts or [1]) - 1).bit_length()
+    return BufferTable(places, lengths, max(buffers.lengths) + most_new, starts, most_new)
 
 
-def test_a_table_may_have_more_rows_than_there_are_sequences():
-    q, k, v, buffers = make([40, 300, 0, 7])
-    there = SequenceBuffers(buffers.keys[:2], buffers.values[:2], buffers.lengths[:2])
-    exact = batch_decode_attention(q[:, :, :2], k[:, :, :2], v[:, :, :2], copy(there), 0.1, backend="reference")
-    q[:, :, 2:], k[:, :, 2:] = math.nan, math.nan
+@pytest.mark.parametrize("counts", [None, [3, 2]])
+def test_a_table_may_have_more_rows_than_there_are_sequences(counts):
+    rows = sum(counts or [1, 1])
+    q, k, v, buffers = make([40, 300, 0, 7], counts=counts and [*counts, 1, 1])
+    there = SequenceBuffers(buffers.keys[:2], buffers.values[:2], buffers.lengths[:2], counts)
+    exact = batch_decode_attention(*(x[:, :, :rows] for x in (q, k, v)), copy(there), 0.1, backend="reference")
+    q[:, :, rows:], k[:, :, rows:] = math.nan, math.nan
     out = batch_decode_attention(q, k, v, table_of(there, 4), 0.1, backend="triton")
-    assert_out_close(out[:, :, :2], exact.double(), OUT_TOLERANCE[q.dtype])
-    assert torch.equal(out[:, :, 2:], torch.zeros_like(out[:, :, 2:]))
-    for states, (r, length) in ((s, r) for s in (buffers.keys, buffers.values) for r in enumerate(there.lengths)):
-        assert not states[r][:, :, length].isnan().any() and states[r][:, :, length + 1 :].isnan().all()
+    assert_out_close(out[:, :, :rows], exact.double(), OUT_TOLERANCE[q.dtype])
+    if counts is None:
+        assert torch.equal(out[:, :, 2:], torch.zeros_like(out[:, :, 2:]))
+    for states in (buffers.keys, buffers.values):
+        for held, length, count in zip(states[:2], there.lengths, counts or [1, 1], strict=True):
+            assert not held[:, :, : length + count].isnan().any() and held[:, :, length + count :].isnan().all()
+        assert states[2].isnan().all() and states[3][:, :, 7:].isnan().all()
 
 
 def test_a_sequence_with_nan_is_alone_with_it():

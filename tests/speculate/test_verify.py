@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from apbv.decode.sampling import NotFiniteError, draw, probabilities
-from apbv.speculate.verify import Verdict, verify_greedy, verify_sampled
+from apbv.speculate.verify import Verdict, decide_greedy, decide_sampled, verdict_of
 
 from table_model import NUM_SAMPLES, TableModel, surprise_of, tables
 
@@ -17,6 +17,14 @@ CASES = {
     "top-p": lambda: TableModel(tables(5), tables(5) + tables(5, 1) / 2, top_p=0.8),
     "a greedy draft": lambda: TableModel(tables(4), tables(4, 1), greedy_draft=True),
 }
+
+
+def verify_sampled(drafted, q, p, accept_draws, next_draws) -> Verdict:
+    return verdict_of(decide_sampled(torch.tensor(drafted).long(), q, p, accept_draws, next_draws), len(p))
+
+
+def verify_greedy(drafted, logits) -> Verdict:
+    return verdict_of(decide_greedy(torch.tensor(drafted).long(), logits), len(logits))
 
 
 @pytest.mark.parametrize("case", CASES)

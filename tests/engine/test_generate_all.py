@@ -1,0 +1,63 @@
+"""Several questions at once: each answer is that of the question alone, on every host."""
+
+import pytest
+
+from apbv import HostGroup, SamplingParams, SpeculativeConfig
+from apbv.model.parts import inspect_model
+from apbv.speculate.batch import SpeculativeBatch
+from apbv.speculate.strategies import why_drafts_alone
+
+import families
+from engines import build_engine
+
+SETTINGS = {"num_draft_tokens": 3, "keep_losing_draft": True}
+# How they are answered, where the KV is, and whether in one batch.
+WAYS = [
+    (None, "gathered", True),
+    ({"strategy": "hippo", "prune": "kv", "keep_ratio": 0.5}, "gathered", True),
+    ({"strategy": "std", "keep_ratio": 0.5}, "gathered", True),
+    ({"strategy": "layerskip"}, "sharded", False),
+]
+
+
+def asked_job(hosts: HostGroup, clip: str, way: dict | None, kv: str):
+    config = None if way is None else SpeculativeConfig(**{**SETTINGS, **way})
+    engine = build_engine(hosts, "qwen2_5_vl", kv, config)
+    questions = [
+        {"prompt": "What happens here?", "video": clip, "num_frames": 8},
+        {"prompt": "And who is it that comes in?", "video": clip, "num_frames": 4},
+        {"prompt": "Why?", "video": f"{clip}.missing"},
+        {"prompt": "When does it end?", "video": clip, "num_frames": 8},
+        {"prompt": "Where?", "sampling": SamplingParams(max_new_tokens=9, temperature=1.2, seed=4)},
+    ]
+    sampling = SamplingParams(max_new_tokens=14)
+    found = dict(engine.generate_all(questions, sampling=sampling, max_together=3))
+    error = found.pop(2)
+    alone = {n: engine.generate(**{"sampling": sampling, **questions[n]}) for n in found}
+    names = "token_ids", "text", "finish_reason", "videos"
+    same = [all(getattr(found[n], name) == getattr(alone[n], name) for name in names) for n in found]
+    drafted = [(answer.stats["speculation"] or {}).get("num_drafted", 0) for answer in found.values()]
+    keys = [set(found[n].stats) == set(alone[n].stats) for n in found]
+    tokens = {number: answer.token_ids for number, answer in found.items()}
+    return tokens, same, keys, drafted, str(error), engine.why_one_by_one
+
+
+@pytest.mark.parametrize(("way", "kv", "in_batch"), WAYS)
+def test_each_answer_is_that_of_the_question_alone(pool, clip, way, kv, in_batch):
+    first, second = pool.run(2, asked_job, str(clip), way, kv)
+    tokens, same, keys, drafted, error, why = first
+    assert sorted(tokens) == [0, 1, 3, 4] and all(same) and all(keys), same
+    assert "missing" in error and (why is None) == in_batch
+    assert way is None or all(drafted)
+    assert second[0] == tokens and second[3] == drafted and "missing" in second[4]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "settings", "why"),
+    [("tabed", {}, "learns"), ("sd_tree", {}, "tree"), ("vanilla", {"draft_host": True}, "draft host")],
+)
+def test_drafts_that_draft_alone(strategy, settings, why):
+    config = SpeculativeConfig(strategy=strategy, **settings)
+    assert why in why_drafts_alone(config)
+    with pytest.raises(ValueError, match=f"cannot batch answers with drafts: .*{why}"):
+        SpeculativeBatch(inspect_model(families.build_model("llama")), config)

@@ -1,0 +1,261 @@
+"""Answers that draft in one batch: those of each alone, and the target's distribution."""
+
+import random
+from collections import Counter
+from dataclasses import replace
+from functools import cache
+from itertools import product
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from apbv import HostGroup, PrefillConfig, SamplingParams, SpeculativeConfig, prefill
+from apbv.input.request import Question, Request
+from apbv.kv import cache as kv_cache
+from apbv.kv.select import select_kv
+from apbv.model.parts import inspect_model, some_layers
+from apbv.speculate.batch import SpeculativeBatch
+from apbv.speculate.draft import Draft
+from apbv.speculate.drafters import ModelDrafter, NgramDrafter
+from apbv.speculate.pace import BatchPace, Pace
+from apbv.speculate.serial import generate_speculatively
+from apbv.stats import StageTimer
+
+import families
+from answers import answer_by, decoder_behind, plain_tokens
+from drafters import PATTERNS, ScriptedDrafter
+from prompts import UNCOMPRESSED, as_inputs, build, text_batch
+from table_model import NUM_SAMPLES, TableModel, surprise_of, tables
+
+STEPS, GAMMA = 8, 3
+HOSTS = HostGroup.single()
+SAMPLINGS = [SamplingParams(max_new_tokens=STEPS)] * 3
+SAMPLINGS += [SamplingParams(max_new_tokens=STEPS, temperature=1.1, top_p=0.9, seed=seed) for seed in (5, 6)]
+SAMPLINGS += [SamplingParams(max_new_tokens=STEPS, logprobs=2, min_tokens=4)]
+SAMPLINGS += [SamplingParams(max_new_tokens=STEPS, presence_penalty=0.5)]
+FIXED = SpeculativeConfig(strategy="ngram", num_draft_tokens=GAMMA, keep_losing_draft=True)
+NUM_PROMPTS, NUM_BATCHES = 3, 200
+
+
+@cache
+def parts_of(kind: str = "target"):
+    """The target; itself with noise, which errs now and then; its first layer; a model of fewer tokens."""
+    target = inspect_model(build("llama", torch.float64))
+    if kind == "layerskip":
+        return replace(target, language_model=some_layers(target.language_model, range(1)))
+    if kind == "noisy":
+        model = families.build_model("llama", dtype=torch.float64)
+        generator = torch.Generator().manual_seed(0)
+        for weight in model.parameters():
+            weight.data += 0.03 * weight.std() * torch.randn(weight.shape, generator=generator)
+        return inspect_model(model)
+    return target
+
+
+@cache
+def prefilled(number: int):
+    inputs = as_inputs("llama", text_batch(30 + 7 * number), 20, HOSTS, torch.float64)
+    model = build("llama", torch.float64)
+    return prefill(model, inputs, hosts=HOSTS, config=PrefillConfig(passing_len=UNCOMPRESSED))
+
+
+def state_of(number: int):
+    """A prompt that nobody else answers."""
+    state = prefilled(number)
+    return replace(state, kv=state.kv.behind(state.layout))
+
+
+@cache
+def draft_prompt(kind: str, number: int) -> DynamicCache:
+    """What a draft model makes of the prompt; of the target itself every other token."""
+    state = prefilled(number)
+    if kind == "noisy":
+        cache = DynamicCache()
+        parts_of(kind).language_model(input_ids=state.inputs.input_ids, past_key_values=cache)
+        return cache
+    if kind == "layerskip":
+        return state.kv.first_layers(1)
+    rows = torch.arange(0 if kind == "target" else 1, state.num_tokens, 1 if kind == "target" else 2)
+    return select_kv(state.kv.whole, [rows.expand(parts_of().num_kv_heads, -1)] * parts_of().num_layers)
+
+
+class Broken(NgramDrafter):
+    model = None
+
+    def propose(self, tokens, tree):
+        raise RuntimeError("no memory")
+
+
+def draft_of(kind: str, number: int, sampling: SamplingParams) -> Draft | None:
+    if kind == "none":
+        return None
+    if kind == "ngram":
+        return Draft(NgramDrafter(prefilled(number).inputs.input_ids[0].tolist()), 0)
+    if kind == "broken":
+        return Draft(Broken([]), 0)
+    if kind in PATTERNS:
+        return Draft(ScriptedDrafter(expected(number, sampling), PATTERNS[kind]), 0)
+    parts, state = parts_of("target" if kind == "streaming" else kind), prefilled(number)
+    cache = DynamicCache()
+    for index, layer in enumerate(draft_prompt(kind, number).layers):
+        cache.update(layer.keys, layer.values, index)
+    settings = state.next_position, state.num_tokens, sampling, 250 if kind == "noisy" else parts.vocab_size
+    return Draft(ModelDrafter(parts, cache, *settings), 0, takes_target_kv=kind == "streaming")
+
+
+@cache
+def expected(number: int, sampling: SamplingParams) -> list[int]:
+    return plain_tokens(prefilled(number), parts_of(), sampling)
+
+
+@cache
+def alone(kind: str, number: int, sampling: SamplingParams) -> list[int]:
+    """The tokens of the same draft for this answer only."""
+    answer = answer_by(decoder_behind(state_of(number), parts_of()), prefilled(number), sampling)
+    draft = draft_of(kind, number, sampling)
+    if draft.takes_target_kv:
+        draft.drafter.newest_kv = answer.decoder.newest_kv
+    return generate_speculatively(answer, draft.drafter, Pace(GAMMA))[0]
+
+
+def asked(sampling: SamplingParams, **callbacks) -> Request:
+    return Request(Question(), StageTimer(HOSTS), sampling=sampling, **callbacks)
+
+
+KINDS = ["none", "ngram", "broken", "target", "noisy", "layerskip", "streaming", *PATTERNS]
+
+
+@pytest.mark.filterwarnings("ignore:decoding continues without the draft")
+@pytest.mark.parametrize("config", [FIXED, replace(FIXED, num_draft_tokens="auto", keep_losing_draft=False)])
+def test_answers_that_come_and_go_are_those_of_each_alone(config, monkeypatch):
+    """Sampled ones too, where the same windows draw with the same numbers."""
+    monkeypatch.setattr(kv_cache, "GROWTH_ROWS", 3)  # so that buffers are left for new ones
+    chance, accepted = random.Random(config.num_draft_tokens == "auto"), 0
+    is_fixed = config is FIXED
+    for _ in range(NUM_BATCHES // 2):
+        batch, waiting, going, left = SpeculativeBatch(parts_of(), config), chance.randint(1, 4), {}, {}
+        batch._runs_ahead = chance.random() < 0.3
+        while waiting or len(batch):
+            if waiting and (not len(batch) or chance.random() < 0.6):
+                waiting -= 1
+                kind, number = chance.choice(KINDS), chance.randrange(NUM_PROMPTS)
+                sampling = chance.choice(SAMPLINGS if is_fixed else SAMPLINGS[:1])
+                if kind in PATTERNS and sampling.temperature:
+                    kind = "noisy"
+                sampling = replace(sampling, max_new_tokens=chance.randint(max(1, sampling.min_tokens), STEPS))
+                stop = chance.choice([STEPS, chance.randint(1, STEPS)])
+                request = asked(sampling, stop=lambda tokens, stop=stop: len(tokens) == stop)
+                member = batch.join(state_of(number), request, draft_of(kind, number, sampling))
+                going[member] = kind, number, sampling, stop, request.logprobs
+            batch.step()
+            if going and chance.random() < 0.05:
+                member = chance.choice(list(going))
+                left[member] = len(member.tokens)
+                batch.leave(member)
+        for member, (kind, number, sampling, stop, logprobs) in going.items():
+            assert member.error is None
+            right = expected if not sampling.temperature or kind in ("none", "broken") else None
+            tokens = right(number, sampling) if right else alone(kind, number, sampling)
+            if member in left and not member.finish_reason:
+                assert member.tokens == tokens[: left[member]]
+            else:
+                assert member.tokens == tokens[:stop], (kind, number, sampling)
+            assert kind != "broken" or not member.stats.num_drafted
+            if sampling.logprobs is not None:
+                assert [each.top[0][0] for each in logprobs] == member.tokens  # greedy
+                assert all(each.logprob == each.top[0][1] for each in logprobs)
+            accepted += member.stats.num_accepted
+    assert accepted > 99, accepted
+
+
+class TableKV:
+    """KV of a model that depends on the last token only."""
+
+    num_run = 0
+
+    def make_room(self, count: int) -> None:
+        pass
+
+
+class TableBatch(SpeculativeBatch):
+    """A batch over a table."""
+
+    def __init__(self, table: torch.Tensor, parts, config):
+        super().__init__(parts, config)
+        self._runner = SimpleNamespace(run=lambda ids, kvs, counts=None: table[torch.as_tensor(ids)])
+
+    def _own(self, layers, position):
+        return TableKV()
+
+
+class TablePrompt(TableModel):
+    """Begins an answer that a table gives; drafts with a model of its own for each seed."""
+
+    def begin_answer(self, parts, request: Request):
+        self.cache, self.next_position, self.seed = DynamicCache(), 0, request.sampling.seed
+        return self.answer(request.sampling)
+
+
+@pytest.mark.parametrize("greedy_draft", [False, True])
+def test_sampled_answers_are_distributed_as_the_targets_own(greedy_draft):
+    """Of windows that depend on the members' acceptance, while others come and go."""
+    chance, said = random.Random(0), Counter()
+    batch = TableBatch(tables(4), parts_of(), replace(FIXED, num_draft_tokens="auto"))
+    learn = batch._pace.learn
+    batch._pace.learn = lambda size, count, seconds: learn(size, count, 1 + 0.2 * count)
+    members, seed = set(), 0
+    while members or seed < 3 * NUM_SAMPLES:
+        while seed < 3 * NUM_SAMPLES and len(members) < 12 and chance.random() < 0.8:
+            # A better draft, whose windows are longer, and one with a smaller vocabulary.
+            q = tables(4) + tables(4, 1) / 3 if seed % 4 == 0 else tables(4, 1)[:, :3]
+            prompt = TablePrompt(tables(4), q, greedy_draft=greedy_draft)
+            sampling = SamplingParams(max_new_tokens=3, temperature=1.0, seed=seed)
+            members.add(batch.join(prompt, asked(sampling), Draft(prompt, 0) if seed % 5 else None))
+            seed += 1
+        batch.step()
+        said.update(tuple(member.tokens) for member in members if member.has_ended)
+        members = {member for member in members if not member.has_ended}
+    assert surprise_of(said, TableModel(tables(4), tables(4))) < 4
+
+
+def test_windows_of_the_highest_goodput():
+    """Against all windows of three answers; a draft that pays for one answer is dropped for many."""
+
+    def goodput(rates, windows, plain, cost):
+        tokens = len(rates) + sum(a**g for a, w in zip(rates, windows, strict=True) for g in range(1, w + 1))
+        return tokens / (plain + cost * sum(windows))
+
+    chance, kinds = random.Random(0), Counter()
+    for _ in range(60):
+        rates, cost = [chance.random() for _ in range(3)], chance.choice([0.05, 0.2, 0.6])
+        pace = BatchPace(4, keep_losing_draft=False)
+        for count in (12, 12, 0, 0, 0):
+            pace.learn(3, count, 1 + cost * count)
+        found = pace.windows(3, rates)
+        best = max(product(range(5), repeat=3), key=lambda each: goodput(rates, each, 1, cost))
+        assert goodput(rates, found or [0] * 3, 1, cost) == pytest.approx(goodput(rates, best, 1, cost))
+        kinds[found is None, len(set(found or [0]))] += 1
+    assert len(kinds) >= 3
+
+
+def test_a_draft_is_dropped_at_a_batch_size_and_comes_back_at_a_smaller_one():
+    pace = BatchPace("auto", keep_losing_draft=False)
+    seconds = {1: lambda count: 1 + 0.1 * count, 4: lambda count: 1 + 0.5 * count}
+
+    def rounds(size, number):
+        drafted = []
+        for _ in range(number):
+            windows = pace.windows(size, [0.7] * size)
+            if windows is None:
+                return drafted, None
+            drafted.append(sum(windows))
+            pace.learn(size, drafted[-1], seconds[size](drafted[-1]))
+        return drafted, windows
+
+    assert rounds(1, 9)[1] == [4]
+    drafted, last = rounds(4, 9)
+    assert last is None and drafted[:2] == [16, 16] and drafted[2:] == [0, 0, 0]
+    assert rounds(1, 9)[1] == [4]
+    assert BatchPace(3).windows(2, [0.1, 0.1]) == [3, 3]
