@@ -184,6 +184,8 @@ def follow(executor: Executor, folder: Path | None, private_files: PrivateFiles,
     hosts, link = executor.hosts, executor.link
     decoding = None if link is None else Decoding(executor.engine, link.flush)
 
+    failed: list[tuple[Order, Exception]] = []
+
     def carry_out(command: int) -> None:
         order = Order.from_json(hosts.broadcast_bytes(None))
         sent = iter([hosts.broadcast_bytes(None) for file in order.files if file is None])
@@ -201,7 +203,8 @@ def follow(executor: Executor, folder: Path | None, private_files: PrivateFiles,
         except Exception as error:
             if not executor.is_usable:
                 raise
-            done = None, error.with_traceback(None)  # host 0 reports it, if it failed there, too
+            failed.append((order, error.with_traceback(None)))
+            return
         if command == PREFILL and order.home == hosts.rank:
             decoding.add(RemoteOutput(link, order.number), order, *done)
 
@@ -209,6 +212,10 @@ def follow(executor: Executor, folder: Path | None, private_files: PrivateFiles,
         while True:
             require_decoding(hosts, decoding)
             command, _ = exchange_commands(hosts, WAIT, wants_to_stop.is_set())
+            for order, error in failed:  # if it failed on host 0, too, it was reported there before this command
+                if order.number is not None and order.home == hosts.rank:
+                    decoding.add(RemoteOutput(link, order.number), order, None, error)
+            failed.clear()
             if command == LEAVE:
                 return
             if command != WAIT:
