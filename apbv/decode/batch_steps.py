@@ -19,6 +19,8 @@ from .runner import forward
 _SIZES = (1, 2, 4, *range(8, 65, 8), *range(96, 513, 32))
 _FEWEST_ROWS = 1024
 
+Tokens = Sequence[int] | Tensor
+
 
 class OwnKV:
     """KV of one answer in a batch, in buffers that the batch writes to.
@@ -103,9 +105,7 @@ class BatchRunner:
         self._recorded = RecordedSteps(parts) if records else None
 
     @torch.no_grad()
-    def run(
-        self, ids: Sequence[int] | Tensor, kvs: Sequence[OwnKV], counts: Sequence[int] | None = None
-    ) -> Tensor:
+    def run(self, ids: Tokens, kvs: Sequence[OwnKV], counts: Sequence[int] | None = None) -> Tensor:
         """Run the model on S tokens, append each to its KV, and return their logits ``[S, V]``.
 
         Args:
@@ -120,7 +120,7 @@ class BatchRunner:
             kv.num_run += count
         return logits
 
-    def _run_here(self, ids: Sequence[int] | Tensor, kvs: Sequence[OwnKV], counts: Sequence[int] | None) -> Tensor:
+    def _run_here(self, ids: Tokens, kvs: Sequence[OwnKV], counts: Sequence[int] | None) -> Tensor:
         """Run the model with KV addresses passed by the CPU."""
         parts, num_rows = self._parts, [kv.num_rows for kv in kvs]
         layers = []
@@ -131,9 +131,7 @@ class BatchRunner:
         attention = BatchAttention(parts.backend, layers)
         return forward(parts, to_device(ids, parts.device), positions, None, attention, last_only=False)
 
-    def _run_there(
-        self, ids: Sequence[int] | Tensor, kvs: Sequence[OwnKV], counts: Sequence[int] | None
-    ) -> Tensor:
+    def _run_there(self, ids: Tokens, kvs: Sequence[OwnKV], counts: Sequence[int] | None) -> Tensor:
         """Run the model with KV addresses looked up on the device."""
         most_rows, differ = max(kv.capacity for kv in kvs), any(kv.layers_differ for kv in kvs)
         most_new = 1 << (max(counts or [1]) - 1).bit_length()
@@ -167,7 +165,7 @@ class _Step(Step):
         self._left_out = self._numbers.new_zeros(parts.num_layers, size) if layers_differ else None
         self._held: list[object] = []
 
-    def take(self, ids: Sequence[int] | Tensor, kvs: Sequence[OwnKV], counts: Sequence[int] | None) -> None:
+    def take(self, ids: Tokens, kvs: Sequence[OwnKV], counts: Sequence[int] | None) -> None:
         """Copy the inputs of the next pass, without synchronization."""
         rest, no_token = len(self._lengths) - len(kvs), [0] * (len(self._ids) - len(ids))
         starts = accumulate([*(counts or [1] * len(kvs)), *[0] * rest], initial=0)

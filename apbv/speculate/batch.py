@@ -5,7 +5,7 @@ target over every answer's last token and drafted ones. All of it is queued on t
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, islice
 from typing import Any, NamedTuple
 
@@ -70,6 +70,9 @@ class DraftingMember(Member):
         self.acceptance.learn(num_drafted, num_accepted)
         if not is_finite and self.draft is not None:
             self.drop_draft(f"it gave {NotFiniteError()}")
+
+
+Windows = dict[DraftingMember, int]  # how many tokens members draft
 
 
 class Drafted(NamedTuple):
@@ -138,7 +141,7 @@ class SpeculativeBatch(Batch):
     def _may_run_ahead(self) -> bool:
         return super()._may_run_ahead() and self._windows() is None
 
-    def _windows(self) -> dict[DraftingMember, int] | None:
+    def _windows(self) -> Windows | None:
         """Choose the length of every draft; None: none pays at this batch size."""
         going = [member for member in self._members if member.kv is not None]
         drafting = [member for member in going if member.draft is not None]
@@ -156,7 +159,7 @@ class SpeculativeBatch(Batch):
         windows = self._windows()
         return super()._advance() if windows is None else self._round(windows)
 
-    def _round(self, windows: Mapping[DraftingMember, int]) -> tuple[list[Member], Arriving]:
+    def _round(self, windows: Windows) -> tuple[list[Member], Arriving]:
         """Queue a round; return its sequences, and a function that waits for their tokens."""
         began, device = time.perf_counter(), self._parts.device
         # The target adds a token.
@@ -165,16 +168,12 @@ class SpeculativeBatch(Batch):
         if not going:
             return [], list
         drafted = dict.fromkeys(going, Drafted(*torch.empty(2, 0, dtype=torch.int64, device=device)))
-        drafted |= self._draft([member for member in going if windows.get(member)], windows)
+        drafted |= self._draft({member: windows[member] for member in going if windows.get(member)})
         newest = to_device([member.tokens[-1] for member in going], device, torch.int64).split(1)
-        ids = [
-            rows for member, token in zip(going, newest, strict=True) for rows in (token, drafted[member].tokens)
-        ]
+        ids = [rows for m, row in zip(going, newest, strict=True) for rows in (row, drafted[m].tokens)]
         counts = [1 + len(drafted[member].tokens) for member in going]
         logits = self._runner.run(torch.cat(ids), [member.kv for member in going], counts).split(counts)
-        decisions = [
-            _decide(member.answer, drafted[member], rows) for member, rows in zip(going, logits, strict=True)
-        ]
+        decisions = [_decide(m.answer, drafted[m], rows) for m, rows in zip(going, logits, strict=True)]
         read = fetch(torch.cat([*decisions, *(drafted[member].shown for member in going)]))
 
         def arrive() -> list[list[int]]:
@@ -191,21 +190,19 @@ class SpeculativeBatch(Batch):
 
         return going, arrive
 
-    def _draft(
-        self, members: Sequence[DraftingMember], windows: Mapping[DraftingMember, int]
-    ) -> dict[DraftingMember, Drafted]:
+    def _draft(self, windows: Windows) -> dict[DraftingMember, Drafted]:
         """Draft for members; of those that are left out the draft failed."""
         found: dict[DraftingMember, Drafted] = {}
-        together: dict[BatchRunner, list[DraftingMember]] = {}
-        for member in members:
+        together: dict[BatchRunner, dict[DraftingMember, int]] = {}
+        for member, window in windows.items():
             draft, kv, known = member.draft, member.draft_kv, len(member.tokens) - 1
             try:
                 if kv is None:
-                    proposal = draft.drafter.propose(member.tokens, Tree.chain(windows[member]))
+                    proposal = draft.drafter.propose(member.tokens, Tree.chain(window))
                     tokens = to_device(proposal.tokens, self._parts.device, torch.int64)
                     found[member] = Drafted(tokens, tokens, proposal.q)
                     continue
-                kv.make_room(known + windows[member] - kv.num_run)
+                kv.make_room(known + window - kv.num_run)
             except (NotFiniteError, RuntimeError) as error:  # the latter out of memory
                 member.drop_draft(f"it gave {error}")
                 continue
@@ -216,16 +213,15 @@ class SpeculativeBatch(Batch):
             layers = tuple(draft.drafter.parts.language_model.layers)
             if layers not in self._runners:
                 self._runners[layers] = BatchRunner(draft.drafter.parts)
-            together.setdefault(self._runners[layers], []).append(member)
+            together.setdefault(self._runners[layers], {})[member] = window
         for runner, group in together.items():
-            found |= _draft_chains(runner, sorted(group, key=windows.get, reverse=True), windows)
+            found |= _draft_chains(runner, group)
         return found
 
 
-def _draft_chains(
-    runner: BatchRunner, members: Sequence[DraftingMember], windows: Mapping[DraftingMember, int]
-) -> dict[DraftingMember, Drafted]:
-    """Draft chains with one model, the longest windows first, without synchronization."""
+def _draft_chains(runner: BatchRunner, windows: Windows) -> dict[DraftingMember, Drafted]:
+    """Draft chains with one model, without synchronization; answers leave the passes by their windows."""
+    members = sorted(windows, key=windows.get, reverse=True)
     drafter, kvs = members[0].draft.drafter, [member.draft_kv for member in members]
     missing = [member.tokens[kv.num_run :] for member, kv in zip(members, kvs, strict=True)]
     ids = [token if token < drafter.parts.vocab_size else 0 for tokens in missing for token in tokens]
