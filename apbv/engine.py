@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from copy import copy
 from dataclasses import asdict, replace
 from functools import cached_property
@@ -24,9 +24,8 @@ from .input.reading import PromptReader
 from .input.request import Callbacks, Question, Request
 from .input.skeleton import SampledVideo
 from .input.video import require_backend
-from .model.attention import apbv_attention
 from .model.loading import default_max_new_tokens, default_num_frames, load_model, read_config
-from .model.parts import ModelParts, require_supported
+from .model.parts import require_supported
 from .prefilling.cancelling import RequestCancelled
 from .prefilling.methods import resolve_method
 from .prefilling.prefiller import Prefiller, ReadRequest
@@ -37,7 +36,7 @@ from .prefilling.reuse import Reuse
 from .refusals import refuse
 from .speculate import Autoregressive, Captioner, Drafting
 from .speculate.strategies import why_drafts_alone
-from .speculate.ways import Answered
+from .speculate.ways import Answered, Begun
 from .stats import Span, StageTimer, provenance
 from .warn import warn_caller
 
@@ -201,10 +200,13 @@ class Engine:
         if not num_homes:
             engine.answer(request)
             return
-        prefilled = [engine.prefill_request(replace(request, home=home)) for home in range(num_homes)]
-        with self.hosts.local_stage("warming up"):
-            for request, state in prefilled[self.hosts.rank :][:1]:
-                _decode_in_batch(self.parts, state, request)
+        begun = [engine.begin(replace(request, home=home)) for home in range(num_homes)]
+        with self.hosts.local_stage("warming up"), self.attention():
+            if self.hosts.rank < num_homes:
+                batch, mine = self.batch(), begun[self.hosts.rank]
+                batch.join(mine.state, mine.read.request, *mine.draft)
+                while batch:
+                    batch.step()
 
     def prefill(
         self,
@@ -350,7 +352,7 @@ class Engine:
             HostError: the hosts can no longer work together.
         """
         sampling, alone = sampling or self._sampling(None, 0.0, 1.0, 0), self.why_one_by_one is not None
-        batch = None if alone or not self.hosts.is_leader else self._way.batch()
+        batch = None if alone or not self.hosts.is_leader else self.batch()
         waiting, running = deque(enumerate(questions)), {}
         while waiting or running:
             while waiting and len(running) < max_together:
@@ -364,8 +366,7 @@ class Engine:
                     if alone:
                         yield number, self.answer(request)
                         continue
-                    begun = self._way.begin(self._with_grammar(request), self._prefiller)
-                    self._note_what_the_demo_cannot(begun.read)
+                    begun = self.begin(request)
                     member = None if batch is None else batch.join(begun.state, begun.read.request, *begun.draft)
                     running[number] = begun, member, timer.stage("decode")
                     running[number][-1].__enter__()
@@ -505,20 +506,28 @@ class Engine:
             if callbacks.error is not None:
                 raise callbacks.error
 
-    def prefill_request(self, request: Request) -> tuple[Request, PrefillResult]:
-        """Prefill a request's prompt, for an answer that the caller decodes; no draft takes part.
+    def begin(self, request: Request) -> Begun:
+        """Prefill a request's prompt, and build its draft if there are any, for an answer in a batch of its home.
 
-        Call it on the hosts of :attr:`hosts` alone, with the same request.
+        Call it on the hosts of :attr:`hosts` alone, with the same request. :meth:`batch` returns a batch.
 
         Returns:
-            The request, whose answer is no longer than the model has positions for, and the prefilled prompt.
+            The request, whose answer is no longer than the model has positions for, the prompt and the draft.
 
         Raises:
             RequestCancelled, ValueError, HostError: as :meth:`generate`.
         """
-        with closing(self._prefiller.read(self._with_grammar(request))) as read:
-            self._note_what_the_demo_cannot(read)
-            return read.request, self._prefiller.run(read)
+        begun = self._way.begin(self._with_grammar(request), self._prefiller)
+        self._note_what_the_demo_cannot(begun.read)
+        return begun
+
+    def batch(self) -> Batch:
+        """Return an empty batch for answers that have begun. Run its steps within :meth:`attention`."""
+        return self._way.batch()
+
+    def attention(self) -> ExitStack:
+        """Put apbv's attention in force in the models that decode, until the returned context ends."""
+        return self._way.attention()
 
     def _with_grammar(self, request: Request) -> Request:
         """Return a request with the grammar of its JSON schema, if it has one; ValueError on all hosts if not."""
@@ -554,6 +563,7 @@ class Engine:
         engine = copy(self)
         engine.prefill_config = replace(self.prefill_config, kv="sharded")
         engine._prefiller = self._prefiller.without_draft(engine.prefill_config)
+        engine._way = Autoregressive(self.parts, self.hosts)
         return engine
 
     def _sampling(self, max_new_tokens: int | None, temperature: float, top_p: float, seed: int) -> SamplingParams:
@@ -570,12 +580,3 @@ def _require_types(hosts: Any, prefill: Any, speculate: Any, reuse: Any, decode:
         reuse=(reuse, ReuseConfig),
         decode=(decode, DecodeConfig),
     )
-
-
-def _decode_in_batch(parts: ModelParts, state: PrefillResult, request: Request) -> None:
-    """Decode an answer as a batch of one, to trigger one-time work."""
-    with apbv_attention(parts.language_model):
-        batch = Batch(parts)
-        batch.join(state, request)
-        while batch:
-            batch.step()

@@ -11,9 +11,7 @@ import torch
 
 from ..decode.batch import Batch, Member
 from ..engine import Engine
-from ..input.request import Request
-from ..model.attention import apbv_attention
-from ..prefilling.result import PrefillResult
+from ..speculate.ways import Begun
 from .links import Output
 from .order import Order
 from .telling import Telling
@@ -33,10 +31,10 @@ class Decoding:
     """
 
     def __init__(self, engine: Engine, on_step: Callable[[], None] = lambda: None):
-        self._parts, self._on_step = engine.parts, on_step
+        self._engine, self._on_step = engine, on_step
         # A tokenizer must not be used by two threads at once.
         self._decode = copy.deepcopy(engine.tokenizer).decode
-        self._arrivals: deque[tuple[Output, Order, Request | None, PrefillResult | Exception]] = deque()
+        self._arrivals: deque[tuple[Output, Order, Begun | Exception]] = deque()
         self._members: dict[Member, tuple[Output, Telling]] = {}  # the youngest last
         self._changed, self._is_closing = threading.Condition(), False
         self._thread = threading.Thread(target=self._run, name="decoding", daemon=True)
@@ -44,7 +42,7 @@ class Decoding:
         self.failure: BaseException | None = None
 
     def __enter__(self) -> "Decoding":
-        self._attention.enter_context(apbv_attention(self._parts.language_model))
+        self._attention.enter_context(self._engine.attention())
         self._thread.start()
         return self
 
@@ -56,21 +54,22 @@ class Decoding:
         self._thread.join()
         self._attention.close()
 
-    def add(self, output: Output, order: Order, request: Request | None, state: PrefillResult | Exception) -> None:
+    def add(self, output: Output, order: Order, begun: Begun | Exception) -> None:
         """Add the answers of a prefilled request; from then on this thread ends it, and releases its KV.
 
         Args:
-            state: the prompt's, with its KV on this host; or the error that the prefill ended with.
+            begun: the request, with its KV on this host; or the error that the prefill ended with.
         """
         with self._changed:
-            self._arrivals.append((output, order, request, state))
+            self._arrivals.append((output, order, begun))
             self._changed.notify_all()
 
     def _run(self) -> None:
         try:
-            if self._parts.device.type == "cuda":
-                torch.cuda.set_device(self._parts.device)
-            batch = Batch(self._parts)
+            device = self._engine.hosts.device
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
+            batch = self._engine.batch()
             while self._admit(batch):
                 self._step(batch)
                 self._on_step()
@@ -88,17 +87,17 @@ class Decoding:
             self._join(batch, *arrivals.popleft())
         return True
 
-    def _join(
-        self, batch: Batch, output: Output, order: Order, request: Request, state: PrefillResult | Exception
-    ) -> None:
-        """Add a request's answers to the batch; it fails alone if its KV cannot grow."""
+    def _join(self, batch: Batch, output: Output, order: Order, begun: Begun | Exception) -> None:
+        """Add a request's answers to the batch, the first with its draft; it fails alone if its KV cannot grow."""
         try:
-            if isinstance(state, Exception):
-                raise state
+            if isinstance(begun, Exception):
+                raise begun
+            read, state, draft = begun
             for choice in range(order.num_answers):
                 telling = Telling(output, order, self._decode, choice)
-                self._members[batch.join(state, telling.asked(request))] = output, telling
-                state = replace(state, kv=state.kv.behind(state.layout))  # which the next answer copies
+                self._members[batch.join(state, telling.asked(read.request), *draft)] = output, telling
+                # The next answer copies the KV.
+                state, draft = replace(state, kv=state.kv.behind(state.layout)), ()
         except Exception as error:
             self._fail(output, _in_words(error))
 
@@ -129,7 +128,7 @@ class Decoding:
         (output, telling), failure = self._members.pop(member), None if member.error is None else str(member.error)
         if failure is None:
             try:
-                telling.finish(member.tokens, member.finish_reason)
+                telling.finish(member.tokens, member.finish_reason, member.summary())
             except Exception as error:
                 failure = _in_words(error)
         if failure is not None:

@@ -8,7 +8,6 @@ from pathlib import Path
 from threading import Event
 
 from ..decode.answer import NO_TOKEN, finish_reason
-from ..decode.batch import why_not_together
 from ..decode.sampling import NotFiniteError, sample
 from ..engine import Engine
 from ..generated import GenerateResult
@@ -19,6 +18,7 @@ from ..kv.facts import StorageError
 from ..kv.offers import Offers
 from ..kv.ticket import Ticket
 from ..prefilling.result import PrefillResult
+from ..speculate.ways import Begun
 from .decoding import Decoding
 from .links import Link, Links, RemoteOutput
 from .media import PrivateFiles, find_in_folder
@@ -33,18 +33,9 @@ Asked = Callable[[Request], Request]
 OpenFiles = Callable[[ExitStack], list[Path]]
 
 
-def why_one_at_a_time(engine: Engine) -> str | None:
-    """Return why an engine's answers cannot be batched; None if they can."""
-    if engine.speculative_config is not None:
-        return "a draft is made for one answer"
-    if engine.prefill_config.kv == "sharded":
-        return "all hosts take part in every token where the KV is sharded"
-    return why_not_together(engine.parts)
-
-
 def num_homes(engine: Engine) -> int:
     """Return how many hosts, the first ones, decode a batch of answers each; 0: all hosts decode one at a time."""
-    if why_one_at_a_time(engine) is not None:
+    if engine.why_one_by_one is not None:
         return 0
     caches_kv = engine.reuse_config is not None and engine.reuse_config.mode == "kv"  # on the host that decodes
     return 1 if caches_kv else engine.hosts.size
@@ -88,7 +79,7 @@ class Executor:
         open_files: OpenFiles,
         asked: Asked = lambda request: request,
         prompt: Skeleton | None = None,
-    ) -> "GenerateResult | tuple[Request, PrefillResult] | HandedOver | None":
+    ) -> "GenerateResult | Begun | HandedOver | None":
         """Answer an order, prefill it with all KV on its home, or export its KV from the hosts that computed it.
 
         Args:
@@ -98,7 +89,7 @@ class Executor:
             prompt: the part of the question that this host has already read.
 
         Returns:
-            The answer; or the request and its prefill; or the exported prompt, on host 0.
+            The answer; or what its home goes on with; or the exported prompt, on host 0.
 
         Raises:
             RuntimeError: a host has no room for the KV, which is not the request's fault.
@@ -110,10 +101,11 @@ class Executor:
             if command == ANSWER:
                 return self.engine.answer(request)
             if command == PREFILL:
-                return self.engine.prefill_request(request)
+                return self.engine.begin(request)
             if not self.engine.prefills:
                 return None
-            request, state = self._handing_over.prefill_request(request)
+            begun = self._handing_over.begin(request)
+        request, state = begun.read.request, begun.state
         token = self._first_token(request, state)
         try:
             ticket = state.offer(self.offers)
@@ -206,7 +198,7 @@ def follow(executor: Executor, folder: Path | None, private_files: PrivateFiles,
             failed.append((order, error.with_traceback(None)))
             return
         if command == PREFILL and order.home == hosts.rank:
-            decoding.add(RemoteOutput(link, order.number), order, *done)
+            decoding.add(RemoteOutput(link, order.number), order, done)
 
     with decoding or nullcontext():
         while True:
@@ -214,7 +206,7 @@ def follow(executor: Executor, folder: Path | None, private_files: PrivateFiles,
             command, _ = exchange_commands(hosts, WAIT, wants_to_stop.is_set())
             for order, error in failed:  # if it failed on host 0, too, it was reported there before this command
                 if order.number is not None and order.home == hosts.rank:
-                    decoding.add(RemoteOutput(link, order.number), order, None, error)
+                    decoding.add(RemoteOutput(link, order.number), order, error)
             failed.clear()
             if command == LEAVE:
                 return

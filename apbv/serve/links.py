@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, closing, suppress
 from itertools import count
 from threading import Thread
+from typing import Any
 
 from ..hosts import HostError, HostGroup
 from ..kv.sending import Listener
@@ -144,6 +145,9 @@ class RemoteOutput:
     def tell(self, choice: int, num_tokens: int, piece: Piece | None = None) -> bool:
         self._link.calls.append((self._number, "tell", choice, num_tokens, piece))
         return True
+
+    def note_draft(self, speculation: dict[str, Any]) -> None:
+        self._link.calls.append((self._number, "note_draft", speculation))
 
     def fail(self, failure: str) -> None:
         self.is_cancelled = True

@@ -1,6 +1,7 @@
 """Where the tokens, ends and failures of a request's answers go, from the host that decodes them."""
 
 import time
+from typing import Any
 
 from .job import Finished, Job, Piece
 from .requests import ApiError
@@ -51,6 +52,10 @@ class JobOutput:
         if piece.reason is None or self._num_finished < job.read.order.num_answers:
             return True
         return self._scheduler.end(job, Finished(job.record.completion_tokens, self.kv_params), piece.reason)
+
+    def note_draft(self, speculation: dict[str, Any]) -> None:
+        """Record the metrics of the request's draft."""
+        self._job.record.speculation = speculation
 
     def fail(self, failure: str) -> None:
         """End the request with an error; its other answers are not wanted any more."""

@@ -19,9 +19,10 @@ from ..hosts import HostGroup
 from ..kv.cache import GROWTH_ROWS
 from ..kv.offers import Offers
 from ..model.parts import DecoderSizes
+from ..speculate import STRATEGIES
 from ..stats import free_memory_bytes
 from .app import build_app
-from .executor import Executor, follow, num_homes, why_one_at_a_time
+from .executor import Executor, follow, num_homes
 from .links import connect_hosts
 from .log import OncePerPeriod
 from .media import PrivateFiles
@@ -128,8 +129,12 @@ def limits_of(engine: Engine, settings: ServerSettings) -> Limits:
     Raises:
         ValueError: the KV of ``max_model_len`` tokens exceeds the KV cache limit.
     """
-    sizes, itemsize = DecoderSizes.from_config(engine.model.config), engine.parts.dtype.itemsize
-    token_bytes = sizes.kv_token * itemsize
+    models = [engine.model, *([] if engine.draft_model is None else [engine.draft_model])]
+    kv_token = sum(DecoderSizes.from_config(model.config).kv_token for model in models)
+    speculate = engine.speculative_config
+    if speculate is not None and STRATEGIES[speculate.strategy].runs_target:
+        kv_token *= 2  # at most as much of the prompt is copied for the draft
+    token_bytes = kv_token * engine.parts.dtype.itemsize
     max_bytes = settings.max_kv_bytes
     if max_bytes is None:
         max_bytes = free_memory_bytes(engine.hosts.device) // 2
@@ -146,7 +151,7 @@ def limits_of(engine: Engine, settings: ServerSettings) -> Limits:
         token_bytes=token_bytes,
         spare_tokens=GROWTH_ROWS,
         max_running=settings.max_running,
-        max_answers=1 if why_one_at_a_time(engine) else None,
+        max_answers=1 if engine.why_one_by_one else None,
     )
 
 
@@ -199,12 +204,12 @@ class _Server(uvicorn.Server):
             logging.getLogger(name).addFilter(OncePerPeriod(_WARNING_SECONDS))
         self._worker, self._grace = worker, settings.grace
         host, port = sock.getsockname()[:2]
-        one_at_a_time = worker.why_one_at_a_time
+        why_one_by_one = worker.why_one_by_one
         self._greeting = (
             f"serving {settings.model} on {num_hosts} host(s): "
             f"http://{f'[{host}]' if ':' in host else host}:{port}/v1\n"
             f"SIGTERM to process {os.getpid()} finishes running requests and stops all hosts"
-            + (f"\none answer at a time: {one_at_a_time}" if one_at_a_time else "")
+            + (f"\none answer at a time: {why_one_by_one}" if why_one_by_one else "")
         )
         self._ending: threading.Thread | None = None
 

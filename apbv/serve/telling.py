@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from ..input.request import Request
 from ..logprobs import TokenLogprobs
@@ -45,15 +46,20 @@ class Telling:
             self._output.tell(self._choice, len(tokens), self._piece(text, tokens) if has_news else None)
         return self._output.is_cancelled or self._text.stopped
 
-    def finish(self, tokens: Sequence[int], reason: FinishReason) -> bool:
+    def finish(
+        self, tokens: Sequence[int], reason: FinishReason, speculation: dict[str, Any] | None = None
+    ) -> bool:
         """End the answer, and with the last one the request; False if that is known to have ended before.
 
         Args:
             tokens: all tokens.
             reason: why there are no more, if no stop string is among them.
+            speculation: the metrics of its draft; None: it had none.
         """
         if self._output.is_cancelled:
             return False
+        if speculation is not None and self._choice == 0:  # the others have no draft
+            self._output.note_draft(speculation)
         text = self._text.finish(tokens)
         reason = "stop" if self._text.stopped else reason
         return self._output.tell(self._choice, len(tokens), self._piece(text, tokens, reason))

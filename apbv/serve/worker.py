@@ -22,7 +22,6 @@ from .executor import (
     HandedOver,
     exchange_commands,
     require_decoding,
-    why_one_at_a_time,
 )
 from .job import Job
 from .output import JobOutput
@@ -50,14 +49,14 @@ class Worker:
 
     Attributes:
         reader: reads the requests.
-        why_one_at_a_time: why answers are not batched; None if they are.
+        why_one_by_one: why answers are not batched; None if they are.
         failure: the error that ended the thread prematurely.
     """
 
     def __init__(self, executor: Executor, reader: Reader, scheduler: Scheduler):
         self._executor, self.reader, self._scheduler, self._links = executor, reader, scheduler, executor.link
-        self.why_one_at_a_time = why_one_at_a_time(executor.engine)
-        self._decoding = None if self.why_one_at_a_time else Decoding(executor.engine)
+        self.why_one_by_one = executor.engine.why_one_by_one
+        self._decoding = None if self.why_one_by_one else Decoding(executor.engine)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._last_step_at, self._is_busy = time.monotonic(), False
         self.failure: BaseException | None = None
@@ -215,10 +214,9 @@ class Worker:
         if command == HAND_OVER:
             self._hand_over(job, done, telling, output)
         elif command == ANSWER:
-            job.record.speculation = done.stats["speculation"]
-            telling.finish(done.token_ids, done.finish_reason)
+            telling.finish(done.token_ids, done.finish_reason, done.stats["speculation"])
         elif order.home == 0:
-            self._decoding.add(output, order, *done)
+            self._decoding.add(output, order, done)
         return command == PREFILL
 
     def _hand_over(self, job: Job, handed: HandedOver, telling: Telling, output: JobOutput) -> None:

@@ -60,7 +60,7 @@ def draft_by_model(task: DraftTask) -> Draft:
 
 def _draft_on_tokens(task: DraftTask, rows: Tensor, kept: Tensor) -> Draft:
     """Draft prefill on all text and these visual tokens."""
-    cache = prefill_draft(task.draft, task.inputs, kept, task.hosts, rows)
+    cache = prefill_draft(task.draft, task.inputs, kept, task.hosts, rows, task.home)
     return Draft(task.drafter(task.draft, cache), len(kept), kept)
 
 
@@ -78,13 +78,13 @@ def draft_text_only(task: DraftTask) -> Draft:
     """Draft with the draft model, on the prompt's text alone, and on its sound where the draft hears."""
     nothing = torch.empty(0, dtype=torch.long)
     if task.draft.is_video_model or not task.target.is_video_model:
-        cache = prefill_draft(task.draft, task.inputs, nothing, task.hosts, None)
+        cache = prefill_draft(task.draft, task.inputs, nothing, task.hosts, None, task.home)
         return Draft(task.drafter(task.draft, cache), 0, nothing)
     # A text-only model knows neither placeholders nor the target's positions: it reads the text as a whole prompt.
     text = task.text_ids[None]
     text = text.where(text < task.draft.vocab_size, 0)  # as ModelDrafter does for tokens outside its vocabulary
     count, cache = text.shape[1], None
-    if task.hosts.is_leader:
+    if task.is_home:
         cache = run_prompt(task.draft, text, torch.arange(count)[None])
     return Draft(task.drafter(task.draft, cache, next_position=count), 0, nothing)
 
@@ -172,7 +172,7 @@ def draft_by_first_layers(task: DraftTask) -> Draft:
 def draft_by_ngrams(task: DraftTask) -> Draft:
     """Draft without a model, by looking up n-grams of the prompt's text."""
     text = task.text_ids.tolist()
-    return Draft(NgramDrafter(text) if task.hosts.is_leader else None, 0)
+    return Draft(NgramDrafter(text) if task.is_home else None, 0)
 
 
 def keep_best_per_frame(scores: Tensor, frames: Sequence[range], count: int) -> Tensor:

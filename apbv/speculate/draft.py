@@ -24,9 +24,14 @@ from .drafters import Drafter, ModelDrafter
 
 @torch.no_grad()
 def prefill_draft(
-    parts: ModelParts, inputs: ModelInputs, kept_visual: Tensor, hosts: HostGroup, rows: Tensor | None
+    parts: ModelParts,
+    inputs: ModelInputs,
+    kept_visual: Tensor,
+    hosts: HostGroup,
+    rows: Tensor | None,
+    home: int = 0,
 ) -> DynamicCache | None:
-    """Draft prefill on the prompt's text and audio and some of its visual tokens, on the leader; collective.
+    """Draft prefill on the prompt's text and audio and some of its visual tokens, on one host; collective.
 
     Only the embeddings of kept visual tokens are sent, and all of the sound's: of that nothing is left out, as in
     HIPPO's experiments with a model that hears.
@@ -36,20 +41,21 @@ def prefill_draft(
         inputs: the target's prompt.
         kept_visual: the kept visual tokens, by their numbers among all visual tokens, ascending; on every host.
         rows: the draft's visual embeddings of this host's frames; None if no visual token is kept.
+        home: the host that drafts.
 
     Returns:
-        The KV of the text, the sound and the kept visual tokens on the leader, None elsewhere.
+        The KV of the text, the sound and the kept visual tokens on that host, None elsewhere.
     """
     is_visual = parts.is_visual(inputs.input_ids[0])
     text, visual = (~is_visual).nonzero().flatten(), is_visual.nonzero().flatten()[kept_visual]
     tokens = torch.cat([text, visual]).sort().values
     shown = sound = None
     if len(kept_visual):
-        shown = _collect_rows(rows, inputs.visual, kept_visual, hosts)
+        shown = _collect_rows(rows, inputs.visual, kept_visual, hosts, home)
     if inputs.audio is not None:
         everything = torch.arange(inputs.num_audio_tokens)
-        sound = _collect_rows(encode_audio(parts, inputs.audio), inputs.audio, everything, hosts)
-    if not hosts.is_leader:
+        sound = _collect_rows(encode_audio(parts, inputs.audio), inputs.audio, everything, hosts, home)
+    if hosts.rank != home:
         return None
     merged = LocalVisual.of_rows(shown, parts, sound)
     return run_prompt(parts, inputs.input_ids[:, tokens], inputs.position_ids[..., tokens], merged)
@@ -72,13 +78,15 @@ def run_prompt(
     return cache
 
 
-def _collect_rows(rows: Tensor, source: VisualInput | AudioInput, kept: Tensor, hosts: HostGroup) -> Tensor | None:
-    """Gather the rows of kept tokens, by their numbers among those of their kind, on host 0; collective."""
+def _collect_rows(
+    rows: Tensor, source: VisualInput | AudioInput, kept: Tensor, hosts: HostGroup, home: int
+) -> Tensor | None:
+    """Gather the rows of kept tokens, by their numbers among those of their kind, on one host; collective."""
     if source.replicated or hosts.size == 1:
         return rows[kept.to(rows.device)]
     wanted = [kept[(kept >= p.start) & (kept < p.stop)] - p.start for p in source.pieces]
-    received = hosts.gather_rows(rows[wanted[hosts.rank].to(rows.device)], [*map(len, wanted)], to=0).wait()
-    return torch.cat(received) if hosts.rank == 0 else None
+    received = hosts.gather_rows(rows[wanted[hosts.rank].to(rows.device)], [*map(len, wanted)], to=home).wait()
+    return torch.cat(received) if hosts.rank == home else None
 
 
 @dataclass(frozen=True)
@@ -91,6 +99,7 @@ class DraftTask:
         state: the target's prefill; None on a draft host.
         scores: returns the scores from the target's prefill that the strategy needs, if any; collective.
         hosts: the hosts that compute: the target's hosts, or a draft host alone.
+        home: the one of them that drafts.
         config: the speculative configuration.
         keep: the policy that chooses the visual tokens which the draft sees; None if none can be chosen.
         sampling: how tokens are drawn.
@@ -118,6 +127,12 @@ class DraftTask:
     drafts_tree: bool = False
     tokenize: Callable[[str], list[int]] | None = None
     caption: str | None = None
+    home: int = 0
+
+    @property
+    def is_home(self) -> bool:
+        """Whether this host drafts."""
+        return self.hosts.rank == self.home
 
     @property
     def is_visual(self) -> Tensor:
@@ -171,7 +186,7 @@ class Draft:
     """Drafter that has read the prompt, and the visual tokens that it saw.
 
     Attributes:
-        drafter: the drafter on the leader; None on the other hosts.
+        drafter: the drafter on the host that drafts; None on the others.
         num_visual: how many visual tokens it sees.
         kept: which ones, by their numbers among the visual tokens, where all layers and heads see the same.
         successor: builds the replacement of a provisional draft, which drafts until the target's scores arrive.

@@ -96,8 +96,12 @@ class Autoregressive:
             return Begun(read, prefiller.run(read))
 
     def batch(self) -> Batch:
-        """Return an empty batch for answers to requests that have begun; on host 0."""
+        """Return an empty batch for answers to requests that have begun."""
         return Batch(self._parts)
+
+    def attention(self) -> ExitStack:
+        """Put apbv's attention in force in the models that decode, until the returned context ends."""
+        return _attention(self._parts)
 
     def answered(self, begun: Begun, tokens: list[int], summary: dict[str, Any] | None) -> Answered:
         """Return the answer that a batch has decoded, with its speculation metrics."""
@@ -105,8 +109,7 @@ class Autoregressive:
 
     def decode(self, request: Request, state: PrefillResult) -> Answered:
         """Decode the answer to a prompt that was prefilled or loaded."""
-        stage, timed = self.hosts.collective_stage("decode"), state.timer.stage("decode")
-        with stage, timed, apbv_attention(self._parts.language_model):
+        with self.hosts.collective_stage("decode"), state.timer.stage("decode"), self.attention():
             return Answered(generate_tokens(state.begin_answer(self._parts, request)))
 
 
@@ -138,16 +141,16 @@ class TakingTurns:
     def answer(self, request: Request, prefiller: Prefiller) -> Outcome:
         read, state, (draft,) = begun = self.begin(request, prefiller)
         timer = read.request.timer
-        with self.hosts.collective_stage("decode"), timer.stage("decode"), ExitStack() as stack:
-            for parts in (self._target, self._draft):
-                if parts is not None:
-                    stack.enter_context(apbv_attention(parts.language_model))
+        with self.hosts.collective_stage("decode"), timer.stage("decode"), self.attention():
             tokens, stats = self._decode(draft, state, read.request)
         answered = self.answered(begun, tokens, stats.summary(len(tokens)))
         return Outcome(read, state, replace(answered, spans=tuple(stats.record.spans)))
 
     def batch(self) -> SpeculativeBatch:
         return SpeculativeBatch(self._target, self._config)
+
+    def attention(self) -> ExitStack:
+        return _attention(self._target, self._draft)
 
     def begin(self, request: Request, prefiller: Prefiller) -> Begun:
         config = self._config
@@ -192,6 +195,7 @@ class TakingTurns:
             state=state,
             scores=scores,
             hosts=self.hosts,
+            home=read.request.home,
             config=config,
             keep=keep_policy(config),
             sampling=read.request.sampling,
@@ -227,6 +231,14 @@ class TakingTurns:
         if not isinstance(caption, str) or not caption.strip():
             raise ValueError(f"the captioner returned {caption!r} instead of a caption")
         return caption.strip()
+
+
+def _attention(*models: ModelParts | None) -> ExitStack:
+    with ExitStack() as stack:
+        for parts in models:
+            if parts is not None:
+                stack.enter_context(apbv_attention(parts.language_model))
+        return stack.pop_all()
 
 
 def _over_whole_prompt(scores_of_rest: Callable[[], Tensor], reduction: Reduction) -> Tensor:

@@ -5,8 +5,8 @@ import gc
 import threading
 import weakref
 from contextlib import closing
+from copy import copy
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 
@@ -18,7 +18,7 @@ from apbv.kv.facts import StorageError
 from apbv.kv.offers import Offers
 from apbv.serve.decoding import Decoding
 from apbv.serve.executor import HAND_OVER as COMMAND
-from apbv.serve.executor import WAIT, Executor, exchange_commands, why_one_at_a_time
+from apbv.serve.executor import WAIT, Executor, exchange_commands
 from apbv.serve.job import Job
 from apbv.serve.order import Order
 from apbv.serve.requests import ChatRequest
@@ -114,12 +114,14 @@ def test_kv_is_free_once_it_counts_as_free(app, fails, monkeypatch, request):
 
 
 def test_why_answers_are_single(app, monkeypatch):
-    assert why_one_at_a_time(app.engine) is None
-    draft, sharded = SpeculativeConfig(strategy="ngram"), PrefillConfig(kv="sharded")
-    for speculate, prefill, why in ((draft, PrefillConfig(), "a draft is"), (None, sharded, "all hosts")):
-        assert why in why_one_at_a_time(SimpleNamespace(speculative_config=speculate, prefill_config=prefill))
+    assert app.engine.why_one_by_one is None
+    single = copy(app.engine)
+    single.speculative_config = SpeculativeConfig(strategy="sd_tree", draft_model="demo")
+    assert "a draft tree" in single.why_one_by_one
+    single.prefill_config = PrefillConfig(kv="sharded")
+    assert "all hosts" in single.why_one_by_one
     monkeypatch.setitem(app.engine.parts.language_model.config.rope_parameters, "rope_type", "dynamic")
-    assert "rotary frequencies" in why_one_at_a_time(app.engine)
+    assert "rotary frequencies" in app.engine.why_one_by_one
 
 
 def refuse(*_):

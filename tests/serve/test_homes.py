@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from apbv import Engine, HostGroup, SamplingParams, demo
+from apbv import Engine, HostGroup, SamplingParams, SpeculativeConfig, demo
 from apbv.decode.batch import Batch
 from apbv.serve.decoding import Decoding
 from apbv.serve.links import RemoteOutput
 from apbv.serve.output import JobOutput
+from apbv.speculate.batch import SpeculativeBatch
 
 from fresh_hosts import Store, run_fresh
 from patience import HANGING, wait_for
@@ -61,6 +62,46 @@ def of_choice(choice: dict) -> tuple:
     return choice["message"]["content"], choice["token_ids"], [each["logprob"] for each in content]
 
 
+def drafted_job(hosts: HostGroup) -> tuple | None:
+    """The library's answer, and those of several homes by drafts of their own; which host had them."""
+    speculate = SpeculativeConfig(strategy="hippo", prune="kv", num_draft_tokens=3, keep_losing_draft=True)
+    engine = Engine.from_pretrained("demo", hosts=hosts, dtype="float32", speculate=speculate)
+    (expected,), homes, noted = library(engine, ASKED[0][0]), [], []
+    join, note = SpeculativeBatch.join, JobOutput.note_draft
+
+    def watch(batch, state, request, draft):
+        homes.append(draft.drafter is not None)
+        return join(batch, state, request, draft)
+
+    def watch_notes(output, speculation):
+        noted.append(speculation["num_accepted"])
+        note(output, speculation)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SpeculativeBatch, "join", watch)
+        patch.setattr(JobOutput, "note_draft", watch_notes)
+        if not hosts.is_leader:
+            follow_server(engine, FOLDER)
+            return homes
+        app = InProcess(model=engine, hands_over=True, media_dir=FOLDER, max_model_len=2**14)
+
+        async def ask() -> list:
+            asked = (app.client.post(CHAT, json=asking_for(ASKED[0][0]), timeout=None) for _ in range(4))
+            return [of_choice(reply.json()["choices"][0]) for reply in await asyncio.gather(*asked)]
+
+        with closing(app):
+            found = app.loop.run_until_complete(asyncio.wait_for(ask(), HANGING))
+            return homes, expected, found, noted
+
+
+def test_every_home_drafts_for_its_answers(pool):
+    (homes, expected, found, noted), *others = pool.run(3, drafted_job)
+    joined = [homes, *others]
+    assert sum(map(len, joined)) == 4 and all(joined) and all(map(all, joined))
+    assert [each[:2] for each in found] == [expected[:2]] * 4
+    assert len(noted) == 4 and min(noted) > 0
+
+
 def answers_job(hosts: HostGroup) -> tuple | None:
     """The library's answers, on host 0 also those of every home, whole and streamed, and who answered.
 
@@ -70,10 +111,10 @@ def answers_job(hosts: HostGroup) -> tuple | None:
     expected = [library(engine, question, **fields) for question, fields in ASKED]
     joined, kept, add, release = [], [], Decoding.add, RemoteOutput.release
 
-    def watch(decoding, output, order, request, state):
+    def watch(decoding, output, order, begun):
         joined.append(order.home)
-        kept.extend(weakref.ref(layer) for layer in state.kv.cache.layers)
-        add(decoding, output, order, request, state)
+        kept.extend(weakref.ref(layer) for layer in begun.state.kv.cache.layers)
+        add(decoding, output, order, begun)
 
     def count(output):
         joined.extend("kept" for ref in kept if ref() is not None)

@@ -113,9 +113,9 @@ def test_asked_to_end_a_server_refuses_who_waits_and_cuts_who_runs_after_the_gra
 
 
 def test_answers_are_single_beside_a_draft_kv_that_nobody_fetches_ends_and_a_host_that_dies_ends_all(tmp_path):
-    options = ["--model", "demo", "--media-dir", demo.video_path().parent, "--speculate", "vanilla"]
+    options = ["--model", "demo", "--media-dir", demo.video_path().parent, "--speculate", "sd_tree"]
     with serving(tmp_path / "out", *options, "--kv-transfer", "tcp", "--kv-seconds", 0.2) as server:
-        assert "one answer at a time: a draft is made for one answer" in server.printed()
+        assert "one answer at a time: a draft tree is verified alone" in server.printed()
         video = [part("video", "clip.mp4"), text("which letter has the border: red")]
         handed = server.ask(video, extra_body={"kv_transfer_params": HAND_OVER, "num_frames": 64})
         ticket = Ticket.from_params(handed.model_extra["kv_transfer_params"])
