@@ -13,6 +13,7 @@ import pytest
 from apbv import Engine, HostGroup, SamplingParams, SpeculativeConfig, demo
 from apbv.decode.batch import Batch
 from apbv.serve.decoding import Decoding
+from apbv.serve.executor import Executor
 from apbv.serve.links import RemoteOutput
 from apbv.serve.output import JobOutput
 from apbv.speculate.batch import SpeculativeBatch
@@ -208,3 +209,27 @@ def test_a_host_that_fails_ends_the_server_and_every_request(tmp_path, dies):
         dies and "another host ended" in reason
     )
     assert second.exit_status
+
+
+def lost_job(hosts: HostGroup) -> tuple[int, str] | None:
+    """What a client gets whose prompt is prefilled, but lost by its home."""
+    engine, carry_out = Engine.from_pretrained("demo", hosts=hosts, dtype="float32"), Executor.carry_out
+
+    def lose(*args):
+        carry_out(*args)
+        raise OSError("lost")
+
+    if not hosts.is_leader:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Executor, "carry_out", lose)
+            return follow_server(engine, FOLDER)
+    with closing(InProcess(model=engine, hands_over=True)) as app:
+        reply = app.request("POST", CHAT, content=asking(), timeout=None)
+        wait_for(lambda: not app.scheduler._running)
+        return reply.status_code, reply.json()["error"]["message"]
+
+
+def test_a_prompt_that_its_home_has_lost_fails(pool):
+    """The hosts are in step afterwards."""
+    for _ in range(2):
+        assert pool.run(2, lost_job)[0] == (500, "OSError: lost")
