@@ -41,7 +41,7 @@ NUM_PROMPTS, NUM_BATCHES = 3, 200
 
 @cache
 def parts_of(kind: str = "target"):
-    """The target; itself with noise, which errs now and then; its first layer; a model of fewer tokens."""
+    """The target; itself with noise, which errs now and then; its first layer; a model that gives NaN."""
     target = inspect_model(build("llama", torch.float64))
     if kind == "layerskip":
         return replace(target, language_model=some_layers(target.language_model, range(1)))
@@ -50,6 +50,10 @@ def parts_of(kind: str = "target"):
         generator = torch.Generator().manual_seed(0)
         for weight in model.parameters():
             weight.data += 0.03 * weight.std() * torch.randn(weight.shape, generator=generator)
+        return inspect_model(model)
+    if kind == "nan":
+        model = families.build_model("llama", dtype=torch.float64)
+        model.lm_head.weight.data *= torch.nan
         return inspect_model(model)
     return target
 
@@ -71,7 +75,7 @@ def state_of(number: int):
 def draft_prompt(kind: str, number: int) -> DynamicCache:
     """What a draft model makes of the prompt; of the target itself every other token."""
     state = prefilled(number)
-    if kind == "noisy":
+    if kind in ("noisy", "nan"):
         cache = DynamicCache()
         parts_of(kind).language_model(input_ids=state.inputs.input_ids, past_key_values=cache)
         return cache
@@ -101,7 +105,12 @@ def draft_of(kind: str, number: int, sampling: SamplingParams) -> Draft | None:
     cache = DynamicCache()
     for index, layer in enumerate(draft_prompt(kind, number).layers):
         cache.update(layer.keys, layer.values, index)
-    settings = state.next_position, state.num_tokens, sampling, 250 if kind == "noisy" else parts.vocab_size
+    settings = (
+        state.next_position,
+        state.num_tokens,
+        sampling,
+        250 if kind in ("noisy", "nan") else parts.vocab_size,
+    )
     return Draft(ModelDrafter(parts, cache, *settings), 0, takes_target_kv=kind == "streaming")
 
 
@@ -124,7 +133,7 @@ def asked(sampling: SamplingParams, **callbacks) -> Request:
     return Request(Question(), StageTimer(HOSTS), sampling=sampling, **callbacks)
 
 
-KINDS = ["none", "ngram", "broken", "target", "noisy", "layerskip", "streaming", *PATTERNS]
+KINDS = ["none", "ngram", "broken", "nan", "target", "noisy", "layerskip", "streaming", *PATTERNS]
 
 
 @pytest.mark.filterwarnings("ignore:decoding continues without the draft")
@@ -156,13 +165,15 @@ def test_answers_that_come_and_go_are_those_of_each_alone(config, monkeypatch):
                 batch.leave(member)
         for member, (kind, number, sampling, stop, logprobs) in going.items():
             assert member.error is None
-            right = expected if not sampling.temperature or kind in ("none", "broken") else None
+            right = expected if not sampling.temperature or kind in ("none", "broken", "nan") else None
             tokens = right(number, sampling) if right else alone(kind, number, sampling)
             if member in left and not member.finish_reason:
                 assert member.tokens == tokens[: left[member]]
             else:
                 assert member.tokens == tokens[:stop], (kind, number, sampling)
             assert kind != "broken" or not member.stats.num_drafted
+            if kind == "nan" and member.stats.num_drafted:
+                assert "NaN" in member.stats.switched_off and member.stats.num_drafted <= 4
             if sampling.logprobs is not None:
                 assert [each.top[0][0] for each in logprobs] == member.tokens  # greedy
                 assert all(each.logprob == each.top[0][1] for each in logprobs)
