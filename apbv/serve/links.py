@@ -8,7 +8,7 @@ import hmac
 import json
 import secrets
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack, closing, suppress
 from itertools import count
 from threading import Thread
@@ -146,8 +146,8 @@ class RemoteOutput:
         self._link.calls.append((self._number, "tell", choice, num_tokens, piece))
         return True
 
-    def note_draft(self, speculation: dict[str, Any]) -> None:
-        self._link.calls.append((self._number, "note_draft", speculation))
+    def note_draft(self, metrics: Iterable[tuple[str, Any]]) -> None:
+        self._link.calls.append((self._number, "note_draft", [*metrics]))
 
     def fail(self, failure: str) -> None:
         self.is_cancelled = True

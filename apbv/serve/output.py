@@ -1,6 +1,7 @@
 """Where the tokens, ends and failures of a request's answers go, from the host that decodes them."""
 
 import time
+from collections.abc import Iterable
 from typing import Any
 
 from .job import Finished, Job, Piece
@@ -53,9 +54,9 @@ class JobOutput:
             return True
         return self._scheduler.end(job, Finished(job.record.completion_tokens, self.kv_params), piece.reason)
 
-    def note_draft(self, speculation: dict[str, Any]) -> None:
-        """Record the metrics of the request's draft."""
-        self._job.record.speculation = speculation
+    def note_draft(self, metrics: Iterable[tuple[str, Any]]) -> None:
+        """Record the metrics of the request's draft, by their names."""
+        self._job.record.speculation = dict(metrics)
 
     def fail(self, failure: str) -> None:
         """End the request with an error; its other answers are not wanted any more."""

@@ -59,7 +59,7 @@ class Telling:
         if self._output.is_cancelled:
             return False
         if speculation is not None and self._choice == 0:  # the others have no draft
-            self._output.note_draft(speculation)
+            self._output.note_draft(speculation.items())
         text = self._text.finish(tokens)
         reason = "stop" if self._text.stopped else reason
         return self._output.tell(self._choice, len(tokens), self._piece(text, tokens, reason))

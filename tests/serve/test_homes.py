@@ -74,9 +74,9 @@ def drafted_job(hosts: HostGroup) -> tuple | None:
         homes.append(draft.drafter is not None)
         return join(batch, state, request, draft)
 
-    def watch_notes(output, speculation):
-        noted.append(speculation["num_accepted"])
-        note(output, speculation)
+    def watch_notes(output, metrics):
+        noted.append(dict(metrics)["num_accepted"])
+        note(output, metrics)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SpeculativeBatch, "join", watch)
@@ -88,7 +88,9 @@ def drafted_job(hosts: HostGroup) -> tuple | None:
 
         async def ask() -> list:
             asked = (app.client.post(CHAT, json=asking_for(ASKED[0][0]), timeout=None) for _ in range(4))
-            return [of_choice(reply.json()["choices"][0]) for reply in await asyncio.gather(*asked)]
+            replies = await asyncio.gather(*asked)
+            assert all(reply.status_code == 200 for reply in replies), [reply.text for reply in replies]
+            return [of_choice(reply.json()["choices"][0]) for reply in replies]
 
         with closing(app):
             found = app.loop.run_until_complete(asyncio.wait_for(ask(), HANGING))
