@@ -72,10 +72,8 @@ def measure(options: argparse.Namespace, hosts: HostGroup, known: list[dict]) ->
                 for number in ([hosts.size] if hosts.size > 1 else sorted({1, *options.hosts}))
             }
             wanted = {(number, label) for number, of_number in left.items() for label in of_number}
-            if wanted:
-                left[min(left)] = (
-                    full | left[min(left)]
-                )  # with whose distributions those of the others are compared
+            if wanted:  # with whose distributions those of the others are compared
+                left[min(left)] = full | left[min(left)]
             references = {} if full else None
             for number, of_number in left.items():
                 drafts = [share_weights(draft) for _ in range(number)] if draft else [None]

@@ -6,8 +6,8 @@
 After HIPPO's Figure 3 (the draft's accuracy on all tokens, the most attended and random ones) and ParallelVLM's
 Figure 4 (how many of the kept tokens are in the first and last 4 % of the video). The demo model's needles also
 show how much of the question's subject is retained. The demo's draft was trained to describe clips as the target
-does; its accuracy is therefore the share of the target's description that it predicts, token by token. With
---captions nothing is described, and the model is its own draft.
+does; its accuracy is therefore the share of the target's description that it predicts, token by token. A model
+of make_reader.py is its own draft, and nothing is described.
 """
 
 import argparse
@@ -37,9 +37,8 @@ BINS = 25  # of 4 % of the video each, as in ParallelVLM's Figure 4
 
 def measure(options: argparse.Namespace) -> Iterator[dict]:
     """Yield a record for every clip, choice and share of tokens."""
-    pair, exam = Pair(options.model, options.dtype), Exam.of(options)
-    if options.captions:
-        exam = captions.exam_like(exam, pair.target.tokenizer)
+    pair, exam, is_demo = Pair(options.model, options.dtype), Exam.of(options), options.model == "demo"
+    exam = exam if is_demo else captions.exam_like(exam, pair.target.tokenizer)
     ways = [
         SpeculativeConfig(strategy="specvlm", keep=name, keep_ratio=ratio)
         for name in options.keep
@@ -47,7 +46,7 @@ def measure(options: argparse.Namespace) -> Iterator[dict]:
     ]
     for seed in tqdm(range(options.clips), unit="clip", disable=None):
         file, described = exam.file(seed), []
-        if not options.captions:
+        if is_demo:
             inputs = pair.target.read(file, clips.DESCRIBE_QUESTION)
             described, _ = pair.target.answer(inputs, PrefillConfig(method="full"), 2 * clips.MOST_DESCRIBED)
         for config in ways:
@@ -114,8 +113,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--keep", nargs="+", choices=KEEP_POLICIES, default=list(KEEP_POLICIES))
     parser.add_argument("--keep-ratio", type=float, nargs="+", default=[0.1], help="share of visual tokens (0.1)")
-    parser.add_argument("--model", default="demo", help="demo; or make_reader.py's directory, with --captions")
-    parser.add_argument("--captions", action="store_true", help="clips with captions")
+    parser.add_argument("--model", default="demo", help="demo, or make_reader.py's directory")
     add_clip_options(parser, 20, 64)
     add_shared(parser, "dtype", "json")
     options = parser.parse_args(arguments)

@@ -4,8 +4,8 @@
 
 The decoder's weights stay as they are. A small vision tower and the projector are trained, without the decoder, to
 turn each cell of a captioned frame (support/captions.py) into the decoder's own input embedding of the cell's
-text. Of held-out H.264 files, prints the share of visual tokens whose nearest embedding of the whole vocabulary is
-the right one. Questions about such clips:
+text. Of the texts in held-out H.264 files, prints the share whose visual tokens' nearest embedding of the whole
+vocabulary is the right one. Questions about such clips:
 
     python benchmarks/accuracy.py --preset captions --model DIR --dtype bfloat16 --shots 24 --hosts 4
 """
@@ -41,8 +41,9 @@ from support.arguments import COUNT
 from support.demo_training.processor import CHAT_TEMPLATE
 from support.exams import Candidate, Exam
 
+SIZE, PINPOINTS = {"height": captions.SIDE, "width": captions.SIDE}, [[captions.SIDE, captions.SIDE]]
 PATCH = captions.CELL // 2  # LLaVA-OneVision halves the sides of a video's frames
-PLACEHOLDERS = {"image": "<|image_pad|>", "video": "<|video_pad|>"}
+PLACEHOLDERS = ("<|image_pad|>", "<|video_pad|>")
 NUM_SCENES = 512
 BATCH = 24  # frames
 PEAK_LEARNING_RATE = 1e-3
@@ -56,9 +57,9 @@ def build_model(
     Raises:
         ValueError: the decoder has no embeddings for the placeholders of images and videos.
     """
-    ids = {kind: tokenizer.convert_tokens_to_ids(token) for kind, token in PLACEHOLDERS.items()}
-    if None in ids.values() or max(ids.values()) >= decoder.config.vocab_size:
-        raise ValueError(f"the decoder's tokenizer needs {' and '.join(PLACEHOLDERS.values())}, as Qwen2.5's has")
+    image, video, newline = (tokenizer.encode(text, add_special_tokens=False) for text in (*PLACEHOLDERS, "\n"))
+    if not len(image) == len(video) == len(newline) == 1:
+        raise ValueError(f"the decoder's tokenizer needs {' and '.join(PLACEHOLDERS)}, as Qwen2.5's has")
     config = LlavaOnevisionConfig(
         # Of one layer, as it is replaced.
         text_config={**decoder.config.to_dict(), "num_hidden_layers": 1, "layer_types": None},
@@ -72,45 +73,43 @@ def build_model(
             "patch_size": PATCH,
             "vision_use_head": False,
         },
-        image_token_id=ids["image"],
-        video_token_id=ids["video"],
-        image_grid_pinpoints=[[captions.SIDE, captions.SIDE]],
+        image_token_id=image[0],
+        video_token_id=video[0],
+        image_grid_pinpoints=PINPOINTS,
         tie_word_embeddings=decoder.config.tie_word_embeddings,
     )
     torch.manual_seed(0)
     model = LlavaOnevisionForConditionalGeneration(config).float().eval()
     model.model.language_model, model.lm_head = decoder.model, decoder.lm_head
     config.text_config = decoder.config
-    newline = tokenizer.encode("\n", add_special_tokens=False)[0]
-    model.model.image_newline.data = decoder.get_input_embeddings().weight[newline].detach().float().clone()
+    model.model.image_newline.data = decoder.get_input_embeddings().weight[newline[0]].detach().float().clone()
     model.generation_config = decoder.generation_config
     return model
 
 
 def build_processor(tokenizer: PreTrainedTokenizerBase) -> LlavaOnevisionProcessor:
     """Build LLaVA-OneVision's processor for frames of 8 x 8 patches, with a ChatML template."""
-    size = {"height": captions.SIDE, "width": captions.SIDE}
     template = CHAT_TEMPLATE.replace("<|vision_start|>", "").replace("<|vision_end|>", "{{ '\\n' }}")
     return LlavaOnevisionProcessor(
-        image_processor=LlavaOnevisionImageProcessor(
-            size=size, image_grid_pinpoints=[[captions.SIDE, captions.SIDE]]
-        ),
-        video_processor=LlavaOnevisionVideoProcessor(size=size),
+        image_processor=LlavaOnevisionImageProcessor(size=SIZE, image_grid_pinpoints=PINPOINTS),
+        video_processor=LlavaOnevisionVideoProcessor(size=SIZE),
         tokenizer=tokenizer,
         num_image_tokens=(captions.SIDE // PATCH) ** 2,
         vision_feature_select_strategy="full",
-        image_token=PLACEHOLDERS["image"],
-        video_token=PLACEHOLDERS["video"],
+        image_token=PLACEHOLDERS[0],
+        video_token=PLACEHOLDERS[1],
         chat_template=template,
     )
 
 
-def train(
-    model: LlavaOnevisionForConditionalGeneration, processor: LlavaOnevisionProcessor, words: list[str], steps: int
-) -> None:
-    """Train the vision tower and the projector on frames whose cells have random texts."""
-    marks = [*dict.fromkeys(captions.MARKS.values())]
-    texts = [*marks, "=", *captions.DIGITS, *words]
+def train(model: LlavaOnevisionForConditionalGeneration, processor: LlavaOnevisionProcessor, steps: int) -> None:
+    """Train the vision tower and the projector on frames whose cells have random texts.
+
+    Raises:
+        ValueError: see :func:`support.captions.words_of`.
+    """
+    texts = [*dict.fromkeys((*captions.SIGNS, *captions.words_of(processor.tokenizer)))]
+    num_marks = len({*captions.MARKS.values()})
     ids = torch.tensor([captions.token_of(processor.tokenizer, text) for text in texts])
     wanted = model.get_input_embeddings().weight[ids].detach().float()  # [texts, d]
     unit = wanted.square().mean().sqrt()
@@ -118,25 +117,26 @@ def train(
     shots = clips.sample_scenes(rng, NUM_SCENES)
     scenes = captions.render_scenes(clips.ClipSpec(tuple(shots), captions.SCENE_GRID))
     model.requires_grad_(False)
-    learned = [*model.model.vision_tower.parameters(), *model.model.multi_modal_projector.parameters()]
-    for parameter in learned:
-        parameter.requires_grad_(True)
+    parts = model.model.vision_tower, model.model.multi_modal_projector
+    learned = [parameter.requires_grad_() for part in parts for parameter in part.parameters()]
     optimiser = torch.optim.AdamW(learned, lr=PEAK_LEARNING_RATE, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, PEAK_LEARNING_RATE, total_steps=steps)
     shown = trange(steps, unit="step", disable=None)
     for _ in shown:
-        batch, numbers, frames = rng.choice(NUM_SCENES, BATCH), _draw_texts(rng, range(len(marks), len(texts))), []
-        for number, of_frame in zip(batch, numbers, strict=True):
-            frame = scenes[number]
-            for row, of_row in enumerate(of_frame):
-                if of_row.any():
-                    cells = tuple(texts[number] if number else "" for number in of_row)
-                    frame = captions.draw(frame, captions.Caption(row, cells))
+        # Half of the rows have a caption, with a text in four of five cells.
+        numbers = rng.integers(num_marks, len(texts), size=(BATCH, captions.GRID, captions.GRID))
+        is_text = (rng.random((BATCH, captions.GRID, 1)) < 0.5) & (rng.random(numbers.shape) < 0.8)
+        frames = []
+        for place, of_frame, has_text in zip(rng.choice(NUM_SCENES, BATCH), numbers, is_text, strict=True):
+            frame = scenes[place]
+            for row in has_text.any(axis=1).nonzero()[0]:
+                cells = np.where(has_text[row], np.array(texts)[of_frame[row]], "")
+                frame = captions.draw(frame, captions.Caption(row, tuple(cells.tolist())))
             frames.append(frame)
-            of_frame[of_frame == 0] = marks.index(captions.MARKS[shots[number].scene])
+            of_frame[~has_text] = texts.index(captions.MARKS[shots[place].scene])
         pixels = processor.video_processor([np.stack(frames)], return_tensors="pt").pixel_values_videos
         rows = model.model.get_video_features(pixels, return_dict=True).pooler_output[0, :-1]
-        # A guess, softly, of the nearest embedding, which learns faster than the distance alone.
+        # That the nearest embedding is the right one is learned faster than the distance alone.
         apart = torch.cdist(rows / unit, wanted / unit).square() / wanted.shape[1]
         number = torch.from_numpy(numbers).flatten()
         loss = cross_entropy(-10 * apart, number) + apart.gather(1, number[:, None]).mean()
@@ -149,35 +149,25 @@ def train(
     model.requires_grad_(False)
 
 
-def _draw_texts(rng: np.random.Generator, texts: range) -> np.ndarray:
-    """Draw texts of a batch's cells by number, int64 [BATCH, rows, columns]; 0 for none, as half the rows have."""
-    numbers = rng.integers(texts.start, texts.stop, size=(BATCH, captions.GRID, captions.GRID))
-    numbers *= rng.random((BATCH, captions.GRID, 1)) < 0.5
-    return numbers * (rng.random(numbers.shape) < 0.8)
-
-
 @torch.no_grad()
-def shares_read(
+def share_read(
     model: LlavaOnevisionForConditionalGeneration, processor: LlavaOnevisionProcessor, num_clips: int
-) -> tuple[float, float]:
-    """Return the share of held-out files' visual tokens whose nearest embedding of all is the right one.
-
-    Returns:
-        of the captions' texts, and of all tokens.
-    """
-    candidate, found, is_text = Candidate(model, processor, HostGroup.single("cpu")), [], []
-    table = model.get_input_embeddings().weight.float()
+) -> float:
+    """Return the share of texts in held-out files whose tokens' nearest of all embeddings is the right one."""
+    candidate, table, right = (
+        Candidate(model, processor, HostGroup.single("cpu")),
+        model.get_input_embeddings(),
+        [],
+    )
     with tempfile.TemporaryDirectory() as folder:
         exam = captions.exam_like(Exam(captions.GRID, 16, Path(folder)), processor.tokenizer)
         for seed in range(num_clips):
-            visual = candidate.read(exam.file(seed), "?").visual
-            rows = torch.cat([*candidate.encoded(visual.chunks(visual.host, 2**30))]).float()
-            texts = exam.texts(seed)
-            ids = torch.tensor([captions.token_of(processor.tokenizer, text) for text in texts])
-            found.append(torch.cdist(rows, table).argmin(dim=1) == ids)
-            is_text.append(torch.from_numpy(~np.isin(texts, [*captions.MARKS.values(), "\n"])))
-    right = torch.cat(found).float()
-    return right[torch.cat(is_text)].mean().item(), right.mean().item()
+            visual, texts = candidate.read(exam.file(seed), "?").visual, exam.texts(seed)
+            rows = torch.cat([*candidate.encoded(visual.chunks(visual.host, 2**30))])[texts != ""]
+            nearest = torch.cdist(rows.float(), table.weight.float()).argmin(dim=1).tolist()
+            ids = [captions.token_of(processor.tokenizer, text) for text in texts[texts != ""]]
+            right += [number == token for number, token in zip(nearest, ids, strict=True)]
+    return sum(right) / len(right)
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -192,14 +182,12 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
     tokenizer = AutoTokenizer.from_pretrained(options.decoder)
-    words = captions.words_of(tokenizer)
     model = build_model(AutoModelForCausalLM.from_pretrained(options.decoder, dtype="auto"), tokenizer)
     processor = build_processor(tokenizer)
-    train(model, processor, words, options.steps)
+    train(model, processor, options.steps)
     model.save_pretrained(options.out)
     processor.save_pretrained(options.out)
-    texts, tokens = shares_read(model, processor, options.clips)
-    print(f"read right: {texts:.1%} of the captions' texts, {tokens:.1%} of all visual tokens")
+    print(f"{share_read(model, processor, options.clips):.1%} of held-out texts are read right")
     return 0
 
 

@@ -5,9 +5,9 @@ and a dimmed scene behind. Each cell is a visual token of the model that ``make_
 the text in it, or where there is none as a mark that stands for the kind of scene.
 """
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
@@ -24,15 +24,17 @@ CELL = SIDE // GRID
 LONGEST_WORD = 6  # letters, legible in a cell
 # What a cell without a text reads as, by scene; a pretrained decoder reads on over such marks.
 MARKS = dict(zip(clips.SCENES, ("-", ".", ";", ",", ",", ",", ","), strict=True))
-DIGITS = tuple("0123456789")
+SIGNS = (*MARKS.values(), "=", *"0123456789")
 NUM_PAIRS, CHAIN = 2, 3  # words with a number of their own, and words that share one
 
+# By task; an answer's beginning is given, as in RULER.
 QUESTIONS = {
-    "retrieval": "Which number does the video show for {word}? Answer with the number only.",
-    "tracking": "Find all words that are assigned the value {number} in the text above.",
+    "retrieval": ("Which number does the video show for {word}? Answer with the number only.", ""),
+    "tracking": (
+        "Find all words that are assigned the value {number} in the text above.",
+        "The words that are assigned the value {number} are:",
+    ),
 }
-# An answer's beginning is given, as in RULER.
-STARTS = {"tracking": "The words that are assigned the value {number} are:"}
 
 
 def token_of(tokenizer: PreTrainedTokenizerBase, text: str) -> int | None:
@@ -41,52 +43,41 @@ def token_of(tokenizer: PreTrainedTokenizerBase, text: str) -> int | None:
     return ids[0] if len(ids) == 1 else None
 
 
-def words_of(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+def words_of(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
     """Return the words that captions are made of: short ones that are one token.
 
     Raises:
         ValueError: the tokenizer has too few of them, or does not encode digits one by one.
     """
     words = [word for word in NOUNS if len(word) <= LONGEST_WORD and token_of(tokenizer, word) is not None]
-    signs = [token_of(tokenizer, sign) for sign in (*DIGITS, *MARKS.values(), "=")]
-    if (
-        len(words) < NUM_PAIRS + CHAIN
-        or None in signs
-        or len(tokenizer.encode("47", add_special_tokens=False)) != 2
-    ):
+    several = token_of(tokenizer, "47") is None and None not in (token_of(tokenizer, sign) for sign in SIGNS)
+    if len(words) < NUM_PAIRS + CHAIN or not several:
         raise ValueError("captions need a tokenizer with short English words as one token, and one for each digit")
-    return words
+    return tuple(words)
 
 
-@dataclass(frozen=True)
-class Caption:
-    """A caption of a frame.
-
-    Attributes:
-        row: of the frame's cells.
-        cells: texts, from the left.
-    """
+class Caption(NamedTuple):
+    """A row of a frame's cells, and their texts, from the left."""
 
     row: int
     cells: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class CaptionedClip:
-    """A clip's scenes, a frame each, and the captions by frame.
+class CaptionedClip(NamedTuple):
+    """Scenes of a frame each, and captions by frame.
 
     Attributes:
-        pairs, chain: the captions of words with a number each, and of a number, a word with it, a word with that
+        pairs, chain: the captions of words with a number each, and of a word with a number, a word with that
             word's, and so on; both in the order of time.
     """
 
     scenes: clips.ClipSpec
-    captions: Mapping[int, Caption]
-    pairs: tuple[Caption, ...]
-    chain: tuple[Caption, ...]
+    captions: dict[int, Caption]
+    pairs: list[Caption]
+    chain: list[Caption]
 
 
-def make_clip(seed: int, num_frames: int, split: str, words: Sequence[str]) -> CaptionedClip:
+def make_clip(seed: int, num_frames: int, split: str, words: tuple[str, ...]) -> CaptionedClip:
     """Make the clip with number `seed` of a split, of at least ``NUM_PAIRS + CHAIN`` frames."""
     rng, total = np.random.default_rng([clips.SPLITS.index(split), seed, num_frames]), NUM_PAIRS + CHAIN
     scenes = clips.ClipSpec(tuple(clips.sample_scenes(rng, num_frames)), SCENE_GRID)
@@ -96,7 +87,7 @@ def make_clip(seed: int, num_frames: int, split: str, words: Sequence[str]) -> C
     made = [
         Caption(int(rng.integers(GRID)), (name, "=", *value)) for name, value in zip(names, values, strict=True)
     ]
-    pairs, chain = tuple(made[:NUM_PAIRS]), tuple(made[NUM_PAIRS:])
+    pairs, chain = made[:NUM_PAIRS], made[NUM_PAIRS:]
     in_chain = set(rng.choice(total, CHAIN, replace=False).tolist())
     rest, linked = iter(pairs), iter(chain)
     order = [next(linked if place in in_chain else rest) for place in range(total)]
@@ -106,8 +97,7 @@ def make_clip(seed: int, num_frames: int, split: str, words: Sequence[str]) -> C
 
 def draw(picture: np.ndarray, caption: Caption) -> np.ndarray:
     """Draw a caption over a frame, uint8 RGB [H, W, 3], with Pillow's own font as large as fits into a cell."""
-    band = slice(caption.row * CELL, (caption.row + 1) * CELL)
-    dimmed = picture.copy()
+    dimmed, band = picture.copy(), slice(caption.row * CELL, (caption.row + 1) * CELL)
     dimmed[band] = dimmed[band] * 0.35
     canvas = Image.fromarray(dimmed)
     for column, text in enumerate(caption.cells):
@@ -152,13 +142,12 @@ class CaptionExam(Exam):
         return frames
 
     def questions(self, seed: int) -> list[tuple[str, str, str]]:
-        about = self._about(seed)
-        names = ", ".join(caption.cells[0] for caption in self.clip(seed).chain)
-        answers = {"retrieval": "".join(self.clip(seed).pairs[0].cells[2:]), "tracking": f" {names}"}
-        return [(task, QUESTIONS[task].format(**about), answers[task]) for task in self.tasks]
+        clip, names = self.clip(seed), ", ".join(caption.cells[0] for caption in self.clip(seed).chain)
+        answers = {"retrieval": "".join(clip.pairs[0].cells[2:]), "tracking": f" {names}"}
+        return [(task, self._asked(seed, task)[0], answers[task]) for task in self.tasks]
 
     def start(self, seed: int, task: str) -> str:
-        return STARTS.get(task, "").format(**self._about(seed))
+        return self._asked(seed, task)[1]
 
     def score(self, task: str, said: str, answer: str) -> float:
         """Return the share of a right answer's words that an answer has."""
@@ -169,23 +158,20 @@ class CaptionExam(Exam):
         clip = self.clip(seed)
         asked = clip.pairs[:1] if task == "retrieval" else clip.chain
         return (
-            self._tokens({number: caption for number, caption in clip.captions.items() if caption in asked}) != ""
+            self._texts({number: caption for number, caption in clip.captions.items() if caption in asked}) != ""
         )
 
     def texts(self, seed: int) -> np.ndarray:
-        """Return what each of the clip's visual tokens reads as, str [tokens]; the last ends the video."""
-        clip = self.clip(seed)
-        texts, marks = (
-            self._tokens(clip.captions),
-            np.repeat([MARKS[shot.scene] for shot in clip.scenes.shots], GRID**2),
-        )
-        return np.where(texts == "", np.append(marks, "\n"), texts)
+        """Return the text at each of the clip's visual tokens, str [tokens]; "" where there is none."""
+        return self._texts(self.clip(seed).captions)
 
-    def _about(self, seed: int) -> dict[str, str]:
+    def _asked(self, seed: int, task: str) -> list[str]:
+        """Return a task's question, and the beginning of its answer."""
         clip = self.clip(seed)
-        return {"word": clip.pairs[0].cells[0], "number": "".join(clip.chain[0].cells[2:])}
+        about = {"word": clip.pairs[0].cells[0], "number": "".join(clip.chain[0].cells[2:])}
+        return [text.format(**about) for text in QUESTIONS[task]]
 
-    def _tokens(self, captions: Mapping[int, Caption]) -> np.ndarray:
+    def _texts(self, captions: dict[int, Caption]) -> np.ndarray:
         cells = np.full((self.num_shots, GRID, GRID), "", dtype=f"U{LONGEST_WORD}")
         for number, caption in captions.items():
             cells[number, caption.row, : len(caption.cells)] = caption.cells
@@ -193,10 +179,5 @@ class CaptionExam(Exam):
 
 
 def exam_like(exam: Exam, tokenizer: PreTrainedTokenizerBase) -> CaptionExam:
-    """Return an exam with as many captioned clips of the same length.
-
-    Raises:
-        ValueError: a caption's word would take several tokens.
-    """
-    words = tuple(words_of(tokenizer))
-    return CaptionExam(GRID, exam.num_shots, exam.folder, tuple(QUESTIONS), exam.split, words)
+    """Return an exam with as many captioned clips of the same length; see :func:`words_of` for errors."""
+    return CaptionExam(GRID, exam.num_shots, exam.folder, tuple(QUESTIONS), exam.split, words_of(tokenizer))

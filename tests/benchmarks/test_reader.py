@@ -34,7 +34,7 @@ def reader(decoder, tmp_path_factory):
     folder = tmp_path_factory.mktemp("reader")
     result = run_benchmark("make_reader", "--decoder", decoder, "--out", folder, "--steps", 2, "--clips", 1)
     assert result.returncode == 0, result.stderr
-    assert "read right:" in result.stdout
+    assert "of held-out texts are read right" in result.stdout
     return folder
 
 
@@ -65,27 +65,14 @@ def test_a_cell_is_the_visual_token_that_its_text_is_expected_at(reader, tmp_pat
         for each in pixels
     ]
     apart = (model.apply_pooling(rows[0]) - model.apply_pooling(rows[1])).norm(dim=-1).flatten()
-    is_text = np.isin(texts, ["=", *captions.DIGITS, *exam.words])
-    row = [clip.captions[n].row if n in clip.captions else -1 for n in range(12)]
+    row = [clip.captions[number].row if number in clip.captions else -1 for number in range(12)]
     in_band = np.repeat(row, captions.GRID**2) == np.tile(np.repeat(range(captions.GRID), captions.GRID), 12)
     assert (apart.numpy() > 1e-3).tolist() == in_band.tolist()
-    assert not (is_text[:-1] & ~in_band).any() and is_text.sum() == sum(
-        len(caption.cells) for caption in clip.captions.values()
-    )
-    shown = [text for text in texts if text in exam.words]
-    assert sorted(shown) == sorted(
-        c for caption in clip.captions.values() for c in caption.cells if c in exam.words
-    )
+    assert not (texts[:-1][~in_band] != "").any() and texts[-1] == ""
+    assert [text for text in texts if text] == [t for n in sorted(clip.captions) for t in clip.captions[n].cells]
     for task, _, answer in exam.questions(3):
         asked = texts[exam.needle_tokens(3, task)]
         assert set(answer.replace(",", "").split() if task == "tracking" else answer) <= set(asked)
-    assert texts[-1] == "\n" and {*texts[~is_text]} <= {"\n", *captions.MARKS.values()}
-
-
-def test_a_training_batch_names_what_it_draws():
-    numbers = make_reader._draw_texts(np.random.default_rng(0), range(4, 9))
-    drawn = numbers[numbers > 0]
-    assert {*drawn.tolist()} == {4, 5, 6, 7, 8} and 0.2 < (numbers > 0).mean() < 0.6
 
 
 def test_captions_by_every_way_to_choose(reader, tmp_path):
@@ -105,8 +92,9 @@ def test_captions_by_every_way_to_choose(reader, tmp_path):
     assert [record["label"] for record in more] == ["apbv"] and more[0]["kl"] == pytest.approx(whole["kl"])
 
 
+@pytest.mark.thorough
 def test_draft_views_of_captions(reader, tmp_path):
-    options = ["--captions", "--model", reader, "--clips", 1, "--shots", 12, "--keep-ratio", 0.25]
+    options = ["--model", reader, "--clips", 1, "--shots", 12, "--keep-ratio", 0.25]
     path, keep = tmp_path / "v.jsonl", ["--keep", "full", "even"]
     (full, even), _ = figures_of("draft_views", path, *options, *keep, "--folder", tmp_path / "clips")
     assert full["of_needles"] == 1 and full["kept"] == 12 * 16 + 1
