@@ -44,8 +44,8 @@ from support.exams import Candidate, Exam
 SIZE, PINPOINTS = {"height": captions.SIDE, "width": captions.SIDE}, [[captions.SIDE, captions.SIDE]]
 PATCH = captions.CELL // 2  # LLaVA-OneVision halves the sides of a video's frames
 PLACEHOLDERS = ("<|image_pad|>", "<|video_pad|>")
-NUM_SCENES = 512
-BATCH = 24  # frames
+NUM_SCENES, BATCH = 512, 24  # frames
+NUM_MARKS = len({*captions.MARKS.values()})
 PEAK_LEARNING_RATE = 1e-3
 
 
@@ -109,7 +109,6 @@ def train(model: LlavaOnevisionForConditionalGeneration, processor: LlavaOnevisi
         ValueError: see :func:`support.captions.words_of`.
     """
     texts = [*dict.fromkeys((*captions.SIGNS, *captions.words_of(processor.tokenizer)))]
-    num_marks = len({*captions.MARKS.values()})
     ids = torch.tensor([captions.token_of(processor.tokenizer, text) for text in texts])
     wanted = model.get_input_embeddings().weight[ids].detach().float()  # [texts, d]
     unit = wanted.square().mean().sqrt()
@@ -124,7 +123,7 @@ def train(model: LlavaOnevisionForConditionalGeneration, processor: LlavaOnevisi
     shown = trange(steps, unit="step", disable=None)
     for _ in shown:
         # Half of the rows have a caption, with a text in four of five cells.
-        numbers = rng.integers(num_marks, len(texts), size=(BATCH, captions.GRID, captions.GRID))
+        numbers = rng.integers(NUM_MARKS, len(texts), size=(BATCH, captions.GRID, captions.GRID))
         is_text = (rng.random((BATCH, captions.GRID, 1)) < 0.5) & (rng.random(numbers.shape) < 0.8)
         frames = []
         for place, of_frame, has_text in zip(rng.choice(NUM_SCENES, BATCH), numbers, is_text, strict=True):

@@ -259,10 +259,9 @@ class Reference:
         logs = logits.float().log_softmax(dim=-1)
         if self._exact is None:
             self._exact = logs
-        exact = self._exact
         return {
-            "kl": (exact.exp() * (exact - logs)).sum(dim=-1).mean().item(),
-            "agrees": (exact.argmax(dim=-1) == logs.argmax(dim=-1)).float().mean().item(),
+            "kl": (self._exact.exp() * (self._exact - logs)).sum(dim=-1).mean().item(),
+            "agrees": (self._exact.argmax(dim=-1) == logs.argmax(dim=-1)).float().mean().item(),
         }
 
 

@@ -18,9 +18,8 @@ def ways_of(preset: str, num_visual: int) -> dict[str, Way]:
     ``table3`` and ``table9`` are ablations of the APB-V paper: without parts, and by the anchor's length.
     ``captions`` is ``systems`` for a pretrained decoder, which needs longer anchors and passing blocks.
     """
-    anchor, passing = -(-num_visual // 64), -(-num_visual // 128)  # as fractions, the paper's l_a and l_p
-    if preset == "captions":
-        anchor = passing = -(-num_visual // 16)
+    parts = (16, 16) if preset == "captions" else (64, 128)  # 1/64 and 1/128 are the paper's l_a and l_p
+    anchor, passing = (-(-num_visual // part) for part in parts)
     apbv = PrefillConfig(anchor_len=anchor, passing_len=passing)
     sparse = {name: SparseConfig(method=name, block_size=_SPARSE_BLOCK) for name in SPARSE_NAMES}
     methods = {name: PrefillConfig(method=name) for name in METHOD_NAMES}

@@ -8,8 +8,8 @@ A line says
 
     capability, case, kernel: for which GPU, in which call, and its name;
     warps, instructions: how many of a program, and of the whole kernel;
-    loops: of the inner loops that use tensor cores (if none does, of those that read memory) the line at which each
-        begins, and a thread's instructions per iteration, which is one tile;
+    loops: of the inner loops that use tensor cores (if none does, of those that read memory) the line at which
+        each begins, and a thread's instructions per iteration, which is one tile;
     registers, spilled: registers and bytes of local memory that a thread has;
     spills_in_loops: how many instructions in loops move what is spilled;
     shared, most_shared: bytes of shared memory that a program has, and can have;
