@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
+import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
+
+# isort: split
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 from transformers import PreTrainedTokenizerBase
