@@ -32,13 +32,13 @@ from apbv import HostGroup
 from apbv.demo import draft_path
 from apbv.prefilling.methods import METHODS
 
-from support import clips
+from support import captions, clips
 from support.arguments import COUNT, add_shared
 from support.exams import EXACT_TASKS, Candidate, Exam, load_demo, run_on, sit
 from support.reading_ways import PRESETS, ways_of
 from support.records import measure_what_is_left, plot, table
 from support.simulated import share_weights
-from support.summaries import percent_cell, sum_counts
+from support.summaries import mean_cell, percent_cell, sum_counts
 
 
 def _key(record: dict) -> str:
@@ -50,30 +50,41 @@ def _key(record: dict) -> str:
 
 def measure(options: argparse.Namespace, hosts: HostGroup, known: list[dict]) -> Iterator[dict]:
     """Yield a record for every clip, way and number of hosts that is not known yet; collective."""
-    engine, draft = load_demo(options.model, hosts), load_demo(draft_path()).model
+    engine, is_demo = load_demo(options.model, hosts, options.dtype), options.preset != "captions"
+    draft = load_demo(draft_path()).model if is_demo else None
     done = set(json.loads(hosts.broadcast_bytes(json.dumps([_key(record) for record in known]).encode())))
     for shots in options.shots:
-        exam = Exam(options.grid, shots, options.folder, tuple(options.tasks), options.split)
-        same = {"benchmark": "accuracy", "grid": options.grid, "shots": shots, "split": options.split}
-        ways = ways_of(options.preset, shots * options.grid**2)
+        exam = Exam(options.grid, shots, options.folder, tuple(options.tasks or EXACT_TASKS), options.split)
+        exam = exam if is_demo else captions.exam_like(exam, engine.tokenizer)
+        same = {"benchmark": "accuracy", "grid": exam.grid, "shots": shots, "split": options.split}
+        ways = ways_of(options.preset, shots * exam.grid**2)
+        full = {label: way for label, way in ways.items() if label == "full"}
         ways = {label: way for label, way in ways.items() if not options.labels or label in options.labels}
         for seed in tqdm(range(options.clips), unit="clip", disable=hosts.rank != 0 or None):
             about = {**same, "seed": seed, "right": exam.tasks}
-            for number in [hosts.size] if hosts.size > 1 else sorted({1, *options.hosts}):
-                left = {
+            left = {
+                number: {
                     label: way
                     for label, way in ways.items()
                     if (METHODS[way.prefill.method].splits == (number > 1) if hosts.size == 1 else not way.keeps)
                     if _key({**about, "hosts": number, "settings": way.settings}) not in done
                 }
-                drafts = [share_weights(draft) for _ in range(number)]
+                for number in ([hosts.size] if hosts.size > 1 else sorted({1, *options.hosts}))
+            }
+            wanted = {(number, label) for number, of_number in left.items() for label in of_number}
+            if wanted:  # with whose distributions those of the others are compared
+                left[min(left)] = full | left[min(left)]
+            references = {} if full else None
+            for number, of_number in left.items():
+                drafts = [share_weights(draft) for _ in range(number)] if draft else [None]
 
-                def job(host, model, exam=exam, seed=seed, left=left, drafts=drafts) -> list[dict]:
+                def job(host, model, exam=exam, seed=seed, left=of_number, drafts=drafts, references=references):
                     own = drafts[host.rank % len(drafts)]
-                    return sit(Candidate(model, engine.processor, host, own), exam, seed, left)
+                    return sit(Candidate(model, engine.processor, host, own), exam, seed, left, references)
 
-                for record in run_on(number, hosts, engine.model, job) if left else ():
-                    yield {**same, **record, "simulated": number > hosts.size}
+                for record in run_on(number, hosts, engine.model, job) if of_number else ():
+                    if (number, record["label"]) in wanted:
+                        yield {**same, **record, "simulated": number > hosts.size}
 
 
 def summarise(records: list[dict]) -> list[dict]:
@@ -87,6 +98,10 @@ def summarise(records: list[dict]) -> list[dict]:
         medians = {name: statistics.median(ms for r in of_way for ms in r[name]) for name in times}
         kept = statistics.mean(n / r["num_visual_tokens"] for r in of_way for n in r["num_visual_kept"])
         row = {"label": label, "hosts": hosts, "clip": f"{shots} shots of {grid} x {grid}", "clips": len(of_way)}
+        # Records that are older, or of presets without full attention, have no divergence from it.
+        for name in ("needles_kept", "kl", "agrees"):
+            found = [value for record in of_way for value in record.get(name, ())]
+            row[name] = mean_cell(found, ".3f") if found else None
         rows.append({**row, **medians, "kept": kept, "right": sum_counts(record["right"] for record in of_way)})
     full = {row["clip"]: row["ttft_ms"] for row in rows if row["label"] == "full"}
     return [
@@ -106,8 +121,9 @@ def show(options: argparse.Namespace, records: list[dict]) -> None:
 
     columns = {"system": "{label}", "hosts": "{hosts}", "clip": "{clip}", "clips": "{clips}"}
     columns |= {"visual tokens": "{kept:.0%}", "TTFT ms": "{ttft_ms:.0f}", "of it prefill": "{prefill_ms:.0f}"}
-    columns |= {"vs full": "{speedup:.2f} ×"}
-    tasks = [task for task in clips.TASKS if any(task in row["right"] for row in rows)]
+    columns |= {"vs full": "{speedup:.2f} ×", "needles kept": "{needles_kept}"}
+    columns |= {"KL from full, nats per token": "{kl}", "same first choice": "{agrees}"}
+    tasks = dict.fromkeys(task for row in rows for task in row["right"])
     print(table(rows, columns | {task: lambda row, task=task: cell(task, row) for task in tasks}))
     if options.plot:
         panels: dict[str, dict] = {"time to first token, ms": {}, "visual tokens in the KV, %": {}}
@@ -123,12 +139,12 @@ def show(options: argparse.Namespace, records: list[dict]) -> None:
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--preset", choices=PRESETS, default="methods")
-    parser.add_argument("--model", default="demo", help="demo, or a directory with such a checkpoint")
+    parser.add_argument("--model", default="demo", help="demo, or a directory; for captions make_reader.py's")
     parser.add_argument("--hosts", type=COUNT, nargs="+", default=[8], help="simulated hosts (default 8)")
     parser.add_argument("--labels", nargs="+", help="only these rows (default: all of the preset)")
-    parser.add_argument("--tasks", nargs="+", default=EXACT_TASKS, choices=clips.TASKS)
+    parser.add_argument("--tasks", nargs="+", choices=clips.TASKS, help="of the demo's clips (default: all exact)")
     parser.add_argument("--shots", type=COUNT, nargs="+", default=[256], help="shots per clip (default 256)")
-    add_shared(parser, "grid", "split", "folder", "json", "plot", "table", clips=20)
+    add_shared(parser, "dtype", "grid", "split", "folder", "json", "plot", "table", clips=20)
     return parser.parse_args(arguments)
 
 

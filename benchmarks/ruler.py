@@ -25,20 +25,17 @@ from itertools import product
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 
 # isort: split
-import torch
-from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from apbv import Engine, HostGroup, ModelInputs, PrefillConfig
 from apbv.config import SPARSE_NAMES
-from apbv.decode.runner import Decoder
 from apbv.input.rendering import Question, render_prompt
 from apbv.model.parts import ModelParts, inspect_model
 from apbv.prefilling.methods import METHODS
 
 from support.arguments import COUNT, DEFAULT_DTYPES, add_shared
-from support.exams import answer_greedily, run_on
+from support.exams import Reference, answer_greedily, run_on
 from support.records import markdown_table, measure_what_is_left
 from support.ruler import TASKS, Task, make_task
 from support.summaries import mean_cell, percent_cell
@@ -87,16 +84,12 @@ def matched(text: str, answers: Sequence[str]) -> float:
 
 
 class Sample:
-    """A task, which every row answers.
-
-    Attributes:
-        exact: ``full``'s log-probabilities at the places of a right answer's E tokens, ``[E, V]``; on host 0.
-    """
+    """A task, which every row answers."""
 
     def __init__(self, task: Task, tokenizer: PreTrainedTokenizerBase):
         self._task, self._tokenizer = task, tokenizer
         self._expected = tokenizer(" " + " ".join(task.answers), add_special_tokens=False).input_ids
-        self.exact: Tensor | None = None
+        self._reference = Reference()
 
     def answer(self, hosts: HostGroup, model: PreTrainedModel, rows: dict[str, PrefillConfig]) -> list[dict]:
         """Answer by each row, ``full`` first of all, and return a record of each on host 0; collective."""
@@ -105,12 +98,9 @@ class Sample:
             inputs = read_task(parts, self._tokenizer, self._task, hosts)
         for label, config in rows.items():
             said, state = answer_greedily(parts, inputs, hosts, config, self._task.max_new_tokens)
-            behind = Decoder(parts, state.kv, state.next_position).advance(self._expected[:-1])
+            compared = self._reference.compare(parts, state, self._expected, hosts)
             if hosts.rank > 0:
                 continue
-            logs = torch.cat([state.logits, behind]).float().log_softmax(dim=-1)
-            if label == "full":
-                self.exact = logs
             text, layout = self._tokenizer.decode(said, skip_special_tokens=True), state.layout
             found.append(
                 {
@@ -120,8 +110,7 @@ class Sample:
                     "passing_len": layout.max_passed if layout.is_split else None,  # at most a block's length
                     "said": text,
                     "right": matched(text, self._task.answers),
-                    "kl": (self.exact.exp() * (self.exact - logs)).sum(dim=-1).mean().item(),
-                    "agrees": (self.exact.argmax(dim=-1) == logs.argmax(dim=-1)).float().mean().item(),
+                    **compared,
                 }
             )
         return found

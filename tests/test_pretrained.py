@@ -6,7 +6,7 @@ import pytest
 
 from apbv import Engine, HostGroup, SpeculativeConfig
 
-from scripts import ROOT, figures_of
+from scripts import ROOT, figures_of, run_benchmark
 from weights import folder
 
 pytestmark = pytest.mark.pretrained
@@ -18,6 +18,19 @@ def test_what_blocks_pass_on_makes_up_for_what_they_do_not_see(tmp_path):
     records, _ = figures_of("ruler", tmp_path / "r.jsonl", *options, "--hosts", 4, "--rows", *rows)
     full, whole, alone = (record["kl"] for record in records)
     assert full == 0 and whole < 0.05 < alone
+
+
+def test_a_decoder_reads_captions_that_a_tower_was_trained_for(tmp_path):
+    made = run_benchmark("make_reader", "--decoder", folder("APBV_PRETRAINED_DRAFT"), "--out", tmp_path / "reader")
+    assert made.returncode == 0, made.stderr
+    assert float(made.stdout.partition("%")[0]) > 95
+    rows = ["full", "star", "apbv", "dycoke, needles kept, 0.25", "dycoke, random, 0.25"]
+    options = ["--preset", "captions", "--model", tmp_path / "reader", "--dtype", "bfloat16", "--shots", 24]
+    options += ["--hosts", 4, "--clips", 1, "--folder", tmp_path / "clips", "--labels", *rows]
+    records, _ = figures_of("accuracy", tmp_path / "a.jsonl", *options)
+    kl = {record["label"]: sum(record["kl"]) for record in records}
+    assert kl["full"] == 0 and kl["apbv"] < kl["star"]
+    assert kl["dycoke, needles kept, 0.25"] < kl["dycoke, random, 0.25"]
 
 
 def test_a_draft_changes_no_token():

@@ -16,6 +16,7 @@ import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 # isort: split
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel, ProcessorMixin
 from transformers.utils.logging import disable_progress_bar
 
@@ -29,6 +30,7 @@ from apbv import (
     SpeculativeConfig,
     prefill,
 )
+from apbv.decode.runner import Decoder
 from apbv.input.pixels import KeptPixels
 from apbv.input.reading import PromptReader
 from apbv.input.request import Question, Request
@@ -69,6 +71,7 @@ class Exam:
     folder: Path
     tasks: tuple[str, ...] = EXACT_TASKS
     split: str = "test"
+    kind = "letters"
 
     @classmethod
     def of(cls, options: argparse.Namespace, tasks: tuple[str, ...] = EXACT_TASKS) -> "Exam":
@@ -82,15 +85,23 @@ class Exam:
     def clip(self, seed: int) -> clips.ClipSpec:
         return clips.make_clip(seed, self.num_shots, self.split, self.grid, [self.needles(seed)])
 
+    def render(self, seed: int) -> np.ndarray:
+        """Render a clip's frames, uint8 RGB ``[T, H, W, 3]``."""
+        return clips.render(self.clip(seed))
+
+    def needle_tokens(self, seed: int, task: str) -> np.ndarray:
+        """Return which of a clip's visual tokens show what a question is about, bool ``[visual tokens]``."""
+        return np.concatenate([clips.needle_tokens(shot, self.grid).flatten() for shot in self.clip(seed).shots])
+
     def file(self, seed: int, hosts: HostGroup | None = None) -> Path:
         """Return the path of a clip's file, written first, by host 0, if it is missing."""
-        path = self.folder / f"{self.split}-{self.grid}x{self.grid}-{self.num_shots}-{seed}.mp4"
+        path = self.folder / f"{self.kind}-{self.split}-{self.grid}x{self.grid}-{self.num_shots}-{seed}.mp4"
         hosts = hosts or HostGroup.single()
         with hosts.local_stage("rendering a clip"):
             if hosts.rank == 0 and not path.exists():
                 self.folder.mkdir(parents=True, exist_ok=True)
                 unfinished = path.with_suffix(".part")
-                clips.write_mp4(clips.render(self.clip(seed)), unfinished)
+                clips.write_mp4(self.render(seed), unfinished)
                 unfinished.replace(path)
         return path
 
@@ -101,11 +112,19 @@ class Exam:
         others = [item for item in asked if item[0] != "retrieval"]
         return retrievals[:: max(1, len(retrievals) - 1)][:RETRIEVALS_PER_CLIP] + others
 
+    def start(self, seed: int, task: str) -> str:
+        """Return the beginning of an answer that is given with a task's question."""
+        return ""
 
-def load_demo(checkpoint: str | Path = "demo", hosts: HostGroup | None = None) -> Engine:
-    """Load one of the demo's models in float32, as its accuracy was measured; show no progress."""
+    def score(self, task: str, said: str, answer: str) -> float:
+        """Return how right an answer is, 0 to 1."""
+        return float(said == answer)
+
+
+def load_demo(checkpoint: str | Path = "demo", hosts: HostGroup | None = None, dtype: str | None = None) -> Engine:
+    """Load a model, by default in float32, as the demo's accuracy was measured; show no progress."""
     disable_progress_bar()
-    return Engine.from_pretrained(checkpoint, hosts=hosts or HostGroup.single(), dtype="float32")
+    return Engine.from_pretrained(checkpoint, hosts=hosts or HostGroup.single(), dtype=dtype or "float32")
 
 
 def run_on(
@@ -181,11 +200,16 @@ class Candidate:
         # Several questions are asked about the same video, on which the vision tower runs only once.
         self._video: tuple[Path, VisualInput, VisualRows] | None = None
 
-    def read(self, path: Path, question: str) -> ModelInputs:
-        """Read the prompt of a question about all frames of a file, of which each host reads its share."""
+    def read(self, path: Path, question: str, start: str = "") -> ModelInputs:
+        """Read the prompt of a question about all frames of a file, of which each host reads its share.
+
+        Args:
+            start: the beginning of the answer, which is given.
+        """
         info, timer = probe(path), StageTimer(self.hosts)
         asked = Question(question, path, num_frames=info.num_frames)
         rendered = self._reader.render(asked)
+        rendered = replace(rendered, text=rendered.text + start)
         inputs, pixels = self._reader.read(rendered, self._reader.sample([info], asked), self.hosts, timer)
         if self._video is None or self._video[0] != path:
             visual = inputs.with_pixels(KeptPixels(pixels)).visual
@@ -211,6 +235,34 @@ class Candidate:
             tokenize = partial(self.tokenizer.encode, add_special_tokens=False)
             way = TakingTurns(self.parts, self.draft, self.hosts, speculate, tokenize)
         return answer_greedily(self.parts, inputs, self.hosts, config, max_new_tokens, self.encoded, way)
+
+
+class Reference:
+    """The first row's distributions of an answer's tokens, with which those of other rows are compared."""
+
+    def __init__(self):
+        self._exact: Tensor | None = None  # log-probabilities at the places of the answer's E tokens, [E, V]
+
+    def compare(self, parts: ModelParts, state: PrefillResult, answer: list[int], hosts: HostGroup) -> dict:
+        """Compare the distributions given a row's KV, teacher-forced; collective, and empty except on host 0.
+
+        Returns:
+            ``kl``: the mean divergence from the first row's, in nats per token; ``agrees``: the share of tokens at
+            which the most probable one is the same.
+        """
+        logits = state.logits
+        if len(answer) > 1:
+            behind = Decoder(parts, state.kv, state.next_position).advance(answer[:-1])
+            logits = torch.cat([logits, behind]) if hosts.is_leader else logits
+        if not hosts.is_leader:
+            return {}
+        logs = logits.float().log_softmax(dim=-1)
+        if self._exact is None:
+            self._exact = logs
+        return {
+            "kl": (self._exact.exp() * (self._exact - logs)).sum(dim=-1).mean().item(),
+            "agrees": (self._exact.argmax(dim=-1) == logs.argmax(dim=-1)).float().mean().item(),
+        }
 
 
 def visual_kept(state: PrefillResult) -> float:
@@ -241,11 +293,19 @@ class Way:
         return json.loads(json.dumps(asdict(self)))
 
 
-def sit(candidate: Candidate, exam: Exam, seed: int, ways: Mapping[str, Way]) -> list[dict]:
+def sit(
+    candidate: Candidate,
+    exam: Exam,
+    seed: int,
+    ways: Mapping[str, Way],
+    references: dict[str, Reference] | None = None,
+) -> list[dict]:
     """Answer the questions about one clip in each way, in turn for every question.
 
     Args:
         ways: by label.
+        references: what the answers are compared with, by question; those that are missing are added, and are of
+            the first way. None: they are not compared.
 
     Returns:
         a record per way, equal on all hosts. Times are the slowest host's, in milliseconds; those to the first
@@ -260,12 +320,13 @@ def sit(candidate: Candidate, exam: Exam, seed: int, ways: Mapping[str, Way]) ->
     right = {label: {task: [0, 0] for task in exam.tasks} for label in ways}
     states: dict[str, list[PrefillResult]] = {label: [] for label in ways}
     stats: dict[str, list[dict]] = {label: [] for label in ways}
-    needles = np.concatenate([clips.needle_tokens(shot, exam.grid).flatten() for shot in exam.clip(seed).shots])
-    drawn = np.random.default_rng(seed).random(len(needles))
-    scores = {"random": torch.from_numpy(drawn), "needles kept": torch.from_numpy(drawn + needles)}
+    compared: dict[str, list[dict]] = {label: [] for label in ways}
     for task, question, answer in asked:
-        inputs = candidate.read(file, question)
+        inputs = candidate.read(file, question, exam.start(seed, task))
         expected = tokenizer(answer).input_ids[: 2 * clips.MOST_DESCRIBED]
+        needles = torch.from_numpy(exam.needle_tokens(seed, task))
+        drawn = torch.from_numpy(np.random.default_rng(seed).random(len(needles)))
+        scores = {"random": drawn, "needles kept": drawn + needles}
         for label, way in ways.items():
             with ranked_by(scores[way.keeps], way.prefill.reduce) if way.keeps else nullcontext():
                 said, state = candidate.answer(inputs, way.prefill, len(expected) + 1, way.speculate)
@@ -274,8 +335,14 @@ def sit(candidate: Candidate, exam: Exam, seed: int, ways: Mapping[str, Way]) ->
                 count[0] += sum(a == b for a, b in zip(said, expected, strict=False))
                 count[1] += len(expected)
             else:
-                count[0] += tokenizer.decode(said, skip_special_tokens=True) == answer
+                count[0] += exam.score(task, tokenizer.decode(said, skip_special_tokens=True), answer)
                 count[1] += 1
+            left = needles if state.reduction is None else needles[state.reduction.kept]
+            shown = {"needles_kept": float(left.sum() / needles.sum())}
+            if references is not None:
+                reference = references.setdefault(question, Reference())
+                shown |= reference.compare(candidate.parts, state, expected, hosts)
+            compared[label].append(shown)
             states[label].append(state)
             stats[label].append(state.timer.summary(len(said)))
     records = []
@@ -299,6 +366,7 @@ def sit(candidate: Candidate, exam: Exam, seed: int, ways: Mapping[str, Way]) ->
                 "ttft_ms": [ms + reading for ms in times],
                 "prefill_ms": times,
                 "decode_ms": [figures["stages_ms"]["decode"] for figures in stats[label]],
+                **{name: [shown[name] for shown in compared[label]] for name in compared[label][0]},
             }
         )
     return records

@@ -15,11 +15,12 @@ from apbv.speculate.strategies import keep_policy, make_watcher
 from .exams import Candidate, load_demo
 
 
-class DemoPair:
-    """The demo's target and draft, in float32 on one host."""
+class Pair:
+    """A target and a draft on one host: the demo's, or a model that is both."""
 
-    def __init__(self):
-        engine, draft = load_demo(), load_demo(draft_path()).model
+    def __init__(self, model: str = "demo", dtype: str | None = None):
+        engine = load_demo(model, dtype=dtype)
+        draft = load_demo(draft_path()).model if model == "demo" else engine.model
         self.target, self.draft = Candidate(engine.model, engine.processor, engine.hosts, draft), draft
 
     def prefill(

@@ -1,8 +1,15 @@
 """Compile what the operators would launch on a GPU, on a machine without one: a JSON line for every kernel.
 
-A script, because it needs a process without TRITON_INTERPRET, with benchmarks/ on its path. A line says
+A script, because it needs a process without TRITON_INTERPRET:
+
+    python tests/helpers/compiling.py
+
+A line says
 
     capability, case, kernel: for which GPU, in which call, and its name;
+    warps, instructions: how many of a program, and of the whole kernel;
+    loops: of the inner loops that use tensor cores (if none does, of those that read memory) the line at which
+        each begins, and a thread's instructions per iteration, which is one tile;
     registers, spilled: registers and bytes of local memory that a thread has;
     spills_in_loops: how many instructions in loops move what is spilled;
     shared, most_shared: bytes of shared memory that a program has, and can have;
@@ -16,12 +23,12 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 
 import torch
 import triton
-
-from support.compiled_kernels.launches import CALLS, SHARED_MEMORY, block_sparse, compile_launches, prefill, verify
-from support.compiled_kernels.listing import disassemble, loops, read, used_memory
+from compiled_kernels.launches import CALLS, SHARED_MEMORY, block_sparse, compile_launches, prefill, verify
+from compiled_kernels.listing import disassemble, inner_loops, loops, read, used_memory
 
 
 def properties(kernel: triton.compiler.CompiledKernel) -> dict:
@@ -30,9 +37,21 @@ def properties(kernel: triton.compiler.CompiledKernel) -> dict:
     found = re.findall(r"ld\.global[\w.:]*?(?:\.v(\d))?\.b(\d+)", ptx)
     loads = Counter(int(count or 1) * int(bits) // 8 for count, bits in found)
     copies = Counter(int(n, 0) for n in re.findall(r"cp\.async\.\w+\.shared\.global[^;]*?\], (\w+)", ptx))
+    instructions, source = read(disassemble(kernel)), Path(kernel.src.fn.fn.__code__.co_filename)
+    found_loops, text = loops(instructions), source.read_text(encoding="utf-8")
     return {
         **used_memory(kernel),
-        "spills_in_loops": sum(loop.spills for loop in loops(read(disassemble(kernel)))),
+        "warps": kernel.metadata.num_warps,
+        "instructions": len(instructions),
+        "loops": [
+            {
+                "place": f"{source.name}:{loop.header(text)}",
+                "instructions": len(loop.instructions),
+                "tensor_core": sum(each.is_tensor_core for each in loop.instructions),
+            }
+            for loop in inner_loops(found_loops)
+        ],
+        "spills_in_loops": sum(loop.spills for loop in found_loops),
         "loads": dict(loads + copies),
         "cp_async": bool(copies),
         "wgmma": "wgmma.mma_async" in ptx,

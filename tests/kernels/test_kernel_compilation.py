@@ -8,12 +8,26 @@ import sys
 from unittest.mock import patch
 
 import pytest
-from sass import obstacle
 
 from patience import limit
-from scripts import BENCHMARKS, HELPERS, ROOT
+from scripts import HELPERS, ROOT
 
 pytestmark = pytest.mark.thorough  # compiling takes minutes
+
+
+def obstacle() -> str | None:
+    """Return why Triton cannot compile for NVIDIA's GPUs; None if it can."""
+    try:
+        from triton import knobs
+
+        tools = [getattr(knobs.nvidia, tool).path for tool in ("ptxas", "cuobjdump", "nvdisasm")]
+    except (ImportError, RuntimeError) as error:
+        return f"Triton, or its tools for NVIDIA's GPUs, cannot be used: {error}"
+    if not all(tools):
+        return "Triton has no ptxas, cuobjdump or nvdisasm"
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return "kernels are interpreted (TRITON_INTERPRET=1), and not compiled"
+    return None
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +36,6 @@ def kernels() -> list[dict]:
     with patch.dict(os.environ, environment, clear=True):
         if reason := obstacle():
             pytest.skip(reason)
-    environment["PYTHONPATH"] = str(BENCHMARKS)
     command = [sys.executable, str(HELPERS / "compiling.py")]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit(600.0))
     assert result.returncode == 0, result.stderr
@@ -71,3 +84,14 @@ def test_attention_is_pipelined_on_tensor_cores(kernels):
     for kernel in [*of_case(kernels, "prefill"), *of_case(kernels, "listed blocks")]:
         assert kernel["wgmma"] == (kernel["capability"] == 90), kernel
         assert kernel["tcgen05"] == (kernel["capability"] == 100), kernel
+
+
+def test_a_loop_is_found_in_its_source_and_computes_a_tile(kernels):
+    (kernel,) = (kernel for kernel in of_case(kernels, "one token") if kernel["kernel"] == "verify_kernel")
+    (loop,) = kernel["loops"]
+    file, _, line = loop["place"].partition(":")
+    source = (ROOT / "kernels" / file).read_text().splitlines()
+    assert "for i_t in range(first_key, whole, BT):" in source[int(line) - 1]
+    # 16 rows and 64 keys of 128 numbers, twice, by products of 16 x 8 x 16 that 4 warps share.
+    assert loop["tensor_core"] == 2 * 16 * 64 * 128 // (16 * 8 * 16) // kernel["warps"] < loop["instructions"]
+    assert loop["instructions"] < kernel["instructions"]

@@ -1,0 +1,194 @@
+"""Make a video model of a text model, whose visual tokens are words: LLaVA-OneVision with a pretrained decoder.
+
+    python benchmarks/make_reader.py --decoder Qwen/Qwen2.5-Coder-0.5B-Instruct --out DIR
+
+The decoder's weights stay as they are. A small vision tower and the projector are trained, without the decoder, to
+turn each cell of a captioned frame (support/captions.py) into the decoder's own input embedding of the cell's
+text. Of the texts in held-out H.264 files, prints the share whose visual tokens' nearest embedding of the whole
+vocabulary is the right one. Questions about such clips:
+
+    python benchmarks/accuracy.py --preset captions --model DIR --dtype bfloat16 --shots 24 --hosts 4
+"""
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
+
+# isort: split
+import numpy as np
+import torch
+from torch.nn.functional import cross_entropy
+from tqdm import trange
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlavaOnevisionConfig,
+    LlavaOnevisionForConditionalGeneration,
+    LlavaOnevisionImageProcessor,
+    LlavaOnevisionProcessor,
+    LlavaOnevisionVideoProcessor,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from apbv import HostGroup
+
+from support import captions, clips
+from support.arguments import COUNT
+from support.demo_training.processor import CHAT_TEMPLATE
+from support.exams import Candidate, Exam
+
+SIZE, PINPOINTS = {"height": captions.SIDE, "width": captions.SIDE}, [[captions.SIDE, captions.SIDE]]
+PATCH = captions.CELL // 2  # LLaVA-OneVision halves the sides of a video's frames
+PLACEHOLDERS = ("<|image_pad|>", "<|video_pad|>")
+NUM_SCENES, BATCH = 512, 24  # frames
+NUM_MARKS = len({*captions.MARKS.values()})
+PEAK_LEARNING_RATE = 1e-3
+
+
+def build_model(
+    decoder: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> LlavaOnevisionForConditionalGeneration:
+    """Build the model, with the decoder's own modules and an untrained vision tower.
+
+    Raises:
+        ValueError: the decoder has no embeddings for the placeholders of images and videos.
+    """
+    image, video, newline = (tokenizer.encode(text, add_special_tokens=False) for text in (*PLACEHOLDERS, "\n"))
+    if not len(image) == len(video) == len(newline) == 1:
+        raise ValueError(f"the decoder's tokenizer needs {' and '.join(PLACEHOLDERS)}, as Qwen2.5's has")
+    config = LlavaOnevisionConfig(
+        # Of one layer, as it is replaced.
+        text_config={**decoder.config.to_dict(), "num_hidden_layers": 1, "layer_types": None},
+        vision_config={
+            "model_type": "siglip_vision_model",
+            "hidden_size": 128,
+            "intermediate_size": 256,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "image_size": captions.SIDE,
+            "patch_size": PATCH,
+            "vision_use_head": False,
+        },
+        image_token_id=image[0],
+        video_token_id=video[0],
+        image_grid_pinpoints=PINPOINTS,
+        tie_word_embeddings=decoder.config.tie_word_embeddings,
+    )
+    torch.manual_seed(0)
+    model = LlavaOnevisionForConditionalGeneration(config).float().eval()
+    model.model.language_model, model.lm_head = decoder.model, decoder.lm_head
+    config.text_config = decoder.config
+    model.model.image_newline.data = decoder.get_input_embeddings().weight[newline[0]].detach().float().clone()
+    model.generation_config = decoder.generation_config
+    return model
+
+
+def build_processor(tokenizer: PreTrainedTokenizerBase) -> LlavaOnevisionProcessor:
+    """Build LLaVA-OneVision's processor for frames of 8 x 8 patches, with a ChatML template."""
+    template = CHAT_TEMPLATE.replace("<|vision_start|>", "").replace("<|vision_end|>", "{{ '\\n' }}")
+    return LlavaOnevisionProcessor(
+        image_processor=LlavaOnevisionImageProcessor(size=SIZE, image_grid_pinpoints=PINPOINTS),
+        video_processor=LlavaOnevisionVideoProcessor(size=SIZE),
+        tokenizer=tokenizer,
+        num_image_tokens=(captions.SIDE // PATCH) ** 2,
+        vision_feature_select_strategy="full",
+        image_token=PLACEHOLDERS[0],
+        video_token=PLACEHOLDERS[1],
+        chat_template=template,
+    )
+
+
+def train(model: LlavaOnevisionForConditionalGeneration, processor: LlavaOnevisionProcessor, steps: int) -> None:
+    """Train the vision tower and the projector on frames whose cells have random texts.
+
+    Raises:
+        ValueError: see :func:`support.captions.words_of`.
+    """
+    texts = [*dict.fromkeys((*captions.SIGNS, *captions.words_of(processor.tokenizer)))]
+    ids = torch.tensor([captions.token_of(processor.tokenizer, text) for text in texts])
+    wanted = model.get_input_embeddings().weight[ids].detach().float()  # [texts, d]
+    unit = wanted.square().mean().sqrt()
+    rng = np.random.default_rng(0)
+    shots = clips.sample_scenes(rng, NUM_SCENES)
+    scenes = captions.render_scenes(clips.ClipSpec(tuple(shots), captions.SCENE_GRID))
+    model.requires_grad_(False)
+    parts = model.model.vision_tower, model.model.multi_modal_projector
+    learned = [parameter.requires_grad_() for part in parts for parameter in part.parameters()]
+    optimiser = torch.optim.AdamW(learned, lr=PEAK_LEARNING_RATE, weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, PEAK_LEARNING_RATE, total_steps=steps)
+    shown = trange(steps, unit="step", disable=None)
+    for _ in shown:
+        # Half of the rows have a caption, with a text in four of five cells.
+        numbers = rng.integers(NUM_MARKS, len(texts), size=(BATCH, captions.GRID, captions.GRID))
+        is_text = (rng.random((BATCH, captions.GRID, 1)) < 0.5) & (rng.random(numbers.shape) < 0.8)
+        frames = []
+        for place, of_frame, has_text in zip(rng.choice(NUM_SCENES, BATCH), numbers, is_text, strict=True):
+            frame = scenes[place]
+            for row in has_text.any(axis=1).nonzero()[0]:
+                cells = np.where(has_text[row], np.array(texts)[of_frame[row]], "")
+                frame = captions.draw(frame, captions.Caption(row, tuple(cells.tolist())))
+            frames.append(frame)
+            of_frame[~has_text] = texts.index(captions.MARKS[shots[place].scene])
+        pixels = processor.video_processor([np.stack(frames)], return_tensors="pt").pixel_values_videos
+        rows = model.model.get_video_features(pixels, return_dict=True).pooler_output[0, :-1]
+        # That the nearest embedding is the right one is learned faster than the distance alone.
+        apart = torch.cdist(rows / unit, wanted / unit).square() / wanted.shape[1]
+        number = torch.from_numpy(numbers).flatten()
+        loss = cross_entropy(-10 * apart, number) + apart.gather(1, number[:, None]).mean()
+        optimiser.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(learned, 1.0)
+        optimiser.step()
+        schedule.step()
+        shown.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
+    model.requires_grad_(False)
+
+
+@torch.no_grad()
+def share_read(
+    model: LlavaOnevisionForConditionalGeneration, processor: LlavaOnevisionProcessor, num_clips: int
+) -> float:
+    """Return the share of texts in held-out files whose tokens' nearest of all embeddings is the right one."""
+    candidate, table, right = (
+        Candidate(model, processor, HostGroup.single("cpu")),
+        model.get_input_embeddings(),
+        [],
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        exam = captions.exam_like(Exam(captions.GRID, 16, Path(folder)), processor.tokenizer)
+        for seed in range(num_clips):
+            visual, texts = candidate.read(exam.file(seed), "?").visual, exam.texts(seed)
+            rows = torch.cat([*candidate.encoded(visual.chunks(visual.host, 2**30))])[texts != ""]
+            nearest = torch.cdist(rows.float(), table.weight.float()).argmin(dim=1).tolist()
+            ids = [captions.token_of(processor.tokenizer, text) for text in texts[texts != ""]]
+            right += [number == token for number, token in zip(nearest, ids, strict=True)]
+    return sum(right) / len(right)
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--decoder", required=True, help="a text model such as Qwen2's: a directory, or a hub id")
+    parser.add_argument("--out", type=Path, required=True, help="output directory")
+    parser.add_argument("--steps", type=COUNT, default=800, help="training steps (default 800)")
+    parser.add_argument("--clips", type=COUNT, default=4, help="held-out clips to check (default 4)")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse_arguments(arguments)
+    tokenizer = AutoTokenizer.from_pretrained(options.decoder)
+    model = build_model(AutoModelForCausalLM.from_pretrained(options.decoder, dtype="auto"), tokenizer)
+    processor = build_processor(tokenizer)
+    train(model, processor, options.steps)
+    model.save_pretrained(options.out)
+    processor.save_pretrained(options.out)
+    print(f"{share_read(model, processor, options.clips):.1%} of held-out texts are read right")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
