@@ -82,7 +82,6 @@ def verify_attention(
     scale: float,
     *,
     visible: Tensor | None = None,
-    kept: Tensor | None = None,
     num_keys: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
@@ -94,7 +93,6 @@ def verify_attention(
         scale: factor of the scores.
         visible: bool ``[S, N]``, 0 <= N <= T: which of the last N keys a query sees; in a tree itself and its
             ancestors. None: the last S keys are the queries' own, and each sees those before it and itself.
-        kept: ``[B, Hkv, M]``, distinct integers: which of the first T - N keys a KV head sees. None: all.
         num_keys: int32 ``[1]`` on q's device: the number of leading rows of k and v that count, at least N; later
             rows are not read. "The last" keys above are the last of those. So a CUDA graph, in which shapes are
             fixed, serves all lengths up to T. None: all T rows. Only Triton reads it on the GPU; ``torch`` waits
@@ -116,11 +114,10 @@ def verify_attention(
         raise ValueError(f"the mask covers the last {masked} keys, but there are only {k.shape[2]}")
     if num_keys is not None and (num_keys.dtype != torch.int32 or num_keys.shape != (1,)):
         raise ValueError(f"num_keys must be one int32, not {num_keys.dtype} of shape {list(num_keys.shape)}")
-    num_seen = masked + (k.shape[2] - masked if kept is None else kept.shape[2])
-    if q.shape[2] == 0 or num_seen == 0:
+    if q.shape[2] == 0 or k.shape[2] == 0:
         return result_without_keys(q)
     compute = implementation("attention.verify_attention", choose(backend, q))
-    return compute(q, k, v, scale, visible=visible, kept=kept, num_keys=num_keys)
+    return compute(q, k, v, scale, visible=visible, num_keys=num_keys)
 
 
 def batch_decode_attention(

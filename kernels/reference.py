@@ -40,22 +40,15 @@ def verify_attention(
     scale: float,
     *,
     visible: Tensor | None = None,
-    kept: Tensor | None = None,
     num_keys: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attend from a few new tokens under one mask of all keys that each query head's rows see."""
+    """Attend from a few new tokens under one mask of all keys."""
     if num_keys is not None:
         k, v = (states[:, :, : int(num_keys)] for states in (k, v))
     queries, keys = q.shape[2], k.shape[2]
     if visible is None:
         visible = torch.ones(queries, queries, dtype=torch.bool, device=q.device).tril()
-    past = keys - visible.shape[1]
-    if kept is None:
-        seen = visible.new_ones(q.shape[0], k.shape[1], past)
-    else:
-        seen = visible.new_zeros(q.shape[0], k.shape[1], past).scatter(2, kept.long(), True)
-    seen = seen.repeat_interleave(q.shape[1] // k.shape[1], dim=1)[:, :, None].expand(-1, -1, queries, -1)
-    return _attend(q, k, v, scale, torch.cat([seen, visible.expand(*seen.shape[:2], -1, -1)], dim=-1))
+    return _attend(q, k, v, scale, functional.pad(visible, (keys - visible.shape[1], 0), value=True))
 
 
 def batch_decode_attention(q: Tensor, k: Tensor, v: Tensor, buffers: SequenceBuffers, scale: float) -> Tensor:

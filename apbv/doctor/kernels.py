@@ -245,16 +245,14 @@ def _merge(draw: Draw) -> list[Case]:
 
 
 def _verify(draw: Draw) -> list[Case]:
-    """Make a token over a part of a buffer, a tree of tokens, and tokens over chosen rows."""
+    """Make a token over a part of a buffer, and a tree of tokens."""
     tree = torch.eye(9, dtype=torch.bool)
     for node in range(1, 9):
         tree[node] |= tree[(node - 1) // 2]
-    kept = torch.stack([torch.arange(start, start + 550, 5) for start in range(_KV_HEADS)])[None]
     num_keys = torch.tensor([555], dtype=torch.int32, device=draw.device)
     return [
         _case(draw.queries(1), *draw.kv(611), _SCALE, num_keys=num_keys),
         _case(draw.queries(9), *draw.kv(555), _SCALE, visible=tree.to(draw.device)),
-        _case(draw.queries(4), *draw.kv(555), _SCALE, kept=kept.to(draw.device)),
     ]
 
 
