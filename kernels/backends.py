@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 ENVIRONMENT_VARIABLE = "APBV_BACKEND"
-LIBRARIES = ("cudnn", "flash_attn")
+LIBRARIES = ("flash_attn",)
 BACKENDS = ("auto", "torch", "triton", "reference", *LIBRARIES)
 
 

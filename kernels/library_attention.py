@@ -43,8 +43,7 @@ def choose_attention(backend: str, q: Tensor, segments: list[Segment]) -> str:
 
     Args:
         backend: see :mod:`apbv.kernels.backends`; a name is obeyed, ``"auto"`` takes the first of
-            :func:`preferred` that works. cuDNN is not among these: it plans every new shape, of which each
-            prompt has two, for as long as a whole prefill may take.
+            :func:`preferred` that works.
         q: ``[B, Hq, S, D]``.
         segments: (k, v) pairs, each ``[B, Hkv, T_i, D]``.
 
@@ -136,9 +135,8 @@ def why_not_library(name: str, capability: tuple[int, int], dtype: torch.dtype, 
         return f"it computes in float16 and bfloat16, and not in {str(dtype).removeprefix('torch.')}"
     if capability < (8, 0):
         return "it needs a GPU of compute capability 8.0, and this one has {}.{}".format(*capability)
-    # cuDNN takes 256 on Hopper since 9.10, FlashAttention 4 on Hopper only.
-    narrow = (name == "cudnn" and capability[0] != 9) or (name == "flash_attn" and capability[0] == 10)
-    largest = 128 if narrow else 256
+    # FlashAttention 4 takes 256 on Hopper only.
+    largest = 128 if name == "flash_attn" and capability[0] == 10 else 256
     if head_dim % 8 or head_dim > largest:
         return f"it takes head dimensions that are multiples of 8 up to {largest}, and this one is {head_dim}"
     return None
@@ -259,13 +257,6 @@ def _attend_flash_attn(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bo
     return out.transpose(1, 2), lse
 
 
-def _attend_cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        q, k, v, None, True, 0.0, causal, False, scale=scale
-    )
-    return out, lse.reshape(q.shape[:3])  # torch hands it out as [B, Hq, S, 1]
-
-
 def _attend_torch_flash(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
     out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
     return out, lse
@@ -278,8 +269,4 @@ def _attend_repeated(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool
     return ATTEND["torch"](q, k, v, scale, causal)
 
 
-ATTEND: dict[str, Attend] = {
-    "cudnn": _attend_cudnn,
-    "flash_attn": _attend_flash_attn,
-    "torch": _attend_torch_flash,
-}
+ATTEND: dict[str, Attend] = {"flash_attn": _attend_flash_attn, "torch": _attend_torch_flash}
