@@ -34,7 +34,7 @@ from support.operators.timing import Contender, Timer, check, contenders, measur
 from support.records import report
 
 OPERATORS = tuple(dict.fromkeys(case.op for case in cases(PRESETS["quick"].sizes, [600])))
-TIMED = tuple(name for name in BACKENDS if name not in ("auto", "reference"))
+TIMED = tuple(name for name in BACKENDS if name != "auto")
 _PACKAGES = ("triton", "flash-attn", "flash-attn-3", "flash-attn-4")
 
 

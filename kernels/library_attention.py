@@ -39,7 +39,7 @@ _FLASH_VERSIONS = {8: (2,), 9: (3, 4, 2), 10: (4, 2)}
 
 
 def choose_attention(backend: str, q: Tensor, segments: list[Segment]) -> str:
-    """Choose the backend of segmented attention: ``"torch"``, ``"triton"``, ``"reference"`` or a library's name.
+    """Choose the backend of segmented attention: ``"torch"``, ``"triton"`` or a library's name.
 
     Args:
         backend: see :mod:`apbv.kernels.backends`; a name is obeyed, ``"auto"`` takes the first of
@@ -51,9 +51,7 @@ def choose_attention(backend: str, q: Tensor, segments: list[Segment]) -> str:
         BackendError: the requested backend cannot run here; the message says why.
     """
     wanted = requested(backend)
-    if wanted in ("torch", "reference"):
-        return wanted
-    if wanted == "auto" and not q.is_cuda:
+    if wanted == "torch" or (wanted == "auto" and not q.is_cuda):
         return "torch"
     groups = q.shape[1] // segments[0][0].shape[1]
     if wanted != "auto":

@@ -70,7 +70,7 @@ def segmented_attention(
     if chosen == "triton":
         # A layer hands its output on with the heads of a token side by side: no copy is needed then.
         options["out"] = empty_output(q) if out is None else out
-    elif chosen != "reference":
+    else:
         options["merging"] = choose(backend, q)
     return implementation("attention.segmented_attention", chosen)(q, segments, scale, causal_last, **options)
 
@@ -170,7 +170,7 @@ def varlen_attention(
         k, v: ``[T, Hkv, D]``, Hq a multiple of Hkv.
         sequences: where each begins and ends, the same for q, k and v; together they have T rows.
         scale: factor of the scores, usually ``D ** -0.5``.
-        backend: ``"reference"`` and ``"torch"`` are obeyed. Any other name is the same as ``"auto"``, which takes
+        backend: ``"torch"`` is obeyed. Any other name is the same as ``"auto"``, which takes
             an installed FlashAttention where it works, and torch elsewhere.
 
     Returns:
@@ -184,7 +184,7 @@ def varlen_attention(
     if not q.shape[0]:
         return q.new_empty(q.shape)
     wanted = requested(backend)
-    if wanted not in ("torch", "reference"):
+    if wanted != "torch":
         wanted = "torch" if varlen_obstacle("flash_attn", q.device, q.dtype, q.shape[2]) else "flash_attn"
     return implementation("attention.varlen_attention", wanted)(q, k, v, sequences, scale)
 
@@ -272,7 +272,7 @@ def antidiagonal_scores(
         backend: see :mod:`apbv.kernels.backends`.
 
     Returns:
-        ``[B, Hq, n, n]`` in fp32 (fp64 for fp64 input, except from the reference): for every block of queries the
+        ``[B, Hq, n, n]`` in fp32 (fp64 for fp64 input): for every block of queries the
         mean of its groups' shares, which add up to 1 over the blocks of keys; 0 after the diagonal.
 
     Raises:
@@ -303,7 +303,7 @@ def block_means(
 
     Returns:
         means ``[B, H, n, D]``, of the rows without ``center``, and similarities ``[B, H, n]``, both in fp32 (fp64
-        for fp64 input, except from the reference).
+        for fp64 input).
 
     Raises:
         ValueError: the block is not positive, or ``center`` is of another shape.
@@ -378,7 +378,7 @@ def kv_importance(
         backend: see :mod:`apbv.kernels.backends`.
 
     Returns:
-        ``[B, Hkv, T]`` in fp32; in fp64 for fp64 input, except from the reference. Those of equal keys may differ
+        ``[B, Hkv, T]`` in fp32; in fp64 for fp64 input. Those of equal keys may differ
         by a rounding, as matrix products do from column to column.
 
     Raises:

@@ -39,8 +39,8 @@ def make_inputs(queries=5, keys=9, *, group=2, dtype=torch.float32):
 def test_the_argument_goes_before_the_environment(monkeypatch):
     monkeypatch.delenv(ENVIRONMENT_VARIABLE, raising=False)
     assert requested() == "auto" and requested("flash_attn") == "flash_attn"
-    monkeypatch.setenv(ENVIRONMENT_VARIABLE, "reference")
-    assert requested() == "reference" and requested("torch") == "torch"
+    monkeypatch.setenv(ENVIRONMENT_VARIABLE, "triton")
+    assert requested() == "triton" and requested("torch") == "torch"
     monkeypatch.setenv(ENVIRONMENT_VARIABLE, "fast")
     q, k, v = make_inputs()
     with pytest.raises(BackendError, match=r"backend must be one of auto, torch, .*, not 'cuda'"):
