@@ -95,14 +95,9 @@ def preferred(dtype: torch.dtype, programs: float) -> tuple[str, ...]:
 
 def attend_with(name: str, q: Tensor, k: Tensor) -> Attend:
     """Return the function by which torch, or the library of this name, attends over one segment."""
-    if name != "torch":
-        return ATTEND[name]
-    if not q.is_cuda or q.dtype not in _HALF:
+    if name == "torch" and usable(name, q.device, q.dtype, q.shape[3], q.shape[1] // k.shape[1]):
         return attend_natively
-    for groups, attend in ((q.shape[1] // k.shape[1], ATTEND["torch"]), (1, _attend_repeated)):
-        if not usable("torch", q.device, q.dtype, q.shape[3], groups):
-            return attend
-    return attend_natively
+    return ATTEND[name]
 
 
 def _obstacle(name: str, q: Tensor, groups: int) -> str | None:
@@ -258,13 +253,6 @@ def _attend_flash_attn(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bo
 def _attend_torch_flash(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
     out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
     return out, lse
-
-
-def _attend_repeated(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    """Attend with torch's flash kernel where it needs as many KV heads as query heads."""
-    groups = q.shape[1] // k.shape[1]
-    k, v = (states.repeat_interleave(groups, dim=1) for states in (k, v))
-    return ATTEND["torch"](q, k, v, scale, causal)
 
 
 ATTEND: dict[str, Attend] = {"flash_attn": _attend_flash_attn, "torch": _attend_torch_flash}

@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from threading import Event
 
-from ..decode.answer import NO_TOKEN, finish_reason
+from ..decode.answer import NO_TOKEN
 from ..decode.sampling import NotFiniteError, sample
 from ..engine import Engine
 from ..generated import GenerateResult
@@ -23,7 +23,6 @@ from .decoding import Decoding
 from .links import Link, Links, RemoteOutput
 from .media import PrivateFiles, find_in_folder
 from .order import Order
-from .requests import FinishReason
 
 # Host 0's commands: idle; answer together; prefill, and one host answers; prefill, and another server answers;
 # shut down.
@@ -39,21 +38,6 @@ def num_homes(engine: Engine) -> int:
         return 0
     caches_kv = engine.reuse_config is not None and engine.reuse_config.mode == "kv"  # on the host that decodes
     return 1 if caches_kv else engine.hosts.size
-
-
-@dataclass(frozen=True)
-class HandedOver:
-    """Prefilled prompt whose KV is transferred to another server.
-
-    Attributes:
-        token: the first token of the answer, by the prompt's logits.
-        reason: the finish reason of this part of the answer.
-        ticket: the ticket for fetching the KV.
-    """
-
-    token: int
-    reason: FinishReason
-    ticket: Ticket
 
 
 @dataclass(frozen=True)
@@ -79,7 +63,7 @@ class Executor:
         open_files: OpenFiles,
         asked: Asked = lambda request: request,
         prompt: Skeleton | None = None,
-    ) -> "GenerateResult | Begun | HandedOver | None":
+    ) -> "GenerateResult | Begun | tuple[int, Ticket] | None":
         """Answer an order, prefill it with all KV on its home, or export its KV from the hosts that computed it.
 
         Args:
@@ -89,7 +73,8 @@ class Executor:
             prompt: the part of the question that this host has already read.
 
         Returns:
-            The answer; or what its home goes on with; or the exported prompt, on host 0.
+            The answer; or what its home goes on with; or the answer's first token and the ticket for fetching the
+            KV, on host 0.
 
         Raises:
             RuntimeError: a host has no room for the KV, which is not the request's fault.
@@ -113,9 +98,7 @@ class Executor:
             if not self.is_usable:
                 raise
             raise RuntimeError(f"the KV cannot be offered: {error}") from error
-        if ticket is None:
-            return None
-        return HandedOver(token, finish_reason([token], request.sampling, self.engine.parts.eos_token_ids), ticket)
+        return None if ticket is None else (token, ticket)
 
     @cached_property
     def _handing_over(self) -> Engine:
