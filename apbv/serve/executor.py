@@ -1,17 +1,15 @@
 """Carries out orders: the work of every host for a request, led by host 0."""
 
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext, suppress
-from dataclasses import dataclass
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from threading import Event
 
-from ..decode.answer import NO_TOKEN
-from ..decode.sampling import NotFiniteError, sample
 from ..engine import Engine
 from ..generated import GenerateResult
-from ..hosts import AgreedError, HostError, HostGroup
+from ..hosts import HostError, HostGroup
 from ..input.request import Request
 from ..input.skeleton import Skeleton
 from ..kv.facts import StorageError
@@ -110,17 +108,12 @@ class Executor:
         Raises:
             AgreedError: the logits are NaN or infinite; on every host.
         """
-        hosts, sampling, token = state.kv.hosts, request.sampling, NO_TOKEN
+        hosts, chosen = state.kv.hosts, None
         with hosts.local_stage("choosing the first token"):
+            answer = state.begin_answer(self.engine.parts, replace(request, stop=None))
             if hosts.is_leader:
-                hosts.settle()
-                answer = state.begin_answer(self.engine.parts, request)
-                logits = answer.allowed(state.logits, [state.num_tokens])
-                with suppress(NotFiniteError):
-                    token = sample(logits[0], sampling, state.num_tokens)
-        (token,) = hosts.broadcast_ints([token], 1)
-        if token == NO_TOKEN:
-            raise AgreedError("the model gave NaN or infinite logits after the prompt")
+                chosen = answer.pick(answer.logits, answer.next_index).fetch(hosts.wait_for_device)
+        token, _ = answer.agree(chosen)
         return token
 
     @property
