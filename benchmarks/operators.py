@@ -1,7 +1,7 @@
 """Measure the speed of apbv.kernels' operators with every backend, relative to the device's ceilings.
 
     python benchmarks/operators.py --preset h200 --json operators.jsonl
-    python benchmarks/operators.py --ops segmented_attention --tokens 32768 --backends torch cudnn triton
+    python benchmarks/operators.py --ops segmented_attention --tokens 32768 --backends torch flash_attn triton
 
 Every result is compared with fp64 first: a wrong one gets an error instead of a speed, and the exit status is 1.
 Every round interleaves all backends, so that drift in the device's speed affects all equally. On a GPU the time is
@@ -34,7 +34,7 @@ from support.operators.timing import Contender, Timer, check, contenders, measur
 from support.records import report
 
 OPERATORS = tuple(dict.fromkeys(case.op for case in cases(PRESETS["quick"].sizes, [600])))
-TIMED = tuple(name for name in BACKENDS if name not in ("auto", "reference"))
+TIMED = tuple(name for name in BACKENDS if name != "auto")
 _PACKAGES = ("triton", "flash-attn", "flash-attn-3", "flash-attn-4")
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 ENVIRONMENT_VARIABLE = "APBV_BACKEND"
-LIBRARIES = ("cudnn", "flash_attn")
-BACKENDS = ("auto", "torch", "triton", "reference", *LIBRARIES)
+LIBRARIES = ("flash_attn",)
+BACKENDS = ("auto", "torch", "triton", *LIBRARIES)
 
 
 class BackendError(ValueError):
@@ -34,7 +34,7 @@ def requested(backend: str = "auto") -> str:
 
 
 def choose(backend: str, tensor: Tensor) -> str:
-    """Choose ``"torch"``, ``"triton"`` or ``"reference"`` for an operator other than segmented attention.
+    """Choose ``"torch"`` or ``"triton"`` for an operator other than segmented attention.
 
     Libraries of attention kernels do not have these operators: naming one is the same as ``"auto"`` here.
 
@@ -46,7 +46,7 @@ def choose(backend: str, tensor: Tensor) -> str:
         BackendError: the requested backend cannot run here.
     """
     wanted = requested(backend)
-    if wanted in ("torch", "reference"):
+    if wanted == "torch":
         return wanted
     if not tensor.is_cuda and wanted != "triton":
         return "torch"
@@ -69,8 +69,7 @@ def implementation(operator: str, backend: str) -> Callable:
         # A library attends over one segment; torch code splits the problem and merges the results.
         return partial(implementation(operator, "torch"), library=backend)
     family, name = operator.split(".")
-    module = "reference" if backend == "reference" else f"{backend}_{family}"
-    function = getattr(import_module(f".{module}", __package__), name)
+    function = getattr(import_module(f".{backend}_{family}", __package__), name)
     return partial(_on_its_device, function) if backend == "triton" else function
 
 

@@ -39,12 +39,11 @@ _FLASH_VERSIONS = {8: (2,), 9: (3, 4, 2), 10: (4, 2)}
 
 
 def choose_attention(backend: str, q: Tensor, segments: list[Segment]) -> str:
-    """Choose the backend of segmented attention: ``"torch"``, ``"triton"``, ``"reference"`` or a library's name.
+    """Choose the backend of segmented attention: ``"torch"``, ``"triton"`` or a library's name.
 
     Args:
         backend: see :mod:`apbv.kernels.backends`; a name is obeyed, ``"auto"`` takes the first of
-            :func:`preferred` that works. cuDNN is not among these: it plans every new shape, of which each
-            prompt has two, for as long as a whole prefill may take.
+            :func:`preferred` that works.
         q: ``[B, Hq, S, D]``.
         segments: (k, v) pairs, each ``[B, Hkv, T_i, D]``.
 
@@ -52,9 +51,7 @@ def choose_attention(backend: str, q: Tensor, segments: list[Segment]) -> str:
         BackendError: the requested backend cannot run here; the message says why.
     """
     wanted = requested(backend)
-    if wanted in ("torch", "reference"):
-        return wanted
-    if wanted == "auto" and not q.is_cuda:
+    if wanted == "torch" or (wanted == "auto" and not q.is_cuda):
         return "torch"
     groups = q.shape[1] // segments[0][0].shape[1]
     if wanted != "auto":
@@ -98,14 +95,9 @@ def preferred(dtype: torch.dtype, programs: float) -> tuple[str, ...]:
 
 def attend_with(name: str, q: Tensor, k: Tensor) -> Attend:
     """Return the function by which torch, or the library of this name, attends over one segment."""
-    if name != "torch":
-        return ATTEND[name]
-    if not q.is_cuda or q.dtype not in _HALF:
+    if name == "torch" and usable(name, q.device, q.dtype, q.shape[3], q.shape[1] // k.shape[1]):
         return attend_natively
-    for groups, attend in ((q.shape[1] // k.shape[1], ATTEND["torch"]), (1, _attend_repeated)):
-        if not usable("torch", q.device, q.dtype, q.shape[3], groups):
-            return attend
-    return attend_natively
+    return ATTEND[name]
 
 
 def _obstacle(name: str, q: Tensor, groups: int) -> str | None:
@@ -136,9 +128,8 @@ def why_not_library(name: str, capability: tuple[int, int], dtype: torch.dtype, 
         return f"it computes in float16 and bfloat16, and not in {str(dtype).removeprefix('torch.')}"
     if capability < (8, 0):
         return "it needs a GPU of compute capability 8.0, and this one has {}.{}".format(*capability)
-    # cuDNN takes 256 on Hopper since 9.10, FlashAttention 4 on Hopper only.
-    narrow = (name == "cudnn" and capability[0] != 9) or (name == "flash_attn" and capability[0] == 10)
-    largest = 128 if narrow else 256
+    # FlashAttention 4 takes 256 on Hopper only.
+    largest = 128 if name == "flash_attn" and capability[0] == 10 else 256
     if head_dim % 8 or head_dim > largest:
         return f"it takes head dimensions that are multiples of 8 up to {largest}, and this one is {head_dim}"
     return None
@@ -259,27 +250,9 @@ def _attend_flash_attn(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bo
     return out.transpose(1, 2), lse
 
 
-def _attend_cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        q, k, v, None, True, 0.0, causal, False, scale=scale
-    )
-    return out, lse.reshape(q.shape[:3])  # torch hands it out as [B, Hq, S, 1]
-
-
 def _attend_torch_flash(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
     out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
     return out, lse
 
 
-def _attend_repeated(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    """Attend with torch's flash kernel where it needs as many KV heads as query heads."""
-    groups = q.shape[1] // k.shape[1]
-    k, v = (states.repeat_interleave(groups, dim=1) for states in (k, v))
-    return ATTEND["torch"](q, k, v, scale, causal)
-
-
-ATTEND: dict[str, Attend] = {
-    "cudnn": _attend_cudnn,
-    "flash_attn": _attend_flash_attn,
-    "torch": _attend_torch_flash,
-}
+ATTEND: dict[str, Attend] = {"flash_attn": _attend_flash_attn, "torch": _attend_torch_flash}

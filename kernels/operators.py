@@ -70,7 +70,7 @@ def segmented_attention(
     if chosen == "triton":
         # A layer hands its output on with the heads of a token side by side: no copy is needed then.
         options["out"] = empty_output(q) if out is None else out
-    elif chosen != "reference":
+    else:
         options["merging"] = choose(backend, q)
     return implementation("attention.segmented_attention", chosen)(q, segments, scale, causal_last, **options)
 
@@ -82,7 +82,6 @@ def verify_attention(
     scale: float,
     *,
     visible: Tensor | None = None,
-    kept: Tensor | None = None,
     num_keys: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
@@ -94,7 +93,6 @@ def verify_attention(
         scale: factor of the scores.
         visible: bool ``[S, N]``, 0 <= N <= T: which of the last N keys a query sees; in a tree itself and its
             ancestors. None: the last S keys are the queries' own, and each sees those before it and itself.
-        kept: ``[B, Hkv, M]``, distinct integers: which of the first T - N keys a KV head sees. None: all.
         num_keys: int32 ``[1]`` on q's device: the number of leading rows of k and v that count, at least N; later
             rows are not read. "The last" keys above are the last of those. So a CUDA graph, in which shapes are
             fixed, serves all lengths up to T. None: all T rows. Only Triton reads it on the GPU; ``torch`` waits
@@ -116,11 +114,10 @@ def verify_attention(
         raise ValueError(f"the mask covers the last {masked} keys, but there are only {k.shape[2]}")
     if num_keys is not None and (num_keys.dtype != torch.int32 or num_keys.shape != (1,)):
         raise ValueError(f"num_keys must be one int32, not {num_keys.dtype} of shape {list(num_keys.shape)}")
-    num_seen = masked + (k.shape[2] - masked if kept is None else kept.shape[2])
-    if q.shape[2] == 0 or num_seen == 0:
+    if q.shape[2] == 0 or k.shape[2] == 0:
         return result_without_keys(q)
     compute = implementation("attention.verify_attention", choose(backend, q))
-    return compute(q, k, v, scale, visible=visible, kept=kept, num_keys=num_keys)
+    return compute(q, k, v, scale, visible=visible, num_keys=num_keys)
 
 
 def batch_decode_attention(
@@ -173,7 +170,7 @@ def varlen_attention(
         k, v: ``[T, Hkv, D]``, Hq a multiple of Hkv.
         sequences: where each begins and ends, the same for q, k and v; together they have T rows.
         scale: factor of the scores, usually ``D ** -0.5``.
-        backend: ``"reference"`` and ``"torch"`` are obeyed. Any other name is the same as ``"auto"``, which takes
+        backend: ``"torch"`` is obeyed. Any other name is the same as ``"auto"``, which takes
             an installed FlashAttention where it works, and torch elsewhere.
 
     Returns:
@@ -187,7 +184,7 @@ def varlen_attention(
     if not q.shape[0]:
         return q.new_empty(q.shape)
     wanted = requested(backend)
-    if wanted not in ("torch", "reference"):
+    if wanted != "torch":
         wanted = "torch" if varlen_obstacle("flash_attn", q.device, q.dtype, q.shape[2]) else "flash_attn"
     return implementation("attention.varlen_attention", wanted)(q, k, v, sequences, scale)
 
@@ -275,7 +272,7 @@ def antidiagonal_scores(
         backend: see :mod:`apbv.kernels.backends`.
 
     Returns:
-        ``[B, Hq, n, n]`` in fp32 (fp64 for fp64 input, except from the reference): for every block of queries the
+        ``[B, Hq, n, n]`` in fp32 (fp64 for fp64 input): for every block of queries the
         mean of its groups' shares, which add up to 1 over the blocks of keys; 0 after the diagonal.
 
     Raises:
@@ -306,7 +303,7 @@ def block_means(
 
     Returns:
         means ``[B, H, n, D]``, of the rows without ``center``, and similarities ``[B, H, n]``, both in fp32 (fp64
-        for fp64 input, except from the reference).
+        for fp64 input).
 
     Raises:
         ValueError: the block is not positive, or ``center`` is of another shape.
@@ -381,7 +378,7 @@ def kv_importance(
         backend: see :mod:`apbv.kernels.backends`.
 
     Returns:
-        ``[B, Hkv, T]`` in fp32; in fp64 for fp64 input, except from the reference. Those of equal keys may differ
+        ``[B, Hkv, T]`` in fp32; in fp64 for fp64 input. Those of equal keys may differ
         by a rounding, as matrix products do from column to column.
 
     Raises:

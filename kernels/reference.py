@@ -1,6 +1,6 @@
 """Reference of every operator in plain PyTorch and fp64; every other backend must match it.
 
-Each function has the signature of the operator of its name, without ``backend``; see there for shapes and units.
+Each function is called as the operator of its name, without ``backend``; see there for shapes and units.
 """
 
 import math
@@ -20,7 +20,6 @@ def segmented_attention(
     causal_last: bool,
     *,
     rows_alone: int = 0,
-    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend over the concatenation of several segments with every score materialised, in O(S * T) memory."""
     queries, last = q.shape[2], segments[-1][0].shape[2]
@@ -29,8 +28,7 @@ def segmented_attention(
     visible[:rows_alone, : k.shape[2] - last] = False
     if causal_last:
         visible[:, k.shape[2] - last :] &= visible.new_ones(queries, last).tril(last - queries)
-    result, lse = _attend(q, k, v, scale, visible)
-    return result if out is None else out.copy_(result), lse
+    return _attend(q, k, v, scale, visible)
 
 
 def verify_attention(
@@ -40,22 +38,15 @@ def verify_attention(
     scale: float,
     *,
     visible: Tensor | None = None,
-    kept: Tensor | None = None,
     num_keys: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attend from a few new tokens under one mask of all keys that each query head's rows see."""
+    """Attend from a few new tokens under one mask of all keys."""
     if num_keys is not None:
         k, v = (states[:, :, : int(num_keys)] for states in (k, v))
     queries, keys = q.shape[2], k.shape[2]
     if visible is None:
         visible = torch.ones(queries, queries, dtype=torch.bool, device=q.device).tril()
-    past = keys - visible.shape[1]
-    if kept is None:
-        seen = visible.new_ones(q.shape[0], k.shape[1], past)
-    else:
-        seen = visible.new_zeros(q.shape[0], k.shape[1], past).scatter(2, kept.long(), True)
-    seen = seen.repeat_interleave(q.shape[1] // k.shape[1], dim=1)[:, :, None].expand(-1, -1, queries, -1)
-    return _attend(q, k, v, scale, torch.cat([seen, visible.expand(*seen.shape[:2], -1, -1)], dim=-1))
+    return _attend(q, k, v, scale, functional.pad(visible, (keys - visible.shape[1], 0), value=True))
 
 
 def batch_decode_attention(q: Tensor, k: Tensor, v: Tensor, buffers: SequenceBuffers, scale: float) -> Tensor:
@@ -86,40 +77,15 @@ def block_sparse_attention(
     blocks: ListedBlocks,
     scale: float,
     *,
-    skip_margin: float | None = None,
     out: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Attend under the mask of what every query sees of the listed blocks and of its own."""
+    """Attend under the mask of what every query sees of listed blocks and of its own; skips no values."""
     tokens = torch.arange(q.shape[2], device=q.device)
     rows, columns = tokens // blocks.query_block, tokens // blocks.key_block
     own = rows[:, None] == rows
     visible = (blocks.kept[:, :, rows][..., columns] | own) & (tokens <= tokens[:, None])
-    if skip_margin is None:
-        result, lse = _attend(q, k, v, scale, visible)
-        return out.copy_(result), lse
-    pieces = []
-    skipped = _skipped(q, k, blocks, scale, skip_margin)
-    for block, places in enumerate(tokens.split(blocks.query_block)):
-        seen = visible[:, :, places]
-        _, lse = _attend(q[:, :, places], k, v, scale, seen)
-        multiplied = seen & ~skipped[:, :, block, None, columns]
-        result, held = _attend(q[:, :, places].double(), k, v, scale, multiplied)
-        out[:, :, places] = (result * torch.exp(held - lse)[..., None]).to(out.dtype)
-        pieces.append(lse)
-    return out, torch.cat(pieces, dim=2)
-
-
-def _skipped(q: Tensor, k: Tensor, blocks: ListedBlocks, scale: float, skip_margin: float) -> Tensor:
-    """Find the listed blocks whose values are skipped, ``[B, Hq, nq, nk]``."""
-    kept = blocks.kept
-    keys = k.double().repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-    scores = functional.pad(q.double() @ keys.transpose(-1, -2) * scale, (0, -k.shape[2] % blocks.key_block))
-    highest = scores.unflatten(3, (-1, blocks.key_block)).amax(dim=4).split(blocks.query_block, dim=2)
-    skipped = []
-    for block, rows in enumerate(highest):
-        listed = rows.masked_fill(~kept[:, :, block, None], float("-inf"))
-        skipped.append((listed - listed.cummax(dim=3).values < -skip_margin).all(dim=2))
-    return torch.stack(skipped, dim=2) & kept
+    result, lse = _attend(q, k, v, scale, visible)
+    return out.copy_(result), lse
 
 
 def antidiagonal_scores(q: Tensor, k: Tensor, scale: float, stride: int, block: int) -> Tensor:

@@ -122,28 +122,21 @@ def verify_attention(
     scale: float,
     *,
     visible: Tensor | None = None,
-    kept: Tensor | None = None,
     num_keys: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attend as :func:`apbv.kernels.verify_attention` does; kept rows are copied, and a length is waited for."""
+    """Attend as :func:`apbv.kernels.verify_attention` does; a length is waited for."""
     attend = attend_with("torch", q, k)
     if num_keys is not None:
         k, v = (states[:, :, : int(num_keys)] for states in (k, v))
     q, k, v = (in_rows(x) for x in (q, k, v))
-    if visible is None and kept is None:
+    if visible is None:
         if q.shape[2] == 1:  # it sees everything
             return _attend_all(q, k, v, scale, attend)
         return attend_segments(q, [(k, v)], scale, True, attend)
-    if visible is None:
-        visible = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).tril()
     num_past = k.shape[2] - visible.shape[1]
-    past = tuple(states[:, :, :num_past] for states in (k, v))
-    if kept is not None:
-        places = kept.long()[..., None].expand(-1, -1, -1, k.shape[3])
-        past = tuple(states.gather(2, places) for states in past)
     partials = []
-    if past[0].shape[2]:
-        partials.append(_attend_all(q, *past, scale, attend))
+    if num_past:
+        partials.append(_attend_all(q, k[:, :, :num_past], v[:, :, :num_past], scale, attend))
     if visible.shape[1]:
         partials.append(attend_masked(q, k[:, :, num_past:], v[:, :, num_past:], visible, scale))
     if len(partials) == 1:

@@ -136,34 +136,28 @@ def verify_attention(
     scale: float,
     *,
     visible: Tensor | None = None,
-    kept: Tensor | None = None,
     num_keys: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend as :func:`apbv.kernels.verify_attention` does, in one launch, or two where keys were split."""
     q, k, v = in_rows(q), in_rows(k), in_rows(v)
     queries, keys = q.shape[2], k.shape[2]
-    seen, chosen, mask, masked = q, q, CAUSAL, queries
+    seen, mask, masked = q, CAUSAL, queries
     if visible is not None:
         mask, masked = GIVEN_MASK, visible.shape[1]
         seen = in_rows(visible).view(torch.uint8)
-    elif queries == 1 and kept is None:
+    elif queries == 1:
         mask, masked = NO_MASK, 0  # a single token sees everything
-    if kept is not None:
-        chosen = in_rows(kept)
-    num_kept = 0 if kept is None else kept.shape[2]
     block, tiles, programs, strides, out_strides, part_strides, constants = _plan_verification(
         q.shape, k.shape[1], q.stride(), k.stride(), v.stride(), q.dtype, q.device, mask == GIVEN_MASK
     )
-    num_seen = masked + (num_kept if kept is not None else keys - masked)
-    splits, keys_per_split = _splits(programs, num_seen, block.keys, q.device)
+    splits, keys_per_split = _splits(programs, keys, block.keys, q.device)
     out = empty_output(q)
     parts = out[None] if splits == 1 else q.new_empty(splits, *q.shape, dtype=torch.float32)
     lse = q.new_empty(splits, *q.shape[:3], dtype=torch.float32)
     verify_kernel[(tiles, programs // tiles, splits)](
-        q, k, v, parts, lse, seen, chosen, q if num_keys is None else num_keys, scale, *strides,
+        q, k, v, parts, lse, seen, q if num_keys is None else num_keys, scale, *strides,
         *(out_strides if splits == 1 else part_strides), 0 if visible is None else seen.stride(0),
-        *((0, 0) if kept is None else chosen.stride()[:2]), queries, keys, masked, num_kept, keys_per_split,
-        **constants, MASK=mask, HAS_KEPT=kept is not None, HAS_NUM_KEYS=num_keys is not None,
+        queries, keys, masked, keys_per_split, **constants, MASK=mask, HAS_NUM_KEYS=num_keys is not None,
     )  # fmt: skip
     return (out, lse[0]) if splits == 1 else merge_states(parts, lse, out=out)
 

@@ -234,15 +234,14 @@ def segments_kernel(
 @triton.jit(
     do_not_specialize=[
         "q_b", "q_h", "q_s", "k_b", "k_h", "k_t", "v_b", "v_h", "v_t", "out_n", "out_b", "out_h", "out_s",
-        "visible_s", "kept_b", "kept_h", "num_queries", "num_keys", "num_masked", "num_kept", "keys_per_split",
+        "visible_s", "num_queries", "num_keys", "num_masked", "keys_per_split",
     ]
 )  # fmt: skip
 def verify_kernel(
-    p_q, p_k, p_v, p_out, p_lse, p_visible, p_kept, p_num_keys, scale, q_b, q_h, q_s, k_b, k_h, k_t, v_b, v_h, v_t,
-    out_n, out_b, out_h, out_s, visible_s, kept_b, kept_h, num_queries, num_keys, num_masked, num_kept,
-    keys_per_split,
+    p_q, p_k, p_v, p_out, p_lse, p_visible, p_num_keys, scale, q_b, q_h, q_s, k_b, k_h, k_t, v_b, v_h, v_t,
+    out_n, out_b, out_h, out_s, visible_s, num_queries, num_keys, num_masked, keys_per_split,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BR: tl.constexpr, BT: tl.constexpr,
-    BD: tl.constexpr, ALIGN: tl.constexpr, MASK: tl.constexpr, HAS_KEPT: tl.constexpr, HAS_NUM_KEYS: tl.constexpr,
+    BD: tl.constexpr, ALIGN: tl.constexpr, MASK: tl.constexpr, HAS_NUM_KEYS: tl.constexpr,
 ):  # fmt: skip
     """One program attends from a tile of rows to a range of one head's keys: the past ones, then the masked ones.
 
@@ -260,10 +259,7 @@ def verify_kernel(
 
     if HAS_NUM_KEYS:
         num_keys = tl.minimum(tl.load(p_num_keys), num_keys)
-    first_masked = tl.maximum(num_keys - num_masked, 0)
-    num_past = first_masked
-    if HAS_KEPT:
-        num_past = num_kept
+    num_past = tl.maximum(num_keys - num_masked, 0)
     if HAS_NUM_KEYS:
         # The grid is that of a full buffer; the programs share the keys that there are.
         keys_per_split = tl.cdiv(tl.cdiv(num_past + num_masked, tl.num_programs(2)), BT) * BT
@@ -275,14 +271,11 @@ def verify_kernel(
     o_tile = tl.arange(0, BT)
     p_k += (i_b * k_b + i_h * k_h) * ALIGN
     p_v += (i_b * v_b + i_h * v_h) * ALIGN
-    p_kept += i_b * kept_b + i_h * kept_h
 
     stop = tl.minimum(stop_key, num_past)
     whole = first_key + tl.maximum(stop - first_key, 0) // BT * BT
     for i_t in range(first_key, whole, BT):
         o_t = (i_t + o_tile).to(tl.int64)
-        if HAS_KEPT:
-            o_t = tl.load(p_kept + o_t).to(tl.int64)
         b_acc, b_max, b_sum = _attend_tile(
             b_acc, b_max, b_sum, b_q, p_k, p_v, o_t * k_t * ALIGN, o_t * v_t * ALIGN, o_t, o_t, scale,
             False, False, D, BD,
@@ -290,8 +283,6 @@ def verify_kernel(
     if whole < stop:
         o_t = (whole + o_tile).to(tl.int64)
         m_t = o_t < stop
-        if HAS_KEPT:
-            o_t = tl.load(p_kept + o_t, mask=m_t, other=0).to(tl.int64)
         b_acc, b_max, b_sum = _attend_tile(
             b_acc, b_max, b_sum, b_q, p_k, p_v, o_t * k_t * ALIGN, o_t * v_t * ALIGN, m_t, m_t[None, :], scale,
             True, True, D, BD,
@@ -308,7 +299,7 @@ def verify_kernel(
             else:
                 p_seen = p_visible + tl.minimum(o_s, num_queries - 1).to(tl.int64)[:, None] * visible_s
                 m_seen = tl.load(p_seen + o_t[None, :], mask=m_t[None, :], other=0) != 0
-            o_row = (first_masked + o_t).to(tl.int64)
+            o_row = (num_past + o_t).to(tl.int64)
             b_acc, b_max, b_sum = _attend_tile(
                 b_acc, b_max, b_sum, b_q, p_k, p_v, o_row * k_t * ALIGN, o_row * v_t * ALIGN, m_t, m_seen, scale,
                 True, True, D, BD,

@@ -43,7 +43,7 @@ class SpeculativeConfig(Checked):
         draft_model: a directory or hub id, of the target's family and tokenizer (for ``"text_only"``, but not on a
             draft host, also a text-only model with the target's tokens); ``"demo"`` is the bundled one.
         num_draft_tokens: γ, tokens drafted per round; ``"auto"``: at most 16, chosen to maximise the expected
-            speedup from the costs and the acceptance rate so far (see :func:`apbv.speculate.pace.best_window`).
+            speedup from the costs and the acceptance rate so far (see :func:`apbv.speculate.pace.best_windows`).
             With ``"auto"`` a draft host drafts until the target's forward pass ends, where ParallelVLM's Theorem 6
             is largest.
         keep_losing_draft: keep using a draft that costs more time than it saves. Off, the rest of an answer is

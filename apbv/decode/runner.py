@@ -9,7 +9,7 @@ from transformers import DynamicCache
 from ..hosts import HostGroup
 from ..kv.cache import keep_of_last, last_rows, rows_left_out, writing_at
 from ..kv.placement import PlacedKV
-from ..model.attention import ChosenKV, LayerAttention, NewTokenAttention, apbv_attention
+from ..model.attention import LayerAttention, NewTokenAttention, apbv_attention
 from ..model.parts import ModelParts
 from ..transfer import fill, to_device
 from .graphs import MOST_CAPTURED, RecordedSteps, Step, may_record
@@ -49,11 +49,10 @@ class ModelRunner:
         parts: the model.
         cache: of the tokens before; it appends in place.
         hosts: the hosts over which the KV is sharded; None: it is all here.
-        prompt: the KV of a prompt that is not in the cache; None: it is.
     """
 
-    def __init__(self, parts: ModelParts, cache, hosts: HostGroup | None = None, prompt: ChosenKV | None = None):
-        self._parts, self._cache, self._hosts, self._prompt = parts, cache, hosts, prompt
+    def __init__(self, parts: ModelParts, cache, hosts: HostGroup | None = None):
+        self._parts, self._cache, self._hosts = parts, cache, hosts
         self._recorded = RecordedSteps(parts) if may_record(parts, hosts) else None
         self._buffers: list[tuple[Tensor, Tensor]] = []  # of the recorded steps
 
@@ -80,7 +79,7 @@ class ModelRunner:
             return self._run_recorded(ids, positions, visible, last_only)
         parts, device = self._parts, self._parts.device
         there = None if visible is None else to_device(visible, device)
-        attention = NewTokenAttention(parts.backend, there, self._hosts, self._prompt)
+        attention = NewTokenAttention(parts.backend, there, self._hosts)
         ids, positions = to_device(ids, device), to_device(positions, device)
         return forward(parts, ids, positions, self._cache, attention, last_only)
 
@@ -98,7 +97,7 @@ class ModelRunner:
             layer.make_room(count)
         self._buffers = [layer.buffers for layer in layers]
         kind = count, last_only, None if visible is None else visible.shape[1]
-        step = self._recorded.of_kind(kind, lambda: _Step(self._parts, self._cache, self._prompt, kind))
+        step = self._recorded.of_kind(kind, lambda: _Step(self._parts, self._cache, kind))
         step.take(ids, positions, visible, layers[0].keys.shape[2])
         logits = self._recorded.compute(kind)
         for layer in layers:
@@ -109,13 +108,11 @@ class ModelRunner:
 class _Step(Step):
     """Step of one shape: its inputs at fixed addresses, and the forward pass over them."""
 
-    def __init__(
-        self, parts: ModelParts, cache: DynamicCache, prompt: ChosenKV | None, kind: tuple[int, bool, int | None]
-    ):
+    def __init__(self, parts: ModelParts, cache: DynamicCache, kind: tuple[int, bool, int | None]):
         """Allocate the inputs of ``kind``: S, whether only the last logits are wanted, the mask's N."""
         count, self._last_only, num_masked = kind
         super().__init__(parts, count, 2 * count + 1)
-        self._cache, self._prompt = cache, prompt
+        self._cache = cache
         self._positions, self._places, self._num_keys = self._others.split([count, count, 1])
         self._visible = None
         if num_masked is not None:
@@ -141,7 +138,7 @@ class _Step(Step):
         else:
             places = (self._places - self._left_out[:, None]).unbind()
             num_keys = (self._num_keys - self._left_out).int().split(1)
-        attention = NewTokenAttention(self._parts.backend, self._visible, prompt=self._prompt, num_keys=num_keys)
+        attention = NewTokenAttention(self._parts.backend, self._visible, num_keys=num_keys)
         with writing_at(self._cache, places):
             return forward(
                 self._parts, self._ids, self._positions, self._cache, attention, last_only=self._last_only

@@ -242,12 +242,3 @@ def biased(logits: Tensor, bias: Sequence[tuple[int, float]]) -> Tensor:
     columns, values = zip(*bias, strict=True)
     values = to_device(values, logits.device, logits.dtype).expand(len(logits), -1)
     return logits.index_add(1, to_device(columns, logits.device, torch.int64), values)
-
-
-def sample(logits: Tensor, config: SamplingParams, position: int) -> int:
-    """Choose the next token from logits ``[V]``: the most probable one at temperature 0, else a drawn one.
-
-    Raises:
-        NotFiniteError: the logits are NaN or infinite.
-    """
-    return choose_tokens(logits[None], config, [position])[0].read()[0]

@@ -1,6 +1,5 @@
 """Checks of attention backends, and of every operator against fp64."""
 
-import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from importlib.util import find_spec
@@ -36,7 +35,7 @@ _ALLOWED, _ALLOWED_IN_FP32, _ALLOWED_OF_HALF = 4.0, 256.0, 2048.0
 def backend_checks(hosts: HostGroup) -> Iterable[Check]:
     """List the checks of backends, and of the automatic choice."""
     each = [Check(name, partial(back_end, name)) for name in BACKENDS]
-    return [*each, Check("chosen", chosen), Check("a new length", new_length)]
+    return [*each, Check("chosen", chosen)]
 
 
 def operator_checks(hosts: HostGroup) -> Iterable[Check]:
@@ -97,25 +96,6 @@ def chosen(hosts: HostGroup) -> Found:
         name = {2: "flash-attn", 3: "FlashAttention 3", 4: "flash-attn-4"}[better]
         text += f"; {name} is faster on this GPU: install it"
     return text, {"chosen": found}
-
-
-def new_length(hosts: HostGroup) -> Found:
-    """Time every backend's first attention over a length, and its second: some plan each shape anew."""
-    device = hosts.device
-    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    found: dict[str, list[float]] = {}
-    for name in BACKENDS:
-        if obstacle(name, device, dtype)[0] is not None:
-            continue
-        draw, milliseconds = Draw(device, dtype), []
-        for rows in (300, 301, 301):  # the first call ever loads and compiles as well
-            q, pair = draw.queries(rows), draw.kv(rows)
-            began = time.perf_counter()
-            kernels.segmented_attention(q, [pair], _SCALE, causal_last=True, backend=name)[0].sum().item()
-            milliseconds.append(1e3 * (time.perf_counter() - began))
-        found[name] = milliseconds[1:]
-    text = ", ".join(f"{name} {first:.2g} ms, then {then:.2g} ms" for name, (first, then) in found.items())
-    return text, {"milliseconds": found}
 
 
 def compare(operator: str, hosts: HostGroup) -> Found:
@@ -245,16 +225,14 @@ def _merge(draw: Draw) -> list[Case]:
 
 
 def _verify(draw: Draw) -> list[Case]:
-    """Make a token over a part of a buffer, a tree of tokens, and tokens over chosen rows."""
+    """Make a token over a part of a buffer, and a tree of tokens."""
     tree = torch.eye(9, dtype=torch.bool)
     for node in range(1, 9):
         tree[node] |= tree[(node - 1) // 2]
-    kept = torch.stack([torch.arange(start, start + 550, 5) for start in range(_KV_HEADS)])[None]
     num_keys = torch.tensor([555], dtype=torch.int32, device=draw.device)
     return [
         _case(draw.queries(1), *draw.kv(611), _SCALE, num_keys=num_keys),
         _case(draw.queries(9), *draw.kv(555), _SCALE, visible=tree.to(draw.device)),
-        _case(draw.queries(4), *draw.kv(555), _SCALE, kept=kept.to(draw.device)),
     ]
 
 

@@ -4,7 +4,7 @@ Keys and values are ``[B, Hkv, T, D]``, post-RoPE. In a sharded cache each token
 within a host, rows are in token order.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -83,15 +83,6 @@ class GrowingLayer(DynamicLayer):
         """Count ``count`` more rows that were written into the buffers."""
         num_rows, (keys, values) = self.keys.shape[2] + count, self.buffers
         self.keys, self.values = keys[:, :, :num_rows], values[:, :, :num_rows]
-
-
-def empty_cache(like: Iterable[Tensor]) -> DynamicCache:
-    """Return a cache without rows that appends in place; its layers are like these keys, ``[B, Hkv, T, D]``."""
-    cache = DynamicCache()
-    for keys in like:
-        cache.layers.append(GrowingLayer())
-        cache.layers[-1].hold(keys[:, :, :0], keys[:, :, :0])
-    return cache
 
 
 @contextmanager

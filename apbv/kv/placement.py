@@ -145,10 +145,6 @@ class ShardedKV(PlacedKV):
         cache = self.cache.gather(self.hosts, host)
         return None if cache is None else first_tokens(cache, self.num_tokens, DynamicCache())
 
-    @property
-    def whole(self) -> None:
-        return None
-
     def held(self) -> tuple[Sequence[range], Layers] | None:
         spans = self.cache.layout.cache_spans(self.hosts.rank)
         count = sum(map(len, spans))

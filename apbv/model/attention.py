@@ -6,7 +6,6 @@ transformers passes down to every layer. Nothing is therefore global, and no mod
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -92,18 +91,6 @@ def apbv_attention(language_model: PreTrainedModel, implementation: str = _NAME)
         config._attn_implementation = before
 
 
-@dataclass(frozen=True)
-class ChosenKV:
-    """Part of a prompt's KV, read in place and never written: a draft on the target's KV needs no copy.
-
-    Attributes:
-        layers: of each decoder layer the prompt's keys and values, ``[1, Hkv, n, D]``, and which of its tokens a
-            KV head sees, int32 ``[1, Hkv, M]``.
-    """
-
-    layers: Sequence[tuple[Tensor, Tensor, Tensor]]
-
-
 class NewTokenAttention:
     """Attention of new tokens, the last in the cache, to a KV that all of them see.
 
@@ -114,7 +101,6 @@ class NewTokenAttention:
         hosts: the hosts over which the KV is sharded. Host 0's share ends with the new tokens. Every host attends
             with the new queries to its own share; the partial results are gathered and merged in host order (Eq.
             5), so that all hosts continue with the same numbers. None: the KV is all here.
-        prompt: what they see of a prompt that is not in the cache; None: it is.
         num_keys: of every layer int32 ``[1]`` on the device: how many rows of the cache count, where it has room
             after them; see :func:`apbv.kernels.verify_attention`. None: all. Only for a KV that is all here.
     """
@@ -124,25 +110,17 @@ class NewTokenAttention:
         backend: str = "auto",
         visible: Tensor | None = None,
         hosts: HostGroup | None = None,
-        prompt: ChosenKV | None = None,
         num_keys: Sequence[Tensor] | None = None,
     ):
-        self._backend, self._visible, self._hosts, self._prompt = backend, visible, hosts, prompt
-        self._num_keys = num_keys
+        self._backend, self._visible, self._hosts, self._num_keys = backend, visible, hosts, num_keys
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float, layer: int) -> Tensor:
         holds_newest = self._hosts is None or self._hosts.rank == 0
-        visible = self._visible if holds_newest else _nothing_new(q)
+        # Other hosts have none of the new tokens.
+        visible = self._visible if holds_newest else q.new_empty(q.shape[2], 0, dtype=torch.bool)
         num_keys = None if self._num_keys is None else self._num_keys[layer]
-        new = {"visible": visible, "num_keys": num_keys, "backend": self._backend}
-        out, lse = verify_attention(q, k, v, scale, **new)
-        if self._prompt is not None:
-            keys, values, chosen = self._prompt.layers[layer]
-            options = {"visible": _nothing_new(q), "kept": chosen, "backend": self._backend}
-            partials = [verify_attention(q, keys, values, scale, **options), (out, lse)]
-            outs, lses = zip(*partials, strict=True)
-            out, lse = merge_states(outs, lses, out=torch.empty_like(out), backend=self._backend)
-        return out if self._hosts is None else gather_and_merge([(out, lse)], self._hosts, self._backend)()
+        own = verify_attention(q, k, v, scale, visible=visible, num_keys=num_keys, backend=self._backend)
+        return own[0] if self._hosts is None else gather_and_merge([own], self._hosts, self._backend)()
 
 
 class BatchAttention:
@@ -160,11 +138,6 @@ class BatchAttention:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float, layer: int) -> Tensor:
         return batch_decode_attention(q, k, v, self._layers[layer], scale, backend=self._backend)
-
-
-def _nothing_new(q: Tensor) -> Tensor:
-    """Return the mask of queries for whom none of the keys are new, bool ``[S, 0]``."""
-    return q.new_empty(q.shape[2], 0, dtype=torch.bool)
 
 
 def gather_and_merge(

@@ -15,10 +15,10 @@ from ..decode.runner import Decoder
 from ..hosts import HostGroup
 from ..input.model_inputs import ModelInputs
 from ..input.request import Request
-from ..kv.cache import ShardedCache, first_tokens
+from ..kv.cache import first_tokens
 from ..kv.facts import KVFacts, ModelIdentity, StorageError, digest_of_positions, digest_of_tokens, from_json
 from ..kv.offers import Offers
-from ..kv.placement import PlacedKV, ShardedKV
+from ..kv.placement import PlacedKV
 from ..kv.sending import Share
 from ..kv.storage import Manifest, Shard, StoredReduction, StoredVisual, Writer
 from ..kv.ticket import Ticket, new_token, new_transfer
@@ -102,11 +102,6 @@ class PrefillResult:
     def next_position(self) -> int:
         """The rotary position of the first generated token: one past the last prompt token's."""
         return self.inputs.next_position
-
-    @property
-    def shards(self) -> ShardedCache | None:
-        """This host's share of the KV; None if it was gathered on host 0."""
-        return self.kv.cache if isinstance(self.kv, ShardedKV) else None
 
     def to_dynamic_cache(self, host: int = 0) -> DynamicCache | None:
         """The whole KV as a plain transformers cache, in position order, on one host; collective.

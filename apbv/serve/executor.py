@@ -1,17 +1,15 @@
 """Carries out orders: the work of every host for a request, led by host 0."""
 
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext, suppress
-from dataclasses import dataclass
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from threading import Event
 
-from ..decode.answer import NO_TOKEN, finish_reason
-from ..decode.sampling import NotFiniteError, sample
 from ..engine import Engine
 from ..generated import GenerateResult
-from ..hosts import AgreedError, HostError, HostGroup
+from ..hosts import HostError, HostGroup
 from ..input.request import Request
 from ..input.skeleton import Skeleton
 from ..kv.facts import StorageError
@@ -23,7 +21,6 @@ from .decoding import Decoding
 from .links import Link, Links, RemoteOutput
 from .media import PrivateFiles, find_in_folder
 from .order import Order
-from .requests import FinishReason
 
 # Host 0's commands: idle; answer together; prefill, and one host answers; prefill, and another server answers;
 # shut down.
@@ -39,21 +36,6 @@ def num_homes(engine: Engine) -> int:
         return 0
     caches_kv = engine.reuse_config is not None and engine.reuse_config.mode == "kv"  # on the host that decodes
     return 1 if caches_kv else engine.hosts.size
-
-
-@dataclass(frozen=True)
-class HandedOver:
-    """Prefilled prompt whose KV is transferred to another server.
-
-    Attributes:
-        token: the first token of the answer, by the prompt's logits.
-        reason: the finish reason of this part of the answer.
-        ticket: the ticket for fetching the KV.
-    """
-
-    token: int
-    reason: FinishReason
-    ticket: Ticket
 
 
 @dataclass(frozen=True)
@@ -79,7 +61,7 @@ class Executor:
         open_files: OpenFiles,
         asked: Asked = lambda request: request,
         prompt: Skeleton | None = None,
-    ) -> "GenerateResult | Begun | HandedOver | None":
+    ) -> "GenerateResult | Begun | tuple[int, Ticket] | None":
         """Answer an order, prefill it with all KV on its home, or export its KV from the hosts that computed it.
 
         Args:
@@ -89,7 +71,8 @@ class Executor:
             prompt: the part of the question that this host has already read.
 
         Returns:
-            The answer; or what its home goes on with; or the exported prompt, on host 0.
+            The answer; or what its home goes on with; or the answer's first token and the ticket for fetching the
+            KV, on host 0.
 
         Raises:
             RuntimeError: a host has no room for the KV, which is not the request's fault.
@@ -113,9 +96,7 @@ class Executor:
             if not self.is_usable:
                 raise
             raise RuntimeError(f"the KV cannot be offered: {error}") from error
-        if ticket is None:
-            return None
-        return HandedOver(token, finish_reason([token], request.sampling, self.engine.parts.eos_token_ids), ticket)
+        return None if ticket is None else (token, ticket)
 
     @cached_property
     def _handing_over(self) -> Engine:
@@ -127,17 +108,12 @@ class Executor:
         Raises:
             AgreedError: the logits are NaN or infinite; on every host.
         """
-        hosts, sampling, token = state.kv.hosts, request.sampling, NO_TOKEN
+        hosts, chosen = state.kv.hosts, None
         with hosts.local_stage("choosing the first token"):
+            answer = state.begin_answer(self.engine.parts, replace(request, stop=None))
             if hosts.is_leader:
-                hosts.settle()
-                answer = state.begin_answer(self.engine.parts, request)
-                logits = answer.allowed(state.logits, [state.num_tokens])
-                with suppress(NotFiniteError):
-                    token = sample(logits[0], sampling, state.num_tokens)
-        (token,) = hosts.broadcast_ints([token], 1)
-        if token == NO_TOKEN:
-            raise AgreedError("the model gave NaN or infinite logits after the prompt")
+                chosen = answer.pick(answer.logits, answer.next_index).fetch(hosts.wait_for_device)
+        token, _ = answer.agree(chosen)
         return token
 
     @property

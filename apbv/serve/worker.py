@@ -9,7 +9,9 @@ from pathlib import Path
 
 import torch
 
+from ..decode.answer import finish_reason
 from ..hosts import AgreedError, HostError
+from ..kv.ticket import Ticket
 from ..prefilling.cancelling import RequestCancelled
 from .decoding import Decoding
 from .executor import (
@@ -19,7 +21,6 @@ from .executor import (
     PREFILL,
     WAIT,
     Executor,
-    HandedOver,
     exchange_commands,
     require_decoding,
 )
@@ -212,17 +213,17 @@ class Worker:
 
         done = executor.carry_out(command, order, open_files, telling.asked, job.read.prompt)
         if command == HAND_OVER:
-            self._hand_over(job, done, telling, output)
+            self._hand_over(job, *done, telling, output)
         elif command == ANSWER:
             telling.finish(done.token_ids, done.finish_reason, done.stats["speculation"])
         elif order.home == 0:
             self._decoding.add(output, order, done)
         return command == PREFILL
 
-    def _hand_over(self, job: Job, handed: HandedOver, telling: Telling, output: JobOutput) -> None:
+    def _hand_over(self, job: Job, token: int, ticket: Ticket, telling: Telling, output: JobOutput) -> None:
         """Send a client its KV ticket, or drop the KV if the client has disconnected."""
-        ticket = handed.ticket
         self._scheduler.hold_offer(ticket.transfer, ticket.num_bytes)
         job.record.transfer, output.kv_params = ticket.transfer, ticket.to_params()
-        if not telling.finish([handed.token], handed.reason):
+        reason = finish_reason([token], job.read.order.sampling, self._executor.engine.parts.eos_token_ids)
+        if not telling.finish([token], reason):
             self._executor.offers.drop(ticket.transfer)

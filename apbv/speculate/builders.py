@@ -7,9 +7,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..kernels.backends import choose
-from ..kv.cache import empty_cache
-from ..model.attention import ChosenKV
 from ..model.parts import some_layers
 from ..prefilling.encode import encode_visual
 from ..prefilling.reduction.choosing import keep_best, keep_even
@@ -139,26 +136,7 @@ def _own_kv_drafter(task: DraftTask, visual: list[Tensor]) -> Drafter | None:
     visual_tokens, text = task.is_visual.nonzero().flatten(), (~task.is_visual).nonzero().flatten()
     text = text.expand(task.target.num_kv_heads, -1)
     selected = [torch.cat([text, visual_tokens[chosen]], dim=1).sort(dim=1).values for chosen in visual]
-    in_place = _kv_in_place(task, selected)
-    if in_place is None:
-        return task.drafter(task.target, task.state.kv.select(selected))
-    return task.drafter(task.target, empty_cache(keys for keys, _, _ in in_place.layers), in_place)
-
-
-def _kv_in_place(task: DraftTask, selected: list[Tensor]) -> ChosenKV | None:
-    """Return the selected tokens' KV without a copy, on host 0; None if a copy is needed, or costs less."""
-    cache = task.state.kv.whole
-    if cache is None or task.drafts_tree:
-        return None
-    # Only the Triton kernel reads scattered rows. Torch would gather them again for every token, which costs more
-    # than one copy.
-    if choose(task.target.backend, cache.layers[0].keys) != "triton":
-        return None
-    layers = [
-        (layer.keys, layer.values, rows.to(layer.keys.device, torch.int32)[None])
-        for layer, rows in zip(cache.layers, selected, strict=True)
-    ]
-    return ChosenKV(layers)
+    return task.drafter(task.target, task.state.kv.select(selected))
 
 
 def draft_by_first_layers(task: DraftTask) -> Draft:

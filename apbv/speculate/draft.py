@@ -13,7 +13,6 @@ from ..hosts import Exchange, HostGroup
 from ..input.audio import AudioInput
 from ..input.model_inputs import ModelInputs
 from ..input.visual import VisualInput
-from ..model.attention import ChosenKV
 from ..model.parts import ModelParts
 from ..prefilling.encode_audio import encode_audio
 from ..prefilling.exchange import LocalVisual
@@ -160,14 +159,10 @@ class DraftTask:
             wanted = count - (self.inputs.num_tokens - num_visual)
         return min(num_visual, max(1, wanted))
 
-    def drafter(
-        self, parts: ModelParts, cache, prompt_kv: ChosenKV | None = None, next_position: int | None = None
-    ) -> Drafter | None:
+    def drafter(self, parts: ModelParts, cache, next_position: int | None = None) -> Drafter | None:
         """Return a drafter that continues from a cache; None if there is no cache.
 
         Args:
-            prompt_kv: see :class:`ModelDrafter`; for chains only, and without ``leave_last``: a draft host has
-                none of the target's KV.
             next_position: rotary position after the prompt; the target's by default.
         """
         if cache is None:
@@ -177,8 +172,7 @@ class DraftTask:
             cache.crop(-num_left_out)
         position = self.inputs.next_position if next_position is None else next_position
         position, length = position - num_left_out, self.inputs.num_tokens - num_left_out
-        settings = self.sampling, self.vocab_size, prompt_kv, self.drafts_tree
-        return ModelDrafter(parts, cache, position, length, *settings)
+        return ModelDrafter(parts, cache, position, length, self.sampling, self.vocab_size, self.drafts_tree)
 
 
 @dataclass(frozen=True)

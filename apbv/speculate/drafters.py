@@ -17,7 +17,6 @@ from ..decode.runner import ModelRunner
 from ..decode.sampling import PURPOSE_DRAFT, Choice, choose_tokens
 from ..kv.cache import GrowingLayer, appending_in_place, keep_of_last, replace_last
 from ..kv.select import select_kv
-from ..model.attention import ChosenKV
 from ..model.parts import ModelParts
 from ..transfer import to_device
 from .tree import Tree
@@ -79,7 +78,7 @@ class ModelDrafter(Drafter):
     """Drafts with a language model, on its own KV of the prompt.
 
     In a chain every token is drawn as the answer's are. In another tree the children of a node are its most
-    probable next tokens. A batch of answers takes the model and :meth:`layers`, and drafts itself.
+    probable next tokens. A batch of answers takes the model and :attr:`layers`, and drafts itself.
 
     Attributes:
         parts, position, vocab_size: as below; the position is that of the first new token.
@@ -95,7 +94,6 @@ class ModelDrafter(Drafter):
         config: how tokens are drawn.
         vocab_size: only tokens below it are drafted: the target has no others. The draft reads the target's tokens
             beyond its own vocabulary as token 0, which can cost acceptance, but keeps decoding lossless.
-        prompt_kv: the KV of a prompt that is not in the cache, which then starts empty; None if it is.
         drafts_trees: whether trees are drafted, level by level, and not chains.
     """
 
@@ -107,11 +105,9 @@ class ModelDrafter(Drafter):
         prompt_len: int,
         config: SamplingParams,
         vocab_size: int,
-        prompt_kv: ChosenKV | None = None,
         drafts_trees: bool = False,
     ):
-        self.parts, self.position = parts, next_position
-        self._prompt_kv, self._drafts_trees = prompt_kv, drafts_trees
+        self.parts, self.position, self._drafts_trees = parts, next_position, drafts_trees
         self._continue(cache)
         self._prompt_len, self._config, self.vocab_size = prompt_len, config, vocab_size
         self._cached: list[int] = []  # the new tokens whose KV the cache holds, of a tree up to its root
@@ -174,32 +170,20 @@ class ModelDrafter(Drafter):
             yield missing[0], None if row is None else row[0]
 
     def prune_prompt(self, rows: Tensor) -> None:
-        """Drop all of the prompt's KV but these rows, ``[T]`` ascending; the new tokens' KV stays.
-
-        Raises:
-            ValueError: the prompt is not in the cache.
-        """
-        if self._prompt_kv is not None:
-            raise ValueError("this drafter's cache does not hold the prompt, so that its KV cannot be pruned")
+        """Drop all of the prompt's KV but these rows, ``[T]`` ascending; the new tokens' KV stays."""
         length, heads = self._cache.get_seq_length(), self._cache.layers[0].keys.shape[1]
         rows = torch.cat([rows, torch.arange(length - self._num_cached, length)])
         self._continue(select_kv(self._cache, [rows.expand(heads, -1)] * len(self._cache.layers)))
 
+    @property
     def layers(self) -> list[GrowingLayer]:
-        """Return the KV of the prompt, to which a batch appends; a copy of one that is not in the cache."""
-        if self._prompt_kv is None:
-            return self._cache.layers
-        layers = []
-        for keys, values, rows in self._prompt_kv.layers:
-            places = rows.long()[..., None].expand(-1, -1, -1, keys.shape[3])
-            layers.append(GrowingLayer())
-            layers[-1].hold(keys.gather(2, places), values.gather(2, places))
-        return layers
+        """The KV of the prompt, to which a batch appends."""
+        return self._cache.layers
 
     def _continue(self, cache: DynamicCache) -> None:
         """Go on with this cache."""
         self._cache = appending_in_place(cache)
-        self._runner = ModelRunner(self.parts, self._cache, prompt=self._prompt_kv)
+        self._runner = ModelRunner(self.parts, self._cache)
 
     def _next(self, missing: Sequence[int] | Tensor) -> tuple[Choice, Tensor | None]:
         """Run tokens that the cache lacks, and choose the next one; see :func:`choose_tokens`."""

@@ -18,6 +18,7 @@ from ..decode.sampling import PURPOSE_DRAFT, Choice, choose_tokens, most_probabl
 from ..input.model_inputs import ModelInputs
 from ..model.attention import apbv_attention
 from ..model.parts import ModelParts
+from ..prefilling.reduction.choosing import means_of_groups
 from ..prefilling.reduction.frames import frame_shape
 from ..transfer import to_device
 from .draft import DraftTask, prefill_draft, run_prompt
@@ -90,7 +91,9 @@ def read_contexts(task: DraftTask, kept_visual: Tensor, rows: Tensor | None) -> 
         if letter in "MP":
             if letter == "P":
                 cells, piece = pooling_cells(parts, inputs), inputs.visual.pieces[hosts.rank]
-                pooled = pool_rows(rows, cells[piece.start : piece.stop] - piece.start)
+                # This pools the projector's output, where the paper pools its input: only the output is accessible
+                # in unmodified models of every family.
+                pooled = means_of_groups(rows, cells[piece.start : piece.stop] - piece.start, len(rows))
                 cache = prefill_draft(parts, inputs, cells.unique(), hosts, pooled)
             else:
                 cache = prefill_draft(parts, inputs, kept_visual, hosts, rows)
@@ -142,25 +145,6 @@ def pooling_cells(parts: ModelParts, inputs: ModelInputs) -> Tensor:
         for start in range(rows.start, rows.stop - item.num_ending_rows, len(frame)):
             cells[start : start + len(frame)] = start + frame
     return cells
-
-
-def pool_rows(rows: Tensor, cells: Tensor) -> Tensor:
-    """Average every cell in the row of its top left token; cells at an edge have fewer tokens.
-
-    This pools the projector's output, where the paper pools its input: only the output is accessible in unmodified
-    models of every family.
-
-    Args:
-        rows: ``[rows, d]`` of whole frames.
-        cells: ``[rows]``, the row of each row's top left token.
-
-    Returns:
-        ``[rows, d]``; rows that are not a cell's top left one are zero.
-    """
-    cells = cells.to(rows.device)
-    total = rows.new_zeros(rows.shape, dtype=torch.promote_types(rows.dtype, torch.float32))
-    total.index_add_(0, cells, rows.to(total.dtype))
-    return (total / cells.bincount(minlength=len(rows)).clamp(min=1)[:, None]).to(rows.dtype)
 
 
 def stack_left_padded(caches: Sequence[DynamicCache]) -> DynamicCache:

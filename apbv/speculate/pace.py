@@ -13,38 +13,33 @@ from ..stats import Recorder
 FIRST_AUTO_DRAFT_TOKENS = 4  # the window before anything is measured
 TRIAL_PASSES = 8  # the loss, in forward passes of the target, at which a draft is switched off
 _FEWEST_PLAIN_PASSES = 3  # passes without a window that are measured before a draft is judged
-_MEMORY = 0.95  # the weight of a round's acceptance and costs decays by this factor per round
+_MEMORY = 0.95  # the weight of a round's acceptance decays by this factor per round
 _LONGEST_ROUND = 3.0  # in medians: a longer round was delayed by something else
 _SHORTEST_SECONDS = 1e-9  # a clock may be coarse
 
 
-def best_window(cost_ratio: float, acceptance: float, most: int) -> int:
-    """Return the γ in 1 .. ``most`` of the highest expected speedup; of equal ones the smallest.
+def best_windows(rates: Sequence[float], size: int, seconds: float, cost: float, most: int) -> list[int]:
+    """Return the windows γ of the highest goodput, expected tokens per second of a round (SmartSpec, Liu et al.).
 
-    TABED's Eq. 1 with ParallelVLM's Lemma 1 (truncated geometric) for the tokens of a round.
-
-    Args:
-        cost_ratio: c, the seconds of a pass of the target over those that one more drafted token costs.
-        acceptance: τ, the probability that a drafted token is accepted if all before it are.
-    """
-
-    def speedup(gamma: int) -> float:
-        sure = acceptance == 1
-        accepted = gamma if sure else acceptance * (1 - acceptance**gamma) / (1 - acceptance)
-        return (1 + accepted) / (gamma / cost_ratio + 1)
-
-    return max(range(1, most + 1), key=speedup)
-
-
-def passes_lost(seconds: float, num_tokens: int, pass_seconds: float) -> float:
-    """Return the loss from drafting, in single-token forward passes of the target; negative for a gain.
+    By Leviathan et al.'s Eq. 1 for the tokens, they maximise (R + Σ_i Σ_{g <= γ_i} α_i^g) / (T + c Σ_i γ_i). For
+    one answer that is TABED's Eq. 1 with ParallelVLM's Lemma 1.
 
     Args:
-        seconds: the seconds of drafting and verifying.
-        num_tokens: the tokens that came of it; the target alone takes one pass for each.
-        pass_seconds: the seconds of one such pass.
+        rates: α of each answer that has a draft: the probability that a token is accepted if all before it are.
+        size: R, how many answers get tokens, with those that have none.
+        seconds: T, of a round without drafted tokens.
+        cost: c, the seconds that each drafted token adds.
+        most: the longest window.
     """
-    return seconds / max(pass_seconds, _SHORTEST_SECONDS) - num_tokens
+    tokens, windows = float(size), [0] * len(rates)
+    gains = [(rate**level, place) for place, rate in enumerate(rates) for level in range(1, most + 1)]
+    # The likeliest tokens first: one more raises the goodput as long as α^g / c is higher than that is.
+    for gain, place in sorted(gains, reverse=True):
+        if gain * seconds <= tokens * cost:
+            break
+        tokens, seconds = tokens + gain, seconds + cost
+        windows[place] += 1
+    return windows
 
 
 @dataclass
@@ -72,7 +67,7 @@ class Pace:
     returns 0 to measure one: such a pass costs no more than decoding without a draft.
 
     Args:
-        num_draft_tokens: γ, or ``"auto"``: the best one by :func:`best_window`.
+        num_draft_tokens: γ, or ``"auto"``: the best one by :func:`best_windows`.
         keep_losing_draft: whether a draft is never judged; then :meth:`is_losing` is always false.
     """
 
@@ -81,10 +76,9 @@ class Pace:
         self.most = longest_window(num_draft_tokens)
         self._num_rounds, self._spent, self._num_tokens = 0, 0.0, 0
         self._plain: deque[float] = deque(maxlen=9)  # seconds of the target's latest passes over one token
-        self._rounds: deque[float] = deque(maxlen=64)  # seconds of the latest rounds with a window
-        # Decaying sums over the rounds with a window: their number, seconds and tokens.
-        self._windows = self._draft_seconds = self._verify_seconds = 0.0
-        self._drafted, self._acceptance = 0.0, Acceptance()
+        # Of the latest rounds with a window: seconds of drafting and of verifying, and drafted tokens.
+        self._rounds: deque[tuple[float, float, int]] = deque(maxlen=32)
+        self._acceptance = Acceptance()
 
     def next_window(self) -> int:
         """Return the number of tokens, or levels of a tree, to draft next; 0 for a pass without a draft."""
@@ -92,14 +86,13 @@ class Pace:
             return 0
         if self._wanted != "auto":
             return self._wanted
-        if not self._drafted:
+        if not self._rounds:
             return FIRST_AUTO_DRAFT_TOKENS
-        verify = self._verify_seconds / self._windows
+        draft, verify, drafted = (sum(each) / len(self._rounds) for each in zip(*self._rounds, strict=True))
         plain = min(median(self._plain), verify) if self._plain else verify
         # The seconds that a longer window adds to the target's pass are part of a drafted token's cost.
-        per_token = (self._draft_seconds + self._verify_seconds - self._windows * plain) / self._drafted
-        cost_ratio = max(plain, _SHORTEST_SECONDS) / max(per_token, _SHORTEST_SECONDS)
-        return best_window(cost_ratio, self._acceptance.rate, self.most)
+        cost = max((draft + verify - plain) / drafted, _SHORTEST_SECONDS)
+        return max(1, *best_windows([self._acceptance.rate], 1, max(plain, _SHORTEST_SECONDS), cost, self.most))
 
     def learn(self, num_drafted: int, num_accepted: int, num_new: int, draft: float, verify: float) -> None:
         """Learn from a round.
@@ -115,14 +108,12 @@ class Pace:
             self._plain.append(verify)
             self._spent += draft
             return
-        self._rounds.append(draft + verify)
+        self._rounds.append((draft, verify, num_drafted))
         if self._num_rounds > 1:  # the first one is slow everywhere
-            self._spent += min(draft + verify, _LONGEST_ROUND * median(self._rounds))
+            usual = median(drafting + verifying for drafting, verifying, _ in self._rounds)
+            self._spent += min(draft + verify, _LONGEST_ROUND * usual)
             self._num_tokens += num_new
         self._acceptance.learn(num_drafted, num_accepted)
-        sums = (self._windows, self._draft_seconds, self._verify_seconds, self._drafted)
-        sums = [_MEMORY * old + new for old, new in zip(sums, (1, draft, verify, num_drafted), strict=True)]
-        self._windows, self._draft_seconds, self._verify_seconds, self._drafted = sums
 
     def is_losing(self) -> bool:
         """Return whether drafting has cost more than it has saved by :data:`TRIAL_PASSES` passes of the target."""
@@ -130,7 +121,10 @@ class Pace:
         return not self._keeps_losing_draft and has_plain_passes and self._seems_losing()
 
     def _seems_losing(self) -> bool:
-        return bool(self._plain) and passes_lost(self._spent, self._num_tokens, median(self._plain)) > TRIAL_PASSES
+        if not self._plain:
+            return False
+        alone = self._num_tokens + TRIAL_PASSES  # passes that the target alone may take
+        return self._spent > alone * max(median(self._plain), _SHORTEST_SECONDS)
 
     def _wants_plain_pass(self) -> bool:
         """Return whether to run a pass without a draft: after 2, 8, 32, … rounds, or if the draft may lose."""
@@ -168,18 +162,9 @@ class BatchPace:
             return [min(most, FIRST_AUTO_DRAFT_TOKENS) if self._wanted == "auto" else most] * len(rates)
         if len(plain) <= len(costs) // 32:
             return nothing
-        # The windows of the highest goodput (SmartSpec, Liu et al., 2024): with T seconds for a round of R answers
-        # without drafted tokens, c more for each of these, and Leviathan et al.'s Eq. 1 for the tokens, they
-        # maximise (R + Σ_i Σ_{g <= γ_i} α_i^g) / (T + c Σ_i γ_i). The likeliest tokens are taken first: one more
-        # raises it as long as α_i^g / c is higher than it is.
-        seconds, tokens, windows = median(plain), float(size), list(nothing)
+        seconds = median(plain)
         cost = max(median((spent - seconds) / count for spent, count in costs), _SHORTEST_SECONDS)
-        gains = [(rate**level, place) for place, rate in enumerate(rates) for level in range(1, most + 1)]
-        for gain, place in sorted(gains, reverse=True):
-            if gain * seconds <= tokens * cost:
-                break
-            tokens, seconds = tokens + gain, seconds + cost
-            windows[place] += 1
+        windows = best_windows(rates, size, seconds, cost, most)
         if any(windows):
             return windows
         if self._keeps_losing_draft:

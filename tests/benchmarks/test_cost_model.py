@@ -41,7 +41,7 @@ def prefill_job(hosts: HostGroup, options: dict, dtype: torch.dtype):
     for name, counts in counter.get_flop_counts().items():
         flops[name.split(".")[-1]] += sum(counts.values())
     flops["attention"] = counter.flop_counts["Global"][FLASH]
-    kept = sum(layer.keys.nbytes + layer.values.nbytes for layer in state.shards.layers)
+    kept = sum(layer.keys.nbytes + layer.values.nbytes for layer in state.kv.cache.layers)
     return flops, model.config, state.layout, state.timer.comm_bytes, kept
 
 

@@ -16,11 +16,15 @@ from apbv.decode.sampling import (
     NotFiniteError,
     biased,
     choose_each,
+    choose_tokens,
     penalised,
     probabilities,
-    sample,
     uniform,
 )
+
+
+def sample(logits, config, position):
+    return choose_tokens(logits[None], config, [position])[0].read()[0]
 
 
 def random_logits(seed, size, spread=2.0):

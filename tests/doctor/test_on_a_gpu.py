@@ -1,7 +1,5 @@
 """The doctor on a GPU that is not there: its checks ask nothing of a GPU that one refuses."""
 
-import re
-
 import pytest
 import torch
 
@@ -35,5 +33,3 @@ def test_one_gpu(monkeypatch):
     assert found["flash_attn"] == ("skipped", "it is not installed")
     assert "triton 0." in found["verify_attention"][1]
     assert "FlashAttention 3 is faster on this GPU" in found["chosen"][1]
-    timed = re.findall(r"(\w+) \S+ ms, then \S+ ms", found["a new length"][1])
-    assert timed == ["torch", "cudnn"], "the interpreter has no bfloat16"

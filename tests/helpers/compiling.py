@@ -71,7 +71,7 @@ def cases() -> Iterator[tuple[int, str, Callable]]:
     yield 90, "many prompts", many_prompts
     yield 80, "prefill", CALLS["prefill"]
     yield 89, "fp32, D=256", partial(prefill, 256, torch.float32)
-    yield 89, "tree, kept keys, D=256", partial(verify, 256, 26, tree=True, kept=True)
+    yield 89, "tree, D=256", partial(verify, 256, 26, tree=True)
     yield 100, "prefill", CALLS["prefill"]
     yield 120, "listed blocks, D=256", partial(block_sparse, 256)
 

@@ -40,7 +40,7 @@ def decoders(model, hosts: HostGroup, batch: dict, query_start, kv: str):
     config = PrefillConfig(kv=kv, passing_len=UNCOMPRESSED, on_single_host=True)
     state = prefill(model, inputs, hosts=hosts, config=config)
     decoder = Decoder(parts, state.kv, state.next_position)
-    return decoder, state, lambda: state.shards.gather(hosts) if kv == "sharded" else state.kv.cache
+    return decoder, state, lambda: state.kv.cache.gather(hosts) if kv == "sharded" else state.kv.cache
 
 
 class ScriptedTree(ScriptedDrafter):

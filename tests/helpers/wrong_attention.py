@@ -37,7 +37,7 @@ def last_key_unseen(q, k, v, scale, causal):
 
 
 def whole_lse(q, k, v, scale, causal):
-    """In the shape that torch's own function for cuDNN has."""
+    """With a dimension more, as some libraries return it."""
     out, lse = by_definition(q, k, v, scale, causal)
     return out, lse[..., None]
 

@@ -38,9 +38,9 @@ def make_inputs(queries=5, keys=9, *, group=2, dtype=torch.float32):
 
 def test_the_argument_goes_before_the_environment(monkeypatch):
     monkeypatch.delenv(ENVIRONMENT_VARIABLE, raising=False)
-    assert requested() == "auto" and requested("cudnn") == "cudnn"
-    monkeypatch.setenv(ENVIRONMENT_VARIABLE, "reference")
-    assert requested() == "reference" and requested("torch") == "torch"
+    assert requested() == "auto" and requested("flash_attn") == "flash_attn"
+    monkeypatch.setenv(ENVIRONMENT_VARIABLE, "triton")
+    assert requested() == "triton" and requested("torch") == "torch"
     monkeypatch.setenv(ENVIRONMENT_VARIABLE, "fast")
     q, k, v = make_inputs()
     with pytest.raises(BackendError, match=r"backend must be one of auto, torch, .*, not 'cuda'"):
@@ -76,11 +76,10 @@ def test_what_the_documentation_rules_out():
     why_not = libraries.why_not_library
     assert "float64" in why_not("torch", (9, 0), torch.float64, 64)
     assert "8.0, and this one has 7.5" in why_not("flash_attn", (7, 5), torch.float16, 64)
-    assert "up to 128" in why_not("cudnn", (8, 0), torch.float16, 256)
     assert "multiples of 8" in why_not("flash_attn", (9, 0), torch.float16, 100)
     assert "up to 128" in why_not("flash_attn", (10, 0), torch.bfloat16, 192)
     assert not why_not("flash_attn", (9, 0), torch.bfloat16, 256)
-    assert not why_not("cudnn", (8, 0), torch.bfloat16, 80)
+    assert not why_not("torch", (8, 0), torch.bfloat16, 80)
 
 
 # --- what the probe sees ---
@@ -132,14 +131,15 @@ def hopper(monkeypatch):
 
 
 def test_the_first_that_works_is_chosen(hopper):
-    hopper.kernels.update(flash_attn=base_2, cudnn=base_2, torch=by_definition)
+    hopper.kernels.update(flash_attn=base_2, torch=by_definition)
     assert hopper.choose()[0] == "torch"
-    with pytest.raises(BackendError, match=r"the cudnn backend cannot be used: .* off by"):
-        hopper.choose("cudnn")
-    hopper.kernels["cudnn"] = by_definition
-    assert hopper.choose("cudnn")[0] == "cudnn" and hopper.choose()[0] == "torch"
+    with pytest.raises(BackendError, match=r"the flash_attn backend cannot be used: .* off by"):
+        hopper.choose("flash_attn")
     hopper.kernels["flash_attn"] = by_definition
-    assert hopper.choose()[0] == "flash_attn" and hopper.choose(queries=1)[0] == "triton"
+    assert (
+        hopper.choose("flash_attn")[0] == hopper.choose()[0] == "flash_attn"
+        and hopper.choose(queries=1)[0] == "triton"
+    )
     assert hopper.choose(dtype=torch.float32)[0] == "triton" and hopper.choose(dtype=torch.float64)[0] == "torch"
     hopper.triton_fails[0] = "there is no C compiler"
     assert hopper.choose(queries=1)[0] == "flash_attn" and hopper.choose(dtype=torch.float32)[0] == "torch"
@@ -147,18 +147,9 @@ def test_the_first_that_works_is_chosen(hopper):
         hopper.choose("triton")
 
 
-def test_keys_are_repeated_only_for_a_kernel_that_needs_it(hopper):
-    def without_groups(q, k, v, scale, causal):
-        assert q.shape[1] == k.shape[1], "as many KV heads as query heads"
-        return by_definition(q, k, v, scale, causal)
-
+def test_torch_computes_by_definition_what_its_flash_kernel_cannot(hopper):
     hopper.kernels["torch"] = by_definition
     assert hopper.choose()[1] is by_definition
-    hopper.kernels["torch"] = without_groups
-    chosen, attend = hopper.choose()
-    assert chosen == "triton" and attend is not without_groups
-    states = make_inputs()
-    assert all(map(torch.equal, attend(*states, 0.25, False), by_definition(*states, 0.25, False)))
     hopper.kernels["torch"] = raising
     assert hopper.choose()[1] is attend_natively
 

@@ -70,7 +70,7 @@ def test_a_table_may_have_more_rows_than_there_are_sequences(counts):
     rows = sum(counts or [1, 1])
     q, k, v, buffers = make([40, 300, 0, 7], counts=counts and [*counts, 1, 1])
     there = SequenceBuffers(buffers.keys[:2], buffers.values[:2], buffers.lengths[:2], counts)
-    exact = batch_decode_attention(*(x[:, :, :rows] for x in (q, k, v)), copy(there), 0.1, backend="reference")
+    exact = reference.batch_decode_attention(*(x[:, :, :rows] for x in (q, k, v)), copy(there), 0.1)
     q[:, :, rows:], k[:, :, rows:] = math.nan, math.nan
     out = batch_decode_attention(q, k, v, table_of(there, 4), 0.1, backend="triton")
     assert_out_close(out[:, :, :rows], exact.double(), OUT_TOLERANCE[q.dtype])
@@ -84,7 +84,7 @@ def test_a_table_may_have_more_rows_than_there_are_sequences(counts):
 
 def test_a_sequence_with_nan_is_alone_with_it():
     q, k, v, buffers = make([40, 300, 7])
-    exact = batch_decode_attention(q, k, v, copy(buffers), 0.1, backend="reference")
+    exact = reference.batch_decode_attention(q, k, v, copy(buffers), 0.1)
     for broken in (buffers.values[1][:, :, 11], k[:, :, 0]):
         broken[:] = math.nan
     for backend in ("torch", "triton"):

@@ -47,8 +47,7 @@ def attend_masked(guard):
     for queries in (1, 33):  # times 3 heads in a group: they fill no tile
         q, k, v = (guard(torch.randn(1, heads, rows, 40)) for heads, rows in ((3, queries), (1, 70), (1, 70)))
         visible = guard(torch.ones(queries, 33, dtype=torch.bool))
-        kept = guard(torch.arange(0, 37, 2).expand(1, 1, -1))
-        verify_attention(q, k, v, 0.1, visible=visible, kept=kept, backend="triton")
+        verify_attention(q, k, v, 0.1, visible=visible, backend="triton")
 
 
 def merge(guard):

@@ -1,4 +1,4 @@
-"""Attention of a few new tokens under a mask, and of all or chosen keys, by every back end."""
+"""Attention of a few new tokens under a mask, by every back end."""
 
 import math
 
@@ -9,8 +9,6 @@ from apbv.kernels import reference, verify_attention
 
 from attention_cases import (
     BACKENDS,
-    BATCH,
-    KV_HEADS,
     assert_attention,
     make_inputs,
     nan_where_unwritten,  # noqa: F401  (a fixture)
@@ -23,12 +21,6 @@ from pairs import each_choice
 pytestmark = pytest.mark.usefixtures("nan_where_unwritten")
 
 
-def random_rows(rows, count, dtype):
-    generator = torch.Generator().manual_seed(0)
-    order = torch.stack([torch.randperm(rows, generator=generator) for _ in range(KV_HEADS)])
-    return order[:, :count].expand(BATCH, -1, -1).to(DEVICE, dtype)
-
-
 def given_mask(queries, num_masked):
     """Whose numbers are side by side along the queries."""
     generator = torch.Generator().manual_seed(1)
@@ -39,9 +31,8 @@ def given_mask(queries, num_masked):
     way=[("torch", torch.float32), *(("triton", dtype) for dtype in TRITON_DTYPES), ("torch", torch.float64)],
     shape=[(1, 129), (5, 5), (1, 1), (26, 129), (6, 63), (1, 2100), (16, 300)],  # queries, keys
     mask=["tree", "none", "some see nothing", "chain", "tree"],
-    share=[0.5, None, 1.0, 0, 0.5, 1.0, None, 0.5, 0, None],  # of the past that are kept
 )
-def test_new_tokens_see_what_the_mask_and_the_list_let_them(way, shape, mask, share):
+def test_new_tokens_see_what_the_mask_lets_them(way, shape, mask):
     (backend, dtype), (queries, keys) = way, shape
     q, [(k, v)] = make_inputs(queries, [keys], dtype=dtype, group=7 if queries < 6 else 4)
     num_masked = {"chain": queries, "none": 0}.get(mask, min(keys, queries + 3))
@@ -49,16 +40,7 @@ def test_new_tokens_see_what_the_mask_and_the_list_let_them(way, shape, mask, sh
     if mask != "chain":
         options["visible"] = given_mask(queries, num_masked)
         options["visible"][: mask == "some see nothing"] = False
-    if share is not None:
-        past = keys - num_masked
-        options["kept"] = random_rows(past, int(share * past), torch.int32 if queries % 2 else torch.long)
     exact = reference.verify_attention(q.double(), k.double(), v.double(), 80**-0.5, **options)
-    if share is not None:  # what is not kept is not read
-        unseen = torch.ones(BATCH, KV_HEADS, past, 1, device=DEVICE).scatter(
-            2, options["kept"].long()[..., None], 0
-        )
-        k[:, :, :past].masked_fill_(unseen.bool(), math.nan)
-        v[:, :, :past].masked_fill_(unseen.bool(), math.nan)
     result = verify_attention(q, sliced_rows(k), transposed(v), 80**-0.5, **options, backend=backend)
     assert result[0].dtype == dtype
     assert_attention(result, exact, dtype)
@@ -68,17 +50,13 @@ def test_new_tokens_see_what_the_mask_and_the_list_let_them(way, shape, mask, sh
     mask=["chain", "tree", "none"],
     backend=BACKENDS,
     shape=[(1, (1, 2, 129, 1500)), (5, (8, 70, 1499))],
-    is_kept=[False, True],
 )
-def test_a_length_in_memory(mask, backend, shape, is_kept):
+def test_a_length_in_memory(mask, backend, shape):
     """One launch serves all lengths of a buffer, behind whose keys there is anything, NaN included."""
     queries, lengths = shape
     q, [(k, v)] = make_inputs(queries, [1500], dtype=torch.float32, dim=64)
     num_masked = {"chain": queries, "none": 0}.get(mask, queries + 3 if queries > 1 else 1)
     options = {} if mask == "chain" else {"visible": given_mask(queries, num_masked)}
-    if is_kept:
-        shortest = lengths[0] - num_masked
-        options["kept"] = random_rows(shortest, shortest, torch.int32)
     for length in lengths:
         mine = (states[:, :, :length] for states in (k, v))
         exact = reference.verify_attention(*(x.double() for x in (q, *mine)), 0.1, **options)

@@ -8,7 +8,7 @@ from late_oracle import full_attention, run_reduced
 
 from apbv import HostGroup, SamplingParams
 from apbv.config import ReduceConfig
-from apbv.prefilling.reduction import attention, sparsevlm
+from apbv.prefilling.reduction import attention, choosing
 
 import families
 from answers import plain_tokens
@@ -93,7 +93,7 @@ def test_every_method_equals_the_dense_definition(pool, name, num_hosts, setting
 @pytest.mark.parametrize("name", ["fastv", "sparsevlm", "hippo_attention"])
 def test_attention_is_the_same_however_few_scores_are_in_memory(monkeypatch, name):
     monkeypatch.setattr(attention, "MOST_SCORES", 300)
-    monkeypatch.setattr(sparsevlm, "_MOST_DISTANCES", 20)
+    monkeypatch.setattr(choosing, "MOST_DISTANCES", 20)
     layer, drops = STEPS[name]
     reduce = {"method": name, "ratio": 0.4, "layer": layer}
     result = reduced_job(HostGroup.single("cpu"), QWEN, reduce, {"passing_len": UNCOMPRESSED})

@@ -41,7 +41,7 @@ def kept_job(hosts: HostGroup, config: PrefillConfig) -> tuple[int, int]:
     batch, model = video_batch("qwen2_5_vl", FRAMES, 60 * "q"), families.build_model("qwen2_5_vl", layers=LAYERS)
     state = prefill(model, batch, hosts=hosts, config=config)
     gone = state.reduction.num_before - state.reduction.num_after
-    kept = sum(layer.keys.nbytes + layer.values.nbytes for layer in state.shards.layers)
+    kept = sum(layer.keys.nbytes + layer.values.nbytes for layer in state.kv.cache.layers)
     return batch["input_ids"].shape[1] - gone, kept
 
 
@@ -61,7 +61,7 @@ def test_the_unreduced_prompt_is_an_upper_bound(monkeypatch, name, num_hosts):
 
     def job(hosts: HostGroup):
         parts = inspect_model(share_weights(families.build_model("qwen2_5_vl", layers=LAYERS)))
-        layout = prefill(parts, batch, hosts=hosts, config=config).shards.layouts[0]
+        layout = prefill(parts, batch, hosts=hosts, config=config).kv.cache.layouts[0]
         options = {"itemsize": parts.dtype.itemsize, "device": parts.device, "certain_depth": 2}
         return counted.peak, host_memory(parts.sizes, layout, hosts.rank, "sharded", **options)
 

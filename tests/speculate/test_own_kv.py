@@ -1,54 +1,21 @@
-"""Drafts by the target itself on a part of its KV: where that lies, and what of the answer it holds."""
+"""Drafts by the target itself on a part of its KV, and what of the answer that holds."""
 
 import copy
 from unittest.mock import patch
 
 import pytest
 import torch
-from transformers import DynamicCache
 
 from apbv import HostGroup, SpeculativeConfig
 from apbv.config import SamplingParams
 from apbv.decode.runner import Decoder
 from apbv.kv.select import select_kv
-from apbv.model.attention import ChosenKV
 from apbv.model.parts import inspect_model
 from apbv.speculate.drafters import ModelDrafter
-from apbv.speculate.tree import Tree
 
-import families
 from engines import QUESTION, build_engine
 
 VISIBLE = 7  # the latest visual tokens, which is what "streaming" sees
-
-
-def test_kept_kv_is_read_where_it_lies_as_if_it_were_copied(monkeypatch):
-    """Over tokens that stand and tokens that are taken back; and nothing is read but what is kept."""
-    monkeypatch.setenv("APBV_BACKEND", "triton")
-    model = families.build_model("llama", layers=2)
-    parts = inspect_model(model)
-    prompt = model(input_ids=torch.arange(70)[None]).past_key_values
-    generator = torch.Generator().manual_seed(0)
-    chance = torch.rand(parts.num_layers, parts.num_kv_heads, 70, generator=generator)
-    seen = chance.topk(40).indices.sort().values
-    copy = select_kv(prompt, seen)
-    for layer, rows in zip(prompt.layers, seen, strict=True):
-        is_unseen = torch.ones(1, parts.num_kv_heads, 70, 1, dtype=torch.bool).scatter(2, rows[None, ..., None], 0)
-        layer.keys.masked_fill_(is_unseen, float("nan"))
-        layer.values.masked_fill_(is_unseen, float("nan"))
-    chosen = ChosenKV(
-        [(layer.keys, layer.values, rows.int()[None]) for layer, rows in zip(prompt.layers, seen, strict=True)]
-    )
-    own = DynamicCache()
-    settings = 70, 70, SamplingParams(temperature=1.0), parts.vocab_size
-    with_copy, in_place = ModelDrafter(parts, copy, *settings), ModelDrafter(parts, own, *settings, chosen)
-    for tokens in ([5], [5, 9, 11], [6, 2]):
-        expected, found = with_copy.propose(tokens, Tree.chain(2)), in_place.propose(tokens, Tree.chain(2))
-        assert found.tokens == expected.tokens
-        torch.testing.assert_close(found.q, expected.q, rtol=1e-4, atol=1e-7)
-        assert own.get_seq_length() == copy.get_seq_length() - 40 == len(tokens) + 1
-    with pytest.raises(ValueError, match="does not hold the prompt"):
-        in_place.prune_prompt(torch.arange(9))
 
 
 def verified_job(hosts: HostGroup, kv: str, num_nodes: int | None, request: dict):
@@ -82,7 +49,6 @@ def verified_job(hosts: HostGroup, kv: str, num_nodes: int | None, request: dict
         settings = (
             SamplingParams(temperature=request["temperature"], seed=request["seed"]),
             parts.vocab_size,
-            None,
             bool(num_nodes),
         )
         fresh = ModelDrafter(parts, seen, position, length, *settings)

@@ -3,13 +3,15 @@
 Of equal scores the earlier token comes first, so that all hosts choose alike.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
+
+MOST_DISTANCES = 2**26  # that are in memory at a time
 
 
 def keep_best(scores: Tensor, count: int) -> Tensor:
@@ -37,6 +39,52 @@ def standardised(scores: Tensor, unit: float | None = None) -> Tensor:
     # Not torch.std, which warns of no frames at all, as a host may have.
     spread = (scores - mean).square().mean(dim=-1, keepdim=True).sqrt()
     return (scores - mean) / (spread + rounding).clamp(min=torch.finfo(scores.dtype).tiny)
+
+
+def density_peaks(states: Tensor, num_nearest: int, exact: bool = False) -> Tensor:
+    """Score rows ``[m, d]`` as centres of clusters: density times the distance to the nearest denser row.
+
+    Distances are divided by √d. A row's density is exp(−mean of the squared distances to its nearest rows, itself
+    among them). The densest row's distance is the largest of all. Of equally dense rows the earlier one is denser.
+
+    Args:
+        num_nearest: how many rows the density is of; at most m.
+        exact: compute distances without matrix products, by which those of equal rows are not quite 0.
+
+    Returns:
+        ``[m]``, in fp32 at least.
+    """
+    states = states.to(torch.promote_types(states.dtype, torch.float32))
+    mode = "donot_use_mm_for_euclid_dist" if exact else "use_mm_for_euclid_dist_if_necessary"
+    chunks = states.split(max(1, MOST_DISTANCES // max(1, len(states))))
+
+    def distances() -> Iterator[Tensor]:
+        return (torch.cdist(rows, states, compute_mode=mode) / states.shape[1] ** 0.5 for rows in chunks)
+
+    nearest, longest = [], []
+    for rows in distances():
+        nearest.append(rows.topk(min(num_nearest, len(states)), largest=False).values.square().mean(dim=1))
+        longest.append(rows.max())
+    density = torch.cat(nearest).neg().exp()
+    rank = torch.empty(len(states), dtype=torch.long, device=states.device)
+    rank[density.argsort(descending=True, stable=True)] = torch.arange(len(states), device=states.device)
+    to_denser = [
+        rows.masked_fill(rank[None] >= of_rows[:, None], float("inf")).min(dim=1).values
+        for rows, of_rows in zip(distances(), rank.split(len(chunks[0])), strict=True)
+    ]
+    return torch.cat(to_denser).clamp(max=torch.stack(longest).max()) * density
+
+
+def means_of_groups(rows: Tensor, groups: Tensor, count: int) -> Tensor:
+    """Return the mean of the rows ``[m, d]`` of each group, ``[count, d]``; 0 for a group without rows.
+
+    Args:
+        groups: each row's group, ``[m]``.
+    """
+    groups = groups.to(rows.device)
+    dtype = torch.promote_types(rows.dtype, torch.float32)
+    sums = torch.zeros(count, rows.shape[1], dtype=dtype, device=rows.device).index_add_(0, groups, rows.to(dtype))
+    return (sums / groups.bincount(minlength=count).clamp(min=1)[:, None]).to(rows.dtype)
 
 
 def count_of(share: float, num_tokens: int) -> int:

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ...layout import split_evenly
-from .choosing import keep_best
+from .choosing import density_peaks, keep_best
 from .frames import KeptRows, SharedVideo
 
 _NUM_SEGMENTS = 8  # c
@@ -113,7 +113,7 @@ def _reduce_segment(rows: Tensor, hidden_size: int, counts: list[int]) -> tuple[
         of_frame[keep_best(-alike, salient[frame])] = True
         if anchor_shares.get(frame):
             rest = (~of_frame).nonzero().flatten()
-            dense = density_peaks(tokens[rest.to(tokens.device)]).cpu()
+            dense = density_peaks(tokens[rest.to(tokens.device)], _NUM_NEIGHBOURS, exact=True).cpu()
             anchors.append(frame * size + rest[keep_best(dense, anchor_shares[frame])])
     values, kept = flat.clone(), is_salient.clone()
     for places in anchors:
@@ -138,24 +138,3 @@ def _merged(flat: Tensor, hidden_size: int, anchors: Tensor, others: Tensor, siz
     own = flat[anchors].float()
     mixed = _OWN_SHARE * own + (1 - _OWN_SHARE) * sums / counts.clamp(min=1)
     return torch.where(counts > 0, mixed, own).to(flat.dtype)
-
-
-def density_peaks(tokens: Tensor) -> Tensor:
-    """Score tokens ``[m, d]`` as centres of clusters: density times the distance to the nearest denser token.
-
-    Distances are divided by the root of d. A token's density is exp of minus the mean square of its distances to
-    its 4 nearest neighbours, itself among them. The densest has the frame's greatest distance, as there is no
-    denser token.
-
-    Returns:
-        ``[m]`` in fp32.
-    """
-    distances = torch.cdist(tokens, tokens, compute_mode="donot_use_mm_for_euclid_dist") / tokens.shape[1] ** 0.5
-    nearest = distances.topk(min(_NUM_NEIGHBOURS, len(tokens)), dim=-1, largest=False).values
-    density = (-nearest.square().mean(dim=-1)).exp()
-    number = torch.arange(len(tokens), device=tokens.device)
-    denser = (density[None] > density[:, None]) | (
-        (density[None] == density[:, None]) & (number[None] < number[:, None])
-    )
-    reach = torch.where(denser, distances, distances.max()).min(dim=-1).values
-    return density * reach

@@ -7,14 +7,13 @@ from ...config import ReduceConfig
 from ..moving import move_rows
 from ..stages import HiddenRows, Stage
 from .attention import QuestionAttention
-from .choosing import keep_best
+from .choosing import MOST_DISTANCES, density_peaks, keep_best, means_of_groups
 from .late import LateReducer, Selection
 
 # Layers of 32 after which tokens are pruned: the paper's 2, 6 and 15 are numbers of layers, from 0.
 _STEPS, _DEPTH = (3, 7, 16), 32
 _RECYCLED = 0.3  # of the dropped tokens, the best are merged (τ)
 _TOKENS_PER_CLUSTER = 10  # merged into one (1 / θ)
-_MOST_DISTANCES = 2**26  # that are in memory at a time
 
 
 class SparseVLM(LateReducer):
@@ -104,27 +103,17 @@ def _merge(stage: Stage, states: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor
         found = [*centres.tolist(), *cluster.tolist()]
     centres, cluster = torch.tensor(hosts.broadcast_ints(found, count + len(chosen))).split([count, len(chosen)])
     if hosts.rank == 0:
-        values = _means(states, cluster, count)
+        values = means_of_groups(states, cluster, count)
     else:
         values = states.new_empty(count, states.shape[1])
     return chosen[centres], hosts.broadcast(values)
 
 
-def _means(states: Tensor, cluster: Tensor, count: int) -> Tensor:
-    """Return the mean of each cluster's members, ``[count, d]``."""
-    dtype, cluster = torch.promote_types(states.dtype, torch.float32), cluster.to(states.device)
-    sums = torch.zeros(count, states.shape[1], dtype=dtype, device=states.device)
-    sums.index_add_(0, cluster, states.to(dtype))
-    return (sums / cluster.bincount(minlength=count)[:, None]).to(states.dtype)
-
-
 def cluster_by_density(states: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Cluster rows by density peaks with k nearest neighbours, as SparseVLM's program does.
 
-    A row's density is exp(−mean of the squared distances to its k = ``count`` nearest rows, itself among them),
-    with distances divided by √d. Centres are the rows with the largest product of density and distance to the
-    nearest denser row; the densest row's distance is the largest of all. Of rows that are equal in this the
-    earlier one is denser, and the better centre. Every other row joins its nearest centre.
+    Densities are of the k = ``count`` nearest rows. Of rows that are equal the earlier one is the better centre.
+    Every other row joins its nearest centre.
 
     Args:
         states: ``[m, d]``.
@@ -134,22 +123,8 @@ def cluster_by_density(states: Tensor, count: int) -> tuple[Tensor, Tensor]:
         The centres, ``[count]`` ascending, and the number of each row's cluster, ``[m]``, as their place there.
     """
     states = states.to(torch.promote_types(states.dtype, torch.float32))
-    scale, chunks = states.shape[1] ** -0.5, states.split(max(1, _MOST_DISTANCES // len(states)))
-    nearest, longest = [], []
-    for rows in chunks:
-        distances = torch.cdist(rows, states) * scale
-        nearest.append(distances.topk(count, largest=False).values.square().mean(dim=1))
-        longest.append(distances.max())
-    density = torch.cat(nearest).neg().exp()
-    rank = torch.empty(len(states), dtype=torch.long, device=states.device)
-    rank[density.argsort(descending=True, stable=True)] = torch.arange(len(states), device=states.device)
-    to_denser = []
-    for rows, of_rows in zip(chunks, rank.split(len(chunks[0])), strict=True):
-        distances = torch.cdist(rows, states) * scale
-        distances = distances.masked_fill(rank[None] >= of_rows[:, None], float("inf"))
-        to_denser.append(distances.min(dim=1).values)
-    to_denser = torch.cat(to_denser).clamp(max=torch.stack(longest).max())
-    centres = keep_best(to_denser * density, count)
+    centres = keep_best(density_peaks(states, count), count)
+    chunks = states.split(max(1, MOST_DISTANCES // count))
     cluster = torch.cat([torch.cdist(rows, states[centres]).argmin(dim=1) for rows in chunks])
     cluster[centres] = torch.arange(count, device=states.device)
     return centres, cluster

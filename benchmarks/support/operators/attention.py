@@ -114,13 +114,12 @@ def _runs(length: int) -> list[slice]:
     return [slice(start, min(start + _RUN, length)) for start in starts]
 
 
-def verify(s: Sizes, queries: int, kept: bool = False, tree: bool = False) -> Case:
-    """Build the case of a few new tokens over long KV, of a tenth of its rows, or in a tree."""
+def verify(s: Sizes, queries: int, tree: bool = False) -> Case:
+    """Build the case of a few new tokens over long KV, in a row or in a tree."""
     past, scale = s.tokens - queries, s.head_dim**-0.5
-    count = past // 10 if kept else past
     masked = int(_binary_tree(queries).sum()) if tree else queries * (queries + 1) // 2
-    rows = 2 * queries * s.heads + 2 * (count + queries) * s.kv_heads
-    what = ", a tenth kept" if kept else ", a tree" if tree else ""
+    rows = 2 * queries * s.heads + 2 * s.tokens * s.kv_heads
+    what = ", a tree" if tree else ""
 
     def make(draw: Draw) -> tuple:
         return (
@@ -129,31 +128,27 @@ def verify(s: Sizes, queries: int, kept: bool = False, tree: bool = False) -> Ca
             draw.randn(1, s.kv_heads, s.tokens, s.head_dim),
             draw.randn(1, s.kv_heads, s.tokens, s.head_dim),
             _binary_tree(queries).to(draw.device) if tree else None,
-            draw.subset(s.kv_heads, past, count) if kept else None,
         )
 
     def run(ops: tuple, backend: str) -> Outputs:
-        q, k, v, visible, kept = ops
-        return verify_attention(q, k, v, scale, visible=visible, kept=kept, backend=backend)
+        q, k, v, visible = ops
+        return verify_attention(q, k, v, scale, visible=visible, backend=backend)
 
     def exact(ops: tuple) -> Iterator[Piece]:
-        q, k, v, visible, kept = ops
+        q, k, v, visible = ops
         for head in range(s.kv_heads):
             group, one = group_of(q, s.kv_heads, head), slice(head, head + 1)
-            chosen = None if kept is None else kept[:, one]
             yield (
                 lambda outs, group=group: tuple(x[:, group] for x in outs),
-                reference.verify_attention(
-                    q[:, group].double(), k[:, one], v[:, one], scale, visible=visible, kept=chosen
-                ),
+                reference.verify_attention(q[:, group].double(), k[:, one], v[:, one], scale, visible=visible),
             )
 
     return Case(
         "verify_attention",
         f"{queries} {'token' if queries == 1 else 'tokens'}{what}",
-        asdict(s) | {"queries": queries, "keys": count + queries},
-        4 * s.head_dim * s.heads * (queries * count + masked),
-        lambda dtype: rows * s.head_dim * dtype.itemsize + 8 * s.kv_heads * (count if kept else 0),
+        asdict(s) | {"queries": queries, "keys": s.tokens},
+        4 * s.head_dim * s.heads * (queries * past + masked),
+        lambda dtype: rows * s.head_dim * dtype.itemsize,
         make,
         run,
         exact,

@@ -77,11 +77,6 @@ class Draw:
         """Draw ``[1, H, S, D]`` as projections leave it, with the heads of a token side by side."""
         return self.randn(1, rows, heads, dim).transpose(1, 2)
 
-    def subset(self, heads: int, of: int, count: int) -> Tensor:
-        """Draw ``[1, H, M]`` ascending places."""
-        noise = torch.rand(1, heads, of, generator=self._generator, device=self.device)
-        return noise.topk(count, dim=-1).indices.sort(dim=-1).values
-
 
 @dataclass(frozen=True)
 class Case:

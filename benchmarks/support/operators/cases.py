@@ -32,8 +32,7 @@ def cases(sizes: Sizes, tokens: list[int]) -> list[Case]:
     for length in tokens:
         s = replace(sizes, tokens=length)
         found += [block(s), block_with_anchor(s), causal(s), query(s)]
-        found += [verify(s, queries) for queries in (1, 4, 16)]
-        found += [verify(s, 4, kept=True), verify(s, 16, tree=True)]
+        found += [*(verify(s, queries) for queries in (1, 4, 16)), verify(s, 16, tree=True)]
         found += [importance(s, reduce) for reduce in ("peak", "softmax", "dot")]
         found += [topk(s), merge_into_place(s)]
         found += [listed_blocks(s, share) for share in (0.05, 0.1, 0.2, 0.5)]

@@ -95,13 +95,12 @@ def prefill(
     triton_attention.segmented_attention(q, [*segments, (k, v)], dim**-0.5, True, rows_alone=anchor)
 
 
-def verify(dim: int, queries: int, *, tree: bool = False, kept: bool = False) -> None:
+def verify(dim: int, queries: int, *, tree: bool = False) -> None:
     """Attend from a few new tokens to 8,000 rows of a longer buffer."""
     q = torch.empty(1, _QUERY_HEADS, queries, dim, dtype=_HALF)
     k, v = torch.empty(2, 1, _KV_HEADS, 8192, dim, dtype=_HALF)[..., :8000, :]
     visible = torch.ones(queries, queries, dtype=torch.bool) if tree else None
-    rows = torch.zeros(1, _KV_HEADS, 4096, dtype=torch.int32) if kept else None
-    triton_attention.verify_attention(q, k, v, dim**-0.5, visible=visible, kept=rows)
+    triton_attention.verify_attention(q, k, v, dim**-0.5, visible=visible)
 
 
 def batch(dim: int, num_sequences: int = 16) -> None:
@@ -180,7 +179,7 @@ CALLS: dict[str, Callable[[], None]] = {
     "prefill": partial(prefill, 128),
     "one token": partial(verify, 128, 1),
     "tokens in a row": partial(verify, 128, 8),
-    "tree, kept keys": partial(verify, 128, 26, tree=True, kept=True),
+    "tree": partial(verify, 128, 26, tree=True),
     "tokens of a batch": partial(batch, 128),
     "listed blocks": partial(block_sparse, 128),
     "listed blocks, skipping": partial(block_sparse, 128, skip_margin=10.0),

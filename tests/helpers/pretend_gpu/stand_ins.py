@@ -24,11 +24,6 @@ def _flash(q, k, v, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, 
     return *_attend(q, k, v, is_causal, scale), None, None, q.shape[2], k.shape[2], None, None, None
 
 
-def _cudnn(q, k, v, bias, compute_lse, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None):
-    out, lse = _attend(q, k, v, is_causal, scale)
-    return out, lse[..., None], None, None, q.shape[2], k.shape[2], None, None, None
-
-
 def _efficient(q, k, v, bias, compute_lse, dropout_p=0.0, is_causal=False, *, scale=None):
     return *_attend(q, k, v, is_causal, scale), None, None
 
@@ -54,7 +49,6 @@ def _fused_choice(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, *, sc
 
 KERNELS = {
     "_scaled_dot_product_flash_attention": _flash,
-    "_scaled_dot_product_cudnn_attention": _cudnn,
     "_scaled_dot_product_efficient_attention": _efficient,
     "_flash_attention_forward": _varlen_flash,
     "_fused_sdp_choice": _fused_choice,
