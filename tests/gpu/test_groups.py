@@ -36,8 +36,7 @@ def exchanges_job(pool_hosts: HostGroup, gpu_of: tuple[int, ...]) -> None:
         assert connected == (["allreduce_"] if backend else []), "at the start"
         some, link = hosts.subgroup([0, 2]), hosts.subgroup([0, 1], has_data=False)
         for group in (hosts, some) if rank in (0, 2) else (hosts,):
-            groups = group._groups
-            assert (None if groups.is_staged else dist.get_backend_config(groups.data)) == backend
+            assert (group.process_group and dist.get_backend_config(group.process_group)) == backend
             require_exchanges(group)
         before = len(machine.events.of("collective"))
         if rank in (0, 1):
@@ -59,7 +58,7 @@ def members_job(pool_hosts: HostGroup, gpu_of: tuple[int, ...]) -> bool:
         dist.all_reduce(total, group=hosts._groups.members)
         assert total.item() == 2
         require_exchanges(hosts)
-        return hosts._groups.is_staged
+        return hosts.process_group is None
 
 
 def test_members_of_a_host_are_connected_by_nccl(pool):

@@ -95,7 +95,7 @@ def on_gpus(hosts: HostGroup, shares_gpu: bool = False) -> HostGroup:
     if shares_gpu:
         return join(hosts, device)
     level_group_counts(hosts._gather_control)
-    group = gpu_groups(dist.get_process_group_ranks(hosts._groups.data), timedelta(seconds=GROUP_TIMEOUT))
+    group = gpu_groups(dist.get_process_group_ranks(hosts.process_group), timedelta(seconds=GROUP_TIMEOUT))
     return HostGroup.from_process_group(group, device, GROUP_TIMEOUT)
 
 
