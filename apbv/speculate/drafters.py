@@ -186,15 +186,14 @@ class ModelDrafter(Drafter):
         self._continue(select_kv(self._cache, [rows.expand(heads, -1)] * len(self._cache.layers)))
 
     def layers(self) -> list[GrowingLayer]:
-        """Return the KV of the prompt, to which a batch appends; a copy of one that is not in the cache."""
-        if self._prompt_kv is None:
-            return self._cache.layers
-        layers = []
-        for keys, values, rows in self._prompt_kv.layers:
-            places = rows.long()[..., None].expand(-1, -1, -1, keys.shape[3])
-            layers.append(GrowingLayer())
-            layers[-1].hold(keys.gather(2, places), values.gather(2, places))
-        return layers
+        """Return the KV of the prompt, to which a batch appends; one that is not in the cache is copied there."""
+        if self._prompt_kv is not None:
+            for layer, (keys, values, rows) in zip(self._cache.layers, self._prompt_kv.layers, strict=True):
+                places = rows.long()[..., None].expand(-1, -1, -1, keys.shape[3])
+                layer.hold(keys.gather(2, places), values.gather(2, places))
+            self._prompt_kv = None  # whose memory may be needed when the target's KV grows
+            self._continue(self._cache)
+        return self._cache.layers
 
     def _continue(self, cache: DynamicCache) -> None:
         """Go on with this cache."""
