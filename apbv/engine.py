@@ -349,8 +349,11 @@ class Engine:
             the error instead: a ValueError or a HostError.
 
         Raises:
+            ValueError: ``max_together`` is less than 1.
             HostError: the hosts can no longer work together.
         """
+        if max_together < 1:
+            raise ValueError(f"max_together must be at least 1, not {max_together}")
         sampling, alone = sampling or self._sampling(None, 0.0, 1.0, 0), self.why_one_by_one is not None
         batch = None if alone or not self.hosts.is_leader else self.batch()
         waiting, running = deque(enumerate(questions)), {}

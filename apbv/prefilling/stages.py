@@ -274,12 +274,14 @@ def _shown_to(
             watcher.on_layer(question_states(stage, q, question), k, scale, rows)
         return attention(q, k, v, scale, layer)
 
+    thread = get_ident()
     with ExitStack() as hooks:
         for layer in watcher.hidden_layers:
 
             def show(module, args, kwargs, layer=layer):
-                hidden = args[0] if args else kwargs["hidden_states"]
-                watcher.on_hidden(layer, hidden[0], question, owned)
+                if get_ident() == thread:  # another may decode with the same model
+                    hidden = args[0] if args else kwargs["hidden_states"]
+                    watcher.on_hidden(layer, hidden[0], question, owned)
 
             hook = decoder.layers[layer].register_forward_pre_hook(show, with_kwargs=True)
             hooks.callback(hook.remove)

@@ -63,7 +63,7 @@ class Links:
     def add(self, output: JobOutput) -> int:
         """Give a request a number, by which another host names it until its release."""
         number = next(self._numbers)
-        self._outputs[number], output.on_release = output, lambda: self._outputs.pop(number)
+        self._outputs[number], output.on_release = output, lambda: self._outputs.pop(number, None)
         return number
 
     def _serve(self, sock: socket.socket, trust: Callable[[], None]) -> None:

@@ -130,11 +130,10 @@ def limits_of(engine: Engine, settings: ServerSettings) -> Limits:
         ValueError: the KV of ``max_model_len`` tokens exceeds the KV cache limit.
     """
     models = [engine.model, *([] if engine.draft_model is None else [engine.draft_model])]
-    kv_token = sum(DecoderSizes.from_config(model.config).kv_token for model in models)
+    token_bytes = sum(DecoderSizes.from_config(model.config).kv_token * model.dtype.itemsize for model in models)
     speculate = engine.speculative_config
     if speculate is not None and STRATEGIES[speculate.strategy].runs_target:
-        kv_token *= 2  # at most as much of the prompt is copied for the draft
-    token_bytes = kv_token * engine.parts.dtype.itemsize
+        token_bytes *= 2  # at most as much of the prompt is copied for the draft
     max_bytes = settings.max_kv_bytes
     if max_bytes is None:
         max_bytes = free_memory_bytes(engine.hosts.device) // 2

@@ -48,7 +48,6 @@ class DraftingMember(Member):
 
     def add(self, new: Sequence[int]) -> None:
         self.stats.num_target_forwards += bool(self.tokens)
-        self.stats.rounds += bool(self.tokens) and self.draft is not None
         super().add(new)
 
     def summary(self) -> dict[str, Any]:
@@ -184,6 +183,7 @@ class SpeculativeBatch(Batch):
                 shown = list(islice(numbers, count - 1))
                 tokens = [max(number, -1 - number) for number in shown[:num_accepted]]
                 new.append([*tokens, token] if is_finite else [NO_TOKEN])
+                member.stats.rounds += member.draft is not None
                 if shown:
                     member.learn(len(shown), num_accepted, min(shown) >= 0)
             return new

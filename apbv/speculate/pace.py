@@ -1,7 +1,7 @@
 """Chooses the draft length, and whether to keep drafting, from costs and acceptance rate."""
 
 import warnings
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from statistics import median
@@ -12,6 +12,7 @@ from ..stats import Recorder
 
 FIRST_AUTO_DRAFT_TOKENS = 4  # the window before anything is measured
 TRIAL_PASSES = 8  # the loss, in forward passes of the target, at which a draft is switched off
+_REST = 1024  # steps of a batch size without drafts until they are tried again: their first rounds may be slow
 _FEWEST_PLAIN_PASSES = 3  # passes without a window that are measured before a draft is judged
 _MEMORY = 0.95  # the weight of a round's acceptance decays by this factor per round
 _LONGEST_ROUND = 3.0  # in medians: a longer round was delayed by something else
@@ -144,11 +145,13 @@ class BatchPace:
         self._wanted, self._keeps_losing_draft = num_draft_tokens, keep_losing_draft
         # By batch size: the seconds of rounds, and the tokens that all answers together drafted.
         self._rounds: dict[int, deque[tuple[float, int]]] = defaultdict(lambda: deque(maxlen=64))
+        self._rested = Counter[int]()  # by batch size: steps without drafts
 
     def windows(self, size: int, rates: Sequence[float]) -> list[int] | None:
         """Return the number of tokens to draft next, for each draft by its acceptance rate.
 
-        All are 0 where a round without drafted tokens is to be measured. None: no draft pays at this batch size.
+        All are 0 where a round without drafted tokens is to be measured. None: no draft pays at this batch size, for
+        now.
 
         Args:
             size: how many answers the batch has.
@@ -169,7 +172,12 @@ class BatchPace:
             return windows
         if self._keeps_losing_draft:
             return [1] * len(rates)
-        return nothing if len(plain) < _FEWEST_PLAIN_PASSES else None
+        if len(plain) < _FEWEST_PLAIN_PASSES:
+            return nothing
+        self._rested[size] += 1
+        if self._rested[size] % _REST == 0:
+            self._rounds[size].clear()
+        return None
 
     def learn(self, size: int, num_drafted: int, seconds: float) -> None:
         """Learn from a round in which all answers together drafted ``num_drafted`` tokens."""

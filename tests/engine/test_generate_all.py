@@ -31,6 +31,8 @@ def asked_job(hosts: HostGroup, clip: str, way: dict | None, kv: str):
         {"prompt": "Where?", "sampling": SamplingParams(max_new_tokens=9, temperature=1.2, seed=4)},
     ]
     sampling = SamplingParams(max_new_tokens=14)
+    with pytest.raises(ValueError, match="max_together must be at least 1, not 0"):
+        next(engine.generate_all([], max_together=0))
     found = dict(engine.generate_all(questions, sampling=sampling, max_together=3))
     error = found.pop(2)
     alone = {n: engine.generate(**{"sampling": sampling, **questions[n]}) for n in found}

@@ -1,5 +1,6 @@
 """Which visual tokens a draft sees: scores on several hosts against their definitions on one."""
 
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from itertools import product
 
@@ -46,6 +47,19 @@ def seen_by_the_question(family: str):
     return weights, [states[is_visual] @ states[~is_visual].T for states in units]
 
 
+def overheard(watcher, decoder) -> None:
+    """Another thread runs the same decoder while the watcher observes its first layer."""
+    observe = watcher.on_hidden
+
+    def on_hidden(*args):
+        watcher.on_hidden = observe
+        with ThreadPoolExecutor(1) as executor:
+            executor.submit(decoder, input_ids=torch.zeros(1, 1, dtype=torch.long), use_cache=False).result()
+        observe(*args)
+
+    watcher.on_hidden = on_hidden
+
+
 def watched_job(hosts: HostGroup, family: str, settings: dict):
     model = build(family, DOUBLE)
     parts = inspect_model(model)
@@ -54,6 +68,7 @@ def watched_job(hosts: HostGroup, family: str, settings: dict):
     watching = [Relevance(), watchers.HeadAttention()]
     watching += [make_watcher(SpeculativeConfig(keep="uv_prune", uv_layer=last), parts) for last in (1, 20)]
     for watcher in watching:
+        overheard(watcher, parts.language_model)
         prefill(model, inputs, hosts=hosts, config=config, watcher=watcher)
         assert not any(layer._forward_pre_hooks for layer in parts.language_model.layers)
     return [watcher.result() for watcher in watching]
