@@ -150,8 +150,8 @@ class BatchPace:
     def windows(self, size: int, rates: Sequence[float]) -> list[int] | None:
         """Return the number of tokens to draft next, for each draft by its acceptance rate.
 
-        All are 0 where a round without drafted tokens is to be measured. None: no draft pays at this batch size, for
-        now.
+        All are 0 where a round without drafted tokens is to be measured. None: for now no draft pays at this batch
+        size.
 
         Args:
             size: how many answers the batch has.
