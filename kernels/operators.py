@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .backends import choose, implementation, requested
+from .backends import choose, implementation
 from .library_attention import choose_attention
 from .runs import BufferTable, ListedBlocks, PackedSequences, Segment, SequenceBuffers
-from .torch_attention import empty_output, result_without_keys, varlen_obstacle
+from .torch_attention import empty_output, result_without_keys
 
 REDUCTIONS = ("peak", "softmax", "dot")
 
@@ -160,9 +160,7 @@ def batch_decode_attention(
     return implementation("batch_attention.batch_decode_attention", chosen)(q, k, v, buffers, scale)
 
 
-def varlen_attention(
-    q: Tensor, k: Tensor, v: Tensor, sequences: PackedSequences, scale: float, *, backend: str = "auto"
-) -> Tensor:
+def varlen_attention(q: Tensor, k: Tensor, v: Tensor, sequences: PackedSequences, scale: float) -> Tensor:
     """Attend within each sequence: every query sees all keys of its own sequence, and no others.
 
     Args:
@@ -170,23 +168,17 @@ def varlen_attention(
         k, v: ``[T, Hkv, D]``, Hq a multiple of Hkv.
         sequences: where each begins and ends, the same for q, k and v; together they have T rows.
         scale: factor of the scores, usually ``D ** -0.5``.
-        backend: ``"torch"`` is obeyed. Any other name is the same as ``"auto"``, which takes
-            an installed FlashAttention where it works, and torch elsewhere.
 
     Returns:
         ``[T, Hq, D]`` in q's dtype, contiguous.
 
     Raises:
         ValueError: Hq is not a multiple of Hkv.
-        BackendError: the backend is unknown.
     """
     require_shapes(q=(q, "T Hq D"), k=(k, "T Hkv D"), v=(v, "T Hkv D"))
     if not q.shape[0]:
         return q.new_empty(q.shape)
-    wanted = requested(backend)
-    if wanted != "torch":
-        wanted = "torch" if varlen_obstacle("flash_attn", q.device, q.dtype, q.shape[2]) else "flash_attn"
-    return implementation("attention.varlen_attention", wanted)(q, k, v, sequences, scale)
+    return implementation("attention.varlen_attention", "torch")(q, k, v, sequences, scale)
 
 
 def block_sparse_attention(

@@ -1,11 +1,10 @@
 """Segmented attention by attending over one segment at a time and merging.
 
-Within packed sequences FlashAttention attends in one call, where there is one, or else torch length by length.
+Within packed sequences torch's FlashAttention attends in one call where it works, else torch length by length.
 """
 
 from collections.abc import Callable
 from functools import cache
-from importlib import import_module
 
 import torch
 from torch import Tensor
@@ -14,11 +13,9 @@ from torch.nn import functional
 from . import reference
 from .backends import capability, implementation, mistake_of
 from .library_attention import (
-    FLASH_MODULES,
     Attend,
     attend_masked,
     attend_with,
-    flash_version,
     is_bottom_right,
     why_not_library,
 )
@@ -192,12 +189,10 @@ def result_without_keys(q: Tensor, out: Tensor | None = None) -> tuple[Tensor, T
     return torch.zeros_like(q) if out is None else out.zero_(), lse
 
 
-def varlen_attention(
-    q: Tensor, k: Tensor, v: Tensor, sequences: PackedSequences, scale: float, *, library: str | None = None
-) -> Tensor:
-    """Attend within each sequence, in one call where there is FlashAttention, else in one for each length."""
-    if library is not None or not varlen_obstacle("torch", q.device, q.dtype, q.shape[2]):
-        return VARLEN[library or "torch"](q, k, v, sequences, scale)
+def varlen_attention(q: Tensor, k: Tensor, v: Tensor, sequences: PackedSequences, scale: float) -> Tensor:
+    """Attend within each sequence, in one call where FlashAttention works, else in one for each length."""
+    if not varlen_obstacle(q.device, q.dtype, q.shape[2]):
+        return varlen_flash(q, k, v, sequences, scale)
     outs = []
     for length, rows in sequences.by_length:
         batch = (x if rows is None else x.index_select(0, rows) for x in (q, k, v))
@@ -214,23 +209,21 @@ def varlen_attention(
 
 
 @cache
-def varlen_obstacle(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    """Return why a FlashAttention cannot attend like this, or None if it can.
+def varlen_obstacle(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    """Return why :func:`varlen_flash` cannot attend like this, or None if it can.
 
     Args:
-        name: ``"flash_attn"``, or ``"torch"`` for the one that torch has built in.
         device, dtype: those of q, k and v.
         head_dim: D.
     """
     if device.type != "cuda":
         return f"it runs on CUDA devices, and the tensors are on {device.type}"
-    obstacle = why_not_library(name, capability(device), dtype, head_dim)
-    return obstacle or probe_varlen(name, device, dtype, head_dim)
+    return why_not_library("torch", capability(device), dtype, head_dim) or probe_varlen(device, dtype, head_dim)
 
 
 @torch.no_grad()
-def probe_varlen(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    """Run a FlashAttention on a small problem, and return its error, or None if there is none."""
+def probe_varlen(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    """Run :func:`varlen_flash` on a small problem, and return its error, or None if there is none."""
     lengths = [129, 5, 64, 1, 63]  # none fills a whole number of tiles
     boundaries = torch.tensor([0, *lengths], device="cpu").cumsum(0, dtype=torch.int32).to(device)
     sequences, scale = PackedSequences(boundaries, max(lengths)), head_dim**-0.5
@@ -239,33 +232,12 @@ def probe_varlen(name: str, device: torch.device, dtype: torch.dtype, head_dim: 
     q, k, v = torch.randn(shape, generator=generator, device="cpu").to(device, dtype)
     exact = reference.varlen_attention(q.double(), k.double(), v.double(), sequences, scale)
     # Out averages numbers of about 1, so that rounding to `dtype` costs about its epsilon.
-    return mistake_of(lambda: [VARLEN[name](q, k, v, sequences, scale)], [exact], [8 * torch.finfo(dtype).eps])
+    return mistake_of(lambda: [varlen_flash(q, k, v, sequences, scale)], [exact], [8 * torch.finfo(dtype).eps])
 
 
-def _varlen_library(q: Tensor, k: Tensor, v: Tensor, sequences: PackedSequences, scale: float) -> Tensor:
-    """Attend with an installed FlashAttention; all its versions have these names, and some return the lse too."""
-    major, _ = capability(q.device)
-    version = flash_version(major)
-    if version is None:
-        raise ImportError("no FlashAttention is installed that runs on this GPU")
-    result = import_module(FLASH_MODULES[version]).flash_attn_varlen_func(
-        *(q, k, v),
-        **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), sequences.boundaries),
-        **dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), sequences.longest),
-        softmax_scale=scale,
-        causal=False,
-    )
-    return result[0] if isinstance(result, tuple) else result
-
-
-def _varlen_torch(q: Tensor, k: Tensor, v: Tensor, sequences: PackedSequences, scale: float) -> Tensor:
+def varlen_flash(q: Tensor, k: Tensor, v: Tensor, sequences: PackedSequences, scale: float) -> Tensor:
+    """Attend within each sequence by the FlashAttention that torch has built in, on a GPU in half precision."""
     ends, longest = sequences.boundaries, sequences.longest
     return torch.ops.aten._flash_attention_forward(
         q, k, v, ends, ends, longest, longest, 0.0, False, False, scale=scale
     )[0]
-
-
-VARLEN: dict[str, Callable[[Tensor, Tensor, Tensor, PackedSequences, float], Tensor]] = {
-    "flash_attn": _varlen_library,
-    "torch": _varlen_torch,
-}

@@ -88,9 +88,8 @@ def chosen(hosts: HostGroup) -> Found:
     for kind, queries in {"a question": 64, "a block of 4k": 4096, "a block of 16k": 16384}.items():
         q = torch.empty(1, _GROUPS, queries, _HEAD_DIM, device=hosts.device, dtype=dtype)
         found[kind] = library_attention.choose_attention("auto", q, [(q[:, :1], q[:, :1])])
-    windows = ("flash_attn", "torch") if hosts.device.type == "cuda" else ()
-    usable = [n for n in windows if not torch_attention.varlen_obstacle(n, hosts.device, dtype, _TOWER_HEAD_DIM)]
-    found["a vision tower's windows"] = f"{usable[0]}, in one call" if usable else "torch, one after the other"
+    is_split = torch_attention.varlen_obstacle(hosts.device, dtype, _TOWER_HEAD_DIM)
+    found["a vision tower's windows"] = f"torch, {'one after the other' if is_split else 'in one call'}"
     text = ", ".join(f"{kind}: {name}" for kind, name in found.items()) + f" ({dtype_name(dtype)})"
     if hosts.device.type == "cuda" and (better := library_attention.better_flash(capability(hosts.device)[0])):
         name = {2: "flash-attn", 3: "FlashAttention 3", 4: "flash-attn-4"}[better]
@@ -107,7 +106,7 @@ def compare(operator: str, hosts: HostGroup) -> Found:
     errors: dict[str, dict[str, float]] = {}
     wrong = []
     for backend, dtype in product(_BACKENDS_OF.get(operator, ("torch", "triton")), DTYPES):
-        if _why_not(operator, backend, hosts.device, dtype) is not None:
+        if obstacle(backend, hosts.device, dtype)[0] is not None:
             continue
         name = dtype_name(dtype)
         try:
@@ -124,18 +123,8 @@ def compare(operator: str, hosts: HostGroup) -> Found:
     return ", ".join(found), {"errors": errors}
 
 
-_OF_TORCH_ALONE = ("temporal_change", "spatial_variety", "similarity_to")
-_BACKENDS_OF = {
-    "segmented_attention": BACKENDS,
-    "varlen_attention": ("torch", "flash_attn"),
-    **dict.fromkeys(_OF_TORCH_ALONE, ("torch",)),
-}
-
-
-def _why_not(operator: str, backend: str, device: torch.device, dtype: torch.dtype) -> str | None:
-    if (operator, backend) == ("varlen_attention", "flash_attn"):  # another of its functions, with other limits
-        return torch_attention.varlen_obstacle(backend, device, dtype, _TOWER_HEAD_DIM)
-    return obstacle(backend, device, dtype)[0]
+_OF_TORCH_ALONE = ("varlen_attention", "temporal_change", "spatial_variety", "similarity_to")
+_BACKENDS_OF = {"segmented_attention": BACKENDS, **dict.fromkeys(_OF_TORCH_ALONE, ("torch",))}
 
 
 def error_of(operator: str, case: "Case", backend: str) -> float:

@@ -26,7 +26,7 @@ def _attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    apbv_packing: tuple[str, dict],
+    apbv_packing: dict[int, tuple[Tensor, PackedSequences]],
     scaling: float | None = None,
     dropout: float = 0.0,
     cu_seq_lens_q: Tensor,
@@ -39,20 +39,19 @@ def _attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     # Layers that have the same boundaries share what is worked out of them. They are known by their identity, and
     # kept, so that no other tensor can come to have it.
-    backend, known = apbv_packing
-    if id(cu_seq_lens_q) not in known:
+    if id(cu_seq_lens_q) not in apbv_packing:
         sequences = PackedSequences(cu_seq_lens_q.to(query.device), max_length_q)
-        known[id(cu_seq_lens_q)] = cu_seq_lens_q, sequences
-    _, sequences = known[id(cu_seq_lens_q)]
+        apbv_packing[id(cu_seq_lens_q)] = cu_seq_lens_q, sequences
+    _, sequences = apbv_packing[id(cu_seq_lens_q)]
     q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))  # [T, H, D]
-    return varlen_attention(q, k, v, sequences, scale, backend=backend)[None], None
+    return varlen_attention(q, k, v, sequences, scale)[None], None
 
 
 AttentionInterface.register(_NAME, _attention)
 
 
 @contextmanager
-def packed_attention(tower: PreTrainedModel | None, backend: str) -> Iterator[None]:
+def packed_attention(tower: PreTrainedModel | None) -> Iterator[None]:
     """Make a tower attend to all its windows or frames in one call; restored even on errors.
 
     It replaces transformers' default, sdpa, and the result is the same up to rounding. Another implementation
@@ -60,14 +59,13 @@ def packed_attention(tower: PreTrainedModel | None, backend: str) -> Iterator[No
 
     Args:
         tower: one that packs; None, for those that do not (InternVL's, LLaVA-OneVision's), is left alone.
-        backend: what computes it, as in :class:`apbv.PrefillConfig`.
     """
     if tower is None or tower.config._attn_implementation != _REPLACED:
         yield
         return
 
     def pass_packing(tower: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        return args, kwargs | {"apbv_packing": (backend, {})}
+        return args, kwargs | {"apbv_packing": {}}
 
     hook = tower.register_forward_pre_hook(pass_packing, with_kwargs=True)
     tower.config._attn_implementation = _NAME

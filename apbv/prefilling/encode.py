@@ -50,7 +50,7 @@ def tower_rows(
 
 @torch.no_grad()
 def _encode(parts: ModelParts, visual: VisualInput, chunk: PixelChunk) -> Tensor:
-    with packed_attention(parts.packed_vision_tower, parts.backend):
+    with packed_attention(parts.packed_vision_tower):
         features = _features(parts, chunk.kind, chunk.on(parts.device))
     streams = []
     for layer in (features.pooler_output, *(getattr(features, "deepstack_features", None) or ())):

@@ -33,7 +33,7 @@ def _encode(parts: ModelParts, pieces: Sequence[Tensor]) -> Tensor:
     features = pieces[0].new_zeros(len(pieces), len(pieces[0]), mask.shape[1])
     for padded, piece in zip(features, pieces, strict=True):
         padded[:, : piece.shape[1]] = piece
-    with packed_attention(parts.audio_tower, parts.backend):
+    with packed_attention(parts.audio_tower):
         encoded = parts.model.model.get_audio_features(
             features.to(parts.device), feature_attention_mask=mask.to(parts.device), return_dict=True
         )
