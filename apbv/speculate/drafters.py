@@ -191,6 +191,8 @@ class ModelDrafter(Drafter):
             for layer, (keys, values, rows) in zip(self._cache.layers, self._prompt_kv.layers, strict=True):
                 places = rows.long()[..., None].expand(-1, -1, -1, keys.shape[3])
                 layer.hold(keys.gather(2, places), values.gather(2, places))
+                if rows.is_cuda:  # a batch copies in a stream of its own
+                    rows.record_stream(torch.cuda.current_stream(rows.device))
             self._prompt_kv = None  # whose memory may be needed when the target's KV grows
             self._continue(self._cache)
         return self._cache.layers
