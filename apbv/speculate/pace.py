@@ -156,8 +156,7 @@ class BatchPace:
     def windows(self, size: int, rates: Sequence[float]) -> list[int] | None:
         """Return the number of tokens to draft next, for each draft by its acceptance rate.
 
-        All are 0 where a round without drafted tokens is to be measured. None: no draft pays at this batch size, for
-        now.
+        All are 0 where a round without drafted tokens is to be measured. None: no draft pays at this size for now.
 
         Args:
             size: how many answers the batch has.
