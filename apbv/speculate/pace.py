@@ -12,7 +12,7 @@ from ..stats import Recorder
 
 FIRST_AUTO_DRAFT_TOKENS = 4  # the window before anything is measured
 TRIAL_PASSES = 8  # the loss, in forward passes of the target, at which a draft is switched off
-_REST = 1024  # steps of a batch size without drafts until they are tried again: their first rounds may be slow
+_REST = 1024  # steps of a batch size without drafts, until they are tried again: their first rounds may be slow
 _FEWEST_PLAIN_PASSES = 3  # passes without a window that are measured before a draft is judged
 _MEMORY = 0.95  # the weight of a round's acceptance decays by this factor per round
 _LONGEST_ROUND = 3.0  # in medians: a longer round was delayed by something else

@@ -1,5 +1,8 @@
 """Answers decoded together on a pretended GPU: those of the CPU, one wait and one graph a step, no fault."""
 
+import weakref
+
+import pytest
 import torch
 
 from apbv import Engine, HostGroup, SamplingParams, SpeculativeConfig
@@ -7,7 +10,7 @@ from apbv.decode.batch import Batch
 from apbv.input.pixels import VideoReader
 from apbv.input.request import Question, Request
 from apbv.input.video import probe
-from apbv.model.attention import apbv_attention
+from apbv.model.attention import ChosenKV, apbv_attention
 from apbv.stats import StageTimer
 
 import families
@@ -25,11 +28,14 @@ SAMPLED = [{}, {"temperature": 1.2, "top_p": 0.9}, {"temperature": 0.8}]
 LENGTHS = [6, 3, 5]  # the second is stopped, while the GPU has begun its next token
 JOINS = [0, 2, 3]  # before which step
 ARRIVAL = "event", "apbv/transfer.py:read"
+RESULT = "event", "apbv/hosts/group.py:wait_for_device"  # of an answer that has ended
 
 
 def engine_of(hosts: HostGroup, gpu=None, speculate: SpeculativeConfig | None = None) -> Engine:
-    """With ``speculate`` the draft has the target's weights: it errs where tokens are drawn with other numbers."""
-    models = [families.build_model("qwen2_5_vl", layers=1) for _ in range(1 + (speculate is not None))]
+    """A draft model has the target's weights: it errs where tokens are drawn with other numbers."""
+    strategy = speculate and speculate.strategy
+    layers = 4 if strategy == "layerskip" else 1
+    models = [families.build_model("qwen2_5_vl", layers=layers) for _ in range(1 + (strategy == "vanilla"))]
     model, *draft = models if gpu is None else [to_gpu(model, gpu) for model in models]
     return Engine(model, families.build_processor("qwen2_5_vl"), hosts, None, None, speculate, *draft)
 
@@ -77,26 +83,39 @@ def test_the_answers_are_those_of_the_cpu(clip):
     assert gpu.streams.num_taken.total() == 3
 
 
-def test_a_round_of_drafts_waits_once(clip, monkeypatch):
-    """And runs the draft's passes and the target's as graphs."""
-    speculate = SpeculativeConfig(strategy="vanilla", num_draft_tokens=3, keep_losing_draft=True)
+@pytest.mark.parametrize("strategy", ["vanilla", "std", "layerskip"])
+def test_a_round_of_drafts_waits_once(clip, monkeypatch, strategy):
+    """And runs the draft's passes and the target's as graphs. A draft's own copy of KV is the only one."""
+    speculate = SpeculativeConfig(strategy=strategy, num_draft_tokens=3, keep_losing_draft=True)
     asked = [{"prompt": question, "video": str(clip), "num_frames": 4} for question in QUESTIONS]
     samplings = [SamplingParams(max_new_tokens=14, seed=number, **SAMPLED[number]) for number in range(3)]
-    step = Batch.step
+    step, chosen = Batch.step, ChosenKV.__init__
+    kept = []
+    monkeypatch.setattr(
+        ChosenKV, "__init__", lambda kv, *args: [chosen(kv, *args), kept.append(weakref.ref(kv))][0]
+    )
     with resizing_as_on_gpu():
         engine = engine_of(HostGroup.single("cpu"), None, speculate)
         expected = [engine.generate(**each, sampling=by) for each, by in zip(asked, samplings, strict=True)]
         with rehearsal() as gpu:
             engine = engine_of(on_gpus(HostGroup.single("cpu")), gpu, speculate)
-            monkeypatch.setattr(Batch, "step", lambda batch: [gpu.mark("step"), step(batch)][1])
+            alive = []  # before each step
+
+            def marked(batch):
+                gpu.mark("step")
+                alive.append(sum(ref() is not None for ref in kept))
+                return step(batch)
+
+            monkeypatch.setattr(Batch, "step", marked)
             questions = [{**each, "sampling": by} for each, by in zip(asked, samplings, strict=True)]
             found = dict(engine.generate_all(questions))
     for number, answer in enumerate(expected):
         assert found[number].token_ids == answer.token_ids
         figures = found[number].stats["speculation"]
-        assert figures["num_accepted"] == answer.stats["speculation"]["num_accepted"] > 3
+        assert figures["num_accepted"] == answer.stats["speculation"]["num_accepted"] > 2
     _, *steps, _ = gpu.events.between("step")  # around them are the prefills and the results
-    assert all(step.waits[ARRIVAL] == 1 and set(step.waits) <= {ARRIVAL} for step in steps)
+    assert all(step.waits[ARRIVAL] == 1 and set(step.waits) <= {ARRIVAL, RESULT} for step in steps)
+    assert len(kept) == len(questions) * (strategy == "std") and not any(alive[2:])
     # All but the last token drafted, each in a pass, and the target's.
     assert max(len(step.of("replay")) for step in steps) == 4
 
