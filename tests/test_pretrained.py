@@ -1,10 +1,12 @@
 """With real weights: a Qwen2 model, and a smaller one of its family, in folders that two variables name."""
 
+import random
 from pathlib import Path
 
 import pytest
+import torch
 
-from apbv import Engine, HostGroup, SpeculativeConfig
+from apbv import Engine, HostGroup, SamplingParams, SpeculativeConfig
 
 from scripts import ROOT, figures_of, run_benchmark
 from weights import folder
@@ -47,3 +49,26 @@ def test_a_draft_changes_no_token():
     drafted = engine.generate(prompt, context=context, max_new_tokens=24)
     assert drafted.stats["speculation"]["num_accepted"] > 12
     assert engine.decode(engine.prefill(prompt, context=context), max_new_tokens=24).token_ids == drafted.token_ids
+
+
+def test_sampled_drafts_keep_the_targets_distribution_over_the_real_vocabulary():
+    """Each token's cumulative probability, spread evenly over its own, is uniform."""
+    speculate = SpeculativeConfig(
+        strategy="vanilla", draft_model=folder("APBV_PRETRAINED_DRAFT"), num_draft_tokens=3, keep_losing_draft=True
+    )
+    hosts = HostGroup.single("cpu")
+    engine = Engine.from_pretrained(folder("APBV_PRETRAINED"), hosts=hosts, dtype="bfloat16", speculate=speculate)
+    prompt, count, bins = "Write one sentence about the sea.", 40, [0] * 10
+    sampling = [SamplingParams(max_new_tokens=6, temperature=1.0, seed=i, ignore_eos=True) for i in range(count)]
+    asked = [{"prompt": prompt, "sampling": each} for each in sampling]
+    found = dict(engine.generate_all(asked, max_together=16))
+    ids, spread = engine.prefill(prompt).inputs.input_ids, random.Random(0)
+    for answer in found.values():
+        whole = torch.cat([ids, torch.tensor([answer.token_ids])], dim=1)
+        with torch.no_grad():
+            p = engine.model(input_ids=whole).logits[0, ids.shape[1] :].double().softmax(dim=-1)
+        for row, token in zip(p, answer.token_ids[1:], strict=False):
+            below = float(row[:token].sum() + spread.random() * row[token])
+            bins[min(9, int(10 * below))] += 1
+    assert sum(answer.stats["speculation"]["num_accepted"] for answer in found.values()) > count / 2
+    assert sum((number - count / 2) ** 2 / (count / 2) for number in bins) < 27.9  # one of 1,000, for 9 degrees
