@@ -129,7 +129,7 @@ def refuse(*_):
 
 
 HOLD = "apbv.kv.offers.Offers.hold"
-FAILING = [(HOLD, refuse, 0), (HOLD, refuse, 1), ("apbv.serve.executor.sample", out_of_memory, 0)]
+FAILING = [(HOLD, refuse, 0), (HOLD, refuse, 1), ("apbv.decode.answer.Answer.pick", out_of_memory, 0)]
 
 
 def hand_over_job(hosts: HostGroup) -> list[tuple[type, str, bool]]:
