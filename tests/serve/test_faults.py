@@ -83,10 +83,10 @@ def test_kv_is_free_once_it_counts_as_free(app, fails, monkeypatch, request):
     """Nothing is left to Python's garbage collector, which comes when it likes."""
     kept, left, add, release = [], [], Decoding.add, Scheduler.release
 
-    def watch(decoding, output, order, request, state):
-        kept.extend(weakref.ref(layer) for layer in state.kv.cache.layers)
+    def watch(decoding, output, order, begun):
+        kept.extend(weakref.ref(layer) for layer in begun.state.kv.cache.layers)
         output._job.is_cancelled = fails == LEAVES
-        add(decoding, output, order, request, state)
+        add(decoding, output, order, begun)
 
     def count(scheduler, job):
         left.append(sum(ref() is not None for ref in kept))
