@@ -92,9 +92,19 @@ class ContextLayout:
         return min(self.passing_len, len(self.blocks[virtual_host]))
 
     @property
+    def longest_block(self) -> int:
+        """The tokens of the longest block; 0 without blocks."""
+        return max(map(len, self.blocks), default=0)
+
+    @property
     def max_passed(self) -> int:
         """The rows of an exchange buffer: the largest k_v of all virtual hosts."""
-        return min(self.passing_len, max(map(len, self.blocks), default=0))
+        return min(self.passing_len, self.longest_block)
+
+    @property
+    def passes_all(self) -> bool:
+        """Whether l_p is at least a block, and the anchor no copy: such blocks make up full attention."""
+        return self.passing_len >= self.longest_block and not self.anchor_copy
 
     @property
     def anchor_len(self) -> int:

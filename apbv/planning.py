@@ -86,9 +86,8 @@ class Plan:
     def warning(self) -> str | None:
         """What is known to cost accuracy with these lengths of anchor and passing blocks; None: nothing."""
         layout = self.layout
-        passes_all = layout.passing_len >= max(map(len, layout.blocks), default=0) and not layout.anchor_copy
         are_long = min(layout.anchor_len, layout.passing_len) >= FEWEST_TOKENS
-        if not METHODS[self.method].passes_on or passes_all or are_long:
+        if not METHODS[self.method].passes_on or layout.passes_all or are_long:
             return None
         return f"answers were less accurate with anchor or passing blocks below {FEWEST_TOKENS} tokens"
 
@@ -101,9 +100,8 @@ class Plan:
             "prompt": f"about {self.num_tokens:,} tokens, {self.num_visual_tokens:,} of them visual{left}",
         }
         if self.layout.is_split:
-            blocks, longest = self.layout.blocks, max(map(len, self.layout.blocks))
             lengths = f"anchor {self.layout.anchor_len:,}, passing {self.layout.max_passed:,} tokens"
-            lines["split"] = f"{len(blocks)} blocks of {longest:,} tokens, {lengths}"
+            lines["split"] = f"{len(self.layout.blocks)} blocks of {self.layout.longest_block:,} tokens, {lengths}"
         if self.warning is not None:
             lines["warning"] = self.warning
         lines[f"memory on host {busiest}"] = "about"

@@ -151,7 +151,6 @@ def follow(executor: Executor, folder: Path | None, private_files: PrivateFiles,
     """
     hosts, link = executor.hosts, executor.link
     decoding = None if link is None else Decoding(executor.engine, link.flush)
-
     failed: list[tuple[Order, Exception]] = []
 
     def carry_out(command: int) -> None:

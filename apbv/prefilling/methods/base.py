@@ -50,9 +50,7 @@ class PrefillMethod(ABC):
     @property
     def gives_exact_kv(self) -> bool:
         """Whether this prompt's KV is that of full attention, which a copy in front of blocks changes."""
-        blocks = max(map(len, self.layout.blocks), default=0)
-        passes_all = self.passes_on and self.layout.passing_len >= blocks
-        return self.blocks is None and (self.is_exact or (passes_all and not self.layout.anchor_copy))
+        return self.blocks is None and (self.is_exact or (self.passes_on and self.layout.passes_all))
 
     def attend_within(self, q: Tensor, own: Segment, scale: float, out: Tensor | None = None) -> State:
         """Attend causally within a run of tokens: to all of it, or to the blocks that the config chooses."""
