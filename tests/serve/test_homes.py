@@ -63,6 +63,14 @@ def of_choice(choice: dict) -> tuple:
     return choice["message"]["content"], choice["token_ids"], [each["logprob"] for each in content]
 
 
+def app_or_follower(engine: Engine) -> InProcess | None:
+    """Host 0's app; None on the other hosts, when they have done what it wanted."""
+    if engine.hosts.is_leader:
+        return InProcess(model=engine, hands_over=True, media_dir=FOLDER, max_model_len=2**14)
+    follow_server(engine, FOLDER)
+    return None
+
+
 def drafted_job(hosts: HostGroup) -> tuple | None:
     """The library's answer, and those of several homes by drafts of their own; which host had them."""
     speculate = SpeculativeConfig(strategy="hippo", prune="kv", num_draft_tokens=3, keep_losing_draft=True)
@@ -81,10 +89,9 @@ def drafted_job(hosts: HostGroup) -> tuple | None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SpeculativeBatch, "join", watch)
         patch.setattr(JobOutput, "note_draft", watch_notes)
-        if not hosts.is_leader:
-            follow_server(engine, FOLDER)
+        app = app_or_follower(engine)
+        if app is None:
             return homes
-        app = InProcess(model=engine, hands_over=True, media_dir=FOLDER, max_model_len=2**14)
 
         async def ask() -> list:
             asked = (app.client.post(CHAT, json=asking_for(ASKED[0][0]), timeout=None) for _ in range(4))
@@ -126,14 +133,9 @@ def answers_job(hosts: HostGroup) -> tuple | None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Decoding, "add", watch)
         patch.setattr(RemoteOutput, "release", count)
-        if not hosts.is_leader:
-            follow_server(engine, FOLDER)
+        app, found, wanted = app_or_follower(engine), [], [0]
+        if app is None:
             return joined
-        app, found, wanted = (
-            InProcess(model=engine, hands_over=True, media_dir=FOLDER, max_model_len=2**14),
-            [],
-            [0],
-        )
         patch.setattr(app.scheduler, "_used", lambda home: home != wanted[0])
         with closing(app):
             for wanted[0] in range(hosts.size):
@@ -188,8 +190,7 @@ def failing_job(hosts: HostGroup, dies: bool) -> tuple[list, str] | None:
             return step(batch)
 
         Batch.step = fail
-        follow_server(engine, FOLDER)
-    app = InProcess(model=engine, hands_over=True, max_model_len=2**14)
+    app = app_or_follower(engine)
 
     async def ask() -> list:
         body = asking(max_tokens=2**13, ignore_eos=True)
