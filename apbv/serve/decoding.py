@@ -1,6 +1,8 @@
 """Continuous batching: decodes a host's share of the answers in a thread, concurrently with its prefill thread."""
 
 import copy
+import os
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -15,6 +17,9 @@ from ..speculate.ways import Begun
 from .links import Output
 from .order import Order
 from .telling import Telling
+
+# Where both threads share a core, the prefill goes first: in every layer the other hosts wait for it.
+_NICENESS = 10
 
 
 class Decoding:
@@ -69,6 +74,8 @@ class Decoding:
             device = self._engine.hosts.device
             if device.type == "cuda":
                 torch.cuda.set_device(device)
+            if sys.platform == "linux":  # elsewhere threads have no priority of their own
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
             batch = self._engine.batch()
             while self._admit(batch):
                 self._step(batch)
