@@ -1,17 +1,21 @@
-"""Measure the server under load and the engine alone: requests/s, TTFT and ITL.
+"""Measure the server under load and the engine alone: requests/s, goodput, TTFT and ITL.
 
     torchrun --nproc-per-node 2 benchmarks/serving.py --requests 64 --concurrency 1 4 16 --json serving.jsonl
     torchrun --nproc-per-node 2 benchmarks/serving.py --max-running 1 all --concurrency 16 --ignore-eos
+    torchrun --nproc-per-node 2 benchmarks/serving.py --homes 1 all --rate 2 4 8 --limits 500 20 --ignore-eos
+    torchrun --nproc-per-node 2 benchmarks/serving.py --scale 6 --speculate off vanilla --ignore-eos
     python benchmarks/serving.py --model Qwen/Qwen2.5-VL-7B-Instruct --video clip.mp4 --frames 256  # on a GPU
 
 Every client repeats the same question about the same video and streams the answer; TTFT is the client's, so it
-includes queueing. The engine alone answers the same question sequentially. Answers that differ from the engine's
-are an error. With ``--max-running 1 all`` a server without batched decoding and one with it alternate,
-``--rounds`` times.
+includes queueing. With --rate requests do not wait for answers: they arrive by a Poisson process (an open loop),
+and their times count from then on. Goodput is the number of requests per second that keep both --limits. The
+engine alone answers the same question sequentially. Answers that differ from the engine's are an error. Servers
+that differ in --max-running, in --homes (how many hosts decode) or in their draft alternate, --rounds times.
 """
 
 import argparse
 import itertools
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -19,26 +23,37 @@ from collections.abc import Iterator
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 
 # isort: split
-from apbv import Engine, HostGroup, demo
+import torch
+
+from apbv import HostGroup, SpeculativeConfig, demo
 from apbv.allocator import keep_freed_memory
 from apbv.hosts import run_on_hosts
+from apbv.launch.options import positive
+from apbv.speculate import STRATEGIES
 
-from support.arguments import COUNT, add_shared
+from support.arguments import COUNT, add_pair, add_shared
 from support.clients import Answer, Way, ask_a_server, ask_engine
+from support.drafting import build_ways
+from support.processes import pin_host
 from support.records import report
 from support.summaries import percentiles
 
 
 def measure(options: argparse.Namespace, hosts: HostGroup) -> Iterator[dict]:
     """Measure the engine and the servers; yield the records, on host 0."""
-    engine = Engine.from_pretrained(options.model, hosts=hosts, dtype=options.dtype)
-    ask_engine(engine, options)  # a warm-up
+    configs = {name: SpeculativeConfig(strategy=name) for name in options.speculate if name != "off"}
+    built = build_ways(options, configs, hosts)
+    engines = {each.label: each.engine for each in built} | {"off": built[0].engine}
+    ask_engine(engines["off"], options)  # a warm-up
     began = time.perf_counter()
-    alone = [ask_engine(engine, options) for _ in range(options.requests)]
-    yield record(options, hosts, Way("engine"), alone, time.perf_counter() - began)
+    alone = [ask_engine(engines["off"], options) for _ in range(options.requests)]
+    yield record(options, hosts, Way("engine", 1), alone, time.perf_counter() - began)
+    loads = [{"rate": rate} for rate in options.rate] or [{"concurrency": each} for each in options.concurrency]
     measured: dict[Way, tuple[list[Answer], float]] = {}
-    for _, max_running in itertools.product(range(options.rounds), options.max_running):
-        for way, answers, seconds in ask_a_server(engine, hosts, max_running, alone[0].text, options):
+    servers = options.speculate, options.homes, options.max_running
+    for _, speculate, homes, most in itertools.product(range(options.rounds), *servers):
+        ways = [Way("server", max_running=most, homes=homes, speculate=speculate, **load) for load in loads]
+        for way, answers, seconds in ask_a_server(engines[speculate], hosts, ways, alone[0].text, options):
             before, past = measured.get(way, ([], 0.0))
             measured[way] = [*before, *answers], past + seconds
     yield from (record(options, hosts, way, *figures) for way, figures in measured.items())
@@ -51,16 +66,26 @@ def record(options: argparse.Namespace, hosts: HostGroup, way: Way, answers: lis
         "tpot_ms": [(a.end - a.first_token) * 1e3 / max(a.num_tokens - 1, 1) for a in answers],
         "latency_ms": [answer.end * 1e3 for answer in answers],
     }
+    in_time = [
+        ttft <= options.limits[0] and tpot <= options.limits[1]
+        for ttft, tpot in zip(samples["ttft_ms"], samples["tpot_ms"], strict=True)
+    ]
     return {
         "benchmark": "serving",
         "model": options.model,
+        "scale": options.scale,
         "way": way.name,
         "hosts": hosts.size,
         "concurrency": way.concurrency,
+        "rate": way.rate,
         "max_running": way.max_running,
+        "homes": way.homes,
+        "speculate": way.speculate,
         "num_requests": len(answers),
         "num_frames": options.frames,
         "request_throughput": len(answers) / seconds,
+        "goodput": sum(in_time) / seconds,
+        "limits_ms": options.limits,
         "output_throughput": sum(answer.num_tokens for answer in answers) / seconds,
         **{name: percentiles(values) for name, values in samples.items()},
         "samples": samples,
@@ -69,9 +94,12 @@ def record(options: argparse.Namespace, hosts: HostGroup, way: Way, answers: lis
 
 COLUMNS = {
     "": "{way}",
-    "clients": "{concurrency}",
+    "clients": lambda row: row["concurrency"] or f"{row['rate']:g}/s",
     "at once": lambda row: row["max_running"] or ("all" if row["way"] == "server" else 1),
+    "homes": lambda row: row["homes"] or row["hosts"],
+    "draft": "{speculate}",
     "answers/s": "{request_throughput:.2f}",
+    "in time/s": "{goodput:.2f}",
     "tokens/s": "{output_throughput:.0f}",
     **{
         f"{name} {share} ms": f"{{{time}[{share}]:.0f}}"
@@ -83,7 +111,6 @@ COLUMNS = {
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="demo", help='"demo" (default), a directory, or a hub id')
     parser.add_argument(
         "--video", default=str(demo.video_path()), metavar="FILE", help="default: the bundled clip"
     )
@@ -92,23 +119,36 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--max-new-tokens", type=COUNT, default=32)
     parser.add_argument("--requests", type=COUNT, default=64, help="requests per measurement (default 64)")
     parser.add_argument("--concurrency", type=COUNT, nargs="+", default=[1, 4, 16], help="concurrent clients")
-    parser.add_argument("--ignore-eos", action="store_true", help="always generate --max-new-tokens tokens")
+    parser.add_argument("--rate", type=positive(float), nargs="+", default=[], help="requests per second instead")
     parser.add_argument(
-        "--max-running",
-        type=lambda text: None if text == "all" else COUNT(text),
-        nargs="+",
-        default=[None],
-        metavar="N|all",
-        help="decoding batch limits, each measured on its own server (default: all)",
+        "--limits", type=positive(float), nargs=2, metavar=("TTFT", "TPOT"), default=[1000.0, 50.0], help="in ms"
     )
+    parser.add_argument("--ignore-eos", action="store_true", help="always generate --max-new-tokens tokens")
+    for name, about in {
+        "--max-running": "decoding batch limits",
+        "--homes": "numbers of hosts that decode",
+    }.items():
+        parser.add_argument(
+            name,
+            type=lambda text: None if text == "all" else COUNT(text),
+            nargs="+",
+            default=[None],
+            metavar="N|all",
+            help=f"{about}, each measured on its own server (default: all)",
+        )
+    parser.add_argument("--speculate", nargs="+", choices=("off", *STRATEGIES), default=["off"])
+    add_pair(parser)
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds to wait for a host (default 300)")
-    add_shared(parser, "json", dtype="float32", rounds=1)
+    parser.set_defaults(draft_host=False, preset=None)
+    add_shared(parser, "pinned", "json", dtype="float32", rounds=1)
     return parser.parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
     keep_freed_memory()
+    if options.pinned:  # before there are threads
+        pin_host(int(os.environ.get("LOCAL_RANK", 0)), torch.get_num_threads())
     return run_on_hosts(lambda hosts: report(options, measure(options, hosts), COLUMNS, hosts), options.timeout)
 
 

@@ -23,6 +23,7 @@ import os
 import statistics
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
@@ -39,7 +40,7 @@ from apbv.prefilling.methods import METHODS
 from apbv.speculate import STRATEGIES, prunes
 
 from support import clips
-from support.arguments import COUNT, add_clip_options, add_prefill_settings, add_shared
+from support.arguments import COUNT, add_clip_options, add_pair, add_shared
 from support.draft_presets import PRESETS, configs_of
 from support.drafting import build_ways, records
 from support.exams import Exam
@@ -90,7 +91,9 @@ def questions(options: argparse.Namespace, hosts: HostGroup) -> Iterator[tuple[s
 
 def measure(options: argparse.Namespace, hosts: HostGroup) -> Iterator[dict]:
     """Answer every question in all ways in turn, after a warm-up with the first; yield the records, on host 0."""
-    ways, asked = build_ways(options, configurations(options), hosts), list(questions(options, hosts))
+    # A way that loses must be seen to lose.
+    configs = {label: replace(each, keep_losing_draft=True) for label, each in configurations(options).items()}
+    ways, asked = build_ways(options, configs, hosts), list(questions(options, hosts))
     rounds = [(asked[0], False), *((question, True) for _ in range(options.rounds) for question in asked)]
     with tqdm(total=len(rounds) * len(ways), unit="answer", disable=None if hosts.rank == 0 else True) as bar:
         for (task, given), counts in rounds:
@@ -124,10 +127,7 @@ COLUMNS = {
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="demo", help="demo, a directory or a hub id")
-    parser.add_argument("--draft-model", help="demo, a directory or a hub id (demo: the bundled draft)")
-    parser.add_argument("--scale", type=COUNT, default=1, help="copies of each target layer (Qwen2.5-VL)")
-    add_prefill_settings(parser, "method", "kv")
+    add_pair(parser)
     parser.add_argument("--preset", choices=PRESETS, help="a paper's table, instead of --strategies")
     parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, help="default: all applicable")
     parser.add_argument("--num-draft-tokens", type=draft_tokens, nargs="+", default=[5], metavar="N|auto")

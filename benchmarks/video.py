@@ -16,7 +16,6 @@ that of transformers on plainly decoded frames; if `apbv`'s differs, no results 
 
 import argparse
 import itertools
-import os
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -125,15 +124,12 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     what.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     what.add_argument("--hosts", type=COUNT, nargs="+", default=[1], help="number of hosts (default 1)")
     what.add_argument("--threads", type=COUNT, default=1, help="threads per host (default 1)")
-    what.add_argument("--pinned", action="store_true", help="pin each host to as many cores")
     what.add_argument("--max-pixels", type=COUNT, help="per frame, for the vision tower (default: all)")
     what.add_argument("--vision-depth", type=COUNT, default=32)
     what.add_argument("--vision-hidden", type=COUNT, default=64)
-    add_shared(what, "dtype", "json", rounds=3)
+    add_shared(what, "pinned", "dtype", "json", rounds=3)
     parser.set_defaults(**PRESETS.get(parser.parse_known_args(arguments)[0].preset, {}))
     options = parser.parse_args(arguments)
-    if options.pinned and not hasattr(os, "sched_setaffinity"):
-        parser.error("--pinned: this system does not let a process choose its cores")
     options.dtype = options.dtype or DEFAULT_DTYPES["cuda" if torch.cuda.is_available() else "cpu"]
     return options
 

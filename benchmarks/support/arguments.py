@@ -28,6 +28,7 @@ _SHARED = {
     "table": {"type": Path, "nargs": "+", "metavar": "FILE", "help": "only print results from these files"},
     "rounds": {"type": COUNT, "help": "interleaved repetitions of each measurement"},
     "warmup": {"type": int, "help": "warm-up rounds, not measured"},
+    "pinned": {"action": "store_true", "help": "pin each host to cores of its own, one per thread"},
     "dtype": {"choices": DTYPES, "help": "weight dtype (default: bfloat16 on a GPU)"},
     # The demo's clips.
     "clips": {"type": COUNT, "help": "number of clips"},
@@ -53,3 +54,11 @@ def add_clip_options(parser: argparse._ActionsContainer, clips: int, shots: int)
 def add_prefill_settings(parser: argparse._ActionsContainer, *fields: str) -> None:
     """Add options that are fields of :class:`apbv.PrefillConfig`."""
     add_settings(parser, [each for each in PREFILL if each.field in fields], with_defaults=True)
+
+
+def add_pair(parser: argparse.ArgumentParser) -> None:
+    """Add options that define a target, its prefill and its draft; see :func:`.drafting.build_ways`."""
+    parser.add_argument("--model", default="demo", help="demo, a directory or a hub id")
+    parser.add_argument("--draft-model", help="demo, a directory or a hub id (demo: the bundled draft)")
+    parser.add_argument("--scale", type=COUNT, default=1, help="copies of each target layer (Qwen2.5-VL)")
+    add_prefill_settings(parser, "method", "kv")

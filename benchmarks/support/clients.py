@@ -8,9 +8,13 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from random import Random
+from unittest import mock
 
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 
@@ -18,6 +22,7 @@ import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 from apbv import Engine, HostGroup
 from apbv.config import SamplingParams
 from apbv.input.request import Question, Request
+from apbv.serve.executor import num_homes
 from apbv.serve.server import bind, serve
 from apbv.serve.settings import ServerSettings
 from apbv.stats import StageTimer
@@ -45,8 +50,12 @@ def ask_engine(engine: Engine, options: argparse.Namespace) -> Answer:
     return Answer(first_token, end, result.text, len(result.token_ids))
 
 
-def ask_server(port: int, options: argparse.Namespace) -> Answer:
-    """Ask the server over HTTP, and stream the answer."""
+def ask_server(port: int, options: argparse.Namespace, asked: float | None = None) -> Answer:
+    """Ask the server over HTTP, and stream the answer.
+
+    Args:
+        asked: when the request was to be sent, by which its times count; None: now.
+    """
     content = [
         {"type": "video_url", "video_url": {"url": Path(options.video).name}},
         {"type": "text", "text": options.prompt},
@@ -60,7 +69,7 @@ def ask_server(port: int, options: argparse.Namespace) -> Answer:
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    began, first, text, num_tokens = time.perf_counter(), None, "", 0
+    began, first, text, num_tokens = asked or time.perf_counter(), None, "", 0
     url, data = f"http://127.0.0.1:{port}/v1/chat/completions", json.dumps(body).encode()
     try:
         response = _OPEN(url, data, options.timeout)
@@ -82,25 +91,45 @@ def ask_server(port: int, options: argparse.Namespace) -> Answer:
 
 @dataclass(frozen=True)
 class Way:
-    """Workload: the request, the number of concurrent clients, and the decoding batch limit; None: all."""
+    """A workload: so many concurrent clients, or requests per second, and what answers them.
+
+    Attributes:
+        max_running: the limit of each host's decoding batch; None: all.
+        homes: how many hosts decode; None: all.
+        speculate: the drafting strategy; None: there is no draft.
+    """
 
     name: str
-    concurrency: int = 1
+    concurrency: int | None = None
+    rate: float | None = None
     max_running: int | None = None
+    homes: int | None = None
+    speculate: str | None = None
+
+    def ask(self, port: int, options: argparse.Namespace) -> list[Answer]:
+        """Send all requests: each client its next after an answer, or by a Poisson process of the rate."""
+        random, ask = Random(0), partial(ask_server, port, options)
+        with ThreadPoolExecutor(self.concurrency or options.requests) as pool:
+            answers = []
+            for _ in range(options.requests):
+                answers.append(pool.submit(ask, time.perf_counter()) if self.rate else pool.submit(ask))
+                if self.rate:
+                    time.sleep(random.expovariate(self.rate))
+            return [answer.result() for answer in answers]
 
 
 def ask_a_server(
-    engine: Engine, hosts: HostGroup, max_running: int | None, expected: str, options: argparse.Namespace
+    engine: Engine, hosts: HostGroup, ways: Sequence[Way], expected: str, options: argparse.Namespace
 ) -> list[tuple[Way, list[Answer], float]]:
-    """Start a server, ask it, and end it; collective.
+    """Start a server, ask it in ways that differ in the load alone, and end it; collective.
 
     Returns:
-        For each number of clients the answers, and the seconds that they took all together; on host 0.
+        For each way the answers, and the seconds that they took all together; on host 0.
     """
     with hosts.local_stage("opening a port"):
         sock = bind("127.0.0.1", 0) if hosts.is_leader else None
-    folder, clients = Path(options.video).resolve().parent, max(options.concurrency)
-    limits = {"max_queue": clients, "max_running": max_running, "max_frames": options.frames}
+    folder, limits = Path(options.video).resolve().parent, {"max_frames": options.frames}
+    limits |= {"max_queue": options.requests, "max_running": ways[0].max_running}
     settings = ServerSettings(model="benchmark", media_dir=folder, **limits)
     measured: list[tuple[Way, list[Answer], float]] = []
     failures: list[BaseException] = []
@@ -110,22 +139,22 @@ def ask_a_server(
             port = sock.getsockname()[1]
             _wait_until_ready(port)
             ask_server(port, options)  # a warm-up
-            for concurrency in options.concurrency:
-                # Each client asks again as soon as it has an answer.
+            for way in ways:
                 began = time.perf_counter()
-                with ThreadPoolExecutor(concurrency) as pool:
-                    answers = list(pool.map(lambda _: ask_server(port, options), range(options.requests)))
+                answers = way.ask(port, options)
                 seconds = time.perf_counter() - began
                 if any(answer.text != expected for answer in answers):
                     raise ValueError("the server does not answer as the engine does")
-                measured.append((Way("server", concurrency, max_running), answers, seconds))
+                measured.append((way, answers, seconds))
         except BaseException as error:
             failures.append(error)
         os.kill(os.getpid(), signal.SIGTERM)  # ends the server gracefully
 
     if hosts.is_leader:
         threading.Thread(target=clients, daemon=True).start()
-    serve(engine, hosts, sock, settings)
+    homes = min(ways[0].homes or hosts.size, num_homes(engine))
+    with mock.patch("apbv.serve.server.num_homes", lambda _: homes):
+        serve(engine, hosts, sock, settings)
     with hosts.local_stage("asking the server"):
         if failures:
             raise failures[0]

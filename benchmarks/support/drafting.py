@@ -40,11 +40,8 @@ def build_ways(
 ) -> list[Way]:
     """Build the ways to decode, on one target and one draft; autoregressive decoding comes first."""
     prefill = PrefillConfig(method=options.method, kv=options.kv)
-    # A layer of the target lies --scale times as deep in the scaled one. A way that loses must be seen to lose.
-    wanted = {
-        label: replace(config, uv_layer=options.scale * config.uv_layer, keep_losing_draft=True)
-        for label, config in configs.items()
-    }
+    # A layer of the target lies --scale times as deep in the scaled one.
+    wanted = {label: replace(each, uv_layer=options.scale * each.uv_layer) for label, each in configs.items()}
     if options.draft_host and options.preset is None:
         for label, config in list(wanted.items()):
             strategy = STRATEGIES[config.strategy]

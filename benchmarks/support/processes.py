@@ -1,5 +1,6 @@
-"""Ends the processes that a benchmark has started."""
+"""Ends the processes that a benchmark has started, and chooses their cores."""
 
+import os
 import signal
 import sys
 from multiprocessing import active_children
@@ -15,3 +16,15 @@ def end_children_with_this() -> None:
         sys.exit(128 + signal.SIGTERM)  # by which subprocess ends its own
 
     signal.signal(signal.SIGTERM, end)
+
+
+def pin_host(rank: int, num_cores: int = 1) -> None:
+    """Let this process run only on its own cores, which hosts share where there are too few.
+
+    Raises:
+        ValueError: this system does not let a process choose.
+    """
+    if not hasattr(os, "sched_setaffinity"):
+        raise ValueError("--pinned: this system does not let a process choose its cores")
+    cores, first = sorted(os.sched_getaffinity(0)), rank * num_cores
+    os.sched_setaffinity(0, [cores[number % len(cores)] for number in range(first, first + num_cores)])

@@ -207,6 +207,19 @@ def test_the_server_beside_the_engine(run):
         assert record["output_throughput"] == pytest.approx(6 * record["request_throughput"])
 
 
+def test_servers_at_a_rate_of_requests(run):
+    """Of one host or both that decode, with and without a draft; who gets the tokens in time counts as goodput."""
+    options = ["--requests", 3, "--rate", 50, "--frames", 16, "--max-new-tokens", 6, "--ignore-eos"]
+    options += ["--homes", 1, "all", "--speculate", "off", "vanilla", "--limits", 1e6, 1e6]
+    records, _ = run("serving", *options, hosts=2)
+    assert [(r["rate"], r["homes"], r["speculate"]) for r in records] == [
+        (None, None, None),
+        *[(50, homes, speculate) for speculate in ("off", "vanilla") for homes in (1, None)],
+    ]
+    for record in records:
+        assert record["goodput"] == record["request_throughput"] and record["concurrency"] in (1, None)
+
+
 def test_kv_to_another_process(run):
     """It compares what arrives with what was sent, and fails where they differ."""
     options = ["--tokens", 600, "--rounds", 2, "--shapes", "qwen2.5-vl-3b"]

@@ -38,7 +38,7 @@ from apbv.prefilling.methods import METHODS
 from apbv.prefilling.prefiller import Prefiller
 from apbv.stats import StageTimer, peak_memory_bytes, reset_peak_memory, synchronize
 
-from ..processes import end_children_with_this
+from ..processes import end_children_with_this, pin_host
 from ..workloads import build_model, qwen_vl_config
 from .clips import READERS
 
@@ -157,8 +157,7 @@ def measure(rank: int, job: Job, rendezvous: str, kept: Path | None) -> Measured
     os.environ.update(OMP_NUM_THREADS=str(job.threads), LOCAL_RANK=str(rank))
     torch.set_num_threads(job.threads)
     if job.pinned:
-        cores, first = sorted(os.sched_getaffinity(0)), rank * job.threads  # shared where there are too few
-        os.sched_setaffinity(0, [cores[n % len(cores)] for n in range(first, first + job.threads)])
+        pin_host(rank, job.threads)
     hosts = _join(rank, job.hosts, rendezvous)
     try:
         if hosts.device.type == "cpu":
