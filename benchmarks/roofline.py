@@ -1,18 +1,21 @@
-"""Predict GPU times of operators and of a whole prefill with a roofline model. Nothing runs.
+"""Predict GPU times of operators, of a whole prefill and of drafts with a roofline model. Nothing runs.
 
     python benchmarks/roofline.py
     python benchmarks/roofline.py --tokens 32768 --hosts 4 --gpus H100 H200
     python benchmarks/roofline.py --prefill qwen2.5-vl-7b --gpus H200
+    python benchmarks/roofline.py --draft qwen2.5-vl-3b --target qwen2.5-vl-7b --acceptance 0.8 --gpus H200
 
 Operators are those of operators.py in bf16, with the heads of Qwen2.5-VL-7B, at data-sheet peaks (of the fastest
 GPU of that name). No kernel reaches them, so measured times are longer. The prefill is of a text prompt, with
 ``full`` on one GPU and the other methods on all hosts, at assumed shares of the peaks. ``APBV_BACKEND=torch``
-assumes no fused kernels outside attention and matrix products.
+assumes no fused kernels outside attention and matrix products. With a draft: the speedup of decoding a batch,
+where a pass reads all weights and each answer's KV once, and the window is the best one of up to 16 tokens.
 """
 
 import argparse
 import sys
 from dataclasses import replace
+from itertools import product
 
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 
@@ -99,6 +102,34 @@ def prefill(options: argparse.Namespace, gpu: str) -> str:
     return markdown_table([f"ms on {gpu}, {options.prefill}", *columns, "measured by"], lines)
 
 
+def drafts(options: argparse.Namespace, gpu: str) -> str:
+    """Format how much faster drafts make batches; the same share of tokens is accepted of all."""
+    target, draft = (Shape.from_config(config_of(name)) for name in (options.target, options.draft))
+    flops, bandwidth = REACHED["products"] * PEAKS[gpu][0], REACHED["memory"] * PEAKS[gpu][1]
+
+    def seconds(shape: Shape, answers: int, rows: int, pairs: float) -> float:
+        weights = shape.layers * sum(shape.layer_weights.values()) + shape.hidden * shape.vocab
+        num_bytes = shape.bytes_per_number * weights + answers * pairs * shape.kv_bytes
+        return max(num_bytes / bandwidth, 2 * weights * rows / flops)
+
+    lines, alpha = [], options.acceptance
+    for num_tokens, answers in product((1024, 8192, 32768, 131072), (1, 4, 16)):
+        # What reads how much KV to draft a token.
+        kinds = (draft, num_tokens), (draft, num_tokens / 10), (target, 1024), (None, 0)
+        plain, cells = seconds(target, answers, answers, num_tokens), []
+        for shape, pairs in kinds:
+            cost = seconds(shape, answers, answers, min(pairs, num_tokens)) if shape else 0.0
+            tokens, speeds = 1.0, []
+            for gamma in range(1, 17):
+                tokens += alpha**gamma
+                verifying = seconds(target, answers, answers * (1 + gamma), num_tokens)
+                speeds.append((tokens * plain / (gamma * cost + verifying), gamma))
+            cells.append("{:.2f} × (γ = {})".format(*max(speeds)))
+        lines.append([num_tokens, answers, f"{1e3 * plain:.1f}", *cells])
+    names = ["`vanilla`", "a tenth of the draft's KV", "`std`, 1,024 pairs", "`ngram`"]
+    return markdown_table(["context", "answers", f"ms per step, {gpu}", *names], lines)
+
+
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     usual = PRESETS["h200"].sizes
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -106,6 +137,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--hosts", type=COUNT, default=usual.hosts)
     parser.add_argument("--gpus", nargs="+", default=list(PEAKS), choices=PEAKS)
     parser.add_argument("--prefill", metavar="MODEL", help=f"a prefill of {', '.join(CONFIGS)}, a directory, …")
+    parser.add_argument("--draft", metavar="MODEL", help="speculative decoding with this draft")
+    parser.add_argument("--target", metavar="MODEL", default="qwen2.5-vl-7b")
+    parser.add_argument("--acceptance", type=float, default=0.8, help="the share of accepted tokens (default 0.8)")
     options = parser.parse_args(arguments)
     if options.tokens < 64 * options.hosts:
         parser.error("--tokens must be at least 64 per host, so that no block is empty")
@@ -114,7 +148,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
-    print("\n\n".join(prefill(options, gpu) for gpu in options.gpus) if options.prefill else operators(options))
+    predict = drafts if options.draft else prefill if options.prefill else None
+    print("\n\n".join(predict(options, gpu) for gpu in options.gpus) if predict else operators(options))
     return 0
 
 

@@ -5,6 +5,7 @@
     torchrun --nproc-per-node 2 benchmarks/speculative.py --scale 6 --strategies vanilla --draft-host
     torchrun --nproc-per-node 2 benchmarks/speculative.py --scale 6 --preset hippo1 --tasks describe ordering
     python benchmarks/speculative.py --model PATH --draft-model PATH --prompts prompts.jsonl
+    python benchmarks/speculative.py --scale 6 --batch 1 4 16 --clips 16 --strategies vanilla hippo
 
 Each line of such a file is an object with a "prompt", the path of a "video" or of a "context" (a long text, of
 which "characters" are read), relative to the file, and the "task" by which answers are summed up.
@@ -15,7 +16,7 @@ interleaved on every question. Answers are greedy, and each is compared with the
 same attention: a variant whose answer differs anywhere is reported without a speed. With --draft-host the last
 host drafts in parallel in some variants and idles in the others; on a single host a thread drafts. A preset is one
 of the papers' tables (support/draft_presets.py), at the first of --keep-ratio; "std1" keeps its own number of
-tokens.
+tokens. With --batch the first questions are answered together, and drafts that do not pay are dropped.
 """
 
 import argparse
@@ -42,7 +43,7 @@ from apbv.speculate import STRATEGIES, prunes
 from support import clips
 from support.arguments import COUNT, add_clip_options, add_pair, add_shared
 from support.draft_presets import PRESETS, configs_of
-from support.drafting import build_ways, records
+from support.drafting import batch_records, build_ways, records
 from support.exams import Exam
 from support.records import read_records, report
 
@@ -91,9 +92,14 @@ def questions(options: argparse.Namespace, hosts: HostGroup) -> Iterator[tuple[s
 
 def measure(options: argparse.Namespace, hosts: HostGroup) -> Iterator[dict]:
     """Answer every question in all ways in turn, after a warm-up with the first; yield the records, on host 0."""
-    # A way that loses must be seen to lose.
-    configs = {label: replace(each, keep_losing_draft=True) for label, each in configurations(options).items()}
+    configs = configurations(options)
+    if not options.batch:  # a way that loses must be seen to lose
+        configs = {label: replace(each, keep_losing_draft=True) for label, each in configs.items()}
     ways, asked = build_ways(options, configs, hosts), list(questions(options, hosts))
+    for size in tqdm(options.batch, unit="batch", disable=None if hosts.rank == 0 else True):
+        yield from batch_records(options, ways, [given for _, given in asked[:size]])
+    if options.batch:
+        return
     rounds = [(asked[0], False), *((question, True) for _ in range(options.rounds) for question in asked)]
     with tqdm(total=len(rounds) * len(ways), unit="answer", disable=None if hosts.rank == 0 else True) as bar:
         for (task, given), counts in rounds:
@@ -123,6 +129,16 @@ COLUMNS = {
     "by theory": "{speculation[predicted_decode_speedup]:.2f} ×",
     "end to end": "{end_to_end_speedup:.2f} ×",
 }
+BATCH_COLUMNS = {
+    "prompt": "{num_input_tokens:.0f}",
+    "answers": "{answers}",
+    "way": "{label}",
+    "accepted": "{acceptance_rate:.2f}",
+    "drafted per token": "{drafted_per_token:.2f}",
+    "tokens/s": "{tokens_per_s:.0f}",
+    "speed-up": "{speedup:.2f} ×",
+    "identical": "{identical}",
+}
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -132,6 +148,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, help="default: all applicable")
     parser.add_argument("--num-draft-tokens", type=draft_tokens, nargs="+", default=[5], metavar="N|auto")
     parser.add_argument("--draft-host", action="store_true", help="also draft in parallel on the last host")
+    parser.add_argument("--batch", type=COUNT, nargs="+", default=[], help="answer as many questions together")
     parser.add_argument("--keep", nargs="+", choices=KEEP_POLICIES, default=["specvlm"])
     amount = parser.add_mutually_exclusive_group()
     amount.add_argument("--keep-ratio", type=float, nargs="+", default=[0.1], help="share of visual tokens (0.1)")
@@ -162,7 +179,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
     keep_freed_memory()
-    return run_on_hosts(lambda hosts: report(options, measure(options, hosts), COLUMNS, hosts))
+    columns = BATCH_COLUMNS if options.batch else COLUMNS
+    return run_on_hosts(lambda hosts: report(options, measure(options, hosts), columns, hosts))
 
 
 if __name__ == "__main__":

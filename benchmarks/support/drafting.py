@@ -2,17 +2,22 @@
 
 import argparse
 import statistics
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from typing import NamedTuple
 
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 
 # isort: split
-from apbv import Engine, HostGroup, PrefillConfig, SpeculativeConfig, demo
+from apbv import Engine, HostGroup, PrefillConfig, SamplingParams, SpeculativeConfig, demo
+from apbv.decode.batch import Batch
 from apbv.input.rendering import RenderedPrompt
+from apbv.input.request import Question, Request
 from apbv.input.video import probe
 from apbv.speculate import STRATEGIES
 from apbv.speculate.strategies import draft_tree
+from apbv.stats import StageTimer
 
 from . import clips
 from .scaled_model import scale_model
@@ -79,6 +84,64 @@ def build_ways(
         return Way(label, config, Engine(model, processor, group, prefill, options.model, config, own, caption))
 
     return [way("autoregressive", None), *(way(label, config) for label, config in wanted.items())]
+
+
+class Together(NamedTuple):
+    """Answers that were decoded in one batch: their tokens, their drafts' metrics, and the seconds of decoding."""
+
+    prompt_lens: list[int]
+    tokens: list[list[int]]
+    figures: list[dict | None]
+    seconds: float
+
+
+def decode_together(engine: Engine, batch: Batch, questions: Sequence[dict], max_new_tokens: int) -> Together:
+    """Prefill questions, and decode their answers in a batch, on host 0; collective."""
+    sampling = SamplingParams(max_new_tokens=max_new_tokens)
+    begun = [
+        engine.begin(Request(Question(**given), StageTimer(engine.hosts), sampling=sampling))
+        for given in questions
+    ]
+    began = time.perf_counter()
+    with engine.attention():
+        members = [
+            batch.join(state, read.request, *draft) for read, state, draft in begun if engine.hosts.is_leader
+        ]
+        prompt_lens = [member.answer.prompt_len for member in members]
+        while len(batch):
+            batch.step()
+    seconds = time.perf_counter() - began
+    return Together(prompt_lens, [each.tokens for each in members], [each.summary() for each in members], seconds)
+
+
+def batch_records(options: argparse.Namespace, ways: Sequence[Way], questions: Sequence[dict]) -> Iterator[dict]:
+    """Answer questions in one batch, in all ways in turn, after a warm-up; yield a record per way, on host 0."""
+    engines = [(way.engine, way.engine.batch()) for way in ways]
+    rounds = [
+        [decode_together(*each, questions, options.max_new_tokens) for each in engines]
+        for _ in range(1 + options.rounds)
+    ]
+    measured = list(zip(*rounds[1:], strict=True)) if engines[0][0].hosts.is_leader else []
+    for way, runs in zip(ways, measured, strict=False):
+        figures = [each for run in runs for each in run.figures if each]
+        drafted, seconds = sum(each["num_drafted"] for each in figures), sum(run.seconds for run in runs)
+        new_tokens = sum(len(tokens) for run in runs for tokens in run.tokens)
+        yield {
+            "benchmark": "batch_speculation",
+            "label": way.label,
+            "model": options.model,
+            "scale": options.scale,
+            "dtype": options.dtype,
+            "num_input_tokens": statistics.mean(runs[0].prompt_lens),
+            "answers": len(questions),
+            "new_tokens": new_tokens,
+            "identical": [run.tokens for run in runs] == [run.tokens for run in measured[0]],
+            "acceptance_rate": sum(each["num_accepted"] for each in figures) / drafted if drafted else None,
+            "drafted_per_token": drafted / new_tokens,
+            "tokens_per_s": new_tokens / seconds,
+            "speedup": sum(run.seconds for run in measured[0]) / seconds,
+            "samples": {"seconds": [run.seconds for run in runs]},
+        }
 
 
 def records(options: argparse.Namespace, ways: list[Way]) -> Iterator[dict]:

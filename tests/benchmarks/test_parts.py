@@ -121,6 +121,16 @@ def test_a_prefill_is_predicted_by_its_parts(capsys):
     assert rows[-1][3] == "1.00 ×"
 
 
+def test_drafts_are_predicted_by_what_they_read(capsys):
+    """A target that drafts for itself from all of its KV gains nothing; one that reads little of it does."""
+    roofline.main(["--draft", "llama-small", "--target", "llama-small", "--acceptance", "1", "--gpus", "H200"])
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in capsys.readouterr().out.splitlines()]
+    for num_tokens, _, _, same, tenth, std, lookup in rows[2:]:
+        assert same.startswith("1.00 ×") and lookup == "17.00 × (γ = 16)"
+        assert 1 < float(tenth.split()[0]) < 10
+        assert float(std.split()[0]) == 1 if int(num_tokens) == 1024 else float(std.split()[0]) > 1.2
+
+
 # ---- presets, and the models that they name ----
 
 

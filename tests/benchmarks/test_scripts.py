@@ -178,6 +178,18 @@ def test_a_papers_table_of_drafts(run, tmp_path):
         assert figures["config"]["keep_losing_draft"] is True and figures["accepted_in_a_row"] >= 0
 
 
+def test_drafts_in_batches(run, tmp_path):
+    options = of_clip(tmp_path, "--clips", 3, "--batch", 1, 3, "--strategies", "vanilla", "--scale", 2)
+    records, _ = run("speculative", *options, hosts=2)
+    labels = ["autoregressive", "vanilla, γ = 5"]
+    assert [(r["answers"], r["label"]) for r in records] == [(size, each) for size in (1, 3) for each in labels]
+    for alone, drafted in zip(records[::2], records[1::2], strict=True):
+        assert alone["speedup"] == 1 and alone["drafted_per_token"] == 0 and alone["acceptance_rate"] is None
+        assert drafted["identical"] and drafted["drafted_per_token"] > 0 and drafted["num_input_tokens"] > 64
+        speeds = drafted["tokens_per_s"] / alone["tokens_per_s"]
+        assert drafted["new_tokens"] == alone["new_tokens"] and drafted["speedup"] == pytest.approx(speeds)
+
+
 @pytest.mark.thorough
 def test_views_of_a_draft(run, tmp_path):
     options = ["--clips", 1, "--folder", tmp_path / "clips", "--shots", 16, "--keep-ratio", 0.25]
