@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from itertools import product
@@ -133,6 +134,10 @@ def asked(sampling: SamplingParams, **callbacks) -> Request:
     return Request(Question(), StageTimer(HOSTS), sampling=sampling, **callbacks)
 
 
+def out_of_memory(*_):
+    raise MemoryError
+
+
 KINDS = ["none", "ngram", "broken", "nan", "target", "noisy", "layerskip", "streaming", *PATTERNS]
 
 
@@ -160,6 +165,11 @@ def test_answers_that_come_and_go_are_those_of_each_alone(config, monkeypatch):
                 request = asked(sampling, stop=lambda tokens, stop=stop: len(tokens) == stop)
                 member = batch.join(state_of(number), request, draft_of(kind, number, sampling))
                 going[member] = kind, number, sampling, stop, request.logprobs
+            if chance.random() < 0.1:  # a pass that fails may be taken again
+                with suppress(MemoryError), monkeypatch.context() as patch:
+                    failing = chance.choice([batch._runner, *batch._runners.values()])
+                    patch.setattr(failing, "run", out_of_memory)
+                    batch.step()
             batch.step()
             if going and chance.random() < 0.05:
                 member = chance.choice(list(going))
