@@ -1,12 +1,15 @@
 """Defines Engine, which answers questions about videos, images, audio and texts on all hosts together."""
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from copy import copy
 from dataclasses import asdict, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Event
 from typing import Any
 
 import torch
@@ -17,6 +20,7 @@ from .config import DecodeConfig, PrefillConfig, ReuseConfig, SamplingParams, Sp
 from .config.checks import require_types
 from .decode.answer import finish_reason
 from .decode.batch import Batch, why_not_together
+from .decode.text import AnswerText
 from .generated import GenerateResult
 from .grammar import Grammars
 from .hosts import AgreedError, HostError, HostGroup
@@ -325,6 +329,38 @@ class Engine:
             stop=stop,
         )
         return self.answer(request, timeline)
+
+    def stream(self, prompt: str | None = None, **given: Any) -> Generator[str, None, GenerateResult]:
+        """Answer a question as :meth:`generate` does, and yield the text in pieces as it is decoded; collective.
+
+        The arguments are those of :meth:`generate` but ``on_token`` and ``stop``. Iterate on every host, even if
+        only one uses the text. Closing host 0's iterator ends the answer; closing another's waits for its end.
+
+        Returns:
+            The answer, as the value of ``yield from``.
+        """
+        text = AnswerText(partial(self.tokenizer.decode, skip_special_tokens=True))
+        tokens, pieces, is_closed = [], SimpleQueue[str | None](), Event()
+
+        def tell(token: int) -> None:
+            tokens.append(token)
+            pieces.put(text.update(tokens))
+
+        def run() -> GenerateResult:
+            try:
+                with torch.cuda.device(self.hosts.device if self.hosts.device.type == "cuda" else -1):
+                    return self.generate(prompt, **given, on_token=tell, stop=lambda _: is_closed.is_set())
+            finally:
+                pieces.put(text.finish(tokens))
+                pieces.put(None)
+
+        with ThreadPoolExecutor(1) as pool:
+            answering = pool.submit(run)
+            try:
+                yield from filter(None, iter(pieces.get, None))
+                return answering.result()
+            finally:
+                is_closed.set()
 
     def generate_all(
         self,

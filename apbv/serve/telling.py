@@ -5,13 +5,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from ..decode.text import AnswerText
 from ..input.request import Request
 from ..logprobs import TokenLogprobs
 from .job import Piece
 from .links import Output
 from .order import Order
 from .requests import FinishReason
-from .text import AnswerText
 
 
 class Telling:

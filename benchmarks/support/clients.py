@@ -91,9 +91,11 @@ def ask_server(port: int, options: argparse.Namespace, asked: float | None = Non
 
 @dataclass(frozen=True)
 class Way:
-    """A workload: so many concurrent clients, or requests per second, and what answers them.
+    """A workload, and what answers it.
 
     Attributes:
+        concurrency: number of clients, each with one request at a time; None: requests arrive at a rate.
+        rate: requests per second.
         max_running: the limit of each host's decoding batch; None: all.
         homes: how many hosts decode; None: all.
         speculate: the drafting strategy; None: there is no draft.

@@ -1,8 +1,8 @@
-"""Several questions at once: each answer is that of the question alone, on every host."""
+"""Several questions at once, and answers in pieces: each is that of the question alone, on every host."""
 
 import pytest
 
-from apbv import HostGroup, SamplingParams, SpeculativeConfig
+from apbv import HostError, HostGroup, SamplingParams, SpeculativeConfig
 from apbv.model.parts import inspect_model
 from apbv.speculate.batch import SpeculativeBatch
 from apbv.speculate.strategies import why_drafts_alone
@@ -63,3 +63,33 @@ def test_drafts_that_draft_alone(strategy, settings, why):
     assert why in why_drafts_alone(config)
     with pytest.raises(ValueError, match=f"cannot batch answers with drafts: .*{why}"):
         SpeculativeBatch(inspect_model(families.build_model("llama")), config)
+
+
+def exhausted(pieces):
+    """All pieces, and what the iterator returns."""
+    found = []
+    while True:
+        try:
+            found.append(next(pieces))
+        except StopIteration as end:
+            return found, end.value
+
+
+def streamed_job(hosts: HostGroup, clip: str, kv: str):
+    engine, given = build_engine(hosts, "qwen2_5_vl", kv), {"prompt": "Who?", "video": clip, "num_frames": 8}
+    expected = engine.generate(**given, max_new_tokens=12)
+    pieces, answer = exhausted(engine.stream(**given, max_new_tokens=12))
+    assert answer.token_ids == expected.token_ids and "".join(pieces) == answer.text and len(pieces) > 1
+    with pytest.raises((ValueError, HostError), match="missing"):
+        next(engine.stream("Who?", video=f"{clip}.missing"))
+    left = engine.stream(**given, max_new_tokens=400)
+    next(left)
+    if hosts.is_leader:
+        return left.close()
+    return len(exhausted(left)[1].token_ids)
+
+
+@pytest.mark.parametrize("kv", ["gathered", "sharded"])
+def test_an_answer_in_pieces_ends_where_host_0_closes_it(pool, clip, kv):
+    _, num_tokens = pool.run(2, streamed_job, str(clip), kv)
+    assert 1 <= num_tokens < 400

@@ -3,7 +3,7 @@
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from apbv.serve.text import AnswerText
+from apbv.decode.text import AnswerText
 
 
 def certain_text(pieces: list[bytes], stop: list[str], least: int, stop_token: int | None) -> tuple[str, bool]:
