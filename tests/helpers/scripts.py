@@ -123,7 +123,7 @@ def valid_records(name: str, path: Path) -> list[dict]:
     """The records of a file, each checked against its benchmark's schema."""
     records = [json.loads(line) for line in path.read_text().splitlines()]
     for record in records:
-        jsonschema.validate(record, schema_of(name))
+        jsonschema.validate(record, schema_of(record["benchmark"].replace("batch_decoding", name)))
     return records
 
 
