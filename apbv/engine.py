@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from copy import copy
 from dataclasses import asdict, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from .generated import GenerateResult
 from .grammar import Grammars
 from .hosts import AgreedError, HostError, HostGroup
 from .input.reading import PromptReader
-from .input.request import Callbacks, Question, Request
+from .input.request import Question, Request
 from .input.skeleton import SampledVideo
 from .input.video import require_backend
 from .model.loading import default_max_new_tokens, default_num_frames, load_model, read_config
@@ -499,15 +499,33 @@ class Engine:
 
     @contextmanager
     def _guarded(self, request: Request) -> Iterator[Request]:
-        """Keep errors of the caller's functions out of collectives, and raise them at the end; collective."""
-        callbacks = Callbacks(request)
+        """Keep errors of the caller's functions out of collectives; collective.
+
+        The first one on this host ends the answer, and is raised once all hosts have it.
+        """
+        errors: list[Exception] = []
+
+        def call(function: Callable | None, argument: Any) -> Any:
+            if function is not None and not errors:
+                try:
+                    return function(argument)
+                except Exception as error:
+                    errors.append(error)
+            return None
+
+        guarded = replace(
+            request,
+            on_token=partial(call, request.on_token),
+            stop=lambda tokens: bool(call(request.stop, tokens) or errors),
+            may_cancel=request.stop is not None and request.may_cancel,
+        )
         try:
-            yield callbacks.request
+            yield guarded
         except RequestCancelled:
-            raise callbacks.error or RequestCancelled from None
+            raise errors[0] if errors else RequestCancelled from None
         with self.hosts.local_stage("telling the caller"):
-            if callbacks.error is not None:
-                raise callbacks.error
+            if errors:
+                raise errors[0]
 
     def begin(self, request: Request) -> Begun:
         """Prefill a request's prompt, and build its draft if there are any, for an answer in a batch of its home.
