@@ -186,7 +186,9 @@ def run_stage(
             require_going_on(hosts, stop)
         if watcher is not None:
             watcher.on_nothing()
-        cache.initialize_empty(parts.num_kv_heads, parts.head_dim, parts.dtype, parts.device)
+        empty = torch.empty(1, parts.num_kv_heads, 0, parts.head_dim, dtype=parts.dtype, device=parts.device)
+        for layer in cache.layers[-len(layers) :]:
+            layer.hold(empty, empty)
         return HiddenRows()
     decoder = parts.language_model
     if len(layers) < parts.num_layers:

@@ -15,7 +15,7 @@ from transformers import DynamicCache
 from ..config import SamplingParams
 from ..decode.runner import ModelRunner
 from ..decode.sampling import PURPOSE_DRAFT, Choice, choose_tokens
-from ..kv.cache import GrowingLayer, appending_in_place, keep_of_last, replace_last
+from ..kv.cache import GrowingLayer, appending_in_place, keep_of_last
 from ..kv.select import select_kv
 from ..model.parts import ModelParts
 from ..transfer import to_device
@@ -224,8 +224,10 @@ class ModelDrafter(Drafter):
             self._cache.crop(common - len(self._cached))
         self._cached = [*self._cached[:common], *(self._drafted[node] for node in path)]
         if self.newest_kv is not None:
-            count = self._num_replaced
-            replace_last(self._cache, len(self._cached) - count, self.newest_kv(len(known) - count))
+            if len(self._cached) > self._num_replaced:
+                self._cache.crop(self._num_replaced - len(self._cached))
+            for index, (keys, values) in enumerate(self.newest_kv(len(known) - self._num_replaced)):
+                self._cache.update(keys, values, index)
             self._cached, self._num_replaced = list(known), len(known)
         self._num_cached = len(self._cached)
         return list(tokens[self._num_cached :])
