@@ -99,21 +99,3 @@ class FullMethod(PrefillMethod):
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float, layer: int) -> Tensor:
         return self.attend_within(q, (k, v), scale)[0]
-
-
-class XAttentionMethod(FullMethod):
-    """XAttention: host 0 computes the blocks selected by antidiagonals of scores."""
-
-    name = "xattention"
-
-
-class SpargeAttnMethod(FullMethod):
-    """SpargeAttn: host 0 computes the blocks selected by block means."""
-
-    name = "spargeattn"
-
-
-class FlexPrefillMethod(FullMethod):
-    """FlexPrefill: host 0 computes the blocks that the last queries select for each head."""
-
-    name = "flexprefill"
