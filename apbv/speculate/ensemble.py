@@ -6,7 +6,6 @@ forward pass (Algorithm 1). A context's weight depends on how well it has predic
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import groupby
 
 import torch
@@ -14,7 +13,6 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import DynamicCache
 
-from ..decode.sampling import PURPOSE_DRAFT, Choice, choose_tokens, most_probable
 from ..input.model_inputs import ModelInputs
 from ..model.attention import apbv_attention
 from ..model.parts import ModelParts
@@ -198,18 +196,13 @@ class EnsembleDrafter(ModelDrafter):
             self._verified += logits
 
     def _run(self, tokens: Sequence[int] | Tensor) -> Tensor:
-        """Run all contexts on these tokens, and return the mixture ``[1, Vq]`` of their next distributions."""
-        q = torch.softmax(self._run_contexts(tokens).double() / (self._config.temperature or 1.0), dim=-1)
+        """Run all contexts on these tokens, and return their mixture's logits ``[1, Vq]`` after the last."""
+        temperature = self._config.temperature or 1.0
+        q = torch.softmax(self._run_contexts(tokens).double() / temperature, dim=-1)
         if self._policy is not None:
             self._predictions += q.unbind(dim=1)
             self._adapt()
-        return (self.weights @ q[:, -1])[None]
-
-    def _choose(self, distribution: Tensor, index: int) -> tuple[Choice, Tensor | None]:
-        if self._config.temperature == 0:
-            return most_probable(distribution), None
-        as_it_is = replace(self._config, temperature=1.0)
-        return choose_tokens(distribution.log(), as_it_is, [index], PURPOSE_DRAFT)
+        return (self.weights @ q[:, -1]).log()[None] * temperature
 
     def _adapt(self) -> None:
         """Learn from the tokens verified since the latest block, if there are any, and choose the next weights."""
