@@ -13,7 +13,7 @@ import time
 import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -132,16 +132,13 @@ class Offers:
         self._making_exposer = threading.Lock()
         self._changed, self._is_closed = threading.Condition(), False
         self._actions = {"fetch": self._fetch, "done": self._done, "drop": self._told, "end": self._told}
-        listener = None
-        try:
+        with ExitStack() as undo:
             with hosts.local_stage("listening for consumers of KV"):
                 reachable = advertised or reachable_address(host)
                 process = hosts.rank * hosts.tensor_parallel_size + hosts.tensor_parallel_rank
                 listener = Listener((host, port and port + process), self._serve, _IDLE_SECONDS)
-        except BaseException:
-            if listener is not None:  # another process cannot listen
-                listener.close()
-            raise
+                undo.callback(listener.close)  # if another process cannot listen
+            undo.pop_all()
         self._listener, self.address = listener, (reachable, listener.server_address[1])
         self._clock = threading.Thread(target=self._watch, name="kv-offers", daemon=True)
         self._clock.start()
