@@ -22,7 +22,6 @@ from ..input.request import Request
 from ..model.attention import apbv_attention
 from ..model.parts import ModelParts
 from ..prefilling.prefiller import Prefiller, ReadRequest
-from ..prefilling.reduction.choosing import Reduction
 from ..prefilling.result import PrefillResult
 from ..prefilling.stages import Watcher
 from ..stats import Span
@@ -187,7 +186,10 @@ class TakingTurns:
         config, runs_target = self._config, STRATEGIES[self._config.strategy].runs_target
         scores = watcher and watcher.result
         if scores is not None and state.reduction is not None and not runs_target:
-            scores = partial(_over_whole_prompt, scores, state.reduction)
+
+            def scores() -> Tensor:
+                return state.reduction.spread(watcher.result())
+
         task = DraftTask(
             target=self._target,
             draft=self._draft,
@@ -239,12 +241,3 @@ def _attention(*models: ModelParts | None) -> ExitStack:
             if parts is not None:
                 stack.enter_context(apbv_attention(parts.language_model))
         return stack.pop_all()
-
-
-def _over_whole_prompt(scores_of_rest: Callable[[], Tensor], reduction: Reduction) -> Tensor:
-    """Return scores of all visual tokens if the target read fewer of them; collective.
-
-    Tokens that it has not seen score no higher than those that it has.
-    """
-    scores = scores_of_rest()
-    return reduction.spread(scores, missing=min(0.0, float(scores.min())))
