@@ -108,7 +108,7 @@ class Engine:
         reader = PromptReader(self.parts, processor, self.num_frames, config)
         self.tokenizer, self.videos = reader.tokenizer, reader.videos
         self._way = drafting.way_to_answer(models, self.tokenizer)
-        self.hosts, self.prefills = self._way.hosts, self._way.prefills
+        self.hosts, self.prefills = self._way.hosts, not drafting.drafts_only
         self.max_new_tokens = drafting.agree(default_max_new_tokens(self.parts.model))
         self._prefiller = Prefiller(
             reader,

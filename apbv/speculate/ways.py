@@ -63,12 +63,8 @@ class Begun(NamedTuple):
     draft: tuple[Draft, ...] = ()
 
 
-class Outcome(NamedTuple):
-    """A request, its prefill (None on a draft host), and its answer."""
-
-    read: ReadRequest
-    state: PrefillResult | None
-    answered: Answered
+# A request, its prefill (None on a draft host), and its answer.
+Outcome = tuple[ReadRequest, PrefillResult | None, Answered]
 
 
 class Autoregressive:
@@ -76,10 +72,7 @@ class Autoregressive:
 
     Attributes:
         hosts: the hosts that answer together: all but a draft host, or a draft host alone.
-        prefills: whether this host takes part in the prefill.
     """
-
-    prefills = True
 
     def __init__(self, parts: ModelParts, hosts: HostGroup):
         self._parts, self.hosts = parts, hosts
@@ -87,7 +80,7 @@ class Autoregressive:
     def answer(self, request: Request, prefiller: Prefiller) -> Outcome:
         """Read a request, prefill it and decode the answer; collective."""
         read, state, _ = self.begin(request, prefiller)
-        return Outcome(read, state, self.decode(read.request, state))
+        return read, state, self.decode(read.request, state)
 
     def begin(self, request: Request, prefiller: Prefiller) -> Begun:
         """Read a request and prefill it, for an answer that a batch may decode; collective."""
@@ -121,8 +114,6 @@ class TakingTurns:
         captioner: see :class:`apbv.Engine`.
     """
 
-    prefills = True
-
     def __init__(
         self,
         target: ModelParts,
@@ -143,7 +134,7 @@ class TakingTurns:
         with self.hosts.collective_stage("decode"), timer.stage("decode"), self.attention():
             tokens, stats = self._decode(draft, state, read.request)
         answered = self.answered(begun, tokens, stats.summary(len(tokens)))
-        return Outcome(read, state, replace(answered, spans=tuple(stats.record.spans)))
+        return read, state, replace(answered, spans=tuple(stats.record.spans))
 
     def batch(self) -> SpeculativeBatch:
         return SpeculativeBatch(self._target, self._config)
