@@ -282,11 +282,11 @@ class Offers:
                 raise StorageError(f"unknown KV request {request.get('do')!r:.40}")
             offer = self._find(request)
             trust()
-            if offer.how == "fetched" and request["do"] == "done":  # the answer to it may have been lost
+            if offer.how != "fetched" or request["do"] != "done":  # else the answer to it may have been lost
+                offer.require_alive()
+                action(connection, request, offer)
+            if request["do"] != "fetch":
                 send_message(connection, {})
-                return
-            offer.require_alive()
-            action(connection, request, offer)
         except StorageError as error:
             send_message(connection, {"error": str(error)})
 
@@ -334,14 +334,12 @@ class Offers:
             is_complete = len(offer.confirmed) >= num_readers
         if is_complete:
             self._end(offer, "fetched")
-        send_message(connection, {})
 
     def _told(self, connection: socket.socket, request: dict[str, Any], offer: Offer) -> None:
         how = "dropped" if request["do"] == "drop" else str(request.get("how"))
         if how not in ENDINGS:
             raise StorageError(f"unknown end of a KV transfer: {how!r:.40}")
         self._end(offer, how)
-        send_message(connection, {})
 
     @contextmanager
     def _reading(self, connection: socket.socket, request: dict[str, Any], offer: Offer) -> Iterator[None]:
