@@ -76,12 +76,6 @@ class Stage:
         return [tokens[self.is_visual[tokens]] for tokens in self.owned]
 
     @cached_property
-    def visual_numbers(self) -> list[Tensor]:
-        """The same tokens, numbered among the stage's visual tokens."""
-        numbers = self.is_visual.long().cumsum(0) - 1
-        return [numbers[tokens] for tokens in self.owned_visual]
-
-    @cached_property
     def visual_rows(self) -> Tensor:
         """The indices of visual tokens among those that this host keeps, on its device."""
         return self.is_visual[self.owned[self.hosts.rank]].nonzero().flatten().to(self.hosts.device)
