@@ -15,17 +15,6 @@ from .torch_importance import find_threshold
 from .triton_attention import verify_attention
 
 
-@triton.jit
-def _load_queries(p_q, o_r, i_b, i_h, q_strides, num_rows, GROUP: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
-    """Load rows o_r of one KV head's queries as columns, with zeros past the last."""
-    o_d = tl.arange(0, BD)
-    o_q = i_b * q_strides[0] + (i_h * GROUP + o_r % GROUP) * q_strides[1] + (o_r // GROUP) * q_strides[2]
-    # [BD, BR]
-    return tl.load(
-        p_q + o_q[None, :] + o_d[:, None], mask=(o_r < num_rows)[None, :] & (o_d < D)[:, None], other=0.0
-    )
-
-
 @triton.jit(do_not_specialize=["num_rows", "num_keys"])
 def _importance_kernel(
     p_q, p_k, p_lse, p_out, q_strides, k_strides, lse_strides, scale, num_rows, num_keys,
@@ -46,7 +35,10 @@ def _importance_kernel(
     b_out = tl.full([BT], float("-inf") if PEAK else 0.0, tl.float32)
     for i_r in range(0, num_rows, BR):
         o_r = (i_r + tl.arange(0, BR)).to(tl.int64)
-        b_q = _load_queries(p_q, o_r, i_b, i_h, q_strides, num_rows, GROUP, D, BD)
+        o_q = i_b * q_strides[0] + (i_h * GROUP + o_r % GROUP) * q_strides[1] + (o_r // GROUP) * q_strides[2]
+        m_q = (o_r < num_rows)[None, :] & (o_d < D)[:, None]
+        # [BD, BR]
+        b_q = tl.load(p_q + o_q[None, :] + o_d[:, None], mask=m_q, other=0.0)
         o_lse = i_b * lse_strides[0] + (i_h * GROUP + o_r % GROUP) * lse_strides[1] + o_r // GROUP * lse_strides[2]
         # [BR]; a row that is not there has probability 0 of everything
         b_lse = tl.load(p_lse + o_lse, mask=o_r < num_rows, other=float("inf")).to(tl.float32)
