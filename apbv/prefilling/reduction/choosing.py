@@ -132,7 +132,7 @@ class Reduction:
     def spread(self, scores: Tensor) -> Tensor:
         """Return scores of the tokens that are kept, ``[num_after]``, as scores of all, ``[num_before]``.
 
-        Tokens that have none get one that is no higher than any of these.
+        The others get the lowest of these, or 0 if that is lower.
         """
         missing = min(0.0, float(scores.min()))
         spread = torch.full((self.num_before,), missing, dtype=scores.dtype)
