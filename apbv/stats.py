@@ -311,11 +311,8 @@ def reset_peak_memory(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return
-    try:
-        with open("/proc/self/clear_refs", "w") as file:
-            file.write("5")  # on Linux this resets the highest resident set size
-    except OSError:
-        pass
+    with suppress(OSError), open("/proc/self/clear_refs", "w") as file:
+        file.write("5")  # on Linux this resets the highest resident set size
 
 
 def peak_memory_bytes(device: torch.device) -> int:
@@ -347,13 +344,10 @@ def unused_swap_bytes() -> int:
 
 def _kernels_figure(name: str, of: str = "meminfo") -> int | None:
     """Return a value from Linux' memory statistics, in bytes; None on other systems."""
-    try:
-        with open(f"/proc/{of}") as file:
-            for line in file:
-                if line.startswith(f"{name}:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
+    with suppress(OSError), open(f"/proc/{of}") as file:
+        for line in file:
+            if line.startswith(f"{name}:"):
+                return int(line.split()[1]) * 1024
     return None
 
 
