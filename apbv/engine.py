@@ -25,7 +25,7 @@ from .generated import GenerateResult
 from .grammar import Grammars
 from .hosts import AgreedError, HostError, HostGroup
 from .input.reading import PromptReader
-from .input.request import Callbacks, Question, Request
+from .input.request import Question, Request
 from .input.skeleton import SampledVideo
 from .input.video import require_backend
 from .model.loading import default_max_new_tokens, default_num_frames, load_model, read_config
@@ -112,7 +112,7 @@ class Engine:
         reader = PromptReader(self.parts, processor, self.num_frames, config)
         self.tokenizer, self.videos = reader.tokenizer, reader.videos
         self._way = drafting.way_to_answer(models, self.tokenizer)
-        self.hosts, self.prefills = self._way.hosts, self._way.prefills
+        self.hosts, self.prefills = self._way.hosts, not drafting.drafts_only
         self.max_new_tokens = drafting.agree(default_max_new_tokens(self.parts.model))
         self._prefiller = Prefiller(
             reader,
@@ -535,15 +535,33 @@ class Engine:
 
     @contextmanager
     def _guarded(self, request: Request) -> Iterator[Request]:
-        """Keep errors of the caller's functions out of collectives, and raise them at the end; collective."""
-        callbacks = Callbacks(request)
+        """Keep errors of the caller's functions out of collectives; collective.
+
+        The first one on this host ends the answer, and is raised once all hosts have it.
+        """
+        errors: list[Exception] = []
+
+        def call(function: Callable | None, argument: Any) -> Any:
+            if function is not None and not errors:
+                try:
+                    return function(argument)
+                except Exception as error:
+                    errors.append(error)
+            return None
+
+        guarded = replace(
+            request,
+            on_token=partial(call, request.on_token),
+            stop=lambda tokens: bool(call(request.stop, tokens) or errors),
+            may_cancel=request.stop is not None and request.may_cancel,
+        )
         try:
-            yield callbacks.request
+            yield guarded
         except RequestCancelled:
-            raise callbacks.error or RequestCancelled from None
+            raise errors[0] if errors else RequestCancelled from None
         with self.hosts.local_stage("telling the caller"):
-            if callbacks.error is not None:
-                raise callbacks.error
+            if errors:
+                raise errors[0]
 
     def begin(self, request: Request) -> Begun:
         """Prefill a request's prompt, and build its draft if there are any, for an answer in a batch of its home.

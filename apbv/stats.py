@@ -214,7 +214,7 @@ class StageTimer:
 
 
 class Recorder:
-    """Records the spans of one host, in the order in which they ended; any thread may add some.
+    """Records the spans of one thread, in the order in which they ended.
 
     Args:
         track: their track.
@@ -226,11 +226,10 @@ class Recorder:
         self._totals: dict[str, float] = {}  # kept because every round of decoding reads it
         self._track, self._clock = track, clock
         self._epoch = time.time() - clock()
-        self._lock = threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the recorded spans for another process, where they are read-only."""
-        return {**self.__dict__, "_clock": None, "_lock": None}
+        return {**self.__dict__, "_clock": None}
 
     @contextmanager
     def span(self, name: str, **details: Any) -> Iterator[dict[str, Any]]:
@@ -240,9 +239,8 @@ class Recorder:
             yield details
         finally:
             seconds = self._clock() - began
-            with self._lock:
-                self.spans.append(Span(name, self._track, self._epoch + began, seconds, details))
-                self._totals[name] = self.seconds(name) + seconds
+            self.spans.append(Span(name, self._track, self._epoch + began, seconds, details))
+            self._totals[name] = self.seconds(name) + seconds
 
     def seconds(self, name: str) -> float:
         """Sum the seconds of all spans of a name."""
@@ -313,11 +311,8 @@ def reset_peak_memory(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return
-    try:
-        with open("/proc/self/clear_refs", "w") as file:
-            file.write("5")  # on Linux this resets the highest resident set size
-    except OSError:
-        pass
+    with suppress(OSError), open("/proc/self/clear_refs", "w") as file:
+        file.write("5")  # on Linux this resets the highest resident set size
 
 
 def peak_memory_bytes(device: torch.device) -> int:
@@ -349,13 +344,10 @@ def unused_swap_bytes() -> int:
 
 def _kernels_figure(name: str, of: str = "meminfo") -> int | None:
     """Return a value from Linux' memory statistics, in bytes; None on other systems."""
-    try:
-        with open(f"/proc/{of}") as file:
-            for line in file:
-                if line.startswith(f"{name}:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
+    with suppress(OSError), open(f"/proc/{of}") as file:
+        for line in file:
+            if line.startswith(f"{name}:"):
+                return int(line.split()[1]) * 1024
     return None
 
 

@@ -10,6 +10,7 @@ problems correctly on the device.
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache, partial
 from importlib import import_module
 
@@ -205,10 +206,9 @@ def _flash_attention(major: int) -> tuple[int, Callable]:
 @cache
 def flash_version(major: int) -> int | None:
     """Return which FlashAttention (2, 3 or 4) runs on GPUs of this major compute capability; None: none does."""
-    try:
+    with suppress(ImportError):
         return _flash_attention(major)[0]
-    except ImportError:
-        return None
+    return None
 
 
 def better_flash(major: int) -> int | None:

@@ -136,10 +136,7 @@ def verify_attention(
         partials.append(_attend_all(q, k[:, :, :num_past], v[:, :, :num_past], scale, attend))
     if visible.shape[1]:
         partials.append(attend_masked(q, k[:, :, num_past:], v[:, :, num_past:], visible, scale))
-    if len(partials) == 1:
-        out, lse = partials[0]
-        return out.to(q.dtype), lse
-    return merge_finite(*zip(*partials, strict=True), out=torch.empty_like(q))
+    return _merged(q, partials, merge_finite, None)
 
 
 def _merged(
@@ -148,7 +145,7 @@ def _merged(
     """Return the result for all queries, in ``out`` where it is given."""
     if len(partials) == 1 and partials[0][0].shape == q.shape:
         whole, lse = partials[0]
-        return (whole, lse) if out is None else (out.copy_(whole), lse)
+        return whole.to(q.dtype) if out is None else out.copy_(whole), lse
     if not partials:
         return result_without_keys(q, out)
     outs, lses = zip(*partials, strict=True)

@@ -17,19 +17,12 @@ def kv_importance(q_query: Tensor, k: Tensor, scale: float, reduce: str, *, lse:
         return (mean * scale @ k.to(_wide(k)).transpose(-1, -2)).squeeze(2)
     if lse is not None:
         lse = lse.to(_wide(k)).reshape(*rows.shape[:3], 1)
-    importance: Tensor | None = None
+    importance = rows.new_zeros(k.shape[:3], dtype=_wide(k))
     for which, scores in chunked_scores(rows, k, scale):
-        if lse is None:
-            probabilities = scores.softmax(dim=-1)
-            part = probabilities.amax(dim=2) if reduce == "peak" else probabilities.sum(dim=2)
-        else:
-            scores -= lse[:, :, which]
-            # exp is monotonic, so that the peak needs it for the highest score only.
-            part = scores.amax(dim=2).exp() if reduce == "peak" else scores.exp_().sum(dim=2)
-        if importance is None:
-            importance = part
-        else:
-            importance = torch.maximum(importance, part) if reduce == "peak" else importance + part
+        scores -= scores.logsumexp(dim=-1, keepdim=True) if lse is None else lse[:, :, which]
+        # exp is monotonic, so that the peak needs it for the highest score only.
+        part = scores.amax(dim=2).exp() if reduce == "peak" else scores.exp_().sum(dim=2)
+        importance = torch.maximum(importance, part) if reduce == "peak" else importance + part
     return importance if reduce == "peak" else importance / rows.shape[2]
 
 

@@ -84,6 +84,12 @@ def _factors(scale):
 
 
 @triton.jit
+def _nothing_seen(BR: tl.constexpr, BD: tl.constexpr):
+    """Begin an online softmax of BR rows: their weighted values, highest scores, and sums of weights."""
+    return tl.zeros([BR, BD], tl.float32), tl.full([BR], float("-inf"), tl.float32), tl.zeros([BR], tl.float32)
+
+
+@triton.jit
 def _store_rows(p_out, p_lse, o_out, o_lse, b_acc, b_max, b_sum, m_r, scale, D: tl.constexpr, BD: tl.constexpr):
     """Store rows' results; zeros and -inf where a row has seen nothing."""
     o_d = tl.arange(0, BD)
@@ -118,9 +124,10 @@ def _rows_again(first_row, num_queries, BR: tl.constexpr):
 
 
 @triton.jit
-def _piece(o_t, magic, shift):
-    """Return in which piece of a run rows o_t are; see :attr:`apbv.kernels.runs.Run.divisor`."""
-    return ((o_t.to(tl.uint64) * magic) >> 32).to(tl.int32) >> shift
+def _run_offsets(o_t, magic, shift, k_row, k_jump, v_row, v_jump):
+    """Return how far rows o_t of a run's K and V are from the first; see :attr:`apbv.kernels.runs.Run.divisor`."""
+    i_piece = (((o_t.to(tl.uint64) * magic) >> 32).to(tl.int32) >> shift).to(tl.int64)
+    return o_t.to(tl.int64) * k_row + i_piece * k_jump, o_t.to(tl.int64) * v_row + i_piece * v_jump
 
 
 @triton.jit(
@@ -155,9 +162,7 @@ def segments_kernel(
     o_q = _row_offset(i_b, o_head, o_s, q_strides)
     b_q = _load_queries(p_q, o_q * ALIGN, sign, m_r, D, BD)
 
-    b_acc = tl.zeros([BR, BD], tl.float32)
-    b_max = tl.full([BR], float("-inf"), tl.float32)
-    b_sum = tl.zeros([BR], tl.float32)
+    b_acc, b_max, b_sum = _nothing_seen(BR, BD)
     o_tile = tl.arange(0, BT)
     first_key = i_split * keys_per_split
     stop_key = tl.minimum(first_key + keys_per_split, num_past + num_last)
@@ -176,17 +181,13 @@ def segments_kernel(
         whole = start + tl.maximum(stop - start, 0) // BT * BT
         for i_t in range(start, whole, BT):
             o_t = i_t + o_tile
-            i_piece = _piece(o_t, magic, shift)
-            o_k = o_t.to(tl.int64) * k_row + i_piece.to(tl.int64) * k_jump
-            o_v = o_t.to(tl.int64) * v_row + i_piece.to(tl.int64) * v_jump
+            o_k, o_v = _run_offsets(o_t, magic, shift, k_row, k_jump, v_row, v_jump)
             b_acc, b_max, b_sum = _attend_tile(
                 b_acc, b_max, b_sum, b_q, p_k, p_v, o_k * ALIGN, o_v * ALIGN, o_t, o_t, scale, False, False, D, BD
             )
         if whole < stop:
             o_t = whole + o_tile
-            i_piece = _piece(o_t, magic, shift)
-            o_k = o_t.to(tl.int64) * k_row + i_piece.to(tl.int64) * k_jump
-            o_v = o_t.to(tl.int64) * v_row + i_piece.to(tl.int64) * v_jump
+            o_k, o_v = _run_offsets(o_t, magic, shift, k_row, k_jump, v_row, v_jump)
             m_t = o_t < stop
             b_acc, b_max, b_sum = _attend_tile(
                 b_acc, b_max, b_sum, b_q, p_k, p_v, o_k * ALIGN, o_v * ALIGN, m_t, m_t[None, :], scale, True, True,
@@ -265,9 +266,7 @@ def verify_kernel(
         keys_per_split = tl.cdiv(tl.cdiv(num_past + num_masked, tl.num_programs(2)), BT) * BT
     first_key = (i_split * keys_per_split).to(tl.int32)
     stop_key = tl.minimum(first_key + keys_per_split, num_past + num_masked)
-    b_acc = tl.zeros([BR, BD], tl.float32)
-    b_max = tl.full([BR], float("-inf"), tl.float32)
-    b_sum = tl.zeros([BR], tl.float32)
+    b_acc, b_max, b_sum = _nothing_seen(BR, BD)
     o_tile = tl.arange(0, BT)
     p_k += (i_b * k_b + i_h * k_h) * ALIGN
     p_v += (i_b * v_b + i_h * v_h) * ALIGN

@@ -16,7 +16,14 @@ from .backends import num_processors
 from .runs import BufferTable, SequenceBuffers, alignment, in_rows
 from .torch_attention import empty_output
 from .triton_attention import verify_blocks
-from .triton_attention_kernels import _attend_tile, _factors, _load_queries, _load_tile, _store_rows
+from .triton_attention_kernels import (
+    _attend_tile,
+    _factors,
+    _load_queries,
+    _load_tile,
+    _nothing_seen,
+    _store_rows,
+)
 from .triton_merging import merge_states
 
 _FEWEST_KEYS = 256  # fewer are not worth a program of their own
@@ -105,9 +112,7 @@ def batch_decode_kernel(
     keys_per_split = tl.maximum(tl.cdiv(tl.cdiv(length + count, tl.num_programs(2)), BT) * BT, FEWEST)
     first_key = (i_split * keys_per_split).to(tl.int32)
     stop_key = first_key + keys_per_split
-    b_acc = tl.zeros([BR, BD], tl.float32)
-    b_max = tl.full([BR], float("-inf"), tl.float32)
-    b_sum = tl.zeros([BR], tl.float32)
+    b_acc, b_max, b_sum = _nothing_seen(BR, BD)
     o_tile = tl.arange(0, BT)
 
     stop = tl.minimum(stop_key, length)

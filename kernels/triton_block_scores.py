@@ -69,10 +69,8 @@ def _antidiagonals(
     b_s = tl.zeros([BG, BG], tl.float32)
     for i in range(STRIDE):
         o_q, o_k = o_i * STRIDE + (STRIDE - 1 - i), o_j * STRIDE + i
-        m_q, m_k = (
-            (o_q < num_tokens)[:, None] & (o_d < D)[None, :],
-            (o_k < num_tokens)[:, None] & (o_d < D)[None, :],
-        )
+        m_q = (o_q < num_tokens)[:, None] & (o_d < D)[None, :]
+        m_k = (o_k < num_tokens)[:, None] & (o_d < D)[None, :]
         # [BG, BD]
         b_q = tl.load(p_q + (o_q.to(tl.int64) * q_row)[:, None] + o_d[None, :], mask=m_q, other=0.0)
         b_k = tl.load(p_k + (o_k.to(tl.int64) * k_row)[:, None] + o_d[None, :], mask=m_k, other=0.0)

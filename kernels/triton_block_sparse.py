@@ -21,6 +21,7 @@ from .triton_attention_kernels import (
     _head_offset,
     _load_queries,
     _load_tile,
+    _nothing_seen,
     _row_offset,
     _rows_again,
     _store_rows,
@@ -108,11 +109,9 @@ def block_sparse_kernel(
     p_v += _head_offset(i_b, i_h // GROUP, v_strides[0], v_strides[1]) * ALIGN
     k_row, v_row = plain(k_strides[2]), plain(v_strides[2])
 
-    b_acc = tl.zeros([BR, BD], tl.float32)
-    b_max = tl.full([BR], float("-inf"), tl.float32)
+    b_acc, b_max, b_sum = _nothing_seen(BR, BD)
     if SKIPS:
         b_max = tl.where(m_r, b_max, 1e30)  # rows after the last token do not affect skipping
-    b_sum = tl.zeros([BR], tl.float32)
     o_tile = tl.arange(0, BT)
     o_k, o_v = o_tile.to(tl.int64) * k_row * ALIGN, o_tile.to(tl.int64) * v_row * ALIGN
     i_list = i_bh * num_query_blocks + i_block

@@ -9,20 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from . import torch_importance
 from .runs import in_rows
 from .torch_importance import find_threshold
 from .triton_attention import verify_attention
-
-
-@triton.jit
-def _load_queries(p_q, o_r, i_b, i_h, q_strides, num_rows, GROUP: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
-    """Load rows o_r of one KV head's queries as columns, with zeros past the last."""
-    o_d = tl.arange(0, BD)
-    o_q = i_b * q_strides[0] + (i_h * GROUP + o_r % GROUP) * q_strides[1] + (o_r // GROUP) * q_strides[2]
-    # [BD, BR]
-    return tl.load(
-        p_q + o_q[None, :] + o_d[:, None], mask=(o_r < num_rows)[None, :] & (o_d < D)[:, None], other=0.0
-    )
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_keys"])
@@ -45,7 +35,10 @@ def _importance_kernel(
     b_out = tl.full([BT], float("-inf") if PEAK else 0.0, tl.float32)
     for i_r in range(0, num_rows, BR):
         o_r = (i_r + tl.arange(0, BR)).to(tl.int64)
-        b_q = _load_queries(p_q, o_r, i_b, i_h, q_strides, num_rows, GROUP, D, BD)
+        o_q = i_b * q_strides[0] + (i_h * GROUP + o_r % GROUP) * q_strides[1] + (o_r // GROUP) * q_strides[2]
+        m_q = (o_r < num_rows)[None, :] & (o_d < D)[:, None]
+        # [BD, BR]
+        b_q = tl.load(p_q + o_q[None, :] + o_d[:, None], mask=m_q, other=0.0)
         o_lse = i_b * lse_strides[0] + (i_h * GROUP + o_r % GROUP) * lse_strides[1] + o_r // GROUP * lse_strides[2]
         # [BR]; a row that is not there has probability 0 of everything
         b_lse = tl.load(p_lse + o_lse, mask=o_r < num_rows, other=float("inf")).to(tl.float32)
@@ -57,24 +50,6 @@ def _importance_kernel(
             b_out += tl.sum(tl.exp(b_log), axis=1)
     b_out = tl.exp(b_out) if PEAK else b_out / num_rows
     tl.store(p_out + i_bh * num_keys + o_t, b_out, mask=m_t)
-
-
-@triton.jit(do_not_specialize=["num_keys"])
-def _dot_kernel(
-    p_q, p_k, p_out, k_strides, num_keys,
-    KV_HEADS: tl.constexpr, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
-):  # fmt: skip
-    """One program multiplies BT keys of one KV head by that head's one query."""
-    i_t = tl.program_id(0).to(tl.int64)
-    i_bh = tl.program_id(1).to(tl.int64)
-    o_t, o_d = i_t * BT + tl.arange(0, BT), tl.arange(0, BD)
-    m_t, m_d = o_t < num_keys, o_d < D
-    p_k += (i_bh // KV_HEADS) * k_strides[0] + (i_bh % KV_HEADS) * k_strides[1]
-    # [BD]
-    b_q = tl.load(p_q + i_bh * D + o_d, mask=m_d, other=0.0)
-    # [BT, BD]
-    b_k = tl.load(p_k + (o_t * k_strides[2])[:, None] + o_d[None, :], mask=m_t[:, None] & m_d[None, :], other=0.0)
-    tl.store(p_out + i_bh * num_keys + o_t, tl.sum(b_k.to(tl.float32) * b_q[None, :], axis=1), mask=m_t)
 
 
 @triton.jit(do_not_specialize=["num_keys", "count"])
@@ -127,18 +102,11 @@ def _gather_kernel(
 
 def kv_importance(q_query: Tensor, k: Tensor, scale: float, reduce: str, *, lse: Tensor | None = None) -> Tensor:
     """Score at least one key as :func:`apbv.kernels.kv_importance` does, without pooling."""
+    if reduce == "dot":  # one product of a matrix and a vector for each KV head, which torch computes as well
+        return torch_importance.kv_importance(q_query, k, scale, reduce)
     (batch, kv_heads, keys, dim), group = k.shape, q_query.shape[1] // k.shape[1]
     q_query, k = in_rows(q_query), in_rows(k)
     importance = torch.empty(k.shape[:3], dtype=torch.float32, device=k.device)
-    padded = _padded(dim)
-    if reduce == "dot":
-        # The mean of products is the product with the mean.
-        mean = q_query.unflatten(1, (kv_heads, group)).mean(dim=(2, 3), dtype=torch.float32) * scale
-        tile = 8192 // padded
-        _dot_kernel[triton.cdiv(keys, tile), batch * kv_heads](
-            mean, k, importance, k.stride()[:3], keys, KV_HEADS=kv_heads, D=dim, BT=tile, BD=padded
-        )
-        return importance
     # fp32 products run without tensor cores, on whole rows in registers, which spill unless tiles are small.
     tile, rows_at_once, warps = (32, 32, 8) if k.dtype == torch.float32 else (128, 64, 4)
     rows = group * q_query.shape[2]
@@ -147,7 +115,7 @@ def kv_importance(q_query: Tensor, k: Tensor, scale: float, reduce: str, *, lse:
         _, lse = verify_attention(q_query, k, k, scale, visible=nothing_masked)
     _importance_kernel[triton.cdiv(keys, tile), batch * kv_heads](
         q_query, k, lse, importance, q_query.stride()[:3], k.stride()[:3], lse.stride(), scale, rows, keys,
-        KV_HEADS=kv_heads, GROUP=group, D=dim, PEAK=reduce == "peak", BT=tile, BR=rows_at_once, BD=padded,
+        KV_HEADS=kv_heads, GROUP=group, D=dim, PEAK=reduce == "peak", BT=tile, BR=rows_at_once, BD=_padded(dim),
         num_warps=warps, num_stages=2,
     )  # fmt: skip
     return importance

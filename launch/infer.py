@@ -30,15 +30,12 @@ def parse_arguments(arguments: list[str] | None = None, prog: str | None = None)
     """Parse and check the options; exits if one is wrong."""
     parser = OptionParser(prog, FIRST, description=__doc__.splitlines()[0])
     parser.add_argument("--model", required=True, help='"demo", a directory, or a hub id')
-    parser.add_argument(
-        "--video", metavar="demo|FILE", action="append", help="a video file, or the bundled clip; can be repeated"
-    )
-    parser.add_argument(
-        "--image", metavar="FILE", action="append", help="an image file, placed after the videos; can be repeated"
-    )
-    parser.add_argument(
-        "--audio", metavar="FILE", action="append", help="an audio file, placed after the images; can be repeated"
-    )
+    for option, metavar, about in (
+        ("--video", "demo|FILE", "a video file, or the bundled clip"),
+        ("--image", "FILE", "an image file, placed after the videos"),
+        ("--audio", "FILE", "an audio file, placed after the images"),
+    ):
+        parser.add_argument(option, metavar=metavar, action="append", help=f"{about}; can be repeated")
     parser.add_argument(
         "--audio-in-video",
         action=argparse.BooleanOptionalAction,

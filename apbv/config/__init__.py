@@ -25,5 +25,5 @@ from .names import (
     STRATEGY_NAMES,
     VIDEO_BACKEND_NAMES,
 )
-from .prefill import FRAME_RATE, PrefillConfig, ReduceConfig, SparseConfig, VideoConfig, require_frame_rate
+from .prefill import FRAME_RATE, PrefillConfig, ReduceConfig, SparseConfig, VideoConfig
 from .speculative import SpeculativeConfig, longest_window

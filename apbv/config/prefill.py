@@ -25,17 +25,6 @@ FRAME_RATE = f"lie in 0 < fps <= {MAX_FPS:g}", lambda fps: is_number(fps) and 0 
 _THRESHOLDS = {"xattention": 0.9, "spargeattn": 0.96, "flexprefill": 0.95}
 
 
-def require_frame_rate(fps: float) -> None:
-    """Make sure that frames can be sampled at this rate, in frames per second.
-
-    Raises:
-        ValueError: the rate is not in 0 < fps <= MAX_FPS.
-    """
-    says, may_be = FRAME_RATE
-    if not may_be(fps):
-        raise ValueError(f"fps must {says}, not {fps!r:.50}")
-
-
 @dataclass(frozen=True, kw_only=True)
 class VideoConfig(Checked):
     """Video decoding settings of a host.

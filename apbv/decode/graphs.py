@@ -60,7 +60,11 @@ class GraphRecorder:
                     finally:
                         graph.capture_end()
             except Exception as error:  # torch and every library that launches kernels have errors of their own
-                self._leave_pool()
+                # PyTorch's allocator would otherwise treat the capture as running for ever: it would not free what
+                # several streams used, and torch.cuda.empty_cache() would raise. Not every supported PyTorch ends
+                # it by itself, and no public function does.
+                with suppress(RuntimeError):  # where it has ended
+                    torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
                 cause = cause or error
                 raise CaptureError(f"{type(cause).__name__}: {cause}".splitlines()[0]) from cause
 
@@ -70,15 +74,6 @@ class GraphRecorder:
             return result.clone()
 
         return replay
-
-    def _leave_pool(self) -> None:
-        """End a failed capture for PyTorch's allocator, which would otherwise treat it as running for ever.
-
-        The allocator would otherwise free no memory that several streams used, and ``torch.cuda.empty_cache()``
-        would raise. Not every supported PyTorch ends it by itself, and no public function does.
-        """
-        with suppress(RuntimeError):  # where it has ended
-            torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
 
 
 class Step(ABC):

@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from ..hosts import HostGroup
-from ..kv.cache import keep_of_last, last_rows, rows_left_out, writing_at
+from ..kv.cache import keep_of_last, writing_at
 from ..kv.placement import PlacedKV
 from ..model.attention import LayerAttention, NewTokenAttention, apbv_attention
 from ..model.parts import ModelParts
@@ -117,8 +117,8 @@ class _Step(Step):
         self._visible = None
         if num_masked is not None:
             self._visible = torch.empty(count, num_masked, dtype=torch.bool, device=parts.device)
-        left_out = rows_left_out(cache)
         # If tokens of the prompt were pruned between layers, later layers have fewer rows.
+        left_out = [cache.layers[0].keys.shape[2] - layer.keys.shape[2] for layer in cache.layers]
         self._left_out = torch.tensor(left_out, device=parts.device) if any(left_out) else None
 
     def take(
@@ -206,4 +206,5 @@ class Decoder:
 
     def newest_kv(self, count: int) -> list[tuple[Tensor, Tensor]]:
         """Return the last ``count`` tokens' KV, ``[1, Hkv, count, D]`` per layer; on host 0, not collective."""
-        return last_rows(self.cache, count)
+        rows = [(layer.keys.shape[2] - count, layer) for layer in self.cache.layers]
+        return [(layer.keys[:, :, start:], layer.values[:, :, start:]) for start, layer in rows]

@@ -159,23 +159,6 @@ def draw(weights: Tensor, numbers: Sequence[float] | Tensor) -> Choice:
     return Choice(places.clamp(max=weights.shape[-1] - 1), ~cumulative[:, -1].isnan())
 
 
-def choose_tokens(
-    logits: Tensor, config: SamplingParams, positions: Sequence[int], purpose: int = PURPOSE_NEXT_TOKEN
-) -> tuple[Choice, Tensor | None]:
-    """Choose for each row of logits ``[R, V]`` the most probable token at temperature 0, else draw one.
-
-    Args:
-        positions: each token's index in the sequence.
-
-    Returns:
-        The tokens, and the distributions that they were drawn from, ``[R, V]``; None if they were not drawn.
-    """
-    if config.temperature == 0:
-        return most_probable(logits), None
-    p = probabilities(logits, *config.cuts)
-    return draw(p, [uniform(config.seed, position, purpose) for position in positions]), p
-
-
 def choose_each(
     logits: Tensor,
     configs: Sequence[SamplingParams],

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterable
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from itertools import permutations
 from pathlib import Path
@@ -138,7 +139,6 @@ def gpu(hosts: HostGroup) -> Found:
 
 def _ask(*command: str) -> str | None:
     """Return the output of a driver tool; None if it is missing or fails."""
-    try:
+    with suppress(OSError, subprocess.SubprocessError):
         return subprocess.run(command, capture_output=True, text=True, timeout=_TOOL_SECONDS, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return None
+    return None

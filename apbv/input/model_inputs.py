@@ -241,13 +241,11 @@ def visual_from_batch(
             )
         row_starts += equal_row_starts(start, item.num_patches, num_rows, item.num_ending_rows)
         start += num_rows
-        found.append((item, num_rows, values))
+        found.append((item, values))
     if any(next(items, None) for items in left.values()):
         raise PromptError("pixels were given for more images or videos than the prompt has placeholders")
-    visual = share_out([item for item, _, _ in found], [*row_starts, start], hosts, frame_parallel)
-    given = [
-        (item.kind, patches, values) for (item, _, values), patches in zip(found, visual.item_patches, strict=True)
-    ]
+    visual = share_out([item for item, _ in found], [*row_starts, start], hosts, frame_parallel)
+    given = [(item.kind, own, values) for (item, values), own in zip(found, visual.item_patches, strict=True)]
     return replace(visual, pixels=GivenPixels(given) if visual.patches[visual.host] else None)
 
 

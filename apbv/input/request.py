@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from ..config import SamplingParams
 from ..grammar import Grammar
@@ -58,38 +57,3 @@ class Request:
         most = min(self.sampling.max_new_tokens, max_positions - inputs.next_position)
         fewest = min(self.sampling.min_tokens, most)
         return replace(self, sampling=replace(self.sampling, max_new_tokens=most, min_tokens=fewest))
-
-
-class Callbacks:
-    """Wrapper of a request's callbacks that does not raise: an error ends the answer, and is kept until all hosts
-    have it.
-
-    Attributes:
-        request: the request with these in place of the caller's.
-        error: the first that a callback raised on this host.
-    """
-
-    def __init__(self, request: Request):
-        self._on_token, self._stop = request.on_token, request.stop
-        self.request = replace(
-            request,
-            on_token=self._tell,
-            stop=self._ask,
-            may_cancel=request.stop is not None and request.may_cancel,
-        )
-        self.error: Exception | None = None
-
-    def _tell(self, token: int) -> None:
-        self._call(self._on_token, token)
-
-    def _ask(self, tokens: Sequence[int]) -> bool:
-        return bool(self._call(self._stop, tokens)) or self.error is not None
-
-    def _call(self, function: Callable | None, argument: Any) -> Any:
-        if function is None or self.error is not None:
-            return None
-        try:
-            return function(argument)
-        except Exception as error:
-            self.error = error
-            return None

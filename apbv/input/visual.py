@@ -10,6 +10,7 @@ others; and the call of the model that encodes it, in :mod:`apbv.prefilling.enco
 adjacent: what alternates with another's, such as a video and its audio, is several items each.
 """
 
+from bisect import bisect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -268,13 +269,9 @@ def split_by_cost(costs: Sequence[int], parts: int) -> tuple[range, ...]:
     """
     if len(set(costs)) < 2:
         return tuple(split_evenly(range(len(costs)), parts))
-    low, high = max(costs), sum(costs)
-    while low < high:  # the least cost that suffices lies in low .. high
-        middle = (low + high) // 2
-        low, high = (
-            (low, middle) if len(list(_cut(range(len(costs)), costs, middle))) <= parts else (middle + 1, high)
-        )
-    cut = list(_cut(range(len(costs)), costs, low))
+    everything, candidates = range(len(costs)), range(max(costs), sum(costs))
+    suffices = bisect(candidates, False, key=lambda most: len(list(_cut(everything, costs, most))) <= parts)
+    cut = list(_cut(everything, costs, max(costs) + suffices))
     return (*cut, *(range(len(costs), len(costs)) for _ in range(parts - len(cut))))
 
 

@@ -132,26 +132,6 @@ def first_tokens(cache: DynamicCache, num_tokens: int, view: DynamicCache) -> Dy
     return view
 
 
-def rows_left_out(cache: Cache) -> list[int]:
-    """Return for every layer by how many rows it is shorter than the first."""
-    num_rows = [layer.keys.shape[2] for layer in cache.layers]
-    return [num_rows[0] - count for count in num_rows]
-
-
-def last_rows(cache: Cache, count: int) -> list[tuple[Tensor, Tensor]]:
-    """Return views of every layer's last ``count`` keys and values, ``[1, Hkv, count, D]``."""
-    rows = [(layer.keys.shape[2] - count, layer) for layer in cache.layers]
-    return [(layer.keys[:, :, start:], layer.values[:, :, start:]) for start, layer in rows]
-
-
-def replace_last(cache: Cache, count: int, layers: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Replace every layer's last ``count`` rows by these keys and values, ``[1, Hkv, T, D]`` per layer."""
-    if count:
-        cache.crop(-count)
-    for index, (keys, values) in enumerate(layers):
-        cache.update(keys, values, index)
-
-
 def keep_of_last(cache: Cache, count: int, chosen: Sequence[int]) -> None:
     """Drop all of a cache's last ``count`` tokens, which a forward pass has just appended, except the chosen ones.
 
@@ -284,13 +264,6 @@ class ShardedCache(Cache):
             cache.add_layers(1, layout, keep_query=holds_query)
             cache.layers[-1].hold(keys, values)
         return cache
-
-    def initialize_empty(self, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device) -> None:
-        """Initialise layers without rows, on a host that computes nothing in them."""
-        empty = torch.empty(1, num_kv_heads, 0, head_dim, dtype=dtype, device=device)
-        for layer in self.layers:
-            if not layer.is_initialized:
-                layer.hold(empty, empty)
 
     def owned_spans(self, host: int, index: int = 0) -> list[range]:
         """Return which of a layer's tokens a host holds now, generated tokens included, in row order."""

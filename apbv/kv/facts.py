@@ -95,12 +95,6 @@ class KVFacts(ModelIdentity):
         rows = self.num_layers * self.num_kv_heads * self.num_tokens
         return 2 * rows * self.head_dim * self.torch_dtype.itemsize
 
-    def require_equal(self, other: "KVFacts", where: str) -> None:
-        """Raise StorageError, naming the first field that differs, unless other facts are the same."""
-        for entry in fields(KVFacts):
-            if getattr(self, entry.name) != getattr(other, entry.name):
-                raise StorageError(f"the KV in {where} does not match its ticket: {entry.name} differs")
-
 
 def malformed(name: str) -> StorageError:
     """Return the error for a malformed field."""

@@ -13,7 +13,7 @@ import time
 import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -132,16 +132,13 @@ class Offers:
         self._making_exposer = threading.Lock()
         self._changed, self._is_closed = threading.Condition(), False
         self._actions = {"fetch": self._fetch, "done": self._done, "drop": self._told, "end": self._told}
-        listener = None
-        try:
+        with ExitStack() as undo:
             with hosts.local_stage("listening for consumers of KV"):
                 reachable = advertised or reachable_address(host)
                 process = hosts.rank * hosts.tensor_parallel_size + hosts.tensor_parallel_rank
                 listener = Listener((host, port and port + process), self._serve, _IDLE_SECONDS)
-        except BaseException:
-            if listener is not None:  # another process cannot listen
-                listener.close()
-            raise
+                undo.callback(listener.close)  # if another process cannot listen
+            undo.pop_all()
         self._listener, self.address = listener, (reachable, listener.server_address[1])
         self._clock = threading.Thread(target=self._watch, name="kv-offers", daemon=True)
         self._clock.start()
@@ -285,11 +282,11 @@ class Offers:
                 raise StorageError(f"unknown KV request {request.get('do')!r:.40}")
             offer = self._find(request)
             trust()
-            if offer.how == "fetched" and request["do"] == "done":  # the answer to it may have been lost
+            if offer.how != "fetched" or request["do"] != "done":  # else the answer to it may have been lost
+                offer.require_alive()
+                action(connection, request, offer)
+            if request["do"] != "fetch":
                 send_message(connection, {})
-                return
-            offer.require_alive()
-            action(connection, request, offer)
         except StorageError as error:
             send_message(connection, {"error": str(error)})
 
@@ -337,14 +334,12 @@ class Offers:
             is_complete = len(offer.confirmed) >= num_readers
         if is_complete:
             self._end(offer, "fetched")
-        send_message(connection, {})
 
     def _told(self, connection: socket.socket, request: dict[str, Any], offer: Offer) -> None:
         how = "dropped" if request["do"] == "drop" else str(request.get("how"))
         if how not in ENDINGS:
             raise StorageError(f"unknown end of a KV transfer: {how!r:.40}")
         self._end(offer, how)
-        send_message(connection, {})
 
     @contextmanager
     def _reading(self, connection: socket.socket, request: dict[str, Any], offer: Offer) -> Iterator[None]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -67,14 +67,12 @@ class Source:
             StorageError: it has other ranges, or its reply is malformed.
         """
         tokens, kv_heads = self.wanted.tokens, self.wanted.kv_heads
-        try:
+        with suppress(KeyError, TypeError, ValueError):
             self.runs = tuple((start, stop) for start, stop in reply["tokens"])
             self.kv_heads = first, last = tuple(reply["kv_heads"]) if self.runs else (kv_heads.start,) * 2
             edges = [tokens.start, *(edge for run in self.runs for edge in run), tokens.stop]
             if edges == sorted(edges) and kv_heads.start <= first <= last <= kv_heads.stop:
                 return
-        except (KeyError, TypeError, ValueError):
-            pass
         raise StorageError("KV source sent invalid ranges")
 
     def receive(self, index: int, buffer: Tensor) -> None:

@@ -11,7 +11,6 @@ or nothing: saving again writes another subfolder, and then replaces the manifes
 
 import json
 import os
-import secrets
 import shutil
 import zlib
 from collections.abc import Iterator, Sequence
@@ -269,17 +268,12 @@ class Writer:
 
     Args:
         path: the directory, created if it is missing; all hosts must see the same one.
-        name: of this save's subfolder, the same on all hosts (:meth:`new_name`).
+        token: what no other save in this directory has, the same on all hosts.
     """
 
-    def __init__(self, path: Path, name: str):
-        self.path, self.generation = path, name
-        self._folder, self._is_published = path / name, False
-
-    @staticmethod
-    def new_name() -> str:
-        """Draw a unique name for a save."""
-        return _SUBFOLDER + secrets.token_hex(8)
+    def __init__(self, path: Path, token: str):
+        self.path, self.generation = path, _SUBFOLDER + token
+        self._folder, self._is_published = path / self.generation, False
 
     def write_shard(
         self, number: int, tokens: Sequence[range], kv_heads: range, layers: Sequence[tuple[Tensor, Tensor]]

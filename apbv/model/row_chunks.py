@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .parts import ModelParts
 
@@ -52,7 +52,8 @@ def rows_in_chunks(parts: ModelParts, most_rows: int, chunk_bytes: int | None = 
             # It is one of these where another such block of this model is around.
             if most_rows > rows and not isinstance(before, _InChunks):
                 module.forward = _InChunks(module.forward, rows)
-                stack.callback(_restore, module, before)
+                undo = (delattr, module, "forward") if before is None else (setattr, module, "forward", before)
+                stack.callback(*undo)
         yield
 
 
@@ -97,10 +98,3 @@ class _InChunks:
                 out = made.new_empty(1, num_rows, made.shape[-1])
             out[:, start : start + rows] = made
         return out
-
-
-def _restore(module: nn.Module, before: Callable | None) -> None:
-    if before is None:
-        del module.forward
-    else:
-        module.forward = before

@@ -40,13 +40,11 @@ def _encode(parts: ModelParts, pieces: Sequence[Tensor]) -> Tensor:
     return encoded.last_hidden_state.to(parts.dtype)
 
 
-def encode_audio(parts: ModelParts, audio: AudioInput | None) -> Tensor | None:
+def encode_audio(parts: ModelParts, audio: AudioInput) -> Tensor:
     """Run the audio tower on this host's share of the audio.
 
     Returns:
-        Rows ``[len(piece), d]`` in the model's dtype, none for an empty piece; None for a prompt without audio.
+        Rows ``[len(piece), d]`` in the model's dtype, none for an empty piece.
     """
-    if audio is None:
-        return None
     nothing = torch.empty(0, parts.hidden_size, dtype=parts.dtype, device=parts.device)
     return torch.cat([nothing, *audio_rows(parts, audio, None, audio.chunks(audio.host))])

@@ -42,11 +42,6 @@ class LocalVisual:
     streams: list[Tensor] | None = None
     audio: Tensor | None = None
 
-    @classmethod
-    def of_rows(cls, rows: Tensor | None, parts: ModelParts, audio: Tensor | None = None) -> "LocalVisual":
-        """Hold rows ``[rows, (1 + L) * d]`` as a vision tower makes them, and those of an audio tower."""
-        return cls(None if rows is None else list(rows.split(parts.hidden_size, dim=-1)), audio)
-
     def merge_into(self, parts: ModelParts, input_ids: Tensor) -> tuple[Tensor, dict]:
         """Embed local tokens, replacing placeholders by the rows, and drop the rows.
 

@@ -1,5 +1,6 @@
 """Result of a prefill, which can be decoded, passed to transformers, saved or exported."""
 
+import secrets
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
@@ -193,8 +194,8 @@ class PrefillResult:
                 f"{self.reduction.method} pruned tokens between layers: KV whose layers hold different tokens "
                 "cannot be saved"
             )
-        name = hosts.broadcast_bytes(Writer.new_name().encode() if hosts.is_leader else b"").decode()
-        writer = Writer(path, name)
+        token = hosts.broadcast_bytes(secrets.token_hex(8).encode() if hosts.is_leader else b"").decode()
+        writer = Writer(path, token)
         try:
             with hosts.local_stage("saving the KV"):
                 number, held = hosts.rank * hosts.tensor_parallel_size + hosts.tensor_parallel_rank, self.kv.held()

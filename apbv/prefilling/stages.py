@@ -76,12 +76,6 @@ class Stage:
         return [tokens[self.is_visual[tokens]] for tokens in self.owned]
 
     @cached_property
-    def visual_numbers(self) -> list[Tensor]:
-        """The same tokens, numbered among the stage's visual tokens."""
-        numbers = self.is_visual.long().cumsum(0) - 1
-        return [numbers[tokens] for tokens in self.owned_visual]
-
-    @cached_property
     def visual_rows(self) -> Tensor:
         """The indices of visual tokens among those that this host keeps, on its device."""
         return self.is_visual[self.owned[self.hosts.rank]].nonzero().flatten().to(self.hosts.device)
@@ -186,7 +180,9 @@ def run_stage(
             require_going_on(hosts, stop)
         if watcher is not None:
             watcher.on_nothing()
-        cache.initialize_empty(parts.num_kv_heads, parts.head_dim, parts.dtype, parts.device)
+        empty = torch.empty(1, parts.num_kv_heads, 0, parts.head_dim, dtype=parts.dtype, device=parts.device)
+        for layer in cache.layers[-len(layers) :]:
+            layer.hold(empty, empty)
         return HiddenRows()
     decoder = parts.language_model
     if len(layers) < parts.num_layers:

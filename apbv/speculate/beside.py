@@ -30,8 +30,6 @@ class BesideDraft:
         pair: the target's end of the pair.
     """
 
-    prefills = True
-
     def __init__(self, target: ModelParts, config: SpeculativeConfig, pair: Pair):
         self._target, self._config, self._pair = target, config, pair
         self.hosts = pair.hosts
@@ -50,7 +48,7 @@ class BesideDraft:
             except BaseException:
                 self._pair.fail()
                 raise
-            return Outcome(read, state, answered)
+            return read, state, answered
 
     def _decode(self, request: Request, watcher: Watcher | None, state: PrefillResult) -> Answered:
         config, pair = self._config, self._pair
@@ -72,8 +70,6 @@ class DraftHost:
     Args:
         pair: the draft's end of the pair.
     """
-
-    prefills = False
 
     def __init__(self, draft: ModelParts, config: SpeculativeConfig, pair: Pair):
         self._model, self._config, self._pair = draft, config, pair
@@ -98,7 +94,7 @@ class DraftHost:
             if request.on_token is not None:
                 request.on_token(token)
         kept = kept_by_frame(self._model, read.inputs, draft.kept)
-        return Outcome(read, None, Answered(tokens, {"role": "draft", "num_drafted": report.num_drafted}, kept))
+        return read, None, Answered(tokens, {"role": "draft", "num_drafted": report.num_drafted}, kept)
 
     def _draft_for(self, read: ReadRequest) -> tuple[list[int], DraftReport, Draft]:
         """Read the prompt and draft while the target prefills, unless the target's scores are needed first.

@@ -56,7 +56,8 @@ def prefill_draft(
         sound = _collect_rows(encode_audio(parts, inputs.audio), inputs.audio, everything, hosts, home)
     if hosts.rank != home:
         return None
-    merged = LocalVisual.of_rows(shown, parts, sound)
+    streams = None if shown is None else list(shown.split(parts.hidden_size, dim=-1))
+    merged = LocalVisual(streams, sound)
     return run_prompt(parts, inputs.input_ids[:, tokens], inputs.position_ids[..., tokens], merged)
 
 

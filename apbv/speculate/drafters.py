@@ -14,8 +14,8 @@ from transformers import DynamicCache
 
 from ..config import SamplingParams
 from ..decode.runner import ModelRunner
-from ..decode.sampling import PURPOSE_DRAFT, Choice, choose_tokens
-from ..kv.cache import GrowingLayer, appending_in_place, keep_of_last, replace_last
+from ..decode.sampling import PURPOSE_DRAFT, Choice, choose_each
+from ..kv.cache import GrowingLayer, appending_in_place, keep_of_last
 from ..kv.select import select_kv
 from ..model.parts import ModelParts
 from ..transfer import to_device
@@ -130,7 +130,7 @@ class ModelDrafter(Drafter):
             missing = choice.tokens  # which the CPU does not know yet
         drafted = Choice.joined(choices).read() if choices else []
         self._cached = [*tokens, *drafted][: self._num_cached]
-        return Proposal(drafted, torch.cat(rows) if rows else None)
+        return Proposal(drafted, torch.stack(rows) if rows else None)
 
     def _branches(self, tokens: Sequence[int], missing: Sequence[int], tree: Tree) -> Proposal:
         logits, levels = self._read(missing), []  # of each level the tokens, chosen on the device
@@ -167,7 +167,7 @@ class ModelDrafter(Drafter):
             self._cached = sequence[: self._num_cached]
             missing = choice.read()
             sequence += missing
-            yield missing[0], None if row is None else row[0]
+            yield missing[0], row
 
     def prune_prompt(self, rows: Tensor) -> None:
         """Drop all of the prompt's KV but these rows, ``[T]`` ascending; the new tokens' KV stays."""
@@ -186,9 +186,11 @@ class ModelDrafter(Drafter):
         self._runner = ModelRunner(self.parts, self._cache)
 
     def _next(self, missing: Sequence[int] | Tensor) -> tuple[Choice, Tensor | None]:
-        """Run tokens that the cache lacks, and choose the next one; see :func:`choose_tokens`."""
+        """Run tokens that the cache lacks, and choose the next one; return its distribution ``[Vq]``, too."""
         logits = self._read(missing)
-        return self._choose(logits, self._prompt_len + self._num_cached)
+        place = self._prompt_len + self._num_cached
+        choice, (row,) = choose_each(logits, [self._config], [place], PURPOSE_DRAFT)
+        return choice, row
 
     def _read(self, missing: Sequence[int] | Tensor) -> Tensor:
         """Run tokens that the cache lacks, and return the logits after the last."""
@@ -203,9 +205,6 @@ class ModelDrafter(Drafter):
         first = self.position + self._num_cached
         logits = self._runner.run(tokens, range(first, first + len(tokens)), last_only=True)
         return logits[:, : self.vocab_size]
-
-    def _choose(self, logits: Tensor, index: int) -> tuple[Choice, Tensor | None]:
-        return choose_tokens(logits, self._config, [index], PURPOSE_DRAFT)
 
     def _roll_back(self, tokens: Sequence[int]) -> list[int]:
         """Roll back rejected tokens, and at least the last token, whose logits are needed.
@@ -224,8 +223,10 @@ class ModelDrafter(Drafter):
             self._cache.crop(common - len(self._cached))
         self._cached = [*self._cached[:common], *(self._drafted[node] for node in path)]
         if self.newest_kv is not None:
-            count = self._num_replaced
-            replace_last(self._cache, len(self._cached) - count, self.newest_kv(len(known) - count))
+            if len(self._cached) > self._num_replaced:
+                self._cache.crop(self._num_replaced - len(self._cached))
+            for index, (keys, values) in enumerate(self.newest_kv(len(known) - self._num_replaced)):
+                self._cache.update(keys, values, index)
             self._cached, self._num_replaced = list(known), len(known)
         self._num_cached = len(self._cached)
         return list(tokens[self._num_cached :])

@@ -6,7 +6,6 @@ forward pass (Algorithm 1). A context's weight depends on how well it has predic
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import groupby
 
 import torch
@@ -14,7 +13,6 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import DynamicCache
 
-from ..decode.sampling import PURPOSE_DRAFT, Choice, choose_tokens, most_probable
 from ..input.model_inputs import ModelInputs
 from ..model.attention import apbv_attention
 from ..model.parts import ModelParts
@@ -30,16 +28,18 @@ FINITE = torch.finfo(torch.float64).max
 ERROR_FLOOR = 1e-6  # nats: a context that was never wrong gets all the weight, and no division by zero
 
 
-class GridWeights:
-    """Chooses two contexts' weights (MT*) among ``[1 - j/10, j/10]``.
+class AdaptedWeights:
+    """The weights of m contexts, by the KL divergences of mixtures from the target, summed over verified tokens.
 
-    It takes those whose mixture has the smallest KL divergence from the target, summed over the verified tokens
-    (Algorithm 1).
+    Of two contexts (MT*) it takes the best of the mixtures ``[1 - j/10, j/10]`` (Algorithm 1). More contexts
+    (MTCP*) are weighed by softmax(1 / e), e the divergence of each alone.
     """
 
-    def __init__(self) -> None:
-        second = torch.arange(GRID_STEPS + 1, dtype=torch.float64) / GRID_STEPS
-        self._candidates = torch.stack([1 - second, second], dim=1)
+    def __init__(self, num_contexts: int):
+        self._candidates = torch.eye(num_contexts, dtype=torch.float64)
+        if num_contexts == 2:
+            second = torch.arange(GRID_STEPS + 1, dtype=torch.float64) / GRID_STEPS
+            self._candidates = torch.stack([1 - second, second], dim=1)
         self._errors: Tensor | float = 0.0
 
     def learn(self, p: Tensor, q: Tensor) -> None:
@@ -49,21 +49,10 @@ class GridWeights:
 
     def choose(self) -> Tensor:
         """Return weights ``[m]`` that sum to 1; after at least one token."""
+        if self._candidates.shape[1] > 2:
+            return torch.softmax(1 / self._errors.clamp(min=ERROR_FLOOR), dim=0)
         best = self._errors.nan_to_num(nan=FINITE, posinf=FINITE).argmin(dim=0, keepdim=True)
         return self._candidates.index_select(0, best)[0]
-
-
-class ErrorWeights:
-    """Weighs contexts (MTCP*) by softmax(1 / e), e their KL divergences from the target so far."""
-
-    def __init__(self, num_contexts: int):
-        self._errors = torch.zeros(num_contexts, dtype=torch.float64)
-
-    def learn(self, p: Tensor, q: Tensor) -> None:
-        self._errors = to_device(self._errors, q.device) + kl_divergence(p, q)
-
-    def choose(self) -> Tensor:
-        return torch.softmax(1 / self._errors.clamp(min=ERROR_FLOOR), dim=0)
 
 
 def kl_divergence(p: Tensor, q: Tensor) -> Tensor:
@@ -183,9 +172,7 @@ class EnsembleDrafter(ModelDrafter):
         self._is_prompt = torch.arange(max(lengths), device=parts.device) >= padding  # [m, longest]
         # Only the model's own attention knows of padding.
         self._implementation = parts.language_model.config._attn_implementation
-        self._policy: GridWeights | ErrorWeights | None = None  # adapts the weights
-        if task.config.ensemble.endswith("*"):
-            self._policy = GridWeights() if len(contexts) == 2 else ErrorWeights(len(contexts))
+        self._policy = AdaptedWeights(len(contexts)) if task.config.ensemble.endswith("*") else None
         equal = torch.full((len(contexts),), 1 / len(contexts), dtype=torch.float64)
         self.weights = to_device(equal, parts.device)
         # [m, Vq] each: the contexts' distributions after every cached token that is not learnt from yet.
@@ -198,18 +185,13 @@ class EnsembleDrafter(ModelDrafter):
             self._verified += logits
 
     def _run(self, tokens: Sequence[int] | Tensor) -> Tensor:
-        """Run all contexts on these tokens, and return the mixture ``[1, Vq]`` of their next distributions."""
-        q = torch.softmax(self._run_contexts(tokens).double() / (self._config.temperature or 1.0), dim=-1)
+        """Run all contexts on these tokens, and return their mixture's logits ``[1, Vq]`` after the last."""
+        temperature = self._config.temperature or 1.0
+        q = torch.softmax(self._run_contexts(tokens).double() / temperature, dim=-1)
         if self._policy is not None:
             self._predictions += q.unbind(dim=1)
             self._adapt()
-        return (self.weights @ q[:, -1])[None]
-
-    def _choose(self, distribution: Tensor, index: int) -> tuple[Choice, Tensor | None]:
-        if self._config.temperature == 0:
-            return most_probable(distribution), None
-        as_it_is = replace(self._config, temperature=1.0)
-        return choose_tokens(distribution.log(), as_it_is, [index], PURPOSE_DRAFT)
+        return (self.weights @ q[:, -1]).log()[None] * temperature
 
     def _adapt(self) -> None:
         """Learn from the tokens verified since the latest block, if there are any, and choose the next weights."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..config import SamplingParams
-from ..decode.sampling import NotFiniteError, choose_tokens
+from ..decode.sampling import NotFiniteError, choose_each
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,8 @@ def verify_tree(
         The accepted nodes, the root first, and the token after the last of them.
     """
     # For all nodes at once: otherwise every node of the path would need a GPU synchronization.
-    chosen, are_finite = choose_tokens(logits, config, [index + depth for depth in tree.depths])[0].fetch()()
+    choice, _ = choose_each(logits, [config] * len(tree), [index + depth for depth in tree.depths])
+    chosen, are_finite = choice.fetch()()
     path, child = [0], 0
     while child is not None:
         if not are_finite[child]:

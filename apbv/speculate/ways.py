@@ -22,7 +22,6 @@ from ..input.request import Request
 from ..model.attention import apbv_attention
 from ..model.parts import ModelParts
 from ..prefilling.prefiller import Prefiller, ReadRequest
-from ..prefilling.reduction.choosing import Reduction
 from ..prefilling.result import PrefillResult
 from ..prefilling.stages import Watcher
 from ..stats import Span
@@ -64,12 +63,8 @@ class Begun(NamedTuple):
     draft: tuple[Draft, ...] = ()
 
 
-class Outcome(NamedTuple):
-    """A request, its prefill (None on a draft host), and its answer."""
-
-    read: ReadRequest
-    state: PrefillResult | None
-    answered: Answered
+# A request, its prefill (None on a draft host), and its answer.
+Outcome = tuple[ReadRequest, PrefillResult | None, Answered]
 
 
 class Autoregressive:
@@ -77,10 +72,7 @@ class Autoregressive:
 
     Attributes:
         hosts: the hosts that answer together: all but a draft host, or a draft host alone.
-        prefills: whether this host takes part in the prefill.
     """
-
-    prefills = True
 
     def __init__(self, parts: ModelParts, hosts: HostGroup):
         self._parts, self.hosts = parts, hosts
@@ -88,7 +80,7 @@ class Autoregressive:
     def answer(self, request: Request, prefiller: Prefiller) -> Outcome:
         """Read a request, prefill it and decode the answer; collective."""
         read, state, _ = self.begin(request, prefiller)
-        return Outcome(read, state, self.decode(read.request, state))
+        return read, state, self.decode(read.request, state)
 
     def begin(self, request: Request, prefiller: Prefiller) -> Begun:
         """Read a request and prefill it, for an answer that a batch may decode; collective."""
@@ -122,8 +114,6 @@ class TakingTurns:
         captioner: see :class:`apbv.Engine`.
     """
 
-    prefills = True
-
     def __init__(
         self,
         target: ModelParts,
@@ -144,7 +134,7 @@ class TakingTurns:
         with self.hosts.collective_stage("decode"), timer.stage("decode"), self.attention():
             tokens, stats = self._decode(draft, state, read.request)
         answered = self.answered(begun, tokens, stats.summary(len(tokens)))
-        return Outcome(read, state, replace(answered, spans=tuple(stats.record.spans)))
+        return read, state, replace(answered, spans=tuple(stats.record.spans))
 
     def batch(self) -> SpeculativeBatch:
         return SpeculativeBatch(self._target, self._config)
@@ -187,7 +177,10 @@ class TakingTurns:
         config, runs_target = self._config, STRATEGIES[self._config.strategy].runs_target
         scores = watcher and watcher.result
         if scores is not None and state.reduction is not None and not runs_target:
-            scores = partial(_over_whole_prompt, scores, state.reduction)
+
+            def scores() -> Tensor:
+                return state.reduction.spread(watcher.result())
+
         task = DraftTask(
             target=self._target,
             draft=self._draft,
@@ -239,12 +232,3 @@ def _attention(*models: ModelParts | None) -> ExitStack:
             if parts is not None:
                 stack.enter_context(apbv_attention(parts.language_model))
         return stack.pop_all()
-
-
-def _over_whole_prompt(scores_of_rest: Callable[[], Tensor], reduction: Reduction) -> Tensor:
-    """Return scores of all visual tokens if the target read fewer of them; collective.
-
-    Tokens that it has not seen score no higher than those that it has.
-    """
-    scores = scores_of_rest()
-    return reduction.spread(scores, missing=min(0.0, float(scores.min())))

@@ -16,7 +16,6 @@ from apbv.decode.sampling import (
     NotFiniteError,
     biased,
     choose_each,
-    choose_tokens,
     penalised,
     probabilities,
     uniform,
@@ -24,7 +23,7 @@ from apbv.decode.sampling import (
 
 
 def sample(logits, config, position):
-    return choose_tokens(logits[None], config, [position])[0].read()[0]
+    return choose_each(logits[None], [config], [position])[0].read()[0]
 
 
 def random_logits(seed, size, spread=2.0):

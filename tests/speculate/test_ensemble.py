@@ -15,7 +15,7 @@ from apbv.decode.sampling import PURPOSE_DRAFT, draw, probabilities, uniform
 from apbv.model.parts import inspect_model
 from apbv.prefilling.encode import encode_visual
 from apbv.speculate.draft import DraftTask
-from apbv.speculate.ensemble import EnsembleDrafter, ErrorWeights, GridWeights, as_text, read_contexts
+from apbv.speculate.ensemble import AdaptedWeights, EnsembleDrafter, as_text, read_contexts
 from apbv.speculate.tree import Tree
 
 import families
@@ -142,7 +142,7 @@ def rule_by_brute_force(ensemble: str, said: list[tuple[list, list]]) -> list[fl
     return min(([1 - j / 10, j / 10] for j in range(11)), key=error)
 
 
-@pytest.mark.parametrize(("ensemble", "policy"), [("MT*", GridWeights()), ("MTCP*", ErrorWeights(4))])
+@pytest.mark.parametrize(("ensemble", "policy"), [("MT*", AdaptedWeights(2)), ("MTCP*", AdaptedWeights(4))])
 def test_weights_go_by_the_divergence_from_the_target_alone(ensemble, policy):
     """Also where other weights would have had the verified tokens on top more often."""
     torch.manual_seed(0)

@@ -10,7 +10,7 @@ import av
 import numpy as np
 from av.video.reformatter import VideoReformatter
 
-from ...config import require_frame_rate
+from ...config import FRAME_RATE
 from ...hosts import fair_share_of_cores
 from .file import VideoError, VideoFile, VideoInfo
 
@@ -62,7 +62,9 @@ def sample_fps(info: VideoInfo, fps: float, max_frames: int | None = None) -> li
     Raises:
         ValueError: ``fps`` is not in 0 < fps <= MAX_FPS, or ``max_frames`` < 1.
     """
-    require_frame_rate(fps)
+    says, may_be = FRAME_RATE
+    if not may_be(fps):
+        raise ValueError(f"fps must {says}, not {fps!r:.50}")
     times = np.asarray(info.timestamps)
     # A frame is nearest to the times from half way to the one before (excluded) to half way to the next, and
     # is taken if a grid time lies there. Counting the grid times up to each edge needs no grid in memory. The

@@ -1,20 +1,20 @@
 """The prefill methods, each a layout and an attention that is called in every layer."""
 
-from ...config import PrefillConfig
+from ...config import SPARSE_NAMES, PrefillConfig
 from .apb import ApbMethod
 from .apbv import ApbvMethod
-from .base import FlexPrefillMethod, FullMethod, PrefillMethod, SpargeAttnMethod, XAttentionMethod
+from .base import FullMethod, PrefillMethod
 from .star import StarMethod
 from .ulysses import UlyssesMethod
 from .zigzag_ring import ZigzagRingMethod
 
+# Host 0 computes the blocks that the config's selection of this name chooses.
+_SPARSE_METHODS = [type(name, (FullMethod,), {"name": name}) for name in SPARSE_NAMES]
 METHODS: dict[str, type[PrefillMethod]] = {
     method.name: method
     for method in (
         FullMethod,
-        XAttentionMethod,
-        SpargeAttnMethod,
-        FlexPrefillMethod,
+        *_SPARSE_METHODS,
         ZigzagRingMethod,
         UlyssesMethod,
         StarMethod,

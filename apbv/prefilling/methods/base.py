@@ -52,11 +52,11 @@ class PrefillMethod(ABC):
         """Whether this prompt's KV is that of full attention, which a copy in front of blocks changes."""
         return self.blocks is None and (self.is_exact or (self.passes_on and self.layout.passes_all))
 
-    def attend_within(self, q: Tensor, own: Segment, scale: float, out: Tensor | None = None) -> State:
+    def attend_within(self, q: Tensor, own: Segment, scale: float) -> State:
         """Attend causally within a run of tokens: to all of it, or to the blocks that the config chooses."""
         if self.blocks is None:
-            return self.attend(q, [own], scale, causal_last=True, out=out)
-        return self.blocks(q, *own, scale, out=out)
+            return self.attend(q, [own], scale, causal_last=True)
+        return self.blocks(q, *own, scale)
 
     def merge(self, states: Sequence[State], out: Tensor) -> State:
         """Call :func:`apbv.kernels.merge_states` with the configured backend."""
@@ -99,21 +99,3 @@ class FullMethod(PrefillMethod):
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float, layer: int) -> Tensor:
         return self.attend_within(q, (k, v), scale)[0]
-
-
-class XAttentionMethod(FullMethod):
-    """XAttention: host 0 computes the blocks selected by antidiagonals of scores."""
-
-    name = "xattention"
-
-
-class SpargeAttnMethod(FullMethod):
-    """SpargeAttn: host 0 computes the blocks selected by block means."""
-
-    name = "spargeattn"
-
-
-class FlexPrefillMethod(FullMethod):
-    """FlexPrefill: host 0 computes the blocks that the last queries select for each head."""
-
-    name = "flexprefill"

@@ -10,9 +10,8 @@ from ...hosts import HostGroup
 from ...kernels import ListedBlocks, block_sparse_attention
 from .block_selection import BLOCK_SELECTION
 
-# Pairs of blocks that are scored and sorted at a time, over all heads. A pair takes some 40 bytes. Of queries
-# three copies in fp32 are made, on a CPU, of a part at a time that takes no more than this.
-_MOST_PAIRS, _MOST_WIDE_BYTES = 2**22, 3 * 2**22
+# Pairs of blocks that are scored and sorted at a time, over all heads. A pair takes some 40 bytes.
+_MOST_PAIRS = 2**22
 
 
 class BlockAttention:
@@ -29,16 +28,13 @@ class BlockAttention:
         self._num_computed: Tensor | float = 0.0
         self._num_visible = 0
 
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float, out: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """Attend causally from every token to the chosen blocks before it.
 
         Args:
             q: ``[1, Hq, S, D]``.
             k, v: ``[1, Hkv, S, D]``, of the same tokens.
             scale: the factor of q·k.
-            out: see :func:`apbv.kernels.block_sparse_attention`.
 
         Returns:
             out ``[1, Hq, S, D]`` and lse ``[1, Hq, S]``.
@@ -47,7 +43,7 @@ class BlockAttention:
         tokens, rows = q.shape[2], q.shape[0] * q.shape[1]
         self._num_visible += rows * tokens * (tokens + 1) // 2
         self._num_computed = self._num_computed + blocks.num_scores(tokens)
-        options = {"skip_margin": self._config.skip_margin, "out": out, "backend": self._backend}
+        options = {"skip_margin": self._config.skip_margin, "backend": self._backend}
         return block_sparse_attention(q, k, v, blocks, scale, **options)
 
     def list_blocks(self, q: Tensor, k: Tensor, scale: float) -> ListedBlocks:
@@ -93,12 +89,8 @@ def _split_heads(heads: int, kv_heads: int, most: int) -> Iterator[tuple[slice, 
     They are all heads of several groups, or some of one: operators take no other choice of both.
     """
     group = heads // kv_heads
-    if most >= group:
-        step = most // group
-        for first in range(0, kv_heads, step):
-            yield slice(first * group, (first + step) * group), slice(first, first + step)
-        return
-    for kv_head in range(kv_heads):
-        last = (kv_head + 1) * group
+    step = max(1, most // group)
+    for kv_head in range(0, kv_heads, step):
+        last = min(kv_head + step, kv_heads) * group
         for first in range(kv_head * group, last, most):
-            yield slice(first, min(first + most, last)), slice(kv_head, kv_head + 1)
+            yield slice(first, min(first + most, last)), slice(kv_head, kv_head + step)

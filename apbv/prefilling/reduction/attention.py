@@ -26,7 +26,8 @@ class VisualWatcher(Watcher):
         Args:
             local: ``[*lead, T]`` of the visual tokens that this host keeps; None if it has no scores.
         """
-        owned, hosts = self.stage.visual_numbers, self.stage.hosts
+        numbers, hosts = self.stage.is_visual.long().cumsum(0) - 1, self.stage.hosts
+        owned = [numbers[tokens] for tokens in self.stage.owned_visual]  # by number among the visual tokens
         if local is None:
             local = torch.zeros(*lead, len(owned[hosts.rank]), device=hosts.device)
         gathered = hosts.gather_rows(local.float(), [*map(len, owned)], dim=len(lead)).wait()
@@ -152,8 +153,6 @@ def attention_ahead(
     if len(owned):
         context = owned[owned < stage.query_start]
         tokens = torch.cat([context, torch.arange(question.start, question.stop)])
-        place = torch.zeros(stage.num_tokens, dtype=torch.long)
-        place[tokens] = torch.arange(len(tokens))
         hidden = torch.cat([stage.states_of(context, rows, parts), asking])[None]
         positions = inputs.position_ids[..., tokens if stage.tokens is None else stage.tokens[tokens]]
         ahead = range(stage.layers.stop, stage.layers.stop + 1)
@@ -162,7 +161,8 @@ def attention_ahead(
             decoder(inputs_embeds=hidden, position_ids=positions.to(parts.device), use_cache=False, apbv=leave)
         except _ReadyToAttend as ready:
             q, k, scale = ready.args
-        watcher.on_layer(q[:, :, len(context) :], k, scale, place[owned].to(k.device))
+        places = torch.searchsorted(tokens, owned)
+        watcher.on_layer(q[:, :, len(context) :], k, scale, places.to(k.device))
     return watcher.result()
 
 

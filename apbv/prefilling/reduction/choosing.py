@@ -129,12 +129,12 @@ class Reduction:
             "num_video_tokens_by_layer": list(self.by_layer) or None,
         }
 
-    def spread(self, scores: Tensor, missing: float = 0.0) -> Tensor:
+    def spread(self, scores: Tensor) -> Tensor:
         """Return scores of the tokens that are kept, ``[num_after]``, as scores of all, ``[num_before]``.
 
-        Args:
-            missing: the score of the others.
+        The others get the lowest of these, or 0 if that is lower.
         """
+        missing = min(0.0, float(scores.min()))
         spread = torch.full((self.num_before,), missing, dtype=scores.dtype)
         spread[self.kept] = scores
         return spread

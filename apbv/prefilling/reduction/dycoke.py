@@ -17,7 +17,6 @@ What is different here:
 """
 
 import torch
-from torch import Tensor
 from torch.nn import functional
 
 from ...layout import split_evenly
@@ -68,13 +67,9 @@ def keep_by_dycoke(video: SharedVideo, count: int) -> KeptRows:
             kept = torch.arange(size)
         elif frame in compared:
             other, share = compared[frame]
-            kept = keep_best(-_similarity(rows, reference[other]).cpu(), share)
+            similar = functional.cosine_similarity(rows.float(), reference[other].float(), dim=-1, eps=1e-12)
+            kept = keep_best(-similar.cpu(), share)
         else:
             continue
         places.append(frame * size + kept)
     return video.kept(torch.cat(places))
-
-
-def _similarity(rows: Tensor, others: Tensor) -> Tensor:
-    """Return the cosine similarities of two frames' tokens at the same places, ``[h * w]`` in fp32."""
-    return functional.cosine_similarity(rows.float(), others.float(), dim=-1, eps=1e-12)

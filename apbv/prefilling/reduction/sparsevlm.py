@@ -48,8 +48,12 @@ class SparseVLM(LateReducer):
         return tuple(sorted(layer for layer in steps if layer < num_layers))
 
     def enter(self, stage: Stage, rows: HiddenRows) -> None:
+        """Find the raters' places among the question's tokens, in the embeddings; the same on every host."""
         if stage.layers.start == 0:
-            self._raters = self._find_raters(stage, rows)
+            hosts, states = stage.hosts, stage.question_rows(rows, self.parts)
+            fits = (self._visual_states(stage, rows).float() @ states.float().T).softmax(dim=1).sum(dim=0)
+            fits = hosts.mean_over_members(hosts.all_gather(fits).wait().sum(dim=0).cpu())
+            self._raters = (~(fits < fits.mean())).nonzero().flatten()  # all where numbers have overflown
 
     def watcher(self, stage: Stage) -> QuestionAttention:
         return QuestionAttention(torch.eye(len(stage.question))[self._raters])
@@ -75,13 +79,6 @@ class SparseVLM(LateReducer):
 
     def _visual_states(self, stage: Stage, rows: HiddenRows) -> Tensor:
         return stage.states_of(stage.owned_visual[stage.hosts.rank], rows, self.parts)
-
-    def _find_raters(self, stage: Stage, rows: HiddenRows) -> Tensor:
-        """Return the places of the raters among the question's tokens, the same on every host; collective."""
-        hosts, states = stage.hosts, stage.question_rows(rows, self.parts)
-        fits = (self._visual_states(stage, rows).float() @ states.float().T).softmax(dim=1).sum(dim=0)
-        fits = hosts.mean_over_members(hosts.all_gather(fits).wait().sum(dim=0).cpu())
-        return (~(fits < fits.mean())).nonzero().flatten()  # all of them where numbers have overflown
 
 
 def _merge(stage: Stage, states: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:

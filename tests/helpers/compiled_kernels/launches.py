@@ -189,6 +189,5 @@ CALLS: dict[str, Callable[[], None]] = {
     "merge in a block's place": merge_separate,
     "element-wise": element_wise,
     "importance, peak": partial(importance, "peak"),
-    "importance, dot": partial(importance, "dot"),
     "selection": selection,
 }
