@@ -5,7 +5,7 @@ patches, which are numbered over all items in prompt order: hosts get adjacent o
 
 Another kind of item needs a name for :attr:`VisualItem.kind`; what identifies its content, as :class:`Source`
 does; its place in the prompt (:func:`~apbv.input.skeleton.lay_out`); a reader of its pixels
-(:class:`~apbv.input.pixels.PixelReader`), made where :meth:`~apbv.input.reading.PromptReader.read` makes the
+(:class:`~apbv.input.pixels.VideoReader`), made where :meth:`~apbv.input.reading.PromptReader.read` makes the
 others; and the call of the model that encodes it, in :mod:`apbv.prefilling.encode`. An item's temporal patches are
 adjacent: what alternates with another's, such as a video and its audio, is several items each.
 """
