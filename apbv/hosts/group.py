@@ -340,12 +340,8 @@ class HostGroup:
         Raises:
             HostError: the values differ; raised on every process. Continuing would mix two prompts.
         """
-        if self.num_processes == 1:
-            return
-        digests = self._gather_control(_bytes_tensor(hashlib.sha256(value).digest()))
-        different = [process for process, digest in enumerate(digests) if not torch.equal(digest, digests[0])]
-        if different:
-            raise HostError(f"{what} of {self.name_of(different[0])} differs from that of {self.name_of(0)}")
+        with self.local_stage(what) as same:
+            same(what, value)
 
     def start_gathering(self, tensor: Tensor) -> Exchange:
         """Start gathering a small tensor in CPU memory from every process; the result is ``[H * T, *shape]``."""
@@ -361,15 +357,16 @@ class HostGroup:
         return self._watch.working(stage)
 
     @contextmanager
-    def local_stage(self, name: str) -> Iterator[None]:
+    def local_stage(self, name: str) -> Iterator[Callable[[str, bytes], None]]:
         """Run a stage without collectives; at its end all hosts raise, or none does. Every host must enter it.
 
-        A host that failed raises its own error, the others a HostError that quotes it.
+        A host that failed raises its own error, the others a HostError that quotes it. The stage gets a function
+        that it calls with the name and the value of what must be the same on every process.
         """
-        error = None
+        error, facts = None, []
         with torch.cuda.device(self._gpu), self._watch.working(name):
             try:
-                yield
+                yield lambda what, value: facts.append((what, hashlib.sha256(value).hexdigest()))
             except HostError:
                 raise
             except Exception as caught:
@@ -378,15 +375,23 @@ class HostGroup:
                 if error is not None:
                     raise error
                 return
-            # An error with an empty message still differs from no error.
-            mine = b"" if error is None else b"!" + describe_error(error).encode()[:4096]
-            messages = self._gather_bytes(mine)
+            mine = [None if error is None else describe_error(error)[:4096], facts]
+            # A single exchange where all is well.
+            digests = self._gather_control(_bytes_tensor(hashlib.sha256(json.dumps(mine).encode()).digest()))
+            if error is None and bool((digests == digests[0]).all()):
+                return
+            found = self.gather_json(mine)
             if error is not None:
                 raise error
-            for process, message in enumerate(messages):
-                if message:
-                    text = message[1:].decode(errors="replace")
-                    raise HostError(f"{self.name_of(process)} failed in {name}: {text}")
+            for process, (message, _) in enumerate(found):
+                if message is not None:
+                    raise HostError(f"{self.name_of(process)} failed in {name}: {message}")
+            for process, (_, theirs) in enumerate(found):
+                for (what, value), (_, other) in zip(found[0][1], theirs, strict=True):
+                    if value != other:
+                        raise HostError(
+                            f"{what} of {self.name_of(process)} differs from that of {self.name_of(0)}"
+                        )
 
     @property
     def is_broken(self) -> bool:

@@ -82,19 +82,17 @@ class KnownVideos:
 
 
 def probe_once(
-    videos: KnownVideos, paths: Sequence[str], hosts: HostGroup, timer: StageTimer, beside: Sequence[int] = ()
+    videos: KnownVideos, paths: Sequence[str], hosts: HostGroup, timer: StageTimer
 ) -> tuple[VideoInfo, ...]:
     """Probe a prompt's videos on the leader, and broadcast the result; collective.
 
     Args:
-        paths: of the files on this host.
-        beside: the sizes of the prompt's other files on this host, in bytes; must be the same everywhere.
+        paths: of the files on this host, as many on every host.
 
     Raises:
         VideoError: a file cannot be read, or is not the same here.
-        HostError: another host cannot read one, or its prompt has a different number of files or other sizes.
+        HostError: another host cannot read one.
     """
-    hosts.require_same("the number of videos, or an image file,", f"{len(paths)} {list(beside)}".encode())
     infos = []
     for path in paths:
         info, data = None, b""

@@ -77,7 +77,7 @@ def prefill(
     reduce = None if config.reduce is None or config.reduce.leaves_all else config.reduce
     reducer = reduction = None
     reset_peak_memory(hosts.device)
-    with hosts.local_stage("prefill planning"), timer.stage("preprocess"):
+    with hosts.local_stage("prefill planning") as same, timer.stage("preprocess"):
         if not 0 <= home < hosts.size:
             raise ValueError(f"home must be one of the {hosts.size} hosts, not {home}")
         parts = model if isinstance(model, ModelParts) else inspect_model(model, config.backend)
@@ -101,8 +101,8 @@ def prefill(
                 reducer = LATE_REDUCERS[reduce.method](config, parts, inputs)
                 if watcher is not None:
                     raise ValueError(f"cannot observe a prefill that {reduce.method} prunes between layers")
-    hosts.require_same("the prompt", inputs.input_ids.numpy().tobytes())
-    hosts.require_same("the prefill configuration or the model", f"{config} {parts.config_text}".encode())
+        same("the prompt", inputs.input_ids.numpy().tobytes())
+        same("the prefill configuration or the model", f"{config} {parts.config_text}".encode())
     encoded = encoded or partial(tower_rows, parts, inputs.visual, timer)
     if reduce is not None and not reduce.is_late:
         inputs, encoded, reduction = reduce_prompt(parts, inputs, encoded, hosts, config, timer)

@@ -95,7 +95,7 @@ class Prefiller:
         """
         reader, timer, max_positions = self._reader, request.timer, self._reader.parts.max_position_embeddings
         require_going_on(self._hosts, request.cancels)
-        with self._hosts.local_stage("reading the prompt"):
+        with self._hosts.local_stage("reading the prompt") as same:
             if request.positions not in POSITION_RULES:
                 raise ValueError(
                     f"positions must be one of {', '.join(POSITION_RULES)}, not {request.positions!r}"
@@ -104,9 +104,10 @@ class Prefiller:
                 known = request.prompt
                 rendered = reader.render(request.question) if known is None else known.rendered
                 sources = [picture.source for picture in rendered.pictures]
-        sizes = [source.file.size for source in sources if source is not None]
-        infos = probe_once(reader.videos, rendered.videos, self._hosts, timer, sizes)
-        with self._hosts.local_stage("reading the prompt"):
+            sizes = [source.file.size for source in sources if source is not None]
+            same("the number of videos, or an image file,", f"{len(rendered.videos)} {sizes}".encode())
+        infos = probe_once(reader.videos, rendered.videos, self._hosts, timer)
+        with self._hosts.local_stage("reading the prompt") as same:
             with timer.stage("preprocess"):
                 if known is not None and [video.info for video in known.videos] != list(infos):
                     known = None  # a file has been replaced since
@@ -119,9 +120,8 @@ class Prefiller:
                 require_reducible(self._config.reduce, inputs)
             if self._require_readable is not None:
                 self._require_readable(inputs)
-        if reader.parts.hears:
             heard = [] if inputs.audio is None else [each.file.size for each in inputs.audio.sources]
-            self._hosts.require_same("the files that are heard", repr(heard).encode())
+            same("the files that are heard", repr(heard).encode())
         prefix = None if self._reuse is None else self._reuse.find_prefix(inputs, self._hosts)
         kept = None
         is_known = prefix is not None or (

@@ -213,22 +213,24 @@ def failing_job(hosts: HostGroup, messages: list[dict]):
     return failure, engine.prefill("still there?").num_tokens
 
 
-def different_files_job(hosts: HostGroup, images: list[str]):
-    """How a request fails whose image is another file on every host."""
+def different_files_job(hosts: HostGroup, given: list[dict]):
+    """How a request fails that names other files on every host."""
     engine = Engine(families.build_model("qwen2_vl"), families.build_processor("qwen2_vl"), hosts)
     try:
-        engine.prefill("a?", images=[images[hosts.rank]])
+        engine.prefill("a?", **given[hosts.rank])
     except Exception as error:
         return f"{type(error).__name__}: {error}"
 
 
-def test_images_that_differ_between_hosts_are_refused(pool, tmp_path):
-    """Of the same height and width, so that the prompt is the same."""
+def test_files_that_differ_between_hosts_are_refused(pool, files, tmp_path):
+    """The images have the same height and width, so that the prompt is the same."""
     paths = [str(tmp_path / name) for name in ("a.png", "b.png")]
     Image.new("RGB", (60, 60)).save(paths[0])
     families.synthetic_image(60, 60).save(paths[1])
-    for failure in pool.run(2, different_files_job, paths):
-        assert failure.startswith("HostError: the number of videos, or an image file")
+    images, videos = [{"images": [path]} for path in paths], [{"video": files.videos[:n]} for n in (1, 0)]
+    for given in (images, videos):
+        for failure in pool.run(2, different_files_job, given):
+            assert failure.startswith("HostError: the number of videos, or an image file, of host 1 differs")
 
 
 @pytest.mark.parametrize("how", ["cut short", "missing video"])
