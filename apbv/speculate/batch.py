@@ -123,6 +123,8 @@ class SpeculativeBatch(Batch):
             member.stats.switch_off(LOOKS_BACK, 0)
         elif draft is not None:
             member.draft = draft
+            # As others' drafts; if these are bad it is tried all the same.
+            member.acceptance = Acceptance(expected=max(self._pace.acceptance.rate, 0.5))
             if self._stream is not None:  # the draft's prefill follows the target's
                 member.answer.ready = torch.cuda.current_stream(self._parts.device).record_event()
         return member
@@ -186,6 +188,7 @@ class SpeculativeBatch(Batch):
                 member.stats.rounds += member.draft is not None
                 if shown:
                     member.learn(len(shown), num_accepted, min(shown) >= 0)
+                    self._pace.acceptance.learn(len(shown), num_accepted)
             return new
 
         return going, arrive

@@ -45,10 +45,15 @@ def best_windows(rates: Sequence[float], size: int, seconds: float, cost: float,
 
 @dataclass
 class Acceptance:
-    """How often drafted tokens are accepted if all before them are; earlier rounds weigh less."""
+    """How often drafted tokens are accepted if all before them are; earlier rounds weigh less.
+
+    Attributes:
+        expected: the rate before the first round, which weighs as much as two tokens.
+    """
 
     accepted: float = 0.0
     rejections: float = 0.0
+    expected: float = 0.5
 
     def learn(self, num_drafted: int, num_accepted: int) -> None:
         """Learn from a round."""
@@ -57,8 +62,8 @@ class Acceptance:
 
     @property
     def rate(self) -> float:
-        """The estimated probability; 1/2 before the first round."""
-        return (self.accepted + 1) / (self.accepted + self.rejections + 2)
+        """The estimated probability."""
+        return (self.accepted + 2 * self.expected) / (self.accepted + self.rejections + 2)
 
 
 class Pace:
@@ -139,6 +144,9 @@ class BatchPace:
     Args:
         num_draft_tokens: the largest length; ``"auto"``: the limit of that.
         keep_losing_draft: whether drafts go on that do not pay; with a number as long ones as it says.
+
+    Attributes:
+        acceptance: of all answers' drafts.
     """
 
     def __init__(self, num_draft_tokens: int | str, keep_losing_draft: bool = True):
@@ -146,6 +154,7 @@ class BatchPace:
         # By batch size: the seconds of rounds, and the tokens that all answers together drafted.
         self._rounds: dict[int, deque[tuple[float, int]]] = defaultdict(lambda: deque(maxlen=64))
         self._rested = Counter[int]()  # by batch size: steps without drafts
+        self.acceptance = Acceptance()
 
     def windows(self, size: int, rates: Sequence[float]) -> list[int] | None:
         """Return the number of tokens to draft next, for each draft by its acceptance rate.

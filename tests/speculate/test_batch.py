@@ -194,6 +194,19 @@ def test_answers_that_come_and_go_are_those_of_each_alone(config, monkeypatch):
     assert accepted > 99, accepted
 
 
+@pytest.mark.parametrize(("kind", "is_good"), [("target", True), ("streaming", False)])
+def test_a_new_draft_is_expected_to_be_as_good_as_the_others(kind, is_good):
+    """But not so bad that it would never be tried."""
+    batch, sampling = SpeculativeBatch(parts_of(), FIXED), SAMPLINGS[0]
+    rates = []
+    for number in (0, 1):
+        member = batch.join(state_of(number), asked(sampling), draft_of(kind, number, sampling))
+        rates.append(member.acceptance.rate)
+        while len(batch):
+            batch.step()
+    assert rates[0] == 0.5 and (0.7 < rates[1] < 1 if is_good else rates[1] == 0.5)
+
+
 class TableKV:
     """KV of a model that depends on the last token only."""
 
