@@ -174,8 +174,8 @@ def answer_greedily(
         return prefill(parts, inputs, hosts=hosts, config=config, timer=timer, watcher=watcher, encoded=encoded)
 
     prefiller = SimpleNamespace(read=lambda _: read, run=run)
-    outcome = (way or Autoregressive(parts, hosts)).answer(request, prefiller)
-    return outcome.answered.tokens, outcome.state
+    _, state, answered = (way or Autoregressive(parts, hosts)).answer(request, prefiller)
+    return answered.tokens, state
 
 
 class Candidate:
