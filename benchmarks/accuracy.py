@@ -76,10 +76,9 @@ def measure(options: argparse.Namespace, hosts: HostGroup, known: list[dict]) ->
                 left[min(left)] = full | left[min(left)]
             references = {} if full else None
             for number, of_number in left.items():
-                drafts = [share_weights(draft) for _ in range(number)] if draft else [None]
 
-                def job(host, model, exam=exam, seed=seed, left=of_number, drafts=drafts, references=references):
-                    own = drafts[host.rank % len(drafts)]
+                def job(host, model, exam=exam, seed=seed, left=of_number, references=references):
+                    own = draft and share_weights(draft)
                     return sit(Candidate(model, engine.processor, host, own), exam, seed, left, references)
 
                 for record in run_on(number, hosts, engine.model, job) if of_number else ():
