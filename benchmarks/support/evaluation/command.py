@@ -34,7 +34,7 @@ from ..exams import run_on
 from .answers import choose_option
 from .prompting import LETTERED, OPEN, fill, request_of
 from .results import ResultsFile, Run, digest_of, read_runs
-from .running import answer_all, figures_of, judged, units_of
+from .running import answer_all, figures_of, judged
 from .samples import Parse, Sample, file_sizes, in_order_of_files, missing_files, require_distinct, shard
 from .samples import digest_of as digest_of_samples
 from .scoring import Score, markdown, score, summary
@@ -162,7 +162,7 @@ class Benchmark:
                 file.add(record)
 
             if todo:
-                self._ask(options, hosts, num_hosts, todo, keep, units_of(samples), len(part) - len(todo))
+                self._ask(options, hosts, num_hosts, todo, keep, len(part) - len(todo))
         finally:
             if file is not None:
                 file.close()
@@ -225,7 +225,6 @@ class Benchmark:
         num_hosts: int,
         todo: Sequence[Sample],
         keep: Callable[[dict], None],
-        units: Mapping[str, int],
         num_done: int,
     ) -> None:
         """Load the engine, on simulated hosts one for each, and answer."""
@@ -237,7 +236,7 @@ class Benchmark:
         parse = self.parse if options.parse == "own" else choose_option
 
         def job(engine: Engine, hosts: HostGroup) -> None:
-            def ask(sample: Sample, engine: Engine) -> dict:
+            def ask(sample: Sample) -> dict:
                 with hosts.local_stage("reading the question"):
                     own = template if sample.options or options.template else OPEN
                     request = self.request(sample, own, options, engine)
@@ -245,7 +244,7 @@ class Benchmark:
                 said = judged(sample, answer.text, parse if "{options}" in template else None, self.guess)
                 return said | {"figures": figures_of(answer)}
 
-            answer_all(engine, hosts, ask, todo, keep, units, num_done)
+            answer_all(engine, hosts, ask, todo, keep, num_done)
 
         def simulated(host: HostGroup, model: PreTrainedModel) -> None:
             config, draft = engine.prefill_config, engine.draft_model and share_weights(engine.draft_model)

@@ -25,7 +25,7 @@ class Sample:
         videos, images, audio: the files that are asked about.
         groups: to what kinds of question it belongs, such as ``{"duration": "long"}``.
         unit: samples of the same unit count as one question, which is right if all of them are.
-        unit_size: how many samples its unit must have; None: as many as there are.
+        unit_size: how many samples its unit must have.
         subtitles: file of a video's subtitles.
         extra: what a benchmark needs beyond that for its prompt.
     """
@@ -39,7 +39,7 @@ class Sample:
     audio: tuple[Path, ...] = ()
     groups: Mapping[str, str] = field(default_factory=dict)
     unit: str | None = None
-    unit_size: int | None = None
+    unit_size: int = 1
     subtitles: Path | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
 
