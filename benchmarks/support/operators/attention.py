@@ -9,7 +9,7 @@ from torch import Tensor
 from apbv.kernels import reference, segmented_attention, verify_attention
 from apbv.kernels.library_attention import choose_attention
 
-from .case import ATTENTION_TOLERANCE, Case, Draw, Outputs, Piece, Sizes, group_of, local_kv
+from .case import ATTENTION_TOLERANCE, Case, Draw, Piece, Sizes, heads_of, local_kv
 
 # Number of queries that are compared, and of those in one run: every score is an fp64 number in memory.
 _CHECKED_QUERIES, _RUN = 2048, 128
@@ -31,7 +31,7 @@ def _segmented(s: Sizes, label: str, queries: int, keys: list[int], make, rows_a
         lambda ops, backend: segmented_attention(
             ops[0], ops[1], scale, causal_last=True, rows_alone=rows_alone, backend=backend
         ),
-        lambda ops: _attention_pieces(*ops, scale, rows_alone),
+        lambda ops: _attention_pieces(s, *ops, rows_alone),
         lambda dtype: (ATTENTION_TOLERANCE[dtype], 1e-4),
         lambda ops, backend: choose_attention(backend, *ops),
         is_segmented=True,
@@ -88,20 +88,20 @@ def _passed(draw: Draw, s: Sizes, senders: int) -> list[tuple[Tensor, Tensor]]:
     return [tuple(draw.randn(2, 1, s.kv_heads, s.passing, s.head_dim)) for _ in range(senders)]
 
 
-def _attention_pieces(q: Tensor, segments: list, scale: float, rows_alone: int) -> Iterator[Piece]:
+def _attention_pieces(s: Sizes, q: Tensor, segments: list, rows_alone: int) -> Iterator[Piece]:
     """Yield the exact results of runs of queries, KV head by KV head."""
-    queries, kv_heads = q.shape[2], segments[0][0].shape[1]
-    for head in range(kv_heads):
-        group = group_of(q, kv_heads, head)
-        *before, last = ([x[:, head : head + 1] for x in pair] for pair in segments)
+    queries, scale = q.shape[2], s.head_dim**-0.5
+    for group, one in heads_of(s):
+        *before, last = ([x[:, one] for x in pair] for pair in segments)
         for rows in _runs(queries):
             # Without the keys that only later rows see, causality is bottom-right for these rows alone.
             seen = [x[:, :, : x.shape[2] - queries + rows.stop] for x in last]
             alone = min(max(0, rows_alone - rows.start), rows.stop - rows.start)
+            place = slice(None), group, rows
             exact = reference.segmented_attention(
-                q[:, group, rows].double(), [*before, seen], scale, True, rows_alone=alone
+                q[place].double(), [*before, seen], scale, True, rows_alone=alone
             )
-            yield lambda outs, group=group, rows=rows: tuple(x[:, group, rows] for x in outs), exact
+            yield place, exact
 
 
 def _runs(length: int) -> list[slice]:
@@ -130,18 +130,11 @@ def verify(s: Sizes, queries: int, tree: bool = False) -> Case:
             _binary_tree(queries).to(draw.device) if tree else None,
         )
 
-    def run(ops: tuple, backend: str) -> Outputs:
-        q, k, v, visible = ops
-        return verify_attention(q, k, v, scale, visible=visible, backend=backend)
-
     def exact(ops: tuple) -> Iterator[Piece]:
         q, k, v, visible = ops
-        for head in range(s.kv_heads):
-            group, one = group_of(q, s.kv_heads, head), slice(head, head + 1)
-            yield (
-                lambda outs, group=group: tuple(x[:, group] for x in outs),
-                reference.verify_attention(q[:, group].double(), k[:, one], v[:, one], scale, visible=visible),
-            )
+        for group, one in heads_of(s):
+            own = q[:, group].double(), k[:, one], v[:, one]
+            yield (slice(None), group), reference.verify_attention(*own, scale, visible=visible)
 
     return Case(
         "verify_attention",
@@ -150,7 +143,7 @@ def verify(s: Sizes, queries: int, tree: bool = False) -> Case:
         4 * s.head_dim * s.heads * (queries * past + masked),
         lambda dtype: rows * s.head_dim * dtype.itemsize,
         make,
-        run,
+        lambda ops, backend: verify_attention(*ops[:3], scale, visible=ops[3], backend=backend),
         exact,
         lambda dtype: (ATTENTION_TOLERANCE[dtype], 1e-4),
     )

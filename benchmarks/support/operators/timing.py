@@ -149,9 +149,9 @@ def check(case: Case, operands: tuple, dtype: torch.dtype, entries: list[Contend
         except Exception as error:  # a kernel may raise anything, which is then the result of this check
             entry.wrong = f"{type(error).__name__}: {error}".splitlines()[0]
     sums = [[[0.0, 0.0] for _ in outputs] for _, outputs in computed]
-    for pick, exact in case.exact(operands):
+    for place, exact in case.exact(operands):
         for (_, outputs), totals in zip(computed, sums, strict=True):
-            for total, ours, its in zip(totals, pick(outputs), exact, strict=True):
+            for total, ours, its in zip(totals, (x[place] for x in outputs), exact, strict=True):
                 if ours.shape != its.shape:
                     total[0] = float("nan")
                     continue
