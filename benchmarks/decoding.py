@@ -84,9 +84,9 @@ def steps(options: argparse.Namespace, device: torch.device) -> Iterator[dict]:
         for num_new in options.new_tokens:
             tokens = list(range(1, num_new + 1))
             ways = [Way(name, make(own, caches[name], tokens)) for name, (make, own) in kinds.items()]
-            compare_again = compare(ways)
+            compare(ways)
             measure(ways, options.rounds, options.warmup, device)
-            compare_again()
+            compare(ways)
             for way in ways:
                 what = {"num_tokens": num_tokens, "num_new_tokens": num_new, "setup_s": way.setup_s}
                 yield {"benchmark": "decoding", **what, **record_of(options, ways[0], way, device)}
