@@ -21,24 +21,92 @@ import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 import torch
 from torch import Tensor
 from tqdm import tqdm
+from transformers import PreTrainedModel
 
-from apbv import PrefillConfig, SpeculativeConfig
+from apbv import ModelInputs, PrefillConfig, SamplingParams, SpeculativeConfig, prefill
 from apbv.config import KEEP_POLICIES
+from apbv.demo import draft_path
 from apbv.speculate.builders import draft_by_model
+from apbv.speculate.draft import DraftTask
+from apbv.speculate.strategies import keep_policy, make_watcher
 
 from support import captions, clips
 from support.arguments import add_clip_options, add_shared
-from support.exams import Exam
-from support.pair import Pair, predict_along
+from support.exams import Candidate, Exam, load_demo
 from support.records import keep, table
 
+FULL = PrefillConfig(method="full")
 BINS = 25  # of 4 % of the video each, as in ParallelVLM's Figure 4
+
+
+def kept_by_draft(candidate: Candidate, inputs: ModelInputs, config: SpeculativeConfig, seed: int) -> Tensor:
+    """Prefill a prompt as a drafting strategy does, and return the visual tokens that the draft keeps, ascending.
+
+    Args:
+        seed: of random choices.
+    """
+    target, draft, hosts = candidate.parts, candidate.draft, candidate.hosts
+    watcher = make_watcher(config, target)
+    state = prefill(target, inputs, hosts=hosts, config=FULL, watcher=watcher, encoded=candidate.encoded)
+    task = DraftTask(
+        target=target,
+        draft=draft,
+        inputs=inputs,
+        state=state,
+        scores=watcher and watcher.result,
+        hosts=hosts,
+        config=config,
+        keep=keep_policy(config),
+        sampling=SamplingParams(seed=seed),
+        vocab_size=min(target.vocab_size, draft.vocab_size),
+        leave_last=True,  # so that the draft gives the answer's first token, too
+    )
+    return draft_by_model(task).kept
+
+
+@torch.no_grad()
+def predict_along(model: PreTrainedModel, inputs: ModelInputs, tokens: list[int], kept: Tensor) -> list[int]:
+    """Predict each of some tokens from those before it.
+
+    Args:
+        model: a Qwen2.5-VL model on the CPU.
+        inputs: the prompt, with all pixels of its video on this host.
+        tokens: the tokens that follow the prompt.
+        kept: ascending indices of the visual tokens that the model sees, int64.
+
+    Returns:
+        The model's most likely token at the place of each.
+    """
+    ids = torch.cat([inputs.input_ids, torch.tensor([tokens[:-1]], dtype=torch.long)], dim=1)
+    embeds = model.get_input_embeddings()(ids)
+    rows = []
+    for chunk in inputs.visual.pixels.chunks([range(inputs.visual.num_temporal_patches)]):
+        pixels, grid = chunk.values["pixel_values_videos"], chunk.values["video_grid_thw"]
+        rows += model.model.get_video_features(pixels, grid, return_dict=True).pooler_output
+    visual = torch.cat(rows)
+    is_visual = (ids == model.config.video_token_id)[0]
+    embeds[:, is_visual] = visual
+    first = int(inputs.position_ids.flatten()[-1]) + 1
+    following = torch.arange(first, first + len(tokens) - 1).expand(3, 1, -1)
+    positions = torch.cat([inputs.position_ids, following], dim=-1)
+    is_seen = ~is_visual
+    is_seen[is_visual.nonzero()[kept, 0]] = True
+    hidden = model.model.language_model(
+        inputs_embeds=embeds[:, is_seen], position_ids=positions[..., is_seen], use_cache=False
+    ).last_hidden_state
+    return model.lm_head(hidden[0, -len(tokens) :]).argmax(-1).tolist()
 
 
 def measure(options: argparse.Namespace) -> Iterator[dict]:
     """Yield a record for every clip, choice and share of tokens."""
-    pair, exam, is_demo = Pair(options.model, options.dtype), Exam.of(options), options.model == "demo"
-    exam = exam if is_demo else captions.exam_like(exam, pair.target.tokenizer)
+    engine, exam, is_demo = (
+        load_demo(options.model, dtype=options.dtype),
+        Exam.of(options),
+        options.model == "demo",
+    )
+    draft = load_demo(draft_path()).model if is_demo else engine.model
+    candidate = Candidate(engine.model, engine.processor, engine.hosts, draft)
+    exam = exam if is_demo else captions.exam_like(exam, candidate.tokenizer)
     ways = [
         SpeculativeConfig(strategy="specvlm", keep=name, keep_ratio=ratio)
         for name in options.keep
@@ -47,18 +115,17 @@ def measure(options: argparse.Namespace) -> Iterator[dict]:
     for seed in tqdm(range(options.clips), unit="clip", disable=None):
         file, described = exam.file(seed), []
         if is_demo:
-            inputs = pair.target.read(file, clips.DESCRIBE_QUESTION)
-            described, _ = pair.target.answer(inputs, PrefillConfig(method="full"), 2 * clips.MOST_DESCRIBED)
+            inputs = candidate.read(file, clips.DESCRIBE_QUESTION)
+            described, _ = candidate.answer(inputs, FULL, 2 * clips.MOST_DESCRIBED)
         for config in ways:
             said, found = [], []
             if described:
-                inputs = pair.target.read(file, clips.DESCRIBE_QUESTION)
-                _, made_of = pair.prefill(inputs, config, seed)
-                said = predict_along(pair.draft, inputs, described, draft_by_model(made_of).kept)
+                inputs = candidate.read(file, clips.DESCRIBE_QUESTION)
+                said = predict_along(draft, inputs, described, kept_by_draft(candidate, inputs, config, seed))
             for task, question, _ in exam.questions(seed):
-                inputs = pair.target.read(file, question, exam.start(seed, task))
-                _, made_of = pair.prefill(inputs, config, seed)
-                found.append(seen(draft_by_model(made_of).kept, torch.from_numpy(exam.needle_tokens(seed, task))))
+                inputs = candidate.read(file, question, exam.start(seed, task))
+                kept = kept_by_draft(candidate, inputs, config, seed)
+                found.append(seen(kept, torch.from_numpy(exam.needle_tokens(seed, task))))
             yield {
                 "benchmark": "draft_views",
                 "keep": config.keep,
