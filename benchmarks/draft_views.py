@@ -21,14 +21,16 @@ import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 import torch
 from torch import Tensor
 from tqdm import tqdm
-from transformers import PreTrainedModel
 
 from apbv import ModelInputs, PrefillConfig, SamplingParams, SpeculativeConfig, prefill
 from apbv.config import KEEP_POLICIES
 from apbv.demo import draft_path
+from apbv.model.attention import apbv_attention
+from apbv.model.parts import ModelParts
 from apbv.speculate.builders import draft_by_model
-from apbv.speculate.draft import DraftTask
+from apbv.speculate.draft import Draft, DraftTask
 from apbv.speculate.strategies import keep_policy, make_watcher
+from apbv.speculate.tree import Tree
 
 from support import captions, clips
 from support.arguments import add_clip_options, add_shared
@@ -39,8 +41,8 @@ FULL = PrefillConfig(method="full")
 BINS = 25  # of 4 % of the video each, as in ParallelVLM's Figure 4
 
 
-def kept_by_draft(candidate: Candidate, inputs: ModelInputs, config: SpeculativeConfig, seed: int) -> Tensor:
-    """Prefill a prompt as a drafting strategy does, and return the visual tokens that the draft keeps, ascending.
+def draft_of(candidate: Candidate, inputs: ModelInputs, config: SpeculativeConfig, seed: int) -> Draft:
+    """Prefill a prompt as a drafting strategy does, and return its draft.
 
     Args:
         seed: of random choices.
@@ -61,40 +63,16 @@ def kept_by_draft(candidate: Candidate, inputs: ModelInputs, config: Speculative
         vocab_size=min(target.vocab_size, draft.vocab_size),
         leave_last=True,  # so that the draft gives the answer's first token, too
     )
-    return draft_by_model(task).kept
+    return draft_by_model(task)
 
 
 @torch.no_grad()
-def predict_along(model: PreTrainedModel, inputs: ModelInputs, tokens: list[int], kept: Tensor) -> list[int]:
-    """Predict each of some tokens from those before it.
-
-    Args:
-        model: a Qwen2.5-VL model on the CPU.
-        inputs: the prompt, with all pixels of its video on this host.
-        tokens: the tokens that follow the prompt.
-        kept: ascending indices of the visual tokens that the model sees, int64.
-
-    Returns:
-        The model's most likely token at the place of each.
-    """
-    ids = torch.cat([inputs.input_ids, torch.tensor([tokens[:-1]], dtype=torch.long)], dim=1)
-    embeds = model.get_input_embeddings()(ids)
-    rows = []
-    for chunk in inputs.visual.pixels.chunks([range(inputs.visual.num_temporal_patches)]):
-        pixels, grid = chunk.values["pixel_values_videos"], chunk.values["video_grid_thw"]
-        rows += model.model.get_video_features(pixels, grid, return_dict=True).pooler_output
-    visual = torch.cat(rows)
-    is_visual = (ids == model.config.video_token_id)[0]
-    embeds[:, is_visual] = visual
-    first = int(inputs.position_ids.flatten()[-1]) + 1
-    following = torch.arange(first, first + len(tokens) - 1).expand(3, 1, -1)
-    positions = torch.cat([inputs.position_ids, following], dim=-1)
-    is_seen = ~is_visual
-    is_seen[is_visual.nonzero()[kept, 0]] = True
-    hidden = model.model.language_model(
-        inputs_embeds=embeds[:, is_seen], position_ids=positions[..., is_seen], use_cache=False
-    ).last_hidden_state
-    return model.lm_head(hidden[0, -len(tokens) :]).argmax(-1).tolist()
+def predict_along(draft: Draft, model: ModelParts, inputs: ModelInputs, tokens: list[int]) -> list[int]:
+    """Let a draft predict each of the tokens that follow a prompt from those before it."""
+    sequence = [int(inputs.input_ids[0, -1]), *tokens]
+    with apbv_attention(model.language_model):
+        proposals = [draft.drafter.propose(sequence[:end], Tree.chain(1)) for end in range(1, len(sequence))]
+    return [proposal.tokens[0] for proposal in proposals]
 
 
 def measure(options: argparse.Namespace) -> Iterator[dict]:
@@ -104,8 +82,8 @@ def measure(options: argparse.Namespace) -> Iterator[dict]:
         Exam.of(options),
         options.model == "demo",
     )
-    draft = load_demo(draft_path()).model if is_demo else engine.model
-    candidate = Candidate(engine.model, engine.processor, engine.hosts, draft)
+    drafting = load_demo(draft_path()) if is_demo else engine
+    candidate = Candidate(engine.model, engine.processor, engine.hosts, drafting.model)
     exam = exam if is_demo else captions.exam_like(exam, candidate.tokenizer)
     ways = [
         SpeculativeConfig(strategy="specvlm", keep=name, keep_ratio=ratio)
@@ -121,10 +99,11 @@ def measure(options: argparse.Namespace) -> Iterator[dict]:
             said, found = [], []
             if described:
                 inputs = candidate.read(file, clips.DESCRIBE_QUESTION)
-                said = predict_along(draft, inputs, described, kept_by_draft(candidate, inputs, config, seed))
+                draft = draft_of(candidate, inputs, config, seed)
+                said = predict_along(draft, candidate.draft, inputs, described)
             for task, question, _ in exam.questions(seed):
                 inputs = candidate.read(file, question, exam.start(seed, task))
-                kept = kept_by_draft(candidate, inputs, config, seed)
+                kept = draft_of(candidate, inputs, config, seed).kept
                 found.append(seen(kept, torch.from_numpy(exam.needle_tokens(seed, task))))
             yield {
                 "benchmark": "draft_views",
