@@ -34,7 +34,7 @@ from apbv.planning import parse_resolution
 
 from support.arguments import COUNT, DEFAULT_DTYPES, add_shared
 from support.records import report
-from support.videos.clips import READERS, ClipSpec, make_clip
+from support.videos.clips import PACKAGES, READERS, ClipSpec, make_clip
 from support.videos.comparing import measure_jobs
 from support.videos.worker import ROADS, STAGES, Job
 
@@ -62,7 +62,7 @@ def plan_jobs(job: Job, options: argparse.Namespace, ways: list[str]) -> Iterato
 
 def records(options: argparse.Namespace) -> Iterator[dict]:
     """Make the clip, and yield the figures of all ways that can be used here."""
-    packages = {way: READERS[way].package for way in options.ways if way in READERS}
+    packages = {way: PACKAGES.get(way, way) for way in options.ways if way in READERS}
     versions = {each.name: each.version for each in distributions() if each.name in packages.values()}
     ways = [way for way in options.ways if packages.get(way, "") in ("", *versions)]
     if missing := set(packages.values()) - versions.keys():

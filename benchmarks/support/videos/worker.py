@@ -165,7 +165,7 @@ def measure(rank: int, job: Job, rendezvous: str, kept: Path | None) -> Measured
         if job.way in READERS:
 
             def run(clip: Path, keeps: bool) -> Outcome:
-                return Outcome(READERS[job.way].read(str(clip), job.threads, job.choose)[0])
+                return Outcome(READERS[job.way](str(clip), job.threads, job.choose)[0])
 
         else:
             run = ROADS[job.way](job, hosts).run
@@ -251,7 +251,7 @@ class Transformers(Model):
 
     def _batch(self, clip: str, timer: StageTimer) -> Any:
         with timer.stage("decode_video"):
-            frames, metadata = READERS[self._job.reader].read(clip, self._job.threads, self._job.choose)
+            frames, metadata = READERS[self._job.reader](clip, self._job.threads, self._job.choose)
         with timer.stage("preprocess"):
             content = [{"type": "video"}, {"type": "text", "text": QUESTION}]
             messages = [{"role": "user", "content": content}]
