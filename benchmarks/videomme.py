@@ -34,11 +34,6 @@ Respond with only the letter (A, B, C, or D) of the correct option.
 {options}
 The best answer is:"""
 LISTED = "This video's subtitles are listed below:\n{}\n"
-FILES = {
-    "questions": "the questions: .parquet, .json or .jsonl",
-    "videos": "the videos (default: data next to the questions)",
-    "subtitles": "the subtitles (default: go without)",
-}
 ENDINGS = (".mp4", ".MP4", ".mkv", ".webm")
 
 
