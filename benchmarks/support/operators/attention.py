@@ -15,12 +15,22 @@ from .case import ATTENTION_TOLERANCE, Case, Draw, Piece, Sizes, heads_of, local
 _CHECKED_QUERIES, _RUN = 2048, 128
 
 
-def _segmented(s: Sizes, label: str, queries: int, keys: list[int], make, rows_alone: int = 0) -> Case:
-    """Build a case whose last segment is causal, and at least as long as there are queries."""
+def _segmented(s: Sizes, label: str, queries: int, keys: list[int], segments=None, rows_alone: int = 0) -> Case:
+    """Build a case whose last segment is causal, and at least as long as there are queries.
+
+    Args:
+        keys: the segments' lengths.
+        segments: function that draws their keys and values; None: they are as projections leave them.
+    """
     last, before = keys[-1], sum(keys[:-1])
     seen = (queries - rows_alone) * before + queries * (last - queries) + queries * (queries + 1) // 2
     rows = 2 * queries * s.heads + 2 * sum(keys) * s.kv_heads
     scale = s.head_dim**-0.5
+
+    def make(draw: Draw) -> tuple:
+        drawn = segments(draw) if segments else [local_kv(draw, s, length) for length in keys]
+        return draw.states(s.heads, queries, s.head_dim), drawn
+
     return Case(
         "segmented_attention",
         label,
@@ -41,51 +51,40 @@ def _segmented(s: Sizes, label: str, queries: int, keys: list[int], make, rows_a
 
 def block(s: Sizes) -> Case:
     """Build the case of the last block, which sees the anchor, what all others pass on, and causally itself."""
-    senders = 2 * s.hosts - 1
 
-    def make(draw: Draw) -> tuple:
+    def segments(draw: Draw) -> list:
         local = local_kv(draw, s, s.anchor + s.block)
         anchor, block = ([x[:, :, rows] for x in local] for rows in (slice(s.anchor), slice(s.anchor, None)))
-        return draw.states(s.heads, s.block, s.head_dim), [anchor, *_passed(draw, s, senders), block]
+        return [anchor, *_passed(draw, s), block]
 
-    keys = [s.anchor, *[s.passing] * senders, s.block]
-    return _segmented(s, "anchor, passing blocks, block", s.block, keys, make)
+    keys = [s.anchor, *[s.passing] * (2 * s.hosts - 1), s.block]
+    return _segmented(s, "anchor, passing blocks, block", s.block, keys, segments)
 
 
 def block_with_anchor(s: Sizes) -> Case:
     """Build the case of :func:`block` with the anchor's own queries, which see only the anchor."""
-    senders = 2 * s.hosts - 1
+    rows = s.anchor + s.block
 
-    def make(draw: Draw) -> tuple:
-        rows = s.anchor + s.block
-        return draw.states(s.heads, rows, s.head_dim), [*_passed(draw, s, senders), local_kv(draw, s, rows)]
+    def segments(draw: Draw) -> list:
+        return [*_passed(draw, s), local_kv(draw, s, rows)]
 
-    keys = [*[s.passing] * senders, s.anchor + s.block]
-    return _segmented(s, "passing blocks, anchor and block", s.anchor + s.block, keys, make, s.anchor)
+    keys = [*[s.passing] * (2 * s.hosts - 1), rows]
+    return _segmented(s, "passing blocks, anchor and block", rows, keys, segments, s.anchor)
 
 
 def causal(s: Sizes) -> Case:
     """Build the case of a whole prompt."""
-
-    def make(draw: Draw) -> tuple:
-        return draw.states(s.heads, s.tokens, s.head_dim), [local_kv(draw, s, s.tokens)]
-
-    return _segmented(s, "causal", s.tokens, [s.tokens], make)
+    return _segmented(s, "causal", s.tokens, [s.tokens])
 
 
 def query(s: Sizes) -> Case:
     """Build the case of the question over a host's slice of the anchor, its two blocks, and the question."""
-    keys = [s.anchor // s.hosts, 2 * s.block + s.query_len]
-
-    def make(draw: Draw) -> tuple:
-        return draw.states(s.heads, s.query_len, s.head_dim), [local_kv(draw, s, rows) for rows in keys]
-
-    return _segmented(s, "query block", s.query_len, keys, make)
+    return _segmented(s, "query block", s.query_len, [s.anchor // s.hosts, 2 * s.block + s.query_len])
 
 
-def _passed(draw: Draw, s: Sizes, senders: int) -> list[tuple[Tensor, Tensor]]:
+def _passed(draw: Draw, s: Sizes) -> list[tuple[Tensor, Tensor]]:
     """Draw passing blocks as they arrive: one buffer with K and V per sender."""
-    return [tuple(draw.randn(2, 1, s.kv_heads, s.passing, s.head_dim)) for _ in range(senders)]
+    return [tuple(draw.randn(2, 1, s.kv_heads, s.passing, s.head_dim)) for _ in range(2 * s.hosts - 1)]
 
 
 def _attention_pieces(s: Sizes, q: Tensor, segments: list, rows_alone: int) -> Iterator[Piece]:
