@@ -139,11 +139,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--preset", choices=PRESETS, default="methods")
     parser.add_argument("--model", default="demo", help="demo, or a directory; for captions make_reader.py's")
-    parser.add_argument("--hosts", type=COUNT, nargs="+", default=[8], help="simulated hosts (default 8)")
     parser.add_argument("--labels", nargs="+", help="only these rows (default: all of the preset)")
     parser.add_argument("--tasks", nargs="+", choices=clips.TASKS, help="of the demo's clips (default: all exact)")
     parser.add_argument("--shots", type=COUNT, nargs="+", default=[256], help="shots per clip (default 256)")
-    add_shared(parser, "dtype", "grid", "split", "folder", "json", "plot", "table", clips=20)
+    add_shared(parser, "dtype", "grid", "split", "folder", "json", "plot", "table", hosts=[8], clips=20)
     return parser.parse_args(arguments)
 
 

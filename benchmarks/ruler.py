@@ -175,11 +175,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=TASKS, metavar="TASK")
     parser.add_argument("--tokens", type=COUNT, nargs="+", default=[2048], help="context lengths (default 2048)")
     parser.add_argument("--samples", type=COUNT, default=20)
-    parser.add_argument("--hosts", type=COUNT, nargs="+", default=[4], help="simulated hosts (default 4)")
     parser.add_argument(
         "--rows", nargs="+", default=list(rows_of(1)), choices=rows_of(1), metavar="ROW", help="default: all"
     )
-    add_shared(parser, "dtype", "json", "table")
+    add_shared(parser, "dtype", "json", "table", hosts=[4])
     return parser.parse_args(arguments)
 
 
