@@ -38,7 +38,7 @@ from support.exams import EXACT_TASKS, Candidate, Exam, load_demo, run_on, sit
 from support.reading_ways import PRESETS, ways_of
 from support.records import measure_what_is_left, plot, table
 from support.simulated import share_weights
-from support.summaries import mean_cell, percent_cell, sum_counts
+from support.summaries import grouped, mean_cell, percent_cell, sum_counts
 
 
 def _key(record: dict) -> str:
@@ -88,11 +88,8 @@ def measure(options: argparse.Namespace, hosts: HostGroup, known: list[dict]) ->
 
 def summarise(records: list[dict]) -> list[dict]:
     """Sum the records of every way over its clips, in the order in which they first come; times are medians."""
-    ways: dict[tuple, list[dict]] = {}
-    for record in records:
-        ways.setdefault(tuple(record[name] for name in ("grid", "shots", "hosts", "label")), []).append(record)
     rows = []
-    for (grid, shots, hosts, label), of_way in ways.items():
+    for (grid, shots, hosts, label), of_way in grouped(records, "grid", "shots", "hosts", "label").items():
         times = "ttft_ms", "prefill_ms"
         medians = {name: statistics.median(ms for r in of_way for ms in r[name]) for name in times}
         kept = statistics.mean(n / r["num_visual_tokens"] for r in of_way for n in r["num_visual_kept"])

@@ -36,6 +36,7 @@ from support import captions, clips
 from support.arguments import add_clip_options, add_shared
 from support.exams import Candidate, Exam, load_demo
 from support.records import keep, table
+from support.summaries import grouped
 
 FULL = PrefillConfig(method="full")
 BINS = 25  # of 4 % of the video each, as in ParallelVLM's Figure 4
@@ -136,10 +137,7 @@ def seen(kept: Tensor, needles: Tensor) -> dict:
 
 def summarise(records: list[dict]) -> Iterator[dict]:
     """Sum the records of every choice and share."""
-    ways: dict[tuple, list[dict]] = {}
-    for record in records:
-        ways.setdefault((record["keep"], record["keep_ratio"]), []).append(record)
-    for (name, ratio), of_way in ways.items():
+    for (name, ratio), of_way in grouped(records, "keep", "keep_ratio").items():
         row = {"label": name if name == "full" else f"{name}, {ratio:g}", "clips": len(of_way)}
         row |= {name: statistics.fmean(record[name] for record in of_way) for name in ("at_ends", "of_needles")}
         predicted, described = (sum(record[name] for record in of_way) for name in ("predicted", "described"))

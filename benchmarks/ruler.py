@@ -38,7 +38,7 @@ from support.arguments import COUNT, DEFAULT_DTYPES, add_shared
 from support.exams import Reference, answer_greedily, run_on
 from support.records import markdown_table, measure_what_is_left
 from support.ruler import TASKS, Task, make_task
-from support.summaries import mean_cell, percent_cell
+from support.summaries import grouped, mean_cell, percent_cell
 
 
 def rows_of(num_tokens: int) -> dict[str, PrefillConfig]:
@@ -151,12 +151,8 @@ def measure(options: argparse.Namespace, hosts: HostGroup, known: list[dict]) ->
 def show(_: argparse.Namespace, records: list[dict]) -> None:
     """Print a row for every way over its samples, with the mean difference of each from ``full``'s same sample."""
     exact = {(r["task"], r["num_tokens"], r["index"]): r["right"] for r in records if r["label"] == "full"}
-    rows: dict[tuple, list[dict]] = {}
-    for record in records:
-        rows.setdefault(tuple(record[name] for name in ("task", "num_tokens", "hosts", "label")), []).append(
-            record
-        )
     lines = []
+    rows = grouped(records, "task", "num_tokens", "hosts", "label")
     for (task, num_tokens, hosts, label), of_row in rows.items():
         right = [record["right"] for record in of_row]
         points = [100 * (r["right"] - exact.get((task, num_tokens, r["index"]), math.nan)) for r in of_row]
