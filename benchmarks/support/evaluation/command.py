@@ -5,6 +5,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -142,15 +143,16 @@ class Benchmark:
             samples = self._samples(options)
         settings = self._settings(options, samples, num_hosts, simulated=num_hosts != hosts.size)
         part = samples if options.shard is None else shard(samples, *options.shard)
-        file = None
-        try:
+        answered = {}
+        with ExitStack() as stack:
             with hosts.local_stage("opening the results"):
                 if hosts.is_leader:
                     number = "" if options.shard is None else "-{}-of-{}".format(*options.shard)
                     name = Path("results") / f"{self.name}-{digest_of(settings)}{number}.jsonl"
-                    file = ResultsFile(options.results or name, settings)
-                    sys.stderr.write(f"results: {file.path}, with {len(file.answered)} answers so far\n")
-            answered = {} if file is None else file.answered  # about files as large as those that are there now
+                    file = stack.enter_context(closing(ResultsFile(options.results or name, settings)))
+                    answered = file.answered
+                    sys.stderr.write(f"results: {file.path}, with {len(answered)} answers so far\n")
+            # Answers count that are about files as large as those that are there now.
             sizes = {key: record.get("file_sizes") for key, record in answered.items()}
             known = [sample.key for sample in part if sizes.get(sample.key, ()) == file_sizes(sample)]
             known = set(json.loads(hosts.broadcast_bytes(json.dumps(known).encode())))
@@ -163,9 +165,6 @@ class Benchmark:
 
             if todo:
                 self._ask(options, hosts, num_hosts, todo, keep, len(part) - len(todo))
-        finally:
-            if file is not None:
-                file.close()
         failed = []
         with hosts.local_stage("writing the score"):
             if hosts.is_leader:

@@ -43,7 +43,15 @@ def answer_all(
     counts: Counter[str] = Counter()
     with bar:
         for sample in samples:
-            record = _record_of(sample)
+            record = {
+                "key": sample.key,
+                "unit": sample.unit or sample.key,
+                "unit_size": sample.unit_size,
+                "groups": dict(sample.groups),
+                "is_choice": bool(sample.options),
+                "expected": sample.expected,
+                "file_sizes": file_sizes(sample),
+            }
             try:
                 record |= ask(sample)
                 counts["right"] += bool(record["right"])
@@ -56,18 +64,6 @@ def answer_all(
             bar.set_postfix(counts)
             if hosts.is_leader:
                 keep(record)
-
-
-def _record_of(sample: Sample) -> dict:
-    return {
-        "key": sample.key,
-        "unit": sample.unit or sample.key,
-        "unit_size": sample.unit_size,
-        "groups": dict(sample.groups),
-        "is_choice": bool(sample.options),
-        "expected": sample.expected,
-        "file_sizes": file_sizes(sample),
-    }
 
 
 def judged(
