@@ -137,11 +137,6 @@ class Video:
     frames: int
     frame_tokens: int | None = None
 
-    @property
-    def encoded_tokens(self) -> int:
-        """The tokens that the tower makes of a frame."""
-        return len(self.tokens) // self.frames if self.frame_tokens is None else self.frame_tokens
-
     def pieces(self, num_hosts: int) -> list[tuple[int, range]]:
         """Return for every host how many frames it encodes, and the tokens that these become."""
         frames = range(self.frames)
@@ -273,7 +268,8 @@ def _host_cost(shape, method, layout, host, separate, video, is_last) -> HostCos
         flops["lm_head"] = 2 * shape.hidden * shape.vocab
     if video is not None:
         frames, _ = video.pieces(layout.num_hosts)[host]
-        flops["vision"] = round(frames * shape.vision.frame_flops(video.encoded_tokens))
+        encoded = len(video.tokens) // video.frames if video.frame_tokens is None else video.frame_tokens
+        flops["vision"] = round(frames * shape.vision.frame_flops(encoded))
     received = _received(shape, method, layout, host, video, is_last) if layout.num_hosts > 1 else Counter()
     return HostCost(flops, received, shape.kv_bytes * sum(map(len, layout.cache_spans(host))))
 

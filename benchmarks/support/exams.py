@@ -263,14 +263,6 @@ class Reference:
         }
 
 
-def visual_kept(state: PrefillResult) -> float:
-    """Return how many visual tokens a layer's KV has, on average over the layers."""
-    reduction = state.reduction
-    if reduction is None:
-        return state.inputs.num_visual_tokens
-    return statistics.fmean(reduction.by_layer or [reduction.num_after])
-
-
 @dataclass(frozen=True)
 class Way:
     """One way to answer.
@@ -334,10 +326,12 @@ def sit(
             else:
                 count[0] += exam.score(task, tokenizer.decode(said, skip_special_tokens=True), answer)
                 count[1] += 1
-            left = needles if state.reduction is None else needles[state.reduction.kept]
+            left, by_layer = needles, [inputs.num_visual_tokens]  # that the layers' KV has
+            if (reduction := state.reduction) is not None:
+                left, by_layer = needles[reduction.kept], reduction.by_layer or [reduction.num_after]
             times = state.timer.summary(len(said))
             shown = {
-                "num_visual_kept": visual_kept(state),
+                "num_visual_kept": statistics.mean(by_layer),
                 "ttft_ms": times["ttft_ms"] + reading,
                 "prefill_ms": times["ttft_ms"],
                 "decode_ms": times["stages_ms"]["decode"],

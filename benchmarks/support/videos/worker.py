@@ -207,26 +207,21 @@ def _measure(hosts: HostGroup, run: Callable[[], Outcome]) -> tuple[Measured, Ou
 
 
 class Model:
-    """Has the narrow model with random weights that both ways to run one share, and its processor."""
+    """Has the narrow model of Qwen2.5-VL's layout with random weights that both ways share, and its processor."""
 
     def __init__(self, job: Job, hosts: HostGroup):
         self._job, self._hosts = job, hosts
-        self._model, self._processor = build(job, hosts.device)
+        self._processor = AutoProcessor.from_pretrained(demo.model_path())
+        self._processor.video_processor.size = SizeDict(shortest_edge=56 * 56, longest_edge=job.max_pixels)
+        config = qwen_vl_config(2, 128, 384, 4, 2, vocab=2048, vision=(job.vision_depth, job.vision_hidden, 4))
+        tokens = read_config(demo.model_path())
+        for name in _TOKENS:
+            setattr(config, name, getattr(tokens, name))
+        self._model = build_model(config, getattr(torch, job.dtype), hosts.device)
 
     def run(self, clip: Path) -> Outcome:
         """Run the job's stage on a clip."""
         return getattr(self, f"_{self._job.stage}")(str(clip), StageTimer(self._hosts))
-
-
-def build(job: Job, device: torch.device):
-    """Return a model of Qwen2.5-VL's layout with random weights, and a processor for it."""
-    processor = AutoProcessor.from_pretrained(demo.model_path())
-    processor.video_processor.size = SizeDict(shortest_edge=56 * 56, longest_edge=job.max_pixels)
-    config = qwen_vl_config(2, 128, 384, 4, 2, vocab=2048, vision=(job.vision_depth, job.vision_hidden, 4))
-    tokens = read_config(demo.model_path())
-    for name in _TOKENS:
-        setattr(config, name, getattr(tokens, name))
-    return build_model(config, getattr(torch, job.dtype), device), processor
 
 
 class Transformers(Model):
