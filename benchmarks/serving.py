@@ -19,6 +19,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 
@@ -74,13 +75,8 @@ def record(options: argparse.Namespace, hosts: HostGroup, way: Way, answers: lis
         "benchmark": "serving",
         "model": options.model,
         "scale": options.scale,
-        "way": way.name,
         "hosts": hosts.size,
-        "concurrency": way.concurrency,
-        "rate": way.rate,
-        "max_running": way.max_running,
-        "homes": way.homes,
-        "speculate": way.speculate,
+        **asdict(way),
         "num_requests": len(answers),
         "num_frames": options.frames,
         "request_throughput": len(answers) / seconds,
