@@ -35,7 +35,7 @@ from ..exams import run_on
 from .answers import choose_option
 from .prompting import LETTERED, OPEN, fill, request_of
 from .results import ResultsFile, Run, digest_of, read_runs
-from .running import answer_all, figures_of, judged
+from .running import Keep, answer_all, figures_of, judged
 from .samples import Parse, Sample, file_sizes, in_order_of_files, missing_files, require_distinct, shard
 from .samples import digest_of as digest_of_samples
 from .scoring import Score, markdown, score, summary
@@ -44,6 +44,7 @@ from support.simulated import share_weights
 # Options of an engine on which no answer depends.
 _WITHOUT_EFFECT = {"threads", "video_chunk_mib", "video_backend", "cuda_graphs", "backend"}
 _MOST_NAMED = 5
+Request = Callable[[Sample, str, argparse.Namespace, Engine], Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -74,9 +75,7 @@ class Benchmark:
     template: str = LETTERED
     parse: Parse = choose_option
     max_new_tokens: int | None = None
-    request: Callable[[Sample, str, argparse.Namespace, Engine], Mapping[str, Any]] = (
-        lambda sample, template, options, engine: request_of(sample, fill(template, sample))
-    )
+    request: Request = lambda sample, template, options, engine: request_of(sample, fill(template, sample))
     guess: Callable[[Sample], int] | None = None
     overall: Callable[[Score], float | None] = lambda score: None
     subtitles: tuple[str, ...] = ()
@@ -164,7 +163,7 @@ class Benchmark:
                 file.add(record)
 
             if todo:
-                self._ask(options, hosts, num_hosts, todo, keep, len(part) - len(todo))
+                self._ask(options, hosts, todo, len(part) - len(todo), keep)
         failed = []
         with hosts.local_stage("writing the score"):
             if hosts.is_leader:
@@ -218,13 +217,7 @@ class Benchmark:
         }
 
     def _ask(
-        self,
-        options: argparse.Namespace,
-        hosts: HostGroup,
-        num_hosts: int,
-        todo: Sequence[Sample],
-        keep: Callable[[dict], None],
-        num_done: int,
+        self, options: argparse.Namespace, hosts: HostGroup, todo: list[Sample], num_done: int, keep: Keep
     ) -> None:
         """Load the engine, on simulated hosts one for each, and answer."""
         reuse = None if options.reuse == "off" else ReuseConfig(mode=options.reuse)
@@ -252,10 +245,10 @@ class Benchmark:
             decode = DecodeConfig(cuda_graphs=options.cuda_graphs)
             job(Engine(model, engine.processor, host, config, engine.name, *drafting, reuse, decode), host)
 
-        if num_hosts == hosts.size:
+        if options.hosts in (None, hosts.size):
             job(engine, hosts)
         else:
-            run_on(num_hosts, hosts, engine.model, simulated)
+            run_on(options.hosts, hosts, engine.model, simulated)
 
 
 def _template(text: str) -> str:

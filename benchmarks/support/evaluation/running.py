@@ -12,6 +12,7 @@ from apbv.hosts import HostError
 from .answers import option_in, same_answer
 from .samples import LETTERS, Parse, Sample, file_sizes
 
+Keep = Callable[[dict], None]
 # What is kept of an answer's figures.
 _FIGURES = ("method", "hosts", "num_input_tokens", "num_video_tokens", "ttft_ms", "total_ms", "reused")
 
@@ -21,7 +22,7 @@ def answer_all(
     hosts: HostGroup,
     ask: Callable[[Sample], dict],
     samples: Sequence[Sample],
-    keep: Callable[[dict], None],
+    keep: Keep,
     num_done: int,
 ) -> None:
     """Answer samples, and give a record of each to the leader as soon as it is there; collective.
