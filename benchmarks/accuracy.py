@@ -52,7 +52,7 @@ def measure(options: argparse.Namespace, hosts: HostGroup, known: list[dict]) ->
     """Yield a record for every clip, way and number of hosts that is not known yet; collective."""
     engine, is_demo = load_demo(options.model, hosts, options.dtype), options.preset != "captions"
     draft = load_demo(draft_path()).model if is_demo else None
-    done = set(json.loads(hosts.broadcast_bytes(json.dumps([_key(record) for record in known]).encode())))
+    done = set(hosts.gather_json([_key(record) for record in known])[0])
     for shots in options.shots:
         exam = Exam(options.grid, shots, options.folder, tuple(options.tasks or EXACT_TASKS), options.split)
         exam = exam if is_demo else captions.exam_like(exam, engine.tokenizer)

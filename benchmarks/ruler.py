@@ -14,7 +14,6 @@ are skipped.
 """
 
 import argparse
-import json
 import math
 import statistics
 import sys
@@ -125,8 +124,7 @@ def measure(options: argparse.Namespace, hosts: HostGroup, known: list[dict]) ->
     dtype = options.dtype or DEFAULT_DTYPES[hosts.device.type]
     engine = Engine.from_pretrained(options.model, hosts=hosts, dtype=dtype)
     tokenizer, about = engine.tokenizer, ("model", "dtype", "task", "num_tokens", "index", "hosts", "label")
-    done = [[record[name] for name in about] for record in known]
-    done = json.loads(hosts.broadcast_bytes(json.dumps(done).encode()))
+    done = hosts.gather_json([[record[name] for name in about] for record in known])[0]
     asked = [*product(options.tokens, range(options.samples), options.tasks)]
     for num_tokens, index, task in tqdm(asked, unit="sample", disable=hosts.rank != 0 or None):
         same = {"model": options.model, "dtype": dtype, "task": task, "num_tokens": num_tokens, "index": index}

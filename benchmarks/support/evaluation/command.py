@@ -1,7 +1,6 @@
 """The command line of the benchmarks that ask a user's own questions."""
 
 import argparse
-import json
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -154,7 +153,7 @@ class Benchmark:
             # Answers count that are about files as large as those that are there now.
             sizes = {key: record.get("file_sizes") for key, record in answered.items()}
             known = [sample.key for sample in part if sizes.get(sample.key, ()) == file_sizes(sample)]
-            known = set(json.loads(hosts.broadcast_bytes(json.dumps(known).encode())))
+            known = set(hosts.gather_json(known)[0])
             todo = [sample for sample in part if sample.key not in known]
             run = Run(settings, {key: record for key, record in answered.items() if key in known})
 
