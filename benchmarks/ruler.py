@@ -17,7 +17,7 @@ import argparse
 import math
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from itertools import product
 
@@ -77,11 +77,6 @@ def read_task(parts: ModelParts, tokenizer: PreTrainedTokenizerBase, task: Task,
     return ModelInputs.from_processor(parts, batch, hosts, query_start=query_start)
 
 
-def matched(text: str, answers: Sequence[str]) -> float:
-    """Return the share of expected strings that an answer contains, in any case: RULER's string_match_all."""
-    return sum(answer.lower() in text.lower() for answer in answers) / len(answers)
-
-
 class Sample:
     """A task, which every row answers."""
 
@@ -101,6 +96,8 @@ class Sample:
             if hosts.rank > 0:
                 continue
             text, layout = self._tokenizer.decode(said, skip_special_tokens=True), state.layout
+            # RULER's string_match_all: the share of expected strings that the answer contains, in any case.
+            right = statistics.fmean(each.lower() in text.lower() for each in self._task.answers)
             found.append(
                 {
                     "label": label,
@@ -108,7 +105,7 @@ class Sample:
                     "anchor_len": layout.anchor_len if layout.is_split else None,
                     "passing_len": layout.max_passed if layout.is_split else None,  # at most a block's length
                     "said": text,
-                    "right": matched(text, self._task.answers),
+                    "right": right,
                     **compared,
                 }
             )
