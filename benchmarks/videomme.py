@@ -87,11 +87,8 @@ def request(sample: Sample, template: str, options: argparse.Namespace, engine: 
     """Return the prompt, with the subtitles that are shown with the frames that the engine will sample."""
     listed = ""
     if sample.subtitles is not None:
-        info = engine.videos.probe(sample.videos[0])
-        most = options.frames or engine.num_frames
-        frames = (
-            sample_uniform(info, most) if options.fps is None else sample_fps(info, options.fps, max_frames=most)
-        )
+        info, most = engine.videos.probe(sample.videos[0]), options.frames or engine.num_frames
+        frames = sample_fps(info, options.fps, max_frames=most) if options.fps else sample_uniform(info, most)
         lines = shown_at(read_srt(sample.subtitles), info.timestamps[frames].tolist())
         listed = LISTED.format("\n".join(lines)) if lines else ""
     return request_of(sample, fill(template, sample, listed))
