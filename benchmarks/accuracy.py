@@ -38,7 +38,7 @@ from support.exams import EXACT_TASKS, Candidate, Exam, load_demo, run_on, sit
 from support.reading_ways import PRESETS, ways_of
 from support.records import measure_what_is_left, plot, table
 from support.simulated import share_weights
-from support.summaries import mean_cell, percent_cell, sum_counts
+from support.summaries import grouped, mean_cell, percent_cell, sum_counts
 
 
 def _key(record: dict) -> str:
@@ -52,7 +52,7 @@ def measure(options: argparse.Namespace, hosts: HostGroup, known: list[dict]) ->
     """Yield a record for every clip, way and number of hosts that is not known yet; collective."""
     engine, is_demo = load_demo(options.model, hosts, options.dtype), options.preset != "captions"
     draft = load_demo(draft_path()).model if is_demo else None
-    done = set(json.loads(hosts.broadcast_bytes(json.dumps([_key(record) for record in known]).encode())))
+    done = set(hosts.gather_json([_key(record) for record in known])[0])
     for shots in options.shots:
         exam = Exam(options.grid, shots, options.folder, tuple(options.tasks or EXACT_TASKS), options.split)
         exam = exam if is_demo else captions.exam_like(exam, engine.tokenizer)
@@ -76,10 +76,9 @@ def measure(options: argparse.Namespace, hosts: HostGroup, known: list[dict]) ->
                 left[min(left)] = full | left[min(left)]
             references = {} if full else None
             for number, of_number in left.items():
-                drafts = [share_weights(draft) for _ in range(number)] if draft else [None]
 
-                def job(host, model, exam=exam, seed=seed, left=of_number, drafts=drafts, references=references):
-                    own = drafts[host.rank % len(drafts)]
+                def job(host, model, exam=exam, seed=seed, left=of_number, references=references):
+                    own = draft and share_weights(draft)
                     return sit(Candidate(model, engine.processor, host, own), exam, seed, left, references)
 
                 for record in run_on(number, hosts, engine.model, job) if of_number else ():
@@ -89,11 +88,8 @@ def measure(options: argparse.Namespace, hosts: HostGroup, known: list[dict]) ->
 
 def summarise(records: list[dict]) -> list[dict]:
     """Sum the records of every way over its clips, in the order in which they first come; times are medians."""
-    ways: dict[tuple, list[dict]] = {}
-    for record in records:
-        ways.setdefault(tuple(record[name] for name in ("grid", "shots", "hosts", "label")), []).append(record)
     rows = []
-    for (grid, shots, hosts, label), of_way in ways.items():
+    for (grid, shots, hosts, label), of_way in grouped(records, "grid", "shots", "hosts", "label").items():
         times = "ttft_ms", "prefill_ms"
         medians = {name: statistics.median(ms for r in of_way for ms in r[name]) for name in times}
         kept = statistics.mean(n / r["num_visual_tokens"] for r in of_way for n in r["num_visual_kept"])
@@ -140,11 +136,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--preset", choices=PRESETS, default="methods")
     parser.add_argument("--model", default="demo", help="demo, or a directory; for captions make_reader.py's")
-    parser.add_argument("--hosts", type=COUNT, nargs="+", default=[8], help="simulated hosts (default 8)")
     parser.add_argument("--labels", nargs="+", help="only these rows (default: all of the preset)")
     parser.add_argument("--tasks", nargs="+", choices=clips.TASKS, help="of the demo's clips (default: all exact)")
     parser.add_argument("--shots", type=COUNT, nargs="+", default=[256], help="shots per clip (default 256)")
-    add_shared(parser, "dtype", "grid", "split", "folder", "json", "plot", "table", clips=20)
+    add_shared(parser, "dtype", "grid", "split", "folder", "json", "plot", "table", hosts=[8], clips=20)
     return parser.parse_args(arguments)
 
 

@@ -23,9 +23,8 @@ import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 import torch
 from tqdm import tqdm
 
-from apbv import DecodeConfig, HostGroup, demo
+from apbv import DecodeConfig, HostGroup
 from apbv.allocator import keep_freed_memory
-from apbv.model.loading import load_model
 from apbv.model.parts import ModelParts, inspect_model
 
 from support.arguments import COUNT, add_shared
@@ -40,43 +39,31 @@ from support.decoding import (
     with_transformers,
 )
 from support.records import report
-from support.workloads import CONFIGS, build_model
+from support.workloads import CONFIGS, load_model
 
 # Allowed difference, relative to the largest logit: two ways round differently in a few layers.
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.1, "float16": 0.02}
 
 
-def load(options: argparse.Namespace, device: torch.device) -> ModelParts:
-    """Build the model, with random weights, or load the bundled one."""
-    dtype = getattr(torch, options.dtype)
-    if options.model == "demo":
-        model, _ = load_model(demo.model_path(), dtype, HostGroup.single(device))
-    else:
-        model = build_model(CONFIGS[options.model], dtype, device)
-    return inspect_model(model)
-
-
-def batches(options: argparse.Namespace, device: torch.device) -> Iterator[dict]:
+def batches(options: argparse.Namespace, parts: ModelParts) -> Iterator[dict]:
     """Decode batches of all sizes on all lengths, and yield the records."""
-    parts = load(options, device)
     for num_tokens in tqdm(options.tokens, unit="context", disable=None):
         for size in options.batch:
             # No two prompts are equally long.
             prompts = [Prompt(parts, num_tokens + 7 * number, number) for number in range(size)]
             ways = batch_ways(parts, prompts, options.answer_tokens)
-            measure(ways, options.rounds, options.warmup, device, options.answer_tokens)
+            measure(ways, options.rounds, options.warmup, parts.device, options.answer_tokens)
             for way in ways:
-                record = record_of(options, ways[0], way, device)
+                record = record_of(options, ways[0], way)
                 speed = None if record["ms"] is None else size / record["ms"] * 1e3
                 what = {"num_tokens": num_tokens, "num_answers": size, "answer_tokens": options.answer_tokens}
                 yield {"benchmark": "batch_decoding", **what, "tokens_per_s": speed, **record}
 
 
-def steps(options: argparse.Namespace, device: torch.device) -> Iterator[dict]:
+def steps(options: argparse.Namespace, parts: ModelParts) -> Iterator[dict]:
     """Run steps in all ways on all lengths, and yield the records."""
-    parts = load(options, device)
     kinds = {"transformers": (with_transformers, parts), "apbv": (with_apbv, parts)}
-    if device.type == "cuda":
+    if parts.device.type == "cuda":
         kinds["apbv, no graphs"] = with_apbv, replace(parts, decode=DecodeConfig(cuda_graphs="off"))
     for num_tokens in tqdm(options.tokens, unit="context", disable=None):
         # Each way has a cache object of its own with the same numbers.
@@ -84,15 +71,15 @@ def steps(options: argparse.Namespace, device: torch.device) -> Iterator[dict]:
         for num_new in options.new_tokens:
             tokens = list(range(1, num_new + 1))
             ways = [Way(name, make(own, caches[name], tokens)) for name, (make, own) in kinds.items()]
-            compare_again = compare(ways)
-            measure(ways, options.rounds, options.warmup, device)
-            compare_again()
+            compare(ways)
+            measure(ways, options.rounds, options.warmup, parts.device)
+            compare(ways)
             for way in ways:
                 what = {"num_tokens": num_tokens, "num_new_tokens": num_new, "setup_s": way.setup_s}
-                yield {"benchmark": "decoding", **what, **record_of(options, ways[0], way, device)}
+                yield {"benchmark": "decoding", **what, **record_of(options, ways[0], way)}
 
 
-def record_of(options: argparse.Namespace, baseline: Way, way: Way, device: torch.device) -> dict:
+def record_of(options: argparse.Namespace, baseline: Way, way: Way) -> dict:
     """Return the fields of every record, without a speed if the result is wrong."""
     ms, right = statistics.median(way.ms), way.error <= TOLERANCE[options.dtype]  # False for NaN
     return {
@@ -129,11 +116,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
     keep_freed_memory()
-    device = HostGroup.single().device
-    if options.batch:
-        rows = report(options, batches(options, device), BATCH_COLUMNS)
-    else:
-        rows = report(options, steps(options, device), COLUMNS)
+    parts = inspect_model(load_model(options.model, getattr(torch, options.dtype), HostGroup.single()))
+    measured, columns = (batches, BATCH_COLUMNS) if options.batch else (steps, COLUMNS)
+    rows = report(options, measured(options, parts), columns)
     wrong = [row for row in rows if row["speedup"] is None]
     for row in wrong:
         print(

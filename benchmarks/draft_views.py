@@ -22,23 +22,70 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from apbv import PrefillConfig, SpeculativeConfig
+from apbv import ModelInputs, PrefillConfig, SamplingParams, SpeculativeConfig, prefill
 from apbv.config import KEEP_POLICIES
+from apbv.demo import draft_path
+from apbv.model.attention import apbv_attention
+from apbv.model.parts import ModelParts
 from apbv.speculate.builders import draft_by_model
+from apbv.speculate.draft import Draft, DraftTask
+from apbv.speculate.strategies import keep_policy, make_watcher
+from apbv.speculate.tree import Tree
 
 from support import captions, clips
 from support.arguments import add_clip_options, add_shared
-from support.exams import Exam
-from support.pair import Pair, predict_along
+from support.exams import Candidate, Exam, load_demo
 from support.records import keep, table
+from support.summaries import grouped
 
+FULL = PrefillConfig(method="full")
 BINS = 25  # of 4 % of the video each, as in ParallelVLM's Figure 4
+
+
+def draft_of(candidate: Candidate, inputs: ModelInputs, config: SpeculativeConfig, seed: int) -> Draft:
+    """Prefill a prompt as a drafting strategy does, and return its draft.
+
+    Args:
+        seed: of random choices.
+    """
+    target, draft, hosts = candidate.parts, candidate.draft, candidate.hosts
+    watcher = make_watcher(config, target)
+    state = prefill(target, inputs, hosts=hosts, config=FULL, watcher=watcher, encoded=candidate.encoded)
+    task = DraftTask(
+        target=target,
+        draft=draft,
+        inputs=inputs,
+        state=state,
+        scores=watcher and watcher.result,
+        hosts=hosts,
+        config=config,
+        keep=keep_policy(config),
+        sampling=SamplingParams(seed=seed),
+        vocab_size=min(target.vocab_size, draft.vocab_size),
+        leave_last=True,  # so that the draft gives the answer's first token, too
+    )
+    return draft_by_model(task)
+
+
+@torch.no_grad()
+def predict_along(draft: Draft, model: ModelParts, inputs: ModelInputs, tokens: list[int]) -> list[int]:
+    """Let a draft predict each of the tokens that follow a prompt from those before it."""
+    sequence = [int(inputs.input_ids[0, -1]), *tokens]
+    with apbv_attention(model.language_model):
+        proposals = [draft.drafter.propose(sequence[:end], Tree.chain(1)) for end in range(1, len(sequence))]
+    return [proposal.tokens[0] for proposal in proposals]
 
 
 def measure(options: argparse.Namespace) -> Iterator[dict]:
     """Yield a record for every clip, choice and share of tokens."""
-    pair, exam, is_demo = Pair(options.model, options.dtype), Exam.of(options), options.model == "demo"
-    exam = exam if is_demo else captions.exam_like(exam, pair.target.tokenizer)
+    engine, exam, is_demo = (
+        load_demo(options.model, dtype=options.dtype),
+        Exam.of(options),
+        options.model == "demo",
+    )
+    drafting = load_demo(draft_path()) if is_demo else engine
+    candidate = Candidate(engine.model, engine.processor, engine.hosts, drafting.model)
+    exam = exam if is_demo else captions.exam_like(exam, candidate.tokenizer)
     ways = [
         SpeculativeConfig(strategy="specvlm", keep=name, keep_ratio=ratio)
         for name in options.keep
@@ -47,18 +94,18 @@ def measure(options: argparse.Namespace) -> Iterator[dict]:
     for seed in tqdm(range(options.clips), unit="clip", disable=None):
         file, described = exam.file(seed), []
         if is_demo:
-            inputs = pair.target.read(file, clips.DESCRIBE_QUESTION)
-            described, _ = pair.target.answer(inputs, PrefillConfig(method="full"), 2 * clips.MOST_DESCRIBED)
+            inputs = candidate.read(file, clips.DESCRIBE_QUESTION)
+            described, _ = candidate.answer(inputs, FULL, 2 * clips.MOST_DESCRIBED)
         for config in ways:
             said, found = [], []
             if described:
-                inputs = pair.target.read(file, clips.DESCRIBE_QUESTION)
-                _, made_of = pair.prefill(inputs, config, seed)
-                said = predict_along(pair.draft, inputs, described, draft_by_model(made_of).kept)
+                inputs = candidate.read(file, clips.DESCRIBE_QUESTION)
+                draft = draft_of(candidate, inputs, config, seed)
+                said = predict_along(draft, candidate.draft, inputs, described)
             for task, question, _ in exam.questions(seed):
-                inputs = pair.target.read(file, question, exam.start(seed, task))
-                _, made_of = pair.prefill(inputs, config, seed)
-                found.append(seen(draft_by_model(made_of).kept, torch.from_numpy(exam.needle_tokens(seed, task))))
+                inputs = candidate.read(file, question, exam.start(seed, task))
+                kept = draft_of(candidate, inputs, config, seed).kept
+                found.append(seen(kept, torch.from_numpy(exam.needle_tokens(seed, task))))
             yield {
                 "benchmark": "draft_views",
                 "keep": config.keep,
@@ -90,10 +137,7 @@ def seen(kept: Tensor, needles: Tensor) -> dict:
 
 def summarise(records: list[dict]) -> Iterator[dict]:
     """Sum the records of every choice and share."""
-    ways: dict[tuple, list[dict]] = {}
-    for record in records:
-        ways.setdefault((record["keep"], record["keep_ratio"]), []).append(record)
-    for (name, ratio), of_way in ways.items():
+    for (name, ratio), of_way in grouped(records, "keep", "keep_ratio").items():
         row = {"label": name if name == "full" else f"{name}, {ratio:g}", "clips": len(of_way)}
         row |= {name: statistics.fmean(record[name] for record in of_way) for name in ("at_ends", "of_needles")}
         predicted, described = (sum(record[name] for record in of_way) for name in ("predicted", "described"))

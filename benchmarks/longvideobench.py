@@ -78,13 +78,9 @@ def request(sample: Sample, template: str, options: argparse.Namespace, engine: 
     info, duration = engine.videos.probe(sample.videos[0]), sample.extra["duration"]
     frames = sampled_frames(info, duration, options.frames or engine.num_frames)
     lines = read_longvideobench(sample.subtitles, sample.extra["offset"], duration)
-    content = []
-    pictures = read_frames(info, frames)
-    for item in interleaved(info.timestamps[frames].tolist(), lines):
-        if isinstance(item, str):
-            content.append({"type": "text", "text": f"\n{item}\n"})
-        else:
-            content.append({"type": "image", "image": Image.fromarray(pictures[item])})
+    images = [{"type": "image", "image": Image.fromarray(picture)} for picture in read_frames(info, frames)]
+    placed = interleaved(info.timestamps[frames].tolist(), lines)
+    content = [images[i] if isinstance(i, int) else {"type": "text", "text": f"\n{i}\n"} for i in placed]
     return {"messages": [{"role": "user", "content": [*content, {"type": "text", "text": f"\n{prompt}"}]}]}
 
 

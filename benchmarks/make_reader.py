@@ -153,17 +153,14 @@ def share_read(
     model: LlavaOnevisionForConditionalGeneration, processor: LlavaOnevisionProcessor, num_clips: int
 ) -> float:
     """Return the share of texts in held-out files whose tokens' nearest of all embeddings is the right one."""
-    candidate, table, right = (
-        Candidate(model, processor, HostGroup.single("cpu")),
-        model.get_input_embeddings(),
-        [],
-    )
+    candidate, right = Candidate(model, processor, HostGroup.single("cpu")), []
+    table = model.get_input_embeddings().weight.float()
     with tempfile.TemporaryDirectory() as folder:
         exam = captions.exam_like(Exam(captions.GRID, 16, Path(folder)), processor.tokenizer)
         for seed in range(num_clips):
             visual, texts = candidate.read(exam.file(seed), "?").visual, exam.texts(seed)
             rows = torch.cat([*candidate.encoded(visual.chunks(visual.host, 2**30))])[texts != ""]
-            nearest = torch.cdist(rows.float(), table.weight.float()).argmin(dim=1).tolist()
+            nearest = torch.cdist(rows.float(), table).argmin(dim=1).tolist()
             ids = [captions.token_of(processor.tokenizer, text) for text in texts[texts != ""]]
             right += [number == token for number, token in zip(nearest, ids, strict=True)]
     return sum(right) / len(right)

@@ -21,7 +21,7 @@ from apbv.config import REUSE_MODES
 from apbv.hosts import run_on_hosts
 from apbv.launch.options import prefill_config
 
-from support.arguments import COUNT, add_clip_options, add_prefill_settings, add_shared
+from support.arguments import add_clip_options, add_prefill_settings, add_shared
 from support.exams import EXACT_TASKS, Exam, load_demo, run_on
 from support.records import report
 from support.summaries import percent_cell
@@ -95,10 +95,9 @@ COLUMNS = {
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--hosts", type=COUNT, nargs="+", default=[1, 4], help="simulated hosts (default 1 4)")
     add_prefill_settings(parser, "method", "anchor_len", "passing_len")
     add_clip_options(parser, 40, 256)
-    add_shared(parser, "json")
+    add_shared(parser, "json", hosts=[1, 4])
     return parser.parse_args(arguments)
 
 

@@ -89,7 +89,7 @@ def prefill(options: argparse.Namespace, gpu: str) -> str:
     shape, prompt = Shape.from_config(config), (options.tokens, 0, options.tokens - 40, None)
     for method, hosts in (("full", 1), ("zigzag_ring", options.hosts), ("apbv", options.hosts)):
         layout, costs = cost_of_prompt(shape, hosts, prompt, PrefillConfig(method=method))
-        host = max(range(hosts), key=lambda each: costs[each].total_flops)
+        host = max(range(hosts), key=lambda each: costs[each].flops.total())
         rows = sum(map(len, layout.local_spans(host)))
         moved = shape.layers * element_wise_bytes(config, rows, requested() != "torch")
         others = sum(each.kv_bytes for each in costs[1:]) / shape.layers

@@ -14,11 +14,10 @@ are skipped.
 """
 
 import argparse
-import json
 import math
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from itertools import product
 
@@ -38,7 +37,7 @@ from support.arguments import COUNT, DEFAULT_DTYPES, add_shared
 from support.exams import Reference, answer_greedily, run_on
 from support.records import markdown_table, measure_what_is_left
 from support.ruler import TASKS, Task, make_task
-from support.summaries import mean_cell, percent_cell
+from support.summaries import grouped, mean_cell, percent_cell
 
 
 def rows_of(num_tokens: int) -> dict[str, PrefillConfig]:
@@ -78,11 +77,6 @@ def read_task(parts: ModelParts, tokenizer: PreTrainedTokenizerBase, task: Task,
     return ModelInputs.from_processor(parts, batch, hosts, query_start=query_start)
 
 
-def matched(text: str, answers: Sequence[str]) -> float:
-    """Return the share of expected strings that an answer contains, in any case: RULER's string_match_all."""
-    return sum(answer.lower() in text.lower() for answer in answers) / len(answers)
-
-
 class Sample:
     """A task, which every row answers."""
 
@@ -102,6 +96,8 @@ class Sample:
             if hosts.rank > 0:
                 continue
             text, layout = self._tokenizer.decode(said, skip_special_tokens=True), state.layout
+            # RULER's string_match_all: the share of expected strings that the answer contains, in any case.
+            right = statistics.fmean(each.lower() in text.lower() for each in self._task.answers)
             found.append(
                 {
                     "label": label,
@@ -109,7 +105,7 @@ class Sample:
                     "anchor_len": layout.anchor_len if layout.is_split else None,
                     "passing_len": layout.max_passed if layout.is_split else None,  # at most a block's length
                     "said": text,
-                    "right": matched(text, self._task.answers),
+                    "right": right,
                     **compared,
                 }
             )
@@ -125,8 +121,7 @@ def measure(options: argparse.Namespace, hosts: HostGroup, known: list[dict]) ->
     dtype = options.dtype or DEFAULT_DTYPES[hosts.device.type]
     engine = Engine.from_pretrained(options.model, hosts=hosts, dtype=dtype)
     tokenizer, about = engine.tokenizer, ("model", "dtype", "task", "num_tokens", "index", "hosts", "label")
-    done = [[record[name] for name in about] for record in known]
-    done = json.loads(hosts.broadcast_bytes(json.dumps(done).encode()))
+    done = hosts.gather_json([[record[name] for name in about] for record in known])[0]
     asked = [*product(options.tokens, range(options.samples), options.tasks)]
     for num_tokens, index, task in tqdm(asked, unit="sample", disable=hosts.rank != 0 or None):
         same = {"model": options.model, "dtype": dtype, "task": task, "num_tokens": num_tokens, "index": index}
@@ -151,12 +146,8 @@ def measure(options: argparse.Namespace, hosts: HostGroup, known: list[dict]) ->
 def show(_: argparse.Namespace, records: list[dict]) -> None:
     """Print a row for every way over its samples, with the mean difference of each from ``full``'s same sample."""
     exact = {(r["task"], r["num_tokens"], r["index"]): r["right"] for r in records if r["label"] == "full"}
-    rows: dict[tuple, list[dict]] = {}
-    for record in records:
-        rows.setdefault(tuple(record[name] for name in ("task", "num_tokens", "hosts", "label")), []).append(
-            record
-        )
     lines = []
+    rows = grouped(records, "task", "num_tokens", "hosts", "label")
     for (task, num_tokens, hosts, label), of_row in rows.items():
         right = [record["right"] for record in of_row]
         points = [100 * (r["right"] - exact.get((task, num_tokens, r["index"]), math.nan)) for r in of_row]
@@ -175,11 +166,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=TASKS, metavar="TASK")
     parser.add_argument("--tokens", type=COUNT, nargs="+", default=[2048], help="context lengths (default 2048)")
     parser.add_argument("--samples", type=COUNT, default=20)
-    parser.add_argument("--hosts", type=COUNT, nargs="+", default=[4], help="simulated hosts (default 4)")
     parser.add_argument(
         "--rows", nargs="+", default=list(rows_of(1)), choices=rows_of(1), metavar="ROW", help="default: all"
     )
-    add_shared(parser, "dtype", "json", "table")
+    add_shared(parser, "dtype", "json", "table", hosts=[4])
     return parser.parse_args(arguments)
 
 

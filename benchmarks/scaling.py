@@ -157,11 +157,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="kind", required=True)
     shared = argparse.ArgumentParser(add_help=False)
-    shared.add_argument("--query-len", type=COUNT, default=32, help="question tokens (default 32)")
-    shared.add_argument("--hosts", type=COUNT, nargs="+", default=[8])
     add_prefill_settings(shared, "anchor_len", "passing_len")
     shared.set_defaults(method="apbv")
-    add_shared(shared, "json")
+    add_shared(shared, "query_len", "json", hosts=[8])
 
     command = commands.add_parser("plan", parents=[shared], help="predict with the cost model")
     command.add_argument("--model", default="qwen2.5-vl-3b", help=f"{', '.join(CONFIGS)}, a directory or a hub id")
@@ -178,10 +176,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     command.add_argument("--model", default="llama-small", help="a text model (default llama-small)")
     command.add_argument("--tokens", type=COUNT, nargs="+", default=[32768])
     command.add_argument("--methods", nargs="+", choices=METHODS[1:], default=["apbv"])
-    command.add_argument("--bandwidth", type=float, default=200e9, help="bytes per second (default: NVLink's)")
-    command.add_argument("--latency", type=float, default=10e-6)
     command.add_argument("--full-rounds", type=COUNT, default=1, help="rounds of full attention (slow)")
-    add_shared(command, "dtype", rounds=3)
+    add_shared(command, "bandwidth", "latency", "dtype", rounds=3)
     return parser.parse_args(arguments)
 
 

@@ -19,6 +19,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 
@@ -74,13 +75,8 @@ def record(options: argparse.Namespace, hosts: HostGroup, way: Way, answers: lis
         "benchmark": "serving",
         "model": options.model,
         "scale": options.scale,
-        "way": way.name,
         "hosts": hosts.size,
-        "concurrency": way.concurrency,
-        "rate": way.rate,
-        "max_running": way.max_running,
-        "homes": way.homes,
-        "speculate": way.speculate,
+        **asdict(way),
         "num_requests": len(answers),
         "num_frames": options.frames,
         "request_throughput": len(answers) / seconds,
@@ -116,7 +112,6 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--prompt", default="name the letters in order")
     parser.add_argument("--frames", type=COUNT, default=128)
-    parser.add_argument("--max-new-tokens", type=COUNT, default=32)
     parser.add_argument("--requests", type=COUNT, default=64, help="requests per measurement (default 64)")
     parser.add_argument("--concurrency", type=COUNT, nargs="+", default=[1, 4, 16], help="concurrent clients")
     parser.add_argument("--rate", type=positive(float), nargs="+", default=[], help="requests per second instead")
@@ -124,23 +119,15 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         "--limits", type=positive(float), nargs=2, metavar=("TTFT", "TPOT"), default=[1000.0, 50.0], help="in ms"
     )
     parser.add_argument("--ignore-eos", action="store_true", help="always generate --max-new-tokens tokens")
-    for name, about in {
-        "--max-running": "decoding batch limits",
-        "--homes": "numbers of hosts that decode",
-    }.items():
-        parser.add_argument(
-            name,
-            type=lambda text: None if text == "all" else COUNT(text),
-            nargs="+",
-            default=[None],
-            metavar="N|all",
-            help=f"{about}, each measured on its own server (default: all)",
-        )
+    limit = {"type": lambda text: None if text == "all" else COUNT(text), "metavar": "N|all"}
+    limit |= {"nargs": "+", "default": [None]}
+    told = "each measured on its own server (default: all)"
+    parser.add_argument("--max-running", help=f"decoding batch limits, {told}", **limit)
+    parser.add_argument("--homes", help=f"numbers of hosts that decode, {told}", **limit)
     parser.add_argument("--speculate", nargs="+", choices=("off", *STRATEGIES), default=["off"])
     add_pair(parser)
-    parser.add_argument("--timeout", type=float, default=300.0, help="seconds to wait for a host (default 300)")
     parser.set_defaults(draft_host=False, preset=None)
-    add_shared(parser, "pinned", "json", dtype="float32", rounds=1)
+    add_shared(parser, "pinned", "json", dtype="float32", rounds=1, max_new_tokens=32, timeout=300.0)
     return parser.parse_args(arguments)
 
 

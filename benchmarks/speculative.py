@@ -160,9 +160,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--prompts", type=Path, metavar="FILE", help="use these prompts instead of the demo's clips"
     )
-    parser.add_argument("--max-new-tokens", type=COUNT, default=160)
     add_clip_options(parser, 4, 32)
-    add_shared(parser, "json", rounds=1, dtype="float32")
+    add_shared(parser, "json", rounds=1, dtype="float32", max_new_tokens=160)
     options = parser.parse_args(arguments)
     try:
         if options.preset is not None:

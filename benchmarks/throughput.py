@@ -151,14 +151,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=COUNT, nargs="+", help="text prompt lengths")
     parser.add_argument("--frames", type=COUNT, nargs="+", help="frames per video")
     parser.add_argument("--resolutions", nargs="+", help="HxW, or such as 720p")
-    parser.add_argument("--query-len", type=COUNT, default=32, help="question tokens (default 32)")
     add_prefill_settings(parser, "anchor_len", "passing_len", "importance")
     parser.set_defaults(method="apbv")
-    parser.add_argument("--bandwidth", type=float, default=200e9, help="of simulated links, bytes/s (NVLink's)")
-    parser.add_argument("--latency", type=float, default=10e-6, help="of simulated links, seconds")
     # The other hosts wait while host 0 runs `full`.
-    parser.add_argument("--timeout", type=float, default=3600.0, help="seconds to wait for a host (3600)")
-    add_shared(parser, "dtype", "json", rounds=3, warmup=1)
+    add_shared(parser, "query_len", "bandwidth", "latency", "dtype", "json", rounds=3, warmup=1, timeout=3600.0)
     return parser.parse_args(arguments)
 
 

@@ -18,7 +18,6 @@ import argparse
 import itertools
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from importlib.metadata import distributions
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -34,7 +33,7 @@ from apbv.planning import parse_resolution
 
 from support.arguments import COUNT, DEFAULT_DTYPES, add_shared
 from support.records import report
-from support.videos.clips import READERS, ClipSpec, make_clip
+from support.videos.clips import PACKAGES, READERS, ClipSpec, make_clip
 from support.videos.comparing import measure_jobs
 from support.videos.worker import ROADS, STAGES, Job
 
@@ -50,19 +49,28 @@ PRESETS = {
 }
 
 
-def plan_jobs(job: Job, options: argparse.Namespace, ways: list[str]) -> Iterator[Job]:
-    """Yield the ways through every stage; of dense frames only the first, as questions are about spread ones."""
-    for stage, way in itertools.product(options.stages, ways):
-        is_read = (stage == "frames") == (way in READERS) or way == "apbv"
-        if is_read and (stage == "frames" or job.sampling == "sparse"):
-            shares = way == "apbv" and stage in ("embeddings", "first_token")
-            for hosts in options.hosts if shares else [1]:
-                yield replace(job, stage=stage, way=way, hosts=hosts)
+def plan_jobs(options: argparse.Namespace, ways: list[str], **same) -> Iterator[list[Job]]:
+    """Yield the ways through every stage, for every choice of frames; of dense ones only through the first stage.
+
+    Questions are about spread frames.
+
+    Args:
+        same: settings that all jobs have.
+    """
+    for num_frames, sampling in itertools.product(options.frames, options.sampling):
+        jobs = []
+        for stage, way in itertools.product(options.stages, ways):
+            is_read = (stage == "frames") == (way in READERS) or way == "apbv"
+            if is_read and (stage == "frames" or sampling == "sparse"):
+                shares = way == "apbv" and stage in ("embeddings", "first_token")
+                chosen = {"stage": stage, "way": way, "num_frames": num_frames, "sampling": sampling, **same}
+                jobs += [Job(hosts=hosts, **chosen) for hosts in (options.hosts if shares else [1])]
+        yield jobs
 
 
 def records(options: argparse.Namespace) -> Iterator[dict]:
     """Make the clip, and yield the figures of all ways that can be used here."""
-    packages = {way: READERS[way].package for way in options.ways if way in READERS}
+    packages = {way: PACKAGES.get(way, way) for way in options.ways if way in READERS}
     versions = {each.name: each.version for each in distributions() if each.name in packages.values()}
     ways = [way for way in options.ways if packages.get(way, "") in ("", *versions)]
     if missing := set(packages.values()) - versions.keys():
@@ -70,24 +78,12 @@ def records(options: argparse.Namespace) -> Iterator[dict]:
     with TemporaryDirectory() as temporary:
         folder, length = options.folder or Path(temporary), round(options.seconds * options.fps)
         spec = ClipSpec(*parse_resolution(options.resolution), options.gop, length, options.fps, options.video)
-        same = {name: getattr(options, name) for name in ("threads", "pinned", "vision_depth", "vision_hidden")}
-        job = Job(
-            stage="frames",
-            way="apbv",
-            clip=make_clip(spec, folder),
-            warm_up=make_clip(ClipSpec(64, 128, 8, 16, 25), folder),
-            num_frames=1,
-            sampling="sparse",
-            hosts=1,
-            reader="opencv" if "opencv" in ways else "pyav",
-            max_pixels=options.max_pixels or spec.height * spec.width,
-            dtype=options.dtype,
-            **same,
-        )
-        cases = [
-            replace(job, num_frames=n, sampling=s) for n, s in itertools.product(options.frames, options.sampling)
-        ]
-        plans = [list(plan_jobs(case, options, ways)) for case in cases]
+        names = ("threads", "pinned", "vision_depth", "vision_hidden", "dtype")
+        same = {name: getattr(options, name) for name in names}
+        same |= {"clip": make_clip(spec, folder), "warm_up": make_clip(ClipSpec(64, 128, 8, 16, 25), folder)}
+        same["reader"] = "opencv" if "opencv" in ways else "pyav"
+        same["max_pixels"] = options.max_pixels or spec.height * spec.width
+        plans = list(plan_jobs(options, ways, **same))
         with tqdm(total=options.rounds * sum(map(len, plans)), unit="run", disable=None) as bar:
             for jobs in plans:
                 for record in measure_jobs(jobs, spec, options.rounds, Path(temporary), bar):

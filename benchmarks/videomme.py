@@ -34,11 +34,6 @@ Respond with only the letter (A, B, C, or D) of the correct option.
 {options}
 The best answer is:"""
 LISTED = "This video's subtitles are listed below:\n{}\n"
-FILES = {
-    "questions": "the questions: .parquet, .json or .jsonl",
-    "videos": "the videos (default: data next to the questions)",
-    "subtitles": "the subtitles (default: go without)",
-}
 ENDINGS = (".mp4", ".MP4", ".mkv", ".webm")
 
 
@@ -92,11 +87,8 @@ def request(sample: Sample, template: str, options: argparse.Namespace, engine: 
     """Return the prompt, with the subtitles that are shown with the frames that the engine will sample."""
     listed = ""
     if sample.subtitles is not None:
-        info = engine.videos.probe(sample.videos[0])
-        most = options.frames or engine.num_frames
-        frames = (
-            sample_uniform(info, most) if options.fps is None else sample_fps(info, options.fps, max_frames=most)
-        )
+        info, most = engine.videos.probe(sample.videos[0]), options.frames or engine.num_frames
+        frames = sample_fps(info, options.fps, max_frames=most) if options.fps else sample_uniform(info, most)
         lines = shown_at(read_srt(sample.subtitles), info.timestamps[frames].tolist())
         listed = LISTED.format("\n".join(lines)) if lines else ""
     return request_of(sample, fill(template, sample, listed))

@@ -30,6 +30,13 @@ _SHARED = {
     "warmup": {"type": int, "help": "warm-up rounds, not measured"},
     "pinned": {"action": "store_true", "help": "pin each host to cores of its own, one per thread"},
     "dtype": {"choices": DTYPES, "help": "weight dtype (default: bfloat16 on a GPU)"},
+    "timeout": {"type": float, "help": "seconds to wait for a host (default %(default)g)"},
+    "max_new_tokens": {"type": COUNT, "help": "longest answer (default %(default)s tokens)"},
+    # Prompts, and simulated hosts.
+    "query_len": {"type": COUNT, "default": 32, "help": "question tokens (default 32)"},
+    "hosts": {"type": COUNT, "nargs": "+", "help": "numbers of simulated hosts (default %(default)s)"},
+    "bandwidth": {"type": float, "default": 200e9, "help": "of simulated links, bytes/s (default: NVLink's)"},
+    "latency": {"type": float, "default": 10e-6, "help": "of simulated links, seconds"},
     # The demo's clips.
     "clips": {"type": COUNT, "help": "number of clips"},
     "shots": {"type": COUNT, "help": "shots per clip"},
@@ -43,7 +50,7 @@ def add_shared(parser: argparse._ActionsContainer, *names: str, **defaults) -> N
     """Add options that are described here, those with a default by keyword."""
     for name in (*names, *defaults):
         own = {"default": defaults[name]} if name in defaults else {}
-        parser.add_argument(f"--{name}", **_SHARED[name] | own)
+        parser.add_argument(f"--{name.replace('_', '-')}", **_SHARED[name] | own)
 
 
 def add_clip_options(parser: argparse._ActionsContainer, clips: int, shots: int) -> None:

@@ -10,14 +10,14 @@ import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 import torch
 from tqdm import tqdm
 
-from apbv import Engine, HostGroup, ModelInputs, PrefillConfig, prefill
+from apbv import HostGroup, ModelInputs, PrefillConfig, prefill
 from apbv.allocator import keep_freed_memory, return_freed_memory
 from apbv.model.parts import inspect_model
 from apbv.stats import StageTimer
 
 from .arguments import DEFAULT_DTYPES
 from .simulated import Network, share_weights, simulate
-from .workloads import CONFIGS, build_model, text_prompt, video_prompt
+from .workloads import load_model, text_prompt, video_prompt
 
 # Prefills a workload once on these hosts, with this model and these settings; returns times, and what really ran.
 Job = Callable[[HostGroup, torch.nn.Module, PrefillConfig], dict]
@@ -63,10 +63,7 @@ class Bench:
         self.simulated = hosts.size == 1
         self.threads = torch.get_num_threads()
         dtype = getattr(torch, options.dtype or DEFAULT_DTYPES[hosts.device.type])
-        if options.model in CONFIGS:
-            self.model = build_model(CONFIGS[options.model], dtype, hosts.device)
-        else:
-            self.model = Engine.from_pretrained(options.model, hosts=hosts, dtype=dtype).model
+        self.model = load_model(options.model, dtype, hosts)
         self._twins: list = [self.model]
 
     def prepare(self, workload: Workload) -> Job:

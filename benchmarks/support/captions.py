@@ -160,9 +160,8 @@ class CaptionExam(Exam):
     def needle_tokens(self, seed: int, task: str) -> np.ndarray:
         clip = self.clip(seed)
         asked = clip.pairs[:1] if task == "retrieval" else clip.chain
-        return (
-            self._texts({number: caption for number, caption in clip.captions.items() if caption in asked}) != ""
-        )
+        shown = {number: caption for number, caption in clip.captions.items() if caption in asked}
+        return self._texts(shown) != ""
 
     def texts(self, seed: int) -> np.ndarray:
         """Return the text at each of the clip's visual tokens, str [tokens]; "" where there is none."""

@@ -21,11 +21,9 @@ import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 # isort: split
 from apbv import Engine, HostGroup
 from apbv.config import SamplingParams
-from apbv.input.request import Question, Request
 from apbv.serve.executor import num_homes
 from apbv.serve.server import bind, serve
 from apbv.serve.settings import ServerSettings
-from apbv.stats import StageTimer
 
 _OPEN = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
 
@@ -44,8 +42,7 @@ def ask_engine(engine: Engine, options: argparse.Namespace) -> Answer:
     """Ask the engine without the server; collective."""
     began = time.perf_counter()
     sampling = SamplingParams(max_new_tokens=options.max_new_tokens, ignore_eos=options.ignore_eos)
-    question = Question(options.prompt, options.video, num_frames=options.frames)
-    result = engine.answer(Request(question, StageTimer(engine.hosts), sampling=sampling))
+    result = engine.generate(options.prompt, video=options.video, num_frames=options.frames, sampling=sampling)
     first_token, end = result.stats["ttft_ms"] / 1e3, time.perf_counter() - began
     return Answer(first_token, end, result.text, len(result.token_ids))
 
@@ -94,6 +91,7 @@ class Way:
     """A workload, and what answers it.
 
     Attributes:
+        way: "engine" or "server".
         concurrency: number of clients, each with one request at a time; None: requests arrive at a rate.
         rate: requests per second.
         max_running: the limit of each host's decoding batch; None: all.
@@ -101,7 +99,7 @@ class Way:
         speculate: the drafting strategy; None: there is no draft.
     """
 
-    name: str
+    way: str
     concurrency: int | None = None
     rate: float | None = None
     max_running: int | None = None

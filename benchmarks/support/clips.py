@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from io import BytesIO
+from itertools import groupby
 from pathlib import Path
 
 import av
@@ -190,14 +191,10 @@ def render(clip: ClipSpec) -> np.ndarray:
         uint8 RGB [T, H, W, 3] with T = 2 * number of shots and H = W = 28 * grid.
     """
     size = TOKEN_SIZE * clip.grid
-    scenes: dict[tuple[int, str], _Scene] = {}
     frames = []
-    for shot in clip.shots:
-        # Scenes follow one another, so only the running one needs to be kept.
-        if (shot.seed, shot.scene) not in scenes:
-            scenes = {(shot.seed, shot.scene): _Scene(shot.seed, shot.scene, size)}
-        scene = scenes[shot.seed, shot.scene]
-        frames += [_render_frame(shot, scene, index) for index in range(FRAMES_PER_SHOT)]
+    for (seed, kind), shots in groupby(clip.shots, lambda shot: (shot.seed, shot.scene)):
+        scene = _Scene(seed, kind, size)
+        frames += [_render_frame(shot, scene, index) for shot in shots for index in range(FRAMES_PER_SHOT)]
     return np.stack(frames)
 
 

@@ -137,11 +137,6 @@ class Video:
     frames: int
     frame_tokens: int | None = None
 
-    @property
-    def encoded_tokens(self) -> int:
-        """The tokens that the tower makes of a frame."""
-        return len(self.tokens) // self.frames if self.frame_tokens is None else self.frame_tokens
-
     def pieces(self, num_hosts: int) -> list[tuple[int, range]]:
         """Return for every host how many frames it encodes, and the tokens that these become."""
         frames = range(self.frames)
@@ -169,11 +164,6 @@ class HostCost:
 
     def __add__(self, other: "HostCost") -> "HostCost":
         return HostCost(self.flops + other.flops, self.received + other.received, self.kv_bytes + other.kv_bytes)
-
-    @property
-    def total_flops(self) -> int:
-        """Count the FLOPs of all parts."""
-        return self.flops.total()
 
 
 def cost(
@@ -273,7 +263,8 @@ def _host_cost(shape, method, layout, host, separate, video, is_last) -> HostCos
         flops["lm_head"] = 2 * shape.hidden * shape.vocab
     if video is not None:
         frames, _ = video.pieces(layout.num_hosts)[host]
-        flops["vision"] = round(frames * shape.vision.frame_flops(video.encoded_tokens))
+        encoded = len(video.tokens) // video.frames if video.frame_tokens is None else video.frame_tokens
+        flops["vision"] = round(frames * shape.vision.frame_flops(encoded))
     received = _received(shape, method, layout, host, video, is_last) if layout.num_hosts > 1 else Counter()
     return HostCost(flops, received, shape.kv_bytes * sum(map(len, layout.cache_spans(host))))
 
@@ -341,12 +332,12 @@ def _query_heads(shape: Shape, layout: ContextLayout) -> list[range]:
 
 def flop_ratio(costs_full: list[HostCost], costs_other: list[HostCost]) -> float:
     """Divide the busiest hosts' FLOPs: the speedup where every host brings its own cores."""
-    return max(c.total_flops for c in costs_full) / max(c.total_flops for c in costs_other)
+    return max(c.flops.total() for c in costs_full) / max(c.flops.total() for c in costs_other)
 
 
 def work_ratio(costs_full: list[HostCost], costs_other: list[HostCost]) -> float:
     """Divide all hosts' FLOPs: the speedup where all hosts share the same cores."""
-    return sum(c.total_flops for c in costs_full) / sum(c.total_flops for c in costs_other)
+    return sum(c.flops.total() for c in costs_full) / sum(c.flops.total() for c in costs_other)
 
 
 def explain(method: str, layout: ContextLayout, costs: list[HostCost], full: list[HostCost]) -> str:
@@ -357,7 +348,7 @@ def explain(method: str, layout: ContextLayout, costs: list[HostCost], full: lis
         costs: what it costs every host.
         full: what full attention on one host costs.
     """
-    busiest = max(range(len(costs)), key=lambda host: costs[host].total_flops)
+    busiest = max(range(len(costs)), key=lambda host: costs[host].flops.total())
     mine = costs[busiest]
     parts = [(part, mine.flops[part]) for part in PARTS if mine.flops[part]]
     received = ", ".join(f"{kind} {count / 1e6:.2f} MB" for kind, count in mine.received.items() if count)
@@ -365,7 +356,7 @@ def explain(method: str, layout: ContextLayout, costs: list[HostCost], full: lis
         f"{method}, {layout.num_hosts} hosts, {layout.num_tokens} tokens: anchor {layout.anchor_len}, "
         f"{len(layout.blocks)} blocks, passing {layout.passing_len}, query {len(layout.query)}",
         f"  {f'on host {busiest}':<17}{'TFLOP':>12}{'share':>8}",
-        *(f"  {part:<17}{count / 1e12:>12.4f}{count / mine.total_flops:>8.1%}" for part, count in parts),
+        *(f"  {part:<17}{count / 1e12:>12.4f}{count / mine.flops.total():>8.1%}" for part, count in parts),
         f"FLOPs of full over this: busiest host {flop_ratio(full, costs):.2f}, "
         f"all hosts together {work_ratio(full, costs):.2f}",
         f"KV: {', '.join(f'{host.kv_bytes / 1e6:.1f}' for host in costs)} MB per host",

@@ -56,26 +56,19 @@ def measure(ways: Sequence[Way], rounds: int, warmup: int, device: torch.device,
 
 
 @torch.no_grad()
-def compare(ways: Sequence[Way]) -> Callable[[], None]:
-    """Compare the steps' logits with the first way's; return a function that does so again.
+def compare(ways: Sequence[Way]) -> None:
+    """Compare the steps' logits with the first way's, and time the first of them.
 
-    A CUDA graph does not repeat the first step, but a later one.
+    To be called again after the measurement: a CUDA graph does not repeat the first step, but a later one.
     """
     expected = None
     for way in ways:
         began = time.perf_counter()
         logits = way.run().double()
-        way.setup_s = time.perf_counter() - began
+        way.setup_s = way.setup_s or time.perf_counter() - began
         expected = logits if expected is None else expected
-        way.error = relative_error(logits, expected)
-
-    @torch.no_grad()
-    def again() -> None:
-        for way in ways:
-            errors = way.error, relative_error(way.run().double(), expected)
-            way.error = float(torch.tensor(errors).max())  # NaN, if one is
-
-    return again
+        errors = way.error, relative_error(logits, expected)
+        way.error = float(torch.tensor(errors).max())  # NaN, if one is
 
 
 def relative_error(logits: Tensor, expected: Tensor) -> float:

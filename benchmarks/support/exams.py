@@ -145,9 +145,7 @@ def run_on(
         return job(hosts, share_weights(model))
     if hosts.size > 1:
         raise ValueError(f"{num_hosts} hosts were asked for, but {hosts.size} were started")
-    # Copied before the threads start, so that each of them works on its own model.
-    models = [share_weights(model) for _ in range(num_hosts)]
-    return simulate(num_hosts, lambda host: job(host, models[host.rank]), device=hosts.device)[0]
+    return simulate(num_hosts, lambda host: job(host, share_weights(model)), device=hosts.device)[0]
 
 
 def answer_greedily(
@@ -174,8 +172,8 @@ def answer_greedily(
         return prefill(parts, inputs, hosts=hosts, config=config, timer=timer, watcher=watcher, encoded=encoded)
 
     prefiller = SimpleNamespace(read=lambda _: read, run=run)
-    outcome = (way or Autoregressive(parts, hosts)).answer(request, prefiller)
-    return outcome.answered.tokens, outcome.state
+    _, state, answered = (way or Autoregressive(parts, hosts)).answer(request, prefiller)
+    return answered.tokens, state
 
 
 class Candidate:
@@ -265,14 +263,6 @@ class Reference:
         }
 
 
-def visual_kept(state: PrefillResult) -> float:
-    """Return how many visual tokens a layer's KV has, on average over the layers."""
-    reduction = state.reduction
-    if reduction is None:
-        return state.inputs.num_visual_tokens
-    return statistics.fmean(reduction.by_layer or [reduction.num_after])
-
-
 @dataclass(frozen=True)
 class Way:
     """One way to answer.
@@ -318,9 +308,8 @@ def sit(
         candidate.read(file, asked[0][1])
     reading = 1e3 * max(row[0] for row in hosts.gather_floats([hosts.clock() - began]))
     right = {label: {task: [0, 0] for task in exam.tasks} for label in ways}
-    states: dict[str, list[PrefillResult]] = {label: [] for label in ways}
-    stats: dict[str, list[dict]] = {label: [] for label in ways}
-    compared: dict[str, list[dict]] = {label: [] for label in ways}
+    states: dict[str, PrefillResult] = {}  # of the last question
+    figures: dict[str, list[dict]] = {label: [] for label in ways}
     for task, question, answer in asked:
         inputs = candidate.read(file, question, exam.start(seed, task))
         expected = tokenizer(answer).input_ids[: 2 * clips.MOST_DESCRIBED]
@@ -330,43 +319,43 @@ def sit(
         for label, way in ways.items():
             with ranked_by(scores[way.keeps], way.prefill.reduce) if way.keeps else nullcontext():
                 said, state = candidate.answer(inputs, way.prefill, len(expected) + 1, way.speculate)
-            count = right[label][task]
+            count, states[label] = right[label][task], state
             if task == "describe":
                 count[0] += sum(a == b for a, b in zip(said, expected, strict=False))
                 count[1] += len(expected)
             else:
                 count[0] += exam.score(task, tokenizer.decode(said, skip_special_tokens=True), answer)
                 count[1] += 1
-            left = needles if state.reduction is None else needles[state.reduction.kept]
-            shown = {"needles_kept": float(left.sum() / needles.sum())}
+            left, by_layer = needles, [inputs.num_visual_tokens]  # that the layers' KV has
+            if (reduction := state.reduction) is not None:
+                left, by_layer = needles[reduction.kept], reduction.by_layer or [reduction.num_after]
+            times = state.timer.summary(len(said))
+            shown = {
+                "num_visual_kept": statistics.mean(by_layer),
+                "ttft_ms": times["ttft_ms"] + reading,
+                "prefill_ms": times["ttft_ms"],
+                "decode_ms": times["stages_ms"]["decode"],
+                "needles_kept": float(left.sum() / needles.sum()),
+            }
             if references is not None:
                 reference = references.setdefault(question, Reference())
                 shown |= reference.compare(candidate.parts, state, expected, hosts)
-            compared[label].append(shown)
-            states[label].append(state)
-            stats[label].append(state.timer.summary(len(said)))
-    records = []
-    for label, way in ways.items():
-        state, times = states[label][-1], [figures["ttft_ms"] for figures in stats[label]]
-        records.append(
-            {
-                "label": label,
-                "seed": seed,
-                "needles": exam.needles(seed),
-                "hosts": hosts.size,
-                "settings": way.settings,
-                "method": state.method,
-                "anchor_len": state.layout.anchor_len,
-                "passing_len": state.layout.passing_len,
-                "num_input_tokens": inputs.num_tokens,
-                "num_visual_tokens": inputs.num_visual_tokens,
-                "num_visual_kept": [visual_kept(state) for state in states[label]],
-                "right": right[label],
-                "reading_ms": reading,
-                "ttft_ms": [ms + reading for ms in times],
-                "prefill_ms": times,
-                "decode_ms": [figures["stages_ms"]["decode"] for figures in stats[label]],
-                **{name: [shown[name] for shown in compared[label]] for name in compared[label][0]},
-            }
-        )
-    return records
+            figures[label].append(shown)
+    return [
+        {
+            "label": label,
+            "seed": seed,
+            "needles": exam.needles(seed),
+            "hosts": hosts.size,
+            "settings": way.settings,
+            "method": states[label].method,
+            "anchor_len": states[label].layout.anchor_len,
+            "passing_len": states[label].layout.passing_len,
+            "num_input_tokens": inputs.num_tokens,
+            "num_visual_tokens": inputs.num_visual_tokens,
+            "right": right[label],
+            "reading_ms": reading,
+            **{name: [shown[name] for shown in figures[label]] for name in figures[label][0]},
+        }
+        for label, way in ways.items()
+    ]

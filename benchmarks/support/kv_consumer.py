@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
@@ -18,15 +17,6 @@ from apbv.kv.remote import RemoteKV
 from apbv.kv.ticket import Ticket
 
 WAIT = 600.0  # seconds, for the process to end
-
-
-@dataclass(frozen=True)
-class Consumed:
-    """Report of a consumer: seconds until all layers and until the first had arrived; a digest if requested."""
-
-    seconds: float
-    first_layer_seconds: float
-    digest: str | None
 
 
 def digest_of(layers: Iterable[tuple[Tensor, Tensor]]) -> str:
@@ -38,8 +28,12 @@ def digest_of(layers: Iterable[tuple[Tensor, Tensor]]) -> str:
     return digest.hexdigest()
 
 
-def consume(ticket: Ticket, cache: dict, digests: bool) -> Consumed:
-    """Fetch everything into memory that is kept from one call to the next, and confirm it."""
+def consume(ticket: Ticket, cache: dict, digests: bool) -> dict:
+    """Fetch everything into memory that is kept from one call to the next, and confirm it.
+
+    Returns:
+        The milliseconds until the first layer and until all layers had arrived, and a digest if requested.
+    """
     shape = ticket.num_layers, 2, ticket.num_kv_heads, ticket.num_tokens, ticket.head_dim
     if shape not in cache:
         cache[shape] = torch.zeros(shape, dtype=ticket.torch_dtype)
@@ -50,9 +44,8 @@ def consume(ticket: Ticket, cache: dict, digests: bool) -> Consumed:
             for states, received in zip(own, layer, strict=True):
                 states.copy_(received)
         kv.confirm()
-    ended = time.perf_counter()
-    digest = digest_of((keys, values) for keys, values in kept) if digests else None
-    return Consumed(ended - began, first - began, digest)
+    times = {"first_layer_ms": 1e3 * (first - began), "fetch_ms": 1e3 * (time.perf_counter() - began)}
+    return {**times, "digest": digest_of(kept) if digests else None}
 
 
 class Consumer:
@@ -63,15 +56,15 @@ class Consumer:
             [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
-    def fetch(self, ticket: Ticket, digests: bool = False) -> Consumed:
-        """Have it fetch everything, and return its report."""
+    def fetch(self, ticket: Ticket, digests: bool) -> dict:
+        """Have it fetch everything, and return the figures of :func:`consume`."""
         json.dump({"params": ticket.to_params(), "digests": digests}, self._process.stdin)
         self._process.stdin.write("\n")
         self._process.stdin.flush()
         line = self._process.stdout.readline()
         if not line:
             raise ValueError("the consumer has ended: its error is above")
-        return Consumed(**json.loads(line))
+        return json.loads(line)
 
     def close(self) -> None:
         self._process.stdin.close()
@@ -82,8 +75,7 @@ def main() -> None:
     cache: dict = {}
     for line in sys.stdin:
         order = json.loads(line)
-        consumed = consume(Ticket.from_params(order["params"]), cache, order["digests"])
-        print(json.dumps(asdict(consumed)), flush=True)
+        print(json.dumps(consume(Ticket.from_params(order["params"]), cache, order["digests"])), flush=True)
 
 
 if __name__ == "__main__":

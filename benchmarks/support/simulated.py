@@ -12,6 +12,7 @@ import copy
 import math
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -86,7 +87,6 @@ class _Machine:
         self.clock = clock
         self.turn = threading.Condition()
         self.posts: dict[int, dict[int, _Post]] = {}
-        self.readers_left: dict[int, int] = {}
         self.failure: str | None = None
         self.ended: set[int] = set()
         self.waiting: dict[int, dict[int, _Post]] = {}  # by host, for which exchange
@@ -125,15 +125,13 @@ class SimulatedHost(HostGroup):
         super().__init__(device=device, timeout=float("inf"))
         self._take_place(rank, machine.num_hosts)
         self._watch = _SimulatedWatch(self.name, machine)
-        self._machine = machine
+        self._machine, self._network = machine, machine.network
         self.laps: list[float] = []
         self._pace = pace
         self._time = 0.0  # of this host, when its clock was last read
         self._read = 0.0  # the real clock, then
         self._num_posted = 0
-        self._num_settled = 0
-        self._arrivals: dict[int, float] = {}
-        self._durations: dict[int, Callable[[list[_Post]], tuple[float, float]]] = {}
+        self._unsettled: deque[Callable[[], None]] = deque()
         self._link_free = 0.0
 
     def clock(self) -> float:
@@ -181,14 +179,14 @@ class SimulatedHost(HostGroup):
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
 
+        num_bytes = tensor.nbytes if self.rank != source else 0
+
         def timing(posts: list[_Post]) -> tuple[float, float]:
-            seconds = (
-                0.0 if self.rank == source else self._network.between(source, self.rank).seconds(tensor.nbytes)
-            )
-            return max(posts[source].time, posts[self.rank].time), seconds
+            link = self._network.between(source, self.rank)
+            return max(posts[source].time, posts[self.rank].time), link.seconds(num_bytes)
 
         tensor.copy_(self._exchange(tensor.clone(), timing, lambda payloads: payloads[source]).wait())
-        self.bytes_received += tensor.nbytes if self.rank != source else 0
+        self.bytes_received += num_bytes
         return tensor
 
     def broadcast_ints(self, values: Sequence[int] | None, count: int) -> list[int]:
@@ -204,22 +202,29 @@ class SimulatedHost(HostGroup):
         """Time an exchange of statuses, which are as good as empty: all wait for the last, and for latencies."""
         return max(post.time for post in posts), self._network.gathering(self.size, 1)
 
-    @property
-    def _network(self) -> Network:
-        return self._machine.network
-
     def _exchange(self, payload, timing, result: Callable[[list[Any]], Any]) -> Exchange:
         """Take part in the next exchange; ``timing`` gives when it starts and how long it takes this host."""
         if self._watch.is_broken:
             raise HostError("this host group broke in an earlier exchange")
         machine, number = self._machine, self._num_posted
         self._num_posted += 1
-        self._durations[number] = timing
         posts = machine.posts.setdefault(number, {})
         posts[self.rank] = _Post(payload, self.clock())
         if len(posts) == self.size:
-            machine.readers_left[number] = self.size
+            del machine.posts[number]
             machine.turn.notify_all()
+        arrival = None
+
+        def settle() -> None:
+            """Work out when it arrives: exchanges share this host's link, in the order of their beginning."""
+            nonlocal arrival
+            start, seconds = timing([posts[host] for host in range(self.size)])
+            if seconds:
+                start = max(start, self._link_free)
+                self._link_free = start + seconds
+            arrival = start + seconds
+
+        self._unsettled.append(settle)
 
         def finish():
             self.clock()
@@ -232,28 +237,14 @@ class SimulatedHost(HostGroup):
                 machine.turn.notify_all()
                 self._resume()
                 raise HostError(machine.failure or "the hosts no longer take part in the same exchanges")
-            self._settle(number)
-            self._time = max(self._time, self._arrivals.pop(number))
+            while arrival is None:
+                self._unsettled.popleft()()
+            self._time = max(self._time, arrival)
             received = result([posts[host].payload for host in range(self.size)])
             self._resume()
             return received
 
         return Exchange(finish)
-
-    def _settle(self, last: int) -> None:
-        """Work out when exchanges arrive, in the order of their beginning: they share this host's link."""
-        machine = self._machine
-        for number in range(self._num_settled, last + 1):
-            posts = [machine.posts[number][host] for host in range(self.size)]
-            start, seconds = self._durations.pop(number)(posts)
-            if seconds:
-                start = max(start, self._link_free)
-                self._link_free = start + seconds
-            self._arrivals[number] = start + seconds
-            machine.readers_left[number] -= 1
-            if not machine.readers_left[number]:
-                del machine.posts[number], machine.readers_left[number]
-        self._num_settled = max(self._num_settled, last + 1)
 
     def subgroup(self, members: Sequence[int], timeout: float | None = None) -> HostGroup | None:
         raise ValueError("simulated hosts work together, all of them: there are no groups of some")

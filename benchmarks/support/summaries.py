@@ -5,6 +5,14 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
 
+def grouped(records: Iterable[dict], *names: str) -> dict[tuple, list[dict]]:
+    """Return the records by their values of some fields, in the order in which these first come."""
+    groups: dict[tuple, list[dict]] = {}
+    for record in records:
+        groups.setdefault(tuple(record[name] for name in names), []).append(record)
+    return groups
+
+
 def sum_counts(counts: Iterable[Mapping[str, Sequence[int]]]) -> dict[str, tuple[int, int]]:
     """Add up how many of all answers were right, by task."""
     sums: dict[str, tuple[int, int]] = {}

@@ -17,6 +17,8 @@ from transformers import (
     Qwen2_5_VLForConditionalGeneration,
 )
 
+from apbv import Engine, HostGroup
+
 PATCH, MERGE, FRAMES_PER_PATCH, CHANNELS = 14, 2, 2, 3  # of Qwen2.5-VL
 _VIDEO_TOKEN, _IMAGE_TOKEN, _VISION_START, _VISION_END = 1000, 1001, 1002, 1003
 PREFIX_LEN = 16  # tokens before the video, such as a system message
@@ -104,6 +106,13 @@ def build_model(config: PreTrainedConfig, dtype: torch.dtype, device: torch.devi
     finally:
         torch.set_default_dtype(before)
     return model.eval()
+
+
+def load_model(name: str, dtype: torch.dtype, hosts: HostGroup) -> PreTrainedModel:
+    """Build one of :data:`CONFIGS` with random weights, or load the demo's model or a checkpoint."""
+    if name in CONFIGS:
+        return build_model(CONFIGS[name], dtype, hosts.device)
+    return Engine.from_pretrained(name, hosts=hosts, dtype=dtype).model
 
 
 @dataclass(frozen=True)

@@ -252,7 +252,8 @@ class BatchMaker:
             clip = clips.ClipSpec(tuple(pool.shots[place] for place in places), grid)
             times = torch.arange(num_shots) * STRIDE if usual else self._times_with_gaps(num_shots)
             rows.append(self.row(clip, times, system, self._choose(clip, describe=usual)))
-        behind = _round_up(max(len(row.labels) for row in rows), 32)
+        # Rounded up, because with few different shapes the CPU's kernels, compiled per shape, are reused.
+        behind = -(-max(len(row.labels) for row in rows) // 32) * 32
         before = len(rows[0].ids) - len(rows[0].labels)
         packed = {
             name: _stack([getattr(row, name) for row in rows], behind, fill) for name, fill in _FILLS.items()
@@ -360,8 +361,3 @@ class BatchMaker:
 def _stack(values: list[torch.Tensor], length: int, fill: int) -> torch.Tensor:
     """Pad tensors at the end of their last dimension and stack them."""
     return torch.stack([F.pad(value, (0, length - value.shape[-1]), value=fill) for value in values])
-
-
-def _round_up(length: int, multiple: int) -> int:
-    """Round up, because with few different shapes the CPU's kernels, compiled per shape, are reused."""
-    return -(-length // multiple) * multiple

@@ -104,9 +104,8 @@ class Trainer:
             self.teacher = Qwen2_5_VLForConditionalGeneration.from_pretrained(teacher, dtype=torch.float32).eval()
             self.teacher.set_attn_implementation(ATTENTION)
         hidden = self.model.config.vision_config.out_hidden_size
-        self.heads = nn.ModuleList(
-            nn.Linear(hidden, classes) for classes in (len(COLOUR_IDS) + 1, len(LETTER_IDS) + 1, len(clips.SCENES))
-        )
+        classes = len(COLOUR_IDS) + 1, len(LETTER_IDS) + 1, len(clips.SCENES)
+        self.heads = nn.ModuleList(nn.Linear(hidden, number) for number in classes)
         self.parameters = [*self.model.parameters(), *self.heads.parameters()]
         self.optimiser = torch.optim.AdamW(self.parameters, lr=0.0, betas=(0.9, 0.98), weight_decay=0.01)
         self.frozen: FrozenVision | None = None

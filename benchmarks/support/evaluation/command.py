@@ -1,10 +1,10 @@
 """The command line of the benchmarks that ask a user's own questions."""
 
 import argparse
-import json
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from ..exams import run_on
 from .answers import choose_option
 from .prompting import LETTERED, OPEN, fill, request_of
 from .results import ResultsFile, Run, digest_of, read_runs
-from .running import answer_all, figures_of, judged, units_of
+from .running import Keep, answer_all, figures_of, judged
 from .samples import Parse, Sample, file_sizes, in_order_of_files, missing_files, require_distinct, shard
 from .samples import digest_of as digest_of_samples
 from .scoring import Score, markdown, score, summary
@@ -43,6 +43,7 @@ from support.simulated import share_weights
 # Options of an engine on which no answer depends.
 _WITHOUT_EFFECT = {"threads", "video_chunk_mib", "video_backend", "cuda_graphs", "backend"}
 _MOST_NAMED = 5
+Request = Callable[[Sample, str, argparse.Namespace, Engine], Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -73,9 +74,7 @@ class Benchmark:
     template: str = LETTERED
     parse: Parse = choose_option
     max_new_tokens: int | None = None
-    request: Callable[[Sample, str, argparse.Namespace, Engine], Mapping[str, Any]] = (
-        lambda sample, template, options, engine: request_of(sample, fill(template, sample))
-    )
+    request: Request = lambda sample, template, options, engine: request_of(sample, fill(template, sample))
     guess: Callable[[Sample], int] | None = None
     overall: Callable[[Score], float | None] = lambda score: None
     subtitles: tuple[str, ...] = ()
@@ -142,18 +141,19 @@ class Benchmark:
             samples = self._samples(options)
         settings = self._settings(options, samples, num_hosts, simulated=num_hosts != hosts.size)
         part = samples if options.shard is None else shard(samples, *options.shard)
-        file = None
-        try:
+        answered = {}
+        with ExitStack() as stack:
             with hosts.local_stage("opening the results"):
                 if hosts.is_leader:
                     number = "" if options.shard is None else "-{}-of-{}".format(*options.shard)
                     name = Path("results") / f"{self.name}-{digest_of(settings)}{number}.jsonl"
-                    file = ResultsFile(options.results or name, settings)
-                    sys.stderr.write(f"results: {file.path}, with {len(file.answered)} answers so far\n")
-            answered = {} if file is None else file.answered  # about files as large as those that are there now
+                    file = stack.enter_context(closing(ResultsFile(options.results or name, settings)))
+                    answered = file.answered
+                    sys.stderr.write(f"results: {file.path}, with {len(answered)} answers so far\n")
+            # Answers count that are about files as large as those that are there now.
             sizes = {key: record.get("file_sizes") for key, record in answered.items()}
             known = [sample.key for sample in part if sizes.get(sample.key, ()) == file_sizes(sample)]
-            known = set(json.loads(hosts.broadcast_bytes(json.dumps(known).encode())))
+            known = set(hosts.gather_json(known)[0])
             todo = [sample for sample in part if sample.key not in known]
             run = Run(settings, {key: record for key, record in answered.items() if key in known})
 
@@ -162,10 +162,7 @@ class Benchmark:
                 file.add(record)
 
             if todo:
-                self._ask(options, hosts, num_hosts, todo, keep, units_of(samples), len(part) - len(todo))
-        finally:
-            if file is not None:
-                file.close()
+                self._ask(options, hosts, todo, len(part) - len(todo), keep)
         failed = []
         with hosts.local_stage("writing the score"):
             if hosts.is_leader:
@@ -219,14 +216,7 @@ class Benchmark:
         }
 
     def _ask(
-        self,
-        options: argparse.Namespace,
-        hosts: HostGroup,
-        num_hosts: int,
-        todo: Sequence[Sample],
-        keep: Callable[[dict], None],
-        units: Mapping[str, int],
-        num_done: int,
+        self, options: argparse.Namespace, hosts: HostGroup, todo: list[Sample], num_done: int, keep: Keep
     ) -> None:
         """Load the engine, on simulated hosts one for each, and answer."""
         reuse = None if options.reuse == "off" else ReuseConfig(mode=options.reuse)
@@ -237,7 +227,7 @@ class Benchmark:
         parse = self.parse if options.parse == "own" else choose_option
 
         def job(engine: Engine, hosts: HostGroup) -> None:
-            def ask(sample: Sample, engine: Engine) -> dict:
+            def ask(sample: Sample) -> dict:
                 with hosts.local_stage("reading the question"):
                     own = template if sample.options or options.template else OPEN
                     request = self.request(sample, own, options, engine)
@@ -245,7 +235,7 @@ class Benchmark:
                 said = judged(sample, answer.text, parse if "{options}" in template else None, self.guess)
                 return said | {"figures": figures_of(answer)}
 
-            answer_all(engine, hosts, ask, todo, keep, units, num_done)
+            answer_all(engine, hosts, ask, todo, keep, num_done)
 
         def simulated(host: HostGroup, model: PreTrainedModel) -> None:
             config, draft = engine.prefill_config, engine.draft_model and share_weights(engine.draft_model)
@@ -254,10 +244,10 @@ class Benchmark:
             decode = DecodeConfig(cuda_graphs=options.cuda_graphs)
             job(Engine(model, engine.processor, host, config, engine.name, *drafting, reuse, decode), host)
 
-        if num_hosts == hosts.size:
+        if options.hosts in (None, hosts.size):
             job(engine, hosts)
         else:
-            run_on(num_hosts, hosts, engine.model, simulated)
+            run_on(options.hosts, hosts, engine.model, simulated)
 
 
 def _template(text: str) -> str:

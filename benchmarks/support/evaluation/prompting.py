@@ -11,14 +11,10 @@ OPEN = "{question}"
 _FIELD = re.compile(r"\{(question|options|subtitles)\}")
 
 
-def lettered(options: tuple[str, ...]) -> str:
-    """Return the options, one on each line, after their letters."""
-    return "\n".join(f"{letter}. {option}" for letter, option in zip(LETTERS, options, strict=False))
-
-
 def fill(template: str, sample: Sample, subtitles: str = "") -> str:
     """Put a sample's question, its lettered options and subtitles into a template."""
-    values = {"question": sample.question, "options": lettered(sample.options), "subtitles": subtitles}
+    lettered = (f"{letter}. {option}" for letter, option in zip(LETTERS, sample.options, strict=False))
+    values = {"question": sample.question, "options": "\n".join(lettered), "subtitles": subtitles}
     return _FIELD.sub(lambda found: values[found[1]], template)
 
 

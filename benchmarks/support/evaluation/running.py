@@ -1,7 +1,7 @@
 """Has an engine answer samples, on all hosts together, one answer after the other."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tqdm import tqdm
@@ -12,6 +12,7 @@ from apbv.hosts import HostError
 from .answers import option_in, same_answer
 from .samples import LETTERS, Parse, Sample, file_sizes
 
+Keep = Callable[[dict], None]
 # What is kept of an answer's figures.
 _FIGURES = ("method", "hosts", "num_input_tokens", "num_video_tokens", "ttft_ms", "total_ms", "reused")
 
@@ -19,11 +20,10 @@ _FIGURES = ("method", "hosts", "num_input_tokens", "num_video_tokens", "ttft_ms"
 def answer_all(
     engine: Engine,
     hosts: HostGroup,
-    ask: Callable[[Sample, Engine], dict],
+    ask: Callable[[Sample], dict],
     samples: Sequence[Sample],
-    keep: Callable[[dict], None],
-    units: Mapping[str, int],
-    num_done: int = 0,
+    keep: Keep,
+    num_done: int,
 ) -> None:
     """Answer samples, and give a record of each to the leader as soon as it is there; collective.
 
@@ -33,7 +33,6 @@ def answer_all(
         hosts: all hosts, a draft host included.
         ask: asks the engine, and returns the answer's record; called on every host.
         keep: called on the leader with each record.
-        units: how many samples each unit has.
         num_done: how many were answered before, for the progress bar.
 
     Raises:
@@ -45,9 +44,17 @@ def answer_all(
     counts: Counter[str] = Counter()
     with bar:
         for sample in samples:
-            record = _record_of(sample, units)
+            record = {
+                "key": sample.key,
+                "unit": sample.unit or sample.key,
+                "unit_size": sample.unit_size,
+                "groups": dict(sample.groups),
+                "is_choice": bool(sample.options),
+                "expected": sample.expected,
+                "file_sizes": file_sizes(sample),
+            }
             try:
-                record |= ask(sample, engine)
+                record |= ask(sample)
                 counts["right"] += bool(record["right"])
             except (ValueError, HostError) as error:
                 if hosts.is_broken or engine.hosts.is_broken:
@@ -58,25 +65,6 @@ def answer_all(
             bar.set_postfix(counts)
             if hosts.is_leader:
                 keep(record)
-
-
-def _record_of(sample: Sample, units: Mapping[str, int]) -> dict:
-    unit = sample.unit or sample.key
-    return {
-        "key": sample.key,
-        "unit": unit,
-        "unit_size": units[unit],
-        "groups": dict(sample.groups),
-        "is_choice": bool(sample.options),
-        "expected": sample.expected,
-        "file_sizes": file_sizes(sample),
-    }
-
-
-def units_of(samples: Sequence[Sample]) -> dict[str, int]:
-    """Return how many samples each unit has, or must have; a sample without a unit is one of its own."""
-    counts = Counter(sample.unit or sample.key for sample in samples)
-    return {**counts, **{sample.unit: sample.unit_size for sample in samples if sample.unit_size is not None}}
 
 
 def judged(

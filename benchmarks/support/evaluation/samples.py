@@ -25,7 +25,7 @@ class Sample:
         videos, images, audio: the files that are asked about.
         groups: to what kinds of question it belongs, such as ``{"duration": "long"}``.
         unit: samples of the same unit count as one question, which is right if all of them are.
-        unit_size: how many samples its unit must have; None: as many as there are.
+        unit_size: how many samples its unit must have.
         subtitles: file of a video's subtitles.
         extra: what a benchmark needs beyond that for its prompt.
     """
@@ -39,7 +39,7 @@ class Sample:
     audio: tuple[Path, ...] = ()
     groups: Mapping[str, str] = field(default_factory=dict)
     unit: str | None = None
-    unit_size: int | None = None
+    unit_size: int = 1
     subtitles: Path | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
 
@@ -150,13 +150,13 @@ class Row:
     def __contains__(self, name: str) -> bool:
         return self.values.get(name) is not None
 
-    def text(self, *names: str, default: str | None = None) -> str:
-        """Return the text of the first of these fields that is there; a number is written out."""
-        value = next((self.values[name] for name in names if name in self), default)
+    def text(self, name: str, default: str | None = None) -> str:
+        """Return the text of a field; a number is written out."""
+        value = self.values[name] if name in self else default
         if _is_number(value):
             value = str(value)
         if not isinstance(value, str) or not value.strip():
-            raise self.error(f"needs the text {' or '.join(map(repr, names))}, got {value!r:.60}")
+            raise self.error(f"needs the text {name!r}, got {value!r:.60}")
         return value.strip()
 
     def number(self, name: str) -> float:
@@ -175,21 +175,21 @@ class Row:
                 return first, second
         raise self.error(f"{name!r} must hold two numbers, got {values!r:.60}")
 
-    def texts(self, *names: str) -> tuple[str, ...]:
-        """Return the texts in the first of these fields that is there, a list or a single one; or none."""
-        values = next((self.values[name] for name in names if name in self), [])
+    def texts(self, name: str) -> tuple[str, ...]:
+        """Return the texts in a field, a list or a single one; or none."""
+        values = self.values[name] if name in self else []
         values = values if isinstance(values, list | tuple) else [values]
         found = []
         for value in values:
             value = str(value) if _is_number(value) else value
             if not isinstance(value, str) or not value.strip():
-                raise self.error(f"{names[0]!r} must hold texts, got {value!r:.60}")
+                raise self.error(f"{name!r} must hold texts, got {value!r:.60}")
             found.append(value.strip())
         return tuple(found)
 
-    def options(self, *names: str) -> tuple[str, ...]:
-        """Return the options in the first of these fields, without their own letters where all have them."""
-        options = self.texts(*names)
+    def options(self, name: str) -> tuple[str, ...]:
+        """Return the options in a field, without their own letters where all have them."""
+        options = self.texts(name)
         bare = [_without_letter(text, letter) for text, letter in zip(options, LETTERS, strict=False)]
         return tuple(bare) if len(bare) == len(options) and all(bare) else options
 
@@ -199,24 +199,26 @@ class Row:
         Raises:
             ValueError: it names none, or its text, letter and number name different ones.
         """
+        text = str(answer).strip()
         if isinstance(answer, int) and not isinstance(answer, bool):
-            by_number = [answer] if 0 <= answer < len(options) else []
-            if any(option == str(answer) and number != answer for number, option in enumerate(options)):
+            if any(option == text and number != answer for number, option in enumerate(options)):
                 raise self.error(
                     f"the answer {answer} is the number, from 0, of one option and the text of another; "
                     f'"{answer}" is the text, and a letter is clear'
                 )
-            return self._only(by_number, answer, options)
-        text = str(answer).strip()
-        found = {
-            number
-            for number, option in enumerate(options)
-            if text == option or _without_letter(text, LETTERS[number]) == option
-        }
-        letter = text.rstrip(".")
-        if len(letter) == 1 and letter in LETTERS[: len(options)]:
-            found.add(LETTERS.index(letter))
-        return self._only(sorted(found), answer, options)
+            found = {answer} & {*range(len(options))}
+        else:
+            found = {
+                number
+                for number, (letter, option) in enumerate(zip(LETTERS, options, strict=False))
+                if option in (text, _without_letter(text, letter)) or letter == text.rstrip(".")
+            }
+        if len(found) != 1:
+            many = "could be several" if found else "is none"
+            raise self.error(
+                f"the answer {answer!r} {many} of the {len(options)} options; its number, from 0, is clear"
+            )
+        return found.pop()
 
     def letter(self, name: str, options: Sequence[str]) -> int:
         """Return which option a field's letter names."""
@@ -226,14 +228,6 @@ class Row:
                 f"{name!r} must be the letter of one of the {len(options)} options, got {letter!r:.60}"
             )
         return LETTERS.index(letter)
-
-    def _only(self, found: list[int], answer: Any, options: Sequence[str]) -> int:
-        if len(found) != 1:
-            many = "could be several" if found else "is none"
-            raise self.error(
-                f"the answer {answer!r} {many} of the {len(options)} options; its number, from 0, is clear"
-            )
-        return found[0]
 
     def error(self, what: str) -> ValueError:
         """Return an error that says where it is."""

@@ -93,12 +93,9 @@ def labels_of(runs: Sequence[Run]) -> list[str]:
     names = sorted({name for run in runs for name in run.settings})
     first = runs[0].settings
     differing = [name for name in names if any(run.settings.get(name) != first.get(name) for run in runs)]
-    named = [", ".join(f"{name} {_shown(run.settings.get(name))}" for name in differing) for run in runs]
+    shown = [{name: "–" if value is None else value for name, value in run.settings.items()} for run in runs]
+    named = [", ".join(f"{name} {values.get(name, '–')}" for name in differing) for values in shown]
     return named if differing else [digest_of(run.settings) for run in runs]
-
-
-def _shown(value) -> str:
-    return "–" if value is None else str(value)
 
 
 def markdown(runs: Sequence[Run], scores: Sequence[Score]) -> str:

@@ -9,18 +9,28 @@ from torch import Tensor
 from apbv.kernels import reference, segmented_attention, verify_attention
 from apbv.kernels.library_attention import choose_attention
 
-from .case import ATTENTION_TOLERANCE, Case, Draw, Outputs, Piece, Sizes, group_of, local_kv
+from .case import ATTENTION_TOLERANCE, Case, Draw, Piece, Sizes, heads_of, local_kv
 
 # Number of queries that are compared, and of those in one run: every score is an fp64 number in memory.
 _CHECKED_QUERIES, _RUN = 2048, 128
 
 
-def _segmented(s: Sizes, label: str, queries: int, keys: list[int], make, rows_alone: int = 0) -> Case:
-    """Build a case whose last segment is causal, and at least as long as there are queries."""
+def _segmented(s: Sizes, label: str, queries: int, keys: list[int], segments=None, rows_alone: int = 0) -> Case:
+    """Build a case whose last segment is causal, and at least as long as there are queries.
+
+    Args:
+        keys: the segments' lengths.
+        segments: function that draws their keys and values; None: they are as projections leave them.
+    """
     last, before = keys[-1], sum(keys[:-1])
     seen = (queries - rows_alone) * before + queries * (last - queries) + queries * (queries + 1) // 2
     rows = 2 * queries * s.heads + 2 * sum(keys) * s.kv_heads
     scale = s.head_dim**-0.5
+
+    def make(draw: Draw) -> tuple:
+        drawn = segments(draw) if segments else [local_kv(draw, s, length) for length in keys]
+        return draw.states(s.heads, queries, s.head_dim), drawn
+
     return Case(
         "segmented_attention",
         label,
@@ -31,7 +41,7 @@ def _segmented(s: Sizes, label: str, queries: int, keys: list[int], make, rows_a
         lambda ops, backend: segmented_attention(
             ops[0], ops[1], scale, causal_last=True, rows_alone=rows_alone, backend=backend
         ),
-        lambda ops: _attention_pieces(*ops, scale, rows_alone),
+        lambda ops: _attention_pieces(s, *ops, rows_alone),
         lambda dtype: (ATTENTION_TOLERANCE[dtype], 1e-4),
         lambda ops, backend: choose_attention(backend, *ops),
         is_segmented=True,
@@ -41,67 +51,56 @@ def _segmented(s: Sizes, label: str, queries: int, keys: list[int], make, rows_a
 
 def block(s: Sizes) -> Case:
     """Build the case of the last block, which sees the anchor, what all others pass on, and causally itself."""
-    senders = 2 * s.hosts - 1
 
-    def make(draw: Draw) -> tuple:
+    def segments(draw: Draw) -> list:
         local = local_kv(draw, s, s.anchor + s.block)
         anchor, block = ([x[:, :, rows] for x in local] for rows in (slice(s.anchor), slice(s.anchor, None)))
-        return draw.states(s.heads, s.block, s.head_dim), [anchor, *_passed(draw, s, senders), block]
+        return [anchor, *_passed(draw, s), block]
 
-    keys = [s.anchor, *[s.passing] * senders, s.block]
-    return _segmented(s, "anchor, passing blocks, block", s.block, keys, make)
+    keys = [s.anchor, *[s.passing] * (2 * s.hosts - 1), s.block]
+    return _segmented(s, "anchor, passing blocks, block", s.block, keys, segments)
 
 
 def block_with_anchor(s: Sizes) -> Case:
     """Build the case of :func:`block` with the anchor's own queries, which see only the anchor."""
-    senders = 2 * s.hosts - 1
+    rows = s.anchor + s.block
 
-    def make(draw: Draw) -> tuple:
-        rows = s.anchor + s.block
-        return draw.states(s.heads, rows, s.head_dim), [*_passed(draw, s, senders), local_kv(draw, s, rows)]
+    def segments(draw: Draw) -> list:
+        return [*_passed(draw, s), local_kv(draw, s, rows)]
 
-    keys = [*[s.passing] * senders, s.anchor + s.block]
-    return _segmented(s, "passing blocks, anchor and block", s.anchor + s.block, keys, make, s.anchor)
+    keys = [*[s.passing] * (2 * s.hosts - 1), rows]
+    return _segmented(s, "passing blocks, anchor and block", rows, keys, segments, s.anchor)
 
 
 def causal(s: Sizes) -> Case:
     """Build the case of a whole prompt."""
-
-    def make(draw: Draw) -> tuple:
-        return draw.states(s.heads, s.tokens, s.head_dim), [local_kv(draw, s, s.tokens)]
-
-    return _segmented(s, "causal", s.tokens, [s.tokens], make)
+    return _segmented(s, "causal", s.tokens, [s.tokens])
 
 
 def query(s: Sizes) -> Case:
     """Build the case of the question over a host's slice of the anchor, its two blocks, and the question."""
-    keys = [s.anchor // s.hosts, 2 * s.block + s.query_len]
-
-    def make(draw: Draw) -> tuple:
-        return draw.states(s.heads, s.query_len, s.head_dim), [local_kv(draw, s, rows) for rows in keys]
-
-    return _segmented(s, "query block", s.query_len, keys, make)
+    return _segmented(s, "query block", s.query_len, [s.anchor // s.hosts, 2 * s.block + s.query_len])
 
 
-def _passed(draw: Draw, s: Sizes, senders: int) -> list[tuple[Tensor, Tensor]]:
+def _passed(draw: Draw, s: Sizes) -> list[tuple[Tensor, Tensor]]:
     """Draw passing blocks as they arrive: one buffer with K and V per sender."""
-    return [tuple(draw.randn(2, 1, s.kv_heads, s.passing, s.head_dim)) for _ in range(senders)]
+    return [tuple(draw.randn(2, 1, s.kv_heads, s.passing, s.head_dim)) for _ in range(2 * s.hosts - 1)]
 
 
-def _attention_pieces(q: Tensor, segments: list, scale: float, rows_alone: int) -> Iterator[Piece]:
+def _attention_pieces(s: Sizes, q: Tensor, segments: list, rows_alone: int) -> Iterator[Piece]:
     """Yield the exact results of runs of queries, KV head by KV head."""
-    queries, kv_heads = q.shape[2], segments[0][0].shape[1]
-    for head in range(kv_heads):
-        group = group_of(q, kv_heads, head)
-        *before, last = ([x[:, head : head + 1] for x in pair] for pair in segments)
+    queries, scale = q.shape[2], s.head_dim**-0.5
+    for group, one in heads_of(s):
+        *before, last = ([x[:, one] for x in pair] for pair in segments)
         for rows in _runs(queries):
             # Without the keys that only later rows see, causality is bottom-right for these rows alone.
             seen = [x[:, :, : x.shape[2] - queries + rows.stop] for x in last]
             alone = min(max(0, rows_alone - rows.start), rows.stop - rows.start)
+            place = slice(None), group, rows
             exact = reference.segmented_attention(
-                q[:, group, rows].double(), [*before, seen], scale, True, rows_alone=alone
+                q[place].double(), [*before, seen], scale, True, rows_alone=alone
             )
-            yield lambda outs, group=group, rows=rows: tuple(x[:, group, rows] for x in outs), exact
+            yield place, exact
 
 
 def _runs(length: int) -> list[slice]:
@@ -130,18 +129,11 @@ def verify(s: Sizes, queries: int, tree: bool = False) -> Case:
             _binary_tree(queries).to(draw.device) if tree else None,
         )
 
-    def run(ops: tuple, backend: str) -> Outputs:
-        q, k, v, visible = ops
-        return verify_attention(q, k, v, scale, visible=visible, backend=backend)
-
     def exact(ops: tuple) -> Iterator[Piece]:
         q, k, v, visible = ops
-        for head in range(s.kv_heads):
-            group, one = group_of(q, s.kv_heads, head), slice(head, head + 1)
-            yield (
-                lambda outs, group=group: tuple(x[:, group] for x in outs),
-                reference.verify_attention(q[:, group].double(), k[:, one], v[:, one], scale, visible=visible),
-            )
+        for group, one in heads_of(s):
+            own = q[:, group].double(), k[:, one], v[:, one]
+            yield (slice(None), group), reference.verify_attention(*own, scale, visible=visible)
 
     return Case(
         "verify_attention",
@@ -150,7 +142,7 @@ def verify(s: Sizes, queries: int, tree: bool = False) -> Case:
         4 * s.head_dim * s.heads * (queries * past + masked),
         lambda dtype: rows * s.head_dim * dtype.itemsize,
         make,
-        run,
+        lambda ops, backend: verify_attention(*ops[:3], scale, visible=ops[3], backend=backend),
         exact,
         lambda dtype: (ATTENTION_TOLERANCE[dtype], 1e-4),
     )

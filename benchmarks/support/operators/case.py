@@ -6,6 +6,7 @@ fewest bytes: every operand read once, every result written once.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,8 +14,8 @@ from torch import Tensor
 from apbv.kernels.backends import choose
 
 Outputs = tuple[Tensor, ...]
-# A function that picks a part of an operator's outputs, and the exact result of this part.
-Piece = tuple[Callable[[Outputs], Outputs], Outputs]
+# The index of a part of each of an operator's outputs, and the exact result of this part.
+Piece = tuple[Any, Outputs]
 
 # The largest |out - exact| / |exact| of attention: half precision rounds weights and every partial result.
 ATTENTION_TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -115,7 +116,18 @@ def local_kv(draw: Draw, s: Sizes, rows: int) -> tuple[Tensor, Tensor]:
     return draw.states(s.kv_heads, rows, s.head_dim), draw.states(s.kv_heads, rows, s.head_dim)
 
 
-def group_of(q: Tensor, kv_heads: int, head: int) -> slice:
-    """Return the query heads of a KV head."""
-    groups = q.shape[1] // kv_heads
-    return slice(head * groups, (head + 1) * groups)
+def heads_of(s: Sizes) -> Iterator[tuple[slice, slice]]:
+    """Yield the query heads of each KV head, and the KV head."""
+    groups = s.heads // s.kv_heads
+    for head in range(s.kv_heads):
+        yield slice(head * groups, (head + 1) * groups), slice(head, head + 1)
+
+
+def whole(function: Callable[..., Outputs | Tensor]) -> Callable[[tuple], Iterator[Piece]]:
+    """Return a function that yields the exact result in one piece."""
+
+    def exact(ops: tuple) -> Iterator[Piece]:
+        outputs = function(*ops)
+        yield ..., outputs if isinstance(outputs, tuple) else (outputs,)
+
+    return exact

@@ -15,34 +15,10 @@ from apbv.kernels import (
     spatial_variety,
     temporal_change,
 )
-from apbv.kernels.backends import choose
 
-from .case import (
-    ATTENTION_TOLERANCE,
-    FP32_TOLERANCE,
-    Case,
-    Draw,
-    Outputs,
-    Piece,
-    Sizes,
-    group_of,
-    local_kv,
-)
+from .case import ATTENTION_TOLERANCE, Case, Draw, Piece, Sizes, heads_of, local_kv, whole
 
 _CROP = 5  # tokens per side, as in HIPPO
-
-
-def _whole(function: Callable[..., Outputs | Tensor]) -> Callable[[tuple], Iterator[Piece]]:
-    """Return a function that yields the exact result in one piece."""
-
-    def exact(ops: tuple) -> Iterator[Piece]:
-        yield lambda outs: outs, _as_tuple(function(*ops))
-
-    return exact
-
-
-def _as_tuple(outputs: Outputs | Tensor) -> Outputs:
-    return outputs if isinstance(outputs, tuple) else (outputs,)
 
 
 def merge(s: Sizes) -> Case:
@@ -61,9 +37,8 @@ def merge(s: Sizes) -> Case:
         lambda dtype: rows * (s.hosts * (s.head_dim * dtype.itemsize + 4) + 4 * s.head_dim + 4),
         make,
         lambda ops, backend: merge_states(*ops, backend=backend),
-        _whole(reference.merge_states),
+        whole(reference.merge_states),
         lambda dtype: (1e-5, 1e-5),
-        lambda ops, backend: choose(backend, ops[1]),
     )
 
 
@@ -75,7 +50,7 @@ def merge_into_place(s: Sizes) -> Case:
     def make(draw: Draw) -> tuple:
         outs = [draw.states(s.heads, count, s.head_dim) for count in rows]
         lses = [draw.randn(1, s.heads, count, dtype=torch.float32) for count in rows]
-        return outs, lses, torch.empty_like(outs[0])
+        return torch.empty_like(outs[0]), outs, lses
 
     return Case(
         "merge_states",
@@ -84,10 +59,9 @@ def merge_into_place(s: Sizes) -> Case:
         2 * sum(rows) * wide,
         lambda dtype: (rows[0] + sum(rows)) * (wide * dtype.itemsize + s.heads * itemsize),
         make,
-        lambda ops, backend: merge_states(*ops[:2], out=ops[2], backend=backend),
-        lambda ops: _whole(reference.merge_states)(ops[:2]),
+        lambda ops, backend: merge_states(*ops[1:], out=ops[0], backend=backend),
+        whole(lambda out, *partial: reference.merge_states(*partial)),
         lambda dtype: (ATTENTION_TOLERANCE[dtype], 1e-5),
-        lambda ops, backend: choose(backend, ops[1][0]),
     )
 
 
@@ -101,10 +75,8 @@ def importance(s: Sizes, reduce: str) -> Case:
 
     def exact(ops: tuple) -> Iterator[Piece]:
         q, k = ops
-        for head in range(s.kv_heads):
-            one, group = slice(head, head + 1), group_of(q, s.kv_heads, head)
-            importance = reference.kv_importance(q[:, group], k[:, one], scale, reduce)
-            yield lambda outs, one=one: (outs[0][:, one],), (importance,)
+        for group, one in heads_of(s):
+            yield (slice(None), one), (reference.kv_importance(q[:, group], k[:, one], scale, reduce),)
 
     return Case(
         "kv_importance",
@@ -117,8 +89,6 @@ def importance(s: Sizes, reduce: str) -> Case:
         make,
         lambda ops, backend: (kv_importance(*ops, scale, reduce, backend=backend),),
         exact,
-        lambda dtype: (FP32_TOLERANCE[dtype],),
-        lambda ops, backend: choose(backend, ops[1]),
     )
 
 
@@ -136,9 +106,8 @@ def topk(s: Sizes) -> Case:
         lambda dtype: s.kv_heads * (4 * s.block + s.passing * (4 * s.head_dim * dtype.itemsize + 8)),
         make,
         lambda ops, backend: select_topk(*ops, backend=backend),
-        _whole(reference.select_topk),
+        whole(reference.select_topk),
         lambda dtype: (0.0, 0.0),
-        lambda ops, backend: choose(backend, ops[1]),
     )
 
 
@@ -153,8 +122,7 @@ def visual_scores(s: Sizes) -> list[Case]:
     def exact_variety(ops: tuple) -> Iterator[Piece]:
         for frame in range(s.frames):
             one = slice(frame, frame + 1)
-            variety = reference.spatial_variety(ops[0][one], s.height, s.width, _CROP)
-            yield lambda outs, one=one: (outs[0][one],), (variety,)
+            yield one, (reference.spatial_variety(ops[0][one], s.height, s.width, _CROP),)
 
     def case(op: str, products: int, run: Callable[[tuple], Tensor], exact) -> Case:
         return Case(
@@ -175,7 +143,7 @@ def visual_scores(s: Sizes) -> list[Case]:
             "temporal_change",
             2 * count,
             lambda ops: temporal_change(ops[0]),
-            lambda ops: _whole(reference.temporal_change)(ops[:1]),
+            whole(lambda frames, _: reference.temporal_change(frames)),
         ),
         case(
             "spatial_variety",
@@ -187,6 +155,6 @@ def visual_scores(s: Sizes) -> list[Case]:
             "similarity_to",
             2 * count,
             lambda ops: similarity_to(ops[0].flatten(0, 1), ops[1]),
-            lambda ops: _whole(reference.similarity_to)((ops[0].flatten(0, 1), ops[1])),
+            whole(lambda frames, direction: reference.similarity_to(frames.flatten(0, 1), direction)),
         ),
     ]

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from apbv.kernels import ListedBlocks, antidiagonal_scores, block_means, block_sparse_attention, reference
 
-from .case import ATTENTION_TOLERANCE, FP32_TOLERANCE, Case, Draw, Piece, Sizes, local_kv
+from .case import ATTENTION_TOLERANCE, FP32_TOLERANCE, Case, Draw, Piece, Sizes, heads_of, local_kv, whole
 
 _BLOCK, _KEY_BLOCK = 128, 64  # queries, and keys where a block of keys is shorter, as in SpargeAttn
 _CHECKED_BLOCKS, _CHECKED_TOKENS = 16, 2048  # fp64 scores take memory
@@ -40,8 +40,8 @@ def listed_blocks(s: Sizes, share: float) -> Case:
             chosen = listed.indices[0, head, block, : counts[block]].tolist()
             pair = [x[:, head // (s.heads // s.kv_heads)][:, None] for x in (k, v)]
             segments = [[_rows(x, chosen) for x in pair], [x[:, :, own] for x in pair]]
-            exact = reference.segmented_attention(q[:, head : head + 1, own].double(), segments, scale, True)
-            yield lambda outs, head=head, own=own: tuple(x[:, head : head + 1, own] for x in outs), exact
+            place = slice(None), slice(head, head + 1), own
+            yield place, reference.segmented_attention(q[place].double(), segments, scale, True)
 
     return Case(
         "block_sparse_attention",
@@ -69,15 +69,12 @@ def antidiagonals(s: Sizes, stride: int) -> Case:
     groups, blocks, scale = -(-s.tokens // stride), -(-s.tokens // _BLOCK), s.head_dim**-0.5
 
     def exact(ops: tuple) -> Iterator[Piece]:
-        """Yield the exact scores of the first blocks, which do not depend on the others, head by head."""
-        q, k = (x[:, :, :_CHECKED_TOKENS] for x in ops)
-        count = q.shape[2] // _BLOCK
-        q, k = (x[:, :, : count * _BLOCK] for x in (q, k))
-        for head in range(s.heads):
-            of_kv = head // (s.heads // s.kv_heads)
-            own = q[:, head : head + 1], k[:, of_kv : of_kv + 1]
-            scores = reference.antidiagonal_scores(*own, scale, stride, _BLOCK)
-            yield lambda outs, head=head: (outs[0][:, head : head + 1, :count, :count],), (scores,)
+        """Yield the exact scores of the first blocks, which do not depend on the others, by KV head."""
+        first = slice(min(_CHECKED_TOKENS, s.tokens) // _BLOCK)
+        q, k = (x[:, :, : first.stop * _BLOCK] for x in ops)
+        for group, one in heads_of(s):
+            scores = reference.antidiagonal_scores(q[:, group], k[:, one], scale, stride, _BLOCK)
+            yield (slice(None), group, first, first), (scores,)
 
     return Case(
         "antidiagonal_scores",
@@ -94,10 +91,6 @@ def antidiagonals(s: Sizes, stride: int) -> Case:
 def means(s: Sizes) -> Case:
     """Build the case of SpargeAttn's means of a prompt's blocks of keys."""
     blocks = -(-s.tokens // _KEY_BLOCK)
-
-    def exact(ops: tuple) -> Iterator[Piece]:
-        yield lambda outs: outs, reference.block_means(ops[0], _KEY_BLOCK, center=ops[1])
-
     return Case(
         "block_means",
         f"blocks of {_KEY_BLOCK} keys",
@@ -109,6 +102,6 @@ def means(s: Sizes) -> Case:
             draw.randn(1, s.kv_heads, s.head_dim, dtype=torch.float32),
         ),
         lambda ops, backend: block_means(ops[0], _KEY_BLOCK, center=ops[1], backend=backend),
-        exact,
+        whole(lambda keys, center: reference.block_means(keys, _KEY_BLOCK, center=center)),
         lambda dtype: (FP32_TOLERANCE[dtype], FP32_TOLERANCE[dtype]),
     )

@@ -14,6 +14,8 @@ from apbv.stats import synchronize
 
 from .case import Case, Outputs
 
+_ROUNDS = 6  # of the ceilings
+
 
 @dataclass
 class Contender:
@@ -45,26 +47,21 @@ class Timer:
 
     Args:
         device, dtype: where and in what precision the ceilings are measured.
-        copy_bytes, matrix_side: the sizes of the copy and of the square matrix product that show the ceilings.
-        rounds: how often each is measured.
+        size, side: bytes of the copy, and rows of the square matrix product, that show the ceilings.
 
     Attributes:
         bandwidth, flops: the device's ceilings, in bytes and operations per second.
     """
 
-    def __init__(
-        self, device: torch.device, dtype: torch.dtype, copy_bytes: int, matrix_side: int, rounds: int = 6
-    ):
+    def __init__(self, device: torch.device, dtype: torch.dtype, size: int, side: int):
         self.device = device
-        size, side = copy_bytes, matrix_side
         self._source, self._target = torch.zeros(2, size, dtype=torch.uint8, device=device).random_()
         # A ceiling is the most that the device can do: the best of several rounds, the first of which warms up.
-        self._copy_seconds = 0.0
-        copy_ms = min(self(lambda _: self._target.copy_(self._source), [()]) for _ in range(rounds))
-        self._copy_seconds = copy_ms / 1e3
+        copies = [self(lambda _: self._target.copy_(self._source), [()]) for _ in range(_ROUNDS)]
+        self._copy_seconds = min(copies) / 1e3
         self.bandwidth = 2 * size / self._copy_seconds
         a, b = torch.randn(2, side, side, device=device, dtype=dtype)
-        self.flops = 2 * side**3 / min(self(lambda _: torch.mm(a, b), [()]) for _ in range(rounds)) * 1e3
+        self.flops = 2 * side**3 / min(self(lambda _: torch.mm(a, b), [()]) for _ in range(_ROUNDS)) * 1e3
 
     def __call__(self, run: Callable[[tuple], object], sets: list[tuple], launching: float = 0.0) -> float:
         """Return the mean milliseconds of one call on each set of operands.
@@ -149,9 +146,9 @@ def check(case: Case, operands: tuple, dtype: torch.dtype, entries: list[Contend
         except Exception as error:  # a kernel may raise anything, which is then the result of this check
             entry.wrong = f"{type(error).__name__}: {error}".splitlines()[0]
     sums = [[[0.0, 0.0] for _ in outputs] for _, outputs in computed]
-    for pick, exact in case.exact(operands):
+    for place, exact in case.exact(operands):
         for (_, outputs), totals in zip(computed, sums, strict=True):
-            for total, ours, its in zip(totals, pick(outputs), exact, strict=True):
+            for total, ours, its in zip(totals, (x[place] for x in outputs), exact, strict=True):
                 if ours.shape != its.shape:
                     total[0] = float("nan")
                     continue

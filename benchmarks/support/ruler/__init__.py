@@ -4,12 +4,12 @@ from collections.abc import Callable
 from random import Random
 from typing import Any
 
-from .frequency import CommonWords, FrequentWords
+from .frequency import make_common_words, make_frequent_words
 from .needles import NEEDLE_TASKS
 from .task import Budget, Task
-from .tracking import Tracking
+from .tracking import make_chain
 
-TASKS = {**NEEDLE_TASKS, "vt": Tracking(), "cwe": CommonWords(), "fwe": FrequentWords()}
+TASKS = {**NEEDLE_TASKS, "vt": make_chain, "cwe": make_common_words, "fwe": make_frequent_words}
 
 
 def make_task(task: str, seed: int, num_tokens: int, tokenizer: Callable[..., Any]) -> Task:
@@ -31,4 +31,4 @@ def make_task(task: str, seed: int, num_tokens: int, tokenizer: Callable[..., An
     def count(text: str) -> int:
         return len(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
 
-    return TASKS[task].make(Random(f"{task} {seed} {num_tokens}"), Budget(num_tokens, count))
+    return TASKS[task](Random(f"{task} {seed} {num_tokens}"), Budget(num_tokens, count))

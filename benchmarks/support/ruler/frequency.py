@@ -31,30 +31,29 @@ CODED_QUESTION = (
 CODED_ANSWER_START = "Answer: According to the coded text above, the three most frequently appeared words are:"
 
 
-class CommonWords:
-    """A list of words, of which ten appear far more often than the others; RULER's "cwe"."""
+def make_common_words(rng: Random, budget: Budget) -> Task:
+    """Make a task of a list of words, of which ten appear far more often than the others; RULER's "cwe".
 
-    def make(self, rng: Random, budget: Budget) -> Task:
-        """Make a task whose context, with a short example before, fills a budget.
+    Its context, with a short example before, fills a budget.
 
-        Raises:
-            ValueError: not even the common words fit.
-        """
-        often, seldom = REPEATS if budget.tokens >= LONG else SHORT_REPEATS
-        most = max(1, budget.tokens // (3 * seldom))  # a number and a word have three tokens or more
-        single, number = [*ADJECTIVES, *NOUNS], 20 + COMMON + most
-        words = rng.sample(single, number) if number <= len(single) else draw_words(rng, number)
-        example, words = words[:20], words[20:]
-        shown = _listed(Random(rng.getrandbits(64)), example, *EXAMPLE_REPEATS)
-        solved = f"{shown}\n{QUESTION}\n{ANSWER_START} {_numbered(example[:COMMON])}"
-        seed = rng.getrandbits(64)
+    Raises:
+        ValueError: not even the common words fit.
+    """
+    often, seldom = REPEATS if budget.tokens >= LONG else SHORT_REPEATS
+    most = max(1, budget.tokens // (3 * seldom))  # a number and a word have three tokens or more
+    single, number = [*ADJECTIVES, *NOUNS], 20 + COMMON + most
+    words = rng.sample(single, number) if number <= len(single) else draw_words(rng, number)
+    example, words = words[:20], words[20:]
+    shown = _listed(Random(rng.getrandbits(64)), example, *EXAMPLE_REPEATS)
+    solved = f"{shown}\n{QUESTION}\n{ANSWER_START} {_numbered(example[:COMMON])}"
+    seed = rng.getrandbits(64)
 
-        def text(number: int) -> str:
-            return f"{solved}\n\n{_listed(Random(seed), words[: COMMON + number], often, seldom)}"
+    def text(number: int) -> str:
+        return f"{solved}\n\n{_listed(Random(seed), words[: COMMON + number], often, seldom)}"
 
-        per_unit = seldom * budget.count(" 100. " + words[0])
-        context = text(budget.fill(text, per_unit, "the list", fewest=1, most=most))
-        return Task(context, QUESTION, tuple(words[:COMMON]), ANSWER_START, max_new_tokens=120)
+    per_unit = seldom * budget.count(" 100. " + words[0])
+    context = text(budget.fill(text, per_unit, "the list", fewest=1, most=most))
+    return Task(context, QUESTION, tuple(words[:COMMON]), ANSWER_START, max_new_tokens=120)
 
 
 def _listed(rng: Random, words: list[str], often: int, seldom: int) -> str:
@@ -67,26 +66,25 @@ def _numbered(words: list[str]) -> str:
     return " ".join(f"{number}. {word}" for number, word in enumerate(words, start=1))
 
 
-class FrequentWords:
-    """Coded words, drawn by a zeta distribution, whose first place is taken by dots; RULER's "fwe"."""
+def make_frequent_words(rng: Random, budget: Budget) -> Task:
+    """Make a task of coded words, drawn by a zeta distribution, whose first place is taken by dots; RULER's "fwe".
 
-    def make(self, rng: Random, budget: Budget) -> Task:
-        """Make a task whose context fills a budget.
+    Its context fills a budget.
 
-        Raises:
-            ValueError: the text would be too short to tell the words' frequencies apart.
-        """
-        vocabulary = ["...", *distinct(rng, max(CODED + 1, budget.tokens // 50), string.ascii_lowercase, LETTERS)]
-        seed = rng.getrandbits(64)
+    Raises:
+        ValueError: the text would be too short to tell the words' frequencies apart.
+    """
+    vocabulary = ["...", *distinct(rng, max(CODED + 1, budget.tokens // 50), string.ascii_lowercase, LETTERS)]
+    seed = rng.getrandbits(64)
 
-        def text(number: int) -> str:
-            # With the exponent 2, whose zeta function is pi^2 / 6.
-            counts = [int(number * 6 / math.pi**2 / rank**2) for rank in range(1, len(vocabulary) + 1)]
-            words = [word for word, often in zip(vocabulary, counts, strict=True) for _ in range(often)]
-            Random(seed).shuffle(words)
-            return f"{CODED_INSTRUCTION} {' '.join(words)}"
+    def text(number: int) -> str:
+        # With the exponent 2, whose zeta function is pi^2 / 6.
+        counts = [int(number * 6 / math.pi**2 / rank**2) for rank in range(1, len(vocabulary) + 1)]
+        words = [word for word, often in zip(vocabulary, counts, strict=True) for _ in range(often)]
+        Random(seed).shuffle(words)
+        return f"{CODED_INSTRUCTION} {' '.join(words)}"
 
-        per_unit = budget.count(" " + " ".join(vocabulary[1:4])) / 4
-        context = text(budget.fill(text, per_unit, "the coded text", fewest=FEWEST_CODED))
-        answers = tuple(vocabulary[1 : 1 + CODED])
-        return Task(context, CODED_QUESTION, answers, CODED_ANSWER_START, max_new_tokens=50)
+    per_unit = budget.count(" " + " ".join(vocabulary[1:4])) / 4
+    context = text(budget.fill(text, per_unit, "the coded text", fewest=FEWEST_CODED))
+    answers = tuple(vocabulary[1 : 1 + CODED])
+    return Task(context, CODED_QUESTION, answers, CODED_ANSWER_START, max_new_tokens=50)

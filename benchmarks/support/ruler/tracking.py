@@ -17,45 +17,40 @@ EXAMPLE_SENTENCES = 15
 HOPS = 4  # variables after the first
 
 
-class Tracking:
-    """A hidden chain: a variable gets a number, the next one its value, and so on."""
+def make_chain(rng: Random, budget: Budget) -> Task:
+    """Make a task of a hidden chain: a variable gets a number, the next one its value, and so on.
 
-    def make(self, rng: Random, budget: Budget) -> Task:
-        """Make a task whose context, with a short example before, fills a budget.
+    Its context, with a short example before, fills a budget.
 
-        Raises:
-            ValueError: the chain does not fit.
-        """
-        names = distinct(rng, 2 * (HOPS + 1), string.ascii_uppercase, 5)
-        values = [str(value) for value in rng.sample(range(10_000, 100_000), 2)]
-        example, asked = names[: HOPS + 1], names[HOPS + 1 :]
-        shown = self._text(Random(rng.getrandbits(64)), example, values[0], EXAMPLE_SENTENCES, "")
-        solved = "\n".join(
-            [
-                shown,
-                QUESTION.format(value=values[0]),
-                f"{ANSWER_START.format(number=HOPS + 1, value=values[0])} {' '.join(example)}",
-            ]
-        )
-        seed = rng.getrandbits(64)
+    Raises:
+        ValueError: the chain does not fit.
+    """
+    names = distinct(rng, 2 * (HOPS + 1), string.ascii_uppercase, 5)
+    values = [str(value) for value in rng.sample(range(10_000, 100_000), 2)]
+    example, asked = names[: HOPS + 1], names[HOPS + 1 :]
+    shown = _text(Random(rng.getrandbits(64)), example, values[0], EXAMPLE_SENTENCES, "")
+    questions = [QUESTION.format(value=value) for value in values]
+    starts = [ANSWER_START.format(number=HOPS + 1, value=value) for value in values]
+    solved = f"{shown}\n{questions[0]}\n{starts[0]} {' '.join(example)}"
+    seed = rng.getrandbits(64)
 
-        def text(number: int, rest: str = "") -> str:
-            return f"{solved}\n\n{self._text(Random(seed), asked, values[1], number, rest)}"
+    def text(number: int, rest: str = "") -> str:
+        return f"{solved}\n\n{_text(Random(seed), asked, values[1], number, rest)}"
 
-        number = budget.fill(text, per_unit=budget.count(" " + NOISE[0]), what="the chain", fewest=HOPS)
-        words = NOISE[number % len(NOISE)].removesuffix(".").split()
-        context = pad(lambda rest: text(number, rest), words, budget)
-        return Task(
-            context=context,
-            question=QUESTION.format(value=values[1]),
-            answers=tuple(asked),
-            answer_start=ANSWER_START.format(number=HOPS + 1, value=values[1]),
-            max_new_tokens=30 + 6 * HOPS,
-        )
+    number = budget.fill(text, per_unit=budget.count(" " + NOISE[0]), what="the chain", fewest=HOPS)
+    words = NOISE[number % len(NOISE)].removesuffix(".").split()
+    return Task(
+        context=pad(lambda rest: text(number, rest), words, budget),
+        question=questions[1],
+        answers=tuple(asked),
+        answer_start=starts[1],
+        max_new_tokens=30 + 6 * HOPS,
+    )
 
-    def _text(self, rng: Random, names: list[str], value: str, number: int, rest: str) -> str:
-        chain = [f"VAR {names[0]} = {value}."]
-        chain += [f"VAR {name} = VAR {before}." for before, name in pairwise(names)]
-        noise = [NOISE[place % len(NOISE)] for place in range(number)]
-        body = inserted(noise, chain, draw_places(rng, len(chain), number))
-        return f"{INSTRUCTION}\n\n{' '.join([*body, rest] if rest else body)}"
+
+def _text(rng: Random, names: list[str], value: str, number: int, rest: str) -> str:
+    chain = [f"VAR {names[0]} = {value}."]
+    chain += [f"VAR {name} = VAR {before}." for before, name in pairwise(names)]
+    noise = [NOISE[place % len(NOISE)] for place in range(number)]
+    body = inserted(noise, chain, draw_places(rng, len(chain), number))
+    return f"{INSTRUCTION}\n\n{' '.join([*body, rest] if rest else body)}"

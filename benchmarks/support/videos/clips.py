@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import NamedTuple
 
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 
@@ -111,11 +110,8 @@ def _drawn_frames(spec: ClipSpec) -> Iterator[av.VideoFrame]:
         seconds = number / spec.fps
         y, x = _on_a_curve(seconds / 23, height), _on_a_curve(seconds / 17, width)
         luma = ground[y : y + height, x : x + width].copy()
-        y_of_object, x_of_object = (
-            _on_a_curve(seconds / 5, height * 3 // 4),
-            _on_a_curve(seconds / 7, width * 3 // 4),
-        )
-        luma[y_of_object:, x_of_object:][: height // 4, : width // 4] = object_
+        top, left = _on_a_curve(seconds / 5, height * 3 // 4), _on_a_curve(seconds / 7, width * 3 // 4)
+        luma[top:, left:][: height // 4, : width // 4] = object_
         luma += grains[rng.integers(_GRAINS)]  # wraps around nowhere: textures keep clear of 0 and 255
         chroma = [c[y // 2 :, x // 2 :][: height // 2, : width // 2].reshape(-1, width) for c in colours]
         yield av.VideoFrame.from_ndarray(np.concatenate([luma, *chroma]), format="yuv420p")
@@ -205,16 +201,10 @@ def _metadata(frames: np.ndarray, count: int, fps: float, indices: list[int]) ->
     return VideoMetadata(count, fps, **size, duration=count / fps, frames_indices=indices)
 
 
-class Reader(NamedTuple):
-    """A library that reads videos: how, and what it is installed as."""
-
-    read: Callable[[str, int, Choose], Read]
-    package: str
-
-
 READERS = {
-    "opencv": Reader(read_with_opencv, "opencv-python-headless"),
-    "decord2": Reader(read_with_decord2, "decord2"),
-    "torchcodec": Reader(read_with_torchcodec, "torchcodec"),
-    "pyav": Reader(read_with_pyav, "av"),
+    "opencv": read_with_opencv,
+    "decord2": read_with_decord2,
+    "torchcodec": read_with_torchcodec,
+    "pyav": read_with_pyav,
 }
+PACKAGES = {"opencv": "opencv-python-headless", "pyav": "av"}  # as which they are installed, where that differs

@@ -23,12 +23,6 @@ TOLERANCES = {
 _ROWS_AT_ONCE = 64  # that are compared
 
 
-def leave_out(way: str, error: Exception) -> None:
-    """Report that a library is skipped, and why."""
-    reason = str(error).strip().partition("\n")[0]
-    tqdm.write(f"note: {way} cannot be used here, and is left out: {reason}", file=sys.stderr)
-
-
 def perform(job: Job, folder: Path, kept: Path | None = None) -> list[Measured]:
     """Do a job once, on all its hosts.
 
@@ -92,7 +86,8 @@ def measure_jobs(jobs: list[Job], spec: ClipSpec, rounds: int, folder: Path, bar
                 if job.way not in READERS:
                     raise
                 samples.pop(job, None)
-                leave_out(job.way, error)
+                reason = str(error).strip().partition("\n")[0]
+                tqdm.write(f"note: {job.way} cannot be used here, and is left out: {reason}", file=sys.stderr)
             bar.update()
     for _ in range(rounds - 1):
         for job, measured in samples.items():

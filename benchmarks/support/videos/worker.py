@@ -117,16 +117,16 @@ class Outcome:
     """Result of a stage.
 
     Attributes:
-        values: ``[rows, ...]``: frames, visual tokens or logits; None if they were not kept.
-        places: ``[rows]``: which rows of the whole these are; None for all of them.
+        values: ``[rows, ...]`` on any device: frames, visual tokens or logits.
         num_visual_tokens: of the prompt.
         timer: timed the stages.
+        places: returns which rows of the whole these are, ``[rows]``; None for all of them.
     """
 
     values: Any
-    places: Any = None
     num_visual_tokens: int | None = None
     timer: StageTimer | None = None
+    places: Callable[[], torch.Tensor] | None = None
 
 
 def in_processes_of_their_own(count: int, function: Callable[..., Result], *args) -> list[Result]:
@@ -152,7 +152,7 @@ def measure(rank: int, job: Job, rendezvous: str, kept: Path | None) -> Measured
 
     Args:
         rendezvous: a file by which the hosts meet.
-        kept: where what the stage makes is saved, by a second run that is not measured; None: nowhere.
+        kept: where what the stage makes is saved, outside the measurement; None: nowhere.
     """
     os.environ.update(OMP_NUM_THREADS=str(job.threads), LOCAL_RANK=str(rank))
     torch.set_num_threads(job.threads)
@@ -164,21 +164,20 @@ def measure(rank: int, job: Job, rendezvous: str, kept: Path | None) -> Measured
             keep_freed_memory()  # as launch/infer.py does; here for every way
         if job.way in READERS:
 
-            def run(clip: Path, keeps: bool) -> Outcome:
-                return Outcome(READERS[job.way].read(str(clip), job.threads, job.choose)[0])
+            def run(clip: Path) -> Outcome:
+                return Outcome(torch.from_numpy(READERS[job.way](str(clip), job.threads, job.choose)[0]))
 
         else:
             run = ROADS[job.way](job, hosts).run
         with hosts.collective_stage("measuring"), torch.no_grad():
-            run(job.warm_up, keeps=False)
+            run(job.warm_up)
             return_freed_memory()
             hosts.barrier()
-            measured = _measure(hosts, lambda: run(job.clip, keeps=False))
+            measured, outcome = _measure(hosts, lambda: run(job.clip))
             if kept is not None:
-                outcome = run(job.clip, keeps=True)
-                values = np.asarray(outcome.values)
-                np.save(kept / f"{rank}.npy", values)
-                places = np.arange(len(values)) if outcome.places is None else np.asarray(outcome.places)
+                values = outcome.values.cpu()
+                np.save(kept / f"{rank}.npy", values if job.stage == "frames" else values.float())
+                places = torch.arange(len(values)) if outcome.places is None else outcome.places()
                 np.save(kept / f"{rank}.places.npy", places)
         return measured
     finally:
@@ -193,7 +192,7 @@ def _join(rank: int, size: int, rendezvous: str) -> HostGroup:
     return HostGroup.from_process_group(dist.group.WORLD, timeout=_SECONDS_TO_WAIT, owns_group=True)
 
 
-def _measure(hosts: HostGroup, run: Callable[[], Outcome]) -> Measured:
+def _measure(hosts: HostGroup, run: Callable[[], Outcome]) -> tuple[Measured, Outcome]:
     reset_peak_memory(hosts.device)
     before = peak_memory_bytes(hosts.device)
     cpu_began, began = time.process_time(), time.perf_counter()
@@ -203,47 +202,41 @@ def _measure(hosts: HostGroup, run: Callable[[], Outcome]) -> Measured:
     peak, stage_seconds = peak_memory_bytes(hosts.device), {}
     for span in () if outcome.timer is None else outcome.timer.spans:
         stage_seconds[span.name] = stage_seconds.get(span.name, 0.0) + span.seconds
-    return Measured(seconds, cpu_seconds, peak, before, stage_seconds, outcome.num_visual_tokens)
+    figures = Measured(seconds, cpu_seconds, peak, before, stage_seconds, outcome.num_visual_tokens)
+    return figures, outcome
 
 
 class Model:
-    """Has the narrow model with random weights that both ways to run one share, and its processor."""
+    """Has the narrow model of Qwen2.5-VL's layout with random weights that both ways share, and its processor."""
 
     def __init__(self, job: Job, hosts: HostGroup):
         self._job, self._hosts = job, hosts
-        self._model, self._processor = build(job, hosts.device)
+        self._processor = AutoProcessor.from_pretrained(demo.model_path())
+        self._processor.video_processor.size = SizeDict(shortest_edge=56 * 56, longest_edge=job.max_pixels)
+        config = qwen_vl_config(2, 128, 384, 4, 2, vocab=2048, vision=(job.vision_depth, job.vision_hidden, 4))
+        tokens = read_config(demo.model_path())
+        for name in _TOKENS:
+            setattr(config, name, getattr(tokens, name))
+        self._model = build_model(config, getattr(torch, job.dtype), hosts.device)
 
-    def run(self, clip: Path, keeps: bool) -> Outcome:
+    def run(self, clip: Path) -> Outcome:
         """Run the job's stage on a clip."""
-        return getattr(self, f"_{self._job.stage}")(str(clip), StageTimer(self._hosts), keeps)
-
-
-def build(job: Job, device: torch.device):
-    """Return a model of Qwen2.5-VL's layout with random weights, and a processor for it."""
-    processor = AutoProcessor.from_pretrained(demo.model_path())
-    processor.video_processor.size = SizeDict(shortest_edge=56 * 56, longest_edge=job.max_pixels)
-    config = qwen_vl_config(2, 128, 384, 4, 2, vocab=2048, vision=(job.vision_depth, job.vision_hidden, 4))
-    tokens = read_config(demo.model_path())
-    for name in _TOKENS:
-        setattr(config, name, getattr(tokens, name))
-    return build_model(config, getattr(torch, job.dtype), device), processor
+        return getattr(self, f"_{self._job.stage}")(str(clip), StageTimer(self._hosts))
 
 
 class Transformers(Model):
     """Runs the processor and the model as transformers has them, on the whole video at once."""
 
-    def _embeddings(self, clip: str, timer: StageTimer, keeps: bool) -> Outcome:
+    def _embeddings(self, clip: str, timer: StageTimer) -> Outcome:
         batch = self._batch(clip, timer)
         with timer.stage("encode"):
-            pixels, grid = (
-                batch[name].to(self._hosts.device) for name in ("pixel_values_videos", "video_grid_thw")
-            )
-            rows = torch.cat(
-                list(self._model.model.get_video_features(pixels, grid, return_dict=True).pooler_output)
-            )
+            batch = batch.to(self._hosts.device)
+            pixels, grid = batch["pixel_values_videos"], batch["video_grid_thw"]
+            found = self._model.model.get_video_features(pixels, grid, return_dict=True)
+            rows = torch.cat([*found.pooler_output])
         return self._outcome(rows, batch, timer)
 
-    def _first_token(self, clip: str, timer: StageTimer, keeps: bool) -> Outcome:
+    def _first_token(self, clip: str, timer: StageTimer) -> Outcome:
         batch = self._batch(clip, timer).to(self._hosts.device)
         with timer.stage("prefill"):  # the vision tower included
             logits = self._model(**batch, use_cache=True, logits_to_keep=1).logits[:, -1]
@@ -251,7 +244,7 @@ class Transformers(Model):
 
     def _batch(self, clip: str, timer: StageTimer) -> Any:
         with timer.stage("decode_video"):
-            frames, metadata = READERS[self._job.reader].read(clip, self._job.threads, self._job.choose)
+            frames, metadata = READERS[self._job.reader](clip, self._job.threads, self._job.choose)
         with timer.stage("preprocess"):
             content = [{"type": "video"}, {"type": "text", "text": QUESTION}]
             messages = [{"role": "user", "content": content}]
@@ -265,7 +258,7 @@ class Transformers(Model):
 
     def _outcome(self, values: torch.Tensor, batch, timer: StageTimer) -> Outcome:
         num_visual_tokens = int((batch["input_ids"] == self._model.config.video_token_id).sum())
-        return Outcome(values.float().cpu(), num_visual_tokens=num_visual_tokens, timer=timer)
+        return Outcome(values, num_visual_tokens, timer)
 
 
 class Apbv(Model):
@@ -279,31 +272,31 @@ class Apbv(Model):
         reader = PromptReader(self._parts, self._processor, job.num_frames, config)
         self._prefiller = Prefiller(reader, hosts, config)
 
-    def _frames(self, clip: str, timer: StageTimer, keeps: bool) -> Outcome:
+    def _frames(self, clip: str, timer: StageTimer) -> Outcome:
         with timer.stage("decode_video"):
             info = probe(clip)
             frames = read_frames(info, self._job.choose(info.num_frames), self._job.threads)
-        return Outcome(frames, timer=timer)
+        return Outcome(torch.from_numpy(frames), timer=timer)
 
-    def _embeddings(self, clip: str, timer: StageTimer, keeps: bool) -> Outcome:
+    def _embeddings(self, clip: str, timer: StageTimer) -> Outcome:
         inputs, parts, hosts = self._read(clip, timer), self._parts, self._hosts
         layout = METHODS["apbv"].plan(
             hosts.size, inputs.num_tokens, inputs.context_start, inputs.query_start, self._config
         )
         source = partial(tower_rows, parts, inputs.visual, timer)
         local = encode_and_exchange(parts, inputs, source, layout, hosts, timer)
-        if not keeps:
-            return Outcome(None, None, inputs.num_visual_tokens, timer)
-        is_visual = parts.is_visual(inputs.input_ids[0])
-        row_of = is_visual.long().cumsum(0) - 1
-        tokens = [token for span in layout.local_spans(hosts.rank) for token in span if is_visual[token]]
-        return Outcome(
-            torch.cat(local.streams, dim=-1).float().cpu(), row_of[tokens], inputs.num_visual_tokens, timer
-        )
 
-    def _first_token(self, clip: str, timer: StageTimer, keeps: bool) -> Outcome:
+        def places() -> torch.Tensor:
+            is_visual = parts.is_visual(inputs.input_ids[0])
+            row_of = is_visual.long().cumsum(0) - 1
+            return row_of[[token for span in layout.local_spans(hosts.rank) for token in span if is_visual[token]]]
+
+        (rows,) = local.streams  # a model with deepstack has more
+        return Outcome(rows, inputs.num_visual_tokens, timer, places)
+
+    def _first_token(self, clip: str, timer: StageTimer) -> Outcome:
         state = self._engine.prefill(QUESTION, video=clip, num_frames=self._job.num_frames)
-        return Outcome(state.logits.float().cpu(), None, state.inputs.num_visual_tokens, state.timer)
+        return Outcome(state.logits, state.inputs.num_visual_tokens, state.timer)
 
     def _read(self, clip: str, timer: StageTimer) -> ModelInputs:
         """Read the prompt; its pixels are still to come."""
