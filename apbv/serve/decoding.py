@@ -6,7 +6,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 
 import torch
@@ -75,7 +75,8 @@ class Decoding:
             if device.type == "cuda":
                 torch.cuda.set_device(device)
             if sys.platform == "linux":  # elsewhere threads have no priority of their own
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+                with suppress(OSError):  # where a sandbox forbids it
+                    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
             batch = self._engine.batch()
             while self._admit(batch):
                 self._step(batch)
