@@ -185,7 +185,9 @@ def test_drafts_in_batches(run, tmp_path):
     assert [(r["answers"], r["label"]) for r in records] == [(size, each) for size in (1, 3) for each in labels]
     for alone, drafted in zip(records[::2], records[1::2], strict=True):
         assert alone["speedup"] == 1 and alone["drafted_per_token"] == 0 and alone["acceptance_rate"] is None
-        assert drafted["identical"] and drafted["drafted_per_token"] > 0 and drafted["num_input_tokens"] > 64
+        assert drafted["identical"] and drafted["num_input_tokens"] > 64
+        # A draft that seemed not to pay in the warm-up, by the clock, is not asked again.
+        assert (drafted["acceptance_rate"] is not None) == (drafted["drafted_per_token"] > 0)
         speeds = drafted["tokens_per_s"] / alone["tokens_per_s"]
         assert drafted["new_tokens"] == alone["new_tokens"] and drafted["speedup"] == pytest.approx(speeds)
 
