@@ -348,7 +348,7 @@ class Engine:
 
         def run() -> GenerateResult:
             try:
-                with torch.cuda.device(self.hosts.device if self.hosts.device.type == "cuda" else -1):
+                with self.hosts.on_device():  # a new thread has another
                     return self.generate(prompt, **given, on_token=tell, stop=lambda _: is_closed.is_set())
             finally:
                 pieces.put(text.finish(tokens))

@@ -165,7 +165,7 @@ def choose_each(
     positions: Sequence[int],
     purpose: int = PURPOSE_NEXT_TOKEN,
 ) -> tuple[Choice, list[Tensor | None]]:
-    """Choose a token for each row of logits ``[R, V]`` by its own config, with :func:`choose_tokens`' result.
+    """Choose for each row of logits ``[R, V]`` the most probable token at temperature 0, else draw one.
 
     Args:
         configs: one for each row.

@@ -88,7 +88,6 @@ class HostGroup:
         self._groups, self._owns_group = groups, owns_group
         self._take_place(*rank_and_size(groups.data), *rank_and_size(groups.members))
         self.device = device
-        self._gpu = device if device.type == "cuda" else -1  # which torch.cuda.device takes for none
         self.timeout = timeout
         self.bytes_received = 0
         store = None if groups.control is None else groups.control.get_group_store()
@@ -352,6 +351,10 @@ class HostGroup:
     def _gather_control(self, tensor: Tensor) -> Tensor:
         return self.start_gathering(tensor).wait()
 
+    def on_device(self) -> AbstractContextManager:
+        """Return a context in which this host's GPU is the thread's current one; without a GPU it does nothing."""
+        return torch.cuda.device(self.device if self.device.type == "cuda" else -1)
+
     def working(self, stage: str) -> AbstractContextManager:
         """Return a context for long work outside a stage, which sends heartbeats."""
         return self._watch.working(stage)
@@ -364,9 +367,9 @@ class HostGroup:
         that it calls with the name and the value of what must be the same on every process.
         """
         error, facts = None, []
-        with torch.cuda.device(self._gpu), self._watch.working(name):
+        with self.on_device(), self._watch.working(name):
             try:
-                yield lambda what, value: facts.append((what, hashlib.sha256(value).hexdigest()))
+                yield lambda what, value: facts.append((what, value))
             except HostError:
                 raise
             except Exception as caught:
@@ -375,10 +378,11 @@ class HostGroup:
                 if error is not None:
                     raise error
                 return
-            mine = [None if error is None else describe_error(error)[:4096], facts]
+            digests = [(what, hashlib.sha256(value).hexdigest()) for what, value in facts]
+            mine = [None if error is None else describe_error(error)[:4096], digests]
             # A single exchange where all is well.
-            digests = self._gather_control(_bytes_tensor(hashlib.sha256(json.dumps(mine).encode()).digest()))
-            if error is None and bool((digests == digests[0]).all()):
+            whole = self._gather_control(_bytes_tensor(hashlib.sha256(json.dumps(mine).encode()).digest()))
+            if error is None and bool((whole == whole[0]).all()):
                 return
             found = self.gather_json(mine)
             if error is not None:
@@ -515,7 +519,7 @@ class HostGroup:
         and may continue. So may hosts that all raise :class:`AgreedError`. With NCCL the stage ends when this GPU
         has finished its work, so that a failure is known before results are used.
         """
-        with torch.cuda.device(self._gpu), self._watch.collective_stage(name, self.num_processes > 1):
+        with self.on_device(), self._watch.collective_stage(name, self.num_processes > 1):
             yield
             self.settle()
 

@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from ..config import SpeculativeConfig
@@ -216,7 +215,7 @@ class TakingTurns:
         Raises:
             ValueError: it raises, or returns no text.
         """
-        with torch.cuda.device(self.hosts.device if self.hosts.device.type == "cuda" else -1):
+        with self.hosts.on_device():
             try:
                 caption = self._captioner(rendered)
             except Exception as error:
