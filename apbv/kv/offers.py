@@ -282,10 +282,11 @@ class Offers:
                 raise StorageError(f"unknown KV request {request.get('do')!r:.40}")
             offer = self._find(request)
             trust()
-            if offer.how != "fetched" or request["do"] != "done":  # else the answer to it may have been lost
+            is_repeated = offer.how == "fetched" and request["do"] == "done"  # the answer may have been lost
+            if not is_repeated:
                 offer.require_alive()
                 action(connection, request, offer)
-            if request["do"] != "fetch":
+            if request["do"] != "fetch":  # which was answered with the KV
                 send_message(connection, {})
         except StorageError as error:
             send_message(connection, {"error": str(error)})

@@ -113,7 +113,7 @@ class Share:
         stream.wait_event(self._computed)
         buffers: list[list[Tensor]] = []
 
-        def start(states: list[Tensor], number: int) -> tuple[list[Tensor], torch.cuda.Event]:
+        def start(states: tuple[Tensor, Tensor], number: int) -> tuple[list[Tensor], torch.cuda.Event]:
             if len(buffers) <= number % 2:
                 buffers.append([torch.empty(each.shape, dtype=each.dtype, pin_memory=True) for each in states])
             with torch.cuda.stream(stream):
@@ -123,13 +123,15 @@ class Share:
 
         under_way = None
         try:
-            for number, index in enumerate([*part.layers, None]):
-                previous, under_way = under_way, None
-                if index is not None:
-                    under_way = start([each[part.heads, part.rows] for each in self._layers[index]], number)
+            for number, index in enumerate(part.layers):
+                states = tuple(each[part.heads, part.rows] for each in self._layers[index])
+                previous, under_way = under_way, start(states, number)
                 if previous is not None:
                     previous[1].synchronize()
                     yield tuple(previous[0])
+            if under_way is not None:
+                under_way[1].synchronize()
+                yield tuple(under_way[0])
         finally:  # neither the KV nor the buffers may be freed before
             if under_way is not None:
                 under_way[1].synchronize()

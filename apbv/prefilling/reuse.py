@@ -44,9 +44,10 @@ class ByteBoundedCache:
 
     def get(self, key: Hashable) -> Any:
         """Return the value of a key, or None."""
-        if key in self._entries:
-            self._entries.move_to_end(key)
-        return self._entries.get(key, (None, 0))[0]
+        if key not in self._entries:
+            return None
+        self._entries.move_to_end(key)
+        return self._entries[key][0]
 
     def put(self, key: Hashable, value: Any, num_bytes: int) -> None:
         """Store a value, replacing an earlier one of the key."""
