@@ -78,11 +78,8 @@ def predict_along(draft: Draft, model: ModelParts, inputs: ModelInputs, tokens: 
 
 def measure(options: argparse.Namespace) -> Iterator[dict]:
     """Yield a record for every clip, choice and share of tokens."""
-    engine, exam, is_demo = (
-        load_demo(options.model, dtype=options.dtype),
-        Exam.of(options),
-        options.model == "demo",
-    )
+    engine, exam = load_demo(options.model, dtype=options.dtype), Exam.of(options)
+    is_demo = options.model == "demo"
     drafting = load_demo(draft_path()) if is_demo else engine
     candidate = Candidate(engine.model, engine.processor, engine.hosts, drafting.model)
     exam = exam if is_demo else captions.exam_like(exam, candidate.tokenizer)

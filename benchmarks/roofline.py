@@ -24,6 +24,7 @@ import torch
 
 from apbv import PrefillConfig
 from apbv.kernels.backends import requested
+from apbv.launch.options import positive
 
 from support.arguments import COUNT
 from support.cost_model import ATTENTION, HostCost, Shape, cost_of_prompt
@@ -139,7 +140,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--prefill", metavar="MODEL", help=f"a prefill of {', '.join(CONFIGS)}, a directory, …")
     parser.add_argument("--draft", metavar="MODEL", help="speculative decoding with this draft")
     parser.add_argument("--target", metavar="MODEL", default="qwen2.5-vl-7b")
-    parser.add_argument("--acceptance", type=float, default=0.8, help="the share of accepted tokens (default 0.8)")
+    parser.add_argument(
+        "--acceptance", type=positive(float, 1.0), default=0.8, help="share of accepted tokens (0.8)"
+    )
     options = parser.parse_args(arguments)
     if options.tokens < 64 * options.hosts:
         parser.error("--tokens must be at least 64 per host, so that no block is empty")

@@ -92,14 +92,9 @@ def questions(options: argparse.Namespace, hosts: HostGroup) -> Iterator[tuple[s
 
 def measure(options: argparse.Namespace, hosts: HostGroup) -> Iterator[dict]:
     """Answer every question in all ways in turn, after a warm-up with the first; yield the records, on host 0."""
-    configs = configurations(options)
-    if not options.batch:  # a way that loses must be seen to lose
-        configs = {label: replace(each, keep_losing_draft=True) for label, each in configs.items()}
+    # A way that loses must be seen to lose.
+    configs = {label: replace(each, keep_losing_draft=True) for label, each in configurations(options).items()}
     ways, asked = build_ways(options, configs, hosts), list(questions(options, hosts))
-    for size in tqdm(options.batch, unit="batch", disable=None if hosts.rank == 0 else True):
-        yield from batch_records(options, ways, [given for _, given in asked[:size]])
-    if options.batch:
-        return
     rounds = [(asked[0], False), *((question, True) for _ in range(options.rounds) for question in asked)]
     with tqdm(total=len(rounds) * len(ways), unit="answer", disable=None if hosts.rank == 0 else True) as bar:
         for (task, given), counts in rounds:
@@ -113,6 +108,22 @@ def measure(options: argparse.Namespace, hosts: HostGroup) -> Iterator[dict]:
                 bar.update()
     if hosts.rank == 0:
         yield from records(options, ways)
+
+
+def measure_batches(options: argparse.Namespace, hosts: HostGroup) -> Iterator[dict]:
+    """Answer the first questions in batches of all sizes, in all ways; yield the records, on host 0.
+
+    Raises:
+        ValueError: there are fewer questions than a batch has answers.
+    """
+    asked = list(questions(options, hosts))
+    if max(options.batch) > len(asked):
+        raise ValueError(
+            f"--batch {max(options.batch)} needs as many questions, but there are {len(asked)}: --clips"
+        )
+    ways = build_ways(options, configurations(options), hosts)
+    for size in tqdm(options.batch, unit="batch", disable=None if hosts.rank == 0 else True):
+        yield from batch_records(options, ways, [given for _, given in asked[:size]])
 
 
 COLUMNS = {
@@ -178,8 +189,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
     keep_freed_memory()
-    columns = BATCH_COLUMNS if options.batch else COLUMNS
-    return run_on_hosts(lambda hosts: report(options, measure(options, hosts), columns, hosts))
+    run, columns = (measure_batches, BATCH_COLUMNS) if options.batch else (measure, COLUMNS)
+    return run_on_hosts(lambda hosts: report(options, run(options, hosts), columns, hosts))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from random import Random
 from unittest import mock
@@ -108,11 +107,11 @@ class Way:
 
     def ask(self, port: int, options: argparse.Namespace) -> list[Answer]:
         """Send all requests: each client its next after an answer, or by a Poisson process of the rate."""
-        random, ask = Random(0), partial(ask_server, port, options)
+        random, answers = Random(0), []
         with ThreadPoolExecutor(self.concurrency or options.requests) as pool:
-            answers = []
             for _ in range(options.requests):
-                answers.append(pool.submit(ask, time.perf_counter()) if self.rate else pool.submit(ask))
+                arrived = time.perf_counter() if self.rate else None
+                answers.append(pool.submit(ask_server, port, options, arrived))
                 if self.rate:
                     time.sleep(random.expovariate(self.rate))
             return [answer.result() for answer in answers]

@@ -127,7 +127,7 @@ def batch_records(options: argparse.Namespace, ways: Sequence[Way], questions: S
         drafted, seconds = sum(each["num_drafted"] for each in figures), sum(run.seconds for run in runs)
         new_tokens = sum(len(tokens) for run in runs for tokens in run.tokens)
         yield {
-            "benchmark": "batch_speculation",
+            "benchmark": "batch_speculative",
             "label": way.label,
             "model": options.model,
             "scale": options.scale,

@@ -43,6 +43,7 @@ from support.workloads import config_of
         ("throughput", ["--tokens", "100", "--model", "no-such-model"], "cannot load the model no-such-model"),
         ("scaling", ["plan", "--model", "no-such-model"], "cannot load the configuration of no-such-model"),
         ("speculative", ["--draft-model", "no-such", "--clips", 1], "cannot load the model no-such"),
+        ("speculative", ["--batch", 3, "--clips", 1], "--batch 3 needs as many questions, but there are 1"),
     ],
 )
 def test_what_cannot_be_measured_is_one_line(name, options, message, capsys):

@@ -120,10 +120,11 @@ def figures_of(name: str, path: Path, *options, hosts: int = 1) -> tuple[list[di
 
 
 def valid_records(name: str, path: Path) -> list[dict]:
-    """The records of a file, each checked against its benchmark's schema."""
+    """The records of a file, each checked against its schema, a benchmark's or its batches'."""
     records = [json.loads(line) for line in path.read_text().splitlines()]
     for record in records:
-        jsonschema.validate(record, schema_of(record["benchmark"].replace("batch_decoding", name)))
+        assert record["benchmark"] in (name, f"batch_{name}")
+        jsonschema.validate(record, schema_of(record["benchmark"]))
     return records
 
 
