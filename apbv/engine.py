@@ -1,7 +1,6 @@
 """Defines Engine, which answers questions about videos, images, audio and texts on all hosts together."""
 
-from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from copy import copy
@@ -31,6 +30,7 @@ from .input.video import require_backend
 from .model.loading import default_max_new_tokens, default_num_frames, load_model, read_config
 from .model.parts import require_supported
 from .prefilling.cancelling import RequestCancelled
+from .prefilling.memory import NotEnoughMemoryError
 from .prefilling.methods import resolve_method
 from .prefilling.prefiller import Prefiller, ReadRequest
 from .prefilling.reduction.early import require_usable
@@ -46,6 +46,8 @@ from .warn import warn_caller
 
 # The warm-up request's.
 _WARM_UP_FRAMES, _WARM_UP_WORDS, _WARM_UP_TOKENS = 16, 60, 8
+# Steps of a batch between two looks at whether an answer has ended on another host.
+_STEPS_PER_ROUND = 8
 
 
 class Engine:
@@ -181,14 +183,13 @@ class Engine:
             drafting.inspect_models(model, draft, config, decode)
         return cls(model, processor, hosts, config, str(name), speculate, draft, captioner, reuse, decode)
 
-    def warm_up(self, num_homes: int = 0) -> None:
+    def warm_up(self, in_batch: bool = False) -> None:
         """Run a warm-up request about the bundled clip, or about a text for text-only models; collective.
 
         On a GPU this compiles kernels and loads libraries, for which the first request would otherwise wait.
 
         Args:
-            num_homes: how many hosts, the first ones, decode the answer as a batch of one each
-                (:class:`apbv.decode.batch.Batch`); 0: all decode it together.
+            in_batch: decode the answer on each of the :attr:`num_homes` hosts as a batch of one.
 
         Raises:
             ValueError, HostError: as :meth:`generate`.
@@ -201,12 +202,12 @@ class Engine:
             engine._prefiller = self._prefiller.with_config(replace(self.prefill_config, anchor_len=None))
         sampling = engine._sampling(_WARM_UP_TOKENS, temperature=0.0, top_p=1.0, seed=0)
         request = Request(Question(demo.DEMO_QUESTION, **about), StageTimer(self.hosts), sampling=sampling)
-        if not num_homes:
+        if not (in_batch and self.num_homes):
             engine.answer(request)
             return
-        begun = [engine.begin(replace(request, home=home)) for home in range(num_homes)]
+        begun = [engine.begin(replace(request, home=home)) for home in range(self.num_homes)]
         with self.hosts.local_stage("warming up"), self.attention():
-            if self.hosts.rank < num_homes:
+            if self.hosts.rank < self.num_homes:
                 batch, mine = self.batch(), begun[self.hosts.rank]
                 batch.join(mine.state, mine.read.request, *mine.draft)
                 while batch:
@@ -364,21 +365,22 @@ class Engine:
 
     def generate_all(
         self,
-        questions: Sequence[Mapping[str, Any]],
+        questions: Iterable[Mapping[str, Any]],
         *,
         sampling: SamplingParams | None = None,
         max_together: int = 8,
     ) -> Iterator[tuple[int, GenerateResult | Exception]]:
-        """Answer questions, whose answers host 0 decodes in one batch, with drafts or without; collective.
+        """Answer questions; every host decodes a batch of the answers, with drafts or without; collective.
 
-        A prompt is prefilled as soon as fewer than ``max_together`` answers are being decoded. Answers that cannot
-        be batched (:attr:`why_one_by_one`) follow one another.
+        The next prompt is prefilled, by all hosts, as soon as one of them decodes fewer than ``max_together``
+        answers. If there is no memory for it, it waits until an answer has ended. Answers that cannot be batched
+        (:attr:`why_one_by_one`) follow one another.
 
         Args:
             questions: of each the arguments of :meth:`generate` up to ``audio_in_video``, and its own ``sampling``
-                if it has one.
+                if it has one; the same on every host.
             sampling: sampling parameters; by default greedy, with :attr:`max_new_tokens`.
-            max_together: largest number of answers that are decoded at a time.
+            max_together: largest number of answers that a host decodes at a time.
 
         Yields:
             The index of a question and its answer, as soon as that ends; if this question or answer failed alone,
@@ -390,41 +392,36 @@ class Engine:
         """
         if max_together < 1:
             raise ValueError(f"max_together must be at least 1, not {max_together}")
-        sampling, alone = sampling or self._sampling(None, 0.0, 1.0, 0), self.why_one_by_one is not None
-        batch = None if alone or not self.hosts.is_leader else self.batch()
-        waiting, running = deque(enumerate(questions)), {}
-        while waiting or running:
-            while waiting and len(running) < max_together:
-                number, question = waiting.popleft()
+        sampling, hosts = sampling or self._sampling(None, 0.0, 1.0, 0), self.hosts
+        batch = self.batch() if hosts.rank < self.num_homes else None
+        numbered, running = enumerate(questions), {}
+        coming = next(numbered, None)
+        while coming or running:
+            while coming and (home := self._emptiest_home(running, max_together)) is not None:
+                number, question = coming
                 try:
-                    with self.hosts.local_stage("reading the settings"):
+                    with hosts.local_stage("reading the settings"):
                         given = {"sampling": sampling, **question}
                         require_types(sampling=(given["sampling"], SamplingParams))
-                        timer, by = StageTimer(self.hosts), given.pop("sampling")
-                        request = Request(Question(**given), timer, sampling=by)
-                    if alone:
+                        timer, by = StageTimer(hosts), given.pop("sampling")
+                        request = Request(Question(**given), timer, sampling=by, home=home)
+                    if not self.num_homes:
                         yield number, self.answer(request)
-                        continue
-                    begun = self.begin(request)
-                    member = None if batch is None else batch.join(begun.state, begun.read.request, *begun.draft)
-                    running[number] = begun, member, timer.stage("decode")
-                    running[number][-1].__enter__()
+                    else:
+                        begun, member = self.begin(request), None
+                        with hosts.local_stage("joining the batch"):
+                            if hosts.rank == home:
+                                member = batch.join(begun.state, begun.read.request, *begun.draft)
+                        running[number] = begun, member, timer.stage("decode")
+                        running[number][-1].__enter__()
                 except (ValueError, HostError) as error:
-                    if self.hosts.is_broken:
+                    if hosts.is_broken:
                         raise
+                    if running and any(hosts.gather_json(isinstance(error, NotEnoughMemoryError))):
+                        break
                     yield number, error
-            if not running:
-                continue
-            with self.hosts.collective_stage("decode"):
-                while batch is not None and not any(member.has_ended for _, member, _ in running.values()):
-                    batch.step()
-                ended = [
-                    (number, member.tokens, member.summary(), member.error and str(member.error))
-                    for number, (_, member, _) in running.items()
-                    if batch is not None and member.has_ended
-                ]
-                ended = self.hosts.gather_json(ended)[0]
-            for number, tokens, summary, failure in ended:
+                coming = next(numbered, None)
+            for number, tokens, summary, failure in self._decode_until_one_ends(batch, running):
                 begun, _, stage = running.pop(number)
                 stage.__exit__(None, None, None)
                 if failure is not None:
@@ -433,9 +430,42 @@ class Engine:
                 answered = self._way.answered(begun, tokens, summary)
                 yield number, self._result(begun.read.request, begun.state, answered, videos=begun.read.videos)
 
+    def _emptiest_home(self, running: Mapping[int, tuple], max_together: int) -> int | None:
+        """Return the host whose answers have the least KV; None if each decodes ``max_together``."""
+        prompts = [[] for _ in range(self.num_homes or 1)]
+        for begun, *_ in running.values():
+            prompts[begun.read.request.home].append(begun.state.num_tokens)
+        fitting = [(sum(each), home) for home, each in enumerate(prompts) if len(each) < max_together]
+        return min(fitting, default=(0, None))[1]
+
+    def _decode_until_one_ends(self, batch: Batch | None, running: Mapping[int, tuple]) -> list[list]:
+        """Decode on all homes; return number, tokens, summary and failure of the answers that have ended."""
+        ended: list[list] = []
+        mine = {number: member for number, (_, member, _) in running.items() if member is not None}
+        with self.hosts.collective_stage("decode"):
+            while running and not ended:
+                for _ in range(_STEPS_PER_ROUND):
+                    if mine and not any(member.has_ended for member in mine.values()):
+                        batch.step_or_drop()
+                done = {number: member for number, member in mine.items() if member.has_ended}
+                told = [
+                    (number, member.tokens, member.summary(), member.error and str(member.error))
+                    for number, member in done.items()
+                ]
+                ended = [each for of_host in self.hosts.gather_json(told) for each in of_host]
+        return ended
+
+    @property
+    def num_homes(self) -> int:
+        """How many hosts, the first ones, decode batches of answers; 0: all decode one answer together."""
+        if self.why_one_by_one is not None:
+            return 0
+        caches_kv = self.reuse_config is not None and self.reuse_config.mode == "kv"  # on the host that decodes
+        return 1 if caches_kv else self.hosts.size
+
     @property
     def why_one_by_one(self) -> str | None:
-        """Why answers cannot be decoded in one batch on host 0; None if they can."""
+        """Why answers cannot be decoded in batches; None if they can."""
         if self.prefill_config.kv == "sharded":
             return "all hosts take part in every token where the KV is sharded"
         config = self.speculative_config

@@ -47,7 +47,7 @@ def measure(options: argparse.Namespace, hosts: HostGroup) -> Iterator[dict]:
     engines = {each.label: each.engine for each in built} | {"off": built[0].engine}
     ask_engine(engines["off"], options)  # a warm-up
     began = time.perf_counter()
-    alone = [ask_engine(engines["off"], options) for _ in range(options.requests)]
+    alone = [ask_engine(engines["off"], options) for _ in range(-(-options.requests // 8))]  # it takes longest
     yield record(options, hosts, Way("engine", 1), alone, time.perf_counter() - began)
     loads = [{"rate": rate} for rate in options.rate] or [{"concurrency": each} for each in options.concurrency]
     measured: dict[Way, tuple[list[Answer], float]] = {}
@@ -108,7 +108,11 @@ COLUMNS = {
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--video", default=str(demo.video_path()), metavar="FILE", help="default: the bundled clip"
+        "--video",
+        default=str(demo.video_path()),
+        type=lambda text: None if text == "none" else text,
+        metavar="FILE|none",
+        help="none: the prompt is text alone (default: the bundled clip)",
     )
     parser.add_argument("--prompt", default="name the letters in order")
     parser.add_argument("--frames", type=COUNT, default=128)

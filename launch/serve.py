@@ -171,7 +171,6 @@ def main(arguments: list[str] | None = None, prog: str | None = None) -> int:
     options = parse_arguments(arguments, prog)
     # Imported here because this takes seconds.
     from apbv.hosts import run_on_hosts
-    from apbv.serve.executor import num_homes
     from apbv.serve.log import log_to_stderr
     from apbv.serve.server import bind, serve
 
@@ -185,7 +184,7 @@ def main(arguments: list[str] | None = None, prog: str | None = None) -> int:
         reuse = options.reuse and ReuseConfig(mode=options.reuse, max_bytes=options.reuse_mib * _MIB)
         engine = load_engine(options, hosts, reuse)
         if hosts.device.type == "cuda":
-            engine.warm_up(num_homes(engine))
+            engine.warm_up(in_batch=True)
         serve(engine, hosts, sock, settings)
 
     return run_on_hosts(run, options.timeout, options.tensor_parallel, options.device)

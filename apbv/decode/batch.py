@@ -171,6 +171,15 @@ class Batch:
         self._members = [member for member in self._members if not member.has_ended]
         return advanced
 
+    def step_or_drop(self) -> None:
+        """Decode as :meth:`step`; if it fails, the youngest sequence does: its memory may be what is missing."""
+        try:
+            self.step()
+        except Exception as error:
+            youngest = self._members[-1]
+            self.leave(youngest)
+            youngest.end(RuntimeError(f"{type(error).__name__}: {error}"))
+
     def _advance(self) -> tuple[list[Member], Arriving]:
         """Queue the next work on the device; return its sequences, and a function that waits for their tokens."""
         if self._given is not None and all(member.has_ended for member in self._given[0]):

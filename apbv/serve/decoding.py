@@ -110,24 +110,13 @@ class Decoding:
             self._fail(output, _in_words(error))
 
     def _step(self, batch: Batch) -> None:
-        """Decode the next token of every answer, and end the finished ones.
-
-        If the step fails, no answer gets a token, and the youngest fails: without it there may be enough memory.
-        """
+        """Decode the next token of every answer, and end the finished ones."""
         for member, (output, _) in list(self._members.items()):
             if output.is_cancelled:
                 batch.leave(member)
                 self._end(member)
-        failure = None
         if self._members:
-            try:
-                batch.step()
-            except Exception as error:
-                failure = _in_words(error)  # whose frames hold KV
-        if failure is not None:
-            youngest = next(reversed(self._members))
-            batch.leave(youngest)
-            self._fail(self._members.pop(youngest)[0], failure)
+            batch.step_or_drop()
         for member in [member for member in self._members if member.has_ended]:
             self._end(member)
 

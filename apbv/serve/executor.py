@@ -30,14 +30,6 @@ Asked = Callable[[Request], Request]
 OpenFiles = Callable[[ExitStack], list[Path]]
 
 
-def num_homes(engine: Engine) -> int:
-    """Return how many hosts, the first ones, decode a batch of answers each; 0: all hosts decode one at a time."""
-    if engine.why_one_by_one is not None:
-        return 0
-    caches_kv = engine.reuse_config is not None and engine.reuse_config.mode == "kv"  # on the host that decodes
-    return 1 if caches_kv else engine.hosts.size
-
-
 @dataclass(frozen=True)
 class Executor:
     """Carries out orders on this host; its methods are collective over all hosts.

@@ -22,7 +22,7 @@ from ..model.parts import DecoderSizes
 from ..speculate import STRATEGIES
 from ..stats import free_memory_bytes
 from .app import build_app
-from .executor import Executor, follow, num_homes
+from .executor import Executor, follow
 from .links import connect_hosts
 from .log import OncePerPeriod
 from .media import PrivateFiles
@@ -79,7 +79,7 @@ def serve(engine: Engine, hosts: HostGroup, sock: socket.socket | None, settings
     Raises:
         HostError: a host ended, or failed in an exchange.
     """
-    homes = num_homes(engine)
+    homes = engine.num_homes
     if homes > 1 and settings.max_kv_bytes is None:
         settings = replace(settings, max_kv_bytes=_least_free_bytes(hosts, homes) // 2)
     with ExitStack() as stack:

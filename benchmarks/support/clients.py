@@ -20,7 +20,6 @@ import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 # isort: split
 from apbv import Engine, HostGroup
 from apbv.config import SamplingParams
-from apbv.serve.executor import num_homes
 from apbv.serve.server import bind, serve
 from apbv.serve.settings import ServerSettings
 
@@ -41,7 +40,8 @@ def ask_engine(engine: Engine, options: argparse.Namespace) -> Answer:
     """Ask the engine without the server; collective."""
     began = time.perf_counter()
     sampling = SamplingParams(max_new_tokens=options.max_new_tokens, ignore_eos=options.ignore_eos)
-    result = engine.generate(options.prompt, video=options.video, num_frames=options.frames, sampling=sampling)
+    frames = options.frames if options.video else None
+    result = engine.generate(options.prompt, video=options.video, num_frames=frames, sampling=sampling)
     first_token, end = result.stats["ttft_ms"] / 1e3, time.perf_counter() - began
     return Answer(first_token, end, result.text, len(result.token_ids))
 
@@ -52,15 +52,16 @@ def ask_server(port: int, options: argparse.Namespace, asked: float | None = Non
     Args:
         asked: when the request was to be sent, by which its times count; None: now.
     """
-    content = [
-        {"type": "video_url", "video_url": {"url": Path(options.video).name}},
-        {"type": "text", "text": options.prompt},
-    ]
+    content = [{"type": "text", "text": options.prompt}]
+    about_video = {}
+    if options.video:
+        content.insert(0, {"type": "video_url", "video_url": {"url": Path(options.video).name}})
+        about_video["num_frames"] = options.frames
     body = {
         "model": "benchmark",
         "messages": [{"role": "user", "content": content}],
         "max_tokens": options.max_new_tokens,
-        "num_frames": options.frames,
+        **about_video,
         "ignore_eos": options.ignore_eos,
         "stream": True,
         "stream_options": {"include_usage": True},
@@ -127,7 +128,7 @@ def ask_a_server(
     """
     with hosts.local_stage("opening a port"):
         sock = bind("127.0.0.1", 0) if hosts.is_leader else None
-    folder, limits = Path(options.video).resolve().parent, {"max_frames": options.frames}
+    folder, limits = Path(options.video or ".").resolve().parent, {"max_frames": options.frames}
     limits |= {"max_queue": options.requests, "max_running": ways[0].max_running}
     settings = ServerSettings(model="benchmark", media_dir=folder, **limits)
     measured: list[tuple[Way, list[Answer], float]] = []
@@ -151,8 +152,8 @@ def ask_a_server(
 
     if hosts.is_leader:
         threading.Thread(target=clients, daemon=True).start()
-    homes = min(ways[0].homes or hosts.size, num_homes(engine))
-    with mock.patch("apbv.serve.server.num_homes", lambda _: homes):
+    homes = min(ways[0].homes or hosts.size, engine.num_homes)
+    with mock.patch.object(Engine, "num_homes", homes):
         serve(engine, hosts, sock, settings)
     with hosts.local_stage("asking the server"):
         if failures:

@@ -13,9 +13,8 @@ def engine() -> Engine:
 @pytest.fixture
 def prompts(monkeypatch) -> list[dict]:
     """What the engine is asked."""
-    asked = []
-    generate = Engine.generate
+    asked, begin = [], Engine.begin
     monkeypatch.setattr(
-        Engine, "generate", lambda self, *args, **given: asked.append(given) or generate(self, *args, **given)
+        Engine, "begin", lambda self, request: asked.append(vars(request.question)) or begin(self, request)
     )
     return asked

@@ -62,7 +62,7 @@ def test_answers_are_the_engines_and_scored(clips, said, tmp_path, capsys):
     records = ask(clips, tmp_path / "r.jsonl", "--json", tmp_path / "s.jsonl")
     assert texts(records) == said
     right = [each["id"] for each in asked if said[each["id"]] == each["answer"]]
-    assert [key for key, record in records.items() if record["right"]] == right and len(right) >= 6
+    assert {key for key, record in records.items() if record["right"]} == set(right) and len(right) >= 6
     summary = json.loads((tmp_path / "s.jsonl").read_text())
     jsonschema.validate(summary, json.loads((BENCHMARKS / "support" / "evaluation" / "schema.json").read_text()))
     assert (summary["right"], summary["total"], summary["failed"]) == (len(right), 8, 0)
@@ -86,7 +86,8 @@ def test_only_what_is_missing_or_has_changed_is_asked(clips, said, prompts, tmp_
     for _ in range(2):  # the second time without any change
         prompts.clear()
         ask(folder, results)
-        assert [json.loads(line)["key"] for line in results.read_text().splitlines()[before:]] == about
+        added = results.read_text().splitlines()[before:]
+        assert sorted(json.loads(line)["key"] for line in added) == sorted(about)
     assert not prompts
 
 

@@ -1,9 +1,13 @@
 """Several questions at once, and answers in pieces: each is that of the question alone, on every host."""
 
+from unittest import mock
+
 import pytest
 
 from apbv import HostError, HostGroup, SamplingParams, SpeculativeConfig
+from apbv.decode.batch import Batch
 from apbv.model.parts import inspect_model
+from apbv.prefilling import memory
 from apbv.speculate.batch import SpeculativeBatch
 from apbv.speculate.strategies import why_drafts_alone
 
@@ -33,25 +37,49 @@ def asked_job(hosts: HostGroup, clip: str, way: dict | None, kv: str):
     sampling = SamplingParams(max_new_tokens=14)
     with pytest.raises(ValueError, match="max_together must be at least 1, not 0"):
         next(engine.generate_all([], max_together=0))
-    found = dict(engine.generate_all(questions, sampling=sampling, max_together=3))
-    error = found.pop(2)
+    with mock.patch.object(Batch, "join", autospec=True, side_effect=Batch.join) as joining:
+        found = dict(engine.generate_all(iter(questions), sampling=sampling, max_together=3))
+    error, num_joined = found.pop(2), joining.call_count
     alone = {n: engine.generate(**{"sampling": sampling, **questions[n]}) for n in found}
     names = "token_ids", "text", "finish_reason", "videos"
     same = [all(getattr(found[n], name) == getattr(alone[n], name) for name in names) for n in found]
     drafted = [(answer.stats["speculation"] or {}).get("num_drafted", 0) for answer in found.values()]
     keys = [set(found[n].stats) == set(alone[n].stats) for n in found]
     tokens = {number: answer.token_ids for number, answer in found.items()}
-    return tokens, same, keys, drafted, str(error), engine.why_one_by_one
+    return tokens, same, keys, drafted, str(error), engine.why_one_by_one, num_joined
 
 
 @pytest.mark.parametrize(("way", "kv", "in_batch"), WAYS)
 def test_each_answer_is_that_of_the_question_alone(pool, clip, way, kv, in_batch):
     first, second = pool.run(2, asked_job, str(clip), way, kv)
-    tokens, same, keys, drafted, error, why = first
+    tokens, same, keys, drafted, error, why, num_joined = first
     assert sorted(tokens) == [0, 1, 3, 4] and all(same) and all(keys), same
     assert "missing" in error and (why is None) == in_batch
     assert way is None or all(drafted)
     assert second[0] == tokens and second[3] == drafted and "missing" in second[4]
+    assert [num_joined, second[-1]] == ([2, 2] if in_batch else [0, 0])
+
+
+def crowded_job(hosts: HostGroup, clip: str):
+    engine = build_engine(hosts, "qwen2_5_vl")
+    batch, most = engine.batch(), 0
+
+    def free_memory_bytes(device) -> int:
+        nonlocal most
+        most = max(most, len(batch))
+        return 0 if batch else 2**40
+
+    questions = [{"prompt": prompt, "video": clip, "num_frames": 8} for prompt in ("What?", "Who?", "Why?")]
+    sampling = SamplingParams(max_new_tokens=9)
+    patched = mock.patch.object(memory, "free_memory_bytes", free_memory_bytes)
+    with patched, mock.patch.object(engine, "batch", lambda: batch):
+        found = dict(engine.generate_all(questions, sampling=sampling))
+    assert [found[n].text for n in range(3)] == [engine.generate(**q, sampling=sampling).text for q in questions]
+    return most
+
+
+def test_a_prompt_without_room_waits_for_an_answer_to_end(pool, clip):
+    assert pool.run(2, crowded_job, str(clip)) == [1, 0]
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from apbv import Engine, HostGroup
 from apbv.kv.offers import Offers
 from apbv.serve.app import build_app
-from apbv.serve.executor import Executor, follow, num_homes
+from apbv.serve.executor import Executor, follow
 from apbv.serve.links import connect_hosts
 from apbv.serve.media import PrivateFiles
 from apbv.serve.metrics import Metrics
@@ -203,7 +203,7 @@ class InProcess:
         settings = ServerSettings(max_model_len=max_model_len, max_new_tokens=1, **limited, **media)
         limits = Limits(max_queue=max_queue, max_kv_bytes=2**30, token_bytes=2**10, max_running=max_running)
         reader = Reader(engine, settings, self.private_files, limits.max_tokens)
-        homes = num_homes(engine)
+        homes = engine.num_homes
         self.scheduler = scheduler = Scheduler(limits, Metrics("demo"), num_homes=max(homes, 1))
         self.offers = offering(engine, on_end=scheduler.end_offer) if hands_over else None
         self._stack = ExitStack()
@@ -235,7 +235,7 @@ def offering(engine: Engine, **options) -> Offers:
 def follow_server(engine: Engine, media_dir: Path) -> None:
     """Do what host 0's app wants of the other hosts, until it ends."""
     with PrivateFiles() as files, closing(offering(engine)) as offers, ExitStack() as stack:
-        link = connect_hosts(engine.hosts, stack) if num_homes(engine) > 1 else None
+        link = connect_hosts(engine.hosts, stack) if engine.num_homes > 1 else None
         follow(Executor(engine, engine.hosts, offers, link), media_dir, files, threading.Event())
 
 

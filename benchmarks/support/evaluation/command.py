@@ -14,7 +14,7 @@ import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 # isort: split
 from transformers import PreTrainedModel
 
-from apbv import Engine, HostGroup, ReuseConfig
+from apbv import Engine, GenerateResult, HostGroup, ReuseConfig, SamplingParams
 from apbv.config import REUSE_MODES, DecodeConfig
 from apbv.hosts import run_on_hosts
 from apbv.launch.options import (
@@ -98,6 +98,9 @@ class Benchmark:
         parser.add_argument("--hosts", type=COUNT, help="number of simulated hosts; not under torchrun")
         run = parser.add_argument_group("the run")
         run.add_argument("--limit", type=COUNT, help="ask only the first N questions")
+        run.add_argument(
+            "--together", type=COUNT, default=8, help="answers that a host decodes at a time (default 8)"
+        )
         run.add_argument("--shard", type=_shard, metavar="I/N", help="ask part I of N of the questions")
         kept = "file for the answers (default: in results/, by settings)"
         run.add_argument("--results", type=Path, metavar="FILE", help=kept)
@@ -222,20 +225,22 @@ class Benchmark:
         reuse = None if options.reuse == "off" else ReuseConfig(mode=options.reuse)
         engine = load_engine(options, hosts, reuse)
         template = options.template or self.template
-        limits = {"max_new_tokens": options.max_new_tokens, "num_frames": options.frames, "fps": options.fps}
-
         parse = self.parse if options.parse == "own" else choose_option
+        sampling = options.max_new_tokens and SamplingParams(max_new_tokens=options.max_new_tokens)
 
         def job(engine: Engine, hosts: HostGroup) -> None:
-            def ask(sample: Sample) -> dict:
+            def ask(sample: Sample) -> Mapping[str, Any]:
                 with hosts.local_stage("reading the question"):
                     own = template if sample.options or options.template else OPEN
                     request = self.request(sample, own, options, engine)
-                answer = engine.generate(**request, **limits)
+                return {**request, "num_frames": options.frames, "fps": options.fps}
+
+            def read(sample: Sample, answer: GenerateResult) -> dict:
                 said = judged(sample, answer.text, parse if "{options}" in template else None, self.guess)
                 return said | {"figures": figures_of(answer)}
 
-            answer_all(engine, hosts, ask, todo, keep, num_done)
+            together = {"sampling": sampling, "max_together": options.together}
+            answer_all(engine, hosts, todo, ask, read, keep, num_done, **together)
 
         def simulated(host: HostGroup, model: PreTrainedModel) -> None:
             config, draft = engine.prefill_config, engine.draft_model and share_weights(engine.draft_model)

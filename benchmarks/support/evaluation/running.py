@@ -1,7 +1,7 @@
-"""Has an engine answer samples, on all hosts together, one answer after the other."""
+"""Has an engine answer samples, on all hosts together."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tqdm import tqdm
@@ -20,10 +20,12 @@ _FIGURES = ("method", "hosts", "num_input_tokens", "num_video_tokens", "ttft_ms"
 def answer_all(
     engine: Engine,
     hosts: HostGroup,
-    ask: Callable[[Sample], dict],
     samples: Sequence[Sample],
+    ask: Callable[[Sample], Mapping[str, Any]],
+    read: Callable[[Sample, GenerateResult], dict],
     keep: Keep,
     num_done: int,
+    **options: Any,
 ) -> None:
     """Answer samples, and give a record of each to the leader as soon as it is there; collective.
 
@@ -31,40 +33,56 @@ def answer_all(
 
     Args:
         hosts: all hosts, a draft host included.
-        ask: asks the engine, and returns the answer's record; called on every host.
+        ask: returns a sample's arguments of :meth:`apbv.Engine.generate`; called on every host.
+        read: returns an answer's record.
         keep: called on the leader with each record.
         num_done: how many were answered before, for the progress bar.
+        options: of :meth:`apbv.Engine.generate_all`.
 
     Raises:
         HostError: the hosts can no longer work together.
     """
+    counts, asked = Counter[str](), list[Sample]()
+
+    def add(sample: Sample, answer: GenerateResult | Exception) -> None:
+        record = {
+            "key": sample.key,
+            "unit": sample.unit or sample.key,
+            "unit_size": sample.unit_size,
+            "groups": dict(sample.groups),
+            "is_choice": bool(sample.options),
+            "expected": sample.expected,
+            "file_sizes": file_sizes(sample),
+        }
+        if isinstance(answer, Exception):
+            if hosts.is_broken or engine.hosts.is_broken:
+                raise answer
+            record["error"] = str(answer)
+            counts["failed"] += 1
+        else:
+            record |= read(sample, answer)
+            counts["right"] += bool(record["right"])
+        bar.update()
+        bar.set_postfix(counts)
+        if hosts.is_leader:
+            keep(record)
+
+    def questions() -> Iterator[Mapping[str, Any]]:
+        for sample in samples:
+            try:
+                given = ask(sample)
+            except (ValueError, HostError) as error:
+                add(sample, error)
+                continue
+            asked.append(sample)
+            yield given
+
     bar = tqdm(
         total=num_done + len(samples), initial=num_done, unit="question", disable=not hosts.is_leader or None
     )
-    counts: Counter[str] = Counter()
     with bar:
-        for sample in samples:
-            record = {
-                "key": sample.key,
-                "unit": sample.unit or sample.key,
-                "unit_size": sample.unit_size,
-                "groups": dict(sample.groups),
-                "is_choice": bool(sample.options),
-                "expected": sample.expected,
-                "file_sizes": file_sizes(sample),
-            }
-            try:
-                record |= ask(sample)
-                counts["right"] += bool(record["right"])
-            except (ValueError, HostError) as error:
-                if hosts.is_broken or engine.hosts.is_broken:
-                    raise
-                record["error"] = str(error)
-                counts["failed"] += 1
-            bar.update()
-            bar.set_postfix(counts)
-            if hosts.is_leader:
-                keep(record)
+        for number, answer in engine.generate_all(questions(), **options):
+            add(asked[number], answer)
 
 
 def judged(
