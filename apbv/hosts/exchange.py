@@ -4,7 +4,6 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
-from concurrent.futures import wait as wait_for_futures
 from typing import Any
 
 # At exit, for a thread inside a store whose host is out of reach, which answers late or never.
@@ -51,8 +50,8 @@ class Exchange:
 def in_thread(call: Callable[[], Any]) -> Future:
     """Start a call that may never return; at exit the interpreter waits for it only a few seconds.
 
-    It waits at all because a thread that is inside C++, of torch's store for instance, when the interpreter ends
-    aborts the process.
+    It waits at all because a thread that is inside C++ when the interpreter ends aborts the process, be it in
+    torch's store or freeing what the call held after its result is there.
     """
     future: Future = Future()
 
@@ -63,9 +62,14 @@ def in_thread(call: Callable[[], Any]) -> Future:
             future.set_exception(error)
 
     thread = threading.Thread(target=run, daemon=True)
-    weakref.finalize(thread, wait_for_futures, [future], ENDING_SECONDS)
+    weakref.finalize(thread, _wait_for, weakref.ref(thread))
     thread.start()
     return future
+
+
+def _wait_for(thread: weakref.ref[threading.Thread]) -> None:
+    if (alive := thread()) is not None:
+        alive.join(ENDING_SECONDS)
 
 
 def describe_error(error: BaseException) -> str:

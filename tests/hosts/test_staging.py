@@ -1,5 +1,7 @@
 """Hosts that share a device: the engine's answers are those of hosts that do not, and a failure reaches all."""
 
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -64,3 +66,20 @@ def test_an_exchange_that_ends_as_a_wait_gives_up_has_its_own_outcome(error):
 
     work, watch = SimpleNamespace(wait=wait, is_completed=lambda: True), SimpleNamespace(is_broken=False)
     assert in_thread(partial(_wait_apart, work, watch)).exception() is error
+
+
+LEAVING = """
+import time
+from apbv.hosts import in_thread
+
+class Held:
+    def __del__(self):
+        time.sleep(0.5)
+        print("freed", flush=True)
+
+in_thread(lambda held=Held(): time.sleep(0.2)).result()
+"""
+
+
+def test_the_interpreter_waits_until_a_call_has_freed_what_it_held():
+    assert subprocess.run([sys.executable, "-c", LEAVING], capture_output=True, text=True).stdout == "freed\n"
