@@ -163,6 +163,7 @@ class Worker:
             self._is_busy = True
             self._carry_out(job)
         if self._links is not None and self._links.failure is not None and not has_stopped:
+            self._send_command(WAIT)  # raises the reason of a host that has failed
             raise self._links.failure
         self._last_step_at, self._is_busy = time.monotonic(), False
         return not has_stopped
