@@ -80,8 +80,8 @@ def serve(engine: Engine, hosts: HostGroup, sock: socket.socket | None, settings
         HostError: a host ended, or failed in an exchange.
     """
     homes = engine.num_homes
-    if homes > 1 and settings.max_kv_bytes is None:
-        settings = replace(settings, max_kv_bytes=_least_free_bytes(hosts, homes) // 2)
+    if settings.max_kv_bytes is None:
+        settings = replace(settings, max_kv_bytes=_least_free_bytes(hosts) // 2)
     with ExitStack() as stack:
         private_files = stack.enter_context(PrivateFiles())
         scheduler = offers = None
@@ -114,17 +114,17 @@ def serve(engine: Engine, hosts: HostGroup, sock: socket.socket | None, settings
         follow(executor, settings.media_dir, private_files, wants_to_stop)
 
 
-def _least_free_bytes(hosts: HostGroup, homes: int) -> int:
-    """Return the free memory of the host that has least of those that decode, which are processes; collective.
+def _least_free_bytes(hosts: HostGroup) -> int:
+    """Return the free memory of the host that has least; collective.
 
     Processes on one machine's CPU have an equal part of its memory each.
     """
-    sharing = int(os.environ.get("LOCAL_WORLD_SIZE", homes)) if hosts.device.type == "cpu" else 1
+    sharing = int(os.environ.get("LOCAL_WORLD_SIZE", hosts.num_processes)) if hosts.device.type == "cpu" else 1
     return int(min(hosts.gather_floats([free_memory_bytes(hosts.device) / sharing]))[0])
 
 
 def limits_of(engine: Engine, settings: ServerSettings) -> Limits:
-    """Compute the request limits from this host's free memory.
+    """Compute the request limits from the KV cache limit.
 
     Raises:
         ValueError: the KV of ``max_model_len`` tokens exceeds the KV cache limit.
@@ -135,8 +135,6 @@ def limits_of(engine: Engine, settings: ServerSettings) -> Limits:
     if speculate is not None and STRATEGIES[speculate.strategy].runs_target:
         token_bytes *= 2  # at most as much of the prompt is copied for the draft
     max_bytes = settings.max_kv_bytes
-    if max_bytes is None:
-        max_bytes = free_memory_bytes(engine.hosts.device) // 2
     wanted = settings.max_model_len or _FEWEST_TOKENS
     wanted_bytes = (wanted + GROWTH_ROWS) * token_bytes
     if max_bytes < wanted_bytes:

@@ -180,7 +180,7 @@ def test_after_it_was_stopped_nothing_is_taken_and_what_runs_or_may_be_fetched_g
 
 def test_what_counts_is_what_buffers_take(app):
     engine = app.engine
-    limits = limits_of(engine, ServerSettings())
+    limits = limits_of(engine, ServerSettings(max_kv_bytes=2**30))
     order = Order({"prompt": "x"}, [], SamplingParams(max_new_tokens=300, ignore_eos=True))
     state, taken = engine.prefill("x" * 40), []
     batch = Batch(engine.parts)
@@ -195,7 +195,7 @@ def test_what_counts_is_what_buffers_take(app):
 
 def test_the_least_that_a_server_may_hold(app):
     """The KV of the longest prompt and answer; what could never run is refused by its length."""
-    least = (100 + GROWTH_ROWS) * limits_of(app.engine, ServerSettings()).token_bytes
+    least = (100 + GROWTH_ROWS) * limits_of(app.engine, ServerSettings(max_kv_bytes=2**30)).token_bytes
     given = ServerSettings(max_kv_bytes=least, max_model_len=100)
     limits = limits_of(app.engine, given)
     assert limits.max_tokens == 100
