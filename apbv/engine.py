@@ -22,7 +22,7 @@ from .decode.batch import Batch, why_not_together
 from .decode.text import AnswerText
 from .generated import GenerateResult
 from .grammar import Grammars
-from .hosts import AgreedError, HostError, HostGroup
+from .hosts import AgreedError, HostGroup
 from .input.reading import PromptReader
 from .input.request import Question, Request
 from .input.skeleton import SampledVideo
@@ -384,7 +384,7 @@ class Engine:
 
         Yields:
             The index of a question and its answer, as soon as that ends; if this question or answer failed alone,
-            the error instead: a ValueError or a HostError.
+            the error instead.
 
         Raises:
             ValueError: ``max_together`` is less than 1.
@@ -414,7 +414,7 @@ class Engine:
                                 member = batch.join(begun.state, begun.read.request, *begun.draft)
                         running[number] = begun, member, timer.stage("decode")
                         running[number][-1].__enter__()
-                except (ValueError, HostError) as error:
+                except Exception as error:  # on other hosts a HostError
                     if hosts.is_broken:
                         raise
                     if running and any(hosts.gather_json(isinstance(error, NotEnoughMemoryError))):

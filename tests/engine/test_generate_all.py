@@ -14,6 +14,7 @@ from apbv.speculate.strategies import why_drafts_alone
 import families
 from engines import build_engine
 
+LOST = 77  # the seed of an answer that finds no memory on its home
 SETTINGS = {"num_draft_tokens": 3, "keep_losing_draft": True}
 # How they are answered, where the KV is, and whether in one batch.
 WAYS = [
@@ -33,13 +34,24 @@ def asked_job(hosts: HostGroup, clip: str, way: dict | None, kv: str):
         {"prompt": "Why?", "video": f"{clip}.missing"},
         {"prompt": "When does it end?", "video": clip, "num_frames": 8},
         {"prompt": "Where?", "sampling": SamplingParams(max_new_tokens=9, temperature=1.2, seed=4)},
+        {"prompt": "With whom?", "sampling": SamplingParams(seed=LOST)},
     ]
     sampling = SamplingParams(max_new_tokens=14)
     with pytest.raises(ValueError, match="max_together must be at least 1, not 0"):
         next(engine.generate_all([], max_together=0))
-    with mock.patch.object(Batch, "join", autospec=True, side_effect=Batch.join) as joining:
+    join, num_joined = Batch.join, 0
+
+    def joined(batch, state, request):
+        nonlocal num_joined
+        if request.sampling.seed == LOST:
+            raise RuntimeError("out of memory")
+        num_joined += 1
+        return join(batch, state, request)
+
+    with mock.patch.object(Batch, "join", joined):
         found = dict(engine.generate_all(iter(questions), sampling=sampling, max_together=3))
-    error, num_joined = found.pop(2), joining.call_count
+    error, lost = found.pop(2), found.pop(5)
+    assert engine.why_one_by_one or "out of memory" in str(lost)
     alone = {n: engine.generate(**{"sampling": sampling, **questions[n]}) for n in found}
     names = "token_ids", "text", "finish_reason", "videos"
     same = [all(getattr(found[n], name) == getattr(alone[n], name) for name in names) for n in found]
