@@ -55,6 +55,7 @@ def rows_of(num_tokens: int) -> dict[str, PrefillConfig]:
         ", l_p = 32": {"passing_len": 32},
         ", l_p = 32, softmax": {"passing_len": 32, "importance": "softmax"},
         ", l_p = 32, dot": {"passing_len": 32, "importance": "dot"},
+        ", l_p = 256": {"passing_len": 256},
         ", no passing": {"passing_len": 0},
         ", no anchor": {"anchor_len": 0},
     }

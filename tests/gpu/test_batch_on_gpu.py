@@ -32,7 +32,7 @@ RESULT = "event", "apbv/hosts/group.py:wait_for_device"  # of an answer that has
 def engine_of(hosts: HostGroup, gpu=None, speculate: SpeculativeConfig | None = None) -> Engine:
     """A draft model has the target's weights: it errs where tokens are drawn with other numbers."""
     strategy = speculate and speculate.strategy
-    layers = 2 if strategy == "layerskip" else 1
+    layers = 4 if strategy == "layerskip" else 1
     models = [families.build_model("qwen2_5_vl", layers=layers) for _ in range(1 + (strategy == "vanilla"))]
     model, *draft = models if gpu is None else [to_gpu(model, gpu) for model in models]
     return Engine(model, families.build_processor("qwen2_5_vl"), hosts, None, None, speculate, *draft)
