@@ -9,8 +9,9 @@
 Every client repeats the same question about the same video and streams the answer; TTFT is the client's, so it
 includes queueing. With --rate requests do not wait for answers: they arrive by a Poisson process (an open loop),
 and their times count from then on. Goodput is the number of requests per second that keep both --limits. The
-engine alone answers it sequentially, an eighth as often. Answers that differ from the engine's are an error. Servers
-that differ in --max-running, in --homes (how many hosts decode) or in their draft alternate, --rounds times.
+engine alone answers it sequentially, an eighth as often. Answers that differ from the engine's are an error.
+Servers that differ in --max-running, in --homes (how many hosts decode) or in their draft alternate, for --rounds
+rounds.
 """
 
 import argparse
