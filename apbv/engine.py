@@ -447,10 +447,10 @@ class Engine:
                 for _ in range(_STEPS_PER_ROUND):
                     if mine and not any(member.has_ended for member in mine.values()):
                         batch.step_or_drop()
-                done = {number: member for number, member in mine.items() if member.has_ended}
                 told = [
                     (number, member.tokens, member.summary(), member.error and str(member.error))
-                    for number, member in done.items()
+                    for number, member in mine.items()
+                    if member.has_ended
                 ]
                 ended = [each for of_host in self.hosts.gather_json(told) for each in of_host]
         return ended

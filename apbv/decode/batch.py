@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from ..hosts.exchange import describe_error
 from ..input.request import Request
 from ..kv.cache import GrowingLayer
 from ..model.parts import ModelParts
@@ -175,10 +176,8 @@ class Batch:
         """Decode as :meth:`step`; if it fails, the youngest sequence does: its memory may be what is missing."""
         try:
             self.step()
-        except Exception as error:
-            youngest = self._members[-1]
-            self.leave(youngest)
-            youngest.end(RuntimeError(f"{type(error).__name__}: {error}"))
+        except Exception as error:  # whose frames, and those of its causes, hold KV
+            self._members.pop().end(RuntimeError(describe_error(error)))
 
     def _advance(self) -> tuple[list[Member], Arriving]:
         """Queue the next work on the device; return its sequences, and a function that waits for their tokens."""

@@ -13,6 +13,7 @@ import torch
 
 from ..decode.batch import Batch, Member
 from ..engine import Engine
+from ..hosts.exchange import describe_error
 from ..speculate.ways import Begun
 from .links import Output
 from .order import Order
@@ -107,7 +108,7 @@ class Decoding:
                 # The next answer copies the KV.
                 state, draft = replace(state, kv=state.kv.behind(state.layout)), ()
         except Exception as error:
-            self._fail(output, _in_words(error))
+            self._fail(output, describe_error(error))
 
     def _step(self, batch: Batch) -> None:
         """Decode the next token of every answer, and end the finished ones."""
@@ -127,7 +128,7 @@ class Decoding:
             try:
                 telling.finish(member.tokens, member.finish_reason, member.summary())
             except Exception as error:
-                failure = _in_words(error)
+                failure = describe_error(error)
         if failure is not None:
             self._fail(output, failure)
         elif all(output is not other for other, _ in self._members.values()):
@@ -138,7 +139,3 @@ class Decoding:
         output.fail(failure)
         if all(output is not other for other, _ in self._members.values()):
             output.release()
-
-
-def _in_words(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"

@@ -40,8 +40,7 @@ def ask_engine(engine: Engine, options: argparse.Namespace) -> Answer:
     """Ask the engine without the server; collective."""
     began = time.perf_counter()
     sampling = SamplingParams(max_new_tokens=options.max_new_tokens, ignore_eos=options.ignore_eos)
-    frames = options.frames if options.video else None
-    result = engine.generate(options.prompt, video=options.video, num_frames=frames, sampling=sampling)
+    result = engine.generate(options.prompt, video=options.video, num_frames=options.frames, sampling=sampling)
     first_token, end = result.stats["ttft_ms"] / 1e3, time.perf_counter() - began
     return Answer(first_token, end, result.text, len(result.token_ids))
 
@@ -53,15 +52,13 @@ def ask_server(port: int, options: argparse.Namespace, asked: float | None = Non
         asked: when the request was to be sent, by which its times count; None: now.
     """
     content = [{"type": "text", "text": options.prompt}]
-    about_video = {}
     if options.video:
         content.insert(0, {"type": "video_url", "video_url": {"url": Path(options.video).name}})
-        about_video["num_frames"] = options.frames
     body = {
         "model": "benchmark",
         "messages": [{"role": "user", "content": content}],
         "max_tokens": options.max_new_tokens,
-        **about_video,
+        "num_frames": options.frames,
         "ignore_eos": options.ignore_eos,
         "stream": True,
         "stream_options": {"include_usage": True},

@@ -42,7 +42,11 @@ def answer_all(
     Raises:
         HostError: the hosts can no longer work together.
     """
-    counts, asked = Counter[str](), list[Sample]()
+    bar = tqdm(
+        total=num_done + len(samples), initial=num_done, unit="question", disable=not hosts.is_leader or None
+    )
+    counts: Counter[str] = Counter()
+    asked: list[Sample] = []
 
     def add(sample: Sample, answer: GenerateResult | Exception) -> None:
         record = {
@@ -77,9 +81,6 @@ def answer_all(
             asked.append(sample)
             yield given
 
-    bar = tqdm(
-        total=num_done + len(samples), initial=num_done, unit="question", disable=not hosts.is_leader or None
-    )
     with bar:
         for number, answer in engine.generate_all(questions(), **options):
             add(asked[number], answer)
