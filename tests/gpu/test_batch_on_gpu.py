@@ -30,10 +30,16 @@ RESULT = "event", "apbv/hosts/group.py:wait_for_device"  # of an answer that has
 
 
 def engine_of(hosts: HostGroup, gpu=None, speculate: SpeculativeConfig | None = None) -> Engine:
-    """A draft model has the target's weights: it errs where tokens are drawn with other numbers."""
+    """A draft model has the target's weights: it errs where tokens are drawn with other numbers.
+
+    The layers that layerskip leaves out add little, so that it seldom errs otherwise.
+    """
     strategy = speculate and speculate.strategy
-    layers = 4 if strategy == "layerskip" else 1
+    layers = 2 if strategy == "layerskip" else 1
     models = [families.build_model("qwen2_5_vl", layers=layers) for _ in range(1 + (strategy == "vanilla"))]
+    for layer in models[0].model.language_model.layers[1:]:
+        for added in (layer.self_attn.o_proj, layer.mlp.down_proj):
+            added.weight.data *= 0.1
     model, *draft = models if gpu is None else [to_gpu(model, gpu) for model in models]
     return Engine(model, families.build_processor("qwen2_5_vl"), hosts, None, None, speculate, *draft)
 
@@ -86,7 +92,7 @@ def test_a_round_of_drafts_waits_once(clip, monkeypatch, strategy):
     """And runs the draft's passes and the target's as graphs."""
     speculate = SpeculativeConfig(strategy=strategy, num_draft_tokens=3, keep_losing_draft=True)
     asked = [{"prompt": question, "video": str(clip), "num_frames": 4} for question in QUESTIONS]
-    samplings = [SamplingParams(max_new_tokens=14, seed=number, **SAMPLED[number]) for number in range(3)]
+    samplings = [SamplingParams(max_new_tokens=20, seed=number, **SAMPLED[number]) for number in range(3)]
     step = Batch.step
     with resizing_as_on_gpu():
         engine = engine_of(HostGroup.single("cpu"), None, speculate)
