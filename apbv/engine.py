@@ -39,7 +39,7 @@ from .prefilling.result import PrefillResult
 from .prefilling.reuse import Reuse
 from .refusals import refuse
 from .speculate import Autoregressive, Captioner, Drafting
-from .speculate.strategies import why_drafts_alone
+from .speculate.strategies import STRATEGIES, why_drafts_alone
 from .speculate.ways import Answered, Begun
 from .stats import Span, StageTimer, provenance
 from .warn import warn_caller
@@ -205,6 +205,9 @@ class Engine:
         if not (in_batch and self.num_homes):
             engine.answer(request)
             return
+        if engine.can_work_alone:
+            alone = engine.alone()
+            alone.answer(replace(request, timer=StageTimer(alone.hosts)))
         begun = [engine.begin(replace(request, home=home)) for home in range(self.num_homes)]
         with self.hosts.local_stage("warming up"), self.attention():
             if self.hosts.rank < self.num_homes:
@@ -636,6 +639,22 @@ class Engine:
                 f"the demo model understands questions such as {examples}, about clips like the packaged one, and "
                 "makes up an answer to all others"
             )
+
+    @property
+    def can_work_alone(self) -> bool:
+        """Whether each host can answer :meth:`alone`: it needs no caches, shards or pairs of the others."""
+        config, hosts = self.speculative_config, self.hosts
+        needs_others = config is not None and STRATEGIES[config.strategy].needs_passing
+        shares = self.reuse_config is not None or hosts.tensor_parallel_size > 1
+        return self.num_homes == hosts.size > 1 and not needs_others and not shares
+
+    def alone(self) -> "Engine":
+        """Return an engine with the same model in which this host answers without the others; not collective."""
+        engine = copy(self)
+        engine.hosts = self.hosts.subgroup([self.hosts.rank])
+        engine._way, engine._prefiller = copy(self._way), self._prefiller.on(engine.hosts)
+        engine._way.hosts = engine.hosts
+        return engine
 
     def handing_over(self) -> "Engine":
         """Return an engine with the same model that leaves a prompt's KV on the hosts that computed it.

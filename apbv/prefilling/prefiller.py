@@ -77,6 +77,12 @@ class Prefiller:
         other._config = config
         return other
 
+    def on(self, hosts: HostGroup) -> "Prefiller":
+        """Return a prefiller of other hosts, without caches."""
+        other = copy(self)
+        other._hosts, other._reuse = hosts, None
+        return other
+
     def without_draft(self, config: PrefillConfig) -> "Prefiller":
         """Return a prefiller with another config, for prompts without a draft; it shares the embedding cache.
 

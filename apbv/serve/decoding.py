@@ -17,6 +17,7 @@ from ..hosts.exchange import describe_error
 from ..speculate.ways import Begun
 from .links import Output
 from .order import Order
+from .output import failure_of
 from .telling import Telling
 
 # Where both threads share a core, the prefill goes first: in every layer the other hosts wait for it.
@@ -108,7 +109,7 @@ class Decoding:
                 # The next answer copies the KV.
                 state, draft = replace(state, kv=state.kv.behind(state.layout)), ()
         except Exception as error:
-            self._fail(output, describe_error(error))
+            self._fail(output, *failure_of(error))
 
     def _step(self, batch: Batch) -> None:
         """Decode the next token of every answer, and end the finished ones."""
@@ -134,8 +135,8 @@ class Decoding:
         elif all(output is not other for other, _ in self._members.values()):
             output.release()
 
-    def _fail(self, output: Output, failure: str) -> None:
+    def _fail(self, output: Output, failure: str, is_invalid: bool = False) -> None:
         """Fail a request; its other answers leave the batch with the next step."""
-        output.fail(failure)
+        output.fail(failure, is_invalid)
         if all(output is not other for other, _ in self._members.values()):
             output.release()

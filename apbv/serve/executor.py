@@ -20,11 +20,11 @@ from ..speculate.ways import Begun
 from .decoding import Decoding
 from .links import Link, Links, RemoteOutput
 from .media import PrivateFiles, find_in_folder
-from .order import Order
+from .order import Order, decode_orders
 
-# Host 0's commands: idle; answer together; prefill, and one host answers; prefill, and another server answers;
-# shut down.
-WAIT, ANSWER, PREFILL, HAND_OVER, LEAVE = range(5)
+# Host 0's commands: idle; answer together; prefill, and one host answers; prefill several prompts, each on the
+# host that answers; prefill, and another server answers; shut down.
+WAIT, ANSWER, PREFILL, PREFILL_EACH, HAND_OVER, LEAVE = range(6)
 
 Asked = Callable[[Request], Request]
 OpenFiles = Callable[[ExitStack], list[Path]]
@@ -57,7 +57,7 @@ class Executor:
         """Answer an order, prefill it with all KV on its home, or export its KV from the hosts that computed it.
 
         Args:
-            command: ANSWER, PREFILL or HAND_OVER.
+            command: ANSWER, PREFILL, PREFILL_EACH (then only the order's home calls this) or HAND_OVER.
             open_files: gives this host's paths of the order's files, which last as long as the stack.
             asked: turns the request into one with host 0's callbacks.
             prompt: the part of the question that this host has already read.
@@ -69,14 +69,16 @@ class Executor:
         Raises:
             RuntimeError: a host has no room for the KV, which is not the request's fault.
         """
+        is_alone = command == PREFILL_EACH
+        engine = self._alone if is_alone else self.engine
         with ExitStack() as stack:
-            with self.hosts.local_stage("opening the files"):
+            with (engine.hosts if is_alone else self.hosts).local_stage("opening the files"):
                 paths = open_files(stack)
-            request = asked(order.request(self.engine.hosts, paths, prompt))
+            request = asked(order.request(engine.hosts, paths, prompt))
             if command == ANSWER:
-                return self.engine.answer(request)
-            if command == PREFILL:
-                return self.engine.begin(request)
+                return engine.answer(request)
+            if command != HAND_OVER:
+                return engine.begin(request)
             if not self.engine.prefills:
                 return None
             begun = self._handing_over.begin(request)
@@ -89,6 +91,10 @@ class Executor:
                 raise
             raise RuntimeError(f"the KV cannot be offered: {error}") from error
         return None if ticket is None else (token, ticket)
+
+    @cached_property
+    def _alone(self) -> Engine:
+        return self.engine.alone()
 
     @cached_property
     def _handing_over(self) -> Engine:
@@ -146,8 +152,14 @@ def follow(executor: Executor, folder: Path | None, private_files: PrivateFiles,
     failed: list[tuple[Order, Exception]] = []
 
     def carry_out(command: int) -> None:
-        order = Order.from_json(hosts.broadcast_bytes(None))
-        sent = iter([hosts.broadcast_bytes(None) for file in order.files if file is None])
+        mine = None
+        for order in decode_orders(hosts.broadcast_bytes(None)):
+            sent = [hosts.broadcast_bytes(None) for file in order.files if file is None]
+            if command != PREFILL_EACH or order.home == hosts.rank:
+                mine = order, iter(sent)
+        if mine is None:
+            return
+        order, sent = mine
 
         def open_files(stack: ExitStack) -> list[Path]:
             return [
@@ -164,7 +176,7 @@ def follow(executor: Executor, folder: Path | None, private_files: PrivateFiles,
                 raise
             failed.append((order, error.with_traceback(None)))
             return
-        if command == PREFILL and order.home == hosts.rank:
+        if command in (PREFILL, PREFILL_EACH) and order.home == hosts.rank:
             decoding.add(RemoteOutput(link, order.number), order, done)
 
     with decoding or nullcontext():

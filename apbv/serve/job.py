@@ -124,6 +124,7 @@ class Job:
         files: closes its files.
         read: the request as read; None until it is ready.
         kv_bytes: maximum size of its KV, of prompt and answers.
+        is_short: whether its home prefills its prompt without the other hosts.
         home: once it runs, the host that decodes its answers and holds this KV; None: every host holds some.
     """
 
@@ -135,7 +136,7 @@ class Job:
         self.is_cancelled = self.has_ended = False
         self.files = ExitStack()
         self.read: ReadyRequest | None = None
-        self.kv_bytes = 0
+        self.kv_bytes, self.is_short = 0, False
         self.home: int | None = None
 
     def send(self, event: Event) -> None:

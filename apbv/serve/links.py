@@ -149,9 +149,9 @@ class RemoteOutput:
     def note_draft(self, metrics: Iterable[tuple[str, Any]]) -> None:
         self._link.calls.append((self._number, "note_draft", [*metrics]))
 
-    def fail(self, failure: str) -> None:
+    def fail(self, failure: str, is_invalid: bool = False) -> None:
         self.is_cancelled = True
-        self._link.calls.append((self._number, "fail", failure))
+        self._link.calls.append((self._number, "fail", failure, is_invalid))
 
     def release(self) -> None:
         del self._link.outputs[self._number]

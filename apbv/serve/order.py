@@ -40,18 +40,6 @@ class Order:
     home: int = 0
     number: int | None = None
 
-    def to_json(self) -> bytes:
-        """Encode the order for other hosts."""
-        return json.dumps(asdict(self)).encode()
-
-    @classmethod
-    def from_json(cls, data: bytes) -> "Order":
-        """Decode what :meth:`to_json` encoded."""
-        record = json.loads(data)
-        sampling = record["sampling"]
-        sampling["logit_bias"] = tuple((token, value) for token, value in sampling["logit_bias"])
-        return cls(**{**record, "sampling": SamplingParams(**sampling)})
-
     def question(self, files: Sequence[Any]) -> Question:
         """Build the engine's question.
 
@@ -86,5 +74,20 @@ class Order:
             num_wanted=self.sampling.max_new_tokens,
             stop=lambda _: False,
             prompt=prompt,
-            home=self.home,
+            home=self.home if hosts.size > 1 else 0,
         )
+
+
+def encode_orders(orders: Sequence[Order]) -> bytes:
+    """Encode orders for other hosts."""
+    return json.dumps([asdict(order) for order in orders]).encode()
+
+
+def decode_orders(data: bytes) -> list[Order]:
+    """Decode what :func:`encode_orders` encoded."""
+    orders = []
+    for record in json.loads(data):
+        sampling = record["sampling"]
+        sampling["logit_bias"] = tuple((token, value) for token, value in sampling["logit_bias"])
+        orders.append(Order(**{**record, "sampling": SamplingParams(**sampling)}))
+    return orders

@@ -4,9 +4,18 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
+from ..hosts import AgreedError, HostError
+from ..hosts.exchange import describe_error
 from .job import Finished, Job, Piece
+from .reading import client_message
 from .requests import ApiError
 from .scheduler import Scheduler
+
+
+def failure_of(error: Exception) -> tuple[str, bool]:
+    """Return the message of what a request failed of, and whether the request is to blame, not model or engine."""
+    is_invalid = isinstance(error, (ValueError, HostError)) and not isinstance(error, AgreedError)
+    return str(error) if is_invalid and str(error) else describe_error(error), is_invalid
 
 
 class JobOutput:
@@ -58,9 +67,16 @@ class JobOutput:
         """Record the metrics of the request's draft, by their names."""
         self._job.record.speculation = dict(metrics)
 
-    def fail(self, failure: str) -> None:
-        """End the request with an error; its other answers are not wanted any more."""
-        self._scheduler.end(self._job, ApiError(500, failure), "failed")
+    def fail(self, failure: str, is_invalid: bool = False) -> None:
+        """End the request with an error; its other answers are not wanted any more.
+
+        Args:
+            failure, is_invalid: as of :func:`failure_of`.
+        """
+        read, error = self._job.read, ApiError(500, failure)
+        if is_invalid:
+            error = ApiError(400, client_message(failure, read.media), param=read.request.prompt_field)
+        self._scheduler.end(self._job, error, "invalid" if is_invalid else "failed")
 
     def release(self) -> None:
         """Count the request's KV as free; one that has not ended was cancelled."""

@@ -285,7 +285,7 @@ class Reader:
         except ApiError:
             raise
         except Exception as error:  # chat templates and decoders raise nearly anything
-            raise ApiError(400, client_message(error, media), param=field) from error
+            raise ApiError(400, client_message(str(error) or type(error).__name__, media), param=field) from error
 
 
 def _weigh(request: GenerationRequest | TokenizeRequest) -> tuple[int, bool]:
@@ -316,9 +316,8 @@ def _require_small(what: str, sizes: list[tuple[int, int]], most: int, copies: i
         )
 
 
-def client_message(error: Exception, media: list[Media]) -> str:
+def client_message(text: str, media: list[Media]) -> str:
     """Return an error's message, with files called what the request calls them."""
-    text = str(error) or type(error).__name__
     for file in media:
         text = text.replace(str(file.path), file.name)
         if file.relative is None:  # other hosts have it elsewhere, by the same name

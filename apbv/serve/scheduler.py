@@ -4,6 +4,7 @@ import bisect
 import math
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .job import Finished, Job
@@ -29,6 +30,7 @@ class Limits:
         spare_tokens: the most tokens that an answer's KV has room for beyond its own.
         max_running: how many answers each host may decode at once; None: as many as the KV allows.
         max_answers: how many answers a request may ask for; None: as many as may run at once.
+        split_tokens: the fewest tokens of a prompt that all hosts prefill together; shorter ones their homes do.
     """
 
     max_queue: int
@@ -37,6 +39,7 @@ class Limits:
     spare_tokens: int = 0
     max_running: int | None = None
     max_answers: int | None = None
+    split_tokens: int = 0
 
     @property
     def max_tokens(self) -> int:
@@ -113,20 +116,24 @@ class Scheduler:
             if job.is_cancelled or self.is_stopping:
                 return False
             job.kv_bytes = self.limits.bytes_of(job.read.order, job.read.num_tokens)
+            job.is_short = job.read.num_tokens < self.limits.split_tokens and not job.read.order.hands_over
             job.record.ready = time.monotonic()
             # Later the longer its prompt is.
             bisect.insort(self._ready, job, key=lambda each: each.record.ready + _PER_TOKEN * each.read.num_tokens)
             self.changed.notify_all()
             return True
 
-    def take(self, seconds: float) -> Job | None:
+    def take(self, seconds: float, beside: Sequence[Job] = ()) -> Job | None:
         """Wait for the first in the queue to fit, and let it run; None if that takes longer than ``seconds``.
 
         Also None as soon as everything has stopped.
+
+        Args:
+            beside: what was taken just now, and has to be as short as this one, of other homes.
         """
         with self.changed:
             self.changed.wait_for(lambda: self._home_of_first() is not None or self.has_stopped, seconds)
-            if (home := self._home_of_first()) is None:
+            if (home := self._home_of_first(beside)) is None:
                 return None
             job = self._ready.pop(0)
             job.home = None if job.read.order.hands_over else home
@@ -237,12 +244,12 @@ class Scheduler:
         for job in jobs:
             self.end(job, ApiError(503, reason), outcome)
 
-    def _home_of_first(self) -> int | None:
+    def _home_of_first(self, beside: Sequence[Job] = ()) -> int | None:
         """Return the host with the least KV of those where the first in the queue fits; None if it fits nowhere.
 
         A prompt whose KV is transferred has to fit on every host.
         """
-        if not self._ready:
+        if not self._ready or (beside and not all(job.is_short for job in (self._ready[0], *beside))):
             return None
         first, limits = self._ready[0], self.limits
         order = first.read.order
@@ -252,6 +259,7 @@ class Scheduler:
         loads = sorted((self._used(home), self._num_answers(home), -home) for home in self._homes)
         room = limits.max_kv_bytes - first.kv_bytes
         fitting = [-home for used, num_answers, home in loads if used <= room and num_answers <= most]
+        fitting = [home for home in fitting if home not in [job.home for job in beside]]
         is_enough = len(fitting) == len(loads) if order.hands_over else fitting
         return fitting[0] if is_enough else None
 

@@ -6,7 +6,7 @@ from pathlib import Path
 _MIB = 2**20
 
 
-def _most(default: float | None, about: str):
+def _limit(default: float | None, about: str):
     """Make a field for a limit, with its help text."""
     return field(default=default, metadata={"about": about})
 
@@ -20,6 +20,7 @@ class ServerSettings:
         max_queue: maximum number of waiting requests.
         max_running: maximum number of answers decoded in one batch, of which every host has one; None: limited by
             the KV cache only.
+        min_block_tokens: a prompt with fewer tokens per host is prefilled by its home alone, beside other hosts'.
         max_kv_bytes: KV cache limit of each host; None: half of the free memory of the host that has least.
         max_body_bytes: largest request body.
         max_model_len: maximum tokens of prompt and answer together; None: the model's context length.
@@ -43,17 +44,18 @@ class ServerSettings:
     """
 
     model: str = "demo"
-    max_queue: int = _most(64, "maximum waiting requests")
-    max_running: int | None = _most(None, "maximum answers per host's batch (default: limited by --max-kv-mib)")
-    max_kv_bytes: int | None = _most(None, "KV cache limit per host in MiB (default: half of its free memory)")
-    max_body_bytes: int = _most(96 * _MIB, "maximum request body in MiB")
-    max_model_len: int | None = _most(None, "maximum tokens of prompt and answer (default: the model's)")
-    max_frames: int = _most(2048, "maximum frames of a request's videos, plus its images")
-    max_packets: int = _most(2**20, "maximum packets per video (about one per frame)")
-    max_media_bytes: int = _most(64 * _MIB, "maximum size in MiB of a file sent or fetched")
-    max_decoded_bytes: int = _most(8192 * _MIB, "maximum MiB of a request's decoded frames")
-    max_image_bytes: int = _most(3072 * _MIB, "maximum MiB to decode a request's images")
-    fetch_seconds: float = _most(30.0, "seconds to fetch a request's files")
+    max_queue: int = _limit(64, "maximum waiting requests")
+    max_running: int | None = _limit(None, "maximum answers per host's batch (default: limited by --max-kv-mib)")
+    min_block_tokens: int = _limit(256, "minimum tokens per host to split a prompt over all hosts")
+    max_kv_bytes: int | None = _limit(None, "KV cache limit per host in MiB (default: half of its free memory)")
+    max_body_bytes: int = _limit(96 * _MIB, "maximum request body in MiB")
+    max_model_len: int | None = _limit(None, "maximum tokens of prompt and answer (default: the model's)")
+    max_frames: int = _limit(2048, "maximum frames of a request's videos, plus its images")
+    max_packets: int = _limit(2**20, "maximum packets per video (about one per frame)")
+    max_media_bytes: int = _limit(64 * _MIB, "maximum size in MiB of a file sent or fetched")
+    max_decoded_bytes: int = _limit(8192 * _MIB, "maximum MiB of a request's decoded frames")
+    max_image_bytes: int = _limit(3072 * _MIB, "maximum MiB to decode a request's images")
+    fetch_seconds: float = _limit(30.0, "seconds to fetch a request's files")
     max_new_tokens: int | None = None
     temperature: float = 0.0
     top_p: float = 1.0

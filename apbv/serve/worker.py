@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 
 from ..decode.answer import finish_reason
-from ..hosts import AgreedError, HostError
 from ..kv.ticket import Ticket
 from ..prefilling.cancelling import RequestCancelled
 from .decoding import Decoding
@@ -19,14 +18,16 @@ from .executor import (
     HAND_OVER,
     LEAVE,
     PREFILL,
+    PREFILL_EACH,
     WAIT,
     Executor,
     exchange_commands,
     require_decoding,
 )
 from .job import Job
-from .output import JobOutput
-from .reading import Reader, client_message
+from .order import Order, encode_orders
+from .output import JobOutput, failure_of
+from .reading import Reader
 from .requests import ApiError, GenerationRequest
 from .scheduler import Scheduler
 from .telling import Telling
@@ -152,16 +153,18 @@ class Worker:
 
     def _step(self) -> bool:
         """Carry out the next request, or send an idle command; False after shutdown."""
-        job = self._scheduler.take(_IDLE_SECONDS)
+        jobs: list[Job] = []
+        while (job := self._scheduler.take(0 if jobs else _IDLE_SECONDS, jobs)) is not None:
+            jobs.append(job)
         require_decoding(self._executor.hosts, self._decoding)
-        has_stopped = job is None and self._scheduler.has_stopped
-        if job is None:
+        has_stopped = not jobs and self._scheduler.has_stopped
+        if not jobs:
             if (num_bytes := self._scheduler.bytes_wanted()) and self._executor.offers is not None:
                 self._executor.offers.make_room(num_bytes)  # by requests that have waited for long
             self._send_command(LEAVE if has_stopped else WAIT)
         else:
             self._is_busy = True
-            self._carry_out(job)
+            self._lead(jobs)
         if self._links is not None and self._links.failure is not None and not has_stopped:
             self._send_command(WAIT)  # raises the reason of a host that has failed
             raise self._links.failure
@@ -172,54 +175,62 @@ class Worker:
         if exchange_commands(self._executor.hosts, command, False)[1] and command != LEAVE:
             self._on_stop()
 
-    def _carry_out(self, job: Job) -> None:
-        """Carry out a request to its end, or until a decoding thread has it."""
-        output = JobOutput(job, self._scheduler)
+    def _lead(self, jobs: list[Job]) -> None:
+        """Lead all hosts through requests, to their end or until a decoding thread has them.
+
+        Several are prefilled each by its home, alone.
+        """
+        hosts, ordered, files = self._executor.hosts, [], []
+        for job in jobs:
+            output, order = JobOutput(job, self._scheduler), job.read.order
+            try:
+                if hosts.num_processes > 1:
+                    files += [file.path.read_bytes() for file in job.read.media if file.relative is None]
+            except OSError as error:
+                output.fail(f"cannot read a temporary file: {error.strerror}")
+                output.release()
+                continue
+            if job.home:
+                order = replace(order, home=job.home, number=self._links.add(output))
+            ordered.append((job, order, output))
+        if not ordered:
+            return
+        command = HAND_OVER if order.hands_over else ANSWER if self._decoding is None else PREFILL
+        if jobs[0].is_short:
+            command = PREFILL_EACH
+        self._send_command(command)
+        hosts.broadcast_bytes(encode_orders([order for _, order, _ in ordered]))
+        for data in files:
+            hosts.broadcast_bytes(data)
+        for job, order, output in ordered:
+            if command != PREFILL_EACH or order.home == 0:
+                self._carry_out(command, job, order, output)
+
+    def _carry_out(self, command: int, job: Job, order: Order, output: JobOutput) -> None:
+        """Carry out an order on this host."""
+        executor = self._executor
+        telling = Telling(output, order, executor.engine.tokenizer.decode)
+
+        def open_files(_: ExitStack) -> list[Path]:
+            return [file.path for file in job.read.media]
+
         try:
-            if self._lead(job, output):
+            done = executor.carry_out(command, order, open_files, telling.asked, job.read.prompt)
+            if command == HAND_OVER:
+                self._hand_over(job, *done, telling, output)
+            elif command == ANSWER:
+                telling.finish(done.token_ids, done.finish_reason, done.stats["speculation"])
+            else:
+                if order.home == 0:
+                    self._decoding.add(output, order, done)
                 return
         except RequestCancelled:
             pass
         except Exception as error:
-            if not self._executor.is_usable:
+            if not executor.is_usable:
                 raise
-            # All hosts have rejected alike: the request is to blame, the model or the engine.
-            if isinstance(error, (ValueError, HostError)) and not isinstance(error, AgreedError):
-                refusal = ApiError(400, client_message(error, job.read.media), param=job.read.request.prompt_field)
-                self._scheduler.end(job, refusal, "invalid")
-            else:
-                self._scheduler.end(job, ApiError(500, f"{type(error).__name__}: {error}"), "failed")
+            output.fail(*failure_of(error))  # all hosts have rejected alike
         output.release()
-
-    def _lead(self, job: Job, output: JobOutput) -> bool:
-        """Lead all hosts through a request; return whether a decoding thread has it now."""
-        executor, order, media = self._executor, job.read.order, job.read.media
-        hosts, sent = executor.hosts, []
-        if hosts.num_processes > 1:
-            try:
-                sent = [file.path.read_bytes() for file in media if file.relative is None]
-            except OSError as error:
-                raise RuntimeError(f"cannot read a temporary file: {error.strerror}") from error
-        command = HAND_OVER if order.hands_over else ANSWER if self._decoding is None else PREFILL
-        if command == PREFILL and job.home:
-            order = replace(order, home=job.home, number=self._links.add(output))
-        self._send_command(command)
-        hosts.broadcast_bytes(order.to_json())
-        for data in sent:
-            hosts.broadcast_bytes(data)
-        telling = Telling(output, order, executor.engine.tokenizer.decode)
-
-        def open_files(_: ExitStack) -> list[Path]:
-            return [file.path for file in media]
-
-        done = executor.carry_out(command, order, open_files, telling.asked, job.read.prompt)
-        if command == HAND_OVER:
-            self._hand_over(job, *done, telling, output)
-        elif command == ANSWER:
-            telling.finish(done.token_ids, done.finish_reason, done.stats["speculation"])
-        elif order.home == 0:
-            self._decoding.add(output, order, done)
-        return command == PREFILL
 
     def _hand_over(self, job: Job, token: int, ticket: Ticket, telling: Telling, output: JobOutput) -> None:
         """Send a client its KV ticket, or drop the KV if the client has disconnected."""

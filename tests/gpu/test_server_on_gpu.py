@@ -24,11 +24,11 @@ QUESTIONS = {
 }
 
 
-def answers(engine: Engine) -> list | None:
+def answers(engine: Engine, split_tokens: int) -> list | None:
     """What four clients get that ask at the same time, and one that wants the KV of a whole prompt; on host 0."""
     if not engine.hosts.is_leader:
         return follow_server(engine, FOLDER)
-    app = InProcess(model=engine, hands_over=True, media_dir=FOLDER, max_model_len=512)
+    app = InProcess(model=engine, hands_over=True, media_dir=FOLDER, max_model_len=512, split_tokens=split_tokens)
 
     async def ask(text: str, **fields) -> dict:
         messages = [{"role": "user", "content": [VIDEO, {"type": "text", "text": text}]}]
@@ -58,17 +58,17 @@ def answers(engine: Engine) -> list | None:
         app.close()
 
 
-def serve_job(hosts: HostGroup, prefill: PrefillConfig, shares_gpu: bool) -> tuple:
+def serve_job(hosts: HostGroup, prefill: PrefillConfig, shares_gpu: bool, split_tokens: int) -> tuple:
     """What clients get of the CPU and of GPUs; and whether this host's batch was replayed."""
     with resizing_as_on_gpu():
         engine = Engine.from_pretrained("demo", hosts=hosts, prefill=prefill, dtype="float32")
-        expected = answers(engine)
+        expected = answers(engine, split_tokens)
         with rehearsal() as gpu:
             there = on_gpus(hosts, shares_gpu)
             on_gpu = Engine(to_gpu(engine.model, gpu, there.device.index), engine.processor, there, prefill)
             on_gpu.warm_up(hosts.size)
             gpu.reset()
-            found = answers(on_gpu)
+            found = answers(on_gpu, split_tokens)
             waits = [name for name, _ in gpu.events.waits if name == "synchronize"]
             return expected, found, bool(gpu.events.of("replay")), waits
 
@@ -78,14 +78,15 @@ SHORT = {"anchor_len": 4, "passing_len": 4}
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("num_hosts", "shares_gpu", "prefill"),
+    ("num_hosts", "prefill", "others"),
     [
-        (1, False, {}),
-        (3, False, {"reduce": ReduceConfig(method="dycoke", ratio=0.5), **SHORT}),
-        (2, True, {"sparse": SparseConfig(method="spargeattn", block_size=32), **SHORT}),
+        (1, {}, (False, 0)),
+        (3, {"reduce": ReduceConfig(method="dycoke", ratio=0.5), **SHORT}, (False, 0)),
+        (2, {"sparse": SparseConfig(method="spargeattn", block_size=32), **SHORT}, (True, 0)),
+        (2, {}, (False, 512)),  # each prompt on its home
     ],
 )
-def test_a_server_answers_several_clients_as_on_a_cpu(pool, num_hosts, shares_gpu, prefill):
-    (expected, found, _, _), *_ = results = pool.run(num_hosts, serve_job, PrefillConfig(**prefill), shares_gpu)
+def test_a_server_answers_several_clients_as_on_a_cpu(pool, num_hosts, prefill, others):
+    (expected, found, _, _), *_ = results = pool.run(num_hosts, serve_job, PrefillConfig(**prefill), *others)
     assert found == expected and len(expected[3]) == 2
     assert any(replays for *_, replays, _ in results) and not any(waits for *_, waits in results)

@@ -191,17 +191,28 @@ class InProcess:
         hands_over: whether KV is held for other servers, which have an hour to fetch it.
         model, max_model_len, max_running: what answers (an Engine, too), how much it may read and write, and how
             many at once.
+        split_tokens: the fewest tokens of a prompt that all hosts prefill together.
         media: what files it may read.
     """
 
-    def __init__(self, max_queue=4, hands_over=False, model="demo", max_model_len=48, max_running=None, **media):
+    def __init__(
+        self,
+        max_queue=4,
+        hands_over=False,
+        model="demo",
+        max_model_len=48,
+        max_running=None,
+        split_tokens=0,
+        **media,
+    ):
         self.loop = asyncio.new_event_loop()
         if not isinstance(model, Engine):
             model = Engine.from_pretrained(model, hosts=HostGroup.single("cpu"), dtype="float32")
         self.engine = engine = model
         self.private_files, limited = PrivateFiles(), {"num_frames": 8, "max_frames": 16, "max_body_bytes": 2**20}
         settings = ServerSettings(max_model_len=max_model_len, max_new_tokens=1, **limited, **media)
-        limits = Limits(max_queue=max_queue, max_kv_bytes=2**30, token_bytes=2**10, max_running=max_running)
+        limited = {"max_queue": max_queue, "max_running": max_running, "split_tokens": split_tokens}
+        limits = Limits(max_kv_bytes=2**30, token_bytes=2**10, **limited)
         reader = Reader(engine, settings, self.private_files, limits.max_tokens)
         homes = engine.num_homes
         self.scheduler = scheduler = Scheduler(limits, Metrics("demo"), num_homes=max(homes, 1))

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import weakref
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -12,15 +13,20 @@ import pytest
 
 from apbv import Engine, HostGroup, SamplingParams, SpeculativeConfig, demo
 from apbv.decode.batch import Batch
+from apbv.input.request import Request
 from apbv.serve.decoding import Decoding
 from apbv.serve.executor import Executor
+from apbv.serve.job import Job
 from apbv.serve.links import RemoteOutput
+from apbv.serve.order import Order, decode_orders
 from apbv.serve.output import JobOutput
 from apbv.speculate.batch import SpeculativeBatch
+from apbv.speculate.ways import Begun
 
 from fresh_hosts import Store, run_fresh
 from patience import HANGING, wait_for
-from servers import InProcess, asking, chunks, follow_server, part, post
+from servers import InProcess, asking, chunks, data_url, follow_server, part, post
+from video_files import packets_of
 
 FOLDER: Path = demo.video_path().parent
 CHAT, TOKENS, LONG = "/v1/chat/completions", 12, 8000
@@ -37,8 +43,8 @@ ASKED = [
 ]
 
 
-def asking_for(question: str, **fields) -> dict:
-    content = [part("video", demo.video_path().name), {"type": "text", "text": question}]
+def asking_for(question: str, url: str = demo.video_path().name, **fields) -> dict:
+    content = [part("video", url), {"type": "text", "text": question}]
     fields = {"max_tokens": TOKENS, "ignore_eos": True, "return_token_ids": True, **fields}
     return {"messages": [{"role": "user", "content": content}], "num_frames": 16, **fields}
 
@@ -63,10 +69,11 @@ def of_choice(choice: dict) -> tuple:
     return choice["message"]["content"], choice["token_ids"], [each["logprob"] for each in content]
 
 
-def app_or_follower(engine: Engine) -> InProcess | None:
+def app_or_follower(engine: Engine, split_tokens: int = 0) -> InProcess | None:
     """Host 0's app; None on the other hosts, when they have done what it wanted."""
     if engine.hosts.is_leader:
-        return InProcess(model=engine, hands_over=True, media_dir=FOLDER, max_model_len=2**14)
+        limits = {"max_model_len": 2**14, "split_tokens": split_tokens}
+        return InProcess(model=engine, hands_over=True, media_dir=FOLDER, **limits)
     follow_server(engine, FOLDER)
     return None
 
@@ -174,6 +181,66 @@ def test_every_home_answers_as_the_library_does_until_the_client_leaves(pool):
             for (said, tokens, logprobs), (own, own_tokens, own_logprobs) in zip(answers, of_library, strict=True):
                 assert said == own and tokens == own_tokens[: len(tokens)]
                 assert logprobs == pytest.approx(own_logprobs, abs=1e-4)
+
+
+def short_job(hosts: HostGroup, damaged: str) -> tuple | None:
+    """The library's answer, and those of homes that prefilled alone, three prompts at a time, with drafts.
+
+    The first, of a host other than host 0, is about a damaged video. The others' files are sent, too.
+    """
+    speculate = SpeculativeConfig(strategy="hippo", prune="kv", num_draft_tokens=3, keep_losing_draft=True)
+    engine = Engine.from_pretrained("demo", hosts=hosts, dtype="float32", speculate=speculate)
+    (expected,), groups, begun, begin = library(engine, ASKED[0][0]), [], [], Engine.begin
+
+    def note(data: bytes) -> list[Order]:
+        orders = decode_orders(data)
+        groups.append([order.home for order in orders])
+        return orders
+
+    def watch(engine: Engine, request: Request) -> Begun:
+        begun.append((engine.hosts.size, engine.hosts.bytes_received))
+        return begin(engine, request)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("apbv.serve.executor.decode_orders", note)
+        patch.setattr(Engine, "begin", watch)
+        app = app_or_follower(engine, split_tokens=2**20)
+        if app is None:
+            return begun, groups
+        ready, home_of_first, came = app.scheduler._ready, app.scheduler._home_of_first, []
+
+        def once_all_came(beside: Sequence[Job] = ()) -> int | None:
+            came.extend(["all"] * (len(ready) == 4))
+            return home_of_first(beside) if came else None
+
+        async def ask() -> list:
+            asked = []
+            for url in (damaged, *[data_url(demo.video_path())] * 3):
+                body = asking_for(ASKED[0][0], url=url)
+                asked.append(asyncio.create_task(app.client.post(CHAT, json=body, timeout=None)))
+                while len(ready) < min(len(asked), 3) and not came:
+                    await asyncio.sleep(0.01)
+            refused, *replies = [reply.json() for reply in await asyncio.gather(*asked)]
+            return refused["error"], [of_choice(reply["choices"][0]) for reply in replies]
+
+        patch.setattr(app.scheduler, "_home_of_first", once_all_came)
+        with closing(app):
+            return begun, expected, *app.loop.run_until_complete(asyncio.wait_for(ask(), HANGING))
+
+
+def test_homes_prefill_short_prompts_alone_beside_one_another(pool, tmp_path):
+    data = bytearray(demo.video_path().read_bytes())
+    for pos, size, *_ in packets_of(demo.video_path())[-20:]:
+        data[pos + 5 : pos + size] = bytes(size - 5)
+    (tmp_path / "damaged.mp4").write_bytes(data)
+    (begun, expected, refusal, found), *others = pool.run(3, short_job, data_url(tmp_path / "damaged.mp4"))
+    assert found == [expected] * 3
+    assert refusal["type"] == "invalid_request_error" and refusal["param"] == "messages"
+    assert "cannot be decoded" in refusal["message"] and "apbv-" not in refusal["message"]
+    for own, groups in others:
+        assert [sorted(homes) for homes in groups] == [[0, 1, 2], groups[1]] and len(groups[1]) == 1
+        begun += own
+    assert begun == [(1, 0)] * 4
 
 
 def failing_job(hosts: HostGroup, dies: bool) -> tuple[list, str] | None:

@@ -92,6 +92,18 @@ def test_a_home_is_the_host_with_the_most_room_and_what_is_transferred_needs_roo
     assert [figure(books, "host_kv_cache_bytes", host=host) for host in "012"] == [8 * 30, 8 * 90, 8 * 51]
 
 
+def test_short_prompts_run_beside_one_another_each_on_a_home_of_its_own():
+    books = scheduler(num_homes=3, split_tokens=8)
+    shorts, long, handed = [ready(books, 7) for _ in range(5)], ready(books, 8), ready(books, 9, hands_over=True)
+    taken: list[Job] = []
+    while (job := books.take(0, taken)) is not None:
+        taken.append(job)
+    assert taken == shorts[:3] and [job.home for job in taken] == [2, 1, 0]
+    assert [books.take(0), books.take(0, shorts[3:4])] == shorts[3:]
+    assert books.take(0, shorts[:1]) is None and books.take(0) is long
+    assert books.take(0, [long]) is None and books.take(0) is handed
+
+
 def test_the_number_of_answers_is_bounded_on_each_host():
     books = scheduler(num_homes=2, max_running=1)
     jobs = [ready(books, 5) for _ in range(3)]

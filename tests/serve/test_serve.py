@@ -38,9 +38,12 @@ def collector():
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory, media, collector):
-    """Computing exactly, with everything allowed that is safe to allow, and KV that nobody fetches in a hurry."""
+    """Computing exactly, with everything allowed that is safe to allow, and KV that nobody fetches in a hurry.
+
+    The hosts split prompts of 64 frames, and prefill shorter ones each alone.
+    """
     words = "--model demo --dtype float32 --passing-len 4096 --kv-transfer tcp --kv-seconds 3600 --log-format json"
-    words += f" --grace {HANGING} --media-dir {media} --max-media-mib 0.5 --max-body-mib 1"
+    words += f" --grace {HANGING} --media-dir {media} --max-media-mib 0.5 --max-body-mib 1 --min-block-tokens 64"
     words = [*words.split(), "--otlp-traces-endpoint", collector.url, "--api-key", KEY]
     with serving(tmp_path_factory.mktemp("server") / "out", *words, key=KEY) as started:
         yield started
@@ -105,14 +108,14 @@ def test_answers_to_several_at_once_are_those_to_each_alone(server):
 
 
 def test_a_video_that_only_the_second_host_finds_damaged(server, media):
-    """Its second half is: the hosts agree, and go on."""
+    """Its second half is, where the hosts split it: they agree, and go on."""
     data = bytearray((media / CLIP).read_bytes())
     for pos, size, *_ in packets_of(media / CLIP)[-20:]:
         data[pos + 5 : pos + size] = bytes(size - 5)
     (media / "half.mp4").write_bytes(data)
     for url in ("half.mp4", data_url(media / "half.mp4")):
         with pytest.raises(openai.BadRequestError) as caught:
-            server.ask([part("video", url), text("x")])
+            server.ask([part("video", url), text("x")], extra_body={"num_frames": 64})
         assert "host 1" in caught.value.message and caught.value.param == "messages"
         assert str(media) not in caught.value.message and "apbv-" not in caught.value.message
     assert server.ask("x", max_tokens=1).usage.completion_tokens == 1
