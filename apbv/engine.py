@@ -201,20 +201,15 @@ class Engine:
         if self.prefill_config.anchor_len:  # one for long prompts would leave nothing to split
             engine._prefiller = self._prefiller.with_config(replace(self.prefill_config, anchor_len=None))
         sampling = engine._sampling(_WARM_UP_TOKENS, temperature=0.0, top_p=1.0, seed=0)
-        request = Request(Question(demo.DEMO_QUESTION, **about), StageTimer(self.hosts), sampling=sampling)
-        if not (in_batch and self.num_homes):
-            engine.answer(request)
+        question = {"prompt": demo.DEMO_QUESTION, "sampling": sampling, **about}
+        if not in_batch:
+            engine.generate(**question)
             return
-        if engine.can_work_alone:
-            alone = engine.alone()
-            alone.answer(replace(request, timer=StageTimer(alone.hosts)))
-        begun = [engine.begin(replace(request, home=home)) for home in range(self.num_homes)]
-        with self.hosts.local_stage("warming up"), self.attention():
-            if self.hosts.rank < self.num_homes:
-                batch, mine = self.batch(), begun[self.hosts.rank]
-                batch.join(mine.state, mine.read.request, *mine.draft)
-                while batch:
-                    batch.step()
+        if self.can_work_alone:
+            engine.alone().generate(**question)
+        for _, answer in engine.generate_all([question] * max(self.num_homes, 1)):
+            if isinstance(answer, Exception):
+                raise answer
 
     def prefill(
         self,

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 # The shortest default anchor and passing block of a prompt that is split: with shorter ones a pretrained model's
 # answers were less accurate (docs/accuracy.md).
-FEWEST_TOKENS = 128
+FEWEST_ANCHOR, FEWEST_PASSING = 128, 256
 
 
 class LayoutError(ValueError):
@@ -164,7 +164,7 @@ def plan_layout(
         query_start: first token of the query block, after the last visual token.
         anchor_len: l_a. None takes ``max(128, ceil(n / 64))``, at most a quarter of the prompt (below
             n = 512 the floor alone would leave nothing to split). 0 makes the prefix context too.
-        passing_len: l_p. None takes ``max(128, ceil(n / 128))``, or ``ceil(n / 64)`` without zigzag.
+        passing_len: l_p. None takes ``max(256, ceil(n / 128))``, or ``ceil(n / 64)`` without zigzag.
         zigzag: cut the context into 2H blocks; else into H.
 
     Returns:
@@ -186,7 +186,7 @@ def plan_layout(
     if anchor_len is None:
         anchor_len = default_anchor_len(num_tokens)
     if passing_len is None:
-        passing_len = max(FEWEST_TOKENS, -(-num_tokens // (128 if zigzag else 64)))
+        passing_len = max(FEWEST_PASSING, -(-num_tokens // (128 if zigzag else 64)))
     anchor = range(0, max(context_start, anchor_len) if anchor_len else 0)
     num_blocks = num_hosts * (2 if zigzag else 1)
     if query_start - anchor.stop < num_blocks:
@@ -202,7 +202,7 @@ def plan_layout(
 
 def default_anchor_len(num_tokens: int) -> int:
     """Return l_a of a prompt of n tokens where none is asked for."""
-    return min(max(FEWEST_TOKENS, -(-num_tokens // 64)), num_tokens // 4)
+    return min(max(FEWEST_ANCHOR, -(-num_tokens // 64)), num_tokens // 4)
 
 
 def with_question_in_anchor(layout: ContextLayout, context_start: int, anchor_len: int | None) -> ContextLayout:

@@ -16,7 +16,7 @@ from .config import DTYPE_NAMES, PrefillConfig, SpeculativeConfig
 from .config.checks import require_types
 from .hosts.devices import choose_device
 from .input.visual import FRAME_COPIES, PIXEL_COPIES, most_in_a_chunk, num_frames_told
-from .layout import FEWEST_TOKENS, ContextLayout, LayoutError
+from .layout import FEWEST_ANCHOR, FEWEST_PASSING, ContextLayout, LayoutError
 from .model.loading import read_config, read_video_processor
 from .model.parts import VIDEO_FAMILIES, DecoderSizes, require_supported
 from .model.tensor_parallel import num_weights, require_divisible
@@ -86,10 +86,10 @@ class Plan:
     def warning(self) -> str | None:
         """What is known to cost accuracy with these lengths of anchor and passing blocks; None: nothing."""
         layout = self.layout
-        are_long = min(layout.anchor_len, layout.passing_len) >= FEWEST_TOKENS
+        are_long = layout.anchor_len >= FEWEST_ANCHOR and layout.passing_len >= FEWEST_PASSING
         if not METHODS[self.method].passes_on or layout.passes_all or are_long:
             return None
-        return f"answers were less accurate with anchor or passing blocks below {FEWEST_TOKENS} tokens"
+        return f"answers were less accurate with l_a below {FEWEST_ANCHOR} or l_p below {FEWEST_PASSING}"
 
     def __str__(self) -> str:
         busiest = self.needed.index(max(self.needed))

@@ -43,21 +43,22 @@ from support.summaries import grouped, mean_cell, percent_cell
 def rows_of(num_tokens: int) -> dict[str, PrefillConfig]:
     """Return the rows for a context length by label; settings that a label does not name have their defaults."""
     short = {"anchor_len": -(-num_tokens // 64), "passing_len": -(-num_tokens // 128)}
-    authors = {"importance": "dot", "anchor_query": True}
+    half, authors = {"passing_len": 128}, {"importance": "dot", "anchor_query": True}  # of the least by default
     of_apbv = {
         "": {},
-        ", softmax": {"importance": "softmax"},
         ", dot": {"importance": "dot"},
-        ", dot, question in the anchor": authors,
+        ", l_p = 128": half,
+        ", l_p = 128, softmax": {"importance": "softmax", **half},
+        ", l_p = 128, dot": {"importance": "dot", **half},
+        ", l_p = 128, dot, question in the anchor": {**authors, **half},
         ", n/64, n/128": short,
         ", n/64, n/128, dot": {"importance": "dot", **short},
         ", as its authors": {**authors, **short},
         ", l_p = 32": {"passing_len": 32},
         ", l_p = 32, softmax": {"passing_len": 32, "importance": "softmax"},
         ", l_p = 32, dot": {"passing_len": 32, "importance": "dot"},
-        ", l_p = 256": {"passing_len": 256},
         ", no passing": {"passing_len": 0},
-        ", no anchor": {"anchor_len": 0},
+        ", l_p = 128, no anchor": {"anchor_len": 0, **half},
     }
     rows = {name: PrefillConfig(method=name) for name in ("full", "star", "apb", *SPARSE_NAMES)}
     rows["apb, as its authors"] = PrefillConfig(method="apb", **authors)

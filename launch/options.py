@@ -58,7 +58,7 @@ PREFILL = _of(
     ("--method", "method", "prefill method"),
     ("--anchor-len", "anchor_len", "anchor tokens (default: max(128, n/64), at most n/4)"),
     ("--anchor-query", "anchor_query", "prepend the question to the anchor, as in APB (apb, apbv)"),
-    ("--passing-len", "passing_len", "KV pairs passed on per block (default: max(128, n/128); apb: n/64)"),
+    ("--passing-len", "passing_len", "KV pairs passed on per block (default: max(256, n/128); apb: n/64)"),
     ("--query-len", "query_len", "without --context: trailing tokens that form the question"),
     (
         "--importance",

@@ -48,10 +48,10 @@ class Request:
 
     @property
     def expected_passing_len(self) -> int:
-        """l_p: 1/128 of the input for 2H blocks, 1/64 for H; at least 128."""
+        """l_p: 1/128 of the input for 2H blocks, 1/64 for H; at least 256."""
         if self.passing_len is not None:
             return self.passing_len
-        return max(128, math.ceil(Fraction(self.num_tokens, 128 if self.zigzag else 64)))
+        return max(256, math.ceil(Fraction(self.num_tokens, 128 if self.zigzag else 64)))
 
     @property
     def fits(self) -> bool:

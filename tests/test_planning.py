@@ -111,8 +111,8 @@ def test_short_passing_blocks_are_warned_of():
     def warning(num_tokens: int, **settings) -> str | None:
         return plan(LLAMA, tokens=num_tokens, hosts=2, prefill=PrefillConfig(**settings)).warning
 
-    assert "below 128 tokens" in warning(4096, passing_len=64)
-    assert "below 128 tokens" in warning(4096, anchor_len=32)
+    assert "l_p below 256" in warning(4096, passing_len=128)
+    assert "l_a below 128" in warning(4096, anchor_len=32)
     assert warning(4096) is warning(300, passing_len=64) is warning(4096, method="star", anchor_len=32) is None
 
 

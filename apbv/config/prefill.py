@@ -177,7 +177,7 @@ class PrefillConfig(Checked):
             copy of the prompt's start with the question in it, at the positions that such a prompt would have.
             All blocks but the first see it, and nothing of it is kept. For ``"apbv"`` and ``"apb"``.
         passing_len: KV pairs that each context block passes on, l_p, per layer and KV head. None:
-            ``max(128, ceil(n / 128))`` (``ceil(n / 64)`` without zigzag and for ``"apb"``). 0: no passing blocks
+            ``max(256, ceil(n / 128))`` (``ceil(n / 64)`` without zigzag and for ``"apb"``). 0: no passing blocks
             (Tables 3, 8).
         query_len: how many tokens at the end of a text are the query block, which every host computes, where the
             question is not given apart from the text (as with ``context=``); in a chat at most the last message's.

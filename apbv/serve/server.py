@@ -149,7 +149,7 @@ def limits_of(engine: Engine, settings: ServerSettings) -> Limits:
         spare_tokens=GROWTH_ROWS,
         max_running=settings.max_running,
         max_answers=1 if engine.why_one_by_one else None,
-        split_tokens=settings.min_block_tokens * engine.hosts.size if engine.can_work_alone else 0,
+        split_tokens=settings.min_host_tokens * engine.hosts.size if engine.can_work_alone else 0,
     )
 
 

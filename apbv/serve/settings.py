@@ -20,7 +20,7 @@ class ServerSettings:
         max_queue: maximum number of waiting requests.
         max_running: maximum number of answers decoded in one batch, of which every host has one; None: limited by
             the KV cache only.
-        min_block_tokens: a prompt with fewer tokens per host is prefilled by its home alone, beside other hosts'.
+        min_host_tokens: a prompt with fewer tokens per host is prefilled by its home alone, beside other hosts'.
         max_kv_bytes: KV cache limit of each host; None: half of the free memory of the host that has least.
         max_body_bytes: largest request body.
         max_model_len: maximum tokens of prompt and answer together; None: the model's context length.
@@ -46,7 +46,7 @@ class ServerSettings:
     model: str = "demo"
     max_queue: int = _limit(64, "maximum waiting requests")
     max_running: int | None = _limit(None, "maximum answers per host's batch (default: limited by --max-kv-mib)")
-    min_block_tokens: int = _limit(256, "minimum tokens per host to split a prompt over all hosts")
+    min_host_tokens: int = _limit(256, "minimum prompt tokens per host to prefill it on all hosts")
     max_kv_bytes: int | None = _limit(None, "KV cache limit per host in MiB (default: half of its free memory)")
     max_body_bytes: int = _limit(96 * _MIB, "maximum request body in MiB")
     max_model_len: int | None = _limit(None, "maximum tokens of prompt and answer (default: the model's)")

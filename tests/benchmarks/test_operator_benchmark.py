@@ -47,13 +47,13 @@ def test_every_operator_beside_the_ceilings(tmp_path):
         assert record["tflops"] == pytest.approx(record["flops"] / seconds / 1e12)
     by_case = {(record["case"], record["variant"]): record for record in records}
     assert by_case["causal", "operator"]["flops"] == 4 * 32 * 4 * sum(range(1, 601))
-    # 128 anchor keys, three passing blocks of 128, and a block of 150 causally.
+    # 128 anchor keys, three whole blocks of 150, and one causally.
     for variant in ("operator", "attention kernels alone"):
         block = by_case["anchor, passing blocks, block", variant]
-        assert block["flops"] == 4 * 32 * 4 * (150 * 4 * 128 + sum(range(1, 151)))
+        assert block["flops"] == 4 * 32 * 4 * (150 * (128 + 3 * 150) + sum(range(1, 151)))
     # The anchor's own 128 queries see 1, 2, ... keys of the last segment.
     both = by_case["passing blocks, anchor and block", "operator"]
-    assert both["flops"] == 4 * 32 * 4 * (150 * 3 * 128 + sum(range(1, 279)))
+    assert both["flops"] == 4 * 32 * 4 * (150 * 3 * 150 + sum(range(1, 279)))
     # 600 tokens are blocks of 128, and one of 88; of half of 0, 1, 2, 3 and 4 blocks the rounded number is listed.
     listed = by_case["50% of the blocks", "operator"]
     assert listed["flops"] == 4 * 32 * 4 * (

@@ -78,8 +78,8 @@ def test_what_does_not_fit_is_refused(tokenizer):
 
 
 def test_rows_are_compared_on_the_same_samples(tmp_path):
-    """The exact one with itself, one that passes whole blocks, and one that passes none; nothing is done twice."""
-    path, rows = tmp_path / "r.jsonl", ["full", "apbv, no anchor", "apbv, no passing"]
+    """The exact one with itself, one that passes most pairs, and one that passes none; nothing is done twice."""
+    path, rows = tmp_path / "r.jsonl", ["full", "apbv, l_p = 128, no anchor", "apbv, no passing"]
     options = ["--model", "demo", "--tasks", "niah_multikey_1", "--tokens", 700, "--samples", 2, "--rows"]
     records, output = figures_of("ruler", path, *options, *rows[:2], hosts=2)
     assert [record["label"] for record in records] == 2 * rows[:2]

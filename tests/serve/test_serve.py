@@ -43,7 +43,7 @@ def server(tmp_path_factory, media, collector):
     The hosts split prompts of 64 frames, and prefill shorter ones each alone.
     """
     words = "--model demo --dtype float32 --passing-len 4096 --kv-transfer tcp --kv-seconds 3600 --log-format json"
-    words += f" --grace {HANGING} --media-dir {media} --max-media-mib 0.5 --max-body-mib 1 --min-block-tokens 64"
+    words += f" --grace {HANGING} --media-dir {media} --max-media-mib 0.5 --max-body-mib 1 --min-host-tokens 64"
     words = [*words.split(), "--otlp-traces-endpoint", collector.url, "--api-key", KEY]
     with serving(tmp_path_factory.mktemp("server") / "out", *words, key=KEY) as started:
         yield started

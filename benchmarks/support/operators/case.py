@@ -60,7 +60,7 @@ class Sizes:
     @property
     def passing(self) -> int:
         """Return how many KV pairs a block passes on, l_p."""
-        return min(self.block, max(128, -(-self.tokens // 128)))
+        return min(self.block, max(256, -(-self.tokens // 128)))
 
 
 class Draw:
