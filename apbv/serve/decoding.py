@@ -109,7 +109,8 @@ class Decoding:
                 # The next answer copies the KV.
                 state, draft = replace(state, kv=state.kv.behind(state.layout)), ()
         except Exception as error:
-            self._fail(output, *failure_of(error))
+            output.fail(*failure_of(error))
+            self._release(output)
 
     def _step(self, batch: Batch) -> None:
         """Decode the next token of every answer, and end the finished ones."""
@@ -131,12 +132,10 @@ class Decoding:
             except Exception as error:
                 failure = describe_error(error)
         if failure is not None:
-            self._fail(output, failure)
-        elif all(output is not other for other, _ in self._members.values()):
-            output.release()
+            output.fail(failure)
+        self._release(output)
 
-    def _fail(self, output: Output, failure: str, is_invalid: bool = False) -> None:
-        """Fail a request; its other answers leave the batch with the next step."""
-        output.fail(failure, is_invalid)
+    def _release(self, output: Output) -> None:
+        """Count a request's KV as free, if no answer of it is left: those of one that failed leave with the next step."""
         if all(output is not other for other, _ in self._members.values()):
             output.release()

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
+from enum import IntEnum
 from functools import cached_property
 from pathlib import Path
 from threading import Event
@@ -22,12 +23,18 @@ from .links import Link, Links, RemoteOutput
 from .media import PrivateFiles, find_in_folder
 from .order import Order, decode_orders
 
-# Host 0's commands: idle; answer together; prefill, and one host answers; prefill several prompts, each on the
-# host that answers; prefill, and another server answers; shut down.
-WAIT, ANSWER, PREFILL, PREFILL_EACH, HAND_OVER, LEAVE = range(6)
-
 Asked = Callable[[Request], Request]
 OpenFiles = Callable[[ExitStack], list[Path]]
+
+
+class Command(IntEnum):
+    """What all hosts do next, as host 0 says.
+
+    They idle; answer together; prefill a prompt that one of them answers; prefill several, each the one that it
+    answers; prefill one that another server answers; shut down.
+    """
+
+    WAIT, ANSWER, PREFILL, PREFILL_EACH, HAND_OVER, LEAVE = range(6)
 
 
 @dataclass(frozen=True)
@@ -48,7 +55,7 @@ class Executor:
 
     def carry_out(
         self,
-        command: int,
+        command: Command,
         order: Order,
         open_files: OpenFiles,
         asked: Asked = lambda request: request,
@@ -57,7 +64,7 @@ class Executor:
         """Answer an order, prefill it with all KV on its home, or export its KV from the hosts that computed it.
 
         Args:
-            command: ANSWER, PREFILL, PREFILL_EACH (then only the order's home calls this) or HAND_OVER.
+            command: with PREFILL_EACH only the order's home calls this.
             open_files: gives this host's paths of the order's files, which last as long as the stack.
             asked: turns the request into one with host 0's callbacks.
             prompt: the part of the question that this host has already read.
@@ -69,15 +76,16 @@ class Executor:
         Raises:
             RuntimeError: a host has no room for the KV, which is not the request's fault.
         """
-        is_alone = command == PREFILL_EACH
-        engine = self._alone if is_alone else self.engine
+        engine, hosts = self.engine, self.hosts
+        if command == Command.PREFILL_EACH:
+            engine, hosts = self._alone, self._alone.hosts
         with ExitStack() as stack:
-            with (engine.hosts if is_alone else self.hosts).local_stage("opening the files"):
+            with hosts.local_stage("opening the files"):
                 paths = open_files(stack)
             request = asked(order.request(engine.hosts, paths, prompt))
-            if command == ANSWER:
+            if command == Command.ANSWER:
                 return engine.answer(request)
-            if command != HAND_OVER:
+            if command != Command.HAND_OVER:
                 return engine.begin(request)
             if not self.engine.prefills:
                 return None
@@ -120,13 +128,13 @@ class Executor:
         return not (self.hosts.is_broken or self.engine.hosts.is_broken)
 
 
-def exchange_commands(hosts: HostGroup, command: int, wants_to_stop: bool) -> tuple[int, bool]:
+def exchange_commands(hosts: HostGroup, command: Command, wants_to_stop: bool) -> tuple[Command, bool]:
     """Broadcast host 0's command, and gather whether any host was asked to stop; collective.
 
     Every host sends data, so that each detects one that has ended.
     """
     messages = hosts.gather_floats([command, wants_to_stop])
-    return int(messages[0][0]), any(stop for _, stop in messages)
+    return Command(int(messages[0][0])), any(stop for _, stop in messages)
 
 
 def require_decoding(hosts: HostGroup, decoding: Decoding | None) -> None:
@@ -151,11 +159,11 @@ def follow(executor: Executor, folder: Path | None, private_files: PrivateFiles,
     decoding = None if link is None else Decoding(executor.engine, link.flush)
     failed: list[tuple[Order, Exception]] = []
 
-    def carry_out(command: int) -> None:
+    def carry_out(command: Command) -> None:
         mine = None
         for order in decode_orders(hosts.broadcast_bytes(None)):
             sent = [hosts.broadcast_bytes(None) for file in order.files if file is None]
-            if command != PREFILL_EACH or order.home == hosts.rank:
+            if command != Command.PREFILL_EACH or order.home == hosts.rank:
                 mine = order, iter(sent)
         if mine is None:
             return
@@ -176,18 +184,18 @@ def follow(executor: Executor, folder: Path | None, private_files: PrivateFiles,
                 raise
             failed.append((order, error.with_traceback(None)))
             return
-        if command in (PREFILL, PREFILL_EACH) and order.home == hosts.rank:
+        if command in (Command.PREFILL, Command.PREFILL_EACH) and order.home == hosts.rank:
             decoding.add(RemoteOutput(link, order.number), order, done)
 
     with decoding or nullcontext():
         while True:
             require_decoding(hosts, decoding)
-            command, _ = exchange_commands(hosts, WAIT, wants_to_stop.is_set())
+            command, _ = exchange_commands(hosts, Command.WAIT, wants_to_stop.is_set())
             for order, error in failed:  # if it failed on host 0, too, it was reported there before this command
                 if order.number is not None and order.home == hosts.rank:
                     decoding.add(RemoteOutput(link, order.number), order, error)
             failed.clear()
-            if command == LEAVE:
+            if command == Command.LEAVE:
                 return
-            if command != WAIT:
+            if command != Command.WAIT:
                 carry_out(command)

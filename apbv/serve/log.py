@@ -3,7 +3,6 @@
 import json
 import logging
 import time
-from collections.abc import Callable
 from datetime import datetime, timezone
 
 LOG_FORMATS = ("text", "json")
@@ -53,18 +52,12 @@ class OncePerPeriod(logging.Filter):
 
     Args:
         seconds: the period.
-        clock: a monotonic clock in seconds.
         levels: the levels that are limited; all others always pass.
     """
 
-    def __init__(
-        self,
-        seconds: float,
-        clock: Callable[[], float] = time.monotonic,
-        levels: tuple[int, ...] = (logging.WARNING,),
-    ):
+    def __init__(self, seconds: float, levels: tuple[int, ...] = (logging.WARNING,)):
         super().__init__()
-        self._seconds, self._clock, self._levels = seconds, clock, levels
+        self._seconds, self._levels = seconds, levels
         self._said: dict[str, float] = {}  # when each was last let through; by message template, so there are few
         self._left_out: dict[str, int] = {}
 
@@ -72,7 +65,7 @@ class OncePerPeriod(logging.Filter):
         """Return whether a record passes."""
         if record.levelno not in self._levels:
             return True
-        text, now = str(record.msg), self._clock()
+        text, now = str(record.msg), time.monotonic()
         if text in self._said and now - self._said[text] < self._seconds:
             self._left_out[text] = self._left_out.get(text, 0) + 1
             return False

@@ -20,9 +20,7 @@ def report(record: RequestRecord, metrics: Metrics, tracer: Tracer | None = None
     # Times are in seconds, None if it did not get so far.
     names = ("status", "outcome", "prompt_tokens", "completion_tokens")
     fields = {"request_id": record.id, "model": metrics.model, **{name: getattr(record, name) for name in names}}
-    for name in DURATIONS:
-        seconds = record.seconds(name)
-        fields[f"{name}_seconds"] = None if seconds is None else round(seconds, 6)
+    fields |= {f"{name}_seconds": (took := record.seconds(name)) and round(took, 6) for name in DURATIONS}
     if record.speculation is not None:
         fields |= {name: record.speculation[name] for name in ("num_drafted", "num_accepted")}
     if record.transfer is not None:

@@ -66,7 +66,7 @@ class Tracer:
         self._tracer = self._provider.get_tracer("apbv.serve", __version__)
         self._model = model
         # A collector that is away is tried again and again, and every time said to be.
-        self._seldom = OncePerPeriod(_WARNING_SECONDS, levels=(logging.WARNING, logging.ERROR))
+        self._seldom = OncePerPeriod(_WARNING_SECONDS, (logging.WARNING, logging.ERROR))
         self._exporters_log = logging.getLogger(OTLPSpanExporter.__module__)
         self._exporters_log.addFilter(self._seldom)
 

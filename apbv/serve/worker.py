@@ -13,17 +13,7 @@ from ..decode.answer import finish_reason
 from ..kv.ticket import Ticket
 from ..prefilling.cancelling import RequestCancelled
 from .decoding import Decoding
-from .executor import (
-    ANSWER,
-    HAND_OVER,
-    LEAVE,
-    PREFILL,
-    PREFILL_EACH,
-    WAIT,
-    Executor,
-    exchange_commands,
-    require_decoding,
-)
+from .executor import Command, Executor, exchange_commands, require_decoding
 from .job import Job
 from .order import Order, encode_orders
 from .output import JobOutput, failure_of
@@ -161,18 +151,18 @@ class Worker:
         if not jobs:
             if (num_bytes := self._scheduler.bytes_wanted()) and self._executor.offers is not None:
                 self._executor.offers.make_room(num_bytes)  # by requests that have waited for long
-            self._send_command(LEAVE if has_stopped else WAIT)
+            self._send_command(Command.LEAVE if has_stopped else Command.WAIT)
         else:
             self._is_busy = True
             self._lead(jobs)
         if self._links is not None and self._links.failure is not None and not has_stopped:
-            self._send_command(WAIT)  # raises the reason of a host that has failed
+            self._send_command(Command.WAIT)  # raises the reason of a host that has failed
             raise self._links.failure
         self._last_step_at, self._is_busy = time.monotonic(), False
         return not has_stopped
 
-    def _send_command(self, command: int) -> None:
-        if exchange_commands(self._executor.hosts, command, False)[1] and command != LEAVE:
+    def _send_command(self, command: Command) -> None:
+        if exchange_commands(self._executor.hosts, command, False)[1] and command != Command.LEAVE:
             self._on_stop()
 
     def _lead(self, jobs: list[Job]) -> None:
@@ -195,18 +185,18 @@ class Worker:
             ordered.append((job, order, output))
         if not ordered:
             return
-        command = HAND_OVER if order.hands_over else ANSWER if self._decoding is None else PREFILL
-        if jobs[0].is_short:
-            command = PREFILL_EACH
+        command = Command.PREFILL if self._decoding else Command.ANSWER
+        if jobs[0].is_short or order.hands_over:
+            command = Command.PREFILL_EACH if jobs[0].is_short else Command.HAND_OVER
         self._send_command(command)
         hosts.broadcast_bytes(encode_orders([order for _, order, _ in ordered]))
         for data in files:
             hosts.broadcast_bytes(data)
         for job, order, output in ordered:
-            if command != PREFILL_EACH or order.home == 0:
+            if command != Command.PREFILL_EACH or order.home == 0:
                 self._carry_out(command, job, order, output)
 
-    def _carry_out(self, command: int, job: Job, order: Order, output: JobOutput) -> None:
+    def _carry_out(self, command: Command, job: Job, order: Order, output: JobOutput) -> None:
         """Carry out an order on this host."""
         executor = self._executor
         telling = Telling(output, order, executor.engine.tokenizer.decode)
@@ -216,9 +206,9 @@ class Worker:
 
         try:
             done = executor.carry_out(command, order, open_files, telling.asked, job.read.prompt)
-            if command == HAND_OVER:
+            if command == Command.HAND_OVER:
                 self._hand_over(job, *done, telling, output)
-            elif command == ANSWER:
+            elif command == Command.ANSWER:
                 telling.finish(done.token_ids, done.finish_reason, done.stats["speculation"])
             else:
                 if order.home == 0:

@@ -17,8 +17,7 @@ from apbv.decode.batch import Batch
 from apbv.kv.facts import StorageError
 from apbv.kv.offers import Offers
 from apbv.serve.decoding import Decoding
-from apbv.serve.executor import HAND_OVER as COMMAND
-from apbv.serve.executor import WAIT, Executor, exchange_commands
+from apbv.serve.executor import Command, Executor, exchange_commands
 from apbv.serve.job import Job
 from apbv.serve.order import Order
 from apbv.serve.requests import ChatRequest
@@ -144,8 +143,8 @@ def hand_over_job(hosts: HostGroup) -> list[tuple[type, str, bool]]:
             with pytest.MonkeyPatch.context() as patch, pytest.raises((RuntimeError, ValueError)) as caught:
                 if hosts.rank == where:
                     patch.setattr(name, fails)
-                carried_out.carry_out(COMMAND, order, lambda _: [demo.video_path()])
-            in_step = carried_out.is_usable and exchange_commands(hosts, WAIT, False) == (WAIT, False)
+                carried_out.carry_out(Command.HAND_OVER, order, lambda _: [demo.video_path()])
+            in_step = carried_out.is_usable and not exchange_commands(hosts, Command.WAIT, False)[1]
             told.append((type(caught.value), str(caught.value), in_step))
     return told
 
