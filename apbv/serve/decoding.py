@@ -136,6 +136,6 @@ class Decoding:
         self._release(output)
 
     def _release(self, output: Output) -> None:
-        """Count a request's KV as free if no answer of it is left; a failed one.s leave with the next step."""
+        """Count a request's KV as free if no answer of it is left; a failed one's leave with the next step."""
         if all(output is not other for other, _ in self._members.values()):
             output.release()
