@@ -29,6 +29,7 @@ from support.exams import Candidate, Exam, load_demo
 from support.prefill_presets import PRESETS as PREFILL_PRESETS
 from support.prefill_presets import cases_of
 from support.simulated import Link, simulate
+from support.summaries import mean_cell, student_t
 from support.traffic import Traffic, element_wise_bytes
 from support.workloads import config_of
 
@@ -133,6 +134,13 @@ def test_drafts_are_predicted_by_what_they_read(capsys):
 
 
 # ---- presets, and the models that they name ----
+
+
+def test_intervals_of_few_samples_are_those_of_student():
+    """Quantiles from a table."""
+    for freedom, quantile in ((3, 3.182), (4, 2.776), (11, 2.201), (49, 2.010)):
+        assert student_t(freedom) == pytest.approx(quantile, rel=0.01)
+    assert mean_cell([1.0, 2.0, 3.0, 4.0], "+.2f") == "+2.50 ± 2.04"
 
 
 def test_presets_cover_the_papers_sweeps():
