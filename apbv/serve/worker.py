@@ -31,9 +31,10 @@ _SILENCE_SECONDS = 10.0  # without a step: another host does not answer
 class Worker:
     """Engine loop: reads requests and has all hosts carry them out, in a thread.
 
-    All collectives of the hosts happen in this thread. It prefills prompts sequentially, in the scheduler's order,
-    while another thread of each host decodes; if answers cannot be batched, all hosts decode each before it takes
-    the next. The methods are called from the thread that speaks HTTP, or from those that read requests.
+    All collectives of the hosts happen in this thread. It prefills prompts in the scheduler's order, one after
+    another or short ones together, while another thread of each host decodes; if answers cannot be batched, all
+    hosts decode each before it takes the next. The methods are called from the thread that speaks HTTP, or from
+    those that read requests.
 
     Args:
         executor: carries orders out, together with the other hosts' executors.

@@ -56,7 +56,7 @@ def ways_of(preset: str, num_visual: int) -> dict[str, Way]:
     else:  # demo: the tables of the demo model's README
         base = PrefillConfig(importance="softmax")
         ways = {f"l_p = {length}": replace(base, passing_len=length) for length in (0, 8, 16, 32, 64, 128)}
-        ways = {"full": full, **ways, "default": base}
+        ways = {"full": full, **ways}
     found = {label: Way(config) for label, config in ways.items()}
     if preset == "systems":  # the demo has a draft
         draft = SpeculativeConfig(strategy="hippo", keep_losing_draft=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from apbv import Engine, HostGroup, SamplingParams, SpeculativeConfig, demo
+from apbv import Engine, HostGroup, ReuseConfig, SamplingParams, SpeculativeConfig, demo
 from apbv.decode.batch import Batch
 from apbv.input.request import Request
 from apbv.serve.decoding import Decoding
@@ -20,6 +20,8 @@ from apbv.serve.job import Job
 from apbv.serve.links import RemoteOutput
 from apbv.serve.order import Order, decode_orders
 from apbv.serve.output import JobOutput
+from apbv.serve.server import limits_of
+from apbv.serve.settings import ServerSettings
 from apbv.speculate.batch import SpeculativeBatch
 from apbv.speculate.ways import Begun
 
@@ -241,6 +243,17 @@ def test_homes_prefill_short_prompts_alone_beside_one_another(pool, tmp_path):
         assert [sorted(homes) for homes in groups] == [[0, 1, 2], groups[1]] and len(groups[1]) == 1
         begun += own
     assert begun == [(1, 0)] * 4
+
+
+def split_job(hosts: HostGroup) -> list[int]:
+    """From how many tokens on a server splits prompts, with settings under which a host can work alone or not."""
+    configs = {}, {"reuse": ReuseConfig(mode="exact")}, {"speculate": SpeculativeConfig(strategy="std_apbv")}
+    engines = [Engine.from_pretrained("demo", hosts=hosts, dtype="float32", **config) for config in configs]
+    return [limits_of(engine, ServerSettings(max_kv_bytes=2**30)).split_tokens for engine in engines]
+
+
+def test_a_home_does_nothing_alone_that_needs_the_other_hosts(pool):
+    assert pool.run(2, split_job) == [[512, 0, 0]] * 2
 
 
 def failing_job(hosts: HostGroup, dies: bool) -> tuple[list, str] | None:
