@@ -220,7 +220,7 @@ class Worker:
         except Exception as error:
             if not executor.is_usable:
                 raise
-            output.fail(*failure_of(error))  # all hosts have rejected alike
+            output.fail(*failure_of(error))  # all hosts have rejected alike, or this one alone
         output.release()
 
     def _hand_over(self, job: Job, token: int, ticket: Ticket, telling: Telling, output: JobOutput) -> None:
