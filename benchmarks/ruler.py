@@ -43,7 +43,8 @@ from support.summaries import grouped, mean_cell, percent_cell
 def rows_of(num_tokens: int) -> dict[str, PrefillConfig]:
     """Return the rows for a context length by label; settings that a label does not name have their defaults."""
     short = {"anchor_len": -(-num_tokens // 64), "passing_len": -(-num_tokens // 128)}
-    half, authors = {"passing_len": 128}, {"importance": "dot", "anchor_query": True}  # of the least by default
+    # Half of the shortest passing block by default, which would pass on whole blocks of short prompts.
+    half, authors = {"passing_len": 128}, {"importance": "dot", "anchor_query": True}
     of_apbv = {
         "": {},
         ", dot": {"importance": "dot"},

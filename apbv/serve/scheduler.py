@@ -256,10 +256,10 @@ class Scheduler:
         is_bounded = limits.max_running is not None and not order.hands_over
         most = limits.max_running - order.num_answers if is_bounded else math.inf
         # Of equally loaded hosts the last: host 0 serves HTTP, too.
-        loads = sorted((self._used(home), self._num_answers(home), -home) for home in self._homes)
+        homes = [home for home in self._homes if home not in [job.home for job in beside]]
+        loads = sorted((self._used(home), self._num_answers(home), -home) for home in homes)
         room = limits.max_kv_bytes - first.kv_bytes
         fitting = [-home for used, num_answers, home in loads if used <= room and num_answers <= most]
-        fitting = [home for home in fitting if home not in [job.home for job in beside]]
         is_enough = len(fitting) == len(loads) if order.hands_over else fitting
         return fitting[0] if is_enough else None
 

@@ -171,7 +171,7 @@ class Worker:
 
         Several are prefilled each by its home, alone.
         """
-        hosts, ordered, files = self._executor.hosts, [], []
+        hosts, first, ordered, files = self._executor.hosts, jobs[0], [], []
         for job in jobs:
             output, order = JobOutput(job, self._scheduler), job.read.order
             try:
@@ -187,8 +187,8 @@ class Worker:
         if not ordered:
             return
         command = Command.PREFILL if self._decoding else Command.ANSWER
-        if jobs[0].is_short or order.hands_over:
-            command = Command.PREFILL_EACH if jobs[0].is_short else Command.HAND_OVER
+        if first.is_short or first.read.order.hands_over:
+            command = Command.PREFILL_EACH if first.is_short else Command.HAND_OVER
         self._send_command(command)
         hosts.broadcast_bytes(encode_orders([order for _, order, _ in ordered]))
         for data in files:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from apbv.kernels.backends import choose
+from apbv.layout import FEWEST_ANCHOR, FEWEST_PASSING
 
 Outputs = tuple[Tensor, ...]
 # The index of a part of each of an operator's outputs, and the exact result of this part.
@@ -55,12 +56,12 @@ class Sizes:
     @property
     def anchor(self) -> int:
         """Return the anchor's length, l_a."""
-        return max(128, -(-self.tokens // 64))
+        return max(FEWEST_ANCHOR, -(-self.tokens // 64))
 
     @property
     def passing(self) -> int:
         """Return how many KV pairs a block passes on, l_p."""
-        return min(self.block, max(256, -(-self.tokens // 128)))
+        return min(self.block, max(FEWEST_PASSING, -(-self.tokens // 128)))
 
 
 class Draw:
