@@ -223,9 +223,18 @@ def attend_natively(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool)
         visible = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
         out, lse = attend_masked(q, k, v, visible.tril() if causal else visible, scale)
         return out.to(q.dtype), lse
-    if scale <= 0:  # by which that kernel multiplies its mask, too
-        q, scale = q * scale, 1.0
+    q, scale = with_positive_scale(q, scale)
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+
+
+def with_positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
+    """Return queries and a scale that give the same scores, the scale above 0.
+
+    Fused kernels multiply a mask by the scale, or a maximum of scores without it: at or below 0 they give NaN.
+    """
+    if scale > 0:
+        return q, scale
+    return (-q, -scale) if scale else (torch.zeros_like(q), 1.0)
 
 
 def attend_masked(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -245,12 +254,14 @@ def attend_masked(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float
 def _attend_flash_attn(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
     version, flash_attn_func = _flash_attention(capability(q.device)[0])
     wants_lse = {"return_lse" if version == 4 else "return_attn_probs": True}
+    q, scale = with_positive_scale(q, scale)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, S, H, D]
     out, lse, *_ = flash_attn_func(q, k, v, softmax_scale=scale, causal=causal, **wants_lse)
     return out.transpose(1, 2), lse
 
 
 def _attend_torch_flash(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    q, scale = with_positive_scale(q, scale)
     out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
     return out, lse
 

@@ -18,6 +18,7 @@ from .library_attention import (
     attend_with,
     is_bottom_right,
     why_not_library,
+    with_positive_scale,
 )
 from .runs import PackedSequences, Segment, in_rows
 from .torch_merging import merge_finite
@@ -188,6 +189,7 @@ def result_without_keys(q: Tensor, out: Tensor | None = None) -> tuple[Tensor, T
 
 def varlen_attention(q: Tensor, k: Tensor, v: Tensor, sequences: PackedSequences, scale: float) -> Tensor:
     """Attend within each sequence, in one call where FlashAttention works, else in one for each length."""
+    q, scale = with_positive_scale(q, scale)
     if not varlen_obstacle(q.device, q.dtype, q.shape[2]):
         return varlen_flash(q, k, v, sequences, scale)
     outs = []

@@ -22,6 +22,7 @@ LAYERS = (
         "apbv.layout",
         "apbv.logprobs",
         "apbv.transfer",
+        "apbv.versions",
         "apbv.warn",
         "apbv.kernels",
     ),

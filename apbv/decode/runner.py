@@ -12,6 +12,7 @@ from ..kv.placement import PlacedKV
 from ..model.attention import LayerAttention, NewTokenAttention, apbv_attention
 from ..model.parts import ModelParts
 from ..transfer import fill, to_device
+from ..versions import cache_argument
 from .graphs import MOST_CAPTURED, RecordedSteps, Step, may_record
 
 
@@ -32,9 +33,9 @@ def forward(
         hidden = parts.language_model(
             inputs_embeds=parts.embed_tokens(ids[None]),
             position_ids=position_ids.expand(3, -1, -1) if parts.uses_mrope else position_ids,
-            past_key_values=cache,
             use_cache=cache is not None,
             apbv=attention,
+            **{cache_argument(): cache},
         ).last_hidden_state
     return parts.lm_head(hidden[:, -1:] if last_only else hidden)[0]
 

@@ -30,7 +30,6 @@ from .process_groups import (
     ProcessGroups,
     join_world,
     leave_world,
-    level_group_counts,
     rank_and_size,
     require_whole_hosts,
 )
@@ -183,8 +182,6 @@ class HostGroup:
                 )
                 mine = Place(device_identity(chosen), chosen.type == "cuda" and may_use_nccl)
             places = [Place(*place) for place in processes.gather_json(mine)]
-            if tensor_parallel > 1 or any(place.device != "cpu" for place in places):
-                level_group_counts(processes._gather_control)
             hosts = cls(
                 groups.connected(group, places, tensor_parallel, timeout),
                 device=chosen,
@@ -219,8 +216,7 @@ class HostGroup:
 
         A heartbeat in one of these groups counts in all of them.
 
-        It lives as long as this process's groups do: torch gives a destroyed group's name to the next one, which
-        then finds the old one's addresses.
+        It lives as long as this process's groups do.
 
         Args:
             members: ranks in this group, ascending.
@@ -238,16 +234,15 @@ class HostGroup:
         """
         if self.tensor_parallel_size > 1:
             raise ValueError("subgroups are not supported with tensor parallelism")
-        if len(members) > 1:
-            level_group_counts(self._gather_control)
+        timeout = self.timeout if timeout is None else timeout
+        groups = self._groups.of_some(members, timeout, has_data) if self.size > 1 else None
         if self.rank not in members:
             return None
         heartbeat = self._watch.heartbeat
-        if len(members) == 1:
+        if groups is None:
             return HostGroup(device=self.device, timeout=0.0, heartbeat=heartbeat)
-        timeout = self.timeout if timeout is None else timeout
         hosts = HostGroup(
-            self._groups.of_some(members, timeout, has_data),
+            groups,
             device=self.device,
             timeout=timeout,
             heartbeat=heartbeat,
@@ -545,7 +540,7 @@ class HostGroup:
                 self._watch.heartbeat.stop()
             if not self._watch.is_broken:
                 self._control.drain()
-            leave_world(self.timeout)
+            leave_world(self.timeout, self._groups.made)
 
 
 def _bytes_tensor(data: bytes) -> Tensor:

@@ -10,8 +10,6 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-POLLED = "apbv"  # the backend's name in torch.distributed
-
 
 class PolledWork(dist.Work):
     """A collective in a :class:`PolledGroup`."""
@@ -37,19 +35,20 @@ class PolledGroup(dist.ProcessGroup):
         wait_for: blocks until a collective is complete.
     """
 
-    def __init__(self, store, rank: int, size: int, timeout: timedelta):
+    def __init__(self, store, rank: int, size: int, timeout: timedelta, name: str):
         super().__init__(rank, size)
+        self._name = name
         self.wait_for: Callable[[dist.Work], None] = lambda work: work.wait()
         self._gloo = dist.ProcessGroup(store, rank, size)
         backend = dist.ProcessGroupGloo(store, rank, size, timeout)
         self._gloo._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
 
     def getBackendName(self) -> str:
-        return POLLED
+        return "apbv_polled"
 
     @property
     def group_name(self) -> str:
-        return dist.distributed_c10d._world.pg_names[self]
+        return self._name
 
     def allreduce(self, *args) -> PolledWork:
         return PolledWork(self._gloo.allreduce(*args), self.wait_for)
@@ -62,6 +61,3 @@ class PolledGroup(dist.ProcessGroup):
 
     def broadcast(self, *args) -> PolledWork:
         return PolledWork(self._gloo.broadcast(*args), self.wait_for)
-
-
-dist.Backend.register_backend(POLLED, PolledGroup, devices=["cpu"])

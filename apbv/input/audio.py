@@ -20,6 +20,7 @@ from torch import Tensor
 from ..hosts import HostGroup
 from ..layout import intersect, split_evenly
 from ..model.parts import ModelParts
+from .container import open_media
 from .files import Source
 from .visual import PromptError, RowStarts
 
@@ -146,7 +147,7 @@ def has_audio(path: str | Path) -> bool:
     Raises:
         AudioError: it cannot be read.
     """
-    with _described(path), av.open(str(path)) as container:
+    with _described(path), open_media(path) as container:
         return bool(container.streams.audio)
 
 
@@ -171,7 +172,7 @@ def read_audio(
     """
     most = round((max_seconds if seconds is None else min(seconds, max_seconds)) * rate)
     pieces, count = [np.zeros(0, np.float32)], 0
-    with _described(path), av.open(path) as container:
+    with _described(path), open_media(path) as container:
         if not container.streams.audio:
             raise AudioError(f"{path}: has no audio track")
         for piece in _pieces(container, rate, beside_video):

@@ -61,8 +61,6 @@ def _attention(
     if attention_mask is not None:
         raise ValueError("apbv's attention takes no mask: padded and packed batches are not supported")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if scale < 0:  # for which torch's fused attention on a CPU gives NaN
-        raise ValueError(f"{type(module).__name__} scales scores by {scale}, which must not be negative")
     if apbv is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         out, _ = segmented_attention(query, [(key, value)], scale, causal_last=causal)

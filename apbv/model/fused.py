@@ -8,8 +8,9 @@ itself, and other users of it, are not affected.
 
 import copy
 from collections.abc import Callable, Mapping
-from functools import partial
-from types import FunctionType
+from functools import partial, update_wrapper
+from inspect import unwrap
+from types import CellType, FunctionType
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +39,8 @@ def with_fused_kernels(decoder: nn.Module, backend: str, like: Tensor) -> nn.Mod
         return decoder
     names = ("rms_norm", "silu_product", "rotated")
     forwards = fused_forwards(decoder, *(implementation(f"elementwise.{name}", "triton") for name in names))
+    if missing := set(_KINDS) - {kind_of(module) for module in decoder.modules()}:
+        warn_caller(f"no fused kernel fits the {', '.join(sorted(missing))} of {type(decoder).__name__}")
     for module in {type(each): each for each in decoder.modules() if type(each) in forwards}.values():
         if mistake := _mistake(module, forwards[type(module)], like):
             del forwards[type(module)]
@@ -63,17 +66,41 @@ def fused_forwards(decoder: nn.Module, rms_norm: Callable, silu_product: Callabl
 
     found: dict[type, Callable] = {}
     for module in decoder.modules():
-        kind, children = type(module), set(module._modules)
-        if set(module._parameters) == {"weight"} and hasattr(module, "variance_epsilon"):
-            found[kind] = norm
-        elif children == {"gate_proj", "up_proj", "down_proj", "act_fn"} and type(module.act_fn) is SiLUActivation:
-            found[kind] = mlp
-        elif _ROTARY in kind.forward.__code__.co_names:
-            # The class's own code, for which one global name means something else.
-            own, names = kind.forward, {**kind.forward.__globals__, _ROTARY: rotary}
-            found[kind] = FunctionType(own.__code__, names, own.__name__, own.__defaults__, own.__closure__)
-            found[kind].__kwdefaults__ = own.__kwdefaults__
+        kind = type(module)
+        match kind_of(module):
+            case "norms":
+                found[kind] = norm
+            case "MLPs":
+                found[kind] = mlp
+            case "rotary positions":
+                found[kind] = _with_global(kind.forward, _ROTARY, rotary)
     return found
+
+
+_KINDS = ("norms", "MLPs", "rotary positions")
+
+
+def kind_of(module: nn.Module) -> str | None:
+    """Return for what kind of module there is a fused kernel that may fit this one; None: for none."""
+    if set(module._parameters) == {"weight"} and hasattr(module, "variance_epsilon"):
+        return _KINDS[0]
+    if set(module._modules) == {"gate_proj", "up_proj", "down_proj", "act_fn"}:
+        return _KINDS[1] if type(module.act_fn) is SiLUActivation else None
+    return _KINDS[2] if _ROTARY in unwrap(type(module).forward).__code__.co_names else None
+
+
+def _with_global(function: FunctionType, name: str, value) -> FunctionType:
+    """Return a function's own code, inside its own decorators, for which a global name means something else."""
+    names, closure = function.__globals__, function.__closure__
+    inner = getattr(function, "__wrapped__", None)
+    if inner is None:
+        names = {**names, name: value}
+    else:
+        other = _with_global(inner, name, value)
+        closure = tuple(CellType(other) if cell.cell_contents is inner else cell for cell in closure)
+    copied = FunctionType(function.__code__, names, function.__name__, function.__defaults__, closure)
+    copied.__kwdefaults__ = function.__kwdefaults__
+    return copied if inner is None else update_wrapper(copied, other)
 
 
 def with_forwards(module: nn.Module, forwards: Mapping[type, Callable]) -> nn.Module:
@@ -103,7 +130,8 @@ def _mistake(module: nn.Module, forward: Callable, like: Tensor) -> str | None:
     if hasattr(module, "head_dim"):
         q_and_k, angles = randn(2, 1, 3, 4, module.head_dim).transpose(2, 3), randn(2, 1, 3, module.head_dim)
         operands = *q_and_k, *angles
-        mine, own = (partial(each.__globals__[_ROTARY], *operands) for each in (forward, type(module).forward))
+        functions = (unwrap(each).__globals__[_ROTARY] for each in (forward, type(module).forward))
+        mine, own = (partial(each, *operands) for each in functions)
     else:
         x = randn(1, 3, module.gate_proj.in_features if hasattr(module, "gate_proj") else len(module.weight))
         mine, own = (lambda each=each: [each(module, x)] for each in (forward, type(module).forward))

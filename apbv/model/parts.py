@@ -7,13 +7,14 @@ from functools import cached_property
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..config import DecodeConfig
 from ..kernels.library_attention import require_usable
 from ..layout import split_evenly
+from ..versions import release, untried
+from ..warn import warn_caller
 from .digest import SAMPLED_PROJECTIONS, weights_digest
 from .fused import with_fused_kernels
 
@@ -292,6 +293,8 @@ def inspect_model(model: PreTrainedModel, backend: str = "auto", decode: DecodeC
     """
     family = require_supported(model.config)
     lm_head = model.get_output_embeddings()
+    if newer := untried():
+        warn_caller(f"apbv was not tried yet with {newer}")
     if lm_head is None:
         raise UnsupportedModelError(f"{type(model).__name__} has no language-model head to generate with")
     language_model = model.get_decoder()
@@ -324,11 +327,9 @@ def require_supported(config: PreTrainedConfig) -> str:
             known = "of a Qwen2.5-Omni model apbv runs the thinker (model.thinker): it answers in text only"
         raise UnsupportedModelError(f"{family} models are not supported; {known}")
     first = _FIRST_VERSIONS.get(family, (0, 0))
-    if tuple(map(int, transformers.__version__.split(".")[:2])) < first:
-        raise UnsupportedModelError(
-            f"{family} models need transformers {'.'.join(map(str, first))} or later, "
-            f"not {transformers.__version__}"
-        )
+    if (installed := release("transformers")) < first:
+        needed, found = (".".join(map(str, each)) for each in (first, installed))
+        raise UnsupportedModelError(f"{family} models need transformers {needed} or later, not {found}")
     _refuse_unsupported_layers(family, config.get_text_config())
     return family
 

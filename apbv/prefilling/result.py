@@ -28,6 +28,7 @@ from ..model.digest import config_digest
 from ..model.parts import ModelParts
 from ..refusals import refuse
 from ..stats import StageTimer
+from ..versions import cache_argument
 from .reduction.choosing import Reduction
 
 
@@ -155,7 +156,7 @@ class PrefillResult:
             "input_ids": input_ids,
             "attention_mask": torch.ones_like(input_ids),
             "position_ids": position_ids,
-            "past_key_values": first_tokens(cache, num_handed, HandoffCache(num_handed)),
+            cache_argument(): first_tokens(cache, num_handed, HandoffCache(num_handed)),
         }
 
     def begin_answer(self, parts: ModelParts, request: Request) -> Answer:

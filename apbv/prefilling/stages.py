@@ -18,6 +18,7 @@ from ..input.model_inputs import ModelInputs
 from ..kv.cache import ShardedCache
 from ..model.attention import LayerAttention, NewTokenAttention
 from ..model.parts import ModelParts, some_layers
+from ..versions import cache_argument
 from .cancelling import Stop, asking_before_each, require_going_on
 from .exchange import ReadOnce
 from .methods import PrefillMethod
@@ -201,7 +202,7 @@ def run_stage(
         attention = cache.gather_behind_each(attention, hosts)
     with _shown_to(watcher, stage, decoder, attention, has_question=not method.separate_query) as attention:
         held, rows.local = [rows.local], None
-        result.local = _run(parts, decoder, held, positions, past_key_values=cache, apbv=attention, **extra)
+        result.local = _run(parts, decoder, held, positions, cache, apbv=attention, **extra)
     if method.separate_query:  # the question can see the whole context only now
         attention = NewTokenAttention(parts.backend, hosts=hosts)
         with _shown_to(watcher, stage, decoder, attention, has_context=False) as attention:
@@ -209,7 +210,7 @@ def run_stage(
             if stage.tokens is None:
                 held = [parts.embed_tokens(inputs.input_ids[:, inputs.query_start :].to(parts.device))]
             positions = inputs.position_ids[..., inputs.query_start :]
-            result.query = _run(parts, decoder, held, positions, past_key_values=cache, apbv=attention)
+            result.query = _run(parts, decoder, held, positions, cache, apbv=attention)
     return result
 
 
@@ -303,7 +304,9 @@ def question_states(stage: Stage, q: Tensor, rows: Tensor) -> Tensor:
     return move_rows(mine, held, wanted, hosts).transpose(0, 1)[None]
 
 
-def _run(parts: ModelParts, decoder: nn.Module, held: list[Tensor], positions: Tensor, **options) -> Tensor:
+def _run(
+    parts: ModelParts, decoder: nn.Module, held: list[Tensor], positions: Tensor, cache: ShardedCache, **options
+) -> Tensor:
     """Run a decoder on ``[1, S, d]``, the only item of a list; return its output.
 
     The first layer takes it out of the list, so that it is freed after that layer. The decoder itself, which would
@@ -316,9 +319,9 @@ def _run(parts: ModelParts, decoder: nn.Module, held: list[Tensor], positions: T
         return (held.pop(), *args[1:]) if get_ident() == thread else args
 
     hook = decoder.layers[0].register_forward_pre_hook(hand_over, prepend=True)
+    options |= {"position_ids": positions.to(parts.device), "use_cache": True, cache_argument(): cache}
     try:
-        positions = positions.to(parts.device)
-        return decoder(inputs_embeds=stand_in, position_ids=positions, use_cache=True, **options).last_hidden_state
+        return decoder(inputs_embeds=stand_in, **options).last_hidden_state
     finally:
         hook.remove()
 

@@ -18,6 +18,7 @@ from ..prefilling.encode_audio import encode_audio
 from ..prefilling.exchange import LocalVisual
 from ..prefilling.reduction.frames import frame_shape
 from ..prefilling.result import PrefillResult
+from ..versions import cache_argument
 from .drafters import Drafter, ModelDrafter
 
 
@@ -71,8 +72,8 @@ def run_prompt(
     parts.language_model(
         inputs_embeds=embeds,
         position_ids=position_ids.to(parts.device),
-        past_key_values=cache,
         use_cache=True,
+        **{cache_argument(): cache},
         **extra,
     )
     return cache

@@ -19,6 +19,7 @@ from ..model.parts import ModelParts
 from ..prefilling.reduction.choosing import means_of_groups
 from ..prefilling.reduction.frames import frame_shape
 from ..transfer import to_device
+from ..versions import cache_argument
 from .draft import DraftTask, prefill_draft, run_prompt
 from .drafters import ModelDrafter
 
@@ -223,7 +224,7 @@ class EnsembleDrafter(ModelDrafter):
                 inputs_embeds=parts.embed_tokens(input_ids),
                 attention_mask=functional.pad(self._is_prompt, (0, self._num_cached + count), value=True).long(),
                 position_ids=position_ids.expand(3, -1, -1) if parts.uses_mrope else position_ids,
-                past_key_values=self._cache,
                 use_cache=True,
+                **{cache_argument(): self._cache},
             ).last_hidden_state
         return parts.lm_head(hidden)[..., : self.vocab_size]

@@ -21,6 +21,7 @@ from apbv.kv.placement import GatheredKV
 from apbv.model.attention import apbv_attention
 from apbv.model.parts import ModelParts
 from apbv.stats import StageTimer, synchronize
+from apbv.versions import cache_argument
 
 
 @dataclass
@@ -85,7 +86,7 @@ def with_transformers(parts: ModelParts, cache: DynamicCache, tokens: list[int])
         hidden = parts.language_model(
             inputs_embeds=parts.embed_tokens(torch.tensor([tokens], device=parts.device)),
             position_ids=position_ids.expand(3, 1, -1) if parts.uses_mrope else position_ids,
-            past_key_values=cache,
+            **{cache_argument(): cache},
             use_cache=True,
         ).last_hidden_state
         cache.crop(-len(tokens))

@@ -31,7 +31,7 @@ def exchanges_job(pool_hosts: HostGroup, gpu_of: tuple[int, ...]) -> None:
     with rehearsal() as machine:
         rank = dist.get_rank()
         hosts = join(pool_hosts, f"cuda:{gpu_of[rank]}")
-        backend = "cuda:nccl" if len(set(gpu_of)) == hosts.size else None
+        backend = "cuda:apbv_nccl" if len(set(gpu_of)) == hosts.size else None
         connected = [event.name for event in machine.events.of("collective")]
         assert connected == (["allreduce_"] if backend else []), "at the start"
         some, link = hosts.subgroup([0, 2]), hosts.subgroup([0, 1], has_data=False)

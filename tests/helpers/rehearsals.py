@@ -9,11 +9,9 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
 from torchvision.transforms.v2.functional import _geometry
 
 from apbv import Engine, HostGroup, PrefillConfig, ReuseConfig, SpeculativeConfig
-from apbv.hosts.process_groups import level_group_counts
 from apbv.speculate import STRATEGIES
 
 import families
@@ -94,16 +92,14 @@ def on_gpus(hosts: HostGroup, shares_gpu: bool = False) -> HostGroup:
         return HostGroup.single(device)
     if shares_gpu:
         return join(hosts, device)
-    level_group_counts(hosts._gather_control)
-    group = gpu_groups(dist.get_process_group_ranks(hosts.process_group), timedelta(seconds=GROUP_TIMEOUT))
+    control = hosts._groups.of_some(range(hosts.size), GROUP_TIMEOUT, has_data=False).control
+    group = gpu_groups(control, timedelta(seconds=GROUP_TIMEOUT))
     return HostGroup.from_process_group(group, device, GROUP_TIMEOUT)
 
 
 def join(hosts: HostGroup, device: str | torch.device, **options) -> HostGroup:
     """The hosts that from_env would make of these processes, where torchrun had started them."""
-    level_group_counts(hosts._gather_control)
-    ranks = dist.get_process_group_ranks(hosts._groups.control)
-    group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    group = hosts._groups.of_some(range(hosts.size), GROUP_TIMEOUT, has_data=False).control
     return HostGroup.from_process_group(group, device, GROUP_TIMEOUT, owns_group=True, **options)
 
 

@@ -6,6 +6,7 @@ import pytest
 from audio_files import RATE, tune, write
 
 from apbv.input.audio import AudioError, has_audio, read_audio
+from apbv.input.video import probe
 
 from video_files import encode, overwrite
 
@@ -38,6 +39,21 @@ def test_a_file_is_read_in_one_channel_at_the_rate_that_is_wanted(tmp_path, name
     path = write(tmp_path / name, [(0, 2)], codec, rate, channels=(1.0, 0.5))
     assert has_audio(path)
     assert_sounds_like(read_audio(path, RATE, 10), 0.75 * tune(0, 2))
+
+
+@pytest.mark.parametrize("name", ["12:30.wav", "12:30.mp4"])
+def test_names_may_look_like_addresses_and_tags_have_any_encoding(tmp_path, monkeypatch, name):
+    video = (0, 1) if name.endswith("mp4") else None
+    path = write(tmp_path / name, [(0, 1)], "aac" if video else "pcm_s16le", video=video)
+    with av.open(f"file:{path}") as source:  # an encoder's name, as FFmpeg itself writes it
+        content = (tmp_path / name).read_bytes()
+        position = content.index(next(iter({**source.metadata, **source.streams[0].metadata}.values())).encode())
+    overwrite(path, tmp_path / name, position, b"\xe9")
+    monkeypatch.chdir(tmp_path)
+    assert has_audio(name)
+    assert_sounds_like(read_audio(name, RATE, 10), tune(0, 1))
+    if video:
+        assert probe(name).num_frames == 25
 
 
 @pytest.mark.parametrize(

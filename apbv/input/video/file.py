@@ -14,6 +14,8 @@ from av.sidedata.sidedata import Type as SideDataType
 from av.stream import Disposition
 from av.video.frame import PictureType
 
+from ..container import open_media
+
 # Containers whose packets carry the presentation time that the encoder gave them.
 _STORES_PTS = {"mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm", "mpegts", "flv"}
 # Nothing but video files: ffmpeg would render text as the video of a terminal, and playlists name others.
@@ -113,10 +115,10 @@ class VideoFile:
 
     def open(self) -> None:
         """Open the file at its start, with a fresh decoder."""
-        # The prefix and the two lists keep ffmpeg from following an address in the name or in the file.
+        # The two lists keep ffmpeg from following an address in the file.
         options = {"protocol_whitelist": "file", "format_whitelist": _FORMATS}
         try:
-            self._container = av.open("file:" + self.path, options=options, metadata_errors="ignore")
+            self._container = open_media(self.path, options)
         except av.error.FFmpegError as error:
             raise self.error(f"cannot be read as a video ({error.strerror})") from error
         streams = [s for s in self._container.streams.video if not s.disposition & Disposition.attached_pic]

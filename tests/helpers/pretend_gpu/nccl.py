@@ -95,7 +95,7 @@ class Nccl:
         if kinds != {True}:
             if "nccl" in backends and "gloo" not in backends:
                 raise machine.refuse(f"{name} of host tensors in a group that has NCCL only")
-            machine.note("host_collective", name, nbytes, group=group.group_name)
+            machine.note("host_collective", name, nbytes, group=group.group_desc)
             return func(*args, **kwargs)
         if "nccl" not in backends:
             raise machine.refuse(f"{name} of GPU tensors in a group without NCCL ({backends})")
@@ -104,11 +104,11 @@ class Nccl:
         if len({x.device for x in tensors}) > 1:
             raise machine.refuse(f"{name} of tensors on several GPUs")
         machine.forbid_in_capture(f"begins an exchange ({name})")
-        if {thread for thread, count in self._users.get(group.group_name, {}).items() if count} - {get_ident()}:
-            machine.find(f"{name} in group {group.group_name} while another thread's exchange in it is under way")
+        if {thread for thread, count in self._users.get(group.group_desc, {}).items() if count} - {get_ident()}:
+            machine.find(f"{name} in group {group.group_desc} while another thread's exchange in it is under way")
         if "gloo" not in backends:  # what stands for GPU memory is host memory
             group._register_backend(_CPU, dist.ProcessGroup.BackendType.NCCL, group._get_backend(_CUDA))
-        return self._begin(func, name, args, kwargs, nbytes, group.group_name)
+        return self._begin(func, name, args, kwargs, nbytes, group.group_desc)
 
     def _begin(self, func, name: str, args: tuple, kwargs: dict, nbytes: int, group: str):
         machine = self.machine
@@ -146,11 +146,33 @@ class Nccl:
         machine.transfers.end(work)
 
 
-def gpu_groups(ranks: Sequence[int], timeout: timedelta) -> dist.ProcessGroup:
-    """Make a process group with NCCL for GPU memory and gloo for host memory; collective over its members."""
-    options = {"backend": "cpu:gloo,cuda:nccl", "use_local_synchronization": True}
+def gpu_groups(like: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGroup:
+    """Make a process group with NCCL for GPU memory and gloo for host memory; collective over its members.
+
+    As a caller's by ``new_group(backend="cpu:gloo,cuda:nccl")``, which is collective over all of the world.
+
+    Args:
+        like: a group of these processes, in whose store no others meet.
+    """
+    options = {"pg_options": like.get_group_store(), "use_local_synchronization": True}
     with _disable_current_modes():
-        return dist.new_group(list(ranks), timeout=timeout, **options)
+        ranks = dist.get_process_group_ranks(like)
+        return dist.new_group(ranks, timeout, _BOTH, group_desc=f"{like.group_desc} gpus", **options)
+
+
+def _with_both(asked, place: dist.Store) -> dist.ProcessGroup:
+    rank, size = asked.group_rank, asked.group_size
+    group, options = dist.ProcessGroup(place, rank, size), ProcessGroupNCCL.Options()
+    options._timeout = asked.timeout
+    gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", place), rank, size, asked.timeout)
+    group._register_backend(_CPU, dist.ProcessGroup.BackendType.GLOO, gloo)
+    nccl = ProcessGroupNCCL(dist.PrefixStore("nccl", place), rank, size, options)
+    group._register_backend(_CUDA, dist.ProcessGroup.BackendType.NCCL, nccl)
+    return group
+
+
+_BOTH = "gloo_and_nccl"
+dist.Backend.register_backend(_BOTH, _with_both, extended_api=True, devices=["cpu", "cuda"])
 
 
 def assert_same_order(ranks: Sequence[Events]) -> None:

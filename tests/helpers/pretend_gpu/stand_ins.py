@@ -5,7 +5,10 @@ from torch import Tensor
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> tuple[Tensor, Tensor]:
-    """Attention ``[B, H, S, D]`` and its log-sum-exp; in memory ``[B, S, H, D]``, as torch's kernels have it."""
+    """Attention ``[B, H, S, D]`` and its log-sum-exp; in memory ``[B, S, H, D]``, as torch's kernels have it.
+
+    NaN, as on a GPU, where the scale is not above 0.
+    """
     out = q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]).transpose(1, 2)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     if q.device.type == "meta":
@@ -16,6 +19,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) 
     if causal:  # from the top left
         scores = scores.masked_fill(~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(), float("-inf"))
     exact = scores.logsumexp(dim=-1)
+    if scale is not None and scale <= 0:
+        exact = exact * torch.nan
     out.copy_((scores - exact[..., None]).exp() @ v.double())
     return out, lse.copy_(exact)
 

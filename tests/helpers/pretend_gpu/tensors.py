@@ -22,15 +22,15 @@ class GpuError(RuntimeError):
 
 
 def allow_gpu_tensors() -> None:
-    """Let a torch that was built without CUDA handle tensors that say they are on a GPU.
+    """Let torch handle tensors that say they are on a GPU, where there is none.
 
-    Whatever changes the current device around an operator asks a table for the device's guard, and the place of
-    CUDA's is empty in such a build. The guard of the meta device does nothing, which is what is wanted here.
+    Whatever changes the current device around an operator asks a table for the device's guard. The place of CUDA's
+    is empty in a torch without CUDA, and else has one that asks the driver. The guard of the meta device does
+    nothing, which is what is wanted here.
     """
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
     guards = (ctypes.c_void_p * (_META + 1)).in_dll(library, _TABLE)
-    if guards[_CUDA] is None:
-        guards[_CUDA] = guards[_META]
+    guards[_CUDA] = guards[_META]
 
 
 class GpuTensor(Tensor):

@@ -1,0 +1,30 @@
+"""Installed versions of what apbv plugs into: which were tried, and what differs between them."""
+
+import re
+from functools import cache
+from importlib.metadata import version
+
+# The newest releases that the tests pass with.
+_NEWEST_TRIED = {"torch": (2, 15), "transformers": (5, 24), "av": (19, 0)}
+
+
+@cache
+def release(package: str) -> tuple[int, int]:
+    """Return an installed package's major and minor version, without importing it."""
+    major, minor = re.findall(r"\d+", version(package))[:2]
+    return int(major), int(minor)
+
+
+def untried() -> str | None:
+    """Say which packages are newer than any release that apbv was tried with; None: none is."""
+    newer = [
+        f"{package} {version(package)} (tried: up to {'.'.join(map(str, newest))})"
+        for package, newest in _NEWEST_TRIED.items()
+        if release(package) > newest
+    ]
+    return ", ".join(newer) or None
+
+
+def cache_argument() -> str:
+    """Return the name by which the forward of transformers' models takes a KV cache."""
+    return "cache" if release("transformers") >= (5, 24) else "past_key_values"
