@@ -35,7 +35,7 @@ from support.records import report
 
 OPERATORS = tuple(dict.fromkeys(case.op for case in cases(PRESETS["quick"].sizes, [600])))
 TIMED = tuple(name for name in BACKENDS if name != "auto")
-_PACKAGES = ("triton", "flash-attn", "flash-attn-3", "flash-attn-4")
+_PACKAGES = ("triton", "flash-attn", "flash-attn-3", "fa3-fwd", "flash-attn-4")
 
 
 def record(options: argparse.Namespace, timer: Timer, case: Case, entry: Contender, default: str) -> dict:

@@ -34,8 +34,9 @@ _HALF = (torch.float16, torch.bfloat16)
 # decoding and short passing blocks have lengths such as these.
 _LENGTHS = ((129, 129, True), (63, 200, False), (1, 129, False), (129, 5, False))
 _FEWER_QUERIES = ((129, 200, True), (63, 330, True))
-# FlashAttention's module by version, and the versions by major compute capability, the fastest first.
-FLASH_MODULES = {2: "flash_attn", 3: "flash_attn_interface", 4: "flash_attn.cute"}
+# FlashAttention's modules by version, and the versions by major compute capability, the fastest first. Version 3 has
+# one name as its authors build it, and another in the package fa3-fwd.
+FLASH_MODULES = {2: ("flash_attn",), 3: ("flash_attn_interface", "fa3_fwd_interface"), 4: ("flash_attn.cute",)}
 _FLASH_VERSIONS = {8: (2,), 9: (3, 4, 2), 10: (4, 2)}
 
 
@@ -183,7 +184,7 @@ def probe(
         # Out averages numbers of about 1, so that rounding to `dtype` costs about its epsilon.
         if mistake := mistake_of(call, exact, (4 * torch.finfo(dtype).eps, 1e-3)):
             what = f"{'causal ' if causal else ''}attention of {queries} queries over {keys} keys"
-            return f"its {what} is wrong: {mistake}"
+            return f"its {what} {'fails' if 'Error: ' in mistake else 'is wrong'}: {mistake}"
     return None
 
 
@@ -196,10 +197,11 @@ def _flash_attention(major: int) -> tuple[int, Callable]:
     """
     problems = []
     for version in _FLASH_VERSIONS.get(major, (2,)):
-        try:
-            return version, import_module(FLASH_MODULES[version]).flash_attn_func
-        except Exception as error:  # a package built for another torch fails in many ways
-            problems.append(f"{FLASH_MODULES[version]}: {error}")
+        for module in FLASH_MODULES[version]:
+            try:
+                return version, import_module(module).flash_attn_func
+            except Exception as error:  # a package built for another torch fails in many ways
+                problems.append(f"{module}: {error}")
     raise ImportError("; ".join(problems))
 
 
@@ -212,9 +214,12 @@ def flash_version(major: int) -> int | None:
 
 
 def better_flash(major: int) -> int | None:
-    """Return the FlashAttention made for GPUs of this major compute capability, unless it or a later one runs."""
-    best, *_ = _FLASH_VERSIONS.get(major, (0,))
-    return best if (flash_version(major) or 0) < best else None
+    """Return the FlashAttention made for GPUs of this major compute capability, unless it or a later one runs.
+
+    Version 2 is part of torch.
+    """
+    best, *_ = _FLASH_VERSIONS.get(major, (2,))
+    return best if (flash_version(major) or 2) < best else None
 
 
 def attend_natively(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:

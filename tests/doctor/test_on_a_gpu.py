@@ -30,4 +30,4 @@ def test_one_gpu(monkeypatch):
         assert found[name][0] == "ok", (name, found[name])
     assert found["flash_attn"] == ("skipped", "it is not installed")
     assert "triton 0." in found["verify_attention"][1]
-    assert "FlashAttention 3 is faster on this GPU" in found["chosen"][1]
+    assert "pip install fa3-fwd: FlashAttention 3" in found["chosen"][1]

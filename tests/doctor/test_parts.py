@@ -87,6 +87,24 @@ def test_a_library_is_a_fault_where_it_is_installed_and_wrong(monkeypatch):
         checked.back_end("flash_attn", HostGroup(device=GPU, timeout=0.0))
 
 
+def test_a_library_that_was_built_for_one_dtype_is_no_fault(monkeypatch):
+    """Such as FlashAttention 3 in the package fa3-fwd; but wrong numbers are."""
+    mistake = ["fails: RuntimeError: This flash attention build does not support FP16."]
+    monkeypatch.setattr(checked, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(checked, "find_spec", lambda name: name == "fa3_fwd_interface")
+
+    def usable(name, device, dtype, *_):
+        return None if dtype == torch.bfloat16 else f"its attention of 1 queries over 129 keys {mistake[0]}"
+
+    monkeypatch.setattr(library_attention, "usable", usable)
+    hosts = HostGroup(device=GPU, timeout=0.0)
+    text, figures = checked.back_end("flash_attn", hosts)
+    assert text.startswith("bfloat16; not built for float16 (") and figures == {"dtypes": ["bfloat16"]}
+    mistake[0] = "is wrong: it is off by nan and 0"
+    with pytest.raises(CheckFailed, match="^float16: its attention .* off by nan"):
+        checked.back_end("flash_attn", hosts)
+
+
 def test_a_torch_without_cuda_beside_a_gpu_is_a_fault(monkeypatch):
     monkeypatch.setattr(machine, "_ask", lambda *command: "NVIDIA H100 80GB HBM3, 570.86.15\n")
     monkeypatch.setattr(torch.version, "cuda", None)

@@ -3,6 +3,7 @@
 import math
 import sys
 from functools import cache
+from itertools import chain
 from types import SimpleNamespace
 
 import pytest
@@ -177,12 +178,13 @@ def flash_attention_4(q, k, v, *, softmax_scale=None, causal=False, return_lse=F
     [
         (8, flash_attention_2, "flash_attn", 2),
         (9, flash_attention_2, "flash_attn_interface", 3),
+        (9, flash_attention_2, "fa3_fwd_interface", 3),
         (10, flash_attention_4, "flash_attn.cute", 4),
         (9, None, "flash_attn", None),
     ],
 )
 def test_the_flash_attention_of_a_gpu(monkeypatch, major, function, name, version):
-    for each in ("flash_attn", "flash_attn_interface", "flash_attn.cute"):
+    for each in chain.from_iterable(libraries.FLASH_MODULES.values()):
         module = SimpleNamespace(flash_attn_func=function) if function and each in ("flash_attn", name) else None
         monkeypatch.setitem(sys.modules, each, module)
     monkeypatch.setattr(libraries, "capability", lambda device: (major, 0))
