@@ -34,8 +34,8 @@ _HALF = (torch.float16, torch.bfloat16)
 # decoding and short passing blocks have lengths such as these.
 _LENGTHS = ((129, 129, True), (63, 200, False), (1, 129, False), (129, 5, False))
 _FEWER_QUERIES = ((129, 200, True), (63, 330, True))
-# FlashAttention's modules by version, and the versions by major compute capability, the fastest first. Version 3 has
-# one name as its authors build it, and another in the package fa3-fwd.
+# FlashAttention's modules by version, and the versions by major compute capability, the fastest first. Version
+# 3 has one name as its authors build it, and another in the package fa3-fwd.
 FLASH_MODULES = {2: ("flash_attn",), 3: ("flash_attn_interface", "fa3_fwd_interface"), 4: ("flash_attn.cute",)}
 _FLASH_VERSIONS = {8: (2,), 9: (3, 4, 2), 10: (4, 2)}
 

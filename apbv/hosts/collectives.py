@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions, BroadcastOptions
 
 from .exchange import Exchange, in_thread
 from .failure_watch import POLL_SECONDS, FailureWatch, PendingCall
@@ -33,7 +34,7 @@ class Collectives:
     """Collectives of one torch.distributed group, with failure detection.
 
     Args:
-        group: the group, of N processes; None if this process is alone.
+        group: the group, of N processes; None if this process is alone. It need not be one that torch knows.
         watch: starts the collectives and waits for them.
     """
 
@@ -43,11 +44,11 @@ class Collectives:
 
     def all_gather(self, tensor: Tensor) -> Exchange:
         """Start gathering one contiguous tensor of the same shape from every process, to ``[N, *shape]``."""
-        result = tensor.new_empty(dist.get_world_size(self._group), *tensor.shape)
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        result = tensor.new_empty(self._group.size(), *tensor.shape)
+        gather = getattr(self._group, "all_gather_single", None) or self._group._allgather_base
 
         def begin(sent: Tensor, received: Tensor) -> dist.Work:
-            return gather(received, sent, group=self._group, async_op=True)
+            return gather(received, sent, _asynchronous(AllgatherOptions()))
 
         return self._exchange(tensor.flatten(), result.flatten(), begin, lambda: result)
 
@@ -62,8 +63,10 @@ class Collectives:
         num_received = [math.prod(shape) * width for shape in shapes]
         result = packed.new_empty(sum(num_received))
 
+        exchange = getattr(self._group, "all_to_all_single", None) or self._group.alltoall_base
+
         def begin(sent: Tensor, received: Tensor) -> dist.Work:
-            return dist.all_to_all_single(received, sent, num_received, num_sent, group=self._group, async_op=True)
+            return exchange(received, sent, num_received, num_sent, _asynchronous(AllToAllOptions()))
 
         def unpacked() -> list[Tensor]:
             parts = result.split(num_received)
@@ -74,8 +77,11 @@ class Collectives:
     def broadcast(self, tensor: Tensor, source: int) -> Exchange:
         """Start sending a tensor from one process to all, in place; shape and dtype are the same everywhere."""
 
+        options = _asynchronous(BroadcastOptions())
+        options.rootRank = source
+
         def begin(_: Tensor, received: Tensor) -> dist.Work:
-            return dist.broadcast(received, group=self._group, group_src=source, async_op=True)
+            return self._group.broadcast([received], options)
 
         return self._exchange(tensor, tensor, begin, lambda: tensor)
 
@@ -102,6 +108,12 @@ class Collectives:
         deadline = time.monotonic() + _DRAINING_SECONDS
         while any(part() is not None for part in self._last_exchanged) and time.monotonic() < deadline:
             time.sleep(_NAP_SECONDS)
+
+
+def _asynchronous(options):
+    """Let NCCL compute beside the current stream, which waits for it later."""
+    options.asyncOp = True
+    return options
 
 
 class StagedCollectives(Collectives):

@@ -401,9 +401,10 @@ class HostGroup:
     def process_group(self):
         """The torch.distributed data group, for libraries with their own collectives.
 
-        None for a single host, and if hosts share a GPU, because the group cannot access GPU data then.
+        None for a single host, in a subgroup, and if hosts share a GPU, because the group cannot access GPU data
+        then.
         """
-        return None if self._groups.is_staged else self._groups.data
+        return self._groups.data if self._groups.is_known else None
 
     def all_gather(self, tensor: Tensor) -> Exchange:
         """Start gathering one tensor of the same shape from every host; the result is ``[H, *shape]``."""

@@ -46,7 +46,8 @@ class ProcessGroups:
         members: the TP ranks of this host; None without tensor parallelism.
         nccl: those of them that carry GPU memory.
         is_staged: whether the data group carries CPU memory only, so that GPU data is staged through it.
-        made: all groups that this process has made for these hosts; they live as long as the process.
+        is_known: whether torch knows the data group, so that other libraries can use it.
+        made: all groups that this process has made for these hosts.
     """
 
     data: dist.ProcessGroup | None = None
@@ -54,6 +55,7 @@ class ProcessGroups:
     members: dist.ProcessGroup | None = None
     nccl: tuple[dist.ProcessGroup, ...] = ()
     is_staged: bool = False
+    is_known: bool = True
     made: list[dist.ProcessGroup] = field(default_factory=list)
 
     @classmethod
@@ -61,9 +63,9 @@ class ProcessGroups:
         """Use a group for statuses only, with every process a host; collective over its members."""
         if "gloo" in dist.get_backend_config(group):
             return cls(group, group)
-        made = _Founder(group, [])
-        control = made.group("control", dist.get_process_group_ranks(group), _GLOO, _exchange_limit(timeout))
-        return cls(control, control, made=made.groups)
+        founder = _Founder(group, [])
+        control = founder.found("control", range(group.size()), _GLOO, _exchange_limit(timeout))
+        return cls(control, control, made=founder.groups)
 
     def connected(
         self, group: dist.ProcessGroup, places: Sequence[Place], tensor_parallel: int, timeout: float
@@ -80,53 +82,48 @@ class ProcessGroups:
         Raises:
             ValueError: TP ranks of a host share a GPU.
         """
-        ranks, limit = dist.get_process_group_ranks(group), _exchange_limit(timeout)
-        host, member = divmod(dist.get_rank(group), tensor_parallel)
+        size, limit = group.size(), _exchange_limit(timeout)
+        host, member = divmod(group.rank(), tensor_parallel)
         on_cpu = all(place.device == "cpu" for place in places)
-        same_host = slice(host * tensor_parallel, (host + 1) * tensor_parallel)
-        for first in range(0, len(ranks), tensor_parallel):
+        for first in range(0, size, tensor_parallel):
             if not on_cpu and not _can_use_nccl(places[first : first + tensor_parallel]):
                 raise ValueError(
                     f"host {first // tensor_parallel} cannot run {tensor_parallel} tensor-parallel processes: "
                     "each needs its own GPU, and NCCL"
                 )
         is_staged = not on_cpu and not _can_use_nccl(places)
-        data, members, made = None, None, _Founder(self.control, self.made)
-        if len(ranks) > tensor_parallel:
-            data = self._data_group(group, ranks[member::tensor_parallel], on_cpu, is_staged, limit, made)
+        has_nccl = not on_cpu and not is_staged
+        data, members, founder = None, None, _Founder(self.control, self.made)
+        if tensor_parallel == 1 and size > 1 and on_cpu:
+            data = self.control
+        elif tensor_parallel == 1 and size > 1 and has_nccl and "nccl" in dist.get_backend_config(group):
+            data = group
+        elif size > tensor_parallel:
+            # Not the control group: staged data is sent from a thread, and statuses by others.
+            others = {"backend": _NCCL if has_nccl else _GLOO, "known_in": group if has_nccl else None}
+            data = founder.found("data", range(member, size, tensor_parallel), limit=limit, **others)
         if tensor_parallel > 1:
             # transformers' collectives on a CPU are waited for in Python; with NCCL the CPU does not wait.
-            members = made.group("members", ranks[same_host], _POLLED if on_cpu else _NCCL, limit)
-        nccl = () if on_cpu else (None if is_staged else data, members)
+            same_host = range(host * tensor_parallel, (host + 1) * tensor_parallel)
+            members = founder.found("members", same_host, _POLLED if on_cpu else _NCCL, limit, known_in=group)
+        nccl = () if on_cpu else (data if has_nccl else None, members)
         nccl = tuple(found for found in nccl if found is not None)
-        return ProcessGroups(data, self.control, members, nccl, is_staged, self.made)
-
-    def _data_group(
-        self, group, ranks: list[int], on_cpu: bool, is_staged: bool, limit: timedelta, made: "_Founder"
-    ):
-        """Return the caller's own group if it is suitable; else make one."""
-        is_whole = len(ranks) == dist.get_world_size(group)
-        if on_cpu and is_whole:
-            return self.control
-        # Staged data is sent from a thread, and statuses by others: in one group their order would be random.
-        if not on_cpu and not is_staged and is_whole and "nccl" in dist.get_backend_config(group):
-            return group
-        return made.group("data", ranks, _GLOO if on_cpu or is_staged else _NCCL, limit)
+        return ProcessGroups(data, self.control, members, nccl, is_staged, not is_staged, self.made)
 
     def of_some(self, hosts: Sequence[int], timeout: float, has_data: bool) -> "ProcessGroups | None":
         """Make groups of some hosts; collective over all, of which the others, and one alone, get None.
 
         Operations that are not waited for may take a day.
         """
-        made, every_rank = _Founder(self.control, self.made), dist.get_process_group_ranks(self.data)
-        ranks = [every_rank[host] for host in hosts]
-        if len(ranks) == 1 or dist.get_rank() not in ranks:
+        founder = _Founder(self.control, self.made)
+        if len(hosts) == 1 or self.control.rank() not in hosts:
             return None
-        control = made.group("control", ranks, _GLOO, _UNAWAITED)
+        control = founder.found("control", hosts, _GLOO, _UNAWAITED)
         if not has_data or not (self.is_staged or self.nccl):
-            return ProcessGroups(control, control, made=self.made)
-        data = made.group("data", ranks, _GLOO if self.is_staged else _NCCL, _exchange_limit(timeout))
-        return ProcessGroups(data, control, None, () if self.is_staged else (data,), self.is_staged, self.made)
+            return ProcessGroups(control, control, is_known=False, made=self.made)
+        data = founder.found("data", hosts, _GLOO if self.is_staged else _NCCL, _exchange_limit(timeout))
+        nccl = () if self.is_staged else (data,)
+        return ProcessGroups(data, control, None, nccl, self.is_staged, is_known=False, made=self.made)
 
     def communicators(self) -> Communicators | None:
         """Return the object that aborts the NCCL groups; None if there are none."""
@@ -139,7 +136,7 @@ class ProcessGroups:
         """
         with torch.cuda.device(device):
             for group in self.nccl:
-                dist.all_reduce(torch.zeros(1, device=device), group=group)
+                group.allreduce([torch.zeros(1, device=device)]).wait()
                 torch.cuda.synchronize(device)
 
 
@@ -152,71 +149,90 @@ def _can_use_nccl(places: Sequence[Place]) -> bool:
 class _Founder:
     """Makes groups of some processes of another group, in which only their members take part.
 
-    torch lets the members of such a group meet in the store under a name that it derives from the number of groups
-    in each process, which differs between processes that are in different groups. So these backends are given a
-    place in the store by a number that is the same on all: how often they have come here.
+    torch lets such members meet in the store under the number of groups that a process has made. That differs
+    between processes in different groups, and each more of this kind would make it differ for the caller's later
+    groups. So members meet under a number of this class, and torch knows a group only where other libraries use it.
 
     Args:
         group: the other group; creating a founder is collective over it.
-        groups: to which the new groups are added.
+        groups: to which the new groups are added, so that they live as long as these hosts: the destructor of a
+            group waits for its collectives.
     """
 
     def __init__(self, group: dist.ProcessGroup, groups: list[dist.ProcessGroup]):
-        store = group.get_group_store()
-        number = store.add(f"apbv/times that {dist.get_rank(group)} made groups", 1)
+        store, self._rank = group.get_group_store(), group.rank()
+        # The same on all processes: how often they have come here.
+        number = store.add(f"apbv/times that {self._rank} made groups", 1)
         self._store, self.groups = dist.PrefixStore(f"apbv/groups {number}", store), groups
         self._name = f"{group.group_desc}/{number}"
 
-    def group(self, name: str, ranks: Sequence[int], backend: str, limit: timedelta) -> dist.ProcessGroup:
+    def found(
+        self,
+        name: str,
+        members: Sequence[int],
+        backend: str,
+        limit: timedelta,
+        known_in: dist.ProcessGroup | None = None,
+    ) -> dist.ProcessGroup:
         """Make a group with its own communicators; collective over its members.
 
         Args:
             name: of the group among those of this founder with the same members.
-            ranks: the members, in the world.
-            backend: the name of one of :data:`_BACKENDS`.
+            members: ranks in the other group.
+            backend: a name in :data:`_BACKENDS`.
             limit: of its collectives.
+            known_in: the other group, as torch knows it, if torch has to know this one; else None.
         """
-        name = f"{name} {'-'.join(map(str, ranks))}"
-        place = dist.PrefixStore(name, self._store)
-        options = {"pg_options": place, "use_local_synchronization": True, "group_desc": f"{self._name} {name}"}
-        # If the caller bound all processes to their devices, torch would split the new communicator from theirs.
-        # Then all would have to take part, and the members would wait for the others for ever.
-        world = dist.group.WORLD
-        device, world.bound_device_id = world.bound_device_id, None
-        try:
-            self.groups.append(dist.new_group(list(ranks), limit, backend, **options))
-        finally:
-            world.bound_device_id = device
-        return self.groups[-1]
+        name = f"{name} {'-'.join(map(str, members))}"
+        place, description = dist.PrefixStore(name, self._store), f"{self._name} {name}"
+        if known_in is None:
+            made = _BACKENDS[backend](place, members.index(self._rank), len(members), limit, description)
+            made._set_group_desc(description)
+        else:
+            made = _make_known(known_in, members, limit, backend, place, description)
+        self.groups.append(made)
+        return made
 
 
-def _make_gloo(asked, place: dist.Store) -> dist.ProcessGroup:
-    group = dist.ProcessGroup(place, asked.group_rank, asked.group_size)
-    gloo = dist.ProcessGroupGloo(place, asked.group_rank, asked.group_size, asked.timeout)
+def _make_known(
+    group, members: Sequence[int], limit: timedelta, backend: str, place: dist.Store, description: str
+) -> dist.ProcessGroup:
+    ranks = dist.get_process_group_ranks(group)
+    options = {"pg_options": place, "use_local_synchronization": True, "group_desc": description}
+    # If the caller bound all processes to their devices, torch would split the new communicator from theirs. Then
+    # all would have to take part, and the members would wait for the others for ever.
+    world = dist.group.WORLD
+    device, world.bound_device_id = world.bound_device_id, None
+    try:
+        return dist.new_group([ranks[member] for member in members], limit, backend, **options)
+    finally:
+        world.bound_device_id = device
+
+
+def _make_gloo(place: dist.Store, rank: int, size: int, limit: timedelta, name: str) -> dist.ProcessGroup:
+    group, gloo = dist.ProcessGroup(place, rank, size), dist.ProcessGroupGloo(place, rank, size, limit)
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
     return group
 
 
-def _make_nccl(asked, place: dist.Store) -> dist.ProcessGroup:
-    group = dist.ProcessGroup(place, asked.group_rank, asked.group_size)
+def _make_nccl(place: dist.Store, rank: int, size: int, limit: timedelta, name: str) -> dist.ProcessGroup:
     # So that a small collective does not queue behind a long attention kernel.
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    options._timeout = asked.timeout
-    options.global_ranks_in_group, options.group_name = asked.global_ranks_in_group, asked.group_id
-    nccl = dist.ProcessGroupNCCL(place, asked.group_rank, asked.group_size, options)
+    options._timeout, options.group_name = limit, name
+    group, nccl = dist.ProcessGroup(place, rank, size), dist.ProcessGroupNCCL(place, rank, size, options)
     group._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, nccl)
     return group
 
 
-def _make_polled(asked, place: dist.Store) -> dist.ProcessGroup:
-    return PolledGroup(place, asked.group_rank, asked.group_size, asked.timeout, asked.group_id)
-
-
-# torch's backends, and one of transformers' collectives, whose processes meet where a founder says.
+# Makers of groups: torch's backends, and one for transformers' collectives.
 _GLOO, _NCCL, _POLLED = "apbv_gloo", "apbv_nccl", "apbv_polled"
-_BACKENDS = {_GLOO: (_make_gloo, "cpu"), _NCCL: (_make_nccl, "cuda"), _POLLED: (_make_polled, "cpu")}
-for _name, (_make, _device) in _BACKENDS.items():
-    dist.Backend.register_backend(_name, _make, extended_api=True, devices=[_device])
+_BACKENDS = {_GLOO: _make_gloo, _NCCL: _make_nccl, _POLLED: PolledGroup}
+for _name, _device in ((_NCCL, "cuda"), (_POLLED, "cpu")):
+
+    def _make_asked(asked, place: dist.Store, make=_BACKENDS[_name]) -> dist.ProcessGroup:
+        return make(place, asked.group_rank, asked.group_size, asked.timeout, asked.group_id)
+
+    dist.Backend.register_backend(_name, _make_asked, extended_api=True, devices=[_device])
 
 
 def join_world(timeout: float) -> bool:
@@ -263,7 +279,7 @@ def leave_world(timeout: float, groups: Sequence[dist.ProcessGroup]) -> None:
 
 def rank_and_size(group: dist.ProcessGroup | None) -> tuple[int, int]:
     """Return this process's rank in a group, and the group's size; (0, 1) without a group."""
-    return (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+    return (0, 1) if group is None else (group.rank(), group.size())
 
 
 def require_whole_hosts(num_processes: int, tensor_parallel: int) -> None:

@@ -111,6 +111,10 @@ class HostPool:
             process.kill()
 
 
+def num_made(groups) -> int:
+    return sum(len(hosts._groups.made) for hosts in groups)
+
+
 def _serve(rank: int, rendezvous_file: str, pipe) -> None:
     import torch
     import torch.distributed as dist
@@ -131,11 +135,10 @@ def _serve(rank: int, rendezvous_file: str, pipe) -> None:
         for size, group in groups.items()
         if rank < size
     }
-    made = dist.distributed_c10d._world.pg_map  # every group of this process
     while (message := pipe.recv()) is not None:
         num_hosts, job, args = message
         try:
-            pipe.send((True, job(hosts[num_hosts], *args), len(made)))
+            pipe.send((True, job(hosts[num_hosts], *args), num_made(hosts.values())))
         except Exception:
-            pipe.send((False, traceback.format_exc(), len(made)))
+            pipe.send((False, traceback.format_exc(), num_made(hosts.values())))
     dist.destroy_process_group()

@@ -9,6 +9,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torchvision.transforms.v2.functional import _geometry
 
 from apbv import Engine, HostGroup, PrefillConfig, ReuseConfig, SpeculativeConfig
@@ -18,7 +19,7 @@ import families
 from engines import QUESTION
 from interpreting import keep_replaced
 from patience import GROUP_TIMEOUT
-from pretend_gpu import Events, Machine, gpu_groups, rehearsal, to_gpu
+from pretend_gpu import GLOO, GLOO_AND_NCCL, Events, Machine, callers_group, rehearsal, to_gpu
 
 FURTHER_QUESTION = "And then?"
 keep_replaced()  # also in the processes of a pool
@@ -92,15 +93,19 @@ def on_gpus(hosts: HostGroup, shares_gpu: bool = False) -> HostGroup:
         return HostGroup.single(device)
     if shares_gpu:
         return join(hosts, device)
-    control = hosts._groups.of_some(range(hosts.size), GROUP_TIMEOUT, has_data=False).control
-    group = gpu_groups(control, timedelta(seconds=GROUP_TIMEOUT))
-    return HostGroup.from_process_group(group, device, GROUP_TIMEOUT)
+    return HostGroup.from_process_group(_group_of(hosts, GLOO_AND_NCCL), device, GROUP_TIMEOUT)
 
 
 def join(hosts: HostGroup, device: str | torch.device, **options) -> HostGroup:
     """The hosts that from_env would make of these processes, where torchrun had started them."""
-    group = hosts._groups.of_some(range(hosts.size), GROUP_TIMEOUT, has_data=False).control
+    group = _group_of(hosts, GLOO)
     return HostGroup.from_process_group(group, device, GROUP_TIMEOUT, owns_group=True, **options)
+
+
+def _group_of(hosts: HostGroup, backend: str) -> dist.ProcessGroup:
+    like = hosts._groups.of_some(range(hosts.size), GROUP_TIMEOUT, has_data=False).control
+    ranks = dist.get_process_group_ranks(hosts._groups.control)
+    return callers_group(like, ranks, timedelta(seconds=GROUP_TIMEOUT), backend)
 
 
 @contextmanager

@@ -18,8 +18,9 @@ It cannot tell how fast anything is, what a compiled kernel computes, or what NC
 
 from .events import Events
 from .machine import Machine
-from .nccl import assert_same_order, gpu_groups
+from .nccl import GLOO, GLOO_AND_NCCL, assert_same_order, callers_group
 from .rehearsal import rehearsal
 from .tensors import GpuError, GpuTensor, to_gpu
 
-__all__ = ["Events", "GpuError", "GpuTensor", "Machine", "assert_same_order", "gpu_groups", "rehearsal", "to_gpu"]
+__all__ = ["GLOO", "GLOO_AND_NCCL", "Events", "GpuError", "GpuTensor", "Machine", "assert_same_order"]
+__all__ += ["callers_group", "rehearsal", "to_gpu"]

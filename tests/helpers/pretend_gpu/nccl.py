@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from datetime import timedelta
+from functools import partial
 from threading import get_ident
 from types import SimpleNamespace
 from typing import ClassVar
@@ -87,18 +88,19 @@ class Nccl:
         machine = self.machine
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         group = dist.ProcessGroup.unbox(next(x for x in args if isinstance(x, torch.ScriptObject)))
-        backends = dist.get_backend_config(group) if group in c10d._world.pg_map else ""
+        has_nccl = isinstance(_backend(group, _CUDA), ProcessGroupNCCL)
+        has_gloo = not isinstance(_backend(group, _CPU), (type(None), ProcessGroupNCCL))
         kinds = {isinstance(x, GpuTensor) for x in tensors}
         nbytes = sum(x.nbytes for x in tensors)
         if len(kinds) > 1:
             raise machine.refuse(f"{name} of GPU and host tensors")
         if kinds != {True}:
-            if "nccl" in backends and "gloo" not in backends:
+            if has_nccl and not has_gloo:
                 raise machine.refuse(f"{name} of host tensors in a group that has NCCL only")
             machine.note("host_collective", name, nbytes, group=group.group_desc)
             return func(*args, **kwargs)
-        if "nccl" not in backends:
-            raise machine.refuse(f"{name} of GPU tensors in a group without NCCL ({backends})")
+        if not has_nccl:
+            raise machine.refuse(f"{name} of GPU tensors in a group without NCCL ({group.group_desc})")
         if not all(x.is_contiguous() for x in tensors):
             raise machine.refuse(f"{name} of tensors that are not contiguous")
         if len({x.device for x in tensors}) > 1:
@@ -106,7 +108,7 @@ class Nccl:
         machine.forbid_in_capture(f"begins an exchange ({name})")
         if {thread for thread, count in self._users.get(group.group_desc, {}).items() if count} - {get_ident()}:
             machine.find(f"{name} in group {group.group_desc} while another thread's exchange in it is under way")
-        if "gloo" not in backends:  # what stands for GPU memory is host memory
+        if not has_gloo:  # what stands for GPU memory is host memory
             group._register_backend(_CPU, dist.ProcessGroup.BackendType.NCCL, group._get_backend(_CUDA))
         return self._begin(func, name, args, kwargs, nbytes, group.group_desc)
 
@@ -146,33 +148,43 @@ class Nccl:
         machine.transfers.end(work)
 
 
-def gpu_groups(like: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGroup:
-    """Make a process group with NCCL for GPU memory and gloo for host memory; collective over its members.
+def _backend(group: dist.ProcessGroup, device: torch.device):
+    """Return a group's backend for a kind of device; None if it has none."""
+    return group._get_backend(device) if device in group._device_types else None
 
-    As a caller's by ``new_group(backend="cpu:gloo,cuda:nccl")``, which is collective over all of the world.
+
+def callers_group(like: dist.ProcessGroup, ranks: Sequence[int], timeout: timedelta, backend: str):
+    """Make a process group as a caller of the library would by ``new_group``; collective over its members.
+
+    They alone take part, and not all processes of the world.
 
     Args:
-        like: a group of these processes, in whose store no others meet.
+        like: a group of the same processes, in whose store no others meet.
+        ranks: theirs in the world.
+        backend: :data:`GLOO` or :data:`GLOO_AND_NCCL`.
     """
     options = {"pg_options": like.get_group_store(), "use_local_synchronization": True}
     with _disable_current_modes():
-        ranks = dist.get_process_group_ranks(like)
-        return dist.new_group(ranks, timeout, _BOTH, group_desc=f"{like.group_desc} gpus", **options)
+        return dist.new_group(list(ranks), timeout, backend, group_desc=f"{like.group_desc}, {backend}", **options)
 
 
-def _with_both(asked, place: dist.Store) -> dist.ProcessGroup:
+def _make_group(asked, place: dist.Store, has_nccl: bool) -> dist.ProcessGroup:
     rank, size = asked.group_rank, asked.group_size
-    group, options = dist.ProcessGroup(place, rank, size), ProcessGroupNCCL.Options()
-    options._timeout = asked.timeout
-    gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", place), rank, size, asked.timeout)
+    group = dist.ProcessGroup(place, rank, size)
+    gloo = dist.ProcessGroupGloo(dist.PrefixStore("again", place), rank, size, asked.timeout)
     group._register_backend(_CPU, dist.ProcessGroup.BackendType.GLOO, gloo)
-    nccl = ProcessGroupNCCL(dist.PrefixStore("nccl", place), rank, size, options)
-    group._register_backend(_CUDA, dist.ProcessGroup.BackendType.NCCL, nccl)
+    if has_nccl:
+        options = ProcessGroupNCCL.Options()
+        options._timeout = asked.timeout
+        nccl = ProcessGroupNCCL(dist.PrefixStore("nccl", place), rank, size, options)
+        group._register_backend(_CUDA, dist.ProcessGroup.BackendType.NCCL, nccl)
     return group
 
 
-_BOTH = "gloo_and_nccl"
-dist.Backend.register_backend(_BOTH, _with_both, extended_api=True, devices=["cpu", "cuda"])
+GLOO, GLOO_AND_NCCL = "gloo_alone", "gloo_and_nccl"
+for _name, _has_nccl in ((GLOO, False), (GLOO_AND_NCCL, True)):
+    _make = partial(_make_group, has_nccl=_has_nccl)
+    dist.Backend.register_backend(_name, _make, extended_api=True, devices=["cpu", "cuda"][: 1 + _has_nccl])
 
 
 def assert_same_order(ranks: Sequence[Events]) -> None:
