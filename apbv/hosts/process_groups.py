@@ -151,7 +151,7 @@ class _Founder:
 
     torch lets such members meet in the store under the number of groups that a process has made. That differs
     between processes in different groups, and each more of this kind would make it differ for the caller's later
-    groups. So members meet under a number of this class, and torch knows a group only where other libraries use it.
+    groups. So members meet under a number of this class. torch knows a group only where other libraries use it.
 
     Args:
         group: the other group; creating a founder is collective over it.

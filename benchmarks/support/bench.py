@@ -69,9 +69,10 @@ class Bench:
     def prepare(self, workload: Workload) -> Job:
         """Draw a workload's prompt, and return the function that prefills it."""
         if workload.tokens is not None:
-            prompt = text_prompt(workload.tokens, self._query_len)
+            prompt = text_prompt(self.model.config, workload.tokens, self._query_len)
         else:
-            prompt = video_prompt(workload.frames, workload.height, workload.width, self._query_len)
+            shape = workload.frames, workload.height, workload.width
+            prompt = video_prompt(self.model.config, *shape, self._query_len)
 
         def job(hosts, model, config):
             parts = inspect_model(model)

@@ -128,10 +128,20 @@ class Prompt:
     query_start: int | None = None
 
 
-def text_prompt(num_tokens: int, query_len: int, seed: int = 0) -> Prompt:
+def plain_tokens(config: PreTrainedConfig, count: int, generator: torch.Generator) -> Tensor:
+    """Draw tokens ``[count]`` that a model reads as text, and never as a placeholder, a start or an end."""
+    text = config.get_text_config()
+    fields = (field for each in (config, text) for field in each.to_dict().items())
+    named = [value for name, value in fields if name.endswith(("_token_id", "_token_index"))]
+    special = {token for value in named for token in (value if isinstance(value, list) else [value])}
+    plain = torch.tensor([token for token in range(text.vocab_size) if token not in special])
+    return plain[torch.randint(len(plain), (count,), generator=generator)]
+
+
+def text_prompt(config: PreTrainedConfig, num_tokens: int, query_len: int, seed: int = 0) -> Prompt:
     """Draw a text of random tokens, of which the last ``query_len`` are the question."""
-    ids = torch.randint(0, 32000, (1, num_tokens), generator=torch.Generator().manual_seed(seed))
-    return Prompt({"input_ids": ids}, num_tokens - query_len)
+    ids = plain_tokens(config, num_tokens, torch.Generator().manual_seed(seed))
+    return Prompt({"input_ids": ids[None]}, num_tokens - query_len)
 
 
 def patch_grid(num_frames: int, height: int, width: int) -> tuple[int, int, int]:
@@ -140,15 +150,15 @@ def patch_grid(num_frames: int, height: int, width: int) -> tuple[int, int, int]
     return -(-num_frames // FRAMES_PER_PATCH), max(1, height // side) * MERGE, max(1, width // side) * MERGE
 
 
-def video_prompt(num_frames: int, height: int, width: int, query_len: int, seed: int = 0) -> Prompt:
+def video_prompt(
+    config: PreTrainedConfig, num_frames: int, height: int, width: int, query_len: int, seed: int = 0
+) -> Prompt:
     """Draw random pixels and text for a model of :func:`qwen_vl_config`."""
     generator = torch.Generator().manual_seed(seed)
     grid = patch_grid(num_frames, height, width)
     num_patches = grid[0] * grid[1] * grid[2]
     num_visual = num_patches // MERGE**2
-    prefix, question = (
-        torch.randint(0, _VIDEO_TOKEN, (length,), generator=generator) for length in (PREFIX_LEN, query_len)
-    )
+    prefix, question = (plain_tokens(config, length, generator) for length in (PREFIX_LEN, query_len))
     start, end = torch.tensor([_VISION_START]), torch.tensor([_VISION_END])
     ids = torch.cat([prefix, start, torch.full((num_visual,), _VIDEO_TOKEN), end, question])[None]
     values = CHANNELS * FRAMES_PER_PATCH * PATCH**2

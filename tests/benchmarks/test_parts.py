@@ -14,7 +14,11 @@ import roofline
 import speculative
 import torch
 
+import apbv
 from apbv import HostGroup, PrefillConfig, ReduceConfig
+from apbv.decode.runner import Decoder
+from apbv.input.model_inputs import ModelInputs
+from apbv.model.parts import inspect_model
 from apbv.prefilling.methods import METHODS
 from apbv.speculate.strategies import require_consistent
 
@@ -31,7 +35,15 @@ from support.prefill_presets import cases_of
 from support.simulated import Link, simulate
 from support.summaries import mean_cell, student_t
 from support.traffic import Traffic, element_wise_bytes
-from support.workloads import config_of
+from support.workloads import (
+    CONFIGS,
+    build_model,
+    config_of,
+    llama_config,
+    qwen_vl_config,
+    text_prompt,
+    video_prompt,
+)
 
 # ---- what is wrong ----
 
@@ -141,6 +153,29 @@ def test_intervals_of_few_samples_are_those_of_student():
 
 
 # ---- presets, and the models that they name ----
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_presets_random_tokens_stand_for_nothing_but_text(name):
+    """Of all its vocabulary, in more tokens than that has; and its prompts are prefilled, by a small model."""
+    config, hosts = CONFIGS[name], HostGroup.single("cpu")
+    vocab, is_video_model = config.get_text_config().vocab_size, hasattr(config, "vision_config")
+    special = {1000, 1001, 1002, 1003} if is_video_model else {config.bos_token_id, config.eos_token_id}
+    drawn = text_prompt(config, 2 * vocab, 9).batch["input_ids"]
+    assert not special & set(drawn.unique().tolist()) and 0.9 * vocab < drawn.max() < vocab
+    prompts = [text_prompt(config, 60, 9)]
+    if is_video_model:
+        model = build_model(qwen_vl_config(1, 64, 96, 4, 2, vocab=vocab, vision=(1, 64, 4)), torch.float32, "cpu")
+        prompts.append(video_prompt(config, 4, 56, 56, 9))
+    else:
+        model = build_model(llama_config(1, 64, 96, 4, 2, vocab=vocab), torch.float32, "cpu")
+    parts = inspect_model(model)
+    for prompt in prompts:
+        inputs = ModelInputs.from_processor(parts, prompt.batch, hosts, query_start=prompt.query_start)
+        state = apbv.prefill(parts, inputs, hosts=hosts, config=PrefillConfig(method="full"))
+        assert (
+            state.logits.isfinite().all() and len(Decoder(parts, state.kv, state.next_position).advance([5])) == 1
+        )
 
 
 def test_presets_cover_the_papers_sweeps():

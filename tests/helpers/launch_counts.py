@@ -86,8 +86,7 @@ def prefill_events(layers: int, hosts: int, rank: int) -> Events:
 
 
 def _prefill(parts, hosts: HostGroup, kv: str = "gathered"):
-    prompt = text_prompt(TOKENS, QUESTION)
-    prompt.batch["input_ids"] %= 900  # none that stands for a video
+    prompt = text_prompt(parts.model.config, TOKENS, QUESTION)
     inputs = ModelInputs.from_processor(parts, prompt.batch, hosts, query_start=prompt.query_start)
     return apbv.prefill(parts, inputs, hosts=hosts, config=PrefillConfig(kv=kv))
 
