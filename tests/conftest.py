@@ -1,15 +1,9 @@
+from session import ON_GPU
+
+# isort: split
 import os
 
-# Before torch or transformers are imported, here and in every child process.
-os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ["OMP_NUM_THREADS"] = "1"
-os.environ["TOKENIZERS_PARALLELISM"] = "false"
-
 import torch
-
-# Before triton is: without a GPU its kernels run in Python, so that what they compute is tested all the same.
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 
@@ -44,6 +38,14 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave out what needs the other kind of session."""
+    other, reason = ("cpu", "for sessions without a GPU") if ON_GPU else ("gpu", "for sessions on a real GPU")
+    for item in items:
+        if item.get_closest_marker(other):
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(scope="session", autouse=True)

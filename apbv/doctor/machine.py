@@ -116,9 +116,9 @@ def cuda() -> Found:
     if not torch.cuda.is_available():
         if not seen:
             raise CheckSkipped(f"no GPU is visible; {built}")
-        raise CheckFailed(
-            f"nvidia-smi sees {len(seen)} GPU(s), and torch sees none (CUDA_VISIBLE_DEVICES?); {built}"
-        )
+        if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+            raise CheckSkipped(f"CUDA_VISIBLE_DEVICES hides {len(seen)} GPU(s); {built}")
+        raise CheckFailed(f"nvidia-smi sees {len(seen)} GPU(s), and torch sees none; {built}")
     nccl = ".".join(map(str, torch.cuda.nccl.version()))
     text = f"{torch.cuda.device_count()} GPU(s); {built}, cuDNN {torch.backends.cudnn.version()}, NCCL {nccl}"
     return f"{text}; nvidia-smi: {', '.join(seen)}", {"architectures": torch.cuda.get_arch_list()}

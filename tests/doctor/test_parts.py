@@ -108,7 +108,11 @@ def test_a_library_that_was_built_for_one_dtype_is_no_fault(monkeypatch):
 def test_a_torch_without_cuda_beside_a_gpu_is_a_fault(monkeypatch):
     monkeypatch.setattr(machine, "_ask", lambda *command: "NVIDIA H100 80GB HBM3, 570.86.15\n")
     monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     with pytest.raises(CheckFailed, match="nvidia-smi sees 1 GPU"):
+        machine.cuda()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(CheckSkipped, match="CUDA_VISIBLE_DEVICES hides 1 GPU"):
         machine.cuda()
     monkeypatch.setattr(machine, "_ask", lambda *command: None)
     with pytest.raises(CheckSkipped, match="no GPU is visible"):

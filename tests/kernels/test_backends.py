@@ -28,6 +28,8 @@ from apbv.kernels.library_attention import attend_natively
 
 from wrong_attention import WRONG, base_2, by_definition, raising
 
+pytestmark = pytest.mark.cpu  # which plays GPUs and libraries
+
 CPU = torch.device("cpu")
 
 

@@ -12,7 +12,7 @@ import pytest
 from patience import limit
 from scripts import HELPERS, ROOT
 
-pytestmark = pytest.mark.thorough  # compiling takes minutes
+pytestmark = [pytest.mark.thorough, pytest.mark.cpu]  # compiling takes minutes
 
 
 def obstacle() -> str | None:

@@ -11,6 +11,8 @@ from apbv.kernels import reference, segmented_attention, torch_attention
 from attention_cases import assert_attention, make_inputs
 from wrong_attention import by_definition
 
+pytestmark = pytest.mark.cpu  # on which libraries are played
+
 CPU = torch.device("cpu")
 
 

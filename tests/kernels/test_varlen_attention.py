@@ -11,6 +11,8 @@ from apbv.kernels import torch_attention as varlen
 
 from pairs import each_choice
 
+pytestmark = pytest.mark.cpu  # on which torch's FlashAttention is played
+
 CPU = torch.device("cpu")
 RAGGED = [64, 5, 64, 1, 63, 5]
 LENGTHS = [[37], [16, 16, 16], RAGGED, [3, 0, 8, 3]]
