@@ -72,6 +72,7 @@ def test_if_a_step_fails_only_the_youngest_answer_does(app, monkeypatch):
 
     monkeypatch.setattr(batch_steps, "forward", run)
     elder, younger = app.loop.run_until_complete(asyncio.wait_for(ask_both(), HANGING))
+    assert elder.status_code == 200, elder.text
     assert elder.json()["choices"] == expected["choices"]
     assert younger.status_code == 500 and "out of memory" in younger.json()["error"]["message"]
     wait_for(lambda: not figure(app, "num_requests_running"))
