@@ -1,31 +1,21 @@
-from session import ON_GPU
+"""Fixtures and options of all tests.
+
+Nothing here imports torch, or what does, before a session collects: with pytest-xdist the process that only hands
+out the tests reads this file, too, before it starts the others.
+"""
+
+from session import ON_GPU  # before torch
 
 # isort: split
 import os
-
-import torch
-
-import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
-
-# isort: split
 from collections import Counter
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck
-from hypothesis import settings as property_settings
 
-import families
-from engines import write_clip
 from patience import TEST_TIMEOUT
-from pool import HostPool
-from support.simulated import simulate
-
-# How long an example takes says how busy the machine is, nothing of what is tested.
-property_settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-property_settings.load_profile("untimed")
 
 # pytest-timeout reads it when it is configured; an option of the command line goes before.
 os.environ.setdefault("PYTEST_TIMEOUT", str(TEST_TIMEOUT))
@@ -40,6 +30,24 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.loadscopereorder = False
 
 
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Prepare what every test module finds, in the processes that run tests."""
+    if getattr(session.config.option, "numprocesses", None) and not hasattr(session.config, "workerinput"):
+        return
+    import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
+
+    # isort: split
+    from hypothesis import HealthCheck, settings
+
+    # How long an example takes says how busy the machine is, nothing of what is tested.
+    settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("untimed")
+    if not ON_GPU and find_spec("triton"):
+        from interpreting import keep_replaced
+
+        keep_replaced()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Leave out what needs the other kind of session."""
     other, reason = ("cpu", "for sessions without a GPU") if ON_GPU else ("gpu", "for sessions on a real GPU")
@@ -50,18 +58,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread():
+    import torch
+
     torch.set_num_threads(1)
-
-
-if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
-    from interpreting import keep_replaced
-
-    keep_replaced()
 
 
 @pytest.fixture(scope="session")
 def pool(tmp_path_factory):
     """Host processes for jobs over real gloo groups; see ``pool.HostPool``."""
+    from pool import HostPool
+
     pool = HostPool(str(tmp_path_factory.mktemp("pool") / "rendezvous"))
     yield pool
     pool.close()
@@ -74,6 +80,8 @@ def on_hosts(pool):
     ``test_simulate`` shows that they give the results of real ones.
     """
 
+    from support.simulated import simulate
+
     def run(num_hosts: int, job: Callable, *args) -> list:
         return (pool.run if num_hosts <= 4 else simulate)(num_hosts, job, *args)
 
@@ -83,6 +91,8 @@ def on_hosts(pool):
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory):
     """A saved tiny model and processor of each family, made when first asked for."""
+    import families
+
     folder = tmp_path_factory.mktemp("checkpoints")
 
     def get(family: str) -> Path:
@@ -97,6 +107,9 @@ def checkpoints(tmp_path_factory):
 @pytest.fixture(scope="session")
 def clip(tmp_path_factory) -> Path:
     """A real H.264 file with B-frames and several keyframes."""
+    import families
+    from engines import write_clip
+
     path = tmp_path_factory.mktemp("clips") / "clip.mp4"
     write_clip(path, families.synthetic_video(30, 64, 96))
     return path

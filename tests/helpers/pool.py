@@ -6,15 +6,18 @@ first H of them.
 """
 
 import multiprocessing as mp
+import os
 import sys
 import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from multiprocessing import forkserver
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 from patience import GROUP_TIMEOUT, HANGING, limit
 
@@ -22,13 +25,17 @@ GROUP_SIZES = (1, 2, 3, 4, 8)
 MAX_HOSTS = max(GROUP_SIZES)
 # A group lives as long as its process, and its thread wakes up a hundred times a second.
 _MOST_GROUPS = 32
+# Of the modules that the server imports.
+_FOLDERS = [str(Path(__file__).parent), str(Path(__file__).parents[2] / "benchmarks")]
 _JOB_TIMEOUT = limit(600.0)
 
 
 def start(target: Callable, *args) -> mp.Process:
     """A process forked from the server that has imported everything."""
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["apbv.engine"])
+    context.set_forkserver_preload(["preloaded"])
+    with patch.dict(os.environ, PYTHONPATH=os.pathsep.join([*_FOLDERS, os.environ.get("PYTHONPATH", "")])):
+        forkserver.ensure_running()
     # The name of ``_call`` is read before those of the target and its arguments, which need ``tests``.
     process = context.Process(target=_call, args=(target, *args), daemon=True)
     process.start()
