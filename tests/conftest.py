@@ -7,6 +7,7 @@ out the tests reads this file, too, before it starts the others.
 from session import ON_GPU  # before torch
 
 # isort: split
+import gc
 import os
 from collections import Counter
 from collections.abc import Callable
@@ -46,6 +47,17 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         from interpreting import keep_replaced
 
         keep_replaced()
+
+
+def pytest_collection_finish() -> None:
+    """Let no collection of garbage walk through torch, transformers and the tests themselves any more."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """Let it be freed as the process ends, which some extension modules complain about otherwise."""
+    gc.unfreeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

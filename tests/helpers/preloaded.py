@@ -3,6 +3,7 @@
 import session  # noqa: F401  (before torch)
 
 # isort: split
+import gc
 import os
 from contextlib import suppress
 from importlib import import_module
@@ -22,3 +23,7 @@ for _family in (*prompts.ALL_FAMILIES, "got_ocr2"):
 
 # The folders of this and of other modules are for this process alone.
 _, _, os.environ["PYTHONPATH"] = os.environ["PYTHONPATH"].split(os.pathsep, 2)
+
+# Collections of garbage would walk through all of it in every process, and copy its pages.
+gc.collect()
+gc.freeze()
