@@ -17,7 +17,7 @@ from pairs import each_choice
 from prompts import video_batch
 from support.simulated import share_weights, simulate
 
-LAYERS, FRAMES, SIZE = 6, 100, (56, 70)
+LAYERS, FRAMES, SIZE = 6, 50, (56, 70)
 
 
 @each_choice(
@@ -47,7 +47,7 @@ def kept_job(hosts: HostGroup, config: PrefillConfig) -> tuple[int, int]:
 
 @each_choice(name=LATE_REDUCER_NAMES, num_hosts=[1, 2])
 def test_the_unreduced_prompt_is_an_upper_bound(monkeypatch, name, num_hosts):
-    counted, batch = threading.local(), video_batch("qwen2_5_vl", frames=200)
+    counted, batch = threading.local(), video_batch("qwen2_5_vl", frames=100)
     config = PrefillConfig(reduce=ReduceConfig(method=name, ratio=0.3, layer=2), kv="sharded")
     original = forward._forward
 
