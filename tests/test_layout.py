@@ -90,7 +90,7 @@ def tokens(spans) -> list[int]:
 @example(Request(num_hosts=4, num_tokens=512, context_start=3, query_start=500))
 @example(Request(num_hosts=1, num_tokens=1, context_start=0, query_start=0))
 @example(Request(num_hosts=3, num_tokens=20, context_start=0, query_start=0, anchor_len=64))
-@example(Request(num_hosts=2, num_tokens=16385, context_start=3, query_start=16000))
+@example(Request(num_hosts=2, num_tokens=32769, context_start=3, query_start=32000))
 @example(Request(num_hosts=2, num_tokens=99, context_start=30, query_start=95, anchor_len=1))
 def test_anchor_blocks_and_query_partition_the_prompt(request):
     layout, hosts = request.plan(), range(request.num_hosts)

@@ -89,6 +89,11 @@ def test_probabilities_are_the_softmax_and_top_p_the_fewest_tokens_that_suffice(
     torch.testing.assert_close(p, by_sorting_all(expected, top_p if top_p < 1 else 2), rtol=1e-12, atol=0)
 
 
+def test_top_p_ends_with_the_token_that_reaches_it_exactly():
+    p = probabilities(torch.zeros(1, 8), 1.0, 0.5)  # of a quarter of an eighth each, sums are exact
+    assert torch.equal(p, torch.tensor([[0.25] * 4 + [0.0] * 4], dtype=torch.float64))
+
+
 @pytest.mark.parametrize(("spread", "top_p"), [(0.0, 0.3), (12.0, 0.9)])
 def test_top_p_of_a_long_vocabulary_is_that_of_sorting_it(spread, top_p):
     logits = random_logits(7, (2, 20000), spread).bfloat16().double()  # of many equals

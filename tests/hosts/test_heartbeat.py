@@ -55,6 +55,14 @@ def test_patience_ends_where_nobody_has_worked_for_the_timeout(clock):
     assert patience.is_over and patience.last_heard == "news 3" and patience.seconds == pytest.approx(16.1)
 
 
+def test_work_from_before_a_wait_is_no_reason_to_wait_longer(clock):
+    patience = Patience(TIMEOUT)
+    clock.now += 0.9 * TIMEOUT
+    patience.hear(7, "old news")
+    clock.now += 0.2 * TIMEOUT
+    assert patience.is_over and not patience.last_heard
+
+
 def test_a_host_beats_while_it_works_and_not_while_it_waits(clock):
     store = dist.HashStore()
     heart = a_heart(store)

@@ -2,16 +2,19 @@
 
 import subprocess
 import sys
+import threading
+import time
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from staged import staged_group, staged_job
 
 from apbv import Engine, HostGroup, PrefillConfig, SpeculativeConfig
 from apbv.hosts import in_thread
-from apbv.hosts.collectives import _wait_apart
+from apbv.hosts.collectives import StagedCollectives, _wait_apart
 
 import families
 from engines import QUESTION
@@ -54,6 +57,31 @@ def test_a_failure_reaches_those_who_wait(tmp_path):
     assert [outcome.result for outcome in outcomes] == [quoted, "ValueError: bad", quoted]
     assert [outcome.exit_status for outcome in outcomes] == [0] * 3, "nobody waits for the thread at exit"
     assert max(outcome.seconds for outcome in outcomes) < HANGING
+
+
+def test_an_exchange_begins_when_the_one_before_has_ended():
+    """Else their order would be that of threads, and another on every host."""
+    happened, may_end = [], threading.Event()
+
+    def work(number: int) -> SimpleNamespace:
+        def wait(limit=None) -> None:
+            assert may_end.wait(HANGING)
+            happened.append(("ended", number))
+
+        return SimpleNamespace(wait=wait, is_completed=may_end.is_set)
+
+    def begin(number: int, sent, received) -> SimpleNamespace:
+        happened.append(("began", number))
+        return work(number)
+
+    watch = SimpleNamespace(is_broken=False, require_whole=lambda: None, wait=lambda call: call.wait())
+    collectives, data = StagedCollectives(None, watch), torch.zeros(3)
+    exchanges = [collectives._exchange(data, data, partial(begin, number), lambda: None) for number in range(3)]
+    time.sleep(0.1)  # in which the others could begin
+    may_end.set()
+    for exchange in exchanges:
+        exchange.wait()
+    assert happened == [(what, number) for number in range(3) for what in ("began", "ended")]
 
 
 @pytest.mark.parametrize("error", [None, RuntimeError("Connection closed by peer")])

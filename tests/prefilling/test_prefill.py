@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from apbv import HostGroup, PrefillConfig, prefill
+from apbv.prefilling.methods import METHODS
 
 import families
 from families import TEXT_FAMILIES
@@ -158,3 +159,25 @@ def test_only_what_passes_whole_blocks_on_is_exact(pool, passing_len, exact):
     settings = {"method": "apb", "anchor_len": 8, "passing_len": passing_len}
     for result in pool.run(2, prefill_job, "llama", text_batch(60), 48, settings):
         assert result.exact == exact
+
+
+def ring_job(hosts: HostGroup, states: torch.Tensor) -> tuple[list[int], torch.Tensor]:
+    """Which tokens this host has, and their attention."""
+    config, tokens = PrefillConfig(method="zigzag_ring"), states.shape[3]
+    method = METHODS["zigzag_ring"](
+        METHODS["zigzag_ring"].plan(hosts.size, tokens, 0, tokens - 1, config), hosts, config
+    )
+    rows = [token for span in method.layout.local_spans(hosts.rank) for token in span]
+    return rows, method(*states[:, :, :, rows], 0.25, 0)
+
+
+def test_a_ring_rounds_its_result_once_however_long_it_is():
+    states = torch.randn(3, 1, 2, 512, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
+    q, k, v = states.double()
+    exact = (q @ k.mT * 0.25).masked_fill(torch.ones(512, 512).triu(1).bool(), -torch.inf).softmax(dim=-1) @ v
+    out = torch.empty_like(states[0])
+    for rows, found in simulate(32, ring_job, states):
+        out[:, :, rows] = found
+    # The partial results of the hosts are rounded, too, and their errors are averaged.
+    once, found = ((each.double() - exact).abs().mean() for each in (exact.bfloat16(), out))
+    assert found < 2.4 * once

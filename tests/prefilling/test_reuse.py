@@ -140,6 +140,15 @@ def test_a_text_is_kept_too_and_what_cannot_be_is_refused():
     assert engine.generate(QUESTIONS[0], context=other, max_new_tokens=1).stats["reused"] is None
 
 
+def test_kv_at_one_rules_positions_is_not_kept_for_the_other():
+    engine, video = demo_engine(HostGroup.single("cpu"), "kv"), {"video": demo.video_path(), "num_frames": FRAMES}
+    rules = ("vllm", "transformers", "vllm", "transformers")
+    states = [engine.prefill(QUESTIONS[0], **video, positions=rule) for rule in rules]
+    assert [state.reused for state in states] == [None, None, "kv", "kv"]
+    for first, again in zip(states[:2], states[2:], strict=True):
+        assert torch.equal(first.inputs.position_ids, again.inputs.position_ids)
+
+
 KEYS = st.sampled_from("abcdef")
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from apbv import HostError, HostGroup, SpeculativeConfig
+from apbv import Engine, HostError, HostGroup, SpeculativeConfig, demo
 from apbv.config import SamplingParams
 from apbv.decode.answer import generate_tokens
 from apbv.hosts import Exchange
@@ -26,6 +26,7 @@ from apbv.speculate.verify import verify_window
 
 from answers import answer_by
 from drafters import PATTERNS, STEPS, VOCABULARY, decoders
+from fresh_hosts import described
 from patience import GROUP_TIMEOUT, HANGING
 from prompts import build, text_batch
 from table_model import NUM_SAMPLES, TableModel, surprise_of, tables
@@ -106,6 +107,32 @@ def check(results, runs: list[dict]) -> list:
 
 def counted(function, calls: list):
     return lambda *args: calls.append(1) or function(*args)
+
+
+def failing_target_job(hosts: HostGroup) -> str:
+    """The target fails while it verifies; what each host says of that."""
+    drafting = {"strategy": "vanilla", "draft_model": "demo", "draft_host": True, "draft_timeout": GROUP_TIMEOUT}
+    speculate = SpeculativeConfig(**drafting)
+    engine = Engine.from_pretrained("demo", hosts=hosts, speculate=speculate, dtype="float32")
+    if hosts.rank == 0:
+        engine.model.lm_head.register_forward_pre_hook(fails_at(4))
+    request = {"video": demo.video_path(), "num_frames": 16, "max_new_tokens": 12}
+    return described(lambda: engine.generate("name the letters in order", **request))
+
+
+def fails_at(number: int):
+    calls = count(1)
+
+    def fail(*_) -> None:
+        if next(calls) == number:
+            raise RuntimeError("out of memory")
+
+    return fail
+
+
+def test_a_draft_host_hears_of_a_target_that_fails(pool):
+    target, draft = pool.run(2, failing_target_job)
+    assert target == "RuntimeError: out of memory" and draft == "HostError: the target's hosts failed"
 
 
 RUNS = [{"pattern": "all", "gamma": 5}, {"pattern": "none", "gamma": 5}, {"pattern": "all", "gamma": 1}]
