@@ -78,6 +78,7 @@ def test_as_many_tokens_fit_as_it_says(hosts, kv):
     assert planned.fits == (planned.most >= 1_000_000)
 
 
+@pytest.mark.thorough
 def test_a_draft_takes_its_weights_and_the_kv_of_what_it_sees():
     def draft(**settings) -> int:
         return plan("demo", num_frames=64, speculate=SpeculativeConfig(**settings)).draft

@@ -75,6 +75,7 @@ def test_a_cell_is_the_visual_token_that_its_text_is_expected_at(reader, tmp_pat
         assert set(answer.replace(",", "").split() if task == "tracking" else answer) <= set(asked)
 
 
+@pytest.mark.thorough
 def test_captions_by_every_way_to_choose(reader, tmp_path):
     options = ["--preset", "captions", "--model", reader, "--clips", 1, "--shots", 12, "--hosts", 2]
     labels = ["full", "dycoke, 0.25", "dycoke, needles kept, 0.5", "apbv", "w/o P"]

@@ -73,6 +73,7 @@ def test_simulated_hosts_beside_the_cost_model(run):
     assert record["share_of_flop_ratio"] == record["speedup_vs_full"] / record["flop_ratio"]
 
 
+@pytest.mark.thorough
 def test_reuse_beside_none(run, tmp_path):
     options = ["--hosts", 1, 2, "--shots", 16, "--clips", 1, "--passing-len", 2, "--folder", tmp_path / "clips"]
     records, _ = run("reuse", *options)
@@ -166,9 +167,9 @@ def of_clip(tmp_path, *options) -> list:
 
 
 def test_a_papers_table_of_drafts(run, tmp_path):
-    options = of_clip(tmp_path, "--preset", "hippo3", "--tasks", "describe", "counting")
+    options = of_clip(tmp_path, "--preset", "hippo3", "--tasks", "describe")
     records, _ = run("speculative", *options, hosts=2)
-    assert [record["task"] for record in records] == ["describe"] * 5 + ["counting"] * 5
+    assert [record["task"] for record in records] == ["describe"] * 5
     assert all(record["identical"] and record["preset"] == "hippo3" for record in records)
     alone = records[0]
     for record in records[1:5]:

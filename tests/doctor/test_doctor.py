@@ -70,6 +70,7 @@ def examine(tmp_path, faults: str, *options) -> tuple[list[int], str, dict | Non
     return [result.returncode for result in results], results[0].stdout, report_in(path), errors
 
 
+@pytest.mark.thorough
 def test_two_healthy_hosts_without_operators(tmp_path):
     parts = [part for part in PARTS if part != "kernels"]
     ended, page, report, errors = examine(tmp_path, "nothing", "--only", *parts)

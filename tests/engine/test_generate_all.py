@@ -119,7 +119,7 @@ def streamed_job(hosts: HostGroup, clip: str, kv: str):
     engine, given = build_engine(hosts, "qwen2_5_vl", kv), {"prompt": "Who?", "video": clip, "num_frames": 8}
     expected = engine.generate(**given, max_new_tokens=12)
     pieces, answer = exhausted(engine.stream(**given, max_new_tokens=12))
-    assert answer.token_ids == expected.token_ids and "".join(pieces) == answer.text and len(pieces) > 1
+    assert answer.token_ids == expected.token_ids and "".join(pieces) == answer.text and len(pieces) > 1, expected
     with pytest.raises((ValueError, HostError), match="missing"):
         next(engine.stream("Who?", video=f"{clip}.missing"))
     left = engine.stream(**given, max_new_tokens=400)

@@ -87,7 +87,9 @@ def test_the_answers_are_those_of_the_cpu(clip):
     assert gpu.streams.num_taken.total() == 3
 
 
-@pytest.mark.parametrize("strategy", ["vanilla", "std", "layerskip"])
+@pytest.mark.parametrize(
+    "strategy", ["vanilla", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("std", "layerskip"))]
+)
 def test_a_round_of_drafts_waits_once(clip, monkeypatch, strategy):
     """And runs the draft's passes and the target's as graphs."""
     speculate = SpeculativeConfig(strategy=strategy, num_draft_tokens=2, keep_losing_draft=True)

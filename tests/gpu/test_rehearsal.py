@@ -34,11 +34,11 @@ def sparse(prefill: dict | None = None, **settings) -> Case:
 # (hosts, case): families, kinds of attention, exchanges and drafts.
 QUICK = [
     (2, reducing("qwen3_vl", "fastv", {"ratio": 0.3, "layer": 1})),
-    (3, Case("qwen2_vl", prefill={"method": "apb", "kv": "sharded", **SHORT})),
-    (1, drafting("tabed", family="llava_onevision")),
     (2, drafting("hippo", family="qwen2_vl", prune="kv", draft_host=True)),
 ]
 THOROUGH = [
+    (3, Case("qwen2_vl", prefill={"method": "apb", "kv": "sharded", **SHORT})),
+    (1, drafting("tabed", family="llava_onevision")),
     (1, Case("qwen3_vl", reuse="kv", request=SAMPLED)),
     (2, drafting("sd_tree", prefill={"kv": "sharded"})),
     (3, Case("internvl", prefill={"method": "zigzag_ring"})),

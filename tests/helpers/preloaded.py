@@ -8,6 +8,9 @@ import os
 from contextlib import suppress
 from importlib import import_module
 
+import pytest  # noqa: F401
+from PIL import Image
+
 import apbv.serve.server  # noqa: F401
 
 import prompts
@@ -23,6 +26,10 @@ for _family in (*prompts.ALL_FAMILIES, "got_ocr2"):
 
 # The folders of this and of other modules are for this process alone.
 _, _, os.environ["PYTHONPATH"] = os.environ["PYTHONPATH"].split(os.pathsep, 2)
+
+with suppress(ImportError):
+    import_module("apbv.kernels.triton_attention")
+Image.init()
 
 # Collections of garbage would walk through all of it in every process, and copy its pages.
 gc.collect()

@@ -208,6 +208,7 @@ def freezing_target_job(hosts: HostGroup, rank: int) -> tuple[str, float]:
     return str(ended.value), time.monotonic() - began
 
 
+@pytest.mark.thorough
 def test_a_draft_host_waits_no_longer_than_a_target_host_for_one_that_has_stopped(agent_store):
     processes, (_, *others) = run_pair(freezing_target_job, agent_store.port, TIMEOUT, size=3)
     try:

@@ -109,5 +109,6 @@ in_thread(lambda held=Held(): time.sleep(0.2)).result()
 """
 
 
+@pytest.mark.thorough
 def test_the_interpreter_waits_until_a_call_has_freed_what_it_held():
     assert subprocess.run([sys.executable, "-c", LEAVING], capture_output=True, text=True).stdout == "freed\n"

@@ -192,6 +192,7 @@ def answers_job(hosts: HostGroup, family: str, messages: list[dict], ways: list[
     return answers
 
 
+@pytest.mark.thorough
 def test_drafts_read_mixed_prompts(pool, files):
     """No choice of visual tokens changes an answer, where frames have different numbers of them."""
     choices = ["hippo", "attention_per_frame", "specvlm"]

@@ -280,6 +280,7 @@ def shared_out_job(processes: HostGroup, path: Path, kv: str, writes: bool) -> l
     return engine.decode(state, max_new_tokens=STEPS).token_ids
 
 
+@pytest.mark.thorough
 def test_processes_that_share_a_model_save_and_load_their_heads(pool, saved_once, tmp_path):
     path, whole = saved_once
     tokens, *others = pool.run(4, shared_out_job, tmp_path / "a", "sharded", True)

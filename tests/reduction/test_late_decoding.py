@@ -60,6 +60,7 @@ def drafting_job(hosts: HostGroup, clip, reduce: ReduceConfig):
     return [engine.generate(QUESTION, **request).token_ids for engine in engines]
 
 
+@pytest.mark.thorough
 def test_drafts_change_nothing_in_the_reduced_models_answers(pool, clip):
     reduce = ReduceConfig(method="sparsevlm", ratio=0.3, layer=1)
     plain, *drafted = pool.run(2, drafting_job, clip, reduce)[0]

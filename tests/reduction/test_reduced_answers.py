@@ -96,6 +96,7 @@ def draft_job(hosts: HostGroup):
     return ask(engine_of(hosts, "slowfast", **settings)).token_ids, found
 
 
+@pytest.mark.thorough
 def test_a_draft_does_not_change_what_the_reduced_model_says(pool):
     """A draft model reads what it keeps of the whole prompt; the target's own drafts see what the target sees."""
     for plain, found in pool.run(2, draft_job):

@@ -283,7 +283,7 @@ def failing_job(hosts: HostGroup, dies: bool) -> tuple[list, str] | None:
         app.close()
 
 
-@pytest.mark.parametrize("dies", [False, True])
+@pytest.mark.parametrize("dies", [pytest.param(False, marks=pytest.mark.thorough), True])
 def test_a_host_that_fails_ends_the_server_and_every_request(tmp_path, dies):
     first, second = run_fresh(Store(tmp_path), 2, failing_job, dies)
     replies, reason = first.result

@@ -112,6 +112,7 @@ def test_asked_to_end_a_server_refuses_who_waits_and_cuts_who_runs_after_the_gra
     assert all("stopping" in str(answer.end()) for answer in answers)
 
 
+@pytest.mark.thorough
 def test_answers_are_single_beside_a_draft_kv_that_nobody_fetches_ends_and_a_host_that_dies_ends_all(tmp_path):
     options = ["--model", "demo", "--media-dir", demo.video_path().parent, "--speculate", "sd_tree"]
     with serving(tmp_path / "out", *options, "--kv-transfer", "tcp", "--kv-seconds", 0.2) as server:

@@ -37,7 +37,7 @@ SAMPLINGS += [SamplingParams(max_new_tokens=STEPS, temperature=1.1, top_p=0.9, s
 SAMPLINGS += [SamplingParams(max_new_tokens=STEPS, logprobs=2, min_tokens=4)]
 SAMPLINGS += [SamplingParams(max_new_tokens=STEPS, presence_penalty=0.5)]
 FIXED = SpeculativeConfig(strategy="ngram", num_draft_tokens=GAMMA, keep_losing_draft=True)
-NUM_PROMPTS, NUM_BATCHES = 3, 200
+NUM_PROMPTS, NUM_BATCHES = 3, 100
 
 
 @cache
@@ -191,7 +191,7 @@ def test_answers_that_come_and_go_are_those_of_each_alone(config, monkeypatch):
                 assert [each.top[0][0] for each in logprobs] == member.tokens  # greedy
                 assert all(each.logprob == each.top[0][1] for each in logprobs)
             accepted += member.stats.num_accepted
-    assert accepted > 99, accepted
+    assert accepted > 40, accepted
 
 
 @pytest.mark.parametrize(("kind", "is_good"), [("target", True), ("streaming", False)])
@@ -235,6 +235,7 @@ class TablePrompt(TableModel):
         return self.answer(request.sampling)
 
 
+@pytest.mark.thorough
 def test_sampled_answers_are_distributed_as_the_targets_own():
     """Of windows that depend on the members' acceptance, while others come and go."""
     chance, said = random.Random(0), Counter()

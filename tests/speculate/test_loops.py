@@ -46,7 +46,7 @@ def tree(answer, plain: list[int], pattern: str, shape: Tree = TREE):
 
 
 def prompt(family: str):
-    return (text_batch(60), 48) if family == "llama" else (video_batch(family, frames=12), None)
+    return (text_batch(60), 48) if family == "llama" else (video_batch(family, frames=6), None)
 
 
 def loops_job(hosts: HostGroup, family: str, kv: str, drawn: dict):
@@ -74,7 +74,7 @@ def loops_job(hosts: HostGroup, family: str, kv: str, drawn: dict):
         left.append(runs[shapes[-1]][1:])
         for most in (1, 2, 5, 6, 7):  # before, in and behind a window, or a tree
             check(loop, *shapes[-1], most=most)
-        left.append([check(loop, *shapes[-1], end=(plain[place],)) for place in ends[:4]][-1][1:])
+        left.append([check(loop, *shapes[-1], end=(plain[place],)) for place in ends[:2]][-1][1:])
         worst, best = (runs[shape][0] for shape in shapes[:2])
         assert best.num_target_forwards == -(-(STEPS - 1) // 6)
         assert worst.num_target_forwards == STEPS - 1 and worst.num_accepted == 0

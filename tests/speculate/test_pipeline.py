@@ -275,6 +275,7 @@ def test_no_place_of_the_sequence_is_judged_by_another_ones_numbers(monkeypatch)
             assert following == index + length
 
 
+@pytest.mark.thorough
 def test_sampling_through_the_pipeline_is_distributed_as_the_targets_own():
     model = TableModel(tables(4), tables(4, 1))
     counts = Counter(tuple(drawn_beside_a_thread(model, seed, 3, 2)) for seed in range(NUM_SAMPLES // 2))
