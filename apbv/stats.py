@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from functools import cache
 from importlib.metadata import version
 from operator import attrgetter
@@ -353,7 +353,7 @@ def _kernels_figure(name: str, of: str = "meminfo") -> int | None:
 
 def provenance() -> dict:
     """Return the provenance of a measurement: UTC date, versions, and a checkout's commit."""
-    return {"date": datetime.now(timezone.utc).isoformat(timespec="seconds"), **_software()}
+    return {"date": datetime.now(UTC).isoformat(timespec="seconds"), **_software()}
 
 
 def device_name(device: torch.device) -> str:

@@ -2,15 +2,19 @@
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
-from apbv import demo
+from apbv import demo, versions
+from apbv.model.parts import inspect_model
 
+import families
 from documents import README, answer_to, blocks_in, marked, read_command
 from scripts import ROOT, SCRIPT_TIMEOUT
 from servers import serving
@@ -30,6 +34,27 @@ def run(command: str) -> subprocess.CompletedProcess:
 
 def test_it_is_read_in_one_sitting():
     assert len(README.read_text(encoding="utf-8").splitlines()) <= MOST_LINES
+
+
+def test_the_versions_that_it_names_are_those_that_pip_and_the_package_know():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needs = next(
+        line for line in README.read_text(encoding="utf-8").splitlines() if line.startswith("- **Needs**")
+    )
+    assert project["requires-python"] == f">={re.search('Python ([0-9.]+)', needs)[1]}"
+    for package, newest in versions._NEWEST_TRIED.items():
+        tried = re.search(
+            rf"{'PyAV' if package == 'av' else package} ([0-9.]+)", needs.partition("tried up to")[2]
+        )
+        assert tried[1].rstrip(".") == ".".join(map(str, newest))
+        oldest = re.search(rf"{package} ([0-9.]+)", needs.partition("tried")[0])
+        assert oldest is None or f"{package}>={oldest[1]}" in project["dependencies"]
+
+
+def test_a_later_version_is_used_with_a_warning(monkeypatch):
+    monkeypatch.setattr(versions, "_NEWEST_TRIED", {"torch": (2, 10), "transformers": (99, 0)})
+    with pytest.warns(UserWarning, match=r"apbv was not tried yet with torch 2\..* \(tried: up to 2\.10\)$"):
+        inspect_model(families.build_model("llama"))
 
 
 @pytest.mark.thorough  # which whoever tries the project has just seen

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterable, Sequence
 from functools import partial
+from importlib.metadata import version
 from itertools import product
 
 import torch
@@ -12,6 +13,8 @@ from .. import demo
 from ..config import PrefillConfig, SpeculativeConfig
 from ..engine import Engine
 from ..hosts import HostError, HostGroup
+from ..kernels.backends import choose
+from ..model.fused import KINDS, kind_of
 from .examination import Check, CheckFailed, CheckSkipped, Found
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8)
@@ -36,12 +39,31 @@ def exchange_checks(hosts: HostGroup) -> Iterable[Check]:
 
 def answer_checks(hosts: HostGroup) -> Iterable[Check]:
     """List the checks of answers, also in half precision, in which large models run."""
+    yield Check("fused kernels", fused_kernels)
     for method in ("apbv", "full", "zigzag_ring", "ulysses"):
         yield Check(method, partial(answer, PrefillConfig(method=method), None, "float32"), is_collective=True)
     draft = SpeculativeConfig(strategy="vanilla")
     yield Check("apbv, vanilla draft", partial(answer, PrefillConfig(), draft, "float32"), is_collective=True)
     for dtype in ("bfloat16", "float16"):
         yield Check(f"apbv, {dtype}", partial(answer, PrefillConfig(), None, dtype), is_collective=True)
+
+
+def fused_kernels(hosts: HostGroup) -> Found:
+    """Find out which parts of the demo model's decoder have fused kernels, which are for GPUs.
+
+    Raises:
+        CheckFailed: a part is not recognized in this version of transformers, or its kernel is not used on a GPU.
+    """
+    alone = HostGroup.single(hosts.device)
+    parts = Engine.from_pretrained("demo", hosts=alone).parts
+    found = {kind_of(module) for module in parts.model.get_decoder().modules()}
+    if unknown := [kind for kind in KINDS if kind not in found]:
+        raise CheckFailed(f"transformers {version('transformers')}: {', '.join(unknown)} are not recognized")
+    fused = {kind_of(module) for module in parts.language_model.modules() if hasattr(module, "is_fused")}
+    left_out = [kind for kind in KINDS if kind not in fused]
+    if left_out and choose("auto", parts.embed_tokens.weight) == "triton":
+        raise CheckFailed(f"{', '.join(left_out)} take several kernels each")
+    return f"{', '.join(KINDS)}: {'recognized' if left_out else 'one kernel each'}", {}
 
 
 def _alone(hosts: HostGroup) -> Found:

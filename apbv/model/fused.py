@@ -39,7 +39,7 @@ def with_fused_kernels(decoder: nn.Module, backend: str, like: Tensor) -> nn.Mod
         return decoder
     names = ("rms_norm", "silu_product", "rotated")
     forwards = fused_forwards(decoder, *(implementation(f"elementwise.{name}", "triton") for name in names))
-    if missing := set(_KINDS) - {kind_of(module) for module in decoder.modules()}:
+    if missing := set(KINDS) - {kind_of(module) for module in decoder.modules()}:
         warn_caller(f"no fused kernel fits the {', '.join(sorted(missing))} of {type(decoder).__name__}")
     for module in {type(each): each for each in decoder.modules() if type(each) in forwards}.values():
         if mistake := _mistake(module, forwards[type(module)], like):
@@ -77,16 +77,16 @@ def fused_forwards(decoder: nn.Module, rms_norm: Callable, silu_product: Callabl
     return found
 
 
-_KINDS = ("norms", "MLPs", "rotary positions")
+KINDS = ("norms", "MLPs", "rotary positions")
 
 
 def kind_of(module: nn.Module) -> str | None:
     """Return for what kind of module there is a fused kernel that may fit this one; None: for none."""
     if set(module._parameters) == {"weight"} and hasattr(module, "variance_epsilon"):
-        return _KINDS[0]
+        return KINDS[0]
     if set(module._modules) == {"gate_proj", "up_proj", "down_proj", "act_fn"}:
-        return _KINDS[1] if type(module.act_fn) is SiLUActivation else None
-    return _KINDS[2] if _ROTARY in unwrap(type(module).forward).__code__.co_names else None
+        return KINDS[1] if type(module.act_fn) is SiLUActivation else None
+    return KINDS[2] if _ROTARY in unwrap(type(module).forward).__code__.co_names else None
 
 
 def _with_global(function: FunctionType, name: str, value) -> FunctionType:

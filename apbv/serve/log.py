@@ -3,7 +3,7 @@
 import json
 import logging
 import time
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 
 LOG_FORMATS = ("text", "json")
 FIELDS = "fields"  # of a record: a dictionary with the same content as its message
@@ -18,7 +18,7 @@ class JsonLines(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """Format a record."""
-        moment = datetime.fromtimestamp(record.created, timezone.utc)
+        moment = datetime.fromtimestamp(record.created, UTC)
         line = {
             "time": moment.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
             "level": record.levelname,

@@ -21,11 +21,12 @@ def test_one_gpu(monkeypatch):
     monkeypatch.setattr(kernels, "product", lambda backends, dtypes: product(backends, dtypes[:1]))
     with rehearsal():
         gpu = HostGroup.single("cuda:0")
-        answers = [check for check in hosts.answer_checks(gpu) if check.name in ("apbv", "apbv, vanilla draft")]
+        answers = [check for check in hosts.answer_checks(gpu) if check.name in ("apbv", "fused kernels")]
         parts = {"backends": kernels.backend_checks(gpu), "kernels": kernels.operator_checks(gpu), "demo": answers}
         results = Examination(gpu, GROUP_TIMEOUT).run(parts)
     found = {result.name: (result.status, result.on_hosts[0].detail) for result in results}
     assert not {name: verdict for name, verdict in found.items() if verdict[0] == "failed"}
+    assert found["fused kernels"][1] == "norms, MLPs, rotary positions: one kernel each"
     for name in ("torch", "triton", "apbv"):
         assert found[name][0] == "ok", (name, found[name])
     assert found["flash_attn"] == ("skipped", "it is not installed")

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from apbv import HostGroup, kernels
+from apbv.doctor import hosts as answers
 from apbv.doctor import kernels as checked
 from apbv.doctor import machine
 from apbv.doctor.examination import (
@@ -103,6 +104,14 @@ def test_a_library_that_was_built_for_one_dtype_is_no_fault(monkeypatch):
     mistake[0] = "is wrong: it is off by nan and 0"
     with pytest.raises(CheckFailed, match="float16: its attention of 1 queries"):
         checked.back_end("flash_attn", hosts)
+
+
+def test_a_part_of_the_decoder_that_is_no_longer_recognized_is_a_fault(monkeypatch):
+    text, _ = answers.fused_kernels(ALONE)
+    assert text == "norms, MLPs, rotary positions: recognized"
+    monkeypatch.setattr("apbv.model.fused._ROTARY", "renamed")
+    with pytest.raises(CheckFailed, match=r"transformers .*: rotary positions are not recognized"):
+        answers.fused_kernels(ALONE)
 
 
 def test_a_torch_without_cuda_beside_a_gpu_is_a_fault(monkeypatch):
