@@ -196,12 +196,11 @@ def _flash_attention(major: int) -> tuple[int, Callable]:
         ImportError: none is installed, or none can be imported.
     """
     problems = []
-    for version in _FLASH_VERSIONS.get(major, (2,)):
-        for module in FLASH_MODULES[version]:
-            try:
-                return version, import_module(module).flash_attn_func
-            except Exception as error:  # a package built for another torch fails in many ways
-                problems.append(f"{module}: {error}")
+    for version, module in ((n, module) for n in _FLASH_VERSIONS.get(major, (2,)) for module in FLASH_MODULES[n]):
+        try:
+            return version, import_module(module).flash_attn_func
+        except Exception as error:  # a package built for another torch fails in many ways
+            problems.append(f"{module}: {error}")
     raise ImportError("; ".join(problems))
 
 

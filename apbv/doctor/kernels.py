@@ -78,9 +78,8 @@ def back_end(name: str, hosts: HostGroup) -> Found:
     found = {dtype_name(dtype): obstacle(name, hosts.device, dtype) for dtype in DTYPES}
     works = [dtype for dtype, (why, _) in found.items() if why is None]
     faults = {dtype: why for dtype, (why, is_fault) in found.items() if is_fault}
-    wrong = {dtype: why for dtype, why in faults.items() if not (works and " fails: " in why)}
-    if wrong:
-        raise CheckFailed("; ".join(f"{dtype}: {why}" for dtype, why in wrong.items()))
+    if wrong := [f"{dtype}: {why}" for dtype, why in faults.items() if not works or " fails: " not in why]:
+        raise CheckFailed("; ".join(wrong))
     others = [why for why, is_fault in found.values() if why is not None and not is_fault]
     if not works:
         raise CheckSkipped(others[-1])

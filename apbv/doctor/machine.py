@@ -114,10 +114,11 @@ def cuda() -> Found:
     seen = listed.splitlines() if listed else []
     built = f"torch {torch.__version__} is built for CUDA {torch.version.cuda}"
     if not torch.cuda.is_available():
-        if not seen:
-            raise CheckSkipped(f"no GPU is visible; {built}")
-        if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
-            raise CheckSkipped(f"CUDA_VISIBLE_DEVICES hides {len(seen)} GPU(s); {built}")
+        hidden = seen and os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+        if not seen or hidden:
+            raise CheckSkipped(
+                f"{'CUDA_VISIBLE_DEVICES hides all GPUs' if hidden else 'no GPU is visible'}; {built}"
+            )
         raise CheckFailed(f"nvidia-smi sees {len(seen)} GPU(s), and torch sees none; {built}")
     nccl = ".".join(map(str, torch.cuda.nccl.version()))
     text = f"{torch.cuda.device_count()} GPU(s); {built}, cuDNN {torch.backends.cudnn.version()}, NCCL {nccl}"

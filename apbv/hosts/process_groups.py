@@ -179,60 +179,56 @@ class _Founder:
         Args:
             name: of the group among those of this founder with the same members.
             members: ranks in the other group.
-            backend: a name in :data:`_BACKENDS`.
+            backend: :data:`_GLOO`, :data:`_NCCL` or :data:`_POLLED`.
             limit: of its collectives.
             known_in: the other group, as torch knows it, if torch has to know this one; else None.
         """
         name = f"{name} {'-'.join(map(str, members))}"
         place, description = dist.PrefixStore(name, self._store), f"{self._name} {name}"
         if known_in is None:
-            made = _BACKENDS[backend](place, members.index(self._rank), len(members), limit, description)
+            made = _make(backend, place, members.index(self._rank), len(members), limit, description)
             made._set_group_desc(description)
         else:
-            made = _make_known(known_in, members, limit, backend, place, description)
+            ranks = dist.get_process_group_ranks(known_in)
+            options = {"pg_options": place, "use_local_synchronization": True, "group_desc": description}
+            # If the caller bound all processes to their devices, torch would split the new communicator from
+            # theirs. Then all would have to take part, and the members would wait for the others for ever.
+            world = dist.group.WORLD
+            device, world.bound_device_id = world.bound_device_id, None
+            try:
+                made = dist.new_group([ranks[member] for member in members], limit, backend, **options)
+            finally:
+                world.bound_device_id = device
         self.groups.append(made)
         return made
 
 
-def _make_known(
-    group, members: Sequence[int], limit: timedelta, backend: str, place: dist.Store, description: str
-) -> dist.ProcessGroup:
-    ranks = dist.get_process_group_ranks(group)
-    options = {"pg_options": place, "use_local_synchronization": True, "group_desc": description}
-    # If the caller bound all processes to their devices, torch would split the new communicator from theirs. Then
-    # all would have to take part, and the members would wait for the others for ever.
-    world = dist.group.WORLD
-    device, world.bound_device_id = world.bound_device_id, None
-    try:
-        return dist.new_group([ranks[member] for member in members], limit, backend, **options)
-    finally:
-        world.bound_device_id = device
-
-
-def _make_gloo(place: dist.Store, rank: int, size: int, limit: timedelta, name: str) -> dist.ProcessGroup:
-    group, gloo = dist.ProcessGroup(place, rank, size), dist.ProcessGroupGloo(place, rank, size, limit)
-    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+def _make(backend: str, place: dist.Store, rank: int, size: int, limit: timedelta, name: str) -> dist.ProcessGroup:
+    if backend == _POLLED:
+        return PolledGroup(place, rank, size, limit, name)
+    if backend == _GLOO:
+        device, kind = "cpu", dist.ProcessGroup.BackendType.GLOO
+        made = dist.ProcessGroupGloo(place, rank, size, limit)
+    else:
+        # So that a small collective does not queue behind a long attention kernel.
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        options._timeout, options.group_name = limit, name
+        device, kind = "cuda", dist.ProcessGroup.BackendType.NCCL
+        made = dist.ProcessGroupNCCL(place, rank, size, options)
+    group = dist.ProcessGroup(place, rank, size)
+    group._register_backend(torch.device(device), kind, made)
     return group
 
 
-def _make_nccl(place: dist.Store, rank: int, size: int, limit: timedelta, name: str) -> dist.ProcessGroup:
-    # So that a small collective does not queue behind a long attention kernel.
-    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    options._timeout, options.group_name = limit, name
-    group, nccl = dist.ProcessGroup(place, rank, size), dist.ProcessGroupNCCL(place, rank, size, options)
-    group._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, nccl)
-    return group
+def _make_known(backend: str, asked, place: dist.Store) -> dist.ProcessGroup:
+    """Make a group for ``dist.new_group``, which adds it to those that torch knows."""
+    return _make(backend, place, asked.group_rank, asked.group_size, asked.timeout, asked.group_id)
 
 
-# Makers of groups: torch's backends, and one for transformers' collectives.
+# torch's backends, and one for transformers' collectives.
 _GLOO, _NCCL, _POLLED = "apbv_gloo", "apbv_nccl", "apbv_polled"
-_BACKENDS = {_GLOO: _make_gloo, _NCCL: _make_nccl, _POLLED: PolledGroup}
 for _name, _device in ((_NCCL, "cuda"), (_POLLED, "cpu")):
-
-    def _make_asked(asked, place: dist.Store, make=_BACKENDS[_name]) -> dist.ProcessGroup:
-        return make(place, asked.group_rank, asked.group_size, asked.timeout, asked.group_id)
-
-    dist.Backend.register_backend(_name, _make_asked, extended_api=True, devices=[_device])
+    dist.Backend.register_backend(_name, partial(_make_known, _name), extended_api=True, devices=[_device])
 
 
 def join_world(timeout: float) -> bool:

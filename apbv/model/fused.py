@@ -64,17 +64,12 @@ def fused_forwards(decoder: nn.Module, rms_norm: Callable, silu_product: Callabl
     def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         return rotated(q, cos, sin), rotated(k, cos, sin)
 
-    found: dict[type, Callable] = {}
-    for module in decoder.modules():
-        kind = type(module)
-        match kind_of(module):
-            case "norms":
-                found[kind] = norm
-            case "MLPs":
-                found[kind] = mlp
-            case "rotary positions":
-                found[kind] = _with_global(kind.forward, _ROTARY, rotary)
-    return found
+    def attention(kind: type) -> Callable:
+        return _with_global(kind.forward, _ROTARY, rotary)
+
+    makers = dict(zip(KINDS, (lambda _: norm, lambda _: mlp, attention), strict=True))
+    kinds = {type(module): kind_of(module) for module in decoder.modules()}
+    return {each: makers[kind](each) for each, kind in kinds.items() if kind is not None}
 
 
 KINDS = ("norms", "MLPs", "rotary positions")

@@ -304,9 +304,7 @@ def question_states(stage: Stage, q: Tensor, rows: Tensor) -> Tensor:
     return move_rows(mine, held, wanted, hosts).transpose(0, 1)[None]
 
 
-def _run(
-    parts: ModelParts, decoder: nn.Module, held: list[Tensor], positions: Tensor, cache: ShardedCache, **options
-) -> Tensor:
+def _run(parts: ModelParts, decoder: nn.Module, held: list[Tensor], positions: Tensor, cache, **options) -> Tensor:
     """Run a decoder on ``[1, S, d]``, the only item of a list; return its output.
 
     The first layer takes it out of the list, so that it is freed after that layer. The decoder itself, which would
