@@ -116,9 +116,7 @@ def cuda() -> Found:
     if not torch.cuda.is_available():
         hidden = seen and os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
         if not seen or hidden:
-            raise CheckSkipped(
-                f"{'CUDA_VISIBLE_DEVICES hides all GPUs' if hidden else 'no GPU is visible'}; {built}"
-            )
+            raise CheckSkipped(f"{'CUDA_VISIBLE_DEVICES hides GPUs' if hidden else 'no GPU is visible'}; {built}")
         raise CheckFailed(f"nvidia-smi sees {len(seen)} GPU(s), and torch sees none; {built}")
     nccl = ".".join(map(str, torch.cuda.nccl.version()))
     text = f"{torch.cuda.device_count()} GPU(s); {built}, cuDNN {torch.backends.cudnn.version()}, NCCL {nccl}"
