@@ -4,13 +4,13 @@
 """
 
 import os
+import re
 import subprocess
 import sys
 from functools import cache
 from pathlib import Path
 
 import pytest
-import torch
 
 import apbv
 from apbv import Engine, HostGroup, PrefillConfig, SamplingParams, SpeculativeConfig
@@ -97,4 +97,4 @@ def test_the_doctor_finds_no_fault():
         [sys.executable, "-m", "apbv.doctor"], cwd=ROOT, capture_output=True, text=True, timeout=SCRIPT_TIMEOUT
     )
     assert result.returncode == 0, result.stdout + result.stderr
-    assert torch.cuda.get_device_name() in result.stdout
+    assert re.search(r"ok +GPU ", result.stdout)
