@@ -216,6 +216,7 @@ def _make(backend: str, place: dist.Store, rank: int, size: int, limit: timedelt
         device, kind = "cuda", dist.ProcessGroup.BackendType.NCCL
         made = dist.ProcessGroupNCCL(place, rank, size, options)
     group = dist.ProcessGroup(place, rank, size)
+    group._set_default_backend(kind)  # which torch 2.15 asks for
     group._register_backend(torch.device(device), kind, made)
     return group
 

@@ -171,6 +171,7 @@ def callers_group(like: dist.ProcessGroup, ranks: Sequence[int], timeout: timede
 def _make_group(asked, place: dist.Store, has_nccl: bool) -> dist.ProcessGroup:
     rank, size = asked.group_rank, asked.group_size
     group = dist.ProcessGroup(place, rank, size)
+    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
     gloo = dist.ProcessGroupGloo(dist.PrefixStore("again", place), rank, size, asked.timeout)
     group._register_backend(_CPU, dist.ProcessGroup.BackendType.GLOO, gloo)
     if has_nccl:
