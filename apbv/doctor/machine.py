@@ -19,16 +19,8 @@ from .examination import Check, CheckFailed, CheckSkipped, Found
 
 _PACKAGES = ("apbv", "transformers", "triton", "safetensors", "numpy")
 _OPTIONAL = (
-    *(
-        "flash-attn",
-        "flash-attn-3",
-        "fa3-fwd",
-        "flash-attn-4",
-        "ring-flash-attn",
-        "av",
-        "torchcodec",
-        "torchvision",
-    ),
+    *("flash-attn", "flash-attn-3", "fa3-fwd", "flash-attn-4", "ring-flash-attn"),
+    *("av", "torchcodec", "torchvision"),
     *("starlette", "uvicorn", "pydantic", "prometheus-client", "opentelemetry-sdk", "nixl"),
 )
 # Variables that change the behaviour; others are not printed.

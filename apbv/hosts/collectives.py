@@ -62,7 +62,6 @@ class Collectives:
         num_sent = [tensor.numel() * width for tensor in tensors]
         num_received = [math.prod(shape) * width for shape in shapes]
         result = packed.new_empty(sum(num_received))
-
         exchange = getattr(self._group, "all_to_all_single", None) or self._group.alltoall_base
 
         def begin(sent: Tensor, received: Tensor) -> dist.Work:
@@ -76,7 +75,6 @@ class Collectives:
 
     def broadcast(self, tensor: Tensor, source: int) -> Exchange:
         """Start sending a tensor from one process to all, in place; shape and dtype are the same everywhere."""
-
         options = _asynchronous(BroadcastOptions())
         options.rootRank = source
 

@@ -216,7 +216,7 @@ class HostGroup:
 
         A heartbeat in one of these groups counts in all of them.
 
-        It lives as long as this process's groups do.
+        Its connections live as long as those of the group that it was made from.
 
         Args:
             members: ranks in this group, ascending.

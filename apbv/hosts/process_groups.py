@@ -100,8 +100,8 @@ class ProcessGroups:
             data = group
         elif size > tensor_parallel:
             # Not the control group: staged data is sent from a thread, and statuses by others.
-            others = {"backend": _NCCL if has_nccl else _GLOO, "known_in": group if has_nccl else None}
-            data = founder.found("data", range(member, size, tensor_parallel), limit=limit, **others)
+            backend, known_in = (_NCCL, group) if has_nccl else (_GLOO, None)
+            data = founder.found("data", range(member, size, tensor_parallel), backend, limit, known_in)
         if tensor_parallel > 1:
             # transformers' collectives on a CPU are waited for in Python; with NCCL the CPU does not wait.
             same_host = range(host * tensor_parallel, (host + 1) * tensor_parallel)
