@@ -18,12 +18,15 @@ NUMBERS = 16 * 2**20  # 64 MiB of fp32: more than the C library ever keeps by it
 
 
 def page_faults(keep: bool) -> int:
-    """Of products that are each freed before the next, once those before have touched what they need."""
+    """Of products that are each freed before the next, once those before have touched what they need.
+
+    The first few find holes between what the process has imported, some of which other objects take again.
+    """
     if keep:
         assert keep_freed_memory()
     states = torch.ones(NUMBERS)
-    for turn in range(6):
-        if turn == 3:
+    for turn in range(15):
+        if turn == 12:
             before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         del [0 for _ in [states * 2]][:]
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
