@@ -8,7 +8,7 @@ A step is a forward pass over 1 token, as in autoregressive decoding, or over se
 are then rolled back. The KV is random. Every round interleaves all variants. Each variant's logits are compared
 with transformers', first and last: a wrong one gets an error instead of a speed, and the exit status is 1. On a
 GPU apbv's steps are CUDA graphs, and eager steps are also reported. ``--batch`` decodes several answers instead,
-in one batch and sequentially.
+sequentially, in one batch, and in one batch of transformers, padded on the left.
 """
 
 import argparse

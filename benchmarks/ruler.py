@@ -61,7 +61,7 @@ def rows_of(num_tokens: int) -> dict[str, PrefillConfig]:
         ", no passing": {"passing_len": 0},
         ", l_p = 128, no anchor": {"anchor_len": 0, **half},
     }
-    rows = {name: PrefillConfig(method=name) for name in ("full", "star", "apb", *SPARSE_NAMES)}
+    rows = {name: PrefillConfig(method=name) for name in ("full", "zigzag_ring", "star", "apb", *SPARSE_NAMES)}
     rows["apb, as its authors"] = PrefillConfig(method="apb", **authors)
     return rows | {f"apbv{label}": PrefillConfig(**settings) for label, settings in of_apbv.items()}
 

@@ -119,6 +119,44 @@ def random_cache(parts: ModelParts, num_tokens: int, seed: int = 0) -> DynamicCa
     return cache
 
 
+def with_transformers_together(
+    parts: ModelParts, prompts: Sequence["Prompt"], num_tokens: int
+) -> Callable[[], Tensor]:
+    """Return the decoding of ``num_tokens`` tokens of every answer by the model as it was loaded, in one batch.
+
+    As ``generate`` does it: prompts are padded on the left. Logits are those of the first step.
+    """
+    most = max(prompt.num_tokens for prompt in prompts)
+    pads = torch.tensor([most - prompt.num_tokens for prompt in prompts], device=parts.device)
+    mask = (torch.arange(most + num_tokens, device=parts.device) >= pads[:, None]).long()
+    cache, own = DynamicCache(), [prompt.kv.whole.layers for prompt in prompts]
+    for layer in range(parts.num_layers):
+        shape = (2, len(prompts), parts.num_kv_heads, most, parts.head_dim)
+        states = torch.zeros(shape, dtype=parts.dtype, device=parts.device)
+        for number, each in enumerate(own):
+            for padded, rows in zip(states[:, number], (each[layer].keys, each[layer].values), strict=True):
+                padded[:, most - rows.shape[2] :] = rows[0]
+        cache.update(*states, layer)
+
+    def run() -> Tensor:
+        ids, first = torch.tensor(_first_ids(len(prompts)), device=parts.device)[:, None], None
+        for step in range(num_tokens):
+            position_ids = (most + step - pads)[:, None]
+            hidden = parts.language_model(
+                inputs_embeds=parts.embed_tokens(ids),
+                position_ids=position_ids.expand(3, -1, -1) if parts.uses_mrope else position_ids,
+                attention_mask=mask[:, : most + step + 1],
+                **{cache_argument(): cache},
+                use_cache=True,
+            ).last_hidden_state
+            logits = parts.lm_head(hidden)[:, 0]
+            first, ids = logits if first is None else first, logits.argmax(dim=-1, keepdim=True)
+        cache.crop(-num_tokens)
+        return first
+
+    return run
+
+
 class Prompt:
     """Random KV of a given length, and logits that begin an answer to it."""
 
@@ -136,7 +174,7 @@ class Prompt:
 
 @torch.no_grad()
 def batch_ways(parts: ModelParts, prompts: Sequence[Prompt], num_tokens: int) -> list[Way]:
-    """Return the two ways to decode ``num_new`` tokens of every answer: sequentially, and in one batch."""
+    """Return the ways to decode tokens of every answer: sequentially, in one batch, and in one of transformers."""
     sampling = SamplingParams(max_new_tokens=num_tokens + 1)  # the first takes no pass of the model
     request, batch = Request(Question(), StageTimer(prompts[0].kv.hosts), sampling=sampling), Batch(parts)
 
@@ -152,18 +190,26 @@ def batch_ways(parts: ModelParts, prompts: Sequence[Prompt], num_tokens: int) ->
             while len(batch):
                 batch.step()
 
+    padded = with_transformers_together(parts, prompts, num_tokens)
     with apbv_attention(parts.language_model):
-        error = _error_of_batch(parts, prompts)
-    return [Way("apbv, one after the other", one_by_one), Way("apbv, in a batch", together, error)]
+        alone, batched = _first_logits(parts, prompts)
+    return [
+        Way("apbv, one after the other", one_by_one),
+        Way("apbv, in a batch", together, relative_error(batched, alone)),
+        Way("transformers, in a batch", padded, relative_error(padded().double(), alone)),
+    ]
 
 
-def _error_of_batch(parts: ModelParts, prompts: Sequence[Prompt]) -> float:
-    """Return by how much the logits of a batch's step are off, relative to the largest logit."""
-    ids = [1 + number % 99 for number in range(len(prompts))]
-    rows = []
+def _first_ids(num_prompts: int) -> list[int]:
+    return [1 + number % 99 for number in range(num_prompts)]
+
+
+def _first_logits(parts: ModelParts, prompts: Sequence[Prompt]) -> tuple[Tensor, Tensor]:
+    """Return the logits of the first step of every answer by itself, and in a batch."""
+    ids, rows = _first_ids(len(prompts)), []
     for prompt, token in zip(prompts, ids, strict=True):
         decoder = Decoder(parts, prompt.kv, prompt.num_tokens)
         rows.append(decoder.advance([token]))
         decoder.take_back(1)
     kvs = [OwnKV(prompt.kv.continued().layers, prompt.num_tokens) for prompt in prompts]
-    return relative_error(BatchRunner(parts).run(ids, kvs).double(), torch.cat(rows).double())
+    return torch.cat(rows).double(), BatchRunner(parts).run(ids, kvs).double()
