@@ -7,7 +7,7 @@ from those of images and video, even if their tokens alternate.
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from ..hosts import HostGroup
 from ..layout import intersect, split_evenly
 from ..model.parts import ModelParts
-from .container import open_media
+from .container import best_stream, open_media
 from .files import Source
 from .visual import PromptError, RowStarts
 
@@ -28,9 +28,12 @@ from .visual import PromptError, RowStarts
 FRAMES_PER_TOKEN = 4
 # Units that are encoded at a time. For Qwen2.5-Omni they are two minutes, whose activations take some 100 MB.
 _UNITS_PER_CHUNK = 64
-# FFmpeg's: the mix of all channels is not louder than one; where a track's clock runs on without samples, for more
-# seconds than clocks are imprecise, there is silence.
-_RESAMPLING = {"rematrix_maxval": "1", "async": "1", "min_hard_comp": "0.1"}
+# FFmpeg's: the mix of all channels is not louder than one.
+_RESAMPLING = {"rematrix_maxval": "1"}
+# Seconds by which containers' clocks are imprecise; by which a new recording's is behind, at least.
+_JITTER, _ANEW = 0.015, 0.1
+# Streams without a container: what is not a frame, before the first or after the last, is not part of them.
+_BARE = {"aac", "ac3", "dts", "eac3", "flac", "mp2", "mp3"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,41 +144,48 @@ class AudioError(ValueError):
     """Raised if a file cannot be used as audio; the message names the file and the reason."""
 
 
+class NoSoundError(AudioError):
+    """Raised if a file has no audio track, or one without samples."""
+
+
 def has_audio(path: str | Path) -> bool:
-    """Return whether a file has an audio track.
+    """Return whether a file has an audio track that can be decoded.
 
     Raises:
         AudioError: it cannot be read.
     """
-    with _described(path), open_media(path) as container:
-        return bool(container.streams.audio)
+    with _described(path), open_media(path, AudioError) as container:
+        return best_stream(container, "audio") is not None
 
 
 def read_audio(
-    path: str, rate: int, max_seconds: float, seconds: float | None = None, beside_video: bool = False
+    path: str, rate: int, max_seconds: float, seconds: float | None = None, clock: np.ndarray | None = None
 ) -> np.ndarray:
-    """Decode a file's best audio track.
+    """Decode a file's audio track: of several the one that FFmpeg takes of those that it can decode.
 
     Args:
         path: of a video, or of an audio file.
         rate: samples per second of what is returned.
         max_seconds: the longest audio that can be used.
         seconds: maximum length to return; None: all of it.
-        beside_video: whether the audio begins with the file's first video frame: what came before is left out, and
-            silence stands for what is missing.
+        clock: :attr:`~apbv.input.video.VideoInfo.clock` of a video: its audio begins with its first frame, what
+            came before is left out, and silence stands for what is missing.
 
     Returns:
         float32 ``[samples]``, the mean of all channels.
 
     Raises:
-        AudioError: there is no track, it is empty, damaged, or longer than ``max_seconds``.
+        AudioError: the track is missing, empty, damaged, or longer than ``max_seconds``.
     """
     most = round((max_seconds if seconds is None else min(seconds, max_seconds)) * rate)
-    pieces, count = [np.zeros(0, np.float32)], 0
-    with _described(path), open_media(path) as container:
-        if not container.streams.audio:
-            raise AudioError(f"{path}: has no audio track")
-        for piece in _pieces(container, rate, beside_video):
+    pieces, count = [], 0
+    with _described(path), open_media(path, AudioError) as container:
+        stream = best_stream(container, "audio")
+        if stream is None:
+            lacks = "can be decoded" if container.streams.audio else ""
+            raise NoSoundError(f"{path}: has no audio track {f'that {lacks}' if lacks else ''}".rstrip())
+        frames = _with_times(_frames(container, stream))
+        for piece in _placed(_from_zero(frames, clock), rate, most):
             pieces.append(piece)
             count += len(piece)
             if count > most:
@@ -185,39 +195,108 @@ def read_audio(
             f"{path}: has more audio than the {max_seconds:,.0f} seconds that the prompt has room for"
         )
     if not count:
-        raise AudioError(f"{path}: its audio track is empty")
+        raise NoSoundError(f"{path}: its audio track is empty")
     return np.concatenate(pieces)[:most]
 
 
-def _pieces(container: "av.container.InputContainer", rate: int, beside_video: bool) -> Iterator[np.ndarray]:
-    """Decode and resample a track from its first sample, or from the first video frame."""
-    stream = container.streams.best("audio")
-    start = _start(container) if beside_video else None
-    resampler, ahead = av.AudioResampler("flt", "mono", rate, options=_RESAMPLING), None
-    for frame in chain(container.decode(stream), [None]):
-        if ahead is None and frame is not None:  # samples that audio before the video
-            known = start is not None and frame.time is not None
-            ahead = round((start - frame.time) * rate) if known else 0
-            yield np.zeros(max(0, -ahead), np.float32)
-        for resampled in resampler.resample(frame):
-            samples = resampled.to_ndarray()[0]
-            yield samples[max(0, ahead) :]
-            ahead -= len(samples)
+def _frames(container: "av.container.InputContainer", stream: "av.AudioStream") -> Iterator["av.AudioFrame"]:
+    """Decode a track; an error is one only where sound follows, or the container counts its frames."""
+    is_bare, found, error = container.format.name in _BARE, False, None
+    for packet in container.demux(stream):
+        try:
+            frames = packet.decode()
+        except FFmpegError as raised:
+            error = error or raised
+            continue
+        if frames and error is not None and (found or not is_bare):
+            raise error
+        error = error if not frames else None
+        found |= bool(frames)
+        yield from frames
+    if error is not None and not (is_bare and found):
+        raise error
 
 
-def _start(container: "av.container.InputContainer") -> float | None:
-    """Return the time of the first video frame, in seconds; None if that is unknown."""
-    video = next(iter(container.streams.video), None)
-    return None if video is None or video.start_time is None else float(video.start_time * video.time_base)
+def _with_times(frames: Iterator["av.AudioFrame"]) -> Iterator[tuple["av.AudioFrame", float | None]]:
+    """Yield frames with the seconds at which they begin; before the first time that is known, counted from it."""
+    early: list[av.AudioFrame] = []
+    for frame in frames:
+        if early is not None and frame.time is None:
+            early.append(frame)
+            continue
+        before = sum(each.samples / each.sample_rate for each in early or ())
+        for each in early or ():
+            yield each, frame.time - before
+            before -= each.samples / each.sample_rate
+        early = None
+        yield frame, frame.time
+    yield from ((frame, None) for frame in early or ())
+
+
+def _from_zero(
+    frames: Iterator[tuple["av.AudioFrame", float | None]], clock: np.ndarray | None
+) -> Iterator[tuple["av.AudioFrame", float | None]]:
+    """Yield frames with the seconds since the first video frame; without a clock since the first of these frames.
+
+    Where times begin anew, the clock's next recording begins; without a clock they go on.
+    """
+    number, shift, end = 0, None if clock is None else clock[0, 1] - clock[0, 0], -np.inf
+    for frame, time in frames:
+        if time is not None:
+            is_anew = time < end - _ANEW
+            if clock is None:
+                shift = -time if shift is None else shift + (end - time) * is_anew
+            elif is_anew and number + 1 < len(clock):
+                number += 1
+                shift = clock[number, 1] - clock[number, 0]
+            end = time + frame.samples / frame.sample_rate
+            time += shift
+        yield frame, time
+
+
+def _placed(frames: Iterator[tuple["av.AudioFrame", float | None]], rate: int, most: int) -> Iterator[np.ndarray]:
+    """Resample frames, each at its time: silence where there are none, and nothing twice or before 0.
+
+    Args:
+        most: samples after which no more are needed.
+    """
+    resampler, setup, begun, fed, given, ahead = None, None, 0.0, 0.0, 0, 0
+
+    def resampled(frame: "av.AudioFrame | None") -> Iterator[np.ndarray]:
+        nonlocal given, ahead
+        for each in resampler.resample(frame) if resampler is not None else ():
+            samples = each.to_ndarray()[0]
+            kept = samples[ahead:]
+            ahead -= len(samples) - len(kept)
+            given += len(kept)
+            yield kept
+
+    for frame, time in frames:
+        found = frame.sample_rate, frame.layout.name, frame.format.name
+        is_off = time is not None and abs(time - begun - fed) > _JITTER
+        if found != setup or is_off:
+            yield from resampled(None)
+            begun, fed = time if is_off else begun + fed, 0.0
+            resampler, setup = av.AudioResampler("flt", "mono", rate, options=_RESAMPLING), found
+            gap = round(begun * rate) - given
+            ahead = max(0, -gap)
+            if gap > 0:
+                given += (silent := min(gap, most + 1 - given))
+                yield np.zeros(silent, np.float32)
+        fed += frame.samples / frame.sample_rate
+        yield from resampled(frame)
+    yield from resampled(None)
 
 
 @contextmanager
 def _described(path: str | Path) -> Iterator[None]:
     try:
         yield
-    except FileNotFoundError as error:
-        raise AudioError(f"{path}: no such file") from error
-    except FFmpegError as error:
-        raise AudioError(f"{path}: the audio cannot be decoded ({error.strerror or error})") from error
+    except AudioError:
+        raise
+    except (FFmpegError, ValueError) as error:
+        raise AudioError(
+            f"{path}: the audio cannot be decoded ({getattr(error, 'strerror', None) or error})"
+        ) from error
     except OSError as error:
         raise AudioError(f"{path}: cannot be read ({error.strerror})") from error

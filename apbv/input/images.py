@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from PIL import Image, ImageOps
 from torch import Tensor
@@ -53,7 +54,7 @@ class Picture:
         return Source(FileIdentity.of(self.image)) if isinstance(self.image, Path) else None
 
     def load(self) -> Image.Image | Tensor:
-        """Return the image in RGB, upright.
+        """Return the image in RGB, upright, what is transparent on white.
 
         Raises:
             PromptError: the file cannot be decoded, or has changed.
@@ -62,7 +63,7 @@ class Picture:
             return self.image
         with _opened(self.image) as opened:
             upright = opened if _orientation(opened) == 1 else ImageOps.exif_transpose(opened)
-            shown = upright.convert("RGB")  # as transformers reads a file
+            shown = _in_rgb(upright)
         if (shown.height, shown.width) != (self.height, self.width):
             raise PromptError(f"the image {self.image} was changed after it was probed")
         return shown
@@ -78,6 +79,24 @@ def _orientation(image: Image.Image) -> int:
         return 1
     # A PNG's own method would decode all of it, in case the tag comes after the pixels.
     return Image.Image.getexif(image).get(_ORIENTATION, 1)
+
+
+def _in_rgb(image: Image.Image) -> Image.Image:
+    """Return an image in RGB: on white, where transformers ignores transparency, and the values of all depths."""
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
+    if image.mode[0] in "IF":  # which Pillow cuts off at 255
+        values = np.asarray(image, np.float64)
+        finite = values[np.isfinite(values)]
+        low, high = finite.min(initial=0), finite.max(initial=0)
+        if low == 0 and (image.mode[1:] or (image.mode == "I" and 255 < high < 65536)):
+            high = 65535
+        elif low == 0 and high <= 255:  # of floats, those up to 1 or little more are of another range
+            high = 255 if image.mode == "I" or high >= 16 else max(high, 1)
+        values = np.nan_to_num((values - low) * (255 / max(high - low, 1e-9)), posinf=255, neginf=0)
+        image = Image.fromarray(values.round().clip(0, 255).astype(np.uint8))
+    return image.convert("RGB")
 
 
 @contextmanager

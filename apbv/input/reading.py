@@ -15,7 +15,7 @@ from ..hosts import HostGroup
 from ..layout import intersect
 from ..model.parts import ModelParts
 from ..stats import StageTimer
-from .audio import FRAMES_PER_TOKEN, AudioError, Sound, audio_from_batch, has_audio, read_audio
+from .audio import FRAMES_PER_TOKEN, AudioError, NoSoundError, Sound, audio_from_batch, read_audio
 from .files import FileIdentity, KnownVideos, Source
 from .images import Picture
 from .model_inputs import ModelInputs
@@ -89,9 +89,13 @@ class PromptReader:
             else:
                 frames = sample_fps(info, question.fps, max_frames=num_frames)
             sound = None
-            if hears and is_wanted is not False and (is_wanted or has_audio(info.path)):
-                sound = self._hear(info.path, heard, seconds=info.duration, beside_video=True)
-                heard.append(sound)
+            if hears and is_wanted is not False:
+                try:
+                    sound = self._hear(info.path, heard, seconds=info.duration, clock=info.clock)
+                    heard.append(sound)
+                except NoSoundError:
+                    if is_wanted:
+                        raise
             videos.append(SampledVideo(info, tuple(frames), sound))
         return tuple(videos)
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..model.parts import ModelParts
+from ..model.parts import ModelParts, intervals
 from .audio import Sound
 from .files import FileIdentity, Source
 from .images import Picture
@@ -33,6 +33,8 @@ from .visual import (
     num_frames_told,
 )
 
+# Times at variable rates are told in so many parts of a second.
+_TICKS = 1000
 _PIXELS = ("pixel_values", "pixel_values_videos")
 # A processor's outputs with one entry per token; all others are about pixels.
 _PER_TOKEN = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
@@ -124,7 +126,7 @@ def lay_out(
         "image": iter(pictures),
         "audio": zip(sounds, batches[len(videos) :], strict=False),
     }
-    items, row_starts, sources, grids = [], [], [], []
+    items, row_starts, sources, grids, grids_of_videos = [], [], [], [], []
     heard: list[tuple[Sound, Mapping[str, Any]]] = []
     start = 0
     for kind, num_tokens in found:
@@ -135,6 +137,7 @@ def lay_out(
         if kind == "video":
             source, batch = source
             grid = batch.get("video_grid_thw")
+            grids_of_videos.append(grid)
             if source.sound is not None:
                 heard.append((source.sound, batch))
             # InternVL has one name for images and video.
@@ -161,6 +164,9 @@ def lay_out(
         values = [torch.as_tensor(batch[name]) for batch in batches if batch.get(name) is not None]
         if values:
             merged[name] = torch.cat(values)
+    starts = [_patch_seconds(video, grid) for video, grid in zip(videos, grids_of_videos, strict=True)]
+    if any(start is not None for start in starts):
+        merged["patch_seconds"] = starts
     if heard:  # spectrograms, each as long as it is, and masks, as long as the longest
         masks = [batch["feature_attention_mask"][0].bool() for _, batch in heard]
         features = [batch["input_features"][0] for _, batch in heard]
@@ -192,8 +198,7 @@ def _audio_arguments(processor, sound: Sound) -> dict[str, Any]:
 def _video_arguments(parts: ModelParts, processor, video: SampledVideo) -> dict[str, Any]:
     """Return the processor's arguments for a video.
 
-    Its timestamps are frame index over frame rate. For a variable frame rate the indices are therefore those of
-    the nearest frames at the average rate.
+    Its timestamps are frame index over frame rate. At a variable rate they are therefore told in milliseconds.
     """
     from transformers.video_utils import VideoMetadata
 
@@ -202,25 +207,44 @@ def _video_arguments(parts: ModelParts, processor, video: SampledVideo) -> dict[
     told = num_frames_told(parts.family, len(video.frames), num_merged)
     frames = [*video.frames, *video.frames[-1:] * (told - len(video.frames))]
     pixels = torch.empty(told, 3, info.height, info.width, dtype=torch.uint8, device="meta")
+    fps, length = info.fps, info.num_frames
+    if not info.has_constant_rate:
+        fps, length = _TICKS, max(1, round(info.duration * _TICKS))
     metadata = VideoMetadata(
-        total_num_frames=info.num_frames,
-        fps=info.fps,
+        total_num_frames=length,
+        fps=fps,
         width=info.width,
         height=info.height,
         duration=info.duration,
-        frames_indices=np.rint(info.timestamps[frames] * info.fps).astype(int).tolist(),
+        frames_indices=np.rint(info.timestamps[frames] * fps).astype(int).tolist(),
     )
     arguments = {"videos": [pixels], "video_metadata": [metadata], "do_sample_frames": False}
     if parts.hears:  # its frames lie at this rate in time; the others' processors ask the metadata
-        arguments["fps"] = len(video.frames) / info.duration
+        arguments["fps"] = len(video.frames) * fps / length
     if video.sound is not None:
+        arguments["video"] = video
         arguments |= _audio_arguments(processor, video.sound)
         arguments |= {"load_audio_from_video": True, "audio_from_video_indices": [0]}
     return arguments
 
 
+def _patch_seconds(video: SampledVideo, grid: Tensor | None) -> Tensor | None:
+    """Return float64 ``[t]``, the times of temporal patches' first frames; None where these are equally long.
+
+    The models count them by their number, and so do their processors.
+    """
+    if grid is None or video.info.has_constant_rate:
+        return None
+    num_merged = -(-len(video.frames) // int(grid[0, 0]))
+    return torch.from_numpy(video.info.timestamps[list(video.frames[::num_merged])])
+
+
 def process(
-    processor, text: str, replace: Callable[..., tuple[list[str], list]] | None = None, **inputs
+    processor,
+    text: str,
+    replace: Callable[..., tuple[list[str], list]] | None = None,
+    video: SampledVideo | None = None,
+    **inputs,
 ) -> Mapping[str, Any]:
     """Call a transformers processor on one text, and return its usual result, in tensors.
 
@@ -231,6 +255,7 @@ def process(
         processor: that of a video model; it is used by one thread at a time.
         text: the prompt, with one placeholder for each image, video or audio.
         replace: what writes the placeholders out, instead of the processor's ``get_text_with_replacements``.
+        video: the one whose frames are among its audio.
         inputs: the processor's further arguments, such as ``images`` or ``videos``.
     """
     replace, placeholders = replace or processor.get_text_with_replacements, _placeholders(processor)
@@ -246,6 +271,16 @@ def process(
 
     one_of_each = copy.copy(processor)
     one_of_each.get_text_with_replacements = shortened
+    if video is not None and not video.info.has_constant_rate:
+        together = processor.replace_video_with_audio_token
+
+        def by_time(inputs, number: int, *args, **kwargs) -> str:
+            grid = inputs["video_grid_thw"][number : number + 1]
+            seconds, merge = intervals(_patch_seconds(video, grid)), processor.video_processor.merge_size
+            of_tokens = np.repeat(seconds.numpy(), int(grid[0, 1:].prod()) // merge**2)
+            return together({**inputs, "video_second_per_grid": {number: of_tokens}}, number, *args, **kwargs)
+
+        one_of_each.replace_video_with_audio_token = by_time
     output = one_of_each(text=[text], return_tensors="pt", **inputs)
     input_ids = output["input_ids"][0]
     repeats = torch.ones_like(input_ids)

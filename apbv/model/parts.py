@@ -201,7 +201,8 @@ class ModelParts:
 
         Args:
             input_ids: ``[1, n]``, with placeholders.
-            batch: the other outputs of the model's processor.
+            batch: the other outputs of the model's processor; and, if a video has a variable rate,
+                ``patch_seconds``, of every video the times of its temporal patches, or None.
 
         Returns:
             ``[3, 1, n]``: time, height, width.
@@ -213,7 +214,7 @@ class ModelParts:
         rope_index = self.model.model.get_rope_index
         grids = _on_cpu(batch, "image_grid_thw", "video_grid_thw")
         if self.family != OMNI_THINKER:
-            seconds = _on_cpu(batch, "second_per_grid_ts")
+            seconds = _seconds(batch, "second_per_grid_ts")
             types = torch.as_tensor(batch["mm_token_type_ids"]).cpu()
             return rope_index(input_ids, mm_token_type_ids=types, **grids, **seconds)[0]
         lengths = None
@@ -224,7 +225,7 @@ class ModelParts:
             attention_mask=torch.ones_like(input_ids),
             use_audio_in_video=self._hears_videos(input_ids),
             audio_seqlens=lengths,
-            second_per_grids=_on_cpu(batch, "video_second_per_grid").get("video_second_per_grid"),
+            second_per_grids=_seconds(batch, "video_second_per_grid").get("video_second_per_grid"),
             **grids,
         )
         return position_ids
@@ -370,6 +371,27 @@ def some_layers(language_model: nn.Module, layers: range, with_norm: bool = True
 def local_share(weight: Tensor) -> Tensor:
     """Return this process's shard of a weight under tensor parallelism."""
     return weight.to_local() if hasattr(weight, "to_local") else weight
+
+
+def intervals(seconds: Tensor) -> Tensor:
+    """Return for each temporal patch the mean interval up to it.
+
+    The models multiply a patch's number with an interval, which may be another one for each.
+
+    Args:
+        seconds: ``[t]``, the patches' times.
+    """
+    # What is rounded down must not fall below the time itself.
+    return (seconds + 1e-6) / torch.arange(len(seconds)).clamp(min=1)
+
+
+def _seconds(batch: Mapping[str, Any], name: str) -> dict[str, list[Tensor]]:
+    """Return the interval of each video's temporal patches, if the model's positions depend on it."""
+    found, known = _on_cpu(batch, name), batch.get("patch_seconds")
+    if not found or known is None:
+        return found
+    values = [each if own is None else intervals(own) for each, own in zip(found[name], known, strict=True)]
+    return {name: values}
 
 
 def _on_cpu(batch: Mapping[str, Any], *names: str) -> dict[str, Tensor]:

@@ -26,7 +26,21 @@ def test_indices(encoded):
 
 def info_at(times):
     fps = (len(times) - 1) / times[-1] if len(times) > 1 else 25
-    return VideoInfo("a", 9, np.array(times), 2, 2, fps, False, False, False, np.empty(0), np.empty((0, 2)))
+    return VideoInfo(
+        "a",
+        9,
+        np.array(times),
+        2,
+        2,
+        fps,
+        times[-1] + 1 / fps,
+        np.zeros((1, 2)),
+        False,
+        False,
+        False,
+        np.empty(0),
+        np.empty((0, 3)),
+    )
 
 
 @given(st.integers(0, 2000), st.integers(1, 300))

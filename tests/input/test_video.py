@@ -14,7 +14,7 @@ from apbv.input.video.file import VideoFile
 from pairs import each_choice
 from video_files import CLIPS, OPEN_GOP, VFR, decode_all, encode, overwrite, packets_of, remux
 
-FROM_START = {"mp4 edit lists", "mp4 dts for pts", "avi mpeg4", "avi h264", "mpg", "h264"}
+FROM_START = {"mp4 dts for pts", "avi mpeg4", "avi h264", "mpg", "h264"}
 FRAMES = {"mp4 edit list": 25, "mp4 edit lists": 45}
 
 
@@ -42,7 +42,8 @@ def test_any_frames_equal_those_of_decoding_everything(encoded, name):
     off, fps_off = (1e-9, 1e-5) if "variable rate" in name else (1e-6, 1e-4)
     assert info.timestamps == pytest.approx(times, abs=off) and info.timestamps[0] == 0
     assert info.fps == pytest.approx((len(times) - 1) / times[-1], abs=fps_off)
-    assert info.duration == pytest.approx(len(times) / info.fps)
+    if "variable rate" not in name:
+        assert info.duration == pytest.approx(len(times) / info.fps)
 
     @settings(max_examples=8, suppress_health_check=list(HealthCheck), derandomize=True)
     @given(st.sets(st.integers(0, len(reference) - 1), min_size=1).map(sorted))
@@ -148,5 +149,9 @@ def test_size_change(tmp_path):
     (tmp_path / "a.h264").write_bytes(b"".join(Path(p).read_bytes() for p in parts))
     info = probe(tmp_path / "a.h264")
     assert read_frames(info, [9]).shape == (1, 48, 64, 3)
-    with pytest.raises(VideoError, match=r"a\.h264: the frame size changes"):
-        read_frames(info, [9, 12])
+    with pytest.warns(
+        UserWarning, match=r"a\.h264: the frame size changes .* scaled to the first one's size, 64x48"
+    ):
+        got = read_frames(info, [9, 12])
+    expected = [frame.reformat(64, 48, "rgb24", interpolation="BICUBIC") for frame in frames_of(info.path)]
+    assert np.array_equal(got, [expected[9].to_ndarray(), expected[12].to_ndarray()])

@@ -3,7 +3,9 @@
 import io
 import os
 import struct
-from collections.abc import Callable, Container, Iterator
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from fractions import Fraction
 from itertools import chain
@@ -11,25 +13,26 @@ from itertools import chain
 import av
 import numpy as np
 from av.sidedata.sidedata import Type as SideDataType
-from av.stream import Disposition
 from av.video.frame import PictureType
 
-from ..container import open_media
+from ..container import best_stream, open_media
+from .bitstream import PacketReader, Start
+from .clock import is_constant, is_nearly_sorted, length_of_last, settle
 
 # Containers whose packets carry the presentation time that the encoder gave them.
 _STORES_PTS = {"mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm", "mpegts", "flv"}
-# Nothing but video files: ffmpeg would render text as the video of a terminal, and playlists name others.
-_FORMATS = "mov,mp4,matroska,webm,avi,mpegts,flv,mpeg,mpegvideo,asf,ogg,gif,nut,ivf,obu,h264,hevc,m4v,mxf,dv"
 # In these a picture says of itself that no other refers to it (h264), or those of one type never are (B). Not in
 # VP8 and VP9, where such a picture may still carry probabilities or segments that the next one starts from.
 _SKIPPING = {"h264", "mpeg1video", "mpeg2video", "mpeg4"}
-# No codec displays a frame further from its place in the file than this, in frames.
-_MAX_REORDER = 32
 _NO_TIME = np.iinfo(np.int64).min
 
 
 class VideoError(ValueError):
     """Raised if a file cannot be used as a video; the message names the file and the reason."""
+
+
+class NotWholeError(VideoError):
+    """Raised where frames do not come from a keyframe on, but may from an earlier one."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,14 +42,19 @@ class VideoInfo:
     Attributes:
         path: the file.
         num_bytes: its size.
-        timestamps: float64, seconds since the first frame, strictly ascending.
+        timestamps: float64, seconds since the first frame, ascending; frames may have the same.
         height, width: pixels, as displayed.
         fps: frames per second on average: (num_frames - 1) / (last - first time); of a single frame what the
             container says.
         transpose, flip_vertical, flip_horizontal: how a stored image is displayed: transposed first, then flipped.
+        duration: the length in seconds, with the last frame shown as long as the container says, else for a usual
+            frame interval.
+        clock: float64 ``[S, 2]``: of every recording in the file, one after the other, the time of its first
+            frame in the file, and in ``timestamps``.
         pts: int64, the frames' presentation times in units of the stream's time base; empty where the file must be
             decoded from the start.
-        keys: int64 ``[K, 2]``, presentation and decoding times of the packets where decoding may start, ascending.
+        keys: int64 ``[K, 3]``, of the packets where decoding may start the presentation and decoding time, and the
+            presentation time from which on frames are whole, ascending.
     """
 
     path: str
@@ -55,6 +63,8 @@ class VideoInfo:
     height: int
     width: int
     fps: float
+    duration: float
+    clock: np.ndarray = field(repr=False)
     transpose: bool
     flip_vertical: bool
     flip_horizontal: bool
@@ -67,9 +77,9 @@ class VideoInfo:
         return len(self.timestamps)
 
     @property
-    def duration(self) -> float:
-        """The length in seconds, with the last frame shown for the mean frame interval."""
-        return self.num_frames / self.fps
+    def has_constant_rate(self) -> bool:
+        """Whether every frame is shown at its number / ``fps``, to 50 ms and to half an interval."""
+        return is_constant(self.timestamps, self.fps)
 
     def to_bytes(self) -> bytes:
         """Serialise it, for :meth:`from_bytes` on another host."""
@@ -86,7 +96,7 @@ class VideoInfo:
 
 
 class VideoFile:
-    """Open file and its first video stream; leaving its context turns ffmpeg's errors into VideoError.
+    """Open file and its video stream; leaving its context turns ffmpeg's errors into VideoError.
 
     Raises:
         VideoError: the file is missing, or no video that ffmpeg can open.
@@ -94,12 +104,8 @@ class VideoFile:
 
     def __init__(self, path: str):
         self.path = path
-        if not os.path.exists(path):
-            raise self.error("no such file")
-        if not os.path.isfile(path):
-            raise self.error("not a regular file")
-        self.num_bytes = os.path.getsize(path)
         self.open()
+        self.num_bytes = self._container.size
 
     def __enter__(self) -> "VideoFile":
         return self
@@ -115,17 +121,12 @@ class VideoFile:
 
     def open(self) -> None:
         """Open the file at its start, with a fresh decoder."""
-        # The two lists keep ffmpeg from following an address in the file.
-        options = {"protocol_whitelist": "file", "format_whitelist": _FORMATS}
-        try:
-            self._container = open_media(self.path, options)
-        except av.error.FFmpegError as error:
-            raise self.error(f"cannot be read as a video ({error.strerror})") from error
-        streams = [s for s in self._container.streams.video if not s.disposition & Disposition.attached_pic]
-        if not streams or streams[0].codec_context is None:
+        self._container = open_media(self.path, VideoError)
+        self.stream = best_stream(self._container, "video")
+        if self.stream is None:
             self._container.close()
             raise self.error("has no video stream that can be decoded")
-        self.stream, codec = streams[0], streams[0].codec_context
+        codec = self.stream.codec_context
         # Damage that the h264 decoder conceals it reports reliably only with a single thread.
         codec.thread_count = 1
         # Whether ffmpeg's skip_frame = NONREF leaves all other frames as they are, to the bit. In HEVC it leaves
@@ -135,15 +136,17 @@ class VideoFile:
         if codec.name == "hevc":
             header = bytes(codec.extradata or b"")
             self._can_skip = len(header) > 22 and header[0] == 1 and header[21] >> 3 & 7 == 1
+        self._reader = PacketReader(codec.name, codec.extradata)
 
-    def list_times(self, check: Callable[[int], None]) -> tuple[np.ndarray, np.ndarray]:
+    def list_times(self, check: Callable[[int], None]) -> tuple[np.ndarray, np.ndarray, float]:
         """Read all packets for the frames' times and the keyframes'; none where these packets do not tell them.
 
         Args:
             check: called with the number of each packet before it is listed.
 
         Returns:
-            As :attr:`VideoInfo.pts` and :attr:`VideoInfo.keys`.
+            As :attr:`VideoInfo.pts` and :attr:`VideoInfo.keys`, and how long the last frame is shown, in units of
+            the time base, 0 if that is unknown.
 
         Raises:
             VideoError: the file is cut short or has no frames.
@@ -156,68 +159,93 @@ class VideoFile:
             # In a broadcast a lost packet is normal, and the decoder tells which frames it hurts.
             if packet.is_corrupt and container.format.name != "mpegts":
                 raise self.error(f"is cut short or damaged: packet {len(rows)} is incomplete")
+            start, is_second = self._reader.read(packet, packet.is_keyframe)
             # VP8 has packets that are only referred to; a bit of the header says whether to show them.
-            shown = not packet.is_discard and not (codec.name == "vp8" and not memoryview(packet)[0] & 0x10)
+            is_hidden = codec.name == "vp8" and not memoryview(packet)[0] & 0x10
+            shown = not (packet.is_discard or is_hidden or is_second)
             times = (_NO_TIME if time is None else time for time in (packet.pts, packet.dts))
-            rows.append((*times, packet.is_keyframe, shown))
+            rows.append((*times, start, shown, packet.duration or 0))
         end = max((entry.pos + entry.size for entry in self.stream.index_entries), default=0)
         if container.format.name.startswith("mov") and end > container.size:
             raise self.error(f"is cut short: {container.size} of at least {end} bytes")
-        nothing = np.empty(0, np.int64), np.empty((0, 2), np.int64)
-        table = np.array(rows, np.int64).reshape(-1, 4)
-        pts, (is_key, shown) = table[:, 0], table[:, 2:].T.astype(bool)
+        nothing = np.empty(0, np.int64), np.empty((0, 3), np.int64), 0
+        table = np.array(rows, np.int64).reshape(-1, 5)
+        pts, start, shown = table[:, 0], table[:, 2], table[:, 3].astype(bool)
         if not shown.any():
             raise self.error("has no video frames")
-        if not is_key.any():
+        first = int((start > Start.NO).argmax())
+        if start[first] != Start.WHOLE:  # only the decoder knows from where on frames are whole
             return nothing
-        first = int(is_key.argmax())  # what comes or is displayed before it refers to frames that were cut away
+        # What comes or is displayed before it refers to frames that were cut away.
         frames = shown & (np.arange(len(pts)) >= first) & (pts >= pts[first])
-        are_stored = container.format.name in _STORES_PTS or is_key.all()
-        are_distinct = len(np.unique(pts)) == len(pts) and _NO_TIME not in pts
+        are_stored = container.format.name in _STORES_PTS or start.all()
         # Frames are reordered, by their header or as seen on opening, yet times ascend: decoding times.
-        are_of_decoding = codec.has_b_frames and shown.sum() > 1 and (np.diff(pts[shown]) > 0).all()
-        if not (are_stored and are_distinct and frames.any() and is_nearly_sorted(pts[shown])) or are_of_decoding:
+        are_of_decoding = codec.has_b_frames and shown.sum() > 1 and (np.diff(pts[shown]) >= 0).all()
+        # Whatever comes before a keyframe is displayed before it, but for another recording.
+        latest = np.maximum.accumulate(np.where(shown, pts, pts[first]))
+        are_known = _NO_TIME not in pts[shown] and is_nearly_sorted(pts[shown])
+        are_known &= bool((pts >= latest)[shown & (start == Start.WHOLE)].all())
+        if not (are_stored and are_known and frames.any()) or are_of_decoding:
             return nothing
-        keys = table[is_key, :2]
-        return np.sort(pts[frames]), keys[keys[:, 0].argsort()]
+        order = pts[frames].argsort(kind="stable")
+        listed, last = pts[frames][order], length_of_last(pts[frames][order], table[frames, 4][order])
+        # Decoding starts at frames that no other shares its time with; a gradual start is over at the next.
+        is_key = (start > Start.NO) & (pts != _NO_TIME)
+        twins = listed[1:][np.diff(listed) == 0]
+        is_key &= ~np.isin(pts, twins) | (np.arange(len(pts)) == first)
+        keys = table[is_key][:, [0, 1, 0]]
+        order = keys[:, 0].argsort(kind="stable")
+        keys, gradual = keys[order], (start[is_key] == Start.GRADUAL)[order]
+        keys[:-1, 2][gradual[:-1]] = keys[1:, 0][gradual[:-1]]
+        return listed, keys[~gradual | (np.arange(len(keys)) < len(keys) - 1)], last
 
     def frames_from(
-        self, key: np.ndarray, wanted: Container[int], check: Callable[[], None] = lambda: None
-    ) -> Iterator[av.VideoFrame]:
-        """Decode from a keyframe on, skip frames that are neither wanted nor needed, and yield the wanted ones.
+        self, key: np.ndarray, wanted: Mapping[int, int], check: Callable[[], None] = lambda: None
+    ) -> Iterator[tuple[int, av.VideoFrame]]:
+        """Decode from a keyframe on, and skip frames that are neither wanted nor needed.
 
         Args:
-            key: presentation and decoding time of the keyframe.
-            wanted: the frames' presentation times.
+            key: a row of :attr:`VideoInfo.keys`.
+            wanted: of the wanted frames, for each presentation time how many of the frames that have it.
             check: called between packets; what it raises ends the decoding.
 
+        Yields:
+            The frames of these times, in order, each with its number among those of its time.
+
         Raises:
-            VideoError: a frame up to the last wanted one is damaged, or does not come.
+            NotWholeError: a frame does not come, or decoding may not start here.
+            VideoError: a frame up to the last wanted one is damaged.
         """
-        key_time, unfed, unseen = int(key[0]), set(wanted), set(wanted)
+        key_time, is_gradual = int(key[0]), key[2] != key[0]
+        unfed, seen, needed = Counter(wanted), Counter(), True
         for packet in chain(self._packets_from(key), (None,)):
             check()
-            if not unfed:
+            is_second = packet is not None and self._reader.read(packet, False)[1]
+            if not unfed and not is_second:
                 packet = None  # nothing more is fed once the last wanted frame is in: the decoder is drained
-            needed = packet is None or packet.pts in wanted or packet.pts == key_time
+            if not is_second:
+                needed = packet is None or packet.pts in wanted or packet.pts == key_time
             for frame in self.decode(packet, needed):
                 if frame.pts is None or frame.pts < key_time:
                     continue  # displayed before the keyframe: may lack what it refers to
                 # A keyframe that is predicted from others is not one, except an interlaced one's second field.
                 is_predicted = frame.pict_type in (PictureType.P, PictureType.B) and not frame.interlaced_frame
-                if frame.is_corrupt or (frame.pts == key_time and is_predicted):
+                if frame.pts == key_time and is_predicted and not is_gradual and not seen:
+                    raise NotWholeError(f"{self.path}: a frame cannot be decoded: the data is damaged")
+                if frame.is_corrupt:
                     raise self.error(f"a frame cannot be decoded: the data is damaged at {frame.time:.3f} s")
-                if frame.pts in unseen:
-                    unseen.remove(frame.pts)
-                    yield frame
+                if frame.pts in wanted:
+                    yield seen[frame.pts], frame
+                    seen[frame.pts] += 1
             if packet is None:
                 break
-            unfed.discard(packet.pts)
-        if unseen:
-            raise self.error(f"a frame cannot be decoded: {len(unseen)} of {len(wanted)} are missing")
+            unfed -= Counter({packet.pts: not (is_second or packet.is_discard)})
+        if missing := sum((Counter(wanted) - seen).values()):
+            raise NotWholeError(f"{self.path}: a frame cannot be decoded: {missing} of {len(wanted)} are missing")
 
     def _packets_from(self, key: np.ndarray) -> Iterator[av.Packet]:
         """Read from a keyframe's packet on: after a seek, or where none finds it, from the start."""
+        self._reader.restart()
         # Containers index keyframes by presentation time or by decoding time, or they cannot seek at all.
         for target in (*key.tolist(), None):
             if target is None:
@@ -268,10 +296,10 @@ class VideoFile:
 
 
 def probe(path: str | os.PathLike, check: Callable[[int], None] = lambda number: None) -> VideoInfo:
-    """List the frames of a file's first video stream.
+    """List the frames of a file's video stream: of several the one that FFmpeg takes, but never a cover.
 
     This reads all packets and decodes one frame; it decodes all where packet times cannot be trusted (see
-    :mod:`apbv.input.video`).
+    :mod:`apbv.input.video`). Where frames have no time of their own, a warning says how many.
 
     Args:
         check: called with the number of each packet before it is listed, and of each frame that has to be decoded;
@@ -283,26 +311,41 @@ def probe(path: str | os.PathLike, check: Callable[[int], None] = lambda number:
     """
     path = os.fsdecode(path)
     with VideoFile(path) as file:
-        pts, keys = file.list_times(check)
+        pts, keys, last = file.list_times(check)
         rate = Fraction(file.stream.average_rate or file.stream.guessed_rate or 1)
-        unit = file.stream.time_base
+        unit, first = file.stream.time_base, None
         if len(pts):
-            first = next(file.frames_from(keys[0], {int(pts[0])}))
-            times = pts
-        else:
-            first, times = None, []
+            # The difference first, in integers: a late start must not cost precision.
+            times, clock = pts - pts[0], np.array([[pts[0], 0]])
+            try:
+                _, first = next(file.frames_from(keys[0], {int(pts[0]): 1}))
+            except NotWholeError:
+                pts, keys = pts[:0], keys[:0]
+        if first is None:
+            times, lengths = [], []
             for number, frame in enumerate(file.decode_all(threads=0)):
                 check(number)
                 first = first or frame
                 times.append(frame.pts)
+                lengths.append(frame.duration or 0)
             if first is None:
                 raise file.error("has no video frames")
-            if None in times or not is_nearly_sorted(np.array(times)):
-                times, unit = np.arange(len(times)), 1 / rate
-            # Where decoding times stand for presentation times, they are the right ones, in the wrong order.
-            times = np.sort(times)
-        # The difference first, in integers: a late start must not cost precision.
-        timestamps = (times - times[0]) * unit.numerator / unit.denominator
+            settled = settle(times)
+            if settled is None:
+                times, clock, unit, last = np.arange(len(times)), np.zeros((1, 2)), 1 / rate, 0.0
+            else:
+                times, clock, num_estimated = settled
+                last = length_of_last(times, np.array(lengths))
+                if num_estimated:
+                    shown = f"{num_estimated} of {len(times)} frames have no time of their own in the file"
+                    warnings.warn(f"{path}: {shown}; it is estimated", stacklevel=2)
+        timestamps = times * unit.numerator / unit.denominator
+        fps = (len(times) - 1) / float(timestamps[-1]) if timestamps[-1] > 0 else float(rate)
+        interval, shown = 1 / fps, last * float(unit)
+        if is_constant(timestamps, fps):  # some containers' lengths are imprecise, or those of fields
+            shown = shown if shown > 1.5 * interval else interval
+        elif shown <= 0:
+            shown = float(np.median(np.diff(timestamps)))
         transpose, flip_vertical, flip_horizontal = _orientation(file, first)
         return VideoInfo(
             path=path,
@@ -310,20 +353,15 @@ def probe(path: str | os.PathLike, check: Callable[[int], None] = lambda number:
             timestamps=timestamps,
             height=first.width if transpose else first.height,
             width=first.height if transpose else first.width,
-            fps=(len(times) - 1) / float(timestamps[-1]) if len(times) > 1 else float(rate),
+            fps=fps,
+            duration=float(timestamps[-1]) + shown,
+            clock=clock * float(unit),
             transpose=transpose,
             flip_vertical=flip_vertical,
             flip_horizontal=flip_horizontal,
             pts=pts,
             keys=keys,
         )
-
-
-def is_nearly_sorted(pts: np.ndarray) -> bool:
-    """Return whether the values are distinct and out of order by no more than the reordering of frames."""
-    order = np.argsort(pts, kind="stable")
-    moved = np.abs(order - np.arange(len(order))).max(initial=0)
-    return bool(moved <= _MAX_REORDER and (np.diff(pts[order]) > 0).all())
 
 
 def _orientation(file: VideoFile, frame: av.VideoFrame) -> tuple[bool, bool, bool]:

@@ -1,6 +1,7 @@
 """Samples frames of a video and decodes them, by PyAV in runs that begin at keyframes, or by torchcodec."""
 
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, closing, nullcontext
@@ -12,7 +13,7 @@ from av.video.reformatter import VideoReformatter
 
 from ...config import FRAME_RATE
 from ...hosts import fair_share_of_cores
-from .file import VideoError, VideoFile, VideoInfo
+from .file import NotWholeError, VideoError, VideoFile, VideoInfo
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 Item = TypeVar("Item")
 # Frames after which a run of wanted frames may be split at a keyframe, for several threads to share.
 _FRAMES_PER_RUN = 64
+# How much larger than the first frame, in pixels, another may be.
+MOST_TIMES_LARGER = 16
 AtWork = Callable[[int], AbstractContextManager]
 _END = object()
 
@@ -204,7 +207,7 @@ def plan_runs(info: VideoInfo, wanted: Sequence[int]) -> list[range]:
     """
     if not len(info.pts) or not wanted:
         return [range(len(wanted))] * bool(wanted)
-    keys = np.searchsorted(info.keys[:, 0], info.pts[list(wanted)], side="right") - 1
+    keys = _keys_of(info, wanted)
     starts = np.searchsorted(info.pts, info.keys[keys, 0]).tolist()  # the frames with which their groups begin
     cuts = [0]
     for place in range(1, len(wanted)):
@@ -214,14 +217,33 @@ def plan_runs(info: VideoInfo, wanted: Sequence[int]) -> list[range]:
     return list(map(range, cuts, [*cuts[1:], len(wanted)]))
 
 
+def _keys_of(info: VideoInfo, wanted: Sequence[int]) -> np.ndarray:
+    """Return for each frame the number of the last keyframe from which on it is whole."""
+    return np.maximum(np.searchsorted(info.keys[:, 2], info.pts[list(wanted)], side="right") - 1, 0)
+
+
 def _run_frames(
     file: VideoFile, info: VideoInfo, frames: Sequence[int], check: Callable[[], None]
 ) -> Iterator[av.VideoFrame]:
-    """Decode a run's frames, in their order."""
+    """Decode a run's frames, in their order: from an earlier keyframe again, where not all come."""
     if len(info.pts):
-        times = info.pts[list(frames)]
-        key = info.keys[np.searchsorted(info.keys[:, 0], times[0], side="right") - 1]
-        yield from file.frames_from(key, set(times.tolist()), check)
+        left = list(frames)
+        number, back = int(_keys_of(info, left[:1])[0]), 1
+        while left:
+            first = np.searchsorted(info.pts, info.pts[left])  # of the frames that have the same time
+            wanted = dict(zip(info.pts[left].tolist(), (left - first + 1).tolist(), strict=True))
+            try:
+                for place, frame in file.frames_from(info.keys[number], wanted, check):
+                    index = int(np.searchsorted(info.pts, frame.pts)) + place
+                    if index > left[0]:
+                        raise NotWholeError(f"{file.path}: a frame cannot be decoded: {left[0]} is missing")
+                    if index == left[0]:
+                        del left[0]
+                        yield frame
+            except NotWholeError:
+                if not number:
+                    raise
+                number, back = max(0, number - back), 2 * back
         return
     missing = set(frames)
     for number, frame in enumerate(file.decode_all()):
@@ -336,6 +358,7 @@ def _work(
         with VideoFile(info.path) as file:
             if file.num_bytes != info.num_bytes:
                 raise file.error("changed since it was probed")
+            size = (info.height, info.width) if info.transpose else (info.width, info.height)
             converter = VideoReformatter()  # to make one for every frame costs more than it saves
             while run is not None:
                 frames = _run_frames(file, info, wanted[run.start : run.stop], chunks.check)
@@ -343,13 +366,11 @@ def _work(
                     with at_work(number):
                         frame = next(frames, None)
                         if frame is not None:
-                            image = converter.reformat(frame, format="rgb24", threads=1).to_ndarray()
+                            image = _as_shown_first(converter, frame, size, file.path)
                     if frame is None:
                         continue
                     if info.transpose:
                         image = image.transpose(1, 0, 2)
-                    if image.shape[:2] != (info.height, info.width):
-                        raise file.error("the frame size changes within the video")
                     image = image[:: -1 if info.flip_vertical else 1, :: -1 if info.flip_horizontal else 1]
                     chunks.put(row, image)
                 run = next(todo, None)
@@ -357,3 +378,21 @@ def _work(
         pass
     except BaseException as error:
         chunks.end(error)
+
+
+def _as_shown_first(
+    converter: VideoReformatter, frame: av.VideoFrame, size: tuple[int, int], path: str
+) -> np.ndarray:
+    """Return a frame in RGB, of another size than the first one scaled to it, as FFmpeg does.
+
+    Args:
+        size: the first one's width and height, as stored.
+    """
+    if (frame.width, frame.height) != size:
+        if frame.width * frame.height > MOST_TIMES_LARGER * size[0] * size[1]:
+            was, now = f"{size[0]}x{size[1]}", f"{frame.width}x{frame.height}"
+            raise VideoError(f"{path}: the frame size grows from {was} to {now}, more than memory is planned for")
+        scaled = f"frames are scaled to the first one's size, {size[0]}x{size[1]}"
+        warnings.warn(f"{path}: the frame size changes within the video; {scaled}", stacklevel=2)
+        converter = VideoReformatter()  # the other one is for frames of one size
+    return converter.reformat(frame, *size, "rgb24", interpolation="BICUBIC", threads=1).to_ndarray()
