@@ -1,0 +1,214 @@
+"""Reads in packets of H.264 and H.265 what containers do not tell: where decoding may start, and what is a field.
+
+The syntax is that of ITU-T H.264, 7.3 and D.1.8, and of ITU-T H.265, 7.3.1.2.
+"""
+
+from collections.abc import Iterator
+from enum import IntEnum
+
+# Profiles whose sequence parameter sets name the chroma format.
+_WITH_CHROMA = {100, 110, 122, 244, 44, 83, 86, 118, 128, 138, 139, 134, 135}
+_SLICE, _IDR, _SEI, _SPS, _PPS = 1, 5, 6, 7, 8
+_RECOVERY_POINT = 6
+# Of a slice no more than its header is read.
+_HEADER_BYTES = 64
+
+
+class Start(IntEnum):
+    """Whether decoding may start at a packet.
+
+    With the second, frames are whole at once; with the third only after some more: the picture is refreshed part
+    by part ("intra refresh").
+    """
+
+    NO = 0
+    WHOLE = 1
+    GRADUAL = 2
+
+
+class PacketReader:
+    """Reads packets of one stream, from the first on in any order that decoders take.
+
+    Packets of other codecs than H.264 and H.265 are as their container says.
+
+    Args:
+        codec: FFmpeg's name.
+        extradata: the header of the stream.
+    """
+
+    def __init__(self, codec: str, extradata: bytes | None):
+        self._codec, data = codec, bytes(extradata or b"")
+        self._frame_nums: dict[int, tuple[int, bool, bool]] = {}  # by sequence parameter set: see _read_sps
+        self._sets: dict[int, int] = {}  # of each picture parameter set its sequence parameter set
+        self._field: tuple[int, int] | None = None  # number and parity of the field that waits for its second
+        self._length_bytes = 0  # 0: start codes separate the units
+        is_header = len(data) > 6 and data[0] == 1  # avcC or hvcC
+        if codec == "hevc" and is_header and len(data) > 22:
+            self._length_bytes = (data[21] & 3) + 1
+        elif codec == "h264":
+            self._length_bytes = (data[4] & 3) + 1 if is_header else 0
+            try:
+                for unit in _sets_of(data) if is_header else self._units(data):
+                    self._read_set(unit)
+            except (ValueError, IndexError):
+                pass  # what is damaged, the decoder will say
+
+    @property
+    def has_fields(self) -> bool:
+        """Whether a packet may hold only one field of a frame."""
+        return any(may for _, may, _ in self._frame_nums.values())
+
+    def restart(self) -> None:
+        """Forget the packet before, as after a seek."""
+        self._field = None
+
+    def read(self, packet, is_key: bool) -> tuple[Start, bool]:
+        """Return whether decoding may start with a packet, and whether it is the second field of the frame before.
+
+        Args:
+            is_key: what the container says.
+        """
+        start = Start.WHOLE if is_key else Start.NO
+        if self._codec not in ("h264", "hevc") or not (is_key or self.has_fields):
+            return start, False
+        try:
+            units = [unit for unit in self._units(bytes(packet)) if unit]
+            if self._codec == "hevc":
+                first = next((kind for unit in units if (kind := unit[0] >> 1 & 63) < 32), None)
+                return (start if first is None or 16 <= first < 24 else Start.NO), False
+            return self._read_h264(units, start)
+        except (ValueError, IndexError):
+            return start, False
+
+    def _read_h264(self, units: list[bytes], start: Start) -> tuple[Start, bool]:
+        kinds = [unit[0] & 31 for unit in units]
+        for unit, kind in zip(units, kinds, strict=True):
+            self._read_set(unit)
+            if kind == _SEI and start and (found := _recovery(unit)):
+                frames, is_exact = found
+                if frames and _IDR not in kinds:
+                    start = Start.GRADUAL if is_exact else Start.NO
+        slices = [unit for unit, kind in zip(units, kinds, strict=True) if kind in (_SLICE, _IDR)]
+        fields = {self._field_of(unit) for unit in slices[:1] + slices[-1:]} if self.has_fields else {None}
+        waiting, self._field = self._field, None
+        field = fields.pop()
+        if fields or field is None:  # both fields, or a frame
+            return start, False
+        number, parity = field
+        if waiting == (number, 1 - parity):
+            return Start.NO, True
+        self._field = field
+        return start, False
+
+    def _units(self, data: bytes) -> Iterator[bytes]:
+        """Split into NAL units."""
+        if not self._length_bytes:
+            yield from data.split(b"\0\0\1")[1:]
+            return
+        at = 0
+        while at < len(data):
+            end = at + self._length_bytes
+            at, start = end + int.from_bytes(data[at:end], "big"), end
+            yield data[start:at]
+
+    def _read_set(self, unit: bytes) -> None:
+        if unit[0] & 31 == _SPS:
+            number, *values = _read_sps(unit)
+            self._frame_nums[number] = tuple(values)
+        elif unit[0] & 31 == _PPS:
+            bits = _Bits(unit[1:_HEADER_BYTES])
+            self._sets[bits.ue()] = bits.ue()
+
+    def _field_of(self, unit: bytes) -> tuple[int, int] | None:
+        """Return the frame number and the parity of a slice that is of a field; of a frame None."""
+        bits = _Bits(unit[1:_HEADER_BYTES])
+        bits.ue(), bits.ue()
+        length, has_fields, has_planes = self._frame_nums[self._sets[bits.ue()]]
+        bits.u(2 * has_planes)
+        number = bits.u(length)
+        return (number, bits.u(1)) if has_fields and bits.u(1) else None
+
+
+def _sets_of(header: bytes) -> Iterator[bytes]:
+    """Yield the parameter sets in avcC (ISO/IEC 14496-15)."""
+    at = 5
+    for mask in (31, 255):
+        count, at = header[at] & mask, at + 1
+        for _ in range(count):
+            length = int.from_bytes(header[at : at + 2], "big")
+            yield header[at + 2 : at + 2 + length]
+            at += 2 + length
+
+
+def _read_sps(unit: bytes) -> tuple[int, int, bool, bool]:
+    """Return a sequence parameter set's number, a frame number's bits, and whether fields and planes may be."""
+    bits, has_planes = _Bits(unit[1:]), False
+    profile = bits.u(24) >> 16
+    number = bits.ue()
+    if profile in _WITH_CHROMA:
+        chroma = bits.ue()
+        has_planes = chroma == 3 and bits.u(1) == 1
+        bits.ue(), bits.ue(), bits.u(1)
+        if bits.u(1):
+            for matrix in range(12 if chroma == 3 else 8):
+                if bits.u(1):
+                    bits.skip_scaling(16 if matrix < 6 else 64)
+    length = bits.ue() + 4
+    order = bits.ue()
+    if order == 0:
+        bits.ue()
+    elif order == 1:
+        bits.u(1), bits.ue(), bits.ue()
+        for _ in range(bits.ue()):
+            bits.ue()
+    bits.ue(), bits.u(1), bits.ue(), bits.ue()
+    return number, length, not bits.u(1), has_planes
+
+
+def _recovery(unit: bytes) -> tuple[int, bool] | None:
+    """Return after how many frames a recovery point's pictures are whole, and whether then exactly so."""
+    data, at = unit[1:].replace(b"\0\0\3", b"\0\0"), 0
+    while at + 2 < len(data):
+        numbers = []
+        for _ in range(2):  # type and size
+            first = at
+            while data[at] == 255:
+                at += 1
+            numbers.append(255 * (at - first) + data[at])
+            at += 1
+        if numbers[0] == _RECOVERY_POINT:
+            bits = _Bits(data[at:])
+            return bits.ue(), bits.u(1) == 1
+        at += numbers[1]
+    return None
+
+
+class _Bits:
+    """Bits of a NAL unit, without what keeps them from looking like a start code."""
+
+    def __init__(self, data: bytes):
+        data = data.replace(b"\0\0\3", b"\0\0")
+        self._value, self._left = int.from_bytes(data, "big"), 8 * len(data)
+
+    def u(self, count: int) -> int:
+        """Read an unsigned number of so many bits."""
+        self._left -= count
+        if self._left < 0:
+            raise ValueError("the unit is too short")
+        return self._value >> self._left & (1 << count) - 1
+
+    def ue(self) -> int:
+        """Read an Exp-Golomb code."""
+        zeros = 0
+        while not self.u(1):
+            zeros += 1
+        return (1 << zeros) - 1 + self.u(zeros)
+
+    def skip_scaling(self, size: int) -> None:
+        """Read over a scaling list."""
+        last = following = 8
+        for _ in range(size):
+            if following:
+                code = self.ue()
+                following = (last + (code + 1 >> 1) * (1 if code % 2 else -1)) % 256
+            last = following or last
