@@ -153,5 +153,6 @@ def test_size_change(tmp_path):
         UserWarning, match=r"a\.h264: the frame size changes .* scaled to the first one's size, 64x48"
     ):
         got = read_frames(info, [9, 12])
-    expected = [frame.reformat(64, 48, "rgb24", interpolation="BICUBIC") for frame in frames_of(info.path)]
-    assert np.array_equal(got, [expected[9].to_ndarray(), expected[12].to_ndarray()])
+    with av.open(info.path) as container:
+        frames = [frame.reformat(64, 48, "rgb24", interpolation="BICUBIC") for frame in container.decode(video=0)]
+    assert np.array_equal(got, [frames[9].to_ndarray(), frames[12].to_ndarray()])

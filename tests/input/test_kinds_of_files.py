@@ -1,0 +1,153 @@
+"""Files of many kinds are read as FFmpeg decodes the whole of them, at the times that they say."""
+
+import warnings
+
+import numpy as np
+import pytest
+from audio_files import RATE, tune
+from odd_files import KINDS, SOUNDS, renamed_boxes
+
+from apbv.input.audio import AudioError, NoSoundError, has_audio, read_audio
+from apbv.input.video import VideoError, VideoInfo, probe, read_frames
+from apbv.layout import split_evenly
+
+from video_files import decode_all, encode
+
+
+def scaled(frames: list[np.ndarray], path: str) -> list[np.ndarray]:
+    """Frames, as FFmpeg scales them to the first one's size."""
+    import av
+
+    with av.open(f"file:{path}") as container:
+        stream = container.streams.best("video")
+        size = frames[0].shape[1::-1]
+        return [
+            frame.reformat(*size, "rgb24", interpolation="BICUBIC").to_ndarray()
+            for frame in container.decode(stream)
+        ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.filterwarnings("ignore:.*(have no time of their own|frame size changes)")
+def test_frames_are_those_of_the_whole_file(tmp_path, kind):
+    """All together, one by one in any order, and on three hosts that were told what one has found."""
+    make, times = KINDS[kind]
+    path = make(tmp_path)
+    info = VideoInfo.from_bytes(probe(path).to_bytes())
+    reference = scaled([read_frames(info, [0])[0]], path)
+    assert info.num_frames == len(reference) > 0
+    if times is not None:
+        assert info.timestamps == pytest.approx(times, abs=0.0011)
+    assert np.array_equal(read_frames(info, range(info.num_frames)), reference)
+    for index in np.random.default_rng(0).permutation(info.num_frames)[:25].tolist():
+        assert np.array_equal(read_frames(info, [index])[0], reference[index]), index
+    shares = [read_frames(info, share) for share in split_evenly(range(info.num_frames), 3)]
+    assert np.array_equal(np.concatenate(shares), reference)
+
+
+def moments(samples: np.ndarray) -> np.ndarray:
+    """How loud every hundredth of a second is."""
+    step = RATE // 100
+    return np.abs(samples[: len(samples) // step * step].reshape(-1, step)).max(axis=1)
+
+
+@pytest.mark.parametrize("kind", SOUNDS)
+@pytest.mark.filterwarnings("ignore:.*have no time of their own")
+def test_the_sound_is_that_of_the_frame_shown(tmp_path, kind):
+    """To 20 ms: the loudness changes ten times a second."""
+    make, parts = SOUNDS[kind]
+    path = make(tmp_path)
+    info = probe(path)
+    heard, expected = read_audio(path, RATE, 60, info.duration, clock=info.clock), []
+    for start, stop in parts:
+        if start is None and len(parts) > 1:
+            expected.append(np.zeros(round(stop * RATE), np.float32))
+        else:
+            expected.append(tune(stop - info.duration if start is None else start, stop))
+    wanted, found = moments(np.concatenate(expected)), moments(heard)
+    assert abs(len(found) - len(wanted)) <= 12
+    count = min(len(found), len(wanted))
+    # Best where it is not moved at all: sound that is off by 20 ms fits better elsewhere.
+    fits = {
+        off: np.abs(found[max(0, off) : count + min(0, off)] - wanted[max(0, -off) : count - max(0, off)]).mean()
+        for off in range(-30, 31)
+    }
+    assert abs(min(fits, key=fits.get)) <= 2, fits
+
+
+def test_how_long_the_last_frame_is_shown(tmp_path):
+    info = probe(KINDS["last frame stays"][0](tmp_path))
+    assert info.duration == pytest.approx(29 / 25 + 16, abs=0.01) and info.fps == pytest.approx(25)
+    assert probe(encode(tmp_path / "b.mp4", n=30)).duration == pytest.approx(30 / 25)
+
+
+def test_a_missing_time_is_estimated_with_a_warning(tmp_path):
+    path = KINDS["negative times"][0](tmp_path)
+    with pytest.warns(UserWarning, match=r"a\.mkv: \d+ of 60 frames have no time of their own"):
+        probe(path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        probe(KINDS["twins"][0](tmp_path))
+
+
+def test_the_track_that_can_be_decoded_is_heard(tmp_path):
+    """As phones write it: a track of a codec that nobody knows comes before the other."""
+    import odd_files
+    from audio_files import write
+
+    both = odd_files.streams(
+        tmp_path / "b.mp4", lambda *_: True, write(tmp_path / "c.mp4", [(0, 1)], "aac"),
+        write(tmp_path / "d.mp4", [(1, 2)], "aac"),
+    )  # fmt: skip
+    for last, part in ((False, (1, 2)), (True, (0, 1))):
+        path = renamed_boxes(both, tmp_path / "a.mp4", b"mp4a", b"esds", last=last)
+        assert has_audio(path)
+        found, wanted = moments(read_audio(path, RATE, 10)), moments(tune(*part))
+        assert np.median(np.abs(found[: len(wanted)] - wanted[: len(found)])) < 0.006
+    neither = renamed_boxes(path, tmp_path / "e.mp4", b"mp4a", b"esds")
+    assert not has_audio(neither)
+    with pytest.raises(NoSoundError, match=r"e\.mp4: has no audio track that can be decoded"):
+        read_audio(neither, RATE, 10)
+
+
+def test_rate_and_channels_may_change_within_a_track(tmp_path):
+    from audio_files import write
+    from odd_files import joined
+
+    parts = [
+        write(tmp_path / "a.ts", [(0, 2)], "mp2", 48000, channels=(1.0, 0.5)),
+        write(tmp_path / "b.ts", [(2, 4)], "mp2", 44100),
+    ]
+    heard = read_audio(joined(tmp_path / "c.ts", *parts), RATE, 10)
+    assert len(heard) / RATE == pytest.approx(4, abs=0.1)
+    found = moments(heard)
+    for second, loud in ((1, 0.75), (3, 1.0)):
+        wanted = moments(loud * tune(second, second + 0.5))
+        assert np.median(np.abs(found[100 * second :][: len(wanted)] - wanted)) < 0.02
+
+
+def test_what_follows_the_last_frame_of_an_mp3_is_no_damage(tmp_path):
+    from audio_files import write
+
+    path = write(tmp_path / "a.mp3", [(0, 1)], "libmp3lame", 44100)
+    whole = read_audio(path, RATE, 10)
+    with open(path, "ab") as file:
+        file.write(b"\xff\xfb\x90\x44" + b"JUNK" * 90)
+    assert len(read_audio(path, RATE, 10)) == pytest.approx(len(whole), abs=0.06 * RATE)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"), [("a.webp", "WebP picture or animation"), ("a.tiff", "cannot be read")]
+)
+def test_what_is_no_video_is_told(tmp_path, name, reason):
+    import odd_files
+
+    with pytest.raises(VideoError, match=reason):
+        probe(odd_files.animation(tmp_path / name))
+    with pytest.raises(AudioError, match=reason):
+        read_audio(str(tmp_path / name), RATE, 10)
+
+
+def test_a_plain_file_is_decoded_as_before(tmp_path):
+    path = encode(tmp_path / "a.mp4", n=20)
+    assert np.array_equal(read_frames(probe(path), range(20)), decode_all(path))
