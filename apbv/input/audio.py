@@ -141,11 +141,15 @@ def num_audio_tokens(num_frames: int) -> int:
 
 
 class AudioError(ValueError):
-    """Raised if a file cannot be used as audio; the message names the file and the reason."""
+    """Raised if a file cannot be used as audio; the message names the file and the reason.
 
+    Attributes:
+        is_missing: whether the file has no audio track, or one without samples.
+    """
 
-class NoSoundError(AudioError):
-    """Raised if a file has no audio track, or one without samples."""
+    def __init__(self, message: str, is_missing: bool = False):
+        super().__init__(message)
+        self.is_missing = is_missing
 
 
 def has_audio(path: str | Path) -> bool:
@@ -182,8 +186,8 @@ def read_audio(
     with _described(path), open_media(path, AudioError) as container:
         stream = best_stream(container, "audio")
         if stream is None:
-            lacks = "can be decoded" if container.streams.audio else ""
-            raise NoSoundError(f"{path}: has no audio track {f'that {lacks}' if lacks else ''}".rstrip())
+            which = " that can be decoded" if container.streams.audio else ""
+            raise AudioError(f"{path}: has no audio track{which}", is_missing=True)
         frames = _with_times(_frames(container, stream))
         for piece in _placed(_from_zero(frames, clock), rate, most):
             pieces.append(piece)
@@ -195,7 +199,7 @@ def read_audio(
             f"{path}: has more audio than the {max_seconds:,.0f} seconds that the prompt has room for"
         )
     if not count:
-        raise NoSoundError(f"{path}: its audio track is empty")
+        raise AudioError(f"{path}: its audio track is empty", is_missing=True)
     return np.concatenate(pieces)[:most]
 
 

@@ -15,7 +15,7 @@ from ..hosts import HostGroup
 from ..layout import intersect
 from ..model.parts import ModelParts
 from ..stats import StageTimer
-from .audio import FRAMES_PER_TOKEN, AudioError, NoSoundError, Sound, audio_from_batch, read_audio
+from .audio import FRAMES_PER_TOKEN, AudioError, Sound, audio_from_batch, read_audio
 from .files import FileIdentity, KnownVideos, Source
 from .images import Picture
 from .model_inputs import ModelInputs
@@ -93,8 +93,8 @@ class PromptReader:
                 try:
                     sound = self._hear(info.path, heard, seconds=info.duration, clock=info.clock)
                     heard.append(sound)
-                except NoSoundError:
-                    if is_wanted:
+                except AudioError as error:
+                    if is_wanted or not error.is_missing:
                         raise
             videos.append(SampledVideo(info, tuple(frames), sound))
         return tuple(videos)

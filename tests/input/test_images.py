@@ -53,3 +53,48 @@ def test_an_image_that_became_another_is_refused(tmp_path):
     families.synthetic_image(WIDTH, HEIGHT).save(tmp_path / "a.png")
     with pytest.raises(PromptError, match=r"a\.png was changed"):
         picture.load()
+
+
+def test_what_is_transparent_lies_on_white(tmp_path):
+    """As vLLM and Qwen's own tools show it; transformers takes the colour that nobody sees, here black."""
+    opaque = families.synthetic_image(HEIGHT, WIDTH).convert("RGB")
+    shape = Image.new("L", opaque.size, 0)
+    shape.paste(255, (4, 4, 20, 20))
+    expected = Image.new("RGB", opaque.size, "white")
+    expected.paste(opaque, mask=shape)
+    black = Image.new("RGB", opaque.size)
+    black.paste(opaque, mask=shape)
+    black.putalpha(shape)
+    for name in ("a.png", "a.webp", "a.tiff"):
+        black.save(tmp_path / name, **({"lossless": True} if name == "a.webp" else {}))
+        shown = np.asarray(Picture.of(tmp_path / name).load())
+        assert np.abs(shown.astype(int) - np.asarray(expected)).max() <= 1
+    indexed = Image.new("P", (2, 1))
+    indexed.putpalette([9, 9, 9, 80, 90, 100])
+    indexed.putpixel((1, 0), 1)
+    indexed.save(tmp_path / "p.png", transparency=0)
+    assert np.asarray(Picture.of(tmp_path / "p.png").load()).tolist() == [[[255] * 3, [80, 90, 100]]]
+    gray = Image.fromarray(np.array([[[0, 0], [7, 255]]], np.uint8), "LA")
+    assert np.asarray(Picture.of(gray).load()).tolist() == [[[255] * 3, [7] * 3]]
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        (np.array([[0, 257, 32896, 65535]], np.uint16), [0, 1, 128, 255]),
+        (np.array([[0, 40, 255]], np.uint16), [0, 0, 1]),
+        (np.array([[0, 40, 255]], np.int32), [0, 40, 255]),
+        (np.array([[0, 40 * 257, 65535]], np.int32), [0, 40, 255]),
+        (np.array([[-1000, 0, 1000]], np.int32), [0, 128, 255]),
+        (np.array([[0, 0.5, 1]], np.float32), [0, 128, 255]),
+        (np.array([[0, 1, 4]], np.float32), [0, 64, 255]),
+        (np.array([[0, 0.25, 200]], np.float32), [0, 0, 200]),
+        (np.array([[-2, 0, 2, np.nan, np.inf]], np.float32), [0, 128, 255, 0, 255]),
+    ],
+)
+def test_deep_pictures_keep_their_shades(tmp_path, values, expected):
+    """Pillow itself cuts them off at 255."""
+    image = Image.fromarray(values)
+    image.save(tmp_path / "a.tiff")
+    for source in (image, tmp_path / "a.tiff"):
+        assert np.asarray(Picture.of(source).load())[0].tolist() == [[shade] * 3 for shade in expected]

@@ -42,14 +42,15 @@ def render(processor, kind: str, count: int = 1) -> str:
 
 
 def whole_batch(processor, info: VideoInfo, picked, pixels: torch.Tensor) -> dict:
-    """The processor on the whole video."""
+    """The processor on the whole video, told in milliseconds, and the times of every second frame."""
+    fps, total = (info.fps, info.num_frames) if info.has_constant_rate else (1000, round(info.duration * 1000))
     metadata = VideoMetadata(
-        total_num_frames=info.num_frames,
-        fps=info.fps,
+        total_num_frames=total,
+        fps=fps,
         width=info.width,
         height=info.height,
         duration=info.duration,
-        frames_indices=[round(info.timestamps[i] * info.fps) for i in picked],
+        frames_indices=[round(info.timestamps[i] * fps) for i in picked],
     )
     batch = processor(
         text=[render(processor, "video")],
@@ -58,7 +59,9 @@ def whole_batch(processor, info: VideoInfo, picked, pixels: torch.Tensor) -> dic
         do_sample_frames=False,
         return_tensors="pt",
     )
-    return families.timed(processor, batch, [metadata])
+    batch = families.timed(processor, batch, [metadata])
+    times = None if info.has_constant_rate else torch.tensor(info.timestamps[picked[::2]])
+    return {**batch, "patch_seconds": [times]}
 
 
 @each_choice(family=VIDEO_FAMILIES, frames=[4, 13], num_hosts=[3, 8, 1, 2])

@@ -33,9 +33,8 @@ def length_of_last(times: np.ndarray, lengths: np.ndarray) -> float:
 
 
 def is_constant(seconds: np.ndarray, fps: float) -> bool:
-    """Return whether frames lie at their number / ``fps``, to 50 ms and to half an interval."""
-    off = np.abs(seconds - np.arange(len(seconds)) / fps).max(initial=0)
-    return bool(off <= min(_TOLERANCE, 0.5 / fps))
+    """Return whether frames lie at their number / ``fps``, to 50 ms."""
+    return bool(np.abs(seconds - np.arange(len(seconds)) / fps).max(initial=0) <= _TOLERANCE)
 
 
 def settle(times: Sequence[int | None]) -> tuple[np.ndarray, np.ndarray, int] | None:

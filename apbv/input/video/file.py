@@ -78,7 +78,7 @@ class VideoInfo:
 
     @property
     def has_constant_rate(self) -> bool:
-        """Whether every frame is shown at its number / ``fps``, to 50 ms and to half an interval."""
+        """Whether every frame is shown at its number / ``fps``, to 50 ms."""
         return is_constant(self.timestamps, self.fps)
 
     def to_bytes(self) -> bytes:

@@ -240,9 +240,9 @@ def _run_frames(
                     if index == left[0]:
                         del left[0]
                         yield frame
-            except NotWholeError:
+            except NotWholeError as error:
                 if not number:
-                    raise
+                    raise VideoError(str(error)) from error
                 number, back = max(0, number - back), 2 * back
         return
     missing = set(frames)

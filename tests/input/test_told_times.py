@@ -1,0 +1,82 @@
+"""At any rate, what the model is told of the frames' times are their times."""
+
+import re
+from fractions import Fraction
+
+import audio_files
+import numpy as np
+import pytest
+from odd_files import streams
+from read_prompts import read_question
+
+from apbv import HostGroup
+from apbv.input.request import Question
+from apbv.input.video import probe, sample_uniform
+from apbv.model.parts import inspect_model
+
+import families
+from video_files import encode
+
+# A screen that is busy for a second, and then changes at times.
+TIMES = [*range(0, 1000, 40), 1700, 3900, 4000, 9050, 9100, 19100, 24340]
+
+
+@pytest.fixture(scope="module")
+def recording(tmp_path_factory) -> str:
+    """With sound, from the first frame on."""
+    folder = tmp_path_factory.mktemp("idle")
+    video = encode(folder / "v.mkv", n=len(TIMES), pts=TIMES, size=(56, 84), bframes=0)
+    sound = audio_files.write(folder / "s.mkv", [(0, 24.4)], "flac", 16000)
+    return streams(folder / "a.mkv", lambda *_: True, video, sound)
+
+
+def read(family: str, path: str, **options):
+    model, processor = families.build_model(family), families.build_processor(family)
+    model.config.get_text_config().max_position_embeddings = 10**5
+    question = Question("What happens?", video=path, num_frames=11, **options)
+    return model, processor, read_question(inspect_model(model), processor, question, HostGroup.single("cpu"))[0]
+
+
+def test_qwen3_vl_reads_the_times(recording):
+    info = probe(recording)
+    assert not info.has_constant_rate
+    picked = sample_uniform(info, 11)
+    _, processor, inputs = read("qwen3_vl", recording)
+    text = processor.tokenizer.decode(inputs.input_ids[0])
+    told = [float(number) for number in re.findall(r"<([\d.]+) seconds>", text)]
+    of_frames = np.array([TIMES[index] / 1000 for index in [*picked, picked[-1]]])
+    assert told == pytest.approx((of_frames[::2] + of_frames[1::2]) / 2, abs=0.0501)
+
+
+@pytest.mark.parametrize(
+    ("family", "is_heard"), [("qwen2_5_vl", False), (families.OMNI, False), (families.OMNI, True)]
+)
+def test_positions_are_times(recording, family, is_heard):
+    """By loops: a patch's is that of its first frame, audio's a 25th of a second each, from the same start."""
+    options = {"audio_in_video": is_heard} if family == families.OMNI else {}
+    model, _, inputs = read(family, recording, **options)
+    picked, parts = sample_uniform(probe(recording), 11), inspect_model(model)
+    config = model.config
+    per_second = getattr(config, "position_id_per_seconds", None) or config.vision_config.tokens_per_second
+    ids, positions = inputs.input_ids[0], inputs.position_ids[0, 0]
+    is_frame = ids == parts.video_token_id
+    found, start = positions[is_frame], int(positions[is_frame][0])
+    per_patch = len(found) // 6
+    for patch in range(6):
+        wanted = int(Fraction(TIMES[picked[2 * patch]], 1000) * per_second)
+        assert set(found[patch * per_patch : (patch + 1) * per_patch].tolist()) == {start + wanted}, patch
+    if is_heard:
+        sounds = positions[parts.is_audio(ids)]
+        assert sounds.tolist() == list(range(start, start + len(sounds)))
+        assert len(sounds) == pytest.approx(24.4 * 25, abs=3)
+
+
+def test_a_constant_rate_is_told_as_transformers_tells_it(tmp_path):
+    """Dropping a frame or rounding to milliseconds does not make a rate variable."""
+    for name in ("a.mkv", "a.mp4", "a.ts"):
+        info = probe(encode(tmp_path / name, n=50))
+        assert info.has_constant_rate and info.fps == pytest.approx(25)
+    times = [33 * i + i // 3 + 33 * (i > 70) for i in range(90)]
+    assert probe(encode(tmp_path / "b.mkv", n=90, pts=times)).has_constant_rate
+    late = [40 * i + 400 * (i > 25) for i in range(50)]
+    assert not probe(encode(tmp_path / "c.mkv", n=50, pts=late)).has_constant_rate
