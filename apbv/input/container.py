@@ -26,26 +26,25 @@ def open_media(path: str | Path, error_type: type[ValueError]) -> "av.container.
         error_type: the file is missing, not a regular file, not readable, or not of a known format; the message
             names it.
     """
+    is_video = "Video" in error_type.__name__
+    refused = f"{path}: {'cannot be read as a video' if is_video else 'the audio cannot be decoded'}"
     if not os.path.exists(path):
         raise error_type(f"{path}: no such file")
     if not os.path.isfile(path):
-        raise error_type(f"{path}: not a regular file")
+        raise error_type(f"{refused} (it is not a regular file)")
     try:
         # Without the prefix, FFmpeg takes what precedes a colon for a protocol.
         return av.open(f"file:{path}", options=dict(_OPTIONS), **_ANY_TAGS)
     except (av.error.FFmpegError, OSError) as error:
-        what = "a video" if "Video" in error_type.__name__ else "audio"
         with open(path, "rb") if os.access(path, os.R_OK) else open(os.devnull, "rb") as file:
             start = file.read(12)
-        if start[:4] == b"RIFF" and start[8:] == b"WEBP":
-            raise error_type(
-                f"{path}: is a WebP picture or animation, which FFmpeg does not read as {what}"
-            ) from error
-        raise error_type(f"{path}: cannot be read as {what} ({error.strerror or error})") from error
+        is_webp = start[:4] == b"RIFF" and start[8:] == b"WEBP"
+        reason = "FFmpeg reads no WebP animation" if is_webp else error.strerror or error
+        raise error_type(f"{refused} ({reason})") from error
 
 
 def best_stream(container: "av.container.InputContainer", kind: str) -> "av.stream.Stream | None":
-    """Return FFmpeg's choice among the streams that can be decoded and are no attached pictures; None without any.
+    """Return FFmpeg's choice among the streams that can be decoded, attached pictures left out; None without any.
 
     Args:
         kind: ``"video"`` or ``"audio"``.

@@ -33,7 +33,7 @@ from .visual import (
     num_frames_told,
 )
 
-# Times at variable rates are told in so many parts of a second.
+# The unit of the times that are told at a variable rate: a millisecond.
 _TICKS = 1000
 _PIXELS = ("pixel_values", "pixel_values_videos")
 # A processor's outputs with one entry per token; all others are about pixels.

@@ -278,7 +278,7 @@ class Reader:
                     "allowed; ask for fewer with num_frames, which applies per video",
                     param="messages",
                 )
-            frames = [(video.info.height, video.info.width) for video in videos for _ in video.frames]
+            frames = [(1, video.info.most_pixels) for video in videos for _ in video.frames]
             _require_small("frames", frames, self._settings.max_decoded_bytes)
             _require_wanted(is_wanted)
             return prompts.lay_out(rendered, videos)

@@ -26,20 +26,9 @@ def test_indices(encoded):
 
 def info_at(times):
     fps = (len(times) - 1) / times[-1] if len(times) > 1 else 25
+    oriented, nothing = (False, False, False), np.empty((0, 3))
     return VideoInfo(
-        "a",
-        9,
-        np.array(times),
-        2,
-        2,
-        fps,
-        times[-1] + 1 / fps,
-        np.zeros((1, 2)),
-        False,
-        False,
-        False,
-        np.empty(0),
-        np.empty((0, 3)),
+        "a", 9, np.array(times), 2, 2, 4, fps, 9.0, np.zeros((1, 2)), *oriented, nothing[:, 0], nothing
     )
 
 

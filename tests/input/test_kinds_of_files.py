@@ -2,10 +2,11 @@
 
 import warnings
 
+import av
 import numpy as np
 import pytest
-from audio_files import RATE, tune
-from odd_files import KINDS, SOUNDS, renamed_boxes
+from audio_files import RATE, tune, write
+from odd_files import KINDS, SOUNDS, animation, joined, renamed_boxes, streams
 
 from apbv.input.audio import AudioError, has_audio, read_audio
 from apbv.input.video import VideoError, VideoInfo, probe, read_frames
@@ -16,8 +17,6 @@ from video_files import decode_all, encode
 
 def scaled(frames: list[np.ndarray], path: str) -> list[np.ndarray]:
     """Frames, as FFmpeg scales them to the first one's size."""
-    import av
-
     with av.open(f"file:{path}") as container:
         stream = container.streams.best("video")
         size = frames[0].shape[1::-1]
@@ -92,10 +91,7 @@ def test_a_missing_time_is_estimated_with_a_warning(tmp_path):
 
 def test_the_track_that_can_be_decoded_is_heard(tmp_path):
     """As phones write it: a track of a codec that nobody knows comes before the other."""
-    import odd_files
-    from audio_files import write
-
-    both = odd_files.streams(
+    both = streams(
         tmp_path / "b.mp4", lambda *_: True, write(tmp_path / "c.mp4", [(0, 1)], "aac"),
         write(tmp_path / "d.mp4", [(1, 2)], "aac"),
     )  # fmt: skip
@@ -111,9 +107,6 @@ def test_the_track_that_can_be_decoded_is_heard(tmp_path):
 
 
 def test_rate_and_channels_may_change_within_a_track(tmp_path):
-    from audio_files import write
-    from odd_files import joined
-
     parts = [
         write(tmp_path / "a.ts", [(0, 2)], "mp2", 48000, channels=(1.0, 0.5)),
         write(tmp_path / "b.ts", [(2, 4)], "mp2", 44100),
@@ -127,8 +120,6 @@ def test_rate_and_channels_may_change_within_a_track(tmp_path):
 
 
 def test_what_follows_the_last_frame_of_an_mp3_is_no_damage(tmp_path):
-    from audio_files import write
-
     path = write(tmp_path / "a.mp3", [(0, 1)], "libmp3lame", 44100)
     whole = read_audio(path, RATE, 10)
     with open(path, "ab") as file:
@@ -136,14 +127,10 @@ def test_what_follows_the_last_frame_of_an_mp3_is_no_damage(tmp_path):
     assert len(read_audio(path, RATE, 10)) == pytest.approx(len(whole), abs=0.06 * RATE)
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"), [("a.webp", "WebP picture or animation"), ("a.tiff", "cannot be read")]
-)
+@pytest.mark.parametrize(("name", "reason"), [("a.webp", "FFmpeg reads no WebP animation"), ("a.tiff", "Invalid")])
 def test_what_is_no_video_is_told(tmp_path, name, reason):
-    import odd_files
-
     with pytest.raises(VideoError, match=reason):
-        probe(odd_files.animation(tmp_path / name))
+        probe(animation(tmp_path / name))
     with pytest.raises(AudioError, match=reason):
         read_audio(str(tmp_path / name), RATE, 10)
 
@@ -151,3 +138,35 @@ def test_what_is_no_video_is_told(tmp_path, name, reason):
 def test_a_plain_file_is_decoded_as_before(tmp_path):
     path = encode(tmp_path / "a.mp4", n=20)
     assert np.array_equal(read_frames(probe(path), range(20)), decode_all(path))
+
+
+@pytest.mark.parametrize(
+    ("suffix", "codec"), [("mkv", "libvpx"), ("mkv", "libvpx-vp9"), ("ts", "libx264"), ("h264", "libx264")]
+)
+def test_the_largest_frame_is_known(tmp_path, suffix, codec):
+    """Browsers' recordings begin small."""
+    options = {"codec": codec, "bframes": 0 if codec == "libx264" else None}
+    small = encode(tmp_path / f"b.{suffix}", n=10, **options)
+    large = encode(tmp_path / f"c.{suffix}", n=30, size=(96, 160), **options)
+    if suffix == "mkv":  # packets of a larger stream behind those of a smaller one
+
+        def change(number, _, packet):
+            packet.pts = packet.dts = packet.pts + 400 * number
+            return True
+
+        both = streams(tmp_path / "d.mkv", change, small, large)
+        with av.open(both) as source, av.open(str(tmp_path / "a.mkv"), "w") as out:
+            only = out.add_stream_from_template(source.streams.video[0])
+            for packet in source.demux():
+                if packet.size:
+                    packet.stream = only
+                    out.mux(packet)
+        path = str(tmp_path / "a.mkv")
+    else:
+        path = joined(tmp_path / f"a.{suffix}", small, large)
+    info = probe(path)
+    assert (info.height, info.width, info.most_pixels, info.num_frames) == (48, 64, 96 * 160, 40)
+    with pytest.warns(UserWarning, match="frame size changes") as told:
+        assert read_frames(info, [3, 25, 26]).shape == (3, 48, 64, 3)
+    assert len(told) == 1
+    assert probe(small).most_pixels == 48 * 64

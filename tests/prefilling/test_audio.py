@@ -176,7 +176,7 @@ def test_what_cannot_be_heard_is_one_error_on_every_host(pool, files, tmp_path):
         "AudioError: .*f.mkv: its audio track is empty": Question(
             ASKED, video=files["silent"], audio_in_video=True
         ),
-        "AudioError: .*broken.wav: cannot be read as audio": Question(ASKED, audio=str(broken)),
+        "AudioError: .*broken.wav: the audio cannot be decoded": Question(ASKED, audio=str(broken)),
         "PromptError: .*mute.mp4: .*audio_in_video": Question(ASKED, video=[files["as long"], mute]),
     }
     for refusals in pool.run(2, refused_job, list(reasons.values())):

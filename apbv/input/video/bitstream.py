@@ -34,10 +34,13 @@ class PacketReader:
     Args:
         codec: FFmpeg's name.
         extradata: the header of the stream.
+
+    Attributes:
+        most_pixels: of the largest picture that the headers of H.264, VP8 and VP9 announced so far; else 0.
     """
 
     def __init__(self, codec: str, extradata: bytes | None):
-        self._codec, data = codec, bytes(extradata or b"")
+        self._codec, self.most_pixels, data = codec, 0, bytes(extradata or b"")
         self._frame_nums: dict[int, tuple[int, bool, bool]] = {}  # by sequence parameter set: see _read_sps
         self._sets: dict[int, int] = {}  # of each picture parameter set its sequence parameter set
         self._field: tuple[int, int] | None = None  # number and parity of the field that waits for its second
@@ -69,6 +72,8 @@ class PacketReader:
             is_key: what the container says.
         """
         start = Start.WHOLE if is_key else Start.NO
+        if is_key and self._codec in ("vp8", "vp9"):
+            self.most_pixels = max(self.most_pixels, _pixels_of(self._codec, bytes(packet)[:_HEADER_BYTES]))
         if self._codec not in ("h264", "hevc") or not (is_key or self.has_fields):
             return start, False
         try:
@@ -113,8 +118,8 @@ class PacketReader:
 
     def _read_set(self, unit: bytes) -> None:
         if unit[0] & 31 == _SPS:
-            number, *values = _read_sps(unit)
-            self._frame_nums[number] = tuple(values)
+            number, pixels, *values = _read_sps(unit)
+            self._frame_nums[number], self.most_pixels = tuple(values), max(self.most_pixels, pixels)
         elif unit[0] & 31 == _PPS:
             bits = _Bits(unit[1:_HEADER_BYTES])
             self._sets[bits.ue()] = bits.ue()
@@ -140,8 +145,24 @@ def _sets_of(header: bytes) -> Iterator[bytes]:
             at += 2 + length
 
 
-def _read_sps(unit: bytes) -> tuple[int, int, bool, bool]:
-    """Return a sequence parameter set's number, a frame number's bits, and whether fields and planes may be."""
+def _pixels_of(codec: str, data: bytes) -> int:
+    """Return the size of a keyframe of VP8 (RFC 6386, 9.1) or VP9 (bitstream specification, 6.2); 0 if damaged."""
+    if codec == "vp8":
+        return (int.from_bytes(data[6:8], "little") & 0x3FFF) * (int.from_bytes(data[8:10], "little") & 0x3FFF)
+    bits = _Bits(data, is_escaped=False)
+    try:
+        bits.u(2)
+        profile = bits.u(1) + 2 * bits.u(1)
+        bits.u(4 + (profile == 3) + 24 + (profile > 1))
+        is_rgb = bits.u(3) == 7
+        bits.u((not is_rgb) + (3 - is_rgb * 2 if profile % 2 else 0))
+        return (bits.u(16) + 1) * (bits.u(16) + 1)
+    except ValueError:
+        return 0
+
+
+def _read_sps(unit: bytes) -> tuple[int, int, int, bool, bool]:
+    """Return a parameter set's number, pixels, a frame number's bits, and whether fields and planes may be."""
     bits, has_planes = _Bits(unit[1:]), False
     profile = bits.u(24) >> 16
     number = bits.ue()
@@ -161,8 +182,10 @@ def _read_sps(unit: bytes) -> tuple[int, int, bool, bool]:
         bits.u(1), bits.ue(), bits.ue()
         for _ in range(bits.ue()):
             bits.ue()
-    bits.ue(), bits.u(1), bits.ue(), bits.ue()
-    return number, length, not bits.u(1), has_planes
+    bits.ue(), bits.u(1)
+    pixels = 256 * (bits.ue() + 1) * (bits.ue() + 1)
+    has_fields = not bits.u(1)
+    return number, pixels * (1 + has_fields), length, has_fields, has_planes
 
 
 def _recovery(unit: bytes) -> tuple[int, bool] | None:
@@ -177,7 +200,7 @@ def _recovery(unit: bytes) -> tuple[int, bool] | None:
             numbers.append(255 * (at - first) + data[at])
             at += 1
         if numbers[0] == _RECOVERY_POINT:
-            bits = _Bits(data[at:])
+            bits = _Bits(data[at:], is_escaped=False)
             return bits.ue(), bits.u(1) == 1
         at += numbers[1]
     return None
@@ -186,12 +209,12 @@ def _recovery(unit: bytes) -> tuple[int, bool] | None:
 class _Bits:
     """Bits of a NAL unit, without what keeps them from looking like a start code."""
 
-    def __init__(self, data: bytes):
-        data = data.replace(b"\0\0\3", b"\0\0")
+    def __init__(self, data: bytes, is_escaped: bool = True):
+        data = data.replace(b"\0\0\3", b"\0\0") if is_escaped else data
         self._value, self._left = int.from_bytes(data, "big"), 8 * len(data)
 
     def u(self, count: int) -> int:
-        """Read an unsigned number of so many bits."""
+        """Read an unsigned number of ``count`` bits."""
         self._left -= count
         if self._left < 0:
             raise ValueError("the unit is too short")

@@ -44,6 +44,7 @@ class VideoInfo:
         num_bytes: its size.
         timestamps: float64, seconds since the first frame, ascending; frames may have the same.
         height, width: pixels, as displayed.
+        most_pixels: of the largest frame, as far as keyframes tell; frames are scaled to the first one's size.
         fps: frames per second on average: (num_frames - 1) / (last - first time); of a single frame what the
             container says.
         transpose, flip_vertical, flip_horizontal: how a stored image is displayed: transposed first, then flipped.
@@ -62,6 +63,7 @@ class VideoInfo:
     timestamps: np.ndarray = field(repr=False)
     height: int
     width: int
+    most_pixels: int
     fps: float
     duration: float
     clock: np.ndarray = field(repr=False)
@@ -106,6 +108,11 @@ class VideoFile:
         self.path = path
         self.open()
         self.num_bytes = self._container.size
+
+    @property
+    def most_pixels(self) -> int:
+        """The pixels of the largest frame that packets announced so far."""
+        return self._reader.most_pixels
 
     def __enter__(self) -> "VideoFile":
         return self
@@ -313,7 +320,7 @@ def probe(path: str | os.PathLike, check: Callable[[int], None] = lambda number:
     with VideoFile(path) as file:
         pts, keys, last = file.list_times(check)
         rate = Fraction(file.stream.average_rate or file.stream.guessed_rate or 1)
-        unit, first = file.stream.time_base, None
+        unit, first, most_pixels = file.stream.time_base, None, file.most_pixels
         if len(pts):
             # The difference first, in integers: a late start must not cost precision.
             times, clock = pts - pts[0], np.array([[pts[0], 0]])
@@ -322,11 +329,12 @@ def probe(path: str | os.PathLike, check: Callable[[int], None] = lambda number:
             except NotWholeError:
                 pts, keys = pts[:0], keys[:0]
         if first is None:
-            times, lengths = [], []
+            times, lengths, most_pixels = [], [], 0
             for number, frame in enumerate(file.decode_all(threads=0)):
                 check(number)
                 first = first or frame
                 times.append(frame.pts)
+                most_pixels = max(most_pixels, frame.width * frame.height)
                 lengths.append(frame.duration or 0)
             if first is None:
                 raise file.error("has no video frames")
@@ -353,6 +361,7 @@ def probe(path: str | os.PathLike, check: Callable[[int], None] = lambda number:
             timestamps=timestamps,
             height=first.width if transpose else first.height,
             width=first.height if transpose else first.width,
+            most_pixels=max(most_pixels, first.width * first.height),
             fps=fps,
             duration=float(timestamps[-1]) + shown,
             clock=clock * float(unit),

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Item = TypeVar("Item")
 # Frames after which a run of wanted frames may be split at a keyframe, for several threads to share.
 _FRAMES_PER_RUN = 64
-# How much larger than the first frame, in pixels, another may be.
+# How much larger than the first frame, in pixels, another may be that was not announced.
 MOST_TIMES_LARGER = 16
 AtWork = Callable[[int], AbstractContextManager]
 _END = object()
@@ -270,10 +270,12 @@ class _Chunks:
 
     Attributes:
         error: why there are no more.
+        are_scaled: whether a frame had to be scaled, of which a warning has told.
     """
 
     def __init__(self, num_rows: int, chunk_len: int, shape: tuple[int, int, int]):
         self.error: BaseException | None = None
+        self.are_scaled = False
         self._shape, self._chunk_len = shape, chunk_len
         num_whole, rest = divmod(num_rows, chunk_len)
         self._missing = [chunk_len] * num_whole + [rest] * (rest > 0)
@@ -366,7 +368,7 @@ def _work(
                     with at_work(number):
                         frame = next(frames, None)
                         if frame is not None:
-                            image = _as_shown_first(converter, frame, size, file.path)
+                            image = _as_shown_first(converter, frame, size, info, chunks)
                     if frame is None:
                         continue
                     if info.transpose:
@@ -381,7 +383,7 @@ def _work(
 
 
 def _as_shown_first(
-    converter: VideoReformatter, frame: av.VideoFrame, size: tuple[int, int], path: str
+    converter: VideoReformatter, frame: av.VideoFrame, size: tuple[int, int], info: VideoInfo, chunks: _Chunks
 ) -> np.ndarray:
     """Return a frame in RGB, of another size than the first one scaled to it, as FFmpeg does.
 
@@ -389,10 +391,13 @@ def _as_shown_first(
         size: the first one's width and height, as stored.
     """
     if (frame.width, frame.height) != size:
-        if frame.width * frame.height > MOST_TIMES_LARGER * size[0] * size[1]:
-            was, now = f"{size[0]}x{size[1]}", f"{frame.width}x{frame.height}"
-            raise VideoError(f"{path}: the frame size grows from {was} to {now}, more than memory is planned for")
-        scaled = f"frames are scaled to the first one's size, {size[0]}x{size[1]}"
-        warnings.warn(f"{path}: the frame size changes within the video; {scaled}", stacklevel=2)
+        was, now = f"{size[0]}x{size[1]}", f"{frame.width}x{frame.height}"
+        # Not all codecs' headers were read.
+        if frame.width * frame.height > max(info.most_pixels, MOST_TIMES_LARGER * size[0] * size[1]):
+            raise VideoError(f"{info.path}: the frame size grows from {was} to {now}, which was not announced")
+        if not chunks.are_scaled:
+            chunks.are_scaled = True
+            scaled = f"frames are scaled to the first one's, {was}"
+            warnings.warn(f"{info.path}: the frame size changes within the video; {scaled}", stacklevel=2)
         converter = VideoReformatter()  # the other one is for frames of one size
     return converter.reformat(frame, *size, "rgb24", interpolation="BICUBIC", threads=1).to_ndarray()
