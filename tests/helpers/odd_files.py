@@ -150,6 +150,11 @@ KINDS = {
     "fields in mkv": (lambda d: field_stream.write(d / "a.mkv", late=True), constant(12)),
     "fields in mp4": (lambda d: field_stream.write(d / "a.mp4", late=True, scaling=True), constant(12)),
     "fields in ts": (lambda d: field_stream.write(d / "a.ts", late=True), constant(12)),
+    "intra refresh in ts": (
+        lambda d: encode(d / "a.ts", n=90, gop=20, bframes=0, x264=REFRESH),
+        constant(90),
+    ),
+    "fields behind frames": (lambda d: field_stream.write(d / "a.mkv", frames=(0, 1, 2, 7)), constant(12)),
     "fields and frames": (lambda d: field_stream.write(d / "a.mkv", frames=(2, 3, 7)), constant(12)),
     "both fields in a packet": (  # of which FFmpeg does not give out the last
         lambda d: field_stream.write(d / "a.mp4", together=True),

@@ -1,18 +1,28 @@
 """Files of many kinds are read as FFmpeg decodes the whole of them, at the times that they say."""
 
 import warnings
+from fractions import Fraction
 
 import av
 import numpy as np
 import pytest
 from audio_files import RATE, tune, write
+from av.stream import Disposition
 from odd_files import KINDS, SOUNDS, animation, joined, renamed_boxes, streams
 
 from apbv.input.audio import AudioError, has_audio, read_audio
 from apbv.input.video import VideoError, VideoInfo, probe, read_frames
 from apbv.layout import split_evenly
 
-from video_files import decode_all, encode
+from video_files import decode_all, encode, picture
+
+FROM_START = {
+    "intra refresh, cut",
+    "GIF",
+    "negative times",
+    "two recordings",
+    "size grows",
+}
 
 
 def scaled(frames: list[np.ndarray], path: str) -> list[np.ndarray]:
@@ -35,6 +45,7 @@ def test_frames_are_those_of_the_whole_file(tmp_path, kind):
     info = VideoInfo.from_bytes(probe(path).to_bytes())
     reference = scaled([read_frames(info, [0])[0]], path)
     assert info.num_frames == len(reference) > 0
+    assert bool(len(info.pts)) == (kind not in FROM_START), "whether a seek finds them"
     if times is not None:
         assert info.timestamps == pytest.approx(times, abs=0.0011)
     assert np.array_equal(read_frames(info, range(info.num_frames)), reference)
@@ -170,3 +181,21 @@ def test_the_largest_frame_is_known(tmp_path, suffix, codec):
         assert read_frames(info, [3, 25, 26]).shape == (3, 48, 64, 3)
     assert len(told) == 1
     assert probe(small).most_pixels == 48 * 64
+
+
+def test_a_cover_is_no_video(tmp_path):
+    with av.open(str(tmp_path / "a.mp3"), "w") as out:
+        sound, cover = out.add_stream("libmp3lame", rate=RATE), out.add_stream("mjpeg", rate=25)
+        cover.height, cover.width, cover.pix_fmt = 32, 48, "yuvj420p"
+        cover.disposition = Disposition.attached_pic
+        frame = av.VideoFrame.from_ndarray(picture(0, 32, 48), format="rgb24").reformat(format="yuvj420p")
+        frame.pts, frame.time_base = 0, Fraction(1, 25)
+        for packet in [*cover.encode(frame), *cover.encode()]:
+            out.mux(packet)
+        samples = av.AudioFrame.from_ndarray(tune(0, 1)[None], format="fltp", layout="mono")
+        samples.sample_rate = RATE
+        for packet in [*sound.encode(samples), *sound.encode()]:
+            out.mux(packet)
+    with pytest.raises(VideoError, match="has no video stream"):
+        probe(tmp_path / "a.mp3")
+    assert len(read_audio(str(tmp_path / "a.mp3"), RATE, 10)) == pytest.approx(RATE, abs=0.1 * RATE)

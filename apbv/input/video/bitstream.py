@@ -4,7 +4,6 @@ The syntax is that of ITU-T H.264, 7.3 and D.1.8, and of ITU-T H.265, 7.3.1.2.
 """
 
 from collections.abc import Iterator
-from enum import IntEnum
 
 # Profiles whose sequence parameter sets name the chroma format.
 _WITH_CHROMA = {100, 110, 122, 244, 44, 83, 86, 118, 128, 138, 139, 134, 135}
@@ -12,18 +11,6 @@ _SLICE, _IDR, _SEI, _SPS, _PPS = 1, 5, 6, 7, 8
 _RECOVERY_POINT = 6
 # Of a slice no more than its header is read.
 _HEADER_BYTES = 64
-
-
-class Start(IntEnum):
-    """Whether decoding may start at a packet.
-
-    With the second, frames are whole at once; with the third only after some more: the picture is refreshed part
-    by part ("intra refresh").
-    """
-
-    NO = 0
-    WHOLE = 1
-    GRADUAL = 2
 
 
 class PacketReader:
@@ -36,11 +23,13 @@ class PacketReader:
         extradata: the header of the stream.
 
     Attributes:
+        num_refreshing: after the last packet that was read, how many frames pass until frames are whole; 0 unless
+            pictures are refreshed part by part ("intra refresh").
         most_pixels: of the largest picture that the headers of H.264, VP8 and VP9 announced so far; else 0.
     """
 
     def __init__(self, codec: str, extradata: bytes | None):
-        self._codec, self.most_pixels, data = codec, 0, bytes(extradata or b"")
+        self._codec, self.most_pixels, self.num_refreshing, data = codec, 0, 0, bytes(extradata or b"")
         self._frame_nums: dict[int, tuple[int, bool, bool]] = {}  # by sequence parameter set: see _read_sps
         self._sets: dict[int, int] = {}  # of each picture parameter set its sequence parameter set
         self._field: tuple[int, int] | None = None  # number and parity of the field that waits for its second
@@ -65,45 +54,44 @@ class PacketReader:
         """Forget the packet before, as after a seek."""
         self._field = None
 
-    def read(self, packet, is_key: bool) -> tuple[Start, bool]:
+    def read(self, packet, is_key: bool) -> tuple[bool, bool]:
         """Return whether decoding may start with a packet, and whether it is the second field of the frame before.
 
         Args:
             is_key: what the container says.
         """
-        start = Start.WHOLE if is_key else Start.NO
+        self.num_refreshing = 0
         if is_key and self._codec in ("vp8", "vp9"):
             self.most_pixels = max(self.most_pixels, _pixels_of(self._codec, bytes(packet)[:_HEADER_BYTES]))
         if self._codec not in ("h264", "hevc") or not (is_key or self.has_fields):
-            return start, False
+            return is_key, False
         try:
             units = [unit for unit in self._units(bytes(packet)) if unit]
             if self._codec == "hevc":
                 first = next((kind for unit in units if (kind := unit[0] >> 1 & 63) < 32), None)
-                return (start if first is None or 16 <= first < 24 else Start.NO), False
-            return self._read_h264(units, start)
+                return is_key and (first is None or 16 <= first < 24), False
+            return self._read_h264(units, is_key)
         except (ValueError, IndexError):
-            return start, False
+            return is_key, False
 
-    def _read_h264(self, units: list[bytes], start: Start) -> tuple[Start, bool]:
+    def _read_h264(self, units: list[bytes], is_key: bool) -> tuple[bool, bool]:
         kinds = [unit[0] & 31 for unit in units]
         for unit, kind in zip(units, kinds, strict=True):
             self._read_set(unit)
-            if kind == _SEI and start and (found := _recovery(unit)):
-                frames, is_exact = found
-                if frames and _IDR not in kinds:
-                    start = Start.GRADUAL if is_exact else Start.NO
+            if kind == _SEI and is_key and _IDR not in kinds and (found := _recovery(unit)):
+                self.num_refreshing, is_exact = found
+                is_key = is_exact or not self.num_refreshing
         slices = [unit for unit, kind in zip(units, kinds, strict=True) if kind in (_SLICE, _IDR)]
         fields = {self._field_of(unit) for unit in slices[:1] + slices[-1:]} if self.has_fields else {None}
         waiting, self._field = self._field, None
         field = fields.pop()
         if fields or field is None:  # both fields, or a frame
-            return start, False
+            return is_key, False
         number, parity = field
         if waiting == (number, 1 - parity):
-            return Start.NO, True
+            return False, True
         self._field = field
-        return start, False
+        return is_key, False
 
     def _units(self, data: bytes) -> Iterator[bytes]:
         """Split into NAL units."""

@@ -16,7 +16,7 @@ from av.sidedata.sidedata import Type as SideDataType
 from av.video.frame import PictureType
 
 from ..container import best_stream, open_media
-from .bitstream import PacketReader, Start
+from .bitstream import PacketReader
 from .clock import is_constant, is_nearly_sorted, length_of_last, settle
 
 # Containers whose packets carry the presentation time that the encoder gave them.
@@ -24,7 +24,9 @@ _STORES_PTS = {"mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm", "mpegts", "flv"}
 # In these a picture says of itself that no other refers to it (h264), or those of one type never are (B). Not in
 # VP8 and VP9, where such a picture may still carry probabilities or segments that the next one starts from.
 _SKIPPING = {"h264", "mpeg1video", "mpeg2video", "mpeg4"}
-_NO_TIME = np.iinfo(np.int64).min
+_NO_TIME, _NEVER = np.iinfo(np.int64).min, np.iinfo(np.int64).max
+# Frames for each that others refer to, which alone count until a picture is refreshed.
+_MOST_UNCOUNTED = 4
 
 
 class VideoError(ValueError):
@@ -166,45 +168,45 @@ class VideoFile:
             # In a broadcast a lost packet is normal, and the decoder tells which frames it hurts.
             if packet.is_corrupt and container.format.name != "mpegts":
                 raise self.error(f"is cut short or damaged: packet {len(rows)} is incomplete")
-            start, is_second = self._reader.read(packet, packet.is_keyframe)
+            is_key, is_second = self._reader.read(packet, packet.is_keyframe)
             # VP8 has packets that are only referred to; a bit of the header says whether to show them.
             is_hidden = codec.name == "vp8" and not memoryview(packet)[0] & 0x10
             shown = not (packet.is_discard or is_hidden or is_second)
             times = (_NO_TIME if time is None else time for time in (packet.pts, packet.dts))
-            rows.append((*times, start, shown, packet.duration or 0))
+            rows.append((*times, is_key, shown, packet.duration or 0, self._reader.num_refreshing))
         end = max((entry.pos + entry.size for entry in self.stream.index_entries), default=0)
         if container.format.name.startswith("mov") and end > container.size:
             raise self.error(f"is cut short: {container.size} of at least {end} bytes")
         nothing = np.empty(0, np.int64), np.empty((0, 3), np.int64), 0
-        table = np.array(rows, np.int64).reshape(-1, 5)
-        pts, start, shown = table[:, 0], table[:, 2], table[:, 3].astype(bool)
+        table = np.array(rows, np.int64).reshape(-1, 6)
+        pts, (is_key, shown), refreshing = table[:, 0], table[:, 2:4].T.astype(bool), table[:, 5]
         if not shown.any():
             raise self.error("has no video frames")
-        first = int((start > Start.NO).argmax())
-        if start[first] != Start.WHOLE:  # only the decoder knows from where on frames are whole
+        first = int(is_key.argmax())
+        if not is_key[first] or refreshing[first]:  # only the decoder knows from where on frames are whole
             return nothing
         # What comes or is displayed before it refers to frames that were cut away.
         frames = shown & (np.arange(len(pts)) >= first) & (pts >= pts[first])
-        are_stored = container.format.name in _STORES_PTS or start.all()
+        are_stored = container.format.name in _STORES_PTS or is_key.all()
         # Frames are reordered, by their header or as seen on opening, yet times ascend: decoding times.
         are_of_decoding = codec.has_b_frames and shown.sum() > 1 and (np.diff(pts[shown]) >= 0).all()
         # Whatever comes before a keyframe is displayed before it, but for another recording.
         latest = np.maximum.accumulate(np.where(shown, pts, pts[first]))
         are_known = _NO_TIME not in pts[shown] and is_nearly_sorted(pts[shown])
-        are_known &= bool((pts >= latest)[shown & (start == Start.WHOLE)].all())
+        are_known &= bool((pts >= latest)[shown & is_key & (refreshing == 0)].all())
         if not (are_stored and are_known and frames.any()) or are_of_decoding:
             return nothing
         order = pts[frames].argsort(kind="stable")
         listed, last = pts[frames][order], length_of_last(pts[frames][order], table[frames, 4][order])
-        # Decoding starts at frames that no other shares its time with; a gradual start is over at the next.
-        is_key = (start > Start.NO) & (pts != _NO_TIME)
+        # Decoding starts at frames that no other shares its time with.
         twins = listed[1:][np.diff(listed) == 0]
-        is_key &= ~np.isin(pts, twins) | (np.arange(len(pts)) == first)
-        keys = table[is_key][:, [0, 1, 0]]
-        order = keys[:, 0].argsort(kind="stable")
-        keys, gradual = keys[order], (start[is_key] == Start.GRADUAL)[order]
-        keys[:-1, 2][gradual[:-1]] = keys[1:, 0][gradual[:-1]]
-        return listed, keys[~gradual | (np.arange(len(keys)) < len(keys) - 1)], last
+        is_key &= (pts != _NO_TIME) & (~np.isin(pts, twins) | (np.arange(len(pts)) == first))
+        (places,) = np.nonzero(is_key)
+        # Where pictures are refreshed frames are whole from a later key on. Of four frames one counts, at least.
+        whole = np.searchsorted(places, places + _MOST_UNCOUNTED * refreshing[places])
+        keys = np.stack([pts[places], table[places, 1], np.append(pts[places], _NEVER)[whole]], axis=1)
+        keys = keys[keys[:, 2] < _NEVER]
+        return listed, keys[keys[:, 2].argsort(kind="stable")], last
 
     def frames_from(
         self, key: np.ndarray, wanted: Mapping[int, int], check: Callable[[], None] = lambda: None
@@ -228,8 +230,10 @@ class VideoFile:
         for packet in chain(self._packets_from(key), (None,)):
             check()
             is_second = packet is not None and self._reader.read(packet, False)[1]
-            if not unfed and not is_second:
-                packet = None  # nothing more is fed once the last wanted frame is in: the decoder is drained
+            # Nothing more is fed once the last wanted frame is in: the decoder is drained. In the midst of a refresh
+            # it would give out what is not whole yet.
+            if not unfed and not is_second and (not is_gradual or seen == Counter(wanted)):
+                packet = None
             if not is_second:
                 needed = packet is None or packet.pts in wanted or packet.pts == key_time
             for frame in self.decode(packet, needed):

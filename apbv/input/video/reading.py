@@ -240,9 +240,11 @@ def _run_frames(
                     if index == left[0]:
                         del left[0]
                         yield frame
-            except NotWholeError as error:
+            except (NotWholeError, av.error.FFmpegError) as error:
                 if not number:
-                    raise VideoError(str(error)) from error
+                    if isinstance(error, NotWholeError):
+                        raise VideoError(str(error)) from error
+                    raise
                 number, back = max(0, number - back), 2 * back
         return
     missing = set(frames)
