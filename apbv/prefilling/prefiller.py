@@ -118,8 +118,9 @@ class Prefiller:
                 if known is not None and [video.info for video in known.videos] != list(infos):
                     known = None  # a file has been replaced since
                 videos = reader.sample(infos, request.question) if known is None else known.videos
-            inputs, pixels = reader.read(rendered, videos, self._hosts, timer, known)
-            if request.positions == "vllm":
+            for_vllm = request.positions == "vllm"
+            inputs, pixels = reader.read(rendered, videos, self._hosts, timer, known, is_even=for_vllm)
+            if for_vllm:
                 inputs = inputs.at_vllm_positions(reader.parts)
             inputs.require_room(max_positions, request.num_wanted)
             if self._config.reduce is not None:

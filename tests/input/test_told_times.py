@@ -6,10 +6,11 @@ from fractions import Fraction
 import audio_files
 import numpy as np
 import pytest
+import torch
 from odd_files import streams
 from read_prompts import read_question
 
-from apbv import HostGroup
+from apbv import Engine, HostGroup
 from apbv.input.request import Question
 from apbv.input.video import probe, sample_uniform
 from apbv.model.parts import inspect_model
@@ -80,3 +81,17 @@ def test_a_constant_rate_is_told_as_transformers_tells_it(tmp_path):
     assert probe(encode(tmp_path / "b.mkv", n=90, pts=times)).has_constant_rate
     late = [40 * i + 400 * (i > 25) for i in range(50)]
     assert not probe(encode(tmp_path / "c.mkv", n=50, pts=late)).has_constant_rate
+
+
+def test_vllm_spaces_frames_evenly(recording):
+    """KV that it goes on from has its positions; at transformers' the times are not the same."""
+    model, processor = families.build_model("qwen2_5_vl"), families.build_processor("qwen2_5_vl")
+    engine = Engine(model, processor, HostGroup.single("cpu"))
+    exact, even = (
+        engine.prefill("What happens?", video=recording, num_frames=11, positions=rule).inputs.position_ids[0, 0]
+        for rule in ("transformers", "vllm")
+    )
+    is_frame = exact.diff() != 1
+    assert exact.shape == even.shape and not torch.equal(exact[:-1][is_frame], even[:-1][is_frame])
+    steps = even[inspect_model(model).is_visual(read("qwen2_5_vl", recording)[2].input_ids[0])].unique().diff()
+    assert steps.max() - steps.min() <= 1

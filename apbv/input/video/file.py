@@ -230,8 +230,8 @@ class VideoFile:
         for packet in chain(self._packets_from(key), (None,)):
             check()
             is_second = packet is not None and self._reader.read(packet, False)[1]
-            # Nothing more is fed once the last wanted frame is in: the decoder is drained. In the midst of a refresh
-            # it would give out what is not whole yet.
+            # Nothing more is fed once the last wanted frame is in: the decoder is drained. In the midst of a
+            # refresh it would give out what is not whole yet.
             if not unfed and not is_second and (not is_gradual or seen == Counter(wanted)):
                 packet = None
             if not is_second:
