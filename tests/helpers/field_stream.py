@@ -48,11 +48,11 @@ class _Bits:
 def _parameters(scaling: bool) -> bytes:
     """Sequence and picture parameter sets: High profile, frame numbers of 4 bits, picture order of 4."""
     sps = _Bits().u(8, 100).u(8, 0).u(8, 40).ue(0, 1, 0, 0).u(1, 0).u(1, scaling)
-    if scaling:  # eight lists, of which the first has values of its own
+    if scaling:  # eight lists, of which two are written
         sps.u(1, 1)
         for step in range(16):
             sps.ue(1 if step else 15)  # +1 each, from 8 + 8
-        sps.u(7, 0)
+        sps.u(1, 1).ue(16).u(6, 0)  # -8: the second is the default one
     sps.ue(0, 0, 0, 1).u(1, 0).ue(WIDTH // 16 - 1, HEIGHT // 32 - 1).u(1, 0).u(1, 0)  # fields or frames, no MBAFF
     sps.u(1, 1).u(1, 0).u(1, 0)
     pps = _Bits().ue(0, 0).u(1, 0).u(1, 0).ue(0, 0, 0).u(1, 0).u(2, 0).ue(0, 0, 0).u(1, 1).u(1, 0).u(1, 0)

@@ -216,10 +216,10 @@ class _Bits:
         return (1 << zeros) - 1 + self.u(zeros)
 
     def skip_scaling(self, size: int) -> None:
-        """Read over a scaling list."""
-        last = following = 8
+        """Read over a scaling list, which ends early where a step leads to 0."""
+        last = 8
         for _ in range(size):
-            if following:
-                code = self.ue()
-                following = (last + (code + 1 >> 1) * (1 if code % 2 else -1)) % 256
-            last = following or last
+            code = self.ue()
+            last = (last + (code + 1 >> 1) * (1 if code % 2 else -1)) % 256
+            if not last:
+                return
