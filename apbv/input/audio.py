@@ -188,8 +188,7 @@ def read_audio(
         if stream is None:
             which = " that can be decoded" if container.streams.audio else ""
             raise AudioError(f"{path}: has no audio track{which}", is_missing=True)
-        frames = _with_times(_frames(container, stream))
-        for piece in _placed(_from_zero(frames, clock), rate, most):
+        for piece in _placed(_from_zero(_frames(container, stream), clock), rate, most):
             pieces.append(piece)
             count += len(piece)
             if count > most:
@@ -221,31 +220,16 @@ def _frames(container: "av.container.InputContainer", stream: "av.AudioStream") 
         raise error
 
 
-def _with_times(frames: Iterator["av.AudioFrame"]) -> Iterator[tuple["av.AudioFrame", float | None]]:
-    """Yield frames with the seconds at which they begin; before the first time that is known, counted from it."""
-    early: list[av.AudioFrame] = []
-    for frame in frames:
-        if early is not None and frame.time is None:
-            early.append(frame)
-            continue
-        before = sum(each.samples / each.sample_rate for each in early or ())
-        for each in early or ():
-            yield each, frame.time - before
-            before -= each.samples / each.sample_rate
-        early = None
-        yield frame, frame.time
-    yield from ((frame, None) for frame in early or ())
-
-
 def _from_zero(
-    frames: Iterator[tuple["av.AudioFrame", float | None]], clock: np.ndarray | None
+    frames: Iterator["av.AudioFrame"], clock: np.ndarray | None
 ) -> Iterator[tuple["av.AudioFrame", float | None]]:
     """Yield frames with the seconds since the first video frame; without a clock since the first of these frames.
 
     Where times begin anew, the clock's next recording begins; without a clock they go on.
     """
     number, shift, end = 0, None if clock is None else clock[0, 1] - clock[0, 0], -np.inf
-    for frame, time in frames:
+    for frame in frames:
+        time = frame.time
         if time is not None:
             is_anew = time < end - _ANEW
             if clock is None:

@@ -1,7 +1,7 @@
 """Takes a Hugging Face model apart. Only this file reads a model's config."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -24,6 +24,8 @@ VIDEO_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl", "llava_onevi
 _MROPE_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", OMNI_THINKER)
 # The first release of transformers whose model and processor are the ones that apbv takes apart.
 _FIRST_VERSIONS = {OMNI_THINKER: (5, 23)}
+# Seconds added to times, so that what is rounded down never falls below the time itself.
+_ROUNDING = 1e-6
 
 
 class UnsupportedModelError(ValueError):
@@ -214,9 +216,12 @@ class ModelParts:
         rope_index = self.model.model.get_rope_index
         grids = _on_cpu(batch, "image_grid_thw", "video_grid_thw")
         if self.family != OMNI_THINKER:
-            seconds = _seconds(batch, "second_per_grid_ts")
+            seconds = _on_cpu(batch, "second_per_grid_ts")
             types = torch.as_tensor(batch["mm_token_type_ids"]).cpu()
-            return rope_index(input_ids, mm_token_type_ids=types, **grids, **seconds)[0]
+            position_ids = rope_index(input_ids, mm_token_type_ids=types, **grids, **seconds)[0]
+            if seconds and batch.get("patch_seconds") is not None:
+                self._move_to_times(position_ids, input_ids, grids["video_grid_thw"], batch["patch_seconds"])
+            return position_ids
         lengths = None
         if self.is_audio(input_ids).any():
             lengths = torch.as_tensor(batch["feature_attention_mask"]).cpu().sum(-1)
@@ -225,10 +230,30 @@ class ModelParts:
             attention_mask=torch.ones_like(input_ids),
             use_audio_in_video=self._hears_videos(input_ids),
             audio_seqlens=lengths,
-            second_per_grids=_seconds(batch, "video_second_per_grid").get("video_second_per_grid"),
+            second_per_grids=_intervals_of(batch),
             **grids,
         )
         return position_ids
+
+    def _move_to_times(
+        self, position_ids: Tensor, input_ids: Tensor, grids: Tensor, seconds: Sequence[Tensor | None]
+    ) -> None:
+        """Put the frames of Qwen2.5-VL's videos of a variable rate at their times: its rule spaces them evenly.
+
+        Args:
+            position_ids: ``[3, 1, n]``, changed in place.
+            grids: ``[videos, 3]`` patches.
+            seconds: of every video the times of its temporal patches, or None.
+        """
+        vision = self.model.config.vision_config
+        rows = (input_ids[0] == self.video_token_id).nonzero()[:, 0]
+        counts = (grids.prod(dim=1) // vision.spatial_merge_size**2).tolist()
+        for mine, own in zip(rows.split(counts), seconds, strict=True):
+            if own is not None:
+                times = ((own + _ROUNDING) * vision.tokens_per_second).long()
+                position_ids[0, 0, mine] = position_ids[0, 0, mine[0]] + times.repeat_interleave(
+                    len(mine) // len(own)
+                )
 
     def _hears_videos(self, input_ids: Tensor) -> bool:
         """Return whether a prompt's videos have their sound among their frames.
@@ -376,22 +401,20 @@ def local_share(weight: Tensor) -> Tensor:
 def intervals(seconds: Tensor) -> Tensor:
     """Return for each temporal patch the mean interval up to it.
 
-    The models multiply a patch's number with an interval, which may be another one for each.
+    Qwen2.5-Omni and its processor multiply a patch's number with an interval, which may be another one for each.
 
     Args:
         seconds: ``[t]``, the patches' times.
     """
-    # What is rounded down must not fall below the time itself.
-    return (seconds + 1e-6) / torch.arange(len(seconds)).clamp(min=1)
+    return (seconds + _ROUNDING) / torch.arange(len(seconds)).clamp(min=1)
 
 
-def _seconds(batch: Mapping[str, Any], name: str) -> dict[str, list[Tensor]]:
-    """Return the interval of each video's temporal patches, if the model's positions depend on it."""
-    found, known = _on_cpu(batch, name), batch.get("patch_seconds")
-    if not found or known is None:
-        return found
-    values = [each if own is None else intervals(own) for each, own in zip(found[name], known, strict=True)]
-    return {name: values}
+def _intervals_of(batch: Mapping[str, Any]) -> Tensor | list[Tensor] | None:
+    """Return the seconds between temporal patches, for each video of Qwen2.5-Omni's."""
+    even, known = _on_cpu(batch, "video_second_per_grid").get("video_second_per_grid"), batch.get("patch_seconds")
+    if even is None or known is None:
+        return even
+    return [each if own is None else intervals(own) for each, own in zip(even, known, strict=True)]
 
 
 def _on_cpu(batch: Mapping[str, Any], *names: str) -> dict[str, Tensor]:

@@ -239,5 +239,11 @@ SOUNDS = {
         ),
         [(0.0, 3.0)],
     ),
+    "negative times and late sound": (
+        lambda d: streams(
+            d / "a.mkv", shifted(-1.5), _sound(d / "b.mkv", start=0.4), options={"avoid_negative_ts": "disabled"}
+        ),
+        [(None, 0.4), (0.4, 3.0)],
+    ),
     "late sound": (lambda d: _sound(d / "a.mp4", start=0.7), [(None, 0.7), (0.7, 3.0)]),
 }
