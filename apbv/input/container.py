@@ -39,7 +39,7 @@ def open_media(path: str | Path, error_type: type[ValueError]) -> "av.container.
         with open(path, "rb") if os.access(path, os.R_OK) else open(os.devnull, "rb") as file:
             start = file.read(12)
         is_webp = start[:4] == b"RIFF" and start[8:] == b"WEBP"
-        reason = "FFmpeg reads no WebP animation" if is_webp else error.strerror or error
+        reason = "a WebP picture, or an animation that this FFmpeg cannot decode" if is_webp else error.strerror
         raise error_type(f"{refused} ({reason})") from error
 
 

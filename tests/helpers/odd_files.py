@@ -200,6 +200,8 @@ KINDS = {
     "GIF": (lambda d: animation(d / "a.gif"), constant(6, 10)),
     "animated PNG": (lambda d: animation(d / "a.png"), constant(6, 10)),
 }
+if "webp_anim" in av.formats_available:
+    KINDS["animated WebP"] = (lambda d: animation(d / "a.webp"), constant(6, 10))
 
 
 # What makes a video with sound, and which parts of `audio_files.tune` are heard beside its frames.

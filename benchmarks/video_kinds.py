@@ -1,0 +1,145 @@
+"""Compare video readers on files of many kinds with FFmpeg's decoding of the whole file.
+
+    python benchmarks/video_kinds.py --readers apbv torchcodec decord2
+
+The files are those of the tests (`tests/helpers/odd_files.py`). A reader is right if all frames, and single ones in
+random order, are those of the whole file, and its times are the file's to 50 ms. Readers may make RGB in another way:
+a frame may differ by two levels of 255 on average. Every reader has a process of its own for each file.
+"""
+
+import argparse
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor, TimeoutError
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_context
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import av
+import numpy as np
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "helpers"))
+from odd_files import KINDS
+
+# All frames by number, and their times.
+Opened = tuple[Callable[[int], np.ndarray], np.ndarray]
+_SINGLES, _SECONDS, _LEVELS, _LATE = 12, 60, 2, 0.05
+
+
+def open_apbv(path: str, backend: str = "pyav") -> Opened:
+    from apbv.input.video import iter_frames, probe
+
+    info = probe(path)
+    return lambda index: np.concatenate(list(iter_frames(info, [index], 1, 1, backend)))[0], info.timestamps
+
+
+def open_torchcodec(path: str) -> Opened:
+    from torchcodec.decoders import VideoDecoder
+
+    decoder = VideoDecoder(path, dimension_order="NHWC", seek_mode="exact")
+    times = np.array([decoder.get_frame_at(index).pts_seconds for index in range(len(decoder))])
+    return lambda index: decoder.get_frame_at(index).data.numpy(), times
+
+
+def open_decord(path: str) -> Opened:
+    import decord
+
+    reader = decord.VideoReader(path, num_threads=1)
+    return lambda index: reader[index].asnumpy(), reader.get_frame_timestamp(range(len(reader)))[:, 0]
+
+
+def open_opencv(path: str) -> Opened:
+    import cv2
+
+    video, times = cv2.VideoCapture(path), []
+    while video.grab():
+        times.append(video.get(cv2.CAP_PROP_POS_MSEC) / 1000)
+
+    def read(index: int) -> np.ndarray:
+        video.set(cv2.CAP_PROP_POS_FRAMES, index)
+        return video.read()[1][..., ::-1]
+
+    return read, np.array(times)
+
+
+READERS = {
+    "apbv": open_apbv,
+    "apbv, torchcodec": lambda path: open_apbv(path, "torchcodec"),
+    "torchcodec": open_torchcodec,
+    "decord2": open_decord,
+    "opencv": open_opencv,
+}
+
+
+def verdict(reader: str, path: str, wanted: np.ndarray | None) -> str:
+    """Return "right", "refuses", or what is wrong."""
+    warnings.simplefilter("ignore")
+    with av.open(f"file:{path}") as container:
+        frames = list(container.decode(container.streams.best("video")))
+        size = frames[0].width, frames[0].height
+        whole = [frame.reformat(*size, "rgb24", interpolation="BICUBIC").to_ndarray() for frame in frames]
+    singles = np.random.default_rng(0).permutation(len(whole))[:_SINGLES]
+    try:
+        read, times = READERS[reader](path)
+        if len(times) != len(whole):
+            return f"{len(times)} of {len(whole)} frames"
+        for index in [*range(len(whole)), *singles.tolist()]:
+            got = read(index)
+            if got.shape != whole[index].shape:
+                return "frame size"
+            if np.abs(got.astype(int) - whole[index]).mean() > _LEVELS:
+                return "other frames"
+    except ImportError:
+        raise
+    except Exception:  # of any kind: every library has its own
+        return "refuses"
+    if wanted is not None and np.abs(times - times[0] - wanted).max() > _LATE:
+        return "times"
+    return "right"
+
+
+def judge(reader: str, path: str, wanted: np.ndarray | None) -> str:
+    """Return a verdict from a process that may crash or hang."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        future = pool.submit(verdict, reader, path, wanted)
+        try:
+            return future.result(_SECONDS)
+        except TimeoutError:
+            for process in list(pool._processes.values()):
+                process.kill()
+            return "hangs"
+        except BrokenProcessPool:
+            return "crashes"
+
+
+def rows(kinds: list[str], readers: list[str]) -> Iterator[list[str]]:
+    with TemporaryDirectory() as temporary, tqdm(total=len(kinds) * len(readers), disable=None) as bar:
+        for number, kind in enumerate(kinds):
+            folder = Path(temporary) / str(number)
+            folder.mkdir()
+            make, wanted = KINDS[kind]
+            path, row = make(folder), [kind]
+            for reader in readers:
+                row.append(judge(reader, path, wanted))
+                bar.update()
+            yield row
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--readers", nargs="+", choices=READERS, default=list(READERS))
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), metavar="KIND")
+    options = parser.parse_args(arguments)
+    table = list(rows(options.kinds, options.readers))
+    for row in (["file", *options.readers], ["---"] * (1 + len(options.readers)), *table):
+        print("| " + " | ".join(row) + " |")
+    return int(
+        any("apbv" in options.readers and row[1 + options.readers.index("apbv")] != "right" for row in table)
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
