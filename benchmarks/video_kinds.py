@@ -2,9 +2,9 @@
 
     python benchmarks/video_kinds.py --readers apbv torchcodec decord2
 
-The files are those of the tests (`tests/helpers/odd_files.py`). A reader is right if all frames, and single ones in
-random order, are those of the whole file, and its times are the file's to 50 ms. Readers may make RGB in another way:
-a frame may differ by two levels of 255 on average. Every reader has a process of its own for each file.
+The files are those of `tests/helpers/odd_files.py`. A reader is right if all frames, and single ones in random order,
+are those of the whole file, and its times are the file's to 50 ms. Readers may make RGB in another way: a frame may
+differ by two levels of 255 on average. Every reader has a process of its own for each file.
 """
 
 import argparse

@@ -1,13 +1,15 @@
 """torchcodec as a back end: the same frames where it can, and PyAV's or an error where it cannot."""
 
+import contextlib
 import itertools
 import sys
 
 import numpy as np
 import pytest
+from odd_files import KINDS
 
-from apbv.input.video import VideoError, iter_frames, reading
-from apbv.input.video.torchcodec_reading import load_decoder
+from apbv.input.video import VideoError, iter_frames, probe, read_frames, reading
+from apbv.input.video.torchcodec_reading import load_decoder, torchcodec_chunks
 
 from pairs import each_choice
 
@@ -60,3 +62,32 @@ def test_pyav_goes_on_behind_the_chunks_that_came(encoded, good):
 
     got = list(reading._with_pyav_behind(chunks(), lambda given: iter_frames(info, range(given, 50), 6)))
     assert np.array_equal(np.concatenate(got), reference)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("fields in mp4", "may be fields"),
+        ("twins", "the same time"),
+        ("MPEG-4 without a sync table", "every frame is marked"),
+        ("intra refresh", "refreshed part by part"),
+        ("two recordings", "no frame times"),
+    ],
+)
+def test_what_torchcodec_would_read_wrongly_is_refused_before(tmp_path, kind, reason):
+    """So that PyAV reads it, where the choice is open."""
+    info = probe(KINDS[kind][0](tmp_path))
+    with pytest.raises(VideoError, match=f"torchcodec cannot decode it: .*{reason}"):
+        next(torchcodec_chunks(None, info, [0], 1, 1, "cpu", lambda thread: contextlib.nullcontext()))
+
+
+@needs_torchcodec
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.filterwarnings("ignore:.*(have no time of their own|frame size changes)")
+def test_files_of_all_kinds_are_the_same_or_refused(tmp_path, kind):
+    info = probe(KINDS[kind][0](tmp_path))
+    with contextlib.suppress(VideoError):
+        difference = np.abs(
+            read(info, range(info.num_frames)).astype(int) - read_frames(info, range(info.num_frames))
+        )
+        assert difference.mean() < 1

@@ -49,6 +49,7 @@ class VideoInfo:
         most_pixels: of the largest frame, as far as keyframes tell; frames are scaled to the first one's size.
         fps: frames per second on average: (num_frames - 1) / (last - first time); of a single frame what the
             container says.
+        has_fields: whether packets may hold single fields (H.264).
         transpose, flip_vertical, flip_horizontal: how a stored image is displayed: transposed first, then flipped.
         duration: the length in seconds, with the last frame shown as long as the container says, else for a usual
             frame interval.
@@ -69,6 +70,7 @@ class VideoInfo:
     fps: float
     duration: float
     clock: np.ndarray = field(repr=False)
+    has_fields: bool
     transpose: bool
     flip_vertical: bool
     flip_horizontal: bool
@@ -110,6 +112,11 @@ class VideoFile:
         self.path = path
         self.open()
         self.num_bytes = self._container.size
+
+    @property
+    def has_fields(self) -> bool:
+        """Whether packets may hold single fields."""
+        return self._reader.has_fields
 
     @property
     def most_pixels(self) -> int:
@@ -369,6 +376,7 @@ def probe(path: str | os.PathLike, check: Callable[[int], None] = lambda number:
             fps=fps,
             duration=float(timestamps[-1]) + shown,
             clock=clock * float(unit),
+            has_fields=file.has_fields,
             transpose=transpose,
             flip_vertical=flip_vertical,
             flip_horizontal=flip_horizontal,

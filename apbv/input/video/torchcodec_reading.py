@@ -59,10 +59,17 @@ def torchcodec_chunks(
         VideoError: torchcodec cannot decode a frame of the next chunk, or gives out another than was probed.
     """
     try:
-        if not len(info.pts):
-            raise ValueError("its packets have no frame times")
-        if info.transpose ^ info.flip_vertical ^ info.flip_horizontal:
-            raise ValueError("it is mirrored")
+        refusals = {
+            "its packets have no frame times": not len(info.pts),
+            "it is mirrored": info.transpose ^ info.flip_vertical ^ info.flip_horizontal,
+            "its packets may be fields": info.has_fields,
+            "some of its frames have the same time": not np.diff(info.pts).all(),
+            "every frame is marked as a keyframe": len(info.keys) == len(info.pts) > 1,
+            "pictures are refreshed part by part": (info.keys[:, 0] != info.keys[:, 2]).any(),
+        }
+        for reason, applies in refusals.items():
+            if applies:
+                raise ValueError(reason)
         decoder = decoder_type(
             info.path,
             dimension_order="NHWC",
