@@ -2,9 +2,9 @@
 
     python benchmarks/video_kinds.py --readers apbv torchcodec decord2
 
-The files are those of `tests/helpers/odd_files.py`. A reader is right if all frames, and single ones in random order,
-are those of the whole file, and its times are the file's to 50 ms. Readers may make RGB in another way: a frame may
-differ by two levels of 255 on average. Every reader has a process of its own for each file.
+The files are those of `tests/helpers/odd_files.py`. A reader is right if all frames, and single ones in random
+order, are those of the whole file, and its times are the file's to 50 ms. Readers may make RGB in another way: a
+frame may differ by two levels of 255 on average. Every reader has a process of its own for each file.
 """
 
 import argparse
@@ -128,11 +128,15 @@ def rows(kinds: list[str], readers: list[str]) -> Iterator[list[str]]:
             yield row
 
 
-def main(arguments: list[str] | None = None) -> int:
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--readers", nargs="+", choices=READERS, default=list(READERS))
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), metavar="KIND")
-    options = parser.parse_args(arguments)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse_arguments(arguments)
     table = list(rows(options.kinds, options.readers))
     for row in (["file", *options.readers], ["---"] * (1 + len(options.readers)), *table):
         print("| " + " | ".join(row) + " |")
