@@ -300,12 +300,6 @@ def _record_event(device: torch.device) -> torch.cuda.Event:
     return event
 
 
-def synchronize(device: torch.device) -> None:
-    """Wait until a GPU has done all its work; a CPU has no work left behind."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def reset_peak_memory(device: torch.device) -> None:
     """Restart the measurement of peak memory, if the platform supports it."""
     if device.type == "cuda":

@@ -20,8 +20,10 @@ from apbv.input.request import Question, Request
 from apbv.kv.placement import GatheredKV
 from apbv.model.attention import apbv_attention
 from apbv.model.parts import ModelParts
-from apbv.stats import StageTimer, synchronize
+from apbv.stats import StageTimer
 from apbv.versions import cache_argument
+
+from .processes import synchronize
 
 
 @dataclass

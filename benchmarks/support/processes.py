@@ -1,10 +1,12 @@
-"""Ends the processes that a benchmark has started, and chooses their cores."""
+"""Ends the processes that a benchmark has started, chooses their cores, and waits for their devices."""
 
 import os
 import signal
 import sys
 from multiprocessing import active_children
 from typing import NoReturn
+
+import torch
 
 
 def end_children_with_this() -> None:
@@ -28,3 +30,9 @@ def pin_host(rank: int, num_cores: int = 1) -> None:
         raise ValueError("--pinned: this system does not let a process choose its cores")
     cores, first = sorted(os.sched_getaffinity(0)), rank * num_cores
     os.sched_setaffinity(0, [cores[number % len(cores)] for number in range(first, first + num_cores)])
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until a GPU has done all its work; a CPU has no work left behind."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -10,8 +10,8 @@ import torch
 from apbv.kernels import BackendError, merge_states
 from apbv.kernels.backends import LIBRARIES, is_interpreted
 from apbv.kernels.library_attention import attend_with
-from apbv.stats import synchronize
 
+from ..processes import synchronize
 from .case import Case, Outputs
 
 _ROUNDS = 6  # of the ceilings

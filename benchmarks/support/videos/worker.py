@@ -36,9 +36,9 @@ from apbv.prefilling.encode import tower_rows
 from apbv.prefilling.exchange import encode_and_exchange
 from apbv.prefilling.methods import METHODS
 from apbv.prefilling.prefiller import Prefiller
-from apbv.stats import StageTimer, peak_memory_bytes, reset_peak_memory, synchronize
+from apbv.stats import StageTimer, peak_memory_bytes, reset_peak_memory
 
-from ..processes import end_children_with_this, pin_host
+from ..processes import end_children_with_this, pin_host, synchronize
 from ..workloads import build_model, qwen_vl_config
 from .clips import READERS
 
