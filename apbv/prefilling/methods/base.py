@@ -11,7 +11,7 @@ from ...config import PrefillConfig
 from ...hosts import HostGroup
 from ...kernels import merge_states, segmented_attention
 from ...kernels.runs import Segment
-from ...layout import ContextLayout, single_host_layout
+from ...layout import ContextLayout, shared_out_layout, single_host_layout
 from .block_attention import BlockAttention
 
 State = tuple[Tensor, Tensor]  # a partial result: out [B, Hq, S, D], lse [B, Hq, S]
@@ -24,6 +24,7 @@ class PrefillMethod(ABC):
         name: its name in the config and on the command line.
         is_exact: whether it computes full attention, if no blocks are skipped.
         splits: whether hosts share a prompt; else host 0 computes it.
+        zigzag: whether the default :meth:`plan` gives each host two blocks, an early and a late one.
         blocks: computes chosen blocks of attention, as the config says; None if attention is dense.
         separate_query: whether the query runs in a second forward pass, after the context's.
         passes_on: whether context blocks pass KV pairs on to other hosts.
@@ -36,6 +37,7 @@ class PrefillMethod(ABC):
     name: ClassVar[str]
     is_exact: ClassVar[bool] = False
     splits: ClassVar[bool] = True
+    zigzag: ClassVar[bool] = False
     passes_on: ClassVar[bool] = False
     separate_query: bool = False
     on_passed: Callable[[int, Tensor], None] | None = None
@@ -62,12 +64,17 @@ class PrefillMethod(ABC):
         """Call :func:`apbv.kernels.merge_states` with the configured backend."""
         return merge_states(*zip(*states, strict=True), out=out, backend=self.config.backend)
 
-    @staticmethod
-    @abstractmethod
+    @classmethod
     def plan(
-        num_hosts: int, num_tokens: int, context_start: int, query_start: int, config: PrefillConfig
+        cls, num_hosts: int, num_tokens: int, context_start: int, query_start: int, config: PrefillConfig
     ) -> ContextLayout:
-        """Plan the layout of a prompt; see :func:`apbv.layout.plan_layout` for the arguments and errors."""
+        """Plan the layout of a prompt; see :func:`apbv.layout.plan_layout` for the arguments and errors.
+
+        By default every token is given to one host, without an anchor.
+        """
+        if not cls.splits:
+            return single_host_layout(num_hosts, num_tokens)
+        return shared_out_layout(num_hosts, num_tokens, cls.zigzag)
 
     @abstractmethod
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float, layer: int) -> Tensor:
@@ -90,12 +97,6 @@ class FullMethod(PrefillMethod):
     name = "full"
     splits = False
     is_exact = True
-
-    @staticmethod
-    def plan(
-        num_hosts: int, num_tokens: int, context_start: int, query_start: int, config: PrefillConfig
-    ) -> ContextLayout:
-        return single_host_layout(num_hosts, num_tokens)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float, layer: int) -> Tensor:
         return self.attend_within(q, (k, v), scale)[0]

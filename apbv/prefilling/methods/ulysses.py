@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ...config import PrefillConfig
 from ...hosts import HostGroup
-from ...layout import ContextLayout, shared_out_layout, split_evenly
+from ...layout import ContextLayout, split_evenly
 from .base import PrefillMethod
 
 
@@ -19,12 +19,6 @@ class UlyssesMethod(PrefillMethod):
 
     name = "ulysses"
     is_exact = True
-
-    @staticmethod
-    def plan(
-        num_hosts: int, num_tokens: int, context_start: int, query_start: int, config: PrefillConfig
-    ) -> ContextLayout:
-        return shared_out_layout(num_hosts, num_tokens, zigzag=False)
 
     def __init__(self, layout: ContextLayout, hosts: HostGroup, config: PrefillConfig):
         super().__init__(layout, hosts, config)

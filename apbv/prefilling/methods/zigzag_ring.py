@@ -10,7 +10,7 @@ from torch import Tensor
 from ...config import PrefillConfig
 from ...hosts import HostGroup
 from ...kernels.torch_attention import empty_output
-from ...layout import ContextLayout, shared_out_layout
+from ...layout import ContextLayout
 from .base import PrefillMethod, State
 from .ring_library import Ring, usable_ring
 
@@ -20,18 +20,13 @@ class ZigzagRingMethod(PrefillMethod):
 
     name = "zigzag_ring"
     is_exact = True
+    zigzag = True
 
     def __init__(self, layout: ContextLayout, hosts: HostGroup, config: PrefillConfig):
         super().__init__(layout, hosts, config)
         # The numbers of rows of every host's two chunks.
         self._cuts = [[len(layout.blocks[v]) for v in layout.virtual_hosts(host)] for host in range(hosts.size)]
         self._equal_chunks = len({len(block) for block in layout.blocks}) == 1
-
-    @staticmethod
-    def plan(
-        num_hosts: int, num_tokens: int, context_start: int, query_start: int, config: PrefillConfig
-    ) -> ContextLayout:
-        return shared_out_layout(num_hosts, num_tokens, zigzag=True)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float, layer: int) -> Tensor:
         ring = self._library_for(q, k)
