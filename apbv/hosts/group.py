@@ -310,17 +310,12 @@ class HostGroup:
 
     def gather_json(self, value: Any) -> list[Any]:
         """Gather JSON-ready values of any size from every process, on every process; collective."""
-        return [json.loads(data) for data in self._gather_bytes(json.dumps(value).encode())]
-
-    def _gather_bytes(self, mine: bytes) -> list[bytes]:
+        mine = _bytes_tensor(json.dumps(value).encode())
         lengths = self._gather_control(torch.tensor([len(mine)])).flatten().tolist()
-        if not any(lengths):
-            return [b""] * len(lengths)
         padded = torch.zeros(max(lengths), dtype=torch.uint8)
-        if mine:
-            padded[: len(mine)] = _bytes_tensor(mine)
+        padded[: len(mine)] = mine
         rows = zip(self._gather_control(padded), lengths, strict=True)
-        return [row[:length].numpy().tobytes() for row, length in rows]
+        return [json.loads(row[:length].numpy().tobytes()) for row, length in rows]
 
     def mean_over_members(self, tensor: Tensor) -> Tensor:
         """Return, on every process, the mean over host 0's TP ranks of a small fp32 tensor in CPU memory."""
