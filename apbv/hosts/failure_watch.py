@@ -216,11 +216,7 @@ class FailureWatch:
         Raises:
             HostError: the group is broken, or breaks now.
         """
-        self.require_whole()
-        try:
-            work.wait()
-        except RuntimeError as error:
-            raise self._reason_for(error) from error
+        self.start(work.wait)
 
     def look(self) -> None:
         """Abort collectives that cannot complete; called every second in the heartbeat thread."""
