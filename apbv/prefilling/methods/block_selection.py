@@ -27,7 +27,7 @@ def xattention_blocks(q: Tensor, k: Tensor, scale: float, config: SparseConfig, 
     always = torch.eye(shares.shape[2], dtype=torch.bool, device=q.device)
     always[:, 0] = True
     wanted = config.share * shares.sum(dim=-1, keepdim=True)
-    order, held = _by_size(shares.masked_fill(always, -1.0))
+    held, order = shares.masked_fill(always, -1.0).sort(dim=-1, descending=True, stable=True)
     certain = (shares * always).sum(dim=-1, keepdim=True)
     # A block is wanted where the certain ones and those before it do not hold enough. The certain ones come last.
     before = held.cumsum(dim=-1) - held + certain
@@ -62,17 +62,11 @@ def sparge_blocks(q: Tensor, k: Tensor, scale: float, config: SparseConfig, back
     seen = columns < (rows[:, None] + 1) * (config.block_size // config.key_block)
     is_vague = ~(of_keys > config.similarity).repeat_interleave(group, dim=1)[:, :, None]
     shares = scores.masked_fill(is_vague | ~seen, float("-inf")).softmax(dim=-1).nan_to_num(0.0)
-    order, held = _by_size(shares)
+    held, order = shares.sort(dim=-1, descending=True, stable=True)
     chosen = (held.cumsum(dim=-1) <= config.share) & (held > 0)
     chosen[..., 0] = True
     chosen = torch.zeros_like(chosen).scatter_(3, order, chosen)
     return chosen | is_vague | ~(of_queries > config.similarity)[..., None]
-
-
-def _by_size(shares: Tensor) -> tuple[Tensor, Tensor]:
-    """Order blocks by their shares, the highest first; return their places, and the shares in this order."""
-    held, order = shares.sort(dim=-1, descending=True, stable=True)
-    return order, held
 
 
 BLOCK_SELECTION: dict[str, Callable[..., Tensor]] = {
