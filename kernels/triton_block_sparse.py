@@ -20,7 +20,6 @@ from .triton_attention_kernels import (
     _factors,
     _head_offset,
     _load_queries,
-    _load_tile,
     _nothing_seen,
     _row_offset,
     _rows_again,
@@ -63,26 +62,6 @@ def block_sparse_attention(
     return out, lse
 
 
-@triton.jit
-def _attend_tile_skipping(
-    b_acc, b_max, b_sum, b_q, p_k, p_v, o_k, o_v, scale, margin, D: tl.constexpr, BD: tl.constexpr
-):
-    """Add a whole tile of keys to the online softmax, and its values if any row has a score within the margin."""
-    b_k = _load_tile(p_k, o_k, o_k, False, D, BD)
-    b_v = _load_tile(p_v, o_v, o_v, False, D, BD)
-    # [BR, BT]
-    b_s = tl.dot(b_q, tl.trans(b_k), input_precision="tf32x3")
-    b_highest = tl.max(b_s, axis=1)
-    b_new_max = tl.maximum(b_max, b_highest)
-    b_shift = b_new_max * scale
-    b_p = tl.exp2(b_s * scale - b_shift[:, None])
-    b_decay = tl.exp2(b_max * scale - b_shift)
-    # Where no row is as near to its highest score so far, none has a new one: there is nothing to scale either.
-    if tl.min(b_new_max - b_highest) * scale <= margin:
-        b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_decay[:, None], input_precision="tf32x3")
-    return b_acc, b_new_max, b_sum * b_decay + tl.sum(b_p, axis=1)
-
-
 @triton.jit(do_not_specialize=["num_tokens", "num_query_blocks", "num_key_blocks"])
 def block_sparse_kernel(
     p_q, p_k, p_v, p_out, p_lse, p_counts, p_indices, q_strides, k_strides, v_strides, out_strides, scale, margin,
@@ -120,15 +99,10 @@ def block_sparse_kernel(
     for i_t in range(0, count * (KEY_BLOCK // BT)):
         first = tl.load(p_indices + i_t // (KEY_BLOCK // BT)) * KEY_BLOCK + i_t % (KEY_BLOCK // BT) * BT
         k_tile, v_tile = first * k_row.to(tl.int64) * ALIGN, first * v_row.to(tl.int64) * ALIGN
-        if SKIPS:
-            b_acc, b_max, b_sum = _attend_tile_skipping(
-                b_acc, b_max, b_sum, b_q, p_k + k_tile, p_v + v_tile, o_k, o_v, scale, margin, D, BD
-            )
-        else:
-            b_acc, b_max, b_sum = _attend_tile(
-                b_acc, b_max, b_sum, b_q, p_k + k_tile, p_v + v_tile, o_k, o_v, o_tile, o_tile, scale,
-                False, False, D, BD,
-            )  # fmt: skip
+        b_acc, b_max, b_sum = _attend_tile(
+            b_acc, b_max, b_sum, b_q, p_k + k_tile, p_v + v_tile, o_k, o_v, o_tile, o_tile, scale,
+            False, False, D, BD, margin, SKIPS,
+        )  # fmt: skip
     stop = tl.minimum(first_row + BR, num_tokens)
     for i_t in range(i_block * QUERY_BLOCK, stop, BT):
         o_t = i_t + o_tile
