@@ -108,6 +108,12 @@ def is_interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
+def drawn_numbers(device: torch.device, dtype: torch.dtype) -> Callable[..., Tensor]:
+    """Return a function that draws normal numbers of a shape, the same ones on every device."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    return lambda *shape: torch.randn(shape, generator=generator, device="cpu").to(device, dtype)
+
+
 def mistake_of(call: Callable[[], Sequence[Tensor]], exact: Sequence[Tensor], most: Sequence[float]) -> str | None:
     """Return a call's error, or None if its result is right.
 

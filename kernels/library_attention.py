@@ -18,7 +18,15 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .backends import BackendError, capability, mistake_of, num_processors, requested, why_not_triton
+from .backends import (
+    BackendError,
+    capability,
+    drawn_numbers,
+    mistake_of,
+    num_processors,
+    requested,
+    why_not_triton,
+)
 from .runs import Segment
 
 # Takes (q, k, v, scale, causal) and returns (out, lse); see above.
@@ -169,12 +177,7 @@ def probe(
         groups: query heads per KV head.
         lengths: the numbers of queries and keys of each problem, and whether it is causal, bottom-right.
     """
-    heads, scale = 2, head_dim**-0.5
-    generator = torch.Generator("cpu").manual_seed(0)
-
-    def randn(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, device="cpu").to(device, dtype)
-
+    heads, scale, randn = 2, head_dim**-0.5, drawn_numbers(device, dtype)
     for queries, keys, causal in lengths:
         q = randn(2, queries, heads * groups, head_dim).transpose(1, 2)
         buffers = q.new_full((2, 2, heads, keys + 7, head_dim), math.nan)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from . import reference
-from .backends import capability, implementation, mistake_of
+from .backends import capability, drawn_numbers, implementation, mistake_of
 from .library_attention import (
     Attend,
     attend_masked,
@@ -226,9 +226,7 @@ def probe_varlen(device: torch.device, dtype: torch.dtype, head_dim: int) -> str
     lengths = [129, 5, 64, 1, 63]  # none fills a whole number of tiles
     boundaries = torch.tensor([0, *lengths], device="cpu").cumsum(0, dtype=torch.int32).to(device)
     sequences, scale = PackedSequences(boundaries, max(lengths)), head_dim**-0.5
-    shape = (3, sum(lengths), 2, head_dim)
-    generator = torch.Generator("cpu").manual_seed(0)
-    q, k, v = torch.randn(shape, generator=generator, device="cpu").to(device, dtype)
+    q, k, v = drawn_numbers(device, dtype)(3, sum(lengths), 2, head_dim)
     exact = reference.varlen_attention(q.double(), k.double(), v.double(), sequences, scale)
     # Out averages numbers of about 1, so that rounding to `dtype` costs about its epsilon.
     return mistake_of(lambda: [varlen_flash(q, k, v, sequences, scale)], [exact], [8 * torch.finfo(dtype).eps])

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
-from ..kernels.backends import choose, implementation, mistake_of
+from ..kernels.backends import choose, drawn_numbers, implementation, mistake_of
 from ..warn import warn_caller
 
 _ROTARY = "apply_rotary_pos_emb"
@@ -117,11 +117,7 @@ def with_forwards(module: nn.Module, forwards: Mapping[type, Callable]) -> nn.Mo
 
 def _mistake(module: nn.Module, forward: Callable, like: Tensor) -> str | None:
     """Compare a function with a module's own on a few rows; return the error, if any."""
-    generator = torch.Generator("cpu").manual_seed(0)
-
-    def randn(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, device="cpu").to(like.device, like.dtype)
-
+    randn = drawn_numbers(like.device, like.dtype)
     if hasattr(module, "head_dim"):
         q_and_k, angles = randn(2, 1, 3, 4, module.head_dim).transpose(2, 3), randn(2, 1, 3, module.head_dim)
         operands = *q_and_k, *angles

@@ -62,8 +62,8 @@ def test_all_hosts_use_it_or_none(pool):
         ([gathered_ring] * 2, "gathered_ring", None),
         ([None] * 2, None, None),
         ([None, gathered_ring], None, "on host 0 it is not installed"),
-        ([wrong_on_host_1] * 2, None, "on host 1 its result is off by"),
-        ([not_causal] * 2, None, "on host 0 its result is off by"),
+        ([wrong_on_host_1] * 2, None, "on host 1 it is off by"),
+        ([not_causal] * 2, None, "on host 0 it is off by"),
         ([raising] * 2, None, "on host 0 it raised RuntimeError: no kernel image is available"),
     ):
         for name, messages in pool.run(2, choosing_job, installed):

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...hosts import HostError, HostGroup
 from ...kernels import reference
+from ...kernels.backends import drawn_numbers, mistake_of
 from ...warn import warn_caller
 
 # Takes q, k and v [1, S, H, D] of this host's two chunks, softmax_scale, causal and group; returns out.
@@ -64,27 +65,20 @@ def why_wrong(
     Raises:
         HostError: another host did not come to the ring.
     """
-    heads, scale = 2, head_dim**-0.5
-    generator = torch.Generator("cpu").manual_seed(0)  # every host draws the whole problem
+    heads, scale, randn = 2, head_dim**-0.5, drawn_numbers(device, dtype)  # every host draws the whole problem
     rows = 2 * hosts.size * _CHUNK
-    q, k, v = (
-        torch.randn(1, rows, count, head_dim, generator=generator, device="cpu").to(device, dtype)
-        for count in (heads * groups, heads, heads)
-    )
+    q, k, v = (randn(1, rows, count, head_dim) for count in (heads * groups, heads, heads))
     chunks = (hosts.rank, 2 * hosts.size - 1 - hosts.rank)
     mine = torch.cat([torch.arange(chunk * _CHUNK, (chunk + 1) * _CHUNK) for chunk in chunks]).to(device)
     try:
         own = (states[:, mine].contiguous() for states in (q, k, v))
         out = ring(*own, softmax_scale=scale, causal=True, group=hosts.process_group)
         hosts.settle()  # a host on which the ring raises sends nothing, and CUDA would wait for it without end
-        if out.shape != (1, len(mine), heads * groups, head_dim):
-            return f"it returned a result of shape {tuple(out.shape)}"
-        q, k, v = (states.transpose(1, 2).double() for states in (q, k, v))
-        exact = reference.segmented_attention(q, [(k, v)], scale, True)[0][:, :, mine].transpose(1, 2)
-        off = float((out.double() - exact).abs().max())
     except HostError:
         raise
     except Exception as error:  # an installation that does not fit the machine may raise anything
         return f"it raised {type(error).__name__}: {error}".splitlines()[0]
+    q, k, v = (states.transpose(1, 2).double() for states in (q, k, v))
+    exact = reference.segmented_attention(q, [(k, v)], scale, True)[0][:, :, mine].transpose(1, 2)
     # Out averages numbers of about 1, so that rounding to `dtype` costs about its epsilon.
-    return None if off <= 4 * torch.finfo(dtype).eps else f"its result is off by {off:.2g}"
+    return mistake_of(lambda: [out], [exact], [4 * torch.finfo(dtype).eps])
