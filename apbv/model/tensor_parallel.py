@@ -15,6 +15,7 @@ from transformers.distributed import DistributedConfig
 from transformers.utils import is_accelerate_available
 
 from ..hosts import HostGroup
+from ..versions import release
 from .parts import VIDEO_FAMILIES, UnsupportedModelError
 
 FIRST_VERSION = (5, 19)
@@ -41,8 +42,7 @@ def load_sharded(
         UnsupportedModelError: the model's heads or its MLP cannot be shared out evenly.
         ValueError: the model cannot be loaded, transformers is too old, or accelerate is not installed.
     """
-    version = tuple(map(int, transformers.__version__.split(".")[:2]))
-    if version < FIRST_VERSION:
+    if release("transformers") < FIRST_VERSION:
         raise ValueError(f"tensor parallelism needs transformers 5.19 or later, not {transformers.__version__}")
     if not is_accelerate_available():
         raise ValueError("tensor parallelism needs accelerate: pip install 'apbv[tp]'")

@@ -183,11 +183,6 @@ def _plan(inputs: ModelInputs, hosts: HostGroup, config: PrefillConfig, watcher:
     return method
 
 
-def passes_blocks_on(config: PrefillConfig, hosts: HostGroup) -> bool:
-    """Return whether hosts pass on KV pairs of their context blocks, for prompts long enough to be split."""
-    return resolve_method(config, hosts.size).passes_on and config.passing_len != 0
-
-
 def _forward(
     parts: ModelParts,
     inputs: ModelInputs,

@@ -9,7 +9,7 @@ from typing import Any
 from ..config import PrefillConfig, SpeculativeConfig
 from ..hosts import HostGroup
 from ..model.parts import ModelParts
-from ..prefilling.forward import passes_blocks_on
+from ..prefilling.methods import resolve_method
 from ..prefilling.reduction.attention import Relevance, VisualWatcher
 from ..refusals import refuse
 from . import builders
@@ -136,6 +136,7 @@ def require_consistent(
     name, strategy, keep = config.strategy, STRATEGIES[config.strategy], keep_policy(config)
     drops_nothing = keep in (None, "full") or strategy.needs_verdicts
     ranking = ranks_by_prefill(config) and f"keep={keep!r}"
+    passes_on = resolve_method(prefill, hosts.size).passes_on and prefill.passing_len != 0
     refuse(
         **prefill.features,
         draft_host=config.draft_host,
@@ -153,7 +154,7 @@ def require_consistent(
         prune_kv=config.prune == "kv",
         drops_nothing=drops_nothing and name,
         passed_kv=strategy.needs_passing and name,
-        nothing_passed=not passes_blocks_on(prefill, hosts),
+        nothing_passed=not passes_on,
         ranking=ranking,
         ranking_on_draft_host=config.draft_host and ranking,
         caption=config.needs_caption and config.ensemble,
