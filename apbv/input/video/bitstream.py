@@ -151,7 +151,7 @@ def _pixels_of(codec: str, data: bytes) -> int:
 
 def _read_sps(unit: bytes) -> tuple[int, int, int, bool, bool]:
     """Return a parameter set's number, pixels, a frame number's bits, and whether fields and planes may be."""
-    bits, has_planes = _Bits(unit[1:]), False
+    bits, has_planes, chroma = _Bits(unit[1:]), False, 1
     profile = bits.u(24) >> 16
     number = bits.ue()
     if profile in _WITH_CHROMA:
@@ -171,9 +171,13 @@ def _read_sps(unit: bytes) -> tuple[int, int, int, bool, bool]:
         for _ in range(bits.ue()):
             bits.ue()
     bits.ue(), bits.u(1)
-    pixels = 256 * (bits.ue() + 1) * (bits.ue() + 1)
-    has_fields = not bits.u(1)
-    return number, pixels * (1 + has_fields), length, has_fields, has_planes
+    width, height, has_fields = 16 * (bits.ue() + 1), 16 * (bits.ue() + 1), not bits.u(1)
+    height *= 1 + has_fields
+    bits.u(1 + has_fields)
+    if bits.u(1):  # what is cut off: left, right, top, bottom
+        width -= (bits.ue() + bits.ue()) * (1 if chroma in (0, 3) else 2)
+        height -= (bits.ue() + bits.ue()) * (2 if chroma == 1 else 1) * (1 + has_fields)
+    return number, width * height, length, has_fields, has_planes
 
 
 def _recovery(unit: bytes) -> tuple[int, bool] | None:
