@@ -82,8 +82,10 @@ def lasting(path: str, target, seconds: float) -> str:
 
 
 def twins(path: str, target) -> str:
+    """Three frames share the time of the first of them."""
+
     def change(number, packet):
-        if number == 7:
+        if number in (7, 8):
             packet.pts = packet.dts = round(6 * 40 / 1000 / packet.time_base)
         return packet
 
@@ -170,7 +172,7 @@ KINDS = {
     ),
     "twins": (
         lambda d: twins(encode(d / "b.webm", n=30, codec="libvpx", bframes=None), d / "a.mkv"),
-        np.sort([*constant(30)[:7], 0.24, *constant(30)[8:]]),
+        np.sort([*constant(30)[:7], 0.24, 0.24, *constant(30)[9:]]),
     ),
     "times at a variable rate": (
         lambda d: encode(d / "a.mp4", n=12, pts=VFR_MS),

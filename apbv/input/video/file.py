@@ -233,7 +233,7 @@ class VideoFile:
             VideoError: a frame up to the last wanted one is damaged.
         """
         key_time, is_gradual = int(key[0]), key[2] != key[0]
-        unfed, seen, needed = Counter(wanted), Counter(), True
+        unfed, seen, needed = dict(wanted), Counter(), True
         for packet in chain(self._packets_from(key), (None,)):
             check()
             is_second = packet is not None and self._reader.read(packet, False)[1]
@@ -252,12 +252,15 @@ class VideoFile:
                     raise NotWholeError(f"{self.path}: a frame cannot be decoded: the data is damaged")
                 if frame.is_corrupt:
                     raise self.error(f"a frame cannot be decoded: the data is damaged at {frame.time:.3f} s")
-                if frame.pts in wanted:
+                if seen[frame.pts] < wanted.get(frame.pts, 0):
                     yield seen[frame.pts], frame
                     seen[frame.pts] += 1
             if packet is None:
                 break
-            unfed -= Counter({packet.pts: not (is_second or packet.is_discard)})
+            if packet.pts in unfed and not (is_second or packet.is_discard):
+                unfed[packet.pts] -= 1
+                if not unfed[packet.pts]:
+                    del unfed[packet.pts]
         if missing := sum((Counter(wanted) - seen).values()):
             raise NotWholeError(f"{self.path}: a frame cannot be decoded: {missing} of {len(wanted)} are missing")
 

@@ -2,6 +2,7 @@
 
 import threading
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, closing, nullcontext
@@ -227,18 +228,19 @@ def _run_frames(
 ) -> Iterator[av.VideoFrame]:
     """Decode a run's frames, in their order: from an earlier keyframe again, where not all come."""
     if len(info.pts):
-        left = list(frames)
-        number, back = int(_keys_of(info, left[:1])[0]), 1
+        left = deque(frames)
+        number, back = int(_keys_of(info, [left[0]])[0]), 1
         while left:
-            first = np.searchsorted(info.pts, info.pts[left])  # of the frames that have the same time
-            wanted = dict(zip(info.pts[left].tolist(), (left - first + 1).tolist(), strict=True))
+            times = info.pts[list(left)]
+            first = np.searchsorted(info.pts, times)  # of the frames that have the same time
+            wanted = dict(zip(times.tolist(), (np.array(left) - first + 1).tolist(), strict=True))
             try:
                 for place, frame in file.frames_from(info.keys[number], wanted, check):
                     index = int(np.searchsorted(info.pts, frame.pts)) + place
                     if index > left[0]:
                         raise NotWholeError(f"{file.path}: a frame cannot be decoded: {left[0]} is missing")
                     if index == left[0]:
-                        del left[0]
+                        left.popleft()
                         yield frame
             except (NotWholeError, av.error.FFmpegError) as error:
                 if not number:
