@@ -201,6 +201,7 @@ class VideoFile:
         latest = np.maximum.accumulate(np.where(shown, pts, pts[first]))
         are_known = _NO_TIME not in pts[shown] and is_nearly_sorted(pts[shown])
         are_known &= bool((pts >= latest)[shown & is_key & (refreshing == 0)].all())
+        are_known &= bool((pts[is_key] == pts[first]).sum() == 1)  # else a seek may find another
         if not (are_stored and are_known and frames.any()) or are_of_decoding:
             return nothing
         order = pts[frames].argsort(kind="stable")
@@ -233,7 +234,7 @@ class VideoFile:
             VideoError: a frame up to the last wanted one is damaged.
         """
         key_time, is_gradual = int(key[0]), key[2] != key[0]
-        unfed, seen, needed = dict(wanted), Counter(), True
+        unfed, seen, needed, has_begun = dict(wanted), Counter(), True, False
         for packet in chain(self._packets_from(key), (None,)):
             check()
             is_second = packet is not None and self._reader.read(packet, False)[1]
@@ -248,10 +249,11 @@ class VideoFile:
                     continue  # displayed before the keyframe: may lack what it refers to
                 # A keyframe that is predicted from others is not one, except an interlaced one's second field.
                 is_predicted = frame.pict_type in (PictureType.P, PictureType.B) and not frame.interlaced_frame
-                if frame.pts == key_time and is_predicted and not is_gradual and not seen:
+                if frame.pts == key_time and is_predicted and not (is_gradual or has_begun):
                     raise NotWholeError(f"{self.path}: a frame cannot be decoded: the data is damaged")
                 if frame.is_corrupt:
                     raise self.error(f"a frame cannot be decoded: the data is damaged at {frame.time:.3f} s")
+                has_begun = True
                 if seen[frame.pts] < wanted.get(frame.pts, 0):
                     yield seen[frame.pts], frame
                     seen[frame.pts] += 1
