@@ -4,6 +4,7 @@ Audio is never pruned, neither by a draft nor by visual-token pruning. Its rows 
 from those of images and video, even if their tokens alternate.
 """
 
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,10 +31,14 @@ FRAMES_PER_TOKEN = 4
 _UNITS_PER_CHUNK = 64
 # FFmpeg's: the mix of all channels is not louder than one.
 _RESAMPLING = {"rematrix_maxval": "1"}
-# Seconds by which containers' clocks are imprecise; by which a new recording's is behind, at least.
+# Seconds by which containers' clocks jitter; by which they never do, and a new recording's is behind, at least.
 _JITTER, _ANEW = 0.015, 0.1
+# Frames in a row that are away from where the sound is by nearly the same show a gap.
+_IN_A_ROW = 4
 # Streams without a container: what is not a frame, before the first or after the last, is not part of them.
 _BARE = {"aac", "ac3", "dts", "eac3", "flac", "mp2", "mp3"}
+# In these, damage is left out, as by FFmpeg: broadcasts lose packets and are cut anywhere, and tags lie between.
+_LOSSY = {"mpegts", "mp3"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -204,19 +209,22 @@ def read_audio(
 
 def _frames(container: "av.container.InputContainer", stream: "av.AudioStream") -> Iterator["av.AudioFrame"]:
     """Decode a track; an error is one only where sound follows, or the container counts its frames."""
-    is_bare, found, error = container.format.name in _BARE, False, None
+    name, found, error = container.format.name, False, None
     for packet in container.demux(stream):
         try:
             frames = packet.decode()
         except FFmpegError as raised:
             error = error or raised
             continue
-        if frames and error is not None and (found or not is_bare):
+        if frames and error is not None and name not in _LOSSY and (found or name not in _BARE):
             raise error
         error = error if not frames else None
         found |= bool(frames)
-        yield from frames
-    if error is not None and not (is_bare and found):
+        for frame in frames:
+            if name in _BARE:  # its times are guessed from the first one's rate
+                frame.pts = None
+            yield frame
+    if error is not None and not (found and name in _BARE | _LOSSY):
         raise error
 
 
@@ -249,6 +257,7 @@ def _placed(frames: Iterator[tuple["av.AudioFrame", float | None]], rate: int, m
         most: samples after which no more are needed.
     """
     resampler, setup, begun, fed, given, ahead = None, None, 0.0, 0.0, 0, 0
+    recent: deque[float] = deque(maxlen=_IN_A_ROW)  # by how much frames are away from where the sound is
 
     def resampled(frame: "av.AudioFrame | None") -> Iterator[np.ndarray]:
         nonlocal given, ahead
@@ -261,10 +270,16 @@ def _placed(frames: Iterator[tuple["av.AudioFrame", float | None]], rate: int, m
 
     for frame, time in frames:
         found = frame.sample_rate, frame.layout.name, frame.format.name
-        is_off = time is not None and abs(time - begun - fed) > _JITTER
-        if found != setup or is_off:
+        off = 0.0
+        if time is not None:
+            recent.append(time - begun - fed)
+            is_gap = abs(recent[-1]) > (0 if setup is None else _ANEW)
+            are_away = len(recent) == _IN_A_ROW and max(recent) - min(recent) < _JITTER < abs(np.mean(recent))
+            off = recent[-1] if is_gap else float(np.mean(recent)) if are_away else 0.0
+        if found != setup or off:
             yield from resampled(None)
-            begun, fed = time if is_off else begun + fed, 0.0
+            begun, fed = begun + fed + off, 0.0
+            recent.clear()
             resampler, setup = av.AudioResampler("flt", "mono", rate, options=_RESAMPLING), found
             gap = round(begun * rate) - given
             ahead = max(0, -gap)

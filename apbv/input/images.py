@@ -83,6 +83,13 @@ def _orientation(image: Image.Image) -> int:
 
 def _in_rgb(image: Image.Image) -> Image.Image:
     """Return an image in RGB: on white, where transformers ignores transparency, and the values of all depths."""
+    shown = image.info.get("transparency")
+    if image.mode[0] == "I" and isinstance(shown, int):  # of 16-bit gray, one value
+        hidden, image = Image.fromarray(np.asarray(image) == shown), image.copy()
+        del image.info["transparency"]
+        image = _in_rgb(image)
+        image.paste("white", mask=hidden)
+        return image
     if image.has_transparency_data:
         image = image.convert("RGBA")
         return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")

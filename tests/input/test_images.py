@@ -98,3 +98,14 @@ def test_deep_pictures_keep_their_shades(tmp_path, values, expected):
     image.save(tmp_path / "a.tiff")
     for source in (image, tmp_path / "a.tiff"):
         assert np.asarray(Picture.of(source).load())[0].tolist() == [[shade] * 3 for shade in expected]
+
+
+def test_the_hidden_value_of_a_deep_gray_picture(tmp_path):
+    from PIL import PngImagePlugin
+
+    image = Image.fromarray(np.array([[0, 257, 65535]], np.uint16))
+    image.save(tmp_path / "a.png")
+    opened = Image.open(tmp_path / "a.png")
+    opened.info["transparency"] = 257
+    assert isinstance(opened, PngImagePlugin.PngImageFile)
+    assert np.asarray(Picture.of(opened).load())[0].tolist() == [[0] * 3, [255] * 3, [255] * 3]

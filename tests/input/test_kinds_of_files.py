@@ -207,3 +207,38 @@ def test_a_cover_is_no_video(tmp_path):
     with pytest.raises(VideoError, match="has no video stream"):
         probe(tmp_path / "a.mp3")
     assert len(read_audio(str(tmp_path / "a.mp3"), RATE, 10)) == pytest.approx(RATE, abs=0.1 * RATE)
+
+
+def test_a_clock_that_jitters_leaves_no_holes(tmp_path):
+    """Recorders' clocks do; what is missing for longer is silent all the same."""
+    rng = np.random.default_rng(0)
+
+    def change(_, stream, packet):
+        off = rng.integers(0, 40) / 1000 + 0.06 * (packet.pts * packet.time_base > 2)
+        packet.pts = packet.dts = packet.pts + round(off / packet.time_base)
+        return True
+
+    path = streams(tmp_path / "a.mkv", change, write(tmp_path / "b.mkv", [(0, 5)], "flac", RATE))
+    heard = read_audio(path, RATE, 10)
+    assert (heard == 0).mean() < 0.04 and len(heard) / RATE == pytest.approx(5.06, abs=0.05)
+
+
+def test_a_rate_that_changes_in_a_stream_without_times(tmp_path):
+    parts = [write(tmp_path / f"{rate}.aac", [(0, 2)], "aac", rate) for rate in (44100, 22050)]
+    assert len(read_audio(joined(tmp_path / "c.aac", *parts), RATE, 10)) / RATE == pytest.approx(4.1, abs=0.1)
+
+
+def test_recordings_of_mp3_with_tags_are_joined(tmp_path):
+    path = write(tmp_path / "a.mp3", [(0, 2)], "libmp3lame", 44100)
+    tag = b"ID3\x04\x00\x00\x00\x00\x00\x0a" + bytes(10)
+    (tmp_path / "b.mp3").write_bytes(tag + (tmp_path / "a.mp3").read_bytes())
+    both = joined(tmp_path / "c.mp3", path, tmp_path / "b.mp3")
+    assert len(read_audio(both, RATE, 10)) / RATE == pytest.approx(4, abs=0.15)
+
+
+def test_a_wild_first_time_is_no_recording(tmp_path):
+    from apbv.input.video.clock import settle
+
+    times, clock, num_estimated = settle([2000, *range(40, 2400, 40)])
+    assert num_estimated == 1 and clock.tolist() == [[0, 0]]
+    assert times == pytest.approx(np.arange(0, 2400, 40))

@@ -62,6 +62,7 @@ def settle(times: Sequence[int | None]) -> tuple[np.ndarray, np.ndarray, int] | 
     else:
         before, here, after = known[:-2], known[1:-1], known[2:]
         fits = np.ones(len(known), bool)
+        fits[0] = len(known) < 3 or known[0] <= known[1] or known[1] > known[2]  # no recording of one frame
         fits[1:-1] = ~((before <= after) & ((here < before) | (here > after)))
         places, known = places[fits], known[fits]
     steps = np.diff(known) / np.diff(places)
