@@ -15,7 +15,7 @@ from apbv.input.audio import AudioError, has_audio, read_audio
 from apbv.input.video import VideoError, VideoInfo, probe, read_frames
 from apbv.layout import split_evenly
 
-from video_files import decode_all, encode, picture
+from video_files import decode_all, encode, picture, remux
 
 FROM_START = {
     "intra refresh, cut",
@@ -242,3 +242,14 @@ def test_a_wild_first_time_is_no_recording(tmp_path):
     times, clock, num_estimated = settle([2000, *range(40, 2400, 40)])
     assert num_estimated == 1 and clock.tolist() == [[0, 0]]
     assert times == pytest.approx(np.arange(0, 2400, 40))
+
+
+def test_times_that_are_all_the_same_tell_nothing(tmp_path):
+    def change(_, packet):
+        packet.pts = packet.dts = 1000
+        return packet
+
+    source = encode(tmp_path / "b.mkv", n=30, gop=10, bframes=0)
+    info = probe(remux(source, tmp_path / "a.mkv", change))
+    assert info.timestamps == pytest.approx(np.arange(30) / 25) and info.duration == pytest.approx(30 / 25)
+    assert np.array_equal(read_frames(info, [3, 17, 29]), [decode_all(info.path)[i] for i in (3, 17, 29)])

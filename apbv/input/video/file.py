@@ -364,6 +364,8 @@ def probe(path: str | os.PathLike, check: Callable[[int], None] = lambda number:
                     shown = f"{num_estimated} of {len(times)} frames have no time of their own in the file"
                     warnings.warn(f"{path}: {shown}; it is estimated", stacklevel=2)
         timestamps = times * unit.numerator / unit.denominator
+        if not timestamps[-1]:  # all the same: they tell nothing
+            timestamps = np.arange(len(times)) / float(rate)
         fps = (len(times) - 1) / float(timestamps[-1]) if timestamps[-1] > 0 else float(rate)
         interval, shown = 1 / fps, last * float(unit)
         if is_constant(timestamps, fps):  # some containers' lengths are imprecise, or those of fields
