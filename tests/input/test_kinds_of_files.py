@@ -166,7 +166,8 @@ def test_the_largest_frame_is_known(tmp_path, suffix, codec):
     """Browsers' recordings begin small."""
     options = {"codec": codec, "bframes": 0 if codec == "libx264" else None}
     small = encode(tmp_path / f"b.{suffix}", n=10, **options)
-    large = encode(tmp_path / f"c.{suffix}", n=30, size=(90, 150), **options)
+    later = [400 + 40 * i for i in range(30)] if suffix == "ts" else None
+    large = encode(tmp_path / f"c.{suffix}", n=30, size=(90, 150), pts=later, **options)
     if suffix == "mkv":  # packets of a larger stream behind those of a smaller one
 
         def change(number, _, packet):
@@ -185,6 +186,7 @@ def test_the_largest_frame_is_known(tmp_path, suffix, codec):
         path = joined(tmp_path / f"a.{suffix}", small, large)
     info = probe(path)
     assert (info.height, info.width, info.most_pixels, info.num_frames) == (48, 64, 90 * 150, 40)
+    assert bool(len(info.pts)) == (suffix != "h264")
     with pytest.warns(UserWarning, match="frame size changes") as told:
         assert read_frames(info, [3, 25, 26]).shape == (3, 48, 64, 3)
     assert len(told) == 1
