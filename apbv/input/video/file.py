@@ -3,7 +3,6 @@
 import io
 import os
 import struct
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
@@ -15,6 +14,7 @@ import numpy as np
 from av.sidedata.sidedata import Type as SideDataType
 from av.video.frame import PictureType
 
+from ...warn import warn_caller
 from ..container import best_stream, open_media
 from .bitstream import PacketReader
 from .clock import is_constant, is_nearly_sorted, length_of_last, settle
@@ -235,12 +235,13 @@ class VideoFile:
         """
         key_time, is_gradual = int(key[0]), key[2] != key[0]
         unfed, seen, needed, has_begun = dict(wanted), Counter(), True, False
+        missing = total = sum(wanted.values())
         for packet in chain(self._packets_from(key), (None,)):
             check()
             is_second = packet is not None and self._reader.read(packet, False)[1]
             # Nothing more is fed once the last wanted frame is in: the decoder is drained. In the midst of a
             # refresh it would give out what is not whole yet.
-            if not unfed and not is_second and (not is_gradual or seen == Counter(wanted)):
+            if not unfed and not is_second and not (is_gradual and missing):
                 packet = None
             if not is_second:
                 needed = packet is None or packet.pts in wanted or packet.pts == key_time
@@ -257,20 +258,21 @@ class VideoFile:
                 if seen[frame.pts] < wanted.get(frame.pts, 0):
                     yield seen[frame.pts], frame
                     seen[frame.pts] += 1
+                    missing -= 1
             if packet is None:
                 break
             if packet.pts in unfed and not (is_second or packet.is_discard):
                 unfed[packet.pts] -= 1
                 if not unfed[packet.pts]:
                     del unfed[packet.pts]
-        if missing := sum((Counter(wanted) - seen).values()):
-            raise NotWholeError(f"{self.path}: a frame cannot be decoded: {missing} of {len(wanted)} are missing")
+        if missing:
+            raise NotWholeError(f"{self.path}: a frame cannot be decoded: {missing} of {total} are missing")
 
     def _packets_from(self, key: np.ndarray) -> Iterator[av.Packet]:
         """Read from a keyframe's packet on: after a seek, or where none finds it, from the start."""
         self._reader.restart()
         # Containers index keyframes by presentation time or by decoding time, or they cannot seek at all.
-        for target in (*key.tolist(), None):
+        for target in (*key[:2].tolist(), None):
             if target is None:
                 self._container.close()
                 self.open()
@@ -362,7 +364,7 @@ def probe(path: str | os.PathLike, check: Callable[[int], None] = lambda number:
                 last = length_of_last(times, np.array(lengths))
                 if num_estimated:
                     shown = f"{num_estimated} of {len(times)} frames have no time of their own in the file"
-                    warnings.warn(f"{path}: {shown}; it is estimated", stacklevel=2)
+                    warn_caller(f"{path}: {shown}; it is estimated")
         timestamps = times * unit.numerator / unit.denominator
         if not timestamps[-1]:  # all the same: they tell nothing
             timestamps = np.arange(len(times)) / float(rate)

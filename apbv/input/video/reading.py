@@ -1,7 +1,6 @@
 """Samples frames of a video and decodes them, by PyAV in runs that begin at keyframes, or by torchcodec."""
 
 import threading
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -14,6 +13,7 @@ from av.video.reformatter import VideoReformatter
 
 from ...config import FRAME_RATE
 from ...hosts import fair_share_of_cores
+from ...warn import warn_caller
 from .file import NotWholeError, VideoError, VideoFile, VideoInfo
 
 if TYPE_CHECKING:
@@ -402,6 +402,6 @@ def _as_shown_first(
         if not chunks.are_scaled:
             chunks.are_scaled = True
             scaled = f"frames are scaled to the first one's, {was}"
-            warnings.warn(f"{info.path}: the frame size changes within the video; {scaled}", stacklevel=2)
+            warn_caller(f"{info.path}: the frame size changes within the video; {scaled}")
         converter = VideoReformatter()  # the other one is for frames of one size
     return converter.reformat(frame, *size, "rgb24", interpolation="BICUBIC", threads=1).to_ndarray()
