@@ -27,7 +27,7 @@ from .input.reading import PromptReader
 from .input.request import Question, Request
 from .input.skeleton import SampledVideo
 from .input.video import require_backend
-from .model.loading import default_max_new_tokens, default_num_frames, load_model, read_config
+from .model.loading import default_num_frames, default_sampling, load_model, read_config
 from .model.parts import require_supported
 from .prefilling.cancelling import RequestCancelled
 from .prefilling.memory import NotEnoughMemoryError
@@ -73,8 +73,8 @@ class Engine:
         parts: the model that reads prompts on this host, taken apart.
         hosts: the hosts that answer together: all but a draft host, or a draft host alone.
         prefills: whether this host runs the target.
-        num_frames, max_new_tokens: the defaults of requests, taken from the checkpoint (see
-            :mod:`apbv.model.loading`).
+        num_frames, sampling, max_new_tokens: the defaults of requests, taken from the checkpoint (see
+            :mod:`apbv.model.loading`); the last is one of the sampling parameters.
         videos: remembers what was found in the video files that were asked about.
 
     Raises:
@@ -115,7 +115,10 @@ class Engine:
         self.tokenizer, self.videos = reader.tokenizer, reader.videos
         self._way = drafting.way_to_answer(models, self.tokenizer)
         self.hosts, self.prefills = self._way.hosts, not drafting.drafts_only
-        self.max_new_tokens = drafting.agree(default_max_new_tokens(self.parts.model))
+        with hosts.local_stage("reading the generation config"):
+            sampling = default_sampling(self.parts.model, self.parts.decode.generation_config)
+        self.sampling = drafting.agree(sampling)
+        self.max_new_tokens = self.sampling.max_new_tokens
         self._prefiller = Prefiller(
             reader,
             self.hosts,
@@ -200,7 +203,7 @@ class Engine:
         engine = copy(self)
         if self.prefill_config.anchor_len:  # one for long prompts would leave nothing to split
             engine._prefiller = self._prefiller.with_config(replace(self.prefill_config, anchor_len=None))
-        sampling = engine._sampling(_WARM_UP_TOKENS, temperature=0.0, top_p=1.0, seed=0)
+        sampling = SamplingParams(max_new_tokens=_WARM_UP_TOKENS)
         question = {"prompt": demo.DEMO_QUESTION, "sampling": sampling, **about}
         if not in_batch:
             engine.generate(**question)
@@ -267,8 +270,8 @@ class Engine:
         audio: str | Path | Sequence[str | Path] | None = None,
         audio_in_video: bool | None = None,
         max_new_tokens: int | None = None,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
+        temperature: float | None = None,
+        top_p: float | None = None,
         seed: int = 0,
         sampling: SamplingParams | None = None,
         on_token: Callable[[int], None] | None = None,
@@ -282,8 +285,9 @@ class Engine:
         Args:
             max_new_tokens: the largest number of tokens, the end token included. By default
                 :attr:`max_new_tokens`, or as many as the model has positions left.
-            temperature: 0 is greedy.
-            top_p: nucleus sampling, where temperature > 0.
+            temperature: None, as 0, is greedy.
+            top_p: nucleus sampling, where temperature > 0; by default the checkpoint's, as all parameters that are
+                left open (:class:`apbv.SamplingParams`).
             seed: the same seed draws the same tokens; where a draft's windows depend on time (a losing draft is
                 dropped, ``num_draft_tokens`` is ``"auto"``, or there is a draft host) it draws others of the same
                 distribution.
@@ -312,18 +316,20 @@ class Engine:
             for name, call in calls.items():
                 if call is not None and not callable(call):
                     raise ValueError(f"{name} must be a function, not {call!r:.80}")
-            given = self._sampling(max_new_tokens, temperature, top_p, seed)
+            given = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
+            given = SamplingParams(**given)
             if sampling is not None:
                 require_types(sampling=(sampling, SamplingParams))
-                if given != self._sampling(None, 0.0, 1.0, 0):
+                if given != SamplingParams():
                     raise ValueError("pass sampling or max_new_tokens, temperature, top_p and seed, not both")
+            sampling = sampling or given
         sound = {"audio": audio, "audio_in_video": audio_in_video}
         question = Question(prompt, video, images, context, messages, num_frames, fps, **sound)
         request = Request(
             question,
             StageTimer(self.hosts, on_stage, on_progress),
-            sampling=sampling or given,
-            num_wanted=max_new_tokens or 1,
+            sampling=sampling,
+            num_wanted=sampling.max_new_tokens or 1,
             on_token=on_token,
             stop=stop,
         )
@@ -390,7 +396,7 @@ class Engine:
         """
         if max_together < 1:
             raise ValueError(f"max_together must be at least 1, not {max_together}")
-        sampling, hosts = sampling or self._sampling(None, 0.0, 1.0, 0), self.hosts
+        sampling, hosts = sampling or SamplingParams(), self.hosts
         batch = self.batch() if hosts.rank < self.num_homes else None
         numbered, running = enumerate(questions), {}
         coming = next(numbered, None)
@@ -475,7 +481,7 @@ class Engine:
         Args:
             timeline: collect a timeline of every host.
         """
-        with self._guarded(self._with_grammar(request)) as guarded:
+        with self._guarded(self._completed(request)) as guarded:
             read, state, answered = self._way.answer(guarded, self._prefiller)
         self._note_what_the_demo_cannot(read)
         return self._result(read.request, state, answered, timeline, read.videos)
@@ -538,8 +544,8 @@ class Engine:
         state: PrefillResult,
         *,
         max_new_tokens: int | None = None,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
+        temperature: float | None = None,
+        top_p: float | None = None,
         seed: int = 0,
         on_token: Callable[[int], None] | None = None,
         stop: Callable[[Sequence[int]], bool] | None = None,
@@ -553,10 +559,11 @@ class Engine:
         state = replace(state, timer=state.timer.resumed())
         max_positions = self.parts.max_position_embeddings
         with self.hosts.local_stage("reading the settings"):
-            sampling = self._sampling(max_new_tokens, temperature, top_p, seed)
+            sampling = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
+            sampling = SamplingParams(**sampling)
             request = Request(Question(), state.timer, sampling=sampling, on_token=on_token, stop=stop)
             state.inputs.require_room(max_positions, max_new_tokens or 1)
-            request = request.within(max_positions, state.inputs)
+            request = self._completed(request).within(max_positions, state.inputs)
         with self._guarded(request) as guarded:
             answered = Autoregressive(self.parts, self.hosts).decode(guarded, state)
         return self._result(request, state, answered)
@@ -602,7 +609,7 @@ class Engine:
         Raises:
             RequestCancelled, ValueError, HostError: as :meth:`generate`.
         """
-        begun = self._way.begin(self._with_grammar(request), self._prefiller)
+        begun = self._way.begin(self._completed(request), self._prefiller)
         self._note_what_the_demo_cannot(begun.read)
         return begun
 
@@ -614,8 +621,13 @@ class Engine:
         """Put apbv's attention in force in the models that decode, until the returned context ends."""
         return self._way.attention()
 
-    def _with_grammar(self, request: Request) -> Request:
-        """Return a request with the grammar of its JSON schema, if it has one; ValueError on all hosts if not."""
+    def _completed(self, request: Request) -> Request:
+        """Return a request with all sampling parameters, and the grammar of its JSON schema, if it has one.
+
+        Raises:
+            ValueError: the schema is not supported; on all hosts.
+        """
+        request = replace(request, sampling=request.sampling.filled(self.sampling))
         if request.sampling.json_schema is None:
             return request
         hosts = self.hosts
@@ -666,10 +678,6 @@ class Engine:
         engine._prefiller = self._prefiller.without_draft(engine.prefill_config)
         engine._way = Autoregressive(self.parts, self.hosts)
         return engine
-
-    def _sampling(self, max_new_tokens: int | None, temperature: float, top_p: float, seed: int) -> SamplingParams:
-        limit = self.max_new_tokens if max_new_tokens is None else max_new_tokens
-        return SamplingParams(max_new_tokens=limit, temperature=temperature, top_p=top_p, seed=seed)
 
 
 def _require_types(hosts: Any, prefill: Any, speculate: Any, reuse: Any, decode: Any) -> None:

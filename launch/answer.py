@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase, TextStreamer
 
-from apbv import GenerateResult, HostGroup
+from apbv import GenerateResult, HostGroup, SamplingParams
 from apbv.input.audio import AudioError, has_audio
 from apbv.input.images import Picture
 from apbv.input.video.file import VideoFile
-from apbv.launch.options import load_engine, prepare_process
+from apbv.launch.options import given, load_engine, prepare_process
 from apbv.launch.progress import ProgressBars
 from apbv.stats import append_json_lines, write_timeline
 
@@ -52,10 +52,7 @@ def run(options: argparse.Namespace, hosts: HostGroup, progress_delay: float = 2
                 context=context,
                 num_frames=options.frames,
                 fps=options.fps,
-                max_new_tokens=options.max_new_tokens,
-                temperature=options.temperature,
-                top_p=options.top_p,
-                seed=options.seed,
+                sampling=SamplingParams(**given(options, SamplingParams)),
                 on_token=show,
                 on_stage=progress.begin,
                 on_progress=progress.advance,

@@ -47,7 +47,7 @@ def parse_arguments(arguments: list[str] | None = None, prog: str | None = None)
     add_prefill_options(parser)
     decode = parser.add_argument_group("decode")
     add_settings(decode, ANSWER_LENGTH)
-    add_settings(decode, SAMPLING, with_defaults=True)
+    add_settings(decode, SAMPLING)
     add_draft_options(parser)
 
     parser.add_argument("--json", metavar="FILE", help="append the metrics as one JSON line")

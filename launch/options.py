@@ -68,7 +68,15 @@ PREFILL = _of(
     ("--kv", "kv", "gather the KV cache on host 0, or keep it sharded"),
     ("--backend", "backend", "attention backend; auto: by device"),
 )
-GRAPHS = _of(DecodeConfig, ("--cuda-graphs", "cuda_graphs", "capture decode steps as CUDA graphs; auto: on GPUs"))
+DECODE = _of(
+    DecodeConfig,
+    ("--cuda-graphs", "cuda_graphs", "capture decode steps as CUDA graphs; auto: on GPUs"),
+    (
+        "--generation-config",
+        "generation_config",
+        "sampling defaults: the checkpoint's (auto), or without effect (neutral)",
+    ),
+)
 # The options below are None if not given.
 VIDEO = _of(
     VideoConfig,
@@ -120,14 +128,22 @@ ANSWER_LENGTH = _of(
 )
 SAMPLING = _of(
     SamplingParams,
-    ("--temperature", "temperature", "sampling temperature; 0: greedy"),
-    ("--top-p", "top_p", "sample from the smallest set of tokens with this probability mass"),
-    ("--top-k", "top_k", "sample from the N most probable tokens; 0: all"),
-    ("--min-p", "min_p", "drop tokens below X times the highest probability"),
-    ("--repetition-penalty", "repetition_penalty", "penalize tokens of the prompt and the answer; 1: off"),
+    ("--temperature", "temperature", "sampling temperature; 0: greedy (the default; apbv serve: the model's)"),
+    (
+        "--top-p",
+        "top_p",
+        "sample from the fewest tokens with this probability mass (default: the model's)",
+    ),
+    ("--top-k", "top_k", "sample from the N most probable tokens; 0: all (default: the model's)"),
+    ("--min-p", "min_p", "drop tokens below X times the highest probability (default: the model's)"),
+    (
+        "--repetition-penalty",
+        "repetition_penalty",
+        "penalize tokens of the prompt and the answer; 1: off (default: the model's)",
+    ),
     ("--seed", "seed", "random seed for sampling"),
 )
-_SETTINGS = (*PREFILL, *GRAPHS, *VIDEO, *THREADS, *REDUCE, *SPARSE, *DRAFT, *ANSWER_LENGTH, *SAMPLING)
+_SETTINGS = (*PREFILL, *DECODE, *VIDEO, *THREADS, *REDUCE, *SPARSE, *DRAFT, *ANSWER_LENGTH, *SAMPLING)
 
 
 class OptionParser(argparse.ArgumentParser):
@@ -232,7 +248,7 @@ def add_prefill_options(parser: argparse.ArgumentParser) -> None:
     prefill.add_argument("--frames", "--num-frames", **frames)
     rate = reading(float, *FRAME_RATE)
     prefill.add_argument("--fps", type=rate, metavar="X", help="sample X frames per second, at most --frames")
-    add_settings(prefill, [*PREFILL, *GRAPHS], with_defaults=True)
+    add_settings(prefill, [*PREFILL, *DECODE], with_defaults=True)
     add_settings(prefill, VIDEO)
     prefill.add_argument(
         "--dtype", choices=DTYPE_NAMES, default="auto", help="weight dtype (default auto: the model's)"

@@ -74,7 +74,7 @@ def parse_arguments(arguments: list[str] | None = None, prog: str | None = None)
         "--allow-media-host", action="append", default=[], metavar="HOST", help="to fetch from; can be repeated"
     )
     add_settings(requests, ANSWER_LENGTH)
-    add_settings(requests, SAMPLING[:2], with_defaults=True)
+    add_settings(requests, SAMPLING[:2])
     add_prefill_options(parser)
     add_draft_options(parser)
     reuse = parser.add_argument_group("prefix and embedding cache")

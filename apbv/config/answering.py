@@ -1,10 +1,13 @@
 """Settings for decoding, sampling, and the prefix and embedding caches."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 
 from .checks import Checked, instance_of, integer, number, one_of, setting
-from .names import CUDA_GRAPH_MODES, REUSE_MODES
+from .names import CUDA_GRAPH_MODES, GENERATION_CONFIGS, REUSE_MODES
+
+# Logits divided by less may overflow, and give the most probable token anyway.
+_GREEDY_BELOW = 1e-5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,12 +19,15 @@ class DecodeConfig(Checked):
             graph, which launches all kernels at once; if that fails, a warning gives the reason. Not supported
             with ``kv="sharded"``, tensor parallelism, or attention backends other than Triton; ensembles and
             drafts in a thread run eagerly, too. ``"off"``: kernels are launched one by one.
+        generation_config: ``"auto"``: the checkpoint's generation config gives the sampling parameters that a
+            request leaves open. ``"neutral"``: these have no effect.
 
     Raises:
-        ValueError: the mode is unknown.
+        ValueError: a mode is unknown.
     """
 
     cuda_graphs: str = one_of(CUDA_GRAPH_MODES, "auto")
+    generation_config: str = one_of(GENERATION_CONFIGS, "auto")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,11 +35,14 @@ class SamplingParams(Checked):
     """Sampling parameters.
 
     Logits get the bias first, then the penalties, then the temperature; the distribution is then truncated by
-    ``min_p``, ``top_k`` and ``top_p``, in this order.
+    ``min_p``, ``top_k`` and ``top_p``, in this order. For what is None the engine takes the value of the
+    checkpoint's generation config (:attr:`DecodeConfig.generation_config`), but is greedy without a temperature,
+    so that figures can be compared: only the server takes that from the checkpoint, too.
 
     Attributes:
-        max_new_tokens: maximum tokens to generate; at least 1.
-        temperature: 0 is greedy; otherwise logits are divided by it.
+        max_new_tokens: maximum tokens to generate; at least 1. If it is None, an answer may end earlier for want
+            of positions, which are otherwise required.
+        temperature: below 1e-5 it counts as 0, greedy; otherwise logits are divided by it.
         top_p: keep the smallest set of tokens whose probabilities sum to at least this (nucleus sampling).
         top_k: keep the k most probable tokens, and those that tie with the last of them; 0: all.
         min_p: keep tokens at least this times as probable as the most probable one.
@@ -53,13 +62,12 @@ class SamplingParams(Checked):
         ValueError: a number is out of range.
     """
 
-    max_new_tokens: int = integer(1, 2**20, 128)
-    # Below the lower bound, which is of no practical use, logits over temperature overflow.
-    temperature: float = number("be 0 (greedy) or at least 1e-6", lambda t: t == 0 or 1e-6 <= t < inf, 0.0)
-    top_p: float = number("lie in (0, 1]", lambda share: 0 < share <= 1, 1.0)
-    top_k: int = integer(0, 2**20, 0)
-    min_p: float = number("lie in 0 .. 1", lambda share: 0 <= share <= 1, 0.0)
-    repetition_penalty: float = number("lie in (0, 10]", lambda factor: 0 < factor <= 10, 1.0)
+    max_new_tokens: int | None = integer(1, 2**20, None)
+    temperature: float | None = number("be 0 (greedy) or more", lambda t: 0 <= t < inf, None)
+    top_p: float | None = number("lie in (0, 1]", lambda share: 0 < share <= 1, None)
+    top_k: int | None = integer(0, 2**20, None)
+    min_p: float | None = number("lie in 0 .. 1", lambda share: 0 <= share <= 1, None)
+    repetition_penalty: float | None = number("lie in (0, 10]", lambda factor: 0 < factor <= 10, None)
     presence_penalty: float = number("lie in -2 .. 2", lambda penalty: -2 <= penalty <= 2, 0.0)
     frequency_penalty: float = number("lie in -2 .. 2", lambda penalty: -2 <= penalty <= 2, 0.0)
     logit_bias: tuple[tuple[int, float], ...] = instance_of(
@@ -73,27 +81,39 @@ class SamplingParams(Checked):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.min_tokens > self.max_new_tokens:
+        if self.min_tokens > (self.max_new_tokens or self.min_tokens):
             raise ValueError(
                 f"min_tokens must lie in 0 .. max_new_tokens ({self.max_new_tokens}), not {self.min_tokens!r}"
             )
         if self.json_schema is not None and (self.min_tokens or self.ignore_eos):
             raise ValueError("json_schema ends the answer: it excludes min_tokens and ignore_eos")
+        if self.is_greedy:
+            object.__setattr__(self, "temperature", self.temperature and 0.0)
+
+    def filled(self, defaults: "SamplingParams") -> "SamplingParams":
+        """Return these parameters with others for those that are left open; without a temperature it is greedy."""
+        names = ("max_new_tokens", "top_p", "top_k", "min_p", "repetition_penalty")
+        filled = {name: getattr(defaults, name) for name in names if getattr(self, name) is None}
+        if "max_new_tokens" in filled:
+            filled["max_new_tokens"] = max(defaults.max_new_tokens, self.min_tokens)
+        return replace(self, temperature=self.temperature or 0.0, **filled)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most probable token is always chosen."""
+        return (self.temperature or 0.0) < _GREEDY_BELOW
 
     @property
     def cuts(self) -> tuple[float, float, int, float]:
         """Temperature, top_p, top_k and min_p, which turn logits into a distribution; equal if greedy."""
-        return (self.temperature, self.top_p, self.top_k, self.min_p) if self.temperature else (0.0, 1.0, 0, 0.0)
+        if self.is_greedy:
+            return 0.0, 1.0, 0, 0.0
+        return self.temperature, self.top_p or 1.0, self.top_k or 0, self.min_p or 0.0
 
     @property
     def penalises(self) -> bool:
         """Whether a token's logit is penalised for the tokens before."""
-        return self.repetition_penalty != 1 or bool(self.presence_penalty or self.frequency_penalty)
-
-    @property
-    def looks_back(self) -> bool:
-        """Whether choosing a token needs all earlier tokens on the CPU."""
-        return self.penalises or self.json_schema is not None
+        return self.repetition_penalty not in (None, 1) or bool(self.presence_penalty or self.frequency_penalty)
 
 
 @dataclass(frozen=True, kw_only=True)

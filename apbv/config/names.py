@@ -4,6 +4,7 @@ MOST_AUTO_DRAFT_TOKENS = 16
 KV_PLACEMENTS = ("gathered", "sharded")
 REUSE_MODES = ("exact", "kv")
 CUDA_GRAPH_MODES = ("auto", "off")
+GENERATION_CONFIGS = ("auto", "neutral")
 HIPPO_TERMS = ("attention", "time", "space")
 PRUNINGS = ("kv", "prompt")
 KEEP_POLICIES = (

@@ -14,7 +14,7 @@ from ..hosts import AgreedError
 from ..logprobs import TokenLogprobs, log_probabilities
 from ..transfer import fetch, to_device
 from .runner import Decoder
-from .sampling import Choice, biased, choose_each, forbid, penalised
+from .sampling import Choice, Penalties, biased, choose_each, forbid
 
 NO_TOKEN = -1  # sent by host 0 to the others if NaN or infinite logits allow no token
 
@@ -108,9 +108,13 @@ class Answer:
             return self.agree(None)
         return self.agree(self.pick(logits, self.next_index).fetch(hosts.wait_for_device))
 
-    def pick(self, logits: Tensor, index: int) -> Choice:
-        """Choose the token of this index in the sequence from logits ``[V]``, on the device."""
-        choice, _ = choose_each(self.allowed(logits[None], [index]), [self.sampling], [index])
+    def pick(self, logits: Tensor, index: int, drafted: Tensor | Sequence[int] = ()) -> Choice:
+        """Choose the token of this index in the sequence from logits ``[V]``, on the device.
+
+        Args:
+            drafted: as of :meth:`allowed`.
+        """
+        choice, _ = choose_each(self.allowed(logits[None], [index], drafted), [self.sampling], [index])
         self.tell_of(logits[None], choice.tokens)
         return choice
 
@@ -126,15 +130,24 @@ class Answer:
             there = to_device(tokens, logits.device, torch.int64)
             self._arriving.append(fetch(log_probabilities(logits, there, self.sampling.logprobs)))
 
-    def allowed(self, logits: Tensor, indices: Sequence[int]) -> Tensor:
+    def allowed(
+        self,
+        logits: Tensor,
+        indices: Sequence[int],
+        drafted: Tensor | Sequence[int] = (),
+        precede: Tensor | None = None,
+    ) -> Tensor:
         """Return logits ``[S, V]`` for these indices in the sequence after bias, penalties and grammar.
 
-        If these depend on earlier tokens, S is 1 and the index is that of the next token.
+        With a grammar, S is 1 and the index is that of the next token.
+
+        Args:
+            drafted, precede: tokens after those so far, as of :meth:`.sampling.Penalties.penalised`.
         """
         if self.sampling.logit_bias:
             logits = biased(logits, self.sampling.logit_bias)
-        if self.sampling.penalises:
-            logits = penalised(logits[0], self.sampling, self._prompt_there, self.tokens)[None]
+        if self.penalties is not None:
+            logits = self.penalties.penalised(logits, self.tokens, drafted, precede)
         if self.grammar is not None:
             logits = self.grammar.masked(logits)
         if self.sampling.min_tokens and self.eos_token_ids:
@@ -144,9 +157,11 @@ class Answer:
         return logits
 
     @cached_property
-    def _prompt_there(self) -> Tensor:
-        """The distinct tokens of the prompt, on the logits' device."""
-        return self.prompt_ids.unique().to(self.logits.device)
+    def penalties(self) -> Penalties | None:
+        """Its penalties; None if there are none."""
+        if not self.sampling.penalises:
+            return None
+        return Penalties(self.sampling, self.prompt_ids, self.logits.shape[-1], self.logits.device)
 
     def agree(self, arriving: Callable[[], tuple[list[int], list[int]]] | None) -> tuple[int, bool]:
         """Return the token that arrives from host 0's device, with the contract of :meth:`choose`; collective.
@@ -191,7 +206,7 @@ def generate_tokens(answer: Answer) -> list[int]:
     """
     token, has_ended = answer.choose(answer.logits)
     answer.add([token])
-    if answer.decoder.runs_ahead and not answer.sampling.looks_back:
+    if answer.decoder.runs_ahead and answer.sampling.json_schema is None:
         return answer.tokens if has_ended else _generate_ahead(answer)
     while not has_ended:
         rows = answer.decoder.advance([token])
@@ -211,7 +226,7 @@ def _generate_ahead(answer: Answer) -> list[int]:
     while True:
         arriving, ahead = choice.fetch(decoder.hosts.wait_for_device), None
         if answer.num_left > 1:
-            ahead = answer.pick(decoder.advance(choice.tokens)[-1], answer.next_index + 1)
+            ahead = answer.pick(decoder.advance(choice.tokens)[-1], answer.next_index + 1, choice.tokens)
         token, has_ended = answer.agree(arriving)
         answer.add([token])
         if has_ended:

@@ -194,7 +194,8 @@ class Batch:
 
     def _may_run_ahead(self) -> bool:
         """Return whether the next step needs none of the arriving tokens on the CPU."""
-        return not any(member.answer.sampling.looks_back for member in self._members if not member.has_ended)
+        going = (member.answer for member in self._members if not member.has_ended)
+        return all(answer.sampling.json_schema is None for answer in going)
 
     def _give(self, before: Given | None = None) -> Given | None:
         """Run the model on every sequence's newest token and choose the next; None if none is needed.
@@ -212,13 +213,14 @@ class Batch:
             known = [member for member in going if member not in rows]
             ids = [member.tokens[-1] for member in known]
             if len(known) < len(going):
-                rows |= {member: len(rows) + i for i, member in enumerate(known)}
+                places = rows | {member: len(rows) + i for i, member in enumerate(known)}
                 device = self._parts.device
                 newest = torch.cat([before[1].tokens, to_device(ids, device, torch.int64)])
-                ids = newest[to_device([rows[member] for member in going], device)]
+                ids = newest[to_device([places[member] for member in going], device)]
         logits = self._runner.run(ids, [member.kv for member in going])
         try:
-            return going, self._choose(going, logits)
+            arriving = [ids[row : row + 1] if member in rows else () for row, member in enumerate(going)]
+            return going, self._choose(going, logits, arriving)
         except Exception:
             for member in going:  # the same rows are written again
                 member.kv.num_run -= 1
@@ -232,12 +234,17 @@ class Batch:
             member.end(error)
         return not member.has_ended
 
-    def _choose(self, members: Sequence[Member], logits: Tensor) -> Choice:
-        """Choose the next token of each sequence from its row of logits ``[R, V]``."""
+    def _choose(self, members: Sequence[Member], logits: Tensor, arriving: Sequence = ()) -> Choice:
+        """Choose the next token of each sequence from its row of logits ``[R, V]``.
+
+        Args:
+            arriving: of each the token before, int64 ``[1]``, if the CPU does not know it yet, else nothing.
+        """
         answers, counts = [member.answer for member in members], [member.kv.num_run for member in members]
         places = [answer.prompt_len + count for answer, count in zip(answers, counts, strict=True)]
         given = logits.split(1)
-        allowed = [answer.allowed(row, [place]) for answer, row, place in zip(answers, given, places, strict=True)]
+        each = zip(answers, given, places, arriving or [()] * len(answers), strict=True)
+        allowed = [answer.allowed(row, [place], before) for answer, row, place, before in each]
         if any(row is not before for row, before in zip(allowed, given, strict=True)):
             logits = torch.cat(allowed)
         choice, _ = choose_each(logits, [answer.sampling for answer in answers], places)

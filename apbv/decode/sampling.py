@@ -202,22 +202,51 @@ def forbid(logits: Tensor, rows: Sequence[int], tokens: Sequence[int]) -> Tensor
     return logits.index_put((rows, columns), logits.new_full((), -torch.inf))
 
 
-def penalised(logits: Tensor, config: SamplingParams, prompt: Tensor, tokens: Sequence[int]) -> Tensor:
-    """Return logits ``[V]`` with the penalties for earlier tokens; ``logits`` is unchanged.
+class Penalties:
+    """The penalties of one answer: repetition, presence and frequency penalty.
 
     Args:
-        prompt: the token ids of the prompt, on the logits' device.
-        tokens: the answer so far.
+        prompt_ids: int64 ``[n]``.
+        vocab_size: V.
+        device: of the logits.
     """
-    answer = to_device(tokens, logits.device, torch.int64)
-    if config.repetition_penalty != 1:
-        seen = torch.cat([prompt, answer]).unique()
-        values = logits[seen]
-        factor = config.repetition_penalty
-        logits = logits.index_put((seen,), torch.where(values > 0, values / factor, values * factor))
-    there, counts = answer.unique(return_counts=True)
-    less = config.presence_penalty + config.frequency_penalty * counts
-    return logits.index_put((there,), logits[there] - less.to(logits.dtype))
+
+    def __init__(self, config: SamplingParams, prompt_ids: Tensor, vocab_size: int, device: torch.device):
+        self._config = config
+        is_in_prompt = prompt_ids.bincount(minlength=vocab_size)[:vocab_size] > 0  # placeholders may exceed V
+        self._is_in_prompt = to_device(is_in_prompt, device)
+
+    def penalised(
+        self,
+        logits: Tensor,
+        tokens: Sequence[int],
+        drafted: Tensor | Sequence[int] = (),
+        precede: Tensor | None = None,
+    ) -> Tensor:
+        """Return logits ``[S, V']`` with the penalties for earlier tokens, in fp32 at least; V' <= V.
+
+        Args:
+            tokens: the answer so far.
+            drafted: int64 ``[N]``, tokens that may follow it, which the CPU need not know yet.
+            precede: bool ``[S, N]``: which of these come before each row's token; None: the last row's token comes
+                after all, each row's before it after one less.
+        """
+        config, (num_rows, vocab_size) = self._config, logits.shape
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        drafted = to_device(drafted, logits.device, torch.int64)
+        if precede is None:
+            precede = torch.ones(num_rows, len(drafted)).tril(len(drafted) - num_rows)
+        # In the last column what a draft's vocabulary lacks.
+        earlier = torch.cat([to_device(tokens, logits.device, torch.int64), drafted]).clamp(max=vocab_size)
+        counted = to_device(torch.cat([precede.new_ones(num_rows, len(tokens)), precede], dim=1), logits.device)
+        counts = logits.new_zeros(num_rows, vocab_size + 1)
+        counts = counts.scatter_add_(1, earlier.expand(num_rows, -1), counted.to(logits))[:, :vocab_size]
+        is_in_prompt = self._is_in_prompt[:vocab_size]
+        occurs = counts > 0
+        if (factor := config.repetition_penalty) not in (None, 1):
+            scaled = torch.where(logits > 0, logits / factor, logits * factor)
+            logits = torch.where(occurs | is_in_prompt, scaled, logits)
+        return logits - config.presence_penalty * occurs - config.frequency_penalty * counts
 
 
 def biased(logits: Tensor, bias: Sequence[tuple[int, float]]) -> Tensor:

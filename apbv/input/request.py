@@ -54,6 +54,7 @@ class Request:
 
     def within(self, max_positions: int, inputs: ModelInputs) -> "Request":
         """The same request with an answer no longer than the positions that its prompt leaves."""
-        most = min(self.sampling.max_new_tokens, max_positions - inputs.next_position)
+        left = max_positions - inputs.next_position
+        most = min(self.sampling.max_new_tokens or left, left)
         fewest = min(self.sampling.min_tokens, most)
         return replace(self, sampling=replace(self.sampling, max_new_tokens=most, min_tokens=fewest))

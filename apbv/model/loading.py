@@ -18,14 +18,23 @@ from transformers import (
     PreTrainedModel,
 )
 
-from ..config import DTYPE_NAMES
+from ..config import DTYPE_NAMES, SamplingParams
 from ..hosts import HostGroup
+from ..warn import warn_caller
 from .parts import OMNI_THINKER, VIDEO_FAMILIES
 from .tensor_parallel import load_sharded
 
 # Defaults if a checkpoint has none.
 NUM_FRAMES = 64
 MAX_NEW_TOKENS = 128
+# Settings of a generation config that change the tokens of an answer, and are not supported.
+_UNSUPPORTED = (
+    "bad_words_ids begin_suppress_tokens constraints diversity_penalty encoder_no_repeat_ngram_size "
+    "encoder_repetition_penalty epsilon_cutoff eta_cutoff exponential_decay_length_penalty "
+    "force_words_ids forced_bos_token_id forced_eos_token_id guidance_scale min_length min_new_tokens "
+    "no_repeat_ngram_size num_beams penalty_alpha sequence_bias stop_strings suppress_tokens top_h "
+    "typical_p watermarking_config"
+)
 
 
 def load_model(
@@ -114,6 +123,30 @@ def default_num_frames(processor: Any) -> int:
     return getattr(video_processor, "num_frames", None) or NUM_FRAMES
 
 
-def default_max_new_tokens(model: PreTrainedModel) -> int:
-    """Return how many tokens an answer may have: the generation config's ``max_new_tokens``, or 128."""
-    return model.generation_config.max_new_tokens or MAX_NEW_TOKENS
+def default_sampling(model: PreTrainedModel, source: str = "auto") -> SamplingParams:
+    """Return what a request's sampling parameters are where it leaves them open: those of the generation config.
+
+    As in transformers, the temperature counts with ``do_sample`` only; otherwise the default is greedy. Settings
+    that would change answers and are not supported are warned of.
+
+    Args:
+        source: one of :data:`apbv.config.GENERATION_CONFIGS`.
+
+    Raises:
+        ValueError: the generation config has an invalid value.
+    """
+    config = model.generation_config.to_diff_dict() if source == "auto" else {}
+    given = {name: value for name, value in config.items() if value is not None}
+    if unsupported := [name for name in _UNSUPPORTED.split() if given.get(name, 1) not in (0, 1, [])]:
+        warn_caller(f"settings of the model's generation config that are ignored: {', '.join(unsupported)}")
+    try:
+        return SamplingParams(
+            temperature=given.get("temperature", 1.0) if given.get("do_sample") else 0.0,
+            top_p=given.get("top_p", 1.0),
+            top_k=max(given.get("top_k", 0), 0),
+            min_p=given.get("min_p", 0.0),
+            repetition_penalty=given.get("repetition_penalty", 1.0),
+            max_new_tokens=given.get("max_new_tokens", MAX_NEW_TOKENS),
+        )
+    except ValueError as error:
+        raise ValueError(f"the model's generation config: {error}") from error

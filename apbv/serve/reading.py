@@ -128,17 +128,19 @@ class Reader:
             raise self._too_long(f"{num_tokens} tokens and the answer needs up to {wanted}", field)
         bias = request.logit_bias or {}
         self._require_known(bias, "logit_bias")
-        defaults = {"temperature": settings.temperature, "top_p": settings.top_p}
+        defaults = {name: getattr(settings, name) for name in ("temperature", "top_p")}
+        if defaults["temperature"] is None:
+            defaults["temperature"] = self._engine.sampling.temperature
         sampling = SamplingParams(
             **defaults | request.model_dump(include=_SAMPLING, exclude_none=True),
             max_new_tokens=min(limit or max(request.default_limit or self._max_new_tokens, least), room),
-            top_k=max(request.top_k or 0, 0),
+            top_k=request.top_k and max(request.top_k, 0),
             logit_bias=tuple(bias.items()),
             logprobs=request.num_logprobs,
             json_schema=request.json_schema,
             seed=secrets.randbits(63) if request.seed is None else request.seed % 2**64,
             min_tokens=least,
-        )
+        ).filled(self._engine.sampling)
         told = bool(request.stream), request.stop_strings, request.stop_token_ids or ()
         files = [file.relative for file in media]
         order = Order(asked, files, sampling, request.hands_over, request.num_answers, *told)

@@ -239,8 +239,6 @@ class GenerationRequest(_Strict):
 
     @model_validator(mode="after")
     def _check(self) -> "GenerationRequest":
-        if self.temperature is not None and 0 < self.temperature < 1e-6:
-            raise _refused("temperature", "temperature must be 0 (greedy) or at least 1e-6")
         if not self.hands_over:
             self._check_answer()
         if self.stream_options is not None and not self.stream:

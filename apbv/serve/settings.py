@@ -31,8 +31,8 @@ class ServerSettings:
         max_image_bytes: maximum bytes to allocate for decoding one request's images. Only the first frame of an
             animation is decoded.
         fetch_seconds: time limit for fetching all files of a request.
-        temperature, top_p, fps: the default of the request's field of that name.
-        max_new_tokens, num_frames: the default of the request's field of that name; None: the engine's default.
+        fps: the default of the request's field of that name.
+        temperature, top_p, max_new_tokens, num_frames: the same; None: the engine's default.
         media_dir: the directory whose files requests may name; None: no files.
         media_hosts: network names, in lower case, from which files may be fetched. Private and local addresses are
             allowed only if they, or ``localhost``, are listed themselves.
@@ -57,8 +57,8 @@ class ServerSettings:
     max_image_bytes: int = _limit(3072 * _MIB, "maximum MiB to decode a request's images")
     fetch_seconds: float = _limit(30.0, "seconds to fetch a request's files")
     max_new_tokens: int | None = None
-    temperature: float = 0.0
-    top_p: float = 1.0
+    temperature: float | None = None
+    top_p: float | None = None
     num_frames: int | None = None
     fps: float | None = None
     media_dir: Path | None = None

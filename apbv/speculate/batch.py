@@ -23,7 +23,7 @@ from ..model.parts import ModelParts
 from ..transfer import fetch, to_device
 from .draft import Draft
 from .drafters import ModelDrafter
-from .pace import LOOKS_BACK, Acceptance, BatchPace, SpeculationStats
+from .pace import CONSTRAINED, Acceptance, BatchPace, SpeculationStats
 from .strategies import why_drafts_alone
 from .tree import Tree
 from .verify import decide_window
@@ -119,8 +119,8 @@ class SpeculativeBatch(Batch):
             draft: its draft, built in the current stream.
         """
         member = super().join(state, request)
-        if draft is not None and member.answer.sampling.looks_back:
-            member.stats.switch_off(LOOKS_BACK, 0)
+        if draft is not None and member.answer.sampling.json_schema is not None:
+            member.stats.switch_off(CONSTRAINED, 0)
         elif draft is not None:
             member.draft = draft
             # As others' drafts; if these are bad it is tried all the same.
@@ -236,8 +236,16 @@ def _draft_chains(runner: BatchRunner, windows: Windows) -> dict[DraftingMember,
             logits = runner.run(levels[-1][0].tokens[: len(answers)], kvs[: len(answers)])
         else:
             logits = runner.run(ids, kvs, counts)[ends]
+        logits = logits[:, : drafter.vocab_size]
+        if any(answer.penalties for answer in answers):
+            rows = list(logits.split(1))
+            for row, answer in enumerate(answers):
+                if answer.penalties is not None:
+                    drafted = torch.cat([chosen.tokens[row : row + 1] for chosen, _ in levels]) if levels else ()
+                    rows[row] = answer.penalties.penalised(rows[row], answer.tokens, drafted)
+            logits = torch.cat(rows)
         samplings, places = zip(*((answer.sampling, answer.next_index + level) for answer in answers), strict=True)
-        levels.append(choose_each(logits[:, : drafter.vocab_size], samplings, places, PURPOSE_DRAFT))
+        levels.append(choose_each(logits, samplings, places, PURPOSE_DRAFT))
     found = {}
     for row, member in enumerate(members):
         choices, drawn_from = zip(*levels[: windows[member]], strict=True)
@@ -250,7 +258,7 @@ def _draft_chains(runner: BatchRunner, windows: Windows) -> dict[DraftingMember,
 def _decide(answer: Answer, drafted: Drafted, rows: Tensor) -> Tensor:
     """Verify drafted tokens by the target's logits ``[γ + 1, V]``; see :func:`decide_window`."""
     index = answer.next_index
-    allowed = answer.allowed(rows, range(index, index + len(rows)))
+    allowed = answer.allowed(rows, range(index, index + len(rows)), drafted.tokens)
     decision = decide_window(drafted.tokens, drafted.q, allowed, index, answer.sampling)
     if answer.sampling.logprobs is not None:
         is_accepted = torch.arange(len(rows), device=rows.device) < decision[0]

@@ -35,7 +35,7 @@ class BesideDraft:
         self.hosts = pair.hosts
 
     def answer(self, request: Request, prefiller: Prefiller) -> Outcome:
-        with self._pair.beginning(self._config, self._target.vocab_size, request.sampling.temperature > 0):
+        with self._pair.beginning(self._config, self._target.vocab_size, not request.sampling.is_greedy):
             read = prefiller.read(request)
         with closing(read):
             try:
@@ -77,7 +77,7 @@ class DraftHost:
 
     def answer(self, request: Request, prefiller: Prefiller) -> Outcome:
         request = replace(request, stop=None)  # this host receives the answer's end
-        with self._pair.beginning(self._config, self._model.vocab_size, request.sampling.temperature > 0):
+        with self._pair.beginning(self._config, self._model.vocab_size, not request.sampling.is_greedy):
             read = prefiller.read(request)
         request = read.request
         # If the target continues alone, this host waits for it after the request.

@@ -174,7 +174,8 @@ class DraftTask:
             cache.crop(-num_left_out)
         position = self.inputs.next_position if next_position is None else next_position
         position, length = position - num_left_out, self.inputs.num_tokens - num_left_out
-        return ModelDrafter(parts, cache, position, length, self.sampling, self.vocab_size, self.drafts_tree)
+        settings = self.sampling, self.vocab_size, self.drafts_tree, self.inputs.input_ids
+        return ModelDrafter(parts, cache, position, length, *settings)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from transformers import DynamicCache
 
 from ..config import SamplingParams
 from ..decode.runner import ModelRunner
-from ..decode.sampling import PURPOSE_DRAFT, Choice, choose_each
+from ..decode.sampling import PURPOSE_DRAFT, Choice, Penalties, choose_each
 from ..kv.cache import GrowingLayer, appending_in_place, keep_of_last
 from ..kv.select import select_kv
 from ..model.parts import ModelParts
@@ -95,6 +95,7 @@ class ModelDrafter(Drafter):
         vocab_size: only tokens below it are drafted: the target has no others. The draft reads the target's tokens
             beyond its own vocabulary as token 0, which can cost acceptance, but keeps decoding lossless.
         drafts_trees: whether trees are drafted, level by level, and not chains.
+        prompt_ids: the prompt's tokens, for penalties, int64 ``[1, n]``.
     """
 
     def __init__(
@@ -106,10 +107,12 @@ class ModelDrafter(Drafter):
         config: SamplingParams,
         vocab_size: int,
         drafts_trees: bool = False,
+        prompt_ids: Tensor | None = None,
     ):
         self.parts, self.position, self._drafts_trees = parts, next_position, drafts_trees
         self._continue(cache)
         self._prompt_len, self._config, self.vocab_size = prompt_len, config, vocab_size
+        self._penalties = Penalties(config, prompt_ids[0], vocab_size, parts.device) if config.penalises else None
         self._cached: list[int] = []  # the new tokens whose KV the cache holds, of a tree up to its root
         self._num_cached = 0  # their number, also while a window is drafted whose tokens are not read yet
         self._tree, self._drafted = Tree.chain(0), [-1]
@@ -124,7 +127,7 @@ class ModelDrafter(Drafter):
     def _chain(self, tokens: Sequence[int], missing: Sequence[int] | Tensor, tree: Tree) -> Proposal:
         choices, rows = [], []
         for _ in range(tree.depth):
-            choice, row = self._next(missing)
+            choice, row = self._next(missing, tokens, [choice.tokens for choice in choices])
             choices.append(choice)
             rows += [] if row is None else [row]
             missing = choice.tokens  # which the CPU does not know yet
@@ -143,6 +146,10 @@ class ModelDrafter(Drafter):
                 visible = tree.visible[list(nodes)][:, self._nodes_in_cache]
                 positions = [self.position + self._num_cached + depth - 1] * len(nodes)
                 logits = self._runner.run(ids, positions, visible)[:, : self.vocab_size]
+            if self._penalties is not None:
+                drafted = torch.cat([level.tokens for level in levels]) if levels else ()
+                precede = tree.visible[list(nodes), 1 : 1 + len(drafted)]
+                logits = self._penalties.penalised(logits, tokens, drafted, precede)
             levels.append(self._choose_children(logits, [len(tree.children[node]) for node in nodes]))
         drafted = Choice.joined(levels).read() if levels else []
         self._drafted = [tokens[-1], *drafted]
@@ -163,7 +170,7 @@ class ModelDrafter(Drafter):
         """Yield drafted tokens, each with the distribution ``[Vq]`` it was drawn from, or None if greedy."""
         sequence, missing = list(tokens), self._roll_back(tokens)
         while True:
-            choice, row = self._next(missing)
+            choice, row = self._next(missing, sequence)
             self._cached = sequence[: self._num_cached]
             missing = choice.read()
             sequence += missing
@@ -185,9 +192,17 @@ class ModelDrafter(Drafter):
         self._cache = appending_in_place(cache)
         self._runner = ModelRunner(self.parts, self._cache)
 
-    def _next(self, missing: Sequence[int] | Tensor) -> tuple[Choice, Tensor | None]:
-        """Run tokens that the cache lacks, and choose the next one; return its distribution ``[Vq]``, too."""
+    def _next(
+        self, missing: Sequence[int] | Tensor, tokens: Sequence[int], drafted: Sequence[Tensor] = ()
+    ) -> tuple[Choice, Tensor | None]:
+        """Run tokens that the cache lacks, and choose the next one; return its distribution ``[Vq]``, too.
+
+        Args:
+            tokens: the new tokens, and ``drafted``, ``[1]`` each, those after them.
+        """
         logits = self._read(missing)
+        if self._penalties is not None:
+            logits = self._penalties.penalised(logits, tokens, torch.cat(drafted) if drafted else ())
         place = self._prompt_len + self._num_cached
         choice, (row,) = choose_each(logits, [self._config], [place], PURPOSE_DRAFT)
         return choice, row

@@ -1,5 +1,6 @@
 """Sets up speculative decoding: loads models and selects the decoding loop."""
 
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -8,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from .. import demo
-from ..config import DecodeConfig, PrefillConfig, SpeculativeConfig
+from ..config import DecodeConfig, PrefillConfig, SamplingParams, SpeculativeConfig
 from ..hosts import HostGroup
 from ..input.model_inputs import ModelInputs
 from ..model.loading import load_model, read_config
@@ -155,8 +156,9 @@ class Drafting:
         hosts.require_same("the kind of prompts that the model reads", reads(models.reading).encode())
         return way
 
-    def agree(self, number: int) -> int:
-        """Return host 0's number, which may differ on the draft host; collective."""
+    def agree(self, sampling: SamplingParams) -> SamplingParams:
+        """Return host 0's default sampling parameters, which may differ on the draft host; collective."""
         if not self._has_draft_host:
-            return number
-        return self._hosts.broadcast_ints([number], 1)[0]
+            return sampling
+        defaults = self._hosts.gather_json(asdict(sampling))[0]
+        return SamplingParams(**{name: value for name, value in defaults.items() if name != "logit_bias"})

@@ -166,7 +166,8 @@ class EnsembleDrafter(ModelDrafter):
     def __init__(self, task: DraftTask, contexts: Sequence[tuple[DynamicCache, int]]):
         parts, (caches, positions) = task.draft, zip(*contexts, strict=True)
         cache = stack_left_padded(caches)
-        super().__init__(parts, cache, 0, task.inputs.num_tokens, task.sampling, task.vocab_size)
+        settings = task.inputs.num_tokens, task.sampling, task.vocab_size, False, task.inputs.input_ids
+        super().__init__(parts, cache, 0, *settings)
         lengths = [cache.get_seq_length() for cache in caches]
         self._positions = torch.tensor(positions, device=parts.device)[:, None]
         padding = max(lengths) - torch.tensor(lengths, device=parts.device)[:, None]

@@ -20,7 +20,7 @@ from ..stats import Recorder, Span, seconds_of
 from .draft import Draft
 from .drafters import Proposal, pack_tokens, unpack_tokens
 from .link import ALONE, CORRECTED, DONE, GO_ON, STARTUP_WINDOWS, DraftGaveUp, Link, Pair
-from .pace import LOOKS_BACK, LOSING, Pace, SpeculationStats
+from .pace import CONSTRAINED, LOSING, Pace, SpeculationStats
 from .verify import verify_window
 
 
@@ -98,7 +98,7 @@ class _Target:
             if tokens:  # at first the target waits for the draft's prefill
                 self._pace.learn(len(self._pending.tokens), 0, len(new), *seconds)
             if self._pair.link is not None:
-                why_alone = LOOKS_BACK if answer.sampling.looks_back else self._pace.is_losing() and LOSING
+                why_alone = CONSTRAINED if answer.sampling.json_schema else self._pace.is_losing() and LOSING
         code = DONE if has_ended else ALONE if why_alone else code
         self._pair.with_other(lambda link: link.send_verdict(code, len(tokens) + len(new) - 1, new[-1]))
         self._pending = self._receive(lambda link: link.receive_rest()) if code == GO_ON else Proposal([])
@@ -110,7 +110,7 @@ class _Target:
         """Return a round's new tokens, and its verdict's code; after GO_ON the current window has more tokens."""
         index, sampling = self._answer.next_index, self._answer.sampling
         stats, pending = self._stats, self._pending
-        rows = self._answer.allowed(rows, range(index, index + len(rows)))
+        rows = self._answer.allowed(rows, range(index, index + len(rows)), pending.tokens)
         if pending.tokens:
             verdict = verify_window(pending, rows[:-1], index, sampling)
             stats.count(len(pending.tokens), verdict.num_accepted)

@@ -6,7 +6,7 @@ from ..decode.answer import NO_TOKEN, Answer
 from ..decode.sampling import NotFiniteError
 from ..stats import Recorder
 from .drafters import Drafter, Proposal, pack_tokens, unpack_tokens
-from .pace import LOOKS_BACK, LOSING, Pace, SpeculationStats
+from .pace import CONSTRAINED, LOSING, Pace, SpeculationStats
 from .tree import Tree, verify_tree
 from .verify import verify_window
 
@@ -38,9 +38,9 @@ def generate_speculatively(
     stats = SpeculationStats(record=Recorder("decoding", hosts.clock))
     whole = tree or Tree.chain(pace.most)
     token, has_ended = answer.choose(answer.logits)
-    new, is_drafting = [token], not answer.sampling.looks_back
+    new, is_drafting = [token], answer.sampling.json_schema is None
     if not is_drafting:
-        stats.switch_off(LOOKS_BACK, 0)
+        stats.switch_off(CONSTRAINED, 0)
     while True:
         answer.add(new)
         if has_ended:
@@ -79,7 +79,8 @@ def generate_speculatively(
 def _encode_verdict(answer: Answer, shape: Tree, proposal: Proposal, rows: Tensor, is_chain: bool) -> list[int]:
     """Encode for all hosts the token after the accepted path, the number of new tokens, the end, and the path."""
     index, drafted = answer.next_index, [answer.tokens[-1], *proposal.tokens]
-    allowed = answer.allowed(rows, [index + depth for depth in shape.depths])
+    indices = [index + depth for depth in shape.depths]
+    allowed = answer.allowed(rows, indices, proposal.tokens, shape.visible[:, 1:])
     try:
         if is_chain:
             verdict = verify_window(proposal, allowed, index, answer.sampling)

@@ -73,7 +73,7 @@ def decide_window(tokens: Tensor, q: Tensor | None, logits: Tensor, index: int, 
         int64 ``[3]``: the number of accepted tokens, the next token, and 1 where the logits for it are finite. If
         all are accepted and there are no logits for a bonus, the next token has no meaning.
     """
-    if config.temperature == 0:
+    if config.is_greedy:
         return decide_greedy(tokens, logits)
     p = probabilities(logits, *config.cuts)
     places = range(index, index + len(p))

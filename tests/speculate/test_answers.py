@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from apbv import Engine, HostGroup, PrefillConfig, SpeculativeConfig
+from apbv import Engine, HostGroup, PrefillConfig, SamplingParams, SpeculativeConfig
 from apbv.config import KEEP_POLICIES
 from apbv.prefilling.reduction.choosing import keep_even
 
@@ -17,6 +17,7 @@ from scripts import INFER, infer
 
 STEPS = 7
 SAMPLED = {"temperature": 1.0, "top_p": 0.95, "seed": 5}
+PENALISED = SamplingParams(max_new_tokens=STEPS, repetition_penalty=1.6, presence_penalty=0.2)
 
 
 def caption(prompt) -> str:
@@ -31,7 +32,8 @@ def answers_job(hosts: HostGroup, family: str, kv: str, ways: list, request: dic
     for way in ways:
         speculate = way and SpeculativeConfig(**{"keep_losing_draft": True, **way})
         engine = build_engine(hosts, family, kv, speculate, draft_seed, caption)
-        answer = engine.generate(QUESTION, **{"max_new_tokens": STEPS, **request})
+        limit = {} if "sampling" in request else {"max_new_tokens": STEPS}
+        answer = engine.generate(QUESTION, **{**limit, **request})
         answers.append((answer.token_ids, answer.stats["speculation"], answer.kept))
     return answers
 
@@ -62,6 +64,7 @@ CASES = {
     # What differs between families is how the draft's prompt is put together.
     "deep features": ("qwen3_vl", 2, "sharded", SHARED[::8], "video"),
     "drawn": ("qwen2_5_vl", 2, "gathered", [{"strategy": "sd_tree"}], "drawn"),
+    "penalised": ("qwen2_5_vl", 2, "gathered", [*SEEN[-3:], *SHARED[:3]], "penalised"),
     "a text": ("llama", 2, "sharded", OF_TEXT, "text"),
     "too short to be split": ("llama", 2, "gathered", OF_TEXT[2:3], "nothing"),
     "an image": ("qwen2_5_vl", 2, "gathered", OF_TEXT[:3:2], "image"),
@@ -71,8 +74,9 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_no_way_to_draft_changes_an_answer(pool, clip, case):
     family, num_hosts, kv, ways, kind = CASES[case]
-    request = {"video": str(clip), "num_frames": 12} if kind in ("video", "drawn") else {}
+    request = {"video": str(clip), "num_frames": 12} if kind in ("video", "drawn", "penalised") else {}
     request |= SAMPLED if kind == "drawn" else {}
+    request |= {"sampling": PENALISED} if kind == "penalised" else {}
     request |= {"context": "one two three four five six seven eight nine ten " * 3} if kind == "text" else {}
     request |= {"images": [families.synthetic_image()]} if kind == "image" else {}
     for host, (plain, *answers) in enumerate(pool.run(num_hosts, answers_job, family, kv, [None, *ways], request)):
@@ -97,6 +101,9 @@ def test_a_draft_that_is_the_target_and_sees_all_is_always_right(pool, clip):
         for way, (_, figures, _) in zip(SEES_ALL, answers, strict=True):
             assert figures["num_target_forwards"] == 1, way  # 6 tokens at once
             assert figures["num_tree_nodes"] or figures["num_accepted"] == figures["num_drafted"]
+    penalised = {**request, "sampling": PENALISED}
+    for answers in pool.run(2, answers_job, "qwen3_vl", "sharded", SEES_ALL[:1] + SEES_ALL[-3:-1], penalised, 0):
+        assert [figures["num_target_forwards"] for _, figures, _ in answers] == [1] * 3
     sampled = {**request, "temperature": 1.0, "top_p": 0.9, "seed": 3}
     for ((_, figures, _),) in pool.run(2, answers_job, "qwen3_vl", "sharded", SEES_ALL[:1], sampled, 0):
         assert figures["acceptance_rate"] == 1.0

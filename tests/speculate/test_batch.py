@@ -36,6 +36,7 @@ SAMPLINGS = [SamplingParams(max_new_tokens=STEPS)] * 3
 SAMPLINGS += [SamplingParams(max_new_tokens=STEPS, temperature=1.1, top_p=0.9, seed=seed) for seed in (5, 6)]
 SAMPLINGS += [SamplingParams(max_new_tokens=STEPS, logprobs=2, min_tokens=4)]
 SAMPLINGS += [SamplingParams(max_new_tokens=STEPS, presence_penalty=0.5)]
+SAMPLINGS += [replace(SAMPLINGS[4], repetition_penalty=1.3, frequency_penalty=0.4)]
 FIXED = SpeculativeConfig(strategy="ngram", num_draft_tokens=GAMMA, keep_losing_draft=True)
 NUM_PROMPTS, NUM_BATCHES = 3, 100
 
@@ -111,6 +112,8 @@ def draft_of(kind: str, number: int, sampling: SamplingParams) -> Draft | None:
         state.num_tokens,
         sampling,
         250 if kind in ("noisy", "nan") else parts.vocab_size,
+        False,
+        state.inputs.input_ids,
     )
     return Draft(ModelDrafter(parts, cache, *settings), 0, takes_target_kv=kind == "streaming")
 

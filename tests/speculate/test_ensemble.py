@@ -97,7 +97,7 @@ def ensemble_of(family: str, ensemble: str, config: SamplingParams, batch=None, 
         texts = [torch.randint(0, 250, (1, length)) for length in (31, 7, 50, 18)[: len(ensemble.rstrip("*"))]]
         contexts = [(model(input_ids=ids).past_key_values, ids.shape[1]) for ids in texts]
         alone = [(ids, None, torch.arange(ids.shape[1])[None]) for ids in texts]
-        return model, EnsembleDrafter(task(inputs=SimpleNamespace(num_tokens=40)), contexts), alone
+        return model, EnsembleDrafter(task(inputs=SimpleNamespace(num_tokens=40, input_ids=None)), contexts), alone
     rows = encode_visual(parts, inputs.visual)
     everything = torch.arange(inputs.num_visual_tokens)
     task = task(inputs=inputs)
