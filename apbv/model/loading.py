@@ -124,7 +124,7 @@ def default_num_frames(processor: Any) -> int:
 
 
 def default_sampling(model: PreTrainedModel, source: str = "auto") -> SamplingParams:
-    """Return what a request's sampling parameters are where it leaves them open: those of the generation config.
+    """Return the sampling parameters for what a request leaves open: those of the generation config.
 
     As in transformers, the temperature counts with ``do_sample`` only; otherwise the default is greedy. Settings
     that would change answers and are not supported are warned of.

@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import pytest
 
-from apbv import Engine, HostError, HostGroup, SpeculativeConfig
+from apbv import Engine, HostError, HostGroup, SamplingParams, SpeculativeConfig
 from apbv.speculate.drafters import ModelDrafter
 from apbv.speculate.link import Link
 
@@ -61,6 +61,16 @@ def test_no_draft_host_changes_an_answer(pool, request_, plain):
                 assert stats["role"] == "draft" and stats["num_drafted"] > 0
             else:
                 assert "role" not in stats and stats["speculation"]["strategy"] == WAYS[place // 2]["strategy"]
+
+
+def test_a_draft_host_penalises_as_the_target_does(pool, request_, plain):
+    """So that a draft that is the target is always right."""
+    request = dict(request_, sampling=SamplingParams(max_new_tokens=9, repetition_penalty=1.6))
+    del request["max_new_tokens"]
+    expected = engine_of(HostGroup.single(), None).generate(QUESTION, **request).token_ids
+    (stats, _), _ = pool.run(2, own_draft_job, WAYS[0], request)
+    assert stats["token_ids"] == expected != plain
+    assert stats["speculation"]["num_accepted"] == stats["speculation"]["num_drafted"] > 0
 
 
 def own_draft_job(hosts: HostGroup, way: dict, request: dict):
