@@ -11,6 +11,7 @@ processes that still run after its --shutdown-timeout (30 s; must be longer than
 
 import argparse
 import os
+import re
 from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
@@ -55,6 +56,9 @@ def parse_arguments(arguments: list[str] | None = None, prog: str | None = None)
     http.add_argument("--port", type=int, default=8000, help="port; 0: any free one (default %(default)s)")
     http.add_argument("--served-model-name", metavar="NAME", help="model name in requests (default: --model)")
     http.add_argument("--api-key", metavar="KEY", help="required of clients (default: $APBV_API_KEY, or none)")
+    http.add_argument(
+        "--cors-origin", action="append", default=[], metavar="ORIGIN", help="web page origin that may call; or *"
+    )
     http.add_argument(
         "--grace",
         type=float,
@@ -124,6 +128,9 @@ def _check(options: argparse.Namespace) -> None:
         raise ValueError(f'the server needs {", ".join(missing)}: pip install "apbv[serve]"')
     if not 0 <= options.grace <= 86_400:
         raise ValueError(f"--grace must lie in 0 .. 86400 seconds, not {options.grace:g}")
+    for origin in options.cors_origin:
+        if origin != "*" and not re.fullmatch(r"https?://[^/\s]+", origin):
+            raise ValueError(f"--cors-origin must be * or as https://example.com, not {origin}")
     if options.api_key == "":
         raise ValueError("--api-key is empty: give a key, or leave the option out")
     if options.media_dir is not None and not options.media_dir.is_dir():
@@ -159,6 +166,7 @@ def settings_of(options: argparse.Namespace) -> ServerSettings:
         "num_frames": options.frames,
         "media_hosts": frozenset(host.lower() for host in options.allow_media_host),
         "api_key": options.api_key or os.environ.get("APBV_API_KEY") or None,
+        "cors_origins": tuple(options.cors_origin),
         "kv_host": options.kv_transfer and (options.kv_host or own_address(options.host)),
         "kv_port": options.kv_port or 0,
         "kv_seconds": options.kv_seconds or ServerSettings.kv_seconds,

@@ -7,15 +7,22 @@ import inspect
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from io import BytesIO
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import url2pathname, urlopen
+
+from PIL import Image
 
 from .. import demo
 from ..config import FRAME_RATE
 from ..config.checks import Checked, instance_of, integer, number
 from ..model.parts import ModelParts
 from ..refusals import refuse
+from ..warn import warn_caller
+from .content import in_openais_form
 from .images import Picture
 from .visual import PromptError
 
@@ -175,23 +182,37 @@ def _collect_sources(messages: Sequence[Message]) -> tuple[list[Message], list[A
             raise PromptError(f"a message's content must be a string or a list of parts, got {content!r:.200}")
         parts = []
         for part in content:
-            kind, source = part.get("type") if isinstance(part, Mapping) else None, None
-            if kind == "text" and isinstance(part.get("text"), str):
-                parts.append({"type": "text", "text": part["text"]})
+            told = in_openais_form(part) if isinstance(part, Mapping | str) else {}
+            kind = str(told.get("type")).removesuffix("_url")
+            if kind == "text" and isinstance(told.get("text"), str):
+                parts.append({"type": "text", "text": told["text"]})
                 continue
-            if kind in files:
-                source = next((part[name] for name in (kind, "path") if part.get(name) is not None), None)
-            if source is None:
+            source = told.get(told.get("type")) if kind in files else None
+            if not isinstance(source, Mapping) or source.get("url") is None:
                 raise PromptError(
                     "a content part must be a dictionary of type 'text' with a 'text', or of type 'image', 'video'"
                     f" or 'audio' with a local file under that key, got {part!r:.200}"
                 )
-            files[kind].append(source)
+            if ignored := told.keys() - {"type", told["type"]}:
+                warn_caller(f"ignored in a content part of type {kind}: {', '.join(sorted(ignored))}")
+            files[kind].append(_local(kind, source["url"]))
             parts.append({"type": kind})
         plain.append({"role": message["role"], "content": parts})
     if not any(text.strip() for message in plain for text in text_parts(message)):
         raise PromptError("the chat is empty")
     return plain, files["video"], files["image"], files["audio"]
+
+
+def _local(kind: str, source: Any) -> Any:
+    """Return the path that a ``file:`` URL names, or the image in a ``data:`` URL; anything else as it is."""
+    scheme = urlsplit(source).scheme if isinstance(source, str) else None
+    try:
+        if scheme == "data" and kind == "image":
+            with urlopen(source) as data:
+                return Image.open(BytesIO(data.read()))
+        return url2pathname(urlsplit(source).path) if scheme == "file" else source
+    except (OSError, ValueError) as error:
+        raise PromptError(f"cannot read {source!r:.100} as an image: {error}") from error
 
 
 def _find_question(rendered: str, question: Sequence[str]) -> int | None:

@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -15,6 +16,7 @@ from starlette.applications import Starlette
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -22,7 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .. import __version__
 from .bodies import Bodies
-from .job import Event, Job, Piece
+from .job import Event, Finished, Job, Piece
 from .replies import Replies
 from .requests import (
     ApiError,
@@ -61,6 +63,8 @@ def build_app(worker: Worker, scheduler: Scheduler, settings: ServerSettings) ->
 
         return guard
 
+    shared = {"allow_origins": settings.cors_origins, "expose_headers": [_REQUEST_ID]}
+    cors = [Middleware(CORSMiddleware, allow_methods=["GET", "POST"], allow_headers=["*"], **shared)]
     return Starlette(
         routes=[
             Route("/v1/models", guarded(endpoints.models)),
@@ -75,7 +79,7 @@ def build_app(worker: Worker, scheduler: Scheduler, settings: ServerSettings) ->
             Route("/load", endpoints.load),
             Route("/metrics", endpoints.metrics),
         ],
-        middleware=[Middleware(_with_request_ids)],
+        middleware=[*(cors if settings.cors_origins else ()), Middleware(_with_request_ids)],
         exception_handlers=dict.fromkeys((ApiError, HTTPException, Exception), _error),
     )
 
@@ -127,11 +131,15 @@ class _Endpoints:
         except ClientDisconnect:
             self._scheduler.end(job, None, "cancelled")
             return Response(status_code=_CLIENT_CLOSED_REQUEST)
-        self._worker.admit(job)
-        watch = asyncio.create_task(self._cancel_when_gone(request, job))
-        events = self._events(job, watch)
-        self._readers.submit(self._worker.submit, job, asked)
-        replies, is_streamed = Replies(job, asked, self._model), False
+        prompts, trace = asked.split(), request.headers.get("traceparent")
+        choices = range(asked.num_answers, len(prompts) * asked.num_answers, asked.num_answers)
+        jobs = [job, *(Job(f"{job_id}-{choice}", trace, job, choice) for choice in choices)]
+        self._worker.admit(*jobs)
+        watch = asyncio.create_task(self._cancel_when_gone(request, jobs))
+        events = self._events(jobs, watch)
+        for each in zip(jobs, prompts, strict=True):
+            self._readers.submit(self._worker.submit, *each)
+        replies, is_streamed = Replies(jobs, asked, self._model), False
         try:
             first = await anext(events)
             if isinstance(first, ApiError):
@@ -183,27 +191,34 @@ class _Endpoints:
         self._require_model(asked.model)
         return asked
 
-    async def _cancel_when_gone(self, request: Request, job: Job) -> None:
+    async def _cancel_when_gone(self, request: Request, jobs: list[Job]) -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
-        self._scheduler.cancel(job)
-        job.send(ApiError(_CLIENT_CLOSED_REQUEST, "the client has gone"))
+        for job in jobs:
+            self._scheduler.cancel(job)
+        jobs[0].send(ApiError(_CLIENT_CLOSED_REQUEST, "the client has gone"))
 
-    async def _events(self, job: Job, watch: asyncio.Task) -> AsyncIterator[Event]:
-        """Yield a job's events up to its last; closing the iterator cancels the job."""
+    async def _events(self, jobs: list[Job], watch: asyncio.Task) -> AsyncIterator[Event]:
+        """Yield the events of a request's jobs up to the last, or a failure; closing the iterator cancels them."""
         self._num_answering += 1
+        num_left, num_tokens = len(jobs), 0
         try:
-            while True:
-                event = await job.events.get()
+            while num_left:
+                event = await jobs[0].events.get()
                 if isinstance(event, ApiError) and event.status == _CLIENT_CLOSED_REQUEST:
                     return
-                yield event
-                if not isinstance(event, Piece):
+                if isinstance(event, Finished):
+                    num_left, num_tokens = num_left - 1, num_tokens + event.num_tokens
+                    event = replace(event, num_tokens=num_tokens)
+                if isinstance(event, Piece | ApiError) or not num_left:
+                    yield event
+                if isinstance(event, ApiError):
                     return
         finally:
             self._num_answering -= 1
             watch.cancel()
-            self._scheduler.cancel(job)
+            for job in jobs:
+                self._scheduler.cancel(job)
 
 
 def _require_key(request: Request, api_key: str | None) -> None:

@@ -1,7 +1,9 @@
 """Reads request bodies, without letting slow clients block others."""
 
 import asyncio
+from codecs import BOM_UTF8
 from collections import Counter
+from email.message import EmailMessage
 
 from starlette.requests import Request
 
@@ -30,11 +32,20 @@ class Bodies:
     async def read(self, request: Request) -> bytes:
         """Read a whole body.
 
+        Returns:
+            Its UTF-8, without a byte order mark.
+
         Raises:
             ApiError: with status 413 if its header, or the data so far, shows that it is too large; with 408 if it
-                takes too long, also because others need its room.
+                takes too long, also because others need its room; with 415 if it is compressed, or no UTF-8.
             ClientDisconnect: the client has gone.
         """
+        about = EmailMessage()
+        about["Content-Type"] = request.headers.get("content-type", "application/json")
+        if (found := request.headers.get("content-encoding", "identity").lower()) != "identity":
+            raise ApiError(415, f"the body must not be compressed, but its Content-Encoding is {found:.50}")
+        if (found := about.get_content_charset("utf-8")) not in ("utf-8", "utf8", "us-ascii"):
+            raise ApiError(415, f"the body must be in UTF-8, but its charset is {found:.50}")
         declared = request.headers.get("content-length", "")
         if declared.isdecimal() and int(declared) > self._max_bytes:
             raise self._too_large()
@@ -44,7 +55,7 @@ class Bodies:
         finally:
             reading.cancel()
         try:
-            return await reading
+            return (await reading).removeprefix(BOM_UTF8)
         except asyncio.CancelledError as error:
             message = f"the body took too long (at most {_BODY_SECONDS:g} s, less while others need the room)"
             raise ApiError(408, message, headers={"Connection": "close"}) from error

@@ -5,7 +5,7 @@ import time
 import uuid
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .reading import ReadyRequest
@@ -114,6 +114,8 @@ class Job:
     Args:
         request_id: its id for the client and the log; None: generated.
         traceparent: the client's trace, as in the header of that name.
+        beside: an earlier job of the same HTTP request, with whose events its own are sent.
+        first_choice: the index of its first answer in the reply.
 
     Attributes:
         record: its data for metrics, log and traces.
@@ -128,10 +130,17 @@ class Job:
         home: once it runs, the host that decodes its answers and holds this KV; None: every host holds some.
     """
 
-    def __init__(self, request_id: str | None = None, traceparent: str | None = None):
+    def __init__(
+        self,
+        request_id: str | None = None,
+        traceparent: str | None = None,
+        beside: "Job | None" = None,
+        first_choice: int = 0,
+    ):
         self.record = RequestRecord(id=request_id or f"chatcmpl-{uuid.uuid4().hex}", traceparent=traceparent)
         self.created = int(time.time())
-        self.events: asyncio.Queue[Event] = asyncio.Queue()
+        self.events: asyncio.Queue[Event] = beside.events if beside else asyncio.Queue()
+        self.first_choice = first_choice
         self._loop = asyncio.get_running_loop()
         self.is_cancelled = self.has_ended = False
         self.files = ExitStack()
@@ -141,5 +150,7 @@ class Job:
 
     def send(self, event: Event) -> None:
         """Send an event; any thread may call this."""
+        if isinstance(event, Piece) and self.first_choice:
+            event = replace(event, choice=event.choice + self.first_choice)
         with suppress(RuntimeError):  # the loop has been closed
             self._loop.call_soon_threadsafe(self.events.put_nowait, event)

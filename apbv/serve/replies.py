@@ -12,12 +12,16 @@ from .requests import ApiError, ChatRequest, GenerationRequest, StreamOptions
 
 
 class Replies:
-    """Builds the replies to one request: OpenAI's objects, with vLLM's token ids and KV transfer parameters."""
+    """Builds the replies to one request: OpenAI's objects, with vLLM's token ids and KV transfer parameters.
 
-    def __init__(self, job: Job, request: GenerationRequest, model: str):
-        self._job, self._is_chat = job, isinstance(request, ChatRequest)
+    Args:
+        jobs: one for each of its prompts.
+    """
+
+    def __init__(self, jobs: list[Job], request: GenerationRequest, model: str):
+        self._jobs, self._is_chat, self._num_answers = jobs, isinstance(request, ChatRequest), request.num_answers
         self._with_token_ids, self._with_logprobs = request.return_token_ids, request.num_logprobs is not None
-        self._head = {"id": job.record.id, "created": job.created, "model": model}
+        self._head = {"id": jobs[0].record.id, "created": jobs[0].created, "model": model}
         options = request.stream_options or StreamOptions()
         self._with_usage = bool(options.include_usage)
         self._usage_in_all = self._with_usage and bool(options.continuous_usage_stats)
@@ -26,7 +30,7 @@ class Replies:
 
     async def whole(self, first: Event, events: AsyncIterator[Event]) -> dict[str, Any]:
         """Wait for a job's last event, and return the reply; raises ApiError if that is an error."""
-        pieces, event = {choice: [] for choice in range(self._job.read.order.num_answers)}, first
+        pieces, event = {choice: [] for choice in range(len(self._jobs) * self._num_answers)}, first
         while isinstance(event, Piece):
             pieces[event.choice].append(event)
             event = await anext(events)
@@ -46,13 +50,13 @@ class Replies:
     async def stream(self, first: Event, events: AsyncIterator[Event]) -> AsyncIterator[str]:
         """Yield server-sent events; an error after the first is sent as another event."""
         try:
-            for choice in range(self._job.read.order.num_answers):
-                if self._is_chat or self._with_token_ids:
-                    body = {"delta": {"role": "assistant", "content": ""}} if self._is_chat else {"text": ""}
-                    opening = {"index": choice, **body, "logprobs": None, "finish_reason": None}
-                    yield self._sse(self._with_prompt(self._chunk(opening)))
-            event = first
+            event, opened = first, set()
             while isinstance(event, Piece):
+                if (self._is_chat or self._with_token_ids) and event.choice not in opened:
+                    opened.add(event.choice)
+                    body = {"delta": {"role": "assistant", "content": ""}} if self._is_chat else {"text": ""}
+                    opening = {"index": event.choice, **body, "logprobs": None, "finish_reason": None}
+                    yield self._sse(self._with_prompt(self._chunk(opening)))
                 self._num_told += len(event.token_ids)
                 body = {"text": event.text}
                 if self._is_chat:
@@ -79,7 +83,7 @@ class Replies:
         """Add the prompt's tokens to a reply if requested: for a raw prompt to its choices."""
         if self._with_token_ids:
             for owner in [reply] if self._is_chat else reply["choices"]:
-                owner["prompt_token_ids"] = self._job.read.token_ids
+                owner["prompt_token_ids"] = self._jobs[owner.get("index", 0) // self._num_answers].read.token_ids
         return reply
 
     def _choice(self, body: dict[str, Any], piece: Piece) -> dict[str, Any]:
@@ -106,7 +110,7 @@ class Replies:
         }
 
     def _usage(self, num_tokens: int) -> dict[str, int]:
-        prompt = self._job.read.num_tokens
+        prompt = sum(job.read.num_tokens for job in self._jobs if job.read is not None)
         total = prompt + num_tokens
         return {"prompt_tokens": prompt, "completion_tokens": num_tokens, "total_tokens": total}
 

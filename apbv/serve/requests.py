@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pydantic_core import PydanticCustomError
 
 from ..config import MAX_FPS
+from ..input.content import in_openais_form
 
 
 def _names(text: str) -> frozenset[str]:
@@ -180,6 +181,11 @@ class Part(_Strict):
     audio_url: MediaUrl | None = None
     input_audio: InputAudio | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _normalise(cls, part: Any) -> Any:
+        return in_openais_form(part) if isinstance(part, dict | str) else part
+
     @model_validator(mode="after")
     def _check_content(self) -> "Part":
         if getattr(self, self.type) is None:
@@ -297,6 +303,10 @@ class GenerationRequest(_Strict):
         """Number of answers requested from this server."""
         return 1 if self.hands_over else self.n or 1
 
+    def split(self) -> list["GenerationRequest"]:
+        """Return a request for each prompt."""
+        return [self]
+
     @property
     def json_schema(self) -> str | None:
         """The JSON schema that the answer is to follow."""
@@ -369,7 +379,7 @@ class CompletionRequest(GenerationRequest):
     """The body of POST /v1/completions, about text only.
 
     Attributes:
-        prompt: the one prompt as it is, or its token ids.
+        prompt: a prompt as it is, or its token ids; or several, each with its own answers.
     """
 
     default_limit = 16  # OpenAI's and vLLM's
@@ -391,13 +401,16 @@ class CompletionRequest(GenerationRequest):
 
     @model_validator(mode="after")
     def _check_prompt(self) -> "CompletionRequest":
-        if isinstance(self.prompt, list) and self.prompt and not isinstance(self.prompt[0], int):
-            if len(self.prompt) > 1:
-                raise _refused("prompt", f"this server takes one prompt per request, not {len(self.prompt)}")
-            (self.prompt,) = self.prompt
-        if not self.prompt:
+        if not self.prompt or not all(request.prompt for request in self.split()):
             raise _refused("prompt", "the prompt is empty")
+        if self.hands_over and len(self.split()) > 1:
+            raise _refused("prompt", "do_remote_decode takes one prompt per request")
         return self
+
+    def split(self) -> list["CompletionRequest"]:
+        if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
+            return [self]
+        return [self.model_copy(update={"prompt": prompt}) for prompt in self.prompt]
 
 
 class TokenizeRequest(_ChatOptions):

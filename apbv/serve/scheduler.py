@@ -94,16 +94,18 @@ class Scheduler:
         with self.changed:
             return self.is_stopping and not self._running and not (self._offers and self._awaits_offers)
 
-    def admit(self, job: Job) -> None:
-        """Give a new request a place in the queue.
+    def admit(self, *jobs: Job) -> None:
+        """Give new requests places in the queue, all or none of them.
 
         Raises:
-            ApiError: with status 429: the queue is full.
+            ApiError: with status 429: the queue is full; with 400: it is too short for so many.
         """
         with self.changed:
-            if len(self._admitted) >= self.limits.max_queue + (not self._running):
+            if len(jobs) > (most := self.limits.max_queue + 1):
+                raise ApiError(400, f"at most {most} prompts are allowed, not {len(jobs)}", param="prompt")
+            if len(self._admitted) + len(jobs) > self.limits.max_queue + (not self._running):
                 raise ApiError(429, "the queue is full; try again later", headers={"Retry-After": "1"})
-            self._admitted.add(job)
+            self._admitted.update(jobs)
             self._show()
 
     def make_ready(self, job: Job) -> bool:

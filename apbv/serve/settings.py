@@ -36,6 +36,7 @@ class ServerSettings:
         media_dir: the directory whose files requests may name; None: no files.
         media_hosts: network names, in lower case, from which files may be fetched. Private and local addresses are
             allowed only if they, or ``localhost``, are listed themselves.
+        cors_origins: origins of the browser clients that may read responses; ``*``: any.
         grace: seconds that running requests get after SIGTERM.
         api_key: the bearer token that /v1/* requires; None: none.
         otlp_traces_endpoint: URL to which a trace of each request is exported; None: no tracing.
@@ -63,6 +64,7 @@ class ServerSettings:
     fps: float | None = None
     media_dir: Path | None = None
     media_hosts: frozenset[str] = frozenset()
+    cors_origins: tuple[str, ...] = ()
     grace: float = 20.0
     api_key: str | None = field(default=None, repr=False)
     otlp_traces_endpoint: str | None = None

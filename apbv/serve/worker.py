@@ -74,19 +74,20 @@ class Worker:
             return "a host does not answer"
         return None
 
-    def admit(self, job: Job) -> None:
-        """Give a new request a place in the queue.
+    def admit(self, *jobs: Job) -> None:
+        """Give new requests places in the queue, all or none of them.
 
         Raises:
-            ApiError: with status 503 if no request can be answered, with 429 if the queue is full.
+            ApiError: with status 503 if no request can be answered; or as :meth:`.scheduler.Scheduler.admit`.
         """
         try:
             if reason := self.reason_unavailable():
                 raise ApiError(503, reason)
-            self._scheduler.admit(job)
+            self._scheduler.admit(*jobs)
         except ApiError:
-            job.record.outcome = "rejected"
-            self._scheduler.metrics.observe_end(job.record)
+            for job in jobs:
+                job.record.outcome = "rejected"
+                self._scheduler.metrics.observe_end(job.record)
             raise
 
     def submit(self, job: Job, request: GenerationRequest) -> None:

@@ -44,7 +44,9 @@ REFUSED = {
     ],
     RAW: [
         ({}, "prompt"),
-        ({"prompt": ["a", "b"]}, "prompt", "one prompt per request, not 2"),
+        ({"prompt": ["a", ""]}, "prompt", "the prompt is empty"),
+        ({"prompt": ["a"] * 6}, "prompt", "at most 5 prompts are allowed, not 6"),
+        ({"prompt": ["a", "b"], "kv_transfer_params": HAND_OVER}, "prompt", "one prompt per request"),
         ({"prompt": [1, 10**6]}, "prompt"),
         ({"prompt": [1, 6]}, "prompt"),  # a placeholder of the video
         ({"prompt": "x", "logprobs": 21}, "logprobs"),
