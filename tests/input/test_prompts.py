@@ -1,9 +1,11 @@
 """Prompts as text and as token ids: chats of several turns, templates of several kinds, raw token ids."""
 
+import base64
 from dataclasses import replace
 
 import pytest
 import torch
+from PIL import Image
 
 from apbv import HostGroup, PrefillConfig
 from apbv.input.reading import PromptReader
@@ -161,6 +163,30 @@ def test_token_ids_that_cannot_be_read():
         reader.render(Question("why?", token_ids=[1]))
 
 
+def test_parts_are_read_as_people_write_them(tmp_path):
+    """Texts, images and videos, as OpenAI's, Qwen's and transformers' examples have them."""
+    picture, path, reader = Image.new("RGB", (84, 112)), tmp_path / "a picture.png", reader_of("qwen2_5_vl")
+    picture.save(path)
+    inline = base64.b64encode(path.read_bytes()).decode()
+    forms = [{"type": "image", "image": picture}, {"type": "image", "image": str(path)}, {"image": path}]
+    forms += [{"type": "image", "path": path}, {"type": "image", "url": path.as_uri()}, {"image_url": str(path)}]
+    forms += [{"type": "image_url", "image_url": {"url": path.as_uri()}}, {"type": "image", "base64": inline}]
+    forms += [{"type": "image", "image": f"data:image;base64,{inline}"}]
+    for form in forms:
+        told = reader.render(Question(messages=[{"role": "user", "content": [form, "what?", {"text": "when?"}]}]))
+        (found,) = told.pictures
+        assert found.load().tobytes() == picture.tobytes() and "what?when?" in told.text, form
+    for form in ({"type": "video", "video": str(path)}, {"video_url": path.as_uri()}, {"video": path}):
+        (found,) = reader.render(Question(messages=[{"role": "user", "content": [form, "what?"]}])).videos
+        assert found == str(path)
+    content = [{"type": "image", "image": picture, "max_pixels": 9}, "what?"]
+    with pytest.warns(UserWarning, match="ignored in a content part of type image: max_pixels"):
+        reader.render(Question(messages=[{"role": "user", "content": content}]))
+    content = [{"type": "image", "image": "data:image/png;base64,AAAA"}, "what?"]
+    with pytest.raises(PromptError, match="cannot read 'data:image/png;base64,AAAA' as an image"):
+        reader.render(Question(messages=[{"role": "user", "content": content}]))
+
+
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
@@ -185,7 +211,7 @@ def test_a_source_of_another_kind_is_named(asked, message):
         ({"type": "text", "text": "a"}, "a list of parts"),
         *(
             ([part], "a content part must be")
-            for part in ("a", {"type": "text"}, {"text": "a"}, {"type": "image"})
+            for part in (5, {"type": "text"}, {"kind": "a"}, {"type": "image"}, {"image": "a", "video": "b"})
         ),
     ],
     ids=str,

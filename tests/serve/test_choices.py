@@ -114,6 +114,31 @@ def test_several_answers_are_those_of_the_next_seeds(app):
             assert [one for each in logprobs for one in each[name]] == choice["logprobs"][name]
 
 
+def test_several_prompts_are_answered_as_each_alone(app):
+    prompts, fields = [PROMPT, "the letters", "J X P"], {"max_tokens": 6, "temperature": 1.8, "n": 2}
+    fields |= {"ignore_eos": True, "return_token_ids": True, "seed": 7, "logprobs": 0}
+    together = post(app, RAW, **fields, prompt=prompts).json()
+    in_pieces = {"stream": True, "stream_options": {"include_usage": True}}
+    streamed = chunks(post(app, RAW, **fields, prompt=prompts, **in_pieces))
+    alone = [post(app, RAW, **fields, prompt=prompt).json() for prompt in prompts]
+    for choice in (choice for reply in (together, *alone) for choice in reply["choices"]):
+        choice["logprobs"].pop("token_logprobs"), choice["logprobs"].pop("top_logprobs")  # rounding differs
+    expected = [choice for reply in alone for choice in reply["choices"]]
+    assert together["choices"] == [{**choice, "index": index} for index, choice in enumerate(expected)]
+    usages = [reply["usage"] for reply in alone]
+    assert together["usage"] == {name: sum(usage[name] for usage in usages) for name in usages[0]}
+    assert streamed[-1]["usage"] == together["usage"]
+    for index, choice in enumerate(together["choices"]):
+        own = [chunk["choices"][0] for chunk in streamed[:-1] if chunk["choices"][0]["index"] == index]
+        assert [token for each in own for token in each.get("token_ids", ())] == choice["token_ids"]
+        assert own[0]["prompt_token_ids"] == choice["prompt_token_ids"] and own[-1]["finish_reason"] == "length"
+    failed = post(app, RAW, **fields, prompt=[[20, 21], [1, 6], [20]])
+    assert failed.status_code == 400 and failed.json()["error"]["param"] == "prompt"
+    client = openai.AsyncOpenAI(base_url="http://server/v1", api_key="-", http_client=app.client)
+    told = app.loop.run_until_complete(client.completions.create(model="demo", prompt=prompts[:2], max_tokens=3))
+    assert [choice.index for choice in told.choices] == [0, 1]
+
+
 def test_a_chat_tells_the_log_probabilities_of_each_token(app):
     fields = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 4, "ignore_eos": True}
     (choice,) = post(app, CHAT, **fields, logprobs=True, top_logprobs=2).json()["choices"]

@@ -1,7 +1,8 @@
 """What the app replies in this process: answers, streams, hand-overs, tokens, and what operators ask."""
 
+import gzip
 import json
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 
 import pytest
 
@@ -12,7 +13,7 @@ from apbv.kv.ticket import Ticket
 from apbv.serve.requests import ChatRequest, CompletionRequest
 from apbv.stats import StageTimer
 
-from servers import HAND_OVER, chunks, part, post, text
+from servers import HAND_OVER, InProcess, chunks, data_url, part, post, text
 
 PROMPT = "name the letters in order"
 CHAT = [{"role": "user", "content": "x"}]
@@ -147,6 +148,61 @@ def test_neutral_fields_and_such_without_effect_are_taken(app):
     neutral |= {"best_of": 1, "top_k": -1, "repetition_penalty": 1.0, "echo": False, "cache_salt": "salt"}
     for path, prompt in ENDPOINTS.items():
         assert post(app, path, **prompt, **neutral, max_tokens=1).json()["usage"]["completion_tokens"] == 1
+
+
+def test_content_is_read_as_people_write_it(app, media):
+    """The parts of OpenAI's, Qwen's, transformers' and vLLM's examples: each form has the tokens of OpenAI's."""
+    name, inline = "picture.png", data_url(media / "picture.png")
+    bare, clip = inline.partition(",")[2], f"file://{media / 'clip.mp4'}"
+
+    def tokens(*content, status=200):
+        body = {"messages": [{"role": "user", "content": [*content, text("which")]}], "num_frames": 2}
+        reply = post(app, "/tokenize", **body)
+        assert reply.status_code == status, reply.text
+        return reply.json().get("tokens")
+
+    pictures = [{"type": "image", "image": name}, {"type": "image", "url": name}, {"type": "image", "path": name}]
+    pictures += [{"image": name}, {"image_url": name}, {"image_url": {"url": name, "detail": "low"}}]
+    pictures += [{"type": "image_url", "image_url": name}, {"type": "input_image", "image_url": inline}]
+    pictures += [{"type": "image", "base64": bare}, {"type": "image", "image": f"data:image;base64,{bare}"}]
+    pictures += [{"type": "image", "image": f"file://{media / name}"}]
+    videos = [{"type": "video", "video": clip, "max_pixels": 151200, "fps": 1.0}, {"type": "video", "url": clip}]
+    videos += [{"video": "clip.mp4"}, {"type": "video_url", "video_url": "clip.mp4"}]
+    for kind, forms in (("image", pictures), ("video", videos)):
+        expected = tokens(part(kind, name if kind == "image" else "clip.mp4"))
+        for form in forms:
+            assert tokens(form) == expected, form
+    for form in ("hello", {"text": "hello"}, {"type": "input_text", "text": "hello"}):
+        assert tokens(form) == tokens(text("hello"))
+    wrong = [{"image": name, "video": "clip.mp4"}, {"type": "image"}, {"type": "video", "video": [name]}]
+    for form in [*wrong, {"kind": 1}, {"type": "file", "file": {"file_id": "a"}}, {"type": ["image"]}, 5]:
+        tokens(form, status=400)
+
+
+def test_bodies_are_utf8(app):
+    """A byte order mark is no part of it; what is compressed or in another encoding is not read."""
+    body = json.dumps({"prompt": "J \u00e9"}, ensure_ascii=False).encode()
+    for data, headers, status in (
+        (b"\xef\xbb\xbf" + body, {}, 200),
+        (body, {"content-type": "application/json; charset=UTF-8"}, 200),
+        (body, {"content-type": "application/json; charset=latin-1"}, 415),
+        (body.decode().encode("utf-16"), {"content-type": "application/json; charset=utf-16"}, 415),
+        (gzip.compress(body), {"content-encoding": "gzip"}, 415),
+        (body.decode().encode("latin-1"), {}, 400),
+    ):
+        reply = app.request("POST", "/tokenize", content=data, headers=headers)
+        assert reply.status_code == status, reply.text
+        assert (status == 200) == ("error" not in reply.json())
+
+
+def test_pages_of_listed_origins_alone_may_call():
+    page, asked = {"Origin": "https://example.com"}, {"Access-Control-Request-Method": "POST"}
+    for origins, allowed in (((), None), (("https://other.com",), None), ((page["Origin"],), page["Origin"])):
+        with closing(InProcess(cors_origins=origins)) as app:
+            wrong, version = post(app, "/tokenize", headers=page), app.request("GET", "/version", headers=page)
+            assert (wrong.status_code, version.status_code) == (400, 200)
+            for reply in (wrong, version, app.request("OPTIONS", "/v1/chat/completions", headers=page | asked)):
+                assert reply.headers.get("access-control-allow-origin") == allowed
 
 
 def test_tokens_are_those_of_the_tokenizer_and_those_that_are_prefilled(app, prompt_ids):
