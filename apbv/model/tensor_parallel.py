@@ -16,6 +16,7 @@ from transformers.utils import is_accelerate_available
 
 from ..hosts import HostGroup
 from ..versions import release
+from .adapters import merged
 from .parts import VIDEO_FAMILIES, UnsupportedModelError
 
 FIRST_VERSION = (5, 19)
@@ -31,12 +32,18 @@ LAYER_PLAN = {
 
 
 def load_sharded(
-    auto: type, path: str | Path, config: PreTrainedConfig, dtype: str | torch.dtype, hosts: HostGroup
+    auto: type,
+    path: str | Path,
+    config: PreTrainedConfig,
+    dtype: str | torch.dtype,
+    hosts: HostGroup,
+    adapter: str | Path | None = None,
 ) -> PreTrainedModel:
     """Load this process's share of a model, and no more, from the checkpoint; collective within a host.
 
     Args:
         auto: the class of :mod:`transformers.models.auto` that would load the whole model.
+        adapter: merged into the whole model, which every process then has in CPU memory until it has its share.
 
     Raises:
         UnsupportedModelError: the model's heads or its MLP cannot be shared out evenly.
@@ -67,7 +74,13 @@ def load_sharded(
     }
     loading = type(kind.__name__, (kind,), members)
     plan = DistributedConfig(tp_plan=plan_of(whole), tp_size=hosts.tensor_parallel_size)
-    model = loading.from_pretrained(path, dtype=dtype, distributed_config=plan)
+    if adapter is None:
+        model = loading.from_pretrained(path, dtype=dtype, distributed_config=plan)
+    else:
+        whole = merged(auto.from_pretrained(path, config=config, dtype=dtype), adapter)
+        loaded = {"config": whole.config, "state_dict": whole.state_dict(), "dtype": whole.dtype}
+        model = loading.from_pretrained(None, **loaded, distributed_config=plan)
+        model.generation_config = whole.generation_config
     model.__class__ = kind
     return model
 
