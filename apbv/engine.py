@@ -172,7 +172,7 @@ class Engine:
         drafting = Drafting(speculate, hosts, captioner)
         with hosts.local_stage("reading the settings"):  # reject what can be rejected before weights are loaded
             draft_model = drafting.find_model(config, is_demo)
-            described = require_loadable(path, adapter)
+            described = require_loadable(path, hosts.device, adapter, hosts.tensor_parallel_size)
             require_usable(config.reduce, described.model_type, reuse)
             require_layers(config.reduce, described.get_text_config().num_hidden_layers)
             require_backend(config.video.backend)

@@ -20,8 +20,10 @@ from transformers import (
 
 from ..config import DTYPE_NAMES
 from ..hosts import HostGroup
+from ..refusals import refuse
 from .adapters import find_adapter, is_absent, merged, processor_path, require_mergeable
 from .parts import OMNI_THINKER, VIDEO_FAMILIES, require_supported
+from .quantization import load_quantized, quantization_of, require_quantization
 from .tensor_parallel import load_sharded
 
 # Defaults if a checkpoint has none.
@@ -57,6 +59,8 @@ def load_model(
         auto, is_video, model = _auto_class(config), config.model_type in VIDEO_FAMILIES, None
         if with_model and sharded and hosts.tensor_parallel_size > 1:
             model = load_sharded(auto, base, config, dtype, hosts, adapter).eval()
+        elif with_model and quantization_of(config) is not None:
+            model = load_quantized(auto, base, config, dtype, hosts.device).eval()
         elif with_model:
             model = auto.from_pretrained(base, config=config, dtype=dtype).to(hosts.device)
             model = (model if adapter is None else merged(model, adapter)).eval()
@@ -70,15 +74,20 @@ def load_model(
         return model, processor
 
 
-def require_loadable(path: str | Path, adapter: str | Path | None = None) -> PreTrainedConfig:
+def require_loadable(
+    path: str | Path, device: torch.device, adapter: str | Path | None = None, tensor_parallel: int = 1
+) -> PreTrainedConfig:
     """Read a model's config, after all checks of what :func:`load_model` would load that need no weights.
 
     Raises:
-        ValueError: there is no such model, it is not supported, or its adapter cannot be merged.
+        ValueError: there is no such model, it is not supported, its adapter cannot be merged, or its quantized
+            weights cannot be used here.
     """
     with _described_errors(path):
         _, adapter, config = _described(path, adapter)
     require_supported(config)
+    require_quantization(config, device)
+    refuse(quantized=quantization_of(config) is not None, tensor_parallel=tensor_parallel > 1, adapter=adapter)
     if adapter is not None:
         require_mergeable(_auto_class(config), config, adapter)
     return config

@@ -70,7 +70,7 @@ class Drafting:
         if name is None:
             raise ValueError(f"the strategy {self._config.strategy} needs a draft model")
         path = demo.draft_path() if name == "demo" else name
-        require_loadable(path)
+        require_loadable(path, self._hosts.device)
         return path
 
     def load_model(self, path: str | Path | None, dtype: str | torch.dtype, processor) -> PreTrainedModel | None:
