@@ -41,7 +41,7 @@ def quantized(checkpoints, tmp_path_factory):
 
 def tokens_job(hosts: HostGroup, family: str, path: str, saved: str) -> tuple:
     engine = Engine.from_pretrained(path, hosts=hosts)
-    config = PrefillConfig(passing_len=10_000, anchor_len=8, query_len=8 if family == "llama" else None)
+    config = PrefillConfig(passing_len=10_000, anchor_len=8, query_len=8)
     state = apbv.prefill(engine.model, BATCHES[family], hosts=hosts, config=config)
     state.save(saved)
     again = apbv.load(saved, engine.model, hosts=hosts)
