@@ -19,7 +19,11 @@ def quantization_of(config: PreTrainedConfig) -> dict[str, Any] | None:
     """Return how a model's checkpoint is quantized, as its config says; None: it is not."""
     found = (getattr(each, "quantization_config", None) for each in (config, config.get_text_config()))
     found = next((each for each in found if each is not None), None)
-    return found if found is None or isinstance(found, dict) else found.to_dict()
+    if found is None:
+        return None
+    settings = found if isinstance(found, dict) else found.to_dict()
+    method = settings.get("quant_method", "bitsandbytes")  # whose older configs do not say so
+    return settings | {"quant_method": getattr(method, "value", method)}
 
 
 def require_quantization(config: PreTrainedConfig, device: torch.device) -> None:
@@ -31,12 +35,12 @@ def require_quantization(config: PreTrainedConfig, device: torch.device) -> None
     settings = quantization_of(config)
     if settings is None:
         return
-    method = settings.get("quant_method", "bitsandbytes")
     try:
         AutoHfQuantizer.from_config(deepcopy(settings)).validate_environment(device_map=None, weights_only=True)
         if device.type == "cpu" and "'Int4WeightOnlyConfig'" in str(settings):
             raise ValueError("its int4 weights need a GPU")
     except Exception as error:  # of many types, by method
+        method = settings["quant_method"]
         raise ValueError(f"cannot load weights quantized by {method} on {device}: {error}") from error
 
 
@@ -44,15 +48,13 @@ def load_quantized(
     auto: type, path: str | Path, config: PreTrainedConfig, dtype: str | torch.dtype, device: torch.device
 ) -> PreTrainedModel:
     """Load a quantized checkpoint onto a device, for which its kernels are chosen."""
-    is_packed = quantization_of(config)["quant_method"] == "compressed-tensors"
-    context = nullcontext()
-    if is_packed:  # by itself it would share its work among all processes, whether they load this or not
-        from compressed_tensors.offload import as_single_threaded
-
-        context = as_single_threaded()
-    with context:
+    alone = nullcontext
+    if quantization_of(config)["quant_method"] == "compressed-tensors":
+        # Else it shares its work among all processes of the group, of which not all may load this.
+        from compressed_tensors.offload import as_single_threaded as alone
+    with alone():
         model = auto.from_pretrained(path, config=config, dtype=dtype, device_map={"": device})
-        if hasattr(model, "ct_decompress_hook"):  # in the forward of a whole model, which is not called
+        if hasattr(model, "ct_decompress_hook"):  # of the whole model's forward, which apbv does not call
             model.hf_quantizer.compressor.decompress_model(model)
     return model
 
@@ -70,15 +72,14 @@ def weight_size(
     skipped = settings and (settings.get("modules_to_not_convert") or settings.get("llm_int8_skip_modules"))
     if not settings or not isinstance(module, nn.Linear) or not should_convert_module(name, skipped or []):
         return itemsize
-    method, text = settings.get("quant_method", "bitsandbytes"), str(settings)
     row = module.in_features
     bits, group = {
         "bitsandbytes": (4, 64) if settings.get("load_in_4bit") else (8, row),
-        "torchao": (4, 32) if "Int4" in text else (8, row),
+        "torchao": (4, 32) if "Int4" in str(settings) else (8, row),
         "gptq": (settings.get("bits"), settings.get("group_size")),
         "awq": (settings.get("bits"), settings.get("group_size")),
         "fp8": (8, row)
         if device.type == "cuda"
         else (8 * itemsize, row),  # dequantized where there are no kernels
-    }.get(method, (8 * itemsize, row))  # compressed-tensors decompresses
+    }.get(settings["quant_method"], (8 * itemsize, row))  # compressed-tensors decompresses
     return bits / 8 + _SCALE_BYTES / (group if group and group > 0 else row)

@@ -72,7 +72,8 @@ def _by_hand(name: str) -> tuple[dict, Callable[[Tensor], dict[str, Tensor]]]:
         return blocks, _fp8_block
     if name in ("gptq", "awq"):
         common = {"quant_method": name, "bits": 4, "group_size": GROUP}
-        own = {"desc_act": False, "sym": True} if name == "gptq" else {"zero_point": True, "version": "gemm"}
+        own = {"zero_point": True, "version": "gemm", "modules_to_not_convert": ["model.visual"]}
+        own = {"desc_act": False, "sym": True} if name == "gptq" else own
         return common | own, _gptq if name == "gptq" else _awq
     kind = "float" if name.endswith("fp8") else "int"
     common = {"num_bits": 8, "type": kind, "symmetric": True}
