@@ -6,7 +6,6 @@ import shutil
 import pytest
 import torch
 import transformers
-from quantized import FORMATS, save_quantized
 from safetensors.torch import load_file
 
 import apbv
@@ -17,6 +16,7 @@ from apbv.model.row_chunks import rows_in_chunks
 
 from fresh_hosts import described
 from prompts import relative_error, text_batch, video_batch
+from quantized import FORMATS, save_quantized
 
 BATCHES = {"llama": text_batch(50), "qwen2_5_vl": video_batch("qwen2_5_vl", 9)}
 COMPILED = [pytest.param(each, marks=pytest.mark.thorough) for each in ("gptq", "awq")]
