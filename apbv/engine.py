@@ -27,8 +27,7 @@ from .input.reading import PromptReader
 from .input.request import Question, Request
 from .input.skeleton import SampledVideo
 from .input.video import require_backend
-from .model.loading import default_num_frames, default_sampling, load_model, read_config
-from .model.parts import require_supported
+from .model.loading import default_num_frames, default_sampling, load_model, require_loadable
 from .prefilling.cancelling import RequestCancelled
 from .prefilling.memory import NotEnoughMemoryError
 from .prefilling.methods import resolve_method
@@ -150,19 +149,22 @@ class Engine:
         captioner: Captioner | None = None,
         reuse: ReuseConfig | None = None,
         decode: DecodeConfig | None = None,
+        adapter: str | Path | None = None,
     ) -> "Engine":
         """Load a model and its processor on every host; collective.
 
         Args:
-            name: ``"demo"`` (the small model in this package), a directory, or a hub id.
+            name: ``"demo"`` (the small model in this package), a directory, or a hub id; of a model, or of a PEFT
+                adapter, which is merged into the model that its config names.
             speculate: with it the draft model that it names is loaded, too; for ``"demo"`` it needs no name.
             hosts: by default those that torchrun started, or this process alone. With several processes per host,
                 every process loads its share of the model, and all of the draft model.
             dtype: the weights' dtype; ``"auto"`` takes the checkpoint's.
             captioner, reuse, decode: see :class:`Engine`.
+            adapter: a directory or hub id of a PEFT adapter to merge into the model ``name``.
 
         Raises:
-            ValueError: the model does not exist, or is not supported.
+            ValueError: the model does not exist or is not supported, or its adapter cannot be merged.
             HostError: another host failed to load it.
         """
         _require_types(hosts, prefill, speculate, reuse, decode)
@@ -173,18 +175,20 @@ class Engine:
         drafting = Drafting(speculate, hosts, captioner)
         with hosts.local_stage("reading the settings"):  # reject what can be rejected before weights are loaded
             draft_model = drafting.find_model(config, is_demo)
-            described = read_config(path)
-            require_usable(config.reduce, require_supported(described), reuse)
+            described = require_loadable(path, hosts.device, adapter, hosts.tensor_parallel_size)
+            require_usable(config.reduce, described.model_type, reuse)
             require_layers(config.reduce, described.get_text_config().num_hidden_layers)
             require_backend(config.video.backend)
         # TP ranks exchange data while transformers loads the model's shards.
         stage = hosts.collective_stage if hosts.tensor_parallel_size > 1 else hosts.local_stage
         with stage(f"loading {name}"):
-            model, processor = load_model(path, dtype, hosts, with_model=not drafting.drafts_only, sharded=True)
+            has_model = not drafting.drafts_only
+            model, processor = load_model(path, dtype, hosts, with_model=has_model, sharded=True, adapter=adapter)
         draft = drafting.load_model(draft_model, dtype, processor)
         with hosts.local_stage(f"preparing {name}"):
             drafting.inspect_models(model, draft, config, decode)
-        return cls(model, processor, hosts, config, str(name), speculate, draft, captioner, reuse, decode)
+        name = str(name) if adapter is None else f"{name}+{adapter}"
+        return cls(model, processor, hosts, config, name, speculate, draft, captioner, reuse, decode)
 
     def warm_up(self, in_batch: bool = False) -> None:
         """Run a warm-up request about the bundled clip, or about a text for text-only models; collective.

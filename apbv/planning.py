@@ -19,12 +19,14 @@ from .input.visual import FRAME_COPIES, PIXEL_COPIES, most_in_a_chunk, num_frame
 from .layout import FEWEST_ANCHOR, FEWEST_PASSING, ContextLayout, LayoutError
 from .model.loading import read_config, read_video_processor
 from .model.parts import VIDEO_FAMILIES, DecoderSizes, require_supported
-from .model.tensor_parallel import num_weights, require_divisible
+from .model.quantization import quantization_of
+from .model.tensor_parallel import require_divisible, weight_bytes
 from .prefilling.encode import chunk_bytes_within
 from .prefilling.memory import HostMemory, host_memory
 from .prefilling.methods import METHODS, resolve_method
 from .prefilling.reduction.early import require_usable
 from .prefilling.reduction.late import require_layers
+from .refusals import refuse
 from .speculate.strategies import STRATEGIES, prunes
 from .stats import free_memory_bytes
 
@@ -168,7 +170,9 @@ def plan(
     if device_memory is None:
         device_memory = free_memory_bytes(device) // (1 if device.type == "cuda" else hosts * tensor_parallel)
     height, width = parse_resolution(resolution) if isinstance(resolution, str) else resolution
-    weights, draft_of = num_weights(config, tensor_parallel) * itemsize, _draft(speculate, dtype)
+    refuse(quantized=quantization_of(config) is not None, tensor_parallel=tensor_parallel > 1)
+    weights = weight_bytes(config, itemsize, device, tensor_parallel)
+    draft_of = _draft(speculate, dtype)
     method = resolve_method(prefill, hosts)
     reduce = prefill.reduce
     reduces_first = reduce is not None and not reduce.leaves_all and not reduce.is_late
@@ -291,13 +295,14 @@ def _draft(settings: SpeculativeConfig | None, dtype: str | torch.dtype) -> Call
     if settings.draft_model is None:
         raise ValueError(f"{settings.strategy} needs a draft_model")
     _, config, _ = _describe(settings.draft_model, demo.draft_path)
-    weights, row = num_weights(config), DecoderSizes.from_config(config).kv_token
+    itemsize, row = _itemsize(config, dtype), DecoderSizes.from_config(config).kv_token
+    weights = weight_bytes(config, itemsize, choose_device())
 
     def num_bytes(num_tokens: int, num_visual: int) -> int:
         if prunes(settings) and settings.prune == "prompt":
             kept = num_tokens - num_visual + round(num_visual * (settings.keep_ratio or 0))
             num_tokens = min(num_tokens, settings.keep_tokens or kept)
-        return (weights + row * num_tokens) * _itemsize(config, dtype)
+        return weights + row * num_tokens * itemsize
 
     return num_bytes
 

@@ -250,6 +250,7 @@ def add_prefill_options(parser: argparse.ArgumentParser) -> None:
     prefill.add_argument("--fps", type=rate, metavar="X", help="sample X frames per second, at most --frames")
     add_settings(prefill, [*PREFILL, *DECODE], with_defaults=True)
     add_settings(prefill, VIDEO)
+    prefill.add_argument("--adapter", metavar="PATH", help="PEFT adapter to merge into the model")
     prefill.add_argument(
         "--dtype", choices=DTYPE_NAMES, default="auto", help="weight dtype (default auto: the model's)"
     )
@@ -355,7 +356,7 @@ def load_engine(options: argparse.Namespace, hosts: "HostGroup", reuse: ReuseCon
     """Load the engine that the options describe; collective.
 
     Raises:
-        ValueError: options are incompatible, or the model does not exist.
+        ValueError: options are incompatible, or the model does not exist or has an adapter that does not fit.
         HostError: another host failed to load it.
     """
     from apbv import Engine
@@ -375,6 +376,7 @@ def load_engine(options: argparse.Namespace, hosts: "HostGroup", reuse: ReuseCon
         captioner=captioner,
         reuse=reuse,
         decode=DecodeConfig(**given(options, DecodeConfig)),
+        adapter=options.adapter,
     )
 
 

@@ -1,5 +1,7 @@
 """What is planned from a config alone, against what is loaded, read and prefilled later."""
 
+from functools import partial
+
 import av
 import pytest
 import torch
@@ -8,7 +10,7 @@ from apbv import Engine, HostGroup, PrefillConfig, SpeculativeConfig, demo, plan
 from apbv.input.model_inputs import ModelInputs
 from apbv.launch.plan import main
 from apbv.model.parts import inspect_model
-from apbv.model.tensor_parallel import num_weights
+from apbv.model.tensor_parallel import weight_bytes
 from apbv.planning import video_size
 
 import families
@@ -45,10 +47,11 @@ def test_a_videos_tokens_are_those_of_the_whole_processor(family, frames):
 @pytest.mark.parametrize("family", VIDEO_FAMILIES + TEXT_FAMILIES)
 def test_weights_are_those_of_the_model(family):
     model = families.build_model(family)
-    assert num_weights(model.config) == sum(weight.numel() for weight in model.parameters())
+    one, cpu = partial(weight_bytes, model.config, 1), torch.device("cpu")
+    assert one(cpu) == sum(weight.numel() for weight in model.parameters())
     in_layers = [m for m in model.get_decoder().layers.modules() if isinstance(m, torch.nn.Linear)]
     shared = [model.get_input_embeddings(), model.get_output_embeddings(), *in_layers]
-    saved = num_weights(model.config) - num_weights(model.config, 2)
+    saved = one(cpu) - one(cpu, 2)
     assert saved == sum(module.weight.numel() for module in shared) // 2
 
 

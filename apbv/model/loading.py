@@ -20,8 +20,11 @@ from transformers import (
 
 from ..config import DTYPE_NAMES, SamplingParams
 from ..hosts import HostGroup
+from ..refusals import refuse
 from ..warn import warn_caller
-from .parts import OMNI_THINKER, VIDEO_FAMILIES
+from .adapters import find_adapter, is_absent, merged, processor_path, require_mergeable
+from .parts import OMNI_THINKER, VIDEO_FAMILIES, require_supported
+from .quantization import load_quantized, quantization_of, require_quantization
 from .tensor_parallel import load_sharded
 
 # Defaults if a checkpoint has none.
@@ -43,31 +46,35 @@ def load_model(
     hosts: HostGroup,
     with_model: bool = True,
     sharded: bool = False,
+    adapter: str | Path | None = None,
 ) -> tuple[PreTrainedModel | None, Any]:
     """Load a model and its processor; of a Qwen2.5-Omni checkpoint the thinker alone, which answers in text.
 
     Args:
-        path: a directory, or a hub id.
+        path: a directory, or a hub id; of a model, or of an adapter, which is merged into the model that it names.
         dtype: the weights' type; a name in :data:`apbv.config.DTYPE_NAMES`, or torch's own.
         hosts: who loads it; the model goes to this process's device.
         with_model: False: the processor alone; None stands for the model.
         sharded: with tensor parallelism load only this process's share.
+        adapter: an adapter to merge into the model.
 
     Raises:
         ValueError: there is no such model, or no such dtype.
     """
     if isinstance(dtype, str) and dtype not in DTYPE_NAMES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPE_NAMES)}, not {dtype!r}")
-    config = read_config(path)
     with _described_errors(path):
-        is_video = config.model_type in VIDEO_FAMILIES
-        auto = AutoModelForImageTextToText if is_video else AutoModelForCausalLM
-        model = None
+        base, adapter, config = _described(path, adapter)
+        auto, is_video, model = _auto_class(config), config.model_type in VIDEO_FAMILIES, None
         if with_model and sharded and hosts.tensor_parallel_size > 1:
-            model = load_sharded(auto, path, config, dtype, hosts).eval()
+            model = load_sharded(auto, base, config, dtype, hosts, adapter).eval()
+        elif with_model and quantization_of(config) is not None:
+            model = load_quantized(auto, base, config, dtype, hosts.device).eval()
         elif with_model:
-            model = auto.from_pretrained(path, config=config, dtype=dtype).to(hosts.device).eval()
-        processor = (AutoProcessor if is_video else AutoTokenizer).from_pretrained(path)
+            model = auto.from_pretrained(base, config=config, dtype=dtype).to(hosts.device)
+            model = (model if adapter is None else merged(model, adapter)).eval()
+        reader = AutoProcessor if is_video else AutoTokenizer
+        processor = reader.from_pretrained(processor_path(base, adapter, is_video))
         if config.model_type == OMNI_THINKER and model is not None:
             # A checkpoint of several models may not say at which token the one that writes ends its answer.
             model.generation_config.eos_token_id = (
@@ -76,24 +83,56 @@ def load_model(
         return model, processor
 
 
+def require_loadable(
+    path: str | Path, device: torch.device, adapter: str | Path | None = None, tensor_parallel: int = 1
+) -> PreTrainedConfig:
+    """Read a model's config, after all checks of what :func:`load_model` would load that need no weights.
+
+    Raises:
+        ValueError: there is no such model, it is not supported, its adapter cannot be merged, or its quantized
+            weights cannot be used here.
+    """
+    with _described_errors(path):
+        _, adapter, config = _described(path, adapter)
+    require_supported(config)
+    require_quantization(config, device)
+    refuse(quantized=quantization_of(config) is not None, tensor_parallel=tensor_parallel > 1, adapter=adapter)
+    if adapter is not None:
+        require_mergeable(_auto_class(config), config, adapter)
+    return config
+
+
+def _auto_class(config: PreTrainedConfig) -> type:
+    return AutoModelForImageTextToText if config.model_type in VIDEO_FAMILIES else AutoModelForCausalLM
+
+
 def read_config(path: str | Path) -> PreTrainedConfig:
     """Read a model's config from a directory or the hub; of a Qwen2.5-Omni checkpoint its thinker's.
+
+    Args:
+        path: a model, or an adapter, which names its model.
 
     Raises:
         ValueError: there is no such model.
     """
-    # Of no model that is supported does the hub have such a name, and to ask it may take half a minute.
-    is_no_id = isinstance(path, Path) or path.startswith(("/", ".", "~")) or path.count("/") != 1
-    if is_no_id and not Path(path).is_dir():
-        meant = " (did you mean demo?)" if get_close_matches(str(path), ["demo"]) else ""
-        raise ValueError(f"cannot load the model {path}: there is no such directory{meant}")
     with _described_errors(path):
-        config = AutoConfig.from_pretrained(path)
+        return _described(path)[-1]
+
+
+def _described(
+    path: str | Path, adapter: str | Path | None = None
+) -> tuple[str | Path, str | Path | None, PreTrainedConfig]:
+    """Return the model to load, the adapter to merge into it, if any, and the model's config."""
+    base, adapter = find_adapter(path, adapter)
+    if is_absent(base):
+        meant = " (did you mean demo?)" if get_close_matches(str(path), ["demo"]) else ""
+        raise ValueError(f"there is no such directory{f' as its base, {base}' if base != path else meant}")
+    config = AutoConfig.from_pretrained(base)
     if config.model_type != "qwen2_5_omni":
-        return config
+        return base, adapter, config
     thinker = config.thinker_config  # it also has a talker, which would speak the answer
     thinker.dtype = thinker.dtype or config.dtype
-    return thinker
+    return base, adapter, thinker
 
 
 def read_video_processor(path: str | Path) -> Any:
@@ -103,9 +142,10 @@ def read_video_processor(path: str | Path) -> Any:
         ValueError: there is none.
     """
     with _described_errors(path):
-        processor = AutoVideoProcessor.from_pretrained(path)
+        source = processor_path(*find_adapter(path), is_video=True)
+        processor = AutoVideoProcessor.from_pretrained(source)
         if read_config(path).model_type == OMNI_THINKER:  # the whole processor gives it other limits than its own
-            processor.size = AutoProcessor.from_pretrained(path).videos_kwargs["size"]
+            processor.size = AutoProcessor.from_pretrained(source).videos_kwargs["size"]
         return processor
 
 

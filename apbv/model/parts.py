@@ -128,7 +128,8 @@ class ModelParts:
 
     def __post_init__(self):
         config, family, sizes = self.model.config, self.family, DecoderSizes.from_config(self.model.config)
-        mesh = getattr(self.language_model.layers[0].self_attn.k_proj.weight, "device_mesh", None)
+        k_proj = self.language_model.layers[0].self_attn.k_proj  # without a weight where that is packed
+        mesh = getattr(getattr(k_proj, "weight", None), "device_mesh", None)
         member, num_members = (0, 1) if mesh is None else (mesh.get_local_rank(), mesh.size())
         kv_heads = split_evenly(range(sizes.kv_heads), num_members)[member]
         embed_tokens = self.language_model.get_input_embeddings()
@@ -304,7 +305,7 @@ class ModelParts:
     def weights_digest(self) -> str:
         """Compute :func:`apbv.model.digest.weights_digest` of the weights on this process."""
         return weights_digest(
-            local_share(layer.get_submodule(name).weight)[0]
+            _first_weights(layer.get_submodule(name))
             for layer in self.language_model.layers
             for name in SAMPLED_PROJECTIONS
         )
@@ -396,6 +397,14 @@ def some_layers(language_model: nn.Module, layers: range, with_norm: bool = True
 def local_share(weight: Tensor) -> Tensor:
     """Return this process's shard of a weight under tensor parallelism."""
     return weight.to_local() if hasattr(weight, "to_local") else weight
+
+
+def _first_weights(linear: nn.Module) -> Tensor:
+    """Return a linear module's first row of weights; of packed ones as many numbers, as they are stored."""
+    state = linear.state_dict()  # not what bitsandbytes makes of it when it is first run
+    weight = local_share(state["qweight" if "qweight" in state else "weight"])
+    first = weight[: max(1, linear.in_features // weight.shape[1])]
+    return first.dequantize() if hasattr(first, "__tensor_flatten__") else first
 
 
 def intervals(seconds: Tensor) -> Tensor:

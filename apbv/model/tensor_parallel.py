@@ -5,6 +5,7 @@ of the embedding and the head its part of the vocabulary. The norms are replicat
 which transformers has no plan: every member encodes what its host has to encode.
 """
 
+from math import ceil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +17,9 @@ from transformers.utils import is_accelerate_available
 
 from ..hosts import HostGroup
 from ..versions import release
+from .adapters import merged
 from .parts import VIDEO_FAMILIES, UnsupportedModelError
+from .quantization import quantization_of, weight_size
 
 FIRST_VERSION = (5, 19)
 
@@ -31,12 +34,18 @@ LAYER_PLAN = {
 
 
 def load_sharded(
-    auto: type, path: str | Path, config: PreTrainedConfig, dtype: str | torch.dtype, hosts: HostGroup
+    auto: type,
+    path: str | Path,
+    config: PreTrainedConfig,
+    dtype: str | torch.dtype,
+    hosts: HostGroup,
+    adapter: str | Path | None = None,
 ) -> PreTrainedModel:
     """Load this process's share of a model, and no more, from the checkpoint; collective within a host.
 
     Args:
         auto: the class of :mod:`transformers.models.auto` that would load the whole model.
+        adapter: merged into the whole model, which every process then has in CPU memory until it has its share.
 
     Raises:
         UnsupportedModelError: the model's heads or its MLP cannot be shared out evenly.
@@ -67,7 +76,13 @@ def load_sharded(
     }
     loading = type(kind.__name__, (kind,), members)
     plan = DistributedConfig(tp_plan=plan_of(whole), tp_size=hosts.tensor_parallel_size)
-    model = loading.from_pretrained(path, dtype=dtype, distributed_config=plan)
+    if adapter is None:
+        model = loading.from_pretrained(path, dtype=dtype, distributed_config=plan)
+    else:
+        whole = merged(auto.from_pretrained(path, config=config, dtype=dtype), adapter)
+        loaded = {"config": whole.config, "state_dict": whole.state_dict(), "dtype": whole.dtype}
+        model = loading.from_pretrained(None, **loaded, distributed_config=plan)
+        model.generation_config = whole.generation_config
     model.__class__ = kind
     return model
 
@@ -102,21 +117,27 @@ def require_divisible(config: PreTrainedConfig, tensor_parallel: int) -> None:
             )
 
 
-def num_weights(config: PreTrainedConfig, tensor_parallel: int = 1) -> int:
-    """Count the weights of a whole model on one of the T processes of a host, its vision tower included.
+def weight_bytes(config: PreTrainedConfig, itemsize: int, device: torch.device, tensor_parallel: int = 1) -> int:
+    """Return the size of a whole model's weights on one of the T processes of a host, its vision tower included.
 
     It builds the model without storage, which takes about a second for one of 7B.
+
+    Args:
+        itemsize: bytes per number that is not quantized.
+        device: where it will be loaded.
     """
     auto = AutoModelForImageTextToText if config.model_type in VIDEO_FAMILIES else AutoModelForCausalLM
     with torch.device("meta"):
         model = auto.from_config(config)
     # Of several modules with the same weight, such as an embedding and a head that are tied, one counts.
-    modules = {id(weight): name for name, module in model.named_modules() for weight in module.parameters(False)}
-    shared_out = tuple(plan_of(model))
-    count = 0
+    modules = {id(weight): each for each in model.named_modules() for weight in each[1].parameters(False)}
+    shared_out, settings, count = tuple(plan_of(model)), quantization_of(config), 0
     for weight in model.parameters():
-        name = modules[id(weight)]
+        name, module = modules[id(weight)]
         of_any_layer = ".".join("*" if part.isdigit() else part for part in name.split("."))  # as in a plan
         is_shared_out = weight.ndim == 2 and (name in shared_out or of_any_layer in shared_out)
-        count += -(-weight.numel() // tensor_parallel) if is_shared_out else weight.numel()
+        size = itemsize
+        if weight.ndim == 2 and module is not model.get_output_embeddings():
+            size = weight_size(name, module, settings, itemsize, device)
+        count += ceil((-(-weight.numel() // tensor_parallel) if is_shared_out else weight.numel()) * size)
     return count

@@ -12,8 +12,8 @@ from .. import demo
 from ..config import DecodeConfig, PrefillConfig, SamplingParams, SpeculativeConfig
 from ..hosts import HostGroup
 from ..input.model_inputs import ModelInputs
-from ..model.loading import load_model, read_config
-from ..model.parts import ModelParts, inspect_model, require_supported
+from ..model.loading import load_model, require_loadable
+from ..model.parts import ModelParts, inspect_model
 from .beside import BesideDraft, DraftHost
 from .link import Pair
 from .strategies import STRATEGIES, keep_policy, make_watcher, reads, require_consistent, require_same_tokens
@@ -71,7 +71,7 @@ class Drafting:
         if name is None:
             raise ValueError(f"the strategy {self._config.strategy} needs a draft model")
         path = demo.draft_path() if name == "demo" else name
-        require_supported(read_config(path))
+        require_loadable(path, self._hosts.device)
         return path
 
     def load_model(self, path: str | Path | None, dtype: str | torch.dtype, processor) -> PreTrainedModel | None:

@@ -33,6 +33,8 @@ FEATURES = {
     "one_host": "one host",
     "one_model": "`std`, `std_apbv`, `streaming`, `layerskip` or `ngram`",
     "self_drafting": "`std`, `std_apbv`, `streaming` or `layerskip`",
+    "quantized": "quantized weights",
+    "adapter": "`--adapter`",
     "tensor_parallel": "`--tensor-parallel`",
     "learning_draft": "`tabed`",
     "tree": "a draft tree",

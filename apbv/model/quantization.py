@@ -1,0 +1,85 @@
+"""Quantized checkpoints: whether they can be loaded here, loading them, and the size of their weights."""
+
+from contextlib import nullcontext
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.quantizers.auto import AutoHfQuantizer
+from transformers.quantizers.quantizers_utils import should_convert_module
+
+# Scale and zero point of a group of weights, or of a row.
+_SCALE_BYTES = 4
+
+
+def quantization_of(config: PreTrainedConfig) -> dict[str, Any] | None:
+    """Return how a model's checkpoint is quantized, as its config says; None: it is not."""
+    found = (getattr(each, "quantization_config", None) for each in (config, config.get_text_config()))
+    found = next((each for each in found if each is not None), None)
+    if found is None:
+        return None
+    settings = found if isinstance(found, dict) else found.to_dict()
+    method = settings.get("quant_method", "bitsandbytes")  # whose older configs do not say so
+    return settings | {"quant_method": getattr(method, "value", method)}
+
+
+def require_quantization(config: PreTrainedConfig, device: torch.device) -> None:
+    """Reject a quantized checkpoint that cannot be loaded on this device.
+
+    Raises:
+        ValueError: a package is missing, or there are no kernels; the message names it.
+    """
+    settings = quantization_of(config)
+    if settings is None:
+        return
+    try:
+        AutoHfQuantizer.from_config(deepcopy(settings)).validate_environment(device_map=None, weights_only=True)
+        if device.type == "cpu" and "'Int4WeightOnlyConfig'" in str(settings):
+            raise ValueError("its int4 weights need a GPU")
+    except Exception as error:  # of many types, by method
+        method = settings["quant_method"]
+        raise ValueError(f"cannot load weights quantized by {method} on {device}: {error}") from error
+
+
+def load_quantized(
+    auto: type, path: str | Path, config: PreTrainedConfig, dtype: str | torch.dtype, device: torch.device
+) -> PreTrainedModel:
+    """Load a quantized checkpoint onto a device, for which its kernels are chosen."""
+    alone = nullcontext
+    if quantization_of(config)["quant_method"] == "compressed-tensors":
+        # Else it shares its work among all processes of the group, of which not all may load this.
+        from compressed_tensors.offload import as_single_threaded as alone
+    with alone():
+        model = auto.from_pretrained(path, config=config, dtype=dtype, device_map={"": device})
+        if hasattr(model, "ct_decompress_hook"):  # of the whole model's forward, which apbv does not call
+            model.hf_quantizer.compressor.decompress_model(model)
+    return model
+
+
+def weight_size(
+    name: str, module: nn.Module, settings: dict[str, Any] | None, itemsize: int, device: torch.device
+) -> float:
+    """Return the bytes per number of a module's weight matrix, scales included.
+
+    Args:
+        name: the module's.
+        settings: as :func:`quantization_of` returns.
+        itemsize: bytes per number if it is not quantized.
+    """
+    skipped = settings and (settings.get("modules_to_not_convert") or settings.get("llm_int8_skip_modules"))
+    if not settings or not isinstance(module, nn.Linear) or not should_convert_module(name, skipped or []):
+        return itemsize
+    row = module.in_features
+    bits, group = {
+        "bitsandbytes": (4, 64) if settings.get("load_in_4bit") else (8, row),
+        "torchao": (4, 32) if "Int4" in str(settings) else (8, row),
+        "gptq": (settings.get("bits"), settings.get("group_size")),
+        "awq": (settings.get("bits"), settings.get("group_size")),
+        "fp8": (8, row)
+        if device.type == "cuda"
+        else (8 * itemsize, row),  # dequantized where there are no kernels
+    }.get(settings["quant_method"], (8 * itemsize, row))  # compressed-tensors decompresses
+    return bits / 8 + _SCALE_BYTES / (group if group and group > 0 else row)
