@@ -35,7 +35,7 @@ class Answer:
         on_first_token: called on every host before the first of these calls.
         stop: called on host 0 with all new tokens so far; true ends the answer there.
         prompt_ids: the prompt's token ids, for penalties; int64 ``[n]``.
-        grammar: the compiled ``sampling.json_schema``, on host 0.
+        grammar: the compiled ``sampling.json_schema`` or ``grammar``, on host 0.
         ready: event that the GPU reaches after the prefill; None: the current stream's work comes first anyway.
         tokens: the answer so far.
         logprobs: of each token, on host 0, if ``sampling`` requests them; complete when ``stop`` is called.

@@ -37,7 +37,7 @@ REFUSED = {
         (chat(text("x"), part("video", "../x.mp4")), "messages.0.content.1.video_url"),
         (chat(part("video", "data:video/mp4;base64," + "A" * 900_000)), "messages.0.content.0.video_url"),
         (chat(image(detail="best")), "messages.0.content.0.image_url.detail"),
-        ({"messages": [{"role": "user", "content": "x", "tool_calls": [1]}]}, "messages.0.tool_calls"),
+        ({"messages": [{"role": "user", "content": "x", "tool_calls": [1]}]}, "messages.0.tool_calls.0"),
         (chat(kv_transfer_params={"do_remote_prefill": True}), "kv_transfer_params", "cannot load KV"),
         (chat(kv_transfer_params=HAND_OVER, stream=True), "stream", "stream must be false"),
         (chat(kv_transfer_params=HAND_OVER), "kv_transfer_params", "--kv-transfer"),
