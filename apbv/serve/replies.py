@@ -62,7 +62,7 @@ class Replies:
                 text, calls = self._parsed(event)
                 body = {"text": text}
                 if self._is_chat:
-                    body = {"delta": {"content": text} if text or not (event.reason or calls) else {}}
+                    body = {"delta": {"content": text} if text or not (event.reason or self._may_call) else {}}
                 if calls:
                     num_before = self._parsers[event.choice].num_calls - len(calls)
                     body["delta"]["tool_calls"] = [
