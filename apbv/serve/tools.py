@@ -55,9 +55,10 @@ class CallFormat:
         ]
         rules += [f"calls: call {more}", f"call: {first} ({names}) {quoted('}' + self.blank)} {last}"]
         for number, function in enumerate(functions):
-            head = quoted(f'{self.blank}{{"name": {quoted(function["name"])}, "{self.key}": ')
+            # In the pieces of which JSON consists, else it could not be told from another object that follows "{".
+            head = (f"{self.blank}{{", '"name"', ": ", quoted(function["name"]), ", ", quoted(self.key), ": ")
             arguments = {**(function["parameters"] or {"properties": {}}), "type": "object"}
-            rules += [f"f{number}: {head} a{number}", f"a{number}: {json_rule(arguments)}"]
+            rules += [f"f{number}: {' '.join(map(quoted, head))} a{number}", f"a{number}: {json_rule(arguments)}"]
         return "\n".join(rules)
 
 
