@@ -65,7 +65,7 @@ def quoted(text: str) -> str:
 
 
 def json_rule(schema: dict[str, Any] | bool) -> str:
-    """Return what stands in a grammar for JSON of a schema."""
+    """Return the right side of a grammar's rule for JSON that follows a schema."""
     closed = {} if isinstance(schema, bool) else json.loads(_closed(json.dumps(schema)))
     return f"%json {json.dumps({**closed, 'x-guidance': _SPACING})}"
 

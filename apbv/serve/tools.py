@@ -78,7 +78,7 @@ def call_format(instructions: str | None) -> CallFormat | None:
 class ToolCallParser:
     """Separates the calls in a growing answer from its text.
 
-    What is no valid call remains text. White space before a call, and after the last one, is dropped.
+    Anything but valid calls remains text. White space before a call, and after the last one, is dropped.
 
     Args:
         max_calls: further calls are dropped; None: none are.
@@ -128,7 +128,7 @@ class ToolCallParser:
         return (0, True) if begins else (len(self._held), False)
 
     def _say(self, end: int) -> str:
-        """Take text up to ``end`` off what is held; return what is final of it."""
+        """Take text up to ``end`` off the held text; return its final part."""
         text, self._held = self._space + self._held[:end], self._held[end:]
         said = text.rstrip()
         self._space = text[len(said) :]
