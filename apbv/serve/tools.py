@@ -103,7 +103,7 @@ class ToolCallParser:
         while self._held:
             start, begins = self._find()
             said += self._say(start)
-            call, end = self._read(is_last) if begins and may_end else (None, 0)
+            call, end = self._read(may_end, is_last) if begins else (None, 0)
             if not end:
                 break
             if call is None:
@@ -135,7 +135,7 @@ class ToolCallParser:
         self._is_fresh &= not said
         return said
 
-    def _read(self, is_last: bool) -> tuple[dict[str, Any] | None, int]:
+    def _read(self, may_end: bool, is_last: bool) -> tuple[dict[str, Any] | None, int]:
         """Read the call with which the held text begins.
 
         Returns:
@@ -144,6 +144,10 @@ class ToolCallParser:
         held, opening, closing = self._held, self._form.opening, self._form.closing
         no_call = None, len(opening) or len(held)
         body = held[len(opening) :].lstrip(self._between)
+        if body[:1] not in ("", "{"):
+            return no_call
+        if not may_end:
+            return None, 0
         try:
             value, length = _decode_json(body)
             call = self._call(value)

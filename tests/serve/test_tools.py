@@ -103,6 +103,15 @@ def test_calls_are_parsed_the_same_however_an_answer_comes_in_pieces(form, answe
         assert parsed(form, pieces) == (content, calls), pieces
 
 
+def test_text_that_only_mentions_a_tag_is_not_held_back():
+    parser = ToolCallParser(HERMES)
+    pieces = ["a", " <tool", "_call", ">", " b", " <tool_call>", "{", '"x"}', " c"]
+    assert [parser.add(piece)[0] for piece in pieces] == ["a", "", "", "", " <tool_call> b", "", "", "", ""]
+    assert parser.add("", is_last=True) == (' <tool_call>{"x"} c', [])
+    for form, call in ((HERMES, F), (LLAMA, LF)):
+        assert len(ToolCallParser(form).add(call)[1]) == 1, "a call comes when it is complete"
+
+
 def test_well_formed_calls_are_those_of_a_plain_pattern():
     said = ["", "x ", "{} ", "<tool_call>\n{]\n</tool_call> "]
     for before in said:
