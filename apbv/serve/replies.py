@@ -64,10 +64,8 @@ class Replies:
                 if self._is_chat:
                     body = {"delta": {"content": text} if text or not (event.reason or self._may_call) else {}}
                 if calls:
-                    num_before = self._parsers[event.choice].num_calls - len(calls)
-                    body["delta"]["tool_calls"] = [
-                        {"index": at, **call} for at, call in enumerate(calls, num_before)
-                    ]
+                    start = self._parsers[event.choice].num_calls - len(calls)
+                    body["delta"]["tool_calls"] = [{"index": at, **call} for at, call in enumerate(calls, start)]
                 yield self._sse(self._chunk(self._choice(body, event)))
                 event = await anext(events)
             if not isinstance(event, Finished):

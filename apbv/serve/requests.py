@@ -195,7 +195,7 @@ class CalledFunction(_Strict):
 
 
 class ToolCall(_Strict):
-    """A call of an earlier answer, with its arguments as JSON."""
+    """A call of an earlier answer, with its arguments as JSON, or one that has to be made, by its name."""
 
     id: str | None = None
     type: Literal["function"] = "function"
@@ -237,21 +237,11 @@ class Tool(_Strict):
     @property
     def described(self) -> dict[str, Any]:
         """The tool as a chat template gets it from vLLM."""
-        function = self.function.model_dump(include=set(Function.model_fields))
-        if self.function.strict is None:
-            del function["strict"]
-        return {"type": "function", "function": function}
-
-
-class NamedFunction(_Strict):
-    name: str
-
-
-class NamedTool(_Strict):
-    """The choice of one function, which must be called."""
-
-    type: Literal["function"]
-    function: NamedFunction
+        unset = {"strict"} if self.function.strict is None else set()
+        return {
+            "type": self.type,
+            "function": self.function.model_dump(include=set(Function.model_fields) - unset),
+        }
 
 
 _Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
@@ -269,12 +259,16 @@ class GenerationRequest(_Strict):
         default_limit: token limit of the answer if the request has none; None: the server's default.
         prompt_field: the field with the prompt.
         id_prefix: prefix of the answers' ids.
+        may_call: whether calls of tools are looked for in the answer.
+        makes_one_call: whether it has one call at most.
         kv_transfer_params: with ``do_remote_decode`` the prompt's KV is exported for another server.
     """
 
     default_limit: ClassVar[int | None] = None
     prompt_field: ClassVar[str]
     id_prefix: ClassVar[str]
+    may_call: ClassVar[bool] = False
+    makes_one_call: ClassVar[bool] = False
 
     model: str | None = None
     max_tokens: _Count | None = None
@@ -352,16 +346,6 @@ class GenerationRequest(_Strict):
             raise _refused("stream", message)
 
     @property
-    def may_call(self) -> bool:
-        """Whether calls of tools are looked for in the answer, as in a chat's."""
-        return False
-
-    @property
-    def makes_one_call(self) -> bool:
-        """Whether it has one call at most."""
-        return False
-
-    @property
     def hands_over(self) -> bool:
         """Whether the prompt's KV is transferred to another server."""
         return bool((self.kv_transfer_params or {}).get("do_remote_decode"))
@@ -425,7 +409,7 @@ class ChatRequest(_ChatOptions, GenerationRequest):
     prompt_field, id_prefix = "messages", "chatcmpl"
 
     messages: _Messages
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolCall | None = None
     parallel_tool_calls: bool | None = None
     logprobs: bool | None = None
     top_logprobs: _NumLogprobs | None = None
@@ -438,20 +422,15 @@ class ChatRequest(_ChatOptions, GenerationRequest):
 
     @model_validator(mode="after")
     def _check_tools(self) -> "ChatRequest":
-        names = {tool.function.name for tool in self.tools or ()}
-        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
-            raise _refused("tool_choice", f"there is no tool {self.tool_choice.function.name!r:.200}")
-        if self.tool_choice == "required" and not names:
-            raise _refused("tool_choice", "tool_choice needs tools")
+        if self.tool_choice not in (None, "none", "auto") and not self.functions:
+            raise _refused("tool_choice", "tool_choice needs tools, and names one of them")
         if self.must_call and (self.min_tokens or self.ignore_eos):
-            raise _refused(
-                "tool_choice", "a call that is required excludes min_tokens and ignore_eos: it ends the answer"
-            )
+            raise _refused("tool_choice", "a required call ends the answer: it excludes min_tokens and ignore_eos")
         return self
 
     @property
     def may_call(self) -> bool:
-        """Whether calls of tools are looked for in the answer."""
+        """As of every request."""
         return bool(self.tools) and self.tool_choice != "none" and not self.hands_over
 
     @property
@@ -462,14 +441,14 @@ class ChatRequest(_ChatOptions, GenerationRequest):
     @property
     def functions(self) -> list[dict[str, Any]]:
         """The functions that the answer may call, or must."""
-        chosen = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
-        described = [tool.described["function"] for tool in self.tools or ()]
-        return [function for function in described if chosen in (None, function["name"])]
+        functions = [tool.described["function"] for tool in self.tools or ()]
+        chosen = self.tool_choice.function.name if isinstance(self.tool_choice, ToolCall) else None
+        return [function for function in functions if chosen in (None, function["name"])]
 
     @property
     def makes_one_call(self) -> bool:
-        """Whether the answer has one call at most."""
-        return self.parallel_tool_calls is False or isinstance(self.tool_choice, NamedTool)
+        """As of every request."""
+        return self.parallel_tool_calls is False or isinstance(self.tool_choice, ToolCall)
 
     @property
     def num_logprobs(self) -> int | None:

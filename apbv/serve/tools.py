@@ -48,12 +48,9 @@ class CallFormat:
         tags = [tag if tag in added_tokens else quoted(tag) for tag in (self.opening, self.closing) if tag]
         first, last = tags or ("", "")
         names = " | ".join(f"f{number}" for number in range(len(functions)))
-        rules = [
-            "start: calls"
-            if answer_schema is None
-            else f"start: calls | answer\nanswer: {json_rule(answer_schema)}"
-        ]
-        rules += [f"calls: call {more}", f"call: {first} ({names}) {quoted('}' + self.blank)} {last}"]
+        rules = [f"calls: call {more}", "start: calls" if answer_schema is None else "start: calls | answer"]
+        rules += [] if answer_schema is None else [f"answer: {json_rule(answer_schema)}"]
+        rules += [f"call: {first} ({names}) {quoted('}' + self.blank)} {last}"]
         for number, function in enumerate(functions):
             # In the pieces of which JSON consists, else it could not be told from another object that follows "{".
             head = (f"{self.blank}{{", '"name"', ": ", quoted(function["name"]), ", ", quoted(self.key), ": ")
@@ -68,11 +65,9 @@ LLAMA = CallFormat("parameters", separator="; ")
 
 def call_format(instructions: str | None) -> CallFormat | None:
     """Return the format that a prompt tells a model to use (:func:`apbv.input.rendering.tool_instructions`)."""
-    if instructions is None:
-        return None
-    if HERMES.opening in instructions and "<function=" not in instructions:
+    if HERMES.opening in (instructions or "") and "<function=" not in instructions:
         return HERMES
-    return LLAMA if '{"name": function name, "parameters":' in instructions else None
+    return LLAMA if '{"name": function name, "parameters":' in (instructions or "") else None
 
 
 class ToolCallParser:
