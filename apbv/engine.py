@@ -226,6 +226,7 @@ class Engine:
         images: Any | Sequence[Any] | None = None,
         context: str | None = None,
         messages: Sequence[dict] | None = None,
+        tools: Sequence[Any] | None = None,
         num_frames: int | None = None,
         fps: float | None = None,
         audio: str | Path | Sequence[str | Path] | None = None,
@@ -240,7 +241,10 @@ class Engine:
                 share of the sampled frames and images.
             images: an image file or a PIL image, or several; after the videos.
             context: a long text; it is split over the hosts, the question is the query block.
-            messages: a chat in transformers' format, instead of all these; with videos and images in any order.
+            messages: a chat in transformers' format, instead of all these; with videos and images in any order,
+                ``tool_calls`` and the role ``tool``.
+            tools: functions that the model may call, as transformers' chat templates take them: schemas, or Python
+                functions with type hints and docstrings. Calls are in the answer's text, as the model writes them.
             num_frames: how many frames of each video are sampled, evenly; with ``fps`` the largest number. By
                 default :attr:`num_frames`.
             fps: sample at this rate instead.
@@ -255,8 +259,8 @@ class Engine:
         """
         if self.model is None:
             raise ValueError("a draft host does not prefill; call this on the target's hosts")
-        sound = {"audio": audio, "audio_in_video": audio_in_video}
-        question = Question(prompt, video, images, context, messages, num_frames, fps, **sound)
+        named = {"audio": audio, "audio_in_video": audio_in_video, "tools": tools}
+        question = Question(prompt, video, images, context, messages, num_frames, fps, **named)
         request = Request(question, StageTimer(self.hosts), positions)
         with closing(self._prefiller.read(request)) as read:
             return self._prefiller.run(read)
@@ -269,6 +273,7 @@ class Engine:
         images: Any | Sequence[Any] | None = None,
         context: str | None = None,
         messages: Sequence[dict] | None = None,
+        tools: Sequence[Any] | None = None,
         num_frames: int | None = None,
         fps: float | None = None,
         audio: str | Path | Sequence[str | Path] | None = None,
@@ -327,8 +332,8 @@ class Engine:
                 if given != SamplingParams():
                     raise ValueError("pass sampling or max_new_tokens, temperature, top_p and seed, not both")
             sampling = sampling or given
-        sound = {"audio": audio, "audio_in_video": audio_in_video}
-        question = Question(prompt, video, images, context, messages, num_frames, fps, **sound)
+        named = {"audio": audio, "audio_in_video": audio_in_video, "tools": tools}
+        question = Question(prompt, video, images, context, messages, num_frames, fps, **named)
         request = Request(
             question,
             StageTimer(self.hosts, on_stage, on_progress),
@@ -626,18 +631,19 @@ class Engine:
         return self._way.attention()
 
     def _completed(self, request: Request) -> Request:
-        """Return a request with all sampling parameters, and the grammar of its JSON schema, if it has one.
+        """Return a request with all sampling parameters, and its grammar compiled, if it has one.
 
         Raises:
-            ValueError: the schema is not supported; on all hosts.
+            ValueError: the grammar cannot be compiled; on all hosts.
         """
-        request = replace(request, sampling=request.sampling.filled(self.sampling))
-        if request.sampling.json_schema is None:
+        sampling = request.sampling.filled(self.sampling)
+        request = replace(request, sampling=sampling)
+        if not sampling.is_constrained:
             return request
         hosts = self.hosts
-        with hosts.local_stage("reading the JSON schema"):
+        with hosts.local_stage("reading the grammar"):
             decodes = hosts.rank == request.home and hosts.tensor_parallel_rank == 0
-            grammar = self.grammars.begin(request.sampling.json_schema) if decodes else None
+            grammar = self.grammars.begin(sampling.json_schema, sampling.grammar) if decodes else None
         return replace(request, grammar=grammar)
 
     def _note_what_the_demo_cannot(self, read: ReadRequest) -> None:

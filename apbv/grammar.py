@@ -1,4 +1,4 @@
-"""Constrained decoding by a JSON schema, with llguidance (an extra)."""
+"""Constrained decoding by a JSON schema or a grammar, with llguidance (an extra)."""
 
 import json
 from typing import Any
@@ -15,7 +15,7 @@ _MAX_SCHEMA_CHARS = 2**16  # one of this length takes half a second to compile
 
 
 class Grammar:
-    """Tracks one answer and masks the tokens that the schema does not allow next.
+    """Tracks one answer and masks the tokens that the schema or grammar does not allow next.
 
     Args:
         matcher: llguidance's ``LLMatcher``.
@@ -32,11 +32,11 @@ class Grammar:
         """Return logits ``[1, V]`` for the next token, -inf for tokens that are not allowed.
 
         Raises:
-            RuntimeError: the schema takes too long to follow.
+            RuntimeError: the grammar takes too long to follow.
         """
         mask = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         if self._matcher.is_error():
-            raise RuntimeError(f"the JSON schema cannot be followed: {self._matcher.get_error():.200}")
+            raise RuntimeError(f"the grammar cannot be followed: {self._matcher.get_error():.200}")
         may_come = torch.from_numpy(np.unpackbits(mask, count=logits.shape[1], bitorder="little"))
         return logits.masked_fill(to_device(may_come == 0, logits.device), -torch.inf)
 
@@ -59,6 +59,17 @@ def _closed(json_schema: str) -> str:
     return json_schema if "allOf" in json_schema else json.dumps(json.loads(json_schema, object_hook=close))
 
 
+def quoted(text: str) -> str:
+    """Return a text as a string of JSON, and of llguidance's grammars."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def json_rule(schema: dict[str, Any] | bool) -> str:
+    """Return the right side of a grammar's rule for JSON that follows a schema."""
+    closed = {} if isinstance(schema, bool) else json.loads(_closed(json.dumps(schema)))
+    return f"%json {json.dumps({**closed, 'x-guidance': _SPACING})}"
+
+
 class Grammars:
     """Compiles grammars for one model.
 
@@ -78,22 +89,25 @@ class Grammars:
             raise ValueError("JSON schemas need llguidance: pip install 'apbv[json]'") from error
         self._tokenizer = hf.from_tokenizer(tokenizer, vocab_size, list(eos_token_ids) or None)
 
-    def begin(self, json_schema: str) -> Grammar:
-        """Compile a schema for an answer that has no tokens yet.
+    def begin(self, json_schema: str | None, grammar: str | None = None) -> Grammar:
+        """Compile a schema, or a grammar instead, for an answer that has no tokens yet.
 
         Raises:
-            ValueError: the schema is invalid, too long, or uses unsupported features.
+            ValueError: it is invalid, too long, or uses unsupported features.
         """
         from llguidance import LLMatcher
 
-        if len(json_schema) > _MAX_SCHEMA_CHARS:
-            raise ValueError(f"a JSON schema may have at most {_MAX_SCHEMA_CHARS} characters")
+        what, given = ("JSON schema", json_schema) if grammar is None else ("grammar", grammar)
+        if len(given) > _MAX_SCHEMA_CHARS:
+            raise ValueError(f"a {what} may have at most {_MAX_SCHEMA_CHARS} characters")
         try:
-            matcher = LLMatcher(
-                self._tokenizer, LLMatcher.grammar_from_json_schema(_closed(json_schema), defaults=_SPACING)
-            )
+            if grammar is None:
+                given = LLMatcher.grammar_from_json_schema(_closed(given), defaults=_SPACING)
+            else:
+                given = LLMatcher.grammar_from_lark(given)
+            matcher = LLMatcher(self._tokenizer, given)
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"not a valid JSON schema: {error}") from error
+            raise ValueError(f"not a valid {what}: {error}") from error
         if matcher.is_error():
-            raise ValueError(f"this JSON schema is not supported: {matcher.get_error():.200}")
+            raise ValueError(f"this {what} is not supported: {matcher.get_error():.200}")
         return Grammar(matcher)

@@ -54,6 +54,7 @@ class SamplingParams(Checked):
         logprobs: number of most probable tokens to return with every token of the answer, with the model's log
             probabilities before any of these settings; None: none, not even the token's own.
         json_schema: JSON schema that the answer must follow (needs the extra ``apbv[json]``).
+        grammar: a grammar that it must follow instead, in llguidance's variant of Lark (the same extra).
         seed: the same seed, prompt and model give the same tokens.
         ignore_eos: treat end tokens like other tokens; they do not end the answer.
         min_tokens: minimum tokens before an end token may be chosen; at most ``max_new_tokens``.
@@ -75,6 +76,7 @@ class SamplingParams(Checked):
     )
     logprobs: int | None = integer(0, 20, None)
     json_schema: str | None = instance_of(str, says="be a text")
+    grammar: str | None = instance_of(str, says="be a text")
     seed: int = integer(0, 2**64 - 1, 0)
     ignore_eos: bool = setting(False, "be True or False", lambda value: isinstance(value, bool))
     min_tokens: int = integer(0, 2**20, 0)
@@ -85,8 +87,10 @@ class SamplingParams(Checked):
             raise ValueError(
                 f"min_tokens must lie in 0 .. max_new_tokens ({self.max_new_tokens}), not {self.min_tokens!r}"
             )
-        if self.json_schema is not None and (self.min_tokens or self.ignore_eos):
-            raise ValueError("json_schema ends the answer: it excludes min_tokens and ignore_eos")
+        if self.json_schema is not None and self.grammar is not None:
+            raise ValueError("pass either json_schema or grammar, not both")
+        if self.is_constrained and (self.min_tokens or self.ignore_eos):
+            raise ValueError("json_schema or grammar ends the answer: it excludes min_tokens and ignore_eos")
         if self.is_greedy:
             object.__setattr__(self, "temperature", self.temperature and 0.0)
 
@@ -114,6 +118,11 @@ class SamplingParams(Checked):
     def penalises(self) -> bool:
         """Whether a token's logit is penalised for the tokens before."""
         return self.repetition_penalty not in (None, 1) or bool(self.presence_penalty or self.frequency_penalty)
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether a JSON schema or a grammar says which tokens are allowed."""
+        return self.json_schema is not None or self.grammar is not None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,7 +35,7 @@ class Answer:
         on_first_token: called on every host before the first of these calls.
         stop: called on host 0 with all new tokens so far; true ends the answer there.
         prompt_ids: the prompt's token ids, for penalties; int64 ``[n]``.
-        grammar: the compiled ``sampling.json_schema``, on host 0.
+        grammar: the compiled ``sampling.json_schema`` or ``grammar``, on host 0.
         ready: event that the GPU reaches after the prefill; None: the current stream's work comes first anyway.
         tokens: the answer so far.
         logprobs: of each token, on host 0, if ``sampling`` requests them; complete when ``stop`` is called.
@@ -206,7 +206,7 @@ def generate_tokens(answer: Answer) -> list[int]:
     """
     token, has_ended = answer.choose(answer.logits)
     answer.add([token])
-    if answer.decoder.runs_ahead and answer.sampling.json_schema is None:
+    if answer.decoder.runs_ahead and not answer.sampling.is_constrained:
         return answer.tokens if has_ended else _generate_ahead(answer)
     while not has_ended:
         rows = answer.decoder.advance([token])

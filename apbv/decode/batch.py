@@ -195,7 +195,7 @@ class Batch:
     def _may_run_ahead(self) -> bool:
         """Return whether the next step needs none of the arriving tokens on the CPU."""
         going = (member.answer for member in self._members if not member.has_ended)
-        return all(answer.sampling.json_schema is None for answer in going)
+        return not any(answer.sampling.is_constrained for answer in going)
 
     def _give(self, before: Given | None = None) -> Given | None:
         """Run the model on every sequence's newest token and choose the next; None if none is needed.

@@ -72,7 +72,7 @@ class AnswerText:
             self.stopped = True
             certain, self._held = self._held[: min(ends)[1]], ""
             return certain
-        keep = max((_overlap(self._held, string) for string in self._stop), default=0)
+        keep = max((overlap(self._held, string) for string in self._stop), default=0)
         certain, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
         return certain
 
@@ -89,7 +89,7 @@ class AnswerText:
         return new
 
 
-def _overlap(text: str, string: str) -> int:
+def overlap(text: str, string: str) -> int:
     """Return the length of the longest proper beginning of ``string`` that ends ``text``."""
     longest = min(len(text), len(string) - 1)
     return next((n for n in range(longest, 0, -1) if string.startswith(text[-n:])), 0)

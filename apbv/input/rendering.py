@@ -4,8 +4,10 @@ KV transfer to another server needs exactly the same tokens.
 """
 
 import inspect
+import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from io import BytesIO
 from operator import itemgetter
@@ -52,6 +54,7 @@ class Question(Checked):
         audio: after the images: an audio file, or several; of a video its audio.
         audio_in_video: whether the videos' own audio is heard among their frames; None: where the model hears and
             they have any.
+        tools: functions that the model may call, as transformers' chat templates take them.
 
     Raises:
         ValueError: a value is of another type, or out of range.
@@ -68,6 +71,7 @@ class Question(Checked):
     template: Mapping[str, Any] | None = None
     audio: str | Path | Sequence[str | Path] | None = None
     audio_in_video: bool | None = instance_of(bool)
+    tools: Sequence[Any] | None = instance_of(list, tuple, says="be a list of tools")
 
     def __post_init__(self):
         super().__post_init__()
@@ -115,7 +119,7 @@ def render_prompt(parts: ModelParts, processor, asked: Question) -> RenderedProm
 
     Raises:
         PromptError: an empty prompt, a text beside videos, images or audio clips, too many of these, a source the
-            model cannot read, an unreadable image, a chat that the template rejects.
+            model cannot read, an unreadable image, a chat that the template rejects, tools that it does not show.
     """
     prompt, context = asked.prompt, asked.context
     if asked.messages is None:
@@ -154,7 +158,10 @@ def render_prompt(parts: ModelParts, processor, asked: Question) -> RenderedProm
         for source in sources:
             if not isinstance(source, str | Path):
                 raise PromptError(f"{what} must be a file, not of type {type(source).__name__}")
-    rendered, has_template = apply_template(processor, messages, parts.is_video_model, asked.template or {})
+    options = asked.template or {}
+    rendered, has_template = apply_template(processor, messages, parts.is_video_model, options, asked.tools)
+    if asked.tools and tool_instructions(processor) is None:
+        raise PromptError("the model's chat template knows no tools")
     query_char = None if question is None else _find_question(rendered, question)
     if query_char is None and context is not None:
         raise PromptError("the model's chat template alters the question, so its start cannot be found")
@@ -173,9 +180,12 @@ def _collect_sources(messages: Sequence[Message]) -> tuple[list[Message], list[A
     """Replace a chat's files by placeholders; return the chat, its videos, images and audio files, in order."""
     plain, files = [], {"video": [], "image": [], "audio": []}
     for message in messages:
-        if not isinstance(message, dict) or "role" not in message or "content" not in message:
+        calls = message.get("tool_calls") if isinstance(message, dict) else None
+        if not isinstance(message, dict) or "role" not in message or ("content" not in message and not calls):
             raise PromptError(f"a message needs a role and a content, got {message!r:.200}")
-        content = message["content"]
+        content = message.get("content")
+        if content is None and calls:
+            content = []
         if isinstance(content, str):
             content = [{"type": "text", "text": content}]
         if not isinstance(content, list | tuple):
@@ -197,7 +207,8 @@ def _collect_sources(messages: Sequence[Message]) -> tuple[list[Message], list[A
                 warn_caller(f"ignored in a content part of type {kind}: {', '.join(sorted(ignored))}")
             files[kind].append(_local(kind, source["url"]))
             parts.append({"type": kind})
-        plain.append({"role": message["role"], "content": parts})
+        rest = {name: value for name, value in message.items() if name != "tool_calls"}
+        plain.append({**rest, "content": parts, **({"tool_calls": list(map(_parsed, calls))} if calls else {})})
     if not any(text.strip() for message in plain for text in text_parts(message)):
         raise PromptError("the chat is empty")
     return plain, files["video"], files["image"], files["audio"]
@@ -213,6 +224,21 @@ def _local(kind: str, source: Any) -> Any:
         return url2pathname(urlsplit(source).path) if scheme == "file" else source
     except (OSError, ValueError) as error:
         raise PromptError(f"cannot read {source!r:.100} as an image: {error}") from error
+
+
+def _parsed(call: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tool call with its arguments as an object, which templates read; OpenAI's API has them as JSON."""
+    try:
+        function = call["function"]
+        given = function.get("arguments") or {}
+        arguments = json.loads(given) if isinstance(given, str) else given
+        if not isinstance(function["name"], str) or not isinstance(arguments, dict):
+            raise TypeError
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
+        raise PromptError(
+            f"a tool call needs a function with a name, and arguments that are a JSON object, got {call!r:.200}"
+        ) from None
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _find_question(rendered: str, question: Sequence[str]) -> int | None:
@@ -231,7 +257,11 @@ def text_parts(message: Message) -> list[str]:
 
 
 def apply_template(
-    processor, messages: Sequence[Message], has_parts: bool, options: Mapping[str, Any]
+    processor,
+    messages: Sequence[Message],
+    has_parts: bool,
+    options: Mapping[str, Any],
+    tools: Sequence[Any] | None = None,
 ) -> tuple[str, bool]:
     """Render a chat.
 
@@ -241,6 +271,7 @@ def apply_template(
         has_parts: whether the template is known to read lists of parts, as those of models that see do.
         options: ``add_generation_prompt`` (default True), ``continue_final_message`` (default False) as
             transformers has them, and values of the template's own variables.
+        tools: of :class:`Question`.
 
     Returns:
         The prompt, and whether there is a template; without one the texts stand below one another.
@@ -257,8 +288,12 @@ def apply_template(
     chat = list(messages)
     if "developer" in map(itemgetter("role"), chat) and not re.search("""["']developer["']""", template):
         chat = _without_developers(chat)
-    if not (has_parts or _reads_parts(processor)):
-        chat = [{**message, "content": "\n".join(filter(None, text_parts(message)))} for message in chat]
+    reads_parts = has_parts or _reads_parts(processor)
+    for place, message in enumerate(chat):
+        texts = text_parts(message)
+        # vLLM gives every template the text of a tool as a string.
+        if not reads_parts or (message["role"] == "tool" and len(texts) == len(message["content"])):
+            chat[place] = {**message, "content": "\n".join(filter(None, texts))}
     options = {"add_generation_prompt": True, **options}
     if options["add_generation_prompt"] and options.get("continue_final_message"):
         raise PromptError("continue_final_message needs add_generation_prompt to be false")
@@ -267,10 +302,21 @@ def apply_template(
         raise PromptError(f"chat_template_kwargs: {min(reserved)!r} is not a chat-template variable")
     for unknown in variables.difference(re.findall(r"\w+", template)):
         del options[unknown]
+    if tools:
+        options["tools"] = list(tools)
     try:
         return processor.apply_chat_template(chat, tokenize=False, **options), True
     except Exception as error:  # templates may raise anything
         raise PromptError(f"the chat template rejects the chat: {error}") from error
+
+
+def tool_instructions(processor) -> str | None:
+    """Return a prompt with the chat template's words about how to call a tool; None: it shows no tools."""
+    tool = {"type": "function", "function": {"name": _PROBE, "description": "", "parameters": {"properties": {}}}}
+    with suppress(PromptError):
+        chat = [{"role": "user", "content": [{"type": "text", "text": "x"}]}]
+        rendered, _ = apply_template(processor, chat, False, {}, [tool])
+        return rendered if _PROBE in rendered else None
 
 
 def _reads_parts(processor) -> bool:

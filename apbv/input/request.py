@@ -27,7 +27,7 @@ class Request:
             first token. None on all hosts, or on none.
         may_cancel: whether ``stop`` is asked before the first token, too; the same on all hosts.
         logprobs: of the answer's tokens, where ``sampling`` asks for them; filled on host 0.
-        grammar: what ``sampling.json_schema`` allows, before the first token; on host 0.
+        grammar: what the schema or grammar of ``sampling`` allows, before the first token; on host 0.
         home: the host that gathers the prompt's KV and decodes the answer, if one does alone; it takes host 0's
             part above once the prompt is prefilled. Cached KV stays where it is.
         prompt: the part of the question already read by this host's :class:`~apbv.input.reading.PromptReader`;

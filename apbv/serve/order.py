@@ -25,6 +25,7 @@ class Order:
         num_answers: number of answers, with consecutive seeds.
         streams: whether every token is sent at once.
         stop_strings, stop_token_ids: see :class:`~.text.AnswerText`.
+        shown_token_ids: special tokens that are part of the text all the same.
         home: the host that decodes the answers, where one does alone.
         number: the request's number on the connection from its home to host 0; see :mod:`.links`.
     """
@@ -37,6 +38,7 @@ class Order:
     streams: bool = False
     stop_strings: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
+    shown_token_ids: Sequence[int] = ()
     home: int = 0
     number: int | None = None
 
@@ -48,7 +50,7 @@ class Order:
         """
         messages = [
             {
-                "role": message["role"],
+                **message,
                 "content": [
                     {"type": part["type"], part["type"]: files[part["file"]]} if "file" in part else part
                     for part in message["content"]

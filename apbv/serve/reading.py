@@ -4,6 +4,7 @@ This runs on host 0, concurrently with the engine's thread.
 """
 
 import copy
+import json
 import re
 import secrets
 import time
@@ -17,6 +18,7 @@ from PIL import Image
 from ..config import SamplingParams
 from ..engine import Engine
 from ..input.reading import PromptReader
+from ..input.rendering import tool_instructions
 from ..input.skeleton import Skeleton
 from ..input.visual import PromptError
 from .media import FolderError, Media, MediaError, PrivateFiles, open_media
@@ -29,6 +31,7 @@ from .requests import (
     TokenizeRequest,
 )
 from .settings import ServerSettings
+from .tools import CallFormat, call_format
 
 # Fields of requests that the engine takes as they are.
 _SAMPLING = {"temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"}
@@ -54,6 +57,7 @@ class ReadyRequest:
         media: the order's files, on host 0.
         request: its body.
         prompt: what was read of its prompt; the engine of host 0 need not read it again.
+        call_format: how the model writes calls of tools; None: it calls none.
     """
 
     order: Order
@@ -61,6 +65,7 @@ class ReadyRequest:
     media: list[Media]
     request: GenerationRequest
     prompt: Skeleton | None = None
+    call_format: CallFormat | None = None
 
     @property
     def token_ids(self) -> list[int]:
@@ -86,6 +91,8 @@ class Reader:
             PromptReader(self._parts, copy.deepcopy(engine.processor), self._num_frames, videos=engine.videos)
             for _ in range(2)
         )
+        instructions = tool_instructions(engine.processor)
+        self._shows_tools, self._call_format = instructions is not None, call_format(instructions)
         self._settings, self._private_files = settings, private_files
         self._max_new_tokens = settings.max_new_tokens or engine.max_new_tokens
         self.max_model_len = min(settings.max_model_len or self._parts.max_position_embeddings, max_tokens)
@@ -105,11 +112,8 @@ class Reader:
         """
         settings, field, prompts = self._settings, request.prompt_field, self._prompts_for(request)
         media, asked = [], {}
-        if request.json_schema is not None:
-            try:
-                self._engine.grammars.begin(request.json_schema)
-            except ValueError as error:
-                raise ApiError(400, str(error), param="response_format") from error
+        self._require_tools_known(request)
+        constraint = self._constraint(request)
         if isinstance(request, CompletionRequest):
             given = request.prompt
             is_text = isinstance(given, str)
@@ -137,14 +141,45 @@ class Reader:
             top_k=request.top_k and max(request.top_k, 0),
             logit_bias=tuple(bias.items()),
             logprobs=request.num_logprobs,
-            json_schema=request.json_schema,
+            **constraint,
             seed=secrets.randbits(63) if request.seed is None else request.seed % 2**64,
             min_tokens=least,
         ).filled(self._engine.sampling)
         told = bool(request.stream), request.stop_strings, request.stop_token_ids or ()
         files = [file.relative for file in media]
-        order = Order(asked, files, sampling, request.hands_over, request.num_answers, *told)
-        return ReadyRequest(order, num_tokens, media, request, prompt)
+        calls, tokenizer = self._call_format if request.may_call else None, prompts.tokenizer
+        special = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
+        shown = [special[tag] for tag in (calls.opening, calls.closing) if tag in special] if calls else []
+        order = Order(asked, files, sampling, request.hands_over, request.num_answers, *told, shown)
+        return ReadyRequest(order, num_tokens, media, request, prompt, calls)
+
+    def _constraint(self, request: GenerationRequest) -> dict[str, str]:
+        """Return the JSON schema or grammar that an answer has to follow; ApiError if that is invalid."""
+        schema = request.json_schema
+        if schema is not None:
+            self._require_valid("response_format", json_schema=schema)
+        if not request.may_call or (schema is None and not request.must_call):
+            return {"json_schema": schema}
+        answer = None if schema is None or request.must_call else json.loads(schema)
+        added = self._light.tokenizer.get_added_vocab()
+        grammar = self._call_format.grammar(request.functions, added, request.makes_one_call, answer)
+        self._require_valid("tools", json_schema=None, grammar=grammar)
+        return {"grammar": grammar}
+
+    def _require_valid(self, field: str, **constraint: str | None) -> None:
+        """Reject a JSON schema or a grammar that cannot be compiled."""
+        try:
+            self._engine.grammars.begin(**constraint)
+        except ValueError as error:
+            raise ApiError(400, str(error), param=field) from error
+
+    def _require_tools_known(self, request: ChatRequest | TokenizeRequest) -> None:
+        """Reject tools that the chat template does not show, or calls that could not be parsed."""
+        if getattr(request, "tools", None) and not self._shows_tools:
+            raise ApiError(400, "the model's chat template knows no tools", param="tools")
+        if getattr(request, "may_call", False) and self._call_format is None:
+            message = "the format in which this model calls tools is not supported, only tool_choice none"
+            raise ApiError(400, message, param="tools")
 
     def _require_known(self, token_ids: Iterable[int], field: str) -> None:
         """Reject tokens that the model does not have."""
@@ -158,6 +193,7 @@ class Reader:
         if request.prompt is not None:
             self._require_fits(prompts, request.prompt, "prompt")
             return prompts.tokenize(request.prompt, request.add_special_tokens is not False)
+        self._require_tools_known(request)
         with ExitStack() as stack:
             media, asked = self._open_chat(request, stack, is_wanted)
             prompt = self._lay_out(prompts, asked, media, "messages", is_wanted)
@@ -211,8 +247,8 @@ class Reader:
         for number, message in enumerate(request.messages):
             is_text = isinstance(message.content, str)
             parts = [{"type": "text", "text": message.content}] if is_text else []
-            messages.append({"role": message.role, "content": parts})
-            for place, part in enumerate([] if is_text else message.content):
+            messages.append({**message.rest, "content": parts})
+            for place, part in enumerate([] if is_text else message.content or ()):
                 if part.type == "text":
                     parts.append({"type": "text", "text": part.text})
                     continue
@@ -240,6 +276,7 @@ class Reader:
             "num_frames": num_frames,
             "fps": settings.fps if request.fps is None else request.fps,
             "template": request.template,
+            "tools": [tool.described for tool in request.tools or ()],
             "audio_in_video": request.audio_in_video,
         }
 
@@ -292,13 +329,15 @@ class Reader:
 
 def _weigh(request: GenerationRequest | TokenizeRequest) -> tuple[int, bool]:
     """Count the characters of a request's texts, and say whether it names files."""
-    contents = [message.content for message in getattr(request, "messages", None) or ()]
+    messages = getattr(request, "messages", None) or ()
+    contents = [message.content or "" for message in messages]
     prompt = getattr(request, "prompt", None)
     contents += [prompt] if isinstance(prompt, str) else []
     parts = [part for content in contents if not isinstance(content, str) for part in content]
     texts = [content for content in contents if isinstance(content, str)]
     texts += [part.text for part in parts if part.type == "text"]
-    options = [getattr(request, name, None) for name in ("chat_template_kwargs", "response_format")]
+    options = [getattr(request, name, None) for name in ("chat_template_kwargs", "response_format", "tools")]
+    options += [message.tool_calls for message in messages]
     num_chars = sum(map(len, texts)) + sum(len(str(each)) for each in options if each)
     return num_chars, any(part.type != "text" for part in parts)
 

@@ -9,6 +9,7 @@ from starlette.requests import ClientDisconnect
 
 from .job import Event, Finished, Job, Piece
 from .requests import ApiError, ChatRequest, GenerationRequest, StreamOptions
+from .tools import ToolCallParser
 
 
 class Replies:
@@ -26,6 +27,8 @@ class Replies:
         self._with_usage = bool(options.include_usage)
         self._usage_in_all = self._with_usage and bool(options.continuous_usage_stats)
         self._num_told = 0
+        self._may_call, self._max_calls = request.may_call, 1 if request.makes_one_call else None
+        self._parsers: dict[int, ToolCallParser] = {}  # of each answer that may call tools
         self._num_chars = Counter()  # of each answer's tokens so far
 
     async def whole(self, first: Event, events: AsyncIterator[Event]) -> dict[str, Any]:
@@ -38,9 +41,11 @@ class Replies:
             raise event
         choices = []
         for each in map(_joined, pieces.values()):
-            body = {"text": each.text}
+            text, calls = self._parsed(each)
+            body = {"text": text}
             if self._is_chat:
-                body = {"message": {"role": "assistant", "content": each.text, "refusal": None}}
+                content = {"content": text or None, "tool_calls": calls} if calls else {"content": text}
+                body = {"message": {"role": "assistant", **content, "refusal": None}}
             choices.append(self._choice(body, each))
         reply = self._object("chat.completion", choices) | {"usage": self._usage(event.num_tokens)}
         if event.kv_transfer_params is not None:
@@ -58,9 +63,13 @@ class Replies:
                     opening = {"index": event.choice, **body, "logprobs": None, "finish_reason": None}
                     yield self._sse(self._with_prompt(self._chunk(opening)))
                 self._num_told += len(event.token_ids)
-                body = {"text": event.text}
+                text, calls = self._parsed(event)
+                body = {"text": text}
                 if self._is_chat:
-                    body = {"delta": {"content": event.text} if event.text or not event.reason else {}}
+                    body = {"delta": {"content": text} if text or not (event.reason or self._may_call) else {}}
+                if calls:
+                    start = self._parsers[event.choice].num_calls - len(calls)
+                    body["delta"]["tool_calls"] = [{"index": at, **call} for at, call in enumerate(calls, start)]
                 yield self._sse(self._chunk(self._choice(body, event)))
                 event = await anext(events)
             if not isinstance(event, Finished):
@@ -72,6 +81,14 @@ class Replies:
             raise ClientDisconnect from gone
         finally:
             await events.aclose()
+
+    def _parsed(self, piece: Piece) -> tuple[str, list[dict[str, Any]]]:
+        """Return the text and the complete calls of tools that a piece adds to its answer."""
+        if not self._may_call:
+            return piece.text, []
+        if piece.choice not in self._parsers:
+            self._parsers[piece.choice] = ToolCallParser(self._jobs[0].read.call_format, self._max_calls)
+        return self._parsers[piece.choice].add(piece.text, is_last=piece.reason is not None)
 
     def _object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {**self._head, "object": kind if self._is_chat else "text_completion", "choices": choices}
@@ -88,7 +105,9 @@ class Replies:
 
     def _choice(self, body: dict[str, Any], piece: Piece) -> dict[str, Any]:
         logprobs = self._logprobs(piece) if self._with_logprobs else None
-        choice = {"index": piece.choice, **body, "logprobs": logprobs, "finish_reason": piece.reason}
+        calls = piece.reason == "stop" and piece.choice in self._parsers and self._parsers[piece.choice].num_calls
+        reason = "tool_calls" if calls else piece.reason
+        choice = {"index": piece.choice, **body, "logprobs": logprobs, "finish_reason": reason}
         return {**choice, "token_ids": piece.token_ids} if self._with_token_ids else choice
 
     def _logprobs(self, piece: Piece) -> dict[str, Any]:

@@ -24,8 +24,9 @@ def _names(text: str) -> frozenset[str]:
 
 # Fields that change how a request is filed, paid for, cached or scheduled, but not its answer.
 _WITHOUT_EFFECT = _names(
-    "cache_salt metadata parallel_tool_calls prediction priority prompt_cache_key prompt_cache_retention "
-    "request_id safety_identifier service_tier session_id store stream_interval user uuid"
+    "annotations cache_salt metadata parallel_tool_calls prediction priority prompt_cache_key "
+    "prompt_cache_retention refusal request_id safety_identifier service_tier session_id store stream_interval "
+    "user uuid"
 )
 # By value, the other fields for which it is as good as none; so are null and an empty list or object.
 _NEUTRAL = (
@@ -61,6 +62,7 @@ _OF_THE_DECODER = _names(
 _NAMES_AN_ALTERNATIVE = re.compile(r"\[|(^|-)(str|int)$")
 _MAX_STOP_LENGTH = 1000  # characters; what may become a stop string is looked at again with every token
 _MAX_TOKENS = 2**20
+_MAX_TOOLS = 128  # OpenAI's limit
 _ANY_OBJECT = '{"type": "object"}'  # the schema of OpenAI's json_object
 
 _Count = Annotated[int, Field(ge=1, le=_MAX_TOKENS)]
@@ -193,9 +195,59 @@ class Part(_Strict):
         return self
 
 
+class CalledFunction(_Strict):
+    name: str
+    arguments: str | None = None
+
+
+class ToolCall(_Strict):
+    """A call of an earlier answer, with its arguments as JSON, or one that has to be made, by its name."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
 class Message(_Strict):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[Part], Field(fail_fast=True)]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Annotated[list[Part], Field(fail_fast=True)] | None = None
+    name: str | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
+    tool_call_id: str | None = None
+
+    @model_validator(mode="after")
+    def _check_calls(self) -> "Message":
+        if self.tool_calls and self.role != "assistant":
+            raise _refused("tool_calls", "only the assistant calls tools")
+        if self.content is None and not self.tool_calls:
+            raise _refused("content", "a message needs a content, or tool_calls")
+        return self
+
+    @property
+    def rest(self) -> dict[str, Any]:
+        """The fields besides ``content`` that are given."""
+        return self.model_dump(include=set(Message.model_fields) - {"content"}, exclude_none=True)
+
+
+class Function(_Strict):
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(_Strict):
+    type: Literal["function"]
+    function: Function
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """The tool as a chat template gets it from vLLM."""
+        unset = {"strict"} if self.function.strict is None else set()
+        return {
+            "type": self.type,
+            "function": self.function.model_dump(include=set(Function.model_fields) - unset),
+        }
 
 
 _Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
@@ -213,12 +265,16 @@ class GenerationRequest(_Strict):
         default_limit: token limit of the answer if the request has none; None: the server's default.
         prompt_field: the field with the prompt.
         id_prefix: prefix of the answers' ids.
+        may_call: whether calls of tools are looked for in the answer.
+        makes_one_call: whether it has one call at most.
         kv_transfer_params: with ``do_remote_decode`` the prompt's KV is exported for another server.
     """
 
     default_limit: ClassVar[int | None] = None
     prompt_field: ClassVar[str]
     id_prefix: ClassVar[str]
+    may_call: ClassVar[bool] = False
+    makes_one_call: ClassVar[bool] = False
 
     model: str | None = None
     max_tokens: _Count | None = None
@@ -332,6 +388,7 @@ class _ChatOptions(_Strict):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: Annotated[list[Tool], Field(max_length=_MAX_TOOLS, fail_fast=True)] | None = None
     num_frames: _Count | None = None
     fps: Annotated[float, Field(gt=0, le=MAX_FPS)] | None = None
     audio_in_video: bool | None = None
@@ -360,6 +417,8 @@ class ChatRequest(_ChatOptions, GenerationRequest):
     prompt_field, id_prefix = "messages", "chatcmpl"
 
     messages: _Messages
+    tool_choice: Literal["none", "auto", "required"] | ToolCall | None = None
+    parallel_tool_calls: bool | None = None
     logprobs: bool | None = None
     top_logprobs: _NumLogprobs | None = None
 
@@ -368,6 +427,36 @@ class ChatRequest(_ChatOptions, GenerationRequest):
         if self.top_logprobs and not self.logprobs and not self.hands_over:
             raise _refused("top_logprobs", "top_logprobs needs logprobs")
         return self
+
+    @model_validator(mode="after")
+    def _check_tools(self) -> "ChatRequest":
+        if self.tool_choice not in (None, "none", "auto") and not self.functions:
+            raise _refused("tool_choice", "tool_choice needs tools, and names one of them")
+        if self.must_call and (self.min_tokens or self.ignore_eos):
+            raise _refused("tool_choice", "a required call ends the answer: it excludes min_tokens and ignore_eos")
+        return self
+
+    @property
+    def may_call(self) -> bool:
+        """As of every request."""
+        return bool(self.tools) and self.tool_choice != "none" and not self.hands_over
+
+    @property
+    def must_call(self) -> bool:
+        """Whether the answer has to call a tool."""
+        return self.may_call and self.tool_choice not in (None, "auto")
+
+    @property
+    def functions(self) -> list[dict[str, Any]]:
+        """The functions that the answer may call, or must."""
+        functions = [tool.described["function"] for tool in self.tools or ()]
+        chosen = self.tool_choice.function.name if isinstance(self.tool_choice, ToolCall) else None
+        return [function for function in functions if chosen in (None, function["name"])]
+
+    @property
+    def makes_one_call(self) -> bool:
+        """As of every request."""
+        return self.parallel_tool_calls is False or isinstance(self.tool_choice, ToolCall)
 
     @property
     def num_logprobs(self) -> int | None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from itertools import groupby
 from typing import Any
 
 from ..decode.text import AnswerText
@@ -24,8 +24,7 @@ class Telling:
 
     def __init__(self, output: Output, order: Order, decode: Callable[..., str], choice: int = 0):
         self._output, self._order, self._decode, self._choice = output, order, decode, choice
-        to_text = partial(decode, skip_special_tokens=True)
-        self._text = AnswerText(to_text, order.stop_strings, order.stop_token_ids, order.sampling.min_tokens)
+        self._text = AnswerText(self._to_text, order.stop_strings, order.stop_token_ids, order.sampling.min_tokens)
         self._told = 0
         self._logprobs: list[TokenLogprobs] = []
         # The text of an unfinished answer is needed only for streaming and for stop strings.
@@ -72,6 +71,10 @@ class Telling:
         ]
         self._told = len(tokens)
         return Piece(text, list(tokens[new]), self._choice, reason, logprobs)
+
+    def _to_text(self, tokens: Sequence[int]) -> str:
+        runs = groupby(tokens, self._order.shown_token_ids.__contains__)
+        return "".join(self._decode(list(run), skip_special_tokens=not shown) for shown, run in runs)
 
     def _spelt(self, token: int) -> str:
         return self._decode([token], skip_special_tokens=False)

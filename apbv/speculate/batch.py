@@ -119,7 +119,7 @@ class SpeculativeBatch(Batch):
             draft: its draft, built in the current stream.
         """
         member = super().join(state, request)
-        if draft is not None and member.answer.sampling.json_schema is not None:
+        if draft is not None and member.answer.sampling.is_constrained:
             member.stats.switch_off(CONSTRAINED, 0)
         elif draft is not None:
             member.draft = draft

@@ -195,7 +195,7 @@ class BatchPace:
 
 # Why an answer is decoded without its draft.
 LOSING = "with it the answer takes longer than without"
-CONSTRAINED = "with a JSON schema no token can be judged before all those before it are known"
+CONSTRAINED = "with a JSON schema or a grammar no token can be judged before all those before it are known"
 
 
 @dataclass

@@ -98,7 +98,7 @@ class _Target:
             if tokens:  # at first the target waits for the draft's prefill
                 self._pace.learn(len(self._pending.tokens), 0, len(new), *seconds)
             if self._pair.link is not None:
-                why_alone = CONSTRAINED if answer.sampling.json_schema else self._pace.is_losing() and LOSING
+                why_alone = CONSTRAINED if answer.sampling.is_constrained else self._pace.is_losing() and LOSING
         code = DONE if has_ended else ALONE if why_alone else code
         self._pair.with_other(lambda link: link.send_verdict(code, len(tokens) + len(new) - 1, new[-1]))
         self._pending = self._receive(lambda link: link.receive_rest()) if code == GO_ON else Proposal([])

@@ -38,7 +38,7 @@ def generate_speculatively(
     stats = SpeculationStats(record=Recorder("decoding", hosts.clock))
     whole = tree or Tree.chain(pace.most)
     token, has_ended = answer.choose(answer.logits)
-    new, is_drafting = [token], answer.sampling.json_schema is None
+    new, is_drafting = [token], not answer.sampling.is_constrained
     if not is_drafting:
         stats.switch_off(CONSTRAINED, 0)
     while True:

@@ -219,3 +219,61 @@ def test_a_source_of_another_kind_is_named(asked, message):
 def test_a_chat_of_another_shape_is_refused(content, message):
     with pytest.raises(PromptError, match=message):
         reader_of("qwen2_5_vl").render(Question(messages=[{"role": "user", "content": content}]))
+
+
+CALLS = STRING.replace(
+    "{% endfor %}{% if",
+    "{% for c in m.tool_calls or () %}{{ c.function.name }}({{ c.function.arguments.at }}){% endfor %}"
+    "{{ m.tool_call_id }}{% endfor %}{% for t in tools or () %}<{{ t.function.name }}>{% endfor %}{% if",
+)
+CALL = {"id": "1", "type": "function", "function": {"name": "seek", "arguments": '{"at": 3}'}}
+
+
+def seek(at: int) -> str:
+    """Seeks.
+
+    Args:
+        at: where.
+    """
+
+
+def test_calls_of_tools_and_what_they_tell_are_rendered_by_the_template():
+    """Arguments as objects; a tool's texts as one string, also for a template that reads lists, as in vLLM."""
+    told = {**turn("tool", "a", "b"), "tool_call_id": "1"}
+    for content in ({}, {"content": None}, {"content": ""}, {"content": []}):
+        for arguments in ('{"at": 3}', {"at": 3}):
+            call = {**CALL, "function": {"name": "seek", "arguments": arguments}}
+            chat = [turn("user", "x"), {"role": "assistant", **content, "tool_calls": [call]}, told]
+            assert rendered(CALLS, chat) == "[user]x[assistant]seek(3)[tool]a\nb1>"
+    for nothing in ("", None, "{}"):
+        call = {"function": {"name": "seek", "arguments": nothing}}
+        assert rendered(CALLS, [turn("user", "x"), {"role": "assistant", "tool_calls": [call]}]).endswith(
+            "seek()>"
+        )
+    both = BOTH.replace("m.content is string", "m.content is string and m.role == 'tool'")
+    assert rendered(both, [turn("user", "a", "b"), told]) == "[user]ab[tool]a\nb>"
+    no_calls = [turn("user", "x"), {**turn("assistant", "y"), "tool_calls": []}]
+    assert rendered(CALLS + "{{ messages[1] }}", no_calls).endswith(">{'role': 'assistant', 'content': 'y'}")
+    for wrong in (
+        {"name": "seek", "arguments": "[]"},
+        {"name": "seek", "arguments": "{"},
+        {"arguments": "{}"},
+        None,
+    ):
+        with pytest.raises(PromptError, match="a JSON object, got"):
+            rendered(CALLS, [turn("user", "x"), {"role": "assistant", "tool_calls": [{"function": wrong}]}])
+    with pytest.raises(PromptError, match="needs a role and a content"):
+        rendered(CALLS, [turn("user", "x"), {"role": "assistant", "tool_calls": []}])
+
+
+def test_tools_are_shown_by_templates_that_know_them():
+    reader = reader_of("qwen3", CALLS)
+    described = {"type": "function", "function": {"name": "seek"}}
+    for tool in (seek, described):
+        for asked in ({"messages": [turn("user", "x")]}, {"prompt": "x"}):
+            assert reader.render(Question(**asked, tools=[tool])).text == "[user]x<seek>>"
+    assert reader.render(Question(prompt="x", tools=[])).text == "[user]x>"
+    with pytest.raises(PromptError, match="knows no tools"):
+        reader_of("qwen3", STRING).render(Question(prompt="x", tools=[described]))
+    with pytest.raises(ValueError, match="tools must be a list"):
+        Question(prompt="x", tools="seek")

@@ -171,6 +171,14 @@ def test_openais_client_parses_an_answer(app):
 def test_what_no_answer_can_follow_is_refused(app):
     with pytest.raises(ValueError, match="at most 65536 characters"):
         app.engine.generate("x", sampling=SamplingParams(json_schema=json.dumps({"enum": ["x" * 70_000]})))
+    for settings, message in (
+        ({"json_schema": "{}", "grammar": "x"}, "not both"),
+        ({"grammar": 'start: "a"', "min_tokens": 1}, "excludes min_tokens"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            SamplingParams(**settings)
+    with pytest.raises(ValueError, match="grammar is not supported"):
+        app.engine.generate("x", sampling=SamplingParams(grammar="start: other"))
     schemas = [{"type": 7}, {"$ref": "#/none"}, {"type": "string", "pattern": "("}]
     formats = [{**FORMAT, "json_schema": {"name": "x", "schema": schema}} for schema in schemas]
     for form in (*formats, {"type": "json_schema"}, {"type": "grammar"}):

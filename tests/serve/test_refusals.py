@@ -37,7 +37,7 @@ REFUSED = {
         (chat(text("x"), part("video", "../x.mp4")), "messages.0.content.1.video_url"),
         (chat(part("video", "data:video/mp4;base64," + "A" * 900_000)), "messages.0.content.0.video_url"),
         (chat(image(detail="best")), "messages.0.content.0.image_url.detail"),
-        ({"messages": [{"role": "user", "content": "x", "tool_calls": [1]}]}, "messages.0.tool_calls"),
+        ({"messages": [{"role": "user", "content": "x", "tool_calls": [1]}]}, "messages.0.tool_calls.0"),
         (chat(kv_transfer_params={"do_remote_prefill": True}), "kv_transfer_params", "cannot load KV"),
         (chat(kv_transfer_params=HAND_OVER, stream=True), "stream", "stream must be false"),
         (chat(kv_transfer_params=HAND_OVER), "kv_transfer_params", "--kv-transfer"),
@@ -99,6 +99,10 @@ def test_of_many_errors_few_are_looked_for(field):
 JUNK = st.none() | st.booleans() | st.integers() | st.floats(allow_subnormal=False) | st.text(max_size=9)
 JUNK |= st.sampled_from([[], {}, [[[]]], {"type": "text"}, -1, 0, 1, 2, 2**64, -(2**70), 1e308, "x" * 2000])
 JUNK |= st.sampled_from(["", "clip.mp4", "../x", "data:,", "\ud83d", "<|video_pad|>", "<|im_end|>", "http://a/"])
+CALLED = [
+    {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]},
+    {"role": "tool", "tool_call_id": "1", "content": "x"},
+]
 KINDS = {CHAT: "chat.completion", RAW: "text_completion", TOKENIZE: None, DETOKENIZE: None}
 GENERATION = {"model": "demo", "max_tokens": 1, "min_tokens": 1, "ignore_eos": True, "temperature": 0.5, "seed": 7}
 GENERATION |= {"n": 1, "top_p": 0.9, "stop": ["a"], "stream": True, "stream_options": {"include_usage": True}}
@@ -106,7 +110,12 @@ GENERATION |= {"return_token_ids": True, "kv_transfer_params": {"do_remote_decod
 OF_A_CHAT = chat(text("x"), part("video", "clip.mp4"), part("image", "picture.png"), num_frames=2, fps=1.0)
 OF_A_CHAT |= {"add_generation_prompt": True, "chat_template_kwargs": {"thinks": True}}
 EXAMPLES = {
-    CHAT: [{**GENERATION, **OF_A_CHAT, **chat()}, chat(max_completion_tokens=1), {**OF_A_CHAT, "max_tokens": 1}],
+    CHAT: [
+        {**GENERATION, **OF_A_CHAT, **chat()},
+        chat(max_completion_tokens=1),
+        {**OF_A_CHAT, "max_tokens": 1},
+        {"messages": CALLED, "max_tokens": 1, "parallel_tool_calls": False, "tools": []},
+    ],
     RAW: [{**GENERATION, "prompt": "which"}, {"prompt": [[20, 21]], "stop_token_ids": [3], "max_tokens": 2}],
     TOKENIZE: [{"prompt": "which letter", "return_token_strs": True}, {**OF_A_CHAT, "model": "demo"}],
     DETOKENIZE: [{"tokens": [20, 21], "model": "demo"}],

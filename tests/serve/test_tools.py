@@ -1,0 +1,393 @@
+"""Calls of tools: parsed from answers, whole and streamed, required by a grammar, and in a client's loop."""
+
+import json
+import re
+from contextlib import closing
+from itertools import count
+
+import jsonschema
+import openai
+import pytest
+import torch
+
+from apbv import Engine, HostGroup, SamplingParams
+from apbv.grammar import Grammars, quoted
+from apbv.serve.job import Piece
+from apbv.serve.order import Order
+from apbv.serve.reading import Reader
+from apbv.serve.telling import Telling
+from apbv.serve.tools import HERMES, LLAMA, ToolCallParser, call_format
+
+import families
+from servers import HAND_OVER, InProcess, chunks, part, post, text
+
+CHAT, ASK = "/v1/chat/completions", {"messages": [{"role": "user", "content": "name the letters in order"}]}
+COUNT = {"type": "object", "properties": {"count": {"type": "integer", "minimum": 0, "maximum": 9}}}
+COUNT |= {"required": ["count"]}
+SCHEMAS = {
+    "first": COUNT,
+    'a "b"/ü.é': {"properties": {"at": {"$ref": "#/$defs/place"}}, "$defs": {"place": {"enum": ["x", "y"]}}},
+    "now": None,
+}
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": schema, "description": f"Tells {name}."}}
+    for name, schema in SCHEMAS.items()
+]
+HOW = {
+    HERMES: 'Write <tool_call>\n{"name": …, "arguments": …}\n</tool_call>',
+    LLAMA: 'Respond with {"name": function name, "parameters": dictionary of their names and values}.',
+}
+
+
+def written(form, name: str, arguments) -> str:
+    """A call as models write it."""
+    call = json.dumps({"name": name, form.key: arguments}, ensure_ascii=False)
+    return f"{form.opening}{form.blank}{call}{form.blank}{form.closing}"
+
+
+def parsed(form, pieces: list[str], **options) -> tuple[str, list[tuple[str, str]]]:
+    parser, said, calls = ToolCallParser(form, **options), "", []
+    for place, piece in enumerate(pieces, start=1):
+        new, complete = parser.add(piece, is_last=place == len(pieces))
+        said, calls = said + new, calls + complete
+    assert parser.num_calls == len(calls) == len({call["id"] for call in calls})
+    return said, [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
+
+
+F, G = written(HERMES, "f", {"x": "ü"}), '<tool_call>{"arguments":{"of":[1,{}]},"name":"g"}</tool_call>'
+LF, LG = written(LLAMA, "f", {"x": "ü"}), '{"parameters":{"of":[1,{}]},"name":"g"}'
+AS_F, AS_G = ("f", '{"x": "ü"}'), ("g", '{"of": [1, {}]}')
+TAGS = written(HERMES, "f", {"x": "</tool_call> <tool_call>{}"})
+ANSWERS = [
+    *((form, said, said, []) for form in HOW for said in ("", " ", "a b\n", "{", "x{}", "<tool_call", "; ")),
+    (HERMES, F, "", [AS_F]),
+    (HERMES, f"Look.\n\n{F}\n{G}\n", "Look.", [AS_F, AS_G]),
+    (HERMES, f"{F}{G} so\n", " so\n", [AS_F, AS_G]),
+    (HERMES, f"a {F}\nb {F} c", "a\nb c", [AS_F, AS_F]),
+    (HERMES, F.removesuffix("_call>"), "", [AS_F]),
+    (HERMES, F.removesuffix("\n</tool_call>"), "", [AS_F]),
+    (HERMES, F[:-16], F[:-16], []),
+    (HERMES, f"<tool_call>{F}", "<tool_call>", [AS_F]),
+    (HERMES, f"<tool_call>x</tool_call>\n{F}", "<tool_call>x</tool_call>", [AS_F]),
+    (HERMES, TAGS, "", [("f", '{"x": "</tool_call> <tool_call>{}"}')]),
+    (HERMES, LF, LF, []),
+    (LLAMA, LF, "", [AS_F]),
+    (LLAMA, f" {LF}; {LG}\n", "", [AS_F, AS_G]),
+    (LLAMA, f"{LF}\nso {LG}", f"\nso {LG}", [AS_F]),
+    (LLAMA, f"so {LF}", f"so {LF}", []),
+    (LLAMA, LF.replace("parameters", "arguments"), "", [AS_F]),
+    (LLAMA, LF[:-1], LF[:-1], []),
+    *(
+        (form, text, text, [])
+        for form in HOW
+        for text in (
+            written(form, "f", [1]),
+            written(form, "f", "{}"),
+            written(form, "f", {"x": float("nan")}),
+            written(form, 7, {}),
+            written(form, "f", {}).replace("{}", '{"x": "\\ud800"}'),
+            written(form, "f", {}).replace("{}", "[" * 9999),
+            written(form, "f", {}).replace("{}", "9" * 5000),
+            written(form, "f", {}).replace(form.key, "others"),
+            f"{form.opening}[]{form.closing}",
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("form", "answer", "content", "calls"), ANSWERS)
+def test_calls_are_parsed_the_same_however_an_answer_comes_in_pieces(form, answer, content, calls):
+    assert parsed(form, [answer]) == (content, calls)
+    halves = [[answer[:cut], answer[cut:]] for cut in range(min(len(answer), 200))]
+    for pieces in (*halves, [*answer[:300], answer[300:]]):
+        assert parsed(form, pieces) == (content, calls), pieces
+
+
+def test_text_that_only_mentions_a_tag_is_not_held_back():
+    parser = ToolCallParser(HERMES)
+    pieces = ["a", " <tool", "_call", ">", " b", " <tool_call>", "{", '"x"}', " c"]
+    assert [parser.add(piece)[0] for piece in pieces] == ["a", "", "", "", " <tool_call> b", "", "", "", ""]
+    assert parser.add("", is_last=True) == (' <tool_call>{"x"} c', [])
+    for form, call in ((HERMES, F), (LLAMA, LF)):
+        assert len(ToolCallParser(form).add(call)[1]) == 1, "a call comes when it is complete"
+
+
+def test_well_formed_calls_are_those_of_a_plain_pattern():
+    said = ["", "x ", "{} ", "<tool_call>\n{]\n</tool_call> "]
+    for before in said:
+        for calls in ([F], [F, G], [G, TAGS, F]):
+            answer = before + "\n".join(calls)
+            found = [json.loads(each) for each in re.findall(r"<tool_call>\s*(\{\".*\})\s*</tool_call>", answer)]
+            expected = [(each["name"], json.dumps(each["arguments"], ensure_ascii=False)) for each in found]
+            assert parsed(HERMES, [answer]) == (before.rstrip(), expected) and len(found) == len(calls)
+            assert parsed(HERMES, [answer], max_calls=1) == (before.rstrip(), expected[:1])
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return Engine.from_pretrained("demo", hosts=HostGroup.single("cpu"), dtype="float32")
+
+
+@pytest.mark.parametrize("form", HOW, ids=["hermes", "llama"])
+def test_a_grammar_allows_what_is_parsed_as_calls_that_fit(engine, form):
+    grammars = Grammars(engine.tokenizer, engine.parts.vocab_size, engine.parts.eos_token_ids)
+
+    def allows(said: str, is_single: bool = False, schema: dict | None = None) -> bool:
+        grammar = form.grammar([tool["function"] for tool in TOOLS], (), is_single, schema)
+        matcher = grammars.begin(None, grammar)
+        for token in (*engine.tokenizer.encode(said), engine.parts.eos_token_ids[0]):
+            if not matcher.masked(torch.zeros(1, engine.parts.vocab_size))[0, token].isfinite():
+                return False
+            matcher.take(token)
+        return True
+
+    first, odd = ("first", {"count": 3}), ('a "b"/ü.é', {"at": "x"})
+    for calls in ([first], [odd], [("now", {})], [first, odd], [odd, odd, first]):
+        said = form.separator.join(written(form, *call) for call in calls)
+        assert allows(said) and allows(said, schema=COUNT) and allows(said, is_single=True) == (len(calls) == 1)
+        assert parsed(form, [said]) == ("", [(name, json.dumps(arguments)) for name, arguments in calls])
+    wrong = [("other", {}), ("first", {}), ("first", {"count": 10}), (odd[0], {"at": "z"}), ("now", {"x": 1})]
+    for said in (*(written(form, *call) for call in wrong), '{"count": 3}', "", f"so {written(form, *first)}"):
+        assert not allows(said), said
+    named = {"type": "object", "properties": {"name": {"type": "string"}, "nam": {"type": "integer"}}}
+    assert all(allows(said, schema=named) for said in ('{"name": "first"}', '{"nam": 3}', written(form, *first)))
+    assert allows('{"count": 3}', schema=COUNT) and not allows('{"count": "3"}', schema=COUNT)
+
+
+def test_tags_with_tokens_of_their_own_are_these_tokens():
+    """To be called, and to be seen if they are special; other special tokens are no text."""
+    tokenizer = families.build_tokenizer("qwen3")
+    tokenizer.add_special_tokens({"extra_special_tokens": [HERMES.opening]})
+    tokenizer.add_tokens([HERMES.closing])
+    eos = tokenizer.convert_tokens_to_ids(families.EOS)
+    grammar = HERMES.grammar([TOOLS[2]["function"]], tokenizer.get_added_vocab(), is_single=True)
+    matcher = Grammars(tokenizer, len(tokenizer), (eos,)).begin(None, grammar)
+    call = tokenizer.encode(written(HERMES, "now", {}), add_special_tokens=False)
+    for token in (*call, eos):
+        assert matcher.masked(torch.zeros(1, len(tokenizer)))[0, token] == 0
+        matcher.take(token)
+    special = tokenizer.convert_tokens_to_ids(HERMES.opening)
+    assert call[0] == special and special in tokenizer.all_special_ids
+    pieces, calls = [], [*tokenizer.encode("é "), *call, eos]
+    for shown, expected in (((special,), "é " + tokenizer.decode(call)), ((), "é " + tokenizer.decode(call[1:]))):
+        output = type("Output", (), {"is_cancelled": False, "tell": lambda _, *told: pieces.append(told[-1])})()
+        order = Order({}, [], SamplingParams(), streams=True, shown_token_ids=shown)
+        telling = Telling(output, order, tokenizer.decode)
+        for number in range(1, len(calls) + 1):
+            telling.stop(calls[:number])
+        telling.finish(calls, "stop")
+        assert "".join(piece.text for piece in pieces if isinstance(piece, Piece)) == expected
+        pieces.clear()
+
+
+def test_the_format_is_the_one_that_a_template_explains():
+    assert [call_format(how) for how in HOW.values()] == list(HOW)
+    for unknown in (None, "[TOOL_CALLS]", "<tool_call>\n<function=name>\n</function>\n</tool_call>"):
+        assert call_format(unknown) is None
+
+
+def explaining(template: str, how: str) -> str:
+    """A template of the demo model's kind that shows tools and calls."""
+    shown = "{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}" + how
+    call = "[{{ call.function.name }}{% for name in call.function.arguments %} {{ name }}{% endfor %}]"
+    end = "{% for call in message.tool_calls or () %}" + call + "{% endfor %}<|im_end|>"
+    return "{% if tools %}" + shown + "{% endif %}" + template.replace("<|im_end|>", end)
+
+
+@pytest.fixture(scope="module", params=HOW, ids=["hermes", "llama"])
+def form(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def app(engine, media, form):
+    template = engine.processor.chat_template
+    engine.processor.chat_template = explaining(template, HOW[form])
+    with closing(InProcess(model=engine, max_model_len=2500, max_running=3, media_dir=media)) as app:
+        yield app
+    engine.processor.chat_template = template
+
+
+@pytest.fixture
+def script(app, monkeypatch):
+    """What the model is made to say, request by request, unless it has to call."""
+    said, constraint = [], Reader._constraint
+
+    def scripted(reader, request):
+        if request.tool_choice in (None, "auto", "none"):
+            return {"grammar": f"start: {quoted(said.pop(0))}"}
+        return constraint(reader, request)
+
+    monkeypatch.setattr(Reader, "_constraint", scripted)
+    return said
+
+
+def ask(app, **fields) -> dict:
+    reply = post(app, CHAT, **{**ASK, "tools": TOOLS, "max_tokens": 400, **fields})
+    assert reply.status_code == 200, reply.text
+    return reply.json()
+
+
+def functions_of(message: dict) -> list[dict]:
+    return [call["function"] for call in message.get("tool_calls", ())]
+
+
+def test_a_stream_has_the_text_and_calls_of_the_whole_answer(app, script, form):
+    two = [written(form, "first", {"count": 2}), written(form, "now", {})]
+    before, after = ("Let me see.\n", "\ndone") if form.opening else ("", " done")
+    answer = before + form.separator.join(two) + after
+    names = [{"name": "first", "arguments": '{"count": 2}'}, {"name": "now", "arguments": "{}"}]
+    fields = {"logprobs": True, "return_token_ids": True, "n": 2}
+    for options, calls in (
+        ({}, names),
+        ({"parallel_tool_calls": False}, names[:1]),
+        ({"tool_choice": "none"}, []),
+    ):
+        script += [answer] * 2
+        whole = ask(app, **fields, **options)
+        streamed = chunks(post(app, CHAT, **ASK, tools=TOOLS, max_tokens=400, stream=True, **fields, **options))
+        for choice in whole["choices"]:
+            message, reason = choice["message"], "tool_calls" if calls else "stop"
+            said = before.rstrip() + after if calls else answer
+            assert (message["content"], functions_of(message), choice["finish_reason"]) == (said, calls, reason)
+            own = [chunk["choices"][0] for chunk in streamed if chunk["choices"][0]["index"] == choice["index"]]
+            deltas = [each["delta"] for each in own]
+            assert "".join(delta.get("content", "") for delta in deltas) == said
+            told = [call for delta in deltas for call in delta.get("tool_calls", ())]
+            assert [call["function"] for call in told] == calls and own[-1]["finish_reason"] == reason
+            assert [call["index"] for call in told] == list(range(len(calls)))
+            assert all(call["id"] and call["type"] == "function" for call in told)
+            assert [token for each in own for token in each.get("token_ids", ())] == choice["token_ids"]
+            logprobs = [token for each in own if each["logprobs"] for token in each["logprobs"]["content"]]
+            assert len(logprobs) == len(choice["logprobs"]["content"]) == len(choice["token_ids"])
+            if calls and "n" in options:
+                early = [delta for delta in deltas if delta.get("content")]
+                assert not form.opening or len(early) > 3, "text comes as it is made"
+
+
+def test_an_answer_of_calls_alone_has_no_content_and_one_cut_short_is_text(app, script, form):
+    call = written(form, "now", {})
+    script += [call, call, call]
+    whole = ask(app)["choices"][0]
+    assert whole["message"]["content"] is None and len(whole["message"]["tool_calls"]) == 1
+    (cut,) = ask(app, max_tokens=9)["choices"]
+    assert cut["finish_reason"] == "length" and cut["message"].keys() == {"role", "content", "refusal"}
+    assert cut["message"]["content"] and call.startswith(cut["message"]["content"])
+    handed = post(app, CHAT, **ASK, tools=TOOLS, max_tokens=400, stop=["no"])
+    assert handed.json()["choices"][0]["message"]["content"] == call.split("no")[0]
+
+
+def test_a_call_that_is_required_is_made(app, script):
+    asked = {"temperature": 1.5, "seed": 3}
+    for choice in ask(app, tool_choice="required", n=2, **asked)["choices"]:
+        called = functions_of(choice["message"])
+        assert called and choice["finish_reason"] == "tool_calls" and choice["message"]["content"] is None
+        assert {function["name"] for function in called} <= set(SCHEMAS)
+    (one,) = ask(app, tool_choice="required", parallel_tool_calls=False, **asked)["choices"]
+    assert len(functions_of(one["message"])) == 1
+    for name, schema in SCHEMAS.items():
+        named = {"type": "function", "function": {"name": name}}
+        (choice,) = ask(app, tool_choice=named, **asked)["choices"]
+        (function,) = functions_of(choice["message"])
+        assert function["name"] == name
+        jsonschema.validate(json.loads(function["arguments"]), schema or {})
+
+
+def test_an_answer_by_a_schema_may_be_a_call_instead(app, form):
+    """Whichever the model prefers where they differ."""
+    described = {"type": "json_schema", "json_schema": {"name": "told", "schema": COUNT}}
+    for letter, calls in (("<" if form.opening else "n", 1), ("{" if form.opening else "c", 0)):
+        bias = {app.engine.tokenizer.encode(letter)[0]: 50}
+        fields = {"response_format": described, "logit_bias": bias, "parallel_tool_calls": False}
+        message = ask(app, **fields)["choices"][0]["message"]
+        assert len(functions_of(message)) == calls
+        jsonschema.validate(json.loads(message["content"] or '{"count": 0}'), COUNT)
+
+
+def test_openais_client_goes_through_a_loop_of_tools_about_a_video(app, script, form):
+    """Two calls, their results, one more call, and the answer; the template gets all that was said."""
+    client = openai.AsyncOpenAI(base_url="http://server/v1", api_key="-", http_client=app.client)
+    calls = [written(form, "first", {"count": 1}), written(form, "now", {})]
+    script += [form.separator.join(calls), calls[0], "It is X."]
+    content = [text("which letter is first?"), part("video", "clip.mp4")]
+    messages, prompts, numbers = [{"role": "user", "content": content}], [], count(1)
+    tools = {"first": lambda count: f"letter {count} is X", "now": lambda: "noon"}
+    while True:
+        asked = {"messages": messages, "tools": TOOLS, "max_tokens": 300}
+        extra = {"num_frames": 4, "return_token_ids": True}
+        told = app.loop.run_until_complete(client.chat.completions.create(model="demo", **asked, extra_body=extra))
+        tokens = post(
+            app, "/tokenize", messages=json.loads(json.dumps(messages, default=dict)), tools=TOOLS, num_frames=4
+        )
+        assert told.prompt_token_ids == tokens.json()["tokens"]
+        prompts.append(app.engine.tokenizer.decode(told.prompt_token_ids))
+        (choice,) = told.choices
+        if choice.finish_reason == "stop":
+            break
+        messages.append(choice.message)
+        for call in choice.message.tool_calls:
+            result = tools[call.function.name](**json.loads(call.function.arguments))
+            said = result if next(numbers) % 2 else [text(result)]
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": said})
+    assert choice.message.content == "It is X." and len(prompts) == 3
+    assert all("Tells now." in prompt and HOW[form].split()[0] in prompt for prompt in prompts)
+    one = "[first count]<|im_end|>\n<|im_start|>tool\nletter 1 is X<|im_end|>"
+    assert prompts[1].count("letter 1 is X") == 1 and "[first count][now]<|im_end|>" in prompts[1]
+    assert "<|im_start|>tool\nnoon<|im_end|>" in prompts[1] and one in prompts[2]
+
+
+BAD = {"type": "function", "function": {"name": "bad", "parameters": {"properties": {"x": {"type": 7}}}}}
+SAID = {"id": "1", "type": "function", "function": {"name": "now", "arguments": "{]"}}
+OTHER = {"type": "function", "function": {"name": "other"}}
+REFUSED = [
+    ({"tools": [{"type": "function"}]}, "tools.0.function"),
+    ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools.0.type"),
+    ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools.0.function.name"),
+    ({"tools": TOOLS * 43}, "tools"),
+    ({"tools": [BAD], "tool_choice": "required"}, "tools"),
+    ({"tool_choice": "required"}, "tool_choice", "needs tools"),
+    (
+        {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}},
+        "tool_choice",
+        "'other'",
+    ),
+    ({"tools": TOOLS, "tool_choice": "some"}, "tool_choice"),
+    ({"tools": TOOLS, "tool_choice": "required", "ignore_eos": True}, "tool_choice", "excludes"),
+    ({"tools": TOOLS, "functions": [{"name": "x"}]}, "functions"),
+    ({"chat_template_kwargs": {"tools": TOOLS}}, "messages", "not a chat-template variable"),
+    ({"messages": [{"role": "assistant"}]}, "messages.0.content"),
+    ({"messages": [{"role": "tool", "tool_call_id": "1"}]}, "messages.0.content"),
+    ({"messages": [{"role": "user", "content": "x", "tool_calls": [SAID]}]}, "messages.0.tool_calls", "assistant"),
+    ({"messages": [{"role": "assistant", "tool_calls": [SAID]}]}, "messages", "a JSON object"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param", "message"), [(*row, "")[:3] for row in REFUSED])
+def test_what_is_wrong_with_tools_is_named(app, fields, param, message):
+    reply = post(app, CHAT, **{**ASK, **fields})
+    error = reply.json()["error"]
+    assert (reply.status_code, error["param"]) == (400, param) and message in error["message"], error
+
+
+def test_a_model_whose_template_knows_no_tools_takes_none(engine, monkeypatch):
+    monkeypatch.setattr(
+        engine.processor, "chat_template", engine.processor.chat_template.replace("tools", "others")
+    )
+    with closing(InProcess(model=engine)) as app:
+        for path, fields in ((CHAT, {}), (CHAT, {"tool_choice": "none"}), ("/tokenize", {})):
+            error = post(app, path, **ASK, tools=TOOLS, **fields).json()["error"]
+            assert error["param"] == "tools" and "knows no tools" in error["message"]
+    how = engine.processor.chat_template.replace("others", "tools").replace("<tool_call>", "[CALL]")
+    monkeypatch.setattr(engine.processor, "chat_template", how.replace("function name", "name"))
+    with closing(InProcess(model=engine, max_model_len=1500)) as app:
+        error = post(app, CHAT, **ASK, tools=TOOLS).json()["error"]
+        assert error["param"] == "tools" and "not supported" in error["message"]
+        assert post(app, CHAT, **ASK, tools=TOOLS, tool_choice="none").status_code == 200
+
+
+def test_a_hand_over_shows_the_tools_and_leaves_calls_to_the_other_server(engine, app, media):
+    with closing(InProcess(model=engine, media_dir=media, hands_over=True, max_model_len=1500)) as handing:
+        fields = {**ASK, "tools": TOOLS, "tool_choice": "required", "return_token_ids": True}
+        reply = post(handing, CHAT, **fields, kv_transfer_params=HAND_OVER).json()
+        assert "tool_calls" not in reply["choices"][0]["message"] and "kv_transfer_params" in reply
+        assert reply["prompt_token_ids"] == post(app, "/tokenize", **ASK, tools=TOOLS).json()["tokens"]
