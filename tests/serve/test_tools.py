@@ -349,7 +349,7 @@ REFUSED = [
     (
         {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}},
         "tool_choice",
-        "'other'",
+        "names one",
     ),
     ({"tools": TOOLS, "tool_choice": "some"}, "tool_choice"),
     ({"tools": TOOLS, "tool_choice": "required", "ignore_eos": True}, "tool_choice", "excludes"),
