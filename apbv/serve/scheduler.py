@@ -98,7 +98,7 @@ class Scheduler:
         """Give new requests places in the queue, all or none of them.
 
         Raises:
-            ApiError: with status 429: the queue is full; with 400: it is too short for so many.
+            ApiError: with status 429: the queue is full; with 400: it is too short for them.
         """
         with self.changed:
             if len(jobs) > (most := self.limits.max_queue + 1):

