@@ -1,6 +1,6 @@
 """Quantized checkpoints: whether they can be loaded here, loading them, and the size of their weights."""
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ def quantization_of(config: PreTrainedConfig) -> dict[str, Any] | None:
     """Return how a model's checkpoint is quantized, as its config says; None: it is not."""
     found = (getattr(each, "quantization_config", None) for each in (config, config.get_text_config()))
     found = next((each for each in found if each is not None), None)
-    if found is None:
+    if not found:
         return None
     settings = found if isinstance(found, dict) else found.to_dict()
     method = settings.get("quant_method", "bitsandbytes")  # whose older configs do not say so
@@ -37,6 +37,7 @@ def require_quantization(config: PreTrainedConfig, device: torch.device) -> None
         return
     try:
         AutoHfQuantizer.from_config(deepcopy(settings)).validate_environment(device_map=None, weights_only=True)
+        _alone(settings)  # which older releases lack
         if device.type == "cpu" and "'Int4WeightOnlyConfig'" in str(settings):
             raise ValueError("its int4 weights need a GPU")
     except Exception as error:  # of many types, by method
@@ -48,15 +49,20 @@ def load_quantized(
     auto: type, path: str | Path, config: PreTrainedConfig, dtype: str | torch.dtype, device: torch.device
 ) -> PreTrainedModel:
     """Load a quantized checkpoint onto a device, for which its kernels are chosen."""
-    alone = nullcontext
-    if quantization_of(config)["quant_method"] == "compressed-tensors":
-        # Else it shares its work among all processes of the group, of which not all may load this.
-        from compressed_tensors.offload import as_single_threaded as alone
-    with alone():
+    with _alone(quantization_of(config)):
         model = auto.from_pretrained(path, config=config, dtype=dtype, device_map={"": device})
         if hasattr(model, "ct_decompress_hook"):  # of the whole model's forward, which apbv does not call
             model.hf_quantizer.compressor.decompress_model(model)
     return model
+
+
+def _alone(settings: dict[str, Any]) -> AbstractContextManager:
+    """Keep compressed-tensors from sharing its work among all processes, of which not all may load this model."""
+    if settings["quant_method"] != "compressed-tensors":
+        return nullcontext()
+    from compressed_tensors.offload import as_single_threaded
+
+    return as_single_threaded()
 
 
 def weight_size(
@@ -72,14 +78,13 @@ def weight_size(
     skipped = settings and (settings.get("modules_to_not_convert") or settings.get("llm_int8_skip_modules"))
     if not settings or not isinstance(module, nn.Linear) or not should_convert_module(name, skipped or []):
         return itemsize
-    row = module.in_features
+    row, dense = module.in_features, (8 * itemsize, module.in_features)
+    packed = settings.get("bits"), settings.get("group_size")
     bits, group = {
         "bitsandbytes": (4, 64) if settings.get("load_in_4bit") else (8, row),
         "torchao": (4, 32) if "Int4" in str(settings) else (8, row),
-        "gptq": (settings.get("bits"), settings.get("group_size")),
-        "awq": (settings.get("bits"), settings.get("group_size")),
-        "fp8": (8, row)
-        if device.type == "cuda"
-        else (8 * itemsize, row),  # dequantized where there are no kernels
-    }.get(settings["quant_method"], (8 * itemsize, row))  # compressed-tensors decompresses
-    return bits / 8 + _SCALE_BYTES / (group if group and group > 0 else row)
+        "gptq": packed,
+        "awq": packed,
+        "fp8": dense if device.type == "cpu" else (8, row),
+    }.get(settings["quant_method"], dense)  # which compressed-tensors makes of all
+    return bits / 8 + _SCALE_BYTES / (group if group > 0 else row)

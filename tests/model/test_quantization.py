@@ -41,6 +41,7 @@ def quantized(checkpoints, tmp_path_factory):
 
 def tokens_job(hosts: HostGroup, family: str, path: str, saved: str) -> tuple:
     engine = Engine.from_pretrained(path, hosts=hosts)
+    before = engine.parts.weights_digest()
     config = PrefillConfig(passing_len=10_000, anchor_len=8, query_len=8)
     state = apbv.prefill(engine.model, BATCHES[family], hosts=hosts, config=config)
     state.save(saved)
@@ -48,6 +49,7 @@ def tokens_job(hosts: HostGroup, family: str, path: str, saved: str) -> tuple:
     cache, dtype = state.to_dynamic_cache(), inspect_model(engine.model).dtype
     keys = None if cache is None else cache.layers[0].keys.dtype
     tokens = [engine.decode(each, max_new_tokens=6).token_ids for each in (state, again)]
+    assert engine.parts.weights_digest() == before  # though bitsandbytes packs weights anew when it is first run
     return tokens, dtype, keys
 
 
