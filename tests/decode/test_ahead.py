@@ -14,6 +14,9 @@ from prompts import UNCOMPRESSED, as_inputs, build, text_batch
 MOST = 10
 GREEDY = SamplingParams(max_new_tokens=MOST)
 SAMPLED = SamplingParams(max_new_tokens=MOST, temperature=1.5, top_p=0.9, seed=5)
+# Each token is the one that came least often, so that the one before it has to be known.
+BIAS = ((3, 91.0), (5, 90.0), (7, 89.0))
+PENALISED = SamplingParams(max_new_tokens=MOST, logit_bias=BIAS, frequency_penalty=2.0)
 
 
 def prefilled(kv: str = "gathered"):
@@ -33,7 +36,7 @@ def decoded(state, ahead: bool, sampling: SamplingParams, end=()) -> tuple[list[
     return tokens, happened, decoder.cache.get_seq_length() - state.num_tokens
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, PENALISED], ids=["greedy", "sampled", "penalised"])
 def test_an_answer_of_any_length_is_the_same(sampling):
     state = prefilled()
     full, happened, _ = decoded(state, False, sampling)

@@ -169,9 +169,13 @@ def test_a_whole_answer_with_a_penalty_is_that_of_transformers():
     penalty = SamplingParams(max_new_tokens=16, repetition_penalty=6.0)
     assert engine.generate(question, video=video, sampling=penalty).token_ids == expected
     assert engine.generate(question, video=video, max_new_tokens=16).token_ids != expected
-    drafting = Engine.from_pretrained("demo", hosts=hosts, speculate=SpeculativeConfig(strategy="vanilla"))
-    told = drafting.generate(question, video=video, sampling=penalty)
-    assert told.token_ids == expected and told.stats["speculation"]["num_accepted"]
+    for nodes in (None, 12):  # where the draft is the target, it must penalise as the target does
+        own = SpeculativeConfig(strategy="vanilla", draft_model=demo.model_path(), num_tree_nodes=nodes)
+        drafting = Engine.from_pretrained("demo", hosts=hosts, dtype="float32", speculate=own)
+        told = drafting.generate(question, video=video, sampling=penalty)
+        figures = told.stats["speculation"]
+        assert told.token_ids == expected and 2 <= figures["num_target_forwards"] <= 3
+        assert nodes or figures["num_accepted"] == figures["num_drafted"]
 
 
 # ---- tokens ----
