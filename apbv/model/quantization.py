@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.quantizers.auto import AutoHfQuantizer
-from transformers.quantizers.quantizers_utils import should_convert_module
 
 # Scale and zero point of a group of weights, or of a row.
 _SCALE_BYTES = 4
@@ -35,6 +33,8 @@ def require_quantization(config: PreTrainedConfig, device: torch.device) -> None
     settings = quantization_of(config)
     if settings is None:
         return
+    from transformers.quantizers.auto import AutoHfQuantizer  # takes seconds, as it imports the packages
+
     try:
         AutoHfQuantizer.from_config(deepcopy(settings)).validate_environment(device_map=None, weights_only=True)
         _alone(settings)  # which older releases lack
@@ -75,8 +75,12 @@ def weight_size(
         settings: as :func:`quantization_of` returns.
         itemsize: bytes per number if it is not quantized.
     """
-    skipped = settings and (settings.get("modules_to_not_convert") or settings.get("llm_int8_skip_modules"))
-    if not settings or not isinstance(module, nn.Linear) or not should_convert_module(name, skipped or []):
+    if not settings or not isinstance(module, nn.Linear):
+        return itemsize
+    from transformers.quantizers.quantizers_utils import should_convert_module
+
+    skipped = settings.get("modules_to_not_convert") or settings.get("llm_int8_skip_modules") or []
+    if not should_convert_module(name, skipped):
         return itemsize
     row, dense = module.in_features, (8 * itemsize, module.in_features)
     packed = settings.get("bits"), settings.get("group_size")

@@ -14,7 +14,7 @@ from prompts import UNCOMPRESSED, as_inputs, build, text_batch
 MOST = 10
 GREEDY = SamplingParams(max_new_tokens=MOST)
 SAMPLED = SamplingParams(max_new_tokens=MOST, temperature=1.5, top_p=0.9, seed=5)
-# Each token is the one that came least often, so that the one before it has to be known.
+# A token gives way once it came too often, so that the one before it has to be known.
 BIAS = ((3, 91.0), (5, 90.0), (7, 89.0))
 PENALISED = SamplingParams(max_new_tokens=MOST, logit_bias=BIAS, frequency_penalty=2.0)
 
@@ -41,8 +41,8 @@ def test_an_answer_of_any_length_is_the_same(sampling):
     state = prefilled()
     full, happened, _ = decoded(state, False, sampling)
     assert len(full) == MOST and happened[:4] == ["token", "step", "token", "step"]
-    _, happened, _ = decoded(state, True, sampling)
-    assert happened[:6] == ["token", "step", "step", "token", "step", "token"]
+    tokens, happened, _ = decoded(state, True, sampling)
+    assert tokens == full and happened[:6] == ["token", "step", "step", "token", "step", "token"]
     for index, token in enumerate(full):
         expected = decoded(state, False, sampling, (token,))
         tokens, happened, left = decoded(state, True, sampling, (token,))

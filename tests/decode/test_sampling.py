@@ -170,7 +170,8 @@ def test_a_whole_answer_with_a_penalty_is_that_of_transformers():
     assert engine.generate(question, video=video, sampling=penalty).token_ids == expected
     assert engine.generate(question, video=video, max_new_tokens=16).token_ids != expected
     for nodes in (None, 12):  # where the draft is the target, it must penalise as the target does
-        own = SpeculativeConfig(strategy="vanilla", draft_model=demo.model_path(), num_tree_nodes=nodes)
+        own = {"draft_model": demo.model_path(), "num_tree_nodes": nodes, "keep_losing_draft": True}
+        own = SpeculativeConfig(strategy="vanilla", **own)
         drafting = Engine.from_pretrained("demo", hosts=hosts, dtype="float32", speculate=own)
         told = drafting.generate(question, video=video, sampling=penalty)
         figures = told.stats["speculation"]
