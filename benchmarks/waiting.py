@@ -1,7 +1,7 @@
 """Measure how long short requests wait beside a heavy one, and how much they delay it.
 
     torchrun --nproc-per-node 2 benchmarks/waiting.py --json waiting.jsonl
-    torchrun --nproc-per-node 2 benchmarks/waiting.py --heavy "300 pictures" --rounds 3
+    torchrun --nproc-per-node 2 benchmarks/waiting.py --heavy pictures --pictures 2000 --rounds 3
 
 Every heavy request is answered alone, and then beside a client that asks the server to answer "hi", again as soon
 as it has the answer. The wait counts from a request to its whole answer. Meanwhile another client asks for
@@ -13,7 +13,6 @@ import os
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -59,8 +58,8 @@ def _picture(suffix: str, options: argparse.Namespace, folder: Path) -> Content:
     return [_file("image", path)]
 
 
-def _pictures(count: int, options: argparse.Namespace, folder: Path) -> Content:
-    paths = [folder / f"small{number}.png" for number in range(count)]
+def _pictures(options: argparse.Namespace, folder: Path) -> Content:
+    paths = [folder / f"small{number}.png" for number in range(options.pictures)]
     for number, path in enumerate(paths):
         _drawn(_TILE, _TILE, number).save(path)
     return [_file("image", path) for path in paths]
@@ -93,11 +92,10 @@ _ENCODED |= {"png": {"compress_level": 1}}
 # What makes each heavy request's content, and its files.
 HEAVY: dict[str, Callable[[argparse.Namespace, Path], Content]] = {
     "text": _text,
-    **{f"large {suffix}": partial(_picture, suffix) for suffix in ("tiff", "webp", "png", "jpg")},
-    "300 pictures": partial(_pictures, 300),
-    "2000 pictures": partial(_pictures, 2000),
-    "wide frames": _frames,
-    "long gif": _gif,
+    **{suffix: partial(_picture, suffix) for suffix in ("tiff", "webp", "png", "jpg")},
+    "pictures": _pictures,
+    "frames": _frames,
+    "gif": _gif,
 }
 
 
@@ -202,7 +200,7 @@ def record(
         "benchmark": "waiting",
         "model": options.model,
         "hosts": hosts.size,
-        "heavy": heavy,
+        "heavy": f"{options.pictures} pictures" if heavy == "pictures" else heavy,
         "num_unhealthy": num_ill,
         "worst_wait_ms": max(samples["wait_ms"]),
         "growth": min(samples["heavy_beside_ms"]) / min(samples["heavy_alone_ms"]),
@@ -227,7 +225,9 @@ COLUMNS = {
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="demo", help="demo, a directory or a hub id")
-    parser.add_argument("--heavy", nargs="+", choices=HEAVY, default=[*HEAVY], help="heavy requests (default: all)")
+    parser.add_argument(
+        "--heavy", nargs="+", choices=HEAVY, default=[*HEAVY], help="heavy requests (default: all)"
+    )
     parser.add_argument("--side", type=COUNT, default=12000, help="pixels per side of a large picture")
     parser.add_argument("--frames", type=COUNT, default=40, help="frames of a video (default 40)")
     parser.add_argument("--words", type=COUNT, default=5000, help="times three words of a text (default 5000)")

@@ -12,10 +12,11 @@ import torch
 from ..decode.answer import finish_reason
 from ..kv.ticket import Ticket
 from ..prefilling.cancelling import RequestCancelled
+from .alone import Alone
 from .decoding import Decoding
 from .executor import Command, Executor, exchange_commands, require_decoding
 from .job import Job
-from .order import Order, encode_orders
+from .order import Order, encode_order
 from .output import JobOutput, failure_of
 from .reading import Reader
 from .requests import ApiError, GenerationRequest
@@ -32,7 +33,7 @@ class Worker:
     """Engine loop: reads requests and has all hosts carry them out, in a thread.
 
     All collectives of the hosts happen in this thread. It prefills prompts in the scheduler's order, one after
-    another or short ones together, while another thread of each host decodes; if answers cannot be batched, all
+    another, while other threads of each host prefill short ones and decode; if answers cannot be batched, all
     hosts decode each before it takes the next. The methods are called from the thread that speaks HTTP, or from
     those that read requests.
 
@@ -50,6 +51,7 @@ class Worker:
         self._executor, self.reader, self._scheduler, self._links = executor, reader, scheduler, executor.link
         self.why_one_by_one = executor.engine.why_one_by_one
         self._decoding = None if self.why_one_by_one else Decoding(executor.engine)
+        self._alone = None if self.why_one_by_one else Alone(executor.engine, self._decoding)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._last_step_at, self._is_busy = time.monotonic(), False
         self.failure: BaseException | None = None
@@ -133,7 +135,9 @@ class Worker:
         try:
             if device.type == "cuda":
                 torch.cuda.set_device(device)
-            with self._decoding or nullcontext():
+            with self._decoding or nullcontext(), self._alone or nullcontext():
+                if self._alone is not None:
+                    threading.Thread(target=self._hand_out, name="short prompts", daemon=True).start()
                 while self._step():
                     pass
         except BaseException as error:
@@ -144,18 +148,16 @@ class Worker:
 
     def _step(self) -> bool:
         """Carry out the next request, or send an idle command; False after shutdown."""
-        jobs: list[Job] = []
-        while (job := self._scheduler.take(0 if jobs else _IDLE_SECONDS, jobs)) is not None:
-            jobs.append(job)
+        job = self._scheduler.take(_IDLE_SECONDS)
         require_decoding(self._executor.hosts, self._decoding)
-        has_stopped = not jobs and self._scheduler.has_stopped
-        if not jobs:
+        has_stopped = job is None and self._scheduler.has_stopped
+        if job is None:
             if (num_bytes := self._scheduler.bytes_wanted()) and self._executor.offers is not None:
                 self._executor.offers.make_room(num_bytes)  # by requests that have waited for long
             self._send_command(Command.LEAVE if has_stopped else Command.WAIT)
         else:
             self._is_busy = True
-            self._lead(jobs)
+            self._lead(job)
         if self._links is not None and self._links.failure is not None and not has_stopped:
             self._send_command(Command.WAIT)  # raises the reason of a host that has failed
             raise self._links.failure
@@ -166,36 +168,47 @@ class Worker:
         if exchange_commands(self._executor.hosts, command, False)[1] and command != Command.LEAVE:
             self._on_stop()
 
-    def _lead(self, jobs: list[Job]) -> None:
-        """Lead all hosts through requests, to their end or until a decoding thread has them.
-
-        Several are prefilled each by its home, alone.
-        """
-        hosts, first, ordered, files = self._executor.hosts, jobs[0], [], []
-        for job in jobs:
-            output, order = JobOutput(job, self._scheduler), job.read.order
-            try:
-                if hosts.num_processes > 1:
-                    files += [file.path.read_bytes() for file in job.read.media if file.relative is None]
-            except OSError as error:
-                output.fail(f"cannot read a temporary file: {error.strerror}")
-                output.release()
+    def _hand_out(self) -> None:
+        """Give short prompts to their homes, in a thread: whatever all hosts prefill, these do not wait for it."""
+        while not self._scheduler.has_stopped and self.failure is None:
+            if (job := self._scheduler.take(_IDLE_SECONDS, is_short=True)) is None:
                 continue
+            if (opened := self._open(job, job.home != 0)) is None:
+                continue
+            order, output, files = opened
             if job.home:
-                order = replace(order, home=job.home, number=self._links.add(output))
-            ordered.append((job, order, output))
-        if not ordered:
+                self._links.send(order, files)
+            else:
+                self._alone.prefill(order, output, [file.path for file in job.read.media], job.read.prompt)
+
+    def _open(self, job: Job, is_sent: bool) -> tuple[Order, JobOutput, list[bytes]] | None:
+        """Return a request's order and output, and the bytes of files that are sent; None if it has failed."""
+        output, order, files = JobOutput(job, self._scheduler), job.read.order, []
+        try:
+            if is_sent:
+                files = [file.path.read_bytes() for file in job.read.media if file.relative is None]
+        except OSError as error:
+            output.fail(f"cannot read a temporary file: {error.strerror}")
+            output.release()
+            return None
+        if job.home:
+            order = replace(order, home=job.home, number=self._links.add(output))
+        return order, output, files
+
+    def _lead(self, job: Job) -> None:
+        """Lead all hosts through a request, to its end or until a decoding thread has it."""
+        hosts = self._executor.hosts
+        if (opened := self._open(job, hosts.num_processes > 1)) is None:
             return
+        order, output, files = opened
         command = Command.PREFILL if self._decoding else Command.ANSWER
-        if first.is_short or first.read.order.hands_over:
-            command = Command.PREFILL_EACH if first.is_short else Command.HAND_OVER
+        command = Command.HAND_OVER if order.hands_over else command
         self._send_command(command)
-        hosts.broadcast_bytes(encode_orders([order for _, order, _ in ordered]))
+        hosts.broadcast_bytes(encode_order(order))
         for data in files:
             hosts.broadcast_bytes(data)
-        for job, order, output in ordered:
-            if command != Command.PREFILL_EACH or order.home == 0:
-                self._carry_out(command, job, order, output)
+        with nullcontext() if self._alone is None else self._alone.giving_way():
+            self._carry_out(command, job, order, output)
 
     def _carry_out(self, command: Command, job: Job, order: Order, output: JobOutput) -> None:
         """Carry out an order on this host."""

@@ -153,9 +153,7 @@ def ask_a_server(
     return measured
 
 
-def serve_while(
-    engine: Engine, hosts: HostGroup, settings: ServerSettings, ask: Callable[[int], None]
-) -> None:
+def serve_while(engine: Engine, hosts: HostGroup, settings: ServerSettings, ask: Callable[[int], None]) -> None:
     """Start a server, call a function with its port on host 0, and end the server; collective.
 
     Raises:

@@ -1,0 +1,98 @@
+"""Prefills short prompts on their home alone, beside what all hosts prefill together."""
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from ..engine import Engine
+from ..input.skeleton import Skeleton
+from .decoding import Decoding
+from .links import Output
+from .order import Order
+
+# Times as long as a short prompt took, the next one waits while all hosts prefill another prompt: of two threads
+# each takes at most a twelfth of the time, and the other prompt at most a fifth longer.
+_REST = 11
+
+
+class Alone:
+    """Prefills short prompts on this host, texts in one thread, and prompts with files in another.
+
+    So a text waits neither for files that take long to decode, nor for what all hosts prefill. The threads live
+    inside a ``with`` block.
+
+    Args:
+        engine: of all hosts; it is not used if it cannot work alone.
+        decoding: gets what is prefilled.
+    """
+
+    def __init__(self, engine: Engine, decoding: Decoding):
+        self._engine, self._decoding, self._stack = engine, decoding, ExitStack()
+        self._lanes: list[tuple[Engine, ThreadPoolExecutor]] = []
+        self._is_undisturbed = threading.Event()
+        self._is_undisturbed.set()
+
+    def __enter__(self) -> "Alone":
+        if self._engine.can_work_alone:
+            self._stack.enter_context(self._engine.prefilling_in_threads())
+            for name in ("texts", "files"):
+                pool = ThreadPoolExecutor(1, f"prefilling {name}")
+                self._stack.callback(pool.shutdown, cancel_futures=True)
+                self._lanes.append((self._engine.alone(), pool))
+        return self
+
+    def __exit__(self, *_) -> None:
+        """Stop the threads after their current prompts; those that wait are dropped."""
+        self._is_undisturbed.set()
+        self._stack.close()
+
+    @contextmanager
+    def giving_way(self) -> Iterator[None]:
+        """Leave most of the time to what this host does in the block."""
+        self._is_undisturbed.clear()
+        try:
+            yield
+        finally:
+            self._is_undisturbed.set()
+
+    def prefill(
+        self,
+        order: Order,
+        output: Output,
+        paths: Sequence[Path],
+        prompt: Skeleton | None = None,
+        files: ExitStack | None = None,
+    ) -> None:
+        """Prefill a prompt in a thread, and hand it, or the error, to the decoding thread.
+
+        Args:
+            paths: this host's paths of the order's files.
+            prompt: the part of the question that this host has already read.
+            files: closed when it is prefilled.
+        """
+        engine, pool = self._lanes[bool(paths)]
+        pool.submit(self._prefill, engine, order, output, paths, prompt, files or ExitStack())
+
+    def _prefill(
+        self,
+        engine: Engine,
+        order: Order,
+        output: Output,
+        paths: Sequence[Path],
+        prompt: Skeleton | None,
+        files: ExitStack,
+    ) -> None:
+        began = time.monotonic()
+        with files, engine.hosts.on_device():
+            try:
+                request = order.request(engine.hosts, paths, prompt)
+                done = engine.begin(replace(request, stop=lambda _: output.is_cancelled))
+            except Exception as error:
+                done = error.with_traceback(None)
+        self._decoding.add(output, order, done)
+        del done  # its KV is not needed here
+        self._is_undisturbed.wait(_REST * (time.monotonic() - began))
