@@ -206,7 +206,7 @@ class Engine:
         if not in_batch:
             engine.generate(**question)
             return
-        if self.can_work_alone:
+        if self.can_work_alone and self.hosts.size > 1:
             engine.alone().generate(**question)
         for _, answer in engine.generate_all([question] * max(self.num_homes, 1)):
             if isinstance(answer, Exception):

@@ -14,8 +14,8 @@ from .decoding import Decoding
 from .links import Output
 from .order import Order
 
-# Times as long as a short prompt took, the next one waits while all hosts prefill another prompt: of two threads
-# each takes at most a twelfth of the time, and the other prompt at most a fifth longer.
+# So many times the CPU time of a short prompt the next one waits while all hosts prefill another prompt: of two
+# threads each has at most a twelfth of the time, and the other prompt takes at most a fifth longer.
 _REST = 11
 
 
@@ -86,13 +86,13 @@ class Alone:
         prompt: Skeleton | None,
         files: ExitStack,
     ) -> None:
-        began = time.monotonic()
-        with files, engine.hosts.on_device():
-            try:
+        began = time.thread_time()
+        try:
+            with files, engine.hosts.on_device():
                 request = order.request(engine.hosts, paths, prompt)
                 done = engine.begin(replace(request, stop=lambda _: output.is_cancelled))
-            except Exception as error:
-                done = error.with_traceback(None)
+        except Exception as error:
+            done = error.with_traceback(None)
         self._decoding.add(output, order, done)
         del done  # its KV is not needed here
-        self._is_undisturbed.wait(_REST * (time.monotonic() - began))
+        self._is_undisturbed.wait(_REST * (time.thread_time() - began))

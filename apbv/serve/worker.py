@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from ..decode.answer import finish_reason
+from ..hosts.exchange import describe_error
 from ..kv.ticket import Ticket
 from ..prefilling.cancelling import RequestCancelled
 from .alone import Alone
@@ -173,34 +174,38 @@ class Worker:
         while not self._scheduler.has_stopped and self.failure is None:
             if (job := self._scheduler.take(_IDLE_SECONDS, is_short=True)) is None:
                 continue
-            if (opened := self._open(job, job.home != 0)) is None:
-                continue
-            order, output, files = opened
-            if job.home:
-                self._links.send(order, files)
-            else:
-                self._alone.prefill(order, output, [file.path for file in job.read.media], job.read.prompt)
+            output = JobOutput(job, self._scheduler)
+            try:
+                order, files = self._open(job, output, job.home != 0)
+                if job.home:
+                    self._links.send(order, files)
+                else:
+                    self._alone.prefill(order, output, [file.path for file in job.read.media], job.read.prompt)
+            except Exception as error:
+                output.fail(describe_error(error))
+                output.release()
 
-    def _open(self, job: Job, is_sent: bool) -> tuple[Order, JobOutput, list[bytes]] | None:
-        """Return a request's order and output, and the bytes of files that are sent; None if it has failed."""
-        output, order, files = JobOutput(job, self._scheduler), job.read.order, []
-        try:
-            if is_sent:
-                files = [file.path.read_bytes() for file in job.read.media if file.relative is None]
-        except OSError as error:
-            output.fail(f"cannot read a temporary file: {error.strerror}")
-            output.release()
-            return None
+    def _open(self, job: Job, output: JobOutput, is_sent: bool) -> tuple[Order, list[bytes]]:
+        """Return a request's order, and the bytes of files that other hosts have to be sent.
+
+        Raises:
+            OSError: a temporary file cannot be read.
+        """
+        files = [file.path.read_bytes() for file in job.read.media if is_sent and file.relative is None]
+        order = job.read.order
         if job.home:
             order = replace(order, home=job.home, number=self._links.add(output))
-        return order, output, files
+        return order, files
 
     def _lead(self, job: Job) -> None:
         """Lead all hosts through a request, to its end or until a decoding thread has it."""
-        hosts = self._executor.hosts
-        if (opened := self._open(job, hosts.num_processes > 1)) is None:
+        hosts, output = self._executor.hosts, JobOutput(job, self._scheduler)
+        try:
+            order, files = self._open(job, output, hosts.num_processes > 1)
+        except OSError as error:
+            output.fail(describe_error(error))
+            output.release()
             return
-        order, output, files = opened
         command = Command.PREFILL if self._decoding else Command.ANSWER
         command = Command.HAND_OVER if order.hands_over else command
         self._send_command(command)
