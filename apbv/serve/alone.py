@@ -26,11 +26,11 @@ class Alone:
     inside a ``with`` block.
 
     Args:
-        engine: of all hosts; it is not used if it cannot work alone.
+        engine: of all hosts; where it cannot work alone, nothing is to be prefilled.
         decoding: gets what is prefilled.
     """
 
-    def __init__(self, engine: Engine, decoding: Decoding):
+    def __init__(self, engine: Engine, decoding: Decoding | None):
         self._engine, self._decoding, self._stack = engine, decoding, ExitStack()
         self._lanes: list[tuple[Engine, ThreadPoolExecutor]] = []
         self._is_undisturbed = threading.Event()
@@ -75,24 +75,17 @@ class Alone:
             files: closed when it is prefilled.
         """
         engine, pool = self._lanes[bool(paths)]
-        pool.submit(self._prefill, engine, order, output, paths, prompt, files or ExitStack())
 
-    def _prefill(
-        self,
-        engine: Engine,
-        order: Order,
-        output: Output,
-        paths: Sequence[Path],
-        prompt: Skeleton | None,
-        files: ExitStack,
-    ) -> None:
-        began = time.thread_time()
-        try:
-            with files, engine.hosts.on_device():
-                request = order.request(engine.hosts, paths, prompt)
-                done = engine.begin(replace(request, stop=lambda _: output.is_cancelled))
-        except Exception as error:
-            done = error.with_traceback(None)
-        self._decoding.add(output, order, done)
-        del done  # its KV is not needed here
-        self._is_undisturbed.wait(_REST * (time.thread_time() - began))
+        def run() -> None:
+            began = time.thread_time()
+            try:
+                with files or ExitStack(), engine.hosts.on_device():
+                    request = order.request(engine.hosts, paths, prompt)
+                    done = engine.begin(replace(request, stop=lambda _: output.is_cancelled))
+            except Exception as error:
+                done = error.with_traceback(None)
+            self._decoding.add(output, order, done)
+            del done  # its KV is not needed here
+            self._is_undisturbed.wait(_REST * (time.thread_time() - began))
+
+        pool.submit(run)

@@ -151,7 +151,7 @@ def follow(executor: Executor, folder: Path | None, private_files: PrivateFiles,
     """
     hosts, link = executor.hosts, executor.link
     decoding = None if link is None else Decoding(executor.engine, link.flush)
-    alone = None if link is None else Alone(executor.engine, decoding)
+    alone = Alone(executor.engine, decoding)
     failed: list[tuple[Order, Exception]] = []
 
     def open_files(order: Order, sent: Iterator[bytes], stack: ExitStack) -> list[Path]:
@@ -175,7 +175,7 @@ def follow(executor: Executor, folder: Path | None, private_files: PrivateFiles,
         order = decode_order(hosts.broadcast_bytes(None))
         sent = iter([hosts.broadcast_bytes(None) for file in order.files if file is None])
         try:
-            with nullcontext() if alone is None else alone.giving_way():
+            with alone.giving_way():
                 done = executor.carry_out(command, order, partial(open_files, order, sent))
         except Exception as error:
             if not executor.is_usable:
@@ -185,7 +185,7 @@ def follow(executor: Executor, folder: Path | None, private_files: PrivateFiles,
         if command == Command.PREFILL and order.home == hosts.rank:
             decoding.add(RemoteOutput(link, order.number), order, done)
 
-    with decoding or nullcontext(), alone or nullcontext():
+    with decoding or nullcontext(), alone:
         if link is not None:
             link.listen(prefill_alone)
         while True:

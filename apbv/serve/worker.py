@@ -52,7 +52,7 @@ class Worker:
         self._executor, self.reader, self._scheduler, self._links = executor, reader, scheduler, executor.link
         self.why_one_by_one = executor.engine.why_one_by_one
         self._decoding = None if self.why_one_by_one else Decoding(executor.engine)
-        self._alone = None if self.why_one_by_one else Alone(executor.engine, self._decoding)
+        self._alone = Alone(executor.engine, self._decoding)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._last_step_at, self._is_busy = time.monotonic(), False
         self.failure: BaseException | None = None
@@ -136,9 +136,8 @@ class Worker:
         try:
             if device.type == "cuda":
                 torch.cuda.set_device(device)
-            with self._decoding or nullcontext(), self._alone or nullcontext():
-                if self._alone is not None:
-                    threading.Thread(target=self._hand_out, name="short prompts", daemon=True).start()
+            with self._decoding or nullcontext(), self._alone:
+                threading.Thread(target=self._hand_out, name="short prompts", daemon=True).start()
                 while self._step():
                     pass
         except BaseException as error:
@@ -189,10 +188,13 @@ class Worker:
         """Return a request's order, and the bytes of files that other hosts have to be sent.
 
         Raises:
-            OSError: a temporary file cannot be read.
+            RuntimeError: a temporary file cannot be read.
         """
-        files = [file.path.read_bytes() for file in job.read.media if is_sent and file.relative is None]
-        order = job.read.order
+        order, sent = job.read.order, [file.path for file in job.read.media if is_sent and file.relative is None]
+        try:
+            files = [path.read_bytes() for path in sent]
+        except OSError as error:
+            raise RuntimeError(f"cannot read a temporary file: {error.strerror}") from error
         if job.home:
             order = replace(order, home=job.home, number=self._links.add(output))
         return order, files
@@ -202,7 +204,7 @@ class Worker:
         hosts, output = self._executor.hosts, JobOutput(job, self._scheduler)
         try:
             order, files = self._open(job, output, hosts.num_processes > 1)
-        except OSError as error:
+        except RuntimeError as error:
             output.fail(describe_error(error))
             output.release()
             return
@@ -212,7 +214,7 @@ class Worker:
         hosts.broadcast_bytes(encode_order(order))
         for data in files:
             hosts.broadcast_bytes(data)
-        with nullcontext() if self._alone is None else self._alone.giving_way():
+        with self._alone.giving_way():
             self._carry_out(command, job, order, output)
 
     def _carry_out(self, command: Command, job: Job, order: Order, output: JobOutput) -> None:

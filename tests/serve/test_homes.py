@@ -4,17 +4,20 @@ import asyncio
 import json
 import os
 import signal
+import time
 import weakref
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from apbv import Engine, HostGroup, ReuseConfig, SamplingParams, SpeculativeConfig, demo
 from apbv.decode.batch import Batch
 from apbv.input.pixels import VideoReader
-from apbv.input.request import Request
+from apbv.input.request import Question, Request
 from apbv.prefilling import stages
+from apbv.serve.alone import Alone
 from apbv.serve.decoding import Decoding
 from apbv.serve.executor import Executor
 from apbv.serve.links import RemoteOutput
@@ -23,6 +26,7 @@ from apbv.serve.server import limits_of
 from apbv.serve.settings import ServerSettings
 from apbv.speculate.batch import SpeculativeBatch
 from apbv.speculate.ways import Begun
+from apbv.stats import StageTimer
 
 from fresh_hosts import Store, run_fresh
 from patience import HANGING, wait_for
@@ -301,6 +305,23 @@ def test_texts_wait_neither_for_a_long_prompt_nor_for_files(pool, tmp_path):
     assert beside == [before] * 4 and are_done == [False] * 2 and healthy == 200 and long and video
     assert begun.count(2) == other.count(2) == 1 and len(begun + other) == 2 + 6
     assert min(begun.count(1), other.count(1)) > 1
+
+
+def test_a_thread_rests_after_a_short_prompt_until_the_long_one_ends(monkeypatch):
+    monkeypatch.setattr("apbv.serve.alone._REST", 1e12)
+    hosts, begun = HostGroup.single("cpu"), []
+    request = Request(Question(), StageTimer(hosts))
+    engine = SimpleNamespace(can_work_alone=True, prefilling_in_threads=ExitStack, hosts=hosts, begin=begun.append)
+    engine.alone = lambda: engine
+    order, decoding = SimpleNamespace(request=lambda *_: request), SimpleNamespace(add=lambda *_: None)
+    with Alone(engine, decoding) as alone:
+        with alone.giving_way():
+            for paths in ([], [], [Path("a file")], [Path("a file")]):
+                alone.prefill(order, None, paths)
+            wait_for(lambda: len(begun) == 2)
+            time.sleep(0.2)  # the others would begin at once
+            assert len(begun) == 2
+        wait_for(lambda: len(begun) == 4)
 
 
 def split_job(hosts: HostGroup) -> list[int]:
