@@ -4,7 +4,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,16 +14,16 @@ from .decoding import Decoding
 from .links import Output
 from .order import Order
 
-# So many times the CPU time of a short prompt the next one waits while all hosts prefill another prompt: of two
-# threads each has at most a twelfth of the time, and the other prompt takes at most a fifth longer.
+# Multiple of a short prompt's CPU time for which its thread rests beside a long prompt: two threads then have at
+# most a twelfth of the time each, and the long prompt takes at most a fifth longer.
 _REST = 11
 
 
 class Alone:
     """Prefills short prompts on this host, texts in one thread, and prompts with files in another.
 
-    So a text waits neither for files that take long to decode, nor for what all hosts prefill. The threads live
-    inside a ``with`` block.
+    So a text waits neither for files that take long to decode, nor for what all hosts prefill; but it leaves most
+    of the time to them. The threads live inside a ``with`` block.
 
     Args:
         engine: of all hosts; where it cannot work alone, nothing is to be prefilled.
@@ -33,8 +33,7 @@ class Alone:
     def __init__(self, engine: Engine, decoding: Decoding | None):
         self._engine, self._decoding, self._stack = engine, decoding, ExitStack()
         self._lanes: list[tuple[Engine, ThreadPoolExecutor]] = []
-        self._is_undisturbed = threading.Event()
-        self._is_undisturbed.set()
+        self._num_long, self._changed = 0, threading.Condition()  # of those that the others give way to
 
     def __enter__(self) -> "Alone":
         if self._engine.can_work_alone:
@@ -47,17 +46,21 @@ class Alone:
 
     def __exit__(self, *_) -> None:
         """Stop the threads after their current prompts; those that wait are dropped."""
-        self._is_undisturbed.set()
         self._stack.close()
 
     @contextmanager
     def giving_way(self) -> Iterator[None]:
         """Leave most of the time to what this host does in the block."""
-        self._is_undisturbed.clear()
+        self._count(1)
         try:
             yield
         finally:
-            self._is_undisturbed.set()
+            self._count(-1)
+
+    def _count(self, change: int) -> None:
+        with self._changed:
+            self._num_long += change
+            self._changed.notify_all()
 
     def prefill(
         self,
@@ -79,13 +82,14 @@ class Alone:
         def run() -> None:
             began = time.thread_time()
             try:
-                with files or ExitStack(), engine.hosts.on_device():
+                with files or ExitStack(), self.giving_way() if paths else nullcontext(), engine.hosts.on_device():
                     request = order.request(engine.hosts, paths, prompt)
                     done = engine.begin(replace(request, stop=lambda _: output.is_cancelled))
             except Exception as error:
                 done = error.with_traceback(None)
             self._decoding.add(output, order, done)
             del done  # its KV is not needed here
-            self._is_undisturbed.wait(_REST * (time.thread_time() - began))
+            with self._changed:
+                self._changed.wait_for(lambda: not self._num_long, _REST * (time.thread_time() - began))
 
         pool.submit(run)
