@@ -14,9 +14,9 @@ from .decoding import Decoding
 from .links import Output
 from .order import Order
 
-# Multiple of a short prompt's CPU time for which its thread rests beside a long prompt: two threads then have at
-# most a twelfth of the time each, and the long prompt takes at most a fifth longer.
-_REST = 11
+# Multiple of a short prompt's CPU time for which its thread rests beside a long prompt, so that this takes at most
+# a fifth longer: two threads have at most 1/21 of the time each; decoding and HTTP cost twice as much again.
+_REST = 20
 
 
 class Alone:
