@@ -29,6 +29,7 @@ from .input.skeleton import SampledVideo
 from .input.video import require_backend
 from .model.loading import default_num_frames, default_sampling, load_model, require_loadable
 from .prefilling.cancelling import RequestCancelled
+from .prefilling.forward import ready_for_prefills
 from .prefilling.memory import NotEnoughMemoryError
 from .prefilling.methods import resolve_method
 from .prefilling.prefiller import Prefiller, ReadRequest
@@ -212,7 +213,7 @@ class Engine:
         if not in_batch:
             engine.generate(**question)
             return
-        if self.can_work_alone:
+        if self.can_work_alone and self.hosts.size > 1:
             engine.alone().generate(**question)
         for _, answer in engine.generate_all([question] * max(self.num_homes, 1)):
             if isinstance(answer, Exception):
@@ -630,6 +631,13 @@ class Engine:
         """Put apbv's attention in force in the models that decode, until the returned context ends."""
         return self._way.attention()
 
+    def prefilling_in_threads(self) -> ExitStack:
+        """Keep in force what a prefill changes in the models, for several threads, until the context ends."""
+        with ExitStack() as stack:
+            for parts in self._way.models:
+                stack.enter_context(ready_for_prefills(parts))
+            return stack.pop_all()
+
     def _completed(self, request: Request) -> Request:
         """Return a request with all sampling parameters, and its grammar compiled, if it has one.
 
@@ -663,12 +671,16 @@ class Engine:
         config, hosts = self.speculative_config, self.hosts
         needs_others = config is not None and STRATEGIES[config.strategy].needs_passing
         shares = self.reuse_config is not None or hosts.tensor_parallel_size > 1
-        return self.num_homes == hosts.size > 1 and not needs_others and not shares
+        return self.num_homes == hosts.size and not needs_others and not shares
 
     def alone(self) -> "Engine":
-        """Return an engine with the same model in which this host answers without the others; not collective."""
+        """Return an engine with the same model in which this host answers without the others; not collective.
+
+        It may be used in another thread, inside :meth:`prefilling_in_threads`.
+        """
         engine = copy(self)
-        engine.hosts = self.hosts.subgroup([self.hosts.rank])
+        # Not a subgroup: the heartbeats are those of this host's work for the others.
+        engine.hosts = HostGroup.single(self.hosts.device)
         engine._way, engine._prefiller = copy(self._way), self._prefiller.on(engine.hosts)
         engine._way.hosts = engine.hosts
         return engine

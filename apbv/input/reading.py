@@ -5,6 +5,7 @@ The library, the script and the server all use it.
 
 import threading
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -55,6 +56,10 @@ class PromptReader:
         self._tokenizing = threading.Lock()  # which two threads must not do at once
         self._num_frames, self._config = num_frames, config or PrefillConfig()
         require_backend(self._config.video.backend)
+
+    def for_another_thread(self) -> "PromptReader":
+        """Return a reader with a processor of its own."""
+        return PromptReader(self.parts, deepcopy(self.processor), self._num_frames, self._config, self.videos)
 
     def tokenize(self, text: str, add_special_tokens: bool) -> list[int]:
         """Return a text's tokens."""

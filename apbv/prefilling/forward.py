@@ -1,6 +1,7 @@
 """Sequence-parallel prefill: one forward pass of an unmodified language model."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
 
@@ -16,6 +17,7 @@ from ..kv.placement import ShardedKV
 from ..model.attention import apbv_attention
 from ..model.parts import ModelParts, inspect_model
 from ..model.row_chunks import rows_in_chunks
+from ..model.vision_attention import packed_attention
 from ..stats import StageTimer, reset_peak_memory
 from ..warn import warn_caller
 from .cancelling import Stop
@@ -156,6 +158,18 @@ def prefill(
         model=partial(identify, parts),
         reduction=reduction,
     )
+
+
+@contextmanager
+def ready_for_prefills(parts: ModelParts) -> Iterator[None]:
+    """Keep in force what a prefill changes in a model, so that several threads can prefill at the same time."""
+    with (
+        apbv_attention(parts.language_model),
+        rows_in_chunks(parts, parts.max_position_embeddings),
+        packed_attention(parts.packed_vision_tower),
+        packed_attention(parts.audio_tower),
+    ):
+        yield
 
 
 def _plan(inputs: ModelInputs, hosts: HostGroup, config: PrefillConfig, watcher: Watcher | None) -> PrefillMethod:

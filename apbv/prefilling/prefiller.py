@@ -78,9 +78,9 @@ class Prefiller:
         return other
 
     def on(self, hosts: HostGroup) -> "Prefiller":
-        """Return a prefiller of other hosts, without caches."""
+        """Return a prefiller of other hosts, for another thread, without caches."""
         other = copy(self)
-        other._hosts, other._reuse = hosts, None
+        other._hosts, other._reuse, other._reader = hosts, None, self._reader.for_another_thread()
         return other
 
     def without_draft(self, config: PrefillConfig) -> "Prefiller":

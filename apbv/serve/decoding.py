@@ -14,6 +14,7 @@ import torch
 from ..decode.batch import Batch, Member
 from ..engine import Engine
 from ..hosts.exchange import describe_error
+from ..prefilling.cancelling import RequestCancelled
 from ..speculate.ways import Begun
 from .links import Output
 from .order import Order
@@ -109,7 +110,8 @@ class Decoding:
                 # The next answer copies the KV.
                 state, draft = replace(state, kv=state.kv.behind(state.layout)), ()
         except Exception as error:
-            output.fail(*failure_of(error))
+            if not isinstance(error, RequestCancelled):
+                output.fail(*failure_of(error))
             self._release(output)
 
     def _step(self, batch: Batch) -> None:

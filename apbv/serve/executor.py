@@ -1,10 +1,10 @@
 """Carries out orders: the work of every host for a request, led by host 0."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from threading import Event
 
@@ -18,10 +18,11 @@ from ..kv.offers import Offers
 from ..kv.ticket import Ticket
 from ..prefilling.result import PrefillResult
 from ..speculate.ways import Begun
+from .alone import Alone
 from .decoding import Decoding
 from .links import Link, Links, RemoteOutput
 from .media import PrivateFiles, find_in_folder
-from .order import Order, decode_orders
+from .order import Order, decode_order
 
 Asked = Callable[[Request], Request]
 OpenFiles = Callable[[ExitStack], list[Path]]
@@ -30,11 +31,11 @@ OpenFiles = Callable[[ExitStack], list[Path]]
 class Command(IntEnum):
     """What all hosts do next, as host 0 says.
 
-    They idle; answer together; prefill a prompt that one of them answers; prefill several, each the one that it
-    answers; prefill one that another server answers; shut down.
+    They idle; answer together; prefill a prompt that one of them answers; prefill one that another server answers;
+    shut down.
     """
 
-    WAIT, ANSWER, PREFILL, PREFILL_EACH, HAND_OVER, LEAVE = range(6)
+    WAIT, ANSWER, PREFILL, HAND_OVER, LEAVE = range(5)
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,6 @@ class Executor:
         """Answer an order, prefill it with all KV on its home, or export its KV from the hosts that computed it.
 
         Args:
-            command: with PREFILL_EACH only the order's home calls this.
             open_files: gives this host's paths of the order's files, which last as long as the stack.
             asked: turns the request into one with host 0's callbacks.
             prompt: the part of the question that this host has already read.
@@ -76,11 +76,9 @@ class Executor:
         Raises:
             RuntimeError: a host has no room for the KV, which is not the request's fault.
         """
-        engine, hosts = self.engine, self.hosts
-        if command == Command.PREFILL_EACH:
-            engine, hosts = self._alone, self._alone.hosts
+        engine = self.engine
         with ExitStack() as stack:
-            with hosts.local_stage("opening the files"):
+            with self.hosts.local_stage("opening the files"):
                 paths = open_files(stack)
             request = asked(order.request(engine.hosts, paths, prompt))
             if command == Command.ANSWER:
@@ -99,10 +97,6 @@ class Executor:
                 raise
             raise RuntimeError(f"the KV cannot be offered: {error}") from error
         return None if ticket is None else (token, ticket)
-
-    @cached_property
-    def _alone(self) -> Engine:
-        return self.engine.alone()
 
     @cached_property
     def _handing_over(self) -> Engine:
@@ -157,37 +151,43 @@ def follow(executor: Executor, folder: Path | None, private_files: PrivateFiles,
     """
     hosts, link = executor.hosts, executor.link
     decoding = None if link is None else Decoding(executor.engine, link.flush)
+    alone = Alone(executor.engine, decoding)
     failed: list[tuple[Order, Exception]] = []
 
-    def carry_out(command: Command) -> None:
-        mine = None
-        for order in decode_orders(hosts.broadcast_bytes(None)):
-            sent = [hosts.broadcast_bytes(None) for file in order.files if file is None]
-            if command != Command.PREFILL_EACH or order.home == hosts.rank:
-                mine = order, iter(sent)
-        if mine is None:
-            return
-        order, sent = mine
+    def open_files(order: Order, sent: Iterator[bytes], stack: ExitStack) -> list[Path]:
+        return [
+            stack.enter_context(private_files.holding(next(sent)))
+            if file is None
+            else find_in_folder(folder, file)
+            for file in order.files
+        ]
 
-        def open_files(stack: ExitStack) -> list[Path]:
-            return [
-                stack.enter_context(private_files.holding(next(sent)))
-                if file is None
-                else find_in_folder(folder, file)
-                for file in order.files
-            ]
-
+    def prefill_alone(order: Order, sent: Iterator[bytes]) -> None:
+        output = RemoteOutput(link, order.number)
         try:
-            done = executor.carry_out(command, order, open_files)
+            with ExitStack() as stack:
+                paths = open_files(order, sent, stack)
+                alone.prefill(order, output, paths, files=stack.pop_all())
+        except Exception as error:
+            decoding.add(output, order, error)
+
+    def carry_out(command: Command) -> None:
+        order = decode_order(hosts.broadcast_bytes(None))
+        sent = iter([hosts.broadcast_bytes(None) for file in order.files if file is None])
+        try:
+            with alone.giving_way():
+                done = executor.carry_out(command, order, partial(open_files, order, sent))
         except Exception as error:
             if not executor.is_usable:
                 raise
             failed.append((order, error.with_traceback(None)))
             return
-        if command in (Command.PREFILL, Command.PREFILL_EACH) and order.home == hosts.rank:
+        if command == Command.PREFILL and order.home == hosts.rank:
             decoding.add(RemoteOutput(link, order.number), order, done)
 
-    with decoding or nullcontext():
+    with decoding or nullcontext(), alone:
+        if link is not None:
+            link.listen(prefill_alone)
         while True:
             require_decoding(hosts, decoding)
             command, _ = exchange_commands(hosts, Command.WAIT, wants_to_stop.is_set())

@@ -1,23 +1,25 @@
 """Connections between host 0 and the hosts that decode answers, beside the hosts' collectives.
 
-After a secret, a host sends lines of JSON: lists of ``[number, method, *arguments]``, calls of a request's
-:class:`~.output.JobOutput`. Host 0 replies with lists of the numbers of requests that are not wanted any more.
+After a secret and its rank, a host sends lines of JSON: lists of ``[number, method, *arguments]``, calls of a
+request's :class:`~.output.JobOutput`. Host 0 sends lists, too: of the numbers of requests that are not wanted any
+more, or an order that the host prefills alone and the sizes of its files, which follow.
 """
 
 import hmac
 import json
 import secrets
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
 from itertools import count
-from threading import Thread
+from threading import Lock, Thread
 from typing import Any
 
 from ..hosts import HostError, HostGroup
 from ..kv.sending import Listener
 from ..kv.wire import LOOPBACK, connect, own_address, sever
 from .job import Piece
+from .order import Order, decode_order, encode_order
 from .output import JobOutput
 
 _SECONDS = 30.0  # for a connection between hosts
@@ -34,11 +36,11 @@ def connect_hosts(hosts: HostGroup, stack: ExitStack) -> "Links | Link":
         links = stack.enter_context(closing(Links())) if hosts.is_leader else None
     greeting = hosts.broadcast_bytes(links and links.greeting)
     with hosts.local_stage("connecting to host 0"):
-        return links or stack.enter_context(closing(Link(greeting)))
+        return links or stack.enter_context(closing(Link(greeting, hosts.rank)))
 
 
-def _send(sock: socket.socket, message: list) -> None:
-    sock.sendall(json.dumps(message, default=vars).encode() + b"\n")
+def _line(message: Any) -> bytes:
+    return json.dumps(message, default=vars).encode() + b"\n"
 
 
 class Links:
@@ -54,6 +56,7 @@ class Links:
 
     def __init__(self):
         self._outputs, self._numbers, self._secret = {}, count(), secrets.token_hex().encode()
+        self._hosts: dict[int, tuple[socket.socket, Lock]] = {}  # the lock: of the two threads that send
         self.failure: HostError | None = None
         address = own_address(LOOPBACK)
         self._listener = Listener((address, 0), self._serve, _SECONDS)
@@ -66,6 +69,14 @@ class Links:
         self._outputs[number], output.on_release = output, lambda: self._outputs.pop(number, None)
         return number
 
+    def send(self, order: Order, files: Sequence[bytes]) -> None:
+        """Have an order's home prefill its prompt alone; where the connection has ended, :attr:`failure` tells."""
+        sock, lock = self._hosts[order.home]
+        with suppress(OSError), lock:
+            sock.sendall(_line({"order": encode_order(order).decode(), "sizes": [*map(len, files)]}))
+            for data in files:
+                sock.sendall(data)
+
     def _serve(self, sock: socket.socket, trust: Callable[[], None]) -> None:
         """Call the outputs' methods as another host wants it."""
         lines, reason = sock.makefile("rb"), "it was closed"
@@ -73,6 +84,9 @@ class Links:
             return
         trust()
         sock.settimeout(None)
+        lock = Lock()
+        self._hosts[int(lines.readline())] = sock, lock
+        sock.sendall(_line([]))
         try:
             for line in lines:
                 unwanted = []
@@ -83,7 +97,8 @@ class Links:
                     if output is None or output.is_cancelled:
                         unwanted.append(number)
                 if unwanted:
-                    _send(sock, unwanted)
+                    with lock:
+                        sock.sendall(_line(unwanted))
         except Exception as error:
             reason = error
         self.failure = HostError(f"the connection to another host ended: {reason}")
@@ -94,6 +109,7 @@ class Link:
 
     Args:
         greeting: as of :class:`Links`.
+        rank: this host's.
 
     Attributes:
         outputs: by their numbers on host 0.
@@ -103,14 +119,19 @@ class Link:
         OSError: host 0 cannot be reached.
     """
 
-    def __init__(self, greeting: bytes):
+    def __init__(self, greeting: bytes, rank: int):
         address, port, secret = greeting.split()
         self._sock = connect((address.decode(), int(port)), _SECONDS)
-        self._sock.sendall(secret)
+        self._sock.sendall(secret + b"%d\n" % rank)
+        self._lines = self._sock.makefile("rb")
+        self._lines.readline()  # host 0 knows this one now
         self._sock.settimeout(None)
         self.outputs: dict[int, RemoteOutput] = {}
         self.calls: list[tuple] = []
-        Thread(target=self._read, name="cancellations", daemon=True).start()
+
+    def listen(self, prefill: Callable[[Order, Iterator[bytes]], None]) -> None:
+        """Note cancellations in a thread, and call a function with each order and its files' bytes."""
+        Thread(target=self._read, args=(prefill,), name="orders", daemon=True).start()
 
     def flush(self) -> None:
         """Send a step's calls together.
@@ -119,7 +140,7 @@ class Link:
             OSError: host 0 has ended.
         """
         if self.calls:
-            _send(self._sock, self.calls)
+            self._sock.sendall(_line(self.calls))
             self.calls.clear()
 
     def close(self) -> None:
@@ -127,10 +148,15 @@ class Link:
         sever(self._sock)
         self._sock.close()
 
-    def _read(self) -> None:
+    def _read(self, prefill: Callable[[Order, Iterator[bytes]], None]) -> None:
         with suppress(OSError, ValueError):  # if host 0 has ended, that shows elsewhere
-            for line in self._sock.makefile("rb"):
-                for number in json.loads(line):
+            for line in self._lines:
+                told = json.loads(line)
+                if isinstance(told, dict):
+                    files = [self._lines.read(size) for size in told["sizes"]]
+                    prefill(decode_order(told["order"]), iter(files))
+                    continue
+                for number in told:
                     if output := self.outputs.get(number):
                         output.is_cancelled = True
 

@@ -80,16 +80,14 @@ class Order:
         )
 
 
-def encode_orders(orders: Sequence[Order]) -> bytes:
-    """Encode orders for other hosts."""
-    return json.dumps([asdict(order) for order in orders]).encode()
+def encode_order(order: Order) -> bytes:
+    """Encode an order for other hosts, in one line."""
+    return json.dumps(asdict(order)).encode()
 
 
-def decode_orders(data: bytes) -> list[Order]:
-    """Decode what :func:`encode_orders` encoded."""
-    orders = []
-    for record in json.loads(data):
-        sampling = record["sampling"]
-        sampling["logit_bias"] = tuple((token, value) for token, value in sampling["logit_bias"])
-        orders.append(Order(**{**record, "sampling": SamplingParams(**sampling)}))
-    return orders
+def decode_order(data: bytes) -> Order:
+    """Decode what :func:`encode_order` encoded."""
+    record = json.loads(data)
+    sampling = record["sampling"]
+    sampling["logit_bias"] = tuple((token, value) for token, value in sampling["logit_bias"])
+    return Order(**{**record, "sampling": SamplingParams(**sampling)})

@@ -93,6 +93,8 @@ class JobOutput:
         if before:
             self._scheduler.metrics.observe_token_gap(now - last_at)
         elif record.first_token is None:
-            record.first_token, record.prompt_tokens = now, self._job.read.num_tokens
+            with self._scheduler.changed:  # its home may prefill another
+                record.first_token, record.prompt_tokens = now, self._job.read.num_tokens
+                self._scheduler.changed.notify_all()
         record.completion_tokens += num_tokens - before
         self._newest[choice], record.last_token = (num_tokens, now), now

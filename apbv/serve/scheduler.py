@@ -4,7 +4,6 @@ import bisect
 import math
 import threading
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .job import Finished, Job
@@ -15,6 +14,7 @@ from .requests import ApiError
 from .tracing import Tracer
 
 _CLIENT_LEFT = 499  # as nginx has it
+_MOST_AHEAD = 2  # short prompts of a host at once, so that it has the next one when it has prefilled one
 _PER_TOKEN = 1e-3  # seconds that a prompt lets others go first, about what its prefill takes on a CPU
 
 
@@ -125,19 +125,20 @@ class Scheduler:
             self.changed.notify_all()
             return True
 
-    def take(self, seconds: float, beside: Sequence[Job] = ()) -> Job | None:
-        """Wait for the first in the queue to fit, and let it run; None if that takes longer than ``seconds``.
+    def take(self, seconds: float, is_short: bool = False) -> Job | None:
+        """Wait for the first prompt of a kind to fit, and let it run; None if that takes longer than ``seconds``.
 
         Also None as soon as everything has stopped.
 
         Args:
-            beside: what was taken just now, and has to be as short as this one, of other homes.
+            is_short: take one that its home prefills alone, instead of one that all hosts prefill.
         """
         with self.changed:
-            self.changed.wait_for(lambda: self._home_of_first() is not None or self.has_stopped, seconds)
-            if (home := self._home_of_first(beside)) is None:
+            self.changed.wait_for(lambda: self._first(is_short) is not None or self.has_stopped, seconds)
+            if (first := self._first(is_short)) is None:
                 return None
-            job = self._ready.pop(0)
+            job, home = first
+            self._ready.remove(job)
             job.home = None if job.read.order.hands_over else home
             self._admitted.discard(job)
             self._running.add(job)
@@ -246,24 +247,38 @@ class Scheduler:
         for job in jobs:
             self.end(job, ApiError(503, reason), outcome)
 
-    def _home_of_first(self, beside: Sequence[Job] = ()) -> int | None:
-        """Return the host with the least KV of those where the first in the queue fits; None if it fits nowhere.
+    def _first(self, is_short: bool) -> tuple[Job, int] | None:
+        """Return the first of a kind in the queue and its home; None if it, or one before it, fits nowhere yet."""
+        for job in self._ready:
+            if (home := self._home_of(job)) is None:
+                return None
+            if job.is_short == is_short and not (is_short and self._has_enough(home, job)):
+                return job, home
+        return None
+
+    def _home_of(self, job: Job) -> int | None:
+        """Return the host with the least KV of those where a request fits; None if it fits nowhere.
 
         A prompt whose KV is transferred has to fit on every host.
         """
-        if not self._ready or (beside and not all(job.is_short for job in (self._ready[0], *beside))):
-            return None
-        first, limits = self._ready[0], self.limits
-        order = first.read.order
+        order, limits = job.read.order, self.limits
         is_bounded = limits.max_running is not None and not order.hands_over
         most = limits.max_running - order.num_answers if is_bounded else math.inf
         # Of equally loaded hosts the last: host 0 serves HTTP, too.
-        homes = [home for home in self._homes if home not in [job.home for job in beside]]
-        loads = sorted((self._used(home), self._num_answers(home), -home) for home in homes)
-        room = limits.max_kv_bytes - first.kv_bytes
-        fitting = [-home for used, num_answers, home in loads if used <= room and num_answers <= most]
+        loads = sorted(
+            (job.is_short and self._has_enough(home, job), self._used(home), self._num_answers(home), -home)
+            for home in self._homes
+        )
+        room = limits.max_kv_bytes - job.kv_bytes
+        fitting = [-home for _, used, num_answers, home in loads if used <= room and num_answers <= most]
         is_enough = len(fitting) == len(loads) if order.hands_over else fitting
         return fitting[0] if is_enough else None
+
+    def _has_enough(self, home: int, job: Job) -> bool:
+        """Return whether a host has short prompts to prefill for now, with or without files as this one."""
+        waiting = (each for each in self._running if each.is_short and each.record.first_token is None)
+        alike = [each for each in waiting if each.home == home and bool(each.read.media) == bool(job.read.media)]
+        return len(alike) >= _MOST_AHEAD
 
     def _used(self, home: int) -> int:
         """Return the bytes of KV that count on a host."""

@@ -10,12 +10,14 @@ from pathlib import Path
 import torch
 
 from ..decode.answer import finish_reason
+from ..hosts.exchange import describe_error
 from ..kv.ticket import Ticket
 from ..prefilling.cancelling import RequestCancelled
+from .alone import Alone
 from .decoding import Decoding
 from .executor import Command, Executor, exchange_commands, require_decoding
 from .job import Job
-from .order import Order, encode_orders
+from .order import Order, encode_order
 from .output import JobOutput, failure_of
 from .reading import Reader
 from .requests import ApiError, GenerationRequest
@@ -32,7 +34,7 @@ class Worker:
     """Engine loop: reads requests and has all hosts carry them out, in a thread.
 
     All collectives of the hosts happen in this thread. It prefills prompts in the scheduler's order, one after
-    another or short ones together, while another thread of each host decodes; if answers cannot be batched, all
+    another, while other threads of each host prefill short ones and decode; if answers cannot be batched, all
     hosts decode each before it takes the next. The methods are called from the thread that speaks HTTP, or from
     those that read requests.
 
@@ -50,6 +52,7 @@ class Worker:
         self._executor, self.reader, self._scheduler, self._links = executor, reader, scheduler, executor.link
         self.why_one_by_one = executor.engine.why_one_by_one
         self._decoding = None if self.why_one_by_one else Decoding(executor.engine)
+        self._alone = Alone(executor.engine, self._decoding)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._last_step_at, self._is_busy = time.monotonic(), False
         self.failure: BaseException | None = None
@@ -134,7 +137,8 @@ class Worker:
         try:
             if device.type == "cuda":
                 torch.cuda.set_device(device)
-            with self._decoding or nullcontext():
+            with self._decoding or nullcontext(), self._alone:
+                threading.Thread(target=self._hand_out, name="short prompts", daemon=True).start()
                 while self._step():
                     pass
         except BaseException as error:
@@ -145,18 +149,16 @@ class Worker:
 
     def _step(self) -> bool:
         """Carry out the next request, or send an idle command; False after shutdown."""
-        jobs: list[Job] = []
-        while (job := self._scheduler.take(0 if jobs else _IDLE_SECONDS, jobs)) is not None:
-            jobs.append(job)
+        job = self._scheduler.take(_IDLE_SECONDS)
         require_decoding(self._executor.hosts, self._decoding)
-        has_stopped = not jobs and self._scheduler.has_stopped
-        if not jobs:
+        has_stopped = job is None and self._scheduler.has_stopped
+        if job is None:
             if (num_bytes := self._scheduler.bytes_wanted()) and self._executor.offers is not None:
                 self._executor.offers.make_room(num_bytes)  # by requests that have waited for long
             self._send_command(Command.LEAVE if has_stopped else Command.WAIT)
         else:
             self._is_busy = True
-            self._lead(jobs)
+            self._lead(job)
         if self._links is not None and self._links.failure is not None and not has_stopped:
             self._send_command(Command.WAIT)  # raises the reason of a host that has failed
             raise self._links.failure
@@ -167,36 +169,54 @@ class Worker:
         if exchange_commands(self._executor.hosts, command, False)[1] and command != Command.LEAVE:
             self._on_stop()
 
-    def _lead(self, jobs: list[Job]) -> None:
-        """Lead all hosts through requests, to their end or until a decoding thread has them.
-
-        Several are prefilled each by its home, alone.
-        """
-        hosts, first, ordered, files = self._executor.hosts, jobs[0], [], []
-        for job in jobs:
-            output, order = JobOutput(job, self._scheduler), job.read.order
-            try:
-                if hosts.num_processes > 1:
-                    files += [file.path.read_bytes() for file in job.read.media if file.relative is None]
-            except OSError as error:
-                output.fail(f"cannot read a temporary file: {error.strerror}")
-                output.release()
+    def _hand_out(self) -> None:
+        """Give short prompts to their homes, in a thread: whatever all hosts prefill, these do not wait for it."""
+        while not self._scheduler.has_stopped and self.failure is None:
+            if (job := self._scheduler.take(_IDLE_SECONDS, is_short=True)) is None:
                 continue
-            if job.home:
-                order = replace(order, home=job.home, number=self._links.add(output))
-            ordered.append((job, order, output))
-        if not ordered:
+            output = JobOutput(job, self._scheduler)
+            try:
+                order, files = self._open(job, output, job.home != 0)
+                if job.home:
+                    self._links.send(order, files)
+                else:
+                    self._alone.prefill(order, output, [file.path for file in job.read.media], job.read.prompt)
+            except Exception as error:
+                output.fail(describe_error(error))
+                output.release()
+
+    def _open(self, job: Job, output: JobOutput, is_sent: bool) -> tuple[Order, list[bytes]]:
+        """Return a request's order, and the bytes of files that other hosts have to be sent.
+
+        Raises:
+            RuntimeError: a temporary file cannot be read.
+        """
+        order, sent = job.read.order, [file.path for file in job.read.media if is_sent and file.relative is None]
+        try:
+            files = [path.read_bytes() for path in sent]
+        except OSError as error:
+            raise RuntimeError(f"cannot read a temporary file: {error.strerror}") from error
+        if job.home:
+            order = replace(order, home=job.home, number=self._links.add(output))
+        return order, files
+
+    def _lead(self, job: Job) -> None:
+        """Lead all hosts through a request, to its end or until a decoding thread has it."""
+        hosts, output = self._executor.hosts, JobOutput(job, self._scheduler)
+        try:
+            order, files = self._open(job, output, hosts.num_processes > 1)
+        except RuntimeError as error:
+            output.fail(describe_error(error))
+            output.release()
             return
         command = Command.PREFILL if self._decoding else Command.ANSWER
-        if first.is_short or first.read.order.hands_over:
-            command = Command.PREFILL_EACH if first.is_short else Command.HAND_OVER
+        command = Command.HAND_OVER if order.hands_over else command
         self._send_command(command)
-        hosts.broadcast_bytes(encode_orders([order for _, order, _ in ordered]))
+        hosts.broadcast_bytes(encode_order(order))
         for data in files:
             hosts.broadcast_bytes(data)
-        for job, order, output in ordered:
-            if command != Command.PREFILL_EACH or order.home == 0:
-                self._carry_out(command, job, order, output)
+        with self._alone.giving_way():
+            self._carry_out(command, job, order, output)
 
     def _carry_out(self, command: Command, job: Job, order: Order, output: JobOutput) -> None:
         """Carry out an order on this host."""

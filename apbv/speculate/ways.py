@@ -4,7 +4,7 @@ A loop is chosen once, when the engine is built. For every request it reads the 
 decodes the answer.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -86,13 +86,18 @@ class Autoregressive:
         with closing(prefiller.read(request)) as read:
             return Begun(read, prefiller.run(read))
 
+    @property
+    def models(self) -> tuple[ModelParts, ...]:
+        """The models that prefill and decode."""
+        return (self._parts,)
+
     def batch(self) -> Batch:
         """Return an empty batch for answers to requests that have begun."""
         return Batch(self._parts)
 
     def attention(self) -> ExitStack:
         """Put apbv's attention in force in the models that decode, until the returned context ends."""
-        return _attention(self._parts)
+        return _attention(self.models)
 
     def answered(self, begun: Begun, tokens: list[int], summary: dict[str, Any] | None) -> Answered:
         """Return the answer that a batch has decoded, with its speculation metrics."""
@@ -135,11 +140,15 @@ class TakingTurns:
         answered = self.answered(begun, tokens, stats.summary(len(tokens)))
         return read, state, replace(answered, spans=tuple(stats.record.spans))
 
+    @property
+    def models(self) -> tuple[ModelParts, ...]:
+        return tuple(parts for parts in (self._target, self._draft) if parts is not None)
+
     def batch(self) -> SpeculativeBatch:
         return SpeculativeBatch(self._target, self._config)
 
     def attention(self) -> ExitStack:
-        return _attention(self._target, self._draft)
+        return _attention(self.models)
 
     def begin(self, request: Request, prefiller: Prefiller) -> Begun:
         config = self._config
@@ -225,9 +234,8 @@ class TakingTurns:
         return caption.strip()
 
 
-def _attention(*models: ModelParts | None) -> ExitStack:
+def _attention(models: Sequence[ModelParts]) -> ExitStack:
     with ExitStack() as stack:
         for parts in models:
-            if parts is not None:
-                stack.enter_context(apbv_attention(parts.language_model))
+            stack.enter_context(apbv_attention(parts.language_model))
         return stack.pop_all()

@@ -8,7 +8,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,18 +55,28 @@ def ask_server(port: int, options: argparse.Namespace, asked: float | None = Non
     if options.video:
         content.insert(0, {"type": "video_url", "video_url": {"url": Path(options.video).name}})
     body = {
-        "model": "benchmark",
         "messages": [{"role": "user", "content": content}],
         "max_tokens": options.max_new_tokens,
         "num_frames": options.frames,
         "ignore_eos": options.ignore_eos,
-        "stream": True,
-        "stream_options": {"include_usage": True},
     }
+    return stream_answer(port, body, options.timeout, asked)
+
+
+def stream_answer(port: int, body: dict, timeout: float, asked: float | None = None) -> Answer:
+    """Send a chat request, and stream the answer.
+
+    Args:
+        asked: as of :func:`ask_server`.
+
+    Raises:
+        ValueError: the server answers with an error.
+    """
+    body = {"model": "benchmark", **body, "stream": True, "stream_options": {"include_usage": True}}
     began, first, text, num_tokens = asked or time.perf_counter(), None, "", 0
     url, data = f"http://127.0.0.1:{port}/v1/chat/completions", json.dumps(body).encode()
     try:
-        response = _OPEN(url, data, options.timeout)
+        response = _OPEN(url, data, timeout)
     except urllib.error.HTTPError as error:
         raise ValueError(f"the server answers {error.code}: {error.read().decode()}") from error
     with response:
@@ -123,45 +133,60 @@ def ask_a_server(
     Returns:
         For each way the answers, and the seconds that they took all together; on host 0.
     """
-    with hosts.local_stage("opening a port"):
-        sock = bind("127.0.0.1", 0) if hosts.is_leader else None
     folder, limits = Path(options.video or ".").resolve().parent, {"max_frames": options.frames}
     limits |= {"max_queue": options.requests, "max_running": ways[0].max_running}
-    settings = ServerSettings(model="benchmark", media_dir=folder, **limits)
     measured: list[tuple[Way, list[Answer], float]] = []
+
+    def ask(port: int) -> None:
+        ask_server(port, options)  # a warm-up
+        for way in ways:
+            began = time.perf_counter()
+            answers = way.ask(port, options)
+            seconds = time.perf_counter() - began
+            if any(answer.text != expected for answer in answers):
+                raise ValueError("the server does not answer as the engine does")
+            measured.append((way, answers, seconds))
+
+    homes = min(ways[0].homes or hosts.size, engine.num_homes)
+    with mock.patch.object(Engine, "num_homes", homes):
+        serve_while(engine, hosts, ServerSettings(model="benchmark", media_dir=folder, **limits), ask)
+    return measured
+
+
+def serve_while(engine: Engine, hosts: HostGroup, settings: ServerSettings, ask: Callable[[int], None]) -> None:
+    """Start a server, call a function with its port on host 0, and end the server; collective.
+
+    Raises:
+        Exception: what the function raised; on other hosts a HostError.
+    """
+    with hosts.local_stage("opening a port"):
+        sock = bind("127.0.0.1", 0) if hosts.is_leader else None
     failures: list[BaseException] = []
 
     def clients() -> None:
         try:
             port = sock.getsockname()[1]
-            _wait_until_ready(port)
-            ask_server(port, options)  # a warm-up
-            for way in ways:
-                began = time.perf_counter()
-                answers = way.ask(port, options)
-                seconds = time.perf_counter() - began
-                if any(answer.text != expected for answer in answers):
-                    raise ValueError("the server does not answer as the engine does")
-                measured.append((way, answers, seconds))
+            while is_healthy(port) is None:
+                time.sleep(0.05)
+            ask(port)
         except BaseException as error:
             failures.append(error)
         os.kill(os.getpid(), signal.SIGTERM)  # ends the server gracefully
 
     if hosts.is_leader:
         threading.Thread(target=clients, daemon=True).start()
-    homes = min(ways[0].homes or hosts.size, engine.num_homes)
-    with mock.patch.object(Engine, "num_homes", homes):
-        serve(engine, hosts, sock, settings)
+    serve(engine, hosts, sock, settings)
     with hosts.local_stage("asking the server"):
         if failures:
             raise failures[0]
-    return measured
 
 
-def _wait_until_ready(port: int) -> None:
-    while True:
-        try:
-            with _OPEN(f"http://127.0.0.1:{port}/health", timeout=10):
-                return
-        except OSError:
-            time.sleep(0.05)
+def is_healthy(port: int) -> bool | None:
+    """Return whether the server says that it can answer; None where it does not reply."""
+    try:
+        with _OPEN(f"http://127.0.0.1:{port}/health", timeout=10):
+            return True
+    except urllib.error.HTTPError:
+        return False
+    except OSError:
+        return None

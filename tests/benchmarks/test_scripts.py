@@ -238,6 +238,16 @@ def test_servers_at_a_rate_of_requests(run):
         assert record["goodput"] == record["request_throughput"] and record["concurrency"] in (1, None)
 
 
+def test_short_requests_beside_heavy_ones(run):
+    """It fails where answers differ."""
+    options = ["--side", 96, "--frames", 8, "--pictures", 3, "--words", 300]
+    records, _ = run("waiting", *options, hosts=2)
+    assert [r["heavy"] for r in records] == ["text", "tiff", "webp", "png", "jpg", "3 pictures", "frames", "gif"]
+    for record in records:
+        assert record["worst_wait_ms"] == max(record["samples"]["wait_ms"]) and record["num_unhealthy"] == 0
+        assert len(record["samples"]["heavy_alone_ms"]) == len(record["samples"]["heavy_beside_ms"]) == 1
+
+
 def test_kv_to_another_process(run):
     """It compares what arrives with what was sent, and fails where they differ."""
     options = ["--tokens", 200, "--rounds", 1, "--shapes", "qwen2.5-vl-3b"]

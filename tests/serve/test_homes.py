@@ -4,26 +4,29 @@ import asyncio
 import json
 import os
 import signal
+import time
 import weakref
-from collections.abc import Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from apbv import Engine, HostGroup, ReuseConfig, SamplingParams, SpeculativeConfig, demo
 from apbv.decode.batch import Batch
-from apbv.input.request import Request
+from apbv.input.pixels import VideoReader
+from apbv.input.request import Question, Request
+from apbv.prefilling import stages
+from apbv.serve.alone import Alone
 from apbv.serve.decoding import Decoding
 from apbv.serve.executor import Executor
-from apbv.serve.job import Job
 from apbv.serve.links import RemoteOutput
-from apbv.serve.order import Order, decode_orders
 from apbv.serve.output import JobOutput
 from apbv.serve.server import limits_of
 from apbv.serve.settings import ServerSettings
 from apbv.speculate.batch import SpeculativeBatch
 from apbv.speculate.ways import Begun
+from apbv.stats import StageTimer
 
 from fresh_hosts import Store, run_fresh
 from patience import HANGING, wait_for
@@ -186,63 +189,139 @@ def test_every_home_answers_as_the_library_does_until_the_client_leaves(pool):
 
 
 def short_job(hosts: HostGroup, damaged: str) -> tuple | None:
-    """The library's answer, and those of homes that prefilled alone, three prompts at a time, with drafts.
+    """The library's answer, and those of homes that prefilled alone, with drafts: two prompts each.
 
-    The first, of a host other than host 0, is about a damaged video. The others' files are sent, too.
+    The first is about a damaged video. The others' files are sent, too.
     """
     speculate = SpeculativeConfig(strategy="hippo", prune="kv", num_draft_tokens=3, keep_losing_draft=True)
     engine = Engine.from_pretrained("demo", hosts=hosts, dtype="float32", speculate=speculate)
-    (expected,), groups, begun, begin = library(engine, ASKED[0][0]), [], [], Engine.begin
-
-    def note(data: bytes) -> list[Order]:
-        orders = decode_orders(data)
-        groups.append([order.home for order in orders])
-        return orders
+    (expected,), begun, begin = library(engine, ASKED[0][0]), [], Engine.begin
 
     def watch(engine: Engine, request: Request) -> Begun:
         begun.append((engine.hosts.size, engine.hosts.bytes_received))
         return begin(engine, request)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("apbv.serve.executor.decode_orders", note)
         patch.setattr(Engine, "begin", watch)
         app = app_or_follower(engine, split_tokens=2**20)
         if app is None:
-            return begun, groups
-        ready, home_of_first, came = app.scheduler._ready, app.scheduler._home_of_first, []
-
-        def once_all_came(beside: Sequence[Job] = ()) -> int | None:
-            came.extend(["all"] * (len(ready) == 4))
-            return home_of_first(beside) if came else None
+            return begun
+        ready, first = app.scheduler._ready, app.scheduler._first
 
         async def ask() -> list:
+            patch.setattr(app.scheduler, "_first", lambda is_short: None)
             asked = []
             for url in (damaged, *[data_url(demo.video_path())] * 3):
                 body = asking_for(ASKED[0][0], url=url)
                 asked.append(asyncio.create_task(app.client.post(CHAT, json=body, timeout=None)))
-                while len(ready) < min(len(asked), 3) and not came:
+                while len(ready) < len(asked):
                     await asyncio.sleep(0.01)
+            patch.setattr(app.scheduler, "_first", first)
             refused, *replies = [reply.json() for reply in await asyncio.gather(*asked)]
             return refused["error"], [of_choice(reply["choices"][0]) for reply in replies]
 
-        patch.setattr(app.scheduler, "_home_of_first", once_all_came)
         with closing(app):
             return begun, expected, *app.loop.run_until_complete(asyncio.wait_for(ask(), HANGING))
 
 
-def test_homes_prefill_short_prompts_alone_beside_one_another(pool, tmp_path):
+def test_homes_prefill_short_prompts_alone(pool, tmp_path):
     data = bytearray(demo.video_path().read_bytes())
     for pos, size, *_ in packets_of(demo.video_path())[-20:]:
         data[pos + 5 : pos + size] = bytes(size - 5)
     (tmp_path / "damaged.mp4").write_bytes(data)
-    (begun, expected, refusal, found), *others = pool.run(3, short_job, data_url(tmp_path / "damaged.mp4"))
+    (begun, expected, refusal, found), other = pool.run(2, short_job, data_url(tmp_path / "damaged.mp4"))
     assert found == [expected] * 3
     assert refusal["type"] == "invalid_request_error" and refusal["param"] == "messages"
     assert "cannot be decoded" in refusal["message"] and "apbv-" not in refusal["message"]
-    for own, groups in others:
-        assert [sorted(homes) for homes in groups] == [[0, 1, 2], groups[1]] and len(groups[1]) == 1
-        begun += own
-    assert begun == [(1, 0)] * 4
+    assert begun == other == [(1, 0)] * 2
+
+
+def held_up_job(hosts: HostGroup, folder: Path) -> tuple | None:
+    """Answers of both homes to texts, while both prefill a long prompt, and one decodes a video.
+
+    With them what they were before, who prefilled, and what the other two were answered in the end.
+    """
+    engine, may_go_on, begun = Engine.from_pretrained("demo", hosts=hosts, dtype="float32"), folder / "go on", []
+    begin, run_stage, read = Engine.begin, stages.run_stage, VideoReader.read
+
+    def hold(name: str) -> None:
+        (folder / f"{name}{hosts.rank}").touch()
+        wait_for(may_go_on.exists)
+
+    def watch(engine: Engine, request: Request) -> Begun:
+        begun.append(engine.hosts.size)
+        return begin(engine, request)
+
+    def run_later(stage, *args):
+        if stage.hosts.size > 1:
+            hold("prefilling")
+        return run_stage(stage, *args)
+
+    def read_later(*args):
+        hold("decoding")
+        return read(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Engine, "begin", watch)
+        patch.setattr("apbv.prefilling.forward.run_stage", run_later)
+        patch.setattr(VideoReader, "read", read_later)
+        app = app_or_follower(engine, split_tokens=2**10)
+        if app is None:
+            return begun
+
+        async def ask() -> tuple:
+            async def answer(body: dict) -> str:
+                reply = await app.client.post(
+                    CHAT, json={"max_tokens": 3, "ignore_eos": True, **body}, timeout=None
+                )
+                assert reply.status_code == 200, reply.text
+                return reply.json()["choices"][0]["message"]["content"]
+
+            def text(content: str) -> dict:
+                return {"messages": [{"role": "user", "content": content}]}
+
+            before = await answer(text("hi"))
+            long = asyncio.create_task(answer(text("y" * 2**11)))
+            while not {"prefilling0", "prefilling1"} <= set(os.listdir(folder)):
+                await asyncio.sleep(0.01)
+            video = asyncio.create_task(answer(asking_for(ASKED[0][0])))
+            while "decoding0" not in os.listdir(folder):  # the other host has the long prompt's KV
+                await asyncio.sleep(0.01)
+            beside = await asyncio.gather(*(answer(text("hi")) for _ in range(4)))
+            healthy = (await app.client.get("/health")).status_code
+            are_done = [long.done(), video.done()]
+            may_go_on.touch()
+            return before, beside, are_done, healthy, await long, await video
+
+        with closing(app):
+            try:
+                return begun, *app.loop.run_until_complete(asyncio.wait_for(ask(), HANGING))
+            finally:
+                may_go_on.touch()
+
+
+def test_texts_wait_neither_for_a_long_prompt_nor_for_files(pool, tmp_path):
+    (begun, before, beside, are_done, healthy, long, video), other = pool.run(2, held_up_job, tmp_path)
+    assert beside == [before] * 4 and are_done == [False] * 2 and healthy == 200 and long and video
+    assert begun.count(2) == other.count(2) == 1 and len(begun + other) == 2 + 6
+    assert min(begun.count(1), other.count(1)) > 1
+
+
+def test_a_thread_rests_after_a_short_prompt_until_the_long_one_ends(monkeypatch):
+    monkeypatch.setattr("apbv.serve.alone._REST", 1e12)
+    hosts, begun = HostGroup.single("cpu"), []
+    request = Request(Question(), StageTimer(hosts))
+    engine = SimpleNamespace(can_work_alone=True, prefilling_in_threads=ExitStack, hosts=hosts, begin=begun.append)
+    engine.alone = lambda: engine
+    order, decoding = SimpleNamespace(request=lambda *_: request), SimpleNamespace(add=lambda *_: None)
+    with Alone(engine, decoding) as alone:
+        with alone.giving_way():
+            for paths in ([], [], [Path("a file")], [Path("a file")]):
+                alone.prefill(order, None, paths)
+            wait_for(lambda: len(begun) == 2)
+            time.sleep(0.2)  # the others would begin at once
+            assert len(begun) == 2
+        wait_for(lambda: len(begun) == 4)
 
 
 def split_job(hosts: HostGroup) -> list[int]:

@@ -38,11 +38,11 @@ def new_job() -> Job:
     return LOOP.run_until_complete(make())
 
 
-def ready(scheduler: Scheduler, prompt: int, answer: int = 1, hands_over: bool = False) -> Job:
+def ready(scheduler: Scheduler, prompt: int, answer: int = 1, hands_over: bool = False, media=()) -> Job:
     job = new_job()
     scheduler.admit(job)
     order = Order({}, [], SamplingParams(max_new_tokens=answer), hands_over)
-    job.read = ReadyRequest(order, prompt, [], CompletionRequest(prompt="x"))
+    job.read = ReadyRequest(order, prompt, [*media], CompletionRequest(prompt="x"))
     assert scheduler.make_ready(job)
     return job
 
@@ -92,16 +92,29 @@ def test_a_home_is_the_host_with_the_most_room_and_what_is_transferred_needs_roo
     assert [figure(books, "host_kv_cache_bytes", host=host) for host in "012"] == [8 * 30, 8 * 90, 8 * 51]
 
 
-def test_short_prompts_run_beside_one_another_each_on_a_home_of_its_own():
-    books = scheduler(num_homes=3, split_tokens=8)
-    shorts, long, handed = [ready(books, 7) for _ in range(5)], ready(books, 8), ready(books, 9, hands_over=True)
-    taken: list[Job] = []
-    while (job := books.take(0, taken)) is not None:
-        taken.append(job)
-    assert taken == shorts[:3] and [job.home for job in taken] == [2, 1, 0]
-    assert [books.take(0), books.take(0, shorts[3:4])] == shorts[3:]
-    assert books.take(0, shorts[:1]) is None and books.take(0) is long
-    assert books.take(0, [long]) is None and books.take(0) is handed
+def test_short_prompts_go_beside_long_ones_each_to_the_home_with_the_fewest_to_prefill():
+    """Those with files and those without do not count together."""
+    books = scheduler(num_homes=2, split_tokens=8)
+    shorts, long, handed = [ready(books, 7) for _ in range(6)], ready(books, 8), ready(books, 9, hands_over=True)
+    pictured = ready(books, 7, media=["a picture"])
+    taken = [books.take(0, is_short=True) for _ in range(5)]
+    assert taken == [*shorts[:4], pictured] and [job.home for job in shorts[:4]] == [1, 0, 1, 0]
+    assert books.take(0, is_short=True) is None
+    assert [books.take(0) for _ in range(3)] == [long, handed, None]
+    shorts[1].record.first_token = 1.0  # its home has prefilled it
+    assert books.take(0, is_short=True) is shorts[4] and shorts[4].home == 0
+    leave(books, shorts[0])
+    assert books.take(0, is_short=True) is shorts[5] and shorts[5].home == 1
+
+
+def test_no_short_prompt_overtakes_a_long_one_that_does_not_fit_yet(monkeypatch):
+    monkeypatch.setattr("apbv.serve.scheduler._PER_TOKEN", 0.0)
+    books = scheduler(max_tokens=100, split_tokens=8)
+    first, early, second, late = (ready(books, prompt) for prompt in (60, 5, 70, 5))
+    assert books.take(0) is first and books.take(0, is_short=True) is early
+    assert books.take(0) is None and books.take(0, is_short=True) is None
+    leave(books, first)
+    assert books.take(0, is_short=True) is late and books.take(0) is second
 
 
 def test_the_number_of_answers_is_bounded_on_each_host():

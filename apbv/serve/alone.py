@@ -1,0 +1,95 @@
+"""Prefills short prompts on their home alone, beside what all hosts prefill together."""
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+from ..engine import Engine
+from ..input.skeleton import Skeleton
+from .decoding import Decoding
+from .links import Output
+from .order import Order
+
+# Multiple of a short prompt's CPU time for which its thread rests beside a long prompt, so that this takes at most
+# a fifth longer: two threads have at most 1/21 of the time each; decoding and HTTP cost twice as much again.
+_REST = 20
+
+
+class Alone:
+    """Prefills short prompts on this host, texts in one thread, and prompts with files in another.
+
+    So a text waits neither for files that take long to decode, nor for what all hosts prefill; but it leaves most
+    of the time to them. The threads live inside a ``with`` block.
+
+    Args:
+        engine: of all hosts; where it cannot work alone, nothing is to be prefilled.
+        decoding: gets what is prefilled.
+    """
+
+    def __init__(self, engine: Engine, decoding: Decoding | None):
+        self._engine, self._decoding, self._stack = engine, decoding, ExitStack()
+        self._lanes: list[tuple[Engine, ThreadPoolExecutor]] = []
+        self._num_long, self._changed = 0, threading.Condition()  # of those that the others give way to
+
+    def __enter__(self) -> "Alone":
+        if self._engine.can_work_alone:
+            self._stack.enter_context(self._engine.prefilling_in_threads())
+            for name in ("texts", "files"):
+                pool = ThreadPoolExecutor(1, f"prefilling {name}")
+                self._stack.callback(pool.shutdown, cancel_futures=True)
+                self._lanes.append((self._engine.alone(), pool))
+        return self
+
+    def __exit__(self, *_) -> None:
+        """Stop the threads after their current prompts; those that wait are dropped."""
+        self._stack.close()
+
+    @contextmanager
+    def giving_way(self) -> Iterator[None]:
+        """Leave most of the time to what this host does in the block."""
+        self._count(1)
+        try:
+            yield
+        finally:
+            self._count(-1)
+
+    def _count(self, change: int) -> None:
+        with self._changed:
+            self._num_long += change
+            self._changed.notify_all()
+
+    def prefill(
+        self,
+        order: Order,
+        output: Output,
+        paths: Sequence[Path],
+        prompt: Skeleton | None = None,
+        files: ExitStack | None = None,
+    ) -> None:
+        """Prefill a prompt in a thread, and hand it, or the error, to the decoding thread.
+
+        Args:
+            paths: this host's paths of the order's files.
+            prompt: the part of the question that this host has already read.
+            files: closed when it is prefilled.
+        """
+        engine, pool = self._lanes[bool(paths)]
+
+        def run() -> None:
+            began = time.thread_time()
+            try:
+                with files or ExitStack(), self.giving_way() if paths else nullcontext(), engine.hosts.on_device():
+                    request = order.request(engine.hosts, paths, prompt)
+                    done = engine.begin(replace(request, stop=lambda _: output.is_cancelled))
+            except Exception as error:
+                done = error.with_traceback(None)
+            self._decoding.add(output, order, done)
+            del done  # its KV is not needed here
+            with self._changed:
+                self._changed.wait_for(lambda: not self._num_long, _REST * (time.thread_time() - began))
+
+        pool.submit(run)
