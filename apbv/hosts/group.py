@@ -277,14 +277,12 @@ class HostGroup:
         """
         if self.num_processes == 1:
             return Exchange(lambda: tensor)
-        exchange = self._control.broadcast(tensor, source)
 
-        def finish() -> Tensor:
-            exchange.wait()
-            self.bytes_received += tensor.nbytes if self.rank != source else 0
-            return tensor
+        def count(received: Tensor) -> Tensor:
+            self.bytes_received += received.nbytes if self.rank != source else 0
+            return received
 
-        return Exchange(finish, exchange.has_ended)
+        return self._control.broadcast(tensor, source).then(count)
 
     def broadcast_ints(self, values: Sequence[int] | None, count: int) -> list[int]:
         """Broadcast ``count`` 64-bit integers from the leader; only the leader's ``values`` matter."""
@@ -437,10 +435,8 @@ class HostGroup:
         if to is None:
             padded = rows.new_zeros(*rows.shape[:dim], max(counts), *rows.shape[dim + 1 :])
             padded.narrow(dim, 0, rows.shape[dim]).copy_(rows)
-            exchange = self.all_gather(padded)
-            return Exchange(
-                lambda: [each.narrow(dim, 0, count) for each, count in zip(exchange.wait(), counts, strict=True)],
-                exchange.has_ended,
+            return self.all_gather(padded).then(
+                lambda found: [each.narrow(dim, 0, count) for each, count in zip(found, counts, strict=True)]
             )
         nothing, shapes = rows.new_empty(0), [(0,)] * self.size
         if self.rank == to:
@@ -457,8 +453,7 @@ class HostGroup:
         nothing = tensor.new_empty(0)
         tensors = [tensor if host == following else nothing for host in range(self.size)]
         shapes = [received_shape if host == before else (0,) for host in range(self.size)]
-        exchange = self.all_to_all(tensors, shapes)
-        return Exchange(lambda: exchange.wait()[before], exchange.has_ended)
+        return self.all_to_all(tensors, shapes).then(lambda received: received[before])
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         """Send one host's tensor to every host, in place; shape and dtype are the same everywhere."""
@@ -498,9 +493,7 @@ class HostGroup:
             HostError: as :meth:`wait_for_device`.
         """
         if self._groups.nccl:
-            event = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(self.device))
-            self._watch.wait_for_gpu(event)
+            self._watch.wait_for_gpu(torch.cuda.current_stream(self.device).record_event())
 
     @contextmanager
     def collective_stage(self, name: str) -> Iterator[None]:

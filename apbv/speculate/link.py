@@ -145,15 +145,13 @@ class Link:
 
         Waiting for it raises HostError where the target's hosts failed.
         """
-        arriving = self._expect(torch.zeros(3, dtype=torch.int64))
 
-        def finish() -> Tensor:
-            verdict = arriving.wait()
+        def checked(verdict: Tensor) -> Tensor:
             if verdict[0] == FAILED:
                 raise HostError("the target's hosts failed")
             return verdict
 
-        return Exchange(finish, arriving.has_ended)
+        return self._expect(torch.zeros(3, dtype=torch.int64)).then(checked)
 
     def receive(self, count: int, dtype: torch.dtype) -> Tensor:
         """Receive ``count`` numbers from the other end."""
