@@ -295,9 +295,7 @@ def write_timeline(path: Path, hosts: Mapping[str, Sequence[Span]]) -> None:
 
 def _record_event(device: torch.device) -> torch.cuda.Event:
     """Return an event that the GPU reaches after the work that this thread has queued so far."""
-    event = torch.cuda.Event(enable_timing=True)
-    event.record(torch.cuda.current_stream(device))
-    return event
+    return torch.cuda.current_stream(device).record_event(torch.cuda.Event(enable_timing=True))
 
 
 def reset_peak_memory(device: torch.device) -> None:

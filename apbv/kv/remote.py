@@ -5,6 +5,7 @@ Consumers are other engines' processes, so it needs only torch and the standard 
 
 import secrets
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor
@@ -17,7 +18,7 @@ from .wire import ask
 TRANSPORTS = ("tcp", "rdma")
 
 
-class RemoteKV:
+class RemoteKV(AbstractContextManager):
     """A prompt's KV that another process computed and exports.
 
     A consumer with several processes has one in each of them; these are its readers. Use it as a context manager,
@@ -90,9 +91,6 @@ class RemoteKV:
         if self._reading is not None:
             self._reading.close()
             self._reading = None
-
-    def __enter__(self) -> "RemoteKV":
-        return self
 
     def __exit__(self, *error) -> None:
         self.close()

@@ -5,6 +5,7 @@ import os
 import struct
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields
 from fractions import Fraction
 from itertools import chain
@@ -101,7 +102,7 @@ class VideoInfo:
         return cls(**{name: value if value.ndim else value.item() for name, value in values.items()})
 
 
-class VideoFile:
+class VideoFile(AbstractContextManager):
     """Open file and its video stream; leaving its context turns ffmpeg's errors into VideoError.
 
     Raises:
@@ -122,9 +123,6 @@ class VideoFile:
     def most_pixels(self) -> int:
         """The pixels of the largest frame that packets announced so far."""
         return self._reader.most_pixels
-
-    def __enter__(self) -> "VideoFile":
-        return self
 
     def __exit__(self, kind, error, traceback) -> None:
         self._container.close()
