@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ..hosts import HostGroup
+from ..warn import raised_as
 from .facts import StorageError
 from .sending import Listener, Share
 from .ticket import Ticket
@@ -318,10 +319,8 @@ class Offers(AbstractContextManager):
         """
         with self._making_exposer:
             if self._exposer is None:
-                try:
+                with raised_as(StorageError, f"{self.address[0]} does not support RDMA", ImportError):
                     from .rdma import Exposer
-                except ImportError as error:
-                    raise StorageError(f"{self.address[0]} does not support RDMA: {error}") from error
                 self._exposer = Exposer()
             return self._exposer
 

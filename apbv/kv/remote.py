@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..warn import raised_as
 from .facts import StorageError
 from .receiving import Wanted, received
 from .ticket import Ticket
@@ -42,10 +43,8 @@ class RemoteKV(AbstractContextManager):
         if transport not in TRANSPORTS:
             raise ValueError(f"transport must be one of {', '.join(TRANSPORTS)}, not {transport!r}")
         if transport == "rdma":
-            try:
+            with raised_as(StorageError, "RDMA is not available here", ImportError):
                 from .rdma import rdma_sources
-            except ImportError as error:
-                raise StorageError(f"RDMA is not available here: {error}") from error
             self._open_sources = rdma_sources
 
     def layers(
