@@ -238,14 +238,11 @@ class HostGroup:
         groups = self._groups.of_some(members, timeout, has_data) if self.size > 1 else None
         if self.rank not in members:
             return None
-        heartbeat = self._watch.heartbeat
-        if groups is None:
-            return HostGroup(device=self.device, timeout=0.0, heartbeat=heartbeat)
         hosts = HostGroup(
             groups,
             device=self.device,
             timeout=timeout,
-            heartbeat=heartbeat,
+            heartbeat=self._watch.heartbeat,
             waits_for_work=waits_for_work,
             numbers=[member if self._numbers is None else self._numbers[member] for member in members],
         )
