@@ -301,22 +301,22 @@ class HostGroup:
 
     def gather_floats(self, values: Sequence[float]) -> list[list[float]]:
         """Gather the same number of floats from every process, on every process: one list per process."""
-        return self._gather_control(torch.tensor(values, dtype=torch.float64)).tolist()
+        return self.start_gathering(torch.tensor(values, dtype=torch.float64)).wait().tolist()
 
     def gather_json(self, value: Any) -> list[Any]:
         """Gather JSON-ready values of any size from every process, on every process; collective."""
         mine = _bytes_tensor(json.dumps(value).encode())
-        lengths = self._gather_control(torch.tensor([len(mine)])).flatten().tolist()
+        lengths = self.start_gathering(torch.tensor([len(mine)])).wait().flatten().tolist()
         padded = torch.zeros(max(lengths), dtype=torch.uint8)
         padded[: len(mine)] = mine
-        rows = zip(self._gather_control(padded), lengths, strict=True)
+        rows = zip(self.start_gathering(padded).wait(), lengths, strict=True)
         return [json.loads(row[:length].numpy().tobytes()) for row, length in rows]
 
     def mean_over_members(self, tensor: Tensor) -> Tensor:
         """Return, on every process, the mean over host 0's TP ranks of a small fp32 tensor in CPU memory."""
         if self.tensor_parallel_size == 1:
             return tensor
-        return self._gather_control(tensor)[: self.tensor_parallel_size].mean(dim=0)
+        return self.start_gathering(tensor).wait()[: self.tensor_parallel_size].mean(dim=0)
 
     def require_same(self, what: str, value: bytes) -> None:
         """Check that every process holds the same value; collective.
@@ -332,9 +332,6 @@ class HostGroup:
         if self.num_processes == 1:
             return Exchange(lambda: tensor[None])
         return self._control.all_gather(tensor)
-
-    def _gather_control(self, tensor: Tensor) -> Tensor:
-        return self.start_gathering(tensor).wait()
 
     def on_device(self) -> AbstractContextManager:
         """Return a context in which this host's GPU is the thread's current one; without a GPU it does nothing."""
@@ -366,7 +363,7 @@ class HostGroup:
             digests = [(what, hashlib.sha256(value).hexdigest()) for what, value in facts]
             mine = [None if error is None else describe_error(error)[:4096], digests]
             # A single exchange where all is well.
-            whole = self._gather_control(_bytes_tensor(hashlib.sha256(json.dumps(mine).encode()).digest()))
+            whole = self.start_gathering(_bytes_tensor(hashlib.sha256(json.dumps(mine).encode()).digest())).wait()
             if error is None and bool((whole == whole[0]).all()):
                 return
             found = self.gather_json(mine)
@@ -465,7 +462,7 @@ class HostGroup:
         self.settle()
         if self.device.type == "cuda":  # for work without collectives, and for other streams
             torch.cuda.synchronize(self.device)
-        self._gather_control(torch.zeros(1))
+        self.start_gathering(torch.zeros(1)).wait()
 
     def wait_for_device(self, event: torch.cuda.Event) -> None:
         """Wait until this process's GPU reaches an event, or raise if another host prevents that.
