@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .transfer import to_device
+from .warn import raised_as
 
 # JSON as models write it on one line; where blanks are free, a weak model writes nothing else.
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -100,14 +101,12 @@ class Grammars:
         what, given = ("JSON schema", json_schema) if grammar is None else ("grammar", grammar)
         if len(given) > _MAX_SCHEMA_CHARS:
             raise ValueError(f"a {what} may have at most {_MAX_SCHEMA_CHARS} characters")
-        try:
+        with raised_as(ValueError, f"not a valid {what}", ValueError, RecursionError):
             if grammar is None:
                 given = LLMatcher.grammar_from_json_schema(_closed(given), defaults=_SPACING)
             else:
                 given = LLMatcher.grammar_from_lark(given)
             matcher = LLMatcher(self._tokenizer, given)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"not a valid {what}: {error}") from error
         if matcher.is_error():
             raise ValueError(f"this {what} is not supported: {matcher.get_error():.200}")
         return Grammar(matcher)

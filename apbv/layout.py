@@ -70,7 +70,7 @@ class ContextLayout:
         """The host that alone computes the prompt's last token; None if every host does."""
         if not self.is_split:
             return 0
-        return None if len(self.query) else self.host_of_block(len(self.blocks) - 1)
+        return None if len(self.query) else 0 if self.zigzag else self.num_hosts - 1
 
     @property
     def zigzag(self) -> bool:
@@ -82,10 +82,6 @@ class ContextLayout:
         if not self.is_split:
             return ()
         return (host, len(self.blocks) - 1 - host) if self.zigzag else (host,)
-
-    def host_of_block(self, virtual_host: int) -> int:
-        """Return the host that holds the block of a virtual host."""
-        return min(virtual_host, len(self.blocks) - 1 - virtual_host) if self.zigzag else virtual_host
 
     def num_passed(self, virtual_host: int) -> int:
         """Return k_v, how many KV pairs a virtual host's block passes on, per layer and KV head."""

@@ -26,10 +26,9 @@ REFUSALS = {
     ("draft_host", "tensor_parallel"): (
         "a draft host is not supported with tensor parallelism: TP rank 0 of host 0 drafts"
     ),
-    (
-        "quantized",
-        "tensor_parallel",
-    ): "quantized weights are not split across the processes of a host: use more hosts",
+    ("quantized", "tensor_parallel"): (
+        "quantized weights are not split across the processes of a host: use more hosts"
+    ),
     ("quantized", "adapter"): (
         "merging {adapter} would round quantized weights again: merge it into the model that was quantized"
     ),

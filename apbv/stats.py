@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from .hosts import HostGroup
+from .warn import raised_as
 
 # Every stage of a request, in the order in which they first begin.
 STAGES = ("decode_video", "preprocess", "encode", "exchange", "prefill", "handoff", "draft", "decode")
@@ -286,18 +287,14 @@ def write_timeline(path: Path, hosts: Mapping[str, Sequence[Span]]) -> None:
             microseconds = {"ts": (span.begin - start) * 1e6, "dur": span.seconds * 1e6}
             place = {"pid": process, "tid": tracks.index(span.track)}
             events.append({"ph": "X", "name": span.name, **place, **microseconds, "args": span.details})
-    try:
-        with open(path, "w", encoding="utf-8") as file:
-            json.dump({"traceEvents": events, "displayTimeUnit": "ms"}, file)
-    except OSError as error:
-        raise ValueError(f"cannot write the timeline {path}: {error}") from error
+    content = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
+    with raised_as(ValueError, f"cannot write the timeline {path}", OSError):
+        Path(path).write_text(content, encoding="utf-8")
 
 
 def _record_event(device: torch.device) -> torch.cuda.Event:
     """Return an event that the GPU reaches after the work that this thread has queued so far."""
-    event = torch.cuda.Event(enable_timing=True)
-    event.record(torch.cuda.current_stream(device))
-    return event
+    return torch.cuda.current_stream(device).record_event(torch.cuda.Event(enable_timing=True))
 
 
 def reset_peak_memory(device: torch.device) -> None:
@@ -378,8 +375,5 @@ def append_json_lines(path: Path, records: Iterable[dict]) -> None:
     Raises:
         ValueError: the file cannot be written.
     """
-    try:
-        with open(path, "a", encoding="utf-8") as file:
-            file.writelines(json.dumps(record) + "\n" for record in records)
-    except OSError as error:
-        raise ValueError(f"cannot write {path}: {error}") from error
+    with raised_as(ValueError, f"cannot write {path}", OSError), open(path, "a", encoding="utf-8") as file:
+        file.writelines(json.dumps(record) + "\n" for record in records)

@@ -1,11 +1,12 @@
-"""Warnings that point at the line of the caller's code that led to them, and errors that end a script."""
+"""Warnings that point at the line of the caller's code, and errors: what failed, and what ends a script."""
 
 import json
 import os
 import sys
 import time
 import warnings
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 # A decorator or a context manager adds a frame of its own module to the stack.
 _PASSED_THROUGH = ("torch.utils._contextlib", "contextlib")
@@ -21,6 +22,19 @@ def warn_caller(message: str) -> None:
 
 def _is_ours(module: str) -> bool:
     return module.split(".")[0] == "apbv" or module in _PASSED_THROUGH
+
+
+@contextmanager
+def raised_as(kind: type[Exception], what: str, *caught: type[Exception]) -> Iterator[None]:
+    """Replace errors of some types in the body by one that says what failed, and why.
+
+    Raises:
+        kind: one of them was caught.
+    """
+    try:
+        yield
+    except caught as error:
+        raise kind(f"{what}: {error}") from error
 
 
 def report_error(text: str) -> None:

@@ -19,6 +19,7 @@ from apbv.input.video.file import VideoFile
 from apbv.launch.options import given, load_engine, prepare_process
 from apbv.launch.progress import ProgressBars
 from apbv.stats import append_json_lines, write_timeline
+from apbv.warn import raised_as
 
 _SHOWN_OVERLAP_MS = 0.1
 
@@ -110,10 +111,8 @@ def read_sources(options: argparse.Namespace) -> str | None:
             raise AudioError(f"{path}: has no audio track")
     if not options.context:
         return None
-    try:
+    with raised_as(ValueError, f"cannot read the context {options.context}", OSError, UnicodeDecodeError):
         return Path(options.context).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"cannot read the context {options.context}: {error}") from error
 
 
 def require_writable_outputs(options: argparse.Namespace) -> None:

@@ -136,8 +136,6 @@ def test_local_spans_are_what_a_host_computes_in_token_order(request):
         assert [layout.virtual_hosts(h) for h in range(request.num_hosts)] == [
             (h, *v) for h, v in enumerate(upper)
         ]
-        blocks = range(request.num_blocks)
-        assert all(layout.host_of_block(block) == request.host_of_block(block) for block in blocks)
     for host in range(request.num_hosts):
         spans, kept = layout.local_spans(host), layout.cache_spans(host)
         local = tokens(spans)

@@ -94,6 +94,10 @@ class Gpu:
         monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
         monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 0)
 
+    def record_event(self, event):
+        event.record(self)
+        return event
+
     def launch(self, seconds: float) -> None:
         self.free = max(self.free, self.hosts.now) + seconds
 

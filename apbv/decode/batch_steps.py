@@ -137,8 +137,7 @@ class BatchRunner:
         most_new = 1 << (max(counts or [1]) - 1).bit_length()
         if self._recorded is not None and len(ids) <= _SIZES[-1]:
             kind = _rounded_up(len(kvs)), _rounded_up(len(ids)), most_new, _rounded_up_rows(most_rows), differ
-            self._recorded.of_kind(kind, lambda: _Step(self._parts, *kind)).take(ids, kvs, counts)
-            return self._recorded.compute(kind)[: len(ids)]
+            return self._recorded.run(kind, lambda: _Step(self._parts, *kind), ids, kvs, counts)[: len(ids)]
         step = _Step(self._parts, len(kvs), len(ids), most_new, most_rows, differ)
         step.take(ids, kvs, counts)
         return step.compute()

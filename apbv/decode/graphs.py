@@ -9,6 +9,7 @@ of buffers: a longer answer gets new buffers, and then new graphs.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -98,6 +99,10 @@ class Step(ABC):
             fill(self._numbers, [*ids, *[0] * (len(self._ids) - len(ids)), *others])
 
     @abstractmethod
+    def take(self, *inputs: Any) -> None:
+        """Copy the inputs of the next step, without synchronization."""
+
+    @abstractmethod
     def compute(self) -> Tensor:
         """Run the model on the inputs; return the logits."""
 
@@ -119,15 +124,12 @@ class RecordedSteps:
         self._computes: dict[tuple, Callable[[], Tensor]] = {}  # of those that have run: how to do it again
         self._recorder: GraphRecorder | None = None
 
-    def of_kind(self, kind: tuple, make: Callable[[], Step]) -> Step:
-        """Return the step of a shape, creating it if needed."""
+    def run(self, kind: tuple, make: Callable[[], Step], *inputs: Any) -> Tensor:
+        """Run the step of a shape, creating it if needed, on its next inputs."""
         if kind not in self._steps:
             self._steps[kind] = make()
-        return self._steps[kind]
-
-    def compute(self, kind: tuple) -> Tensor:
-        """Compute a step, whose inputs are in place."""
         step = self._steps[kind]
+        step.take(*inputs)
         if self._records and self._computes.get(kind) == step.compute:
             self._recorder = self._recorder or GraphRecorder(self._parts.device)
             try:

@@ -98,9 +98,8 @@ class ModelRunner:
             layer.make_room(count)
         self._buffers = [layer.buffers for layer in layers]
         kind = count, last_only, None if visible is None else visible.shape[1]
-        step = self._recorded.of_kind(kind, lambda: _Step(self._parts, self._cache, kind))
-        step.take(ids, positions, visible, layers[0].keys.shape[2])
-        logits = self._recorded.compute(kind)
+        inputs = ids, positions, visible, layers[0].keys.shape[2]
+        logits = self._recorded.run(kind, lambda: _Step(self._parts, self._cache, kind), *inputs)
         for layer in layers:
             layer.extend(count)
         return logits

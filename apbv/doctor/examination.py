@@ -5,6 +5,7 @@ import textwrap
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import TimeoutError as StillRunning
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, TextIO
@@ -101,16 +102,11 @@ def carry_out(check: Check, hosts: HostGroup, limit: float) -> Finding:
 @torch.no_grad()
 def _examine(check: Check, hosts: HostGroup) -> Found:
     """Run a check until its GPU work is done, so that an error there is attributed to it."""
-    is_gpu = hosts.device.type == "cuda"
-    if is_gpu:
-        torch.cuda.set_device(hosts.device)  # which is each thread's own
-    if check.is_collective:
-        with hosts.collective_stage(check.name):
+    with hosts.on_device():
+        with hosts.collective_stage(check.name) if check.is_collective else nullcontext():
             found = check.run(hosts)
-    else:
-        found = check.run(hosts)
-    if is_gpu:
-        torch.cuda.synchronize(hosts.device)
+        if hosts.device.type == "cuda":
+            torch.cuda.synchronize(hosts.device)
     return found
 
 

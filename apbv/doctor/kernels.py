@@ -20,7 +20,7 @@ from ..kernels import (
     reference,
     torch_attention,
 )
-from ..kernels.backends import LIBRARIES, capability, why_not_triton
+from ..kernels.backends import LIBRARIES, capability, drawn_numbers, why_not_triton
 from .examination import Check, CheckFailed, CheckSkipped, Found
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -165,11 +165,10 @@ class Draw:
 
     def __init__(self, device: torch.device, dtype: torch.dtype):
         self.device, self.dtype = device, dtype
-        self._generator = torch.Generator("cpu").manual_seed(0)
+        self._draw = drawn_numbers(device, torch.float32)
 
     def __call__(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        numbers = torch.randn(shape, generator=self._generator, device="cpu")
-        return numbers.to(self.device, dtype or self.dtype)
+        return self._draw(*shape).to(dtype or self.dtype)
 
     def queries(self, rows: int) -> Tensor:
         """Draw ``[1, Hq, S, D]`` as a projection leaves it."""

@@ -46,6 +46,10 @@ class Exchange:
             self._finish = None
         return self._result
 
+    def then(self, function: Callable[[Any], Any]) -> "Exchange":
+        """Return this exchange with the function's value of its result."""
+        return Exchange(lambda: function(self.wait()), self.has_ended)
+
 
 def in_thread(call: Callable[[], Any]) -> Future:
     """Start a call that may never return; at exit the interpreter waits for it only a few seconds.

@@ -292,7 +292,7 @@ class FailureWatch:
         """
         question = self._question
         if question is None:
-            question = self._question = in_thread(self._ask_store)
+            question = self._question = in_thread(lambda: (self._read_failure(), *self.heartbeat.heard()))
             wait_for_futures([question], POLL_SECONDS)
         if not question.done():
             return None
@@ -307,10 +307,6 @@ class FailureWatch:
             return None
         self._break()
         return HostError(text)
-
-    def _ask_store(self) -> tuple[str | None, int, str]:
-        """Return a posted failure, and the result of :meth:`Heartbeat.heard`."""
-        return self._read_failure(), *self.heartbeat.heard()
 
     def _read_failure(self) -> str | None:
         store = self._store

@@ -238,14 +238,11 @@ class HostGroup:
         groups = self._groups.of_some(members, timeout, has_data) if self.size > 1 else None
         if self.rank not in members:
             return None
-        heartbeat = self._watch.heartbeat
-        if groups is None:
-            return HostGroup(device=self.device, timeout=0.0, heartbeat=heartbeat)
         hosts = HostGroup(
             groups,
             device=self.device,
             timeout=timeout,
-            heartbeat=heartbeat,
+            heartbeat=self._watch.heartbeat,
             waits_for_work=waits_for_work,
             numbers=[member if self._numbers is None else self._numbers[member] for member in members],
         )
@@ -277,14 +274,12 @@ class HostGroup:
         """
         if self.num_processes == 1:
             return Exchange(lambda: tensor)
-        exchange = self._control.broadcast(tensor, source)
 
-        def finish() -> Tensor:
-            exchange.wait()
-            self.bytes_received += tensor.nbytes if self.rank != source else 0
-            return tensor
+        def count(received: Tensor) -> Tensor:
+            self.bytes_received += received.nbytes if self.rank != source else 0
+            return received
 
-        return Exchange(finish, exchange.has_ended)
+        return self._control.broadcast(tensor, source).then(count)
 
     def broadcast_ints(self, values: Sequence[int] | None, count: int) -> list[int]:
         """Broadcast ``count`` 64-bit integers from the leader; only the leader's ``values`` matter."""
@@ -306,22 +301,22 @@ class HostGroup:
 
     def gather_floats(self, values: Sequence[float]) -> list[list[float]]:
         """Gather the same number of floats from every process, on every process: one list per process."""
-        return self._gather_control(torch.tensor(values, dtype=torch.float64)).tolist()
+        return self.start_gathering(torch.tensor(values, dtype=torch.float64)).wait().tolist()
 
     def gather_json(self, value: Any) -> list[Any]:
         """Gather JSON-ready values of any size from every process, on every process; collective."""
         mine = _bytes_tensor(json.dumps(value).encode())
-        lengths = self._gather_control(torch.tensor([len(mine)])).flatten().tolist()
+        lengths = self.start_gathering(torch.tensor([len(mine)])).wait().flatten().tolist()
         padded = torch.zeros(max(lengths), dtype=torch.uint8)
         padded[: len(mine)] = mine
-        rows = zip(self._gather_control(padded), lengths, strict=True)
+        rows = zip(self.start_gathering(padded).wait(), lengths, strict=True)
         return [json.loads(row[:length].numpy().tobytes()) for row, length in rows]
 
     def mean_over_members(self, tensor: Tensor) -> Tensor:
         """Return, on every process, the mean over host 0's TP ranks of a small fp32 tensor in CPU memory."""
         if self.tensor_parallel_size == 1:
             return tensor
-        return self._gather_control(tensor)[: self.tensor_parallel_size].mean(dim=0)
+        return self.start_gathering(tensor).wait()[: self.tensor_parallel_size].mean(dim=0)
 
     def require_same(self, what: str, value: bytes) -> None:
         """Check that every process holds the same value; collective.
@@ -337,9 +332,6 @@ class HostGroup:
         if self.num_processes == 1:
             return Exchange(lambda: tensor[None])
         return self._control.all_gather(tensor)
-
-    def _gather_control(self, tensor: Tensor) -> Tensor:
-        return self.start_gathering(tensor).wait()
 
     def on_device(self) -> AbstractContextManager:
         """Return a context in which this host's GPU is the thread's current one; without a GPU it does nothing."""
@@ -371,7 +363,7 @@ class HostGroup:
             digests = [(what, hashlib.sha256(value).hexdigest()) for what, value in facts]
             mine = [None if error is None else describe_error(error)[:4096], digests]
             # A single exchange where all is well.
-            whole = self._gather_control(_bytes_tensor(hashlib.sha256(json.dumps(mine).encode()).digest()))
+            whole = self.start_gathering(_bytes_tensor(hashlib.sha256(json.dumps(mine).encode()).digest())).wait()
             if error is None and bool((whole == whole[0]).all()):
                 return
             found = self.gather_json(mine)
@@ -437,10 +429,8 @@ class HostGroup:
         if to is None:
             padded = rows.new_zeros(*rows.shape[:dim], max(counts), *rows.shape[dim + 1 :])
             padded.narrow(dim, 0, rows.shape[dim]).copy_(rows)
-            exchange = self.all_gather(padded)
-            return Exchange(
-                lambda: [each.narrow(dim, 0, count) for each, count in zip(exchange.wait(), counts, strict=True)],
-                exchange.has_ended,
+            return self.all_gather(padded).then(
+                lambda found: [each.narrow(dim, 0, count) for each, count in zip(found, counts, strict=True)]
             )
         nothing, shapes = rows.new_empty(0), [(0,)] * self.size
         if self.rank == to:
@@ -457,8 +447,7 @@ class HostGroup:
         nothing = tensor.new_empty(0)
         tensors = [tensor if host == following else nothing for host in range(self.size)]
         shapes = [received_shape if host == before else (0,) for host in range(self.size)]
-        exchange = self.all_to_all(tensors, shapes)
-        return Exchange(lambda: exchange.wait()[before], exchange.has_ended)
+        return self.all_to_all(tensors, shapes).then(lambda received: received[before])
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         """Send one host's tensor to every host, in place; shape and dtype are the same everywhere."""
@@ -473,7 +462,7 @@ class HostGroup:
         self.settle()
         if self.device.type == "cuda":  # for work without collectives, and for other streams
             torch.cuda.synchronize(self.device)
-        self._gather_control(torch.zeros(1))
+        self.start_gathering(torch.zeros(1)).wait()
 
     def wait_for_device(self, event: torch.cuda.Event) -> None:
         """Wait until this process's GPU reaches an event, or raise if another host prevents that.
@@ -498,9 +487,7 @@ class HostGroup:
             HostError: as :meth:`wait_for_device`.
         """
         if self._groups.nccl:
-            event = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(self.device))
-            self._watch.wait_for_gpu(event)
+            self._watch.wait_for_gpu(torch.cuda.current_stream(self.device).record_event())
 
     @contextmanager
     def collective_stage(self, name: str) -> Iterator[None]:

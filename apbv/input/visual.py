@@ -185,8 +185,7 @@ class VisualInput(RowStarts):
 
     def ending_rows_of(self, patches: range) -> int:
         """Count the rows after the last frame of adjacent temporal patches of an item; 0 unless they end it."""
-        ends = zip(self.items, self.item_patches, strict=True)
-        return next((item.num_ending_rows for item, own in ends if own.stop == patches.stop), 0)
+        return self.rows_of(patches).stop - self.frames[patches.stop - 1].stop
 
     @cached_property
     def runs(self) -> tuple[tuple[range, range], ...]:

@@ -13,11 +13,12 @@ import time
 import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ..hosts import HostGroup
+from ..warn import raised_as
 from .facts import StorageError
 from .sending import Listener, Share
 from .ticket import Ticket
@@ -87,7 +88,7 @@ class Offer:
             raise StorageError(f"the KV of transfer {self.transfer} {ENDINGS[self.how]}")
 
 
-class Offers:
+class Offers(AbstractContextManager):
     """This process's exported KV, and the port that serves it.
 
     An offer ends when all its readers have confirmed (``"fetched"``), when its consumer or :meth:`drop` drops it
@@ -142,9 +143,6 @@ class Offers:
         self._listener, self.address = listener, (reachable, listener.server_address[1])
         self._clock = threading.Thread(target=self._watch, name="kv-offers", daemon=True)
         self._clock.start()
-
-    def __enter__(self) -> "Offers":
-        return self
 
     def __exit__(self, *error) -> None:
         self.close()
@@ -321,10 +319,8 @@ class Offers:
         """
         with self._making_exposer:
             if self._exposer is None:
-                try:
+                with raised_as(StorageError, f"{self.address[0]} does not support RDMA", ImportError):
                     from .rdma import Exposer
-                except ImportError as error:
-                    raise StorageError(f"{self.address[0]} does not support RDMA: {error}") from error
                 self._exposer = Exposer()
             return self._exposer
 

@@ -5,7 +5,6 @@ Callers use the interface :class:`PlacedKV` for both.
 
 from collections.abc import Sequence
 from itertools import chain
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -23,7 +22,6 @@ class PlacedKV:
     """KV of one prompt: the common interface of :class:`GatheredKV` and :class:`ShardedKV`.
 
     Attributes:
-        placement: its name in :data:`apbv.config.KV_PLACEMENTS`.
         hosts: the hosts that prefilled the prompt.
         cache: the KV that this host holds; None if it holds none.
         num_tokens: n, the tokens of the prompt.
@@ -32,7 +30,6 @@ class PlacedKV:
             An answer can then follow, but the KV cannot be saved, nor can parts of it be taken.
     """
 
-    placement: ClassVar[str]
     hosts: HostGroup
     cache: DynamicCache | ShardedCache | None
     num_tokens: int
@@ -62,7 +59,6 @@ class GatheredKV(PlacedKV):
         is_whole: see :class:`PlacedKV`; the same on every host.
     """
 
-    placement = "gathered"
     attending = None
 
     def __init__(self, cache: DynamicCache | None, num_tokens: int, hosts: HostGroup, is_whole: bool = True):
@@ -128,8 +124,6 @@ class ShardedKV(PlacedKV):
 
     Its methods are those of :class:`GatheredKV`.
     """
-
-    placement = "sharded"
 
     def __init__(self, cache: ShardedCache, hosts: HostGroup):
         self.cache, self.hosts, self.attending = cache, hosts, hosts

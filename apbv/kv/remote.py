@@ -5,10 +5,12 @@ Consumers are other engines' processes, so it needs only torch and the standard 
 
 import secrets
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor
 
+from ..warn import raised_as
 from .facts import StorageError
 from .receiving import Wanted, received
 from .ticket import Ticket
@@ -17,7 +19,7 @@ from .wire import ask
 TRANSPORTS = ("tcp", "rdma")
 
 
-class RemoteKV:
+class RemoteKV(AbstractContextManager):
     """A prompt's KV that another process computed and exports.
 
     A consumer with several processes has one in each of them; these are its readers. Use it as a context manager,
@@ -41,10 +43,8 @@ class RemoteKV:
         if transport not in TRANSPORTS:
             raise ValueError(f"transport must be one of {', '.join(TRANSPORTS)}, not {transport!r}")
         if transport == "rdma":
-            try:
+            with raised_as(StorageError, "RDMA is not available here", ImportError):
                 from .rdma import rdma_sources
-            except ImportError as error:
-                raise StorageError(f"RDMA is not available here: {error}") from error
             self._open_sources = rdma_sources
 
     def layers(
@@ -90,9 +90,6 @@ class RemoteKV:
         if self._reading is not None:
             self._reading.close()
             self._reading = None
-
-    def __enter__(self) -> "RemoteKV":
-        return self
 
     def __exit__(self, *error) -> None:
         self.close()

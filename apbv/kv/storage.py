@@ -24,6 +24,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from ..layout import intersect
+from ..warn import raised_as
 from .facts import KVFacts, StorageError, cover_once, digest_of_tokens, from_json, length, rows_of
 
 FORMAT_VERSION = 4
@@ -185,10 +186,9 @@ class SavedKV:
         except (AttributeError, OSError, OverflowError, RecursionError, RuntimeError, ValueError) as error:
             raise StorageError(f"{path / MANIFEST_NAME} is not a manifest of saved KV: {error}") from error
         for file in saved.manifest.files():
-            try:
+            # The file may be missing, or the name invalid.
+            with raised_as(StorageError, f"saved KV in {path} is incomplete", OSError, ValueError):
                 size = (saved._folder / file.name).stat().st_size
-            except (OSError, ValueError) as error:  # the file is missing, or the name is invalid
-                raise StorageError(f"saved KV in {path} is incomplete: {error}") from error
             if size != file.bytes:
                 raise StorageError(f"{saved._folder / file.name} has {size} bytes instead of {file.bytes}")
         return saved
@@ -254,13 +254,11 @@ class SavedKV:
 
     def _read(self, file: StoredFile) -> dict[str, Tensor]:
         path = self._folder / file.name
-        try:
+        with raised_as(StorageError, f"cannot read {path}", OSError, SafetensorError):
             content = path.read_bytes()
             if len(content) != file.bytes or zlib.crc32(content) != file.crc32:
                 raise StorageError(f"{path} was changed since it was saved: its checksum is wrong")
             return safetensors.torch.load(content)
-        except (OSError, SafetensorError) as error:
-            raise StorageError(f"cannot read {path}: {error}") from error
 
 
 class Writer:
@@ -337,14 +335,12 @@ class Writer:
 
 def _write_to_disk(path: Path, content: bytes) -> None:
     """Flush a file to disk (fsync)."""
-    try:
+    with raised_as(StorageError, f"cannot write {path}", OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-    except OSError as error:
-        raise StorageError(f"cannot write {path}: {error}") from error
 
 
 def _sync_folder(path: Path) -> None:

@@ -394,15 +394,11 @@ def some_layers(language_model: nn.Module, layers: range, with_norm: bool = True
     return part
 
 
-def local_share(weight: Tensor) -> Tensor:
-    """Return this process's shard of a weight under tensor parallelism."""
-    return weight.to_local() if hasattr(weight, "to_local") else weight
-
-
 def _first_weights(linear: nn.Module) -> Tensor:
     """Return a linear module's first row of weights; of packed ones as many numbers, as they are stored."""
     state = linear.state_dict()  # not what bitsandbytes makes of it when it is first run
-    weight = local_share(state["qweight" if "qweight" in state else "weight"])
+    weight = state["qweight" if "qweight" in state else "weight"]
+    weight = weight.to_local() if hasattr(weight, "to_local") else weight  # this process's shard
     first = weight[: max(1, linear.in_features // weight.shape[1])]
     return first.dequantize() if hasattr(first, "__tensor_flatten__") else first
 

@@ -5,6 +5,7 @@ from contextlib import nullcontext
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from ..input.audio import AudioInput
 from ..model.parts import ModelParts
@@ -30,9 +31,7 @@ def audio_rows(
 def _encode(parts: ModelParts, pieces: Sequence[Tensor]) -> Tensor:
     lengths = torch.tensor([piece.shape[1] for piece in pieces])
     mask = torch.arange(int(lengths.max())) < lengths[:, None]
-    features = pieces[0].new_zeros(len(pieces), len(pieces[0]), mask.shape[1])
-    for padded, piece in zip(features, pieces, strict=True):
-        padded[:, : piece.shape[1]] = piece
+    features = pad_sequence([piece.T for piece in pieces], batch_first=True).transpose(1, 2).contiguous()
     with packed_attention(parts.audio_tower):
         encoded = parts.model.model.get_audio_features(
             features.to(parts.device), feature_attention_mask=mask.to(parts.device), return_dict=True

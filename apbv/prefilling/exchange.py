@@ -149,33 +149,29 @@ class _Rounds:
 
     def run(self, source: VisualRows, timer: StageTimer, stop: Stop | None) -> list[Tensor]:
         """Encode and exchange everything; return the rows of this host's tokens, ``[rows, d]`` by stream."""
-        hosts, error = self._hosts, None
+        hosts, self._error = self._hosts, None
         with hosts.collective_stage("encode"), closing(source(self._chunks)) as chunks:
             under_way: deque[tuple[int, Exchange, Exchange]] = deque()
-            go_on = True
             for number in range(len(self._made[0])):
                 outgoing = None
-                if error is None:
+                if self._error is None:
                     try:
                         if stop is not None and hosts.is_leader and stop():
                             raise RequestCancelled
                         outgoing = self._outgoing(number, next(chunks, self._nothing))
                     except Exception as caught:
-                        error = caught
+                        self._error = caught
                 under_way.append((number, *self._start(number, outgoing)))
-                if len(under_way) == _MOST_ROUNDS_UNDER_WAY:
-                    go_on, failure = self._finish(*under_way.popleft(), timer)
-                    error = error or failure
-                if not go_on:
+                is_full = len(under_way) == _MOST_ROUNDS_UNDER_WAY
+                if is_full and not self._finish(*under_way.popleft(), timer):
                     break
             for late in under_way:
-                _, failure = self._finish(*late, timer)
-                error = error or failure
-        if hosts.broadcast_ints([isinstance(error, RequestCancelled)], 1)[0]:
+                self._finish(*late, timer)
+        if hosts.broadcast_ints([isinstance(self._error, RequestCancelled)], 1)[0]:
             raise RequestCancelled
         with hosts.local_stage("encode"):
-            if error is not None:
-                raise error
+            if self._error is not None:
+                raise self._error
         return self._local
 
     def _sent(self, sender: int, number: int, receiver: int) -> list[range]:
@@ -198,18 +194,14 @@ class _Rounds:
         rank, width = self._hosts.rank, self._nothing.shape[1]
         failures = self._hosts.start_gathering(torch.tensor([outgoing is None], dtype=torch.uint8))
         if outgoing is None:
-            counts = [sum(map(len, self._sent(rank, number, host))) for host in self._partners]
-            outgoing = [self._nothing.new_zeros(count, width) for count in counts]
+            outgoing = self._outgoing(number, self._nothing.new_zeros(len(self._made[rank][number]), width))
         if len(self._partners) == 1:
             return Exchange(lambda: outgoing), failures
         shapes = [(sum(map(len, self._sent(host, number, rank))), width) for host in self._partners]
         return self._hosts.all_to_all(outgoing, shapes), failures
 
-    def _finish(
-        self, number: int, rows: Exchange, failures: Exchange, timer: StageTimer
-    ) -> tuple[bool, Exception | None]:
-        """Store a round's rows; return whether all hosts continue, and this host's failure."""
-        failure = None
+    def _finish(self, number: int, rows: Exchange, failures: Exchange, timer: StageTimer) -> bool:
+        """Store a round's rows; return whether all hosts continue."""
         try:
             with timer.stage("exchange"):
                 received = rows.wait()
@@ -219,9 +211,9 @@ class _Rounds:
         except HostError:
             raise
         except Exception as caught:  # such as the caller's on_stage: sent in the next round
-            failure = caught
+            self._error = self._error or caught
         rows.wait()
-        return not failures.wait().any(), failure
+        return not failures.wait().any()
 
     def _place(self, sent: list[range], rows: Tensor) -> None:
         taken = place = 0

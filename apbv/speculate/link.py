@@ -43,6 +43,7 @@ class Link:
         most: the largest number of tokens of the current window; a request's first window may be longer.
         shared_vocab: the size of the smaller vocabulary of target and draft.
         drawn_vocab: the length of the distributions that are sent with drawn tokens; 0 where decoding is greedy.
+        answer: whether the other end can begin the request, and the size of its vocabulary.
         is_settled: whether no request is under way, or the draft has been told that it has ended.
         owes_report: whether the draft has still to send its report of the ended request.
 
@@ -72,17 +73,13 @@ class Link:
         """
         self._bytes_before, self._lacks_first = self._incoming.bytes_received, True
         self.send(torch.tensor([int(is_ready), vocab_size]))
-        self._answer = self._expect(torch.zeros(2, dtype=torch.int64))
+        self.answer = self._expect(torch.zeros(2, dtype=torch.int64))
         self._begun = is_ready, most, vocab_size, drawn
-
-    def other_has_answered(self) -> bool:
-        """Return whether :meth:`other_is_ready` would return, or raise, at once."""
-        return self._answer.has_ended()
 
     def other_is_ready(self) -> bool:
         """Wait for the other end's answer, and return whether it has begun the request, too."""
         is_ready, most, vocab_size, drawn = self._begun
-        ready, theirs = self._answer.wait().tolist()
+        ready, theirs = self.answer.wait().tolist()
         self.most, self._usual_most = STARTUP_WINDOWS * most, most
         self.shared_vocab = min(vocab_size, theirs)
         self.drawn_vocab = self.shared_vocab if drawn else 0
@@ -145,15 +142,13 @@ class Link:
 
         Waiting for it raises HostError where the target's hosts failed.
         """
-        arriving = self._expect(torch.zeros(3, dtype=torch.int64))
 
-        def finish() -> Tensor:
-            verdict = arriving.wait()
+        def checked(verdict: Tensor) -> Tensor:
             if verdict[0] == FAILED:
                 raise HostError("the target's hosts failed")
             return verdict
 
-        return Exchange(finish, arriving.has_ended)
+        return self._expect(torch.zeros(3, dtype=torch.int64)).then(checked)
 
     def receive(self, count: int, dtype: torch.dtype) -> Tensor:
         """Receive ``count`` numbers from the other end."""
@@ -327,7 +322,7 @@ class Pair:
         Returns:
             False if the draft has not answered whether it takes part, and this does not wait for that.
         """
-        if not waits and self._other_takes_part is None and self.link and not self.link.other_has_answered():
+        if not waits and self._other_takes_part is None and self.link and not self.link.answer.has_ended():
             return False
         link = self.open_link()
         if link is not None and not self._has_sent_scores:

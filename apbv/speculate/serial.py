@@ -71,7 +71,7 @@ def generate_speculatively(
         stats.num_target_forwards += 1
         stats.num_drafted += shape.num_drafted
         stats.num_accepted += len(path) - 1
-        stats.num_rejections += not shape.is_leaf(path[-1])
+        stats.num_rejections += path[-1] in shape.parents
         if is_drafting:
             pace.learn(shape.depth, len(path) - 1, len(new), *stats.seconds_of_round())
 

@@ -105,10 +105,6 @@ class Tree:
             visible[node] |= visible[parent]
         return visible
 
-    def is_leaf(self, node: int) -> bool:
-        """Return whether a node has no children."""
-        return node not in self.parents
-
     def cut(self, depth: int) -> "Tree":
         """Return the tree of the levels up to a depth."""
         return self if depth >= self.depth else self.first(sum(d <= depth for d in self.depths) - 1)

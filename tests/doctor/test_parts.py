@@ -140,7 +140,7 @@ class FourHosts:
     """A group of hosts on which a check finds, one after the other, what it is told."""
 
     size, device, is_broken = 4, CPU, False
-    name_of, working = HostGroup.name_of, HostGroup.working
+    name_of, on_device, working = HostGroup.name_of, HostGroup.on_device, HostGroup.working
     _numbers, _watch, tensor_parallel_size = None, ALONE._watch, 1
 
     def subgroup(self, hosts):

@@ -9,6 +9,7 @@ import torch
 import apbv
 from apbv import HostGroup, PrefillConfig, ReduceConfig, SamplingParams, StorageError
 from apbv.config import LATE_REDUCER_NAMES
+from apbv.kv.placement import GatheredKV, ShardedKV
 
 from answers import plain_tokens
 from prompts import as_inputs, build, kv_of, video_batch
@@ -43,7 +44,7 @@ def save_job(hosts: HostGroup, path: Path, name: str, kv: str) -> tuple:
 
 def load_job(hosts: HostGroup, path: Path, kv: str) -> tuple:
     state = apbv.load(path, build(FAMILY, torch.float64), hosts=hosts, kv=kv)
-    assert state.kv.placement == kv
+    assert isinstance(state.kv, {"gathered": GatheredKV, "sharded": ShardedKV}[kv])
     again = path.with_name(f"again on {hosts.size}, {kv}")
     state.save(again)
     return facts_of(state), facts_of(apbv.load(again, hosts=hosts, kv=kv))

@@ -149,7 +149,7 @@ def prefill_job(hosts: HostGroup, way: dict, settings: dict, request: dict, fold
         layers = engine.model.get_decoder().layers
         layers[layer].register_forward_pre_hook(stand_still)
         # The draft has read the request, too, before the target begins.
-        layers[0].register_forward_pre_hook(lambda *args: wait_for(engine._way._pair.link.other_has_answered))
+        layers[0].register_forward_pre_hook(lambda *args: wait_for(engine._way._pair.link.answer.has_ended))
 
     def noted(self, *args) -> None:
         send_first(self, *args)

@@ -5,6 +5,7 @@ import os
 import struct
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields
 from fractions import Fraction
 from itertools import chain
@@ -101,8 +102,12 @@ class VideoInfo:
         return cls(**{name: value if value.ndim else value.item() for name, value in values.items()})
 
 
-class VideoFile:
+class VideoFile(AbstractContextManager):
     """Open file and its video stream; leaving its context turns ffmpeg's errors into VideoError.
+
+    Attributes:
+        stream: the video stream.
+        reader: what its packets have told so far.
 
     Raises:
         VideoError: the file is missing, or no video that ffmpeg can open.
@@ -112,19 +117,6 @@ class VideoFile:
         self.path = path
         self.open()
         self.num_bytes = self._container.size
-
-    @property
-    def has_fields(self) -> bool:
-        """Whether packets may hold single fields."""
-        return self._reader.has_fields
-
-    @property
-    def most_pixels(self) -> int:
-        """The pixels of the largest frame that packets announced so far."""
-        return self._reader.most_pixels
-
-    def __enter__(self) -> "VideoFile":
-        return self
 
     def __exit__(self, kind, error, traceback) -> None:
         self._container.close()
@@ -152,7 +144,7 @@ class VideoFile:
         if codec.name == "hevc":
             header = bytes(codec.extradata or b"")
             self._can_skip = len(header) > 22 and header[0] == 1 and header[21] >> 3 & 7 == 1
-        self._reader = PacketReader(codec.name, codec.extradata)
+        self.reader = PacketReader(codec.name, codec.extradata)
 
     def list_times(self, check: Callable[[int], None]) -> tuple[np.ndarray, np.ndarray, float]:
         """Read all packets for the frames' times and the keyframes'; none where these packets do not tell them.
@@ -175,12 +167,12 @@ class VideoFile:
             # In a broadcast a lost packet is normal, and the decoder tells which frames it hurts.
             if packet.is_corrupt and container.format.name != "mpegts":
                 raise self.error(f"is cut short or damaged: packet {len(rows)} is incomplete")
-            is_key, is_second = self._reader.read(packet, packet.is_keyframe)
+            is_key, is_second = self.reader.read(packet, packet.is_keyframe)
             # VP8 has packets that are only referred to; a bit of the header says whether to show them.
             is_hidden = codec.name == "vp8" and not memoryview(packet)[0] & 0x10
             shown = not (packet.is_discard or is_hidden or is_second)
             times = (_NO_TIME if time is None else time for time in (packet.pts, packet.dts))
-            rows.append((*times, is_key, shown, packet.duration or 0, self._reader.num_refreshing))
+            rows.append((*times, is_key, shown, packet.duration or 0, self.reader.num_refreshing))
         end = max((entry.pos + entry.size for entry in self.stream.index_entries), default=0)
         if container.format.name.startswith("mov") and end > container.size:
             raise self.error(f"is cut short: {container.size} of at least {end} bytes")
@@ -238,7 +230,7 @@ class VideoFile:
         missing = total = sum(wanted.values())
         for packet in chain(self._packets_from(key), (None,)):
             check()
-            is_second = packet is not None and self._reader.read(packet, False)[1]
+            is_second = packet is not None and self.reader.read(packet, False)[1]
             # Nothing more is fed once the last wanted frame is in: the decoder is drained. In the midst of a
             # refresh it would give out what is not whole yet.
             if not unfed and not is_second and not (is_gradual and missing):
@@ -270,7 +262,7 @@ class VideoFile:
 
     def _packets_from(self, key: np.ndarray) -> Iterator[av.Packet]:
         """Read from a keyframe's packet on: after a seek, or where none finds it, from the start."""
-        self._reader.restart()
+        self.reader.restart()
         # Containers index keyframes by presentation time or by decoding time, or they cannot seek at all.
         for target in (*key[:2].tolist(), None):
             if target is None:
@@ -338,7 +330,7 @@ def probe(path: str | os.PathLike, check: Callable[[int], None] = lambda number:
     with VideoFile(path) as file:
         pts, keys, last = file.list_times(check)
         rate = Fraction(file.stream.average_rate or file.stream.guessed_rate or 1)
-        unit, first, most_pixels = file.stream.time_base, None, file.most_pixels
+        unit, first, most_pixels = file.stream.time_base, None, file.reader.most_pixels
         if len(pts):
             # The difference first, in integers: a late start must not cost precision.
             times, clock = pts - pts[0], np.array([[pts[0], 0]])
@@ -385,7 +377,7 @@ def probe(path: str | os.PathLike, check: Callable[[int], None] = lambda number:
             fps=fps,
             duration=float(timestamps[-1]) + shown,
             clock=clock * float(unit),
-            has_fields=file.has_fields,
+            has_fields=file.reader.has_fields,
             transpose=transpose,
             flip_vertical=flip_vertical,
             flip_horizontal=flip_horizontal,

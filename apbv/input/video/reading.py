@@ -13,7 +13,7 @@ from av.video.reformatter import VideoReformatter
 
 from ...config import FRAME_RATE
 from ...hosts import fair_share_of_cores
-from ...warn import warn_caller
+from ...warn import raised_as, warn_caller
 from .file import NotWholeError, VideoError, VideoFile, VideoInfo
 
 if TYPE_CHECKING:
@@ -178,10 +178,8 @@ def require_backend(name: str) -> None:
     if name == "torchcodec":
         from .torchcodec_reading import load_decoder
 
-        try:
+        with raised_as(ValueError, "the video backend torchcodec cannot be used", ImportError):
             load_decoder()
-        except ImportError as error:
-            raise ValueError(f"the video backend torchcodec cannot be used: {error}") from error
 
 
 def _with_pyav_behind(

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...warn import raised_as
 from .file import VideoError, VideoInfo
 
 
@@ -25,10 +26,8 @@ def load_decoder() -> type:
     Raises:
         ImportError: it is not installed, or finds no shared libraries of FFmpeg, or was built for another torch.
     """
-    try:
+    with raised_as(ImportError, "torchcodec is installed but cannot be loaded", OSError, RuntimeError):
         from torchcodec.decoders import VideoDecoder
-    except (OSError, RuntimeError) as error:
-        raise ImportError(f"torchcodec is installed but cannot be loaded: {error}") from error
     return VideoDecoder
 
 
@@ -58,7 +57,7 @@ def torchcodec_chunks(
     Raises:
         VideoError: torchcodec cannot decode a frame of the next chunk, or gives out another than was probed.
     """
-    try:
+    with raised_as(VideoError, f"{info.path}: torchcodec cannot decode it", RuntimeError, ValueError):
         refusals = {
             "its packets have no frame times": not len(info.pts),
             "it is mirrored": info.transpose ^ info.flip_vertical ^ info.flip_horizontal,
@@ -87,8 +86,6 @@ def torchcodec_chunks(
                     torch.cuda.current_stream(chunk.device).synchronize()
             yield chunk if chunk.is_cuda else chunk.numpy()
             del batch, chunk
-    except (RuntimeError, ValueError) as error:
-        raise VideoError(f"{info.path}: torchcodec cannot decode it: {error}") from error
 
 
 def _frame_mappings(info: VideoInfo) -> str:

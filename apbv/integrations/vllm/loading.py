@@ -147,7 +147,7 @@ class Loading:
                 return
             if not any(wrote):
                 with self._news:
-                    self._news.wait_for(self._has_news, left)
+                    self._news.wait_for(lambda: any(fetch.arrived for fetch, _ in self._running.values()), left)
 
     def take_results(self) -> KVConnectorTransferResults:
         """Return the loads that have ended since the last call."""
@@ -165,9 +165,6 @@ class Loading:
         fetch = Fetch(self._news, len(layers), lambda: load.source.read(load.tokens, heads, layers))
         self._running[request_id] = fetch, PagedWriter(load, list(self._layers.values()), self._block_size)
         self._threads.submit(fetch.run)
-
-    def _has_news(self) -> bool:
-        return any(fetch.arrived for fetch, _ in self._running.values())
 
     def _write_next(self, request_id: str) -> bool:
         """Write one layer of a request if it has arrived; return whether it had."""

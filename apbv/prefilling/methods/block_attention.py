@@ -57,12 +57,9 @@ class BlockAttention:
         sizes = self._config.block_size, self._config.key_block
         numbers = [-(-q.shape[2] // rows) for rows in sizes]
         most = max(1, _MOST_PAIRS // max(1, q.shape[0] * numbers[0] * numbers[1]))
-        parts = list(_split_heads(q.shape[1], k.shape[1], most))
-        if len(parts) == 1:
-            return ListedBlocks.of(self._kept(q, k, scale, numbers), *sizes)
         counts = torch.empty(*q.shape[:2], numbers[0], dtype=torch.int32, device=q.device)
         indices = torch.empty(*q.shape[:2], *numbers, dtype=torch.int32, device=q.device)
-        for heads, kv_heads in parts:
+        for heads, kv_heads in _split_heads(q.shape[1], k.shape[1], most):
             listed = ListedBlocks.of(self._kept(q[:, heads], k[:, kv_heads], scale, numbers), *sizes)
             counts[:, heads], indices[:, heads] = listed.counts, listed.indices
         return ListedBlocks(counts, indices, *sizes)
