@@ -53,8 +53,9 @@ class Request:
         return (lambda: self.stop(())) if self.stop is not None and self.may_cancel else None
 
     def within(self, max_positions: int, inputs: ModelInputs) -> "Request":
-        """The same request with an answer no longer than the positions that its prompt leaves."""
-        left = max_positions - inputs.next_position
-        most = min(self.sampling.max_new_tokens or left, left)
+        """The same request with an answer no longer than the positions that its prompt leaves, if it is limited."""
+        if self.sampling.max_new_tokens is None:
+            return self
+        most = min(self.sampling.max_new_tokens, max_positions - inputs.next_position)
         fewest = min(self.sampling.min_tokens, most)
         return replace(self, sampling=replace(self.sampling, max_new_tokens=most, min_tokens=fewest))
