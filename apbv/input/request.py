@@ -53,7 +53,7 @@ class Request:
         return (lambda: self.stop(())) if self.stop is not None and self.may_cancel else None
 
     def within(self, max_positions: int, inputs: ModelInputs) -> "Request":
-        """The same request with an answer no longer than the positions that its prompt leaves, if it is limited."""
+        """The same request; an answer with a limit is no longer than the positions that its prompt leaves."""
         if self.sampling.max_new_tokens is None:
             return self
         most = min(self.sampling.max_new_tokens, max_positions - inputs.next_position)
