@@ -30,7 +30,7 @@ from apbv.config import (
     SpeculativeConfig,
     VideoConfig,
 )
-from apbv.warn import report_error
+from apbv.warn import raised_as, report_error
 
 if TYPE_CHECKING:
     from apbv import Engine, HostGroup
@@ -421,10 +421,9 @@ def load_function(name: str) -> Callable:
         ValueError: the function does not exist.
     """
     module, _, function = name.partition(":")
-    try:
+    what = f"cannot load {name} (expected MODULE:FUNCTION)"
+    with raised_as(ValueError, what, ImportError, AttributeError, ValueError):
         return getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"cannot load {name} (expected MODULE:FUNCTION): {error}") from error
 
 
 def exit_with(main: Callable[[], int]) -> NoReturn:

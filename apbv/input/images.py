@@ -11,6 +11,7 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 
+from ..warn import raised_as
 from .files import FileIdentity, Source
 from .visual import PromptError
 
@@ -112,8 +113,6 @@ def _opened(image: Any) -> Iterator[Image.Image]:
     if isinstance(image, Image.Image):
         yield image
         return
-    try:
-        with Image.open(image) as opened:
-            yield opened
-    except Exception as error:  # of a damaged file, Pillow's decoders raise nearly anything
-        raise PromptError(f"cannot read the image {image}: {error}") from error
+    # Of a damaged file, Pillow's decoders raise nearly anything.
+    with raised_as(PromptError, f"cannot read the image {image}", Exception), Image.open(image) as opened:
+        yield opened

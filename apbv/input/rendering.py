@@ -23,7 +23,7 @@ from ..config import FRAME_RATE
 from ..config.checks import Checked, instance_of, integer, number
 from ..model.parts import ModelParts
 from ..refusals import refuse
-from ..warn import warn_caller
+from ..warn import raised_as, warn_caller
 from .content import in_openais_form
 from .images import Picture
 from .visual import PromptError
@@ -217,13 +217,11 @@ def _collect_sources(messages: Sequence[Message]) -> tuple[list[Message], list[A
 def _local(kind: str, source: Any) -> Any:
     """Return the path that a ``file:`` URL names, or the image in a ``data:`` URL; anything else as it is."""
     scheme = urlsplit(source).scheme if isinstance(source, str) else None
-    try:
+    with raised_as(PromptError, f"cannot read {source!r:.100} as an image", OSError, ValueError):
         if scheme == "data" and kind == "image":
             with urlopen(source) as data:
                 return Image.open(BytesIO(data.read()))
         return url2pathname(urlsplit(source).path) if scheme == "file" else source
-    except (OSError, ValueError) as error:
-        raise PromptError(f"cannot read {source!r:.100} as an image: {error}") from error
 
 
 def _parsed(call: Mapping[str, Any]) -> dict[str, Any]:
@@ -304,10 +302,8 @@ def apply_template(
         del options[unknown]
     if tools:
         options["tools"] = list(tools)
-    try:
+    with raised_as(PromptError, "the chat template rejects the chat", Exception):  # templates may raise anything
         return processor.apply_chat_template(chat, tokenize=False, **options), True
-    except Exception as error:  # templates may raise anything
-        raise PromptError(f"the chat template rejects the chat: {error}") from error
 
 
 def tool_instructions(processor) -> str | None:

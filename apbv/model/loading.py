@@ -1,7 +1,6 @@
 """Loads models and their processors from a directory or the hub."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from transformers import (
 from ..config import DTYPE_NAMES, SamplingParams
 from ..hosts import HostGroup
 from ..refusals import refuse
-from ..warn import warn_caller
+from ..warn import raised_as, warn_caller
 from .adapters import find_adapter, is_absent, merged, processor_path, require_mergeable
 from .parts import OMNI_THINKER, VIDEO_FAMILIES, require_supported
 from .quantization import load_quantized, quantization_of, require_quantization
@@ -149,12 +148,8 @@ def read_video_processor(path: str | Path) -> Any:
         return processor
 
 
-@contextmanager
-def _described_errors(path: str | Path) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"cannot load the model {path}: {error}") from error
+def _described_errors(path: str | Path) -> AbstractContextManager[None]:
+    return raised_as(ValueError, f"cannot load the model {path}", OSError, ValueError, KeyError)
 
 
 def default_num_frames(processor: Any) -> int:
@@ -179,7 +174,7 @@ def default_sampling(model: PreTrainedModel, source: str = "auto") -> SamplingPa
     given = {name: value for name, value in config.items() if value is not None}
     if unsupported := [name for name in _UNSUPPORTED.split() if given.get(name, 1) not in (0, 1, [])]:
         warn_caller(f"settings of the model's generation config that are ignored: {', '.join(unsupported)}")
-    try:
+    with raised_as(ValueError, "the model's generation config", ValueError):
         return SamplingParams(
             temperature=given.get("temperature", 1.0) if given.get("do_sample") else 0.0,
             top_p=given.get("top_p", 1.0),
@@ -188,5 +183,3 @@ def default_sampling(model: PreTrainedModel, source: str = "auto") -> SamplingPa
             repetition_penalty=given.get("repetition_penalty", 1.0),
             max_new_tokens=given.get("max_new_tokens", MAX_NEW_TOKENS),
         )
-    except ValueError as error:
-        raise ValueError(f"the model's generation config: {error}") from error

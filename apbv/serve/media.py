@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote, unquote_to_bytes, urljoin, urlsplit
 
+from ..warn import raised_as
 from .settings import ServerSettings
 
 _MAX_REDIRECTS = 3
@@ -195,10 +196,8 @@ def _decode_data(url: str, max_bytes: int) -> bytes:
         raise MediaError("a data: URL must have the form data:TYPE;base64,DATA")
     if len(data) > 2 * max_bytes:  # before anything is copied; percent escapes make it longer than 4/3
         raise MediaError(f"inline data may have at most {max_bytes} bytes")
-    try:
+    with raised_as(MediaError, "a data: URL is not valid base64", binascii.Error, ValueError):
         decoded = base64.b64decode(unquote_to_bytes(data) if "%" in data else data, validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise MediaError(f"a data: URL is not valid base64: {error}") from error
     if len(decoded) > max_bytes:
         raise MediaError(f"inline data may have at most {max_bytes} bytes, not {len(decoded)}")
     return decoded
@@ -251,11 +250,9 @@ def fetch(url: str, settings: ServerSettings, deadline: float | None = None) -> 
 
 def _host_of(url: str, settings: ServerSettings) -> str:
     """Return the host of an http(s) URL; MediaError unless it may be fetched from."""
-    try:
+    with raised_as(MediaError, f"{url!r:.200} is not a URL", ValueError):
         parts = urlsplit(url)
         host, _ = (parts.hostname or "").lower(), parts.port
-    except ValueError as error:
-        raise MediaError(f"{url!r:.200} is not a URL: {error}") from error
     if parts.scheme not in ("http", "https") or host not in settings.media_hosts:
         raise MediaError(f"this server does not fetch from {host!r:.100} (see --allow-media-host)")
     return host

@@ -21,6 +21,7 @@ from ..kv.offers import Offers
 from ..model.parts import DecoderSizes
 from ..speculate import STRATEGIES
 from ..stats import free_memory_bytes
+from ..warn import raised_as
 from .app import build_app
 from .executor import Executor, follow
 from .links import connect_hosts
@@ -46,7 +47,7 @@ def bind(host: str, port: int) -> socket.socket:
     Raises:
         ValueError: the address does not exist or is in use.
     """
-    try:
+    with raised_as(ValueError, f"cannot listen on {host}:{port}", OSError, OverflowError):
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
@@ -54,8 +55,6 @@ def bind(host: str, port: int) -> socket.socket:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
         return sock
-    except (OSError, OverflowError) as error:
-        raise ValueError(f"cannot listen on {host}:{port}: {error}") from error
 
 
 def listen(sock: socket.socket) -> None:
@@ -64,10 +63,8 @@ def listen(sock: socket.socket) -> None:
     Raises:
         ValueError: another server that bound the same address listened first.
     """
-    try:
+    with raised_as(ValueError, f"cannot listen on {':'.join(map(str, sock.getsockname()[:2]))}", OSError):
         sock.listen()
-    except OSError as error:
-        raise ValueError(f"cannot listen on {':'.join(map(str, sock.getsockname()[:2]))}: {error}") from error
 
 
 def serve(engine: Engine, hosts: HostGroup, sock: socket.socket | None, settings: ServerSettings) -> None:
