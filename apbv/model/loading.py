@@ -178,7 +178,7 @@ def default_sampling(model: PreTrainedModel, source: str = "auto") -> SamplingPa
         return SamplingParams(
             temperature=given.get("temperature", 1.0) if given.get("do_sample") else 0.0,
             top_p=given.get("top_p", 1.0),
-            top_k=max(given.get("top_k", 0), 0),
+            top_k=0 if given.get("top_k") == -1 else given.get("top_k", 0),
             min_p=given.get("min_p", 0.0),
             repetition_penalty=given.get("repetition_penalty", 1.0),
             max_new_tokens=given.get("max_new_tokens", MAX_NEW_TOKENS),

@@ -5,8 +5,6 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any
 
-from starlette.requests import ClientDisconnect
-
 from .job import Event, Finished, Job, Piece
 from .requests import ApiError, ChatRequest, GenerationRequest, StreamOptions
 from .tools import ToolCallParser
@@ -77,8 +75,8 @@ class Replies:
             elif self._with_usage:
                 yield _event({**self._chunk(), "usage": self._usage(event.num_tokens)})
             yield "data: [DONE]\n\n"
-        except StopAsyncIteration as gone:  # no client is left
-            raise ClientDisconnect from gone
+        except StopAsyncIteration:  # no client is left
+            return
         finally:
             await events.aclose()
 

@@ -63,6 +63,7 @@ _NAMES_AN_ALTERNATIVE = re.compile(r"\[|(^|-)(str|int)$")
 _MAX_STOP_LENGTH = 1000  # characters; what may become a stop string is looked at again with every token
 _MAX_TOKENS = 2**20
 _MAX_TOOLS = 128  # OpenAI's limit
+_MAX_PROMPTS = 1024  # of a request; each becomes one of its own, in the thread that speaks HTTP
 _ANY_OBJECT = '{"type": "object"}'  # the schema of OpenAI's json_object
 
 _Count = Annotated[int, Field(ge=1, le=_MAX_TOKENS)]
@@ -490,16 +491,22 @@ class CompletionRequest(GenerationRequest):
 
     @model_validator(mode="after")
     def _check_prompt(self) -> "CompletionRequest":
-        if not self.prompt or not all(request.prompt for request in self.split()):
+        if not all(self.prompts):
             raise _refused("prompt", "the prompt is empty")
-        if self.hands_over and len(self.split()) > 1:
+        if (number := len(self.prompts)) > _MAX_PROMPTS:
+            raise _refused("prompt", f"at most {_MAX_PROMPTS} prompts are allowed, not {number}")
+        if self.hands_over and number > 1:
             raise _refused("prompt", "do_remote_decode takes one prompt per request")
         return self
 
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        """The prompts, also where there is only one."""
+        is_one = isinstance(self.prompt, str) or not self.prompt or isinstance(self.prompt[0], int)
+        return [self.prompt] if is_one else self.prompt
+
     def split(self) -> list["CompletionRequest"]:
-        if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
-            return [self]
-        return [self.model_copy(update={"prompt": prompt}) for prompt in self.prompt]
+        return [self.model_copy(update={"prompt": prompt}) for prompt in self.prompts]
 
 
 class TokenizeRequest(_ChatOptions):

@@ -117,9 +117,10 @@ class Worker:
             is_ready = False
         except Exception as error:
             return self._scheduler.end(job, ApiError(500, f"cannot read the request: {error}"), "failed")
-        if not is_ready:
-            outcome = "cancelled" if job.is_cancelled else "rejected"
-            self._scheduler.end(job, ApiError(503, "the server is stopping"), outcome)
+        if not is_ready and job.is_cancelled:
+            self._scheduler.end(job, None, "cancelled")
+        elif not is_ready:
+            self._scheduler.end(job, ApiError(503, "the server is stopping"), "rejected")
 
     def finish(self, seconds: float) -> None:
         """Reject waiting and new requests, finish the running ones, and shut down all hosts.

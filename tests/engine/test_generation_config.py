@@ -122,7 +122,11 @@ def test_what_a_generation_config_asks_for_in_vain_is_told():
     engine.model.generation_config.update(no_repeat_ngram_size=3, min_new_tokens=2, num_beams=1)
     with pytest.warns(UserWarning, match=re.escape("ignored: min_new_tokens, no_repeat_ngram_size")):
         Engine(engine.model, engine.processor, engine.hosts)
-    engine.model.generation_config.top_p = 1.5
-    with pytest.raises(ValueError, match=r"^the model's generation config: top_p must lie in \(0, 1\], not 1.5$"):
-        Engine(engine.model, engine.processor, engine.hosts)
+    for name, value, message in (
+        ("top_k", "5", r"top_k must be an integer in 0 .. 2\^20, not '5'"),
+        ("top_p", 1.5, r"top_p must lie in \(0, 1\], not 1.5"),
+    ):
+        engine.model.generation_config.update(**{"top_k": -1, name: value})
+        with pytest.raises(ValueError, match=f"^the model's generation config: {message}$"):
+            Engine(engine.model, engine.processor, engine.hosts)
     Engine(engine.model, engine.processor, engine.hosts, decode=DecodeConfig(generation_config="neutral"))

@@ -203,6 +203,19 @@ def test_a_request_that_is_still_read_when_the_server_stops(site):
     app.close()
 
 
+def test_a_client_that_leaves_while_its_request_is_read_is_told_nothing():
+    async def leave() -> Job:
+        job = Job()
+        app.worker.admit(job)
+        app.scheduler.cancel(job)
+        app.worker.submit(job, ChatRequest.parse(asking()))
+        return job
+
+    with closing(InProcess()) as app:
+        job = app.loop.run_until_complete(leave())
+        assert (job.record.status, job.record.outcome, job.events.qsize()) == (499, "cancelled", 0)
+
+
 def test_a_server_that_stops_gives_offers_up_after_its_grace(media):
     """What runs is given the time, waits for its KV included; no time is given here."""
     with closing(InProcess(media_dir=media, hands_over=True)) as app:

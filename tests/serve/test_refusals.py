@@ -46,6 +46,7 @@ REFUSED = {
         ({}, "prompt"),
         ({"prompt": ["a", ""]}, "prompt", "the prompt is empty"),
         ({"prompt": ["a"] * 6}, "prompt", "at most 5 prompts are allowed, not 6"),
+        ({"prompt": ["a"] * 10**5}, "prompt", "at most 1024 prompts are allowed"),  # before any is copied
         ({"prompt": ["a", "b"], "kv_transfer_params": HAND_OVER}, "prompt", "one prompt per request"),
         ({"prompt": [1, 10**6]}, "prompt"),
         ({"prompt": [1, 6]}, "prompt"),  # a placeholder of the video

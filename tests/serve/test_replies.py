@@ -10,10 +10,12 @@ from apbv.config import SamplingParams
 from apbv.input.request import Question, Request
 from apbv.kv.facts import digest_of_tokens
 from apbv.kv.ticket import Ticket
+from apbv.serve.job import Job, Piece
+from apbv.serve.replies import Replies
 from apbv.serve.requests import ChatRequest, CompletionRequest
 from apbv.stats import StageTimer
 
-from servers import HAND_OVER, InProcess, chunks, data_url, part, post, text
+from servers import HAND_OVER, InProcess, asking, chunks, data_url, part, post, text
 
 PROMPT = "name the letters in order"
 CHAT = [{"role": "user", "content": "x"}]
@@ -45,6 +47,20 @@ def test_a_prompt_may_be_text_or_token_ids(app, prompt_ids):
     assert whole["usage"] == {"prompt_tokens": num, "completion_tokens": 6, "total_tokens": num + 6}
     for prompt in ([PROMPT], prompt_ids, [prompt_ids]):
         assert complete(app, prompt, **fields)["choices"] == whole["choices"]
+
+
+def test_a_stream_without_a_client_ends_silently(app):
+    """The server logs what a stream raises, with a traceback."""
+
+    async def no_more():
+        for event in ():
+            yield event
+
+    async def left_early() -> list[str]:
+        replies = Replies([Job()], ChatRequest.parse(asking(stream=True)), "demo")
+        return [chunk async for chunk in replies.stream(Piece("x", [1]), no_more())]
+
+    assert "[DONE]" not in app.loop.run_until_complete(left_early())[-1]
 
 
 def test_without_a_limit_an_answer_has_sixteen_tokens_or_what_there_is_room_for(app, prompt_ids):
