@@ -42,9 +42,9 @@ class Bodies:
         """
         about = EmailMessage()
         about["Content-Type"] = request.headers.get("content-type", "application/json")
-        if (found := request.headers.get("content-encoding", "identity").lower()) != "identity":
+        if (found := request.headers.get("content-encoding", "identity").lower()) not in ("", "identity"):
             raise ApiError(415, f"the body must not be compressed, but its Content-Encoding is {found:.50}")
-        if (found := about.get_content_charset("utf-8")) not in ("utf-8", "utf8", "us-ascii"):
+        if (found := about.get_content_charset("utf-8")) not in ("utf-8", "utf8", "us-ascii", "ascii"):
             raise ApiError(415, f"the body must be in UTF-8, but its charset is {found:.50}")
         declared = request.headers.get("content-length", "")
         if declared.isdecimal() and int(declared) > self._max_bytes:
