@@ -15,8 +15,9 @@ from .links import Output
 from .order import Order
 
 # Multiple of a short prompt's CPU time for which its thread rests beside a long prompt, so that this takes at most
-# a fifth longer: two threads have at most 1/21 of the time each; decoding and HTTP cost twice as much again.
-_REST = 20
+# a fifth longer: two threads have at most 1/21 of the time each; decoding and HTTP cost twice as much again. But a
+# rest longer than this many seconds is as short as a sixth of the time for the thread allows: who is next waits.
+_REST, _LONG_REST, _SHORTEST_REST = 20, 1.0, 5
 
 
 class Alone:
@@ -89,7 +90,9 @@ class Alone:
                 done = error.with_traceback(None)
             self._decoding.add(output, order, done)
             del done  # its KV is not needed here
+            spent = time.thread_time() - began
             with self._changed:
-                self._changed.wait_for(lambda: not self._num_long, _REST * (time.thread_time() - began))
+                rest = min(_REST * spent, max(_LONG_REST, _SHORTEST_REST * spent))
+                self._changed.wait_for(lambda: not self._num_long, rest)
 
         pool.submit(run)

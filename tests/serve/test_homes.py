@@ -309,6 +309,7 @@ def test_texts_wait_neither_for_a_long_prompt_nor_for_files(pool, tmp_path):
 
 def test_a_thread_rests_after_a_short_prompt_until_the_long_one_ends(monkeypatch):
     monkeypatch.setattr("apbv.serve.alone._REST", 1e12)
+    monkeypatch.setattr("apbv.serve.alone._LONG_REST", 1e9)
     hosts, begun = HostGroup.single("cpu"), []
     request = Request(Question(), StageTimer(hosts))
     engine = SimpleNamespace(can_work_alone=True, prefilling_in_threads=ExitStack, hosts=hosts, begin=begun.append)
