@@ -16,7 +16,6 @@ rounds.
 
 import argparse
 import itertools
-import os
 import sys
 import time
 from collections.abc import Iterator
@@ -25,19 +24,14 @@ from dataclasses import asdict
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 
 # isort: split
-import torch
 
 from apbv import HostGroup, SpeculativeConfig, demo
-from apbv.allocator import keep_freed_memory
-from apbv.hosts import run_on_hosts
 from apbv.launch.options import positive
 from apbv.speculate import STRATEGIES
 
 from support.arguments import COUNT, add_pair, add_shared
-from support.clients import Answer, Way, ask_a_server, ask_engine
+from support.clients import Answer, Way, ask_a_server, ask_engine, measure_on_hosts
 from support.drafting import build_ways
-from support.processes import pin_host
-from support.records import report
 from support.summaries import percentiles
 
 
@@ -137,11 +131,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = parse_arguments(arguments)
-    keep_freed_memory()
-    if options.pinned:  # before there are threads
-        pin_host(int(os.environ.get("LOCAL_RANK", 0)), torch.get_num_threads())
-    return run_on_hosts(lambda hosts: report(options, measure(options, hosts), COLUMNS, hosts), options.timeout)
+    return measure_on_hosts(parse_arguments(arguments), measure, COLUMNS)
 
 
 if __name__ == "__main__":

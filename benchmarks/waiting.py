@@ -9,7 +9,6 @@ as it has the answer. The wait counts from a request to its whole answer. Meanwh
 """
 
 import argparse
-import os
 import sys
 import tempfile
 import threading
@@ -22,18 +21,13 @@ import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 # isort: split
 import av
 import numpy as np
-import torch
 from PIL import Image
 
 from apbv import Engine, HostGroup
-from apbv.allocator import keep_freed_memory
-from apbv.hosts import run_on_hosts
 from apbv.serve.settings import ServerSettings
 
 from support.arguments import COUNT, add_shared
-from support.clients import Answer, is_healthy, serve_while, stream_answer
-from support.processes import pin_host
-from support.records import report
+from support.clients import Answer, is_healthy, measure_on_hosts, serve_while, stream_answer
 from support.summaries import percentiles
 
 _TILE = 112  # pixels per side of a small picture
@@ -235,11 +229,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = parse_arguments(arguments)
-    keep_freed_memory()
-    if options.pinned:  # before there are threads
-        pin_host(int(os.environ.get("LOCAL_RANK", 0)), torch.get_num_threads())
-    return run_on_hosts(lambda hosts: report(options, measure(options, hosts), COLUMNS, hosts), options.timeout)
+    return measure_on_hosts(parse_arguments(arguments), measure, COLUMNS)
 
 
 if __name__ == "__main__":

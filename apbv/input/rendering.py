@@ -216,12 +216,15 @@ def _collect_sources(messages: Sequence[Message]) -> tuple[list[Message], list[A
 
 def _local(kind: str, source: Any) -> Any:
     """Return the path that a ``file:`` URL names, or the image in a ``data:`` URL; anything else as it is."""
-    scheme = urlsplit(source).scheme if isinstance(source, str) else None
-    with raised_as(PromptError, f"cannot read {source!r:.100} as an image", OSError, ValueError):
-        if scheme == "data" and kind == "image":
-            with urlopen(source) as data:
-                return Image.open(BytesIO(data.read()))
-        return url2pathname(urlsplit(source).path) if scheme == "file" else source
+    if not isinstance(source, str) or not source.startswith(("file:", "data:")):
+        return source
+    with raised_as(PromptError, f"cannot read {source[:100]!r} as an image", OSError, ValueError):
+        if source.startswith("file:"):
+            return url2pathname(urlsplit(source).path)
+        if kind != "image":
+            return source
+        with urlopen(source) as data:
+            return Image.open(BytesIO(data.read()))
 
 
 def _parsed(call: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +18,17 @@ from unittest import mock
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 
 # isort: split
+import torch
+
 from apbv import Engine, HostGroup
+from apbv.allocator import keep_freed_memory
 from apbv.config import SamplingParams
+from apbv.hosts import run_on_hosts
 from apbv.serve.server import bind, serve
 from apbv.serve.settings import ServerSettings
+
+from .processes import pin_host
+from .records import Columns, report
 
 _OPEN = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
 
@@ -151,6 +158,23 @@ def ask_a_server(
     with mock.patch.object(Engine, "num_homes", homes):
         serve_while(engine, hosts, ServerSettings(model="benchmark", media_dir=folder, **limits), ask)
     return measured
+
+
+def measure_on_hosts(
+    options: argparse.Namespace,
+    measure: Callable[[argparse.Namespace, HostGroup], Iterable[dict]],
+    columns: Columns,
+) -> int:
+    """Measure a server on the hosts that torchrun started, and report it; return the exit status.
+
+    Args:
+        measure: yields the records.
+        columns: of the table that :func:`.records.report` prints.
+    """
+    keep_freed_memory()
+    if options.pinned:  # before there are threads
+        pin_host(int(os.environ.get("LOCAL_RANK", 0)), torch.get_num_threads())
+    return run_on_hosts(lambda hosts: report(options, measure(options, hosts), columns, hosts), options.timeout)
 
 
 def serve_while(engine: Engine, hosts: HostGroup, settings: ServerSettings, ask: Callable[[int], None]) -> None:
