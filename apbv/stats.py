@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from .hosts import HostGroup
+from .hosts import HostGroup, Moment
 from .warn import raised_as
 
 # Every stage of a request, in the order in which they first begin.
@@ -28,11 +28,6 @@ STAGES = ("decode_video", "preprocess", "encode", "exchange", "prefill", "handof
 _SIDE_BY_SIDE = ("decode_video", "preprocess", "encode", "exchange")
 # The stage that leaves no work on a GPU, which may be busy with something else meanwhile.
 _ON_HOST = ("decode_video",)
-
-
-# When this host came to a place in the code, by the hosts' clock, and what the GPU reaches when it comes to the
-# work queued there; None if CPU time counts.
-_Moment = tuple[float, torch.cuda.Event | None]
 
 
 @dataclass(frozen=True)
@@ -77,11 +72,10 @@ class StageTimer:
         self._hosts, self._on_stage, self._on_progress = hosts, on_stage, on_progress
         self._lock, self._reporting = threading.Lock(), threading.Lock()
         self._spans: list[Span] = []
-        self._unread: list[tuple[str, str, _Moment, _Moment]] = []  # a stage's name, track, begin and end
-        self._began = hosts.clock()
-        self._epoch = time.time() - self._began
-        self._prefilled: _Moment = self._began, None
-        self._first_token: _Moment | None = None
+        self._unread: list[tuple[str, str, Moment, Moment]] = []  # a stage's name, track, begin and end
+        self._began = self._prefilled = hosts.moment(on_device=False)
+        self._epoch, self._seconds_before = time.time(), 0.0
+        self._first_token: Moment | None = None
         self._bytes_before, self._bytes_of_prefill = hosts.bytes_received, 0
 
     @contextmanager
@@ -98,11 +92,11 @@ class StageTimer:
             with self._reporting:
                 self._on_stage(name)
         track = track or (name if name in _SIDE_BY_SIDE else "stages")
-        began = self._now(name)
+        began = self._hosts.moment(name not in _ON_HOST)
         try:
             yield
         finally:
-            ended = self._now(name)
+            ended = self._hosts.moment(name not in _ON_HOST)
             with self._lock:
                 self._unread.append((name, track, began, ended))
 
@@ -119,23 +113,24 @@ class StageTimer:
 
     def mark_prefilled(self) -> None:
         """End the TTFT, as long as no token is chosen: the KV is there, and handed over."""
-        self._prefilled = self._now("handoff")
+        self._prefilled = self._hosts.moment()
         self._bytes_of_prefill = self.comm_bytes
 
     @property
     def prefilled_on_gpu(self) -> torch.cuda.Event | None:
         """The event that the GPU reaches when the prefill is done; None if no prefill on a GPU was timed."""
-        return self._prefilled[1]
+        return self._prefilled.event
 
     def mark_first_token(self) -> None:
         """End the TTFT: this process knows the token, and its caller is about to."""
-        self._first_token = self._hosts.clock(), None
+        self._first_token = self._hosts.moment(on_device=False)
 
     def resumed(self) -> "StageTimer":
         """Return a timer that goes on where the prefill ended, as if no time had passed since then."""
         timer = StageTimer(self._hosts)
         timer._spans = self.spans
-        timer._began -= self._read([self._prefilled])[0] - self._began
+        (timer._seconds_before,) = self._seconds_until([self._prefilled])
+        timer._epoch -= timer._seconds_before
         timer._bytes_before -= self._bytes_of_prefill
         return timer
 
@@ -144,7 +139,7 @@ class StageTimer:
         """A span for each time that a stage has run; waits for what a GPU still works on of them."""
         with self._lock:
             stages, self._unread = self._unread, []
-            moments = iter(self._read([moment for stage in stages for moment in stage[2:]]))
+            moments = iter(self._seconds_until([moment for stage in stages for moment in stage[2:]]))
             for name, track, *_ in stages:
                 began, ended = next(moments), next(moments)
                 self._spans.append(Span(name, track, self._epoch + began, ended - began))
@@ -169,13 +164,8 @@ class StageTimer:
         spans, busy = self.spans, dict.fromkeys(STAGES, 0.0)
         for span in spans:
             busy[span.name] += span.seconds
-        (first,) = self._read([self._first_token or self._prefilled])
-        times = [
-            *busy.values(),
-            overlapping_seconds(spans),
-            first - self._began,
-            self._hosts.clock() - self._began,
-        ]
+        ends = [self._first_token or self._prefilled, self._hosts.moment(on_device=False)]
+        times = [*busy.values(), overlapping_seconds(spans), *self._seconds_until(ends)]
         everybody = self._hosts.gather_floats([*times, self.comm_bytes, peak_memory_bytes(self._hosts.device)])
         *slowest, received, peaks = zip(*everybody, strict=True)
         *stages, overlap, ttft, total = [max(column) * 1e3 for column in slowest]
@@ -193,25 +183,10 @@ class StageTimer:
             "peak_memory_bytes": [int(peak) for peak in peaks],
         }
 
-    def _now(self, stage: str) -> _Moment:
-        """Return the moment for a stage's begin or end: the host's, or for work on a GPU the GPU's."""
-        hosts, event = self._hosts, None
-        # Simulated hosts share a GPU, and their clocks wait for it.
-        if hosts.device.type == "cuda" and hosts.has_own_process and stage not in _ON_HOST:
-            event = _record_event(hosts.device)
-        return hosts.clock(), event
-
-    def _read(self, moments: Sequence[_Moment]) -> list[float]:
-        """Return when moments were, by the hosts' clock; waits until the GPU has come to all of them."""
-        events = [event for _, event in moments if event is not None]
-        if not events:
-            return [seconds for seconds, _ in moments]
-        for event in events:  # and for no more: another stream may have work for minutes
-            self._hosts.wait_for_device(event)
-        latest = _record_event(self._hosts.device)
-        self._hosts.wait_for_device(latest)
-        now = self._hosts.clock()
-        return [seconds if event is None else now - event.elapsed_time(latest) / 1e3 for seconds, event in moments]
+    def _seconds_until(self, moments: Sequence[Moment]) -> list[float]:
+        """Return the seconds from the request's beginning to moments; waits until the GPU has come to them."""
+        began, *times = self._hosts.seconds_at([self._began, *moments])
+        return [self._seconds_before + seconds - began for seconds in times]
 
 
 class Recorder:
@@ -290,11 +265,6 @@ def write_timeline(path: Path, hosts: Mapping[str, Sequence[Span]]) -> None:
     content = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
     with raised_as(ValueError, f"cannot write the timeline {path}", OSError):
         Path(path).write_text(content, encoding="utf-8")
-
-
-def _record_event(device: torch.device) -> torch.cuda.Event:
-    """Return an event that the GPU reaches after the work that this thread has queued so far."""
-    return torch.cuda.current_stream(device).record_event(torch.cuda.Event(enable_timing=True))
 
 
 def reset_peak_memory(device: torch.device) -> None:

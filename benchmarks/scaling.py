@@ -30,7 +30,7 @@ from support.arguments import COUNT, add_prefill_settings, add_shared
 from support.bench import Bench, Case, Workload, network_fields
 from support.cost_model import METHODS, Shape, Video, cost_of_prompt, explain, flop_ratio
 from support.records import report
-from support.simulated import Link, Network
+from support.simulated import Lap, Link, Network
 from support.workloads import CONFIGS, MERGE, PREFIX_LEN, config_of, patch_grid
 
 FULL = PrefillConfig(method="full")
@@ -107,7 +107,7 @@ def simulate(options: argparse.Namespace) -> Iterator[dict]:
                 # On a noisy machine the slowest host before an exchange is mostly the unluckiest one, so that the
                 # final run is at each host's mean pace: every stretch of computing is averaged over its runs.
                 paces = [
-                    [statistics.mean(stretch) for stretch in zip(*laps, strict=True)]
+                    [Lap(*map(statistics.mean, zip(*stretch, strict=True))) for stretch in zip(*laps, strict=True)]
                     for laps in zip(*(sample["laps"] for sample in samples), strict=True)
                 ]
                 last = run(case, paces)

@@ -116,6 +116,8 @@ def records(
                 name: statistics.median(sample["stages_ms"][name] for sample in samples)
                 for name in last["stages_ms"]
             },
+            # On a GPU: whichever is more sets the pace, the CPU that launches or the GPU.
+            "busy_ms": last.get("busy_ms"),
             "comm_bytes": last["comm_bytes"],
             # Simulated hosts share one process's memory, which does not tell what each of them would need.
             "peak_memory_bytes": None if simulated else last["peak_memory_bytes"],

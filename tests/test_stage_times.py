@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from one_stream import Gpu
 
 from apbv import HostGroup
 from apbv.stats import Span, StageTimer, overlapping_seconds, write_timeline
@@ -60,46 +61,6 @@ def test_the_overlap_is_what_the_sum_has_more_than_the_time(runs, seconds):
 
 
 # ---- on a GPU ----
-
-
-class Gpu:
-    """A GPU with one stream, whose work takes time while the host goes on, with the events that torch has."""
-
-    def __init__(self, hosts: ClockedHosts, monkeypatch):
-        self.hosts, self.free, self.num_waits = hosts, 0.0, 0
-        gpu = self
-
-        class Event:
-            def __init__(self, enable_timing: bool):
-                assert enable_timing
-
-            def record(self, stream) -> None:
-                assert stream is gpu
-                self.at = gpu.free = max(gpu.free, hosts.now)
-
-            def synchronize(self) -> None:
-                gpu.num_waits += 1
-                hosts.now = max(hosts.now, self.at)
-
-            def elapsed_time(self, end: "Event") -> float:
-                assert self.at <= hosts.now and end.at <= hosts.now, "the GPU has not come to it"
-                return (end.at - self.at) * 1e3
-
-        def synchronize(device) -> None:
-            gpu.num_waits += 1
-            hosts.now = max(hosts.now, gpu.free)
-
-        monkeypatch.setattr(torch.cuda, "Event", Event)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: gpu)
-        monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
-        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 0)
-
-    def record_event(self, event):
-        event.record(self)
-        return event
-
-    def launch(self, seconds: float) -> None:
-        self.free = max(self.free, self.hosts.now) + seconds
 
 
 def test_a_gpus_time_is_measured_without_waiting_for_it(monkeypatch):

@@ -3,8 +3,17 @@
 Only this package imports torch.distributed.
 """
 
-from .devices import fair_share_of_cores
+from .devices import Moment, fair_share_of_cores
 from .exchange import AgreedError, Exchange, HostError, in_thread
 from .group import HostGroup, run_on_hosts
 
-__all__ = ["AgreedError", "Exchange", "HostError", "HostGroup", "fair_share_of_cores", "in_thread", "run_on_hosts"]
+__all__ = [
+    "AgreedError",
+    "Exchange",
+    "HostError",
+    "HostGroup",
+    "Moment",
+    "fair_share_of_cores",
+    "in_thread",
+    "run_on_hosts",
+]

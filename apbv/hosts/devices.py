@@ -4,10 +4,28 @@ import os
 import socket
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+class Moment(NamedTuple):
+    """When a host came to a place in the code.
+
+    Attributes:
+        seconds: by the host's clock.
+        event: what its GPU reaches when it has done the work queued there; None: the GPU does not count.
+    """
+
+    seconds: float
+    event: torch.cuda.Event | None = None
+
+
+def record_event(device: torch.device) -> torch.cuda.Event:
+    """Return an event that the GPU reaches after the work that this thread has queued so far."""
+    return torch.cuda.current_stream(device).record_event(torch.cuda.Event(enable_timing=True))
 
 
 def choose_device(wanted: str | torch.device | None = None) -> torch.device:

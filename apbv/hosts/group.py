@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..warn import report_error, warn_caller
 from .collectives import Collectives, StagedCollectives
-from .devices import choose_device, device_identity, sharing
+from .devices import Moment, choose_device, device_identity, record_event, sharing
 from .exchange import Exchange, HostError, describe_error, in_thread
 from .failure_watch import GRACE_SECONDS, POLL_SECONDS, WORK_LIMIT, FailureWatch, PendingCall
 from .heartbeat import Heartbeat
@@ -260,6 +260,30 @@ class HostGroup:
     def clock(self) -> float:
         """Return the seconds since some moment; only differences mean anything."""
         return time.perf_counter()
+
+    def moment(self, on_device: bool = True) -> Moment:
+        """Note that this host is here in the code, without waiting for its GPU.
+
+        Args:
+            on_device: with a GPU, the moment is when that has done the work queued so far in the current stream.
+        """
+        is_on_gpu = on_device and self.device.type == "cuda"
+        return Moment(self.clock(), record_event(self.device) if is_on_gpu else None)
+
+    def seconds_at(self, moments: Sequence[Moment]) -> list[float]:
+        """Return when moments were by :meth:`clock`; waits until the GPU has come to all of them."""
+        events = [moment.event for moment in moments if moment.event is not None]
+        if not events:
+            return [moment.seconds for moment in moments]
+        for event in events:  # and for no more: another stream may have work for minutes
+            self.wait_for_device(event)
+        latest = record_event(self.device)
+        self.wait_for_device(latest)
+        now = self.clock()
+        return [
+            moment.seconds if moment.event is None else now - moment.event.elapsed_time(latest) / 1e3
+            for moment in moments
+        ]
 
     def name_of(self, process: int) -> str:
         """Return the name of one of the H * T processes for messages."""

@@ -21,6 +21,7 @@ from ..input.visual import VisualInput
 from ..layout import ContextLayout, intersect
 from ..model.parts import ModelParts
 from ..stats import StageTimer
+from ..transfer import to_device
 from .cancelling import RequestCancelled, Stop
 from .encode import VisualRows, agree_on_chunks
 from .encode_audio import audio_rows
@@ -51,16 +52,16 @@ class LocalVisual:
         Returns:
             Embeddings ``[1, S, d]`` and the language model's further keyword arguments.
         """
-        embeds = parts.embed_tokens(input_ids.to(parts.device))
+        embeds = parts.embed_tokens(to_device(input_ids, parts.device))
         (main, *deepstack), audio = self.streams or [None], self.audio
         self.streams = self.audio = None
         is_visual = parts.is_visual(input_ids)
         for rows, mask in ((main, is_visual), (audio, parts.is_audio(input_ids))):
             if rows is not None:
-                embeds[0].index_copy_(0, mask[0].nonzero().flatten().to(embeds.device), rows)
+                embeds[0].index_copy_(0, to_device(mask[0].nonzero().flatten(), embeds.device), rows)
         if not deepstack:
             return embeds, {}
-        mask = is_visual.to(parts.device)
+        mask = to_device(is_visual, parts.device)
         return embeds, {"visual_pos_masks": mask, "deepstack_visual_embeds": ReadOnce(deepstack)}
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..hosts import HostGroup
+from ..transfer import to_device
 
 
 def move_rows(rows: Tensor, held: Sequence[Tensor], wanted: Sequence[Tensor], hosts: HostGroup) -> Tensor:
@@ -32,18 +33,18 @@ def move_rows(rows: Tensor, held: Sequence[Tensor], wanted: Sequence[Tensor], ho
     place = torch.zeros(num_tokens, dtype=torch.long)
     place[held[here]] = torch.arange(len(held[here]))
     if not any(mask.any() for mask in missing):
-        return rows[place[wanted[here]].to(rows.device)]
+        return rows[to_device(place[wanted[here]], rows.device)]
     asked, mask = wanted[here], missing[here]
     result = rows.new_empty(len(asked), *rows.shape[1:])
     kept = (~mask).nonzero().flatten()
-    result[kept.to(rows.device)] = rows[place[asked[kept]].to(rows.device)]
+    result[to_device(kept, rows.device)] = rows[to_device(place[asked[kept]], rows.device)]
     outgoing = []
     for theirs, lacking in zip(wanted, missing, strict=True):
         tokens = theirs[lacking]
-        outgoing.append(rows[place[tokens[sender[tokens] == here]].to(rows.device)])
+        outgoing.append(rows[to_device(place[tokens[sender[tokens] == here]], rows.device)])
     coming = [(mask & (sender[asked] == host)).nonzero().flatten() for host in range(hosts.size)]
     received = hosts.all_to_all(outgoing, [(len(places), *rows.shape[1:]) for places in coming]).wait()
     for places, arrived in zip(coming, received, strict=True):
         if len(places):
-            result[places.to(rows.device)] = arrived
+            result[to_device(places, rows.device)] = arrived
     return result

@@ -28,6 +28,7 @@ from ..model.digest import config_digest
 from ..model.parts import ModelParts
 from ..refusals import refuse
 from ..stats import StageTimer
+from ..transfer import to_device
 from ..versions import cache_argument
 from .reduction.choosing import Reduction
 
@@ -145,8 +146,8 @@ class PrefillResult:
         if cache is None:
             return {}
         device = cache.layers[0].keys.device
-        input_ids = self.inputs.input_ids.to(device)
-        position_ids = self.inputs.position_ids.to(device)
+        input_ids = to_device(self.inputs.input_ids, device)
+        position_ids = to_device(self.inputs.position_ids, device)
         if position_ids.dim() == 3:
             # Row 0 holds plain text positions, from which transformers builds its masks.
             text_positions = torch.arange(self.num_tokens, device=device)[None, None]

@@ -18,6 +18,7 @@ from ..input.model_inputs import ModelInputs
 from ..kv.cache import ShardedCache
 from ..model.attention import LayerAttention, NewTokenAttention
 from ..model.parts import ModelParts, some_layers
+from ..transfer import to_device
 from ..versions import cache_argument
 from .cancelling import Stop, asking_before_each, require_going_on
 from .exchange import ReadOnce
@@ -79,15 +80,15 @@ class Stage:
     @cached_property
     def visual_rows(self) -> Tensor:
         """The indices of visual tokens among those that this host keeps, on its device."""
-        return self.is_visual[self.owned[self.hosts.rank]].nonzero().flatten().to(self.hosts.device)
+        return to_device(self.is_visual[self.owned[self.hosts.rank]].nonzero().flatten(), self.hosts.device)
 
     def states_of(self, tokens: Tensor, rows: "HiddenRows", parts: ModelParts) -> Tensor:
         """Return the hidden states ``[T, d]`` of tokens that this host keeps, all of the question or none."""
         if rows.query is not None and len(tokens) and tokens[0] >= self.query_start:
-            return rows.query[0, (tokens - self.query_start).to(rows.query.device)]
+            return rows.query[0, to_device(tokens - self.query_start, rows.query.device)]
         if rows.local is None:
             return torch.empty(0, parts.hidden_size, dtype=parts.dtype, device=parts.device)
-        return rows.local[0, self.rows_of(tokens).to(rows.local.device)]
+        return rows.local[0, to_device(self.rows_of(tokens), rows.local.device)]
 
     def question_rows(self, rows: "HiddenRows", parts: ModelParts) -> Tensor:
         """Return the hidden states ``[n_q, d]`` of the question on every host; collective."""
@@ -190,7 +191,7 @@ def run_stage(
         decoder = some_layers(decoder, layers, with_norm=layers.stop == parts.num_layers)
     result, extra = HiddenRows(deepstack=rows.deepstack[len(layers) :]), {}
     if rows.deepstack:
-        extra["visual_pos_masks"] = stage.is_visual[local][None].to(parts.device)
+        extra["visual_pos_masks"] = to_device(stage.is_visual[local][None], parts.device)
         extra["deepstack_visual_embeds"] = ReadOnce(rows.deepstack[: len(layers)])
         rows.deepstack = []
     positions = inputs.position_ids[..., local if stage.tokens is None else stage.tokens[local]]
@@ -208,7 +209,7 @@ def run_stage(
         with _shown_to(watcher, stage, decoder, attention, has_context=False) as attention:
             held, rows.query = [rows.query], None
             if stage.tokens is None:
-                held = [parts.embed_tokens(inputs.input_ids[:, inputs.query_start :].to(parts.device))]
+                held = [parts.embed_tokens(to_device(inputs.input_ids[:, inputs.query_start :], parts.device))]
             positions = inputs.position_ids[..., inputs.query_start :]
             result.query = _run(parts, decoder, held, positions, cache, apbv=attention)
     return result
@@ -260,10 +261,10 @@ def _shown_to(
     device = stage.hosts.device
     question = owned = None
     if has_context:
-        owned = stage.rows_of(stage.owned[stage.hosts.rank]).to(device)
+        owned = to_device(stage.rows_of(stage.owned[stage.hosts.rank]), device)
     if has_question:
         question = torch.arange(stage.query_start, stage.num_tokens)
-        question = (stage.rows_of(question) if has_context else question - stage.query_start).to(device)
+        question = to_device(stage.rows_of(question) if has_context else question - stage.query_start, device)
 
     def watched(q: Tensor, k: Tensor, v: Tensor, scale: float, layer: int) -> Tensor:
         if layer in watcher.layers:
@@ -300,7 +301,7 @@ def question_states(stage: Stage, q: Tensor, rows: Tensor) -> Tensor:
     everything = torch.arange(stage.query_start, stage.num_tokens)
     held = [tokens[tokens >= stage.query_start] for tokens in stage.local]
     wanted = [everything if len(tokens) else everything[:0] for tokens in stage.local]
-    mine = q[0, :, stage.rows_of(held[hosts.rank]).to(q.device)].transpose(0, 1)
+    mine = q[0, :, to_device(stage.rows_of(held[hosts.rank]), q.device)].transpose(0, 1)
     return move_rows(mine, held, wanted, hosts).transpose(0, 1)[None]
 
 
@@ -317,7 +318,7 @@ def _run(parts: ModelParts, decoder: nn.Module, held: list[Tensor], positions: T
         return (held.pop(), *args[1:]) if get_ident() == thread else args
 
     hook = decoder.layers[0].register_forward_pre_hook(hand_over, prepend=True)
-    options |= {"position_ids": positions.to(parts.device), "use_cache": True, cache_argument(): cache}
+    options |= {"position_ids": to_device(positions, parts.device), "use_cache": True, cache_argument(): cache}
     try:
         return decoder(inputs_embeds=stand_in, **options).last_hidden_state
     finally:

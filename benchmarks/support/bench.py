@@ -16,7 +16,7 @@ from apbv.model.parts import inspect_model
 from apbv.stats import StageTimer
 
 from .arguments import DEFAULT_DTYPES
-from .simulated import Network, share_weights, simulate
+from .simulated import Lap, Network, SimulatedHost, share_weights, simulate
 from .workloads import load_model, text_prompt, video_prompt
 
 # Prefills a workload once on these hosts, with this model and these settings; returns times, and what really ran.
@@ -80,9 +80,11 @@ class Bench:
                 parts, prompt.batch, hosts, config.frame_parallel, prompt.query_start
             )
             hosts.barrier()
+            first_lap = len(hosts.laps) if isinstance(hosts, SimulatedHost) else None
             state = prefill(model, inputs, hosts=hosts, config=config, timer=StageTimer(hosts))
             return {
                 **state.timer.summary(),
+                "first_lap": first_lap,
                 "method": state.method,
                 "num_input_tokens": state.num_tokens,
                 "num_video_tokens": state.inputs.num_visual_tokens,
@@ -93,7 +95,10 @@ class Bench:
         return job
 
     def run(self, case: Case, job: Job, paces=None) -> dict:
-        """Run a case once, and return its figures on every host that ran it; of simulated hosts also ``laps``.
+        """Run a case once, and return its figures on every host that ran it.
+
+        Of simulated hosts also their ``laps``, and the most ``busy_ms`` that a host's CPU and its GPU had with the
+        prefill, whichever was the other's reason to wait.
 
         Args:
             job: what :meth:`prepare` returned.
@@ -114,7 +119,14 @@ class Bench:
 
         device = self.hosts.device
         made = simulate(case.hosts, host_job, network=case.network, device=device, paces=paces)
-        return {**made[0][0], "laps": [laps for _, laps in made]}
+        busy = [
+            [1e3 * sum(times) for times in zip(*laps[found["first_lap"] :], strict=True)] for found, laps in made
+        ]
+        return {
+            **made[0][0],
+            "laps": [laps for _, laps in made],
+            "busy_ms": dict(zip(Lap._fields, map(max, zip(*busy, strict=True)), strict=True)),
+        }
 
     def _run_alone(self, config: PrefillConfig, job: Job) -> dict:
         """Run on host 0 with the CPU threads of all hosts, while the others wait."""

@@ -4,8 +4,15 @@ Every simulated host is a thread with a HostGroup of its own. Only one computes 
 machine, until it has to wait for data that another has not sent yet; so data, order and results are those of a
 real run. A host's clock counts the time it computed, and at the end of an exchange jumps to when the data would
 have arrived, by its size and a stated bandwidth and latency. Overlap of communication and computation, and waiting
-for the slowest host, thus show as they would. What does not show: contention inside a network, collectives that
-are better or worse than the stated formula, and on a GPU the launches that a real run hides behind kernels.
+for the slowest host, thus show as they would. What does not show: contention inside a network, and collectives
+that are better or worse than the stated formula.
+
+On a GPU, which runs all hosts' work in one stream, each host has two clocks. One counts the CPU's time between
+two places in the host's code, in which it launches kernels; the other counts the GPU's time between CUDA events
+at these places. The GPU is kept behind the CPU, so that this is the time of the kernels alone. A kernel is done
+when it has been launched and those before it are done: the later clock counts. Data on the GPU moves the GPU's
+clock alone. Times are worked out when they are asked for, and nothing waits for the GPU before. What does not
+show: the multiprocessors that NCCL's kernels take, and the memory that the hosts would have for themselves.
 """
 
 import copy
@@ -13,13 +20,15 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from apbv.hosts.devices import record_event
 from apbv.hosts.exchange import Exchange, HostError, describe_error
 from apbv.hosts.failure_watch import FailureWatch
 from apbv.hosts.group import HostGroup
@@ -70,33 +79,53 @@ class Network:
         )
 
 
-@dataclass
-class _Post:
-    """One host's part in one exchange: what it sends, and when (on its clock)."""
+# How long an idle GPU is kept from what a CPU launches next, in cycles: about 5 ms, in which a CPU launches fewer
+# than the 1,024 kernels that CUDA queues.
+_HEAD_START = 10_000_000
 
-    payload: Any
-    time: float
+
+class Lap(NamedTuple):
+    """A stretch of computing on a host: the seconds of its CPU, and of its GPU."""
+
+    cpu: float
+    gpu: float = 0.0
+
+
+@dataclass
+class _Moment:
+    """A :class:`apbv.hosts.Moment` whose time is worked out when it is asked for."""
+
+    event: torch.cuda.Event | None = None
+    seconds: float = math.nan
 
 
 class _Machine:
     """The state that simulated hosts share: the turn to compute, and the exchanges under way."""
 
-    def __init__(self, num_hosts: int, network: Network, clock: Callable[[], float]):
-        self.num_hosts = num_hosts
-        self.network = network
-        self.clock = clock
+    def __init__(self, num_hosts: int, network: Network, clock: Callable[[], float], device: torch.device):
+        self.num_hosts, self.network, self.clock, self.device = num_hosts, network, clock, device
         self.turn = threading.Condition()
-        self.posts: dict[int, dict[int, _Post]] = {}
+        self.hosts: list[SimulatedHost] = []
+        self.posts: dict[int, dict[int, Any]] = {}  # by exchange, what each host sends
+        self.times: dict[int, dict[int, float]] = {}  # by exchange, when each host had it on its clock
+        self.last_laps: deque[torch.cuda.Event] = deque(maxlen=16)  # the beginnings of any hosts' last ones
         self.failure: str | None = None
         self.ended: set[int] = set()
-        self.waiting: dict[int, dict[int, _Post]] = {}  # by host, for which exchange
+        self.waiting: dict[int, dict[int, Any]] = {}  # by host, for which exchange's posts
 
-    def is_stuck(self, posts: dict[int, _Post]) -> bool:
+    def is_stuck(self, posts: dict[int, Any]) -> bool:
         """Return whether an exchange can no longer be completed."""
         if self.failure or self.ended - posts.keys():
             return True
         complete = any(len(awaited) == self.num_hosts for awaited in self.waiting.values())
         return len(self.waiting) + len(self.ended) == self.num_hosts and not complete
+
+    def settle_times(self) -> None:
+        """Work out every time that is known by now; waits for the GPU."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        while any([host.settle_times() for host in self.hosts]):
+            pass
 
 
 class _SimulatedWatch(FailureWatch):
@@ -113,54 +142,128 @@ class _SimulatedWatch(FailureWatch):
 
 
 class SimulatedHost(HostGroup):
-    """One of the hosts of :func:`simulate`; used as any HostGroup.
-
-    Attributes:
-        laps: seconds of computing between one reading of the clock and the next.
-    """
+    """One of the hosts of :func:`simulate`; used as any HostGroup."""
 
     has_own_process = False
 
-    def __init__(self, machine: _Machine, rank: int, device: torch.device, pace: Sequence[float] | None = None):
-        super().__init__(device=device, timeout=float("inf"))
+    def __init__(self, machine: _Machine, rank: int, pace: Sequence[Lap] | None = None):
+        super().__init__(device=machine.device, timeout=float("inf"))
         self._take_place(rank, machine.num_hosts)
         self._watch = _SimulatedWatch(self.name, machine)
-        self._machine, self._network = machine, machine.network
-        self.laps: list[float] = []
-        self._pace = pace
-        self._time = 0.0  # of this host, when its clock was last read
-        self._read = 0.0  # the real clock, then
+        self._machine, self._network, self._pace = machine, machine.network, pace
+        self._laps: list[Lap] = []
+        self._num_laps = 0  # with those whose times are not worked out yet
+        self._cpu = self._gpu = 0.0  # the clocks, as far as they are worked out
+        # What still has to be worked out, in order: each moves a clock, or returns False as long as it cannot.
+        self._log: deque[Callable[[], bool]] = deque()
+        self._read, self._begun = 0.0, None  # the real clock and the GPU's event, when this lap began
         self._num_posted = 0
         self._unsettled: deque[Callable[[], None]] = deque()
         self._link_free = 0.0
 
-    def clock(self) -> float:
-        """Return the seconds that have passed on this host."""
-        before = self._read
-        self._resume()
-        lap = self._read - before
-        if self._pace is not None:
-            if len(self.laps) == len(self._pace):
-                raise ValueError(f"host {self.rank} reads its clock more often than its pace was recorded for")
-            lap = self._pace[len(self.laps)]
-        self.laps.append(lap)
-        self._time += lap
-        return self._time
+    @property
+    def laps(self) -> list[Lap]:
+        """The stretches of computing between one reading of the clock and the next."""
+        self._machine.settle_times()
+        return self._laps
 
-    def _resume(self) -> None:
+    def clock(self) -> float:
+        """Return the seconds that have passed on this host's CPU."""
+        return self.seconds_at([self.moment(on_device=False)])[0]
+
+    def moment(self, on_device: bool = True) -> _Moment:
+        self._end_lap()
+        moment = _Moment(self._begun)
+
+        def read() -> None:
+            moment.seconds = max(self._gpu, self._cpu) if on_device else self._cpu
+
+        self._later(read)
+        return moment
+
+    def seconds_at(self, moments: Sequence[_Moment]) -> list[float]:
+        with self._not_counted():
+            self._machine.settle_times()
+        return [moment.seconds for moment in moments]
+
+    def barrier(self) -> None:
+        self.settle()
+        with self._not_counted():
+            if self.device.type == "cuda":  # no lap begins behind what another job has left in the stream
+                torch.cuda.synchronize(self.device)
+        self.start_gathering(torch.zeros(1)).wait()
+
+    def wait_for_device(self, event: torch.cuda.Event) -> None:
+        self.settle()
+        with self._not_counted():
+            event.synchronize()
+
+    def settle(self) -> None:
+        if self.device.type == "cuda":
+            self._end_lap()
+            self._later(self._wait_for_gpu)
+
+    def _wait_for_gpu(self) -> None:
+        self._cpu = max(self._cpu, self._gpu)
+
+    @contextmanager
+    def _not_counted(self) -> Iterator[None]:
+        """Leave what the body does out of this host's time."""
+        self._end_lap()
+        try:
+            yield
+        finally:
+            self._begin_lap()
+
+    def _later(self, settle: Callable[[], None]) -> None:
+        """Move clocks once all that came before is worked out."""
+        self._log.append(lambda: settle() is None)
+
+    def settle_times(self) -> bool:
+        """Work out what is known of this host's times; returns whether anything was."""
+        before = len(self._log)
+        while self._log and self._log[0]():
+            self._log.popleft()
+        return len(self._log) < before
+
+    def _begin_lap(self) -> None:
         """Let the time from now on count as this host's."""
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+            laps = self._machine.last_laps
+            if not laps or laps[0].query():  # the GPU is only a few laps behind
+                torch.cuda._sleep(_HEAD_START)
+            self._begun = record_event(self.device)
+            laps.append(self._begun)
         self._read = self._machine.clock()
+
+    def _end_lap(self) -> None:
+        """Count the time since the lap began as this host's, and begin the next."""
+        if self._pace is not None and self._num_laps == len(self._pace):
+            raise ValueError(f"host {self.rank} reads its clock more often than its pace was recorded for")
+        seconds, begun, number = self._machine.clock() - self._read, self._begun, self._num_laps
+        ended = record_event(self.device) if self.device.type == "cuda" else None
+        self._num_laps += 1
+        self._begin_lap()
+
+        def count() -> None:
+            lap = Lap(seconds, begun.elapsed_time(ended) / 1e3 if begun else 0.0)
+            if self._pace is not None:
+                lap = self._pace[number]
+            self._laps.append(lap)
+            free = max(self._gpu, self._cpu)
+            self._cpu += lap.cpu
+            self._gpu = max(free + lap.gpu, self._cpu)
+
+        self._later(count)
 
     def all_gather(self, tensor: Tensor) -> Exchange:
         tensor = tensor.contiguous()
         self.bytes_received += (self.size - 1) * tensor.nbytes
 
-        def timing(posts: list[_Post]) -> tuple[float, float]:
-            return max(post.time for post in posts), self._network.gathering(self.size, tensor.nbytes)
+        def timing(payloads: list[Tensor]) -> tuple[Iterable[int], float]:
+            return range(self.size), self._network.gathering(self.size, tensor.nbytes)
 
-        return self._exchange(tensor, timing, torch.stack)
+        return self._exchange(tensor, timing, torch.stack, tensor.is_cuda)
 
     def all_to_all(self, tensors: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> Exchange:
 
@@ -170,22 +273,22 @@ class SimulatedHost(HostGroup):
         counts = [math.prod(shape) for shape in shapes]
         self.bytes_received += (sum(counts) - counts[self.rank]) * tensors[0].element_size()
 
-        def timing(posts: list[_Post]) -> tuple[float, float]:
-            sizes = [post.payload[self.rank].nbytes for post in posts]
-            start = max(post.time for host, post in enumerate(posts) if sizes[host] or host == self.rank)
-            return start, self._network.receiving(self.rank, sizes)
+        def timing(payloads: list[Sequence[Tensor]]) -> tuple[Iterable[int], float]:
+            sizes = [sent[self.rank].nbytes for sent in payloads]
+            senders = [host for host, size in enumerate(sizes) if size or host == self.rank]
+            return senders, self._network.receiving(self.rank, sizes)
 
-        return self._exchange([tensor.detach() for tensor in tensors], timing, received)
+        return self._exchange([tensor.detach() for tensor in tensors], timing, received, tensors[0].is_cuda)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
 
         num_bytes = tensor.nbytes if self.rank != source else 0
 
-        def timing(posts: list[_Post]) -> tuple[float, float]:
-            link = self._network.between(source, self.rank)
-            return max(posts[source].time, posts[self.rank].time), link.seconds(num_bytes)
+        def timing(payloads: list[Tensor]) -> tuple[Iterable[int], float]:
+            return (source, self.rank), self._network.between(source, self.rank).seconds(num_bytes)
 
-        tensor.copy_(self._exchange(tensor.clone(), timing, lambda payloads: payloads[source]).wait())
+        sent = self._exchange(tensor.clone(), timing, lambda payloads: payloads[source], tensor.is_cuda)
+        tensor.copy_(sent.wait())
         self.bytes_received += num_bytes
         return tensor
 
@@ -198,51 +301,80 @@ class SimulatedHost(HostGroup):
     def start_gathering(self, tensor: Tensor) -> Exchange:
         return self._exchange(tensor, self._control_timing, torch.stack)
 
-    def _control_timing(self, posts: list[_Post]) -> tuple[float, float]:
+    def _control_timing(self, payloads: list) -> tuple[Iterable[int], float]:
         """Time an exchange of statuses, which are as good as empty: all wait for the last, and for latencies."""
-        return max(post.time for post in posts), self._network.gathering(self.size, 1)
+        return range(self.size), self._network.gathering(self.size, 1)
 
-    def _exchange(self, payload, timing, result: Callable[[list[Any]], Any]) -> Exchange:
-        """Take part in the next exchange; ``timing`` gives when it starts and how long it takes this host."""
+    def _exchange(
+        self,
+        payload: Any,
+        timing: Callable[[list[Any]], tuple[Iterable[int], float]],
+        result: Callable[[list[Any]], Any],
+        on_gpu: bool = False,
+    ) -> Exchange:
+        """Take part in the next exchange.
+
+        Args:
+            timing: returns by all hosts' payloads which hosts this one hears from, and how long that takes it.
+            on_gpu: whether the GPU waits for the data, and not the CPU.
+        """
         if self._watch.is_broken:
             raise HostError("this host group broke in an earlier exchange")
         machine, number = self._machine, self._num_posted
         self._num_posted += 1
         posts = machine.posts.setdefault(number, {})
-        posts[self.rank] = _Post(payload, self.clock())
+        times = machine.times.setdefault(number, {})
+        self._end_lap()
+
+        def send() -> None:
+            times[self.rank] = max(self._gpu, self._cpu) if on_gpu else self._cpu
+
+        self._later(send)
+        posts[self.rank] = payload
         if len(posts) == self.size:
-            del machine.posts[number]
+            del machine.posts[number], machine.times[number]
             machine.turn.notify_all()
         arrival = None
 
         def settle() -> None:
             """Work out when it arrives: exchanges share this host's link, in the order of their beginning."""
-            nonlocal arrival
-            start, seconds = timing([posts[host] for host in range(self.size)])
-            if seconds:
-                start = max(start, self._link_free)
-                self._link_free = start + seconds
-            arrival = start + seconds
+            senders, seconds = timing([posts[host] for host in range(self.size)])
+
+            def arrive() -> bool:
+                nonlocal arrival
+                if not all(host in times for host in senders):
+                    return False
+                start = max(times[host] for host in senders)
+                if seconds:
+                    start = max(start, self._link_free)
+                    self._link_free = start + seconds
+                arrival = start + seconds
+                return True
+
+            self._log.append(arrive)
+
+        def receive() -> None:
+            if on_gpu:
+                self._gpu = max(self._gpu, arrival)
+            else:
+                self._cpu = max(self._cpu, arrival)
 
         self._unsettled.append(settle)
 
         def finish():
-            self.clock()
-            machine.waiting[self.rank] = posts
-            while len(posts) < self.size and not machine.is_stuck(posts):
-                machine.turn.wait()
-            del machine.waiting[self.rank]
-            if len(posts) < self.size:
-                self._watch.is_broken = True
-                machine.turn.notify_all()
-                self._resume()
-                raise HostError(machine.failure or "the hosts no longer take part in the same exchanges")
-            while arrival is None:
-                self._unsettled.popleft()()
-            self._time = max(self._time, arrival)
-            received = result([posts[host].payload for host in range(self.size)])
-            self._resume()
-            return received
+            with self._not_counted():
+                machine.waiting[self.rank] = posts
+                while len(posts) < self.size and not machine.is_stuck(posts):
+                    machine.turn.wait()
+                del machine.waiting[self.rank]
+                if len(posts) < self.size:
+                    self._watch.is_broken = True
+                    machine.turn.notify_all()
+                    raise HostError(machine.failure or "the hosts no longer take part in the same exchanges")
+                while settle in self._unsettled:
+                    self._unsettled.popleft()()
+                self._later(receive)
+                return result([posts[host] for host in range(self.size)])
 
         return Exchange(finish)
 
@@ -263,7 +395,7 @@ def simulate(
     network: Network | None = None,
     device: str | torch.device = "cpu",
     clock: Callable[[], float] = time.perf_counter,
-    paces: Sequence[Sequence[float]] | None = None,
+    paces: Sequence[Sequence[Lap]] | None = None,
 ) -> list[Any]:
     """Run ``job(hosts, *args)`` on simulated hosts, and return the list of its results.
 
@@ -283,17 +415,18 @@ def simulate(
         ValueError: a host reads its clock more often than in the run that its pace is of.
         Exception: raised by the job; if several hosts raised, the first that is not a consequence of another.
     """
-    machine = _Machine(num_hosts, network or Network(), clock)
+    machine = _Machine(num_hosts, network or Network(), clock, torch.device(device))
+    machine.hosts = [SimulatedHost(machine, rank, paces and paces[rank]) for rank in range(num_hosts)]
     results: list[Any] = [None] * num_hosts
     errors: list[BaseException | None] = [None] * num_hosts
     num_threads = torch.get_num_threads()
 
     def run(rank: int) -> None:
-        host = SimulatedHost(machine, rank, torch.device(device), paces and paces[rank])
+        host = machine.hosts[rank]
         with machine.turn:
             if torch.get_num_threads() != num_threads:  # OpenMP's setting is the thread's own
                 torch.set_num_threads(num_threads)
-            host._resume()
+            host._begin_lap()
             try:
                 results[rank] = job(host, *args)
             except BaseException as error:

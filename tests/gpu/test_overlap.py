@@ -4,12 +4,16 @@ from itertools import pairwise
 
 import torch
 
+from apbv import ModelInputs, PrefillConfig, prefill
 from apbv.layout import ContextLayout
 from apbv.model.parts import inspect_model
 
+import families
 from engines import QUESTION
-from pretend_gpu import Events, assert_same_order, rehearsal
+from pretend_gpu import Events, assert_same_order, rehearsal, to_gpu
 from rehearsals import Case, on_gpus
+from support.simulated import Link, Network, simulate
+from support.workloads import text_prompt
 
 HOSTS, PASSING, FRAMES = 2, 4, 8
 KV_HEADS, HEADS, DIM = 2, 4, 16  # of the models in families.py
@@ -63,3 +67,29 @@ def test_a_layer_exchanges_while_it_attends_and_waits_for_nothing(pool, clip):
             left = kinds.index(("collective", last.detail))
             assert max(awaited) < left and ("await", last.detail) not in kinds
             assert [event.name for event in events[left:]].count("mm") >= 3
+
+
+def test_simulated_hosts_wait_for_the_gpu_at_the_end_only():
+    """Their clocks are worked out afterwards: else launches would not hide behind kernels, as they do."""
+    prompt = text_prompt(families.build_model("qwen2").config, 300, 12)
+    config = PrefillConfig(anchor_len=4, passing_len=4, kv="sharded")
+    with rehearsal() as gpu:
+
+        def job(hosts):
+            parts = inspect_model(to_gpu(families.build_model("qwen2"), gpu))
+            inputs = ModelInputs.from_processor(parts, prompt.batch, hosts, query_start=prompt.query_start)
+            hosts.barrier()
+            gpu.mark("begin")
+            state = prefill(parts, inputs, hosts=hosts, config=config)
+            gpu.mark("end")
+            figures = state.timer.summary()
+            return figures["ttft_ms"], figures["stages_ms"]["prefill"], len(hosts.laps)
+
+        simulated = simulate(3, job, device="cuda:0", network=Network(Link(latency=0.1)))
+    marks = [place for place, event in enumerate(gpu.events) if event.kind == "mark"]
+    prefilling = Events(gpu.events[marks[0] : marks[3]])  # from the first host's beginning to the first end
+    assert prefilling.num_launches > 100 and not prefilling.of("wait"), prefilling.waits
+    assert simulated[0][:2] == simulated[1][:2] == simulated[2][:2]
+    # Two layers gather passing blocks and the question's state, in two steps each.
+    assert all(ttft >= prefill_ms > 2 * 2 * 2 * 100 for ttft, prefill_ms, _ in simulated)
+    assert len({num_laps for *_, num_laps in simulated}) == 1

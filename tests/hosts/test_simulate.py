@@ -1,17 +1,20 @@
 """Simulated hosts: the results of real ones, and clocks that add up."""
 
+import random
 import threading
 
 import pytest
 import torch
+from one_stream import Gpu
 
 from apbv import HostError, HostGroup, ModelInputs, PrefillConfig, prefill
+from apbv.hosts import Moment
 from apbv.model.parts import inspect_model
 from apbv.prefilling.methods import METHODS
 
 import families
-from pairs import each_choice
-from support.simulated import Link, Network, share_weights, simulate
+from pairs import each_choice, pairwise
+from support.simulated import Lap, Link, Network, share_weights, simulate
 
 
 def prefill_job(hosts: HostGroup, models, settings: dict):
@@ -119,10 +122,94 @@ def test_a_recorded_pace_replaces_measured_times():
 
     runs = [simulate(2, job, noise, clock=clock) for noise in ([4.0, 0.0], [0.0, 4.0])]
     assert [[end for end, _ in run] for run in runs] == [[7.0, 7.0], [7.0, 7.0]]
-    paces = [[sum(laps) / 2 for laps in zip(*(run[host][1] for run in runs), strict=True)] for host in range(2)]
+    paces = [
+        [Lap(sum(lap.cpu for lap in laps) / 2) for laps in zip(*(run[host][1] for run in runs), strict=True)]
+        for host in range(2)
+    ]
     assert simulate(2, job, [100.0, 100.0], clock=clock, paces=paces) == [(5.0, paces[0]), (5.0, paces[1])]
     with pytest.raises(ValueError, match="host 0 reads its clock more often"):
         simulate(2, job, [0.0, 0.0], clock=clock, paces=[pace[:1] for pace in paces])
+
+
+# ---- clocks of GPUs: all hosts' work is in one stream, and counts as if each had a GPU ----
+
+
+class OnGpu(torch.Tensor):
+    """A tensor that says that it is on a GPU."""
+
+    is_cuda = property(lambda self: True)
+
+
+def gpu_job(hosts, clock: Clock, gpu: Gpu, scripts: list[list[tuple]]) -> Moment:
+    """Do what this host's script says, and return the moment when its GPU is done."""
+    exchange = None
+    for step, *seconds in scripts[hosts.rank]:
+        if step == "launch":
+            clock(seconds[0])
+            gpu.launch(seconds[1])
+        elif step == "gather":
+            exchange = hosts.all_gather(BYTE.expand(100).as_subclass(OnGpu))
+        elif step == "wait":
+            exchange.wait()
+        elif step == "agree":
+            hosts.settle()
+            hosts.start_gathering(BYTE).wait()
+    return hosts.moment()
+
+
+def on_gpus_of_their_own(scripts: list[list[tuple]], link: Link) -> list[float]:
+    """When every host's GPU is done where each has a GPU, by plain loops over the same steps."""
+    cpu, gpu = [0.0] * len(scripts), [0.0] * len(scripts)
+    for steps in zip(*scripts, strict=True):
+        begun = [max(times) for times in zip(cpu, gpu, strict=True)]
+        for host, (step, *seconds) in enumerate(steps):
+            if step == "launch":
+                cpu[host] += seconds[0]
+                gpu[host] = max(gpu[host], cpu[host]) + seconds[1]
+            elif step == "gather":
+                arrival = max(begun) + (len(scripts) - 1) * link.seconds(100)
+            elif step == "wait":
+                gpu[host] = max(gpu[host], arrival)
+            elif step == "agree":
+                cpu[host] = max(begun)
+    return [max(times) for times in zip(cpu, gpu, strict=True)]
+
+
+def layers(num_hosts: int, launching: tuple, computing: tuple, seed: int) -> list[list[tuple]]:
+    """Scripts of layers that compute while they gather, as long as drawn between bounds."""
+    drawn = random.Random(seed)
+
+    def launch():
+        return "launch", drawn.uniform(*launching), drawn.uniform(*computing)
+
+    return [
+        [
+            step
+            for layer in range(6)
+            for step in (launch(), launch(), ("gather",), launch(), ("wait",), launch(), ("agree",))
+            if step != ("agree",) or layer == 3
+        ]
+        for _ in range(num_hosts)
+    ]
+
+
+@pairwise(num_hosts=(2, 3, 5), speed=("slow GPU", "slow CPU", "fast link"), seed=(0, 1, 2, 3))
+def test_gpus_count_as_if_every_host_had_one(monkeypatch, num_hosts, speed, seed):
+    launching, computing = ((0.9, 1.1), (0.1, 0.2)) if speed == "slow CPU" else ((0.1, 0.2), (0.9, 1.1))
+    scripts = layers(num_hosts, launching, computing, seed)
+    link = Link(bandwidth=1e6 if speed == "fast link" else 100.0)
+    clock = Clock()
+    gpu = Gpu(clock, monkeypatch, head_start=10.0)
+
+    def job(hosts):
+        moment, waits = gpu_job(hosts, clock, gpu, scripts), gpu.num_waits
+        (end,) = hosts.seconds_at([moment])
+        return end, waits
+
+    # That an idle GPU waits for a first launch does not show: at the beginning, and where the hosts agree.
+    ends, waits = zip(*simulate(num_hosts, job, network=Network(link), device="cuda", clock=clock), strict=True)
+    assert ends == pytest.approx(on_gpus_of_their_own(scripts, link), abs=2 * min(launching[1], computing[1]))
+    assert min(waits) == 0  # of the host that was done first
 
 
 # ---- failures: an error, never a wait without end ----

@@ -11,6 +11,7 @@ from torch import Tensor
 from ...hosts import HostError, HostGroup
 from ...kernels import reference
 from ...kernels.backends import drawn_numbers, mistake_of
+from ...transfer import to_device
 from ...warn import warn_caller
 
 # Takes q, k and v [1, S, H, D] of this host's two chunks, softmax_scale, causal and group; returns out.
@@ -69,7 +70,7 @@ def why_wrong(
     rows = 2 * hosts.size * _CHUNK
     q, k, v = (randn(1, rows, count, head_dim) for count in (heads * groups, heads, heads))
     chunks = (hosts.rank, 2 * hosts.size - 1 - hosts.rank)
-    mine = torch.cat([torch.arange(chunk * _CHUNK, (chunk + 1) * _CHUNK) for chunk in chunks]).to(device)
+    mine = to_device(torch.cat([torch.arange(chunk * _CHUNK, (chunk + 1) * _CHUNK) for chunk in chunks]), device)
     try:
         own = (states[:, mine].contiguous() for states in (q, k, v))
         out = ring(*own, softmax_scale=scale, causal=True, group=hosts.process_group)

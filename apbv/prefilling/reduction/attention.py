@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...input.model_inputs import ModelInputs
 from ...model.parts import ModelParts, some_layers
+from ...transfer import to_device
 from ..stages import HiddenRows, Stage, Watcher
 
 # Scores of the question's attention in memory at a time, in fp32.
@@ -104,14 +105,14 @@ class QuestionAttention(VisualWatcher):
         raters = self._raters[:, asked].to(device, dtype)
         owned, question = stage.owned[stage.hosts.rank], stage.query_start + asked
         num_kv_heads = keys.shape[1]
-        groups = q[0, :, asked.to(device)].to(dtype).unflatten(0, (num_kv_heads, -1))  # [Hkv, G, asked, D]
+        groups = q[0, :, to_device(asked, device)].to(dtype).unflatten(0, (num_kv_heads, -1))  # [Hkv, G, asked, D]
         most = max(1, MOST_SCORES // max(1, groups.shape[1] * len(owned)))
         chunks = [slice(start, start + most) for start in range(0, len(asked), most)]
 
         def scores(head: int, chunk: slice) -> Tensor:
             products = groups[head, :, chunk] @ keys[0, head].to(dtype).T * scale
             behind = owned > question[chunk, None]  # tokens after the one that asks
-            return products.masked_fill(behind.to(device), float("-inf"))
+            return products.masked_fill(to_device(behind, device), float("-inf"))
 
         # The scores of one KV head and of some tokens are in memory at a time, and are computed twice.
         lse = [[scores(head, chunk).logsumexp(dim=-1) for chunk in chunks] for head in range(num_kv_heads)]
@@ -158,11 +159,13 @@ def attention_ahead(
         ahead = range(stage.layers.stop, stage.layers.stop + 1)
         decoder = some_layers(parts.language_model, ahead, with_norm=False)
         try:
-            decoder(inputs_embeds=hidden, position_ids=positions.to(parts.device), use_cache=False, apbv=leave)
+            decoder(
+                inputs_embeds=hidden, position_ids=to_device(positions, parts.device), use_cache=False, apbv=leave
+            )
         except _ReadyToAttend as ready:
             q, k, scale = ready.args
         places = torch.searchsorted(tokens, owned)
-        watcher.on_layer(q[:, :, len(context) :], k, scale, places.to(k.device))
+        watcher.on_layer(q[:, :, len(context) :], k, scale, to_device(places, k.device))
     return watcher.result()
 
 

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...transfer import to_device
+
 MOST_DISTANCES = 2**26  # that are in memory at a time
 
 
@@ -81,7 +83,7 @@ def means_of_groups(rows: Tensor, groups: Tensor, count: int) -> Tensor:
     Args:
         groups: each row's group, ``[m]``.
     """
-    groups = groups.to(rows.device)
+    groups = to_device(groups, rows.device)
     dtype = torch.promote_types(rows.dtype, torch.float32)
     sums = torch.zeros(count, rows.shape[1], dtype=dtype, device=rows.device).index_add_(0, groups, rows.to(dtype))
     return (sums / groups.bincount(minlength=count).clamp(min=1)[:, None]).to(rows.dtype)

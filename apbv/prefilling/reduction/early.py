@@ -18,6 +18,7 @@ from ...input.visual import PromptError, VisualInput
 from ...model.parts import VIDEO_FAMILIES, ModelParts
 from ...refusals import refuse
 from ...stats import StageTimer
+from ...transfer import to_device
 from ..encode import VisualRows, agree_on_chunks, all_rows
 from ..memory import HostMemory, Room
 from ..moving import move_rows
@@ -144,10 +145,10 @@ def choose_rows(
             if has_last[host] or (not has_last.any() and video.patches[-1] in share):
                 ending[host] = torch.cat([ending[host], torch.arange(end.start, end.stop)])
                 has[host, end] = True
-    values = [rows[(unreduced - first).to(rows.device)], *values, move_rows(rows, held, ending, hosts)]
+    values = [rows[to_device(unreduced - first, rows.device)], *values, move_rows(rows, held, ending, hosts)]
     values, order = torch.cat(values), torch.cat([unreduced, *chosen, ending[hosts.rank]]).argsort()
     if not torch.equal(order, torch.arange(len(order))):
-        values = values[order.to(rows.device)]
+        values = values[to_device(order, rows.device)]
     kept, patches = has.any(dim=0), visual.patches
     if not visual.replicated:
         ends = torch.searchsorted(_starts(visual, kept), has.sum(dim=1).cumsum(0)).tolist()

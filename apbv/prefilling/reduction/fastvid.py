@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ...layout import split_evenly
+from ...transfer import to_device
 from .choosing import density_peaks, keep_best
 from .frames import KeptRows, SharedVideo
 
@@ -119,10 +120,10 @@ def _reduce_segment(rows: Tensor, hidden_size: int, counts: list[int]) -> tuple[
     for places in anchors:
         others = ~is_salient
         others[places], kept[places] = False, True
-        places = places.to(rows.device)
+        places = to_device(places, rows.device)
         values[places] = _merged(flat, hidden_size, places, others.nonzero().flatten(), size)
     places = kept.nonzero().flatten()
-    return places, values[places.to(rows.device)]
+    return places, values[to_device(places, rows.device)]
 
 
 def _merged(flat: Tensor, hidden_size: int, anchors: Tensor, others: Tensor, size: int) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 from ...hosts import HostGroup
 from ...input.model_inputs import ModelInputs
 from ...model.parts import ModelParts
+from ...transfer import to_device
 from ..moving import move_rows
 
 
@@ -90,7 +91,7 @@ class SharedVideo:
         """
         first, size = self.mine.start * self.frame_size, len(self.mine) * self.frame_size
         places = places[(places >= first) & (places < first + size)]
-        return KeptRows(places, self.rows.flatten(0, 1)[(places - first).to(self.rows.device)])
+        return KeptRows(places, self.rows.flatten(0, 1)[to_device(places - first, self.rows.device)])
 
     def gather(self, local: Tensor) -> Tensor:
         """All-gather per-frame results; collective.

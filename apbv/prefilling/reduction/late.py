@@ -13,6 +13,7 @@ from ...input.model_inputs import ModelInputs
 from ...kv.cache import ShardedCache
 from ...layout import ContextLayout, single_host_layout
 from ...model.parts import ModelParts
+from ...transfer import to_device
 from ..cancelling import Stop
 from ..methods import PrefillMethod, method_alone
 from ..stages import HiddenRows, Stage, Watcher, next_rows, run_stage
@@ -146,7 +147,7 @@ def run_and_reduce(
         local, merged = left[following.local[stage.hosts.rank]], visual[choice.merged]
         here = torch.isin(local, merged).nonzero().flatten()
         device, places = rows.local.device, torch.searchsorted(merged, local[here])
-        rows.local[0, here.to(device)] = choice.values[places.to(device)]
+        rows.local[0, to_device(here, device)] = choice.values[to_device(places, device)]
     return following, rows
 
 

@@ -153,7 +153,7 @@ class Cuda:
         stand_ins = {
             **dict.fromkeys(("is_available", "is_bf16_supported", "is_initialized"), lambda *_, **__: True),
             **dict.fromkeys(("max_memory_allocated", "memory_allocated", "memory_reserved"), lambda *_: 0),
-            **dict.fromkeys(("reset_peak_memory_stats", "_lazy_init"), nothing),
+            **dict.fromkeys(("reset_peak_memory_stats", "_lazy_init", "_sleep"), nothing),
             "CUDAGraph": OurGraph,
             "Event": Event,
             "Stream": Stream,
