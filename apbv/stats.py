@@ -82,6 +82,8 @@ class StageTimer:
     def stage(self, name: str, track: str | None = None) -> Iterator[None]:
         """Time the body as a stage, which may run several times, and concurrently with others in other threads.
 
+        torch's profiler shows it as ``apbv.NAME``.
+
         Args:
             name: one of :data:`STAGES`.
             track: the row of the timeline that shows it. None: a row of its own for each of the stages that may
@@ -94,7 +96,8 @@ class StageTimer:
         track = track or (name if name in _SIDE_BY_SIDE else "stages")
         began = self._hosts.moment(name not in _ON_HOST)
         try:
-            yield
+            with torch.profiler.record_function(f"apbv.{name}"):
+                yield
         finally:
             ended = self._hosts.moment(name not in _ON_HOST)
             with self._lock:

@@ -19,6 +19,7 @@ import statistics
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 
@@ -35,6 +36,7 @@ from apbv.prefilling.methods import METHODS
 from support.arguments import COUNT, add_prefill_settings, add_shared
 from support.bench import Bench, Case, Workload, measure, network_fields
 from support.prefill_presets import PRESETS, SWITCHES, cases_of
+from support.profiling import write_trace
 from support.records import report
 from support.simulated import Link, Network
 from support.summaries import percentiles
@@ -154,6 +156,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--frames", type=COUNT, nargs="+", help="frames per video")
     parser.add_argument("--resolutions", nargs="+", help="HxW, or such as 720p")
     add_prefill_settings(parser, "anchor_len", "passing_len", "importance")
+    parser.add_argument("--profile", type=Path, metavar="DIR", help="write a trace of one more run of each case")
     parser.set_defaults(method="apbv")
     # The other hosts wait while host 0 runs `full`.
     add_shared(parser, "query_len", "bandwidth", "latency", "dtype", "json", rounds=3, warmup=1, timeout=3600.0)
@@ -168,8 +171,23 @@ def measured_records(options: argparse.Namespace, hosts: HostGroup) -> Iterator[
     with tqdm(total=total, unit="prefill", disable=None if hosts.rank == 0 else True) as bar:
         for workload in workloads:
             measured = measure(bench, workload, cases, options.rounds, options.warmup, bar)
+            if options.profile is not None:
+                profile(options.profile, bench, workload, cases)
             if hosts.rank == 0:
                 yield from records(options, bench, workload, cases, measured)
+
+
+def profile(folder: Path, bench: Bench, workload: Workload, cases: list[Case]) -> None:
+    """Run every case once more, and write and show what host 0 did; of simulated hosts what all of them did."""
+    job, length = bench.prepare(workload), workload.tokens or f"{workload.frames}x{workload.height}p"
+    for case in cases:
+        with bench.hosts.collective_stage("profiling"):
+            if bench.hosts.rank == 0:
+                folder.mkdir(parents=True, exist_ok=True)
+                path = folder / f"{case.label}-{case.hosts}-{length}.json".replace(" ", "_")
+                print(f"{path}:\n\n{write_trace(path, lambda case=case: bench.run(case, job))}\n", flush=True)
+            else:
+                bench.run(case, job)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -32,6 +32,7 @@ from support.drawn import ranked_by
 from support.exams import Candidate, Exam, load_demo
 from support.prefill_presets import PRESETS as PREFILL_PRESETS
 from support.prefill_presets import cases_of
+from support.profiling import kernel_table
 from support.simulated import Link, simulate
 from support.summaries import mean_cell, student_t
 from support.traffic import Traffic, element_wise_bytes
@@ -259,3 +260,55 @@ def test_as_many_other_tokens_are_kept_behind_the_same_layers(tmp_path, method):
         drawn = reduction()
     assert drawn.kept.tolist() == scores.topk(own.num_after).indices.sort().values.tolist() != own.kept.tolist()
     assert drawn.by_layer == own.by_layer and torch.equal(reduction().kept, own.kept)
+
+
+# ---- profiles ----
+
+
+def event(kind: str, name: str, begin: float, length: float, thread: int = 1, number: int | None = None) -> dict:
+    """One of a trace by torch's profiler, whose launches and kernels have a number in common."""
+    found = {"ph": "X", "cat": kind, "name": name, "pid": 1, "tid": thread, "ts": begin, "dur": length}
+    return found | {"args": {} if number is None else {"correlation": number}}
+
+
+def test_a_kernel_belongs_to_the_stage_that_launched_it():
+    """However late it ran, and whether an operator of torch or Triton launched it."""
+    trace = [
+        event("user_annotation", "apbv.encode", 0, 10),
+        event("cpu_op", "aten::mm", 1, 5),
+        event("cuda_runtime", "cudaLaunchKernel", 2, 1, number=1),
+        event("user_annotation", "apbv.prefill", 10, 10),
+        event("cuda_driver", "cuLaunchKernelEx", 11, 1, number=2),
+        event("user_annotation", "apbv.prefill", 5, 10, thread=2),
+        event("user_annotation", "the user's own", 6, 3, thread=2),
+        event("cuda_runtime", "cudaLaunchKernel", 7, 1, thread=2, number=3),
+        event("cuda_runtime", "cudaMemcpyAsync", 20, 1, number=4),
+        event("kernel", "gemm", 3000, 4000, thread=7, number=1),
+        event("kernel", "attention", 7000, 1000, thread=7, number=2),
+        event("kernel", "attention", 8000, 2000, thread=7, number=3),
+        event("gpu_memcpy", "Memcpy HtoD", 10000, 1000, thread=7, number=4),
+        event("kernel", "small", 11000, 5, thread=7, number=2),
+        {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": "python"}},
+    ]
+    rows = [line.strip("| ").split(" | ") for line in kernel_table(trace).splitlines()]
+    assert rows[0] == ["stage", "kernel", "calls", "ms", "share"]
+    assert rows[2:] == [
+        ["encode", "`gemm`", "1", "4.00", "50.0%"],
+        ["prefill", "`attention`", "2", "3.00", "37.5%"],
+        ["prefill", "others", "1", "0.01", "0.1%"],
+        ["outside", "`Memcpy HtoD`", "1", "1.00", "12.5%"],
+    ]
+
+
+def test_without_a_gpu_an_operator_has_the_time_that_is_its_own():
+    trace = [
+        event("user_annotation", "apbv.prefill", 0, 10_000),
+        event("cpu_op", "aten::linear", 1000, 5000),
+        event("cpu_op", "aten::mm", 2000, 3000),
+        event("cpu_op", "aten::mm", 7000, 1000),
+    ]
+    rows = [line.strip("| ").split(" | ") for line in kernel_table(trace).splitlines()[2:]]
+    assert rows == [
+        ["prefill", "`aten::mm`", "2", "4.00", "66.7%"],
+        ["prefill", "`aten::linear`", "1", "2.00", "33.3%"],
+    ]

@@ -49,6 +49,24 @@ def test_throughput_of_real_hosts(run):
     assert sum(by_label["apbv"]["comm_bytes"]) < sum(by_label["zigzag_ring"]["comm_bytes"]) / 2
 
 
+def test_a_profile_shows_what_every_stage_and_host_computes(run, tmp_path):
+    options = ["--tokens", 300, "--query-len", 9, "--rounds", 1, "--warmup", 0, "--hosts", 2]
+    _, output = run("throughput", *options, "--methods", "full", "apbv", "--profile", tmp_path)
+    tables = [
+        [line.split(" | ") for line in part.splitlines() if "`aten::mm`" in line] for part in output.split("json:")
+    ]
+    # Each layer multiplies seven times, and the last token's logits are one more.
+    calls = [[(stage.strip("| "), int(count)) for stage, _, count, *_ in table] for table in tables[1:]]
+    assert calls == [[("prefill", 4 * 7 + 1)], [("prefill", 2 * (4 * 7 + 1))]]
+    traces = [
+        json.loads((tmp_path / f"{name}-300.json").read_text())["traceEvents"] for name in ("full-1", "apbv-2")
+    ]
+    stages = [
+        [event["tid"] for event in trace if event["name"] == "apbv.prefill" and "dur" in event] for trace in traces
+    ]
+    assert [len(set(threads)) for threads in stages] == [1, 2]
+
+
 def test_a_plan_of_a_long_video_on_eight_gpus(run):
     options = ["--frames", 64, "--resolution", "1440p", "--hosts", 4, 8, "--explain"]
     records, output = run("scaling", "plan", *options)
