@@ -6,7 +6,8 @@
 
 A stage that fails or takes too long is recorded, and the next one begins. Checks, whose speed says nothing, run
 beside each other, as do the parts of a stage on accuracy. In --out, stages.jsonl says how stages ended, report.md
-shows their tables, and each stage has a log and records. The same command goes on with stages that have not ended.
+shows what was measured beside what was predicted and wanted, and all tables; each stage has a log and records. The
+same command goes on with stages that have not ended.
 """
 
 import argparse
@@ -27,6 +28,7 @@ import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 from apbv.launch.options import positive
 from apbv.stats import append_json_lines
 
+from support import gpu_tables
 from support.records import markdown_table, read_records
 
 ROOT = Path(__file__).parents[1]
@@ -44,7 +46,7 @@ class Stage:
     Attributes:
         name: of its files.
         seconds: its time limit.
-        command: the command line; ``python`` is this interpreter.
+        command: the command line; ``python`` is this interpreter, and ``{out}`` the directory for the results.
         tiny: options that a rehearsal adds, and that override the command's.
         group: stages of one group run at the same time; None: the stage runs alone.
         keeps_records: whether ``--json`` is added.
@@ -59,7 +61,9 @@ class Stage:
 
     def arguments(self, options: argparse.Namespace) -> list[str]:
         """Return the command line, split."""
-        words = shlex.split(self.command) + (shlex.split(self.tiny) if options.rehearse else [])
+        words = shlex.split(self.command.replace("{out}", str(options.out.resolve()))) + (
+            shlex.split(self.tiny) if options.rehearse else []
+        )
         kept = ["--json", f"{options.out.resolve() / self.name}.jsonl"] if self.keeps_records else []
         return [sys.executable if word == "python" else word for word in words] + kept
 
@@ -87,8 +91,8 @@ CHECKS = [
 SPEED = [
     Stage(
         "prefill",
-        150,
-        f"python benchmarks/throughput.py {BIG} {METHODS} --tokens 8192 16384 32768 65536 --rounds 2 --warmup 1",
+        200,
+        f"python benchmarks/throughput.py {BIG} {METHODS} --tokens 8192 16384 32768 65536 131072 --rounds 2",
         f"{SMALL} --tokens 300 --hosts 2",
     ),
     Stage(
@@ -105,9 +109,30 @@ SPEED = [
         "--model qwen2.5-vl-small --frames 8 --resolutions 144p --hosts 2",
     ),
     Stage(
+        "steps",
+        60,
+        f"python benchmarks/decoding.py {BIG} --dtype bfloat16 --tokens 131072 --rounds 5",
+        f"{SMALL} --tokens 40 --rounds 1",
+    ),
+    Stage(
+        "operators",
+        150,
+        "python benchmarks/operators.py --tokens 131072 --rounds 5 "
+        "--ops segmented_attention verify_attention kv_importance select_topk merge_states",
+        "--tokens 600 --preset quick --rounds 1",
+    ),
+    Stage(
+        "profile",
+        90,
+        f"python benchmarks/throughput.py {BIG} --methods apbv --hosts 8 --tokens 131072 --rounds 1 "
+        "--profile {out}",
+        f"{SMALL} --tokens 300 --hosts 2",
+        keeps_records=False,
+    ),
+    Stage(
         "long",
-        200,
-        f"python benchmarks/throughput.py {BIG} {METHODS} --tokens 32768 131072 262144 --rounds 1 --warmup 0",
+        150,
+        f"python benchmarks/throughput.py {BIG} {METHODS} --tokens 262144 --rounds 1 --warmup 0",
         f"{SMALL} --tokens 300 --hosts 2",
     ),
 ]
@@ -221,10 +246,12 @@ def end(process: subprocess.Popen) -> None:
 
 
 def write_report(stages: list[Stage], options: argparse.Namespace) -> str:
-    """Write how the stages ended, and the tables that they printed."""
+    """Write how the stages ended, the tables of the results' pages, and those that the stages printed."""
     ended = {each["stage"]: each for each in read_records([options.out / "stages.jsonl"])}
     rows = [[name, each["status"] or "done", each["seconds"], each["limit"]] for name, each in ended.items()]
     parts = [markdown_table(["stage", "status", "s", "limit"], rows)]
+    files = [options.out / f"{stage.name}.jsonl" for stage in stages if stage.keeps_records]
+    parts.append(gpu_tables.report(read_records(file for file in files if file.exists())))
     for stage in stages:
         log = options.out / f"{stage.name}.log"
         lines = log.read_text(errors="replace").splitlines() if log.exists() else []

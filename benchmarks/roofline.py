@@ -21,6 +21,7 @@ import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 
 # isort: split
 import torch
+from transformers import PreTrainedConfig
 
 from apbv import PrefillConfig
 from apbv.kernels.backends import requested
@@ -40,14 +41,18 @@ PEAKS = {
     "H200": (989e12, 4.8e12, 450e9),
     "B200": (2250e12, 8.0e12, 900e9),
 }
-# What is supposed to be reached of arithmetic in attention and in matrix products, of memory, and of links.
-REACHED = {"attention": 0.6, "products": 0.7, "memory": 0.8, "links": 0.7}
+# The shares that are reached of arithmetic in attention (FlashAttention 3: 0.66 to 0.71) and in matrix products
+# (0.69 to 0.77), and of memory, as measured on an H200 (docs/results-gpu.md); the share of links is assumed.
+REACHED = {"attention": 0.68, "products": 0.71, "memory": 0.8, "links": 0.7}
+# What the CPU is asked to launch for a layer, counted on the emulated GPU, and its seconds for one launch: of a
+# decoded token without CUDA graphs, on the H200's machine.
+LAUNCHES, SECONDS_PER_LAUNCH = {"full": 20, "zigzag_ring": 57, "apbv": 72}, 41e-3 / 530
 # Where the first GPU's owner finds rows measured.
 MEASURED_BY = {
-    "attention": "operators.py --preset h200",
-    "choosing what is passed on": "operators.py --preset h200",
-    "exchange": "torchrun --nproc-per-node 8 -m apbv.doctor",
-    "hand-over of the last layer": "throughput.py --json, `stages_ms.handoff`",
+    "attention": "throughput.py --profile",
+    "selection of passing KV": "throughput.py --profile",
+    "collectives": "torchrun --nproc-per-node 8 -m apbv.doctor",
+    "KV transfer of the last layer": "throughput.py, `stages_ms.handoff`",
 }
 
 
@@ -75,55 +80,76 @@ def milliseconds(cost: HostCost, gpu: str, element_wise: float, others: float) -
     products, attention = REACHED["products"] * flops, REACHED["attention"] * flops
     return {
         "attention": sum(cost.flops[part] for part in ATTENTION) / attention,
-        "choosing what is passed on": cost.flops["scoring"] / attention,
+        "selection of passing KV": cost.flops["scoring"] / attention,
         "projections": cost.flops["projections"] / products,
         "MLP": (cost.flops["mlp"] + cost.flops["query_pass"] + cost.flops["lm_head"]) / products,
         "element-wise": element_wise / (REACHED["memory"] * bandwidth),
-        "exchange": cost.received.total() / (REACHED["links"] * link),
-        "hand-over of the last layer": others / (REACHED["links"] * link),
+        "collectives": cost.received.total() / (REACHED["links"] * link),
+        "KV transfer of the last layer": others / (REACHED["links"] * link),
     }
+
+
+def prefill_parts(
+    config: PreTrainedConfig, num_tokens: int, method: str, hosts: int, gpu: str
+) -> dict[str, float]:
+    """Predict the milliseconds of a text's prefill on the busiest host, by parts."""
+    shape, prompt = Shape.from_config(config), (num_tokens, 0, num_tokens - 40, None)
+    layout, costs = cost_of_prompt(shape, hosts, prompt, PrefillConfig(method=method))
+    host = max(range(hosts), key=lambda each: costs[each].flops.total())
+    rows = sum(map(len, layout.local_spans(host)))
+    moved = shape.layers * element_wise_bytes(config, rows, requested() != "torch")
+    others = sum(each.kv_bytes for each in costs[1:]) / shape.layers
+    return milliseconds(costs[host], gpu, moved, others)
+
+
+def launching_ms(config: PreTrainedConfig, method: str) -> float:
+    """Predict the milliseconds in which the CPU launches a prefill's kernels, while the GPU works."""
+    return 1e3 * config.get_text_config().num_hidden_layers * LAUNCHES[method] * SECONDS_PER_LAUNCH
 
 
 def prefill(options: argparse.Namespace, gpu: str) -> str:
     """Format the predicted times of a prefill's parts, for every method."""
-    config, columns = config_of(options.prefill), {}
-    shape, prompt = Shape.from_config(config), (options.tokens, 0, options.tokens - 40, None)
+    config, columns, launching = config_of(options.prefill), {}, []
     for method, hosts in (("full", 1), ("zigzag_ring", options.hosts), ("apbv", options.hosts)):
-        layout, costs = cost_of_prompt(shape, hosts, prompt, PrefillConfig(method=method))
-        host = max(range(hosts), key=lambda each: costs[each].flops.total())
-        rows = sum(map(len, layout.local_spans(host)))
-        moved = shape.layers * element_wise_bytes(config, rows, requested() != "torch")
-        others = sum(each.kv_bytes for each in costs[1:]) / shape.layers
-        columns[f"`{method}`, {hosts}"] = milliseconds(costs[host], gpu, moved, others)
-    totals = [sum(parts.values()) for parts in columns.values()]
+        columns[f"`{method}`, {hosts}"] = prefill_parts(config, options.tokens, method, hosts, gpu)
+        launching.append(launching_ms(config, method))
+    busy = [sum(parts.values()) for parts in columns.values()]
+    totals = list(map(max, busy, launching))
     parts = zip(*(parts.items() for parts in columns.values()), strict=True)
     lines = [[row[0][0], *(f"{ms:.1f}" for _, ms in row), MEASURED_BY.get(row[0][0], "")] for row in parts]
-    lines.append(["all", *(f"{total:.0f}" for total in totals), "throughput.py --preset table5"])
-    lines.append(["of the last", *(f"{total / totals[-1]:.2f} ×" for total in totals), ""])
+    lines.append(["total of the GPU", *(f"{total:.0f}" for total in busy), "throughput.py --profile"])
+    lines.append(["launches by the CPU", *(f"{total:.0f}" for total in launching), "throughput.py, `busy_ms`"])
+    lines.append(["prefill: the larger", *(f"{total:.0f}" for total in totals), "throughput.py"])
+    lines.append(["time relative to `apbv`", *(f"{total / totals[-1]:.2f}x" for total in totals), ""])
     return markdown_table([f"ms on {gpu}, {options.prefill}", *columns, "measured by"], lines)
+
+
+def step_seconds(shape: Shape, gpu: str, answers: int, rows: int, pairs: float) -> float:
+    """Predict a decoding step's seconds: it reads all weights, and each answer's pairs of keys and values, once.
+
+    Args:
+        rows: new tokens of all answers together.
+    """
+    flops, bandwidth = REACHED["products"] * PEAKS[gpu][0], REACHED["memory"] * PEAKS[gpu][1]
+    weights = shape.layers * sum(shape.layer_weights.values()) + shape.hidden * shape.vocab
+    num_bytes = shape.bytes_per_number * weights + answers * pairs * shape.kv_bytes
+    return max(num_bytes / bandwidth, 2 * weights * rows / flops)
 
 
 def drafts(options: argparse.Namespace, gpu: str) -> str:
     """Format how much faster drafts make batches; the same share of tokens is accepted of all."""
     target, draft = (Shape.from_config(config_of(name)) for name in (options.target, options.draft))
-    flops, bandwidth = REACHED["products"] * PEAKS[gpu][0], REACHED["memory"] * PEAKS[gpu][1]
-
-    def seconds(shape: Shape, answers: int, rows: int, pairs: float) -> float:
-        weights = shape.layers * sum(shape.layer_weights.values()) + shape.hidden * shape.vocab
-        num_bytes = shape.bytes_per_number * weights + answers * pairs * shape.kv_bytes
-        return max(num_bytes / bandwidth, 2 * weights * rows / flops)
-
     lines, alpha = [], options.acceptance
     for num_tokens, answers in product((1024, 8192, 32768, 131072), (1, 4, 16)):
         # What reads how much KV to draft a token.
         kinds = (draft, num_tokens), (draft, num_tokens / 10), (target, 1024), (None, 0)
-        plain, cells = seconds(target, answers, answers, num_tokens), []
+        plain, cells = step_seconds(target, gpu, answers, answers, num_tokens), []
         for shape, pairs in kinds:
-            cost = seconds(shape, answers, answers, min(pairs, num_tokens)) if shape else 0.0
+            cost = step_seconds(shape, gpu, answers, answers, min(pairs, num_tokens)) if shape else 0.0
             tokens, speeds = 1.0, []
             for gamma in range(1, 17):
                 tokens += alpha**gamma
-                verifying = seconds(target, answers, answers * (1 + gamma), num_tokens)
+                verifying = step_seconds(target, gpu, answers, answers * (1 + gamma), num_tokens)
                 speeds.append((tokens * plain / (gamma * cost + verifying), gamma))
             cells.append("{:.2f} × (γ = {})".format(*max(speeds)))
         lines.append([num_tokens, answers, f"{1e3 * plain:.1f}", *cells])
