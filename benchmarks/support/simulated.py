@@ -250,9 +250,8 @@ class SimulatedHost(HostGroup):
             if self._pace is not None:
                 lap = self._pace[number]
             self._laps.append(lap)
-            free = max(self._gpu, self._cpu)
+            self._gpu = max(self._gpu, self._cpu) + lap.gpu
             self._cpu += lap.cpu
-            self._gpu = max(free + lap.gpu, self._cpu)
 
         self._later(count)
 

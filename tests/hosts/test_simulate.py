@@ -68,6 +68,11 @@ def hidden(hosts, work):
     work(0.25)
 
 
+def two_at_once(hosts, work):
+    exchanges = [hosts.all_gather(BYTE.expand(100)) for _ in range(2)]
+    exchanges[1].wait()
+
+
 def late_shift(hosts, work):
     work(3.0 if hosts.rank == 0 else 1.0)
     hosts.shift(BYTE.expand(100), (100,)).wait()
@@ -89,6 +94,7 @@ ENDS = [
     (late_gather, SLOW, [2 + 2 * (0.5 + 2.0)] * 3),
     (hidden, Network(Link(bandwidth=1000.0)), [1.25] * 2),
     (hidden, SLOW, [1.75] * 2),
+    (two_at_once, SLOW, [3.0] * 2),  # over the same link
     # Host 1 hears from host 0, which is late; host 2 from host 1; host 0 was late itself.
     (late_shift, SLOW, [4.5, 4.5, 2.5]),
     (uneven, SLOW, [2 * (0.5 + size) for size in (1, 2, 3)]),
