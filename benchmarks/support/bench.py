@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from apbv import HostGroup, ModelInputs, PrefillConfig, prefill
 from apbv.allocator import keep_freed_memory, return_freed_memory
-from apbv.model.parts import inspect_model
+from apbv.model.parts import ModelParts, inspect_model
 from apbv.stats import StageTimer
 
 from .arguments import DEFAULT_DTYPES
@@ -20,7 +20,7 @@ from .simulated import Lap, Network, SimulatedHost, share_weights, simulate
 from .workloads import load_model, text_prompt, video_prompt
 
 # Prefills a workload once on these hosts, with this model and these settings; returns times, and what really ran.
-Job = Callable[[HostGroup, torch.nn.Module, PrefillConfig], dict]
+Job = Callable[[HostGroup, ModelParts, PrefillConfig], dict]
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Bench:
         self.threads = torch.get_num_threads()
         dtype = getattr(torch, options.dtype or DEFAULT_DTYPES[hosts.device.type])
         self.model = load_model(options.model, dtype, hosts)
-        self._twins: list = [self.model]
+        self._parts: dict[tuple[int, str], ModelParts] = {}
 
     def prepare(self, workload: Workload) -> Job:
         """Draw a workload's prompt, and return the function that prefills it."""
@@ -74,14 +74,13 @@ class Bench:
             shape = workload.frames, workload.height, workload.width
             prompt = video_prompt(self.model.config, *shape, self._query_len)
 
-        def job(hosts, model, config):
-            parts = inspect_model(model)
+        def job(hosts, parts, config):
             inputs = ModelInputs.from_processor(
                 parts, prompt.batch, hosts, config.frame_parallel, prompt.query_start
             )
             hosts.barrier()
             first_lap = len(hosts.laps) if isinstance(hosts, SimulatedHost) else None
-            state = prefill(model, inputs, hosts=hosts, config=config, timer=StageTimer(hosts))
+            state = prefill(parts, inputs, hosts=hosts, config=config, timer=StageTimer(hosts))
             return {
                 **state.timer.summary(),
                 "first_lap": first_lap,
@@ -110,12 +109,11 @@ class Bench:
         if case.hosts == 1:
             return self._run_alone(config, job)
         if not self.simulated:
-            return job(self.hosts, self.model, config)
-        while len(self._twins) < case.hosts:
-            self._twins.append(share_weights(self.model))
+            return job(self.hosts, self.parts(config), config)
+        twins = [self.parts(config, rank) for rank in range(case.hosts)]
 
         def host_job(hosts):
-            return job(hosts, self._twins[hosts.rank], config), hosts.laps
+            return job(hosts, twins[hosts.rank], config), hosts.laps
 
         device = self.hosts.device
         made = simulate(case.hosts, host_job, network=case.network, device=device, paces=paces)
@@ -128,13 +126,20 @@ class Bench:
             "busy_ms": dict(zip(Lap._fields, map(max, zip(*busy, strict=True)), strict=True)),
         }
 
+    def parts(self, config: PrefillConfig, rank: int = 0) -> ModelParts:
+        """Return the model as a prefill takes it, made once as by an engine; simulated hosts share weights."""
+        key = rank, config.backend
+        if key not in self._parts:
+            self._parts[key] = inspect_model(share_weights(self.model) if rank else self.model, config.backend)
+        return self._parts[key]
+
     def _run_alone(self, config: PrefillConfig, job: Job) -> dict:
         """Run on host 0 with the CPU threads of all hosts, while the others wait."""
         result: dict = {}
         if self.hosts.rank == 0:
             torch.set_num_threads(self.threads * self.hosts.size)
             try:
-                result = job(HostGroup.single(self.hosts.device), self.model, config)
+                result = job(HostGroup.single(self.hosts.device), self.parts(config), config)
             finally:
                 torch.set_num_threads(self.threads)
         self.hosts.barrier()
