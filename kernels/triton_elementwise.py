@@ -37,10 +37,18 @@ def silu_product_kernel(p_gate, p_up, p_out, count, BN: tl.constexpr):
     tl.store(p_out + o_n, (b_gate * tl.sigmoid(b_gate)).to(b_up.dtype) * b_up, mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_rows", "heads"])
-def rotary_kernel(p_x, p_cos, p_sin, p_out, num_rows, heads, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):
-    """One program rotates BR rows, each one head of a token: a pair is half of the row apart."""
-    o_r, o_d = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR), tl.arange(0, BD // 2)
+@triton.jit(do_not_specialize=["num_tokens", "heads", "kv_heads"])
+def rotary_kernel(
+    p_q, p_k, p_cos, p_sin, p_q_out, p_k_out, num_tokens, heads, kv_heads,
+    D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """One program rotates BR rows of q, or of k, each one head of a token: a pair is half of the row apart."""
+    i_r, p_x, p_out = tl.program_id(0), p_q, p_q_out
+    num_tiles = tl.cdiv(num_tokens * heads, BR)
+    if i_r >= num_tiles:
+        i_r, p_x, p_out, heads = i_r - num_tiles, p_k, p_k_out, kv_heads
+    num_rows = num_tokens * heads
+    o_r, o_d = i_r.to(tl.int64) * BR + tl.arange(0, BR), tl.arange(0, BD // 2)
     mask = (o_r < num_rows)[:, None] & (o_d < D // 2)[None, :]
     o_x, o_t = (o_r * D)[:, None] + o_d[None, :], (o_r // heads * D)[:, None] + o_d[None, :]
     # [BR, BD / 2]
@@ -71,14 +79,16 @@ def silu_product(gate: Tensor, up: Tensor) -> Tensor:
     return out
 
 
-def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate heads ``[B, H, S, D]`` by angles ``[B, S, D]``; in memory the result is ``[B, S, H, D]``."""
-    x = x.transpose(1, 2).contiguous()
-    batch, tokens, heads, dim = x.shape
-    cos, sin = (angles.expand(batch, tokens, dim).contiguous() for angles in (cos, sin))
-    out, (rows, grid, sizes) = torch.empty_like(x), _in_rows(x)
-    rotary_kernel[grid](x, cos, sin, out, rows, heads, **sizes)
-    return out.transpose(1, 2)
+def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotate heads ``[B, H, S, D]`` by angles ``[B, S, D]``; in memory the results are ``[B, S, H, D]``."""
+    q, k = (x.transpose(1, 2).contiguous() for x in (q, k))
+    cos, sin = (angles.expand(*q.shape[:2], q.shape[3]).contiguous() for angles in (cos, sin))
+    outs, ((rows, (tiles,), sizes), (_, (kv_tiles,), _)) = (
+        [torch.empty_like(x) for x in (q, k)],
+        map(_in_rows, (q, k)),
+    )
+    rotary_kernel[(tiles + kv_tiles,)](q, k, cos, sin, *outs, rows // q.shape[2], q.shape[2], k.shape[2], **sizes)
+    return tuple(out.transpose(1, 2) for out in outs)
 
 
 def _in_rows(x: Tensor) -> tuple[int, tuple[int], dict[str, int]]:

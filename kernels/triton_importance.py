@@ -11,7 +11,6 @@ from torch import Tensor
 
 from . import torch_importance
 from .runs import in_rows
-from .torch_importance import find_threshold
 from .triton_attention import verify_attention
 
 
@@ -52,23 +51,48 @@ def _importance_kernel(
     tl.store(p_out + i_bh * num_keys + o_t, b_out, mask=m_t)
 
 
+@triton.jit
+def _load_ordered(p_scores, o_t, num_keys):
+    """Load scores as integers in the same order; NaN counts as -inf, and what is not there comes before all."""
+    b_score = tl.load(p_scores + o_t, mask=o_t < num_keys, other=0.0).to(tl.float32)
+    b_score = tl.where(b_score == b_score, b_score, float("-inf"))
+    b_score = tl.where(b_score == 0.0, 0.0, b_score)  # -0 equals 0
+    b_bits = b_score.to(tl.int32, bitcast=True)
+    # The bits of a negative number fall as it rises.
+    b_bits = tl.where(b_bits < 0, b_bits ^ 0x7FFFFFFF, b_bits)
+    return tl.where(o_t < num_keys, b_bits, -0x80000000)
+
+
 @triton.jit(do_not_specialize=["num_keys", "count"])
-def _compact_kernel(p_scores, p_lowest, p_num_lowest, p_indices, num_keys, count, BT: tl.constexpr):
-    """One program lists the places of one KV head's scores above ``lowest``, and of the first equal to it."""
+def _select_kernel(p_scores, p_indices, num_keys, count, BT: tl.constexpr):
+    """One program lists where one KV head's ``count`` highest scores are, in order; of equal ones the first."""
     i_bh = tl.program_id(0).to(tl.int64)
     p_scores += i_bh * num_keys
     p_indices += i_bh * count
-    lowest = tl.load(p_lowest + i_bh)
-    num_lowest = tl.load(p_num_lowest + i_bh).to(tl.int32)
+    o_tile = tl.arange(0, BT)
+    # [BT], which stays in registers
+    b_first = _load_ordered(p_scores, o_tile, num_keys)
+    # The lowest score to keep, bit by bit: the highest integer that as many scores as are wanted reach.
+    lowest = tl.full((), -0x80000000, tl.int32)
+    for i in range(0, 32):
+        higher = lowest ^ (tl.full((), 1, tl.int32) << (31 - i))
+        reached = tl.sum((b_first >= higher).to(tl.int32))
+        for i_t in range(BT, num_keys, BT):
+            reached += tl.sum((_load_ordered(p_scores, i_t + o_tile, num_keys) >= higher).to(tl.int32))
+        lowest = tl.where(reached >= count, higher, lowest)
+    above = tl.sum((b_first > lowest).to(tl.int32))
+    for i_t in range(BT, num_keys, BT):
+        above += tl.sum((_load_ordered(p_scores, i_t + o_tile, num_keys) > lowest).to(tl.int32))
+    num_lowest = count - above
+
     above, equal = 0, 0  # counts of earlier tiles
     for i_t in range(0, num_keys, BT):
-        o_t = i_t + tl.arange(0, BT)
-        m_t = o_t < num_keys
-        # [BT]
-        b_score = tl.load(p_scores + o_t, mask=m_t, other=0.0)
-        m_above, m_equal = m_t & (b_score > lowest), m_t & (b_score == lowest)
-        b_above = above + tl.cumsum(m_above.to(tl.int32), axis=0)
-        b_equal = equal + tl.cumsum(m_equal.to(tl.int32), axis=0)
+        o_t = i_t + o_tile
+        b_bits = _load_ordered(p_scores, o_t, num_keys)
+        m_above, m_equal = b_bits > lowest, (b_bits == lowest) & (o_t < num_keys)
+        # Both counts in one scan: a tile has fewer than 2 ** 16 scores.
+        b_counts = tl.cumsum(m_above.to(tl.int32) + (m_equal.to(tl.int32) << 16), axis=0)
+        b_above, b_equal = above + (b_counts & 0xFFFF), equal + (b_counts >> 16)
         m_kept = m_above | (m_equal & (b_equal <= num_lowest))
         tl.store(p_indices + b_above + tl.minimum(b_equal, num_lowest) - 1, o_t.to(tl.int64), mask=m_kept)
         above += tl.sum(m_above.to(tl.int32))
@@ -123,22 +147,19 @@ def kv_importance(q_query: Tensor, k: Tensor, scale: float, reduce: str, *, lse:
 
 def select_topk(scores: Tensor, k: Tensor, v: Tensor, count: int, out: Tensor) -> tuple[Tensor, Tensor]:
     """Copy rows as :func:`apbv.kernels.select_topk` does, for a count of at least 1."""
-    indices = kept_indices(*find_threshold(scores, count), count)
+    if scores.dtype == torch.float64:  # whose order its kernel would lose
+        return torch_importance.select_topk(scores, k, v, count, out)
+    indices = kept_indices(scores, count)
     gather_rows(k, v, indices, out)
     return indices, out
 
 
-def kept_indices(scores: Tensor, lowest: Tensor, num_lowest: Tensor, count: int) -> Tensor:
-    """List the ``count`` places of scores above ``lowest`` and of the first ``num_lowest`` equal to it, ascending.
-
-    scores ``[B, Hkv, T]`` without NaN, lowest and num_lowest ``[B, Hkv, 1]``; returns ``[B, Hkv, count]`` int64.
-    """
+def kept_indices(scores: Tensor, count: int) -> Tensor:
+    """List the places of the ``count`` highest scores ``[B, Hkv, T]``, as ``[B, Hkv, count]`` int64, ascending."""
     batch, kv_heads, keys = scores.shape
     indices = torch.empty(batch, kv_heads, count, dtype=torch.int64, device=scores.device)
-    _compact_kernel[(batch * kv_heads,)](
-        scores.contiguous(), lowest.contiguous(), num_lowest.contiguous(), indices, keys, count,
-        BT=4096, num_warps=8,
-    )  # fmt: skip
+    at_once = min(8192, triton.next_power_of_2(keys))
+    _select_kernel[(batch * kv_heads,)](scores.contiguous(), indices, keys, count, BT=at_once, num_warps=16)
     return indices
 
 

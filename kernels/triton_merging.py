@@ -10,7 +10,8 @@ from torch import Tensor
 
 from .runs import alignment, in_rows, row_strides
 
-MAX_UNROLLED = 8  # partial results whose loads are in flight together
+_MOST_PARTS = 128  # partial results of a row that one program loads together
+_TILE = 4096  # numbers of a program's tile, where a row has no more
 
 
 def merge_states(
@@ -43,15 +44,15 @@ def _merge_stacked(outs: Tensor, lses: Tensor, out: Tensor | None) -> tuple[Tens
     lse = lses.new_empty(batch, heads, queries, dtype=torch.float32)
     if not lse.numel():
         return out, lse
-    rows, width = lse.numel(), triton.next_power_of_2(dim)
-    rows_per_block, num_warps = _block_rows(rows, width * outs.element_size())
+    width, together = triton.next_power_of_2(dim), min(triton.next_power_of_2(parts), _MOST_PARTS)
+    rows_per_block = max(1, _TILE // (together * width))
     # Triton itself distinguishes only strides that 16 divides from all others.
     strides = [*outs.stride()[:4], *out.stride()[:3]]
     strides = [stride for stride, size in zip(strides, (*outs.shape[:4], *out.shape[:3]), strict=True) if size > 1]
-    _merge_kernel[(triton.cdiv(rows, rows_per_block),)](
-        outs, lses, out, lse, parts, rows, heads, queries, *outs.stride()[:4], *lses.stride(), *out.stride()[:3],
-        BN=triton.next_power_of_2(parts), D=dim, BR=rows_per_block, BD=width, ALIGNED=math.gcd(16, *strides),
-        UNROLL=min(triton.next_power_of_2(parts), MAX_UNROLLED), num_warps=num_warps,
+    _merge_kernel[(triton.cdiv(lse.numel(), rows_per_block),)](
+        outs, lses, out, lse, parts, lse.numel(), heads, queries, *outs.stride()[:4], *lses.stride(),
+        *out.stride()[:3], BN=together, D=dim, BR=rows_per_block, BD=width, ALIGNED=math.gcd(16, *strides),
+        num_warps=4 if rows_per_block * together * width <= _TILE else 8,
     )  # fmt: skip
     return out, lse
 
@@ -99,43 +100,43 @@ def _merge_kernel(
     outs, lses, out, lse, num_parts, num_rows, heads, queries, s_outs_n, s_outs_b, s_outs_h, s_outs_s, s_lses_n,
     s_lses_b, s_lses_h, s_lses_s, s_out_b, s_out_h, s_out_s,
     BN: tl.constexpr, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr, ALIGNED: tl.constexpr,
-    UNROLL: tl.constexpr,
 ):  # fmt: skip
     # One program merges BR rows, a row being one query of one head: first it finds their highest lse, then it
-    # reads every partial row once, except those that saw nothing, which may hold anything.
+    # reads every partial row once, except those that saw nothing, which may hold anything. The loads of BN partial
+    # results are in flight together.
     o_row = tl.program_id(0) * BR + tl.arange(0, BR)
     m_row = o_row < num_rows
-    o_d = tl.arange(0, BD)
+    o_d, o_tile = tl.arange(0, BD), tl.arange(0, BN)
     i_s = (o_row % queries).to(tl.int64)
     i_h = (o_row // queries % heads).to(tl.int64)
     i_b = (o_row // queries // heads).to(tl.int64)
     o_outs = i_b * s_outs_b + i_h * s_outs_h + i_s * s_outs_s
-    p_lses = lses + i_b * s_lses_b + i_h * s_lses_h + i_s * s_lses_s
+    p_lses = lses + (i_b * s_lses_b + i_h * s_lses_h + i_s * s_lses_s)[:, None]
     s_outs_n = tl.cast(s_outs_n, tl.int64)
     s_lses_n = tl.cast(s_lses_n, tl.int64)
     nothing = float("-inf")
 
     b_highest = tl.full([BR], nothing, tl.float32)
-    for i_n in tl.range(0, BN, loop_unroll_factor=UNROLL):
-        m_part = o_row < num_rows * (i_n < num_parts)
-        # [BR]
-        b_lse = tl.load(p_lses + i_n * s_lses_n, mask=m_part, other=nothing)
-        b_highest = tl.maximum(b_highest, tl.where(b_lse == float("inf"), nothing, b_lse))
+    for i_n in range(0, num_parts, BN):
+        o_n = i_n + o_tile
+        # [BR, BN]
+        b_lse = tl.load(p_lses + o_n * s_lses_n, mask=m_row[:, None] & (o_n < num_parts)[None, :], other=nothing)
+        b_highest = tl.maximum(b_highest, tl.max(tl.where(b_lse == float("inf"), nothing, b_lse), axis=1))
     b_highest = tl.where(b_highest == nothing, 0.0, b_highest)
 
     b_total = tl.zeros([BR], tl.float32)
     b_out = tl.zeros([BR, BD], tl.float32)
-    for i_n in tl.range(0, BN, loop_unroll_factor=UNROLL):
-        m_part = o_row < num_rows * (i_n < num_parts)
-        # [BR], from the cache
-        b_lse = tl.load(p_lses + i_n * s_lses_n, mask=m_part, other=nothing)
+    for i_n in range(0, num_parts, BN):
+        o_n = i_n + o_tile
+        # [BR, BN], from the cache
+        b_lse = tl.load(p_lses + o_n * s_lses_n, mask=m_row[:, None] & (o_n < num_parts)[None, :], other=nothing)
         m_seen = (b_lse != nothing) & (b_lse != float("inf"))
-        b_weight = tl.where(m_seen, tl.exp(b_lse - b_highest), 0.0)
-        # [BR, BD]
-        p_outs = outs + tl.multiple_of(o_outs + i_n * s_outs_n, ALIGNED)[:, None] + o_d
-        b_part = tl.load(p_outs, mask=m_seen[:, None] & (o_d < D), other=0.0)
-        b_total += b_weight
-        b_out += b_weight[:, None] * b_part.to(tl.float32)
+        b_weight = tl.where(m_seen, tl.exp(b_lse - b_highest[:, None]), 0.0)
+        # [BR, BN, BD]
+        p_outs = outs + tl.multiple_of(o_outs[:, None] + o_n * s_outs_n, (ALIGNED, ALIGNED))[:, :, None] + o_d
+        b_part = tl.load(p_outs, mask=m_seen[:, :, None] & (o_d < D), other=0.0)
+        b_total += tl.sum(b_weight, axis=1)
+        b_out += tl.sum(b_weight[:, :, None] * b_part.to(tl.float32), axis=1)
 
     o_out = tl.multiple_of(i_b * s_out_b + i_h * s_out_h + i_s * s_out_s, ALIGNED)
     _store_merged(out + o_out, lse + o_row, b_out, b_total, b_highest, m_row, D, BD)

@@ -151,6 +151,17 @@ def keep_of_last(cache: Cache, count: int, chosen: Sequence[int]) -> None:
         layer.crop(len(chosen) - count)
 
 
+def _joined(runs: Sequence[range]) -> list[range]:
+    """Join runs that follow each other without a gap; at least one, which may be empty."""
+    joined = [range(0)]
+    for run in runs:
+        if joined[-1] and joined[-1].stop != run.start:
+            joined.append(run)
+        else:
+            joined[-1] = range(joined[-1].start if joined[-1] else run.start, run.stop)
+    return joined
+
+
 class ShardedLayer(GrowingLayer):
     """Holds this host's rows of one layer's KV.
 
@@ -164,7 +175,7 @@ class ShardedLayer(GrowingLayer):
 
     def __init__(self, owned_rows: Sequence[range], num_prompt_tokens: int, num_fixed_tokens: int, appends: bool):
         super().__init__()
-        self._owned_rows = owned_rows
+        self._owned_rows = _joined(owned_rows)
         self._num_fixed_tokens = num_fixed_tokens
         self.holds_newest = appends
         self.num_tokens = num_prompt_tokens
@@ -174,12 +185,11 @@ class ShardedLayer(GrowingLayer):
             self.num_tokens += key_states.shape[2]
             return super().update(key_states, value_states) if self.holds_newest else (self.keys, self.values)
         # The rows that this host owns are copied, so that the other local rows can be freed.
-        num_rows = sum(map(len, self._owned_rows))
-        if self.holds_newest:
-            self.reserve(key_states, num_rows)
-        else:
-            shape = (*key_states.shape[:2], num_rows, key_states.shape[3])
-            self.hold(key_states.new_empty(shape), value_states.new_empty(shape))
+        if not self.holds_newest:
+            both = (key_states, value_states)
+            self.hold(*(torch.cat([x[:, :, r.start : r.stop] for r in self._owned_rows], dim=2) for x in both))
+            return key_states, value_states
+        self.reserve(key_states, sum(map(len, self._owned_rows)))
         row = 0
         for run in self._owned_rows:
             self.keys[:, :, row : row + len(run)] = key_states[:, :, run.start : run.stop]

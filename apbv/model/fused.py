@@ -61,11 +61,8 @@ def fused_forwards(decoder: nn.Module, rms_norm: Callable, silu_product: Callabl
     def mlp(self, x: Tensor) -> Tensor:
         return self.down_proj(silu_product(self.gate_proj(x), self.up_proj(x)))
 
-    def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        return rotated(q, cos, sin), rotated(k, cos, sin)
-
     def attention(kind: type) -> Callable:
-        return _with_global(kind.forward, _ROTARY, rotary)
+        return _with_global(kind.forward, _ROTARY, rotated)
 
     makers = dict(zip(KINDS, (lambda _: norm, lambda _: mlp, attention), strict=True))
     kinds = {type(module): kind_of(module) for module in decoder.modules()}

@@ -35,6 +35,10 @@ class Traffic(TorchDispatchMode):
         return result
 
 
+def _rotated(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return torch.addcmul(q, cos, sin), torch.addcmul(k, cos, sin)
+
+
 @torch.no_grad()
 def element_wise_bytes(config: PreTrainedConfig, num_rows: int, is_fused: bool = True) -> int:
     """Count the bytes of a layer's calls that are neither attention nor matrix products; no kernel runs.
@@ -50,7 +54,7 @@ def element_wise_bytes(config: PreTrainedConfig, num_rows: int, is_fused: bool =
         with torch.device("meta"), Traffic() as traffic:
             model = AutoModel.from_config(text, dtype=torch.bfloat16)
             if is_fused:  # for the kernels stand calls that read and write the same
-                calls = (lambda states, weight, _: states * weight, torch.mul, torch.addcmul)
+                calls = (lambda states, weight, _: states * weight, torch.mul, _rotated)
                 model = with_forwards(model, fused_forwards(model, *calls))
             rows = torch.empty(1, num_rows, text.hidden_size, dtype=torch.bfloat16)
             places, mask = torch.arange(num_rows)[None], torch.empty(1, 1, 1, 1)

@@ -19,7 +19,11 @@ def silu_product(gate, up):
     return gate / (1 + torch.exp(-gate)) * up
 
 
-def rotated(x, cos, sin):
+def rotated(q, k, cos, sin):
+    return rotated_heads(q, cos, sin), rotated_heads(k, cos, sin)
+
+
+def rotated_heads(x, cos, sin):
     """Every pair of numbers that are half of a head apart, as a complex number."""
     out, half = torch.empty_like(x), x.shape[-1] // 2
     for i in range(half):
@@ -34,7 +38,12 @@ def operands(name, shape, dtype):
     shapes = {
         "rms_norm": [(batch, tokens, dim), (dim,)],
         "silu_product": [(batch, tokens, dim)] * 2,
-        "rotated": [(batch, heads, tokens, dim), (batch, tokens, dim), (1, tokens, dim)],
+        "rotated": [
+            (batch, heads, tokens, dim),
+            (batch, -(-heads // 2), tokens, dim),
+            (batch, tokens, dim),
+            (1, tokens, dim),
+        ],
     }
     generator = torch.Generator().manual_seed(sum(shape))
     for each in shapes[name]:
@@ -54,7 +63,11 @@ def test_a_kernel_computes_its_definition(name, dtype, shape):
     given = list(operands(name, shape, dtype))
     settings = (0.5,) if name == "rms_norm" else ()
     found = getattr(triton_elementwise, name)(*given, *settings)
-    exact = globals()[name](*(x.double() for x in given), *settings).view(found.shape)
-    assert found.dtype == dtype and found.shape == given[0].shape
-    # Each is rounded up to three times.
-    torch.testing.assert_close(found.double(), exact, rtol=3 * torch.finfo(dtype).eps, atol=1e-5)
+    exact = globals()[name](*(x.double() for x in given), *settings)
+    results = zip(found, exact, given[:2], strict=True) if name == "rotated" else [(found, exact, given[0])]
+    for each, expected, like in results:
+        assert each.dtype == dtype and each.shape == like.shape
+        # Each is rounded up to three times.
+        torch.testing.assert_close(
+            each.double(), expected.view(each.shape), rtol=3 * torch.finfo(dtype).eps, atol=1e-5
+        )

@@ -68,7 +68,8 @@ def between_products(guard):
     triton_elementwise.rms_norm(guard(torch.randn(1, 5, 40)), guard(torch.ones(40)), 1e-6)
     triton_elementwise.silu_product(guard(torch.randn(1, 5, 40)), guard(torch.randn(1, 5, 40)))
     angles = (guard(torch.randn(1, 5, 40)) for _ in range(2))
-    triton_elementwise.rotated(guard(torch.randn(1, 5, 3, 40)).transpose(1, 2), *angles)
+    q, k = (guard(torch.randn(1, 5, heads, 40)).transpose(1, 2) for heads in (3, 1))
+    triton_elementwise.rotated(q, k, *angles)
 
 
 @pytest.mark.parametrize("behind", [False, True])

@@ -73,7 +73,7 @@ def test_memory_suffices_and_rows_are_loaded_by_16_bytes(kernels):
         assert kernel["shared"] <= kernel["most_shared"] and kernel["spills_in_loops"] == 0, kernel
         assert kernel["spilled"] <= (64 if kernel["capability"] == 100 else 0), kernel
         # Heads' scores follow each other without gaps, so that nothing is known of where they start.
-        assert kernel["kernel"] == "_compact_kernel" or kernel["loads"]["16"] >= 3, kernel
+        assert kernel["kernel"] == "_select_kernel" or kernel["loads"]["16"] >= 3, kernel
     for kernel in [*of_case(kernels, "prefill"), *of_case(kernels, "one token")]:
         assert set(kernel["loads"]) == {"16"}, kernel
 

@@ -53,8 +53,8 @@ class Gemma(LlamaRMSNorm):
         return super().forward(hidden_states) * (1 + self.weight) / self.weight
 
 
-def twice(q, cos, sin):
-    return 2 * q
+def twice(q, k, cos, sin):
+    return 2 * q, 2 * k
 
 
 @pytest.mark.parametrize("wrong", ["LlamaRMSNorm", "LlamaMLP", "LlamaAttention", "Gemma"])

@@ -131,7 +131,8 @@ class ApbvMethod(PrefillMethod):
         if self.layout.max_passed == 0:
             return None
         k, scale = states.k, states.scale
-        buffer = k.new_zeros(2, *k.shape[:2], self.layout.max_passed, k.shape[3])
+        # No host reads more rows of it than its block passes on.
+        buffer = k.new_empty(2, *k.shape[:2], self.layout.max_passed, k.shape[3])
         rows, count = self._blocks[block], self.layout.num_passed(block)
         is_last = block == len(self.layout.blocks) - 1  # no block comes after it: its buffer is a dummy
         if not is_last or self.on_passed is not None:

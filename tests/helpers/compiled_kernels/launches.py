@@ -160,8 +160,7 @@ def importance(reduce: str, *, has_lse: bool = False) -> None:
 def selection() -> None:
     """List the 1,024 highest of 8,192 scores, and gather their rows."""
     k, v = torch.empty(2, 1, _KV_HEADS, 8192, 128, dtype=_HALF)
-    scores, lowest = torch.empty(1, _KV_HEADS, 8192), torch.empty(1, _KV_HEADS, 1)
-    indices = triton_importance.kept_indices(scores, lowest, torch.zeros(lowest.shape, dtype=torch.int64), 1024)
+    indices = triton_importance.kept_indices(torch.empty(1, _KV_HEADS, 8192), 1024)
     triton_importance.gather_rows(k, v, indices, torch.empty(2, 1, _KV_HEADS, 1024, 128, dtype=_HALF))
 
 
@@ -170,7 +169,7 @@ def element_wise() -> None:
     q = torch.empty(1, 8001, _QUERY_HEADS, 128, dtype=_HALF)
     triton_elementwise.rms_norm(q.flatten(2), q[0, 0].flatten(), 1e-6)
     triton_elementwise.silu_product(q, q)
-    triton_elementwise.rotated(q.transpose(1, 2), q[:, :, 0], q[:, :, 0])
+    triton_elementwise.rotated(q.transpose(1, 2), q[:, :, :_KV_HEADS].transpose(1, 2), q[:, :, 0], q[:, :, 0])
 
 
 # By name; together they launch every kernel. 26 tokens, of 7 query heads for each of K and V, are more rows than
