@@ -11,6 +11,7 @@ setup(
     package_dir={"apbv.kernels": "kernels", "apbv.launch": "launch"},
     package_data={
         "apbv": ["py.typed"],
+        "apbv.kernels": ["tiles.json"],
         "apbv.demo": ["clip.mp4", "model/*", "draft/*", "*.png", "README.md"],
     },
 )

@@ -7,8 +7,7 @@ are read once for all of them. Where there are few rows, the keys are split over
 merged (Flash-Decoding).
 """
 
-from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 
 import torch
 import triton
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from .backends import num_processors
 from .runs import Run, Segment, alignment, find_runs, in_rows, row_strides
+from .tiles import Tile, tile_of
 from .torch_attention import empty_output
 from .triton_attention_kernels import CAUSAL, GIVEN_MASK, NO_MASK, segments_kernel, verify_kernel
 from .triton_merging import merge_states, veiled
@@ -24,60 +24,11 @@ _RUNS_BUCKET = 4  # empty runs pad the runs to a multiple of this, so that many 
 _FEWEST_KEYS = 512  # fewer keys are not worth a program of their own
 
 
-@dataclass(frozen=True)
-class Blocks:
-    """Tile sizes of a program, its warps and pipeline stages."""
-
-    rows: int
-    keys: int
-    dim: int
-    num_warps: int
-    num_stages: int
-
-
-def long_blocks(rows: int, dim: int, element_size: int, device: torch.device) -> Blocks:
-    """Choose tiles for long queries, as large as registers and shared memory allow; see docs/kernels.md."""
-    dim = max(16, triton.next_power_of_2(dim))
-    generation, shared = _generation(device)
-    if element_size == 4 or rows <= 64:
-        return verify_blocks(rows, dim, element_size, False, device)
-    if dim > 128:
-        if generation == 9:
-            return Blocks(128, 32, dim, 8, 2)
-        return Blocks(64, 64 if generation == 8 and shared > 150 * 1024 else 32, dim, 8, 2)
-    return Blocks(128, 128 if generation == 9 else 64, dim, 8, 2)
-
-
-def verify_blocks(rows: int, dim: int, element_size: int, has_mask: bool, device: torch.device) -> Blocks:
-    """Choose tiles for few rows over many keys, which are memory-bound."""
-    dim = max(16, triton.next_power_of_2(dim))
-    few = max(16, triton.next_power_of_2(rows))
-    if element_size == 4:
-        # Larger tiles of such wide heads exceed the shared memory of Ada, and spill elsewhere.
-        return Blocks(min(32, few), 32, dim, 4, 2) if dim <= 128 else Blocks(16, 16, dim, 8, 2)
-    generation, shared = _generation(device)
-    # Of these, tensor cores take operands from registers: Ampere, Ada, and Blackwell's GeForce and RTX PRO.
-    if generation == 8 or shared < 200 * 1024:
-        return Blocks(min(64 if dim <= 128 else 32, few), 32, dim, 8, 2)
-    if few == 16 and dim <= 128 and not has_mask:  # whose tile takes registers
-        return Blocks(16, 64, dim, 4, 3)
-    return Blocks(min(64, few), 32, dim, 8, 3)
-
-
 def _splits(num_programs: int, num_keys: int, block: int, device: torch.device) -> tuple[int, int]:
     """Choose the number of key ranges, so that every SM has work, and the length of each."""
     wanted = min(num_processors(device) * 2 // num_programs, triton.cdiv(num_keys, _FEWEST_KEYS))
     per_split = max(1, triton.cdiv(triton.cdiv(num_keys, max(1, wanted)), block)) * block
     return max(1, triton.cdiv(num_keys, per_split)), per_split
-
-
-@cache
-def _generation(device: torch.device) -> tuple[int, int]:
-    """Return a GPU's major compute capability, and the bytes of shared memory that a program can have."""
-    if device.type != "cuda":
-        return 9, 227 * 1024
-    properties = torch.cuda.get_device_properties(device)
-    return properties.major, properties.shared_memory_per_block_optin
 
 
 def segmented_attention(
@@ -101,7 +52,7 @@ def segmented_attention(
     last = Run.of(*segments[-1]) if has_last else Run.of(q[:, :, :0], q[:, :, :0])
     num_past = sum(run.num_rows for run in runs)
 
-    block = long_blocks(queries * group, dim, q.element_size(), q.device)
+    block = tile_of(queries * group, dim, q.element_size(), q.device, is_long=True)
     tiles = sum(triton.cdiv(rows * group, block.rows) for rows in (rows_alone, queries - rows_alone))
     splits, keys_per_split = _splits(tiles * batch * kv_heads, num_past + last.num_rows, block.keys, q.device)
     out = empty_output(q) if out is None else out
@@ -172,7 +123,7 @@ def _plan_verification(
     dtype: torch.dtype,
     device: torch.device,
     has_mask: bool,
-) -> tuple[Blocks, int, int, tuple[int, ...], tuple[int, ...], tuple[int, ...], dict[str, int]]:
+) -> tuple[Tile, int, int, tuple[int, ...], tuple[int, ...], tuple[int, ...], dict[str, int]]:
     """Compute once the launch parameters of verify_kernel that all layers and many tokens share.
 
     Each Python call costs a tenth of a launch.
@@ -184,7 +135,7 @@ def _plan_verification(
     """
     batch, heads, queries, dim = shape
     group = heads // kv_heads
-    block = verify_blocks(queries * group, dim, dtype.itemsize, has_mask, device)
+    block = tile_of(queries * group, dim, dtype.itemsize, device, has_mask=has_mask)
     tiles = triton.cdiv(queries * group, block.rows)
     out_strides = (0, queries * heads * dim, dim, heads * dim)
     part_strides = (batch * heads * queries * dim, heads * queries * dim, queries * dim, dim)

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from .backends import num_processors
 from .runs import BufferTable, SequenceBuffers, alignment, in_rows
+from .tiles import tile_of
 from .torch_attention import empty_output
-from .triton_attention import verify_blocks
 from .triton_attention_kernels import (
     _attend_tile,
     _factors,
@@ -38,7 +38,7 @@ def batch_decode_attention(
     heads, rows, dim = q.shape[1:]
     group = heads // k.shape[1]
     table = _table_of(buffers, q.device) if isinstance(buffers, SequenceBuffers) else buffers
-    block = verify_blocks(group * table.most_new, dim, q.element_size(), False, q.device)
+    block = tile_of(group * table.most_new, dim, q.element_size(), q.device)
     tiles = triton.cdiv(group * table.most_new, block.rows)
     # The CPU does not know which sequences are long: each could occupy all SMs. The extra programs of short ones
     # exit at once.

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .runs import ListedBlocks, alignment, in_rows, row_strides
-from .triton_attention import Blocks, long_blocks
+from .tiles import Tile, tile_of
 from .triton_attention_kernels import (
     _attend_tile,
     _factors,
@@ -28,9 +28,9 @@ from .triton_attention_kernels import (
 from .triton_merging import plain, veiled
 
 
-def tiles(q: Tensor, blocks: ListedBlocks) -> Blocks:
+def tiles(q: Tensor, blocks: ListedBlocks) -> Tile:
     """Choose the tiles that a program computes at a time, each of them a block or a part of one."""
-    block = long_blocks(blocks.query_block, q.shape[3], q.element_size(), q.device)
+    block = tile_of(blocks.query_block, q.shape[3], q.element_size(), q.device, is_long=True)
     return replace(block, rows=min(block.rows, blocks.query_block), keys=min(block.keys, blocks.key_block))
 
 

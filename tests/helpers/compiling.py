@@ -69,6 +69,10 @@ def cases() -> Iterator[tuple[int, str, Callable]]:
     """Capability, name and call; every kernel for Hopper, attention also for others, with the largest tiles."""
     yield from ((90, case, call) for case, call in CALLS.items())
     yield 90, "many prompts", many_prompts
+    yield from ((90, f"tree of {n}", partial(verify, 128, n, tree=True)) for n in (2, 4, 8))
+    yield from (
+        (100, case, CALLS[case]) for case in ("tokens in a row", "8 tokens in a row", "windows of a batch")
+    )
     yield 80, "prefill", CALLS["prefill"]
     yield 89, "fp32, D=256", partial(prefill, 256, torch.float32)
     yield 89, "tree, D=256", partial(verify, 256, 26, tree=True)

@@ -17,6 +17,7 @@ from triton.runtime.jit import JITFunction
 from apbv.kernels import (
     BufferTable,
     ListedBlocks,
+    tiles,
     triton_attention,
     triton_batch_attention,
     triton_block_scores,
@@ -71,9 +72,10 @@ def compile_launches(capability: int, call: Callable[[], object]) -> list[tuple[
 
     triton_attention._plan_verification.cache_clear()  # the plans are those of another GPU
     triton.runtime.driver.set_active(AbsentGPU(capability))
+    gpu = "none", tiles.kind_of(capability // 10, SHARED_MEMORY[capability])
     with (
         patch.object(JITFunction, "run", compile_only),
-        patch.object(triton_attention, "_generation", lambda _: (capability // 10, SHARED_MEMORY[capability])),
+        patch.object(tiles, "gpu_of", lambda _: gpu),
     ):
         call()
     return list(launched.values())
@@ -103,12 +105,13 @@ def verify(dim: int, queries: int, *, tree: bool = False) -> None:
     triton_attention.verify_attention(q, k, v, dim**-0.5, visible=visible)
 
 
-def batch(dim: int, num_sequences: int = 16) -> None:
-    """Attend from the newest token of each of several sequences."""
+def batch(dim: int, num_sequences: int = 16, new: int = 1) -> None:
+    """Attend from the newest tokens of each of several sequences."""
     heads_of_all = (_QUERY_HEADS, _KV_HEADS, _KV_HEADS)
-    projected = (torch.empty(1, num_sequences, heads, dim, dtype=_HALF) for heads in heads_of_all)
+    projected = (torch.empty(1, num_sequences * new, heads, dim, dtype=_HALF) for heads in heads_of_all)
     numbers = torch.zeros(4, num_sequences, dtype=torch.int64)
-    table = BufferTable(numbers[:3], numbers[3], most_rows=8192)
+    starts = None if new == 1 else torch.arange(num_sequences + 1) * new
+    table = BufferTable(numbers[:3], numbers[3], most_rows=8192, starts=starts, most_new=new)
     triton_batch_attention.batch_decode_attention(*(x.transpose(1, 2) for x in projected), table, dim**-0.5)
 
 
@@ -177,9 +180,12 @@ def element_wise() -> None:
 CALLS: dict[str, Callable[[], None]] = {
     "prefill": partial(prefill, 128),
     "one token": partial(verify, 128, 1),
-    "tokens in a row": partial(verify, 128, 8),
+    "tokens in a row": partial(verify, 128, 4),
+    "8 tokens in a row": partial(verify, 128, 8),
+    "16 tokens in a row": partial(verify, 128, 16),
     "tree": partial(verify, 128, 26, tree=True),
     "tokens of a batch": partial(batch, 128),
+    "windows of a batch": partial(batch, 128, new=8),
     "listed blocks": partial(block_sparse, 128),
     "listed blocks, skipping": partial(block_sparse, 128, skip_margin=10.0),
     "antidiagonals": partial(antidiagonals, 16),

@@ -1,0 +1,82 @@
+"""Chooses the tiles of attention kernels from tiles.json, which ``benchmarks/operators.py --tune`` extends.
+
+It has, by GPU (its name, or its kind: see :func:`kind_of`) and by use, lists of ``[largest head_dim, most rows or
+null, rows, keys, warps, stages]``, of which the first that fits is taken. Uses are ``few`` rows of queries, where
+reading the keys takes the time; ``masked``, the same with a mask that is read, too; and ``many``.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+
+TABLE = Path(__file__).with_name("tiles.json")
+_FEW_ROWS = 64  # with more, arithmetic takes the time
+
+
+@dataclass(frozen=True)
+class Tile:
+    """The rows and keys that a program computes at a time, its padded head_dim, warps and pipeline stages."""
+
+    rows: int
+    keys: int
+    dim: int
+    num_warps: int
+    num_stages: int
+
+
+def tile_of(
+    rows: int, dim: int, element_size: int, device: torch.device, *, is_long: bool = False, has_mask: bool = False
+) -> Tile:
+    """Choose a tile.
+
+    Args:
+        rows: query rows of one head of K and V.
+        is_long: whether more rows than a few are bound by arithmetic, as in a prefill.
+        has_mask: whether the kernel reads a mask.
+    """
+    dim, rows = (max(16, 1 << (size - 1).bit_length()) for size in (dim, rows))
+    use = "many" if is_long and rows > _FEW_ROWS else "masked" if has_mask else "few"
+    gpus = ("float32",) if element_size == 4 else gpu_of(device)
+    for most_dim, most_rows, *sizes, num_warps, num_stages in _entries(gpus, use):
+        if dim <= most_dim and rows <= (most_rows or rows):
+            return Tile(min(rows, sizes[0]), sizes[1], dim, num_warps, num_stages)
+    raise ValueError(f"{TABLE} has no tile for {rows} rows of {dim} numbers on {' or '.join(gpus)}")
+
+
+def _entries(gpus: tuple[str, ...], use: str) -> Iterator[list]:
+    uses = (use,) if use == "few" else (use, "few")
+    for gpu in gpus:
+        for each in uses:
+            yield from _table().get(gpu, {}).get(each, ())
+
+
+@cache
+def _table() -> dict[str, dict[str, list[list]]]:
+    return json.loads(TABLE.read_text(encoding="utf-8"))
+
+
+@cache
+def gpu_of(device: torch.device) -> tuple[str, str]:
+    """Return a GPU's name and kind; without one, those of a GPU that compiled kernels could be for."""
+    if device.type != "cuda":
+        return "none", kind_of(9, 227 * 1024)
+    properties = torch.cuda.get_device_properties(device)
+    return properties.name, kind_of(properties.major, properties.shared_memory_per_block_optin)
+
+
+def kind_of(major: int, shared_memory: int) -> str:
+    """Name a GPU's kind: its compute capability, or ``"small"`` for the GPUs with less shared memory.
+
+    Those are Ada, and Blackwell's GeForce and RTX PRO, whose operands come from registers, as Ampere's.
+
+    Args:
+        major: of the compute capability.
+        shared_memory: bytes that a program can have.
+    """
+    if major == 8:
+        return "sm_80" if shared_memory > 150 * 1024 else "small"
+    return "small" if shared_memory < 200 * 1024 else f"sm_{10 * min(major, 10)}"
