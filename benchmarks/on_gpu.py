@@ -122,6 +122,13 @@ SPEED = [
         "--tokens 600 --preset quick --rounds 1",
     ),
     Stage(
+        "tiles",
+        180,
+        "python benchmarks/operators.py --tune {out}/tiles.json --tokens 131072 --rounds 5",
+        "--tokens 600 --preset quick --rounds 1 --warmup 1 --dtype float16",
+        keeps_records=False,
+    ),
+    Stage(
         "profile",
         90,
         f"python benchmarks/throughput.py {BIG} --methods apbv --hosts 8 --tokens 131072 --rounds 1 "

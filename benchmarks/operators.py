@@ -2,6 +2,7 @@
 
     python benchmarks/operators.py --preset h200 --json operators.jsonl
     python benchmarks/operators.py --ops segmented_attention --tokens 32768 --backends torch flash_attn triton
+    python benchmarks/operators.py --tune tiles.json  # kernels/tiles.json, with the fastest tiles of this GPU
 
 Every result is compared with fp64 first: a wrong one gets an error instead of a speed, and the exit status is 1.
 Every round interleaves all backends, so that drift in the device's speed affects all equally. On a GPU the time is
@@ -14,10 +15,13 @@ this; the time of their attention kernels alone is also reported.
 """
 
 import argparse
+import os
 import statistics
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.metadata import distributions
+from pathlib import Path
 
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 
@@ -31,7 +35,7 @@ from support.arguments import DEFAULT_DTYPES, add_shared
 from support.operators.case import Case, Draw
 from support.operators.cases import PRESETS, cases
 from support.operators.timing import Contender, Timer, check, contenders, measure
-from support.records import report
+from support.records import report, table
 
 OPERATORS = tuple(dict.fromkeys(case.op for case in cases(PRESETS["quick"].sizes, [600])))
 TIMED = tuple(name for name in BACKENDS if name != "auto")
@@ -107,6 +111,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--backends", nargs="+", choices=TIMED, default=TIMED, metavar="NAME")
     parser.add_argument("--tokens", type=int, nargs="+", help="context lengths (default: the preset's)")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--tune", type=Path, metavar="FILE", help="time candidate tiles, and write the best to FILE"
+    )
     add_shared(parser, "dtype", "json", rounds=10, warmup=2)
     options = parser.parse_args(arguments)
     if options.warmup < 1:
@@ -146,8 +153,24 @@ def measured(options: argparse.Namespace) -> Iterator[dict]:
             yield record(options, timer, case, entry, default)
 
 
+def tuned(options: argparse.Namespace) -> int:
+    """Time candidate tiles, print them, and return the exit status; without a GPU kernels are interpreted."""
+    if options.device.type == "cpu":
+        os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported
+    from support.operators import tuning
+
+    preset = PRESETS[options.preset]
+    timer = Timer(options.device, getattr(torch, options.dtype), preset.copy_bytes, preset.matrix_side)
+    sizes = replace(preset.sizes, tokens=max(options.tokens or preset.tokens))
+    how = timer, sizes, getattr(torch, options.dtype), options.rounds, options.warmup, options.tune
+    print(table(list(tuning.tune(*how)), tuning.COLUMNS))
+    return 0
+
+
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
+    if options.tune is not None:
+        return tuned(options)
     rows = report(options, measured(options), COLUMNS)
     for row in rows:
         if row["wrong"]:
