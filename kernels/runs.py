@@ -43,14 +43,32 @@ class Run:
         return cls(k, v, num_pieces * length, num_pieces if length == 1 else length, k_strides, v_strides)
 
     @property
-    def divisor(self) -> tuple[int, int]:
-        """Magic and shift with which ``(row * magic >> 32) >> shift`` is the piece of a row, below 2 ** 31.
+    def form(self) -> "RunForm":
+        """What decides how a kernel reads it, besides where it lies; of equal forms plans can be shared."""
+        return self.num_rows, self.piece_len, self.k_strides, self.v_strides
 
-        A processor has no division of integers (Granlund and Montgomery, 1994).
-        """
-        length = max(2, self.piece_len)
-        bits = (length - 1).bit_length()
-        return (1 << (31 + bits)) // length + 1, bits - 1
+
+RunForm = tuple[int, int, tuple[int, int, int, int], tuple[int, int, int, int]]
+
+
+def divisor(length: int) -> tuple[int, int]:
+    """Return magic and shift so that ``(row * magic >> 32) >> shift`` is ``row // length`` of a row below 2 ** 31.
+
+    A processor has no division of integers (Granlund and Montgomery, 1994).
+    """
+    length = max(2, length)
+    bits = (length - 1).bit_length()
+    return (1 << (31 + bits)) // length + 1, bits - 1
+
+
+def cdiv(number: int, by: int) -> int:
+    """Divide and round up. Triton's own function of the name takes as long as half a launch."""
+    return -(-number // by)
+
+
+def next_power_of_2(number: int) -> int:
+    """Return the lowest power of 2 that is at least a number above 0."""
+    return 1 << (number - 1).bit_length()
 
 
 @dataclass(frozen=True, eq=False)

@@ -155,7 +155,8 @@ def _merged(
 
 def empty_output(q: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Make room for an output like q, ``[B, Hq, S, D]``, with the heads of a query side by side in memory."""
-    return q.new_empty(q.transpose(1, 2).shape, dtype=dtype).transpose(1, 2)
+    batch, heads, queries, dim = q.shape
+    return q.new_empty((batch, queries, heads, dim), dtype=dtype).transpose(1, 2)
 
 
 def _attend_all(q: Tensor, k: Tensor, v: Tensor, scale: float, attend: Attend) -> tuple[Tensor, Tensor]:

@@ -10,11 +10,10 @@ merged (Flash-Decoding).
 from functools import lru_cache
 
 import torch
-import triton
 from torch import Tensor
 
 from .backends import num_processors
-from .runs import Run, Segment, alignment, find_runs, in_rows, row_strides
+from .runs import Run, RunForm, Segment, alignment, cdiv, divisor, find_runs, in_rows
 from .tiles import Tile, tile_of
 from .torch_attention import empty_output
 from .triton_attention_kernels import CAUSAL, GIVEN_MASK, NO_MASK, segments_kernel, verify_kernel
@@ -26,9 +25,9 @@ _FEWEST_KEYS = 512  # fewer keys are not worth a program of their own
 
 def _splits(num_programs: int, num_keys: int, block: int, device: torch.device) -> tuple[int, int]:
     """Choose the number of key ranges, so that every SM has work, and the length of each."""
-    wanted = min(num_processors(device) * 2 // num_programs, triton.cdiv(num_keys, _FEWEST_KEYS))
-    per_split = max(1, triton.cdiv(triton.cdiv(num_keys, max(1, wanted)), block)) * block
-    return max(1, triton.cdiv(num_keys, per_split)), per_split
+    wanted = min(num_processors(device) * 2 // num_programs, cdiv(num_keys, _FEWEST_KEYS))
+    per_split = max(1, cdiv(cdiv(num_keys, max(1, wanted)), block)) * block
+    return max(1, cdiv(num_keys, per_split)), per_split
 
 
 def segmented_attention(
@@ -41,43 +40,85 @@ def segmented_attention(
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend as :func:`apbv.kernels.segmented_attention` does, in one launch, or two where keys were split."""
-    batch, heads, queries, dim = q.shape
-    kv_heads = segments[0][0].shape[1]
-    group = heads // kv_heads
-    q = in_rows(q)
-    segments = [(in_rows(k), in_rows(v)) for k, v in segments]
+    q, segments = in_rows(q), [(in_rows(k), in_rows(v)) for k, v in segments]
     has_last = causal_last or rows_alone > 0
     runs = find_runs(segments[:-1] if has_last else segments)
-    # Without a last segment its arguments are never read; an empty one is passed.
-    last = Run.of(*segments[-1]) if has_last else Run.of(q[:, :, :0], q[:, :, :0])
-    num_past = sum(run.num_rows for run in runs)
-
-    block = tile_of(queries * group, dim, q.element_size(), q.device, is_long=True)
-    tiles = sum(triton.cdiv(rows * group, block.rows) for rows in (rows_alone, queries - rows_alone))
-    splits, keys_per_split = _splits(tiles * batch * kv_heads, num_past + last.num_rows, block.keys, q.device)
+    last = Run.of(*segments[-1]) if has_last else None
     out = empty_output(q) if out is None else out
-    parts = out[None] if splits == 1 else q.new_empty(splits, *q.shape, dtype=torch.float32)
-    lse = q.new_empty(splits, batch, heads, queries, dtype=torch.float32)
-
-    runs += [Run.of(q[:, :, :0], q[:, :, :0])] * (-max(1, len(runs)) % _RUNS_BUCKET + (not runs))
-    strides = [*(run.k_strides for run in runs), *(run.v_strides for run in runs)]
-    strides += [last.k_strides, last.v_strides, row_strides(q), (parts.stride(0), *row_strides(parts[0]))]
-    align = alignment(q.element_size(), [stride for own in strides for stride in own])
-    strides = [tuple(stride // align for stride in own) for own in strides]
-    *run_strides, last_k_strides, last_v_strides, q_strides, out_strides = strides
-    magics, shifts = zip(*(run.divisor for run in runs), strict=True)
-    segments_kernel[(tiles, batch * kv_heads, splits)](
-        q, parts, lse, tuple(run.k for run in runs), tuple(run.v for run in runs), last.k, last.v,
-        veiled(*(run.num_rows for run in runs)), veiled(*magics), veiled(*shifts),
-        tuple(veiled(*own) for own in zip(*run_strides[: len(runs)], strict=True)),
-        tuple(veiled(*own) for own in zip(*run_strides[len(runs) :], strict=True)), veiled(*q_strides),
-        veiled(*out_strides[1:]), *veiled(out_strides[0]), veiled(*last_k_strides[:3]),
-        veiled(*last_v_strides[:3]), scale, queries, num_past, last.num_rows, rows_alone, keys_per_split,
-        sum(run.num_rows > 0 for run in runs),
-        KV_HEADS=kv_heads, GROUP=group, D=dim, BR=block.rows, BT=block.keys, BD=block.dim, ALIGN=align,
-        HAS_LAST=has_last, IS_CAUSAL=causal_last, num_warps=block.num_warps, num_stages=block.num_stages,
+    forms = tuple([run.form for run in runs])
+    grid, num_empty, before_scale, after_scale, constants = _plan_segments(
+        q.shape, segments[0][0].shape[1], q.stride(), out.stride(), forms, last and last.form, q.dtype, q.device,
+        causal_last, rows_alone,
+    )  # fmt: skip
+    *_, splits = grid
+    parts = out if splits == 1 else q.new_empty(splits, *q.shape, dtype=torch.float32)
+    lse = q.new_empty(splits, *q.shape[:3], dtype=torch.float32)
+    keys, values = ([*states, *[q] * num_empty] for states in ([x.k for x in runs], [x.v for x in runs]))
+    segments_kernel[grid](
+        q, parts, lse, tuple(keys), tuple(values), *((last.k, last.v) if last else (q, q)), *before_scale, scale,
+        *after_scale, **constants,
     )  # fmt: skip
     return (out, lse[0]) if splits == 1 else merge_states(parts, lse, out=out)
+
+
+@lru_cache(maxsize=256)
+def _plan_segments(
+    shape: torch.Size,
+    kv_heads: int,
+    q_strides: tuple[int, ...],
+    out_strides: tuple[int, ...],
+    runs: tuple[RunForm, ...],
+    last: RunForm | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    causal_last: bool,
+    rows_alone: int,
+) -> tuple[tuple[int, int, int], int, tuple, tuple, dict[str, int]]:
+    """Compute once the launch parameters of segments_kernel that all layers of a prefill share.
+
+    Returns:
+        The grid; how many empty runs pad the runs; what comes before and after the scale; what is compiled into
+        the kernel.
+    """
+    batch, heads, queries, dim = shape
+    group, num_past = heads // kv_heads, sum(num_rows for num_rows, *_ in runs)
+    nothing = 0, 0, (0,) * 4, (0,) * 4
+    num_last, _, last_k, last_v = last or nothing  # without a last segment its arguments are never read
+
+    block = tile_of(queries * group, dim, dtype.itemsize, device, is_long=True)
+    tiles = sum(cdiv(rows * group, block.rows) for rows in (rows_alone, queries - rows_alone))
+    splits, keys_per_split = _splits(tiles * batch * kv_heads, num_past + num_last, block.keys, device)
+    if splits > 1:  # partial results, one after the other
+        out_strides = heads * queries * dim, queries * dim, dim
+    q_strides, out_strides = (
+        tuple([0 if size == 1 else stride for size, stride in zip(shape[:3], own, strict=False)])
+        for own in (q_strides, out_strides)
+    )
+    part_stride = batch * heads * queries * dim if splits > 1 else 0
+
+    num_empty = -max(1, len(runs)) % _RUNS_BUCKET + (not runs)
+    num_rows, lengths, run_k, run_v = zip(*runs, *[nothing] * num_empty, strict=True)
+    strides = [*run_k, *run_v, last_k, last_v, q_strides, (part_stride, *out_strides)]
+    align = alignment(dtype.itemsize, [stride for own in strides for stride in own])
+    run_k, run_v = (
+        tuple(veiled(*(stride // align for stride in own)) for own in zip(*strides, strict=True))
+        for strides in (run_k, run_v)
+    )
+    last_k, last_v, q_strides, out_strides = (
+        veiled(*(stride // align for stride in own[:3])) for own in (last_k, last_v, q_strides, out_strides)
+    )
+    magics, shifts = zip(*map(divisor, lengths), strict=True)
+    before_scale = (
+        veiled(*num_rows), veiled(*magics), veiled(*shifts), run_k, run_v, q_strides, out_strides,
+        *veiled(part_stride // align), last_k, last_v,
+    )  # fmt: skip
+    after_scale = queries, num_past, num_last, rows_alone, keys_per_split, len(runs)
+    constants = {
+        "KV_HEADS": kv_heads, "GROUP": group, "D": dim, "BR": block.rows, "BT": block.keys, "BD": block.dim,
+        "ALIGN": align, "HAS_LAST": last is not None, "IS_CAUSAL": causal_last, "num_warps": block.num_warps,
+        "num_stages": block.num_stages,
+    }  # fmt: skip
+    return (tiles, batch * kv_heads, splits), num_empty, before_scale, after_scale, constants
 
 
 def verify_attention(
@@ -136,7 +177,7 @@ def _plan_verification(
     batch, heads, queries, dim = shape
     group = heads // kv_heads
     block = tile_of(queries * group, dim, dtype.itemsize, device, has_mask=has_mask)
-    tiles = triton.cdiv(queries * group, block.rows)
+    tiles = cdiv(queries * group, block.rows)
     out_strides = (0, queries * heads * dim, dim, heads * dim)
     part_strides = (batch * heads * queries * dim, heads * queries * dim, queries * dim, dim)
     # A length of 1 may have any stride.

@@ -132,7 +132,7 @@ def _rows_again(first_row, num_queries, BR: tl.constexpr):
 
 @triton.jit
 def _run_offsets(o_t, magic, shift, k_row, k_jump, v_row, v_jump):
-    """Return how far rows o_t of a run's K and V are from the first; see :attr:`apbv.kernels.runs.Run.divisor`."""
+    """Return how far rows o_t of a run's K and V are from the first; see :func:`apbv.kernels.runs.divisor`."""
     i_piece = (((o_t.to(tl.uint64) * magic) >> 32).to(tl.int32) >> shift).to(tl.int64)
     return o_t.to(tl.int64) * k_row + i_piece * k_jump, o_t.to(tl.int64) * v_row + i_piece * v_jump
 

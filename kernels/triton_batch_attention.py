@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .backends import num_processors
-from .runs import BufferTable, SequenceBuffers, alignment, in_rows
+from .runs import BufferTable, SequenceBuffers, alignment, cdiv, in_rows, next_power_of_2
 from .tiles import tile_of
 from .torch_attention import empty_output
 from .triton_attention_kernels import (
@@ -39,10 +39,10 @@ def batch_decode_attention(
     group = heads // k.shape[1]
     table = _table_of(buffers, q.device) if isinstance(buffers, SequenceBuffers) else buffers
     block = tile_of(group * table.most_new, dim, q.element_size(), q.device)
-    tiles = triton.cdiv(group * table.most_new, block.rows)
+    tiles = cdiv(group * table.most_new, block.rows)
     # The CPU does not know which sequences are long: each could occupy all SMs. The extra programs of short ones
     # exit at once.
-    splits = min(num_processors(q.device) * 2 // k.shape[1], triton.cdiv(table.most_rows, _FEWEST_KEYS))
+    splits = min(num_processors(q.device) * 2 // k.shape[1], cdiv(table.most_rows, _FEWEST_KEYS))
     splits = min(max(1, splits), _MOST_SPLITS)
     out = empty_output(q)
     parts = out[None] if splits == 1 else q.new_empty(splits, *q.shape, dtype=torch.float32)
@@ -67,7 +67,7 @@ def _table_of(buffers: SequenceBuffers, device: torch.device) -> BufferTable:
     if buffers.counts is None:
         return table
     starts = torch.tensor([0, *accumulate(buffers.counts)], device=device)
-    return replace(table, starts=starts, most_new=triton.next_power_of_2(max(buffers.counts)))
+    return replace(table, starts=starts, most_new=next_power_of_2(max(buffers.counts)))
 
 
 @triton.jit(

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .runs import in_rows
+from .runs import cdiv, in_rows, next_power_of_2
 from .torch_block_scores import per_group
 
 _ROWS_AT_ONCE = 32  # of block_means, whose sums are kept in registers
@@ -20,20 +20,20 @@ def antidiagonal_scores(q: Tensor, k: Tensor, scale: float, stride: int, block: 
     """Score blocks as :func:`apbv.kernels.antidiagonal_scores` does, in two launches."""
     q, k = in_rows(q), in_rows(k)
     batch, heads, tokens, dim = q.shape
-    groups, of_block = triton.cdiv(tokens, stride), block // stride
+    groups, of_block = cdiv(tokens, stride), block // stride
     # fp32 products take more registers.
     tile, warps = (32, 4) if q.dtype == torch.float32 else (64, 8)
     # A part is a tile's portion of a block: parts are summed up afterwards. Tiles are powers of two.
     part = min(of_block & -of_block, tile)
     lse = torch.empty(batch * heads, groups, dtype=torch.float32, device=q.device)
-    parts = triton.cdiv(groups, part)
+    parts = cdiv(groups, part)
     sums = torch.zeros(batch * heads, parts, parts, dtype=torch.float32, device=q.device)
     operands = (q.stride()[:3], k.stride()[:3], scale / stride, groups, tokens)
     constants = {
         "HEADS": heads, "GROUP": heads // k.shape[1], "STRIDE": stride, "D": dim, "BG": tile,
-        "BD": max(16, triton.next_power_of_2(dim)), "num_warps": warps, "num_stages": 3,
+        "BD": max(16, next_power_of_2(dim)), "num_warps": warps, "num_stages": 3,
     }  # fmt: skip
-    grid = (triton.cdiv(groups, tile), batch * heads)
+    grid = (cdiv(groups, tile), batch * heads)
     antidiagonal_lse_kernel[grid](q, k, lse, *operands, **constants)
     antidiagonal_sum_kernel[grid](q, k, lse, sums, *operands, parts, PART=part, **constants)
     sums = sums.view(batch, heads, parts, parts)
@@ -48,13 +48,13 @@ def block_means(states: Tensor, block: int, *, center: Tensor | None = None) -> 
     """Compute means and similarities as :func:`apbv.kernels.block_means` does, in one pass."""
     states = in_rows(states)
     batch, heads, tokens, dim = states.shape
-    blocks = triton.cdiv(tokens, block)
+    blocks = cdiv(tokens, block)
     means = torch.empty(batch, heads, blocks, dim, dtype=torch.float32, device=states.device)
     similarities = torch.empty(batch, heads, blocks, dtype=torch.float32, device=states.device)
     block_means_kernel[(blocks, batch * heads)](
         states, states if center is None else center.contiguous(), means, similarities, states.stride()[:3],
         tokens, block, HEADS=heads, D=dim, HAS_CENTER=center is not None, BR=_ROWS_AT_ONCE,
-        BD=triton.next_power_of_2(dim), num_warps=4,
+        BD=next_power_of_2(dim), num_warps=4,
     )  # fmt: skip
     return means, similarities
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .runs import ListedBlocks, alignment, in_rows, row_strides
+from .runs import ListedBlocks, alignment, cdiv, in_rows, row_strides
 from .tiles import Tile, tile_of
 from .triton_attention_kernels import (
     _attend_tile,
@@ -51,7 +51,7 @@ def block_sparse_attention(
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     strides = [row_strides(states) for states in (q, k, v, out)]
     align = alignment(q.element_size(), [stride for own in strides for stride in own])
-    block_sparse_kernel[(triton.cdiv(tokens, tile.rows), batch * heads)](
+    block_sparse_kernel[(cdiv(tokens, tile.rows), batch * heads)](
         q, k, v, out, lse, blocks.counts, blocks.indices,
         *(veiled(*(stride // align for stride in own)) for own in strides),
         scale, 0.0 if skip_margin is None else skip_margin * math.log2(math.e), tokens, *blocks.indices.shape[2:],

@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .runs import cdiv, next_power_of_2
+
 _BLOCK = 4096  # numbers of a program, at most where a row has no more
 
 
@@ -75,7 +77,7 @@ def silu_product(gate: Tensor, up: Tensor) -> Tensor:
     """Multiply silu(gate) = gate * sigmoid(gate) by ``up``, of the same shape."""
     gate, up = gate.contiguous(), up.contiguous()
     out = torch.empty_like(gate)
-    silu_product_kernel[(triton.cdiv(out.numel(), _BLOCK),)](gate, up, out, out.numel(), BN=_BLOCK, num_warps=8)
+    silu_product_kernel[(cdiv(out.numel(), _BLOCK),)](gate, up, out, out.numel(), BN=_BLOCK, num_warps=8)
     return out
 
 
@@ -93,6 +95,6 @@ def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Ten
 
 def _in_rows(x: Tensor) -> tuple[int, tuple[int], dict[str, int]]:
     """Return the number of rows ``[..., D]``, the grid of programs that take whole ones, and their sizes."""
-    rows, padded = x.numel() // x.shape[-1], triton.next_power_of_2(x.shape[-1])
+    rows, padded = x.numel() // x.shape[-1], next_power_of_2(x.shape[-1])
     at_once = max(1, _BLOCK // padded)
-    return rows, (triton.cdiv(rows, at_once),), {"D": x.shape[-1], "BR": at_once, "BD": padded, "num_warps": 8}
+    return rows, (cdiv(rows, at_once),), {"D": x.shape[-1], "BR": at_once, "BD": padded, "num_warps": 8}

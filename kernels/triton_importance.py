@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import torch_importance
-from .runs import in_rows
+from .runs import cdiv, in_rows, next_power_of_2
 from .triton_attention import verify_attention
 
 
@@ -137,7 +137,7 @@ def kv_importance(q_query: Tensor, k: Tensor, scale: float, reduce: str, *, lse:
     if lse is None:
         nothing_masked = q_query.new_empty(q_query.shape[2], 0, dtype=torch.bool)
         _, lse = verify_attention(q_query, k, k, scale, visible=nothing_masked)
-    _importance_kernel[triton.cdiv(keys, tile), batch * kv_heads](
+    _importance_kernel[cdiv(keys, tile), batch * kv_heads](
         q_query, k, lse, importance, q_query.stride()[:3], k.stride()[:3], lse.stride(), scale, rows, keys,
         KV_HEADS=kv_heads, GROUP=group, D=dim, PEAK=reduce == "peak", BT=tile, BR=rows_at_once, BD=_padded(dim),
         num_warps=warps, num_stages=2,
@@ -158,7 +158,7 @@ def kept_indices(scores: Tensor, count: int) -> Tensor:
     """List the places of the ``count`` highest scores ``[B, Hkv, T]``, as ``[B, Hkv, count]`` int64, ascending."""
     batch, kv_heads, keys = scores.shape
     indices = torch.empty(batch, kv_heads, count, dtype=torch.int64, device=scores.device)
-    at_once = min(8192, triton.next_power_of_2(keys))
+    at_once = min(8192, next_power_of_2(keys))
     _select_kernel[(batch * kv_heads,)](scores.contiguous(), indices, keys, count, BT=at_once, num_warps=16)
     return indices
 
@@ -169,11 +169,11 @@ def gather_rows(k: Tensor, v: Tensor, indices: Tensor, out: Tensor) -> None:
     k, v = in_rows(k), in_rows(v)
     padded = _padded(k.shape[3])
     rows_at_once = 4096 // padded
-    _gather_kernel[triton.cdiv(count, rows_at_once), batch * kv_heads](
+    _gather_kernel[cdiv(count, rows_at_once), batch * kv_heads](
         k, v, indices, out, k.stride()[:3], v.stride()[:3], out.stride()[:4], count,
         KV_HEADS=kv_heads, D=k.shape[3], BC=rows_at_once, BD=padded,
     )  # fmt: skip
 
 
 def _padded(dim: int) -> int:
-    return max(16, triton.next_power_of_2(dim))  # tensor cores take no less
+    return max(16, next_power_of_2(dim))  # tensor cores take no less

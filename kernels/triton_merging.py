@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .runs import alignment, in_rows, row_strides
+from .runs import alignment, cdiv, in_rows, next_power_of_2, row_strides
 
 _MOST_PARTS = 128  # partial results of a row that one program loads together
 _TILE = 4096  # numbers of a program's tile, where a row has no more
@@ -44,12 +44,12 @@ def _merge_stacked(outs: Tensor, lses: Tensor, out: Tensor | None) -> tuple[Tens
     lse = lses.new_empty(batch, heads, queries, dtype=torch.float32)
     if not lse.numel():
         return out, lse
-    width, together = triton.next_power_of_2(dim), min(triton.next_power_of_2(parts), _MOST_PARTS)
+    width, together = next_power_of_2(dim), min(next_power_of_2(parts), _MOST_PARTS)
     rows_per_block = max(1, _TILE // (together * width))
     # Triton itself distinguishes only strides that 16 divides from all others.
     strides = [*outs.stride()[:4], *out.stride()[:3]]
     strides = [stride for stride, size in zip(strides, (*outs.shape[:4], *out.shape[:3]), strict=True) if size > 1]
-    _merge_kernel[(triton.cdiv(lse.numel(), rows_per_block),)](
+    _merge_kernel[(cdiv(lse.numel(), rows_per_block),)](
         outs, lses, out, lse, parts, lse.numel(), heads, queries, *outs.stride()[:4], *lses.stride(),
         *out.stride()[:3], BN=together, D=dim, BR=rows_per_block, BD=width, ALIGNED=math.gcd(16, *strides),
         num_warps=4 if rows_per_block * together * width <= _TILE else 8,
@@ -67,13 +67,13 @@ def _merge_separate(outs: list[Tensor], lses: tuple[Tensor, ...], out: Tensor | 
     lse = lses[0].new_empty(batch, heads, queries, dtype=torch.float32)
     if not lse.numel():
         return out, lse
-    rows, width = lse.numel(), triton.next_power_of_2(dim)
+    rows, width = lse.numel(), next_power_of_2(dim)
     widest = max(partial.element_size() for partial in (*outs, out))
     rows_per_block, num_warps = _block_rows(rows, width * widest)
     strides = [row_strides(partial) for partial in outs]
     out_strides = row_strides(out)
     align = alignment(widest, [stride for of_one in (*strides, out_strides) for stride in of_one])
-    _merge_separate_kernel[(triton.cdiv(rows, rows_per_block),)](
+    _merge_separate_kernel[(cdiv(rows, rows_per_block),)](
         tuple(outs), lses, out, lse, tuple(veiled(*(stride // align for stride in of_one)) for of_one in strides),
         tuple(veiled(*partial.stride()) for partial in lses),
         veiled(*(queries - partial.shape[2] for partial in outs)),

@@ -93,7 +93,8 @@ class _InChunks:
         rows = min(rows + -rows % _ROWS_OF_A_TILE, self.most_rows)
         out = None
         for start in range(0, num_rows, rows):
-            made = self.forward(states[:, start : start + rows])
+            # Without the stride of the longer batch, for which torch multiplies by a batch of weights.
+            made = self.forward(states[0, start : start + rows][None])
             if out is None:
                 out = made.new_empty(1, num_rows, made.shape[-1])
             out[:, start : start + rows] = made

@@ -102,12 +102,13 @@ def with_tile(gpu: str, use: Use, dim: int, tile: tuple[int, ...]) -> Callable:
 @contextmanager
 def chosen(gpu: str, lists: dict[str, list[list]]) -> Iterator[None]:
     """Let a GPU's tiles be these."""
-    triton_attention._plan_verification.cache_clear()  # which remembers tiles
-    try:
-        with patch.dict(tiles._table(), {gpu: lists}):
-            yield
-    finally:
-        triton_attention._plan_verification.cache_clear()
+    plans = triton_attention._plan_verification, triton_attention._plan_segments
+    with patch.dict(tiles._table(), {gpu: lists}):
+        for plan in plans:
+            plan.cache_clear()  # which remembers tiles
+        yield
+    for plan in plans:
+        plan.cache_clear()
 
 
 def formatted(table: dict) -> str:

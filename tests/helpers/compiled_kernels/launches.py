@@ -70,7 +70,8 @@ def compile_launches(capability: int, call: Callable[[], object]) -> list[tuple[
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
         launched[kernel.hash] = self.__name__, kernel
 
-    triton_attention._plan_verification.cache_clear()  # the plans are those of another GPU
+    for plan in (triton_attention._plan_verification, triton_attention._plan_segments):
+        plan.cache_clear()  # the plans are those of another GPU
     triton.runtime.driver.set_active(AbsentGPU(capability))
     gpu = "none", tiles.kind_of(capability // 10, SHARED_MEMORY[capability])
     with (
