@@ -155,27 +155,26 @@ class PackedSequences:
 
 def find_runs(segments: list[Segment]) -> list[Run]:
     """Join segments to runs, in order: neighbours of one shape at equal distances become one run."""
-    groups: list[list[Segment]] = []
+    runs: list[tuple[Segment, list[tuple[int, int]]]] = []  # the first of each, and where all of them lie
+    before = step = None
     for k, v in segments:
         if not k.shape[2]:
             continue
-        if groups and _continues(groups[-1], (k, v)):
-            groups[-1].append((k, v))
-        else:
-            groups.append([(k, v)])
-    return [Run.of(*group[0], len(group), *(_distances(*group[:2]) if len(group) > 1 else ())) for group in groups]
-
-
-def _continues(group: list[Segment], segment: Segment) -> bool:
-    """Return whether a segment matches those of a group, and is at the same distance from the last one."""
-    if any(a.shape != b.shape or a.stride() != b.stride() for a, b in zip(group[0], segment, strict=True)):
-        return False
-    return len(group) == 1 or _distances(group[-1], segment) == _distances(group[0], group[1])
-
-
-def _distances(first: Segment, second: Segment) -> tuple[int, int]:
-    """Count the elements from one segment's K to the other's, and from V to V."""
-    return tuple((b.data_ptr() - a.data_ptr()) // a.element_size() for a, b in zip(first, second, strict=True))
+        form, (at_k, at_v) = (k.shape, k.stride(), v.shape, v.stride()), (k.data_ptr(), v.data_ptr())
+        if form == before:
+            places = runs[-1][1]
+            from_k, from_v = places[-1]
+            if len(places) == 1 or step == (at_k - from_k, at_v - from_v):
+                step = at_k - from_k, at_v - from_v
+                places.append((at_k, at_v))
+                continue
+        before, step = form, None
+        runs.append(((k, v), [(at_k, at_v)]))
+    found = []
+    for (k, v), places in runs:
+        steps = (0, 0) if len(places) == 1 else [y - x for x, y in zip(*places[:2], strict=True)]
+        found.append(Run.of(k, v, len(places), *(step // k.element_size() for step in steps)))
+    return found
 
 
 def row_strides(states: Tensor) -> tuple[int, ...]:

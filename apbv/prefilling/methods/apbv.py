@@ -6,7 +6,7 @@ and start of the context, as in APB, which is dropped after the prefill.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
@@ -38,6 +38,8 @@ class ApbvMethod(PrefillMethod):
         self._anchor = range(layout.anchor_len)
         *places, self._query = layout.block_rows(hosts.rank)
         self._blocks = dict(zip(blocks, places, strict=True))
+        # By the order in which they send, the virtual hosts of all hosts.
+        self._senders = list(zip(*(layout.virtual_hosts(host) for host in range(layout.num_hosts)), strict=True))
         # The lse that ranks a block's keys is that of the query's attention to it, which is needed anyway.
         self._shares_lse = config.fused_query and config.importance in RANKED_BY_PROBABILITY
 
@@ -159,16 +161,15 @@ class ApbvMethod(PrefillMethod):
     def _passing_segments(self, block: int, sent: list[Exchange | None]) -> list[Segment]:
         """Return the passing block: views of the KV pairs that all earlier virtual hosts sent."""
         segments = []
-        for order, exchange in enumerate(sent):
-            senders = [self.layout.virtual_hosts(host)[order] for host in range(self.hosts.size)]
+        for senders, exchange in zip(self._senders, sent, strict=True):
             # Host 0's first block waits for nothing, and host H-1's second one for the first transfer only.
             if exchange is None or min(senders) >= block:
                 continue
-            buffers = exchange.wait()
-            for host, sender in enumerate(senders):
+            of_hosts = (states.unbind() for states in exchange.wait().unbind(1))
+            for sender, k, v in zip(senders, *of_hosts, strict=True):
                 if sender < block:
-                    k, v = buffers[host, :, :, :, : self.layout.num_passed(sender)]
-                    segments.append((k, v))
+                    count = self.layout.num_passed(sender)
+                    segments.append((k, v) if count == k.shape[2] else (k[:, :, :count], v[:, :, :count]))
         return segments
 
     def _start_query(self, states: "_States", seen: dict[int, State], out: Tensor) -> Callable[[], object]:
@@ -205,10 +206,13 @@ class _States:
     k: Tensor
     v: Tensor
     scale: float
+    pairs: dict[range, Segment] = field(default_factory=dict)
 
     def pair(self, rows: range) -> Segment:
-        """Return the keys and values of some rows."""
-        return _rows(self.k, rows), _rows(self.v, rows)
+        """Return the keys and values of some rows, the same tensors each time."""
+        if rows not in self.pairs:
+            self.pairs[rows] = _rows(self.k, rows), _rows(self.v, rows)
+        return self.pairs[rows]
 
 
 def _rows(states: Tensor, rows: range) -> Tensor:
