@@ -1,17 +1,21 @@
 """Chooses the tiles of attention kernels from tiles.json, which ``benchmarks/operators.py --tune`` extends.
 
-It has, by GPU (its name, or its kind: see :func:`kind_of`) and by use, lists of ``[largest head_dim, most rows or
-null, rows, keys, warps, stages]``, of which the first that fits is taken. Uses are ``few`` rows of queries, where
-reading the keys takes the time; ``masked``, the same with a mask that is read, too; and ``many``.
+It has, by GPU (its name, its kind: see :func:`kind_of`, or any) and by use, lists of ``[largest head_dim, most
+rows or null, rows, keys, warps, stages]``, of which the first that fits is taken. Uses are ``few`` rows of
+queries, where reading the keys takes the time; ``masked``, the same with a mask that is read, too; ``many``,
+which a prefill has; and the ``importance`` of keys.
 """
 
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 from pathlib import Path
 
 import torch
+
+from .runs import next_power_of_2
 
 TABLE = Path(__file__).with_name("tiles.json")
 _FEW_ROWS = 64  # with more, arithmetic takes the time
@@ -28,30 +32,27 @@ class Tile:
     num_stages: int
 
 
-def tile_of(
-    rows: int, dim: int, element_size: int, device: torch.device, *, is_long: bool = False, has_mask: bool = False
-) -> Tile:
+def tile_of(use: str, rows: int, dim: int, element_size: int, device: torch.device) -> Tile:
     """Choose a tile.
 
     Args:
+        use: see above; of few rows ``many`` are ``few``.
         rows: query rows of one head of K and V.
-        is_long: whether more rows than a few are bound by arithmetic, as in a prefill.
-        has_mask: whether the kernel reads a mask.
     """
-    dim, rows = (max(16, 1 << (size - 1).bit_length()) for size in (dim, rows))
-    use = "many" if is_long and rows > _FEW_ROWS else "masked" if has_mask else "few"
+    dim, rows = (max(16, next_power_of_2(size)) for size in (dim, rows))
+    uses = {"few": ("few",), "importance": ("importance",)}.get(use, (use, "few"))
+    if use == "many" and rows <= _FEW_ROWS:
+        uses = ("few",)
     gpus = ("float32",) if element_size == 4 else gpu_of(device)
-    for most_dim, most_rows, *sizes, num_warps, num_stages in _entries(gpus, use):
+    for most_dim, most_rows, *sizes, num_warps, num_stages in _entries(gpus, uses):
         if dim <= most_dim and rows <= (most_rows or rows):
             return Tile(min(rows, sizes[0]), sizes[1], dim, num_warps, num_stages)
     raise ValueError(f"{TABLE} has no tile for {rows} rows of {dim} numbers on {' or '.join(gpus)}")
 
 
-def _entries(gpus: tuple[str, ...], use: str) -> Iterator[list]:
-    uses = (use,) if use == "few" else (use, "few")
-    for gpu in gpus:
-        for each in uses:
-            yield from _table().get(gpu, {}).get(each, ())
+def _entries(gpus: tuple[str, ...], uses: tuple[str, ...]) -> Iterator[list]:
+    for gpu, use in product(gpus, uses):
+        yield from _table().get(gpu, {}).get(use, ())
 
 
 @cache
@@ -60,12 +61,12 @@ def _table() -> dict[str, dict[str, list[list]]]:
 
 
 @cache
-def gpu_of(device: torch.device) -> tuple[str, str]:
-    """Return a GPU's name and kind; without one, those of a GPU that compiled kernels could be for."""
+def gpu_of(device: torch.device) -> tuple[str, str, str]:
+    """List what a GPU is called in the table; without one, as a GPU that compiled kernels could be for."""
     if device.type != "cuda":
-        return "none", kind_of(9, 227 * 1024)
+        return "none", kind_of(9, 227 * 1024), "any"
     properties = torch.cuda.get_device_properties(device)
-    return properties.name, kind_of(properties.major, properties.shared_memory_per_block_optin)
+    return properties.name, kind_of(properties.major, properties.shared_memory_per_block_optin), "any"
 
 
 def kind_of(major: int, shared_memory: int) -> str:

@@ -21,12 +21,14 @@ from .triton_merging import merge_states, veiled
 
 _RUNS_BUCKET = 4  # empty runs pad the runs to a multiple of this, so that many prompts share a compiled kernel
 _FEWEST_KEYS = 512  # fewer keys are not worth a program of their own
+_ROWS_THAT_FILL = 128  # a program with a tile of so many rows leaves no registers of its SM to another
 
 
-def _splits(num_programs: int, num_keys: int, block: int, device: torch.device) -> tuple[int, int]:
-    """Choose the number of key ranges, so that every SM has work, and the length of each."""
-    wanted = min(num_processors(device) * 2 // num_programs, cdiv(num_keys, _FEWEST_KEYS))
-    per_split = max(1, cdiv(cdiv(num_keys, max(1, wanted)), block)) * block
+def _splits(num_programs: int, num_keys: int, tile: Tile, device: torch.device) -> tuple[int, int]:
+    """Choose the number of key ranges, so that every SM has work at once, and the length of each."""
+    at_once = 1 if tile.rows >= _ROWS_THAT_FILL else 2
+    wanted = min(num_processors(device) * at_once // num_programs, cdiv(num_keys, _FEWEST_KEYS))
+    per_split = max(1, cdiv(cdiv(num_keys, max(1, wanted)), tile.keys)) * tile.keys
     return max(1, cdiv(num_keys, per_split)), per_split
 
 
@@ -85,9 +87,9 @@ def _plan_segments(
     nothing = 0, 0, (0,) * 4, (0,) * 4
     num_last, _, last_k, last_v = last or nothing  # without a last segment its arguments are never read
 
-    block = tile_of(queries * group, dim, dtype.itemsize, device, is_long=True)
+    block = tile_of("many", queries * group, dim, dtype.itemsize, device)
     tiles = sum(cdiv(rows * group, block.rows) for rows in (rows_alone, queries - rows_alone))
-    splits, keys_per_split = _splits(tiles * batch * kv_heads, num_past + num_last, block.keys, device)
+    splits, keys_per_split = _splits(tiles * batch * kv_heads, num_past + num_last, block, device)
     if splits > 1:  # partial results, one after the other
         out_strides = heads * queries * dim, queries * dim, dim
     q_strides, out_strides = (
@@ -142,7 +144,7 @@ def verify_attention(
     block, tiles, programs, strides, out_strides, part_strides, constants = _plan_verification(
         q.shape, k.shape[1], q.stride(), k.stride(), v.stride(), q.dtype, q.device, mask == GIVEN_MASK
     )
-    splits, keys_per_split = _splits(programs, keys, block.keys, q.device)
+    splits, keys_per_split = _splits(programs, keys, block, q.device)
     out = empty_output(q)
     parts = out[None] if splits == 1 else q.new_empty(splits, *q.shape, dtype=torch.float32)
     lse = q.new_empty(splits, *q.shape[:3], dtype=torch.float32)
@@ -176,7 +178,7 @@ def _plan_verification(
     """
     batch, heads, queries, dim = shape
     group = heads // kv_heads
-    block = tile_of(queries * group, dim, dtype.itemsize, device, has_mask=has_mask)
+    block = tile_of("masked" if has_mask else "few", queries * group, dim, dtype.itemsize, device)
     tiles = cdiv(queries * group, block.rows)
     out_strides = (0, queries * heads * dim, dim, heads * dim)
     part_strides = (batch * heads * queries * dim, heads * queries * dim, queries * dim, dim)

@@ -38,7 +38,7 @@ def batch_decode_attention(
     heads, rows, dim = q.shape[1:]
     group = heads // k.shape[1]
     table = _table_of(buffers, q.device) if isinstance(buffers, SequenceBuffers) else buffers
-    block = tile_of(group * table.most_new, dim, q.element_size(), q.device)
+    block = tile_of("few", group * table.most_new, dim, q.element_size(), q.device)
     tiles = cdiv(group * table.most_new, block.rows)
     # The CPU does not know which sequences are long: each could occupy all SMs. The extra programs of short ones
     # exit at once.

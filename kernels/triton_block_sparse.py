@@ -30,7 +30,7 @@ from .triton_merging import plain, veiled
 
 def tiles(q: Tensor, blocks: ListedBlocks) -> Tile:
     """Choose the tiles that a program computes at a time, each of them a block or a part of one."""
-    block = tile_of(blocks.query_block, q.shape[3], q.element_size(), q.device, is_long=True)
+    block = tile_of("many", blocks.query_block, q.shape[3], q.element_size(), q.device)
     return replace(block, rows=min(block.rows, blocks.query_block), keys=min(block.keys, blocks.key_block))
 
 

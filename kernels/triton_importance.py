@@ -11,6 +11,7 @@ from torch import Tensor
 
 from . import torch_importance
 from .runs import cdiv, in_rows, next_power_of_2
+from .tiles import tile_of
 from .triton_attention import verify_attention
 
 
@@ -132,15 +133,15 @@ def kv_importance(q_query: Tensor, k: Tensor, scale: float, reduce: str, *, lse:
     q_query, k = in_rows(q_query), in_rows(k)
     importance = torch.empty(k.shape[:3], dtype=torch.float32, device=k.device)
     # fp32 products run without tensor cores, on whole rows in registers, which spill unless tiles are small.
-    tile, rows_at_once, warps = (32, 32, 8) if k.dtype == torch.float32 else (128, 64, 4)
     rows = group * q_query.shape[2]
+    tile = tile_of("importance", rows, dim, k.element_size(), k.device)
     if lse is None:
         nothing_masked = q_query.new_empty(q_query.shape[2], 0, dtype=torch.bool)
         _, lse = verify_attention(q_query, k, k, scale, visible=nothing_masked)
-    _importance_kernel[cdiv(keys, tile), batch * kv_heads](
+    _importance_kernel[cdiv(keys, tile.keys), batch * kv_heads](
         q_query, k, lse, importance, q_query.stride()[:3], k.stride()[:3], lse.stride(), scale, rows, keys,
-        KV_HEADS=kv_heads, GROUP=group, D=dim, PEAK=reduce == "peak", BT=tile, BR=rows_at_once, BD=_padded(dim),
-        num_warps=warps, num_stages=2,
+        KV_HEADS=kv_heads, GROUP=group, D=dim, PEAK=reduce == "peak", BT=tile.keys, BR=tile.rows, BD=tile.dim,
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     return importance
 

@@ -108,21 +108,21 @@ def test_tiles_are_tried_and_the_fastest_is_what_kernels_choose_then(tmp_path, m
     options = ["--tune", path, "--preset", "quick", "--tokens", 300, "--rounds", 1, "--warmup", 1]
     output = run_benchmark("operators", *options, "--dtype", "float16").stdout
     rows = [line.strip("| ").split(" | ") for line in output.splitlines() if line.startswith("|")][2:]
-    assert len(rows) == 7 * 6 + 6 and sum("(now)" in row[2] for row in rows) == 8
+    assert len(rows) == 9 * 6 and sum("(now)" in row[2] for row in rows) == 9
     table, before = json.loads(path.read_text()), json.loads(tiles.TABLE.read_text())
     own = table.pop("none")
-    assert table == before and [len(own[use]) for use in ("few", "masked", "many")] == [4, 3, 1]
+    assert table == before and [len(own[use]) for use in ("few", "masked", "many", "importance")] == [4, 3, 1, 1]
     fastest = [(row[0], row[2].removesuffix(" (now)")) for row in rows if "(fastest)" in row[3]]
     assert fastest == [(use, ", ".join(map(str, entry[2:]))) for use in own for entry in own[use]]
 
-    def sizes(rows: int, **traits) -> list[int]:
-        tile = tiles.tile_of(rows, 32, 2, torch.device("cpu"), **traits)
+    def sizes(use: str, rows: int) -> list[int]:
+        tile = tiles.tile_of(use, rows, 32, 2, torch.device("cpu"))
         return [tile.rows, tile.keys, tile.num_warps, tile.num_stages]
 
     monkeypatch.setattr(tiles, "_table", lambda: {**table, "none": own})
-    assert sizes(2) == own["few"][0][2:] and sizes(32) == own["few"][3][2:]
-    assert sizes(30, has_mask=True) == own["masked"][2][2:] and sizes(300, is_long=True) == own["many"][0][2:]
+    assert sizes("few", 2) == own["few"][0][2:] and sizes("few", 32) == sizes("many", 32) == own["few"][3][2:]
+    assert sizes("masked", 30) == own["masked"][2][2:] and sizes("many", 300) == own["many"][0][2:]
     # Heads that are wider than those that were tried have the tiles of the GPU's kind.
-    assert tiles.tile_of(300, 256, 2, torch.device("cpu"), is_long=True) == tiles.Tile(128, 32, 256, 8, 2)
-    for entry in tiles.tile_of(5, 128, 4, torch.device("cpu")), tiles.tile_of(500, 200, 4, torch.device("cpu")):
-        assert (entry.keys, entry.num_stages) == (32 if entry.dim == 128 else 16, 2)
+    assert tiles.tile_of("many", 300, 256, 2, torch.device("cpu")) == tiles.Tile(128, 32, 256, 8, 2)
+    assert tiles.tile_of("few", 5, 128, 4, torch.device("cpu")) == tiles.Tile(16, 32, 128, 4, 2)
+    assert tiles.tile_of("many", 500, 200, 4, torch.device("cpu")) == tiles.Tile(16, 16, 256, 8, 2)

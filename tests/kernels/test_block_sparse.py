@@ -162,7 +162,7 @@ def test_values_behind_negligible_weights_are_skipped(backend, dtype, case):
 
 @pytest.mark.parametrize("gpu", [(8, 163), (9, 227), (10, 227), (12, 99)], ids=str)
 def test_spargeattns_blocks_are_tiles_in_half_precision(monkeypatch, gpu):
-    monkeypatch.setattr(tiles, "gpu_of", lambda device: ("none", tiles.kind_of(gpu[0], gpu[1] * 1024)))
+    monkeypatch.setattr(tiles, "gpu_of", lambda device: ("none", tiles.kind_of(gpu[0], gpu[1] * 1024), "any"))
     for rows, dim in itertools.product((32, 64, 128), (64, 80, 128)):
         listed = ListedBlocks.of(masked(300, rows, rows // 2, 1), rows, rows // 2)
         tile = triton_block_sparse.tiles(torch.empty(1, HEADS, 300, dim, dtype=torch.bfloat16), listed)

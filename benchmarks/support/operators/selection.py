@@ -10,6 +10,7 @@ from apbv.kernels import (
     kv_importance,
     merge_states,
     reference,
+    segmented_attention,
     select_topk,
     similarity_to,
     spatial_variety,
@@ -66,15 +67,16 @@ def merge_into_place(s: Sizes) -> Case:
 
 
 def importance(s: Sizes, reduce: str) -> Case:
-    """Build the case of ranking a block's keys by the question."""
+    """Build the case of ranking a block's keys by the question, whose attention to them is known."""
     scale = s.head_dim**-0.5
     rows = s.kv_heads if reduce == "dot" else s.heads * s.query_len
 
     def make(draw: Draw) -> tuple:
-        return draw.states(s.heads, s.query_len, s.head_dim), draw.states(s.kv_heads, s.block, s.head_dim)
+        q, k = draw.states(s.heads, s.query_len, s.head_dim), draw.states(s.kv_heads, s.block, s.head_dim)
+        return q, k, segmented_attention(q, [(k, k)], scale, causal_last=False, backend="torch")[1]
 
     def exact(ops: tuple) -> Iterator[Piece]:
-        q, k = ops
+        q, k, _ = ops
         for group, one in heads_of(s):
             yield (slice(None), one), (reference.kv_importance(q[:, group], k[:, one], scale, reduce),)
 
@@ -87,7 +89,7 @@ def importance(s: Sizes, reduce: str) -> Case:
             (s.query_len * s.heads + s.block * s.kv_heads) * s.head_dim * dtype.itemsize + 4 * s.block * s.kv_heads
         ),
         make,
-        lambda ops, backend: (kv_importance(*ops, scale, reduce, backend=backend),),
+        lambda ops, backend: (kv_importance(*ops[:2], scale, reduce, lse=ops[2], backend=backend),),
         exact,
     )
 

@@ -18,11 +18,20 @@ from apbv.kernels import tiles, triton_attention
 
 from .attention import block, verify
 from .case import Case, Draw, Sizes
+from .selection import importance
 from .timing import Contender, Timer, check, measure
 
 # Keys, warps and stages: of few rows of queries, and of many, with rows.
 _FEW = [(32, 8, 3), (64, 4, 2), (64, 4, 3), (64, 4, 4), (64, 8, 3), (128, 8, 2)]
 _MANY = [(128, 128, 8, 2), (128, 128, 8, 3), (128, 64, 8, 2), (128, 64, 8, 3), (64, 128, 4, 2), (128, 64, 4, 3)]
+_IMPORTANCE = [
+    (64, 128, 4, 2),
+    (64, 128, 4, 3),
+    (128, 128, 8, 2),
+    (64, 64, 4, 3),
+    (32, 128, 4, 3),
+    (128, 64, 4, 2),
+]
 _QUERIES = (1, 4, 8, 16)
 
 
@@ -44,7 +53,7 @@ class Use:
 
 
 def uses(sizes: Sizes) -> Iterator[Use]:
-    """Yield every use: windows of tokens in a row and in a tree, and a prefill's block."""
+    """Yield every use: windows of tokens in a row and in a tree, a prefill's block, and the rank of its keys."""
     for name, queries in product(("few", "masked"), _QUERIES):
         if name == "masked" and queries == 1:
             continue
@@ -53,6 +62,7 @@ def uses(sizes: Sizes) -> Iterator[Use]:
         candidates = [(each, *rest) for each, rest in product(tiled, _FEW)]
         yield Use(name, most_rows, verify(sizes, queries, tree=name == "masked"), candidates)
     yield Use("many", None, block(sizes), _MANY)
+    yield Use("importance", None, importance(sizes, "peak"), _IMPORTANCE)
 
 
 def tune(timer: Timer, sizes: Sizes, dtype: torch.dtype, rounds: int, warmup: int, path: Path) -> Iterator[dict]:
@@ -74,8 +84,7 @@ def tune(timer: Timer, sizes: Sizes, dtype: torch.dtype, rounds: int, warmup: in
             table[gpu].setdefault(use.name, []).append([dim, use.most_rows, *fastest])
             path.write_text(formatted(table), encoding="utf-8")
         floor = max(use.case.flops / timer.flops, use.case.bytes(dtype) / timer.bandwidth) * 1e3
-        traits = {"is_long": use.name == "many", "has_mask": use.name == "masked"}
-        now = tiles.tile_of(use.candidates[-1][0], dim, dtype.itemsize, timer.device, **traits)
+        now = tiles.tile_of(use.name, use.candidates[-1][0], dim, dtype.itemsize, timer.device)
         for tile, entry in zip(use.candidates, entries, strict=True):
             yield {
                 "use": use.name,

@@ -73,7 +73,7 @@ def compile_launches(capability: int, call: Callable[[], object]) -> list[tuple[
     for plan in (triton_attention._plan_verification, triton_attention._plan_segments):
         plan.cache_clear()  # the plans are those of another GPU
     triton.runtime.driver.set_active(AbsentGPU(capability))
-    gpu = "none", tiles.kind_of(capability // 10, SHARED_MEMORY[capability])
+    gpu = "none", tiles.kind_of(capability // 10, SHARED_MEMORY[capability]), "any"
     with (
         patch.object(JITFunction, "run", compile_only),
         patch.object(tiles, "gpu_of", lambda _: gpu),
