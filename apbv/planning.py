@@ -18,7 +18,7 @@ from .hosts.devices import choose_device
 from .input.visual import FRAME_COPIES, PIXEL_COPIES, most_in_a_chunk, num_frames_told
 from .layout import FEWEST_ANCHOR, FEWEST_PASSING, ContextLayout, LayoutError
 from .model.loading import read_config, read_video_processor
-from .model.parts import VIDEO_FAMILIES, DecoderSizes, require_supported
+from .model.parts import VIDEO_FAMILIES, DecoderSizes, prompts_like, require_supported
 from .model.quantization import quantization_of
 from .model.tensor_parallel import require_divisible, weight_bytes
 from .prefilling.encode import chunk_bytes_within
@@ -272,7 +272,9 @@ def video_size(config: PreTrainedConfig, num_frames: int, height: int, width: in
     """
     if processor is None:
         raise ValueError(f"a video plan needs the processor of the {config.model_type} model, not only its config")
-    told = num_frames_told(config.model_type, num_frames, getattr(processor, "temporal_patch_size", 1))
+    told = num_frames_told(
+        prompts_like(config.model_type), num_frames, getattr(processor, "temporal_patch_size", 1)
+    )
     frames = torch.empty(told, 3, height, width, dtype=torch.uint8, device="meta")
     batch = processor(videos=[frames], do_sample_frames=False, return_tensors="pt")
     pixels, vision = batch["pixel_values_videos"], config.vision_config
@@ -284,7 +286,7 @@ def video_size(config: PreTrainedConfig, num_frames: int, height: int, width: in
         num_rows = num_patches * ceil(pixels.shape[-1] // vision.patch_size / 2) ** 2 + 1
     else:
         num_rows = num_patches * config.image_seq_length
-    num_text = (num_patches - 1) * _TEXT_TOKENS.get(config.model_type, 0)
+    num_text = (num_patches - 1) * _TEXT_TOKENS.get(prompts_like(config.model_type), 0)
     return VideoSize(num_patches, num_rows, num_text, pixels.numel() * 4)
 
 

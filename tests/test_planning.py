@@ -9,8 +9,8 @@ import torch
 from apbv import Engine, HostGroup, PrefillConfig, SpeculativeConfig, demo, plan
 from apbv.input.model_inputs import ModelInputs
 from apbv.launch.plan import main
-from apbv.model.parts import inspect_model
-from apbv.model.tensor_parallel import weight_bytes
+from apbv.model.parts import UnsupportedModelError, inspect_model
+from apbv.model.tensor_parallel import require_divisible, weight_bytes
 from apbv.planning import video_size
 
 import families
@@ -51,6 +51,10 @@ def test_weights_are_those_of_the_model(family):
     assert one(cpu) == sum(weight.numel() for weight in model.parameters())
     in_layers = [m for m in model.get_decoder().layers.modules() if isinstance(m, torch.nn.Linear)]
     shared = [model.get_input_embeddings(), model.get_output_embeddings(), *in_layers]
+    if family == "glm4" or family.endswith("_moe"):
+        with pytest.raises(UnsupportedModelError, match="does not share out the MLPs"):
+            require_divisible(model.config, 2)
+        return
     saved = one(cpu) - one(cpu, 2)
     assert saved == sum(module.weight.numel() for module in shared) // 2
 

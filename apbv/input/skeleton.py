@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..model.parts import ModelParts, intervals
+from ..model.parts import ModelParts, intervals, prompts_like
 from .audio import Sound
 from .files import FileIdentity, Source
 from .images import Picture
@@ -204,7 +204,7 @@ def _video_arguments(parts: ModelParts, processor, video: SampledVideo) -> dict[
 
     info = video.info
     num_merged = getattr(processor.video_processor, "temporal_patch_size", 1)
-    told = num_frames_told(parts.family, len(video.frames), num_merged)
+    told = num_frames_told(prompts_like(parts.family), len(video.frames), num_merged)
     frames = [*video.frames, *video.frames[-1:] * (told - len(video.frames))]
     pixels = torch.empty(told, 3, info.height, info.width, dtype=torch.uint8, device="meta")
     fps, length = info.fps, info.num_frames

@@ -20,6 +20,11 @@ _CONFIG_FIELDS = (
     "hidden_act",
     "rms_norm_eps",
     "rope_parameters",
+    "no_rope_layers",
+    "num_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "norm_topk_prob",
 )
 
 # The matrices of a decoder layer whose first row lies whole on the first process of a host.

@@ -1,7 +1,7 @@
 """Takes a Hugging Face model apart. Only this file reads a model's config."""
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -18,14 +18,24 @@ from ..warn import warn_caller
 from .digest import SAMPLED_PROJECTIONS, weights_digest
 from .fused import with_fused_kernels
 
-TEXT_FAMILIES = ("llama", "qwen2", "qwen3")
+TEXT_FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "smollm3", "glm4")
 OMNI_THINKER = "qwen2_5_omni_thinker"  # Qwen2.5-Omni without the talker, which speaks
-VIDEO_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl", "llava_onevision", OMNI_THINKER)
-_MROPE_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", OMNI_THINKER)
+VIDEO_FAMILIES = (
+    *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"),
+    *("internvl", "llava_onevision", OMNI_THINKER),
+)
+_MROPE_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", OMNI_THINKER)
+# Families whose prompts and vision tower are another one's.
+_ALIKE = {"qwen3_vl_moe": "qwen3_vl"}
 # The first release of transformers whose model and processor are the ones that apbv takes apart.
 _FIRST_VERSIONS = {OMNI_THINKER: (5, 23)}
 # Seconds added to times, so that what is rounded down never falls below the time itself.
 _ROUNDING = 1e-6
+
+
+def prompts_like(family: str) -> str:
+    """Return the family whose prompts and vision tower a family has: itself, or another."""
+    return _ALIKE.get(family, family)
 
 
 class UnsupportedModelError(ValueError):
@@ -34,9 +44,11 @@ class UnsupportedModelError(ValueError):
 
 @dataclass(frozen=True)
 class DecoderSizes:
-    """The sizes of a decoder with grouped-query attention and a gated MLP.
+    """The sizes of a decoder with grouped-query attention and a gated MLP, or experts.
 
     Attributes:
+        intermediate: the width of the MLP; of experts those of all that compute one token.
+        experts: how many experts a layer has to choose from; 0: it has an MLP.
         deepstack: L, the number of first layers after which visual features are added to the hidden states
             (Qwen3-VL).
     """
@@ -49,24 +61,30 @@ class DecoderSizes:
     head_dim: int
     vocab: int
     deepstack: int = 0
+    experts: int = 0
 
     @classmethod
     def from_config(cls, config: PreTrainedConfig, **others) -> "DecoderSizes":
-        """Read the sizes from a transformers config of Llama, Qwen2, Qwen3 or a vision-language model around one.
+        """Read the sizes from a transformers config of a text model or of a vision-language model around one.
 
         Args:
             others: a subclass's further fields.
         """
         text, vision = config.get_text_config(), getattr(config, "vision_config", None)
+        experts, width = getattr(text, "num_experts", None) or 0, text.intermediate_size
+        if experts:  # some layers may have an MLP of that width all the same
+            active = text.moe_intermediate_size * text.num_experts_per_tok
+            width = max(active, width) if text.mlp_only_layers or text.decoder_sparse_step > 1 else active
         return cls(
             layers=text.num_hidden_layers,
             hidden=text.hidden_size,
-            intermediate=text.intermediate_size,
+            intermediate=width,
             heads=text.num_attention_heads,
             kv_heads=text.num_key_value_heads,
             head_dim=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
             vocab=text.vocab_size,
             deepstack=len(getattr(vision, "deepstack_visual_indexes", None) or ()),
+            experts=experts,
             **others,
         )
 
@@ -304,11 +322,7 @@ class ModelParts:
 
     def weights_digest(self) -> str:
         """Compute :func:`apbv.model.digest.weights_digest` of the weights on this process."""
-        return weights_digest(
-            _first_weights(layer.get_submodule(name))
-            for layer in self.language_model.layers
-            for name in SAMPLED_PROJECTIONS
-        )
+        return weights_digest(first for layer in self.language_model.layers for first in _sampled_weights(layer))
 
 
 def inspect_model(model: PreTrainedModel, backend: str = "auto", decode: DecodeConfig | None = None) -> ModelParts:
@@ -392,6 +406,19 @@ def some_layers(language_model: nn.Module, layers: range, with_norm: bool = True
     if not with_norm:
         part.norm = nn.Identity()
     return part
+
+
+def _sampled_weights(layer: nn.Module) -> Iterator[Tensor]:
+    """Yield a decoder layer's numbers that tell models apart."""
+    for name in SAMPLED_PROJECTIONS:
+        parent, _, own = name.rpartition(".")
+        if hasattr(layer.get_submodule(parent), own):
+            yield _first_weights(layer.get_submodule(name))
+    if hasattr(layer.mlp, "gate_up_proj"):  # both in one
+        yield _first_weights(layer.mlp.gate_up_proj)
+    if hasattr(layer.mlp, "experts"):
+        yield layer.mlp.gate.weight[0]
+        yield layer.mlp.experts.gate_up_proj[0, 0]
 
 
 def _first_weights(linear: nn.Module) -> Tensor:

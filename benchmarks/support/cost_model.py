@@ -11,7 +11,7 @@ from math import prod
 
 from apbv import PrefillConfig, ReduceConfig
 from apbv.layout import ContextLayout, intersect, split_evenly
-from apbv.model.parts import DecoderSizes
+from apbv.model.parts import DecoderSizes, prompts_like
 from apbv.prefilling import methods
 from apbv.prefilling.reduction import LATE_REDUCERS
 from apbv.prefilling.reduction.late import require_layers
@@ -63,7 +63,8 @@ class VisionShape:
         Raises:
             ValueError: the family is unknown.
         """
-        vision, family, width = config.vision_config, config.model_type, config.get_text_config().hidden_size
+        vision, family = config.vision_config, prompts_like(config.model_type)
+        width = config.get_text_config().hidden_size
         layers, deepstack = vision.num_hidden_layers, DecoderSizes.from_config(config).deepstack
         hidden = vision.embed_dim if family == "qwen2_vl" else vision.hidden_size
         mlp = hidden * vision.mlp_ratio if family == "qwen2_vl" else vision.intermediate_size
@@ -99,22 +100,19 @@ class Shape(DecoderSizes):
 
     @classmethod
     def from_config(cls, config, bytes_per_number: int = 2) -> "Shape":
-        """Read the sizes from a transformers config of Llama, Qwen2, Qwen3 or a vision-language model around one.
+        """Read the sizes from a transformers config of a text model or of a vision-language model around one.
 
         Raises:
-            ValueError: the decoder has experts, or the vision tower is of an unknown family.
+            ValueError: the vision tower is of an unknown family.
         """
-        text = config.get_text_config()
-        if getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None):
-            raise ValueError(f"{text.model_type} has experts; the cost model knows dense decoders only")
         vision = VisionShape.from_config(config) if hasattr(config, "vision_config") else None
         return super().from_config(config, bytes_per_number=bytes_per_number, vision=vision)
 
     @property
     def layer_weights(self) -> dict[str, int]:
-        """Count one layer's weights, by part: q, k, v and o; gate, up and down."""
+        """Count the weights of one layer that compute a token: q, k, v and o; gate, up and down, and a router."""
         projections = 2 * self.hidden * (self.heads + self.kv_heads) * self.head_dim
-        return {"projections": projections, "mlp": 3 * self.hidden * self.intermediate}
+        return {"projections": projections, "mlp": self.hidden * (3 * self.intermediate + self.experts)}
 
     @property
     def kv_bytes(self) -> int:

@@ -20,8 +20,8 @@ ensure_torchvision_imports()
 import transformers as tf  # noqa: E402  (the guard must run before the video processors are imported)
 
 OMNI = "qwen2_5_omni_thinker"
-VIDEO_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl", "llava_onevision", OMNI)
-TEXT_FAMILIES = ("llama", "qwen2", "qwen3")
+VIDEO_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "internvl", "llava_onevision", OMNI)
+TEXT_FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "smollm3", "glm4")
 
 SPECIAL_TOKENS = (
     *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>"),
@@ -58,7 +58,7 @@ _PLACEHOLDERS = {
     "internvl": ("<IMG_CONTEXT>\n", "<video>\n"),
     "llava_onevision": ("<image>\n", "<video>\n"),
 }
-_PLACEHOLDERS["qwen2_5_vl"] = _PLACEHOLDERS["qwen3_vl"] = _PLACEHOLDERS["qwen2_vl"]
+_PLACEHOLDERS |= dict.fromkeys(("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), _PLACEHOLDERS["qwen2_vl"])
 _PLACEHOLDERS[OMNI] = (
     "<|vision_bos|><|IMAGE|><|vision_eos|>",
     "<|vision_bos|><|VIDEO|><|vision_eos|>",
@@ -138,7 +138,7 @@ def build_processor(family: str):
             return processor
         classes = {"qwen2_vl": tf.Qwen2VLProcessor, "qwen2_5_vl": tf.Qwen2_5_VLProcessor}
         return classes[family](**parts)
-    if family == "qwen3_vl":
+    if family in ("qwen3_vl", "qwen3_vl_moe"):
         # The video budget counts all frames together, so the frame size depends on the frame count.
         parts["image_processor"] = tf.Qwen2VLImageProcessor(
             size={"shortest_edge": 32 * 32, "longest_edge": 32 * 32 * 16}, patch_size=QWEN3_PATCH
@@ -187,15 +187,28 @@ def build_config(
         "pad_token_id": ids[PAD],
         "tie_word_embeddings": False,
     }
-    if family in ("llama", "qwen3", "qwen3_vl"):
+    if family in ("llama", "mistral", "smollm3", "glm4") or family.startswith("qwen3"):
         text["head_dim"] = HEAD_DIM
+    if family.endswith("_moe"):
+        text |= {
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": HIDDEN,
+            "norm_topk_prob": True,
+        }
+    if family == "mistral":
+        text["sliding_window"] = None  # as in the releases from 0.2 on
+    if family == "smollm3":
+        text["no_rope_layer_interval"] = 2  # every second layer has no positions
+    if family == "glm4":
+        text["rope_parameters"]["partial_rotary_factor"] = 0.5
     if family in TEXT_FAMILIES:
-        return {"llama": tf.LlamaConfig, "qwen2": tf.Qwen2Config, "qwen3": tf.Qwen3Config}[family](**text)
+        return tf.AutoConfig.for_model(family, **text)
 
     common = {"text_config": text, "tie_word_embeddings": False}
     if family.startswith("qwen"):
         section = {"mrope_section": [2, 3, 3]}  # halves of the rotary dimensions: time, height, width
-        if family == "qwen3_vl":
+        if family in ("qwen3_vl", "qwen3_vl_moe"):
             section = {"mrope_section": [4, 2, 2], "mrope_interleaved": True}
         text["rope_parameters"].update(section)
         if family == OMNI:
@@ -227,8 +240,7 @@ def build_config(
             "vision_start_token_id": ids["<|vision_start|>"],
             "vision_end_token_id": ids["<|vision_end|>"],
         }
-        classes = {"qwen2_vl": tf.Qwen2VLConfig, "qwen2_5_vl": tf.Qwen2_5_VLConfig, "qwen3_vl": tf.Qwen3VLConfig}
-        return classes[family](**common)
+        return tf.AutoConfig.for_model(family, **common)
 
     text["model_type"] = "qwen2"
     vision = {
@@ -283,7 +295,9 @@ def build_model(
     auto = tf.AutoModelForCausalLM if family in TEXT_FAMILIES else tf.AutoModelForImageTextToText
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = auto.from_config(config, attn_implementation="sdpa")
+        # Grouped products of experts have no kernel for doubles.
+        experts = {"experts_implementation": "eager"} if dtype == torch.float64 and family.endswith("_moe") else {}
+        model = auto.from_config(config, attn_implementation="sdpa", **experts)
         _randomise(model)
     text = config.get_text_config()
     generation = model.generation_config
@@ -304,6 +318,8 @@ def _randomise(model: nn.Module) -> None:
                 weight.normal_(std=0.5)
             elif isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)) and name == "weight":
                 weight.normal_(std=1.7 / weight[0].numel() ** 0.5)
+            elif type(module).__name__.endswith(("Experts", "Router")):
+                weight.normal_(std=1.7 / weight.shape[-1] ** 0.5)
             else:  # biases, norms, layer scales, class tokens, newline embeddings
                 weight.add_(torch.randn_like(weight), alpha=0.2)
     model.get_output_embeddings().weight[FIRST_SPECIAL:] *= 0.1
