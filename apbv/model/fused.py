@@ -39,7 +39,10 @@ def with_fused_kernels(decoder: nn.Module, backend: str, like: Tensor) -> nn.Mod
         return decoder
     names = ("rms_norm", "silu_product", "rotated")
     forwards = fused_forwards(decoder, *(implementation(f"elementwise.{name}", "triton") for name in names))
-    if missing := set(KINDS) - {kind_of(module) for module in decoder.modules()}:
+    missing = set(KINDS) - {kind_of(module) for module in decoder.modules()}
+    if any(hasattr(module, "experts") for module in decoder.modules()):
+        missing -= {KINDS[1]}  # which transformers computes together
+    if missing:
         warn_caller(f"no fused kernel fits the {', '.join(sorted(missing))} of {type(decoder).__name__}")
     for module in {type(each): each for each in decoder.modules() if type(each) in forwards}.values():
         if mistake := _mistake(module, forwards[type(module)], like):

@@ -48,7 +48,7 @@ class DecoderSizes:
 
     Attributes:
         intermediate: the width of the MLP; of experts those of all that compute one token.
-        experts: how many experts a layer has to choose from; 0: it has an MLP.
+        experts, chosen_experts: how many experts a layer has, and how many of them compute a token; 0: none.
         deepstack: L, the number of first layers after which visual features are added to the hidden states
             (Qwen3-VL).
     """
@@ -62,6 +62,7 @@ class DecoderSizes:
     vocab: int
     deepstack: int = 0
     experts: int = 0
+    chosen_experts: int = 0
 
     @classmethod
     def from_config(cls, config: PreTrainedConfig, **others) -> "DecoderSizes":
@@ -71,9 +72,10 @@ class DecoderSizes:
             others: a subclass's further fields.
         """
         text, vision = config.get_text_config(), getattr(config, "vision_config", None)
-        experts, width = getattr(text, "num_experts", None) or 0, text.intermediate_size
+        experts, width, chosen = getattr(text, "num_experts", None) or 0, text.intermediate_size, 0
         if experts:  # some layers may have an MLP of that width all the same
-            active = text.moe_intermediate_size * text.num_experts_per_tok
+            chosen = text.num_experts_per_tok
+            active = text.moe_intermediate_size * chosen
             width = max(active, width) if text.mlp_only_layers or text.decoder_sparse_step > 1 else active
         return cls(
             layers=text.num_hidden_layers,
@@ -85,6 +87,7 @@ class DecoderSizes:
             vocab=text.vocab_size,
             deepstack=len(getattr(vision, "deepstack_visual_indexes", None) or ()),
             experts=experts,
+            chosen_experts=chosen,
             **others,
         )
 

@@ -8,11 +8,12 @@ Qwen2.5-VL-7B; in chunks it is :data:`CHUNK_BYTES`.
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from math import ceil
 
 import torch
 from torch import Tensor
 
-from .parts import ModelParts
+from .parts import DecoderSizes, ModelParts
 
 # What the rows of a chunk may hold between input and output, by type of device. On a GPU a chunk's matrix products
 # still have a thousand tiles; on a CPU what is written has a chance to be in a cache when it is read.
@@ -40,8 +41,8 @@ def rows_in_chunks(parts: ModelParts, most_rows: int, chunk_bytes: int | None = 
     norm_rows = chunk_rows(parts.device, parts.hidden_size * (4 * _FP32_COPIES_OF_NORM + itemsize), chunk_bytes)
     if getattr(decoder.norm, "is_fused", False):
         norm_rows = most_rows  # which holds nothing but its result
-    mlp_width = parts.sizes.intermediate // parts.tensor_parallel[1]
-    mlp_rows = chunk_rows(parts.device, mlp_row_bytes(mlp_width, itemsize), chunk_bytes)
+    mlp_row = mlp_row_bytes(parts.sizes, itemsize, parts.tensor_parallel[1])
+    mlp_rows = chunk_rows(parts.device, mlp_row, chunk_bytes)
     modules = [(decoder.norm, norm_rows)]
     for layer in decoder.layers:
         modules += [(layer.input_layernorm, norm_rows), (layer.post_attention_layernorm, norm_rows)]
@@ -68,9 +69,12 @@ def chunk_rows(device: torch.device, row_bytes: int, chunk_bytes: int | None = N
     return max(wanted // row_bytes // _ROWS_OF_A_TILE * _ROWS_OF_A_TILE, _FEWEST_ROWS)
 
 
-def mlp_row_bytes(width: int, itemsize: int) -> int:
-    """Return an MLP's activations per row, at this width: the gate, the other projection, and their product."""
-    return 3 * width * itemsize
+def mlp_row_bytes(sizes: DecoderSizes, itemsize: int, tensor_parallel: int = 1) -> int:
+    """Return an MLP's activations per row: the gate, the other projection, and their product.
+
+    Each of a row's experts has these, a copy of the row, and its own result before and after its weight.
+    """
+    return (3 * ceil(sizes.intermediate / tensor_parallel) + 3 * sizes.chosen_experts * sizes.hidden) * itemsize
 
 
 @dataclass(frozen=True)

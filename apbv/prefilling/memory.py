@@ -99,7 +99,7 @@ def host_memory(
     gathered_row = kv_row * layout.num_tokens if leaves and host == home else 0
     # Beside the residual and the positions: normed rows, K and V, and the queries, turned by their positions in
     # four steps, which are as large as what comes after; or the layer's input, an MLP's, its output, and a chunk.
-    mlp_row = mlp_row_bytes(ceil(sizes.intermediate / tensor_parallel), itemsize)
+    mlp_row = mlp_row_bytes(sizes, itemsize, tensor_parallel)
     mlp = 3 * num_rows * hidden + min(num_rows, chunk_rows(device, mlp_row)) * (mlp_row + hidden)
     residual = num_rows * (hidden + 2 * sizes.head_dim * itemsize)
     layer = residual + max(num_rows * (hidden + kv_row + 4 * query), mlp) + sizes.vocab * (itemsize + 4)

@@ -9,7 +9,7 @@ import transformers
 
 from apbv import Engine, HostError, HostGroup, PrefillConfig, PromptError, SamplingParams, VideoError
 from apbv.layout import LayoutError
-from apbv.model.parts import UnsupportedModelError, inspect_model
+from apbv.model.parts import UnsupportedModelError, inspect_model, require_supported
 from apbv.stats import STAGES
 
 import families
@@ -149,6 +149,8 @@ def test_models_that_are_missing_or_unsupported_are_refused():
     config = families.build_config("qwen2")
     config.use_sliding_window, config.sliding_window = True, 16
     config.layer_types = ["full_attention", "sliding_attention", "full_attention"]
+    with pytest.raises(UnsupportedModelError, match="sliding_window=4096"):
+        require_supported(transformers.MistralConfig())  # as in its first release
     with pytest.raises(UnsupportedModelError, match=r"layer 1 .* sliding_attention"):
         inspect_model(transformers.Qwen2ForCausalLM(config))
     with pytest.raises(UnsupportedModelError, match="no language-model head"):

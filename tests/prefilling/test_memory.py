@@ -8,7 +8,7 @@ from math import prod
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import AutoModelForCausalLM, Qwen2Config
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
 
 from apbv import Engine, HostGroup, PrefillConfig, ReduceConfig, VideoConfig, demo, prefill
 from apbv.kv.cache import ShardedCache
@@ -27,9 +27,13 @@ from support.simulated import share_weights, simulate
 # Qwen2.5-VL-7B's decoder.
 WIDTHS = {"vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28}
 WIDTHS |= {"num_key_value_heads": 4, "max_position_embeddings": 2**20}
+# Qwen3-30B-A3B's.
+EXPERTS = {"vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "num_attention_heads": 32}
+EXPERTS |= {"num_key_value_heads": 4, "head_dim": 128, "max_position_embeddings": 2**20}
+EXPERTS |= {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
 
 
-def measure(monkeypatch, num_layers: int, num_tokens: int, num_hosts: int, **settings) -> list:
+def measure(monkeypatch, num_layers: int, num_tokens: int, num_hosts: int, has_experts=False, **settings) -> list:
     """Of every host the peak in bytes, and the estimate, of a model that has shapes and no numbers."""
     shapes, counted = FakeTensorMode(allow_non_fake_inputs=True), threading.local()
 
@@ -44,6 +48,8 @@ def measure(monkeypatch, num_layers: int, num_tokens: int, num_hosts: int, **set
     monkeypatch.setattr(ShardedKV, "gathered", counting(ShardedKV.gathered))
     with shapes:
         config = Qwen2Config(num_hidden_layers=num_layers, **WIDTHS)
+        if has_experts:
+            config = Qwen3MoeConfig(num_hidden_layers=num_layers, **EXPERTS)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     config = PrefillConfig(query_len=64, **settings)
 
@@ -57,7 +63,11 @@ def measure(monkeypatch, num_layers: int, num_tokens: int, num_hosts: int, **set
     return simulate(num_hosts, job)
 
 
-@pytest.mark.parametrize("settings", [{"kv": "gathered"}, {"method": "zigzag_ring", "kv": "sharded"}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [{"kv": "gathered"}, {"method": "zigzag_ring", "kv": "sharded"}, {"kv": "sharded", "has_experts": True}],
+    ids=str,
+)
 def test_the_predicted_peak_is_that_of_the_tensors(monkeypatch, settings):
     """At most, and at most a quarter more, for the widths of a 7B model."""
     for peak, predicted in measure(monkeypatch, 3, 3_000, 2, **settings):

@@ -52,7 +52,13 @@ def _fused_choice(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, *, sc
     return 1
 
 
+def _histogram(x, *args, **kwargs):
+    """A histogram of integers, which a CPU makes of floats only."""
+    return torch.histc(x.float(), *args, **kwargs).to(x.dtype)
+
+
 KERNELS = {
+    "histc": _histogram,
     "_scaled_dot_product_flash_attention": _flash,
     "_scaled_dot_product_efficient_attention": _efficient,
     "_flash_attention_forward": _varlen_flash,
