@@ -33,7 +33,7 @@ from .stats import free_memory_bytes
 # Tokens of a chat before the video, and of a question after it; and those before each temporal patch but the
 # first: "<1234.5 seconds>", or "Frame123:", and what marks frames.
 _TOKENS_BEFORE, _TOKENS_BEHIND = 16, 64
-_TEXT_TOKENS = {"qwen3_vl": 10, "internvl": 9}
+_TEXT_TOKENS = {"qwen3_vl": 10, "internvl": 9, "glm4v": 5}
 # Memory of a GPU's driver, library workspaces and collectives, besides tensors: assumed, not measured.
 _GPU_OVERHEAD = 2**30
 _MOST_SEARCHED = 2**24

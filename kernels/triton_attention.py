@@ -21,7 +21,7 @@ from .triton_merging import merge_states, veiled
 
 _RUNS_BUCKET = 4  # empty runs pad the runs to a multiple of this, so that many prompts share a compiled kernel
 _FEWEST_KEYS = 512  # fewer keys are not worth a program of their own
-_ROWS_THAT_FILL = 128  # a program with a tile of so many rows leaves no registers of its SM to another
+_ROWS_THAT_FILL = 128  # a program with a tile of that height leaves no registers of its SM to another
 
 
 def _splits(num_programs: int, num_keys: int, tile: Tile, device: torch.device) -> tuple[int, int]:

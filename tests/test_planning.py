@@ -51,7 +51,7 @@ def test_weights_are_those_of_the_model(family):
     assert one(cpu) == sum(weight.numel() for weight in model.parameters())
     in_layers = [m for m in model.get_decoder().layers.modules() if isinstance(m, torch.nn.Linear)]
     shared = [model.get_input_embeddings(), model.get_output_embeddings(), *in_layers]
-    if family == "glm4" or family.endswith("_moe"):
+    if family.startswith("glm4") or family.endswith("_moe"):
         with pytest.raises(UnsupportedModelError, match="does not share out the MLPs"):
             require_divisible(model.config, 2)
         return

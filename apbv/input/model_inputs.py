@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..config import DEFAULT_QUERY_LEN
 from ..hosts import HostGroup
-from ..model.parts import ModelParts
+from ..model.parts import ModelParts, prompts_like
 from .audio import AudioInput, audio_from_batch
 from .pixels import GivenPixels, Pixels
 from .visual import PIXEL_COPIES, PromptError, VisualInput, VisualItem, equal_row_starts, share_out
@@ -224,8 +224,10 @@ def visual_from_batch(
     Raises:
         PromptError: no pixels, or not those of the prompt's placeholders.
     """
-    # InternVL has one placeholder, which here is a video's.
+    # InternVL has one placeholder, which here is a video's; GLM's has one whose types tell which it is.
     is_image = (input_ids == parts.image_token_id) & (parts.family != "internvl")
+    if prompts_like(parts.family) == "glm4v":
+        is_image = torch.as_tensor(batch["mm_token_type_ids"]).cpu()[0] == 1
     kinds = ["image" if image else "video" for image in is_image[parts.is_visual(input_ids)].tolist()]
     if batch.get("pixel_values") is None and batch.get("pixel_values_videos") is None:
         raise PromptError("the prompt has placeholder tokens for images or video, but no pixels were given")

@@ -277,13 +277,13 @@ def split_by_cost(costs: Sequence[int], parts: int) -> tuple[range, ...]:
 def num_frames_told(family: str, num_frames: int, num_merged: int) -> int:
     """Return the number of frames to pass to a processor for a video's layout in the prompt.
 
-    Where a video's last frames do not fill a temporal patch, Qwen's processors repeat the last one. Qwen3-VL's
-    rejects to compute the size of a video of fewer frames than one patch, which is told to be that long.
+    Where a video's last frames do not fill a temporal patch, Qwen's processors repeat the last one. Qwen3-VL's and
+    GLM's reject to compute the size of a video of fewer frames than one patch, which is told to be that long.
 
     Args:
         num_merged: the frames of a temporal patch.
     """
-    return max(num_frames, num_merged) if family == "qwen3_vl" else num_frames
+    return max(num_frames, num_merged) if family in ("qwen3_vl", "glm4v") else num_frames
 
 
 def equal_row_starts(start: int, num_patches: int, num_rows: int, num_ending_rows: int = 0) -> list[int]:

@@ -22,11 +22,11 @@ TEXT_FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "smollm3", "
 OMNI_THINKER = "qwen2_5_omni_thinker"  # Qwen2.5-Omni without the talker, which speaks
 VIDEO_FAMILIES = (
     *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"),
-    *("internvl", "llava_onevision", OMNI_THINKER),
+    *("internvl", "llava_onevision", OMNI_THINKER, "glm4v", "glm46v"),
 )
-_MROPE_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", OMNI_THINKER)
+_MROPE_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", OMNI_THINKER, "glm4v", "glm46v")
 # Families whose prompts and vision tower are another one's.
-_ALIKE = {"qwen3_vl_moe": "qwen3_vl"}
+_ALIKE = {"qwen3_vl_moe": "qwen3_vl", "glm46v": "glm4v"}
 # The first release of transformers whose model and processor are the ones that apbv takes apart.
 _FIRST_VERSIONS = {OMNI_THINKER: (5, 23)}
 # Seconds added to times, so that what is rounded down never falls below the time itself.

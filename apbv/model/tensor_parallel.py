@@ -105,7 +105,7 @@ def require_divisible(config: PreTrainedConfig, tensor_parallel: int) -> None:
         UnsupportedModelError: T does not divide a size; the message names it.
     """
     text = config.get_text_config()
-    if tensor_parallel > 1 and (getattr(text, "num_experts", None) or text.model_type == "glm4"):
+    if tensor_parallel > 1 and (getattr(text, "num_experts", None) or text.model_type.startswith("glm4")):
         raise UnsupportedModelError(f"tensor parallelism does not share out the MLPs of {text.model_type} models")
     counts = {
         "attention heads": text.num_attention_heads,

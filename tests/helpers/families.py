@@ -20,7 +20,17 @@ ensure_torchvision_imports()
 import transformers as tf  # noqa: E402  (the guard must run before the video processors are imported)
 
 OMNI = "qwen2_5_omni_thinker"
-VIDEO_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "internvl", "llava_onevision", OMNI)
+VIDEO_FAMILIES = (
+    "qwen2_vl",
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "qwen3_vl_moe",
+    "internvl",
+    "llava_onevision",
+    OMNI,
+    "glm4v",
+    "glm46v",
+)
 TEXT_FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "smollm3", "glm4")
 
 SPECIAL_TOKENS = (
@@ -37,6 +47,14 @@ _OMNI_NAMED_TOKENS = {
     "audio_bos_token": "<|audio_bos|>",
     "audio_eos_token": "<|audio_eos|>",
 }
+GLM_SPECIAL_TOKENS = tuple(
+    f"<|{name}|>"
+    for name in (
+        "image",
+        "video",
+        *(f"{end}_of_{kind}" for kind in ("image", "video") for end in ("begin", "end")),
+    )
+)
 EOS, PAD = "<|im_end|>", "<|endoftext|>"
 
 FIRST_SPECIAL = 256  # token ids below are bytes
@@ -58,6 +76,10 @@ _PLACEHOLDERS = {
     "internvl": ("<IMG_CONTEXT>\n", "<video>\n"),
     "llava_onevision": ("<image>\n", "<video>\n"),
 }
+_PLACEHOLDERS |= dict.fromkeys(
+    ("glm4v", "glm46v"),
+    ("<|begin_of_image|><|image|><|end_of_image|>", "<|begin_of_video|><|video|><|end_of_video|>"),
+)
 _PLACEHOLDERS |= dict.fromkeys(("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), _PLACEHOLDERS["qwen2_vl"])
 _PLACEHOLDERS[OMNI] = (
     "<|vision_bos|><|IMAGE|><|vision_eos|>",
@@ -95,7 +117,8 @@ def build_tokenizer(family: str) -> tf.PreTrainedTokenizerFast:
 
 
 def _special_tokens(family: str) -> tuple[str, ...]:
-    return SPECIAL_TOKENS + (tuple(_OMNI_NAMED_TOKENS.values()) if family == OMNI else ())
+    own = {OMNI: tuple(_OMNI_NAMED_TOKENS.values())} | dict.fromkeys(("glm4v", "glm46v"), GLM_SPECIAL_TOKENS)
+    return SPECIAL_TOKENS + own.get(family, ())
 
 
 def _chat_template(family: str) -> str:
@@ -147,6 +170,13 @@ def build_processor(family: str):
             size={"shortest_edge": 32 * 32 * 2, "longest_edge": 32 * 32 * 200}, patch_size=QWEN3_PATCH
         )
         return tf.Qwen3VLProcessor(**parts)
+    if family in ("glm4v", "glm46v"):
+        # Budgets of pixels: an image's, and all of a video's frames together.
+        size, of_video = ({"shortest_edge": 28 * 28 * 2, "longest_edge": 28 * 28 * count} for count in (32, 200))
+        kind = "Glm4v" if family == "glm4v" else "Glm46V"
+        parts["image_processor"] = getattr(tf, f"{kind}ImageProcessor")(size=size, patch_size=QWEN_PATCH)
+        parts["video_processor"] = getattr(tf, f"{kind}VideoProcessor")(size=of_video, patch_size=QWEN_PATCH)
+        return getattr(tf, f"{kind}Processor")(**parts)
     if family == "internvl":
         size = {"height": INTERNVL_SIDE, "width": INTERNVL_SIDE}
         return tf.InternVLProcessor(
@@ -200,7 +230,7 @@ def build_config(
         text["sliding_window"] = None  # as in the releases from 0.2 on
     if family == "smollm3":
         text["no_rope_layer_interval"] = 2  # every second layer has no positions
-    if family == "glm4":
+    if family.startswith("glm4"):
         text["rope_parameters"]["partial_rotary_factor"] = 0.5
     if family in TEXT_FAMILIES:
         return tf.AutoConfig.for_model(family, **text)
@@ -241,6 +271,29 @@ def build_config(
             "vision_end_token_id": ids["<|vision_end|>"],
         }
         return tf.AutoConfig.for_model(family, **common)
+
+    if family in ("glm4v", "glm46v"):
+        text["rope_parameters"]["mrope_section"] = [1, 1, 2]  # of the pairs of numbers that are turned
+        return tf.AutoConfig.for_model(
+            family,
+            vision_config={
+                "depth": 2,
+                "hidden_size": VISION_HIDDEN,
+                "num_heads": VISION_HEADS,
+                "out_hidden_size": HIDDEN,
+                "intermediate_size": 2 * VISION_HIDDEN,
+                "image_size": 112,
+                "patch_size": QWEN_PATCH,
+            },
+            image_token_id=ids["<|image|>"],
+            video_token_id=ids["<|video|>"],
+            **{
+                f"{kind}_{end}_token_id": ids[f"<|{name}_of_{kind}|>"]
+                for kind in ("image", "video")
+                for end, name in (("start", "begin"), ("end", "end"))
+            },
+            **common,
+        )
 
     text["model_type"] = "qwen2"
     vision = {

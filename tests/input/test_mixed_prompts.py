@@ -96,8 +96,24 @@ def batch_of(family: str, messages: list[dict], nested: bool = True) -> dict:
 @torch.no_grad()
 def logits_by_transformers(family: str, messages: list[dict], nested: bool = True) -> torch.Tensor:
     """The last logits that the model computes by itself, of what its processor makes of all videos and images."""
-    model = families.build_model(family, dtype=torch.float64)
-    return model(**batch_of(family, messages, nested)).logits[:, -1]
+    model, batch = families.build_model(family, dtype=torch.float64), batch_of(family, messages, nested)
+    if not (family.startswith("glm") and "pixel_values" in batch and "pixel_values_videos" in batch):
+        return model(**batch).logits[:, -1]
+    # GLM's counts the placeholders of both for either, and refuses: here its parts are put together.
+    base, types = model.model, batch["mm_token_type_ids"]
+    embeds = base.get_input_embeddings()(batch["input_ids"])
+    embeds[types == 1] = torch.cat(
+        base.get_image_features(batch["pixel_values"], batch["image_grid_thw"], return_dict=True).pooler_output
+    )
+    embeds[types == 2] = torch.cat(
+        base.get_video_features(
+            batch["pixel_values_videos"], batch["video_grid_thw"], return_dict=True
+        ).pooler_output
+    )
+    grids = {name: batch[name] for name in ("image_grid_thw", "video_grid_thw")}
+    positions, _ = base.get_rope_index(batch["input_ids"], types, **grids)
+    hidden = base.language_model(inputs_embeds=embeds, position_ids=positions).last_hidden_state
+    return model.lm_head(hidden[:, -1])
 
 
 def logits_job(hosts: HostGroup, family: str, messages: list[dict], settings: dict):
