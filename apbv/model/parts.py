@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -22,11 +22,20 @@ TEXT_FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "smollm3", "
 OMNI_THINKER = "qwen2_5_omni_thinker"  # Qwen2.5-Omni without the talker, which speaks
 VIDEO_FAMILIES = (
     *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"),
-    *("internvl", "llava_onevision", OMNI_THINKER, "glm4v", "glm46v"),
+    *("internvl", "llava_onevision", OMNI_THINKER, "glm4v", "glm46v", "glm4v_moe"),
 )
-_MROPE_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", OMNI_THINKER, "glm4v", "glm46v")
+_MROPE_FAMILIES = (
+    "qwen2_vl",
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "qwen3_vl_moe",
+    OMNI_THINKER,
+    "glm4v",
+    "glm46v",
+    "glm4v_moe",
+)
 # Families whose prompts and vision tower are another one's.
-_ALIKE = {"qwen3_vl_moe": "qwen3_vl", "glm46v": "glm4v"}
+_ALIKE = {"qwen3_vl_moe": "qwen3_vl", "glm46v": "glm4v", "glm4v_moe": "glm4v"}
 # The first release of transformers whose model and processor are the ones that apbv takes apart.
 _FIRST_VERSIONS = {OMNI_THINKER: (5, 23)}
 # Seconds added to times, so that what is rounded down never falls below the time itself.
@@ -40,6 +49,11 @@ def prompts_like(family: str) -> str:
 
 class UnsupportedModelError(ValueError):
     """Raised if apbv's attention would compute a part of the model wrongly; the message names it."""
+
+
+def _first_of(config: PreTrainedConfig, *names: str) -> Any:
+    """Return the first field of these that a config has and that is neither empty nor 0; else 0."""
+    return next((value for name in names if (value := getattr(config, name, None))), 0)
 
 
 @dataclass(frozen=True)
@@ -72,11 +86,13 @@ class DecoderSizes:
             others: a subclass's further fields.
         """
         text, vision = config.get_text_config(), getattr(config, "vision_config", None)
-        experts, width, chosen = getattr(text, "num_experts", None) or 0, text.intermediate_size, 0
-        if experts:  # some layers may have an MLP of that width all the same
-            chosen = text.num_experts_per_tok
-            active = text.moe_intermediate_size * chosen
-            width = max(active, width) if text.mlp_only_layers or text.decoder_sparse_step > 1 else active
+        found, width, chosen = partial(_first_of, text), text.intermediate_size, 0
+        experts = found("num_experts", "n_routed_experts")
+        if experts:
+            chosen = text.num_experts_per_tok + found("n_shared_experts")
+            # Some layers may have an MLP all the same.
+            has_mlp = found("mlp_only_layers", "first_k_dense_replace") or found("decoder_sparse_step") > 1
+            width = max(text.moe_intermediate_size * chosen, width * bool(has_mlp))
         return cls(
             layers=text.num_hidden_layers,
             hidden=text.hidden_size,

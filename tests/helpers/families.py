@@ -47,6 +47,7 @@ _OMNI_NAMED_TOKENS = {
     "audio_bos_token": "<|audio_bos|>",
     "audio_eos_token": "<|audio_eos|>",
 }
+GLM_FAMILIES = ("glm4v", "glm46v", "glm4v_moe")
 GLM_SPECIAL_TOKENS = tuple(
     f"<|{name}|>"
     for name in (
@@ -77,7 +78,7 @@ _PLACEHOLDERS = {
     "llava_onevision": ("<image>\n", "<video>\n"),
 }
 _PLACEHOLDERS |= dict.fromkeys(
-    ("glm4v", "glm46v"),
+    GLM_FAMILIES,
     ("<|begin_of_image|><|image|><|end_of_image|>", "<|begin_of_video|><|video|><|end_of_video|>"),
 )
 _PLACEHOLDERS |= dict.fromkeys(("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), _PLACEHOLDERS["qwen2_vl"])
@@ -117,7 +118,7 @@ def build_tokenizer(family: str) -> tf.PreTrainedTokenizerFast:
 
 
 def _special_tokens(family: str) -> tuple[str, ...]:
-    own = {OMNI: tuple(_OMNI_NAMED_TOKENS.values())} | dict.fromkeys(("glm4v", "glm46v"), GLM_SPECIAL_TOKENS)
+    own = {OMNI: tuple(_OMNI_NAMED_TOKENS.values())} | dict.fromkeys(GLM_FAMILIES, GLM_SPECIAL_TOKENS)
     return SPECIAL_TOKENS + own.get(family, ())
 
 
@@ -170,10 +171,10 @@ def build_processor(family: str):
             size={"shortest_edge": 32 * 32 * 2, "longest_edge": 32 * 32 * 200}, patch_size=QWEN3_PATCH
         )
         return tf.Qwen3VLProcessor(**parts)
-    if family in ("glm4v", "glm46v"):
+    if family in GLM_FAMILIES:
         # Budgets of pixels: an image's, and all of a video's frames together.
         size, of_video = ({"shortest_edge": 28 * 28 * 2, "longest_edge": 28 * 28 * count} for count in (32, 200))
-        kind = "Glm4v" if family == "glm4v" else "Glm46V"
+        kind = "Glm46V" if family == "glm46v" else "Glm4v"
         parts["image_processor"] = getattr(tf, f"{kind}ImageProcessor")(size=size, patch_size=QWEN_PATCH)
         parts["video_processor"] = getattr(tf, f"{kind}VideoProcessor")(size=of_video, patch_size=QWEN_PATCH)
         return getattr(tf, f"{kind}Processor")(**parts)
@@ -219,7 +220,10 @@ def build_config(
     }
     if family in ("llama", "mistral", "smollm3", "glm4") or family.startswith("qwen3"):
         text["head_dim"] = HEAD_DIM
-    if family.endswith("_moe"):
+    if family == "glm4v_moe":
+        text |= {"n_routed_experts": 5, "n_shared_experts": 1, "first_k_dense_replace": 1, "norm_topk_prob": True}
+        text |= {"num_experts_per_tok": 2, "moe_intermediate_size": HIDDEN}
+    elif family.endswith("_moe"):
         text |= {
             "num_experts": 5,
             "num_experts_per_tok": 2,
@@ -272,7 +276,7 @@ def build_config(
         }
         return tf.AutoConfig.for_model(family, **common)
 
-    if family in ("glm4v", "glm46v"):
+    if family in GLM_FAMILIES:
         text["rope_parameters"]["mrope_section"] = [1, 1, 2]  # of the pairs of numbers that are turned
         return tf.AutoConfig.for_model(
             family,

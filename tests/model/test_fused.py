@@ -32,10 +32,9 @@ def test_the_decoder_computes_what_it_did_and_the_model_is_left_as_it_was(family
     parts, decoder = inspect_model(model, "triton"), model.get_decoder()
     fused = {name: module for name, module in parts.language_model.named_modules() if hasattr(module, "is_fused")}
     for name, module in parts.language_model.named_modules():
-        is_computed = name.endswith(("norm", "mlp", "self_attn"))
-        # Experts are transformers' own; GLM rotates half of a head, and has one matrix for gate and up.
-        is_computed &= not (name.endswith("mlp") and (family.endswith("_moe") or family.startswith("glm4")))
-        is_computed &= not (name.endswith("self_attn") and family.startswith("glm4"))
+        is_computed = name.endswith("norm") or hasattr(module, "up_proj")
+        # GLM rotates half of a head.
+        is_computed |= name.endswith("self_attn") and not family.startswith("glm4")
         assert (name in fused) == is_computed, name
         assert isinstance(module, type(decoder.get_submodule(name)))
     assert all(x is y for x, y in zip(parts.language_model.parameters(), decoder.parameters(), strict=True))
