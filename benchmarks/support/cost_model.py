@@ -22,7 +22,7 @@ ATTENTION = ("anchor", "block_to_anchor", "block_to_passing", "block_to_earlier"
 # "query_pass": the projections and the MLP of a separate pass of the query.
 PARTS = ("vision", "projections", "mlp", *ATTENTION, "scoring", "query_pass", "lm_head")
 METHODS = ("full", "zigzag_ring", "ulysses", "star", "apb", "apbv")
-_GATED = ("qwen2_5_vl", "qwen2_5_omni_thinker")  # vision towers whose MLPs have a gate
+_GATED = ("qwen2_5_vl", "qwen2_5_omni_thinker", "glm4v")  # vision towers whose MLPs have a gate
 _SHARED_OUT = ("zigzag_ring", "ulysses")  # exact, and no token is replicated
 
 
@@ -68,9 +68,14 @@ class VisionShape:
         layers, deepstack = vision.num_hidden_layers, DecoderSizes.from_config(config).deepstack
         hidden = vision.embed_dim if family == "qwen2_vl" else vision.hidden_size
         mlp = hidden * vision.mlp_ratio if family == "qwen2_vl" else vision.intermediate_size
+        if family == "glm4v":  # the other is the merger's
+            mlp = vision.out_hidden_size
         if family in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen2_5_omni_thinker"):
             patches = vision.spatial_merge_size**2
             outer = (1 + deepstack) * patches * hidden * (patches * hidden + width)
+        elif family == "glm4v":  # a convolution, a projection and a gated MLP
+            patches = vision.spatial_merge_size**2
+            outer = patches * hidden * width + width**2 + 3 * width * vision.intermediate_size
         elif family == "internvl":
             patches = int(1 / config.downsample_ratio) ** 2
             outer = width * (patches * hidden + width)

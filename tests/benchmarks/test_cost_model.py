@@ -109,6 +109,8 @@ def video_job(hosts: HostGroup, family: str, options: dict):
         ("qwen2_5_vl", 3, {}),
         ("llava_onevision", 2, {"zigzag": False}),
         ("internvl", 1, {}),
+        ("glm4v", 1, {}),
+        ("qwen3_vl_moe", 1, {}),
     ],
 )
 def test_a_video_is_exchanged_and_encoded_as_predicted(pool, family, num_hosts, options):
