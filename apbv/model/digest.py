@@ -21,9 +21,12 @@ _CONFIG_FIELDS = (
     "rms_norm_eps",
     "rope_parameters",
     "no_rope_layers",
-    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+    "n_shared_experts",
     "num_experts_per_tok",
     "moe_intermediate_size",
+    "first_k_dense_replace",
     "norm_topk_prob",
 )
 

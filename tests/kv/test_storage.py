@@ -20,6 +20,7 @@ import apbv
 from apbv import Engine, HostGroup, PrefillConfig, StorageError, demo
 from apbv.kv.facts import KVFacts
 from apbv.kv.storage import SavedKV
+from apbv.model.digest import config_digest
 
 import families
 from pool import start
@@ -102,6 +103,17 @@ def test_every_family_goes_on_in_transformers_from_the_disk(family, tmp_path):
             model.generate(**state.generate_inputs(), **settings, **assistance)
     with pytest.raises(ValueError, match="one sequence"):
         model.generate(**state.generate_inputs(), **settings, num_beams=2)
+
+
+@pytest.mark.parametrize(
+    ("family", "field"),
+    [("qwen3_moe", "num_experts"), ("glm4v_moe", "n_routed_experts"), ("smollm3", "no_rope_layers")],
+)
+def test_what_a_layer_is_made_of_counts_in_a_models_digest(family, field):
+    config = families.build_config(family)
+    before, text = config_digest(config), config.get_text_config()
+    setattr(text, field, [1, 1, 1] if field == "no_rope_layers" else getattr(text, field) + 1)
+    assert config_digest(config) != before
 
 
 # ---- what is refused ----
