@@ -179,8 +179,12 @@ def find_runs(segments: list[Segment]) -> list[Run]:
 
 def row_strides(states: Tensor) -> tuple[int, ...]:
     """Return the strides of batch, head and row; 0 where there is only one, whose stride may be anything."""
-    rows = zip(states.shape[:3], states.stride()[:3], strict=True)
-    return tuple(0 if size == 1 else stride for size, stride in rows)
+    return strides_of(states.shape[:3], states.stride()[:3])
+
+
+def strides_of(sizes: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
+    """Return strides, with 0 for sizes of 1."""
+    return tuple([0 if size == 1 else stride for size, stride in zip(sizes, strides, strict=True)])
 
 
 def in_rows(states: Tensor) -> Tensor:

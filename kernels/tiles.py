@@ -7,7 +7,6 @@ which a prefill has; and the ``importance`` of keys.
 """
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
@@ -40,19 +39,15 @@ def tile_of(use: str, rows: int, dim: int, element_size: int, device: torch.devi
         rows: query rows of one head of K and V.
     """
     dim, rows = (max(16, next_power_of_2(size)) for size in (dim, rows))
-    uses = {"few": ("few",), "importance": ("importance",)}.get(use, (use, "few"))
     if use == "many" and rows <= _FEW_ROWS:
-        uses = ("few",)
+        use = "few"
+    uses = (use,) if use in ("few", "importance") else (use, "few")
     gpus = ("float32",) if element_size == 4 else gpu_of(device)
-    for most_dim, most_rows, *sizes, num_warps, num_stages in _entries(gpus, uses):
+    entries = (entry for gpu, each in product(gpus, uses) for entry in _table().get(gpu, {}).get(each, ()))
+    for most_dim, most_rows, most_tile_rows, keys, num_warps, num_stages in entries:
         if dim <= most_dim and rows <= (most_rows or rows):
-            return Tile(min(rows, sizes[0]), sizes[1], dim, num_warps, num_stages)
+            return Tile(min(rows, most_tile_rows), keys, dim, num_warps, num_stages)
     raise ValueError(f"{TABLE} has no tile for {rows} rows of {dim} numbers on {' or '.join(gpus)}")
-
-
-def _entries(gpus: tuple[str, ...], uses: tuple[str, ...]) -> Iterator[list]:
-    for gpu, use in product(gpus, uses):
-        yield from _table().get(gpu, {}).get(use, ())
 
 
 @cache

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .backends import num_processors
-from .runs import Run, RunForm, Segment, alignment, cdiv, divisor, find_runs, in_rows
+from .runs import Run, RunForm, Segment, alignment, cdiv, divisor, find_runs, in_rows, strides_of
 from .tiles import Tile, tile_of
 from .torch_attention import empty_output
 from .triton_attention_kernels import CAUSAL, GIVEN_MASK, NO_MASK, segments_kernel, verify_kernel
@@ -92,10 +92,7 @@ def _plan_segments(
     splits, keys_per_split = _splits(tiles * batch * kv_heads, num_past + num_last, block, device)
     if splits > 1:  # partial results, one after the other
         out_strides = heads * queries * dim, queries * dim, dim
-    q_strides, out_strides = (
-        tuple([0 if size == 1 else stride for size, stride in zip(shape[:3], own, strict=False)])
-        for own in (q_strides, out_strides)
-    )
+    q_strides, out_strides = (strides_of(shape[:3], own[:3]) for own in (q_strides, out_strides))
     part_stride = batch * heads * queries * dim if splits > 1 else 0
 
     num_empty = -max(1, len(runs)) % _RUNS_BUCKET + (not runs)
@@ -183,10 +180,9 @@ def _plan_verification(
     out_strides = (0, queries * heads * dim, dim, heads * dim)
     part_strides = (batch * heads * queries * dim, heads * queries * dim, queries * dim, dim)
     # A length of 1 may have any stride.
-    strides = [0 if size == 1 else stride for size, stride in zip(shape[:3], q_strides, strict=False)]
+    strides = [*strides_of(shape[:3], q_strides[:3])]
     for own in (k_strides, v_strides):
-        strides += [0 if size == 1 else stride for size, stride in zip((batch, kv_heads), own, strict=False)]
-        strides.append(own[2])
+        strides += [*strides_of((batch, kv_heads), own[:2]), own[2]]
     align = alignment(dtype.itemsize, [*strides, dim])
     constants = {
         "KV_HEADS": kv_heads, "GROUP": group, "D": dim, "BR": block.rows, "BT": block.keys, "BD": block.dim,

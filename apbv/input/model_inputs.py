@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..config import DEFAULT_QUERY_LEN
 from ..hosts import HostGroup
-from ..model.parts import ModelParts, prompts_like
+from ..model.parts import ModelParts
 from .audio import AudioInput, audio_from_batch
 from .pixels import GivenPixels, Pixels
 from .visual import PIXEL_COPIES, PromptError, VisualInput, VisualItem, equal_row_starts, share_out
@@ -224,9 +224,9 @@ def visual_from_batch(
     Raises:
         PromptError: no pixels, or not those of the prompt's placeholders.
     """
-    # InternVL has one placeholder, which here is a video's; GLM's has one whose types tell which it is.
+    # InternVL has one placeholder, which here is a video's; GLM has one, whose type tells which it is.
     is_image = (input_ids == parts.image_token_id) & (parts.family != "internvl")
-    if prompts_like(parts.family) == "glm4v":
+    if parts.uses_mrope and batch.get("mm_token_type_ids") is not None:
         is_image = torch.as_tensor(batch["mm_token_type_ids"]).cpu()[0] == 1
     kinds = ["image" if image else "video" for image in is_image[parts.is_visual(input_ids)].tolist()]
     if batch.get("pixel_values") is None and batch.get("pixel_values_videos") is None:
