@@ -95,8 +95,8 @@ def of_other_layouts(outs, lses):
 @each_choice(
     backend=BACKENDS,
     dtype=[torch.float32, torch.float16, torch.bfloat16, torch.float16, torch.bfloat16, torch.float32],
-    # Results, queries, numbers.
-    shape=[(3, 0, 16), (1, 2, 256), (3, 9, 80), (9, 33, 16), (2, 1, 128), (17, 3, 129)],
+    # Results, queries, numbers; the last of more results than a program loads together, for each back end.
+    shape=[(3, 0, 16), (1, 2, 256), (3, 9, 80), (9, 33, 16), (2, 1, 128), (17, 3, 129), *[(131, 3, 24)] * 2],
     layout=[None, in_one_buffer, of_other_layouts],
 )
 def test_results_in_one_tensor_are_merged_wherever_they_lie(backend, dtype, shape, layout):
