@@ -285,6 +285,8 @@ def why_not_together(parts: ModelParts) -> str | None:
     """Return why answers of a model cannot be decoded in one batch, or None if they can."""
     if parts.tensor_parallel[1] > 1:
         return "a host's processes have a share of the model each, and take every step together"
+    if parts.sizes.linear is not None:
+        return "linear attention layers keep a state for every answer, and these are not batched"
     rope = getattr(parts.language_model.config, "rope_parameters", None) or {}
     if rope.get("rope_type") in _ROPE_BY_LENGTH:
         return f"the model's rotary frequencies depend on the length of a sequence ({rope['rope_type']})"

@@ -10,6 +10,7 @@ from ..hosts import HostGroup
 from ..kv.cache import keep_of_last, writing_at
 from ..kv.placement import PlacedKV
 from ..model.attention import LayerAttention, NewTokenAttention, apbv_attention
+from ..model.linear_attention import LinearStates
 from ..model.parts import ModelParts
 from ..transfer import fill, to_device
 from ..versions import cache_argument
@@ -17,7 +18,13 @@ from .graphs import MOST_CAPTURED, RecordedSteps, Step, may_record
 
 
 def forward(
-    parts: ModelParts, ids: Tensor, positions: Tensor, cache, attention: LayerAttention, last_only: bool
+    parts: ModelParts,
+    ids: Tensor,
+    positions: Tensor,
+    cache,
+    attention: LayerAttention,
+    last_only: bool,
+    states: LinearStates | None = None,
 ) -> Tensor:
     """Run a language model on S tokens, append their KV to the cache, and return logits ``[S, V]``.
 
@@ -27,8 +34,10 @@ def forward(
         attention: computes the new tokens' attention. The model's own would copy the KV heads of grouped queries,
             and need a mask for several tokens.
         last_only: compute only the last token's logits, ``[1, V]``.
+        states: those of a hybrid's linear attention, which go on to the last of these tokens.
     """
     position_ids = positions[None]
+    extra = {} if states is None else {"linear": states}
     with apbv_attention(parts.language_model):
         hidden = parts.language_model(
             inputs_embeds=parts.embed_tokens(ids[None]),
@@ -36,6 +45,7 @@ def forward(
             use_cache=cache is not None,
             apbv=attention,
             **{cache_argument(): cache},
+            **extra,
         ).last_hidden_state
     return parts.lm_head(hidden[:, -1:] if last_only else hidden)[0]
 
@@ -50,10 +60,13 @@ class ModelRunner:
         parts: the model.
         cache: of the tokens before; it appends in place.
         hosts: the hosts over which the KV is sharded; None: it is all here.
+        states: those of a hybrid's linear attention, which are changed.
     """
 
-    def __init__(self, parts: ModelParts, cache, hosts: HostGroup | None = None):
-        self._parts, self._cache, self._hosts = parts, cache, hosts
+    def __init__(
+        self, parts: ModelParts, cache, hosts: HostGroup | None = None, states: LinearStates | None = None
+    ):
+        self._parts, self._cache, self._hosts, self._states = parts, cache, hosts, states
         self._recorded = RecordedSteps(parts) if may_record(parts, hosts) else None
         self._buffers: list[tuple[Tensor, Tensor]] = []  # of the recorded steps
 
@@ -82,7 +95,7 @@ class ModelRunner:
         there = None if visible is None else to_device(visible, device)
         attention = NewTokenAttention(parts.backend, there, self._hosts)
         ids, positions = to_device(ids, device), to_device(positions, device)
-        return forward(parts, ids, positions, self._cache, attention, last_only)
+        return forward(parts, ids, positions, self._cache, attention, last_only, self._states)
 
     def _run_recorded(
         self, ids: Sequence[int] | Tensor, positions: Sequence[int], visible: Tensor | None, last_only: bool
@@ -165,7 +178,8 @@ class Decoder:
     def __init__(self, parts: ModelParts, kv: PlacedKV, next_position: int):
         self.next_position = next_position
         self.cache = kv.continued()
-        self._runner = None if self.cache is None else ModelRunner(parts, self.cache, kv.attending)
+        states = None if kv.states is None else LinearStates(kv.states.tensors)  # the prompt's stay
+        self._runner = None if self.cache is None else ModelRunner(parts, self.cache, kv.attending, states)
         self.hosts = kv.hosts
         is_alone = kv.attending is None and parts.tensor_parallel[1] == 1
         self.runs_ahead = self.cache is not None and is_alone and parts.device.type == "cuda"

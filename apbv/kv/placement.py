@@ -12,6 +12,7 @@ from transformers import DynamicCache
 
 from ..hosts import HostGroup
 from ..layout import ContextLayout
+from ..model.linear_attention import LinearStates
 from .cache import ShardedCache, appending_in_place, first_tokens
 from .select import collect_kv, select_kv
 
@@ -28,6 +29,7 @@ class PlacedKV:
         attending: the hosts over which attention to this KV has to be merged; None if one host has all of it.
         is_whole: whether every layer holds every token of the prompt; false if tokens were pruned between layers.
             An answer can then follow, but the KV cannot be saved, nor can parts of it be taken.
+        states: the states after the prompt of a hybrid's linear attention, the same on every host; None: it has none.
     """
 
     hosts: HostGroup
@@ -35,6 +37,7 @@ class PlacedKV:
     num_tokens: int
     attending: HostGroup | None
     is_whole: bool
+    states: LinearStates | None
 
     def continued(self) -> DynamicCache | ShardedCache | None:
         """Drop the tokens of an earlier answer; return the cache to which a new answer's are appended."""
@@ -47,6 +50,7 @@ class PlacedKV:
         """The bytes that this KV keeps allocated on this host; a view counts as the whole underlying tensor."""
         layers = () if self.cache is None else self.cache.layers
         tensors = chain.from_iterable((layer.keys, layer.values) for layer in layers)
+        tensors = chain(tensors, *(() if self.states is None else self.states.tensors))
         return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
 
@@ -56,14 +60,21 @@ class GatheredKV(PlacedKV):
     Args:
         cache: ``[1, Hkv, n, D]`` per layer on the home, None elsewhere. An answer is appended to it.
         num_tokens: n.
-        is_whole: see :class:`PlacedKV`; the same on every host.
+        is_whole, states: see :class:`PlacedKV`; the same on every host.
     """
 
     attending = None
 
-    def __init__(self, cache: DynamicCache | None, num_tokens: int, hosts: HostGroup, is_whole: bool = True):
+    def __init__(
+        self,
+        cache: DynamicCache | None,
+        num_tokens: int,
+        hosts: HostGroup,
+        is_whole: bool = True,
+        states: LinearStates | None = None,
+    ):
         self.cache = None if cache is None else appending_in_place(cache)
-        self.hosts, self.num_tokens, self.is_whole = hosts, num_tokens, is_whole
+        self.hosts, self.num_tokens, self.is_whole, self.states = hosts, num_tokens, is_whole, states
 
     def to_dynamic_cache(self, host: int) -> DynamicCache | None:
         """Return a separate cache with the prompt's KV ``[1, Hkv, n, D]`` on one host, None elsewhere; collective.
@@ -125,15 +136,15 @@ class ShardedKV(PlacedKV):
     Its methods are those of :class:`GatheredKV`.
     """
 
-    def __init__(self, cache: ShardedCache, hosts: HostGroup):
-        self.cache, self.hosts, self.attending = cache, hosts, hosts
+    def __init__(self, cache: ShardedCache, hosts: HostGroup, states: LinearStates | None = None):
+        self.cache, self.hosts, self.attending, self.states = cache, hosts, hosts, states
         self.num_tokens = cache.layout.num_tokens
         self.is_whole = all(layout.num_tokens == self.num_tokens for layout in cache.layouts)
 
     def gathered(self) -> GatheredKV:
         """Gather the KV on its home, and free the shards; collective. This KV must not be used afterwards."""
         cache = self.cache.gather(self.hosts, self.cache.home, releases=True)
-        return GatheredKV(cache, self.num_tokens, self.hosts, self.is_whole)
+        return GatheredKV(cache, self.num_tokens, self.hosts, self.is_whole, self.states)
 
     def to_dynamic_cache(self, host: int) -> DynamicCache | None:
         cache = self.cache.gather(self.hosts, host)

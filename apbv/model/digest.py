@@ -28,6 +28,8 @@ _CONFIG_FIELDS = (
     "moe_intermediate_size",
     "first_k_dense_replace",
     "norm_topk_prob",
+    "shared_expert_intermediate_size",
+    *(f"linear_{name}" for name in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")),
 )
 
 # The matrices of a decoder layer whose first row lies whole on the first process of a host.

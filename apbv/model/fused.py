@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from functools import partial, update_wrapper
 from inspect import unwrap
 from types import CellType, FunctionType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -65,7 +66,7 @@ def fused_forwards(decoder: nn.Module, rms_norm: Callable, silu_product: Callabl
         return self.down_proj(silu_product(self.gate_proj(x), self.up_proj(x)))
 
     def attention(kind: type) -> Callable:
-        return _with_global(kind.forward, _ROTARY, rotated)
+        return with_globals(kind.forward, {_ROTARY: rotated})
 
     makers = dict(zip(KINDS, (lambda _: norm, lambda _: mlp, attention), strict=True))
     kinds = {type(module): kind_of(module) for module in decoder.modules()}
@@ -84,14 +85,14 @@ def kind_of(module: nn.Module) -> str | None:
     return KINDS[2] if _ROTARY in unwrap(type(module).forward).__code__.co_names else None
 
 
-def _with_global(function: FunctionType, name: str, value) -> FunctionType:
-    """Return a function's own code, inside its own decorators, for which a global name means something else."""
+def with_globals(function: FunctionType, values: Mapping[str, Any]) -> FunctionType:
+    """Return a function's own code, inside its own decorators, for which global names mean something else."""
     names, closure = function.__globals__, function.__closure__
     inner = getattr(function, "__wrapped__", None)
     if inner is None:
-        names = {**names, name: value}
+        names = {**names, **values}
     else:
-        other = _with_global(inner, name, value)
+        other = with_globals(inner, values)
         closure = tuple(CellType(other) if cell.cell_contents is inner else cell for cell in closure)
     copied = FunctionType(function.__code__, names, function.__name__, function.__defaults__, closure)
     copied.__kwdefaults__ = function.__kwdefaults__

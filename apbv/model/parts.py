@@ -17,11 +17,17 @@ from ..versions import release, untried
 from ..warn import warn_caller
 from .digest import SAMPLED_PROJECTIONS, weights_digest
 from .fused import with_fused_kernels
+from .linear_attention import is_linear, with_linear_attention
 
-TEXT_FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "smollm3", "glm4")
+# Of these some layers have linear attention: their decoders are hybrids.
+HYBRID_FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
+TEXT_FAMILIES = (
+    *("llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "smollm3", "glm4"),
+    *("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"),
+)
 OMNI_THINKER = "qwen2_5_omni_thinker"  # Qwen2.5-Omni without the talker, which speaks
 VIDEO_FAMILIES = (
-    *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"),
+    *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
     *("internvl", "llava_onevision", OMNI_THINKER, "glm4v", "glm46v", "glm4v_moe"),
 )
 _MROPE_FAMILIES = (
@@ -29,15 +35,19 @@ _MROPE_FAMILIES = (
     "qwen2_5_vl",
     "qwen3_vl",
     "qwen3_vl_moe",
+    "qwen3_5",
+    "qwen3_5_moe",
     OMNI_THINKER,
     "glm4v",
     "glm46v",
     "glm4v_moe",
 )
 # Families whose prompts and vision tower are another one's.
-_ALIKE = {"qwen3_vl_moe": "qwen3_vl", "glm46v": "glm4v", "glm4v_moe": "glm4v"}
+_ALIKE = dict.fromkeys(("qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), "qwen3_vl")
+_ALIKE |= dict.fromkeys(("glm46v", "glm4v_moe"), "glm4v")
 # The first release of transformers whose model and processor are the ones that apbv takes apart.
-_FIRST_VERSIONS = {OMNI_THINKER: (5, 23)}
+_FIRST_VERSIONS = dict.fromkeys((OMNI_THINKER, *HYBRID_FAMILIES), (5, 23))
+_LINEAR_PROJECTIONS = ("linear_attn.in_proj_qkv", "linear_attn.in_proj_qkvz")
 # Seconds added to times, so that what is rounded down never falls below the time itself.
 _ROUNDING = 1e-6
 
@@ -57,12 +67,49 @@ def _first_of(config: PreTrainedConfig, *names: str) -> Any:
 
 
 @dataclass(frozen=True)
+class LinearSizes:
+    """The sizes of the linear attention layers of a hybrid's decoder (Gated DeltaNet).
+
+    Attributes:
+        layers: how many of the decoder's layers have linear attention.
+        key_heads, value_heads: the heads of q and k, and of v and the state.
+        key_dim, value_dim: Dk and Dv, the widths of these.
+        kernel: K, the inputs of the short convolution.
+    """
+
+    layers: int
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int
+
+    @property
+    def channels(self) -> int:
+        """C, the channels of the convolution: all of q, k and v."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    @property
+    def state(self) -> int:
+        """Count the numbers in the state of a layer, all heads together."""
+        return self.value_heads * self.key_dim * self.value_dim
+
+    @classmethod
+    def from_config(cls, text: PreTrainedConfig) -> "LinearSizes | None":
+        """Read the sizes from a text model's config; None if all of its layers have attention."""
+        count = list(getattr(text, "layer_types", None) or ()).count("linear_attention")
+        names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
+        return cls(count, *(getattr(text, f"linear_{name}") for name in names)) if count else None
+
+
+@dataclass(frozen=True)
 class DecoderSizes:
     """The sizes of a decoder with grouped-query attention and a gated MLP, or experts.
 
     Attributes:
         intermediate: the width of the MLP; of experts those of all that compute one token.
         experts, chosen_experts: how many experts a layer has, and how many of them compute a token; 0: none.
+        linear: the sizes of those of the layers that have linear attention; None: all have attention.
         deepstack: L, the number of first layers after which visual features are added to the hidden states
             (Qwen3-VL).
     """
@@ -77,6 +124,7 @@ class DecoderSizes:
     deepstack: int = 0
     experts: int = 0
     chosen_experts: int = 0
+    linear: LinearSizes | None = None
 
     @classmethod
     def from_config(cls, config: PreTrainedConfig, **others) -> "DecoderSizes":
@@ -86,13 +134,15 @@ class DecoderSizes:
             others: a subclass's further fields.
         """
         text, vision = config.get_text_config(), getattr(config, "vision_config", None)
-        found, width, chosen = partial(_first_of, text), text.intermediate_size, 0
-        experts = found("num_experts", "n_routed_experts")
+        found, chosen = partial(_first_of, text), 0
+        width, experts = found("intermediate_size"), found("num_experts", "n_routed_experts")
         if experts:
             chosen = text.num_experts_per_tok + found("n_shared_experts")
             # Some layers may have an MLP all the same.
             has_mlp = found("mlp_only_layers", "first_k_dense_replace") or found("decoder_sparse_step") > 1
-            width = max(text.moe_intermediate_size * chosen, width * bool(has_mlp))
+            shared = found("shared_expert_intermediate_size")  # one of another width
+            width = max(text.moe_intermediate_size * chosen + shared, width * bool(has_mlp))
+            chosen += bool(shared)
         return cls(
             layers=text.num_hidden_layers,
             hidden=text.hidden_size,
@@ -104,13 +154,19 @@ class DecoderSizes:
             deepstack=len(getattr(vision, "deepstack_visual_indexes", None) or ()),
             experts=experts,
             chosen_experts=chosen,
+            linear=LinearSizes.from_config(text),
             **others,
         )
 
     @property
     def kv_token(self) -> int:
         """Count the numbers of one token's K and V in all layers."""
-        return 2 * self.layers * self.kv_heads * self.head_dim
+        return 2 * self.kv_layers * self.kv_heads * self.head_dim
+
+    @property
+    def kv_layers(self) -> int:
+        """How many layers have attention, and thus KV."""
+        return self.layers - (0 if self.linear is None else self.linear.layers)
 
 
 @dataclass(frozen=True)
@@ -165,7 +221,8 @@ class ModelParts:
 
     def __post_init__(self):
         config, family, sizes = self.model.config, self.family, DecoderSizes.from_config(self.model.config)
-        k_proj = self.language_model.layers[0].self_attn.k_proj  # without a weight where that is packed
+        attention = next(layer.self_attn for layer in self.language_model.layers if not is_linear(layer))
+        k_proj = attention.k_proj  # without a weight where that is packed
         mesh = getattr(getattr(k_proj, "weight", None), "device_mesh", None)
         member, num_members = (0, 1) if mesh is None else (mesh.get_local_rank(), mesh.size())
         kv_heads = split_evenly(range(sizes.kv_heads), num_members)[member]
@@ -358,6 +415,8 @@ def inspect_model(model: PreTrainedModel, backend: str = "auto", decode: DecodeC
     if lm_head is None:
         raise UnsupportedModelError(f"{type(model).__name__} has no language-model head to generate with")
     language_model = model.get_decoder()
+    if family in HYBRID_FAMILIES:
+        language_model = with_linear_attention(language_model)
     parts = ModelParts(
         model=model,
         family=family,
@@ -371,7 +430,8 @@ def inspect_model(model: PreTrainedModel, backend: str = "auto", decode: DecodeC
     require_usable(backend, parts.device, parts.dtype, parts.head_dim, groups)
     # To try an MLP that is shared out would be collective.
     backend = backend if parts.tensor_parallel[1] == 1 else "torch"
-    return replace(parts, language_model=with_fused_kernels(language_model, backend, parts.embed_tokens.weight))
+    language_model = with_fused_kernels(language_model, backend, parts.embed_tokens.weight)
+    return replace(parts, language_model=language_model)
 
 
 def require_supported(config: PreTrainedConfig) -> str:
@@ -400,10 +460,11 @@ def _refuse_unsupported_layers(family: str, config: PreTrainedConfig) -> None:
     if config.model_type not in text_families:
         raise UnsupportedModelError(f"{family} with a {config.model_type} language model is not supported")
     layer_types = getattr(config, "layer_types", None) or ["full_attention"]
+    supported = ("full_attention", *(("linear_attention",) if family in HYBRID_FAMILIES else ()))
     for index, layer_type in enumerate(layer_types):
-        if layer_type != "full_attention":
+        if layer_type not in supported:
             raise UnsupportedModelError(
-                f"layer {index} of this {family} model is of type {layer_type}; only full_attention is supported"
+                f"layer {index} of this {family} model is of type {layer_type}; only {' and '.join(supported)} is supported"
             )
     if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
         raise UnsupportedModelError(
@@ -429,9 +490,9 @@ def some_layers(language_model: nn.Module, layers: range, with_norm: bool = True
 
 def _sampled_weights(layer: nn.Module) -> Iterator[Tensor]:
     """Yield a decoder layer's numbers that tell models apart."""
-    for name in SAMPLED_PROJECTIONS:
+    for name in (*SAMPLED_PROJECTIONS, *_LINEAR_PROJECTIONS):
         parent, _, own = name.rpartition(".")
-        if hasattr(layer.get_submodule(parent), own):
+        if hasattr(getattr(layer, parent, None), own):
             yield _first_weights(layer.get_submodule(name))
     if hasattr(layer.mlp, "gate_up_proj"):  # both in one
         yield _first_weights(layer.mlp.gate_up_proj)

@@ -15,6 +15,7 @@ from ..input.model_inputs import ModelInputs
 from ..kv.cache import ShardedCache
 from ..kv.placement import ShardedKV
 from ..model.attention import apbv_attention
+from ..model.linear_attention import LinearStates
 from ..model.parts import ModelParts, inspect_model
 from ..model.row_chunks import rows_in_chunks
 from ..model.vision_attention import packed_attention
@@ -23,6 +24,7 @@ from ..warn import warn_caller
 from .cancelling import Stop
 from .encode import VisualRows, tower_rows
 from .exchange import LocalVisual, encode_and_exchange
+from .linear_attention import share_states
 from .memory import Room, host_memory
 from .methods import PrefillMethod, method_alone, resolve_method
 from .reduction import LATE_REDUCERS
@@ -136,12 +138,13 @@ def prefill(
 
     # Forward.
     with hosts.collective_stage("prefill"), room.explained("prefill"), timer.stage("prefill"):
-        logits, last_stage, shards = _forward(parts, inputs, visual, method, watcher, reducer, stop, home)
+        forward = _forward(parts, inputs, visual, method, watcher, reducer, stop, home)
+        logits, last_stage, shards, states = forward
     if reducer is not None:
         reduction = reducer.reduction(last_stage.tokens, shards.layouts)
 
     # Transfer.
-    kv = ShardedKV(shards, hosts)
+    kv = ShardedKV(shards, hosts, states)
     if config.kv == "gathered":
         with hosts.collective_stage("handoff"), room.explained("handoff"), timer.stage("handoff"):
             kv = kv.gathered()
@@ -206,8 +209,12 @@ def _forward(
     reducer: LateReducer | None,
     stop: Stop | None,
     home: int,
-) -> tuple[Tensor, Stage, ShardedCache]:
-    """Run the language model on this host's tokens; return logits ``[1, V]``, the last stage, and the KV here."""
+) -> tuple[Tensor, Stage, ShardedCache, LinearStates | None]:
+    """Run the language model on this host's tokens.
+
+    Returns:
+        Logits ``[1, V]``, the last stage, the KV here, and a hybrid's states.
+    """
     hosts = method.hosts
     ends = (*(() if reducer is None else reducer.layers), parts.num_layers)
     first, *others = (range(*run) for run in pairwise((0, *ends)))
@@ -217,6 +224,9 @@ def _forward(
         watcher.begin(stage)
         if watcher.wants_passed:
             method.on_passed = watcher.on_passed
+    linear, states = parts.sizes.linear, None
+    if linear is not None:
+        states = LinearStates([None] * linear.layers)
     rows, local = HiddenRows(), stage.local[hosts.rank]
     if len(local):
         rows.local, extra = visual.merge_into(parts, inputs.input_ids[:, local])
@@ -224,11 +234,13 @@ def _forward(
     with apbv_attention(parts.language_model), rows_in_chunks(parts, len(local)):
         for layers in others:
             stage, rows = run_and_reduce(stage, layers, rows, cache, reducer, stop)
-        rows = run_stage(stage, parts, inputs, rows, cache, stop, watcher)
+        rows = run_stage(stage, parts, inputs, rows, cache, stop, watcher, states)
+    if states is not None and not stage.layout.is_split:  # host 0 has computed alone
+        share_states(states, parts, hosts)
     source = stage.layout.last_token_host
     if source in (None, hosts.rank):
         hidden = rows.local if rows.query is None else rows.query
         logits = parts.lm_head(hidden[:, -1:])[:, 0]
     else:
         logits = torch.empty(1, parts.vocab_size, dtype=parts.dtype, device=parts.device)
-    return (logits if source is None else hosts.broadcast(logits, source)), stage, cache
+    return (logits if source is None else hosts.broadcast(logits, source)), stage, cache, states

@@ -17,11 +17,13 @@ from torch import Tensor, nn
 from ..input.model_inputs import ModelInputs
 from ..kv.cache import ShardedCache
 from ..model.attention import LayerAttention, NewTokenAttention
+from ..model.linear_attention import LinearStates
 from ..model.parts import ModelParts, some_layers
 from ..transfer import to_device
 from ..versions import cache_argument
 from .cancelling import Stop, asking_before_each, require_going_on
 from .exchange import ReadOnce
+from .linear_attention import SplitLinearAttention
 from .methods import PrefillMethod
 from .moving import move_rows
 
@@ -166,6 +168,7 @@ def run_stage(
     cache: ShardedCache,
     stop: Stop | None,
     watcher: Watcher | None = None,
+    states: LinearStates | None = None,
 ) -> HiddenRows:
     """Run a stage's layers on this host's tokens, and keep their KV; return the output, and drop ``rows``.
 
@@ -174,16 +177,18 @@ def run_stage(
     Args:
         stop: asked on host 0 before each layer; true ends the prefill.
         watcher: the observer; its :meth:`Watcher.begin` was called.
+        states: gets the states of a hybrid's linear attention.
     """
     method, hosts, layers, local = stage.method, stage.hosts, stage.layers, stage.local[stage.hosts.rank]
-    cache.add_layers(len(layers), stage.layout, keep_query=not method.separate_query)
+    num_kv_layers = len(layers) - (0 if states is None else len(states.layers))
+    cache.add_layers(num_kv_layers, stage.layout, keep_query=not method.separate_query)
     if not len(local):  # host 0 computes the stage alone
-        for _ in layers:
+        for _ in range(num_kv_layers):
             require_going_on(hosts, stop)
         if watcher is not None:
             watcher.on_nothing()
         empty = torch.empty(1, parts.num_kv_heads, 0, parts.head_dim, dtype=parts.dtype, device=parts.device)
-        for layer in cache.layers[-len(layers) :]:
+        for layer in cache.layers[-num_kv_layers:]:
             layer.hold(empty, empty)
         return HiddenRows()
     decoder = parts.language_model
@@ -194,6 +199,8 @@ def run_stage(
         extra["visual_pos_masks"] = to_device(stage.is_visual[local][None], parts.device)
         extra["deepstack_visual_embeds"] = ReadOnce(rows.deepstack[: len(layers)])
         rows.deepstack = []
+    if states is not None:
+        extra["linear"] = SplitLinearAttention(stage.layout, hosts, states, not method.separate_query)
     positions = inputs.position_ids[..., local if stage.tokens is None else stage.tokens[local]]
     if stage.tokens is None and stage.layout.anchor_copy:
         _move_copy(positions, inputs.position_ids, stage.layout.anchor_copy)
@@ -211,7 +218,8 @@ def run_stage(
             if stage.tokens is None:
                 held = [parts.embed_tokens(to_device(inputs.input_ids[:, inputs.query_start :], parts.device))]
             positions = inputs.position_ids[..., inputs.query_start :]
-            result.query = _run(parts, decoder, held, positions, cache, apbv=attention)
+            extra = {} if states is None else {"linear": states}
+            result.query = _run(parts, decoder, held, positions, cache, apbv=attention, **extra)
     return result
 
 

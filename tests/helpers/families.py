@@ -30,8 +30,12 @@ VIDEO_FAMILIES = (
     OMNI,
     "glm4v",
     "glm46v",
+    "qwen3_5",
+    "qwen3_5_moe",
 )
-TEXT_FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "smollm3", "glm4")
+TEXT_FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "smollm3", "glm4", "qwen3_next")
+HYBRID_FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
+_QWEN3_ALIKE = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 
 SPECIAL_TOKENS = (
     *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>"),
@@ -81,7 +85,7 @@ _PLACEHOLDERS |= dict.fromkeys(
     GLM_FAMILIES,
     ("<|begin_of_image|><|image|><|end_of_image|>", "<|begin_of_video|><|video|><|end_of_video|>"),
 )
-_PLACEHOLDERS |= dict.fromkeys(("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), _PLACEHOLDERS["qwen2_vl"])
+_PLACEHOLDERS |= dict.fromkeys(("qwen2_5_vl", *_QWEN3_ALIKE), _PLACEHOLDERS["qwen2_vl"])
 _PLACEHOLDERS[OMNI] = (
     "<|vision_bos|><|IMAGE|><|vision_eos|>",
     "<|vision_bos|><|VIDEO|><|vision_eos|>",
@@ -162,7 +166,7 @@ def build_processor(family: str):
             return processor
         classes = {"qwen2_vl": tf.Qwen2VLProcessor, "qwen2_5_vl": tf.Qwen2_5_VLProcessor}
         return classes[family](**parts)
-    if family in ("qwen3_vl", "qwen3_vl_moe"):
+    if family in _QWEN3_ALIKE:
         # The video budget counts all frames together, so the frame size depends on the frame count.
         parts["image_processor"] = tf.Qwen2VLImageProcessor(
             size={"shortest_edge": 32 * 32, "longest_edge": 32 * 32 * 16}, patch_size=QWEN3_PATCH
@@ -199,9 +203,10 @@ def build_processor(family: str):
 
 
 def build_config(
-    family: str, *, layers: int = 3, heads: int = HEADS, kv_heads: int = KV_HEADS
+    family: str, *, layers: int | None = None, heads: int = HEADS, kv_heads: int = KV_HEADS
 ) -> tf.PreTrainedConfig:
     """The family's configuration, tiny, with token ids that match ``build_tokenizer``."""
+    layers = layers or (4 if family in HYBRID_FAMILIES else 3)
     tokenizer = build_tokenizer(family)
     ids = {token: tokenizer.convert_tokens_to_ids(token) for token in _special_tokens(family)}
     text = {
@@ -230,6 +235,14 @@ def build_config(
             "moe_intermediate_size": HIDDEN,
             "norm_topk_prob": True,
         }
+    if family in HYBRID_FAMILIES:
+        text["rope_parameters"]["partial_rotary_factor"] = 0.5
+        text["layer_types"] = ["full_attention" if index % 2 else "linear_attention" for index in range(layers)]
+        text |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8}
+        text |= {"linear_value_head_dim": 12}
+        if "num_experts" in text or family == "qwen3_next":
+            text |= {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": HIDDEN}
+            text["shared_expert_intermediate_size"] = HIDDEN // 2
     if family == "mistral":
         text["sliding_window"] = None  # as in the releases from 0.2 on
     if family == "smollm3":
@@ -242,8 +255,10 @@ def build_config(
     common = {"text_config": text, "tie_word_embeddings": False}
     if family.startswith("qwen"):
         section = {"mrope_section": [2, 3, 3]}  # halves of the rotary dimensions: time, height, width
-        if family in ("qwen3_vl", "qwen3_vl_moe"):
+        if family in _QWEN3_ALIKE:
             section = {"mrope_section": [4, 2, 2], "mrope_interleaved": True}
+        if family in HYBRID_FAMILIES:
+            section["mrope_section"] = [2, 1, 1]  # of the half of a head that is turned
         text["rope_parameters"].update(section)
         if family == OMNI:
             return tf.Qwen2_5OmniThinkerConfig(
@@ -337,6 +352,8 @@ def _qwen_vision_config(family: str) -> dict:
         # 56 pixels are 2 x 2 merged tokens; block 1 attends to whole frames, blocks 0 and 2 to windows.
         return {**common, "patch_size": QWEN_PATCH, "window_size": 56, "fullatt_block_indexes": [1]}
     deepstack = {"num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}
+    if family in HYBRID_FAMILIES:
+        del deepstack["deepstack_visual_indexes"]
     return {**common, "patch_size": QWEN3_PATCH, **deepstack}
 
 

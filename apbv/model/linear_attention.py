@@ -1,0 +1,121 @@
+"""Plug-in point for the linear attention of hybrid models (Gated DeltaNet), next to the one for attention.
+
+A hybrid's decoder mixes layers of attention, which keep keys and values of every token, with layers that keep a state
+of constant size: a matrix per head, and the last inputs of a short convolution. Such a layer calls two functions by
+name, the convolution and the rule that turns states into outputs; transformers takes them from flash-linear-attention
+and causal-conv1d where these are installed. Here it runs its own code with two others in their place, which call these
+for one run of tokens at a time. What they do is decided by the keyword ``linear`` of the decoder's forward, which
+transformers passes down to every layer: nothing is global, and no modeling code is copied.
+"""
+
+import copy
+from collections.abc import Callable, Iterable
+from functools import partial
+from inspect import unwrap
+from itertools import count
+from typing import Protocol
+
+from torch import Tensor, nn
+from transformers import Cache
+from transformers.cache_utils import LinearAttentionLayer
+
+from .fused import with_forwards, with_globals
+
+_CONVOLUTION, _RULE = "causal_conv1d_fn", "torch_chunk_gated_delta_rule"
+# [1, C, T] before and after; and q, k, v, g, beta [1, T, H, ...], initial_state=None, output_final_state=False to
+# (out [1, T, Hv, Dv], final state [1, Hv, Dk, Dv] or None)
+Convolution, Rule = Callable[[Tensor], Tensor], Callable[..., tuple[Tensor, Tensor | None]]
+
+
+class LinearStates(Cache):
+    """States of all linear attention layers after some tokens, for new tokens to start from.
+
+    Of every layer the last inputs of its convolution ``[1, C, K]``, and the rule's state ``[1, Hv, Dk, Dv]`` in fp32.
+    Layers are numbered among themselves.
+    """
+
+    def __init__(self, tensors: Iterable[tuple[Tensor, Tensor] | None]):
+        """Copy the states of every layer; None: not known yet."""
+        super().__init__(layers=[])
+        for index, states in enumerate(tensors):
+            self.layers.append(LinearAttentionLayer())
+            if states is not None:
+                self.put(index, *states)
+
+    def put(self, index: int, inputs: Tensor, state: Tensor) -> None:
+        """Copy a layer's states."""
+        self.update_conv_state(inputs, index)
+        self.update_recurrent_state(state, index)
+
+    @property
+    def tensors(self) -> list[tuple[Tensor, Tensor]]:
+        """The states of every layer."""
+        return [(layer.conv_states[0], layer.recurrent_states[0]) for layer in self.layers]
+
+
+class LinearAttention(Protocol):
+    """What replaces the two functions of the linear attention layers during one forward pass."""
+
+    def convolve(self, layer: int, mixed: Tensor, width: int, function: Convolution) -> Tensor:
+        """Convolve the inputs ``[1, C, S]`` of a layer, K wide, by a function that takes one sequence."""
+
+    def attend(self, layer: int, inputs: tuple[Tensor, ...], function: Rule) -> Tensor:
+        """Return a layer's output ``[1, S, Hv, Dv]``.
+
+        Args:
+            inputs: q and k ``[1, S, Hk, Dk]``, v ``[1, S, Hv, Dv]``, g (log decay) and beta ``[1, S, Hv]``.
+            function: the rule, for one sequence.
+        """
+
+
+def is_linear(layer: nn.Module) -> bool:
+    """Return whether a decoder layer has linear attention."""
+    return hasattr(layer, "linear_attn")
+
+
+def with_linear_attention(decoder: nn.Module) -> nn.Module:
+    """Return a hybrid's decoder with the same weights, whose linear layers do what ``linear`` says; see the module.
+
+    It is :class:`LinearStates`, which new tokens continue, or :class:`LinearAttention`. Layers with attention are
+    numbered among themselves in it, like those of its cache, and so are the others.
+
+    Raises:
+        ValueError: its layers do not call the two functions that can be replaced.
+    """
+    kinds = {type(layer.linear_attn) for layer in decoder.layers if is_linear(layer)}
+    decoder = with_forwards(decoder, {kind: _forward(kind) for kind in kinds})
+    numbers, layers = {True: count(), False: count()}, []
+    for layer in decoder.layers:
+        layer, name = copy.copy(layer), "linear_attn" if is_linear(layer) else "self_attn"
+        mixer = copy.copy(layer.get_submodule(name))
+        mixer.layer_idx = next(numbers[is_linear(layer)])
+        layer._modules = {**layer._modules, name: mixer}
+        layers.append(layer)
+    decoder._modules = {**decoder._modules, "layers": nn.ModuleList(layers)}
+    return decoder
+
+
+def _forward(kind: type[nn.Module]) -> Callable[..., Tensor]:
+    own = kind.forward
+    names = unwrap(own).__globals__
+    if not {_CONVOLUTION, _RULE} <= set(unwrap(own).__code__.co_names):
+        raise ValueError(f"{kind.__name__} of this transformers release calls other functions than {_RULE}")
+
+    def convolve(mixed: Tensor, weight: Tensor, *args, replaced: tuple[LinearAttention, int], **kwargs) -> Tensor:
+        (linear, layer), function = replaced, names[_CONVOLUTION]
+        return linear.convolve(layer, mixed, weight.shape[-1], lambda x: function(x, weight, *args, **kwargs))
+
+    def attend(query, key, value, g, beta, *, replaced: tuple[LinearAttention, int], **kwargs):
+        for name in ("initial_state", "output_final_state"):
+            kwargs.pop(name)
+        (linear, layer), function = replaced, partial(names[_RULE], **kwargs)
+        return linear.attend(layer, (query, key, value, g, beta), function), None
+
+    in_runs = with_globals(own, {_CONVOLUTION: convolve, _RULE: attend})
+
+    def forward(self, hidden_states: Tensor, *args, linear: LinearStates | LinearAttention, **kwargs) -> Tensor:
+        if isinstance(linear, LinearStates):
+            return own(self, hidden_states, linear)
+        return in_runs(self, hidden_states, replaced=(linear, self.layer_idx))
+
+    return forward
