@@ -28,6 +28,7 @@ from .input.request import Question, Request
 from .input.skeleton import SampledVideo
 from .input.video import require_backend
 from .model.loading import default_num_frames, default_sampling, load_model, require_loadable
+from .model.parts import hybrid_family
 from .prefilling.cancelling import RequestCancelled
 from .prefilling.forward import ready_for_prefills
 from .prefilling.memory import NotEnoughMemoryError
@@ -99,7 +100,7 @@ class Engine:
         config = prefill or PrefillConfig()
         drafting = Drafting(speculate, hosts, captioner)
         models = drafting.inspect_models(model, draft, config, decode)
-        require_usable(config.reduce, models.reading.family, reuse)
+        require_usable(config.reduce, models.reading.model.config, reuse)
         refuse(
             kv_reuse=reuse is not None and reuse.mode == "kv",
             watching_draft=drafting.watches_prefill(models) and speculate.strategy,
@@ -177,7 +178,8 @@ class Engine:
         with hosts.local_stage("reading the settings"):  # reject what can be rejected before weights are loaded
             draft_model = drafting.find_model(config, is_demo)
             described = require_loadable(path, hosts.device, adapter, hosts.tensor_parallel_size)
-            require_usable(config.reduce, described.model_type, reuse)
+            require_usable(config.reduce, described, reuse)
+            refuse(hybrid=hybrid_family(described), drafting=speculate and speculate.strategy)
             require_layers(config.reduce, described.get_text_config().num_hidden_layers)
             require_backend(config.video.backend)
         # TP ranks exchange data while transformers loads the model's shards.

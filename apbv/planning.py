@@ -18,7 +18,7 @@ from .hosts.devices import choose_device
 from .input.visual import FRAME_COPIES, PIXEL_COPIES, most_in_a_chunk, num_frames_told
 from .layout import FEWEST_ANCHOR, FEWEST_PASSING, ContextLayout, LayoutError
 from .model.loading import read_config, read_video_processor
-from .model.parts import VIDEO_FAMILIES, DecoderSizes, prompts_like, require_supported
+from .model.parts import VIDEO_FAMILIES, DecoderSizes, hybrid_family, prompts_like, require_supported
 from .model.quantization import quantization_of
 from .model.tensor_parallel import require_divisible, weight_bytes
 from .prefilling.encode import chunk_bytes_within
@@ -162,10 +162,11 @@ def plan(
         if count is not None and not (type(count) is int and count >= 1):
             raise ValueError(f"{name} must be a whole number of at least 1, not {count!r}")
     name, config, processor = _describe(model, demo.model_path)
-    require_usable(prefill.reduce, config.model_type, None)
+    require_usable(prefill.reduce, config, None)
     require_divisible(config, tensor_parallel)
     device, itemsize = choose_device(), _itemsize(config, dtype)
     sizes = DecoderSizes.from_config(config)
+    refuse(hybrid=hybrid_family(config), drafting=speculate and speculate.strategy)
     require_layers(prefill.reduce, sizes.layers)
     if device_memory is None:
         device_memory = free_memory_bytes(device) // (1 if device.type == "cuda" else hosts * tensor_parallel)

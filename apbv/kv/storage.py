@@ -1,8 +1,9 @@
 """Saved KV: a directory that one or several hosts write and any number of hosts read.
 
 The directory holds ``manifest.json`` and, in the subfolder that the manifest names, ``prompt.safetensors`` with
-``logits [1, V]`` and ``position_ids`` (``[3, n]`` for M-RoPE models, else ``[n]``), and for every layer and shard
-one file with ``keys`` and ``values``, ``[H_kv, T, D]``, after RoPE, in token order. A shard is one writer's part:
+``logits [1, V]`` and ``position_ids`` (``[3, n]`` for M-RoPE models, else ``[n]``), of a hybrid with the states of its
+linear attention, too (see :meth:`apbv.model.linear_attention.LinearStates.named`), and for every layer and shard one
+file with ``keys`` and ``values``, ``[H_kv, T, D]``, after RoPE, in token order. A shard is one writer's part:
 runs of tokens, and a range of KV heads.
 
 Sizes, checksums and digests detect truncated or changed files. A crash at any moment leaves what was saved before,
@@ -194,7 +195,7 @@ class SavedKV:
         return saved
 
     def prompt(self) -> dict[str, Tensor]:
-        """Read ``logits [1, V]`` of the last token and ``position_ids``, ``[3, n]`` or ``[n]``.
+        """Read ``logits [1, V]`` of the last token and ``position_ids``, ``[3, n]`` or ``[n]``; and a hybrid's states.
 
         Raises:
             StorageError: the file was changed, or is gone.
@@ -294,9 +295,9 @@ class Writer:
         runs = tuple((run.start, run.stop) for run in tokens if len(run))
         return Shard(runs, (kv_heads.start, kv_heads.stop), files)
 
-    def write_prompt(self, logits: Tensor, position_ids: Tensor) -> StoredFile:
+    def write_prompt(self, **tensors: Tensor) -> StoredFile:
         """Write the tensors that :meth:`SavedKV.prompt` reads."""
-        return self._write(_PROMPT, {"logits": logits.contiguous(), "position_ids": position_ids.contiguous()})
+        return self._write(_PROMPT, {name: tensor.contiguous() for name, tensor in tensors.items()})
 
     def publish(self, manifest: Manifest) -> None:
         """Check that all hosts' files are here, and replace the manifest by one that names them.

@@ -9,14 +9,15 @@ transformers passes down to every layer: nothing is global, and no modeling code
 """
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from inspect import unwrap
 from itertools import count
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
-from transformers import Cache
+from transformers import Cache, DynamicCache
 from transformers.cache_utils import LinearAttentionLayer
 
 from .fused import with_forwards, with_globals
@@ -32,15 +33,45 @@ class LinearStates(Cache):
 
     Of every layer the last inputs of its convolution ``[1, C, K]``, and the rule's state ``[1, Hv, Dk, Dv]`` in fp32.
     Layers are numbered among themselves.
+
+    Args:
+        places: the numbers of these layers among all of the decoder.
+        tensors: their states, which are copied; none: they are put later.
     """
 
-    def __init__(self, tensors: Iterable[tuple[Tensor, Tensor] | None]):
-        """Copy the states of every layer; None: not known yet."""
-        super().__init__(layers=[])
+    def __init__(self, places: Sequence[int], tensors: Iterable[tuple[Tensor, Tensor]] = ()):
+        super().__init__(layers=[LinearAttentionLayer() for _ in places])
+        self.places = tuple(places)
         for index, states in enumerate(tensors):
-            self.layers.append(LinearAttentionLayer())
-            if states is not None:
-                self.put(index, *states)
+            self.put(index, *states)
+
+    @property
+    def named(self) -> dict[str, Tensor]:
+        """All of it by name: ``linear_layers [L]``, and of every layer ``linear_inputs.i`` and ``linear_state.i``."""
+        named = {"linear_layers": torch.tensor(self.places)}
+        for index, (inputs, state) in enumerate(self.tensors):
+            named |= {f"linear_inputs.{index}": inputs, f"linear_state.{index}": state}
+        return named
+
+    @classmethod
+    def of_named(cls, named: Mapping[str, Tensor], device: torch.device) -> "LinearStates | None":
+        """Read what :attr:`named` is; None if there is none."""
+        if "linear_layers" not in named:
+            return None
+        places = named["linear_layers"].tolist()
+        names = [(f"linear_inputs.{index}", f"linear_state.{index}") for index in range(len(places))]
+        return cls(places, [tuple(named[name].to(device) for name in pair) for pair in names])
+
+    def copy(self) -> "LinearStates":
+        """Return states that can change while these stay."""
+        return LinearStates(self.places, self.tensors)
+
+    def among(self, cache: DynamicCache) -> DynamicCache:
+        """Return the model's own cache: a copy of these states, and between them the layers of a KV cache."""
+        whole, rest, copied = DynamicCache(), iter(cache.layers), dict(zip(self.places, self.copy().layers, strict=True))
+        for index in range(len(cache.layers) + len(copied)):
+            whole.layers.append(copied[index] if index in copied else next(rest))
+        return whole
 
     def put(self, index: int, inputs: Tensor, state: Tensor) -> None:
         """Copy a layer's states."""

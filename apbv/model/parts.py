@@ -57,6 +57,11 @@ def prompts_like(family: str) -> str:
     return _ALIKE.get(family, family)
 
 
+def hybrid_family(config: PreTrainedConfig) -> str | None:
+    """Return the family of a hybrid's config; None if all of a model's layers have attention."""
+    return config.model_type if config.model_type in HYBRID_FAMILIES else None
+
+
 class UnsupportedModelError(ValueError):
     """Raised if apbv's attention would compute a part of the model wrongly; the message names it."""
 
@@ -71,13 +76,13 @@ class LinearSizes:
     """The sizes of the linear attention layers of a hybrid's decoder (Gated DeltaNet).
 
     Attributes:
-        layers: how many of the decoder's layers have linear attention.
+        layers: the numbers of the decoder's layers that have linear attention.
         key_heads, value_heads: the heads of q and k, and of v and the state.
         key_dim, value_dim: Dk and Dv, the widths of these.
         kernel: K, the inputs of the short convolution.
     """
 
-    layers: int
+    layers: tuple[int, ...]
     key_heads: int
     value_heads: int
     key_dim: int
@@ -97,9 +102,10 @@ class LinearSizes:
     @classmethod
     def from_config(cls, text: PreTrainedConfig) -> "LinearSizes | None":
         """Read the sizes from a text model's config; None if all of its layers have attention."""
-        count = list(getattr(text, "layer_types", None) or ()).count("linear_attention")
+        types = enumerate(getattr(text, "layer_types", None) or ())
+        layers = tuple(index for index, layer_type in types if layer_type == "linear_attention")
         names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
-        return cls(count, *(getattr(text, f"linear_{name}") for name in names)) if count else None
+        return cls(layers, *(getattr(text, f"linear_{name}") for name in names)) if layers else None
 
 
 @dataclass(frozen=True)
@@ -166,7 +172,7 @@ class DecoderSizes:
     @property
     def kv_layers(self) -> int:
         """How many layers have attention, and thus KV."""
-        return self.layers - (0 if self.linear is None else self.linear.layers)
+        return self.layers - (0 if self.linear is None else len(self.linear.layers))
 
 
 @dataclass(frozen=True)

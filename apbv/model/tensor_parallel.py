@@ -16,9 +16,10 @@ from transformers.distributed import DistributedConfig
 from transformers.utils import is_accelerate_available
 
 from ..hosts import HostGroup
+from ..refusals import refuse
 from ..versions import release
 from .adapters import merged
-from .parts import VIDEO_FAMILIES, UnsupportedModelError
+from .parts import VIDEO_FAMILIES, UnsupportedModelError, hybrid_family
 from .quantization import quantization_of, weight_size
 
 FIRST_VERSION = (5, 19)
@@ -105,6 +106,7 @@ def require_divisible(config: PreTrainedConfig, tensor_parallel: int) -> None:
         UnsupportedModelError: T does not divide a size; the message names it.
     """
     text = config.get_text_config()
+    refuse(hybrid=hybrid_family(config), tensor_parallel=tensor_parallel > 1)
     if tensor_parallel > 1 and (getattr(text, "num_experts", None) or text.model_type.startswith("glm4")):
         raise UnsupportedModelError(f"tensor parallelism does not share out the MLPs of {text.model_type} models")
     counts = {

@@ -224,9 +224,7 @@ def _forward(
         watcher.begin(stage)
         if watcher.wants_passed:
             method.on_passed = watcher.on_passed
-    linear, states = parts.sizes.linear, None
-    if linear is not None:
-        states = LinearStates([None] * linear.layers)
+    states = None if parts.sizes.linear is None else LinearStates(parts.sizes.linear.layers)
     rows, local = HiddenRows(), stage.local[hosts.rank]
     if len(local):
         rows.local, extra = visual.merge_into(parts, inputs.input_ids[:, local])

@@ -18,6 +18,7 @@ from ..kv.facts import ModelIdentity, StorageError
 from ..kv.placement import GatheredKV, ShardedKV
 from ..kv.storage import MANIFEST_NAME, Manifest, SavedKV
 from ..layout import ContextLayout, plan_layout, split_evenly
+from ..model.linear_attention import LinearStates
 from ..model.parts import ModelParts, inspect_model
 from ..stats import StageTimer
 from .reduction.choosing import Reduction
@@ -96,14 +97,14 @@ def _read(saved: SavedKV, parts: ModelParts | None, hosts: HostGroup, kv: str) -
     if parts is not None:
         _require_written_by(parts, saved)
     prompt = saved.prompt()
-    layout = _layout(manifest, hosts.size)
+    layout, states = _layout(manifest, hosts.size), LinearStates.of_named(prompt, hosts.device)
     if kv == "sharded":
         shares = _read_layers(saved, layout.cache_spans(hosts.rank), hosts)
         layouts = [layout] * manifest.num_layers
-        placed = ShardedKV(ShardedCache.of_shares(shares, layouts, hosts.rank), hosts)
+        placed = ShardedKV(ShardedCache.of_shares(shares, layouts, hosts.rank), hosts, states)
     else:
         whole = DynamicCache(_read_layers(saved, None, hosts)) if hosts.rank == 0 else None
-        placed = GatheredKV(whole, manifest.num_tokens, hosts)
+        placed = GatheredKV(whole, manifest.num_tokens, hosts, states=states)
     inputs = _stored_inputs(manifest, prompt["position_ids"], hosts)
     return {"logits": prompt["logits"].to(hosts.device), "layout": layout, "inputs": inputs, "kv": placed}
 

@@ -109,6 +109,8 @@ class PrefillResult:
     def to_dynamic_cache(self, host: int = 0) -> DynamicCache | None:
         """The whole KV as a plain transformers cache, in position order, on one host; collective.
 
+        A hybrid's has copies of the states of linear attention between the layers of KV.
+
         Args:
             host: the host that gets it. With ``kv="gathered"`` the KV is on host 0 already and no data travels.
 
@@ -120,7 +122,8 @@ class PrefillResult:
         Raises:
             ValueError: the KV was gathered on host 0 and another host is asked for.
         """
-        return self.kv.to_dynamic_cache(host)
+        cache, states = self.kv.to_dynamic_cache(host), self.kv.states
+        return cache if None in (cache, states) else states.among(cache)
 
     def generate_inputs(self) -> dict[str, Any]:
         """Return keyword arguments with which plain ``model.generate`` continues from this prefill, on host 0.
@@ -135,8 +138,10 @@ class PrefillResult:
         mask and, one position further for each, to ``position_ids`` as well.
 
         Raises:
-            ValueError: tokens were dropped inside the model, so that layers hold different tokens.
+            ValueError: tokens were dropped inside the model, so that layers hold different tokens; or the model is a
+                hybrid, whose states cannot take the last token back.
         """
+        refuse(handing_over="generate_inputs()", hybrid=self._hybrid)
         if not self.kv.is_whole:
             raise ValueError(
                 f"{self.reduction.method} pruned tokens between layers, but transformers' generate needs the same "
@@ -228,12 +233,12 @@ class PrefillResult:
             ``kv_transfer_params`` of a request to vLLM); None on the other processes.
 
         Raises:
-            ValueError: visual tokens were pruned from the prompt.
+            ValueError: visual tokens were pruned from the prompt, or the model is a hybrid.
             StorageError: the server is shutting down.
             HostError: another host failed.
         """
         hosts = self.kv.hosts
-        refuse(handing_over="offer()", reduction=self.reduction and self.reduction.method)
+        refuse(handing_over="offer()", reduction=self.reduction and self.reduction.method, hybrid=self._hybrid)
         drawn = f"{new_transfer()} {new_token()}".encode() if hosts.is_leader else None
         transfer, token = hosts.broadcast_bytes(drawn).decode().split()
         try:
@@ -252,6 +257,10 @@ class PrefillResult:
         except BaseException:
             offers.drop(transfer)
             raise
+
+    @property
+    def _hybrid(self) -> str | None:
+        return None if self.kv.states is None else "hybrid"
 
     def _facts(self) -> KVFacts:
         """Describe the KV, on the leader."""
@@ -283,6 +292,9 @@ class PrefillResult:
     def _manifest(self, writer: Writer, shards: tuple[Shard, ...]) -> Manifest:
         """Return the manifest of all hosts' files; on the leader, which always holds some KV."""
         inputs, layout, reduction = self.inputs, self.layout, self.reduction
+        prompt = {"logits": self.logits, "position_ids": self._positions()}
+        if self.kv.states is not None:
+            prompt |= self.kv.states.named
         return Manifest(
             **asdict(self._facts()),
             generation=writer.generation,
@@ -298,7 +310,7 @@ class PrefillResult:
             ),
             anchor_len=len(layout.anchor),
             passing_len=layout.passing_len,
-            prompt=writer.write_prompt(self.logits, self._positions()),
+            prompt=writer.write_prompt(**prompt),
             shards=shards,
         )
 

@@ -180,7 +180,7 @@ def run_stage(
         states: gets the states of a hybrid's linear attention.
     """
     method, hosts, layers, local = stage.method, stage.hosts, stage.layers, stage.local[stage.hosts.rank]
-    num_kv_layers = len(layers) - (0 if states is None else len(states.layers))
+    num_kv_layers = len(layers) - (0 if states is None else len(states.places))
     cache.add_layers(num_kv_layers, stage.layout, keep_query=not method.separate_query)
     if not len(local):  # host 0 computes the stage alone
         for _ in range(num_kv_layers):

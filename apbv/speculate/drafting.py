@@ -13,7 +13,8 @@ from ..config import DecodeConfig, PrefillConfig, SamplingParams, SpeculativeCon
 from ..hosts import HostGroup
 from ..input.model_inputs import ModelInputs
 from ..model.loading import load_model, require_loadable
-from ..model.parts import ModelParts, inspect_model
+from ..model.parts import ModelParts, hybrid_family, inspect_model
+from ..refusals import refuse
 from .beside import BesideDraft, DraftHost
 from .link import Pair
 from .strategies import STRATEGIES, keep_policy, make_watcher, reads, require_consistent, require_same_tokens
@@ -71,7 +72,8 @@ class Drafting:
         if name is None:
             raise ValueError(f"the strategy {self._config.strategy} needs a draft model")
         path = demo.draft_path() if name == "demo" else name
-        require_loadable(path, self._hosts.device)
+        described = require_loadable(path, self._hosts.device)
+        refuse(hybrid=hybrid_family(described), drafting=self._config.strategy)
         return path
 
     def load_model(self, path: str | Path | None, dtype: str | torch.dtype, processor) -> PreTrainedModel | None:
@@ -119,6 +121,8 @@ class Drafting:
         models = Models(
             *(None if each is None else inspect_model(each, prefill.backend, decode) for each in (model, draft))
         )
+        for each in models:
+            refuse(hybrid=each and hybrid_family(each.model.config), drafting=config and config.strategy)
         strategy = config and STRATEGIES[config.strategy]
         if strategy and strategy.needs_draft_model and not config.draft_host:  # which has to read requests itself
             if draft is None:

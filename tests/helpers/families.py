@@ -394,6 +394,8 @@ def _randomise(model: nn.Module) -> None:
                 weight.normal_(std=1.7 / weight[0].numel() ** 0.5)
             elif type(module).__name__.endswith(("Experts", "Router")):
                 weight.normal_(std=1.7 / weight.shape[-1] ** 0.5)
+            elif name == "A_log":  # states that remember from one to two hundred tokens
+                weight.uniform_(-5, 0)
             else:  # biases, norms, layer scales, class tokens, newline embeddings
                 weight.add_(torch.randn_like(weight), alpha=0.2)
     model.get_output_embeddings().weight[FIRST_SPECIAL:] *= 0.1

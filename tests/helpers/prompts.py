@@ -99,7 +99,12 @@ def relative_error(ours: torch.Tensor, reference: torch.Tensor) -> float:
 
 def kv_of(cache):
     """The keys and values of each layer, as they are now; None of a host without a cache."""
-    return cache and [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
+    return cache and [tuple(states.clone() for states in _states_of(layer)) for layer in cache.layers]
+
+
+def _states_of(layer) -> tuple:
+    """A layer's keys and values, or what linear attention has instead."""
+    return (layer.keys, layer.values) if hasattr(layer, "keys") else (layer.conv_states[0], layer.recurrent_states[0])
 
 
 def prefilled(hosts, family: str, batch: dict, query_start: int | None, settings: dict, dtype=torch.float64):

@@ -10,12 +10,13 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from ...config import PrefillConfig, ReduceConfig, ReuseConfig
 from ...hosts import HostGroup
 from ...input.model_inputs import ModelInputs
 from ...input.visual import PromptError, VisualInput
-from ...model.parts import VIDEO_FAMILIES, ModelParts
+from ...model.parts import VIDEO_FAMILIES, ModelParts, hybrid_family
 from ...refusals import refuse
 from ...stats import StageTimer
 from ...transfer import to_device
@@ -28,20 +29,24 @@ from .choosing import Reduction, count_of, shares_of_videos
 from .frames import EarlyReducer, num_in_frames, shared_video, videos_of
 
 
-def require_usable(config: ReduceConfig | None, family: str, reuse: ReuseConfig | None) -> None:
-    """Reject a reduction that is incompatible with the model or with the prefix cache.
+def require_usable(config: ReduceConfig | None, model: PreTrainedConfig, reuse: ReuseConfig | None) -> None:
+    """Reject a reduction and a prefix cache that are incompatible with each other or with the model.
 
     Args:
-        family: the model's.
+        model: the model's config.
 
     Raises:
-        ValueError: the model reads text only, or KV is kept.
+        ValueError: they are; the message says why.
     """
-    if config is None:
-        return
-    if family not in VIDEO_FAMILIES:
-        raise ValueError(f"{config.method} prunes visual tokens, but {family} models read only text")
-    refuse(kv_reuse=reuse is not None and reuse.mode == "kv", reduction=config.method)
+    if config is not None and model.model_type not in VIDEO_FAMILIES:
+        raise ValueError(f"{config.method} prunes visual tokens, but {model.model_type} models read only text")
+    method = config and config.method
+    refuse(
+        hybrid=hybrid_family(model),
+        kv_reuse=reuse is not None and reuse.mode == "kv",
+        reduction=method,
+        late_reduction=method and config.is_late and method,
+    )
 
 
 def require_reducible(config: ReduceConfig | None, inputs: ModelInputs) -> None:

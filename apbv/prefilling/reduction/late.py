@@ -12,7 +12,8 @@ from ...config import PrefillConfig, ReduceConfig
 from ...input.model_inputs import ModelInputs
 from ...kv.cache import ShardedCache
 from ...layout import ContextLayout, single_host_layout
-from ...model.parts import ModelParts
+from ...model.parts import ModelParts, hybrid_family
+from ...refusals import refuse
 from ...transfer import to_device
 from ..cancelling import Stop
 from ..methods import PrefillMethod, method_alone
@@ -67,13 +68,14 @@ class LateReducer(ABC):
         num_visual: the visual tokens of the prompt.
 
     Raises:
-        ValueError: the model has too few layers.
+        ValueError: the model has too few layers, or is a hybrid.
     """
 
     name: ClassVar[str]
 
     def __init__(self, config: PrefillConfig, parts: ModelParts, inputs: ModelInputs):
         self.config, self.settings, self.parts, self.inputs = config, config.reduce, parts, inputs
+        refuse(hybrid=hybrid_family(parts.model.config), late_reduction=self.name)
         require_layers(config.reduce, parts.num_layers)
         self.layers = self.choose_layers(config.reduce, parts.num_layers)
         self.num_visual = int(parts.is_visual(inputs.input_ids).sum())
