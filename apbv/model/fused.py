@@ -78,11 +78,12 @@ KINDS = ("norms", "MLPs", "rotary positions")
 
 def kind_of(module: nn.Module) -> str | None:
     """Return for what kind of module there is a fused kernel that may fit this one; None: for none."""
+    forward = unwrap(type(module).forward)
     if set(module._parameters) == {"weight"} and hasattr(module, "variance_epsilon"):
-        return KINDS[0]
+        return KINDS[0] if forward.__code__.co_argcount == 2 else None  # others multiply by a gate, too
     if set(module._modules) == {"gate_proj", "up_proj", "down_proj", "act_fn"}:
         return KINDS[1] if type(module.act_fn) is SiLUActivation else None
-    return KINDS[2] if _ROTARY in unwrap(type(module).forward).__code__.co_names else None
+    return KINDS[2] if _ROTARY in forward.__code__.co_names else None
 
 
 def with_globals(function: FunctionType, values: Mapping[str, Any]) -> FunctionType:

@@ -119,9 +119,7 @@ def share_states(states: LinearStates, parts: ModelParts, hosts: HostGroup) -> N
             states.put(index, *received)
 
 
-def _run(
-    inputs: Sequence[Tensor], function: Rule, out: Tensor | None, rows: range, state: Tensor
-) -> Tensor:
+def _run(inputs: Sequence[Tensor], function: Rule, out: Tensor | None, rows: range, state: Tensor) -> Tensor:
     """Apply the rule to some rows, and write the output to these if it is wanted; return the state after them."""
     for part in _parts(rows):
         q, k, v, g, beta = (each[:, part.start : part.stop] for each in inputs)
@@ -132,7 +130,9 @@ def _run(
 
 
 def _parts(rows: range) -> list[range]:
-    return [range(start, min(start + MOST_TOKENS, rows.stop)) for start in range(rows.start, rows.stop, MOST_TOKENS)]
+    return [
+        range(start, min(start + MOST_TOKENS, rows.stop)) for start in range(rows.start, rows.stop, MOST_TOKENS)
+    ]
 
 
 def _with_inputs(before: Tensor, mixed: Tensor, rows: range) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from apbv import HostGroup, PrefillConfig, SamplingParams, prefill
 
 from answers import plain_tokens
-from families import TEXT_FAMILIES
+from families import HYBRID_FAMILIES, TEXT_FAMILIES
 from prompts import ALL_FAMILIES, UNCOMPRESSED, as_inputs, build, reset_rope, text_batch, video_batch
 
 
@@ -18,13 +18,31 @@ def continuation_job(hosts: HostGroup, family: str, batch: dict, query_start: in
         inputs = as_inputs(family, batch, query_start, hosts)
         state = prefill(model, inputs, hosts=hosts, config=config)
         assert state.method == method
-        handed_over = state.generate_inputs()
+        handed_over = state.generate_inputs() if family not in HYBRID_FAMILIES else behind_the_first(state)
         continued[kv] = plain_tokens(state, model, SamplingParams(max_new_tokens=STEPS))
         reset_rope(model)
         if handed_over:
             output = model.generate(**handed_over, max_new_tokens=STEPS, min_new_tokens=STEPS)
-            continued[f"generate after {kv}"] = output[0, state.num_tokens :].tolist()
+            continued[f"generate after {kv}"] = output[0, state.num_tokens :].tolist()[:STEPS]
     return continued
+
+
+def behind_the_first(state) -> dict:
+    """What ``generate`` takes to continue from a hybrid's KV: the prompt, and a token chosen from the logits."""
+    cache = state.to_dynamic_cache()
+    if cache is None:
+        return {}
+    ids = torch.cat([state.inputs.input_ids, state.logits.argmax(dim=-1, keepdim=True)], dim=1)
+    positions = state.inputs.position_ids
+    positions = torch.cat([positions, torch.full_like(positions[..., :1], state.next_position)], dim=-1)
+    if positions.dim() == 3:
+        positions = torch.cat([torch.arange(ids.shape[1])[None, None], positions])
+    return {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "position_ids": positions,
+        "past_key_values": cache,
+    }
 
 
 STEPS = 9

@@ -240,7 +240,7 @@ def build_config(
         text["layer_types"] = ["full_attention" if index % 2 else "linear_attention" for index in range(layers)]
         text |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8}
         text |= {"linear_value_head_dim": 12}
-        if "num_experts" in text or family == "qwen3_next":
+        if family != "qwen3_5":
             text |= {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": HIDDEN}
             text["shared_expert_intermediate_size"] = HIDDEN // 2
     if family == "mistral":
@@ -370,7 +370,8 @@ def build_model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         # Grouped products of experts have no kernel for doubles.
-        experts = {"experts_implementation": "eager"} if dtype == torch.float64 and family.endswith("_moe") else {}
+        has_experts = family.endswith("_moe") or family == "qwen3_next"
+        experts = {"experts_implementation": "eager"} if dtype == torch.float64 and has_experts else {}
         model = auto.from_config(config, attn_implementation="sdpa", **experts)
         _randomise(model)
     text = config.get_text_config()

@@ -5,6 +5,7 @@ import torch
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from apbv.kernels import triton_elementwise
+from apbv.model.linear_attention import LinearStates
 from apbv.model.parts import inspect_model
 from apbv.model.row_chunks import rows_in_chunks
 
@@ -22,17 +23,22 @@ def hidden_states(decoder, parts) -> torch.Tensor:
     states = torch.randn(1, TOKENS, parts.hidden_size, generator=torch.Generator().manual_seed(0)).to(parts.dtype)
     places = torch.arange(TOKENS)[None]
     places = places.expand(3, -1, -1) if parts.uses_mrope else places
-    return decoder(inputs_embeds=states, position_ids=places, use_cache=False).last_hidden_state
+    options = {}
+    if parts.sizes.linear is not None and decoder is parts.language_model:
+        options["linear"] = LinearStates(parts.sizes.linear.layers)
+    return decoder(inputs_embeds=states, position_ids=places, use_cache=False, **options).last_hidden_state
 
 
 @each_choice(family=ALL_FAMILIES, dtype=list(CLOSE))
 def test_the_decoder_computes_what_it_did_and_the_model_is_left_as_it_was(family, dtype):
-    model = families.build_model(family, dtype=dtype, layers=2)
+    model, is_hybrid = families.build_model(family, dtype=dtype, layers=2), family in families.HYBRID_FAMILIES
     before = [(module, type(module), dict(vars(module))) for module in model.modules()]
     parts, decoder = inspect_model(model, "triton"), model.get_decoder()
     fused = {name: module for name, module in parts.language_model.named_modules() if hasattr(module, "is_fused")}
     for name, module in parts.language_model.named_modules():
-        is_computed = name.endswith("norm") or hasattr(module, "up_proj")
+        # The norms of hybrids multiply by 1 + w.
+        is_computed = (name.endswith("norm") and not is_hybrid) or hasattr(module, "up_proj")
+        is_computed |= name.endswith("linear_attn")  # which is run in pieces
         # GLM rotates half of a head.
         is_computed |= name.endswith("self_attn") and not family.startswith("glm4")
         assert (name in fused) == is_computed, name
@@ -45,7 +51,7 @@ def test_the_decoder_computes_what_it_did_and_the_model_is_left_as_it_was(family
     assert called == [True]
     assert relative_error(found, hidden_states(decoder, parts)) < CLOSE[dtype]
     assert all(type(module) is kind and vars(module) == was for module, kind, was in before)
-    assert inspect_model(model, "torch").language_model is decoder
+    assert is_hybrid or inspect_model(model, "torch").language_model is decoder
 
 
 class Gemma(LlamaRMSNorm):

@@ -1,0 +1,216 @@
+"""Hybrid models: their linear attention is split over the hosts exactly, whatever their attention computes."""
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+import apbv
+from apbv import (
+    Engine,
+    HostGroup,
+    PrefillConfig,
+    PrefillResult,
+    ReduceConfig,
+    ReuseConfig,
+    SamplingParams,
+    SpeculativeConfig,
+    plan,
+)
+from apbv.kv.facts import StorageError
+from apbv.prefilling import linear_attention
+
+import families
+from answers import plain_tokens
+from oracle import DenseOracle, as_double, run_oracle, with_attention
+from prompts import (
+    UNCOMPRESSED,
+    batch_of,
+    build,
+    check_prefill,
+    hugging_face,
+    hugging_face_on,
+    kv_of,
+    prefill_job,
+    prefilled,
+    processed,
+    relative_error,
+    reset_rope,
+    text_batch,
+    video_batch,
+)
+
+CLOSE = 1e-4  # the rule computes in fp32
+
+
+def exact_job(hosts: HostGroup, prompts: list, settings: dict, most_tokens: int) -> list:
+    """What is made of every prompt, and the states that this host has after it."""
+    results = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(linear_attention, "MOST_TOKENS", most_tokens)
+        for family, length, asked in prompts:
+            state, result = prefilled(hosts, family, batch_of(family, length), asked, settings, torch.float32)
+            result.states = [tuple(x.clone() for x in layer) for layer in state.kv.states.tensors]
+            results.append(result)
+    return results
+
+
+# Of up to 16 blocks some of 1 to 3 tokens, which a convolution sees beyond; blocks and chunks of unequal lengths.
+LENGTHS = {1: (40, 300), 2: (19, 301), 3: (29, 160), 4: (31, 151), 8: (27, 190)}
+APBV = {"method": "apbv", "passing_len": UNCOMPRESSED, "anchor_len": 8}
+EXACT = [(num_hosts, APBV, 37) for num_hosts in LENGTHS] + [
+    (3, APBV | {"anchor_len": 0}, 4096),
+    (3, APBV | {"zigzag": False, "fused_query": False, "overlap": False}, 11),
+    (2, APBV | {"kv": "sharded"}, 4096),
+    (3, {"method": "zigzag_ring"}, 37),
+    (2, {"method": "ulysses"}, 4096),
+    (3, {"method": "full", "kv": "sharded"}, 37),
+]
+
+
+@pytest.mark.parametrize(("num_hosts", "settings", "most_tokens"), EXACT)
+def test_what_is_exact_equals_hugging_face(on_hosts, num_hosts, settings, most_tokens):
+    """Logits and KV; and on every host the states after the prompt, as all of them may have to decode."""
+    prompts = [("qwen3_next", length, length - 6) for length in LENGTHS[num_hosts]]
+    prompts.append((("qwen3_5", "qwen3_5_moe")[num_hosts % 2], None, None))
+    every = on_hosts(num_hosts, exact_job, prompts, settings, most_tokens)
+    for (family, length, _), *results in zip(prompts, *every, strict=True):
+        expected, cache = hugging_face_on(family, torch.float32, length)
+        check_prefill(results, expected, kv_of(cache), CLOSE)
+        states = [kv for kv, layer in zip(kv_of(cache), cache.layers, strict=True) if not hasattr(layer, "keys")]
+        for result in results:
+            for ours, theirs in zip(result.states, states, strict=True):
+                assert all(relative_error(*pair) < CLOSE for pair in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize(("family", "num_hosts", "zigzag"), [("qwen3_next", 2, True), ("qwen3_5", 3, False)])
+def test_attention_is_compressed_and_linear_attention_is_not(on_hosts, family, num_hosts, zigzag):
+    """A dense mask over the whole prompt, which the model's own linear layers read in one piece."""
+    batch, asked = (video_batch(family), None) if family == "qwen3_5" else (text_batch(150), 140)
+    settings = {"passing_len": 3, "anchor_len": 30, "zigzag": zigzag}
+    results = on_hosts(num_hosts, prefill_job, family, batch, asked, settings)
+    num_blocks = num_hosts * (2 if zigzag else 1)
+    oracle = DenseOracle(max(30, results[0].start), results[0].query_start, num_blocks, 3)
+    model = build(family, torch.float64)
+    reset_rope(model)
+    expected = run_oracle(model, as_double(batch), oracle)
+    for result in results:
+        assert relative_error(result.logits, expected) < CLOSE
+    exact, _ = hugging_face(family, torch.float64, as_double(batch))
+    assert relative_error(expected, exact) > 10 * CLOSE  # something was compressed
+
+
+@torch.no_grad()
+def test_a_second_pass_of_the_query_continues_the_states(on_hosts):
+    """Star Attention: blocks see the first one and themselves, and the query, which follows, everything."""
+    batch, asked, num_hosts = text_batch(100), 90, 3
+    results = on_hosts(num_hosts, prefill_job, "qwen3_next", batch, asked, {"method": "star"}, torch.float32)
+    model = build("qwen3_next", torch.float32)
+    cache = DynamicCache(config=model.config)
+    star = DenseOracle(asked // num_hosts, asked, num_hosts - 1, 0)  # without a query in this pass
+    star.scores = lambda q, k, block, *_: torch.zeros(len(block))
+    with with_attention(model, star):
+        model(input_ids=batch["input_ids"][:, :asked], past_key_values=cache)
+    expected = model(input_ids=batch["input_ids"][:, asked:], past_key_values=cache).logits[:, -1]
+    check_prefill(results, expected, kv_of(cache), CLOSE)
+    exact, _ = hugging_face("qwen3_next", torch.float32, batch)
+    assert relative_error(expected, exact) > 10 * CLOSE
+
+
+def answers_job(hosts: HostGroup, prompts: list[tuple[int, str]], settings: dict) -> list[list[int]]:
+    model, answers = build("qwen3_5", torch.float32), []
+    for frames, question in prompts:
+        config = PrefillConfig(passing_len=UNCOMPRESSED, **settings)
+        state = apbv.prefill(model, video_batch("qwen3_5", frames, question), hosts=hosts, config=config)
+        answers.append(plain_tokens(state, model, SamplingParams(max_new_tokens=6)))
+    return answers
+
+
+PROMPTS = [
+    (frames, question) for frames in (2, 5, 8, 17, 30) for question in ("What?", "Who is it?", "a b c d e f")
+]
+
+
+@pytest.mark.parametrize(("num_hosts", "kv"), [(2, "gathered"), (3, "sharded")])
+def test_answers_about_videos_are_hugging_faces(pool, num_hosts, kv):
+    """Also where a prompt is too short to be split, and host 0 computes it alone."""
+    prompts, model = PROMPTS[num_hosts % 2 :: 2], build("qwen3_5", torch.float32)
+    expected = []
+    for prompt in prompts:
+        reset_rope(model)
+        batch = video_batch("qwen3_5", *prompt)
+        output = model.generate(**batch, max_new_tokens=6, min_new_tokens=6)
+        expected.append(output[0, batch["input_ids"].shape[1] :].tolist())
+    assert len(set(map(tuple, expected))) > len(prompts) // 2
+    for answers in pool.run(num_hosts, answers_job, prompts, {"kv": kv}):
+        assert answers == expected
+
+
+def saving_job(hosts: HostGroup, path) -> list:
+    model, batch = build("qwen3_next", torch.float32), text_batch(120)
+    state = apbv.prefill(model, batch, hosts=hosts, config=PrefillConfig(kv="sharded"))
+    before = plain_tokens(state, model, SamplingParams(max_new_tokens=6))
+    state.save(path)
+    return before, [
+        plain_tokens(apbv.load(path, model, hosts=hosts, kv=kv), model, SamplingParams(max_new_tokens=6))
+        for kv in ("gathered", "sharded", "gathered")
+    ]
+
+
+def test_an_answer_continues_from_saved_states(pool, tmp_path):
+    for before, after in pool.run(2, saving_job, tmp_path / "kv"):
+        assert after == [before] * 3
+
+
+def test_saved_states_of_another_model_are_not_read(tmp_path):
+    hosts, batch = HostGroup.single("cpu"), text_batch(40)
+    apbv.prefill(families.build_model("qwen3_next"), batch, hosts=hosts).save(tmp_path)
+    other = families.build_model("qwen3_next", seed=1)
+    with pytest.raises(StorageError, match="other weights"):
+        apbv.load(tmp_path, other, hosts=hosts)
+
+
+def test_what_hybrids_cannot_do_is_refused(checkpoints):
+    path, hosts = checkpoints("qwen3_5"), HostGroup.single("cpu")
+    late, ngram = PrefillConfig(reduce=ReduceConfig(method="fastv")), SpeculativeConfig(strategy="ngram")
+    kv = ReuseConfig(mode="kv")
+    model, processor = build("qwen3_5", torch.float32), families.build_processor("qwen3_5")
+    for settings, message in (
+        ({"prefill": late}, "fastv prunes between layers, but qwen3_5 models have"),
+        ({"speculate": ngram}, "ngram takes rejected tokens back, which"),
+        ({"reuse": kv}, "use reuse='exact'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Engine.from_pretrained(path, hosts=hosts, **settings)
+        with pytest.raises(ValueError, match=message):
+            Engine(model, processor, hosts, **settings)
+    for settings, message in (
+        ({"prefill": late}, "prunes between layers"),
+        ({"speculate": ngram}, "takes rejected tokens back"),
+        ({"tensor_parallel": 2}, "does not share out the linear attention of qwen3_5"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            plan(path, num_frames=8, **settings)
+    state = apbv.prefill(model, video_batch("qwen3_5"), hosts=hosts)
+    with pytest.raises(ValueError, match="to_dynamic_cache"):
+        state.generate_inputs()
+    with pytest.raises(ValueError, match=r"offer\(\) continues before"):
+        PrefillResult.offer(state, None)
+    with pytest.raises(ValueError, match="prunes between layers"):
+        apbv.prefill(model, video_batch("qwen3_5"), hosts=hosts, config=late)
+    engine = Engine(model, processor, hosts)
+    assert "linear attention" in engine.why_one_by_one
+    questions = [{"prompt": "What?", "context": "word " * 30}, {"prompt": "Who?", "context": "word " * 20}]
+    questions = [question | {"sampling": SamplingParams(max_new_tokens=4)} for question in questions]
+    alone = [engine.generate(**question).token_ids for question in questions]
+    together = dict(engine.generate_all(questions))
+    assert [together[index].token_ids for index in range(2)] == alone
+
+
+def test_prompts_of_videos_and_images_are_reduced_before_the_language_model(on_hosts):
+    """Then all layers read the rest, as they would a shorter prompt."""
+    batch = processed("qwen3_5", families.synthetic_video(8, 56, 70), families.synthetic_image(56, 70), "What?")
+    settings = APBV | {"reduce": ReduceConfig(method="fastvid", ratio=0.5)}
+    one, *_ = on_hosts(1, prefill_job, "qwen3_5", batch, None, settings, torch.float32)
+    for result in on_hosts(3, prefill_job, "qwen3_5", batch, None, settings, torch.float32):
+        assert result.num_tokens < batch["input_ids"].shape[1]
+        assert relative_error(result.logits, one.logits) < CLOSE
