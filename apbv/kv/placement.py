@@ -29,7 +29,7 @@ class PlacedKV:
         attending: the hosts over which attention to this KV has to be merged; None if one host has all of it.
         is_whole: whether every layer holds every token of the prompt; false if tokens were pruned between layers.
             An answer can then follow, but the KV cannot be saved, nor can parts of it be taken.
-        states: the states after the prompt of a hybrid's linear attention, the same on every host; None: it has none.
+        states: those of a hybrid's linear attention after the prompt, the same on every host; None: it has none.
     """
 
     hosts: HostGroup

@@ -1,10 +1,10 @@
 """Saved KV: a directory that one or several hosts write and any number of hosts read.
 
 The directory holds ``manifest.json`` and, in the subfolder that the manifest names, ``prompt.safetensors`` with
-``logits [1, V]`` and ``position_ids`` (``[3, n]`` for M-RoPE models, else ``[n]``), of a hybrid with the states of its
-linear attention, too (see :meth:`apbv.model.linear_attention.LinearStates.named`), and for every layer and shard one
-file with ``keys`` and ``values``, ``[H_kv, T, D]``, after RoPE, in token order. A shard is one writer's part:
-runs of tokens, and a range of KV heads.
+``logits [1, V]`` and ``position_ids`` (``[3, n]`` for M-RoPE models, else ``[n]``), and a hybrid's states of
+linear attention (:attr:`apbv.model.linear_attention.LinearStates.named`); and for every layer of attention and
+shard one file with ``keys`` and ``values``, ``[H_kv, T, D]``, after RoPE, in token order. A shard is one writer's
+part: runs of tokens, and a range of KV heads.
 
 Sizes, checksums and digests detect truncated or changed files. A crash at any moment leaves what was saved before,
 or nothing: saving again writes another subfolder, and then replaces the manifest in one step.
@@ -195,7 +195,7 @@ class SavedKV:
         return saved
 
     def prompt(self) -> dict[str, Tensor]:
-        """Read ``logits [1, V]`` of the last token and ``position_ids``, ``[3, n]`` or ``[n]``; and a hybrid's states.
+        """Read ``logits [1, V]`` of the last token, ``position_ids`` ``[3, n]`` or ``[n]``, a hybrid's states.
 
         Raises:
             StorageError: the file was changed, or is gone.

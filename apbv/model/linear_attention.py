@@ -1,11 +1,11 @@
 """Plug-in point for the linear attention of hybrid models (Gated DeltaNet), next to the one for attention.
 
-A hybrid's decoder mixes layers of attention, which keep keys and values of every token, with layers that keep a state
-of constant size: a matrix per head, and the last inputs of a short convolution. Such a layer calls two functions by
-name, the convolution and the rule that turns states into outputs; transformers takes them from flash-linear-attention
-and causal-conv1d where these are installed. Here it runs its own code with two others in their place, which call these
-for one run of tokens at a time. What they do is decided by the keyword ``linear`` of the decoder's forward, which
-transformers passes down to every layer: nothing is global, and no modeling code is copied.
+A hybrid's decoder has two kinds of layers. One attends, and keeps keys and values of every token. The other keeps
+a state of constant size: a matrix per head, and the last inputs of a short convolution. It calls two functions by
+name, the convolution and the rule that turns states into outputs; transformers takes them from causal-conv1d and
+flash-linear-attention where these are installed. Here such a layer runs its own code with two others in their
+place, which call these for one run of tokens at a time. The keyword ``linear`` of the decoder's forward, which
+transformers passes down to every layer, decides what they do: nothing is global, and no modeling code is copied.
 """
 
 import copy
@@ -31,7 +31,7 @@ Convolution, Rule = Callable[[Tensor], Tensor], Callable[..., tuple[Tensor, Tens
 class LinearStates(Cache):
     """States of all linear attention layers after some tokens, for new tokens to start from.
 
-    Of every layer the last inputs of its convolution ``[1, C, K]``, and the rule's state ``[1, Hv, Dk, Dv]`` in fp32.
+    A layer has the last inputs of its convolution ``[1, C, K]``, and the rule's state ``[1, Hv, Dk, Dv]`` in fp32.
     Layers are numbered among themselves.
 
     Args:
@@ -47,7 +47,7 @@ class LinearStates(Cache):
 
     @property
     def named(self) -> dict[str, Tensor]:
-        """All of it by name: ``linear_layers [L]``, and of every layer ``linear_inputs.i`` and ``linear_state.i``."""
+        """All of it by name: ``linear_layers [L]``, and of every layer ``linear_inputs.i``, ``linear_state.i``."""
         named = {"linear_layers": torch.tensor(self.places)}
         for index, (inputs, state) in enumerate(self.tensors):
             named |= {f"linear_inputs.{index}": inputs, f"linear_state.{index}": state}
@@ -109,10 +109,10 @@ def is_linear(layer: nn.Module) -> bool:
 
 
 def with_linear_attention(decoder: nn.Module) -> nn.Module:
-    """Return a hybrid's decoder with the same weights, whose linear layers do what ``linear`` says; see the module.
+    """Return a hybrid's decoder with the same weights, whose linear layers take the keyword ``linear``.
 
-    It is :class:`LinearStates`, which new tokens continue, or :class:`LinearAttention`. Layers with attention are
-    numbered among themselves in it, like those of its cache, and so are the others.
+    It is :class:`LinearStates`, which new tokens continue, or :class:`LinearAttention`. Layers of attention are
+    numbered among themselves, like those of the KV cache, and so are the others.
 
     Raises:
         ValueError: its layers do not call the two functions that can be replaced.

@@ -470,7 +470,8 @@ def _refuse_unsupported_layers(family: str, config: PreTrainedConfig) -> None:
     for index, layer_type in enumerate(layer_types):
         if layer_type not in supported:
             raise UnsupportedModelError(
-                f"layer {index} of this {family} model is of type {layer_type}; only {' and '.join(supported)} is supported"
+                f"layer {index} of this {family} model is of type {layer_type}; only {' and '.join(supported)} is "
+                "supported"
             )
     if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
         raise UnsupportedModelError(

@@ -1,11 +1,12 @@
 """Splits the linear attention of hybrid models over the hosts, exactly.
 
-A step of a gated delta rule is affine in the state: S_t = A_t S_{t-1} + b_t. So is a run of tokens. Every host computes
-for each of its blocks the transition A and the bias b, all of them are gathered, and every host applies those of the
-blocks before its own to the state that the anchor leaves, which each has. That gives the state in which a block begins;
-then the rule runs as in one process. The convolution takes a block's first inputs from the end of the block before.
+A step of a gated delta rule is affine in the state: S_t = A_t S_{t-1} + b_t. So is a run of tokens. Every host
+computes the transition A and the bias b of each of its blocks, all hosts gather all of them, and each applies
+those of the blocks before its own to the state that the anchor leaves, which all have. In that state a block
+begins; then the rule runs as in one process. The convolution takes a block's first inputs from the end of the
+block before.
 
-An anchor's copy (APB) is a sequence of its own: it begins without a state, and its state goes nowhere.
+An anchor's copy (APB) is a sequence of its own: it begins without a state, and its last state is dropped.
 """
 
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from ..layout import ContextLayout
 from ..model.linear_attention import Convolution, LinearStates, Rule
 from ..model.parts import ModelParts
 
-# The rule is computed for at most so many tokens at a time: what it holds of each is dozens of numbers per channel.
+# The rule is computed for at most this number of tokens at a time: of each it holds dozens of numbers per channel.
 MOST_TOKENS = 4096
 
 

@@ -138,8 +138,8 @@ class PrefillResult:
         mask and, one position further for each, to ``position_ids`` as well.
 
         Raises:
-            ValueError: tokens were dropped inside the model, so that layers hold different tokens; or the model is a
-                hybrid, whose states cannot take the last token back.
+            ValueError: tokens were dropped inside the model, so that layers hold different tokens; or the model is
+                a hybrid, whose states cannot take the last token back.
         """
         refuse(handing_over="generate_inputs()", hybrid=self._hybrid)
         if not self.kv.is_whole:
