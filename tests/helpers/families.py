@@ -30,6 +30,7 @@ VIDEO_FAMILIES = (
     OMNI,
     "glm4v",
     "glm46v",
+    "video_llama_3",
 )
 TEXT_FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "smollm3", "glm4")
 
@@ -82,6 +83,7 @@ _PLACEHOLDERS |= dict.fromkeys(
     ("<|begin_of_image|><|image|><|end_of_image|>", "<|begin_of_video|><|video|><|end_of_video|>"),
 )
 _PLACEHOLDERS |= dict.fromkeys(("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), _PLACEHOLDERS["qwen2_vl"])
+_PLACEHOLDERS["video_llama_3"] = ("<|image_pad|>\n", "<|video_pad|>\n")
 _PLACEHOLDERS[OMNI] = (
     "<|vision_bos|><|IMAGE|><|vision_eos|>",
     "<|vision_bos|><|VIDEO|><|vision_eos|>",
@@ -178,6 +180,12 @@ def build_processor(family: str):
         parts["image_processor"] = getattr(tf, f"{kind}ImageProcessor")(size=size, patch_size=QWEN_PATCH)
         parts["video_processor"] = getattr(tf, f"{kind}VideoProcessor")(size=of_video, patch_size=QWEN_PATCH)
         return getattr(tf, f"{kind}Processor")(**parts)
+    if family == "video_llama_3":
+        # A video's budget of pixels is that of all of its frames. An image's tokens are single patches.
+        size, of_video = ({"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * count} for count in (8, 200))
+        parts["image_processor"] = tf.VideoLlama3ImageProcessor(size=size, patch_size=QWEN_PATCH)
+        parts["video_processor"] = tf.VideoLlama3VideoProcessor(size=of_video, patch_size=QWEN_PATCH)
+        return tf.VideoLlama3Processor(**parts)
     if family == "internvl":
         size = {"height": INTERNVL_SIDE, "width": INTERNVL_SIDE}
         return tf.InternVLProcessor(
@@ -307,6 +315,13 @@ def build_config(
         "num_attention_heads": VISION_HEADS,
         "patch_size": 14,
     }
+    if family == "video_llama_3":
+        return tf.VideoLlama3Config(
+            vision_config=vision,
+            image_token_id=ids["<|image_pad|>"],
+            video_token_id=ids["<|video_pad|>"],
+            **common,
+        )
     if family == "internvl":
         return tf.InternVLConfig(
             vision_config={**vision, "model_type": "internvl_vision", "image_size": INTERNVL_SIDE},
