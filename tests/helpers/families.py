@@ -207,9 +207,12 @@ def build_processor(family: str):
 
 
 def build_config(
-    family: str, *, layers: int = 3, heads: int = HEADS, kv_heads: int = KV_HEADS
+    family: str, *, layers: int = 3, heads: int = HEADS, kv_heads: int = KV_HEADS, decoder: str = "qwen2"
 ) -> tf.PreTrainedConfig:
-    """The family's configuration, tiny, with token ids that match ``build_tokenizer``."""
+    """The family's configuration, tiny, with token ids that match ``build_tokenizer``.
+
+    ``decoder`` is the family of the text part, of a vision-language family that may have any.
+    """
     tokenizer = build_tokenizer(family)
     ids = {token: tokenizer.convert_tokens_to_ids(token) for token in _special_tokens(family)}
     text = {
@@ -226,12 +229,12 @@ def build_config(
         "pad_token_id": ids[PAD],
         "tie_word_embeddings": False,
     }
-    if family in ("llama", "mistral", "smollm3", "glm4") or family.startswith("qwen3"):
+    if family in ("llama", "mistral", "smollm3", "glm4") or "qwen3" in (family[:5], decoder[:5]):
         text["head_dim"] = HEAD_DIM
     if family == "glm4v_moe":
         text |= {"n_routed_experts": 5, "n_shared_experts": 1, "first_k_dense_replace": 1, "norm_topk_prob": True}
         text |= {"num_experts_per_tok": 2, "moe_intermediate_size": HIDDEN}
-    elif family.endswith("_moe"):
+    elif family.endswith("_moe") or decoder.endswith("_moe"):
         text |= {
             "num_experts": 5,
             "num_experts_per_tok": 2,
@@ -307,7 +310,7 @@ def build_config(
             **common,
         )
 
-    text["model_type"] = "qwen2"
+    text["model_type"] = decoder
     vision = {
         "hidden_size": VISION_HIDDEN,
         "intermediate_size": 2 * VISION_HIDDEN,
