@@ -274,7 +274,10 @@ def _items(parts: ModelParts, batch: Mapping[str, Any], kind: str, num_rows: int
                 side = int(merges[number])
                 num_rows = count // side**2
                 if kind == "video":
-                    kept, left = left[:num_rows].cpu().view(num_patches, *(grid[1:] // side)), left[num_rows:]
+                    left = (
+                        torch.ones(len(pixels), dtype=torch.bool) if left is None else torch.as_tensor(left).cpu()
+                    )
+                    kept, left = left[:num_rows].view(num_patches, *(grid[1:] // side)), left[num_rows:]
                     num_rows = int(kept.sum())
             num_bytes = PIXEL_COPIES * own.nbytes // num_patches
             yield VisualItem(kind, num_patches, patch_bytes=num_bytes, kept=kept), num_rows, values

@@ -252,10 +252,7 @@ class ImageReader:
             shown = read * 2 if self.is_untiled and len(read) == 1 else read  # a sample of several
             images = [shown] if self.is_untiled else shown
             batch = process(self.processor, self.processor.image_token * len(shown), images=images)
-            names = (
-                *("pixel_values", "image_grid_thw", "image_merge_sizes"),
-                *("image_sizes", "batch_num_images"),
-            )
+            names = ("pixel_values", "image_grid_thw", "image_merge_sizes", "image_sizes", "batch_num_images")
             values = {name: batch[name] for name in names if batch.get(name) is not None}
             if len(shown) > len(read):  # of the number in a sample the model asks only whether it is 1
                 values |= {name: values[name][: len(read)] for name in ("pixel_values", "image_sizes")}

@@ -143,14 +143,14 @@ class PromptReader:
             with self._tokenizing:
                 batch = self.tokenizer(text, **options)
             return Skeleton(rendered, (), batch)
-        videos = self.without_repeats(videos, HostGroup.single(self.parts.device))
+        videos = self.without_repeats(videos)
         heard, sounds = [video.sound for video in videos if video.sound is not None], []
         for path in rendered.sounds:
             sounds.append(self._hear(path, [*heard, *sounds]))
         return lay_out(self.parts, self.processor, rendered, videos, sounds, self._tokenizing)
 
     def without_repeats(
-        self, videos: Sequence[SampledVideo], hosts: HostGroup, timer: StageTimer | None = None
+        self, videos: Sequence[SampledVideo], hosts: HostGroup | None = None, timer: StageTimer | None = None
     ) -> tuple[SampledVideo, ...]:
         """Find which tokens of videos a prompt has, where the processor leaves some out; collective.
 
@@ -158,6 +158,7 @@ class PromptReader:
 
         Args:
             videos: as :meth:`sample` returned them, the same on every host.
+            hosts: None: this process alone.
 
         Raises:
             VideoError: a frame cannot be decoded.
@@ -165,6 +166,8 @@ class PromptReader:
         """
         if not may_leave_out(self.processor):
             return tuple(videos)
+        hosts = hosts or HostGroup.single(self.parts.device)
+        timer = timer or StageTimer(hosts)
         found, process = [], hosts.rank * hosts.tensor_parallel_size + hosts.tensor_parallel_rank
         for video in videos:
             with hosts.local_stage("comparing frames"):

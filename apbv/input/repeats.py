@@ -26,7 +26,7 @@ def may_leave_out(processor) -> bool:
 
 @torch.no_grad()
 def kept_tokens(
-    processor, video: SampledVideo, frames: range, hosts: HostGroup, timer: StageTimer | None, config: VideoConfig
+    processor, video: SampledVideo, frames: range, hosts: HostGroup, timer: StageTimer, config: VideoConfig
 ) -> Tensor:
     """Return which tokens of some of a video's frames are left: bool ``[len(frames), h, w]``.
 
@@ -43,12 +43,10 @@ def kept_tokens(
     batch = video_processor(videos=[pixels], **options)
     grid, num_bytes = batch["video_grid_thw"], batch["pixel_values_videos"].nbytes // len(video.frames)
     height, width = (grid[0, 1:] // batch["video_merge_sizes"]).tolist()
-    found = [torch.ones(0 if video_processor.use_token_compression else len(frames), height, width).bool()]
     if not frames or not video_processor.use_token_compression:
-        return found[0]
-    size, first, before = max(1, _CHUNK_BYTES // num_bytes), max(frames.start - 1, 0), None
+        return torch.ones(len(frames), height, width, dtype=torch.bool)
+    found, size, first, before = [], max(1, _CHUNK_BYTES // num_bytes), max(frames.start - 1, 0), None
     chunks = [range(start, min(start + size, frames.stop)) for start in range(first, frames.stop, size)]
-    timer = timer or StageTimer(hosts)
     reader = VideoReader(
         info, video.frames, 1, grid, processor, timer, config=config, runs_ahead=hosts.has_own_process
     )

@@ -206,7 +206,7 @@ class VisualInput(RowStarts):
 
     def item_of(self, patch: int) -> int:
         """Return the number of the item that a temporal patch belongs to."""
-        return bisect([patches.stop for patches in self.item_patches], patch)
+        return bisect(self.item_patches, patch, key=attrgetter("stop"))
 
     def kept_of(self, patches: range) -> Tensor | None:
         """Return which tokens of an item's adjacent temporal patches are rows, bool ``[tokens]``; None: all."""

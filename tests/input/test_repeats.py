@@ -15,13 +15,14 @@ from apbv.input.reading import PromptReader
 from apbv.input.repeats import kept_tokens
 from apbv.input.request import Question, Request
 from apbv.input.skeleton import SampledVideo
-from apbv.input.video import probe, sample_uniform
+from apbv.input.video import VideoError, probe, sample_uniform
 from apbv.model.parts import inspect_model
 from apbv.stats import StageTimer
 
 import families
 import video_files
 from pairs import each_choice
+from prompts import relative_error
 
 FAMILY, QUESTION, FRAMES = "video_llama_3", "What moves?", 9
 SINGLE = HostGroup.single("cpu")
@@ -112,7 +113,9 @@ def test_frames_are_compared_piece_by_piece(clips, monkeypatch, chunk_bytes):
         for bounds in ([0, num_frames], [0, 1, 1, num_frames], [*range(num_frames + 1)]):
             shares = [range(*pair) for pair in pairwise(bounds)]
             decoded.clear()
-            pieces = [kept_tokens(processor, video, share, SINGLE, None, VideoConfig()) for share in shares]
+            pieces = [
+                kept_tokens(processor, video, share, SINGLE, StageTimer(SINGLE), VideoConfig()) for share in shares
+            ]
             assert torch.equal(torch.cat(pieces).flatten(), expected)
             assert decoded == [len(share) + (share.start > 0) for share in shares if share]
 
@@ -159,6 +162,27 @@ def test_a_callers_batch_is_shared_out_too(pool, clips):
     batch = dict(batch_of(clips, families.synthetic_image()))
     for logits in pool.run(2, batch_job, batch):
         torch.testing.assert_close(logits, expected_logits(batch), rtol=1e-4, atol=1e-4)
+    whole = dict(batch_of(clips, compresses=False))
+    del whole["video_compression_mask"]  # as the model has it, all tokens are kept then
+    assert relative_error(pool.run(2, batch_job, whole)[1], expected_logits(whole)) < 1e-4
+
+
+def damaged_job(hosts: HostGroup, messages: list[dict]):
+    """How a request fails where only the last host finds a frame damaged, and whether the group goes on."""
+    engine = Engine(families.build_model(FAMILY), build_processor(), hosts)
+    damaged = VideoError("a damaged frame") if hosts.rank == hosts.size - 1 else None
+    with patch("apbv.input.repeats.preprocess_frames", wraps=preprocess_frames, side_effect=damaged):
+        try:
+            engine.prefill(messages=messages, num_frames=FRAMES)
+        except Exception as error:
+            failure = f"{type(error).__name__}: {error}"
+    return failure, engine.prefill(messages=messages, num_frames=FRAMES).num_tokens
+
+
+def test_a_frame_that_cannot_be_compared_is_one_error_on_every_host(pool, clips):
+    (first, num_tokens), (last, same) = pool.run(2, damaged_job, chat(clips[:1]))
+    assert first == "HostError: host 1 failed in comparing frames: VideoError: a damaged frame"
+    assert last == "VideoError: a damaged frame" and num_tokens == same
 
 
 def known_job(hosts: HostGroup, messages: list[dict]):
