@@ -31,9 +31,9 @@ from .speculate.strategies import STRATEGIES, prunes
 from .stats import free_memory_bytes
 
 # Tokens of a chat before the video, and of a question after it; and those before each temporal patch but the
-# first: "<1234.5 seconds>", or "Frame123:", and what marks frames.
+# first: "<1234.5 seconds>", ",Time 1234.5s:" or "Frame123:", and what marks frames.
 _TOKENS_BEFORE, _TOKENS_BEHIND = 16, 64
-_TEXT_TOKENS = {"qwen3_vl": 10, "internvl": 9, "glm4v": 5}
+_TEXT_TOKENS = {"qwen3_vl": 10, "internvl": 9, "glm4v": 5, "video_llama_3": 11}
 # Memory of a GPU's driver, library workspaces and collectives, besides tensors: assumed, not measured.
 _GPU_OVERHEAD = 2**30
 _MOST_SEARCHED = 2**24
@@ -277,12 +277,15 @@ def video_size(config: PreTrainedConfig, num_frames: int, height: int, width: in
         prompts_like(config.model_type), num_frames, getattr(processor, "temporal_patch_size", 1)
     )
     frames = torch.empty(told, 3, height, width, dtype=torch.uint8, device="meta")
-    batch = processor(videos=[frames], do_sample_frames=False, return_tensors="pt")
+    # What VideoLLaMA 3's leaves out is not known without pixels: it is counted, too.
+    options = {"use_token_compression": False} if hasattr(processor, "use_token_compression") else {}
+    batch = processor(videos=[frames], do_sample_frames=False, return_tensors="pt", **options)
     pixels, vision = batch["pixel_values_videos"], config.vision_config
     num_patches = pixels.shape[1]
     if "video_grid_thw" in batch:
         num_patches, *sides = batch["video_grid_thw"][0].tolist()
-        num_rows = num_patches * prod(sides) // vision.spatial_merge_size**2
+        merge = int(batch["video_merge_sizes"]) if "video_merge_sizes" in batch else vision.spatial_merge_size
+        num_rows = num_patches * prod(sides) // merge**2
     elif config.model_type == "llava_onevision":  # a frame's side is halved, and a row ends the video
         num_rows = num_patches * ceil(pixels.shape[-1] // vision.patch_size / 2) ** 2 + 1
     else:

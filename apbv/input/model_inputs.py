@@ -17,7 +17,7 @@ from ..hosts import HostGroup
 from ..model.parts import ModelParts
 from .audio import AudioInput, audio_from_batch
 from .pixels import GivenPixels, Pixels
-from .visual import PIXEL_COPIES, PromptError, VisualInput, VisualItem, equal_row_starts, share_out
+from .visual import PIXEL_COPIES, PromptError, VisualInput, VisualItem, share_out
 
 POSITION_RULES = ("transformers", "vllm")
 
@@ -241,7 +241,7 @@ def visual_from_batch(
                 f"the prompt's {len(kinds)} placeholder tokens do not match the pixels that were given, which "
                 f"have {'no' if item is None else 'another'} {kind} at placeholder {start}"
             )
-        row_starts += equal_row_starts(start, item.num_patches, num_rows, item.num_ending_rows)
+        row_starts += item.row_starts(start, num_rows)
         start += num_rows
         found.append((item, values))
     if any(next(items, None) for items in left.values()):
@@ -263,12 +263,24 @@ def _items(parts: ModelParts, batch: Mapping[str, Any], kind: str, num_rows: int
     if pixels is None or (kind == "image" and is_internvl):
         return
     if grids is not None:  # Qwen's patches lie side by side; a grid is (time, height, width)
-        first = 0
-        for grid in torch.as_tensor(grids).cpu():
+        first, left, merges = 0, batch.get("video_compression_mask"), batch.get(f"{kind}_merge_sizes")
+        for number, grid in enumerate(torch.as_tensor(grids).cpu()):
             num_patches, count = int(grid[0]), int(grid.prod())
-            own = pixels[first : first + count]
-            item = VisualItem(kind, num_patches, patch_bytes=PIXEL_COPIES * own.nbytes // num_patches)
-            yield item, count // parts.patches_per_row, {name: own, f"{kind}_grid_thw": grid[None]}
+            own, kept = pixels[first : first + count], None
+            values = {name: own, f"{kind}_grid_thw": grid[None]}
+            num_rows = count // (parts.patches_per_row or 1)
+            if merges is not None:
+                values[f"{kind}_merge_sizes"] = torch.as_tensor(merges).cpu()[number : number + 1]
+                side = int(merges[number])
+                num_rows = count // side**2
+                if kind == "video":
+                    left = (
+                        torch.ones(len(pixels), dtype=torch.bool) if left is None else torch.as_tensor(left).cpu()
+                    )
+                    kept, left = left[:num_rows].view(num_patches, *(grid[1:] // side)), left[num_rows:]
+                    num_rows = int(kept.sum())
+            num_bytes = PIXEL_COPIES * own.nbytes // num_patches
+            yield VisualItem(kind, num_patches, patch_bytes=num_bytes, kept=kept), num_rows, values
             first += count
     elif kind == "video":
         videos = pixels if pixels.dim() == 5 else pixels[None]

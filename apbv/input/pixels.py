@@ -131,14 +131,16 @@ def _cut(kind: str, values: Mapping[str, Any], patches: range) -> dict[str, Any]
     """Return the part of an item's pixels that is of some of its temporal patches."""
     if kind == "image":
         return dict(values)
-    pixels, grid = values["pixel_values_videos"], values.get("video_grid_thw")
+    values, grid = dict(values), values.get("video_grid_thw")
+    pixels = values["pixel_values_videos"]
     if grid is None:
         cut = slice(patches.start, patches.stop)
         return {"pixel_values_videos": pixels[:, cut] if pixels.dim() == 5 else pixels[cut]}
     rows = int(grid[0, 1] * grid[0, 2])  # of pixels, for one temporal patch
     grid = grid.clone()
     grid[0, 0] = len(patches)
-    return {"pixel_values_videos": pixels[patches.start * rows : patches.stop * rows], "video_grid_thw": grid}
+    pixels = pixels[patches.start * rows : patches.stop * rows]
+    return values | {"pixel_values_videos": pixels, "video_grid_thw": grid}
 
 
 @dataclass(frozen=True)
@@ -250,20 +252,21 @@ class ImageReader:
             shown = read * 2 if self.is_untiled and len(read) == 1 else read  # a sample of several
             images = [shown] if self.is_untiled else shown
             batch = process(self.processor, self.processor.image_token * len(shown), images=images)
-            names = ("pixel_values", "image_grid_thw", "image_sizes", "batch_num_images")
+            names = ("pixel_values", "image_grid_thw", "image_merge_sizes", "image_sizes", "batch_num_images")
             values = {name: batch[name] for name in names if batch.get(name) is not None}
             if len(shown) > len(read):  # of the number in a sample the model asks only whether it is 1
                 values |= {name: values[name][: len(read)] for name in ("pixel_values", "image_sizes")}
             return values, None
 
 
-def preprocess_frames(processor, frames: Tensor, grid: Tensor | None) -> dict[str, Tensor]:
+def preprocess_frames(processor, frames: Tensor, grid: Tensor | None, compares: bool = False) -> dict[str, Tensor]:
     """Return the processor's pixels of a piece of a video, bit-equal to the same piece of the whole.
 
     Args:
         frames: uint8 ``[t, H, W, 3]``; t is a multiple of the temporal patch except at the video's end.
         grid: ``[1, 3]`` patches (time, height, width) of the whole video, where the model has such a grid:
             there the frame size depends on the whole video's length, so it is pinned.
+        compares: whether to return, instead of pixels only, which tokens differ from the frame before.
     """
     video_processor = processor.video_processor
     frames, options = frames.permute(0, 3, 1, 2), {}
@@ -281,5 +284,9 @@ def preprocess_frames(processor, frames: Tensor, grid: Tensor | None) -> dict[st
             size=SizeDict(height=height, width=width),
             resample=video_processor.resample,
         )[0]
+    if hasattr(video_processor, "use_token_compression"):
+        options["use_token_compression"] = compares
     output = video_processor(videos=[frames], do_sample_frames=False, return_tensors="pt", **options)
-    return {n: output[n] for n in ("pixel_values_videos", "pixel_values", "video_grid_thw") if n in output}
+    names = ("pixel_values_videos", "pixel_values", "video_grid_thw", "video_merge_sizes")
+    names += ("video_compression_mask",) * compares
+    return {name: output[name] for name in names if name in output}

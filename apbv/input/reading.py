@@ -10,10 +10,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..config import PrefillConfig
 from ..hosts import HostGroup
-from ..layout import intersect
+from ..layout import intersect, split_evenly
 from ..model.parts import ModelParts
 from ..stats import StageTimer
 from .audio import FRAMES_PER_TOKEN, AudioError, Sound, audio_from_batch, read_audio
@@ -22,9 +23,12 @@ from .images import Picture
 from .model_inputs import ModelInputs
 from .pixels import ImageReader, SourcePixels, VideoReader
 from .rendering import Question, RenderedPrompt, render_prompt
+from .repeats import kept_tokens, may_leave_out
 from .skeleton import SampledVideo, Skeleton, lay_out
 from .video import VideoInfo, require_backend, sample_fps, sample_uniform
 from .visual import PromptError, share_out
+
+_MOST_KEPT = 16
 
 
 class PromptReader:
@@ -55,6 +59,7 @@ class PromptReader:
         self.tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
         self._tokenizing = threading.Lock()  # which two threads must not do at once
         self._num_frames, self._config = num_frames, config or PrefillConfig()
+        self._kept: dict[Source, Tensor] = {}  # of the latest videos
         require_backend(self._config.video.backend)
 
     def for_another_thread(self) -> "PromptReader":
@@ -138,10 +143,51 @@ class PromptReader:
             with self._tokenizing:
                 batch = self.tokenizer(text, **options)
             return Skeleton(rendered, (), batch)
+        videos = self.without_repeats(videos)
         heard, sounds = [video.sound for video in videos if video.sound is not None], []
         for path in rendered.sounds:
             sounds.append(self._hear(path, [*heard, *sounds]))
         return lay_out(self.parts, self.processor, rendered, videos, sounds, self._tokenizing)
+
+    def without_repeats(
+        self, videos: Sequence[SampledVideo], hosts: HostGroup | None = None, timer: StageTimer | None = None
+    ) -> tuple[SampledVideo, ...]:
+        """Find which tokens of videos a prompt has, where the processor leaves some out; collective.
+
+        Every process compares its share of the frames. What host 0 knows, of an earlier prompt, it sends.
+
+        Args:
+            videos: as :meth:`sample` returned them, the same on every host.
+            hosts: None: this process alone.
+
+        Raises:
+            VideoError: a frame cannot be decoded.
+            HostError: another host failed.
+        """
+        if not may_leave_out(self.processor):
+            return tuple(videos)
+        hosts = hosts or HostGroup.single(self.parts.device)
+        timer = timer or StageTimer(hosts)
+        found, process = [], hosts.rank * hosts.tensor_parallel_size + hosts.tensor_parallel_rank
+        for video in videos:
+            with hosts.local_stage("comparing frames"):
+                source, frames = Source(FileIdentity.of(video.info.path), video.frames), range(len(video.frames))
+                known = self._kept.get(source) if video.kept is None else video.kept
+            shares = split_evenly(frames, hosts.num_processes)
+            if hosts.broadcast_ints([known is not None], 1)[0]:
+                shares = [frames, *[range(0)] * (hosts.num_processes - 1)]
+            with hosts.local_stage("comparing frames"):
+                if len(shares[process]) < len(frames) or known is None:
+                    known = kept_tokens(self.processor, video, shares[process], hosts, timer, self._config.video)
+                padded = known.new_zeros(max(map(len, shares)), *known.shape[1:], dtype=torch.uint8)
+                padded[: len(known)] = known
+            pieces = zip(hosts.start_gathering(padded).wait(), shares, strict=True)
+            kept = torch.cat([piece[: len(share)] for piece, share in pieces]).bool()
+            self._kept[source] = kept
+            if len(self._kept) > _MOST_KEPT:
+                self._kept.pop(next(iter(self._kept)), None)
+            found.append(replace(video, kept=kept))
+        return tuple(found)
 
     def read(
         self,

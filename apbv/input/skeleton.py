@@ -10,7 +10,7 @@ import copy
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +29,12 @@ from .visual import (
     PIXEL_COPIES,
     PromptError,
     VisualItem,
-    equal_row_starts,
     num_frames_told,
 )
 
 # The unit of the times that are told at a variable rate: a millisecond.
 _TICKS = 1000
-_PIXELS = ("pixel_values", "pixel_values_videos")
+_PIXELS = ("pixel_values", "pixel_values_videos", "video_compression_mask")
 # A processor's outputs with one entry per token; all others are about pixels.
 _PER_TOKEN = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
 
@@ -48,11 +47,13 @@ class SampledVideo:
         info: the video.
         frames: indices of the sampled frames, ascending.
         sound: what is heard with them; None: nothing.
+        kept: see :class:`~apbv.input.visual.VisualItem`; None also where that is not known yet.
     """
 
     info: VideoInfo
     frames: tuple[int, ...]
     sound: Sound | None = None
+    kept: Tensor | None = field(default=None, repr=False, compare=False)
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ def lay_out(
     Args:
         processor: the model's transformers processor.
         rendered: the prompt's text, with a placeholder for each, and its images.
-        videos: in prompt order.
+        videos: in prompt order, with ``kept`` where the processor may leave out tokens of frames.
         sounds: the audio files, in prompt order.
         tokenizing: entered while the processor is used.
 
@@ -148,12 +149,12 @@ def lay_out(
             frame_bytes = 3 * source.info.height * source.info.width * len(source.frames)
             num_bytes = FRAME_COPIES * frame_bytes // num_patches + PIXEL_COPIES * pixels.nbytes // num_patches
             identity = Source(FileIdentity.of(source.info.path), source.frames)
-            item = VisualItem("video", num_patches, num_ending, num_bytes, identity)
+            item = VisualItem("video", num_patches, num_ending, num_bytes, identity, source.kept)
         else:
             num_bytes = PIXEL_COPIES * batches[-1]["pixel_values"].nbytes * num_tokens // of_images
             num_bytes += FRAME_COPIES * 3 * source.height * source.width
             item = VisualItem("image", patch_bytes=num_bytes, source=source.source)
-        row_starts += equal_row_starts(start, item.num_patches, num_tokens, item.num_ending_rows)
+        row_starts += item.row_starts(start, num_tokens)
         start += num_tokens
         items.append(item)
         sources.append(source)
@@ -219,6 +220,8 @@ def _video_arguments(parts: ModelParts, processor, video: SampledVideo) -> dict[
         frames_indices=np.rint(info.timestamps[frames] * fps).astype(int).tolist(),
     )
     arguments = {"videos": [pixels], "video_metadata": [metadata], "do_sample_frames": False}
+    if video.kept is not None:
+        arguments |= {"use_token_compression": False, "kept": video.kept}
     if parts.hears:  # its frames lie at this rate in time; the others' processors ask the metadata
         arguments["fps"] = len(video.frames) * fps / length
     if video.sound is not None:
@@ -244,6 +247,7 @@ def process(
     text: str,
     replace: Callable[..., tuple[list[str], list]] | None = None,
     video: SampledVideo | None = None,
+    kept: Tensor | None = None,
     **inputs,
 ) -> Mapping[str, Any]:
     """Call a transformers processor on one text, and return its usual result, in tensors.
@@ -256,6 +260,7 @@ def process(
         text: the prompt, with one placeholder for each image, video or audio.
         replace: what writes the placeholders out, instead of the processor's ``get_text_with_replacements``.
         video: the one whose frames are among its audio.
+        kept: bool ``[frames, h, w]``, which tokens of the only video the text has, where its pixels do not tell.
         inputs: the processor's further arguments, such as ``images`` or ``videos``.
     """
     replace, placeholders = replace or processor.get_text_with_replacements, _placeholders(processor)
@@ -281,6 +286,11 @@ def process(
             return together({**inputs, "video_second_per_grid": {number: of_tokens}}, number, *args, **kwargs)
 
         one_of_each.replace_video_with_audio_token = by_time
+    if kept is not None:
+        of_video = processor.replace_video_token
+        one_of_each.replace_video_token = lambda inputs, *args, **kwargs: of_video(
+            {**inputs, "video_compression_mask": kept.flatten()}, *args, **kwargs
+        )
     output = one_of_each(text=[text], return_tensors="pt", **inputs)
     input_ids = output["input_ids"][0]
     repeats = torch.ones_like(input_ids)

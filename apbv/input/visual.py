@@ -12,7 +12,7 @@ adjacent: what alternates with another's, such as a video and its audio, is seve
 
 from bisect import bisect
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from operator import attrgetter
@@ -49,6 +49,8 @@ class VisualItem:
         num_ending_rows: how many of its rows, the last, belong to no frame (LLaVA's newline after a video).
         patch_bytes: an estimate of the memory in use while one temporal patch is encoded, and so of its cost.
         source: identity of its content; None if the caller prepared the pixels.
+        kept: of VideoLLaMA 3's videos bool ``[num_patches, h, w]``, which tokens of the frames the prompt has: its
+            processor may leave out what repeats the frame before. None: all of them.
     """
 
     kind: str
@@ -56,6 +58,25 @@ class VisualItem:
     num_ending_rows: int = 0
     patch_bytes: int = 0
     source: Source | None = None
+    kept: Tensor | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the prompt has all tokens of its frames."""
+        return self.kept is None or bool(self.kept.all())
+
+    def row_starts(self, start: int, num_rows: int) -> list[int]:
+        """Return where the rows of its temporal patches start.
+
+        Args:
+            start: its first row.
+            num_rows: its rows.
+        """
+        if self.kept is not None:
+            counts = self.kept.flatten(1).sum(dim=1).tolist()
+            return list(accumulate(counts[:-1], initial=start))
+        per_patch = (num_rows - self.num_ending_rows) // self.num_patches
+        return [start + patch * per_patch for patch in range(self.num_patches)]
 
 
 @dataclass(frozen=True)
@@ -183,6 +204,16 @@ class VisualInput(RowStarts):
             frames[patches.stop - 1] = range(last.start, last.stop - item.num_ending_rows)
         return tuple(frames)
 
+    def item_of(self, patch: int) -> int:
+        """Return the number of the item that a temporal patch belongs to."""
+        return bisect(self.item_patches, patch, key=attrgetter("stop"))
+
+    def kept_of(self, patches: range) -> Tensor | None:
+        """Return which tokens of an item's adjacent temporal patches are rows, bool ``[tokens]``; None: all."""
+        number = self.item_of(patches.start)
+        item, first = self.items[number], self.item_patches[number].start
+        return None if item.is_whole else item.kept[patches.start - first : patches.stop - first].flatten()
+
     def ending_rows_of(self, patches: range) -> int:
         """Count the rows after the last frame of adjacent temporal patches of an item; 0 unless they end it."""
         return self.rows_of(patches).stop - self.frames[patches.stop - 1].stop
@@ -284,15 +315,3 @@ def num_frames_told(family: str, num_frames: int, num_merged: int) -> int:
         num_merged: the frames of a temporal patch.
     """
     return max(num_frames, num_merged) if family in ("qwen3_vl", "glm4v") else num_frames
-
-
-def equal_row_starts(start: int, num_patches: int, num_rows: int, num_ending_rows: int = 0) -> list[int]:
-    """Return where the rows of an item's temporal patches start, which all have as many.
-
-    Args:
-        start: the item's first row.
-        num_rows: the item's rows.
-        num_ending_rows: how many of them belong to no frame; they come last.
-    """
-    per_patch = (num_rows - num_ending_rows) // num_patches
-    return [start + patch * per_patch for patch in range(num_patches)]

@@ -28,7 +28,7 @@ TEXT_FAMILIES = (
 OMNI_THINKER = "qwen2_5_omni_thinker"  # Qwen2.5-Omni without the talker, which speaks
 VIDEO_FAMILIES = (
     *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
-    *("internvl", "llava_onevision", OMNI_THINKER, "glm4v", "glm46v", "glm4v_moe"),
+    *("internvl", "llava_onevision", OMNI_THINKER, "glm4v", "glm46v", "glm4v_moe", "video_llama_3"),
 )
 _MROPE_FAMILIES = (
     "qwen2_vl",
@@ -48,6 +48,11 @@ _ALIKE |= dict.fromkeys(("glm46v", "glm4v_moe"), "glm4v")
 # The first release of transformers whose model and processor are the ones that apbv takes apart.
 _FIRST_VERSIONS = dict.fromkeys((OMNI_THINKER, *HYBRID_FAMILIES), (5, 23))
 _LINEAR_PROJECTIONS = ("linear_attn.in_proj_qkv", "linear_attn.in_proj_qkvz")
+# Why known families are not supported.
+_REASONS = {
+    "molmo2": "visual tokens attend to later ones, too, and apbv computes causal attention only",
+    "qwen2_5_omni": "of a Qwen2.5-Omni model apbv runs the thinker (model.thinker): it answers in text only",
+}
 # Seconds added to times, so that what is rounded down never falls below the time itself.
 _ROUNDING = 1e-6
 
@@ -210,7 +215,8 @@ class ModelParts:
         num_rows_ending_video: visual tokens after a video's last frame: LLaVA-OneVision has a newline there.
         rows_per_tile: visual tokens of each tile of an image, where these follow one another (InternVL).
         patches_per_row: patches of pixels that a tower of Qwen's merges into one visual token.
-        packed_vision_tower: the vision tower that packs windows and frames into one sequence (Qwen), if any.
+        packed_vision_tower: the vision tower that packs windows and frames into one sequence (Qwen, GLM,
+            VideoLLaMA 3), if any.
         audio_tower: the tower that encodes audio, with its windows packed into one sequence, if any.
     """
 
@@ -256,7 +262,7 @@ class ModelParts:
             "num_rows_ending_video": int(family == "llava_onevision"),
             "rows_per_tile": config.image_seq_length if family == "internvl" else None,
             "patches_per_row": config.vision_config.spatial_merge_size**2 if family in _MROPE_FAMILIES else None,
-            "packed_vision_tower": self.model.model.visual if family in _MROPE_FAMILIES else None,
+            "packed_vision_tower": _packed_vision_tower(self.model.model, family),
             "audio_tower": None if self.audio_token_id is None else self.model.model.audio_tower,
         }
         for name, value in found.items():
@@ -448,10 +454,8 @@ def require_supported(config: PreTrainedConfig) -> str:
     """
     family = getattr(config, "model_type", type(config).__name__)
     if family not in TEXT_FAMILIES + VIDEO_FAMILIES:
-        known = f"supported are {', '.join(VIDEO_FAMILIES + TEXT_FAMILIES)}"
-        if family == "qwen2_5_omni":
-            known = "of a Qwen2.5-Omni model apbv runs the thinker (model.thinker): it answers in text only"
-        raise UnsupportedModelError(f"{family} models are not supported; {known}")
+        why = _REASONS.get(family, f"supported are {', '.join(VIDEO_FAMILIES + TEXT_FAMILIES)}")
+        raise UnsupportedModelError(f"{family} models are not supported; {why}")
     first = _FIRST_VERSIONS.get(family, (0, 0))
     if (installed := release("transformers")) < first:
         needed, found = (".".join(map(str, each)) for each in (first, installed))
@@ -539,6 +543,12 @@ def _intervals_of(batch: Mapping[str, Any]) -> Tensor | list[Tensor] | None:
 def _on_cpu(batch: Mapping[str, Any], *names: str) -> dict[str, Tensor]:
     """Return a batch's entries of these names, as tensors in CPU memory."""
     return {name: torch.as_tensor(batch[name]).cpu() for name in names if batch.get(name) is not None}
+
+
+def _packed_vision_tower(model: nn.Module, family: str) -> nn.Module | None:
+    if family == "video_llama_3":
+        return model.vision_model
+    return model.visual if family in _MROPE_FAMILIES else None
 
 
 def _token_id(config: PreTrainedConfig, modality: str) -> int | None:

@@ -18,6 +18,7 @@ from ..input.visual import VisualInput
 from ..model.parts import ModelParts
 from ..model.vision_attention import packed_attention
 from ..stats import StageTimer, free_host_memory_bytes, free_memory_bytes
+from ..transfer import to_device
 
 _MOST_CHUNK_BYTES = 2**28  # by default: some 5,000 of a Qwen tower's patches, which keep a GPU busy
 _SHARE_OF_MEMORY = 16
@@ -58,7 +59,8 @@ def _encode(parts: ModelParts, visual: VisualInput, chunk: PixelChunk) -> Tensor
         streams.append(layer.reshape(-1, layer.shape[-1]))
     if parts.family == "llava_onevision" and chunk.kind == "video":
         streams[0] = _with_newline_at_the_end_only(parts, streams[0], visual, chunk.patches)
-    return torch.cat(streams, dim=-1).to(parts.dtype)
+    rows, kept = torch.cat(streams, dim=-1).to(parts.dtype), visual.kept_of(chunk.patches)
+    return rows if kept is None else rows[to_device(kept.nonzero().flatten(), rows.device)]
 
 
 def encode_visual(parts: ModelParts, visual: VisualInput | None) -> Tensor | None:

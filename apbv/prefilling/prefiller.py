@@ -113,11 +113,14 @@ class Prefiller:
             sizes = [source.file.size for source in sources if source is not None]
             same("the number of videos, or an image file,", f"{len(rendered.videos)} {sizes}".encode())
         infos = probe_once(reader.videos, rendered.videos, self._hosts, timer)
-        with self._hosts.local_stage("reading the prompt") as same:
-            with timer.stage("preprocess"):
+        videos = ()
+        if infos:
+            with self._hosts.local_stage("reading the prompt"), timer.stage("preprocess"):
                 if known is not None and [video.info for video in known.videos] != list(infos):
                     known = None  # a file has been replaced since
                 videos = reader.sample(infos, request.question) if known is None else known.videos
+            videos = reader.without_repeats(videos, self._hosts, timer)
+        with self._hosts.local_stage("reading the prompt") as same:
             for_vllm = request.positions == "vllm"
             inputs, pixels = reader.read(rendered, videos, self._hosts, timer, known, is_even=for_vllm)
             if for_vllm:

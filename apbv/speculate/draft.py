@@ -201,8 +201,9 @@ class Draft:
 
 
 def kept_by_frame(parts: ModelParts, inputs: ModelInputs, kept: Tensor | None) -> Tensor | None:
-    """Return kept visual tokens as bool ``[frames, h, w]``; None if they are not known, or not of one video."""
-    if kept is None or inputs.visual is None or [item.kind for item in inputs.visual.items] != ["video"]:
+    """Return kept visual tokens as bool ``[frames, h, w]``; None if not known, or not of one video, whole."""
+    items = () if inputs.visual is None else inputs.visual.items
+    if kept is None or [(item.kind, item.is_whole) for item in items] != [("video", True)]:
         return None
     height, width = frame_shape(parts, inputs)
     mask = torch.zeros(inputs.num_visual_tokens, dtype=torch.bool)

@@ -14,6 +14,7 @@ from ..hosts import HostGroup
 from ..input.model_inputs import ModelInputs
 from ..model.loading import load_model, require_loadable
 from ..model.parts import ModelParts, hybrid_family, inspect_model
+from ..prefilling.reduction.frames import require_whole_frames
 from ..refusals import refuse
 from .beside import BesideDraft, DraftHost
 from .link import Pair
@@ -146,6 +147,8 @@ class Drafting:
         keep, visual = self._config and keep_policy(self._config), inputs.visual
         if keep in ("hippo", "attention_per_frame") and visual is not None and visual.kind == "image":
             raise ValueError(f"keep={keep!r} selects frames, but the prompt has no video")
+        if keep == "hippo":
+            require_whole_frames(inputs, f"keep={keep!r}")
 
     def way_to_answer(self, models: Models, tokenizer) -> Autoregressive | TakingTurns | BesideDraft | DraftHost:
         """Return this host's decoding loop; collective."""

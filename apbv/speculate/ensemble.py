@@ -119,10 +119,12 @@ def pooling_cells(parts: ModelParts, inputs: ModelInputs) -> Tensor:
     """Return for each visual token the number of the top left one of its 2 x 2 cell, within its frame or image.
 
     A token outside any grid, such as a separator at a video's end, is a cell by itself; so are the tokens of
-    LLaVA-OneVision's images, which are laid out in tiles of varying sizes.
+    LLaVA-OneVision's images, which are laid out in tiles of varying sizes, and those of frames that lack tokens.
     """
     visual, cells = inputs.visual, torch.arange(inputs.num_visual_tokens)
     for item, patches in zip(visual.items, visual.item_patches, strict=True):
+        if not item.is_whole:
+            continue
         if item.kind == "video" or parts.uses_mrope:
             height, width = frame_shape(parts, inputs, patches.start)
         elif parts.rows_per_tile is not None:

@@ -76,6 +76,8 @@ class VisionShape:
         elif family == "glm4v":  # a convolution, a projection and a gated MLP
             patches = vision.spatial_merge_size**2
             outer = patches * hidden * width + width**2 + 3 * width * vision.intermediate_size
+        elif family == "video_llama_3":  # of a frame four patches make a token, of an image each
+            patches, outer = 4, width * (hidden + width)
         elif family == "internvl":
             patches = int(1 / config.downsample_ratio) ** 2
             outer = width * (patches * hidden + width)

@@ -32,6 +32,7 @@ VIDEO_FAMILIES = (
     "glm46v",
     "qwen3_5",
     "qwen3_5_moe",
+    "video_llama_3",
 )
 TEXT_FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "smollm3", "glm4", "qwen3_next")
 HYBRID_FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
@@ -86,6 +87,7 @@ _PLACEHOLDERS |= dict.fromkeys(
     ("<|begin_of_image|><|image|><|end_of_image|>", "<|begin_of_video|><|video|><|end_of_video|>"),
 )
 _PLACEHOLDERS |= dict.fromkeys(("qwen2_5_vl", *_QWEN3_ALIKE), _PLACEHOLDERS["qwen2_vl"])
+_PLACEHOLDERS["video_llama_3"] = ("<|image_pad|>\n", "<|video_pad|>\n")
 _PLACEHOLDERS[OMNI] = (
     "<|vision_bos|><|IMAGE|><|vision_eos|>",
     "<|vision_bos|><|VIDEO|><|vision_eos|>",
@@ -182,6 +184,12 @@ def build_processor(family: str):
         parts["image_processor"] = getattr(tf, f"{kind}ImageProcessor")(size=size, patch_size=QWEN_PATCH)
         parts["video_processor"] = getattr(tf, f"{kind}VideoProcessor")(size=of_video, patch_size=QWEN_PATCH)
         return getattr(tf, f"{kind}Processor")(**parts)
+    if family == "video_llama_3":
+        # A video's budget of pixels is that of all of its frames. An image's tokens are single patches.
+        size, of_video = ({"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * count} for count in (8, 200))
+        parts["image_processor"] = tf.VideoLlama3ImageProcessor(size=size, patch_size=QWEN_PATCH)
+        parts["video_processor"] = tf.VideoLlama3VideoProcessor(size=of_video, patch_size=QWEN_PATCH)
+        return tf.VideoLlama3Processor(**parts)
     if family == "internvl":
         size = {"height": INTERNVL_SIDE, "width": INTERNVL_SIDE}
         return tf.InternVLProcessor(
@@ -203,9 +211,12 @@ def build_processor(family: str):
 
 
 def build_config(
-    family: str, *, layers: int | None = None, heads: int = HEADS, kv_heads: int = KV_HEADS
+    family: str, *, layers: int | None = None, heads: int = HEADS, kv_heads: int = KV_HEADS, decoder: str = "qwen2"
 ) -> tf.PreTrainedConfig:
-    """The family's configuration, tiny, with token ids that match ``build_tokenizer``."""
+    """The family's configuration, tiny, with token ids that match ``build_tokenizer``.
+
+    ``decoder`` is the family of the text part, of a vision-language family that may have any.
+    """
     layers = layers or (4 if family in HYBRID_FAMILIES else 3)
     tokenizer = build_tokenizer(family)
     ids = {token: tokenizer.convert_tokens_to_ids(token) for token in _special_tokens(family)}
@@ -223,12 +234,12 @@ def build_config(
         "pad_token_id": ids[PAD],
         "tie_word_embeddings": False,
     }
-    if family in ("llama", "mistral", "smollm3", "glm4") or family.startswith("qwen3"):
+    if family in ("llama", "mistral", "smollm3", "glm4") or "qwen3" in (family[:5], decoder[:5]):
         text["head_dim"] = HEAD_DIM
     if family == "glm4v_moe":
         text |= {"n_routed_experts": 5, "n_shared_experts": 1, "first_k_dense_replace": 1, "norm_topk_prob": True}
         text |= {"num_experts_per_tok": 2, "moe_intermediate_size": HIDDEN}
-    elif family.endswith("_moe"):
+    elif family.endswith("_moe") or decoder.endswith("_moe"):
         text |= {
             "num_experts": 5,
             "num_experts_per_tok": 2,
@@ -314,7 +325,7 @@ def build_config(
             **common,
         )
 
-    text["model_type"] = "qwen2"
+    text["model_type"] = decoder
     vision = {
         "hidden_size": VISION_HIDDEN,
         "intermediate_size": 2 * VISION_HIDDEN,
@@ -322,6 +333,13 @@ def build_config(
         "num_attention_heads": VISION_HEADS,
         "patch_size": 14,
     }
+    if family == "video_llama_3":
+        return tf.VideoLlama3Config(
+            vision_config=vision,
+            image_token_id=ids["<|image_pad|>"],
+            video_token_id=ids["<|video_pad|>"],
+            **common,
+        )
     if family == "internvl":
         return tf.InternVLConfig(
             vision_config={**vision, "model_type": "internvl_vision", "image_size": INTERNVL_SIDE},

@@ -103,6 +103,17 @@ def test_small_prompts_equal_hugging_face(family, num_hosts, method, used):
         assert found == used and relative_error(logits, expected) < 1e-4
 
 
+@pytest.mark.parametrize("decoder", ["qwen3", "qwen3_moe"])
+def test_internvl_may_have_another_decoder(decoder):
+    """As InternVL3.5 has."""
+    model, batch = families.build_model("internvl", decoder=decoder), video_batch("internvl", frames=8)
+    assert model.config.text_config.model_type == decoder
+    with torch.no_grad():
+        expected = model(**batch).logits[:, -1]
+    for found, logits in simulate(2, small_job, model, batch, "zigzag_ring"):
+        assert found == "zigzag_ring" and relative_error(logits, expected) < 1e-4
+
+
 # ---- any passing length: equal to the dense definition ----
 
 VARIANTS = {

@@ -26,7 +26,7 @@ from ..moving import move_rows
 from ..reuse import stored_rows
 from . import EARLY_REDUCERS
 from .choosing import Reduction, count_of, shares_of_videos
-from .frames import EarlyReducer, num_in_frames, shared_video, videos_of
+from .frames import EarlyReducer, num_in_frames, require_whole_frames, shared_video, videos_of
 
 
 def require_usable(config: ReduceConfig | None, model: PreTrainedConfig, reuse: ReuseConfig | None) -> None:
@@ -53,7 +53,7 @@ def require_reducible(config: ReduceConfig | None, inputs: ModelInputs) -> None:
     """Reject a prompt that cannot be pruned.
 
     Raises:
-        PromptError: frames are to be reduced, and the prompt has no video.
+        PromptError: frames are to be reduced, and the prompt has no video, or lacks tokens of its frames.
     """
     if config is None or config.leaves_all or not config.needs_video:
         return
@@ -62,6 +62,7 @@ def require_reducible(config: ReduceConfig | None, inputs: ModelInputs) -> None:
         raise PromptError(
             f"reduce={config.method!r} prunes redundancy between a video's frames, but the prompt has {has}"
         )
+    require_whole_frames(inputs, f"reduce={config.method!r}")
 
 
 def reduce_prompt(

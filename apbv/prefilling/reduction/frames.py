@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ...hosts import HostGroup
 from ...input.model_inputs import ModelInputs
+from ...input.visual import PromptError
 from ...model.parts import ModelParts
 from ...transfer import to_device
 from ..moving import move_rows
@@ -144,6 +145,19 @@ def videos_of(parts: ModelParts, inputs: ModelInputs) -> list[VideoPlace]:
     return places
 
 
+def require_whole_frames(inputs: ModelInputs, what: str) -> None:
+    """Reject a prompt that lacks tokens of its frames, for what compares frames token by token.
+
+    Raises:
+        PromptError: some are missing.
+    """
+    if inputs.visual is not None and not all(item.is_whole for item in inputs.visual.items):
+        raise PromptError(
+            f"{what} compares whole frames, but the model's processor left out tokens that repeat a frame: "
+            "set use_token_compression to false in the config of its video processor"
+        )
+
+
 def num_in_frames(parts: ModelParts, inputs: ModelInputs) -> int:
     """Count the visual tokens of a prompt that belong to frames of videos."""
     return sum(len(video.in_frames) for video in videos_of(parts, inputs))
@@ -155,7 +169,10 @@ def frame_shape(parts: ModelParts, inputs: ModelInputs, patch: int = 0) -> tuple
     Args:
         patch: the frame's number among the prompt's temporal patches.
     """
-    rows = inputs.visual.frames[patch]
+    visual = inputs.visual
+    rows, item = visual.frames[patch], visual.items[visual.item_of(patch)]
+    if item.kept is not None:
+        return item.kept.shape[1:]
     if not parts.uses_mrope:
         side = round(len(rows) ** 0.5)
         return side, len(rows) // side
