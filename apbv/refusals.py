@@ -18,21 +18,19 @@ REFUSALS = {
     ),
     ("kv_reuse", "reduction"): "{reduction} selects visual tokens anew for every prompt: use reuse='exact'",
     ("kv_reuse", "watching_draft"): "{watching_draft} watches the prefill of the whole prompt: use reuse='exact'",
-    ("hybrid", "kv_reuse"): (
-        "the linear attention of {hybrid} models keeps no state of the moment before a question: use reuse='exact'"
-    ),
+    ("hybrid", "kv_reuse"): "{hybrid} models keep no state from before the question: use reuse='exact'",
     ("hybrid", "late_reduction"): (
-        "{late_reduction} prunes between layers, but {hybrid} models have layers of linear attention, which are "
-        "computed in one piece: choose a reduction before the language model"
+        "{late_reduction} prunes between layers, and {hybrid} models have layers of linear attention there: choose a "
+        "reduction before the language model"
     ),
     ("hybrid", "drafting"): (
-        "{drafting} takes rejected tokens back, which the states of linear attention in {hybrid} models cannot"
+        "{drafting} rolls back rejected tokens, which the linear attention of {hybrid} models cannot"
     ),
     ("hybrid", "handing_over"): (
-        "{handing_over} continues before the prompt's last token, but the states of linear attention in {hybrid} "
-        "models cannot take it back: use to_dynamic_cache(), and append a token that is chosen from the logits"
+        "{handing_over} runs the prompt's last token again, which the linear attention of {hybrid} models cannot roll "
+        "back: use to_dynamic_cache(), and append a token chosen from the logits"
     ),
-    ("hybrid", "tensor_parallel"): "tensor parallelism does not share out the linear attention of {hybrid} models",
+    ("hybrid", "tensor_parallel"): "tensor parallelism does not split the linear attention of {hybrid} models",
     ("handing_over", "reduction"): "{handing_over} transfers whole prompts, but {reduction} prunes them",
     ("context", "source"): (
         "a prompt has either a text, or videos, images and audio, but {source} and {context} were given"

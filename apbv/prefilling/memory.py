@@ -15,9 +15,10 @@ import torch
 
 from ..hosts import HostError, HostGroup
 from ..layout import ContextLayout, intersect
-from ..model.parts import DecoderSizes
+from ..model.parts import DecoderSizes, LinearSizes
 from ..model.row_chunks import chunk_rows, mlp_row_bytes
 from ..stats import free_memory_bytes, unused_swap_bytes
+from .linear_attention import MOST_TOKENS
 
 _ADVICE = {
     "encoding": "use smaller chunks: VideoConfig(chunk_bytes=…), or infer.py's --video-chunk-mib",
@@ -32,6 +33,7 @@ _NEEDED_FOR = {
     "handoff": "the gathered KV of all hosts",
 }
 _STAGES = tuple(_NEEDED_FOR)
+_CHUNK_OF_RULE = 64  # tokens that see each other at once
 
 
 class NotEnoughMemoryError(ValueError):
@@ -102,20 +104,23 @@ def host_memory(
     mlp_row = mlp_row_bytes(sizes, itemsize, tensor_parallel)
     mlp = 3 * num_rows * hidden + min(num_rows, chunk_rows(device, mlp_row)) * (mlp_row + hidden)
     residual = num_rows * (hidden + 2 * sizes.head_dim * itemsize)
-    layer = residual + max(num_rows * (hidden + kv_row + 4 * query), mlp) + sizes.vocab * (itemsize + 4)
-    kept, passing = sizes.layers * num_kept * kv_row, _passing(layout, host, query, kv_row)
+    longest = num_rows if layout.num_hosts == 1 else max(map(len, spans), default=0)
+    linear = 0 if sizes.linear is None else _linear_attention(sizes.linear, num_rows, longest, hidden, itemsize)
+    layer = residual + max(num_rows * (hidden + kv_row + 4 * query), mlp, linear) + sizes.vocab * (itemsize + 4)
+    kept, passing = sizes.kv_layers * num_kept * kv_row, _passing(layout, host, query, kv_row)
+    states_of = 0 if sizes.linear is None else _states(sizes.linear, layout, itemsize)
     encoding = {"embeddings": max(num_visual, num_encoded) * hidden * (1 + sizes.deepstack)}
     encoding["a video chunk"] = chunk
     # A layer that has come and the next, which is coming; on other hosts copies of what they send.
-    gathered = {"KV": max(sizes.layers * gathered_row, kept)}
+    gathered = {"KV": max(sizes.kv_layers * gathered_row, kept)}
     gathered["layers on their way"] = 2 * (gathered_row or num_kept * kv_row) * leaves
     stages = {
         "encoding": encoding,
-        "prefill": {**gathered, "activations": layer, "passing KV": passing},
+        "prefill": {**gathered, "activations": layer, "passing KV": passing, "states": states_of},
         "handoff": gathered,
     }
     states = num_rows * (hidden + query + kv_row)
-    depth = certain_depth or sizes.layers
+    depth = certain_depth or sizes.kv_layers
     stays = (depth - 1) * num_kept * kv_row * (not leaves or host == home)
     certain = {"prefill": stays + states, "handoff": depth * gathered_row}
     return HostMemory(kept, stages, certain)
@@ -132,6 +137,26 @@ def _passing(layout: ContextLayout, host: int, query: int, kv: int) -> int:
     if layout.zigzag:  # a ring: what is attended to, what comes, and a partial result
         return num_rows * (2 * kv + query)
     return 3 * num_rows * (query + kv)  # all-to-all: sent, received, joined
+
+
+def _linear_attention(sizes: LinearSizes, num_rows: int, longest: int, hidden: int, itemsize: int) -> int:
+    """Return the bytes that a layer of linear attention holds at once, in transformers' own functions.
+
+    Of every row the convolution's output, the gate, and the output of the rule. Then either two copies of this in
+    fp32, for its norm; or a dozen tensors like q, k and v in fp32, of the rows of a run (``longest``) for which
+    the rule is computed at once.
+    """
+    values = sizes.value_heads * sizes.value_dim
+    rule = sizes.value_heads * (11 * sizes.key_dim + 5 * sizes.value_dim + _CHUNK_OF_RULE) * 4
+    more = max(num_rows * values * (itemsize + 2 * 4), min(longest, MOST_TOKENS) * rule)
+    return num_rows * (hidden + (sizes.channels + 2 * values) * itemsize) + more
+
+
+def _states(sizes: LinearSizes, layout: ContextLayout, itemsize: int) -> int:
+    """Return the bytes of all layers' states, and of a layer's maps of all blocks."""
+    states = len(sizes.layers) * (4 * sizes.state + sizes.channels * sizes.kernel * itemsize)
+    maps = 4 * sizes.value_heads * sizes.key_dim * (sizes.value_dim + sizes.key_dim)
+    return states + (len(layout.blocks) + 2) * maps * (layout.num_hosts > 1)
 
 
 @dataclass(frozen=True)

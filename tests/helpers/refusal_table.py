@@ -27,6 +27,8 @@ FEATURES = {
     "kv_reuse": "`--reuse kv`",
     "watching_draft": "a draft that uses the target's prefill scores",
     "handing_over": "`--kv-transfer`",
+    "hybrid": "a hybrid model",
+    "drafting": "`--speculate`",
     "context": "`--context`",
     "source": "`--video`, `--image` or `--audio`",
     "draft_host": "`--draft-host`",

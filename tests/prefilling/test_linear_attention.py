@@ -175,8 +175,8 @@ def test_what_hybrids_cannot_do_is_refused(checkpoints):
     kv = ReuseConfig(mode="kv")
     model, processor = build("qwen3_5", torch.float32), families.build_processor("qwen3_5")
     for settings, message in (
-        ({"prefill": late}, "fastv prunes between layers, but qwen3_5 models have"),
-        ({"speculate": ngram}, "ngram takes rejected tokens back, which"),
+        ({"prefill": late}, "fastv prunes between layers, and qwen3_5 models have"),
+        ({"speculate": ngram}, "ngram rolls back rejected tokens, which"),
         ({"reuse": kv}, "use reuse='exact'"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -185,15 +185,15 @@ def test_what_hybrids_cannot_do_is_refused(checkpoints):
             Engine(model, processor, hosts, **settings)
     for settings, message in (
         ({"prefill": late}, "prunes between layers"),
-        ({"speculate": ngram}, "takes rejected tokens back"),
-        ({"tensor_parallel": 2}, "does not share out the linear attention of qwen3_5"),
+        ({"speculate": ngram}, "rolls back rejected tokens"),
+        ({"tensor_parallel": 2}, "does not split the linear attention of qwen3_5"),
     ):
         with pytest.raises(ValueError, match=message):
             plan(path, num_frames=8, **settings)
     state = apbv.prefill(model, video_batch("qwen3_5"), hosts=hosts)
     with pytest.raises(ValueError, match="to_dynamic_cache"):
         state.generate_inputs()
-    with pytest.raises(ValueError, match=r"offer\(\) continues before"):
+    with pytest.raises(ValueError, match=r"offer\(\) runs the prompt"):
         PrefillResult.offer(state, None)
     with pytest.raises(ValueError, match="prunes between layers"):
         apbv.prefill(model, video_batch("qwen3_5"), hosts=hosts, config=late)

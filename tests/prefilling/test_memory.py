@@ -8,7 +8,7 @@ from math import prod
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3_5TextConfig, Qwen3MoeConfig
 
 from apbv import Engine, HostGroup, PrefillConfig, ReduceConfig, VideoConfig, demo, prefill
 from apbv.kv.cache import ShardedCache
@@ -33,7 +33,19 @@ EXPERTS |= {"num_key_value_heads": 4, "head_dim": 128, "max_position_embeddings"
 EXPERTS |= {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
 
 
-def measure(monkeypatch, num_layers: int, num_tokens: int, num_hosts: int, has_experts=False, **settings) -> list:
+# Qwen3.5-9B's, of which every fourth layer attends.
+HYBRID = {"vocab_size": 248320, "hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 16}
+HYBRID |= {"num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 2**20}
+CONFIGS = {
+    "dense": (Qwen2Config, WIDTHS),
+    "experts": (Qwen3MoeConfig, EXPERTS),
+    "hybrid": (Qwen3_5TextConfig, HYBRID),
+}
+
+
+def measure(
+    monkeypatch, num_layers: int, num_tokens: int, num_hosts: int, kind: str = "dense", **settings
+) -> list:
     """Of every host the peak in bytes, and the estimate, of a model that has shapes and no numbers."""
     shapes, counted = FakeTensorMode(allow_non_fake_inputs=True), threading.local()
 
@@ -47,9 +59,8 @@ def measure(monkeypatch, num_layers: int, num_tokens: int, num_hosts: int, has_e
     monkeypatch.setattr(forward, "_forward", counting(forward._forward))
     monkeypatch.setattr(ShardedKV, "gathered", counting(ShardedKV.gathered))
     with shapes:
-        config = Qwen2Config(num_hidden_layers=num_layers, **WIDTHS)
-        if has_experts:
-            config = Qwen3MoeConfig(num_hidden_layers=num_layers, **EXPERTS)
+        of_family, widths = CONFIGS[kind]
+        config = of_family(num_hidden_layers=num_layers, **widths)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     config = PrefillConfig(query_len=64, **settings)
 
@@ -65,12 +76,17 @@ def measure(monkeypatch, num_layers: int, num_tokens: int, num_hosts: int, has_e
 
 @pytest.mark.parametrize(
     "settings",
-    [{"kv": "gathered"}, {"method": "zigzag_ring", "kv": "sharded"}, {"kv": "sharded", "has_experts": True}],
+    [
+        {"kv": "gathered"},
+        {"method": "zigzag_ring", "kv": "sharded"},
+        {"kv": "sharded", "kind": "experts"},
+        {"kind": "hybrid"},
+    ],
     ids=str,
 )
 def test_the_predicted_peak_is_that_of_the_tensors(monkeypatch, settings):
     """At most, and at most a quarter more, for the widths of a 7B model."""
-    for peak, predicted in measure(monkeypatch, 3, 3_000, 2, **settings):
+    for peak, predicted in measure(monkeypatch, 4 if "kind" in settings else 3, 3_000, 2, **settings):
         print(settings, peak, predicted, predicted.peak / peak)
         assert max(predicted.certain.values()) <= peak
         assert 1 <= predicted.peak / peak < 1.25, (predicted, peak)
