@@ -20,15 +20,15 @@ REFUSALS = {
     ("kv_reuse", "watching_draft"): "{watching_draft} watches the prefill of the whole prompt: use reuse='exact'",
     ("hybrid", "kv_reuse"): "{hybrid} models keep no state from before the question: use reuse='exact'",
     ("hybrid", "late_reduction"): (
-        "{late_reduction} prunes between layers, and {hybrid} models have layers of linear attention there: choose
-        a " "reduction before the language model"
+        "{late_reduction} prunes between layers, and {hybrid} models have linear attention there: choose a reduction "
+        "before the language model"
     ),
     ("hybrid", "drafting"): (
         "{drafting} rolls back rejected tokens, which the linear attention of {hybrid} models cannot"
     ),
     ("hybrid", "handing_over"): (
-        "{handing_over} runs the prompt's last token again, which the linear attention of {hybrid} models cannot
-        roll " "back: use to_dynamic_cache(), and append a token chosen from the logits"
+        "{handing_over} runs the prompt's last token again, which the linear attention of {hybrid} models cannot "
+        "undo: use to_dynamic_cache(), and append a token chosen from the logits"
     ),
     ("hybrid", "tensor_parallel"): "tensor parallelism does not split the linear attention of {hybrid} models",
     ("handing_over", "reduction"): "{handing_over} transfers whole prompts, but {reduction} prunes them",

@@ -175,7 +175,7 @@ def test_what_hybrids_cannot_do_is_refused(checkpoints):
     kv = ReuseConfig(mode="kv")
     model, processor = build("qwen3_5", torch.float32), families.build_processor("qwen3_5")
     for settings, message in (
-        ({"prefill": late}, "fastv prunes between layers, and qwen3_5 models have"),
+        ({"prefill": late}, "fastv prunes between layers, and qwen3_5 models have linear"),
         ({"speculate": ngram}, "ngram rolls back rejected tokens, which"),
         ({"reuse": kv}, "use reuse='exact'"),
     ):
