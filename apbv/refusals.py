@@ -20,7 +20,7 @@ REFUSALS = {
     ("kv_reuse", "watching_draft"): "{watching_draft} watches the prefill of the whole prompt: use reuse='exact'",
     ("hybrid", "kv_reuse"): "{hybrid} models keep no state from before the question: use reuse='exact'",
     ("hybrid", "late_reduction"): (
-        "{late_reduction} prunes between layers, and {hybrid} models have linear attention there: choose a reduction "
+        "{late_reduction} prunes between layers, and {hybrid} models have linear attention there: choose one "
         "before the language model"
     ),
     ("hybrid", "drafting"): (

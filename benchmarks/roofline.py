@@ -43,7 +43,8 @@ PEAKS = {
 }
 # The shares that are reached of arithmetic in attention (FlashAttention 3: 0.66 to 0.71) and in matrix products
 # (0.69 to 0.77), and of memory, as measured on an H200 (docs/results-gpu.md); the share of links is assumed.
-REACHED = {"attention": 0.68, "products": 0.71, "memory": 0.8, "links": 0.7}
+# So is that of the rule of linear attention, whose products are small.
+REACHED = {"attention": 0.68, "products": 0.71, "linear": 0.3, "memory": 0.8, "links": 0.7}
 # What the CPU launches for a layer with its MLP in one piece, counted on the emulated GPU, and its seconds
 # for one launch: of a decoded token without CUDA graphs, on the H200's machine.
 LAUNCHES, SECONDS_PER_LAUNCH = {"full": 17, "zigzag_ring": 38, "apbv": 39}, 41e-3 / 530
@@ -82,6 +83,7 @@ def milliseconds(cost: HostCost, gpu: str, element_wise: float, others: float) -
         "attention": sum(cost.flops[part] for part in ATTENTION) / attention,
         "selection of passing KV": cost.flops["scoring"] / attention,
         "projections": cost.flops["projections"] / products,
+        **({"linear attention": linear / (REACHED["linear"] * flops)} if (linear := cost.flops["linear"]) else {}),
         "MLP": (cost.flops["mlp"] + cost.flops["query_pass"] + cost.flops["lm_head"]) / products,
         "element-wise": element_wise / (REACHED["memory"] * bandwidth),
         "collectives": cost.received.total() / (REACHED["links"] * link),
@@ -98,7 +100,7 @@ def prefill_parts(
     host = max(range(hosts), key=lambda each: costs[each].flops.total())
     rows = sum(map(len, layout.local_spans(host)))
     moved = shape.layers * element_wise_bytes(config, rows, requested() != "torch")
-    others = sum(each.kv_bytes for each in costs[1:]) / shape.layers
+    others = sum(each.kv_bytes for each in costs[1:]) / shape.kv_layers
     return milliseconds(costs[host], gpu, moved, others)
 
 
@@ -131,7 +133,7 @@ def step_seconds(shape: Shape, gpu: str, answers: int, rows: int, pairs: float) 
         rows: new tokens of all answers together.
     """
     flops, bandwidth = REACHED["products"] * PEAKS[gpu][0], REACHED["memory"] * PEAKS[gpu][1]
-    weights = shape.layers * sum(shape.layer_weights.values()) + shape.hidden * shape.vocab
+    weights = sum(shape.token_weights.values()) + shape.hidden * shape.vocab
     num_bytes = shape.bytes_per_number * weights + answers * pairs * shape.kv_bytes
     return max(num_bytes / bandwidth, 2 * weights * rows / flops)
 

@@ -20,9 +20,11 @@ from apbv.prefilling.reduction.late import require_layers
 # attends to itself.
 ATTENTION = ("anchor", "block_to_anchor", "block_to_passing", "block_to_earlier", "block_to_self", "query")
 # "query_pass": the projections and the MLP of a separate pass of the query.
-PARTS = ("vision", "projections", "mlp", *ATTENTION, "scoring", "query_pass", "lm_head")
+# "linear": the rule of linear attention, and the maps that hosts exchange (apbv.prefilling.linear_attention).
+PARTS = ("vision", "projections", "mlp", *ATTENTION, "scoring", "linear", "query_pass", "lm_head")
 METHODS = ("full", "zigzag_ring", "ulysses", "star", "apb", "apbv")
 _GATED = ("qwen2_5_vl", "qwen2_5_omni_thinker", "glm4v")  # vision towers whose MLPs have a gate
+_CHUNK = 64  # tokens for which the rule of linear attention is computed at once
 _SHARED_OUT = ("zigzag_ring", "ulysses")  # exact, and no token is replicated
 
 
@@ -116,10 +118,35 @@ class Shape(DecoderSizes):
         return super().from_config(config, bytes_per_number=bytes_per_number, vision=vision)
 
     @property
-    def layer_weights(self) -> dict[str, int]:
-        """Count the weights of one layer that compute a token: q, k, v and o; gate, up and down, and a router."""
-        projections = 2 * self.hidden * (self.heads + self.kv_heads) * self.head_dim
-        return {"projections": projections, "mlp": self.hidden * (3 * self.intermediate + self.experts)}
+    def token_weights(self) -> dict[str, int]:
+        """Count the weights of all layers that compute a token.
+
+        Of attention q, k, v and o; of a hybrid's, whose outputs have a gate, one more as wide as q, and those of
+        linear attention: q, k and v, gate, the numbers that control the rule, and o. Of MLPs gate, up and down,
+        and a router.
+        """
+        projections = self.kv_layers * 2 * self.hidden * (self.heads + self.kv_heads) * self.head_dim
+        if self.linear is not None:
+            values = self.linear.value_heads * self.linear.value_dim
+            projections += self.kv_layers * self.hidden * self.heads * self.head_dim
+            widths = self.linear.channels + 2 * values + 2 * self.linear.value_heads
+            projections += len(self.linear.layers) * self.hidden * widths
+        return {
+            "projections": projections,
+            "mlp": self.layers * self.hidden * (3 * self.intermediate + self.experts),
+        }
+
+    def rule_macs(self, is_map: bool) -> int:
+        """Count the multiply-adds of linear attention for one token in all layers, by transformers' rule.
+
+        Args:
+            is_map: of the map of a block, whose values are wider by Dk.
+        """
+        if self.linear is None:
+            return 0
+        keys, values = self.linear.key_dim, self.linear.value_dim + is_map * self.linear.key_dim
+        head = _CHUNK * (3 * keys + 2 * values) + 3 * keys * values
+        return len(self.linear.layers) * self.linear.value_heads * head
 
     @property
     def kv_bytes(self) -> int:
@@ -256,11 +283,14 @@ def visual_by_layer(reduce: ReduceConfig | None, num_layers: int, num_visual: in
 
 
 def _host_cost(shape, method, layout, host, separate, video, is_last) -> HostCost:
-    flops, layers = Counter(), shape.layers
+    flops, layers = Counter(), shape.kv_layers
     rows = sum(map(len, layout.local_spans(host)))
-    for part, weights in shape.layer_weights.items():
-        flops[part] = 2 * layers * rows * weights
-        flops["query_pass"] += 2 * layers * len(layout.query) * weights * separate
+    for part, weights in shape.token_weights.items():
+        flops[part] = 2 * rows * weights
+        flops["query_pass"] += 2 * len(layout.query) * weights * separate
+    flops["linear"] = 2 * rows * shape.rule_macs(False)
+    if layout.num_hosts > 1:
+        flops["linear"] += 2 * sum(map(len, layout.block_rows(host)[:-1])) * shape.rule_macs(True)
     for part, scores in _scores(shape, method, layout, host, separate).items():
         # Attention multiplies by K and by V, the scoring by K only.
         flops[part] = (2 if part == "scoring" else 4) * layers * shape.head_dim * scores
@@ -302,7 +332,7 @@ def _scores(shape, method, layout, host, separate) -> dict[str, int]:
 
 def _received(shape, method, layout, host, video, is_last) -> Counter:
     """Count the bytes that one of several hosts receives, by what they are."""
-    received, layers, size, others = Counter(), shape.layers, shape.bytes_per_number, layout.num_hosts - 1
+    received, layers, size, others = Counter(), shape.kv_layers, shape.bytes_per_number, layout.num_hosts - 1
     here = sum(len(layout.blocks[v]) for v in layout.virtual_hosts(host))
     if method == "zigzag_ring":
         received["ring"] = shape.kv_bytes * (layout.num_tokens - here)
@@ -317,6 +347,11 @@ def _received(shape, method, layout, host, video, is_last) -> Counter:
         received["passing"] = shape.kv_bytes * others * len(layout.virtual_hosts(host)) * layout.max_passed
         row = shape.heads * (shape.head_dim * size + max(4, size))  # the output and its log-sum-exp
         received["query_merge"] = layers * others * len(layout.query) * row
+    if (linear := shape.linear) is not None:  # maps of blocks, or the states of a prompt that host 0 computes
+        states, inputs = 4 * linear.state, linear.channels * linear.kernel * size
+        maps = states + 4 * linear.value_heads * linear.key_dim**2
+        of_layer = others * len(layout.virtual_hosts(host)) * (maps + inputs)
+        received["states"] = len(linear.layers) * (of_layer or (host > 0) * (states + inputs))
     if is_last and layout.last_token_host not in (None, host):
         received["logits"] = shape.vocab * size
     if video is not None:

@@ -15,6 +15,8 @@ from transformers import (
     PreTrainedModel,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
 )
 
 from apbv import Engine, HostGroup
@@ -71,13 +73,23 @@ def qwen_vl_config(*sizes: int, vocab: int, vision: tuple[int, int, int]) -> Qwe
     )
 
 
+def hybrid_config(*sizes: int, vocab: int, **others: int) -> Qwen3_5TextConfig:
+    """Configure the decoder of a Qwen3.5: of four layers the last attends; sizes as in ``_SIZES``."""
+    sizes = dict(zip(_SIZES, sizes, strict=True))
+    return Qwen3_5TextConfig(**sizes, vocab_size=vocab, max_position_embeddings=2**21, **others)
+
+
 CONFIGS = {
     # Small enough for 128k tokens on two CPU cores.
     "llama-small": llama_config(4, 512, 1536, 8, 2, vocab=32000),
     "qwen2.5-vl-small": qwen_vl_config(4, 512, 1536, 8, 2, vocab=32000, vision=(4, 256, 4)),
+    "qwen3.5-small": hybrid_config(
+        *(4, 512, 1536, 8, 2), vocab=32000, head_dim=64, linear_num_key_heads=4, linear_num_value_heads=8
+    ),
     # The published models' shapes.
     "qwen2.5-vl-3b": qwen_vl_config(36, 2048, 11008, 16, 2, vocab=151936, vision=(32, 1280, 16)),
     "qwen2.5-vl-7b": qwen_vl_config(28, 3584, 18944, 28, 4, vocab=152064, vision=(32, 1280, 16)),
+    "qwen3.5-9b": hybrid_config(32, 4096, 12288, 16, 4, vocab=248320),
     "llama-3.1-8b": llama_config(32, 4096, 14336, 32, 8, vocab=128256),
 }
 
@@ -96,7 +108,8 @@ def config_of(model: str) -> PreTrainedConfig:
 
 def build_model(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device | str) -> PreTrainedModel:
     """Build a model with random weights."""
-    kind = LlamaForCausalLM if isinstance(config, LlamaConfig) else Qwen2_5_VLForConditionalGeneration
+    kinds = {LlamaConfig: LlamaForCausalLM, Qwen3_5TextConfig: Qwen3_5ForCausalLM}
+    kind = kinds.get(type(config), Qwen2_5_VLForConditionalGeneration)
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)  # building 3B weights in fp32 first would take twice the memory and time
     try:

@@ -14,6 +14,7 @@ from apbv.prefilling import methods
 from apbv.prefilling.encode import encode_visual
 
 import families
+from prompts import text_batch
 from support.cost_model import ATTENTION, Shape, Video, cost, explain, flop_ratio, work_ratio
 
 # The small model of benchmarks/support/workloads.py.
@@ -73,6 +74,32 @@ def test_arithmetic_bytes_and_kv_of_a_prefill(pool, num_hosts, options, dtype):
         assert sum(flops[part] for part in ATTENTION) == torchs["attention"]
         # The whole may also have rotary frequencies, which some versions of transformers make by a product.
         assert predicted.flops.total() == pytest.approx(torchs["Global"], rel=5e-3)
+        assert (sum(predicted.received.values()), predicted.kv_bytes) == (received, kv_bytes)
+
+
+def hybrid_job(hosts: HostGroup, method: str):
+    """Blocks, and the rest of a prompt, in whole chunks of the rule, so that nothing is padded."""
+    model = families.build_model("qwen3_next", layers=2)
+    inputs = ModelInputs.from_processor(
+        inspect_model(model), text_batch(512 if method == "zigzag_ring" else 384), hosts, query_start=320
+    )
+    config = PrefillConfig(method=method, kv="sharded", anchor_len=64, passing_len=3)
+    with flop_counter() as counter:
+        state = prefill(model, inputs, hosts=hosts, config=config)
+    counts = counter.get_flop_counts().get("Global", Counter())  # none on a host that computes nothing
+    rule = counts[torch.ops.aten.bmm] + counts[torch.ops.aten.linalg_solve_triangular]
+    kept = sum(layer.keys.nbytes + layer.values.nbytes for layer in state.kv.cache.layers)
+    return rule, model.config, state.layout, state.timer.comm_bytes, kept
+
+
+@pytest.mark.parametrize("method", ["apbv", "zigzag_ring", "full"])
+def test_arithmetic_and_bytes_of_linear_attention(pool, method):
+    measured = pool.run(2, hybrid_job, method)
+    _, config, layout, *_ = measured[0]
+    shape = Shape.from_config(config, bytes_per_number=4)
+    folded = 2 * len(layout.blocks) * shape.linear.state * shape.linear.key_dim  # the maps of all blocks, in order
+    for predicted, (rule, *_, received, kv_bytes) in zip(cost(shape, method, layout), measured, strict=True):
+        assert rule == predicted.flops["linear"] + predicted.flops["scoring"] + folded
         assert (sum(predicted.received.values()), predicted.kv_bytes) == (received, kv_bytes)
 
 

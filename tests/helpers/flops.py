@@ -1,5 +1,7 @@
 """The arithmetic that torch dispatches."""
 
+from math import prod
+
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -13,5 +15,12 @@ def flash_flops(q, k, v, dropout_p=0.0, is_causal=False, **kwargs) -> int:
     return 4 * batch * heads * dim * (queries * (queries + 1) // 2 if is_causal else queries * k[2])
 
 
+def solver_flops(a, b, upper, left=True, unitriangular=False, **kwargs) -> int:
+    """Of a triangular system, counted as the product with a whole matrix, as a GPU computes it."""
+    *batch, rows, columns = b
+    return 2 * prod(batch) * rows * rows * columns
+
+
 def flop_counter() -> FlopCounterMode:
-    return FlopCounterMode(display=False, custom_mapping={FLASH: flash_flops})
+    mapping = {FLASH: flash_flops, torch.ops.aten.linalg_solve_triangular: solver_flops}
+    return FlopCounterMode(display=False, custom_mapping=mapping)
