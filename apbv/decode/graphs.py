@@ -162,8 +162,6 @@ def why_not_captured(parts: ModelParts, hosts: HostGroup | None) -> str | None:
     """Return why a model's steps cannot be captured on its GPU, or None if they can."""
     if hosts is not None:
         return "the KV is sharded, and hosts exchange results in every layer"
-    if parts.sizes.linear is not None:
-        return "the states of linear attention change in place, also when a step is tried"
     if parts.tensor_parallel[1] > 1:
         return "the members of a host exchange results in every layer"
     if parts.capture_failures:

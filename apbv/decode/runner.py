@@ -112,7 +112,7 @@ class ModelRunner:
         self._buffers = [layer.buffers for layer in layers]
         kind = count, last_only, None if visible is None else visible.shape[1]
         inputs = ids, positions, visible, layers[0].keys.shape[2]
-        logits = self._recorded.run(kind, lambda: _Step(self._parts, self._cache, kind), *inputs)
+        logits = self._recorded.run(kind, lambda: _Step(self._parts, self._cache, kind, self._states), *inputs)
         for layer in layers:
             layer.extend(count)
         return logits
@@ -121,11 +121,20 @@ class ModelRunner:
 class _Step(Step):
     """Step of one shape: its inputs at fixed addresses, and the forward pass over them."""
 
-    def __init__(self, parts: ModelParts, cache: DynamicCache, kind: tuple[int, bool, int | None]):
-        """Allocate the inputs of ``kind``: S, whether only the last logits are wanted, the mask's N."""
+    def __init__(
+        self,
+        parts: ModelParts,
+        cache: DynamicCache,
+        kind: tuple[int, bool, int | None],
+        states: LinearStates | None,
+    ):
+        """Allocate the inputs of ``kind``: S, whether only the last logits are wanted, the mask's N.
+
+        A hybrid's states are at fixed addresses already, and change in place.
+        """
         count, self._last_only, num_masked = kind
         super().__init__(parts, count, 2 * count + 1)
-        self._cache = cache
+        self._cache, self._states = cache, states
         self._positions, self._places, self._num_keys = self._others.split([count, count, 1])
         self._visible = None
         if num_masked is not None:
@@ -153,9 +162,8 @@ class _Step(Step):
             num_keys = (self._num_keys - self._left_out).int().split(1)
         attention = NewTokenAttention(self._parts.backend, self._visible, num_keys=num_keys)
         with writing_at(self._cache, places):
-            return forward(
-                self._parts, self._ids, self._positions, self._cache, attention, last_only=self._last_only
-            )
+            inputs = self._ids, self._positions, self._cache, attention
+            return forward(self._parts, *inputs, last_only=self._last_only, states=self._states)
 
 
 class Decoder:

@@ -28,12 +28,12 @@ def decoder_of(family: str, reduce: ReduceConfig | None = None) -> Decoder:
     return Decoder(inspect_model(model), state.kv, state.next_position)
 
 
-def walk(decoder: Decoder, seed: int, num_steps: int) -> list[torch.Tensor]:
+def walk(decoder: Decoder, seed: int, num_steps: int, rolls_back: bool = True) -> list[torch.Tensor]:
     """Step, roll back, and grow trees at random; return all logits, and the KV of the new tokens."""
     chance, said, length = random.Random(seed), [], 0
     for _ in range(num_steps):
         count = chance.choice([1, 1, 1, 3, 4])
-        if chance.random() < 0.3:
+        if rolls_back and chance.random() < 0.3:
             tree = chance.choice(TREES)
             drafted = [chance.randrange(250) for _ in range(len(tree))]
             said.append(decoder.advance(drafted, tree.depths, tree.visible))
@@ -48,7 +48,7 @@ def walk(decoder: Decoder, seed: int, num_steps: int) -> list[torch.Tensor]:
         # As a GPU gets a token that the host does not know yet.
         given = torch.tensor(tokens) if chance.random() < 0.5 else tokens
         said.append(decoder.advance(given, last_only=chance.random() < 0.3))
-        rejected = chance.randrange(count)
+        rejected = chance.randrange(count) if rolls_back else 0
         decoder.take_back(rejected)
         length += count - rejected
     return said + [states for layer in decoder.newest_kv(length) for states in layer]
@@ -57,18 +57,22 @@ def walk(decoder: Decoder, seed: int, num_steps: int) -> list[torch.Tensor]:
 PDROP = ReduceConfig(method="pdrop", ratio=0.3, layer=1)
 
 
-@pytest.mark.parametrize(("family", "reduce"), [("qwen2_5_vl", None), ("llama", None), ("qwen2_5_vl", PDROP)])
+@pytest.mark.parametrize(
+    ("family", "reduce"), [("qwen2_5_vl", None), ("llama", None), ("qwen2_5_vl", PDROP), ("qwen3_5", None)]
+)
 def test_a_walk_says_the_same(family, reduce, monkeypatch):
     """Where tokens were dropped inside the model every layer has another number of rows to write behind."""
     monkeypatch.setattr(kv_cache, "GROWTH_ROWS", 24)  # so that buffers are left for new ones
-    expected = walk(decoder_of(family, reduce=reduce), 0, 30)
+    rolls_back = family != "qwen3_5"
+    expected = walk(decoder_of(family, reduce=reduce), 0, 30, rolls_back)
     with recorded_on_a_cpu() as repeated:
         decoder = decoder_of(family, reduce=reduce)
         assert len({layer.keys.shape[2] for layer in decoder.cache.layers}) == (3 if reduce else 1)
-        found = walk(decoder, 0, 30)
+        found = walk(decoder, 0, 30, rolls_back)
     assert len(repeated) > 10 and len(set(repeated)) > 2
+    close = 1e-9 if rolls_back else 1e-4  # a hybrid's rule computes in fp32
     for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(one, other, rtol=close, atol=close)
 
 
 # A cache that changes, a tree, and drafts on the target's KV, read where that lies.

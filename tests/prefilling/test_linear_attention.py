@@ -125,9 +125,8 @@ def answers_job(hosts: HostGroup, prompts: list[tuple[int, str]], settings: dict
     return answers
 
 
-PROMPTS = [
-    (frames, question) for frames in (2, 5, 8, 17, 30) for question in ("What?", "Who is it?", "a b c d e f")
-]
+QUESTIONS = ("What?", "Who is it?", "a b c d e f", "Why", "1 2 3", "How many are there?")
+PROMPTS = [(frames, question) for frames in (2, 5, 8, 17, 30) for question in QUESTIONS]
 
 
 @pytest.mark.parametrize(("num_hosts", "kv"), [(2, "gathered"), (3, "sharded")])
