@@ -17,7 +17,8 @@ from apbv.model.parts import inspect_model
 from apbv.stats import StageTimer
 
 from answers import plain_tokens
-from prompts import POSITIONS, UNCOMPRESSED, as_inputs, build, text_batch, video_batch
+from families import TEXT_FAMILIES
+from prompts import ATTENDING, UNCOMPRESSED, as_inputs, build, text_batch, video_batch
 from recorded import recorded_on_a_cpu
 
 STEPS = 10
@@ -34,7 +35,9 @@ SAMPLED += [
 
 def prompt(family: str, number: int) -> tuple[dict, int | None]:
     """One of a family's prompts, no two equally long, and where its question begins if it is a text."""
-    return (text_batch(40 + 17 * number), 30) if family == "llama" else (video_batch(family, 9 + 8 * number), None)
+    if family in TEXT_FAMILIES:
+        return text_batch(40 + 17 * number), 30
+    return video_batch(family, 9 + 8 * number), None
 
 
 def prefilled(family: str = "llama", number: int = 0, kv: str = "gathered"):
@@ -64,7 +67,8 @@ def alone(state, parts, sampling: SamplingParams = GREEDY) -> list[int]:
     return plain_tokens(state, parts, sampling, parts.eos_token_ids)
 
 
-@pytest.mark.parametrize("family", POSITIONS)
+@pytest.mark.shows("batches")
+@pytest.mark.parametrize("family", ATTENDING)
 def test_members_that_come_and_go_say_what_each_says_alone(family):
     parts = parts_of(family)
     batch, members = Batch(parts), []

@@ -231,7 +231,7 @@ def reduced_logits(model, batch: dict, videos: list[tuple[int, int, int]], metho
 
 def whole_videos(family: str, batch: dict) -> list[tuple[int, int, int]]:
     """Frames, height and width in tokens of a prompt's videos, from what the processor returned."""
-    if family.startswith("qwen"):
+    if "video_grid_thw" in batch:
         return [(t, h // 2, w // 2) for t, h, w in batch["video_grid_thw"].tolist()]
     pixels = batch["pixel_values_videos"] if "pixel_values_videos" in batch else batch["pixel_values"]
     frames = pixels.shape[1] if pixels.dim() == 5 else pixels.shape[0]
@@ -240,7 +240,9 @@ def whole_videos(family: str, batch: dict) -> list[tuple[int, int, int]]:
 
 def video_tokens(config, ids: torch.Tensor, videos: list[tuple[int, int, int]]) -> list[torch.Tensor]:
     """The tokens of every video's frames."""
-    token_id = getattr(config, "video_token_id", None) or config.image_token_id
+    token_id = getattr(config, "video_token_id", None)
+    if token_id is None or not (ids == token_id).any():  # InternVL's config has none; GLM's frames are images
+        token_id = config.image_token_id
     places, found, ending = (ids == token_id).nonzero().flatten(), [], 0
     spare = len(places) - sum(frames * height * width for frames, height, width in videos)
     for frames, height, width in videos:

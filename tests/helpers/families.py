@@ -33,9 +33,13 @@ VIDEO_FAMILIES = (
     "qwen3_5",
     "qwen3_5_moe",
     "video_llama_3",
+    "glm4v_moe",
 )
-TEXT_FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "smollm3", "glm4", "qwen3_next")
-HYBRID_FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
+TEXT_FAMILIES = (
+    *("llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "smollm3", "glm4"),
+    *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
+)
+HYBRID_FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 _QWEN3_ALIKE = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 
 SPECIAL_TOKENS = (
@@ -251,7 +255,7 @@ def build_config(
         text["layer_types"] = ["full_attention" if index % 2 else "linear_attention" for index in range(layers)]
         text |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8}
         text |= {"linear_value_head_dim": 12}
-        if family != "qwen3_5":
+        if family not in ("qwen3_5", "qwen3_5_text"):
             text |= {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": HIDDEN}
             text["shared_expert_intermediate_size"] = HIDDEN // 2
     if family == "mistral":
@@ -388,7 +392,7 @@ def build_model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         # Grouped products of experts have no kernel for doubles.
-        has_experts = family.endswith("_moe") or family == "qwen3_next"
+        has_experts = "_moe" in family or family == "qwen3_next"
         experts = {"experts_implementation": "eager"} if dtype == torch.float64 and has_experts else {}
         model = auto.from_config(config, attn_implementation="sdpa", **experts)
         _randomise(model)

@@ -10,12 +10,12 @@ from apbv import ModelInputs, PrefillConfig, prefill
 from apbv.model.parts import inspect_model
 
 import families
-from families import TEXT_FAMILIES, VIDEO_FAMILIES
+from families import HYBRID_FAMILIES, TEXT_FAMILIES, VIDEO_FAMILIES
 from support.simulated import share_weights
 
 ALL_FAMILIES = VIDEO_FAMILIES + TEXT_FAMILIES
+ATTENDING = tuple(family for family in ALL_FAMILIES if family not in HYBRID_FAMILIES)  # in all layers
 EXAMPLES = ("qwen2_5_vl", "llama")  # one video and one text family, where others add nothing
-POSITIONS = ("qwen2_5_vl", "qwen3_vl", "internvl", "llama")  # each way to count positions
 UNCOMPRESSED = 10**6
 
 

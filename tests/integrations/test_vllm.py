@@ -4,6 +4,10 @@ vLLM pins what it needs, and its CPU build weighs 3.6 GB: APBV_VLLM_PYTHON names
 and without it the test is skipped. ``.ci/run`` makes one.
 """
 
+import pytest
 
+
+# The text model that the script makes, and the demo model.
+@pytest.mark.shows("KV to vLLM", families=("qwen2", "qwen2_5_vl"))
 def test_vllm_continues_from_saved_kv(passed_checks):
     assert passed_checks("vllm_check.py") > 40

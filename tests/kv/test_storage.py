@@ -24,7 +24,7 @@ from apbv.model.digest import config_digest
 
 import families
 from pool import start
-from prompts import batch_of, build, reset_rope
+from prompts import ATTENDING, batch_of, build, reset_rope
 from tampering import flip_bit, remove, truncate
 
 QUESTION, FRAMES, STEPS = "name the letters in order", 40, 4
@@ -87,7 +87,8 @@ def test_any_part_of_a_layer_can_be_read(saved_once):
     assert torch.equal(parts[1], torch.cat([values[:, 70:], values[:, :9]], dim=1))
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen2_5_vl"])
+@pytest.mark.shows("KV on disk")
+@pytest.mark.parametrize("family", ATTENDING)
 def test_every_family_goes_on_in_transformers_from_the_disk(family, tmp_path):
     """generate() from a saved prompt says what it says from the prompt itself; assisted decoding is refused."""
     model, batch = build(family, torch.float32), batch_of(family, 60 if family in families.TEXT_FAMILIES else None)

@@ -39,8 +39,8 @@ def test_the_decoder_computes_what_it_did_and_the_model_is_left_as_it_was(family
         # The norms of hybrids multiply by 1 + w.
         is_computed = (name.endswith("norm") and not is_hybrid) or hasattr(module, "up_proj")
         is_computed |= name.endswith("linear_attn")  # which is run in pieces
-        # GLM rotates half of a head.
-        is_computed |= name.endswith("self_attn") and not family.startswith("glm4")
+        # GLM rotates neighbours, GLM-4.5V like the others.
+        is_computed |= name.endswith("self_attn") and family not in ("glm4", "glm4v", "glm46v")
         assert (name in fused) == is_computed, name
         assert isinstance(module, type(decoder.get_submodule(name)))
     assert all(x is y for x, y in zip(parts.language_model.parameters(), decoder.parameters(), strict=True))

@@ -63,9 +63,12 @@ CASES = [
     ("qwen3_vl", {}, 2, 0),  # for which transformers has no plan
     ("llama", {"method": "apb", "passing_len": 6, "anchor_len": 8, "kv": "sharded"}, 4, 6),
     ("llama", {}, 2, 30),  # whose norms and MLPs get 512 rows at a time
+    *((f, {}, 2, 0) for f in ("qwen2_vl", "internvl", "llava_onevision", "video_llama_3", families.OMNI)),
+    *((f, {}, 2, 6) for f in ("qwen2", "qwen3", "mistral", "smollm3")),
 ]
 
 
+@pytest.mark.shows("tensor parallelism")
 @pytest.mark.parametrize(("family", "settings", "num_processes", "repeated"), CASES)
 def test_it_is_what_whole_hosts_compute(pool, checkpoints, clip, family, settings, num_processes, repeated):
     """Uncompressed it is full attention of one process."""

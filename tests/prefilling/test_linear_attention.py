@@ -144,8 +144,8 @@ def test_answers_about_videos_are_hugging_faces(pool, num_hosts, kv):
         assert answers == expected
 
 
-def saving_job(hosts: HostGroup, path) -> list:
-    model, batch = build("qwen3_next", torch.float32), text_batch(120)
+def saving_job(hosts: HostGroup, path, family: str) -> list:
+    model, batch = build(family, torch.float32), text_batch(120)
     state = apbv.prefill(model, batch, hosts=hosts, config=PrefillConfig(kv="sharded"))
     before = plain_tokens(state, model, SamplingParams(max_new_tokens=6))
     state.save(path)
@@ -155,8 +155,10 @@ def saving_job(hosts: HostGroup, path) -> list:
     ]
 
 
-def test_an_answer_continues_from_saved_states(pool, tmp_path):
-    for before, after in pool.run(2, saving_job, tmp_path / "kv"):
+@pytest.mark.shows("KV on disk")
+@pytest.mark.parametrize("family", families.HYBRID_FAMILIES)
+def test_an_answer_continues_from_saved_states(pool, tmp_path, family):
+    for before, after in pool.run(2, saving_job, tmp_path / "kv", family):
         assert after == [before] * 3
 
 
@@ -205,11 +207,13 @@ def test_what_hybrids_cannot_do_is_refused(checkpoints):
     assert [together[index].token_ids for index in range(2)] == alone
 
 
-def test_prompts_of_videos_and_images_are_reduced_before_the_language_model(on_hosts):
+@pytest.mark.shows("early reduction")
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
+def test_prompts_of_videos_and_images_are_reduced_before_the_language_model(on_hosts, family):
     """Then all layers read the rest, as they would a shorter prompt."""
-    batch = processed("qwen3_5", families.synthetic_video(8, 56, 70), families.synthetic_image(56, 70), "What?")
+    batch = processed(family, families.synthetic_video(8, 56, 70), families.synthetic_image(56, 70), "What?")
     settings = APBV | {"reduce": ReduceConfig(method="fastvid", ratio=0.5)}
-    one, *_ = on_hosts(1, prefill_job, "qwen3_5", batch, None, settings, torch.float32)
-    for result in on_hosts(3, prefill_job, "qwen3_5", batch, None, settings, torch.float32):
+    one, *_ = on_hosts(1, prefill_job, family, batch, None, settings, torch.float32)
+    for result in on_hosts(3, prefill_job, family, batch, None, settings, torch.float32):
         assert result.num_tokens < batch["input_ids"].shape[1]
         assert relative_error(result.logits, one.logits) < CLOSE

@@ -63,8 +63,11 @@ EXACT = [("apbv", family, (2, 3)[row % 2]) for row, family in enumerate(ALL_FAMI
 EXACT += [("apbv", EXAMPLES[0], 1), ("apbv", EXAMPLES[1], 8)]
 EXACT += [("zigzag_ring", EXAMPLES[0], 3), ("zigzag_ring", EXAMPLES[1], 2)]
 EXACT += [("ulysses", EXAMPLES[0], 4), ("ulysses", EXAMPLES[1], 3)]
+OTHERS = [family for family in ALL_FAMILIES if family not in EXAMPLES]
+EXACT += [(("zigzag_ring", "ulysses")[row % 2], family, 2) for row, family in enumerate(OTHERS)]
 
 
+@pytest.mark.shows("{method}")
 @pytest.mark.parametrize(("method", "family", "num_hosts"), EXACT)
 def test_what_is_exact_equals_hugging_face(on_hosts, family, num_hosts, method):
     """With APB-V where passing_len >= longest block, for every H and remainder."""

@@ -63,6 +63,7 @@ def check(results, logits, states, tokens=None):
 QWEN = "qwen2_5_vl"
 
 
+@pytest.mark.shows("late reduction")
 @pytest.mark.parametrize(
     ("name", "num_hosts", "settings", "family", "is_mixed"),
     [
@@ -78,6 +79,13 @@ QWEN = "qwen2_5_vl"
         ("fastv", 2, {"anchor_len": 20}, "internvl", False),
         ("sparsevlm", 2, {"anchor_len": 20}, "qwen3_vl", False),
         ("pdrop", 2, {}, "llava_onevision", False),
+        ("fastv", 2, {}, "qwen2_vl", False),
+        ("sparsevlm", 2, {}, "qwen3_vl_moe", False),
+        ("pdrop", 2, {}, families.OMNI, False),
+        ("fastv", 2, {}, "glm4v", False),
+        ("sparsevlm", 2, {}, "glm46v", False),
+        ("pdrop", 2, {}, "glm4v_moe", False),
+        ("fastv", 2, {}, "video_llama_3", False),
     ],
 )
 def test_every_method_equals_the_dense_definition(pool, name, num_hosts, settings, family, is_mixed):

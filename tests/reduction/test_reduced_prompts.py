@@ -41,13 +41,16 @@ def check(pool, num_hosts: int, family: str, batch: dict, settings: dict) -> Non
 # With deepstack, a row behind the video, and frames that hosts have to exchange.
 CASES = [("qwen3_vl", "fastvid", 3), ("llava_onevision", "dycoke", 3), ("internvl", "fastvid", 2)]
 CASES += [("qwen2_vl", "dycoke", 2), ("qwen2_5_vl", "dycoke", 1), (families.OMNI, "slowfast", 3)]
+CASES += [("qwen3_vl_moe", "slowfast", 2), ("glm4v", "fastvid", 2), ("glm46v", "dycoke", 3)]
+CASES += [("glm4v_moe", "slowfast", 2), ("video_llama_3", "fastvid", 2)]
+RATIOS = (0.5, 0.2, 0.001)
+CASES = [(*case, RATIOS[row % 3], [*WAYS][row % 4]) for row, case in enumerate(CASES)]
 
 
-@pytest.mark.parametrize("number", range(len(CASES)), ids=[f"{family}-{method}" for family, method, _ in CASES])
-def test_a_reduced_prompt_is_prefilled_as_by_transformers(pool, number):
-    family, method, num_hosts = CASES[number]
-    config = reduced(method, (0.5, 0.2, 0.001)[number % 3], [*WAYS][number % 4])
-    check(pool, num_hosts, family, video_batch(family), config)
+@pytest.mark.shows("early reduction")
+@pytest.mark.parametrize(("family", "method", "num_hosts", "ratio", "way"), CASES)
+def test_a_reduced_prompt_is_prefilled_as_by_transformers(pool, family, method, num_hosts, ratio, way):
+    check(pool, num_hosts, family, video_batch(family), reduced(method, ratio, way))
 
 
 @each_choice(family=["llava_onevision", "qwen3_vl"], way=["apbv", "ring"])

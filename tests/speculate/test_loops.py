@@ -14,7 +14,8 @@ from apbv.speculate.tree import Tree
 
 from answers import answer_by, decoder_behind
 from drafters import PATTERNS, ScriptedDrafter, ScriptedTree, decoders
-from prompts import as_inputs, build, text_batch, video_batch
+from families import TEXT_FAMILIES
+from prompts import ATTENDING, as_inputs, build, text_batch, video_batch
 
 STEPS = 19
 SAMPLED = {"temperature": 1.0, "top_p": 0.95, "seed": 5}
@@ -46,7 +47,7 @@ def tree(answer, plain: list[int], pattern: str, shape: Tree = TREE):
 
 
 def prompt(family: str):
-    return (text_batch(60), 48) if family == "llama" else (video_batch(family, frames=6), None)
+    return (text_batch(60), 48) if family in TEXT_FAMILIES else (video_batch(family, frames=6), None)
 
 
 def loops_job(hosts: HostGroup, family: str, kv: str, drawn: dict):
@@ -101,3 +102,17 @@ def test_speculation_changes_no_token_and_leaves_the_right_kv(pool, family, num_
         for (keys, values), layer in zip(states, state.kv.cache.layers, strict=True):
             torch.testing.assert_close(keys, layer.keys, rtol=1e-9, atol=1e-9)
             torch.testing.assert_close(values, layer.values, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.shows("drafts")
+@pytest.mark.parametrize("family", ATTENDING)
+def test_every_family_takes_wrong_drafts_back(family):
+    model = build(family, torch.float64)
+    fresh = partial(decoders, model, HostGroup.single(), *prompt(family), "gathered")
+    decoder, state, _ = fresh()
+    plain = generate_tokens(answer_by(decoder, state, SamplingParams(max_new_tokens=18)))
+    assert len(set(plain)) > 2
+    for loop, shape in ((chain, ("alternating", 3)), (tree, ("another each time", Tree.of(6, 3)))):
+        decoder, state, _ = fresh()
+        tokens, stats = loop(answer_by(decoder, state, SamplingParams(max_new_tokens=10)), plain, *shape)
+        assert tokens == plain[:10] and 0 < stats.num_accepted < stats.num_drafted
