@@ -163,6 +163,11 @@ def test_the_page_about_choosing_has_the_table_of_refusals():
         assert told == {name for name, strategy in STRATEGIES.items() if has_it(strategy)}, feature
 
 
+def test_the_page_about_the_library_has_the_table_of_families():
+    result = run_script(ROOT / "tests" / "helpers" / "family_table.py", "--check")
+    assert result.returncode == 0, result.stderr
+
+
 @pytest.mark.parametrize("page", LINKED_PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page):
     assert not broken_links(page, page.read_text(encoding="utf-8"))

@@ -1,0 +1,121 @@
+"""Table of what works with which family of models, in docs/library.md.
+
+``python tests/helpers/family_table.py`` writes it there; with ``--check`` it only compares. No cell is typed in:
+
+"yes"         pytest collects a test that is marked ``shows(feature)``, for the family: the test's parameter
+              ``family``, or one of the mark's ``families``. A feature's name may have parameters, as ``{method}``.
+              Only what passes its tests is merged, so no record of outcomes is kept.
+"no"          apbv's own check of such a model raises an error, or returns a reason.
+"not tested"  neither.
+"""
+
+from session import ON_GPU  # noqa: F401  (before torch)
+
+# isort: split
+import os
+import sys
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import pytest
+
+from apbv import ReduceConfig
+from apbv.decode.batch import why_not_together
+from apbv.model.parts import TEXT_FAMILIES, VIDEO_FAMILIES, hybrid_family, inspect_model
+from apbv.model.tensor_parallel import require_divisible
+from apbv.prefilling.reduction.early import require_usable
+from apbv.refusals import refuse
+
+import families
+
+TESTS = Path(__file__).parents[1]
+PAGE = TESTS.parent / "docs" / "library.md"
+FAMILIES = VIDEO_FAMILIES + TEXT_FAMILIES
+
+
+def _reduces(method: str) -> Callable:
+    return lambda model: require_usable(ReduceConfig(method=method), model.config, None)
+
+
+def _refused_for_hybrids(feature: str) -> Callable:
+    return lambda model: refuse(hybrid=hybrid_family(model.config), **{feature: True})
+
+
+# Of each column the features, and apbv's check of a model.
+COLUMNS = {
+    "`apbv`": (("apbv",), None),
+    "exact methods": (("zigzag_ring", "ulysses"), None),
+    "drafts": (("drafts",), _refused_for_hybrids("drafting")),
+    "reduction before the language model": (("early reduction",), _reduces("fastvid")),
+    "reduction between layers": (("late reduction",), _reduces("fastv")),
+    "batches": (("batches",), lambda model: why_not_together(inspect_model(model))),
+    "KV on disk": (("KV on disk",), None),
+    "KV to vLLM": (("KV to vLLM",), _refused_for_hybrids("handing_over")),
+    "tensor parallelism": (("tensor parallelism",), lambda model: require_divisible(model.config, 2)),
+}
+HEADER = f"| `model_type` | {' | '.join(COLUMNS)} |"
+
+
+class Shown:
+    """A plugin of pytest that takes down which features the collected tests show of which families."""
+
+    def __init__(self):
+        self.pairs: set[tuple[str, str]] = set()
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        for item in session.items:
+            parameters = item.callspec.params if hasattr(item, "callspec") else {}
+            for mark in item.iter_markers("shows"):
+                named = mark.kwargs.get("families") or (parameters["family"],)
+                self.pairs |= {(mark.args[0].format(**parameters), family) for family in named}
+
+
+def shown() -> set[tuple[str, str]]:
+    """Collect the marked tests, the thorough ones too."""
+    marked = [path for path in sorted(TESTS.rglob("test_*.py")) if "mark.shows(" in path.read_text("utf-8")]
+    plugin, options = Shown(), ["--collect-only", "-q", "-m", "shows", "-p", "no:cacheprovider"]
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+        status = pytest.main([*options, *map(str, marked)], plugins=[plugin])
+    known = {feature for features, _ in COLUMNS.values() for feature in features}
+    assert status == pytest.ExitCode.OK and plugin.pairs, "the tests cannot be collected"
+    unknown = {pair for pair in plugin.pairs if pair[0] not in known or pair[1] not in FAMILIES}
+    assert not unknown, f"no column and no row for {unknown}"
+    return plugin.pairs
+
+
+def refused() -> set[tuple[str, str]]:
+    """Ask apbv's checks of which columns they refuse which families."""
+    pairs = set()
+    for family in FAMILIES:
+        model = families.build_model(family)
+        for column, (_, check) in COLUMNS.items():
+            reason = None
+            try:
+                reason = check and check(model)
+            except ValueError as error:
+                reason = error
+            pairs |= {(column, family)} if reason else set()
+    return pairs
+
+
+def table() -> str:
+    """Format what is shown and what is refused."""
+    works, fails, rows = shown(), refused(), []
+    for family in FAMILIES:
+        cells = []
+        for column, (features, _) in COLUMNS.items():
+            is_shown, is_refused = any((each, family) in works for each in features), (column, family) in fails
+            assert not (is_shown and is_refused), f"{column} is shown and refused for {family}"
+            cells.append("yes" if is_shown else "no" if is_refused else "not tested")
+        rows.append(f"| `{family}` | {' | '.join(cells)} |")
+    return "\n".join([HEADER, f"|---|{'---|' * len(COLUMNS)}", *rows])
+
+
+if __name__ == "__main__":
+    text = PAGE.read_text(encoding="utf-8")
+    start = text.index(HEADER)
+    written = text[:start] + table() + text[text.index("\n\n", start) :]
+    if sys.argv[1:] == ["--check"]:
+        sys.exit(written != text and f"{PAGE}: python tests/helpers/family_table.py writes another table")
+    PAGE.write_text(written, encoding="utf-8")
