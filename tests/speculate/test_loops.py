@@ -110,9 +110,9 @@ def test_every_family_takes_wrong_drafts_back(family):
     model = build(family, torch.float64)
     fresh = partial(decoders, model, HostGroup.single(), *prompt(family), "gathered")
     decoder, state, _ = fresh()
-    plain = generate_tokens(answer_by(decoder, state, SamplingParams(max_new_tokens=18)))
+    plain = generate_tokens(answer_by(decoder, state, SamplingParams(max_new_tokens=STEPS + 8)))
     assert len(set(plain)) > 2
     for loop, shape in ((chain, ("alternating", 3)), (tree, ("another each time", Tree.of(6, 3)))):
         decoder, state, _ = fresh()
-        tokens, stats = loop(answer_by(decoder, state, SamplingParams(max_new_tokens=10)), plain, *shape)
-        assert tokens == plain[:10] and 0 < stats.num_accepted < stats.num_drafted
+        tokens, stats = loop(answer_by(decoder, state, SamplingParams(max_new_tokens=STEPS)), plain, *shape)
+        assert tokens == plain[:STEPS] and 0 < stats.num_accepted < stats.num_drafted
