@@ -186,8 +186,10 @@ class Decoder:
     def __init__(self, parts: ModelParts, kv: PlacedKV, next_position: int):
         self.next_position = next_position
         self.cache = kv.continued()
-        states = None if kv.states is None else kv.states.copy()  # the prompt's stay
-        self._runner = None if self.cache is None else ModelRunner(parts, self.cache, kv.attending, states)
+        self._runner = None
+        if self.cache is not None:
+            states = None if kv.states is None else kv.states.copy()  # the prompt's stay
+            self._runner = ModelRunner(parts, self.cache, kv.attending, states)
         self.hosts = kv.hosts
         is_alone = kv.attending is None and parts.tensor_parallel[1] == 1
         self.runs_ahead = self.cache is not None and is_alone and parts.device.type == "cuda"
