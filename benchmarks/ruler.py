@@ -8,15 +8,17 @@ The eleven tasks of RULER (Hsieh et al.) are needles in a haystack (single_1 to 
 multiquery), variable tracking (vt), common words (cwe) and frequent words (fwe). As in RULER the answer's
 beginning is given, and the score is the share of expected strings that the answer contains. The texts are
 generated here. Rows are also compared by the token distributions of a right answer given their KV: the mean KL
-divergence from ``full``, which separates rows with far fewer samples. Hosts are simulated (support.simulated), or
-those of torchrun. With --json every sample is written as soon as it is done, and samples that the file already has
-are skipped.
+divergence from ``full``, which separates rows with far fewer samples. Two rows pass on as many pairs as ``apbv``:
+drawn at random, and those that the answer attends to most (support.passed_pairs). Hosts are simulated
+(support.simulated), or those of torchrun. With --json every sample is written as soon as it is done, and samples
+that the file already has are skipped.
 """
 
 import argparse
 import math
 import statistics
 import sys
+import time
 from collections.abc import Iterator
 from functools import partial
 from itertools import product
@@ -27,14 +29,16 @@ import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from apbv import Engine, HostGroup, ModelInputs, PrefillConfig
+from apbv import Engine, HostGroup, ModelInputs, PrefillConfig, SparseConfig
 from apbv.config import SPARSE_NAMES
 from apbv.input.rendering import Question, render_prompt
+from apbv.launch.options import positive
 from apbv.model.parts import ModelParts, inspect_model
 from apbv.prefilling.methods import METHODS
 
 from support.arguments import COUNT, DEFAULT_DTYPES, add_shared
 from support.exams import Reference, answer_greedily, run_on
+from support.passed_pairs import OF_THE_ANSWER, RANDOM, AnswersPairs, drawn
 from support.records import markdown_table, measure_what_is_left
 from support.ruler import TASKS, Task, make_task
 from support.summaries import grouped, mean_cell, percent_cell
@@ -60,6 +64,10 @@ def rows_of(num_tokens: int) -> dict[str, PrefillConfig]:
         ", l_p = 32, dot": {"passing_len": 32, "importance": "dot"},
         ", no passing": {"passing_len": 0},
         ", l_p = 128, no anchor": {"anchor_len": 0, **half},
+        ", no anchor": {"anchor_len": 0},
+        ", sparse blocks": {"sparse": SparseConfig(method="spargeattn")},
+        **{other: {} for other in (RANDOM, OF_THE_ANSWER)},
+        **{f", n/64, n/128{other}": short for other in (RANDOM, OF_THE_ANSWER)},
     }
     rows = {name: PrefillConfig(method=name) for name in ("full", "zigzag_ring", "star", "apb", *SPARSE_NAMES)}
     rows["apb, as its authors"] = PrefillConfig(method="apb", **authors)
@@ -85,17 +93,16 @@ class Sample:
 
     def __init__(self, task: Task, tokenizer: PreTrainedTokenizerBase):
         self._task, self._tokenizer = task, tokenizer
-        self._expected = tokenizer(" " + " ".join(task.answers), add_special_tokens=False).input_ids
+        self.expected = tokenizer(" " + " ".join(task.answers), add_special_tokens=False).input_ids
         self._reference = Reference()
 
     def answer(self, hosts: HostGroup, model: PreTrainedModel, rows: dict[str, PrefillConfig]) -> list[dict]:
         """Answer by each row, ``full`` first of all, and return a record of each on host 0; collective."""
         parts, found = inspect_model(model), []
-        with hosts.local_stage("reading a task"):
-            inputs = read_task(parts, self._tokenizer, self._task, hosts)
+        inputs = self._inputs(parts, hosts)
         for label, config in rows.items():
             said, state = answer_greedily(parts, inputs, hosts, config, self._task.max_new_tokens)
-            compared = self._reference.compare(parts, state, self._expected, hosts)
+            compared = self._reference.compare(parts, state, self.expected, hosts)
             if hosts.rank > 0:
                 continue
             text, layout = self._tokenizer.decode(said, skip_special_tokens=True), state.layout
@@ -114,6 +121,33 @@ class Sample:
             )
         return found
 
+    def find_pairs(
+        self, hosts: HostGroup, model: PreTrainedModel, pairs: AnswersPairs, config: PrefillConfig
+    ) -> None:
+        """Find the pairs of the right answer; collective."""
+        parts = inspect_model(model)
+        pairs.find(parts, self._inputs(parts, hosts), self.expected, hosts, config)
+
+    def _inputs(self, parts: ModelParts, hosts: HostGroup) -> ModelInputs:
+        with hosts.local_stage("reading a task"):
+            return read_task(parts, self._tokenizer, self._task, hosts)
+
+
+def answer_all(
+    sample: Sample, number: int, hosts: HostGroup, model: PreTrainedModel, rows: dict[str, PrefillConfig]
+) -> Iterator[dict]:
+    """Yield a record of each row, last of all of those that pass on other pairs; collective."""
+    others = [label for label in rows if label.endswith((RANDOM, OF_THE_ANSWER))]
+    if usual := {label: config for label, config in rows.items() if label not in others}:
+        yield from run_on(number, hosts, model, partial(sample.answer, rows=usual))
+    for label in others:
+        pairs, row = AnswersPairs(), {label: rows[label]}
+        if label.endswith(OF_THE_ANSWER):
+            with pairs.finding(len(sample.expected)):
+                run_on(number, hosts, model, partial(sample.find_pairs, pairs=pairs, config=rows[label]))
+        with drawn() if label.endswith(RANDOM) else pairs.passing():
+            yield from run_on(number, hosts, model, partial(sample.answer, rows=row))
+
 
 def measure(options: argparse.Namespace, hosts: HostGroup, known: list[dict]) -> Iterator[dict]:
     """Yield a record for every sample, row and number of hosts that is not known yet; collective.
@@ -126,7 +160,10 @@ def measure(options: argparse.Namespace, hosts: HostGroup, known: list[dict]) ->
     tokenizer, about = engine.tokenizer, ("model", "dtype", "task", "num_tokens", "index", "hosts", "label")
     done = hosts.gather_json([[record[name] for name in about] for record in known])[0]
     asked = [*product(options.tokens, range(options.samples), options.tasks)]
+    stop = math.inf if options.minutes is None else time.monotonic() + 60 * options.minutes
     for num_tokens, index, task in tqdm(asked, unit="sample", disable=hosts.rank != 0 or None):
+        if hosts.broadcast_ints([time.monotonic() > stop], 1)[0]:
+            return
         same = {"model": options.model, "dtype": dtype, "task": task, "num_tokens": num_tokens, "index": index}
         left = {number: {} for number in ([hosts.size] if hosts.size > 1 else sorted({1, *options.hosts}))}
         for (label, config), number in product(rows_of(num_tokens).items(), left):
@@ -141,7 +178,7 @@ def measure(options: argparse.Namespace, hosts: HostGroup, known: list[dict]) ->
         # The other rows are compared with this one.
         left[min(left)] = {"full": PrefillConfig(method="full"), **left[min(left)]}
         for number, rows in left.items():
-            for record in run_on(number, hosts, engine.model, partial(sample.answer, rows=rows)) if rows else ():
+            for record in answer_all(sample, number, hosts, engine.model, rows):
                 if record["label"] in wanted[number]:
                     yield {"benchmark": "ruler", **same, "hosts": number, **record}
 
@@ -169,6 +206,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=TASKS, metavar="TASK")
     parser.add_argument("--tokens", type=COUNT, nargs="+", default=[2048], help="context lengths (default 2048)")
     parser.add_argument("--samples", type=COUNT, default=20)
+    parser.add_argument("--minutes", type=positive(float), help="begin no further sample after these")
     parser.add_argument(
         "--rows", nargs="+", default=list(rows_of(1)), choices=rows_of(1), metavar="ROW", help="default: all"
     )

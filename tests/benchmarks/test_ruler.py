@@ -2,15 +2,22 @@
 
 import re
 from collections import Counter
+from itertools import pairwise
 
 import pytest
 import ruler
-from transformers import AutoTokenizer
+import torch
+from transformers import AttentionInterface, AutoTokenizer
 
-from apbv import demo
+from apbv import HostGroup, ModelInputs, PrefillConfig, demo
+from apbv.model.parts import inspect_model
 
+import families
+from prompts import text_batch
 from scripts import figures_of, run_benchmark, valid_records
+from support.passed_pairs import OF_THE_ANSWER, RANDOM, AnswersPairs
 from support.ruler import TASKS, make_task
+from support.simulated import share_weights, simulate
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +87,7 @@ def test_what_does_not_fit_is_refused(tokenizer):
 def test_rows_are_compared_on_the_same_samples(tmp_path):
     """The exact one with itself, one that passes most pairs, and one that passes none; nothing is done twice."""
     path, rows = tmp_path / "r.jsonl", ["full", "apbv, l_p = 128, no anchor", "apbv, no passing"]
+    rows += [f"apbv, n/64, n/128{other}" for other in (RANDOM, OF_THE_ANSWER)]
     options = ["--model", "demo", "--tasks", "niah_multikey_1", "--tokens", 700, "--samples", 2, "--rows"]
     records, output = figures_of("ruler", path, *options, *rows[:2], hosts=2)
     assert [record["label"] for record in records] == 2 * rows[:2]
@@ -88,8 +96,43 @@ def test_rows_are_compared_on_the_same_samples(tmp_path):
     run_benchmark("ruler", *options, *rows, "--json", path, hosts=2)
     records = valid_records("ruler", path)
     of_row = {label: [r for r in records if r["label"] == label] for label in rows}
-    assert [len(found) for found in of_row.values()] == [2, 2, 2]
+    assert [len(found) for found in of_row.values()] == [2] * 5
+    assert (
+        len({record["kl"] for found in of_row.values() for record in found}) == 9
+    )  # each row passes on other pairs
     assert all(some["kl"] > every["kl"] >= 0 for some, every in zip(of_row[rows[2]], of_row[rows[1]], strict=True))
+
+
+@torch.no_grad()
+def test_the_pairs_of_an_answer_are_those_that_it_attends_to_most():
+    """In the first layer, whose states depend on no choice: probabilities over a block, the best row and head."""
+    model, (num_tokens, answer), seen = families.build_model("qwen2"), (90, [7, 8, 9]), []
+
+    def watch(module, q, k, v, mask, scaling=None, **kwargs):
+        seen.append((q, k, scaling))
+        return torch.zeros_like(q).transpose(1, 2), None
+
+    ids = torch.cat([text_batch(num_tokens)["input_ids"], torch.tensor([answer])], dim=1)
+    AttentionInterface.register("watched", watch)
+    model.set_attn_implementation("watched")
+    model(input_ids=ids)
+    model.set_attn_implementation("sdpa")
+    q, k, scale = seen[0]
+    pairs, config = AnswersPairs(), PrefillConfig(anchor_len=10, passing_len=3)
+
+    def find(hosts: HostGroup) -> None:
+        parts = inspect_model(share_weights(model))
+        inputs = ModelInputs.from_processor(parts, {"input_ids": ids[:, :num_tokens]}, hosts, query_start=80)
+        pairs.find(parts, inputs, answer, hosts, config)
+
+    with pairs.finding(len(answer)):
+        simulate(2, find)
+    edges = [10, 28, 46, 63, 80]
+    for block, (start, stop) in enumerate(pairwise(edges[:-1])):  # the last block passes nothing on
+        keys = k[:, :, start:stop].repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+        weights = (q[:, :, -len(answer) :] @ keys.transpose(2, 3) * scale).softmax(dim=-1).amax(dim=2)
+        expected = weights.unflatten(1, (k.shape[1], -1)).amax(dim=2)
+        torch.testing.assert_close(pairs._scores[0, block], expected)
 
 
 def test_what_cannot_be_asked_is_refused_in_one_line(capsys):

@@ -62,7 +62,7 @@ class ApbvMethod(PrefillMethod):
         return with_question_in_anchor(layout, context_start, config.anchor_len)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float, layer: int) -> Tensor:
-        states, out = _States(q, k, v, scale), empty_output(q)
+        states, out = States(q, k, v, scale, layer), empty_output(q)
         # Every transfer starts as soon as its data exists, and is waited for only when it is needed (Figure 5).
         seen: dict[int, State] = {}
         sent = [self._start_passing(block, states, seen) for block in self._blocks]
@@ -76,7 +76,7 @@ class ApbvMethod(PrefillMethod):
         finish_query()
         return out
 
-    def _attend_densely(self, states: "_States", sent: list[Exchange | None], out: Tensor) -> None:
+    def _attend_densely(self, states: "States", sent: list[Exchange | None], out: Tensor) -> None:
         """Attend to the anchor, and from every block to the anchor, the passing block and itself."""
         first, *others = self._blocks
         self._attend_first(first, states, sent, out)
@@ -85,7 +85,7 @@ class ApbvMethod(PrefillMethod):
             segments = [states.pair(self._anchor), *self._passing_segments(block, sent), states.pair(rows)]
             self.attend(_rows(states.q, rows), segments, states.scale, causal_last=True, out=_rows(out, rows))
 
-    def _attend_sparsely(self, states: "_States", sent: list[Exchange | None], out: Tensor) -> None:
+    def _attend_sparsely(self, states: "States", sent: list[Exchange | None], out: Tensor) -> None:
         """Attend densely to the anchor and the passing blocks, and block-sparsely within each block."""
         q_anchor, target = (_rows(x, self._anchor) for x in (states.q, out))
         self.attend(q_anchor, [states.pair(self._anchor)], states.scale, causal_last=True, out=target)
@@ -101,7 +101,7 @@ class ApbvMethod(PrefillMethod):
             others = self.attend(q, segments, states.scale, causal_last=False)
             self.merge([own, others], _rows(out, rows))
 
-    def _attend_first(self, block: int, states: "_States", sent: list[Exchange | None], out: Tensor) -> None:
+    def _attend_first(self, block: int, states: "States", sent: list[Exchange | None], out: Tensor) -> None:
         """Attend to this host's first block, and to the anchor, whose rows come right before it: one triangle.
 
         The triangle is computed during the transfer of the passing block, even if that has already arrived:
@@ -124,7 +124,7 @@ class ApbvMethod(PrefillMethod):
             alone = len(self._anchor)  # it does not see the passing block
             self.attend(q, segments, states.scale, causal_last=True, rows_alone=alone, out=target)
 
-    def _start_passing(self, block: int, states: "_States", seen: dict[int, State]) -> Exchange | None:
+    def _start_passing(self, block: int, states: "States", seen: dict[int, State]) -> Exchange | None:
         """Send this block's l_p most important KV pairs to all hosts: ``[2, B, Hkv, max k, D]`` per host.
 
         Args:
@@ -145,8 +145,7 @@ class ApbvMethod(PrefillMethod):
                     segment = (k_block, v_block)
                     seen[block] = self.attend(q_query, [segment], scale, causal_last=False)
                     lse = seen[block][1]
-                queries, options = (q_query, _rows(states.q, rows)), {"lse": lse, "backend": self.config.backend}
-                scores = importance_of(self.config.importance, *queries, k_block, scale, **options)
+                scores = self.rank(states, block, rows, lse)
                 chosen, _ = select_topk(scores, k_block, v_block, count, out=buffer, backend=self.config.backend)
             else:
                 chosen = torch.arange(count, device=k.device).expand(*k.shape[:2], -1)
@@ -157,6 +156,16 @@ class ApbvMethod(PrefillMethod):
         if not self.config.overlap:
             exchange.wait()
         return exchange
+
+    def rank(self, states: "States", block: int, rows: range, lse: Tensor | None) -> Tensor:
+        """Score the keys of one of this host's blocks, which are these rows: ``[1, Hkv, l_b]``, higher is better.
+
+        Args:
+            lse: of the query's scores over the block ``[1, Hq, n_q]``, where the ranking needs it.
+        """
+        q_query, q_block, k_block = _rows(states.q, self._query), _rows(states.q, rows), states.pair(rows)[0]
+        options = {"lse": lse, "backend": self.config.backend}
+        return importance_of(self.config.importance, q_query, q_block, k_block, states.scale, **options)
 
     def _passing_segments(self, block: int, sent: list[Exchange | None]) -> list[Segment]:
         """Return the passing block: views of the KV pairs that all earlier virtual hosts sent."""
@@ -172,7 +181,7 @@ class ApbvMethod(PrefillMethod):
                     segments.append((k, v) if count == k.shape[2] else (k[:, :, :count], v[:, :, :count]))
         return segments
 
-    def _start_query(self, states: "_States", seen: dict[int, State], out: Tensor) -> Callable[[], object]:
+    def _start_query(self, states: "States", seen: dict[int, State], out: Tensor) -> Callable[[], object]:
         """Start the query's attention to this host's tokens, merged over hosts (Eq. 5, Appendix B.2).
 
         Args:
@@ -199,13 +208,14 @@ class ApbvMethod(PrefillMethod):
 
 
 @dataclass(frozen=True)
-class _States:
+class States:
     """The states of this host's tokens in one layer; see :meth:`PrefillMethod.__call__`."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     scale: float
+    layer: int
     pairs: dict[range, Segment] = field(default_factory=dict)
 
     def pair(self, rows: range) -> Segment:
