@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from apbv.serve.batch import Batch
 
 FIRST = ("requests", "out", "model", "media_dir", "retry_errors", "shard", "method", "speculate")
+_LOG_SECONDS = 30.0  # between progress messages where there is no terminal
 _STAGES = ("read", "queue", "prefill", "decode")
 
 
@@ -84,8 +85,9 @@ def main(arguments: list[str] | None = None, prog: str | None = None) -> int:
     """
     options, statuses = parse_arguments(arguments, prog), []
     # Imported here because this takes seconds.
+    from tqdm import tqdm
+
     from apbv.hosts import run_on_hosts
-    from apbv.launch.progress import BatchProgress
     from apbv.serve.batch import Batch
     from apbv.serve.batch_files import Answers, Requests
     from apbv.serve.server import run_worker
@@ -93,25 +95,25 @@ def main(arguments: list[str] | None = None, prog: str | None = None) -> int:
     def run(hosts: "HostGroup") -> None:
         prepare_process(options, hosts)
         with hosts.local_stage("opening the files"):
-            files = (
-                (Answers(options.out, options.retry_errors), Requests(options.requests, options.shard))
-                if hosts.is_leader
-                else None
-            )
-        engine = load_engine(options, hosts, reuse_config(options))
+            if hosts.is_leader:
+                answers = Answers(options.out, options.retry_errors)
+                requests = Requests(options.requests, options.shard)
+        engine, settings = load_engine(options, hosts, reuse_config(options)), request_settings(options)
         if hosts.device.type == "cuda":
             engine.warm_up(in_batch=True)
-        settings = request_settings(options)
-        if files is None:
-            return run_worker(engine, hosts, settings, None)
-        answers, requests = files
-        with closing(BatchProgress()) as progress:
-            batch = Batch(requests, answers, settings, progress.show)
-            try:
-                run_worker(engine, hosts, settings, batch.open)
-            finally:
-                progress.close()
-                print(summary(batch), file=sys.stderr, flush=True)
+        if not hosts.is_leader:
+            return run_worker(engine, hosts, settings)
+        pace = {"mininterval": 0.1 if sys.stderr.isatty() else _LOG_SECONDS, "miniters": 0}
+        with closing(answers), tqdm(desc="batch", unit="request", leave=False, **pace) as bar:
+
+            def show(batch: Batch) -> None:
+                bar.total = batch.total
+                bar.set_postfix(running=batch.num_running, failed=batch.num_failed, refresh=False)
+                bar.update(batch.num_answered - bar.n)
+
+            batch = Batch(requests, answers, settings, show)
+            run_worker(engine, hosts, settings, batch.open)
+        print(summary(batch), file=sys.stderr, flush=True)
         statuses.append(128 + batch.stopped_by if batch.was_stopped else int(batch.num_failed > 0))
 
     return run_on_hosts(run, options.timeout, options.tensor_parallel, options.device) or sum(statuses)

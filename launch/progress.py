@@ -1,14 +1,8 @@
-"""Progress bars on a terminal for long requests, and the progress of a batch."""
-
-import sys
-import time
+"""Progress bars on a terminal for long requests."""
 
 from tqdm import tqdm
 
 from apbv import Engine
-from apbv.serve.batch import Batch
-
-_LINE_SECONDS = 30.0  # between lines where there is no terminal
 
 # A stage's label on a bar, and the unit that it counts.
 _COUNTED = {
@@ -68,31 +62,3 @@ class ProgressBars:
     def _move(self, stage: str, done: int) -> None:
         if stage in self._bars:
             self._bars[stage].update(done - self._bars[stage].n)
-
-
-class BatchProgress:
-    """Shows a batch's progress on stderr: a bar on a terminal, elsewhere a line every half minute."""
-
-    def __init__(self):
-        look = {"desc": "batch", "unit": "request", "leave": False, "dynamic_ncols": True}
-        self._bar, self._told_at = tqdm(**look) if sys.stderr.isatty() else None, time.monotonic()
-
-    def show(self, batch: Batch) -> None:
-        """Show how far a batch is."""
-        how = f"running={batch.num_running}, failed={batch.num_failed}"
-        if self._bar is not None:
-            self._bar.total = batch.total
-            self._bar.set_postfix_str(how, refresh=False)
-            self._bar.update(batch.num_answered - self._bar.n)
-            self._bar.refresh()
-        elif time.monotonic() - self._told_at >= _LINE_SECONDS:
-            self._told_at = time.monotonic()
-            told = tqdm.format_meter(
-                batch.num_answered, batch.total, batch.seconds, prefix="batch", unit="request", postfix=how
-            )
-            print(told, file=sys.stderr, flush=True)
-
-    def close(self) -> None:
-        """Remove the bar."""
-        if self._bar is not None:
-            self._bar.close()

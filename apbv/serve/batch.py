@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -26,7 +26,7 @@ from .worker import Worker
 _URLS = ("/v1/chat/completions", "/v1/completions")
 _LOOK_AHEAD = 32  # requests that are read while others run; a body may have --max-body-mib
 _LINE_BYTES = 2**16  # of a line, beside its body
-_RETRY_SECONDS = 1.0
+_RETRY_SECONDS = 0.2
 _SHOW_SECONDS = 0.5
 # Ctrl-C reaches the processes from the terminal and from torchrun: that is one signal.
 _SAME_SIGNAL_SECONDS = 1.0
@@ -96,7 +96,7 @@ class Batch:
         self.figures, self.stopped_by = Figures(), None
         self._seen: set[str] = set()
         self._asking: set[Future] = set()
-        self._has_read_all, self._failure = False, None
+        self._has_read_all, self._failure = False, None  # a ValueError
         self._began = self._stopped_at = time.monotonic()
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="writer")
 
@@ -131,7 +131,7 @@ class Batch:
         with self.figures, self._writer:
             asyncio.run(self._answer_all())
         if self._failure is not None:
-            raise ValueError(str(self._failure)) from self._failure
+            raise self._failure
 
     async def _answer_all(self) -> None:
         self._loop, has_ended = asyncio.get_running_loop(), asyncio.Event()
@@ -174,28 +174,26 @@ class Batch:
                     self._asking.add(asking)
                 asking.add_done_callback(self._end)
             self._has_read_all = True
-        except OSError as error:
-            self._failure = OSError(f"cannot read the requests any further: {error}")
-        finally:
-            self._end()
+        except Exception as error:  # what was read is answered yet
+            self._failure = ValueError(f"cannot read the requests any further: {error}")
+        self._end()
 
     def _end(self, asking: Future | None = None) -> None:
         """Count a request as answered, and stop after the last."""
+        if asking is not None and asking.exception() is not None:
+            self._failure = ValueError(f"cannot write the answers: {asking.exception()}")
+            self._scheduler.stop()
+            self._scheduler.cut_short()
         with self._scheduler.changed:
             self._asking.discard(asking)
             self._scheduler.changed.notify_all()
-            is_over = not self._asking and self._has_read_all
-        if asking is not None and asking.exception() is not None:
-            self._failure = self._failure or asking.exception()
-            self._scheduler.stop()
-            self._scheduler.cut_short()
-        if is_over or (self._failure is not None and not self._asking):
-            self._scheduler.stop()
+            if not self._asking and (self._has_read_all or self._failure is not None):
+                self._scheduler.stop()
 
-    def _work_of(self, number: int, line: bytes):
-        """Return a line's work, as a coroutine; None if it is answered already."""
+    def _work_of(self, number: int, line: bytes) -> Coroutine | None:
+        """Return what answers a line; None if it is answered already."""
 
-        def refused(code: str, why: str):
+        def refused(code: str, why: str) -> Coroutine | None:
             error = {"code": code, "message": f"line {number}: {why}", "line": number}
             return None if number in self._answers.lines else self._write(None, None, error)
 
@@ -215,34 +213,26 @@ class Batch:
 
     async def _answer(self, custom_id: str, asked: dict[str, Any]) -> None:
         """Ask the API until it can answer, and write the answer."""
-        request_id, method, url, body = uuid.uuid4().hex, asked.get("method"), asked.get("url"), asked.get("body")
-        error = None
-        if method != "POST" or url not in _URLS:
-            error = ApiError(404, f"a batch asks for POST {' or '.join(_URLS)}, not {method} {url!s:.200}")
-        elif isinstance(body, dict) and body.get("stream"):
-            error = ApiError(400, "a batch does not stream", param="stream")
-        status, reply = (error.status, error.body) if error is not None else (None, None)
-        while status is None:
-            data = json.dumps(body, ensure_ascii=False).encode("utf-8", "surrogatepass")
-            status, reply = await self._ask(url, data, request_id)
-            if status in (499, 503) and self._scheduler.is_stopping:
+        request_id = uuid.uuid4().hex
+        status, reply = await self._ask(asked, request_id)
+        while status == 429 or (status == 503 and self._worker.reason_unavailable()):
+            if self._scheduler.is_stopping:
                 self.num_left += 1
                 return
-            if status == 429 or (status == 503 and self._worker.reason_unavailable()):
-                status = None
-                await asyncio.sleep(_RETRY_SECONDS)
+            await asyncio.sleep(_RETRY_SECONDS)
+            status, reply = await self._ask(asked, request_id)
         await self._write(custom_id, {"status_code": status, "request_id": request_id, "body": reply}, None)
 
-    async def _ask(self, path: str, body: bytes, request_id: str) -> tuple[int, Any]:
-        """Return the status and the body that the HTTP API answers a request with."""
-        scope = {
-            "type": "http",
-            "method": "POST",
-            "path": path,
-            "query_string": b"",
-            "headers": [(b"x-request-id", request_id.encode())],
-        }
-        coming, told = [{"type": "http.request", "body": body}], []
+    async def _ask(self, asked: dict[str, Any], request_id: str) -> tuple[int, Any]:
+        """Return the status and the body with which the HTTP API answers a request."""
+        method, url, body = asked.get("method"), asked.get("url"), asked.get("body")
+        if method != "POST" or url not in _URLS:
+            return 404, ApiError(404, f"use POST {' or '.join(_URLS)}, not {method!s:.20} {url!s:.200}").body
+        if isinstance(body, dict) and body.get("stream"):
+            return 400, ApiError(400, "a batch does not stream", param="stream").body
+        scope = {"type": "http", "method": method, "path": url, "query_string": b""}
+        scope["headers"] = [(b"x-request-id", request_id.encode())]
+        coming, told = [{"type": "http.request", "body": json.dumps(body).encode()}], []
 
         async def receive() -> dict[str, Any]:
             return coming.pop() if coming else await asyncio.Future()  # the client stays
@@ -254,8 +244,7 @@ class Batch:
             await self._app(scope, receive, send)
         except Exception:  # after it was answered with status 500
             _logger.exception("a request failed")
-        content = b"".join(message.get("body", b"") for message in told[1:])
-        return told[0]["status"], json.loads(content) if content else None
+        return told[0]["status"], json.loads(b"".join(message["body"] for message in told[1:]))
 
     async def _write(self, custom_id: str | None, response: Any, error: Any) -> None:
         request_id = uuid.uuid4().hex if response is None else response["request_id"]

@@ -79,50 +79,42 @@ class Answers:
     """
 
     def __init__(self, path: Path, retry_errors: bool = False):
-        self.path, self.ids, self.lines, self.num_failed = path, set(), set(), 0
+        self.path = path = path.resolve()
+        self.ids, self.lines, self.num_failed = set(), set(), 0
         if path.exists() and not path.is_file():
             raise ValueError(f"cannot continue {path}: it is no regular file")
         with raised_as(ValueError, f"cannot write {path}", OSError):
             self._file = _open_locked(path)
-            kept = _open_locked(path.with_name(f"{path.name}.part")) if retry_errors else None
-            if kept is not None:
-                kept.truncate(0)
+            kept = _open_locked(path.with_name(f"{path.name}.part")) if retry_errors else self._file
             self._size = 0
             with path.open("rb") as file:
+                if retry_errors:
+                    kept.truncate(0)
                 for number, line in enumerate(file, start=1):
-                    is_cut_off = not line.endswith(b"\n")
-                    if is_cut_off and (line.startswith(_HEAD) or _HEAD.startswith(line)):
+                    if not line.endswith(b"\n") and (line.startswith(_HEAD) or _HEAD.startswith(line)):
                         break
-                    if not self._take(number, line, retry_errors):
-                        continue
-                    self._size += len(line)
-                    if kept is not None:
-                        kept.write(line)
-            if kept is None:
-                self._file.truncate(self._size)
-            else:
-                os.fsync(kept.fileno())
-                os.replace(kept.name, path)
-                self._file.close()
-                self._file = kept
-            _sync_folder(path)
+                    if self._take(number, line, retry_errors):
+                        self._size += kept.write(line) if retry_errors else len(line)
+            kept.truncate(self._size)
+            os.fsync(kept.fileno())
+            os.replace(kept.name, path)
+            self._file = kept
+            folder = os.open(path.parent, os.O_RDONLY)
+            with suppress(OSError):  # some file systems cannot
+                os.fsync(folder)
+            os.close(folder)
 
     def _take(self, number: int, line: bytes, retry_errors: bool) -> bool:
         """Note what a line has; return whether it is to stay."""
-        with raised_as(
-            ValueError, f"line {number} of {self.path} is not an answer", ValueError, LookupError, TypeError
-        ):
+        said = f"line {number} of {self.path} is not an answer"
+        with raised_as(ValueError, said, ValueError, LookupError, TypeError):
             answer = json.loads(line)
-            response, error = answer["response"], answer["error"]
+            custom_id, response, error = (answer[name] for name in ("custom_id", "response", "error"))
             status = 200 if response is None else response["status_code"]
-            custom_id, error_line = answer["custom_id"], error and error["line"]
-        if retry_errors and (status in _MAY_PASS or status >= 500):
-            return False
-        self.num_failed += status != 200 or error is not None
-        if custom_id is None:
-            self.lines.add(error_line)
-        else:
-            self.ids.add(custom_id)
+            if retry_errors and (status in _MAY_PASS or status >= 500):
+                return False
+            self.num_failed += status != 200 or error is not None
+            self.lines.add(error["line"]) if custom_id is None else self.ids.add(custom_id)
         return True
 
     def add(self, request_id: str, custom_id: str | None, response: Any, error: Any = None) -> None:
@@ -139,6 +131,10 @@ class Answers:
         self._size += len(line)
         os.fsync(self._file.fileno())
 
+    def close(self) -> None:
+        """Leave the file to others."""
+        self._file.close()
+
 
 def _open_locked(path: Path) -> BinaryIO:
     """Open a file to append to, without a buffer.
@@ -154,13 +150,3 @@ def _open_locked(path: Path) -> BinaryIO:
     except OSError:  # a file system without locks
         pass
     return file
-
-
-def _sync_folder(path: Path) -> None:
-    """Bring a file's name to disk."""
-    with suppress(OSError):  # some file systems cannot
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)

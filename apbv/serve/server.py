@@ -90,7 +90,7 @@ def run_worker(
     engine: Engine,
     hosts: HostGroup,
     settings: ServerSettings,
-    open_source: Callable[[Worker, Scheduler], Callable[[], None]],
+    open_source: Callable[[Worker, Scheduler], Callable[[], None]] | None = None,
 ) -> None:
     """Answer requests until their source ends; collective.
 
