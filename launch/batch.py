@@ -103,8 +103,9 @@ def main(arguments: list[str] | None = None, prog: str | None = None) -> int:
             engine.warm_up(in_batch=True)
         if not hosts.is_leader:
             return run_worker(engine, hosts, settings)
-        pace = {"mininterval": 0.1 if sys.stderr.isatty() else _LOG_SECONDS, "miniters": 0}
-        with closing(answers), tqdm(desc="batch", unit="request", leave=False, **pace) as bar:
+        is_log = not sys.stderr.isatty()
+        look = {"leave": is_log, "mininterval": _LOG_SECONDS if is_log else 0.1, "miniters": 0}
+        with closing(answers), tqdm(desc="batch", unit="request", **look) as bar:
 
             def show(batch: Batch) -> None:
                 bar.total = batch.total
