@@ -191,7 +191,7 @@ class Batch:
                 self._scheduler.stop()
 
     def _work_of(self, number: int, line: bytes) -> Coroutine | None:
-        """Return what answers a line; None if it is answered already."""
+        """Return the coroutine that answers a line; None if it is answered already."""
 
         def refused(code: str, why: str) -> Coroutine | None:
             error = {"code": code, "message": f"line {number}: {why}", "line": number}

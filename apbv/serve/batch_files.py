@@ -82,7 +82,7 @@ class Answers:
         self.path = path = path.resolve()
         self.ids, self.lines, self.num_failed = set(), set(), 0
         if path.exists() and not path.is_file():
-            raise ValueError(f"cannot continue {path}: it is no regular file")
+            raise ValueError(f"cannot continue {path}: it must be a regular file")
         with raised_as(ValueError, f"cannot write {path}", OSError):
             self._file = _open_locked(path)
             kept = _open_locked(path.with_name(f"{path.name}.part")) if retry_errors else self._file

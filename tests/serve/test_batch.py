@@ -243,7 +243,7 @@ def test_a_file_of_answers_is_one_and_belongs_to_one_batch(tmp_path):
     source.write_bytes(encoded(questions(2)))
     for path in (source, tmp_path / "no folder" / "out.jsonl", Path("/dev/null")):
         content = source.read_bytes()
-        with pytest.raises(ValueError, match=r"is not an answer|cannot write|no regular file"):
+        with pytest.raises(ValueError, match=r"is not an answer|cannot write|must be a regular file"):
             Answers(path)
         assert source.read_bytes() == content
     with closing(Answers(out)), pytest.raises(ValueError, match="in use"):
