@@ -35,7 +35,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Figures(logging.Handler):
-    """Figures of finished requests, from the server's log; installed in a ``with`` block, which logs nothing else.
+    """Figures of the requests that finish in a ``with`` block, from the server's log.
 
     Attributes:
         num_prompt_tokens, num_generated_tokens: of all requests.
@@ -49,15 +49,13 @@ class Figures(logging.Handler):
         self._logger = logging.getLogger(report.__module__)
 
     def __enter__(self) -> "Figures":
-        self._before = self._logger.level, self._logger.propagate
         self._logger.setLevel(logging.INFO)
-        self._logger.propagate = False
         self._logger.addHandler(self)
         return self
 
     def __exit__(self, *_) -> None:
         self._logger.removeHandler(self)
-        self._logger.level, self._logger.propagate = self._before
+        self._logger.setLevel(logging.NOTSET)
 
     def emit(self, record: logging.LogRecord) -> None:
         """Note a request."""

@@ -147,6 +147,17 @@ def test_a_batch_that_is_killed_twice_answers_each_line_once_and_as_the_server_d
     assert "answers              0 in" in again[0].stderr
 
 
+def test_torchruns_signal_ends_a_batch_whose_pipe_does_not(tmp_path, media):
+    out = tmp_path / "out.jsonl"
+    with fed_batch(tmp_path, questions(3), "--out", out, "--model", "demo", "--media-dir", media) as processes:
+        wait_for(lambda: len(lines_of(out)) == 3)
+        for process in processes:
+            process.terminate()
+        assert exit_statuses(processes) == [128 + signal.SIGTERM, 0]
+    assert len(answers_in(out)) == 3
+    assert "the same command continues" in (tmp_path / "out" / "0.stderr").read_text()
+
+
 @pytest.fixture
 def run(tmp_path, app, media):
     """Answers lines with the engine of this process; returns the batch, and what is in the file."""
@@ -185,6 +196,7 @@ def test_a_signal_finishes_what_runs_and_starts_nothing(run):
     batch, found = run(lines, once_running(signal.SIGTERM), max_running=1)
     assert batch.stopped_by == signal.SIGTERM and batch.was_stopped
     assert 1 <= len(found) < 40 and all(each["status_code"] == 200 for each in found.values())
+    assert len(batch._seen) <= len(found) + 32 + 1  # those that were read ahead, and one that waited for room
     assert "stopped" in summary(batch)
     batch, found = run(lines[:40])
     assert len(found) == 40 and not batch.was_stopped and batch.total == batch.num_answered < 40
