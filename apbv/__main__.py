@@ -1,4 +1,4 @@
-"""The installed command ``apbv``, which runs ``apbv infer``, ``plan``, ``serve`` and ``doctor``.
+"""The installed command ``apbv``, which runs ``apbv infer``, ``batch``, ``plan``, ``serve`` and ``doctor``.
 
 torchrun --nproc-per-node 2 -m apbv infer --model demo
 apbv infer --model demo          (one host)
@@ -12,6 +12,7 @@ from apbv.launch.options import OptionParser, exit_with
 
 COMMANDS = {
     "infer": "answer a question about videos, images, audio or a long text",
+    "batch": "answer a file of requests in OpenAI's batch format",
     "plan": "estimate whether a prompt fits in memory, without loading weights",
     "serve": "start an OpenAI-compatible HTTP server",
     "doctor": "check which parts work on this machine, and why the others do not",

@@ -1,16 +1,19 @@
-"""Measure the server under load and the engine alone: requests/s, goodput, TTFT and ITL.
+"""Measure the server under load, a batch and the engine alone: requests/s, goodput, TTFT and ITL.
 
     torchrun --nproc-per-node 2 benchmarks/serving.py --requests 64 --concurrency 1 4 16 --json serving.jsonl
     torchrun --nproc-per-node 2 benchmarks/serving.py --max-running 1 all --concurrency 16 --ignore-eos
     torchrun --nproc-per-node 2 benchmarks/serving.py --homes 1 all --rate 2 4 8 --limits 500 20 --ignore-eos
     torchrun --nproc-per-node 2 benchmarks/serving.py --scale 6 --speculate off vanilla --ignore-eos
+    torchrun --nproc-per-node 2 benchmarks/serving.py --batch --concurrency 16 32 --requests 200 --rounds 3
     python benchmarks/serving.py --model Qwen/Qwen2.5-VL-7B-Instruct --video clip.mp4 --frames 256  # on a GPU
 
 Every client repeats the same question about the same video and streams the answer; TTFT is the client's, so it
 includes queueing. With --rate requests do not wait for answers: they arrive by a Poisson process (an open loop),
 and their times count from then on. Goodput is the number of requests per second that keep both --limits. The
-engine alone answers it sequentially, an eighth as often. Answers that differ from the engine's are an error.
-Servers that differ in --max-running, in --homes (how many hosts decode) or in their draft alternate, for --rounds
+engine alone answers it sequentially, an eighth as often. With --batch a file of the requests is answered without
+HTTP, too; their times count since they were read. Answers that differ from the engine's are an error.
+Servers that differ in --max-running, in --homes (how many hosts decode) or in their draft alternate, also with a
+batch, for --rounds
 rounds.
 """
 
@@ -30,7 +33,7 @@ from apbv.launch.options import positive
 from apbv.speculate import STRATEGIES
 
 from support.arguments import COUNT, add_pair, add_shared
-from support.clients import Answer, Way, ask_a_server, ask_engine, measure_on_hosts
+from support.clients import Answer, Way, ask_a_batch, ask_a_server, ask_engine, measure_on_hosts
 from support.drafting import build_ways
 from support.summaries import percentiles
 
@@ -47,12 +50,19 @@ def measure(options: argparse.Namespace, hosts: HostGroup) -> Iterator[dict]:
     loads = [{"rate": rate} for rate in options.rate] or [{"concurrency": each} for each in options.concurrency]
     measured: dict[Way, tuple[list[Answer], float]] = {}
     servers = options.speculate, options.homes, options.max_running
-    for _, speculate, homes, most in itertools.product(range(options.rounds), *servers):
-        ways = [Way("server", max_running=most, homes=homes, speculate=speculate, **load) for load in loads]
-        for way, answers, seconds in ask_a_server(engines[speculate], hosts, ways, alone[0].text, options):
+    for _ in range(options.rounds):
+        figures = []
+        for speculate, homes, most in itertools.product(*servers):
+            ways = [Way("server", max_running=most, homes=homes, speculate=speculate, **load) for load in loads]
+            figures += ask_a_server(engines[speculate], hosts, ways, alone[0].text, options)
+        for speculate in options.speculate if options.batch else ():
+            way = Way("batch", speculate=speculate)
+            figures.append((way, *ask_a_batch(engines[speculate], hosts, alone[0].text, options)))
+        for way, answers, seconds in figures:
             before, past = measured.get(way, ([], 0.0))
             measured[way] = [*before, *answers], past + seconds
-    yield from (record(options, hosts, way, *figures) for way, figures in measured.items())
+    if hosts.is_leader:
+        yield from (record(options, hosts, way, *each) for way, each in measured.items())
 
 
 def record(options: argparse.Namespace, hosts: HostGroup, way: Way, answers: list[Answer], seconds: float) -> dict:
@@ -85,8 +95,8 @@ def record(options: argparse.Namespace, hosts: HostGroup, way: Way, answers: lis
 
 COLUMNS = {
     "": "{way}",
-    "clients": lambda row: row["concurrency"] or f"{row['rate']:g}/s",
-    "at once": lambda row: row["max_running"] or ("all" if row["way"] == "server" else 1),
+    "clients": lambda row: row["concurrency"] or (f"{row['rate']:g}/s" if row["rate"] else ""),
+    "at once": lambda row: row["max_running"] or (1 if row["way"] == "engine" else "all"),
     "homes": lambda row: row["homes"] or row["hosts"],
     "draft": "{speculate}",
     "answers/s": "{request_throughput:.2f}",
@@ -117,6 +127,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--limits", type=positive(float), nargs=2, metavar=("TTFT", "TPOT"), default=[1000.0, 50.0], help="in ms"
     )
+    parser.add_argument("--batch", action="store_true", help="also answer a file of the requests without HTTP")
     parser.add_argument("--ignore-eos", action="store_true", help="always generate --max-new-tokens tokens")
     limit = {"type": lambda text: None if text == "all" else COUNT(text), "metavar": "N|all"}
     limit |= {"nargs": "+", "default": [None]}

@@ -15,7 +15,7 @@ import re
 from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from apbv.config import REUSE_MODES, ReuseConfig
 from apbv.launch.options import (
@@ -54,7 +54,6 @@ def parse_arguments(arguments: list[str] | None = None, prog: str | None = None)
     http = parser.add_argument_group("HTTP")
     http.add_argument("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
     http.add_argument("--port", type=int, default=8000, help="port; 0: any free one (default %(default)s)")
-    http.add_argument("--served-model-name", metavar="NAME", help="model name in requests (default: --model)")
     http.add_argument("--api-key", metavar="KEY", help="required of clients (default: $APBV_API_KEY, or none)")
     http.add_argument(
         "--cors-origin", action="append", default=[], metavar="ORIGIN", help="web page origin that may call; or *"
@@ -69,21 +68,10 @@ def parse_arguments(arguments: list[str] | None = None, prog: str | None = None)
     http.add_argument("--log-format", choices=LOG_FORMATS, default="text", help="json adds timings (default text)")
     http.add_argument("--otlp-traces-endpoint", metavar="URL", help="export OpenTelemetry traces (OTLP over HTTP)")
 
-    requests = parser.add_argument_group("requests: limits and defaults")
-    for each in fields(ServerSettings):
-        if "about" in each.metadata:
-            _add_limit(requests, each.name, each.default, each.metadata["about"])
-    requests.add_argument("--media-dir", type=Path, metavar="DIR", help="files for requests, on every host")
-    requests.add_argument(
-        "--allow-media-host", action="append", default=[], metavar="HOST", help="to fetch from; can be repeated"
-    )
-    add_settings(requests, ANSWER_LENGTH)
-    add_settings(requests, SAMPLING[:2])
+    add_request_options(parser)
     add_prefill_options(parser)
     add_draft_options(parser)
-    reuse = parser.add_argument_group("prefix and embedding cache")
-    reuse.add_argument("--reuse", choices=REUSE_MODES, help="cache embeddings (exact) or KV (default: neither)")
-    reuse.add_argument("--reuse-mib", type=positive(int), default=4096, help="MiB per process (default 4096)")
+    add_reuse_options(parser)
     transfer = parser.add_argument_group("KV transfer to another server, such as vLLM")
     transfer.add_argument("--kv-transfer", choices=["tcp"], help="transfer KV from each process's memory over TCP")
     transfer.add_argument("--kv-host", metavar="ADDRESS", help="address of this machine (default: detected)")
@@ -102,6 +90,28 @@ def parse_arguments(arguments: list[str] | None = None, prog: str | None = None)
     return options
 
 
+def add_request_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options for requests, which are those of :func:`request_settings`."""
+    requests = parser.add_argument_group("requests: limits and defaults")
+    requests.add_argument("--served-model-name", metavar="NAME", help="model name in requests (default: --model)")
+    for each in fields(ServerSettings):
+        if "about" in each.metadata:
+            _add_limit(requests, each.name, each.default, each.metadata["about"])
+    requests.add_argument("--media-dir", type=Path, metavar="DIR", help="files for requests, on every host")
+    requests.add_argument(
+        "--allow-media-host", action="append", default=[], metavar="HOST", help="to fetch from; can be repeated"
+    )
+    add_settings(requests, ANSWER_LENGTH)
+    add_settings(requests, SAMPLING[:2])
+
+
+def add_reuse_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of :func:`reuse_config`."""
+    reuse = parser.add_argument_group("prefix and embedding cache")
+    reuse.add_argument("--reuse", choices=REUSE_MODES, help="cache embeddings (exact) or KV (default: neither)")
+    reuse.add_argument("--reuse-mib", type=positive(int), default=4096, help="MiB per process (default 4096)")
+
+
 def _add_limit(group: argparse._ActionsContainer, name: str, default: float | None, about: str) -> None:
     """Add an option for a positive number; byte limits are given in MiB."""
     is_bytes = name.endswith("_bytes")
@@ -118,14 +128,26 @@ def _add_limit(group: argparse._ActionsContainer, name: str, default: float | No
     )
 
 
+def check_requests(options: argparse.Namespace) -> None:
+    """Reject options of :func:`add_request_options` and :func:`add_reuse_options`.
+
+    Raises:
+        ValueError: an option is rejected, or a package that answers requests is not installed.
+    """
+    if missing := [name for name in _NEEDED if find_spec(name) is None]:
+        raise ValueError(f'the server needs {", ".join(missing)}: pip install "apbv[serve]"')
+    if options.media_dir is not None and not options.media_dir.is_dir():
+        raise ValueError(f"--media-dir {options.media_dir} is not a directory")
+    refuse(reduction=options.reduce, kv_reuse=options.reuse == "kv")
+
+
 def _check(options: argparse.Namespace) -> None:
     """Reject server options that are invalid or incompatible.
 
     Raises:
-        ValueError: an option is rejected, or a package that the server needs is not installed.
+        ValueError: an option is rejected, as of :func:`check_requests`.
     """
-    if missing := [name for name in _NEEDED if find_spec(name) is None]:
-        raise ValueError(f'the server needs {", ".join(missing)}: pip install "apbv[serve]"')
+    check_requests(options)
     if not 0 <= options.grace <= 86_400:
         raise ValueError(f"--grace must lie in 0 .. 86400 seconds, not {options.grace:g}")
     for origin in options.cors_origin:
@@ -133,15 +155,9 @@ def _check(options: argparse.Namespace) -> None:
             raise ValueError(f"--cors-origin must be * or as https://example.com, not {origin}")
     if options.api_key == "":
         raise ValueError("--api-key is empty: give a key, or leave the option out")
-    if options.media_dir is not None and not options.media_dir.is_dir():
-        raise ValueError(f"--media-dir {options.media_dir} is not a directory")
     if options.otlp_traces_endpoint is not None:
         require_traceable(options.otlp_traces_endpoint)
-    refuse(
-        reduction=options.reduce,
-        handing_over=options.kv_transfer and "--kv-transfer",
-        kv_reuse=options.reuse == "kv",
-    )
+    refuse(reduction=options.reduce, handing_over=options.kv_transfer and "--kv-transfer")
     if options.kv_transfer is None:
         for name in ("kv_host", "kv_port", "kv_seconds"):
             if getattr(options, name) is not None:
@@ -161,17 +177,30 @@ def settings_of(options: argparse.Namespace) -> ServerSettings:
     """
     from apbv.kv.wire import own_address
 
-    settings = vars(options) | {
+    return request_settings(
+        options,
+        api_key=options.api_key or os.environ.get("APBV_API_KEY") or None,
+        cors_origins=tuple(options.cors_origin),
+        kv_host=options.kv_transfer and (options.kv_host or own_address(options.host)),
+        kv_port=options.kv_port or 0,
+        kv_seconds=options.kv_seconds or ServerSettings.kv_seconds,
+    )
+
+
+def request_settings(options: argparse.Namespace, **more: Any) -> ServerSettings:
+    """Build settings from the options of :func:`add_request_options`, and others by their names."""
+    given = vars(options) | {
         "model": options.served_model_name or options.model,
         "num_frames": options.frames,
         "media_hosts": frozenset(host.lower() for host in options.allow_media_host),
-        "api_key": options.api_key or os.environ.get("APBV_API_KEY") or None,
-        "cors_origins": tuple(options.cors_origin),
-        "kv_host": options.kv_transfer and (options.kv_host or own_address(options.host)),
-        "kv_port": options.kv_port or 0,
-        "kv_seconds": options.kv_seconds or ServerSettings.kv_seconds,
+        **more,
     }
-    return ServerSettings(**{each.name: settings[each.name] for each in fields(ServerSettings)})
+    return ServerSettings(**{each.name: given[each.name] for each in fields(ServerSettings) if each.name in given})
+
+
+def reuse_config(options: argparse.Namespace) -> ReuseConfig | None:
+    """Build the config of what is kept for further requests, if anything is."""
+    return ReuseConfig(mode=options.reuse, max_bytes=options.reuse_mib * _MIB) if options.reuse else None
 
 
 def main(arguments: list[str] | None = None, prog: str | None = None) -> int:
@@ -189,8 +218,7 @@ def main(arguments: list[str] | None = None, prog: str | None = None) -> int:
         with hosts.local_stage("opening the port"):
             settings = settings_of(options)
             sock = bind(options.host, options.port) if hosts.is_leader else None
-        reuse = options.reuse and ReuseConfig(mode=options.reuse, max_bytes=options.reuse_mib * _MIB)
-        engine = load_engine(options, hosts, reuse)
+        engine = load_engine(options, hosts, reuse_config(options))
         if hosts.device.type == "cuda":
             engine.warm_up(in_batch=True)
         serve(engine, hosts, sock, settings)

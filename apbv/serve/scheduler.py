@@ -94,6 +94,12 @@ class Scheduler:
         with self.changed:
             return self.is_stopping and not self._running and not (self._offers and self._awaits_offers)
 
+    @property
+    def num_running(self) -> int:
+        """How many requests are being prefilled or decoded."""
+        with self.changed:
+            return len(self._running)
+
     def admit(self, *jobs: Job) -> None:
         """Give new requests places in the queue, all or none of them.
 

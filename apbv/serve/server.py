@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import threading
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
@@ -34,7 +35,7 @@ from .settings import ServerSettings
 from .tracing import Tracer
 from .worker import Worker
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _LAST_RESPONSES_SECONDS = 5
 _HEADER_SECONDS = 10.0
 _FEWEST_TOKENS = 64  # of a prompt and its answer, without an explicit limit
@@ -68,10 +69,34 @@ def listen(sock: socket.socket) -> None:
 
 
 def serve(engine: Engine, hosts: HostGroup, sock: socket.socket | None, settings: ServerSettings) -> None:
-    """Serve requests until SIGTERM or SIGINT on any host; collective.
+    """Serve HTTP requests until SIGTERM or SIGINT on any host; collective.
 
     Args:
         sock: from :func:`bind`; on host 0.
+
+    Raises:
+        HostError: a host ended, or failed in an exchange.
+    """
+
+    def open_http(worker: Worker, scheduler: Scheduler) -> Callable[[], None]:
+        listen(sock)
+        server = _Server(build_app(worker, scheduler, settings), worker, sock, settings, hosts.size)
+        return lambda: asyncio.run(server.serve([sock]))
+
+    run_worker(engine, hosts, settings, open_http)
+
+
+def run_worker(
+    engine: Engine,
+    hosts: HostGroup,
+    settings: ServerSettings,
+    open_source: Callable[[Worker, Scheduler], Callable[[], None]] | None = None,
+) -> None:
+    """Answer requests until their source ends; collective.
+
+    Args:
+        open_source: on host 0, returns the function that starts the worker, gives it requests, and returns when
+            the worker has ended. Signals are left to it; on other hosts they ask the worker to stop.
 
     Raises:
         HostError: a host ended, or failed in an exchange.
@@ -83,7 +108,7 @@ def serve(engine: Engine, hosts: HostGroup, sock: socket.socket | None, settings
         private_files = stack.enter_context(PrivateFiles())
         scheduler = offers = None
         with hosts.local_stage("preparing the server"):
-            if sock is not None:
+            if hosts.is_leader:
                 endpoint, tracer = settings.otlp_traces_endpoint, None
                 if endpoint is not None:
                     tracer = stack.enter_context(closing(Tracer(endpoint, settings.model)))
@@ -98,15 +123,14 @@ def serve(engine: Engine, hosts: HostGroup, sock: socket.socket | None, settings
             if scheduler is not None:
                 reader = Reader(engine, settings, private_files, scheduler.limits.max_tokens)
                 worker = Worker(executor, reader, scheduler)
-                listen(sock)
+                run = open_source(worker, scheduler)
         if scheduler is not None:
-            app = build_app(worker, scheduler, settings)
-            asyncio.run(_Server(app, worker, sock, settings, hosts.size).serve([sock]))
+            run()
             if worker.failure is not None:
                 raise worker.failure
             return
         wants_to_stop = threading.Event()
-        for number in _SIGNALS:
+        for number in SIGNALS:
             signal.signal(number, lambda *_: wants_to_stop.set())
         follow(executor, settings.media_dir, private_files, wants_to_stop)
 

@@ -10,9 +10,11 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
+from tempfile import TemporaryDirectory
 from unittest import mock
 
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
@@ -24,7 +26,9 @@ from apbv import Engine, HostGroup
 from apbv.allocator import keep_freed_memory
 from apbv.config import SamplingParams
 from apbv.hosts import run_on_hosts
-from apbv.serve.server import bind, serve
+from apbv.serve.batch import Batch
+from apbv.serve.batch_files import Answers, Requests
+from apbv.serve.server import bind, run_worker, serve
 from apbv.serve.settings import ServerSettings
 
 from .processes import pin_host
@@ -58,16 +62,20 @@ def ask_server(port: int, options: argparse.Namespace, asked: float | None = Non
     Args:
         asked: when the request was to be sent, by which its times count; None: now.
     """
+    return stream_answer(port, request_of(options), options.timeout, asked)
+
+
+def request_of(options: argparse.Namespace) -> dict:
+    """Return the body of the chat request that the options describe."""
     content = [{"type": "text", "text": options.prompt}]
     if options.video:
         content.insert(0, {"type": "video_url", "video_url": {"url": Path(options.video).name}})
-    body = {
+    return {
         "messages": [{"role": "user", "content": content}],
         "max_tokens": options.max_new_tokens,
         "num_frames": options.frames,
         "ignore_eos": options.ignore_eos,
     }
-    return stream_answer(port, body, options.timeout, asked)
 
 
 def stream_answer(port: int, body: dict, timeout: float, asked: float | None = None) -> Answer:
@@ -105,7 +113,7 @@ class Way:
     """A workload, and what answers it.
 
     Attributes:
-        way: "engine" or "server".
+        way: "engine", "server" or "batch".
         concurrency: number of clients, each with one request at a time; None: requests arrive at a rate.
         rate: requests per second.
         max_running: the limit of each host's decoding batch; None: all.
@@ -158,6 +166,39 @@ def ask_a_server(
     with mock.patch.object(Engine, "num_homes", homes):
         serve_while(engine, hosts, ServerSettings(model="benchmark", media_dir=folder, **limits), ask)
     return measured
+
+
+def ask_a_batch(
+    engine: Engine, hosts: HostGroup, expected: str, options: argparse.Namespace
+) -> tuple[list[Answer], float]:
+    """Answer a file of the requests without HTTP; collective.
+
+    Returns:
+        The answers, whose times count since they were read, and the seconds that they took together; on host 0.
+
+    Raises:
+        ValueError: an answer is not the expected one.
+    """
+    media = Path(options.video or ".").resolve().parent
+    settings = ServerSettings(model="benchmark", media_dir=media, max_frames=options.frames)
+    if not hosts.is_leader:
+        run_worker(engine, hosts, settings)
+        return [], 0.0
+    with TemporaryDirectory() as folder:
+        asked, out = Path(folder, "requests.jsonl"), Path(folder, "answers.jsonl")
+        line = {"method": "POST", "url": "/v1/chat/completions", "body": request_of(options)}
+        lines = [json.dumps({"custom_id": str(number), **line}) for number in range(options.requests)]
+        asked.write_text("\n".join(lines))
+        with closing(Answers(out)) as answers:
+            batch = Batch(Requests(asked), answers, settings, lambda _: None)
+            run_worker(engine, hosts, settings, batch.open)
+        seconds, durations = batch.seconds, batch.figures.durations
+        bodies = [json.loads(line)["response"]["body"] for line in out.read_text().splitlines()]
+    if any("error" in body or body["choices"][0]["message"]["content"] != expected for body in bodies):
+        raise ValueError("the batch is not answered as by the engine")
+    num_tokens = (body["usage"]["completion_tokens"] for body in bodies)
+    times = zip(durations["time_to_first_token"], durations["total"], num_tokens, strict=True)
+    return [Answer(first, end, expected, number) for first, end, number in times], seconds
 
 
 def measure_on_hosts(

@@ -230,10 +230,11 @@ def test_views_of_a_draft(run, tmp_path):
 
 def test_the_server_beside_the_engine(run):
     options = ["--requests", 3, "--concurrency", 1, 3, "--frames", 16, "--max-new-tokens", 6, "--ignore-eos"]
-    records, _ = run("serving", *options, "--max-running", 1, "all", hosts=2)
+    records, _ = run("serving", *options, "--max-running", 1, "all", "--batch", hosts=2)
     assert [(r["way"], r["concurrency"], r["max_running"]) for r in records] == [
         ("engine", 1, None),
         *[("server", concurrency, most) for most in (1, None) for concurrency in (1, 3)],
+        ("batch", None, None),
     ]
     for record in records:
         num_requests = 1 if record["way"] == "engine" else 3

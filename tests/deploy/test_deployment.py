@@ -14,7 +14,7 @@ import pytest
 import yaml
 from torch.distributed.run import get_args_parser
 
-from apbv.launch.serve import parse_arguments
+from apbv.launch import batch, serve
 
 from scripts import ROOT
 
@@ -46,6 +46,7 @@ def group() -> dict:
 
 # The templates of pods, by the object's name and, in a group, the part.
 PODS = {each["metadata"]["name"]: each["spec"]["template"] for each in manifests() if each["kind"] == "Deployment"}
+PODS["apbv-batch"] = the("Job")["spec"]["template"]
 PODS |= {f"apbv-prefill {part}": group()[f"{part}Template"] for part in ("leader", "worker")}
 
 
@@ -55,15 +56,15 @@ def expanded(words: list[str], environment: dict[str, str]) -> list[str]:
     return [re.sub(r"\$\((\w+)\)", lambda found: environment[found[1]], word) for word in words]
 
 
-def parsed(words: list[str]):
-    """A torchrun's options, and those of the server that it starts."""
+def parsed(words: list[str], script=serve):
+    """A torchrun's options, and those of the script that it starts."""
     program, *rest = words
     assert program == "torchrun"
     torchrun = get_args_parser().parse_args(rest)
-    assert torchrun.module and torchrun.training_script == "apbv.launch.serve"
+    assert torchrun.module and torchrun.training_script == script.__name__
     options = [option for option in torchrun.training_script_args if not option.startswith("--media-dir=")]
     assert len(options) == len(torchrun.training_script_args) - 1  # a folder of the container
-    return torchrun, parse_arguments(options)
+    return torchrun, script.parse_arguments(options)
 
 
 def prefill_commands() -> dict[str, list[str]]:
@@ -136,6 +137,29 @@ def test_the_prefill_groups_have_time_to_end():
     for part in ("leader", "worker"):
         seconds = group()[f"{part}Template"]["spec"]["terminationGracePeriodSeconds"]
         assert seconds > torchrun[part].shutdown_timeout
+
+
+def test_each_shard_of_a_batch_has_its_file_and_time_to_end(tmp_path):
+    """In an indexed Job and in a Slurm array, whose ``srun`` only says here what it was to run."""
+    job, slurm = the("Job")["spec"], (DEPLOY / "batch.slurm").read_text()
+    srun = tmp_path / "srun"
+    srun.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    srun.chmod(0o755)
+    first, last = map(int, re.search(r"--array=(\d+)-(\d+)", slurm).groups())
+    assert (first, last) == (0, job["completions"] - 1)
+    outs = set()
+    for index in range(last + 1):
+        pod = job["template"]["spec"]
+        environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_ARRAY_TASK_ID": str(index)}
+        said = subprocess.run(["bash", DEPLOY / "batch.slurm"], env=environment, capture_output=True, text=True)
+        _, *step = said.stdout.splitlines()
+        args = expanded(pod["containers"][0]["args"], {"JOB_COMPLETION_INDEX": str(index)})
+        grace = {"pod": pod["terminationGracePeriodSeconds"], "step": int(re.search(r"TERM@(\d+)", slurm)[1])}
+        for name, words in {"pod": args, "step": step}.items():
+            torchrun, options = parsed(words, batch)
+            assert options.shard == (index, last + 1) and torchrun.shutdown_timeout < grace[name]
+            outs.add((name, options.out.name))
+    assert len(outs) == 2 * (last + 1)
 
 
 def test_leader_and_worker_run_the_same_command_on_nodes_of_their_own():

@@ -31,8 +31,8 @@ for script, *arguments in json.loads(sys.argv[1]):
     ended.append((status, said.getvalue(), [name for name in {HEAVY} if name in sys.modules]))
 print(json.dumps(ended))
 """
-COMMANDS = ("infer", "serve", "doctor", "plan")
-INFER, SERVE, DOCTOR = "launch/infer.py", "launch/serve.py", "apbv/doctor/__main__.py"
+COMMANDS = ("infer", "batch", "serve", "doctor", "plan")
+INFER, BATCH, SERVE, DOCTOR = *(f"launch/{name}.py" for name in COMMANDS[:3]), "apbv/doctor/__main__.py"
 BAD = {
     "--method magic": "argument --method: invalid choice: 'magic' (choose from ",
     "--speculate specvlm --keep magic": "argument --keep: invalid choice: 'magic' (choose from ",
@@ -60,13 +60,13 @@ def require_light(cases: list[tuple[list[str], int, str]]) -> None:
 
 
 def test_a_bad_option_is_one_line_before_anything_is_imported():
-    for script in (INFER, SERVE):
-        asked = {message: [script, "--model", "demo", *bad.split()] for bad, message in BAD.items()}
+    for script in ([INFER], [BATCH, "in", "--out", "out"], [SERVE]):
+        asked = {message: [*script, "--model", "demo", *bad.split()] for bad, message in BAD.items()}
         require_light([(words, 2, f"error: {message}") for message, words in asked.items()])
 
 
 def test_the_command_hands_on_to_the_scripts_and_help_is_light():
-    cases = [([script, "--help"], 0, "usage: ") for script in (INFER, SERVE, DOCTOR)]
+    cases = [([script, "--help"], 0, "usage: ") for script in (INFER, BATCH, SERVE, DOCTOR)]
     cases += [(["apbv", command, "--help"], 0, f"usage: apbv {command} ") for command in COMMANDS]
     cases += [(["apbv", "--help"], 0, "usage: apbv "), (["apbv", "--version"], 0, apbv.__version__)]
     require_light([*cases, (["apbv", "magic"], 2, "error: argument COMMAND: invalid choice: 'magic'")])

@@ -1,0 +1,138 @@
+"""Answer a file of requests in OpenAI's batch format; a further run continues what was interrupted.
+
+    torchrun --nproc-per-node 2 launch/batch.py requests.jsonl --out answers.jsonl --model demo --media-dir clips
+    python launch/batch.py - --out answers.jsonl --model demo          (one host, requests from a pipe)
+
+SIGINT or SIGTERM to host 0's process, or to torchrun, finishes running requests; a second one ends them. torchrun
+kills processes that still run after its --shutdown-timeout (30 s).
+"""
+
+import argparse
+import re
+import sys
+from contextlib import closing
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING
+
+from apbv.launch.options import (
+    OptionParser,
+    add_draft_options,
+    add_host_options,
+    add_prefill_options,
+    check,
+    exit_with,
+    load_engine,
+    prepare_process,
+)
+from apbv.launch.serve import (
+    add_request_options,
+    add_reuse_options,
+    check_requests,
+    request_settings,
+    reuse_config,
+)
+
+if TYPE_CHECKING:
+    from apbv import HostGroup
+    from apbv.serve.batch import Batch
+
+FIRST = ("requests", "out", "model", "media_dir", "retry_errors", "shard", "method", "speculate")
+_LOG_SECONDS = 30.0  # between progress messages where there is no terminal
+_STAGES = ("read", "queue", "prefill", "decode")
+
+
+def parse_arguments(arguments: list[str] | None = None, prog: str | None = None) -> argparse.Namespace:
+    """Parse and check the options; exits if one is wrong."""
+    parser = OptionParser(prog, FIRST, description=__doc__.splitlines()[0])
+    parser.usage = "%(prog)s REQUESTS --out ANSWERS --model MODEL [options]"
+    parser.add_argument("requests", type=Path, metavar="REQUESTS", help="JSON lines, or a pipe; -: standard input")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="answers are appended to it")
+    parser.add_argument("--model", required=True, help='"demo", a directory, or a hub id')
+    parser.add_argument(
+        "--retry-errors", action="store_true", help="ask again what failed with status 408, 429 or 500 and above"
+    )
+    parser.add_argument(
+        "--shard", type=_shard, default=(0, 1), metavar="I/N", help="only lines I, I + N, … of all, from 0"
+    )
+    add_request_options(parser)
+    add_prefill_options(parser)
+    add_draft_options(parser)
+    add_reuse_options(parser)
+    add_host_options(parser)
+    options = parser.parse_args(arguments)
+    check(parser, options)
+    try:
+        check_requests(options)
+    except ValueError as error:
+        parser.error(str(error))
+    return options
+
+
+def _shard(text: str) -> tuple[int, int]:
+    found = re.fullmatch(r"(\d+)/(\d+)", text, re.ASCII)
+    index, size = map(int, found.groups()) if found else (0, 0)
+    if index >= size:
+        raise argparse.ArgumentTypeError(f"must be I/N with 0 <= I < N, not {text}")
+    return index, size
+
+
+def main(arguments: list[str] | None = None, prog: str | None = None) -> int:
+    """Answer the requests; return the exit status.
+
+    It is 0 if all are answered, 1 if any failed, and 128 plus a signal's number if that stopped the batch before
+    its end.
+    """
+    options, statuses = parse_arguments(arguments, prog), []
+    # Imported here because this takes seconds.
+    from tqdm import tqdm
+
+    from apbv.hosts import run_on_hosts
+    from apbv.serve.batch import Batch
+    from apbv.serve.batch_files import Answers, Requests
+    from apbv.serve.server import run_worker
+
+    def run(hosts: "HostGroup") -> None:
+        prepare_process(options, hosts)
+        with hosts.local_stage("opening the files"):
+            if hosts.is_leader:
+                answers = Answers(options.out, options.retry_errors)
+                requests = Requests(options.requests, options.shard)
+        engine, settings = load_engine(options, hosts, reuse_config(options)), request_settings(options)
+        if hosts.device.type == "cuda":
+            engine.warm_up(in_batch=True)
+        if not hosts.is_leader:
+            return run_worker(engine, hosts, settings)
+        is_log = not sys.stderr.isatty()
+        look = {"leave": is_log, "mininterval": _LOG_SECONDS if is_log else 0.1, "miniters": 0}
+        with closing(answers), tqdm(desc="batch", unit="request", **look) as bar:
+
+            def show(batch: Batch) -> None:
+                bar.total = batch.total
+                bar.set_postfix(running=batch.num_running, failed=batch.num_failed, refresh=False)
+                bar.update(batch.num_answered - bar.n)
+
+            batch = Batch(requests, answers, settings, show)
+            run_worker(engine, hosts, settings, batch.open)
+        print(summary(batch), file=sys.stderr, flush=True)
+        statuses.append(128 + batch.stopped_by if batch.was_stopped else int(batch.num_failed > 0))
+
+    return run_on_hosts(run, options.timeout, options.tensor_parallel, options.device) or sum(statuses)
+
+
+def summary(batch: "Batch") -> str:
+    """Format the figures of a batch as a table."""
+    figures, seconds = batch.figures, batch.seconds
+    rate = f"{batch.num_answered * 60 / seconds:.1f} a minute"
+    rows = [("answers", f"{batch.num_answered} in {seconds:.1f} s, {rate}"), ("failed", str(batch.num_failed))]
+    if batch.was_stopped:
+        rows.append(("stopped", "the same command continues"))
+    generated = f"{figures.num_generated_tokens} generated, {figures.num_generated_tokens / seconds:.1f} a second"
+    rows.append(("tokens", f"{figures.num_prompt_tokens} of prompts, {generated}"))
+    times = [f"{name} {median(each) * 1e3:.0f} ms" for name in _STAGES if (each := figures.durations[name])]
+    rows += [("median times", ", ".join(times))] if times else []
+    return "\n".join(f"  {name:<20} {value}" for name, value in rows)
+
+
+if __name__ == "__main__":
+    exit_with(main)

@@ -1,0 +1,59 @@
+"""deploy/ray_batch.py on a Ray cluster of two nodes on this machine, one of which is lost."""
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+
+from apbv import demo
+
+from patience import limit, wait_for
+from scripts import ROOT
+
+
+@pytest.mark.thorough
+def test_a_lost_node_costs_no_request_and_none_is_answered_twice(tmp_path):
+    pytest.importorskip("ray")
+    from ray.cluster_utils import Cluster
+
+    content = [
+        {"type": "video_url", "video_url": {"url": "clip.mp4"}},
+        {"type": "text", "text": "name the letters"},
+    ]
+    body = {
+        "model": "demo",
+        "messages": [{"role": "user", "content": content}],
+        "max_tokens": 200,
+        "ignore_eos": True,
+    }
+    names = [f"request {number}" for number in range(80)]
+    line = {"method": "POST", "url": "/v1/chat/completions", "body": body}
+    source, out = tmp_path / "in.jsonl", tmp_path / "out"
+    source.write_text("".join(json.dumps({"custom_id": name, **line}) + "\n" for name in names) + "broken\n")
+    options = ["--shards", 2, "--gpus", 0, "--processes", 2, "--model", "demo", "--max-running", 2]
+    options += ["--media-dir", demo.video_path().parent]
+    command = [sys.executable, ROOT / "deploy" / "ray_batch.py", source, "--out", out, *options]
+
+    def answered(shard: int) -> int:
+        path = out / f"answers-{shard}.jsonl"
+        return len(path.read_bytes().splitlines()) if path.exists() else 0
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+    try:
+        nodes = [cluster.add_node(num_cpus=1) for _ in range(2)]
+        environment = {**os.environ, "RAY_ADDRESS": cluster.address}
+        with subprocess.Popen(
+            list(map(str, command)), env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        ) as driver:
+            wait_for(lambda: answered(0) >= 5 and answered(1) >= 5)
+            assert answered(0) < 41 and answered(1) < 40  # both are running, each on a node of its own
+            cluster.remove_node(nodes[0], allow_graceful=False)
+            said, _ = driver.communicate(timeout=limit(400.0))
+    finally:
+        cluster.shutdown()
+    assert driver.returncode == 1 and "shard 0: answered, with 1 errors" in said, said
+    answers = [json.loads(each) for path in out.glob("*.jsonl") for each in path.read_text().splitlines()]
+    assert Counter(each["custom_id"] for each in answers) == Counter([*names, None])
