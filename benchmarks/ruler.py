@@ -39,7 +39,7 @@ from apbv.prefilling.methods import METHODS
 from support.arguments import COUNT, DEFAULT_DTYPES, add_shared
 from support.exams import Reference, answer_greedily, run_on
 from support.passed_pairs import OF_THE_ANSWER, RANDOM, AnswersPairs, drawn
-from support.records import markdown_table, measure_what_is_left
+from support.records import markdown_table, measure_what_is_left, plot
 from support.ruler import TASKS, Task, make_task
 from support.summaries import grouped, mean_cell, percent_cell
 
@@ -183,7 +183,7 @@ def measure(options: argparse.Namespace, hosts: HostGroup, known: list[dict]) ->
                     yield {"benchmark": "ruler", **same, "hosts": number, **record}
 
 
-def show(_: argparse.Namespace, records: list[dict]) -> None:
+def show(options: argparse.Namespace, records: list[dict]) -> None:
     """Print a row for every way over its samples, with the mean difference of each from ``full``'s same sample."""
     exact = {(r["task"], r["num_tokens"], r["index"]): r["right"] for r in records if r["label"] == "full"}
     lines = []
@@ -197,7 +197,38 @@ def show(_: argparse.Namespace, records: list[dict]) -> None:
         cells += [mean_cell([record["kl"] for record in of_row], ".3f"), agrees]
         lines.append([task, num_tokens, hosts, label, *lengths, len(right), *cells])
     header = "task,tokens,hosts,row,l_a,l_p,samples,% right,points to `full`,KL,same first choice (%)"
-    print(markdown_table(header.split(","), lines), flush=True)
+    print(markdown_table(header.split(","), lines), by_length(records), sep="\n\n", flush=True)
+    if options.plot:
+        panels: dict[str, dict[str, list[tuple]]] = {}
+        for (hosts, label, length), of_row in grouped(records, "hosts", "label", "num_tokens").items():
+            curves = panels.setdefault(f"tokens of the context, {hosts} hosts", {})
+            curves.setdefault(label, []).append((length, statistics.fmean(record["kl"] for record in of_row)))
+        panels.pop("tokens of the context, 1 hosts", None)  # full attention itself
+        if panels:
+            plot(options.plot, panels, "KL divergence from full attention (nats per token)")
+
+
+def by_length(records: list[dict]) -> str:
+    """Format each row's mean KL divergence from ``full``, and its share of right answers, by length: all tasks.
+
+    Only samples that every row of a number of hosts has are counted, so that rows are compared on the same ones.
+    """
+    lengths, lines = sorted({record["num_tokens"] for record in records}), []
+    found = {(r["hosts"], r["num_tokens"], r["label"], r["task"], r["index"]): r for r in records}
+    for hosts in sorted({record["hosts"] for record in records}):
+        labels = list(dict.fromkeys(r["label"] for r in records if r["hosts"] == hosts))
+        for label in labels:
+            cells = []
+            for length in lengths:
+                of_row = {key[3:]: r for key, r in found.items() if key[:3] == (hosts, length, label)}
+                others = [{key[3:] for key in found if key[:3] == (hosts, length, other)} for other in labels]
+                same = [of_row[key] for key in sorted(of_row) if all(key in each for each in others if each)]
+                right = [record["right"] for record in same]
+                kl = mean_cell([record["kl"] for record in same], ".3f") if same else "–"
+                cells += [kl, percent_cell(sum(right), len(right)) or "–"]
+            lines.append([hosts, label, *cells])
+    header = [f"{what}, {length:,}" for length in lengths for what in ("KL", "% right")]
+    return markdown_table(["hosts", "row", *header], lines)
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -210,7 +241,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--rows", nargs="+", default=list(rows_of(1)), choices=rows_of(1), metavar="ROW", help="default: all"
     )
-    add_shared(parser, "dtype", "json", "table", hosts=[4])
+    add_shared(parser, "dtype", "json", "plot", "table", hosts=[4])
     return parser.parse_args(arguments)
 
 

@@ -93,13 +93,14 @@ def test_rows_are_compared_on_the_same_samples(tmp_path):
     assert [record["label"] for record in records] == 2 * rows[:2]
     assert [record["kl"] for record in records[::2]] == [0, 0]
     assert "| niah_multikey_1 | 700 | 2 | full | – | – | 2 |" in output
-    run_benchmark("ruler", *options, *rows, "--json", path, hosts=2)
+    output = run_benchmark("ruler", *options, *rows, "--json", path, "--plot", tmp_path / "r.png", hosts=2).stdout
+    assert (tmp_path / "r.png").stat().st_size
     records = valid_records("ruler", path)
     of_row = {label: [r for r in records if r["label"] == label] for label in rows}
     assert [len(found) for found in of_row.values()] == [2] * 5
-    assert (
-        len({record["kl"] for found in of_row.values() for record in found}) == 9
-    )  # each row passes on other pairs
+    # Each row passes on other pairs.
+    assert len({record["kl"] for found in of_row.values() for record in found}) == 9
+    assert "| hosts | row | KL, 700 | % right, 700 |" in output and "| 2 | apbv, no passing | 0." in output
     assert all(some["kl"] > every["kl"] >= 0 for some, every in zip(of_row[rows[2]], of_row[rows[1]], strict=True))
 
 
