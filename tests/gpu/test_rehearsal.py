@@ -48,6 +48,7 @@ THOROUGH = [
     (2, Case("qwen2_vl", prefill={"importance": "received", "kv": "sharded", "fused_query": False, **SHORT})),
     (3, drafting("hippo", family="qwen3_vl", draft_host=True, request=SAMPLED)),
     (1, drafting("specvlm", prune="kv", num_tree_nodes=6)),
+    (2, Case("qwen3_5", prefill=SHORT)),
 ]
 CASES = [*QUICK, *(pytest.param(*case, marks=pytest.mark.thorough) for case in THOROUGH)]
 
