@@ -1,10 +1,10 @@
 """Receives KV from the processes that hold it, layer by layer."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,22 +50,16 @@ class Source:
         StorageError: it cannot be reached, or rejects the request.
     """
 
-    request: ClassVar[dict[str, Any]] = {"do": "fetch"}
-
     def __init__(self, address: Address, wanted: Wanted):
         self.wanted, self.address, self.connection = wanted, address, None
         with self.described("at once"):
             self.connection = connect(address, wanted.timeout)
             ends = {name: [run.start, run.stop] for name, run in vars(wanted).items() if isinstance(run, range)}
-            known = {"transfer": wanted.ticket.transfer, "token": wanted.ticket.token}
-            self.begin(ask_on(self.connection, {**self.request, **known, **ends, **wanted.reader}, wanted.timeout))
+            known = {"do": "fetch", "transfer": wanted.ticket.transfer, "token": wanted.ticket.token}
+            self._read_ranges(ask_on(self.connection, {**known, **ends, **wanted.reader}, wanted.timeout))
 
-    def begin(self, reply: dict[str, Any]) -> None:
-        """Read which of the wanted tokens and KV heads the source has.
-
-        Raises:
-            StorageError: it has other ranges, or its reply is malformed.
-        """
+    def _read_ranges(self, reply: dict[str, Any]) -> None:
+        """Read which of the wanted tokens and KV heads the source has."""
         tokens, kv_heads = self.wanted.tokens, self.wanted.kv_heads
         with suppress(KeyError, TypeError, ValueError):
             self.runs = tuple((start, stop) for start, stop in reply["tokens"])
@@ -115,14 +109,10 @@ class Source:
             raise
 
 
-def received(wanted: Wanted, open_sources: Callable | None = None) -> Iterator[tuple[Tensor, Tensor]]:
+def received(wanted: Wanted) -> Iterator[tuple[Tensor, Tensor]]:
     """Receive layers from all sources in parallel, each layer while the previous one is in use.
 
     Every layer is keys and values ``[H, T, D]`` in CPU memory, valid until the next is asked for.
-
-    Args:
-        open_sources: makes from the buffers a context with the function that opens a source; by default
-            :class:`Source`.
 
     Raises:
         StorageError: a source cannot be reached, rejects, has ended, or what it sent was damaged on the way.
@@ -132,12 +122,11 @@ def received(wanted: Wanted, open_sources: Callable | None = None) -> Iterator[t
     dtype = wanted.ticket.torch_dtype
     buffers = [torch.empty(shape, dtype=dtype) for _ in range(min(_BUFFERS, len(layers)))]
     with ExitStack() as stack:
-        open_source = stack.enter_context(open_sources(buffers) if open_sources else nullcontext(Source))
         pool = stack.enter_context(ThreadPoolExecutor(len(addresses), thread_name_prefix="kv-receiver"))
         sources = []
 
         def opened(address: Address) -> None:
-            source = open_source(address, wanted)
+            source = Source(address, wanted)
             stack.callback(source.close)
             sources.append(source)
 
