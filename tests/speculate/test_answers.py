@@ -109,6 +109,17 @@ def test_a_draft_that_is_the_target_and_sees_all_is_always_right(pool, clip):
         assert figures["acceptance_rate"] == 1.0
 
 
+def test_a_draft_model_that_the_strategy_has_no_use_for_is_ignored(clip):
+    """Also in a batch, where the target drafts itself with all of its KV, so that it is always right."""
+    model, draft = families.build_model("qwen2_5_vl"), families.build_model("qwen2_5_vl", layers=1)
+    way = SpeculativeConfig(strategy="std", keep_losing_draft=True, **ALL)
+    engine = Engine(model, families.build_processor("qwen2_5_vl"), HostGroup.single(), None, None, way, draft)
+    asked = {"prompt": QUESTION, "video": str(clip), "num_frames": 12}
+    ((_, answer),) = engine.generate_all([asked], sampling=SamplingParams(max_new_tokens=STEPS))
+    figures = answer.stats["speculation"]
+    assert figures["num_accepted"] == figures["num_drafted"] > 0
+
+
 def test_a_context_that_is_always_right_takes_over(pool, clip):
     """The target itself drafts; one context is its own prompt. Only the first block can be wrong.
 
