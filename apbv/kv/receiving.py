@@ -51,16 +51,16 @@ class Source:
     """
 
     def __init__(self, address: Address, wanted: Wanted):
-        self.wanted, self.address, self.connection = wanted, address, None
-        with self.described("at once"):
-            self.connection = connect(address, wanted.timeout)
+        self._wanted, self._address, self._connection = wanted, address, None
+        with self._described("at once"):
+            self._connection = connect(address, wanted.timeout)
             ends = {name: [run.start, run.stop] for name, run in vars(wanted).items() if isinstance(run, range)}
             known = {"do": "fetch", "transfer": wanted.ticket.transfer, "token": wanted.ticket.token}
-            self._read_ranges(ask_on(self.connection, {**known, **ends, **wanted.reader}, wanted.timeout))
+            self._read_ranges(ask_on(self._connection, {**known, **ends, **wanted.reader}, wanted.timeout))
 
     def _read_ranges(self, reply: dict[str, Any]) -> None:
         """Read which of the wanted tokens and KV heads the source has."""
-        tokens, kv_heads = self.wanted.tokens, self.wanted.kv_heads
+        tokens, kv_heads = self._wanted.tokens, self._wanted.kv_heads
         with suppress(KeyError, TypeError, ValueError):
             self.runs = tuple((start, stop) for start, stop in reply["tokens"])
             self.kv_heads = first, last = tuple(reply["kv_heads"]) if self.runs else (kv_heads.start,) * 2
@@ -75,37 +75,37 @@ class Source:
         Raises:
             StorageError: it is not available, or was damaged in transfer.
         """
-        wanted = self.wanted
+        wanted = self._wanted
         heads = slice(*(head - wanted.kv_heads.start for head in self.kv_heads))
         places = [place for _, place in rows_of(self.runs, [wanted.tokens])]
-        with self.described(f"in layer {index} of {wanted.ticket.num_layers}"):
-            if read_message(self.connection, wanted.timeout).get("layer") != index:
+        with self._described(f"in layer {index} of {wanted.ticket.num_layers}"):
+            if read_message(self._connection, wanted.timeout).get("layer") != index:
                 raise StorageError(f"layer {index} of {wanted.name} arrived out of order")
             # The order of sending: keys, values; of each head by head; and of a head run by run.
             rows = (head[None, place] for states in buffer for head in states[heads] for place in places)
-            checksum = receive_rows(self.connection, rows)
-            if read_message(self.connection, wanted.timeout).get("crc32") != checksum:
+            checksum = receive_rows(self._connection, rows)
+            if read_message(self._connection, wanted.timeout).get("crc32") != checksum:
                 raise StorageError(f"layer {index} of {wanted.name} was damaged in transfer: wrong checksum")
 
     def close(self) -> None:
         """Close the connection, also for a thread that waits for it."""
-        sever(self.connection)
-        self.connection.close()
+        sever(self._connection)
+        self._connection.close()
 
     @contextmanager
-    def described(self, place: str) -> Iterator[None]:
+    def _described(self, place: str) -> Iterator[None]:
         """Turn a connection's errors into a StorageError."""
         try:
             yield
         except BaseException as error:
-            if place == "at once" and self.connection is not None:
-                self.connection.close()
-            host, port = self.address
+            if place == "at once" and self._connection is not None:
+                self._connection.close()
+            host, port = self._address
             if isinstance(error, Severed):
-                gone = f"{self.wanted.name} is gone, or its process is"
+                gone = f"{self._wanted.name} is gone, or its process is"
                 raise StorageError(f"{host}:{port} closed the connection {place}: {gone}") from error
             if isinstance(error, OSError):
-                raise unreachable(self.address, error) from error
+                raise unreachable(self._address, error) from error
             raise
 
 
