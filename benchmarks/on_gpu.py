@@ -201,8 +201,8 @@ def with_pretrained(model: str) -> list[Stage]:
             "drafts-pretrained",
             75,
             f"python benchmarks/speculative.py --model {model} --prompts benchmarks/support/prompts.jsonl "
-            "--rounds 1 --dtype float32 --strategies ngram layerskip --max-new-tokens 96",
-            "--strategies ngram --max-new-tokens 4",
+            "--rounds 1 --dtype float32 --strategies ngram --max-new-tokens 96",
+            "--max-new-tokens 4",
         ),
     ]
 

@@ -44,7 +44,5 @@ STRATEGY_NAMES = (
     "tabed",
     "std",
     "std_apbv",
-    "streaming",
-    "layerskip",
     "ngram",
 )

@@ -37,9 +37,8 @@ class SpeculativeConfig(Checked):
         strategy: a name in :data:`apbv.speculate.STRATEGIES`. A second model drafts in ``"vanilla"`` (on all
             visual tokens), ``"specvlm"``, ``"hippo"``, ``"parallelvlm"`` (on some, by ``keep``), ``"text_only"``
             and ``"tabed"`` (reading the prompt in several ways, see ``ensemble``); the target drafts itself in
-            ``"std"`` (on the most attended visual KV), ``"std_apbv"`` (on what the prefill passed on between
-            hosts), ``"streaming"`` (the latest) and ``"layerskip"`` (its first layers); ``"ngram"`` looks up what
-            followed the last tokens before.
+            ``"std"`` (on the most attended visual KV) and ``"std_apbv"`` (on what the prefill passed on between
+            hosts); ``"ngram"`` looks up what followed the last tokens before.
         draft_model: a directory or hub id, of the target's family and tokenizer (for ``"text_only"``, but not on a
             draft host, also a text-only model with the target's tokens); ``"demo"`` is the bundled one.
         num_draft_tokens: γ, tokens drafted per round; ``"auto"``: at most 16, chosen to maximise the expected
@@ -64,7 +63,6 @@ class SpeculativeConfig(Checked):
             of the target's prefill: it drafts its first window on the whole prompt.
         uv_layer: the last layer of the target that ``"uv_prune"`` observes, at most its last but one; 20 in the
             paper.
-        layer_ratio: the share of layers that ``"layerskip"`` runs.
         ensemble: the contexts that ``"tabed"`` drafts from: the prompt with the visual tokens that ``keep``
             preserves (M), with line breaks instead (T), a caption (C), and pooled ones (P); ``*``: weighted by
             their divergence from the target in the answer so far, instead of equally. The paper's are MT, MT*,
@@ -92,7 +90,6 @@ class SpeculativeConfig(Checked):
     )
     prune: str = one_of(PRUNINGS, "prompt")
     uv_layer: int = integer(1, 2**31 - 1, 20)
-    layer_ratio: float = number("lie in (0, 1]", lambda share: 0 < share <= 1, 0.5)
     ensemble: str = setting(
         "MT*",
         f"be different letters of {CONTEXTS}, with a * after at least two to adapt their weights",

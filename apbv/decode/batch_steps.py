@@ -160,9 +160,8 @@ class _Step(Step):
         super().__init__(parts, num_tokens, num_tokens + 2 * size + 1)
         self._most_rows, self._most_new = most_rows, most_new
         self._positions, self._lengths, self._starts = self._others.split([num_tokens, size, size + 1])
-        num_layers = len(parts.language_model.layers)  # of a draft perhaps the first of the model's
-        self._places = self._numbers.new_zeros(num_layers, 3, size)
-        self._left_out = self._numbers.new_zeros(num_layers, size) if layers_differ else None
+        self._places = self._numbers.new_zeros(parts.num_layers, 3, size)
+        self._left_out = self._numbers.new_zeros(parts.num_layers, size) if layers_differ else None
         self._held: list[object] = []
 
     def take(self, ids: Tokens, kvs: Sequence[OwnKV], counts: Sequence[int] | None) -> None:

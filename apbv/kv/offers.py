@@ -12,13 +12,12 @@ import threading
 import time
 import traceback
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..hosts import HostGroup
-from ..warn import raised_as
 from .facts import StorageError
 from .sending import Listener, Share
 from .ticket import Ticket
@@ -32,9 +31,6 @@ from .wire import (
     send_rows,
     sever,
 )
-
-if TYPE_CHECKING:
-    from .rdma import Exposer
 
 OnEnd = Callable[[str, str, int], None]
 
@@ -129,8 +125,6 @@ class Offers(AbstractContextManager):
         self._leads = hosts.is_leader
         self._offers: dict[str, Offer] = {}  # the oldest first
         self._past: OrderedDict[str, Offer] = OrderedDict()  # ended offers, the latest last
-        self._exposer: Exposer | None = None
-        self._making_exposer = threading.Lock()
         self._changed, self._is_closed = threading.Condition(), False
         self._actions = {"fetch": self._fetch, "done": self._done, "drop": self._told, "end": self._told}
         with ExitStack() as undo:
@@ -290,39 +284,35 @@ class Offers(AbstractContextManager):
             send_message(connection, {"error": str(error)})
 
     def _fetch(self, connection: socket.socket, request: dict[str, Any], offer: Offer) -> None:
-        with self._reading(connection, request, offer):
+        """Send the requested part; free an ended offer after its last reader."""
+        reader, _ = reader_of(request)
+        with self._changed:
+            offer.require_alive()
+            offer.streams.add(connection)
+            if not offer.readers:
+                offer.lives_until += self._seconds if self._leads else 0.0
+            offer.readers.add(reader)
+        try:
             self._send(connection, request, offer)
+        except BaseException as error:
+            traceback.clear_frames(error.__traceback__)  # which hold KV that has to be free now
+            raise
+        finally:
+            with self._changed:
+                offer.streams.discard(connection)
+                is_last = offer.how is not None and not offer.streams
+            if is_last:
+                self._free(offer)
 
     def _send(self, connection: socket.socket, request: dict[str, Any], offer: Offer) -> None:
         share = offer.held
         tokens, kv_heads, layers = (range_of(request, name) for name in ("tokens", "kv_heads", "layers"))
         part = share.part(tokens, kv_heads, layers)
-        held = {"tokens": part.runs, "kv_heads": part.kv_heads}
-        if request.get("rdma"):
-            with self._rdma().exposing(share, part) as window:
-                send_message(connection, {**held, "window": window})
-                read_message(connection, 2 * self._seconds)  # the reader has all of it
-                offer.require_alive()
-                send_message(connection, {})  # and it was here until now
-            return
-        send_message(connection, held)
+        send_message(connection, {"tokens": part.runs, "kv_heads": part.kv_heads})
         for index, states in zip(layers, share.in_host_memory(part), strict=True):
             offer.require_alive()
             send_message(connection, {"layer": index})
             send_message(connection, {"crc32": send_rows(connection, states)})
-
-    def _rdma(self) -> "Exposer":
-        """Return the object that exposes this process's memory over RDMA.
-
-        Raises:
-            StorageError: RDMA is not available.
-        """
-        with self._making_exposer:
-            if self._exposer is None:
-                with raised_as(StorageError, f"{self.address[0]} does not support RDMA", ImportError):
-                    from .rdma import Exposer
-                self._exposer = Exposer()
-            return self._exposer
 
     def _done(self, connection: socket.socket, request: dict[str, Any], offer: Offer) -> None:
         reader, num_readers = reader_of(request)
@@ -337,28 +327,6 @@ class Offers(AbstractContextManager):
         if how not in ENDINGS:
             raise StorageError(f"unknown end of a KV transfer: {how!r:.40}")
         self._end(offer, how)
-
-    @contextmanager
-    def _reading(self, connection: socket.socket, request: dict[str, Any], offer: Offer) -> Iterator[None]:
-        """Register a connection as reading; free an ended offer after its last one."""
-        reader, _ = reader_of(request)
-        with self._changed:
-            offer.require_alive()
-            offer.streams.add(connection)
-            if not offer.readers:
-                offer.lives_until += self._seconds if self._leads else 0.0
-            offer.readers.add(reader)
-        try:
-            yield
-        except BaseException as error:
-            traceback.clear_frames(error.__traceback__)  # which hold KV that has to be free now
-            raise
-        finally:
-            with self._changed:
-                offer.streams.discard(connection)
-                is_last = offer.how is not None and not offer.streams
-            if is_last:
-                self._free(offer)
 
     def _find(self, request: dict[str, Any]) -> Offer:
         """Return the offer that a request names, which may have ended.

@@ -1,10 +1,10 @@
 """Receives KV from the processes that hold it, layer by layer."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,23 +50,17 @@ class Source:
         StorageError: it cannot be reached, or rejects the request.
     """
 
-    request: ClassVar[dict[str, Any]] = {"do": "fetch"}
-
     def __init__(self, address: Address, wanted: Wanted):
-        self.wanted, self.address, self.connection = wanted, address, None
-        with self.described("at once"):
-            self.connection = connect(address, wanted.timeout)
+        self._wanted, self._address, self._connection = wanted, address, None
+        with self._described("at once"):
+            self._connection = connect(address, wanted.timeout)
             ends = {name: [run.start, run.stop] for name, run in vars(wanted).items() if isinstance(run, range)}
-            known = {"transfer": wanted.ticket.transfer, "token": wanted.ticket.token}
-            self.begin(ask_on(self.connection, {**self.request, **known, **ends, **wanted.reader}, wanted.timeout))
+            known = {"do": "fetch", "transfer": wanted.ticket.transfer, "token": wanted.ticket.token}
+            self._read_ranges(ask_on(self._connection, {**known, **ends, **wanted.reader}, wanted.timeout))
 
-    def begin(self, reply: dict[str, Any]) -> None:
-        """Read which of the wanted tokens and KV heads the source has.
-
-        Raises:
-            StorageError: it has other ranges, or its reply is malformed.
-        """
-        tokens, kv_heads = self.wanted.tokens, self.wanted.kv_heads
+    def _read_ranges(self, reply: dict[str, Any]) -> None:
+        """Read which of the wanted tokens and KV heads the source has."""
+        tokens, kv_heads = self._wanted.tokens, self._wanted.kv_heads
         with suppress(KeyError, TypeError, ValueError):
             self.runs = tuple((start, stop) for start, stop in reply["tokens"])
             self.kv_heads = first, last = tuple(reply["kv_heads"]) if self.runs else (kv_heads.start,) * 2
@@ -81,48 +75,44 @@ class Source:
         Raises:
             StorageError: it is not available, or was damaged in transfer.
         """
-        wanted = self.wanted
+        wanted = self._wanted
         heads = slice(*(head - wanted.kv_heads.start for head in self.kv_heads))
         places = [place for _, place in rows_of(self.runs, [wanted.tokens])]
-        with self.described(f"in layer {index} of {wanted.ticket.num_layers}"):
-            if read_message(self.connection, wanted.timeout).get("layer") != index:
+        with self._described(f"in layer {index} of {wanted.ticket.num_layers}"):
+            if read_message(self._connection, wanted.timeout).get("layer") != index:
                 raise StorageError(f"layer {index} of {wanted.name} arrived out of order")
             # The order of sending: keys, values; of each head by head; and of a head run by run.
             rows = (head[None, place] for states in buffer for head in states[heads] for place in places)
-            checksum = receive_rows(self.connection, rows)
-            if read_message(self.connection, wanted.timeout).get("crc32") != checksum:
+            checksum = receive_rows(self._connection, rows)
+            if read_message(self._connection, wanted.timeout).get("crc32") != checksum:
                 raise StorageError(f"layer {index} of {wanted.name} was damaged in transfer: wrong checksum")
 
     def close(self) -> None:
         """Close the connection, also for a thread that waits for it."""
-        sever(self.connection)
-        self.connection.close()
+        sever(self._connection)
+        self._connection.close()
 
     @contextmanager
-    def described(self, place: str) -> Iterator[None]:
+    def _described(self, place: str) -> Iterator[None]:
         """Turn a connection's errors into a StorageError."""
         try:
             yield
         except BaseException as error:
-            if place == "at once" and self.connection is not None:
-                self.connection.close()
-            host, port = self.address
+            if place == "at once" and self._connection is not None:
+                self._connection.close()
+            host, port = self._address
             if isinstance(error, Severed):
-                gone = f"{self.wanted.name} is gone, or its process is"
+                gone = f"{self._wanted.name} is gone, or its process is"
                 raise StorageError(f"{host}:{port} closed the connection {place}: {gone}") from error
             if isinstance(error, OSError):
-                raise unreachable(self.address, error) from error
+                raise unreachable(self._address, error) from error
             raise
 
 
-def received(wanted: Wanted, open_sources: Callable | None = None) -> Iterator[tuple[Tensor, Tensor]]:
+def received(wanted: Wanted) -> Iterator[tuple[Tensor, Tensor]]:
     """Receive layers from all sources in parallel, each layer while the previous one is in use.
 
     Every layer is keys and values ``[H, T, D]`` in CPU memory, valid until the next is asked for.
-
-    Args:
-        open_sources: makes from the buffers a context with the function that opens a source; by default
-            :class:`Source`.
 
     Raises:
         StorageError: a source cannot be reached, rejects, has ended, or what it sent was damaged on the way.
@@ -132,12 +122,11 @@ def received(wanted: Wanted, open_sources: Callable | None = None) -> Iterator[t
     dtype = wanted.ticket.torch_dtype
     buffers = [torch.empty(shape, dtype=dtype) for _ in range(min(_BUFFERS, len(layers)))]
     with ExitStack() as stack:
-        open_source = stack.enter_context(open_sources(buffers) if open_sources else nullcontext(Source))
         pool = stack.enter_context(ThreadPoolExecutor(len(addresses), thread_name_prefix="kv-receiver"))
         sources = []
 
         def opened(address: Address) -> None:
-            source = open_source(address, wanted)
+            source = Source(address, wanted)
             stack.callback(source.close)
             sources.append(source)
 

@@ -10,13 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
-from ..warn import raised_as
-from .facts import StorageError
 from .receiving import Wanted, received
 from .ticket import Ticket
 from .wire import ask
-
-TRANSPORTS = ("tcp", "rdma")
 
 
 class RemoteKV(AbstractContextManager):
@@ -29,23 +25,12 @@ class RemoteKV(AbstractContextManager):
         ticket: its ticket.
         timeout: seconds without any progress after which a wait ends in an error.
         num_readers: number of processes that will read and confirm; the KV is kept until all of them have.
-        transport: one of :data:`TRANSPORTS`; ``"rdma"`` needs the extra of that name on both sides.
-
-    Raises:
-        ValueError: the transport is unknown.
-        StorageError: RDMA is not available here.
     """
 
-    def __init__(self, ticket: Ticket, timeout: float = 30.0, num_readers: int = 1, transport: str = "tcp"):
+    def __init__(self, ticket: Ticket, timeout: float = 30.0, num_readers: int = 1):
         self.ticket, self._timeout = ticket, timeout
         self._reader = {"reader": secrets.token_hex(16), "num_readers": num_readers}
-        self._reading = self._open_sources = None
-        if transport not in TRANSPORTS:
-            raise ValueError(f"transport must be one of {', '.join(TRANSPORTS)}, not {transport!r}")
-        if transport == "rdma":
-            with raised_as(StorageError, "RDMA is not available here", ImportError):
-                from .rdma import rdma_sources
-            self._open_sources = rdma_sources
+        self._reading = None
 
     def layers(
         self, tokens: range, kv_heads: range | None = None, layers: range | None = None
@@ -72,8 +57,7 @@ class RemoteKV(AbstractContextManager):
             if run.step != 1 or not 0 <= run.start <= run.stop <= sizes[name]:
                 raise ValueError(f"{name} {run} are not within the KV's {sizes[name]}")
         self.close()
-        wanted = Wanted(**asked, ticket=ticket, reader=self._reader, timeout=self._timeout)
-        self._reading = received(wanted, self._open_sources)
+        self._reading = received(Wanted(**asked, ticket=ticket, reader=self._reader, timeout=self._timeout))
         return self._reading
 
     def confirm(self) -> None:

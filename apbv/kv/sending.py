@@ -92,20 +92,12 @@ class Share:
 
         They are the share's own memory if possible, and valid until the next are requested.
         """
-        return (
-            self._copied(part) if self._computed is not None else (self._of(part, index) for index in part.layers)
-        )
-
-    def in_place(self, part: Part) -> list[tuple[Tensor, Tensor]]:
-        """Return keys and values ``[H, T, D]`` of each layer in place, once they have been computed."""
         if self._computed is not None:
-            self._computed.synchronize()
-        return [self._of(part, index) for index in part.layers]
-
-    def _of(self, part: Part, layer: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values ``[H, T, D]`` with contiguous rows per head."""
-        found = (states[part.heads, part.rows] for states in self._layers[layer])
-        return tuple(x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous() for x in found)
+            yield from self._copied(part)
+            return
+        for index in part.layers:
+            found = (states[part.heads, part.rows] for states in self._layers[index])
+            yield tuple(x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous() for x in found)
 
     def _copied(self, part: Part) -> Iterator[tuple[Tensor, Tensor]]:
         """Copy layers from the GPU, each while the previous one is being sent, next to other GPU work."""

@@ -5,8 +5,6 @@ A connection carries one request and its reply. The request names the operation,
 - ``fetch`` has also ``tokens``, ``kv_heads`` and ``layers`` (ranges ``[start, stop)``), and the reader. The reply
   has the ranges that this source holds. For every layer there follow a message, the keys and the values, head by
   head and row by row, and a message with their checksum.
-- ``fetch`` with ``rdma`` returns the KV's memory addresses, which may be read until the connection ends (see
-  :mod:`apbv.kv.rdma`). After reading, the reader sends a message, and gets a reply if the KV was kept until then.
 - ``done`` confirms that a reader has all it wanted, ``drop`` that the KV will not be fetched.
 - ``end`` notifies another source of the transfer that it has ended, and how.
 

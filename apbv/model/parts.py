@@ -484,7 +484,7 @@ def _refuse_unsupported_layers(family: str, config: PreTrainedConfig) -> None:
         )
 
 
-def some_layers(language_model: nn.Module, layers: range, with_norm: bool = True) -> nn.Module:
+def some_layers(language_model: nn.Module, layers: range, with_norm: bool) -> nn.Module:
     """Return a decoder of some of another one's layers, which shares its weights.
 
     Args:

@@ -1,6 +1,6 @@
 """Speculative decoding in a batch: answers draft and are verified together, each with its own window.
 
-A round is one pass of each draft model per drafted position, over the answers that draft there, and one of the
+A round is one pass of the draft model per drafted position, over the answers that draft there, and one of the
 target over every answer's last token and drafted ones. All of it is queued on the device, and waited for once.
 """
 
@@ -10,7 +10,7 @@ from itertools import accumulate, islice
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from ..config import SpeculativeConfig
@@ -35,7 +35,7 @@ class DraftingMember(Member):
     Attributes:
         draft: its draft, which has read the prompt; None if it has none, or no longer.
         draft_kv: the KV of a draft model; None before the prefill is done, and if the draft has no model.
-        num_copied: if the draft takes the target's KV: of how many tokens it has that.
+        num_copied: if the target drafts itself: of how many tokens the draft has the target's KV.
         acceptance: how often drafted tokens were accepted.
         stats: speculation metrics.
     """
@@ -97,6 +97,7 @@ class SpeculativeBatch(Batch):
     Args:
         parts: the target.
         config: how many tokens are drafted.
+        draft: the draft model; None: the target drafts itself, or drafts need no model.
 
     Raises:
         ValueError: answers cannot be batched, or not with these drafts: see :func:`.strategies.why_drafts_alone`.
@@ -105,12 +106,13 @@ class SpeculativeBatch(Batch):
     _member = DraftingMember
     _members: list[DraftingMember]
 
-    def __init__(self, parts: ModelParts, config: SpeculativeConfig):
+    def __init__(self, parts: ModelParts, config: SpeculativeConfig, draft: ModelParts | None = None):
         super().__init__(parts)
         if obstacle := why_drafts_alone(config):
             raise ValueError(f"cannot batch answers with drafts: {obstacle}")
         self._pace = BatchPace(config.num_draft_tokens, config.keep_losing_draft)
-        self._runners: dict[tuple[nn.Module, ...], BatchRunner] = {}  # of draft models, by their layers
+        self._drafts_itself = draft is None
+        self._draft_runner = self._runner if draft is None else BatchRunner(draft)
 
     def join(self, state: PrefilledPrompt, request: Request, draft: Draft | None = None) -> DraftingMember:
         """Add a prefilled prompt as :meth:`Batch.join` does.
@@ -196,7 +198,7 @@ class SpeculativeBatch(Batch):
     def _draft(self, windows: Windows) -> dict[DraftingMember, Drafted]:
         """Draft for members; of those that are left out the draft failed."""
         found: dict[DraftingMember, Drafted] = {}
-        together: dict[BatchRunner, dict[DraftingMember, int]] = {}
+        together: Windows = {}
         for member, window in windows.items():
             draft, kv, known = member.draft, member.draft_kv, len(member.tokens) - 1
             try:
@@ -209,21 +211,16 @@ class SpeculativeBatch(Batch):
             except (NotFiniteError, RuntimeError) as error:  # the latter out of memory
                 member.drop_draft(f"it gave {error}")
                 continue
-            if draft.takes_target_kv:
+            if self._drafts_itself:
                 kv.num_run = member.num_copied
                 kv.copy_newest(member.kv, known - kv.num_run)
                 member.num_copied = known
-            layers = tuple(draft.drafter.parts.language_model.layers)
-            if layers not in self._runners:
-                self._runners[layers] = BatchRunner(draft.drafter.parts)
-            together.setdefault(self._runners[layers], {})[member] = window
-        for runner, group in together.items():
-            found |= _draft_chains(runner, group)
-        return found
+            together[member] = window
+        return found | _draft_chains(self._draft_runner, together) if together else found
 
 
 def _draft_chains(runner: BatchRunner, windows: Windows) -> dict[DraftingMember, Drafted]:
-    """Draft chains with one model, without synchronization; answers leave the passes by their windows."""
+    """Draft chains with the model, without synchronization; answers leave the passes by their windows."""
     members = sorted(windows, key=windows.get, reverse=True)
     drafter, kvs = members[0].draft.drafter, [member.draft_kv for member in members]
     missing = [member.tokens[kv.num_run :] for member, kv in zip(members, kvs, strict=True)]

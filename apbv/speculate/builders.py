@@ -7,12 +7,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..model.parts import some_layers
 from ..prefilling.encode import encode_visual
 from ..prefilling.reduction.choosing import keep_best, keep_even
 from ..prefilling.reduction.hippo import local_semantics, with_relevance
 from .draft import Draft, DraftTask, prefill_draft, run_prompt
-from .drafters import Drafter, NgramDrafter
+from .drafters import NgramDrafter
 from .ensemble import EnsembleDrafter, read_contexts
 
 
@@ -119,32 +118,10 @@ def _draft_on_best_kv(task: DraftTask, scores: list[Tensor], count: int) -> Draf
     """Draft with the target on all text and each head's best visual KV by scores ``[Hkv, visual tokens]``."""
     nothing = torch.empty(task.target.num_kv_heads, 0, dtype=torch.long)
     best = [layer.topk(count, dim=1).indices for layer in scores] or [nothing] * task.target.num_layers
-    return Draft(_own_kv_drafter(task, best), count, takes_target_kv=True)
-
-
-def draft_on_latest_kv(task: DraftTask) -> Draft:
-    """Draft with the target on its own KV of all text and the latest visual tokens."""
-    count = task.num_kept
-    latest = torch.arange(task.num_visual - count, task.num_visual)
-    heads = task.target.num_kv_heads
-    drafter = _own_kv_drafter(task, [latest.expand(heads, -1)] * task.target.num_layers)
-    return Draft(drafter, count, latest, takes_target_kv=True)
-
-
-def _own_kv_drafter(task: DraftTask, visual: list[Tensor]) -> Drafter | None:
-    """Return a drafter of the target on all text and, per layer and head, these visual tokens ``[Hkv, T]``."""
-    visual_tokens, text = task.is_visual.nonzero().flatten(), (~task.is_visual).nonzero().flatten()
+    visual, text = task.is_visual.nonzero().flatten(), (~task.is_visual).nonzero().flatten()
     text = text.expand(task.target.num_kv_heads, -1)
-    selected = [torch.cat([text, visual_tokens[chosen]], dim=1).sort(dim=1).values for chosen in visual]
-    return task.drafter(task.target, task.state.kv.select(selected))
-
-
-def draft_by_first_layers(task: DraftTask) -> Draft:
-    """Draft with the target's first layers and its head, on the KV that these layers already have (LayerSkip)."""
-    num_layers = max(1, round(task.config.layer_ratio * task.target.num_layers))
-    shallow = replace(task.target, language_model=some_layers(task.target.language_model, range(num_layers)))
-    cache = task.state.kv.first_layers(num_layers)
-    return Draft(task.drafter(shallow, cache), task.num_visual)
+    chosen = [torch.cat([text, visual[places]], dim=1).sort(dim=1).values for places in best]
+    return Draft(task.drafter(task.target, task.state.kv.select(chosen)), count)
 
 
 def draft_by_ngrams(task: DraftTask) -> Draft:

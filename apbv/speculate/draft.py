@@ -188,8 +188,6 @@ class Draft:
         kept: which ones, by their numbers among the visual tokens, where all layers and heads see the same.
         successor: builds the replacement of a provisional draft, which drafts until the target's scores arrive.
         awaited: the message that arrives with them.
-        takes_target_kv: whether the drafter is the target on less of the prompt, so that the target's KV of
-            verified tokens may replace its own.
     """
 
     drafter: Drafter | None
@@ -197,7 +195,6 @@ class Draft:
     kept: Tensor | None = None
     successor: "Callable[[], Draft] | None" = None
     awaited: Exchange | None = None
-    takes_target_kv: bool = False
 
 
 def kept_by_frame(parts: ModelParts, inputs: ModelInputs, kept: Tensor | None) -> Tensor | None:

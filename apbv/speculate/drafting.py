@@ -157,7 +157,8 @@ class Drafting:
             return Autoregressive(models.target, hosts)
         if not config.draft_host:
             tokenize = partial(tokenizer.encode, add_special_tokens=False)
-            return TakingTurns(models.target, models.draft, hosts, config, tokenize, self._captioner)
+            draft = models.draft if STRATEGIES[config.strategy].needs_draft_model else None
+            return TakingTurns(models.target, draft, hosts, config, tokenize, self._captioner)
         pair = Pair.of(hosts, config)
         way = DraftHost(models.draft, config, pair) if pair.is_draft else BesideDraft(models.target, config, pair)
         hosts.require_same("the kind of prompts that the model reads", reads(models.reading).encode())

@@ -29,8 +29,9 @@ class Strategy:
         build: builds the draft from a prefilled prompt; collective.
         watcher: makes the strategy's watcher of the target's prefill; returns None if it needs none.
         needs_draft_model: whether a second model drafts.
-        runs_target: whether the target drafts itself. Tensor parallelism excludes that: TP ranks of a host would
-            not be forced to draft the same tokens.
+        runs_target: whether the target drafts itself on a part of its KV, where the target's KV of verified tokens
+            replaces the draft's own. Tensor parallelism excludes that: TP ranks of a host would not be forced to
+            draft the same tokens.
         needs_passing: whether the prefill has to pass KV pairs on between hosts.
         needs_verdicts: whether the draft learns from every verification before it drafts on, so that it has to
             take turns with the target.
@@ -97,8 +98,6 @@ STRATEGIES: dict[str, Strategy] = {
     ),
     "std": Strategy(builders.draft_on_attended_kv, lambda *_: HeadAttention(), runs_target=True, prunes_kv=True),
     "std_apbv": Strategy(builders.draft_on_passed_kv, lambda *_: PassedOn(), runs_target=True, needs_passing=True),
-    "streaming": Strategy(builders.draft_on_latest_kv, runs_target=True, prunes_kv=True),
-    "layerskip": Strategy(builders.draft_by_first_layers, runs_target=True),
     "ngram": Strategy(builders.draft_by_ngrams, drafts_trees=False),
 }
 

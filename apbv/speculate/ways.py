@@ -145,7 +145,7 @@ class TakingTurns:
         return tuple(parts for parts in (self._target, self._draft) if parts is not None)
 
     def batch(self) -> SpeculativeBatch:
-        return SpeculativeBatch(self._target, self._config)
+        return SpeculativeBatch(self._target, self._config, self._draft)
 
     def attention(self) -> ExitStack:
         return _attention(self.models)
@@ -165,18 +165,14 @@ class TakingTurns:
                 return Begun(read, state, (self._build(read, state, watcher, caption),))
 
     def answered(self, begun: Begun, tokens: list[int], summary: dict[str, Any] | None) -> Answered:
-        config, (read, state, (draft,)) = self._config, begun
+        read, _, (draft,) = begun
         figures = {
-            **asdict(config),
+            **asdict(self._config),
             **summary,
             "num_tree_nodes": self._tree and self._tree.num_drafted,
             "num_visual_tokens_drafted_from": draft.num_visual,
         }
-        kept = draft.kept
-        is_shorter = state.inputs.num_tokens < read.inputs.num_tokens
-        if STRATEGIES[config.strategy].runs_target and kept is not None and is_shorter:
-            kept = state.reduction.kept[kept]  # numbered among the tokens that are left of a reduced prompt
-        return Answered(tokens, figures, kept_by_frame(self._target, read.inputs, kept))
+        return Answered(tokens, figures, kept_by_frame(self._target, read.inputs, draft.kept))
 
     def _build(
         self, read: ReadRequest, state: PrefillResult, watcher: Watcher | None, caption: str | None
@@ -210,7 +206,7 @@ class TakingTurns:
     def _decode(self, draft: Draft, state: PrefillResult, request: Request):
         config = self._config
         answer = state.begin_answer(self._target, request)
-        if draft.takes_target_kv and draft.drafter is not None:
+        if STRATEGIES[config.strategy].runs_target and draft.drafter is not None:
             draft.drafter.newest_kv = answer.decoder.newest_kv
         depth = config.num_draft_tokens
         if self._tree is not None and depth != "auto":

@@ -50,8 +50,6 @@ PRESETS: dict[str, dict[str, dict]] = {
     },
     # Always with STD's γ = 9 and K + m_t = 1024, so that a prompt must be longer.
     "std1": {
-        "LayerSkip": _std("layerskip"),
-        "Streaming": _std("streaming", keep_tokens=1024),
         "STD": _std("std", keep_tokens=1024),
         "STD by APB-V": _std("std_apbv"),
     },

@@ -21,7 +21,7 @@ WAYS = [
     (None, "gathered", True),
     ({"strategy": "hippo", "prune": "kv", "keep_ratio": 0.5}, "gathered", True),
     ({"strategy": "std", "keep_ratio": 0.5}, "gathered", True),
-    ({"strategy": "layerskip"}, "sharded", False),
+    ({"strategy": "std_apbv"}, "sharded", False),
 ]
 
 

@@ -30,16 +30,9 @@ RESULT = "event", "apbv/hosts/group.py:wait_for_device"  # of an answer that has
 
 
 def engine_of(hosts: HostGroup, gpu=None, speculate: SpeculativeConfig | None = None) -> Engine:
-    """A draft model has the target's weights: it errs where tokens are drawn with other numbers.
-
-    The layers that layerskip leaves out add little, so that it seldom errs otherwise.
-    """
-    strategy = speculate and speculate.strategy
-    layers = 2 if strategy == "layerskip" else 1
-    models = [families.build_model("qwen2_5_vl", layers=layers) for _ in range(1 + (strategy == "vanilla"))]
-    for layer in models[0].model.language_model.layers[1:]:
-        for added in (layer.self_attn.o_proj, layer.mlp.down_proj):
-            added.weight.data *= 0.1
+    """A draft model has the target's weights: it errs where tokens are drawn with other numbers."""
+    has_draft = speculate is not None and speculate.strategy == "vanilla"
+    models = [families.build_model("qwen2_5_vl", layers=1) for _ in range(1 + has_draft)]
     model, *draft = models if gpu is None else [to_gpu(model, gpu) for model in models]
     return Engine(model, families.build_processor("qwen2_5_vl"), hosts, None, None, speculate, *draft)
 
@@ -87,9 +80,7 @@ def test_the_answers_are_those_of_the_cpu(clip):
     assert gpu.streams.num_taken.total() == 3
 
 
-@pytest.mark.parametrize(
-    "strategy", ["vanilla", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("std", "layerskip"))]
-)
+@pytest.mark.parametrize("strategy", ["vanilla", pytest.param("std", marks=pytest.mark.thorough)])
 def test_a_round_of_drafts_waits_once(clip, monkeypatch, strategy):
     """And runs the draft's passes and the target's as graphs."""
     speculate = SpeculativeConfig(strategy=strategy, num_draft_tokens=2, keep_losing_draft=True)

@@ -70,7 +70,7 @@ def test_answers_are_those_of_the_cpu(index):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("strategy", [None, "vanilla", "layerskip"])
+@pytest.mark.parametrize("strategy", [None, "vanilla", "std"])
 def test_answers_in_a_batch_by_recorded_steps_are_those_of_the_cpu(strategy):
     options = {"speculate": SpeculativeConfig(strategy=strategy)} if strategy else {}
     assert answers(

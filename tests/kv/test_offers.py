@@ -64,8 +64,6 @@ def test_a_part_that_there_is_not_is_refused(offers):
     assert b"['closed']" in ask_raw(offers, asking_for_all(ticket, do="end", how=["closed"]))
     with pytest.raises(ValueError, match="not within"):
         RemoteKV(ticket).layers(range(0, 13))
-    with pytest.raises(ValueError, match="must be one of tcp, rdma, not 'pigeon'"):
-        RemoteKV(ticket, transport="pigeon")
 
 
 def test_who_asks_for_nothing_holds_nobody_up(offers, monkeypatch):

@@ -137,7 +137,7 @@ def refused_job(processes: HostGroup, path: str):
         described(lambda: Engine.from_pretrained(path, hosts=joined(processes, 4))),
         described(hosts.subgroup, [0]),
     ]
-    for speculate in ({"strategy": "streaming"}, {"strategy": "vanilla", "draft_model": path, "draft_host": True}):
+    for speculate in ({"strategy": "std"}, {"strategy": "vanilla", "draft_model": path, "draft_host": True}):
         config = SpeculativeConfig(**speculate)
         refused.append(described(lambda config=config: Engine(None, whole.processor, hosts, None, None, config)))
     return refused
@@ -145,12 +145,12 @@ def refused_job(processes: HostGroup, path: str):
 
 def test_what_cannot_be_is_refused(pool, checkpoints):
     path = str(checkpoints("llama"))
-    for whole, odd_group, few_heads, subgroup, streaming, draft_host in pool.run(4, refused_job, path):
+    for whole, odd_group, few_heads, subgroup, own_kv, draft_host in pool.run(4, refused_job, path):
         assert whole.startswith("ValueError: the model is shard 0 of 1, but this process is TP rank ")
         assert odd_group.startswith("ValueError: 4 process(es) cannot form hosts of 3 each")
         assert "2 KV heads cannot be split evenly across 4 processes" in few_heads
         assert subgroup.startswith("ValueError: subgroups are not supported")
-        assert streaming.startswith("ValueError: streaming, with which the target drafts itself, is not supported")
+        assert own_kv.startswith("ValueError: std, with which the target drafts itself, is not supported")
         assert draft_host.startswith("ValueError: a draft host is not supported")
 
 

@@ -16,7 +16,7 @@ from apbv import HostGroup, PrefillConfig, SamplingParams, SpeculativeConfig, pr
 from apbv.input.request import Question, Request
 from apbv.kv import cache as kv_cache
 from apbv.kv.select import select_kv
-from apbv.model.parts import inspect_model, some_layers
+from apbv.model.parts import inspect_model
 from apbv.speculate.batch import SpeculativeBatch
 from apbv.speculate.draft import Draft
 from apbv.speculate.drafters import ModelDrafter, NgramDrafter
@@ -43,10 +43,8 @@ NUM_PROMPTS, NUM_BATCHES = 3, 100
 
 @cache
 def parts_of(kind: str = "target"):
-    """The target; itself with noise, which errs now and then; its first layer; a model that gives NaN."""
+    """The target; itself with noise, which errs now and then; a model that gives NaN."""
     target = inspect_model(build("llama", torch.float64))
-    if kind == "layerskip":
-        return replace(target, language_model=some_layers(target.language_model, range(1)))
     if kind == "noisy":
         model = families.build_model("llama", dtype=torch.float64)
         generator = torch.Generator().manual_seed(0)
@@ -81,8 +79,6 @@ def draft_prompt(kind: str, number: int) -> DynamicCache:
         cache = DynamicCache()
         parts_of(kind).language_model(input_ids=state.inputs.input_ids, past_key_values=cache)
         return cache
-    if kind == "layerskip":
-        return state.kv.first_layers(1)
     rows = torch.arange(0 if kind == "target" else 1, state.num_tokens, 1 if kind == "target" else 2)
     return select_kv(state.kv.whole, [rows.expand(parts_of().num_kv_heads, -1)] * parts_of().num_layers)
 
@@ -103,7 +99,7 @@ def draft_of(kind: str, number: int, sampling: SamplingParams) -> Draft | None:
         return Draft(Broken([]), 0)
     if kind in PATTERNS:
         return Draft(ScriptedDrafter(expected(number, sampling), PATTERNS[kind]), 0)
-    parts, state = parts_of("target" if kind == "streaming" else kind), prefilled(number)
+    parts, state = parts_of("target" if kind == "own KV" else kind), prefilled(number)
     cache = DynamicCache()
     for index, layer in enumerate(draft_prompt(kind, number).layers):
         cache.update(layer.keys, layer.values, index)
@@ -115,7 +111,7 @@ def draft_of(kind: str, number: int, sampling: SamplingParams) -> Draft | None:
         False,
         state.inputs.input_ids,
     )
-    return Draft(ModelDrafter(parts, cache, *settings), 0, takes_target_kv=kind == "streaming")
+    return Draft(ModelDrafter(parts, cache, *settings), 0)
 
 
 @cache
@@ -128,7 +124,7 @@ def alone(kind: str, number: int, sampling: SamplingParams) -> list[int]:
     """The tokens of the same draft for this answer only."""
     answer = answer_by(decoder_behind(state_of(number), parts_of()), prefilled(number), sampling)
     draft = draft_of(kind, number, sampling)
-    if draft.takes_target_kv:
+    if kind == "own KV":
         draft.drafter.newest_kv = answer.decoder.newest_kv
     return generate_speculatively(answer, draft.drafter, Pace(GAMMA))[0]
 
@@ -141,7 +137,12 @@ def out_of_memory(*_):
     raise MemoryError
 
 
-KINDS = ["none", "ngram", "broken", "nan", "target", "noisy", "layerskip", "streaming", *PATTERNS]
+def batch_of(kind: str, config: SpeculativeConfig = FIXED) -> SpeculativeBatch:
+    """A batch of answers whose draft model is of this kind, or the target on a part of its KV."""
+    return SpeculativeBatch(parts_of(), config, None if kind == "own KV" else parts_of(kind))
+
+
+MODELS = ["nan", "target", "noisy", "own KV"]
 
 
 @pytest.mark.filterwarnings("ignore:decoding continues without the draft")
@@ -152,17 +153,19 @@ def test_answers_that_come_and_go_are_those_of_each_alone(config, monkeypatch):
     chance, accepted = random.Random(config.num_draft_tokens == "auto"), 0
     is_fixed = config is FIXED
     for _ in range(NUM_BATCHES // 2):
-        batch, waiting, going, left = SpeculativeBatch(parts_of(), config), chance.randint(1, 4), {}, {}
+        model = chance.choice(MODELS)
+        kinds = ["none", "ngram", "broken", *[model] * 4, *PATTERNS]
+        batch, waiting, going, left = batch_of(model, config), chance.randint(1, 4), {}, {}
         batch._runs_ahead = chance.random() < 0.3
         if rests := not is_fixed and chance.random() < 0.1:
             batch._pace.windows = lambda *_: None
         while waiting or len(batch):
             if waiting and (not len(batch) or chance.random() < 0.6):
                 waiting -= 1
-                kind, number = chance.choice(KINDS), chance.randrange(NUM_PROMPTS)
+                kind, number = chance.choice(kinds), chance.randrange(NUM_PROMPTS)
                 sampling = chance.choice(SAMPLINGS if is_fixed else SAMPLINGS[:1])
                 if kind in PATTERNS and sampling.temperature:
-                    kind = "noisy"
+                    kind = model
                 sampling = replace(sampling, max_new_tokens=chance.randint(max(1, sampling.min_tokens), STEPS))
                 stop = chance.choice([STEPS, chance.randint(1, STEPS)])
                 request = asked(sampling, stop=lambda tokens, stop=stop: len(tokens) == stop)
@@ -170,7 +173,7 @@ def test_answers_that_come_and_go_are_those_of_each_alone(config, monkeypatch):
                 going[member] = kind, number, sampling, stop, request.logprobs
             if chance.random() < 0.1:  # a pass that fails may be taken again
                 with suppress(MemoryError), monkeypatch.context() as patch:
-                    failing = chance.choice([batch._runner, *batch._runners.values()])
+                    failing = chance.choice([batch._runner, batch._draft_runner])
                     patch.setattr(failing, "run", out_of_memory)
                     batch.step()
             batch.step()
@@ -197,10 +200,10 @@ def test_answers_that_come_and_go_are_those_of_each_alone(config, monkeypatch):
     assert accepted > 40, accepted
 
 
-@pytest.mark.parametrize(("kind", "is_good"), [("target", True), ("streaming", False)])
+@pytest.mark.parametrize(("kind", "is_good"), [("target", True), ("own KV", False)])
 def test_a_new_draft_is_expected_to_be_as_good_as_the_others(kind, is_good):
     """But not so bad that it would never be tried."""
-    batch, sampling = SpeculativeBatch(parts_of(), FIXED), SAMPLINGS[0]
+    batch, sampling = batch_of(kind), SAMPLINGS[0]
     rates = []
     for number in (0, 1):
         member = batch.join(state_of(number), asked(sampling), draft_of(kind, number, sampling))

@@ -9,26 +9,32 @@ import torch
 from apbv import HostGroup, SpeculativeConfig
 from apbv.config import SamplingParams
 from apbv.decode.runner import Decoder
+from apbv.kv.placement import GatheredKV, ShardedKV
 from apbv.kv.select import select_kv
 from apbv.model.parts import inspect_model
 from apbv.speculate.drafters import ModelDrafter
 
 from engines import QUESTION, build_engine
 
-VISIBLE = 7  # the latest visual tokens, which is what "streaming" sees
+VISIBLE = 7  # visual tokens that each layer and KV head of the draft sees
 
 
 def verified_job(hosts: HostGroup, kv: str, num_nodes: int | None, request: dict):
     """What was proposed in every round, and what a fresh drafter proposes that begins with all verified KV."""
-    proposed = []
+    proposed, chosen = [], []
+    placed = GatheredKV if kv == "gathered" else ShardedKV
 
     def listened(drafter, tokens, tree, propose=ModelDrafter.propose):
         proposed.append((list(tokens), tree, propose(drafter, tokens, tree)))
         return proposed[-1][2]
 
+    def noted(state, tokens, select=placed.select):
+        chosen.extend(tokens)
+        return select(state, tokens)
+
     share = VISIBLE / 36  # of 12 frames, merged in pairs, of 2 x 3 tokens
-    way = {"strategy": "streaming", "keep_ratio": share, "num_tree_nodes": num_nodes, "keep_losing_draft": True}
-    with patch.object(ModelDrafter, "propose", listened):
+    way = {"strategy": "std", "keep_ratio": share, "num_tree_nodes": num_nodes, "keep_losing_draft": True}
+    with patch.object(ModelDrafter, "propose", listened), patch.object(placed, "select", noted):
         engine = build_engine(hosts, "qwen2_5_vl", kv, SpeculativeConfig(**way))
         figures = engine.generate(QUESTION, **request).stats["speculation"]
     if hosts.rank:
@@ -36,15 +42,14 @@ def verified_job(hosts: HostGroup, kv: str, num_nodes: int | None, request: dict
     parts, alone = inspect_model(engine.model), build_engine(HostGroup.single(), "qwen2_5_vl")
     state = alone.prefill(QUESTION, video=request["video"], num_frames=request["num_frames"])
     prompt, expected = state.to_dynamic_cache(), []
-    visual = parts.is_visual(state.inputs.input_ids[0]).nonzero().flatten()
-    hidden = set(visual[:-VISIBLE].tolist())
+    assert len(chosen) == parts.num_layers
     for tokens, tree, _ in proposed:
         cache = copy.deepcopy(prompt)
         if tokens[1:]:
             Decoder(parts, state.kv, state.next_position).advance(tokens[:-1])
             cache = state.kv.cache
-        rows = torch.tensor([row for row in range(cache.get_seq_length()) if row not in hidden])
-        seen = select_kv(cache, [rows.expand(parts.num_kv_heads, -1)] * parts.num_layers)
+        new = torch.arange(state.num_tokens, cache.get_seq_length()).expand(parts.num_kv_heads, -1)
+        seen = select_kv(cache, [torch.cat([of_layer, new], dim=1) for of_layer in chosen])
         position, length = state.next_position + len(tokens) - 1, state.num_tokens + len(tokens) - 1
         settings = (
             SamplingParams(temperature=request["temperature"], seed=request["seed"]),

@@ -26,9 +26,7 @@ class ApbvConnector(KVConnectorBase_V1):
 
     - ``root``: a directory outside which no request may name KV;
     - ``networks``: a list of networks (``"10.0.0.0/8"``) outside which no ticket may name hosts;
-    - ``timeout``: seconds to wait for an unresponsive source (30);
-    - ``transport``: how KV comes from the hosts' memory, ``"tcp"`` (the default) or ``"rdma"``, with the extra of
-      that name.
+    - ``timeout``: seconds to wait for an unresponsive source (30).
 
     Raises:
         ValueError: with the engine's settings loaded KV would be wrong, or a setting is wrong.

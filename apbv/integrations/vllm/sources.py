@@ -13,7 +13,7 @@ from vllm.logger import init_logger
 from vllm.v1.request import Request
 
 from ...kv.facts import KVFacts, StorageError
-from ...kv.remote import TRANSPORTS, RemoteKV
+from ...kv.remote import RemoteKV
 from ...kv.storage import SavedKV
 from ...kv.ticket import Ticket
 
@@ -81,13 +81,11 @@ class Offered:
         ticket: where, and what it is.
         num_readers: the processes that will fetch a part of it.
         timeout: seconds for a host to answer.
-        transport: see :class:`apbv.kv.remote.RemoteKV`.
     """
 
     ticket: Ticket
     num_readers: int
     timeout: float
-    transport: str
 
     @property
     def facts(self) -> KVFacts:
@@ -107,7 +105,7 @@ class Offered:
         Raises:
             StorageError: the KV has ended, or a host cannot be reached or falls silent.
         """
-        with RemoteKV(self.ticket, self.timeout, self.num_readers, self.transport) as remote:
+        with RemoteKV(self.ticket, self.timeout, self.num_readers) as remote:
             yield from remote.layers(tokens, kv_heads, layers)
             try:
                 remote.confirm()
@@ -164,9 +162,6 @@ class Sources:
         self._networks = None if networks is None else [ipaddress.ip_network(network) for network in networks]
         self._timeout = float(transfer.get_from_extra_config("timeout", 30.0))
         self._num_readers = vllm_config.parallel_config.world_size
-        self._transport = transfer.get_from_extra_config("transport", TRANSPORTS[0])
-        if self._transport not in TRANSPORTS:
-            raise ValueError(f"transport must be one of {', '.join(TRANSPORTS)}, not {self._transport!r}")
 
     def named_by(self, request: Request) -> Saved | Offered | None:
         """Return the KV that a request names by a ticket or by a directory; None if it names none.
@@ -186,7 +181,7 @@ class Sources:
             return Saved.open(self._inside_root(path))
         for host, _ in ticket.sources:
             self._require_allowed(host)
-        return Offered(ticket, self._num_readers, self._timeout, self._transport)
+        return Offered(ticket, self._num_readers, self._timeout)
 
     def _inside_root(self, path: str) -> Path:
         if self._root is None:
