@@ -46,6 +46,10 @@ class SplitLinearAttention:
             self._copy, self._anchor = self._anchor, range(layout.anchor_len, layout.anchor_len)
         if hosts.size == 1:  # what comes before the query is one run
             self._blocks, self._anchor = {}, range(self._anchor.start, query.start)
+        # Of every block, in order, its host and its number among that host's.
+        owners = ((host, layout.virtual_hosts(host)) for host in range(hosts.size))
+        places = {block: (host, number) for host, own in owners for number, block in enumerate(own)}
+        self._places = [places[block] for block in range(len(layout.blocks))] if self._blocks else []
         self._last_inputs: dict[int, Tensor] = {}
 
     def convolve(self, layer: int, mixed: Tensor, width: int, function: Convolution) -> Tensor:
@@ -55,11 +59,10 @@ class SplitLinearAttention:
         if self._blocks:
             ends = [_with_inputs(nothing, mixed, rows) for rows in self._blocks.values()]
             everywhere = self._hosts.all_gather(torch.stack(ends)).wait()
-            for block, span in enumerate(self._layout.blocks):
+            for block, (span, place) in enumerate(zip(self._layout.blocks, self._places, strict=True)):
                 if block in self._blocks:
                     begins.append((self._blocks[block], before))
-                host, number = _place_of(block, self._layout)
-                end, count = everywhere[host][number], min(width, len(span))
+                end, count = everywhere[place], min(width, len(span))
                 before = torch.cat([before, end[:, :, width - count :]], dim=2)[:, :, -width:]
         begins.append((self._query, before))
         out = torch.empty_like(mixed)
@@ -79,12 +82,11 @@ class SplitLinearAttention:
         exchange = self._start_exchange(inputs, function, nothing)
         run(self._copy, nothing)
         state = run(self._anchor, nothing)  # while the maps are exchanged
-        maps = () if exchange is None else exchange.wait()
-        for block in range(len(self._layout.blocks) if exchange is not None else 0):
+        maps = None if exchange is None else exchange.wait()
+        for block, place in enumerate(self._places):
             if block in self._blocks:
                 run(self._blocks[block], state)
-            host, number = _place_of(block, self._layout)
-            bias, transition = maps[host][number].split([v.shape[3], k.shape[3]], dim=-1)
+            bias, transition = maps[place].split([v.shape[3], k.shape[3]], dim=-1)
             state = transition @ state + bias
         self._states.put(layer, self._last_inputs.pop(layer), run(self._query, state))
         return out
@@ -141,9 +143,3 @@ def _with_inputs(before: Tensor, mixed: Tensor, rows: range) -> Tensor:
     width = before.shape[2]
     last = mixed[:, :, max(rows.start, rows.stop - width) : rows.stop]
     return torch.cat([before, last], dim=2)[:, :, -width:]
-
-
-def _place_of(block: int, layout: ContextLayout) -> tuple[int, int]:
-    """Return the host of a block, and its number among that host's."""
-    host = min(block, len(layout.blocks) - 1 - block) if layout.zigzag else block
-    return host, layout.virtual_hosts(host).index(block)
