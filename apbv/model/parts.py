@@ -76,6 +76,9 @@ def _first_of(config: PreTrainedConfig, *names: str) -> Any:
     return next((value for name in names if (value := getattr(config, name, None))), 0)
 
 
+RULE_CHUNK = 64  # tokens for which transformers computes the rule of linear attention at once
+
+
 @dataclass(frozen=True)
 class LinearSizes:
     """The sizes of the linear attention layers of a hybrid's decoder (Gated DeltaNet).
@@ -103,6 +106,16 @@ class LinearSizes:
     def state(self) -> int:
         """Count the numbers in the state of a layer, all heads together."""
         return self.value_heads * self.key_dim * self.value_dim
+
+    @property
+    def block_map(self) -> int:
+        """Count the numbers in a layer's map of a block: a bias like the state, and a transition for each head."""
+        return self.state + self.value_heads * self.key_dim**2
+
+    @property
+    def last_inputs(self) -> int:
+        """Count the last inputs of a layer's convolution."""
+        return self.channels * self.kernel
 
     @classmethod
     def from_config(cls, text: PreTrainedConfig) -> "LinearSizes | None":

@@ -15,7 +15,7 @@ import torch
 
 from ..hosts import HostError, HostGroup
 from ..layout import ContextLayout, intersect
-from ..model.parts import DecoderSizes, LinearSizes
+from ..model.parts import RULE_CHUNK, DecoderSizes, LinearSizes
 from ..model.row_chunks import chunk_rows, mlp_row_bytes
 from ..stats import free_memory_bytes, unused_swap_bytes
 from .linear_attention import MOST_TOKENS
@@ -33,7 +33,6 @@ _NEEDED_FOR = {
     "handoff": "the gathered KV of all hosts",
 }
 _STAGES = tuple(_NEEDED_FOR)
-_CHUNK_OF_RULE = 64  # tokens that see each other at once
 
 
 class NotEnoughMemoryError(ValueError):
@@ -147,16 +146,15 @@ def _linear_attention(sizes: LinearSizes, num_rows: int, longest: int, hidden: i
     the rule is computed at once.
     """
     values = sizes.value_heads * sizes.value_dim
-    rule = sizes.value_heads * (11 * sizes.key_dim + 5 * sizes.value_dim + _CHUNK_OF_RULE) * 4
+    rule = sizes.value_heads * (11 * sizes.key_dim + 5 * sizes.value_dim + RULE_CHUNK) * 4
     more = max(num_rows * values * (itemsize + 2 * 4), min(longest, MOST_TOKENS) * rule)
     return num_rows * (hidden + (sizes.channels + 2 * values) * itemsize) + more
 
 
 def _states(sizes: LinearSizes, layout: ContextLayout, itemsize: int) -> int:
     """Return the bytes of all layers' states, and of a layer's maps of all blocks."""
-    states = len(sizes.layers) * (4 * sizes.state + sizes.channels * sizes.kernel * itemsize)
-    maps = 4 * sizes.value_heads * sizes.key_dim * (sizes.value_dim + sizes.key_dim)
-    return states + (len(layout.blocks) + 2) * maps * (layout.num_hosts > 1)
+    states = len(sizes.layers) * (4 * sizes.state + sizes.last_inputs * itemsize)
+    return states + (len(layout.blocks) + 2) * 4 * sizes.block_map * (layout.num_hosts > 1)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from math import prod
 
 from apbv import PrefillConfig, ReduceConfig
 from apbv.layout import ContextLayout, intersect, split_evenly
-from apbv.model.parts import DecoderSizes, prompts_like
+from apbv.model.parts import RULE_CHUNK, DecoderSizes, prompts_like
 from apbv.prefilling import methods
 from apbv.prefilling.reduction import LATE_REDUCERS
 from apbv.prefilling.reduction.late import require_layers
@@ -24,7 +24,6 @@ ATTENTION = ("anchor", "block_to_anchor", "block_to_passing", "block_to_earlier"
 PARTS = ("vision", "projections", "mlp", *ATTENTION, "scoring", "linear", "query_pass", "lm_head")
 METHODS = ("full", "zigzag_ring", "ulysses", "star", "apb", "apbv")
 _GATED = ("qwen2_5_vl", "qwen2_5_omni_thinker", "glm4v")  # vision towers whose MLPs have a gate
-_CHUNK = 64  # tokens for which the rule of linear attention is computed at once
 _SHARED_OUT = ("zigzag_ring", "ulysses")  # exact, and no token is replicated
 
 
@@ -145,7 +144,7 @@ class Shape(DecoderSizes):
         if self.linear is None:
             return 0
         keys, values = self.linear.key_dim, self.linear.value_dim + is_map * self.linear.key_dim
-        head = _CHUNK * (3 * keys + 2 * values) + 3 * keys * values
+        head = RULE_CHUNK * (3 * keys + 2 * values) + 3 * keys * values
         return len(self.linear.layers) * self.linear.value_heads * head
 
     @property
@@ -348,10 +347,9 @@ def _received(shape, method, layout, host, video, is_last) -> Counter:
         row = shape.heads * (shape.head_dim * size + max(4, size))  # the output and its log-sum-exp
         received["query_merge"] = layers * others * len(layout.query) * row
     if (linear := shape.linear) is not None:  # maps of blocks, or the states of a prompt that host 0 computes
-        states, inputs = 4 * linear.state, linear.channels * linear.kernel * size
-        maps = states + 4 * linear.value_heads * linear.key_dim**2
-        of_layer = others * len(layout.virtual_hosts(host)) * (maps + inputs)
-        received["states"] = len(linear.layers) * (of_layer or (host > 0) * (states + inputs))
+        inputs, num_maps = linear.last_inputs * size, others * len(layout.virtual_hosts(host))
+        of_layer = num_maps * (4 * linear.block_map + inputs) or (host > 0) * (4 * linear.state + inputs)
+        received["states"] = len(linear.layers) * of_layer
     if is_last and layout.last_token_host not in (None, host):
         received["logits"] = shape.vocab * size
     if video is not None:
