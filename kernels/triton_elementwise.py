@@ -82,13 +82,7 @@ def silu_product(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotate heads ``[B, H, S, D]`` by angles ``[B, S, D]``; in memory the results are ``[B, S, H, D]``.
-
-    With fewer angles only the first numbers of a head are rotated.
-    """
-    if (width := cos.shape[-1]) < q.shape[-1]:
-        turned = rotated(q[..., :width], k[..., :width], cos, sin)
-        return tuple(torch.cat([part, x[..., width:]], dim=-1) for part, x in zip(turned, (q, k), strict=True))
+    """Rotate heads ``[B, H, S, D]`` by angles ``[B, S, D]``; in memory the results are ``[B, S, H, D]``."""
     q, k = (x.transpose(1, 2).contiguous() for x in (q, k))
     cos, sin = (angles.expand(*q.shape[:2], q.shape[3]).contiguous() for angles in (cos, sin))
     outs, ((rows, (tiles,), sizes), (_, (kv_tiles,), _)) = (

@@ -65,8 +65,14 @@ def fused_forwards(decoder: nn.Module, rms_norm: Callable, silu_product: Callabl
     def mlp(self, x: Tensor) -> Tensor:
         return self.down_proj(silu_product(self.gate_proj(x), self.up_proj(x)))
 
+    def turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+        if (width := cos.shape[-1]) == q.shape[-1]:
+            return rotated(q, k, cos, sin)
+        parts = rotated(q[..., :width], k[..., :width], cos, sin)  # the others have no position
+        return tuple(torch.cat([part, x[..., width:]], dim=-1) for part, x in zip(parts, (q, k), strict=True))
+
     def attention(kind: type) -> Callable:
-        return with_globals(kind.forward, {_ROTARY: rotated})
+        return with_globals(kind.forward, {_ROTARY: turned})
 
     makers = dict(zip(KINDS, (lambda _: norm, lambda _: mlp, attention), strict=True))
     kinds = {type(module): kind_of(module) for module in decoder.modules()}

@@ -38,11 +38,7 @@ class Traffic(TorchDispatchMode):
 
 
 def _rotated(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    width, cos, sin = cos.shape[-1], cos[:, None], sin[:, None]
-    if width == q.shape[-1]:
-        return torch.addcmul(q, cos, sin), torch.addcmul(k, cos, sin)
-    turned = [torch.addcmul(x[..., :width], cos, sin) for x in (q, k)]
-    return tuple(torch.cat([part, x[..., width:]], dim=-1) for part, x in zip(turned, (q, k), strict=True))
+    return torch.addcmul(q, cos, sin), torch.addcmul(k, cos, sin)
 
 
 class _NoRule:
