@@ -1,6 +1,7 @@
 """Turns a request into a prefilled prompt: reads it, encodes new frames, and prefills."""
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from copy import copy
 from dataclasses import dataclass, replace
 
@@ -11,6 +12,7 @@ from ..input.model_inputs import POSITION_RULES, ModelInputs
 from ..input.pixels import KeptPixels
 from ..input.reading import PromptReader
 from ..input.rendering import RenderedPrompt
+from ..input.repeats import may_leave_out
 from ..input.request import Request
 from ..input.skeleton import SampledVideo
 from .cancelling import require_going_on
@@ -113,14 +115,16 @@ class Prefiller:
             sizes = [source.file.size for source in sources if source is not None]
             same("the number of videos, or an image file,", f"{len(rendered.videos)} {sizes}".encode())
         infos = probe_once(reader.videos, rendered.videos, self._hosts, timer)
-        videos = ()
-        if infos:
-            with self._hosts.local_stage("reading the prompt"), timer.stage("preprocess"):
+        with ExitStack() as stage:
+            same = stage.enter_context(self._hosts.local_stage("reading the prompt"))
+            with timer.stage("preprocess"):
                 if known is not None and [video.info for video in known.videos] != list(infos):
                     known = None  # a file has been replaced since
                 videos = reader.sample(infos, request.question) if known is None else known.videos
-            videos = reader.without_repeats(videos, self._hosts, timer)
-        with self._hosts.local_stage("reading the prompt") as same:
+            if infos and may_leave_out(reader.processor):
+                stage.close()  # the hosts compare frames together
+                videos = reader.without_repeats(videos, self._hosts, timer)
+                same = stage.enter_context(self._hosts.local_stage("reading the prompt"))
             for_vllm = request.positions == "vllm"
             inputs, pixels = reader.read(rendered, videos, self._hosts, timer, known, is_even=for_vllm)
             if for_vllm:
