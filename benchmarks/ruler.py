@@ -214,15 +214,19 @@ def by_length(records: list[dict]) -> str:
     Only samples that every row of a number of hosts has are counted, so that rows are compared on the same ones.
     """
     lengths, lines = sorted({record["num_tokens"] for record in records}), []
-    found = {(r["hosts"], r["num_tokens"], r["label"], r["task"], r["index"]): r for r in records}
+    rows = {
+        row: {(record["task"], record["index"]): record for record in of_row}
+        for row, of_row in grouped(records, "hosts", "label", "num_tokens").items()
+    }
+    shared: dict[tuple, set] = {}  # of every number of hosts and length the samples of all rows
+    for (hosts, _, length), of_row in rows.items():
+        shared[hosts, length] = shared.get((hosts, length), set(of_row)) & set(of_row)
     for hosts in sorted({record["hosts"] for record in records}):
-        labels = list(dict.fromkeys(r["label"] for r in records if r["hosts"] == hosts))
-        for label in labels:
+        for label in dict.fromkeys(record["label"] for record in records if record["hosts"] == hosts):
             cells = []
             for length in lengths:
-                of_row = {key[3:]: r for key, r in found.items() if key[:3] == (hosts, length, label)}
-                others = [{key[3:] for key in found if key[:3] == (hosts, length, other)} for other in labels]
-                same = [of_row[key] for key in sorted(of_row) if all(key in each for each in others if each)]
+                of_row = rows.get((hosts, label, length), {})
+                same = [of_row[sample] for sample in sorted(shared[hosts, length])] if of_row else []
                 right = [record["right"] for record in same]
                 kl = mean_cell([record["kl"] for record in same], ".3f") if same else "–"
                 cells += [kl, percent_cell(sum(right), len(right)) or "–"]
