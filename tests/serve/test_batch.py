@@ -14,6 +14,7 @@ import pytest
 
 from apbv import HostGroup
 from apbv.launch.batch import parse_arguments, summary
+from apbv.serve import batch as serve_batch
 from apbv.serve.batch import Batch
 from apbv.serve.batch_files import Answers, Requests
 from apbv.serve.server import run_worker
@@ -206,6 +207,13 @@ def test_a_signal_finishes_what_runs_and_starts_nothing(run):
 def test_a_second_signal_ends_what_runs(run):
     batch, found = run([line("endless", **ENDLESS)], once_running(signal.SIGINT, signal.SIGINT))
     assert batch.was_stopped and batch.num_left == 1 and not found
+
+
+def test_a_signal_that_arrives_twice_is_one(run, monkeypatch):
+    """As Ctrl-C does under torchrun, from the terminal and from torchrun; however slow the machine is."""
+    monkeypatch.setattr(serve_batch, "_SAME_SIGNAL_SECONDS", 3600.0)
+    batch, found = run([line("long", max_tokens=300, ignore_eos=True)], once_running(signal.SIGINT, signal.SIGINT))
+    assert batch.stopped_by == signal.SIGINT and found["long"]["status_code"] == 200
 
 
 def test_more_prompts_than_may_wait_are_answered_one_after_the_other(run):
