@@ -1,4 +1,4 @@
-"""deploy/ray_batch.py on a Ray cluster of two nodes on this machine, one of which is lost."""
+"""deploy/ray_batch.py on a Ray cluster on this machine, which loses its only node and gets two others."""
 
 import json
 import os
@@ -37,20 +37,21 @@ def test_a_lost_node_costs_no_request_and_none_is_answered_twice(tmp_path):
     options += ["--media-dir", demo.video_path().parent]
     command = [sys.executable, ROOT / "deploy" / "ray_batch.py", source, "--out", out, *options]
 
-    def answered(shard: int) -> int:
-        path = out / f"answers-{shard}.jsonl"
-        return len(path.read_bytes().splitlines()) if path.exists() else 0
+    def num_answered() -> int:
+        return sum(len(path.read_bytes().splitlines()) for path in out.glob("*.jsonl"))
 
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
     try:
-        nodes = [cluster.add_node(num_cpus=1) for _ in range(2)]
+        lost = cluster.add_node(num_cpus=1)  # a shard runs there, the other has to wait
         environment = {**os.environ, "RAY_ADDRESS": cluster.address}
         with subprocess.Popen(
             list(map(str, command)), env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         ) as driver:
-            wait_for(lambda: answered(0) >= 5 and answered(1) >= 5)
-            assert answered(0) < 41 and answered(1) < 40  # both are running, each on a node of its own
-            cluster.remove_node(nodes[0], allow_graceful=False)
+            wait_for(lambda: num_answered() >= 3)
+            assert num_answered() < 40  # the node is lost in the middle of a shard
+            cluster.remove_node(lost, allow_graceful=False)
+            for _ in range(2):
+                cluster.add_node(num_cpus=1)
             said, _ = driver.communicate(timeout=limit(400.0))
     finally:
         cluster.shutdown()
