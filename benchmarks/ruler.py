@@ -101,7 +101,9 @@ class Sample:
         parts, found = inspect_model(model), []
         inputs = self._inputs(parts, hosts)
         for label, config in rows.items():
+            began = time.monotonic()
             said, state = answer_greedily(parts, inputs, hosts, config, self._task.max_new_tokens)
+            times = state.timer.summary(len(said))
             compared = self._reference.compare(parts, state, self.expected, hosts)
             if hosts.rank > 0:
                 continue
@@ -117,6 +119,8 @@ class Sample:
                     "said": text,
                     "right": right,
                     **compared,
+                    "ttft_ms": times["ttft_ms"],  # of simulated hosts on their clocks
+                    "seconds": time.monotonic() - began,  # on this machine, all hosts and the comparison
                 }
             )
         return found
