@@ -34,8 +34,7 @@ from .prefilling.forward import ready_for_prefills
 from .prefilling.memory import NotEnoughMemoryError
 from .prefilling.methods import resolve_method
 from .prefilling.prefiller import Prefiller, ReadRequest
-from .prefilling.reduction.early import require_usable
-from .prefilling.reduction.late import require_layers
+from .prefilling.reduction.pruning import require_usable
 from .prefilling.result import PrefillResult
 from .prefilling.reuse import Reuse
 from .refusals import refuse
@@ -180,7 +179,6 @@ class Engine:
             described = require_loadable(path, hosts.device, adapter, hosts.tensor_parallel_size)
             require_usable(config.reduce, described, reuse)
             refuse(hybrid=hybrid_family(described), drafting=speculate and speculate.strategy)
-            require_layers(config.reduce, described.get_text_config().num_hidden_layers)
             require_backend(config.video.backend)
         # TP ranks exchange data while transformers loads the model's shards.
         stage = hosts.collective_stage if hosts.tensor_parallel_size > 1 else hosts.local_stage

@@ -24,8 +24,7 @@ from .model.tensor_parallel import require_divisible, weight_bytes
 from .prefilling.encode import chunk_bytes_within
 from .prefilling.memory import HostMemory, host_memory
 from .prefilling.methods import METHODS, resolve_method
-from .prefilling.reduction.early import require_usable
-from .prefilling.reduction.late import require_layers
+from .prefilling.reduction.pruning import require_usable
 from .refusals import refuse
 from .speculate.strategies import STRATEGIES, prunes
 from .stats import free_memory_bytes
@@ -50,7 +49,7 @@ class Plan:
         method, kv: the method that would run, and where it would place the KV.
         num_tokens: the prompt's tokens, before pruning.
         num_visual_tokens: those of them that stand for the video.
-        num_left: about how many tokens the last layer reads.
+        num_left: about how many tokens the language model reads.
         layout: how the language model's tokens are split over the hosts.
         weights: of the model, on one process.
         draft: of the draft model and its KV; 0 without one.
@@ -149,7 +148,7 @@ def plan(
 
     Raises:
         ValueError: the model is unknown or not supported; neither frames nor tokens were given, or both; or visual
-            tokens are to be pruned from a text, or after more layers than there are.
+            tokens are to be pruned from a text.
     """
     require_types(prefill=(prefill, PrefillConfig), speculate=(speculate, SpeculativeConfig))
     prefill = prefill or PrefillConfig()
@@ -167,7 +166,6 @@ def plan(
     device, itemsize = choose_device(), _itemsize(config, dtype)
     sizes = DecoderSizes.from_config(config)
     refuse(hybrid=hybrid_family(config), drafting=speculate and speculate.strategy)
-    require_layers(prefill.reduce, sizes.layers)
     if device_memory is None:
         device_memory = free_memory_bytes(device) // (1 if device.type == "cuda" else hosts * tensor_parallel)
     height, width = parse_resolution(resolution) if isinstance(resolution, str) else resolution
@@ -175,8 +173,7 @@ def plan(
     weights = weight_bytes(config, itemsize, device, tensor_parallel)
     draft_of = _draft(speculate, dtype)
     method = resolve_method(prefill, hosts)
-    reduce = prefill.reduce
-    reduces_first = reduce is not None and not reduce.leaves_all and not reduce.is_late
+    ratio = 1.0 if prefill.reduce is None else prefill.reduce.ratio
     of_model = {"itemsize": itemsize, "device": device, "tensor_parallel": tensor_parallel}
 
     def of(count: int) -> Plan:
@@ -193,14 +190,11 @@ def plan(
             patch = held // video.num_patches
             most = prefill.video.chunk_bytes or chunk_bytes_within(device_memory)
             chunk = patch * min(share, max(1, most_in_a_chunk(share * patch, patch, most) // patch))
-            if reduces_first:
+            if ratio < 1:
                 num_encoded = _COPIES_TO_CHOOSE * ceil(num_visual * share / video.num_patches)
-        ratio = 1.0 if prefill.reduce is None or prefill.reduce.leaves_all else prefill.reduce.ratio
         num_left = num_tokens - num_visual + max(1, round(num_visual * ratio)) if num_visual else num_tokens
-        # Tokens that are pruned between layers are counted in all layers.
-        num_read = num_left if reduces_first else num_tokens
-        stop -= num_tokens - num_read
-        layout = method.plan(hosts, num_read, start, stop, prefill)
+        stop -= num_tokens - num_left
+        layout = method.plan(hosts, num_left, start, stop, prefill)
         visual = range(start, stop) if num_visual else range(0)
         options = of_model | {"visual": visual, "num_encoded": num_encoded, "chunk": chunk}
         memory = [host_memory(sizes, layout, host, prefill.kv, **options) for host in range(hosts)]

@@ -6,23 +6,12 @@ Configs, options and requests pass their features to :func:`refuse`. A feature w
 # The reason why two features are incompatible; braces stand for the given value.
 REFUSALS = {
     ("anchor_query", "no_anchor"): "anchor_query needs the anchor of apbv or apb: not {no_anchor}",
-    ("anchor_query", "late_reduction"): (
-        "anchor_query copies the prompt's start into every anchor, but {late_reduction} prunes between layers"
-    ),
     ("sparse", "dense_method"): "sparse attention needs full, apbv, apb or star: {dense_method} does not have it",
     ("sparse", "other_sparse_method"): "{other_sparse_method} cannot select blocks as {sparse}",
     ("skip_margin", "sparse_without_margin"): "a skip margin needs spargeattn: {sparse_without_margin} has none",
-    ("reduce_layer", "early_reduction"): "{early_reduction} prunes before the language model: it has no layer",
-    ("reduce_asked_by", "otherwise_ranked"): (
-        "only fastv and pdrop rank by the attention of one token or of the question: {otherwise_ranked} does not"
-    ),
     ("kv_reuse", "reduction"): "{reduction} selects visual tokens anew for every prompt: use reuse='exact'",
     ("kv_reuse", "watching_draft"): "{watching_draft} watches the prefill of the whole prompt: use reuse='exact'",
     ("hybrid", "kv_reuse"): "{hybrid} models keep no state from before the question: use reuse='exact'",
-    ("hybrid", "late_reduction"): (
-        "{late_reduction} prunes between layers, and {hybrid} models have linear attention there: choose one "
-        "before the language model"
-    ),
     ("hybrid", "drafting"): (
         "{drafting} rolls back rejected tokens, which the linear attention of {hybrid} models cannot"
     ),
@@ -65,14 +54,6 @@ REFUSALS = {
     ("passed_kv", "nothing_passed"): (
         "{passed_kv} drafts on KV that a prefill passes on between hosts: it needs method apbv or apb, at least 2 "
         "hosts, and a passing_len"
-    ),
-    ("self_drafting", "late_reduction"): (
-        "{self_drafting} drafts on the target's KV, which has other tokens in every layer if {late_reduction} "
-        "prunes between layers"
-    ),
-    ("ranking", "late_reduction"): (
-        "{ranking} ranks by the target's prefill in all layers, but {late_reduction} prunes between layers: "
-        "choose another, such as keep='even'"
     ),
     ("ranking_on_draft_host", "reduction"): (
         "{ranking_on_draft_host} ranks by the target's prefill, which {reduction} prunes: on a draft host choose "

@@ -12,8 +12,8 @@ machine's speed affects all equally. Single-host methods run on one host; the ot
 (support.simulated) or those of torchrun, with the same answers. With --json every clip is written as soon as it is
 done, and clips that the file already has are skipped.
 
-On one host, a reducer's ranking is compared with random selection of as many tokens after the same layers ("fastv,
-random, 0.5"), and with the needles' tokens plus random others ("fastv, needles kept, 0.5").
+On one host, a reducer's ranking is compared with random selection of as many tokens ("dycoke, random, 0.5"), and
+with the needles' tokens plus random others ("dycoke, needles kept, 0.5").
 """
 
 import argparse

@@ -90,8 +90,6 @@ REDUCE = _of(
     ReduceConfig,
     ("--reduce", "method", "visual-token pruning method (default: none)"),
     ("--reduce-ratio", "ratio", "share of a video's visual tokens to keep"),
-    ("--reduce-layer", "layer", "prune after N layers of the language model (default: the method's)"),
-    ("--reduce-asked-by", "asked_by", "fastv, pdrop: rank by attention from these tokens (default: last)"),
 )
 SPARSE = _of(
     SparseConfig,
@@ -314,7 +312,7 @@ def prefill_config(options: argparse.Namespace) -> PrefillConfig:
     """Build the prefill config; ValueError if options are incompatible."""
     video, reduction = given(options, VideoConfig), given(options, ReduceConfig)
     if reduction and "method" not in reduction:
-        raise ValueError(f"--reduce-{next(iter(reduction)).replace('_', '-')} needs --reduce")
+        raise ValueError("--reduce-ratio needs --reduce")
     if "chunk_bytes" in video:
         video["chunk_bytes"] *= _MIB
     return PrefillConfig(

@@ -5,18 +5,15 @@ from dataclasses import dataclass
 from ..refusals import refuse
 from .checks import Checked, instance_of, integer, is_number, number, one_of
 from .names import (
-    ASKING_REDUCER_NAMES,
     BACKEND_NAMES,
     DEFAULT_QUERY_LEN,
     IMPORTANCE_NAMES,
     KV_PLACEMENTS,
-    LATE_REDUCER_NAMES,
     MAX_FPS,
     METHOD_NAMES,
     REDUCER_NAMES,
     SPARSE_NAMES,
     VIDEO_BACKEND_NAMES,
-    VIDEO_REDUCER_NAMES,
 )
 
 _MOST_TOKENS = 2**31 - 1
@@ -116,49 +113,22 @@ class ReduceConfig(Checked, name="reduce "):
     Tokens that are kept stay at their rotary positions.
 
     Attributes:
-        method: a name in :data:`apbv.config.REDUCER_NAMES`. Before the language model, from the frames alone:
-            ``"slowfast"``, ``"fastvid"``, ``"dycoke"``. Between its layers, by what they have computed:
-            ``"fastv"``, ``"pdrop"``, ``"sparsevlm"``, ``"hippo_attention"`` (see
-            :mod:`apbv.prefilling.reduction`).
+        method: ``"slowfast"``, ``"fastvid"`` or ``"dycoke"``, which select from the frames alone; see
+            :mod:`apbv.prefilling.reduction`.
         ratio: keep ratio of a video's visual tokens, rounded, and at least one token. 1: all, and the prompt is
             prefilled as without pruning.
-        layer: for a method inside the language model, the number of decoder layers after which tokens are pruned;
-            None: as in the method's paper, if it says so.
-        asked_by: tokens whose attention ranks visual tokens in ``"fastv"`` and ``"pdrop"``: the prompt's
-            ``"last"`` token, as in their authors' code, or the mean over the ``"question"``. None: ``"last"``.
 
     Raises:
-        ValueError: the method is unknown, a number out of range, or the method has no layer or is not asked so.
+        ValueError: the method is unknown, or the ratio out of range.
     """
 
     method: str = one_of(REDUCER_NAMES)
     ratio: float = number("lie in 0 < ratio <= 1", lambda share: 0 < share <= 1, 0.5)
-    layer: int | None = integer(1, _MOST_TOKENS, None)
-    asked_by: str | None = one_of(("last", "question"), None)
-
-    def __post_init__(self):
-        super().__post_init__()
-        refuse(
-            reduce_layer=self.layer is not None,
-            early_reduction=not self.is_late and self.method,
-            reduce_asked_by=self.asked_by is not None,
-            otherwise_ranked=self.method not in ASKING_REDUCER_NAMES and self.method,
-        )
 
     @property
     def leaves_all(self) -> bool:
         """Whether nothing is pruned, so that the prompt is prefilled as without a reduction."""
         return self.ratio == 1
-
-    @property
-    def is_late(self) -> bool:
-        """Whether tokens are pruned between layers of the language model, and not before it."""
-        return self.method in LATE_REDUCER_NAMES
-
-    @property
-    def needs_video(self) -> bool:
-        """Whether only tokens of video frames are pruned, so that a prompt without a video is rejected."""
-        return self.method in VIDEO_REDUCER_NAMES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,14 +200,12 @@ class PrefillConfig(Checked):
     def features(self) -> dict[str, str | bool | None]:
         """The requested features, in the form that :func:`apbv.refusals.refuse` takes."""
         reduce, sparse, has_anchor = self.reduce, self.sparse, self.method in ("apbv", "apb")
-        is_late = reduce is not None and reduce.is_late and not reduce.leaves_all
         is_other = sparse is not None and self.method in SPARSE_NAMES and sparse.method != self.method
         without = "without an anchor" if has_anchor else f"method {self.method}"
         return {
             "anchor_query": self.anchor_query,
             "no_anchor": (not has_anchor or self.anchor_len == 0) and without,
             "reduction": reduce and reduce.method,
-            "late_reduction": is_late and reduce.method,
             "sparse": sparse and sparse.method,
             "dense_method": self.method in ("zigzag_ring", "ulysses") and self.method,
             "other_sparse_method": is_other and self.method,

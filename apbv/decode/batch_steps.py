@@ -31,9 +31,6 @@ class OwnKV:
 
     Attributes:
         num_run: number of the answer's tokens that the model has processed. Less: the last rows are taken back.
-        left_out: for every layer, by how many prompt rows it is shorter than the first.
-        layers_differ: whether these are not all 0.
-        capacity: the number of rows that the largest buffer holds.
         place: a new object whenever the buffers change.
     """
 
@@ -41,14 +38,16 @@ class OwnKV:
         for layer in layers:
             layer.make_room(1)
         self._layers, self._prompt_rows, self._first_position = layers, layers[0].keys.shape[2], position
-        self.left_out = [self._prompt_rows - layer.keys.shape[2] for layer in layers]
-        self.layers_differ = any(self.left_out)
         self.num_run, self.place = 0, object()
-        self._measure_buffers()
+
+    @property
+    def capacity(self) -> int:
+        """The number of rows that the buffers hold."""
+        return self._layers[0].buffers[0].shape[2]
 
     @property
     def num_rows(self) -> int:
-        """Rows of the first layer: those of the prompt, and of the tokens that were run."""
+        """Rows of the prompt, and of the tokens that were run."""
         return self._prompt_rows + self.num_run
 
     @property
@@ -63,28 +62,20 @@ class OwnKV:
 
     def make_room(self, count: int = 1) -> None:
         """Make room for more rows, copying all rows to larger buffers if needed."""
-        if self._most_rows >= self.num_rows + count:
+        if self.capacity >= self.num_rows + count:
             return
         self.place = object()
-        for layer, left_out in zip(self._layers, self.left_out, strict=True):
-            layer.extend(self.num_rows - left_out - layer.keys.shape[2])
+        for layer in self._layers:
+            layer.extend(self.num_rows - layer.keys.shape[2])
             layer.make_room(count)
-        self._measure_buffers()
 
     def copy_newest(self, other: "OwnKV", count: int) -> None:
         """Append ``count`` rows that another KV has for the same tokens of the answer; there must be room."""
-        for index, layer in enumerate(zip(self.buffers, other.buffers, strict=True)):
-            first, theirs = (kv.num_rows - kv.left_out[index] for kv in (self, other))
-            theirs += self.num_run - other.num_run
+        first, theirs = self.num_rows, other.num_rows + self.num_run - other.num_run
+        for layer in zip(self.buffers, other.buffers, strict=True):
             for mine, source in zip(*layer, strict=True):
                 mine[:, :, first : first + count] = source[:, :, theirs : theirs + count]
         self.num_run += count
-
-    def _measure_buffers(self) -> None:
-        """Compute the buffers' sizes, and the length of the first layer at which one of them is full."""
-        capacities = [layer.buffers[0].shape[2] for layer in self._layers]
-        self.capacity = max(capacities)
-        self._most_rows = min(map(sum, zip(capacities, self.left_out, strict=True)))
 
 
 class BatchRunner:
@@ -122,23 +113,21 @@ class BatchRunner:
 
     def _run_here(self, ids: Tokens, kvs: Sequence[OwnKV], counts: Sequence[int] | None) -> Tensor:
         """Run the model with KV addresses passed by the CPU."""
-        parts, num_rows = self._parts, [kv.num_rows for kv in kvs]
-        layers = []
-        for index, buffers in enumerate(zip(*(kv.buffers for kv in kvs), strict=True)):
-            lengths = [count - kv.left_out[index] for count, kv in zip(num_rows, kvs, strict=True)]
-            layers.append(SequenceBuffers(*zip(*buffers, strict=True), lengths, counts))
+        parts, lengths = self._parts, [kv.num_rows for kv in kvs]
+        buffers = zip(*(kv.buffers for kv in kvs), strict=True)
+        layers = [SequenceBuffers(*zip(*of_all, strict=True), lengths, counts) for of_all in buffers]
         positions = to_device(_positions(kvs, counts), parts.device)
         attention = BatchAttention(parts.backend, layers)
         return forward(parts, to_device(ids, parts.device), positions, None, attention, last_only=False)
 
     def _run_there(self, ids: Tokens, kvs: Sequence[OwnKV], counts: Sequence[int] | None) -> Tensor:
         """Run the model with KV addresses looked up on the device."""
-        most_rows, differ = max(kv.capacity for kv in kvs), any(kv.layers_differ for kv in kvs)
+        most_rows = max(kv.capacity for kv in kvs)
         most_new = 1 << (max(counts or [1]) - 1).bit_length()
         if self._recorded is not None and len(ids) <= _SIZES[-1]:
-            kind = _rounded_up(len(kvs)), _rounded_up(len(ids)), most_new, _rounded_up_rows(most_rows), differ
+            kind = _rounded_up(len(kvs)), _rounded_up(len(ids)), most_new, _rounded_up_rows(most_rows)
             return self._recorded.run(kind, lambda: _Step(self._parts, *kind), ids, kvs, counts)[: len(ids)]
-        step = _Step(self._parts, len(kvs), len(ids), most_new, most_rows, differ)
+        step = _Step(self._parts, len(kvs), len(ids), most_new, most_rows)
         step.take(ids, kvs, counts)
         return step.compute()
 
@@ -151,17 +140,13 @@ class _Step(Step):
         num_tokens: the largest number of tokens.
         most_new: the largest number of one answer's tokens, a power of 2.
         most_rows: the largest number of an answer's rows.
-        layers_differ: whether layers of an answer's KV may have different numbers of rows.
     """
 
-    def __init__(
-        self, parts: ModelParts, size: int, num_tokens: int, most_new: int, most_rows: int, layers_differ: bool
-    ):
+    def __init__(self, parts: ModelParts, size: int, num_tokens: int, most_new: int, most_rows: int):
         super().__init__(parts, num_tokens, num_tokens + 2 * size + 1)
         self._most_rows, self._most_new = most_rows, most_new
         self._positions, self._lengths, self._starts = self._others.split([num_tokens, size, size + 1])
         self._places = self._numbers.new_zeros(parts.num_layers, 3, size)
-        self._left_out = self._numbers.new_zeros(parts.num_layers, size) if layers_differ else None
         self._held: list[object] = []
 
     def take(self, ids: Tokens, kvs: Sequence[OwnKV], counts: Sequence[int] | None) -> None:
@@ -175,19 +160,13 @@ class _Step(Step):
             buffers = zip(*(kv.buffers for kv in kvs), strict=True)
             layers = [SequenceBuffers(*zip(*of_all, strict=True), ()) for of_all in buffers]
             fill(self._places, [[row + [0] * rest for row in layer.places] for layer in layers])
-            if self._left_out is not None:
-                left_out = zip(*(kv.left_out for kv in kvs), strict=True)
-                fill(self._left_out, [[*of_all, *[0] * rest] for of_all in left_out])
             self._held = held
 
     def compute(self) -> Tensor:
         """Run the model on these inputs, write the new KV into the buffers, and return logits ``[R, V]``."""
-        lengths = [self._lengths] * len(self._places)
-        if self._left_out is not None:
-            lengths = (self._lengths - self._left_out).unbind()
         tables = [
-            BufferTable(places, of_layer, self._most_rows, self._starts, self._most_new)
-            for places, of_layer in zip(self._places, lengths, strict=True)
+            BufferTable(places, self._lengths, self._most_rows, self._starts, self._most_new)
+            for places in self._places
         ]
         attention = BatchAttention(self._parts.backend, tables)
         return forward(self._parts, self._ids, self._positions, None, attention, last_only=False)

@@ -139,9 +139,6 @@ class _Step(Step):
         self._visible = None
         if num_masked is not None:
             self._visible = torch.empty(count, num_masked, dtype=torch.bool, device=parts.device)
-        # If tokens of the prompt were pruned between layers, later layers have fewer rows.
-        left_out = [cache.layers[0].keys.shape[2] - layer.keys.shape[2] for layer in cache.layers]
-        self._left_out = torch.tensor(left_out, device=parts.device) if any(left_out) else None
 
     def take(
         self, ids: Sequence[int] | Tensor, positions: Sequence[int], visible: Tensor | None, num_rows: int
@@ -154,14 +151,8 @@ class _Step(Step):
 
     def compute(self) -> Tensor:
         """Run the model on these inputs, write the new KV into the cache's buffers, and return the logits."""
-        if self._left_out is None:
-            num_layers = len(self._cache.layers)
-            places, num_keys = [self._places] * num_layers, [self._num_keys.int()] * num_layers
-        else:
-            places = (self._places - self._left_out[:, None]).unbind()
-            num_keys = (self._num_keys - self._left_out).int().split(1)
-        attention = NewTokenAttention(self._parts.backend, self._visible, num_keys=num_keys)
-        with writing_at(self._cache, places):
+        attention = NewTokenAttention(self._parts.backend, self._visible, num_keys=self._num_keys.int())
+        with writing_at(self._cache, self._places):
             inputs = self._ids, self._positions, self._cache, attention
             return forward(self._parts, *inputs, last_only=self._last_only, states=self._states)
 

@@ -86,17 +86,17 @@ class GrowingLayer(DynamicLayer):
 
 
 @contextmanager
-def writing_at(cache: DynamicCache, places: Sequence[Tensor]) -> Iterator[None]:
+def writing_at(cache: DynamicCache, places: Tensor) -> Iterator[None]:
     """Make a cache write at places that only the device knows, until the end of the block.
 
     Its layers, which have room there, return their whole buffers to attention. The rows count once
     :meth:`GrowingLayer.extend` is called. Addresses and shapes thus stay the same across forward passes.
 
     Args:
-        places: of every layer int64 ``[S]``, one for each new token.
+        places: int64 ``[S]``, one for each new token.
     """
-    for layer, rows in zip(cache.layers, places, strict=True):
-        layer.places = rows
+    for layer in cache.layers:
+        layer.places = places
     try:
         yield
     finally:
@@ -115,20 +115,12 @@ def appending_in_place(cache: DynamicCache) -> DynamicCache:
 
 
 def first_tokens(cache: DynamicCache, num_tokens: int, view: DynamicCache) -> DynamicCache:
-    """Put the first tokens of a cache into the empty cache ``view``, which shares the memory, and return it.
-
-    The omitted tokens are the last ones, which all layers have, even if later layers lack some earlier ones.
-
-    Args:
-        num_tokens: how many the first layer keeps.
-    """
-    num_left_out = cache.layers[0].keys.shape[2] - num_tokens
+    """Put the first tokens of a cache into the empty cache ``view``, which shares the memory, and return it."""
     for index, layer in enumerate(cache.layers):
         empty = layer.keys[:, :, :0]
         view.update(empty, empty, index)
-        num_rows = layer.keys.shape[2] - num_left_out
-        view.layers[index].keys = layer.keys[:, :, :num_rows]
-        view.layers[index].values = layer.values[:, :, :num_rows]
+        view.layers[index].keys = layer.keys[:, :, :num_tokens]
+        view.layers[index].values = layer.values[:, :, :num_tokens]
     return view
 
 
@@ -224,41 +216,28 @@ class ShardedLayer(GrowingLayer):
 class ShardedCache(Cache):
     """A transformers cache that holds this host's share of a prompt's KV.
 
-    If tokens are pruned between layers, later layers hold fewer tokens, in a separate layout of the retained ones;
-    answers are appended to all layers equally.
-
     Args:
-        num_layers: decoder layers; more may follow by :meth:`add_layers`.
+        num_layers: the model's layers that have KV.
         layout: which tokens each host owns.
         host: this host's index.
         keep_query: False if the query runs in a later forward pass, which then appends its KV.
         home: the host that :meth:`gather_behind_each` sends the KV to.
-
-    Attributes:
-        layout: of the first layer, which holds the whole prompt.
-        layouts: of every layer.
     """
 
     def __init__(self, num_layers: int, layout: ContextLayout, host: int, keep_query: bool = True, home: int = 0):
-        super().__init__(layers=[])
-        self.host, self.home, self.layout, self.layouts = host, home, layout, []
-        self._leaving: tuple[DynamicCache, Iterator[None]] | None = None
-        self.add_layers(num_layers, layout, keep_query)
-
-    def add_layers(self, count: int, layout: ContextLayout, keep_query: bool = True) -> None:
-        """Append layers; the arguments are those of the class."""
-        rows, num_tokens, appends = layout.cache_rows(self.host), layout.num_tokens, self.host == 0
+        rows, num_tokens, appends = layout.cache_rows(host), layout.num_tokens, host == 0
         if not keep_query:
             rows, num_tokens = rows[:-1] if appends else rows, layout.query.start
-        for _ in range(count):
-            self.layers.append(ShardedLayer(rows, num_tokens, layout.query.start, appends))
-        self.layouts += [layout] * count
+        layers = [ShardedLayer(rows, num_tokens, layout.query.start, appends) for _ in range(num_layers)]
+        super().__init__(layers=layers)
+        self.home, self.layout = home, layout
+        self._leaving: tuple[DynamicCache, Iterator[None]] | None = None
 
     @classmethod
     def of_shares(
         cls,
         layers: Sequence[tuple[Tensor, Tensor]],
-        layouts: Sequence[ContextLayout],
+        layout: ContextLayout,
         host: int,
         holds_query: bool = True,
     ) -> "ShardedCache":
@@ -266,18 +245,17 @@ class ShardedCache(Cache):
 
         Args:
             layers: ``[B, Hkv, T, D]`` each, the tokens as in the layout's ``cache_spans``.
-            layouts: of every layer.
+            layout: which tokens each host owns.
             holds_query: False if the query is still to be appended.
         """
-        cache = cls(0, layouts[0], host)
-        for (keys, values), layout in zip(layers, layouts, strict=True):
-            cache.add_layers(1, layout, keep_query=holds_query)
-            cache.layers[-1].hold(keys, values)
+        cache = cls(len(layers), layout, host, keep_query=holds_query)
+        for layer, (keys, values) in zip(cache.layers, layers, strict=True):
+            layer.hold(keys, values)
         return cache
 
-    def owned_spans(self, host: int, index: int = 0) -> list[range]:
-        """Return which of a layer's tokens a host holds now, generated tokens included, in row order."""
-        layout, length = self.layouts[index], self.layers[index].num_tokens
+    def owned_spans(self, host: int) -> list[range]:
+        """Return which tokens a host holds now, generated tokens included, in row order."""
+        layout, length = self.layout, self.get_seq_length()
         spans = [intersect(span, range(length)) for span in layout.cache_spans(host)]
         return [*spans, range(layout.num_tokens, length)] if host == 0 else spans
 
@@ -289,8 +267,7 @@ class ShardedCache(Cache):
                 more than one copy of the KV. This cache must not be used afterwards.
 
         Returns:
-            A transformers cache with ``[1, Hkv, n, D]`` per layer on ``to_host``, None elsewhere; n is the
-            layer's own number of tokens.
+            A transformers cache with ``[1, Hkv, n, D]`` per layer on ``to_host``, None elsewhere.
 
         Raises:
             HostError: a host failed meanwhile.
@@ -324,14 +301,13 @@ class ShardedCache(Cache):
         return attend
 
     def _leave(self, hosts: HostGroup, to_host: int, releases: bool) -> tuple[DynamicCache, Iterator[None]]:
-        gathered, everybody = DynamicCache(), range(hosts.size)
-        spans = [[self.owned_spans(host, index) for host in everybody] for index in range(len(self.layers))]
+        gathered, spans = DynamicCache(), [self.owned_spans(host) for host in range(hosts.size)]
         return gathered, _send_each(self.layers, spans, gathered, hosts, to_host, releases)
 
 
 def _send_each(
     layers: Sequence[ShardedLayer],
-    spans: Sequence[list[list[range]]],
+    spans: list[list[range]],
     gathered: DynamicCache,
     hosts: HostGroup,
     to_host: int,
@@ -342,12 +318,13 @@ def _send_each(
     It does not refer to the cache that sends, which refers to it: a cancelled prefill's KV is freed at once.
 
     Args:
-        spans: for every layer, the token positions of each host's rows.
+        spans: the token positions of each host's rows.
     """
+    counts = [sum(map(len, owned)) for owned in spans]
 
     def start(index: int) -> Exchange:
         rows = torch.stack([layers[index].keys, layers[index].values])
-        return hosts.gather_rows(rows, [sum(map(len, owned)) for owned in spans[index]], to_host, dim=3)
+        return hosts.gather_rows(rows, counts, to_host, dim=3)
 
     exchange = start(0)
     for index, layer in enumerate(layers):
@@ -360,7 +337,7 @@ def _send_each(
         if index + 1 < len(layers):
             exchange = start(index + 1)
         if hosts.rank == to_host:
-            gathered.layers.append(_in_position_order(shares, spans[index]))
+            gathered.layers.append(_in_position_order(shares, spans))
 
 
 def _in_position_order(shares: list[Tensor], spans: list[list[range]]) -> GrowingLayer:

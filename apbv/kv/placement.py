@@ -26,8 +26,6 @@ class PlacedKV:
         cache: the KV that this host holds; None if it holds none.
         num_tokens: n, the tokens of the prompt.
         attending: the hosts over which attention to this KV has to be merged; None if one host has all of it.
-        is_whole: whether every layer holds every token of the prompt; false if tokens were pruned between layers.
-            An answer can then follow, but the KV cannot be saved, nor can parts of it be taken.
         states: those of a hybrid's linear attention after the prompt, the same on every host; None: it has none.
     """
 
@@ -35,7 +33,6 @@ class PlacedKV:
     cache: DynamicCache | ShardedCache | None
     num_tokens: int
     attending: HostGroup | None
-    is_whole: bool
     states: LinearStates | None
 
     def continued(self) -> DynamicCache | ShardedCache | None:
@@ -59,7 +56,7 @@ class GatheredKV(PlacedKV):
     Args:
         cache: ``[1, Hkv, n, D]`` per layer on the home, None elsewhere. An answer is appended to it.
         num_tokens: n.
-        is_whole, states: see :class:`PlacedKV`; the same on every host.
+        states: see :class:`PlacedKV`; the same on every host.
     """
 
     attending = None
@@ -69,16 +66,15 @@ class GatheredKV(PlacedKV):
         cache: DynamicCache | None,
         num_tokens: int,
         hosts: HostGroup,
-        is_whole: bool = True,
         states: LinearStates | None = None,
     ):
         self.cache = None if cache is None else appending_in_place(cache)
-        self.hosts, self.num_tokens, self.is_whole, self.states = hosts, num_tokens, is_whole, states
+        self.hosts, self.num_tokens, self.states = hosts, num_tokens, states
 
     def to_dynamic_cache(self, host: int) -> DynamicCache | None:
         """Return a separate cache with the prompt's KV ``[1, Hkv, n, D]`` on one host, None elsewhere; collective.
 
-        The cache may share memory with this KV. Where it is not :attr:`is_whole`, layers have different lengths.
+        The cache may share memory with this KV.
 
         Raises:
             ValueError: the KV cannot be given to that host.
@@ -93,10 +89,7 @@ class GatheredKV(PlacedKV):
         return None if self.cache is None else first_tokens(self.cache, self.num_tokens, DynamicCache())
 
     def held(self) -> tuple[Sequence[range], Layers] | None:
-        """Return which of the prompt's tokens this host holds, in row order, and their KV; None: it holds none.
-
-        For KV that :attr:`is_whole`.
-        """
+        """Return which of the prompt's tokens this host holds, in row order, and their KV; None: it holds none."""
         if self.cache is None:
             return None
         return [range(self.num_tokens)], [(layer.keys, layer.values) for layer in self.whole.layers]
@@ -131,12 +124,11 @@ class ShardedKV(PlacedKV):
     def __init__(self, cache: ShardedCache, hosts: HostGroup, states: LinearStates | None = None):
         self.cache, self.hosts, self.attending, self.states = cache, hosts, hosts, states
         self.num_tokens = cache.layout.num_tokens
-        self.is_whole = all(layout.num_tokens == self.num_tokens for layout in cache.layouts)
 
     def gathered(self) -> GatheredKV:
         """Gather the KV on its home, and free the shards; collective. This KV must not be used afterwards."""
         cache = self.cache.gather(self.hosts, self.cache.home, releases=True)
-        return GatheredKV(cache, self.num_tokens, self.hosts, self.is_whole, self.states)
+        return GatheredKV(cache, self.num_tokens, self.hosts, self.states)
 
     def to_dynamic_cache(self, host: int) -> DynamicCache | None:
         cache = self.cache.gather(self.hosts, host)
@@ -163,6 +155,5 @@ class ShardedKV(PlacedKV):
         return [(layer.keys[:, :, :count], layer.values[:, :, :count]) for layer in self.cache.layers]
 
     def _with_query_to_come(self, num_rows: int | None, layout: ContextLayout) -> "ShardedKV":
-        shares = self._rows(num_rows)
-        layouts = [layout] * len(shares)
-        return ShardedKV(ShardedCache.of_shares(shares, layouts, self.hosts.rank, holds_query=False), self.hosts)
+        shares = ShardedCache.of_shares(self._rows(num_rows), layout, self.hosts.rank, holds_query=False)
+        return ShardedKV(shares, self.hosts)

@@ -99,7 +99,7 @@ class NewTokenAttention:
         hosts: the hosts over which the KV is sharded. Host 0's share ends with the new tokens. Every host attends
             with the new queries to its own share; the partial results are gathered and merged in host order (Eq.
             5), so that all hosts continue with the same numbers. None: the KV is all here.
-        num_keys: of every layer int32 ``[1]`` on the device: how many rows of the cache count, where it has room
+        num_keys: int32 ``[1]`` on the device: how many rows of the cache count, where it has room
             after them; see :func:`apbv.kernels.verify_attention`. None: all. Only for a KV that is all here.
     """
 
@@ -108,7 +108,7 @@ class NewTokenAttention:
         backend: str = "auto",
         visible: Tensor | None = None,
         hosts: HostGroup | None = None,
-        num_keys: Sequence[Tensor] | None = None,
+        num_keys: Tensor | None = None,
     ):
         self._backend, self._visible, self._hosts, self._num_keys = backend, visible, hosts, num_keys
 
@@ -116,8 +116,7 @@ class NewTokenAttention:
         holds_newest = self._hosts is None or self._hosts.rank == 0
         # Other hosts have none of the new tokens.
         visible = self._visible if holds_newest else q.new_empty(q.shape[2], 0, dtype=torch.bool)
-        num_keys = None if self._num_keys is None else self._num_keys[layer]
-        own = verify_attention(q, k, v, scale, visible=visible, num_keys=num_keys, backend=self._backend)
+        own = verify_attention(q, k, v, scale, visible=visible, num_keys=self._num_keys, backend=self._backend)
         return own[0] if self._hosts is None else gather_and_merge([own], self._hosts, self._backend)()
 
 

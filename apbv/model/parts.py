@@ -1,6 +1,5 @@
 """Takes a Hugging Face model apart. Only this file reads a model's config."""
 
-import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -495,21 +494,6 @@ def _refuse_unsupported_layers(family: str, config: PreTrainedConfig) -> None:
             f"this {family} model uses sliding_attention (sliding_window={config.sliding_window}); "
             "only full_attention is supported"
         )
-
-
-def some_layers(language_model: nn.Module, layers: range, with_norm: bool) -> nn.Module:
-    """Return a decoder of some of another one's layers, which shares its weights.
-
-    Args:
-        layers: the layers, which keep their numbers.
-        with_norm: whether the other one's last norm follows them, as it must after its last layer.
-    """
-    part = copy.copy(language_model)
-    part._modules = dict(language_model._modules)
-    part.layers = nn.ModuleList(list(language_model.layers)[layers.start : layers.stop])
-    if not with_norm:
-        part.norm = nn.Identity()
-    return part
 
 
 def _sampled_weights(layer: nn.Module) -> Iterator[Tensor]:

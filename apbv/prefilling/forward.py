@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -24,14 +23,13 @@ from ..warn import warn_caller
 from .cancelling import Stop
 from .encode import VisualRows, tower_rows
 from .exchange import LocalVisual, encode_and_exchange
+from .language_model import run_language_model
 from .linear_attention import share_states
 from .memory import Room, host_memory
 from .methods import PrefillMethod, method_alone, resolve_method
-from .reduction import LATE_REDUCERS
-from .reduction.early import reduce_prompt, require_reducible
-from .reduction.late import LateReducer, run_and_reduce
+from .reduction.pruning import reduce_prompt, require_reducible
 from .result import PrefillResult, identify
-from .stages import HiddenRows, Stage, Watcher, run_stage
+from .watching import SplitPrompt, Watcher
 
 
 @torch.no_grad()
@@ -79,7 +77,7 @@ def prefill(
     config = config or PrefillConfig()
     timer = timer or StageTimer(hosts)
     reduce = None if config.reduce is None or config.reduce.leaves_all else config.reduce
-    reducer = reduction = None
+    reduction = None
     reset_peak_memory(hosts.device)
     with hosts.local_stage("prefill planning") as same, timer.stage("preprocess"):
         if not 0 <= home < hosts.size:
@@ -101,14 +99,10 @@ def prefill(
         inputs.require_room(parts.max_position_embeddings)
         if reduce is not None:
             require_reducible(reduce, inputs)
-            if reduce.is_late and inputs.visual is not None:
-                reducer = LATE_REDUCERS[reduce.method](config, parts, inputs)
-                if watcher is not None:
-                    raise ValueError(f"cannot observe a prefill that {reduce.method} prunes between layers")
         same("the prompt", inputs.input_ids.numpy().tobytes())
         same("the prefill configuration or the model", f"{config} {parts.config_text}".encode())
     encoded = encoded or partial(tower_rows, parts, inputs.visual, timer)
-    if reduce is not None and not reduce.is_late:
+    if reduce is not None:
         inputs, encoded, reduction = reduce_prompt(parts, inputs, encoded, hosts, config, timer)
 
     # Plan.
@@ -124,7 +118,6 @@ def prefill(
             home=home,
             tensor_parallel=parts.tensor_parallel[1],
             visual=range(inputs.context_start, inputs.query_start) if inputs.num_visual_tokens else range(0),
-            certain_depth=None if reducer is None else reducer.layers[0],
         )
     room = Room(memory, inputs.num_tokens, hosts)
     room.require()
@@ -138,10 +131,7 @@ def prefill(
 
     # Forward.
     with hosts.collective_stage("prefill"), room.explained("prefill"), timer.stage("prefill"):
-        forward = _forward(parts, inputs, visual, method, watcher, reducer, stop, home)
-        logits, last_stage, shards, states = forward
-    if reducer is not None:
-        reduction = reducer.reduction(last_stage.tokens, shards.layouts)
+        logits, shards, states = _forward(parts, inputs, visual, method, watcher, stop, home)
 
     # Transfer.
     kv = ShardedKV(shards, hosts, states)
@@ -206,39 +196,29 @@ def _forward(
     visual: LocalVisual,
     method: PrefillMethod,
     watcher: Watcher | None,
-    reducer: LateReducer | None,
     stop: Stop | None,
     home: int,
-) -> tuple[Tensor, Stage, ShardedCache, LinearStates | None]:
+) -> tuple[Tensor, ShardedCache, LinearStates | None]:
     """Run the language model on this host's tokens.
 
     Returns:
-        Logits ``[1, V]``, the last stage, the KV here, and a hybrid's states.
+        Logits ``[1, V]``, the KV here, and a hybrid's states.
     """
-    hosts = method.hosts
-    ends = (*(() if reducer is None else reducer.layers), parts.num_layers)
-    first, *others = (range(*run) for run in pairwise((0, *ends)))
-    cache = ShardedCache(0, method.layout, hosts.rank, home=home)
-    stage = Stage(first, method, inputs.query_start, parts.is_visual(inputs.input_ids[0]))
+    hosts, layout = method.hosts, method.layout
+    cache = ShardedCache(parts.sizes.kv_layers, layout, hosts.rank, not method.separate_query, home)
+    prompt = SplitPrompt(method, inputs.query_start, parts.is_visual(inputs.input_ids[0]))
     if watcher is not None:
-        watcher.begin(stage)
+        watcher.begin(prompt)
         if watcher.wants_passed:
             method.on_passed = watcher.on_passed
     states = None if parts.sizes.linear is None else LinearStates(parts.sizes.linear.layers)
-    rows, local = HiddenRows(), stage.local[hosts.rank]
-    if len(local):
-        rows.local, extra = visual.merge_into(parts, inputs.input_ids[:, local])
-        rows.deepstack = list(extra.pop("deepstack_visual_embeds", ()))
-    with apbv_attention(parts.language_model), rows_in_chunks(parts, len(local)):
-        for layers in others:
-            stage, rows = run_and_reduce(stage, layers, rows, cache, reducer, stop)
-        rows = run_stage(stage, parts, inputs, rows, cache, stop, watcher, states)
-    if states is not None and not stage.layout.is_split:  # host 0 has computed alone
+    with apbv_attention(parts.language_model), rows_in_chunks(parts, len(prompt.local[hosts.rank])):
+        hidden = run_language_model(prompt, parts, inputs, visual, cache, stop, watcher, states)
+    if states is not None and not layout.is_split:  # host 0 has computed alone
         share_states(states, parts, hosts)
-    source = stage.layout.last_token_host
+    source = layout.last_token_host
     if source in (None, hosts.rank):
-        hidden = rows.local if rows.query is None else rows.query
         logits = parts.lm_head(hidden[:, -1:])[:, 0]
     else:
         logits = torch.empty(1, parts.vocab_size, dtype=parts.dtype, device=parts.device)
-    return (logits if source is None else hosts.broadcast(logits, source)), stage, cache, states
+    return (logits if source is None else hosts.broadcast(logits, source)), cache, states

@@ -100,8 +100,7 @@ def _read(saved: SavedKV, parts: ModelParts | None, hosts: HostGroup, kv: str) -
     layout, states = _layout(manifest, hosts.size), LinearStates.of_named(prompt, hosts.device)
     if kv == "sharded":
         shares = _read_layers(saved, layout.cache_spans(hosts.rank), hosts)
-        layouts = [layout] * manifest.num_layers
-        placed = ShardedKV(ShardedCache.of_shares(shares, layouts, hosts.rank), hosts, states)
+        placed = ShardedKV(ShardedCache.of_shares(shares, layout, hosts.rank), hosts, states)
     else:
         whole = DynamicCache(_read_layers(saved, None, hosts)) if hosts.rank == 0 else None
         placed = GatheredKV(whole, manifest.num_tokens, hosts, states=states)

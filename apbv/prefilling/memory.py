@@ -70,7 +70,6 @@ def host_memory(
     home: int = 0,
     tensor_parallel: int = 1,
     visual: range = range(0),
-    certain_depth: int | None = None,
     num_encoded: int = 0,
     chunk: int = 0,
 ) -> HostMemory:
@@ -78,14 +77,13 @@ def host_memory(
 
     Args:
         sizes: the model's.
-        layout: the tokens that each host computes and keeps in the first layer.
+        layout: the tokens that each host computes and keeps.
         kv: where the KV is placed, as in :class:`apbv.PrefillConfig`.
         itemsize: bytes per number.
         device: its device, which decides the sizes of row chunks.
         home: the host that gets gathered KV.
         tensor_parallel: T, the processes that shard a host's model.
         visual: from the first visual token to the last.
-        certain_depth: number of layers that certainly read all these tokens; None: all.
         num_encoded: of how many visual tokens the host has embeddings before pruning.
         chunk: memory to encode a chunk of the video.
     """
@@ -119,9 +117,8 @@ def host_memory(
         "handoff": gathered,
     }
     states = num_rows * (hidden + query + kv_row)
-    depth = certain_depth or sizes.kv_layers
-    stays = (depth - 1) * num_kept * kv_row * (not leaves or host == home)
-    certain = {"prefill": stays + states, "handoff": depth * gathered_row}
+    stays = (sizes.kv_layers - 1) * num_kept * kv_row * (not leaves or host == home)
+    certain = {"prefill": stays + states, "handoff": sizes.kv_layers * gathered_row}
     return HostMemory(kept, stages, certain)
 
 

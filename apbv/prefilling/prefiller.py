@@ -18,10 +18,10 @@ from ..input.skeleton import SampledVideo
 from .cancelling import require_going_on
 from .encode import agree_on_chunks
 from .forward import prefill
-from .reduction.early import require_reducible
+from .reduction.pruning import require_reducible
 from .result import PrefillResult
 from .reuse import Reuse, prefill_question
-from .stages import Watcher
+from .watching import Watcher
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from ..hosts import HostGroup
 from ..input.model_inputs import ModelInputs
 from ..input.request import Request
 from ..kv.cache import first_tokens
-from ..kv.facts import KVFacts, ModelIdentity, StorageError, digest_of_positions, digest_of_tokens, from_json
+from ..kv.facts import KVFacts, ModelIdentity, digest_of_positions, digest_of_tokens, from_json
 from ..kv.offers import Offers
 from ..kv.placement import PlacedKV
 from ..kv.sending import Share
@@ -138,15 +138,9 @@ class PrefillResult:
         mask and, one position further for each, to ``position_ids`` as well.
 
         Raises:
-            ValueError: tokens were dropped inside the model, so that layers hold different tokens; or the model is
-                a hybrid, whose states cannot take the last token back.
+            ValueError: the model is a hybrid, whose states cannot take the last token back.
         """
         refuse(handing_over="generate_inputs()", hybrid=self._hybrid)
-        if not self.kv.is_whole:
-            raise ValueError(
-                f"{self.reduction.method} pruned tokens between layers, but transformers' generate needs the same "
-                "length in all layers"
-            )
         cache = self.to_dynamic_cache(host=0)
         if cache is None:
             return {}
@@ -191,16 +185,10 @@ class PrefillResult:
             path: the directory; all hosts have to see the same one.
 
         Raises:
-            StorageError: a file cannot be written, the hosts do not share the directory, or tokens were dropped
-                inside the model, so that layers hold different tokens.
+            StorageError: a file cannot be written, or the hosts do not share the directory.
             HostError: another host failed.
         """
         path, hosts = Path(path), self.kv.hosts
-        if not self.kv.is_whole:
-            raise StorageError(
-                f"{self.reduction.method} pruned tokens between layers: KV whose layers hold different tokens "
-                "cannot be saved"
-            )
         token = hosts.broadcast_bytes(secrets.token_hex(8).encode() if hosts.is_leader else b"").decode()
         writer = Writer(path, token)
         try:

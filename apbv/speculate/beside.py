@@ -14,7 +14,7 @@ from ..model.attention import apbv_attention
 from ..model.parts import ModelParts
 from ..prefilling.prefiller import Prefiller, ReadRequest
 from ..prefilling.result import PrefillResult
-from ..prefilling.stages import Watcher
+from ..prefilling.watching import Watcher
 from .draft import Draft, DraftTask, kept_by_frame
 from .link import Pair
 from .pace import Pace

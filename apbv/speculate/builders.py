@@ -9,10 +9,10 @@ from torch import Tensor
 
 from ..prefilling.encode import encode_visual
 from ..prefilling.reduction.choosing import keep_best, keep_even
-from ..prefilling.reduction.hippo import local_semantics, with_relevance
 from .draft import Draft, DraftTask, prefill_draft, run_prompt
 from .drafters import NgramDrafter
 from .ensemble import EnsembleDrafter, read_contexts
+from .hippo import local_semantics, with_relevance
 
 
 def kept_visual_tokens(task: DraftTask, rows: Tensor | None) -> Tensor:

@@ -10,12 +10,12 @@ from ..config import PrefillConfig, SpeculativeConfig
 from ..hosts import HostGroup
 from ..model.parts import ModelParts
 from ..prefilling.methods import resolve_method
-from ..prefilling.reduction.attention import Relevance, VisualWatcher
+from ..prefilling.watching import Watcher
 from ..refusals import refuse
 from . import builders
 from .draft import Draft, DraftTask
 from .tree import Tree
-from .watchers import HeadAttention, PassedOn, SimilarityChange
+from .watchers import HeadAttention, PassedOn, Relevance, SimilarityChange
 
 # Keep policies that use scores from the target's prefill.
 _BY_PREFILL = ("specvlm", "attention", "attention_per_frame", "uv_prune")
@@ -44,7 +44,7 @@ class Strategy:
     """
 
     build: Callable[[DraftTask], Draft]
-    watcher: Callable[[SpeculativeConfig, ModelParts], VisualWatcher | None] = lambda config, parts: None
+    watcher: Callable[[SpeculativeConfig, ModelParts], Watcher | None] = lambda config, parts: None
     needs_draft_model: bool = False
     runs_target: bool = False
     needs_passing: bool = False
@@ -72,7 +72,7 @@ def ranks_by_prefill(config: SpeculativeConfig) -> bool:
     return keep in _BY_PREFILL or (keep == "hippo" and "attention" in config.hippo_terms)
 
 
-def _for_keeping(config: SpeculativeConfig, parts: ModelParts) -> VisualWatcher | None:
+def _for_keeping(config: SpeculativeConfig, parts: ModelParts) -> Watcher | None:
     if not ranks_by_prefill(config):
         return None
     if keep_policy(config) == "uv_prune":
@@ -119,7 +119,7 @@ def why_drafts_alone(config: SpeculativeConfig) -> str | None:
     return None
 
 
-def make_watcher(config: SpeculativeConfig, parts: ModelParts) -> VisualWatcher | None:
+def make_watcher(config: SpeculativeConfig, parts: ModelParts) -> Watcher | None:
     """Make the strategy's watcher of one prompt's prefill; None if it needs none."""
     return STRATEGIES[config.strategy].watcher(config, parts)
 

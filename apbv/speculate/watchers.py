@@ -7,22 +7,63 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..kernels import similarity_to
-from ..prefilling.reduction.attention import VisualWatcher, scores_of_keys
-from ..prefilling.stages import Stage
+from ..prefilling.watching import SplitPrompt, Watcher
+
+# Scores of the question's attention in memory at a time, in fp32.
+MOST_SCORES = 2**26
 
 
-class HeadAttention(VisualWatcher):
+class Relevance(Watcher):
+    """HIPPO's s_attn (Eq. 2), which SpecVLM uses, too: the question's attention to visual tokens alone.
+
+    It is a softmax over all visual keys, averaged over layers, heads and the question's tokens.
+    """
+
+    wants_attention = True
+
+    def begin(self, prompt: SplitPrompt) -> None:
+        super().begin(prompt)
+        self._total: Tensor | None = None
+        self._num_layers = 0
+
+    def on_layer(self, q: Tensor, keys: Tensor, scale: float, rows: Tensor) -> None:
+        keys = keys[:, :, rows[self.prompt.visual_rows]]
+        num_kv_heads, num_keys = keys.shape[1:3]
+        asking = q.reshape(num_kv_heads, -1, q.shape[3])  # [Hkv, G * n_q, D]
+        chunks = asking.split(max(1, MOST_SCORES // max(1, num_kv_heads * num_keys)), dim=1)
+        # The scores of some rows are in memory at a time; where these are not all, they are computed twice.
+        held = scores_of_keys(asking, keys, scale) if len(chunks) == 1 else None
+
+        def scores(chunk: Tensor) -> Tensor:
+            return scores_of_keys(chunk, keys, scale) if held is None else held
+
+        lse = self.over_hosts(torch.cat([scores(chunk).logsumexp(dim=-1) for chunk in chunks], dim=1))
+        total = 0.0
+        for chunk, of_chunk in zip(chunks, lse.split([chunk.shape[1] for chunk in chunks], dim=1), strict=True):
+            total = total + (scores(chunk) - of_chunk[..., None]).exp().sum(dim=(0, 1))
+        relevance = total / (num_kv_heads * asking.shape[1])
+        self._total = relevance if self._total is None else self._total + relevance
+        self._num_layers += 1
+
+    def result(self) -> Tensor:
+        """Return scores ``[visual tokens]``."""
+        local = None if self._total is None else (self._total / self._num_layers).float()
+        return self.prompt.hosts.mean_over_members(self.gathered(local))
+
+
+class HeadAttention(Watcher):
     """STD's scores (Section 3.2), one list per layer and KV head.
 
     They are the question's attention, summed over the KV head's query heads.
     """
 
-    def begin(self, stage: Stage) -> None:
-        super().begin(stage)
-        self.layers, self._found = stage.layers, []
+    wants_attention = True
+
+    def begin(self, prompt: SplitPrompt) -> None:
+        super().begin(prompt)
+        self._found: list[Tensor] = []
         # [query tokens, this host's tokens]: tokens of the question do not see later ones.
-        question = torch.arange(stage.query_start, stage.num_tokens)
-        self._hidden = stage.owned[stage.hosts.rank] > question[:, None]
+        self._hidden = prompt.owned[prompt.hosts.rank] > prompt.question[:, None]
 
     def on_layer(self, q: Tensor, keys: Tensor, scale: float, rows: Tensor) -> None:
         scores = scores_of_keys(q, keys[:, :, rows], scale)
@@ -30,17 +71,17 @@ class HeadAttention(VisualWatcher):
         hidden = self._hidden.to(scores.device).repeat(group, 1)
         scores = scores.masked_fill(hidden, float("-inf"))
         lse = self.over_hosts(scores.logsumexp(dim=-1))
-        visual = scores[:, :, self.stage.visual_rows]
+        visual = scores[:, :, self.prompt.visual_rows]
         self._found.append((visual - lse[..., None]).exp().mean(dim=1) * group)
 
     def result(self) -> list[Tensor]:
         """Return scores ``[Hkv, visual tokens]`` of every layer."""
         local = torch.stack(self._found).float() if self._found else None
-        shape = self.stage.hosts.broadcast_ints(None if local is None else local.shape[:2], 2)
+        shape = self.prompt.hosts.broadcast_ints(None if local is None else local.shape[:2], 2)
         return list(self.gathered(local, *shape).unbind())
 
 
-class PassedOn(VisualWatcher):
+class PassedOn(Watcher):
     """The visual KV pairs that APB-V's prefill passes on, per layer and KV head.
 
     Of the anchor, which every host has, nothing is passed on.
@@ -48,8 +89,8 @@ class PassedOn(VisualWatcher):
 
     wants_passed = True
 
-    def begin(self, stage: Stage) -> None:
-        super().begin(stage)
+    def begin(self, prompt: SplitPrompt) -> None:
+        super().begin(prompt)
         # Every layer's choice of each block; it stays on the device, so that no layer waits for it.
         self._chosen: dict[int, list[Tensor]] = {}
 
@@ -58,20 +99,20 @@ class PassedOn(VisualWatcher):
 
     def result(self) -> list[Tensor]:
         """Return bool ``[Hkv, visual tokens]`` of every layer; empty if nothing was passed on."""
-        stage = self.stage
+        prompt = self.prompt
         blocks = {block: torch.stack(layers).cpu() for block, layers in self._chosen.items()}
         first, *_ = [*blocks.values(), torch.empty(0, 0)]
-        shape = stage.hosts.broadcast_ints(first.shape[:2], 2)
+        shape = prompt.hosts.broadcast_ints(first.shape[:2], 2)
         local = None
         if blocks:
-            passed = torch.zeros(*shape, stage.num_tokens)
+            passed = torch.zeros(*shape, prompt.num_tokens)
             for block, rows in blocks.items():  # [layers, Hkv, k_v]
-                passed.scatter_(2, stage.layout.blocks[block].start + rows, 1.0)
-            local = passed[:, :, stage.owned_visual[stage.hosts.rank]]
+                passed.scatter_(2, prompt.layout.blocks[block].start + rows, 1.0)
+            local = passed[:, :, prompt.owned_visual[prompt.hosts.rank]]
         return list(self.gathered(local, *shape).bool().unbind())
 
 
-class SimilarityChange(VisualWatcher):
+class SimilarityChange(Watcher):
     """UV-Prune's scores (ParallelVLM, Eq. 3) in the first layers of the target.
 
     They are how much closer visual tokens come to the text. The sum over layers of differences telescopes:
@@ -92,11 +133,11 @@ class SimilarityChange(VisualWatcher):
         self._visual: dict[int, Tensor] = {}  # states that wait for that sum, where the query has its own pass
         self._similar: dict[int, Tensor] = {}
 
-    def begin(self, stage: Stage) -> None:
-        super().begin(stage)
-        tokens = stage.owned[stage.hosts.rank]
-        text = ~stage.is_visual[tokens] & (tokens < stage.query_start)
-        self._before_question = text.nonzero().flatten().to(stage.hosts.device)
+    def begin(self, prompt: SplitPrompt) -> None:
+        super().begin(prompt)
+        tokens = prompt.owned[prompt.hosts.rank]
+        text = ~prompt.is_visual[tokens] & (tokens < prompt.query_start)
+        self._before_question = text.nonzero().flatten().to(prompt.hosts.device)
 
     def request_early(self, offer: Callable[[Tensor], bool]) -> None:
         self._offer, self.hidden_layers = offer, (0, *range(self._last, self._num_layers))
@@ -108,10 +149,10 @@ class SimilarityChange(VisualWatcher):
     def on_hidden(self, layer: int, hidden: Tensor, question: Tensor | None, owned: Tensor | None) -> None:
         if layer in (0, self._last):
             if owned is not None:
-                text, stage = _sum_of_units(hidden[owned[self._before_question]]), self.stage
+                text, prompt = _sum_of_units(hidden[owned[self._before_question]]), self.prompt
                 # A prompt that is not split is all on the host that computes it.
-                self._text[layer] = stage.hosts.all_gather(text).wait().sum(0) if stage.layout.is_split else text
-                self._visual[layer] = hidden[owned[stage.visual_rows]]
+                self._text[layer] = prompt.hosts.all_gather(text).wait().sum(0) if prompt.layout.is_split else text
+                self._visual[layer] = hidden[owned[prompt.visual_rows]]
             if question is not None:
                 text = self._text.pop(layer) + _sum_of_units(hidden[question])
                 self._similar[layer] = similarity_to(self._visual.pop(layer), text)
@@ -130,3 +171,14 @@ class SimilarityChange(VisualWatcher):
 
 def _sum_of_units(states: Tensor) -> Tensor:
     return functional.normalize(states.float(), dim=-1).sum(dim=0)
+
+
+def scores_of_keys(q: Tensor, k: Tensor, scale: float) -> Tensor:
+    """Return scaled q·k ``[Hkv, R, T]``, in fp32 or wider.
+
+    Args:
+        q: ``[Hkv, R, D]``, the R rows that ask each KV head; or ``[1, Hq, n_q, D]``, whose R = G * n_q.
+        k: ``[1, Hkv, T, D]``.
+    """
+    scores = (q.reshape(k.shape[1], -1, q.shape[-1]) @ k[0].transpose(-1, -2)) * scale
+    return scores if scores.dtype == torch.float64 else scores.float()

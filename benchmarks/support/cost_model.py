@@ -6,15 +6,12 @@ Left out are element-wise operations (norms, rotary positions, activations).
 
 from collections import Counter
 from dataclasses import dataclass, replace
-from itertools import groupby
 from math import prod
 
-from apbv import PrefillConfig, ReduceConfig
+from apbv import PrefillConfig
 from apbv.layout import ContextLayout, intersect, split_evenly
 from apbv.model.parts import RULE_CHUNK, DecoderSizes, prompts_like
 from apbv.prefilling import methods
-from apbv.prefilling.reduction import LATE_REDUCERS
-from apbv.prefilling.reduction.late import require_layers
 
 # "block_to_earlier": an exact method's blocks attend to everything before them. Full attention is one block that
 # attends to itself.
@@ -193,9 +190,6 @@ class HostCost:
     received: Counter
     kv_bytes: int
 
-    def __add__(self, other: "HostCost") -> "HostCost":
-        return HostCost(self.flops + other.flops, self.received + other.received, self.kv_bytes + other.kv_bytes)
-
 
 def cost(
     shape: Shape,
@@ -204,7 +198,6 @@ def cost(
     *,
     video: Video | None = None,
     density: float = 1.0,
-    is_last: bool = True,
 ) -> list[HostCost]:
     """Compute the cost of one prefill, host by host. Importance is ``peak``, and ``apbv`` fuses the query.
 
@@ -215,7 +208,6 @@ def cost(
         video: the prompt's video, if it has one.
         density: the share of blocks' causal attention to themselves that is computed, as the figures of a prefill
             with sparse attention give it; how these blocks are chosen is left out.
-        is_last: whether logits follow the last of these layers.
 
     Raises:
         ValueError: the method has no sparse attention.
@@ -225,7 +217,7 @@ def cost(
     if not layout.is_split:
         method = "full"
     separate = method in ("star", "apb")
-    costs = [_host_cost(shape, method, layout, host, separate, video, is_last) for host in range(layout.num_hosts)]
+    costs = [_host_cost(shape, method, layout, host, separate, video) for host in range(layout.num_hosts)]
     for host in costs:
         host.flops["block_to_self"] = round(density * host.flops["block_to_self"])
     return costs
@@ -238,10 +230,7 @@ def cost_of_prompt(
     config: PrefillConfig,
     density: float = 1.0,
 ) -> tuple[ContextLayout, list[HostCost]]:
-    """Return the layout of a prefill's first layers, and its cost, of which each run of layers has its own layout.
-
-    Left out is what goes on between two runs: the attention by which tokens are chosen, and the hidden states that
-    are sent to hosts which compute their tokens next, as these depend on the choice.
+    """Return the layout of a prefill, and its cost on every host.
 
     Args:
         prompt: n, where the context and the question start, and the video.
@@ -253,35 +242,17 @@ def cost_of_prompt(
     num_tokens, start, stop, video = prompt
     if video is None and config.reduce is not None:
         raise ValueError(f"{config.reduce.method} leaves visual tokens out: it needs the frames of a video")
-    num_visual = 0 if video is None else len(video.tokens)
-    runs = [(n, len(list(same))) for n, same in groupby(visual_by_layer(config.reduce, shape.layers, num_visual))]
-    plan, layouts, costs = methods.METHODS[config.method].plan, [], []
-    for number, (kept, num_layers) in enumerate(runs):
-        gone, layers = num_visual - kept, replace(shape, layers=num_layers)
-        layouts.append(plan(hosts, num_tokens - gone, start, stop - gone, config))
-        shown = video if number == 0 else None
-        if shown and gone:  # of every frame as many tokens are left, as is assumed
-            shown = replace(video, tokens=range(start, start + kept), frame_tokens=num_visual // video.frames)
-        is_last = number == len(runs) - 1
-        costs.append(cost(layers, config.method, layouts[-1], video=shown, density=density, is_last=is_last))
-    return layouts[0], [sum(others, first) for first, *others in zip(*costs, strict=True)]
+    gone = 0
+    if config.reduce is not None:  # of every frame as many tokens are left, as is assumed
+        count = len(video.tokens)
+        kept = max(1, round(count * config.reduce.ratio))
+        gone, per_frame = count - kept, count // video.frames
+        video = replace(video, tokens=range(start, start + kept), frame_tokens=per_frame if gone else None)
+    layout = methods.METHODS[config.method].plan(hosts, num_tokens - gone, start, stop - gone, config)
+    return layout, cost(shape, config.method, layout, video=video, density=density)
 
 
-def visual_by_layer(reduce: ReduceConfig | None, num_layers: int, num_visual: int) -> list[int]:
-    """Return about how many visual tokens every layer reads.
-
-    Raises:
-        ValueError: the model has too few layers.
-    """
-    if reduce is None or reduce.leaves_all:
-        return [num_visual] * num_layers
-    require_layers(reduce, num_layers)
-    ends = LATE_REDUCERS[reduce.method].choose_layers(reduce, num_layers) if reduce.is_late else (0,)
-    done = [sum(layer >= end for end in ends) / len(ends) for layer in range(num_layers)]
-    return [max(1, round(num_visual * reduce.ratio**share)) for share in done]
-
-
-def _host_cost(shape, method, layout, host, separate, video, is_last) -> HostCost:
+def _host_cost(shape, method, layout, host, separate, video) -> HostCost:
     flops, layers = Counter(), shape.kv_layers
     rows = sum(map(len, layout.local_spans(host)))
     for part, weights in shape.token_weights.items():
@@ -293,13 +264,13 @@ def _host_cost(shape, method, layout, host, separate, video, is_last) -> HostCos
     for part, scores in _scores(shape, method, layout, host, separate).items():
         # Attention multiplies by K and by V, the scoring by K only.
         flops[part] = (2 if part == "scoring" else 4) * layers * shape.head_dim * scores
-    if is_last and layout.last_token_host in (None, host):
+    if layout.last_token_host in (None, host):
         flops["lm_head"] = 2 * shape.hidden * shape.vocab
     if video is not None:
         frames, _ = video.pieces(layout.num_hosts)[host]
         encoded = len(video.tokens) // video.frames if video.frame_tokens is None else video.frame_tokens
         flops["vision"] = round(frames * shape.vision.frame_flops(encoded))
-    received = _received(shape, method, layout, host, video, is_last) if layout.num_hosts > 1 else Counter()
+    received = _received(shape, method, layout, host, video) if layout.num_hosts > 1 else Counter()
     return HostCost(flops, received, shape.kv_bytes * sum(map(len, layout.cache_spans(host))))
 
 
@@ -329,7 +300,7 @@ def _scores(shape, method, layout, host, separate) -> dict[str, int]:
     return {part: heads * count for part, count in pairs.items()}
 
 
-def _received(shape, method, layout, host, video, is_last) -> Counter:
+def _received(shape, method, layout, host, video) -> Counter:
     """Count the bytes that one of several hosts receives, by what they are."""
     received, layers, size, others = Counter(), shape.kv_layers, shape.bytes_per_number, layout.num_hosts - 1
     here = sum(len(layout.blocks[v]) for v in layout.virtual_hosts(host))
@@ -350,7 +321,7 @@ def _received(shape, method, layout, host, video, is_last) -> Counter:
         inputs, num_maps = linear.last_inputs * size, others * len(layout.virtual_hosts(host))
         of_layer = num_maps * (4 * linear.block_map + inputs) or (host > 0) * (4 * linear.state + inputs)
         received["states"] = len(linear.layers) * of_layer
-    if is_last and layout.last_token_host not in (None, host):
+    if layout.last_token_host not in (None, host):
         received["logits"] = shape.vocab * size
     if video is not None:
         _, encoded = video.pieces(layout.num_hosts)[host]

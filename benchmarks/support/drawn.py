@@ -1,7 +1,7 @@
 """Lets a reducer keep other tokens than its ranking would: drawn at random, or those of needles before others.
 
-What a ranking is worth shows beside them: they keep as many tokens, after the same layers. A ranking below the
-random choice throws away what is asked about; one that knows the needles shows what so few tokens allow.
+What a ranking is worth shows beside them: they keep as many tokens. A ranking below the random choice throws away
+what is asked about; one that knows the needles shows what so few tokens allow.
 """
 
 from contextlib import AbstractContextManager
@@ -10,9 +10,8 @@ from unittest.mock import patch
 from torch import Tensor
 
 from apbv import ReduceConfig
-from apbv.prefilling.reduction import EARLY_REDUCERS, LATE_REDUCERS
+from apbv.prefilling.reduction import REDUCERS
 from apbv.prefilling.reduction.choosing import keep_best
-from apbv.prefilling.reduction.late import Selection
 
 
 def ranked_by(scores: Tensor, reduce: ReduceConfig) -> AbstractContextManager:
@@ -21,17 +20,9 @@ def ranked_by(scores: Tensor, reduce: ReduceConfig) -> AbstractContextManager:
     Args:
         scores: ``[visual tokens]`` of the prompt.
     """
-    registry = LATE_REDUCERS if reduce.is_late else EARLY_REDUCERS
-    ranking = registry[reduce.method]
+    ranking = REDUCERS[reduce.method]
 
     def keep(video, count):
         return video.kept(keep_best(scores, len(ranking(video, count).places)))
 
-    def choose(self, stage, rows, seen):
-        count = len(ranking.choose(self, stage, rows, seen).left)
-        tokens = slice(None) if stage.tokens is None else stage.tokens
-        numbers = self.parts.is_visual(self.inputs.input_ids[0]).cumsum(0)[tokens][stage.is_visual] - 1
-        return Selection(keep_best(scores[numbers], count))
-
-    drawn = type("Drawn", (ranking,), {"choose": choose}) if reduce.is_late else keep
-    return patch.dict(registry, {reduce.method: drawn})
+    return patch.dict(REDUCERS, {reduce.method: keep})

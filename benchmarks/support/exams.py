@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import statistics
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -326,12 +325,11 @@ def sit(
             else:
                 count[0] += exam.score(task, tokenizer.decode(said, skip_special_tokens=True), answer)
                 count[1] += 1
-            left, by_layer = needles, [inputs.num_visual_tokens]  # that the layers' KV has
-            if (reduction := state.reduction) is not None:
-                left, by_layer = needles[reduction.kept], reduction.by_layer or [reduction.num_after]
+            reduction = state.reduction
+            left = needles if reduction is None else needles[reduction.kept]
             times = state.timer.summary(len(said))
             shown = {
-                "num_visual_kept": statistics.mean(by_layer),
+                "num_visual_kept": state.inputs.num_visual_tokens,
                 "ttft_ms": times["ttft_ms"] + reading,
                 "prefill_ms": times["ttft_ms"],
                 "decode_ms": times["stages_ms"]["decode"],

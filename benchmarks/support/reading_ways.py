@@ -36,10 +36,8 @@ def ways_of(preset: str, num_visual: int) -> dict[str, Way]:
     elif preset in ("systems", "captions"):
         ways = {name: config for name, config in methods.items() if name not in ("zigzag_ring", "ulysses")}
         ways |= {f"apbv, {name}": replace(apbv, sparse=blocks) for name, blocks in sparse.items()}
-        reducers = {name: {"method": name} for name in REDUCER_NAMES}
-        reducers |= {f"{name}, question": {"method": name, "asked_by": "question"} for name in ("fastv", "pdrop")}
-        for (name, reduce), ratio in product(reducers.items(), (0.5, 0.25)):
-            ways[f"{name}, {ratio:g}"] = replace(full, reduce=ReduceConfig(ratio=ratio, **reduce))
+        for name, ratio in product(REDUCER_NAMES, (0.5, 0.25)):
+            ways[f"{name}, {ratio:g}"] = replace(full, reduce=ReduceConfig(method=name, ratio=ratio))
         ways |= without if preset == "captions" else {}
     elif preset == "importance":
         asked = product(IMPORTANCE_NAMES, (1, 2, 4, 8, 16, 32))
@@ -62,8 +60,6 @@ def ways_of(preset: str, num_visual: int) -> dict[str, Way]:
         draft = SpeculativeConfig(strategy="hippo", keep_losing_draft=True)
         found[f"full, draft by hippo, {draft.keep_ratio:g}"] = Way(full, draft)
     if preset in ("systems", "captions"):
-        # Others keep as many tokens, at the same places in the model, as one of these.
-        schedules = "dycoke", "fastv", "pdrop", "sparsevlm"
-        for name, ratio, keeps in product(schedules, ("0.5", "0.25"), ("random", "needles kept")):
-            found[f"{name}, {keeps}, {ratio}"] = replace(found[f"{name}, {ratio}"], keeps=keeps)
+        for ratio, keeps in product(("0.5", "0.25"), ("random", "needles kept")):
+            found[f"dycoke, {keeps}, {ratio}"] = replace(found[f"dycoke, {ratio}"], keeps=keeps)
     return found

@@ -33,7 +33,7 @@ def sparse(prefill: dict | None = None, **settings) -> Case:
 
 # (hosts, case): families, kinds of attention, exchanges and drafts.
 QUICK = [
-    (2, reducing("qwen3_vl", "fastv", {"ratio": 0.3, "layer": 1})),
+    (2, reducing("qwen3_vl", "fastvid", {"ratio": 0.3})),
     (2, drafting("hippo", family="qwen2_vl", prune="kv", draft_host=True)),
 ]
 THOROUGH = [
@@ -42,7 +42,7 @@ THOROUGH = [
     (1, Case("qwen3_vl", reuse="kv", request=SAMPLED)),
     (2, drafting("sd_tree", prefill={"kv": "sharded"})),
     (3, Case("internvl", prefill={"method": "zigzag_ring"})),
-    (2, reducing("qwen2_5_vl", "sparsevlm", {"layer": 1}, kv="sharded")),
+    (2, reducing("qwen2_5_vl", "slowfast", kv="sharded")),
     (1, sparse(method="flexprefill", min_blocks=1)),
     (2, sparse(SHORT, method="spargeattn", skip_margin=0.5)),
     (2, Case("qwen2_vl", prefill={"importance": "received", "kv": "sharded", "fused_query": False, **SHORT})),

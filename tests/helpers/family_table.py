@@ -24,7 +24,7 @@ from apbv import ReduceConfig
 from apbv.decode.batch import why_not_together
 from apbv.model.parts import TEXT_FAMILIES, VIDEO_FAMILIES, hybrid_family, inspect_model
 from apbv.model.tensor_parallel import require_divisible
-from apbv.prefilling.reduction.early import require_usable
+from apbv.prefilling.reduction.pruning import require_usable
 from apbv.refusals import refuse
 
 import families
@@ -47,8 +47,7 @@ COLUMNS = {
     "`apbv`": (("apbv",), None),
     "exact methods": (("zigzag_ring", "ulysses"), None),
     "drafts": (("drafts",), _refused_for_hybrids("drafting")),
-    "reduction before the language model": (("early reduction",), _reduces("fastvid")),
-    "reduction between layers": (("late reduction",), _reduces("fastv")),
+    "visual-token pruning": (("reduction",), _reduces("fastvid")),
     "batches": (("batches",), lambda model: why_not_together(inspect_model(model))),
     "KV on disk": (("KV on disk",), None),
     "KV to vLLM": (("KV to vLLM",), _refused_for_hybrids("handing_over")),

@@ -247,10 +247,10 @@ def test_drafts_read_what_is_left(pool, clips):
     assert all("set use_token_compression to false" in each for each in refused)
 
 
-def reduced_job(hosts: HostGroup, messages: list[dict], method: str, compresses: bool = True):
+def reduced_job(hosts: HostGroup, messages: list[dict], compresses: bool = True):
     """The number of visual tokens after a reduction to half, or why there is none."""
     model = families.build_model(FAMILY, dtype=torch.float64)
-    config = PrefillConfig(method="apbv", on_single_host=True, reduce=ReduceConfig(method=method, ratio=0.5))
+    config = PrefillConfig(method="apbv", on_single_host=True, reduce=ReduceConfig(method="fastvid", ratio=0.5))
     engine = Engine(model, build_processor(compresses), hosts, config)
     try:
         state = engine.prefill(messages=messages, num_frames=FRAMES)
@@ -259,11 +259,8 @@ def reduced_job(hosts: HostGroup, messages: list[dict], method: str, compresses:
     return state.reduction.num_before, state.reduction.num_after
 
 
-@pytest.mark.parametrize("method", ["fastvid", "hippo_attention"])
-def test_reductions_of_frames_need_them_whole(pool, clips, method):
-    for said in pool.run(2, reduced_job, chat(clips[:1]), method):
+def test_reductions_of_frames_need_them_whole(pool, clips):
+    for said in pool.run(2, reduced_job, chat(clips[:1])):
         assert "compares whole frames" in said and "use_token_compression" in said
     total = batch_of(clips[:1], compresses=False)["video_compression_mask"].numel()
-    assert set(pool.run(2, reduced_job, chat(clips[:1]), method, False)) == {(total, total // 2)}
-    left = int(batch_of(clips[:1])["video_compression_mask"].sum())
-    assert pool.run(2, reduced_job, chat(clips[:1]), "fastv")[0][0] == left
+    assert set(pool.run(2, reduced_job, chat(clips[:1]), False)) == {(total, total // 2)}

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from apbv.kv.cache import ShardedCache, appending_in_place, first_tokens
+from apbv.kv.cache import ShardedCache, appending_in_place
 from apbv.layout import plan_layout
 
 from pairs import each_choice
@@ -126,13 +126,3 @@ def test_a_cache_whose_rows_were_replaced_does_not_append_to_the_old_ones():
         keys, values = states_of([10], layer)
         cache.update(keys.expand(2, -1, -1, -1), values.expand(2, -1, -1, -1), layer)
         assert torch.equal(cache.layers[layer].keys, states_of(range(11), layer)[0].expand(2, -1, -1, -1))
-
-
-def test_the_first_tokens_of_layers_that_lack_some_are_without_the_last_ones():
-    """As after a reduction between layers, behind which an answer was decoded."""
-    held = [range(20), [*range(0, 20, 3), 17, 18, 19]]
-    cache = DynamicCache([states_of(tokens, layer) for layer, tokens in enumerate(held)])
-    view = first_tokens(cache, 18, DynamicCache())
-    for layer, tokens in enumerate(held):
-        keys, values = states_of([*tokens][:-2], layer)
-        assert torch.equal(view.layers[layer].keys, keys) and torch.equal(view.layers[layer].values, values)

@@ -176,11 +176,9 @@ def test_saved_states_of_another_model_are_not_read(tmp_path):
 
 def test_what_hybrids_cannot_do_is_refused(checkpoints):
     path, hosts = checkpoints("qwen3_5"), HostGroup.single("cpu")
-    late, ngram = PrefillConfig(reduce=ReduceConfig(method="fastv")), SpeculativeConfig(strategy="ngram")
-    kv = ReuseConfig(mode="kv")
+    ngram, kv = SpeculativeConfig(strategy="ngram"), ReuseConfig(mode="kv")
     model, processor = build("qwen3_5", torch.float32), families.build_processor("qwen3_5")
     for settings, message in (
-        ({"prefill": late}, "fastv prunes between layers, and qwen3_5 models have linear"),
         ({"speculate": ngram}, "ngram rolls back rejected tokens, which"),
         ({"reuse": kv}, "use reuse='exact'"),
     ):
@@ -189,7 +187,6 @@ def test_what_hybrids_cannot_do_is_refused(checkpoints):
         with pytest.raises(ValueError, match=message):
             Engine(model, processor, hosts, **settings)
     for settings, message in (
-        ({"prefill": late}, "prunes between layers"),
         ({"speculate": ngram}, "rolls back rejected tokens"),
         ({"tensor_parallel": 2}, "does not split the linear attention of qwen3_5"),
     ):
@@ -200,8 +197,6 @@ def test_what_hybrids_cannot_do_is_refused(checkpoints):
         state.generate_inputs()
     with pytest.raises(ValueError, match=r"offer\(\) runs the prompt"):
         PrefillResult.offer(state, None)
-    with pytest.raises(ValueError, match="prunes between layers"):
-        apbv.prefill(model, video_batch("qwen3_5"), hosts=hosts, config=late)
     engine = Engine(model, processor, hosts)
     assert "linear attention" in engine.why_one_by_one
     questions = [{"prompt": "What?", "context": "word " * 30}, {"prompt": "Who?", "context": "word " * 20}]
@@ -211,7 +206,7 @@ def test_what_hybrids_cannot_do_is_refused(checkpoints):
     assert [together[index].token_ids for index in range(2)] == alone
 
 
-@pytest.mark.shows("early reduction")
+@pytest.mark.shows("reduction")
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
 def test_prompts_of_videos_and_images_are_reduced_before_the_language_model(on_hosts, family):
     """Then all layers read the rest, as they would a shorter prompt."""

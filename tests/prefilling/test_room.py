@@ -1,7 +1,5 @@
 """Prompts that do not fit in memory are refused, or end, with an error that says so on every host."""
 
-from functools import partial
-
 import pytest
 import torch
 
@@ -11,11 +9,11 @@ from apbv.model.parts import inspect_model
 from apbv.prefilling import encode, memory
 from apbv.prefilling.memory import host_memory
 from apbv.prefilling.methods import METHODS, base
-from apbv.prefilling.reduction import early
+from apbv.prefilling.reduction import pruning
 
 import families
 from fresh_hosts import Store, described, run_fresh
-from prompts import as_inputs, build, text_batch, video_batch
+from prompts import build, text_batch, video_batch
 
 TOKENS, SHORT = 400, {"anchor_len": 8, "passing_len": 8, "query_len": 8, "kv": "sharded"}
 
@@ -59,22 +57,6 @@ def test_frames_that_do_not_fit_before_a_reduction_are_refused_on_every_host(poo
     assert all(allowed == "nothing raised" for allowed, *_ in results)
 
 
-def test_what_layers_may_leave_out_is_not_asked_for(pool):
-    """What is certain of a reduction behind the first layer is that layer."""
-    parts = inspect_model(build("qwen2_5_vl", torch.float32))
-    reduce = ReduceConfig(method="fastv", ratio=0.01, layer=1)
-    config = PrefillConfig(anchor_len=8, reduce=reduce)
-    inputs = as_inputs("qwen2_5_vl", video_batch("qwen2_5_vl", frames=400), None, HostGroup.single("cpu"))
-    layout = METHODS["apbv"].plan(2, inputs.num_tokens, inputs.context_start, inputs.query_start, config)
-    estimate = partial(host_memory, parts.sizes, layout, 0, "gathered", itemsize=4, device=parts.device)
-    needed, of_all = (max(estimate(certain_depth=depth).certain.values()) for depth in (1, None))
-    assert needed < of_all
-    settings = {"reduce": reduce, "kv": "gathered", "passing_len": None, "query_len": config.query_len}
-    for free, outcome in ((needed, "nothing raised"), (needed - 1, "NotEnoughMemoryError")):
-        for ended, *_ in pool.run(2, ended_job, True, settings, {0: free}):
-            assert ended.startswith(outcome)
-
-
 def test_what_waits_to_be_collected_counts_as_free(monkeypatch):
     free = iter([1, 2**40])
     monkeypatch.setattr(memory, "free_memory_bytes", lambda device: next(free))
@@ -82,7 +64,7 @@ def test_what_waits_to_be_collected_counts_as_free(monkeypatch):
     assert prefill(build("llama", torch.float32), text_batch(TOKENS), hosts=HostGroup.single("cpu")).num_tokens
 
 
-STAGES = {"encoding": (encode, "_features"), "reduction": (early, "choose_rows")}
+STAGES = {"encoding": (encode, "_features"), "reduction": (pruning, "choose_rows")}
 STAGES |= {"prefill": (base, "segmented_attention"), "handoff": (ShardedKV, "gathered")}
 
 
@@ -103,7 +85,7 @@ def exhausted_job(hosts: HostGroup, stage: str, victim: int, reduce: str | None 
 
 
 def test_an_allocator_that_fails_is_one_clear_error():
-    for stage, reduce in (("encoding", None), ("handoff", None), ("reduction", "dycoke"), ("prefill", "fastv")):
+    for stage, reduce in (("encoding", None), ("handoff", None), ("reduction", "dycoke"), ("prefill", "fastvid")):
         failed = exhausted_job(HostGroup.single("cpu"), stage, 0, reduce)
         where = f"host 0 ran out of memory on cpu in the {stage} of a prompt of "
         assert failed.startswith(f"NotEnoughMemoryError: {where}")

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from apbv import HostGroup, PrefillConfig, ReduceConfig, SparseConfig, prefill
+from apbv import HostGroup, PrefillConfig, SparseConfig, prefill
 from apbv.config import SPARSE_NAMES
 from apbv.kernels import ListedBlocks
 from apbv.prefilling.methods import block_attention, flexprefill
@@ -226,20 +226,3 @@ def test_triton_computes_the_same():
     expected = run_oracle(build("qwen2", torch.float64), batch, oracle)
     assert relative_error(expected, hugging_face("qwen2", torch.float64, batch)[0]) > 1e-3
     assert relative_error(logits, expected) < 1e-4
-
-
-def test_the_density_is_that_of_all_layers_however_few_tokens_later_ones_have(monkeypatch):
-    """Behind the first of three layers one visual token is left: all blocks of so few tokens are computed."""
-    batch, sparse = video_batch("qwen2_5_vl", 120), SparseConfig(block_size=32, threshold=0.3)
-    inputs = as_inputs("qwen2_5_vl", batch, None, ALONE, torch.float64)
-    told, gather = [], HostGroup.gather_floats
-    monkeypatch.setattr(HostGroup, "gather_floats", lambda hosts, mine: told.append(mine) or gather(hosts, mine))
-    reduce = ReduceConfig(method="fastv", ratio=1e-6, layer=1)
-    config = PrefillConfig(method="xattention", sparse=sparse, reduce=reduce)
-    state = prefill(build("qwen2_5_vl", torch.float64), inputs, hosts=ALONE, config=config)
-    lengths = inputs.num_tokens, inputs.num_tokens - inputs.num_visual_tokens + 1
-    assert lengths[0] > 200 and lengths[1] < 64
-    of_first, of_others = (4 * n * (n + 1) // 2 for n in lengths)  # scores of four heads
-    computed, visible = told[-1]
-    assert visible == of_first + 2 * of_others and computed > 2 * of_others
-    assert state.density == computed / visible and 0.2 < state.density < 0.9

@@ -1,4 +1,4 @@
-"""Answers to prompts that are reduced before the language model: every way to prefill, to keep KV and to draft."""
+"""Answers to reduced prompts: every way to prefill, to keep KV and to draft."""
 
 import pytest
 

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from early_oracle import reduced_logits, whole_videos
+from reduction_oracle import reduced_logits, whole_videos
 
 from apbv import HostGroup, ReduceConfig
-from apbv.config.names import VIDEO_REDUCER_NAMES
-from apbv.prefilling.reduction import EARLY_REDUCERS
+from apbv.config import REDUCER_NAMES
+from apbv.prefilling.reduction import REDUCERS
 
 import families
 from fresh_hosts import described
@@ -47,7 +47,7 @@ RATIOS = (0.5, 0.2, 0.001)
 CASES = [(*case, RATIOS[row % 3], [*WAYS][row % 4]) for row, case in enumerate(CASES)]
 
 
-@pytest.mark.shows("early reduction")
+@pytest.mark.shows("reduction")
 @pytest.mark.parametrize(("family", "method", "num_hosts", "ratio", "way"), CASES)
 def test_a_reduced_prompt_is_prefilled_as_by_transformers(pool, family, method, num_hosts, ratio, way):
     check(pool, num_hosts, family, video_batch(family), reduced(method, ratio, way))
@@ -61,7 +61,7 @@ def test_what_hardly_moves_is_reduced_on_the_host_where_it_begins(pool, family, 
     check(pool, 3, family, processed(family, video, "Which?"), reduced("fastvid", 0.3, way))
 
 
-@each_choice(family=["qwen2_5_vl", "qwen3_vl"], method=EARLY_REDUCERS, ratio=[0.4, 0.1], num_hosts=[1, 2, 3])
+@each_choice(family=["qwen2_5_vl", "qwen3_vl"], method=REDUCERS, ratio=[0.4, 0.1], num_hosts=[1, 2, 3])
 def test_every_video_of_a_prompt_is_reduced_and_no_image(pool, family, method, ratio, num_hosts):
     videos = [families.synthetic_video(*shape, seed=n) for n, shape in enumerate([(14, 56, 84), (20, 84, 56)])]
     batch = processed(family, videos[0], families.synthetic_image(84, 56), videos[1], "Which?")
@@ -72,7 +72,7 @@ def test_with_all_tokens_left_it_is_the_whole_prompt(pool):
     family = "llava_onevision"
     batch = video_batch(family)
     plain = pool.run(2, prefill_job, family, batch, None, WAYS["ring"])
-    for method in EARLY_REDUCERS:
+    for method in REDUCERS:
         whole = pool.run(2, prefill_job, family, batch, None, reduced(method, 1.0, "ring"))
         for found, expected in zip(whole, plain, strict=True):
             assert (found.num_tokens, found.reduction, found.exact) == (expected.num_tokens, None, True)
@@ -84,7 +84,7 @@ def test_with_all_tokens_left_it_is_the_whole_prompt(pool):
 
 def refusal_job(hosts: HostGroup, pictures: dict) -> list[str]:
     video, text = video_batch("qwen2_5_vl"), text_batch(30)
-    asked = [(batch, reduced(name, 0.5)) for name in VIDEO_REDUCER_NAMES for batch in (pictures, text)]
+    asked = [(batch, reduced(name, 0.5)) for name in REDUCER_NAMES for batch in (pictures, text)]
     asked += [(video, reduced("dycoke", 0.1, "apbv") | {"anchor_len": 30})]
     asked += [(video, reduced("dycoke", 0.5 if hosts.rank else 0.25))]
     return [described(prefill_job, hosts, "qwen2_5_vl", batch, None, settings) for batch, settings in asked]

@@ -1,12 +1,12 @@
-"""Reductions before the language model against their definitions, on videos whose frames lie on several hosts."""
+"""Reductions against their definitions, on videos whose frames lie on several hosts."""
 
 import pytest
 import torch
-from early_oracle import DEFINITIONS
+from reduction_oracle import DEFINITIONS
 
 from apbv import HostGroup
 from apbv.layout import split_evenly
-from apbv.prefilling.reduction import EARLY_REDUCERS
+from apbv.prefilling.reduction import REDUCERS
 from apbv.prefilling.reduction.frames import SharedVideo
 
 WIDTH, DEEPSTACK = 12, 2
@@ -30,7 +30,7 @@ def reduce_job(hosts: HostGroup, method: str, shape: tuple, count: int, replicat
     parts = tuple([every] * hosts.size if replicated else split_evenly(every, hosts.size))
     mine = movie(*shape)[parts[hosts.rank].start : parts[hosts.rank].stop]
     video = SharedVideo(mine, parts, *shape[1:], WIDTH, hosts, alone)
-    return EARLY_REDUCERS[method](video, count)
+    return REDUCERS[method](video, count)
 
 
 def merged(results: list, size: int) -> dict:
@@ -48,7 +48,7 @@ CASES = [((24, 2, 3), 137), ((14, 3, 6), 63), ((14, 3, 6), 20)]
 CASES += [((30, 1, 4), 13), ((5, 6, 5), 74), ((1, 3, 3), 4), ((3, 2, 2), 1)]
 
 
-@pytest.mark.parametrize("method", EARLY_REDUCERS)
+@pytest.mark.parametrize("method", REDUCERS)
 def test_a_reducer_keeps_what_its_definition_says(pool, method):
     """Where hosts share the frames, and where all have all of them."""
     for shape, count in CASES:
@@ -68,4 +68,4 @@ def test_of_equal_tokens_the_earlier_is_kept():
     still = torch.ones(9, WIDTH * 3)
     for method, expected in (("dycoke", [*range(9), 9, 10, 18, 27]),):
         video = SharedVideo(still.expand(4, -1, -1), (range(4),), 3, 3, WIDTH, HostGroup.single(), True)
-        assert EARLY_REDUCERS[method](video, len(expected)).places.tolist() == expected
+        assert REDUCERS[method](video, len(expected)).places.tolist() == expected

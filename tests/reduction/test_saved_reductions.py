@@ -1,4 +1,4 @@
-"""Reduced prompts on disk: loaded on any number of hosts, or refused where layers hold different tokens."""
+"""Reduced prompts on disk, loaded on any number of hosts."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,6 @@ import torch
 
 import apbv
 from apbv import HostGroup, PrefillConfig, ReduceConfig, SamplingParams, StorageError
-from apbv.config import LATE_REDUCER_NAMES
 from apbv.kv.placement import GatheredKV, ShardedKV
 
 from answers import plain_tokens
@@ -19,8 +18,7 @@ GREEDY = SamplingParams(max_new_tokens=6, ignore_eos=True)
 
 
 def prefilled(hosts: HostGroup, name: str, kv: str) -> apbv.PrefillResult:
-    layer = 1 if name in LATE_REDUCER_NAMES else None
-    reduce = ReduceConfig(method=name, ratio=0.3, layer=layer)
+    reduce = ReduceConfig(method=name, ratio=0.3)
     inputs = as_inputs(FAMILY, video_batch(FAMILY), None, hosts, torch.float64)
     config = PrefillConfig(kv=kv, reduce=reduce, passing_len=4, anchor_len=21)
     return apbv.prefill(build(FAMILY, torch.float64), inputs, hosts=hosts, config=config)
@@ -64,18 +62,6 @@ def test_what_was_saved_is_loaded_bit_for_bit_and_says_what_is_left(pool, tmp_pa
         there = expected if host == 0 else (*expected[:3], None)
         assert_same(loaded[0], there)
         assert_same(loaded[1], there)
-
-
-def refused_job(hosts: HostGroup, path: Path) -> str:
-    with pytest.raises(StorageError) as refusal:
-        prefilled(hosts, "pdrop", "sharded").save(path)
-    return str(refusal.value)
-
-
-def test_layers_of_different_tokens_are_not_saved(pool, tmp_path):
-    messages = pool.run(2, refused_job, tmp_path / "kv")
-    assert all("pdrop pruned tokens" in message for message in messages)
-    assert not (tmp_path / "kv").exists()
 
 
 def test_a_reduction_that_does_not_explain_the_tokens_is_refused(tmp_path):

@@ -16,7 +16,7 @@ from apbv import Engine, HostGroup, ReuseConfig, SamplingParams, SpeculativeConf
 from apbv.decode.batch import Batch
 from apbv.input.pixels import VideoReader
 from apbv.input.request import Question, Request
-from apbv.prefilling import stages
+from apbv.prefilling import language_model
 from apbv.serve.alone import Alone
 from apbv.serve.decoding import Decoding
 from apbv.serve.executor import Executor
@@ -242,7 +242,7 @@ def held_up_job(hosts: HostGroup, folder: Path) -> tuple | None:
     With them what they were before, who prefilled, and what the other two were answered in the end.
     """
     engine, may_go_on, begun = Engine.from_pretrained("demo", hosts=hosts, dtype="float32"), folder / "go on", []
-    begin, run_stage, read = Engine.begin, stages.run_stage, VideoReader.read
+    begin, run, read = Engine.begin, language_model.run_language_model, VideoReader.read
 
     def hold(name: str) -> None:
         (folder / f"{name}{hosts.rank}").touch()
@@ -252,10 +252,10 @@ def held_up_job(hosts: HostGroup, folder: Path) -> tuple | None:
         begun.append(engine.hosts.size)
         return begin(engine, request)
 
-    def run_later(stage, *args):
-        if stage.hosts.size > 1:
+    def run_later(prompt, *args):
+        if prompt.hosts.size > 1:
             hold("prefilling")
-        return run_stage(stage, *args)
+        return run(prompt, *args)
 
     def read_later(*args):
         hold("decoding")
@@ -263,7 +263,7 @@ def held_up_job(hosts: HostGroup, folder: Path) -> tuple | None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Engine, "begin", watch)
-        patch.setattr("apbv.prefilling.forward.run_stage", run_later)
+        patch.setattr("apbv.prefilling.forward.run_language_model", run_later)
         patch.setattr(VideoReader, "read", read_later)
         app = app_or_follower(engine, split_tokens=2**10)
         if app is None:

@@ -12,11 +12,9 @@ from apbv.kernels import spatial_variety, temporal_change
 from apbv.model.parts import inspect_model
 from apbv.prefilling.encode import encode_visual
 from apbv.prefilling.reduction import choosing
-from apbv.prefilling.reduction.attention import Relevance
-from apbv.prefilling.reduction.choosing import standardised
 from apbv.prefilling.reduction.frames import frame_shape
-from apbv.prefilling.reduction.hippo import local_semantics
 from apbv.speculate import builders, watchers
+from apbv.speculate.hippo import local_semantics, standardised
 from apbv.speculate.strategies import make_watcher
 
 import families
@@ -60,31 +58,33 @@ def overheard(watcher, decoder) -> None:
     watcher.on_hidden = on_hidden
 
 
-def watched_job(hosts: HostGroup, family: str, settings: dict):
+def watched_job(hosts: HostGroup, family: str, settings: dict, most_scores: int = watchers.MOST_SCORES):
     model = build(family, DOUBLE)
     parts = inspect_model(model)
     inputs = as_inputs(family, video_batch(family), None, hosts, DOUBLE)
     config = PrefillConfig(passing_len=UNCOMPRESSED, on_single_host=True, **settings)
-    watching = [Relevance(), watchers.HeadAttention()]
+    watching = [watchers.Relevance(), watchers.HeadAttention()]
     watching += [make_watcher(SpeculativeConfig(keep="uv_prune", uv_layer=last), parts) for last in (1, 20)]
-    for watcher in watching:
-        overheard(watcher, parts.language_model)
-        prefill(model, inputs, hosts=hosts, config=config, watcher=watcher)
-        assert not any(layer._forward_pre_hooks for layer in parts.language_model.layers)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(watchers, "MOST_SCORES", most_scores)
+        for watcher in watching:
+            overheard(watcher, parts.language_model)
+            prefill(model, inputs, hosts=hosts, config=config, watcher=watcher)
+            assert not any(layer._forward_pre_hooks for layer in parts.language_model.layers)
     return [watcher.result() for watcher in watching]
 
 
 @pytest.mark.parametrize(
-    ("family", "num_hosts", "settings"),
+    ("family", "num_hosts", "settings", "most_scores"),
     [
-        ("internvl", 1, {"method": "full"}),
-        ("qwen2_5_vl", 3, {"method": "apb"}),
-        ("internvl", 2, {"fused_query": False}),
-        ("qwen2_5_vl", 3, {"zigzag": False, "kv": "sharded"}),
+        ("internvl", 1, {"method": "full"}, 300),
+        ("qwen2_5_vl", 3, {"method": "apb"}, 2**26),
+        ("internvl", 2, {"fused_query": False}, 300),
+        ("qwen2_5_vl", 3, {"zigzag": False, "kv": "sharded"}, 2**26),
     ],
     ids=str,
 )
-def test_visual_tokens_are_scored_as_defined(pool, family, num_hosts, settings):
+def test_visual_tokens_are_scored_as_defined(pool, family, num_hosts, settings, most_scores):
     visual, cosines = seen_by_the_question(family)
     by_layer = (visual / visual.sum(dim=-1, keepdim=True)).mean(dim=(1, 2))
     num_kv_heads = inspect_model(build(family, DOUBLE)).num_kv_heads
@@ -92,7 +92,7 @@ def test_visual_tokens_are_scored_as_defined(pool, family, num_hosts, settings):
     # ParallelVLM's Eq. 3 as printed. The inputs of the last of 3 layers are the deepest states that count: L is
     # clamped.
     similar = [sum(cosines[i] - cosines[i - 1] for i in range(1, last + 1)).sum(dim=1) for last in (1, 2)]
-    for attention, heads, *others in pool.run(num_hosts, watched_job, family, settings):
+    for attention, heads, *others in pool.run(num_hosts, watched_job, family, settings, most_scores):
         for ours, expected in (
             (attention, by_layer.mean(dim=0)),
             (torch.stack(heads), by_head),

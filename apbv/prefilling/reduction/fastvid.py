@@ -31,7 +31,7 @@ from torch.nn import functional
 
 from ...layout import split_evenly
 from ...transfer import to_device
-from .choosing import density_peaks, keep_best
+from .choosing import keep_best
 from .frames import KeptRows, SharedVideo
 
 _NUM_SEGMENTS = 8  # c
@@ -114,7 +114,7 @@ def _reduce_segment(rows: Tensor, hidden_size: int, counts: list[int]) -> tuple[
         of_frame[keep_best(-alike, salient[frame])] = True
         if anchor_shares.get(frame):
             rest = (~of_frame).nonzero().flatten()
-            dense = density_peaks(tokens[rest.to(tokens.device)], _NUM_NEIGHBOURS, exact=True).cpu()
+            dense = density_peaks(tokens[rest.to(tokens.device)]).cpu()
             anchors.append(frame * size + rest[keep_best(dense, anchor_shares[frame])])
     values, kept = flat.clone(), is_salient.clone()
     for places in anchors:
@@ -124,6 +124,22 @@ def _reduce_segment(rows: Tensor, hidden_size: int, counts: list[int]) -> tuple[
         values[places] = _merged(flat, hidden_size, places, others.nonzero().flatten(), size)
     places = kept.nonzero().flatten()
     return places, values[to_device(places, rows.device)]
+
+
+def density_peaks(tokens: Tensor) -> Tensor:
+    """Score rows ``[m, d]`` as centres of clusters: density times the distance to the nearest denser row, ``[m]``.
+
+    Distances are divided by √d. A row's density is exp(−mean of the squared distances to its nearest rows, itself
+    among them). The densest row's distance is the largest of all. Of equally dense rows the earlier one is denser.
+    """
+    # Without matrix products, by which the distances of equal rows are not quite 0.
+    distances = torch.cdist(tokens, tokens, compute_mode="donot_use_mm_for_euclid_dist") / tokens.shape[1] ** 0.5
+    nearest = distances.topk(min(_NUM_NEIGHBOURS, len(tokens)), largest=False).values
+    density = nearest.square().mean(dim=1).neg().exp()
+    rank = torch.empty(len(tokens), dtype=torch.long, device=tokens.device)
+    rank[density.argsort(descending=True, stable=True)] = torch.arange(len(tokens), device=tokens.device)
+    to_denser = distances.masked_fill(rank[None] >= rank[:, None], float("inf")).min(dim=1).values
+    return to_denser.clamp(max=distances.max()) * density
 
 
 def _merged(flat: Tensor, hidden_size: int, anchors: Tensor, others: Tensor, size: int) -> Tensor:

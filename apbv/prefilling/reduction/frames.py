@@ -110,7 +110,7 @@ class SharedVideo:
 
 
 # Keeps ``count`` tokens of a video, or fewer where that does not come out even, and at least one; collective.
-EarlyReducer = Callable[[SharedVideo, int], KeptRows]
+Reducer = Callable[[SharedVideo, int], KeptRows]
 
 
 @dataclass(frozen=True)

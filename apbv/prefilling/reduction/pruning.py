@@ -24,9 +24,9 @@ from ..encode import VisualRows, agree_on_chunks, all_rows
 from ..memory import HostMemory, Room
 from ..moving import move_rows
 from ..reuse import stored_rows
-from . import EARLY_REDUCERS
+from . import REDUCERS
 from .choosing import Reduction, count_of, shares_of_videos
-from .frames import EarlyReducer, num_in_frames, require_whole_frames, shared_video, videos_of
+from .frames import Reducer, num_in_frames, require_whole_frames, shared_video, videos_of
 
 
 def require_usable(config: ReduceConfig | None, model: PreTrainedConfig, reuse: ReuseConfig | None) -> None:
@@ -40,13 +40,8 @@ def require_usable(config: ReduceConfig | None, model: PreTrainedConfig, reuse: 
     """
     if config is not None and model.model_type not in VIDEO_FAMILIES:
         raise ValueError(f"{config.method} prunes visual tokens, but {model.model_type} models read only text")
-    method = config and config.method
-    refuse(
-        hybrid=hybrid_family(model),
-        kv_reuse=reuse is not None and reuse.mode == "kv",
-        reduction=method,
-        late_reduction=method and config.is_late and method,
-    )
+    kv_reuse = reuse is not None and reuse.mode == "kv"
+    refuse(hybrid=hybrid_family(model), kv_reuse=kv_reuse, reduction=config and config.method)
 
 
 def require_reducible(config: ReduceConfig | None, inputs: ModelInputs) -> None:
@@ -55,7 +50,7 @@ def require_reducible(config: ReduceConfig | None, inputs: ModelInputs) -> None:
     Raises:
         PromptError: frames are to be reduced, and the prompt has no video, or lacks tokens of its frames.
     """
-    if config is None or config.leaves_all or not config.needs_video:
+    if config is None or config.leaves_all:
         return
     if inputs.visual is None or all(item.kind == "image" for item in inputs.visual.items):
         has = "no video" if inputs.visual is None else "images only"
@@ -81,7 +76,7 @@ def reduce_prompt(
     Args:
         inputs: a prompt that :func:`require_reducible` lets pass, the same on every host.
         source: makes the embeddings of this host's share.
-        config: with a reduction before the language model.
+        config: with a reduction.
 
     Raises:
         ValueError: a frame cannot be read, or the vision tower makes another number of rows than the prompt has
@@ -100,7 +95,7 @@ def reduce_prompt(
         rows = all_rows(parts, visual, source, num_bytes)
     with hosts.collective_stage("reduction"), room.explained("reduction"), timer.stage("exchange"):
         count = count_of(settings.ratio, num_in_frames(parts, inputs))
-        stays, patches, values = choose_rows(parts, inputs, rows, hosts, EARLY_REDUCERS[settings.method], count)
+        stays, patches, values = choose_rows(parts, inputs, rows, hosts, REDUCERS[settings.method], count)
         shorter = _with_rows(parts, inputs, stays, patches, num_bytes)
     kept = stays.nonzero().flatten()
     reduction = Reduction(settings.method, settings.ratio, visual.num_rows, len(kept), kept)
@@ -108,7 +103,7 @@ def reduce_prompt(
 
 
 def choose_rows(
-    parts: ModelParts, inputs: ModelInputs, rows: Tensor, hosts: HostGroup, reducer: EarlyReducer, count: int
+    parts: ModelParts, inputs: ModelInputs, rows: Tensor, hosts: HostGroup, reducer: Reducer, count: int
 ) -> tuple[Tensor, tuple[range, ...], Tensor]:
     """Choose some of the tokens of a prompt's frames; collective.
 

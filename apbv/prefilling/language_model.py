@@ -1,0 +1,115 @@
+"""Runs the unmodified language model on a host's tokens of a prompt, and keeps their KV."""
+
+from collections.abc import Sequence
+from threading import get_ident
+
+import torch
+from torch import Tensor
+
+from ..input.model_inputs import ModelInputs
+from ..kv.cache import ShardedCache
+from ..model.attention import NewTokenAttention
+from ..model.linear_attention import LinearStates
+from ..model.parts import ModelParts
+from ..transfer import to_device
+from ..versions import cache_argument
+from .cancelling import Stop, asking_before_each, require_going_on
+from .exchange import LocalVisual
+from .linear_attention import SplitLinearAttention
+from .watching import SplitPrompt, Watcher, shown_to
+
+
+def run_language_model(
+    prompt: SplitPrompt,
+    parts: ModelParts,
+    inputs: ModelInputs,
+    visual: LocalVisual,
+    cache: ShardedCache,
+    stop: Stop | None,
+    watcher: Watcher | None = None,
+    states: LinearStates | None = None,
+) -> Tensor | None:
+    """Run all layers on this host's tokens; a question that is split off follows in a pass of its own. Collective.
+
+    Args:
+        visual: the embeddings that replace the placeholders of this host's tokens; dropped.
+        cache: gets their KV.
+        stop: asked on host 0 before each layer; true ends the prefill.
+        watcher: the observer; its :meth:`Watcher.begin` was called.
+        states: gets the states of a hybrid's linear attention.
+
+    Returns:
+        The output ``[1, S, d]`` of the last norm, in the pass with the question; None on a host without tokens.
+    """
+    method, hosts, layout = prompt.method, prompt.hosts, prompt.layout
+    decoder, local = parts.language_model, prompt.local[prompt.hosts.rank]
+    if not len(local):  # host 0 computes the prompt alone
+        for _ in cache.layers:
+            require_going_on(hosts, stop)
+        if watcher is not None:
+            watcher.on_nothing()
+        empty = torch.empty(1, parts.num_kv_heads, 0, parts.head_dim, dtype=parts.dtype, device=parts.device)
+        for layer in cache.layers:
+            layer.hold(empty, empty)
+        return None
+    embeds, extra = visual.merge_into(parts, inputs.input_ids[:, local])
+    held = [embeds]
+    del embeds
+    if states is not None:
+        extra["linear"] = SplitLinearAttention(layout, hosts, states, not method.separate_query)
+    positions = inputs.position_ids[..., local]
+    if layout.anchor_copy:
+        _move_copy(positions, inputs.position_ids, layout.anchor_copy)
+    attention = asking_before_each(method, hosts, stop) if stop is not None else method
+    leaves = method.config.kv == "gathered" and method.config.overlap
+    if leaves and hosts.size > 1 and layout.is_split and not method.separate_query:
+        attention = cache.gather_behind_each(attention, hosts)
+    with shown_to(watcher, prompt, decoder, attention, has_question=not method.separate_query) as attention:
+        hidden = _run(parts, held, positions, cache, apbv=attention, **extra)
+    if not method.separate_query:
+        return hidden
+    # The question can see the whole context only now.
+    attention = NewTokenAttention(parts.backend, hosts=hosts)
+    with shown_to(watcher, prompt, decoder, attention, has_context=False) as attention:
+        held = [parts.embed_tokens(to_device(inputs.input_ids[:, inputs.query_start :], parts.device))]
+        positions = inputs.position_ids[..., inputs.query_start :]
+        extra = {} if states is None else {"linear": states}
+        return _run(parts, held, positions, cache, apbv=attention, **extra)
+
+
+def _run(parts: ModelParts, held: list[Tensor], positions: Tensor, cache: ShardedCache, **options) -> Tensor:
+    """Run the decoder on ``[1, S, d]``, the only item of a list; return its output.
+
+    The first layer takes it out of the list, so that it is freed after that layer. The decoder itself, which would
+    hold its input until its last layer has run, gets a tensor of the same shape that takes no memory. Another
+    thread, which may decode with the same model, is not affected.
+    """
+    decoder, thread = parts.language_model, get_ident()
+    stand_in = held[0].new_empty(()).expand(held[0].shape)
+
+    def hand_over(layer, args: tuple) -> tuple:
+        return (held.pop(), *args[1:]) if get_ident() == thread else args
+
+    hook = decoder.layers[0].register_forward_pre_hook(hand_over, prepend=True)
+    options |= {"position_ids": to_device(positions, parts.device), "use_cache": True, cache_argument(): cache}
+    try:
+        return decoder(inputs_embeds=stand_in, **options).last_hidden_state
+    finally:
+        hook.remove()
+
+
+def _move_copy(positions: Tensor, prompt: Tensor, copied: Sequence[range]) -> None:
+    """Give an anchor's copy its own rotary positions: the question begins in it where the context would.
+
+    It shifts the context by its own length. All other tokens keep their positions in the prompt.
+
+    Args:
+        positions: of this host's tokens, first of all those of the copy, ``[3, 1, S]`` or ``[1, S]``; changed.
+        prompt: of all tokens.
+        copied: prefix, question and start of the context, as in :class:`~apbv.layout.ContextLayout`.
+    """
+    question, context = positions.split([*map(len, copied), positions.shape[-1] - sum(map(len, copied))], dim=-1)[
+        1:3
+    ]
+    context += question[..., -1:] - question[..., :1] + 1
+    question += prompt[..., copied[0].stop, None] - question[..., :1]

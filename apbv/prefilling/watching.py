@@ -1,0 +1,185 @@
+"""Observes the language model in a prefill: attention, hidden states, and which KV pairs are passed on."""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from threading import get_ident
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..model.attention import LayerAttention
+from ..transfer import to_device
+from .methods import PrefillMethod
+
+
+@dataclass
+class SplitPrompt:
+    """A prompt's tokens, numbered from 0 to n - 1, and the hosts that compute and keep them.
+
+    Attributes:
+        method: computes their attention.
+        query_start: the first token of the question.
+        is_visual: which tokens are visual, bool ``[n]``.
+        layout: the method's.
+        hosts: the hosts that compute.
+        num_tokens: n.
+        local: the tokens that each host computes, in the order of its rows.
+    """
+
+    method: PrefillMethod
+    query_start: int
+    is_visual: Tensor
+
+    def __post_init__(self):
+        self.layout, self.hosts = self.method.layout, self.method.hosts
+        self.num_tokens = self.layout.num_tokens
+        self.local = [_numbers(self.layout.local_spans(host)) for host in range(self.hosts.size)]
+
+    @property
+    def question(self) -> Tensor:
+        """The tokens of the question."""
+        return torch.arange(self.query_start, self.num_tokens)
+
+    @cached_property
+    def owned(self) -> list[Tensor]:
+        """The tokens whose KV each host keeps, in cache order."""
+        return [_numbers(self.layout.cache_spans(host)) for host in range(self.hosts.size)]
+
+    @cached_property
+    def owned_visual(self) -> list[Tensor]:
+        """The visual tokens that each host keeps, in cache order."""
+        return [tokens[self.is_visual[tokens]] for tokens in self.owned]
+
+    @cached_property
+    def visual_rows(self) -> Tensor:
+        """The indices of visual tokens among those that this host keeps, on its device."""
+        return to_device(self.is_visual[self.owned[self.hosts.rank]].nonzero().flatten(), self.hosts.device)
+
+    def rows_of(self, tokens: Tensor) -> Tensor:
+        """Return the indices of tokens among this host's local ones."""
+        local = self.local[self.hosts.rank]
+        place = torch.zeros(self.num_tokens, dtype=torch.long)
+        place[local] = torch.arange(len(local))
+        return place[tokens]
+
+
+class Watcher:
+    """Observer of one prompt's prefill. Every host observes the tokens that it keeps; the base class nothing.
+
+    Attributes:
+        prompt: the prompt.
+        wants_attention: whether it gets queries and keys of every layer.
+        hidden_layers: the decoder layers whose inputs it gets (0: the embeddings).
+        wants_passed: whether it gets the choice of KV pairs that are passed on.
+    """
+
+    wants_attention = False
+    hidden_layers: Collection[int] = ()
+    wants_passed = False
+
+    def begin(self, prompt: SplitPrompt) -> None:
+        """Prepare for the prefill."""
+        self.prompt = prompt
+
+    def request_early(self, offer: Callable[[Tensor], bool]) -> None:
+        """Ask for the scores as soon as they are known, if that is before the prefill ends; here it is not.
+
+        Called on every host before the prefill, or on none.
+
+        Args:
+            offer: takes the scores; returns false to be called again in the next layer.
+        """
+
+    def on_layer(self, q: Tensor, keys: Tensor, scale: float, rows: Tensor) -> None:
+        """Observe a layer's queries and keys; collective among the hosts that compute.
+
+        Args:
+            q: the question's query states ``[1, Hq, n_q, D]``, post-RoPE.
+            keys: ``[1, Hkv, S, D]``, among them those of the tokens that this host keeps.
+            rows: the indices of these, ``[T]`` in cache order.
+        """
+
+    def on_hidden(self, layer: int, hidden: Tensor, question: Tensor | None, owned: Tensor | None) -> None:
+        """Observe the input ``[S, d]`` of one of :attr:`hidden_layers`, in the pass whose result is final.
+
+        Args:
+            question: the question's rows; None in a pass without it.
+            owned: those of the tokens that this host keeps, in cache order; None in a pass without them.
+        """
+
+    def on_passed(self, block: int, chosen: Tensor) -> None:
+        """Observe one layer's choice of a block's KV pairs to pass on; see ``PrefillMethod.on_passed``."""
+
+    def on_nothing(self) -> None:
+        """Take part in the other hosts' collectives, on a host that computes nothing."""
+
+    def result(self) -> Any:
+        """Return the observation, the same on every host; collective, after the prefill."""
+
+    def gathered(self, local: Tensor | None, *lead: int) -> Tensor:
+        """Return scores ``[*lead, visual tokens]`` in fp32 on the CPU of every host; collective.
+
+        Args:
+            local: ``[*lead, T]`` of the visual tokens that this host keeps; None if it has no scores.
+        """
+        numbers, hosts = self.prompt.is_visual.long().cumsum(0) - 1, self.prompt.hosts
+        owned = [numbers[tokens] for tokens in self.prompt.owned_visual]  # by number among the visual tokens
+        if local is None:
+            local = torch.zeros(*lead, len(owned[hosts.rank]), device=hosts.device)
+        gathered = hosts.gather_rows(local.float(), [*map(len, owned)], dim=len(lead)).wait()
+        return torch.cat(gathered, dim=-1).cpu()[..., torch.cat(owned).argsort()]
+
+    def over_hosts(self, lse: Tensor) -> Tensor:
+        """Merge a log-sum-exp over each host's keys into that over all; collective where a prompt is split."""
+        return self.prompt.hosts.all_gather(lse).wait().logsumexp(dim=0) if self.prompt.layout.is_split else lse
+
+
+@contextmanager
+def shown_to(
+    watcher: Watcher | None,
+    prompt: SplitPrompt,
+    decoder: nn.Module,
+    attention: LayerAttention,
+    has_context: bool = True,
+    has_question: bool = True,
+) -> Iterator[LayerAttention]:
+    """Let a watcher observe a forward pass; yield the attention to run it with.
+
+    A pass without context has only the question, and its attention gets the keys that this host keeps.
+    """
+    if watcher is None:
+        yield attention
+        return
+    device = prompt.hosts.device
+    question = owned = None
+    if has_context:
+        owned = to_device(prompt.rows_of(prompt.owned[prompt.hosts.rank]), device)
+    if has_question:
+        rows = prompt.rows_of(prompt.question) if has_context else prompt.question - prompt.query_start
+        question = to_device(rows, device)
+
+    def watched(q: Tensor, k: Tensor, v: Tensor, scale: float, layer: int) -> Tensor:
+        rows = torch.arange(k.shape[2], device=device) if owned is None else owned
+        watcher.on_layer(q[:, :, question], k, scale, rows)
+        return attention(q, k, v, scale, layer)
+
+    thread = get_ident()
+    with ExitStack() as hooks:
+        for layer in watcher.hidden_layers:
+
+            def show(module, args, kwargs, layer=layer):
+                if get_ident() == thread:  # another may decode with the same model
+                    hidden = args[0] if args else kwargs["hidden_states"]
+                    watcher.on_hidden(layer, hidden[0], question, owned)
+
+            hook = decoder.layers[layer].register_forward_pre_hook(show, with_kwargs=True)
+            hooks.callback(hook.remove)
+        yield watched if has_question and watcher.wants_attention else attention
+
+
+def _numbers(spans: Sequence[range]) -> Tensor:
+    """Return the tokens of some spans, concatenated."""
+    return torch.cat([torch.empty(0, dtype=torch.long), *(torch.arange(s.start, s.stop) for s in spans)])
