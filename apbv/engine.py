@@ -26,7 +26,6 @@ from .hosts import AgreedError, HostGroup
 from .input.reading import PromptReader
 from .input.request import Question, Request
 from .input.skeleton import SampledVideo
-from .input.video import require_backend
 from .model.loading import default_num_frames, default_sampling, load_model, require_loadable
 from .model.parts import hybrid_family
 from .prefilling.cancelling import RequestCancelled
@@ -179,7 +178,6 @@ class Engine:
             described = require_loadable(path, hosts.device, adapter, hosts.tensor_parallel_size)
             require_usable(config.reduce, described, reuse)
             refuse(hybrid=hybrid_family(described), drafting=speculate and speculate.strategy)
-            require_backend(config.video.backend)
         # TP ranks exchange data while transformers loads the model's shards.
         stage = hosts.collective_stage if hosts.tensor_parallel_size > 1 else hosts.local_stage
         with stage(f"loading {name}"):

@@ -29,11 +29,11 @@ Opened = tuple[Callable[[int], np.ndarray], np.ndarray]
 _SINGLES, _SECONDS, _LEVELS, _LATE = 12, 60, 2, 0.05
 
 
-def open_apbv(path: str, backend: str = "pyav") -> Opened:
-    from apbv.input.video import iter_frames, probe
+def open_apbv(path: str) -> Opened:
+    from apbv.input.video import probe, read_frames
 
     info = probe(path)
-    return lambda index: np.concatenate(list(iter_frames(info, [index], 1, 1, backend)))[0], info.timestamps
+    return lambda index: read_frames(info, [index], threads=1)[0], info.timestamps
 
 
 def open_torchcodec(path: str) -> Opened:
@@ -67,7 +67,6 @@ def open_opencv(path: str) -> Opened:
 
 READERS = {
     "apbv": open_apbv,
-    "apbv, torchcodec": lambda path: open_apbv(path, "torchcodec"),
     "torchcodec": open_torchcodec,
     "decord2": open_decord,
     "opencv": open_opencv,

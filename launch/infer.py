@@ -62,7 +62,7 @@ def parse_arguments(arguments: list[str] | None = None, prog: str | None = None)
         options.video = [str(demo.video_path()) if path == "demo" else path for path in options.video]
     if options.prompt is None:
         parser.error("--prompt is required: give the question")
-    for name in ("frames", "fps", "video_backend", "video_chunk_mib", "audio_in_video"):
+    for name in ("frames", "fps", "video_chunk_mib", "audio_in_video"):
         if getattr(options, name) is not None and options.video is None:
             parser.error(f"--{name.replace('_', '-')} needs a --video")
     shown = next((f"--{name}" for name in ("video", "image", "audio") if getattr(options, name)), None)

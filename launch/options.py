@@ -80,7 +80,6 @@ DECODE = _of(
 # The options below are None if not given.
 VIDEO = _of(
     VideoConfig,
-    ("--video-backend", "backend", "video decoder; auto: torchcodec on a GPU if installed, else pyav"),
     ("--video-chunk-mib", "chunk_bytes", "memory per video chunk (default: 1/16 of free memory, at most 256)"),
 )
 THREADS = _of(

@@ -35,7 +35,6 @@ from apbv.launch.options import (
 from apbv.refusals import refuse
 from apbv.serve.log import LOG_FORMATS
 from apbv.serve.settings import ServerSettings
-from apbv.serve.tracing import require_traceable
 
 if TYPE_CHECKING:
     from apbv import HostGroup
@@ -66,7 +65,6 @@ def parse_arguments(arguments: list[str] | None = None, prog: str | None = None)
         "--shutdown-timeout minus 10",
     )
     http.add_argument("--log-format", choices=LOG_FORMATS, default="text", help="json adds timings (default text)")
-    http.add_argument("--otlp-traces-endpoint", metavar="URL", help="export OpenTelemetry traces (OTLP over HTTP)")
 
     add_request_options(parser)
     add_prefill_options(parser)
@@ -155,8 +153,6 @@ def _check(options: argparse.Namespace) -> None:
             raise ValueError(f"--cors-origin must be * or as https://example.com, not {origin}")
     if options.api_key == "":
         raise ValueError("--api-key is empty: give a key, or leave the option out")
-    if options.otlp_traces_endpoint is not None:
-        require_traceable(options.otlp_traces_endpoint)
     refuse(reduction=options.reduce, handing_over=options.kv_transfer and "--kv-transfer")
     if options.kv_transfer is None:
         for name in ("kv_host", "kv_port", "kv_seconds"):

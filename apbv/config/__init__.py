@@ -22,7 +22,6 @@ from .names import (
     REUSE_MODES,
     SPARSE_NAMES,
     STRATEGY_NAMES,
-    VIDEO_BACKEND_NAMES,
 )
 from .prefill import FRAME_RATE, PrefillConfig, ReduceConfig, SparseConfig, VideoConfig
 from .speculative import SpeculativeConfig, longest_window

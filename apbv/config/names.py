@@ -28,7 +28,6 @@ METHOD_NAMES = ("full", *SPARSE_NAMES, "zigzag_ring", "ulysses", "star", "apb", 
 IMPORTANCE_NAMES = ("peak", "softmax", "dot", "received")
 BACKEND_NAMES = ("auto", "torch", "triton", "flash_attn")
 REDUCER_NAMES = ("slowfast", "fastvid", "dycoke")
-VIDEO_BACKEND_NAMES = ("auto", "pyav", "torchcodec")
 DTYPE_NAMES = ("auto", "float32", "bfloat16", "float16")
 STRATEGY_NAMES = (
     "vanilla",

@@ -13,7 +13,6 @@ from .names import (
     METHOD_NAMES,
     REDUCER_NAMES,
     SPARSE_NAMES,
-    VIDEO_BACKEND_NAMES,
 )
 
 _MOST_TOKENS = 2**31 - 1
@@ -27,17 +26,14 @@ class VideoConfig(Checked):
     """Video decoding settings of a host.
 
     Attributes:
-        backend: video decoder: ``"pyav"``, ``"torchcodec"`` (the extra ``[video]``), or ``"auto"``, which is
-            torchcodec where it is installed and decodes on the model's GPU, and PyAV elsewhere.
         threads: decoding threads. None: this process's fair share of the machine's cores.
         chunk_bytes: approximate memory for frames, pixels and activations of one chunk; a few chunks are in memory
             at a time. None: a sixteenth of the free memory, at most 256 MiB.
 
     Raises:
-        ValueError: the backend is unknown, or a number is not positive.
+        ValueError: a number is not positive.
     """
 
-    backend: str = one_of(VIDEO_BACKEND_NAMES, "auto")
     threads: int | None = integer(1, 2**63 - 1, None)
     chunk_bytes: int | None = integer(1, 2**63 - 1, None)
 

@@ -20,8 +20,8 @@ from .examination import Check, CheckFailed, CheckSkipped, Found
 _PACKAGES = ("apbv", "transformers", "triton", "safetensors", "numpy")
 _OPTIONAL = (
     *("flash-attn", "flash-attn-3", "fa3-fwd", "flash-attn-4", "ring-flash-attn"),
-    *("av", "torchcodec", "torchvision"),
-    *("starlette", "uvicorn", "pydantic", "prometheus-client", "opentelemetry-sdk"),
+    *("av", "torchvision"),
+    *("starlette", "uvicorn", "pydantic", "prometheus-client"),
 )
 # Variables that change the behaviour; others are not printed.
 _SETTINGS = re.compile(r"APBV_|CUDA_|NCCL_|TORCH_NCCL_|GLOO_|OMP_NUM_THREADS$|TRITON_|PYTORCH_|NVIDIA_TF32")

@@ -6,6 +6,7 @@ memory.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field
 from itertools import count
@@ -22,7 +23,7 @@ from ..stats import StageTimer
 from ..transfer import side_stream
 from .images import Picture
 from .skeleton import process
-from .video import VideoInfo, ahead, iter_frames, read_frames
+from .video import VideoInfo, iter_frames, read_frames
 from .visual import PixelChunk, Pixels
 
 _LARGE_BYTES = 2**26
@@ -44,7 +45,7 @@ class SourcePixels:
 
     def chunks(self, chunks: Sequence[range]) -> Iterator[PixelChunk]:
         """See :class:`Pixels`."""
-        with closing(ahead(self._read(chunks)) if self.runs_ahead else self._read(chunks)) as pixels:
+        with closing(_ahead(self._read(chunks)) if self.runs_ahead else self._read(chunks)) as pixels:
             yield from pixels
 
     def _read(self, chunks: Sequence[range]) -> Iterator[PixelChunk]:
@@ -63,6 +64,22 @@ class SourcePixels:
                     yield PixelChunk(values, chunk, reader.kind, ready)
             if isinstance(reader, ImageReader) and reader.num_bytes > _LARGE_BYTES:
                 return_freed_memory()  # a peak that hardly any other request has
+
+
+def _ahead(chunks: Iterator[PixelChunk]) -> Iterator[PixelChunk]:
+    """Produce each chunk in a thread while the previous one is in use.
+
+    Args:
+        chunks: a generator, which is closed with this one.
+    """
+    with ThreadPoolExecutor(1) as pool, closing(chunks):
+        future = pool.submit(next, chunks, None)
+        try:
+            while (chunk := future.result()) is not None:
+                future = pool.submit(next, chunks, None)
+                yield chunk
+        finally:
+            wait([future])
 
 
 @dataclass(frozen=True)
@@ -191,9 +208,7 @@ class VideoReader:
         def at_work(thread: int) -> AbstractContextManager:
             return self.timer.stage("decode_video", f"decode_video {thread}")
 
-        device = str(self.device or "cpu")
-        chunks = iter_frames(self.video, frames, size, threads, self.config.backend, device, at_work)
-        with closing(chunks):
+        with closing(iter_frames(self.video, frames, size, threads, at_work)) as chunks:
             yield from map(torch.as_tensor, chunks)
 
     @torch.no_grad()
@@ -205,10 +220,7 @@ class VideoReader:
         with nullcontext() if side is None else torch.cuda.stream(side), self.timer.stage("preprocess"):
             if side is None:
                 return preprocess_frames(self.processor, read, self.grid), None
-            if read.is_cuda:
-                read.record_stream(side)  # the decoder made it in another, and may have its memory back soon
-            else:
-                read = read.pin_memory().to(self.device, non_blocking=True)
+            read = read.pin_memory().to(self.device, non_blocking=True)
             values = preprocess_frames(self.processor, read, self.grid)
             values = {name: v.to(self.dtype) if v.is_floating_point() else v for name, v in values.items()}
             return values, side.record_event()

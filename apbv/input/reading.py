@@ -25,7 +25,7 @@ from .pixels import ImageReader, SourcePixels, VideoReader
 from .rendering import Question, RenderedPrompt, render_prompt
 from .repeats import kept_tokens, may_leave_out
 from .skeleton import SampledVideo, Skeleton, lay_out
-from .video import VideoInfo, require_backend, sample_fps, sample_uniform
+from .video import VideoInfo, sample_fps, sample_uniform
 from .visual import PromptError, share_out
 
 _MOST_KEPT = 16
@@ -60,7 +60,6 @@ class PromptReader:
         self._tokenizing = threading.Lock()  # which two threads must not do at once
         self._num_frames, self._config = num_frames, config or PrefillConfig()
         self._kept: dict[Source, Tensor] = {}  # of the latest videos
-        require_backend(self._config.video.backend)
 
     def for_another_thread(self) -> "PromptReader":
         """Return a reader with a processor of its own."""

@@ -122,7 +122,7 @@ class _Endpoints:
     async def answer(self, body: type[GenerationRequest], request: Request) -> Response:
         """Answer a request whose body is of some type."""
         job_id = f"{body.id_prefix}-{request.state.request_id}"
-        job = Job(job_id, request.headers.get("traceparent"))
+        job = Job(job_id)
         try:
             asked = await self._read(request, body)
         except ApiError as error:
@@ -131,9 +131,9 @@ class _Endpoints:
         except ClientDisconnect:
             self._scheduler.end(job, None, "cancelled")
             return Response(status_code=_CLIENT_CLOSED_REQUEST)
-        prompts, trace = asked.split(), request.headers.get("traceparent")
+        prompts = asked.split()
         choices = range(asked.num_answers, len(prompts) * asked.num_answers, asked.num_answers)
-        jobs = [job, *(Job(f"{job_id}-{choice}", trace, job, choice) for choice in choices)]
+        jobs = [job, *(Job(f"{job_id}-{choice}", job, choice) for choice in choices)]
         self._worker.admit(*jobs)
         watch = asyncio.create_task(self._cancel_when_gone(request, jobs))
         events = self._events(jobs, watch)

@@ -3,7 +3,6 @@
 import asyncio
 import time
 import uuid
-from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -24,13 +23,12 @@ DURATIONS = {
 
 @dataclass(kw_only=True)
 class RequestRecord:
-    """Request data for metrics, log and traces, without the content of prompt and answer.
+    """Request data for metrics and log, without the content of prompt and answer.
 
     Moments are seconds of ``time.monotonic()``; None: not reached.
 
     Attributes:
         id: the request's id, as its reply has it.
-        traceparent: the client's trace, as in W3C's header of that name.
         arrived: the server began to read it.
         ready: it was read and entered the queue.
         began: its prefill began.
@@ -42,12 +40,10 @@ class RequestRecord:
             because of a full queue or a stopping server, ``invalid``, or ``failed``.
         prompt_tokens, completion_tokens: tokens that were prefilled, and of the answer so far.
         speculation: the metrics of the draft (``apbv.speculate.Answered``); None: there was none.
-        sampling: ``max_tokens``, ``temperature`` and ``top_p``, once they are known.
         transfer: id of its KV transfer to a decode instance; None: there was none.
     """
 
     id: str
-    traceparent: str | None = None
     arrived: float = field(default_factory=time.monotonic)
     ready: float | None = None
     began: float | None = None
@@ -59,7 +55,6 @@ class RequestRecord:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     speculation: dict[str, Any] | None = None
-    sampling: Mapping[str, float] = field(default_factory=dict)
     transfer: str | None = None
 
     def seconds(self, name: str) -> float | None:
@@ -113,12 +108,11 @@ class Job:
 
     Args:
         request_id: its id for the client and the log; None: generated.
-        traceparent: the client's trace, as in the header of that name.
         beside: an earlier job of the same HTTP request, with whose events its own are sent.
         first_choice: the index of its first answer in the reply.
 
     Attributes:
-        record: its data for metrics, log and traces.
+        record: its data for metrics and log.
         events: pieces of the answer, and finally Finished or an ApiError.
         created: when it arrived, in seconds since 1970.
         is_cancelled: whether its client has disconnected.
@@ -130,14 +124,8 @@ class Job:
         home: once it runs, the host that decodes its answers and holds this KV; None: every host holds some.
     """
 
-    def __init__(
-        self,
-        request_id: str | None = None,
-        traceparent: str | None = None,
-        beside: "Job | None" = None,
-        first_choice: int = 0,
-    ):
-        self.record = RequestRecord(id=request_id or f"chatcmpl-{uuid.uuid4().hex}", traceparent=traceparent)
+    def __init__(self, request_id: str | None = None, beside: "Job | None" = None, first_choice: int = 0):
+        self.record = RequestRecord(id=request_id or f"chatcmpl-{uuid.uuid4().hex}")
         self.created = int(time.time())
         self.events: asyncio.Queue[Event] = beside.events if beside else asyncio.Queue()
         self.first_choice = first_choice

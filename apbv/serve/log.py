@@ -52,18 +52,17 @@ class OncePerPeriod(logging.Filter):
 
     Args:
         seconds: the period.
-        levels: the levels that are limited; all others always pass.
     """
 
-    def __init__(self, seconds: float, levels: tuple[int, ...] = (logging.WARNING,)):
+    def __init__(self, seconds: float):
         super().__init__()
-        self._seconds, self._levels = seconds, levels
+        self._seconds = seconds
         self._said: dict[str, float] = {}  # when each was last let through; by message template, so there are few
         self._left_out: dict[str, int] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Return whether a record passes."""
-        if record.levelno not in self._levels:
+        if record.levelno != logging.WARNING:
             return True
         text, now = str(record.msg), time.monotonic()
         if text in self._said and now - self._said[text] < self._seconds:

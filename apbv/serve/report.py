@@ -1,21 +1,16 @@
-"""Reports finished requests to Prometheus, the log and a trace collector."""
+"""Reports finished requests to Prometheus and the log."""
 
 import logging
 
 from .job import DURATIONS, RequestRecord
 from .log import FIELDS
 from .metrics import Metrics
-from .tracing import Tracer
 
 _logger = logging.getLogger(__name__)
 
 
-def report(record: RequestRecord, metrics: Metrics, tracer: Tracer | None = None) -> None:
-    """Count a finished request, trace it, and log it; thread-safe.
-
-    Args:
-        tracer: exports its trace; None: no traces.
-    """
+def report(record: RequestRecord, metrics: Metrics) -> None:
+    """Count a finished request, and log it; thread-safe."""
     metrics.observe_end(record)
     # Times are in seconds, None if it did not get so far.
     names = ("status", "outcome", "prompt_tokens", "completion_tokens")
@@ -25,8 +20,6 @@ def report(record: RequestRecord, metrics: Metrics, tracer: Tracer | None = None
         fields |= {name: record.speculation[name] for name in ("num_drafted", "num_accepted")}
     if record.transfer is not None:
         fields["transfer"] = record.transfer
-    if tracer is not None:
-        fields["trace_id"] = tracer.trace(record)
     _logger.info("%s %s", record.id, _in_words(record), extra={FIELDS: fields})
 
 

@@ -11,7 +11,6 @@ from .metrics import Metrics
 from .order import Order
 from .report import report
 from .requests import ApiError
-from .tracing import Tracer
 
 _CLIENT_LEFT = 499  # as nginx has it
 _MOST_AHEAD = 2  # short prompts of a host at once, so that it has the next one when it has prefilled one
@@ -77,8 +76,8 @@ class Scheduler:
         is_stopping: whether no further request is taken.
     """
 
-    def __init__(self, limits: Limits, metrics: Metrics, tracer: Tracer | None = None, num_homes: int = 1):
-        self.limits, self.metrics, self._tracer, self._homes = limits, metrics, tracer, range(num_homes)
+    def __init__(self, limits: Limits, metrics: Metrics, num_homes: int = 1):
+        self.limits, self.metrics, self._homes = limits, metrics, range(num_homes)
         self.changed = threading.Condition()
         self.is_stopping = False
         self._admitted: set[Job] = set()  # not running yet
@@ -215,7 +214,7 @@ class Scheduler:
         record = job.record
         record.ended, record.outcome = time.monotonic(), outcome
         record.status = 200 if isinstance(event, Finished) else _CLIENT_LEFT if event is None else event.status
-        report(record, self.metrics, self._tracer)
+        report(record, self.metrics)
         if event is not None:
             job.send(event)
         return True

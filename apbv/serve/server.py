@@ -7,7 +7,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 
@@ -32,7 +32,6 @@ from .metrics import Metrics
 from .reading import Reader
 from .scheduler import Limits, Scheduler
 from .settings import ServerSettings
-from .tracing import Tracer
 from .worker import Worker
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -109,11 +108,7 @@ def run_worker(
         scheduler = offers = None
         with hosts.local_stage("preparing the server"):
             if hosts.is_leader:
-                endpoint, tracer = settings.otlp_traces_endpoint, None
-                if endpoint is not None:
-                    tracer = stack.enter_context(closing(Tracer(endpoint, settings.model)))
-                limits, metrics = limits_of(engine, settings), Metrics(settings.model)
-                scheduler = Scheduler(limits, metrics, tracer, max(homes, 1))
+                scheduler = Scheduler(limits_of(engine, settings), Metrics(settings.model), max(homes, 1))
         if settings.kv_host is not None and engine.prefills:  # collective over the hosts that prefill
             on_end = None if scheduler is None else scheduler.end_offer
             where = {"host": settings.kv_host, "port": settings.kv_port, "seconds": settings.kv_seconds}

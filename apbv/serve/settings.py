@@ -39,7 +39,6 @@ class ServerSettings:
         cors_origins: origins of the browser clients that may read responses; ``*``: any.
         grace: seconds that running requests get after SIGTERM.
         api_key: the bearer token that /v1/* requires; None: none.
-        otlp_traces_endpoint: URL to which a trace of each request is exported; None: no tracing.
         kv_host: address on which each process listens for KV consumers; None: no KV transfer.
         kv_port, kv_seconds: see :class:`apbv.kv.offers.Offers`.
     """
@@ -67,7 +66,6 @@ class ServerSettings:
     cors_origins: tuple[str, ...] = ()
     grace: float = 20.0
     api_key: str | None = field(default=None, repr=False)
-    otlp_traces_endpoint: str | None = None
     kv_host: str | None = None
     kv_port: int = 0
     kv_seconds: float = 120.0

@@ -104,12 +104,6 @@ class Worker:
                 message = "this server does not transfer KV: it was started without --kv-transfer"
                 raise ApiError(400, message, param="kv_transfer_params")
             job.read = self.reader.read(request, job.files, is_wanted)
-            sampling = job.read.order.sampling
-            job.record.sampling = {
-                "max_tokens": sampling.max_new_tokens,
-                "temperature": sampling.temperature,
-                "top_p": sampling.top_p,
-            }
             is_ready = self._scheduler.make_ready(job)
         except ApiError as error:
             if is_wanted():

@@ -1,7 +1,6 @@
 """The app in this process, and what it is asked about."""
 
 import http.server
-import os
 import threading
 from contextlib import closing
 from pathlib import Path
@@ -13,8 +12,6 @@ from apbv import demo
 from apbv.input.video import probe, read_frames
 
 from servers import InProcess, Site, in_thread
-
-os.environ["OTEL_BSP_SCHEDULE_DELAY"] = "100"  # of servers that the tests start
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,6 @@ REFUSED = {
     "--max-kv-mib 0": "--max-kv-mib: must be a positive number, not 0",
     "--api-key=": "--api-key is empty",
     "--grace=inf": "--grace must lie in",
-    "--otlp-traces-endpoint grpc://localhost:4317": "grpc://localhost:4317",
     "--reuse kv --reduce dycoke": "dycoke selects visual tokens anew",
 }
 
@@ -41,14 +40,14 @@ def test_a_server_without_what_it_needs_or_without_a_model_says_so(monkeypatch, 
 
 def test_every_option_reaches_the_settings(monkeypatch, tmp_path):
     given = f"""--served-model-name m --max-queue 3 --max-num-seqs 2 --max-kv-mib 0.5 --max-body-mib 2 --grace 7
-        --otlp-traces-endpoint http://c/v1 --max-model-len 99 --max-frames 11 --max-new-tokens 12 --temperature 0.5
+        --max-model-len 99 --max-frames 11 --max-new-tokens 12 --temperature 0.5
         --top-p 0.9 --frames 8 --fps 2 --media-dir {tmp_path} --allow-media-host Media.Example --max-media-mib 3
         --max-decoded-mib 4 --max-image-mib 5 --max-packets 9 --fetch-seconds 6"""
     monkeypatch.setenv("APBV_API_KEY", "from the environment")
     settings = settings_of(parse_arguments(["--model", "demo", *given.split()]))
     assert (settings.model, settings.max_queue, settings.max_running, settings.grace) == ("m", 3, 2, 7)
     assert (settings.max_kv_bytes, settings.max_body_bytes, settings.kv_host) == (2**19, 2 * 2**20, None)
-    assert (settings.api_key, settings.otlp_traces_endpoint) == ("from the environment", "http://c/v1")
+    assert settings.api_key == "from the environment"
     assert (settings.max_model_len, settings.max_frames, settings.max_new_tokens) == (99, 11, 12)
     assert (settings.temperature, settings.top_p, settings.num_frames, settings.fps) == (0.5, 0.9, 8, 2)
     assert (settings.max_decoded_bytes, settings.max_image_bytes) == (4 * 2**20, 5 * 2**20)

@@ -19,32 +19,24 @@ from apbv import demo
 from apbv.kv.remote import RemoteKV, drop
 from apbv.kv.ticket import Ticket
 
-from collector import Collector, values_of
 from patience import HANGING, wait_for
 from pool import exit_statuses
-from servers import HAND_OVER, KEY, Server, Stream, data_url, in_thread, part, serving, text
+from servers import HAND_OVER, KEY, Server, Stream, data_url, part, serving, text
 from video_files import packets_of
 
 DESCRIBE, CLIP = "describe the clip shot by shot", "clips/a clip.mp4"
 DEMO_TOKEN_BYTES = 4 * 2 * 2 * 32 * 4  # layers, K and V, heads, numbers, bytes of each
-TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 
 @pytest.fixture(scope="module")
-def collector():
-    with in_thread(Collector()) as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory, media, collector):
+def server(tmp_path_factory, media):
     """Computing exactly, with everything allowed that is safe to allow, and KV that nobody fetches in a hurry.
 
     The hosts split prompts of 64 frames, and prefill shorter ones each alone.
     """
     words = "--model demo --dtype float32 --passing-len 4096 --kv-transfer tcp --kv-seconds 3600 --log-format json"
     words += f" --grace {HANGING} --media-dir {media} --max-media-mib 0.5 --max-body-mib 1 --min-host-tokens 64"
-    words = [*words.split(), "--otlp-traces-endpoint", collector.url, "--api-key", KEY]
+    words = [*words.split(), "--api-key", KEY]
     with serving(tmp_path_factory.mktemp("server") / "out", *words, key=KEY) as started:
         yield started
 
@@ -172,34 +164,26 @@ def test_the_kv_is_that_of_full_attention_at_vllms_positions(server, app, about)
     wait_for(lambda: waiting_kv(server) == (0, 0))
 
 
-def test_every_request_is_traced_and_logged(server, collector):
-    """What a client began goes on; a refused request is told of, too; the log names the traces."""
-    parent = {"traceparent": f"00-{TRACE}-{SPAN}-01"}
-    reply = server.ask("x", max_tokens=3, extra_headers={**parent, "X-Request-Id": "answered"})
+def test_every_request_is_logged(server):
+    """A refused request, too, and which KV was handed over, without its secret."""
+    reply = server.ask("x", max_tokens=3, extra_headers={"X-Request-Id": "answered"})
     with pytest.raises(openai.BadRequestError):
         server.ask("x", max_tokens=10**6, extra_headers={"X-Request-Id": "refused"})
     extra = {"extra_body": {"kv_transfer_params": HAND_OVER}, "extra_headers": {"X-Request-Id": "handed-over"}}
     handed = server.ask("x", max_tokens=1, **extra)
     ticket = Ticket.from_params(handed.model_extra["kv_transfer_params"])
     drop(ticket)
-
-    def spans() -> dict:
-        return {values_of(span.attributes).get("gen_ai.request.id"): span for span in collector.spans}
-
     names = ["chatcmpl-answered", "chatcmpl-refused", "chatcmpl-handed-over"]
-    wait_for(lambda: spans().keys() >= set(names))
-    whole = [spans()[name] for name in names]
-    phases = ("decode prefill queue read", "read", "hand_over prefill queue read")
-    for span, expected in zip(whole, phases, strict=True):
-        inside = sorted(each.name for each in collector.spans if each.parent_span_id == span.span_id)
-        assert inside == expected.split()
-    assert (whole[0].trace_id.hex(), whole[0].parent_span_id.hex()) == (TRACE, SPAN)
-    assert values_of(whole[0].attributes)["gen_ai.usage.prompt_tokens"] == reply.usage.prompt_tokens
-    lines = [json.loads(line) for line in server.errors().splitlines() if '"request_id"' in line]
-    told = {line["request_id"]: line for line in lines}
-    assert [told[name]["trace_id"] for name in names] == [span.trace_id.hex() for span in whole]
-    assert [told[name]["status"] for name in names] == [200, 400, 200]
-    assert told[names[2]]["transfer"] == ticket.transfer and ticket.token not in server.errors()
+
+    def told() -> dict:
+        lines = [json.loads(line) for line in server.errors().splitlines() if '"request_id"' in line]
+        return {line["request_id"]: line for line in lines}
+
+    wait_for(lambda: told().keys() >= set(names))
+    answered, refused, handed_over = (told()[name] for name in names)
+    assert [line["status"] for line in (answered, refused, handed_over)] == [200, 400, 200]
+    assert answered["prompt_tokens"] == reply.usage.prompt_tokens
+    assert handed_over["transfer"] == ticket.transfer and ticket.token not in server.errors()
 
 
 def test_sigterm_lets_the_running_answer_end_and_kv_be_fetched(server):

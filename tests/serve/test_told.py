@@ -1,13 +1,11 @@
-"""What is told of requests that have ended: the figures of /metrics, lines of the log, and traces."""
+"""What is told of requests that have ended: the figures of /metrics, and lines of the log."""
 
 import json
 import logging
-import sys
 import time
 import warnings
 from dataclasses import replace
 from datetime import datetime
-from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -16,10 +14,6 @@ from apbv.serve.job import RequestRecord
 from apbv.serve.log import OncePerPeriod, log_to_stderr
 from apbv.serve.metrics import OUTCOMES, TRANSFER_ENDS, Metrics
 from apbv.serve.report import report
-from apbv.serve.tracing import Tracer, require_traceable
-
-from collector import Collector, values_of
-from servers import in_thread
 
 BEGAN = time.monotonic() // 1 - 100
 # All moments lie apart by another distance.
@@ -32,7 +26,6 @@ ANSWERED = RequestRecord(
     prompt_tokens=300,
     completion_tokens=20,
     speculation={"rounds": 5, "num_drafted": 25, "num_accepted": 14},
-    sampling={"max_tokens": 64, "temperature": 0.5, "top_p": 0.9},
 )
 REFUSED = RequestRecord(id="cmpl-8", status=400, outcome="invalid", arrived=1.0, ended=1.25)
 PHASES = {"read": 0.5, "queue": 1.75, "prefill": 4.25, "decode": 8.0}  # the seconds of each
@@ -116,20 +109,17 @@ def log(capsys):
     logging.captureWarnings(False)
 
 
-def test_a_request_is_an_object_with_all_its_times(log, collector):
-    written, tracer = log("json"), Tracer(collector.url, "a model")
+def test_a_request_is_an_object_with_all_its_times(log):
+    written = log("json")
     for request in (ANSWERED, REFUSED):
-        report(request, Metrics("a model"), tracer)
-    tracer.close()
-    traces = [span.trace_id.hex() for span in collector.named("llm_request", 2)]
+        report(request, Metrics("a model"))
     answered, refused = map(json.loads, written())
-    told = {"request_id": ANSWERED.id, "model": "a model", "status": 200, "outcome": "stop", "trace_id": traces[0]}
+    told = {"request_id": ANSWERED.id, "model": "a model", "status": 200, "outcome": "stop"}
     told |= {"prompt_tokens": 300, "completion_tokens": 20, "num_drafted": 25, "num_accepted": 14}
     told |= {f"{name}_seconds": taken for name, taken in PHASES.items()}
     told |= {"time_to_first_token_seconds": 6.5, "total_seconds": 15.0}
     assert told.items() <= answered.items()
     assert refused["outcome"] == "invalid" and refused["queue_seconds"] is None
-    assert refused["trace_id"] == traces[1] != traces[0]
 
 
 def test_what_libraries_warn_of_and_an_error_with_its_traceback_are_each_a_line_of_the_same_form(log):
@@ -161,88 +151,3 @@ def test_what_was_left_out_of_the_log_is_counted(monkeypatch):
             logger.error("worse")
     more = "bad request (59 more like this since the last time)"
     assert messages == ["bad request", "worse", "worse", more, more]
-
-
-# ---- traces ----
-
-
-@pytest.fixture
-def collector():
-    with in_thread(Collector()) as started:
-        yield started
-
-
-def traced(collector, *requests: RequestRecord) -> list[str]:
-    """The traces' ids."""
-    tracer = Tracer(collector.url, "a model")
-    ids = [tracer.trace(each) for each in requests]
-    tracer.close()
-    return ids
-
-
-def phases_of(collector, whole) -> dict[str, float]:
-    """The seconds of the spans inside."""
-    inside = [span for span in collector.spans if span.parent_span_id == whole.span_id]
-    assert {span.trace_id for span in inside} == {whole.trace_id}
-    return {s.name: pytest.approx((s.end_time_unix_nano - s.start_time_unix_nano) / 1e9) for s in inside}
-
-
-def test_a_request_is_a_span_and_its_phases_are_spans_inside(collector, monkeypatch):
-    monkeypatch.setenv("OTEL_SERVICE_NAME", "prefill 7")
-    (trace_id,) = traced(collector, ANSWERED)
-    (whole,) = collector.named("llm_request")
-    assert whole.trace_id.hex() == trace_id and not whole.parent_span_id
-    assert abs(whole.start_time_unix_nano / 1e9 - time.time() + time.monotonic() - BEGAN) < 90
-    assert phases_of(collector, whole) == PHASES
-    phases = {span.name: span for span in collector.spans}
-    for earlier, later in pairwise(PHASES):
-        assert phases[earlier].end_time_unix_nano == phases[later].start_time_unix_nano
-    said = values_of(whole.attributes)
-    latencies = {"time_in_queue": 1.75, "time_in_model_prefill": 4.25, "time_to_first_token": 6.5, "e2e": 15.0}
-    for name, taken in latencies.items():
-        assert said[f"gen_ai.latency.{name}"] == pytest.approx(taken)
-    for name, asked in {"id": "chatcmpl-7", **ANSWERED.sampling}.items():
-        assert said[f"gen_ai.request.{name}"] == asked
-    told = {"response.model": "a model", "response.finish_reasons": ["stop"], "usage.completion_tokens": 20}
-    assert {name: said[f"gen_ai.{name}"] for name in told} == told and said["gen_ai.usage.prompt_tokens"] == 300
-    names = ("http.response.status_code", "apbv.outcome", "apbv.speculation.num_accepted")
-    assert [said[name] for name in names] == [200, "stop", 14]
-    assert collector.resources[0]["service.name"] == "prefill 7"
-
-
-def test_a_trace_that_a_client_began_goes_on_unless_it_is_not_recorded(collector):
-    trace, span = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
-    recorded, ignored = f"00-{trace}-{span}-01", f"00-{trace[::-1]}-{span}-00"
-    ids = traced(collector, *(replace(ANSWERED, traceparent=given) for given in (recorded, ignored, "x")))
-    assert ids[:2] == [trace, trace[::-1]]
-    first, second = collector.named("llm_request", 2)
-    assert first.trace_id.hex() == trace and first.parent_span_id.hex() == span
-    assert second.trace_id.hex() == ids[2] not in (trace, trace[::-1])  # nonsense is as good as none
-    assert collector.resources[0]["service.name"] == "apbv"
-
-
-ENDED = [
-    (("first_token", "last_token"), {"status": 503}, {"prefill": 12.75}),
-    (("ready", "began", "first_token", "last_token"), {"status": 400}, {"read": 15.0}),
-    ((), {"transfer": "ab" * 16}, {"hand_over": 8.5}),
-]
-
-
-@pytest.mark.parametrize(("missing", "fields", "last"), ENDED)
-def test_the_phase_in_which_a_request_ended_lasts_up_to_its_end(collector, missing, fields, last):
-    """An error of the server is one of the span; what a client did wrong is none."""
-    outcome = {503: "failed", 400: "invalid"}.get(fields.get("status"), "length")
-    traced(collector, replace(ANSWERED, **dict.fromkeys(missing), outcome=outcome, **fields))
-    (whole,) = collector.named("llm_request")
-    before = list(PHASES)[: min(3, 4 - len(missing))]
-    assert phases_of(collector, whole) == {**{name: PHASES[name] for name in before}, **last}
-    assert (whole.status.code == whole.status.STATUS_CODE_ERROR) == (outcome == "failed")
-    assert values_of(whole.attributes).get("apbv.kv_transfer.id") == fields.get("transfer")
-
-
-def test_without_the_extra_the_option_is_refused_at_the_start(monkeypatch):
-    for name in [name for name in sys.modules if name.startswith("opentelemetry")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "opentelemetry.sdk", None)  # as if it were not there
-    with pytest.raises(ValueError, match=r"opentelemetry.sdk.*not installed: pip install 'apbv\[otel\]'"):
-        require_traceable("http://localhost:4318/v1/traces")

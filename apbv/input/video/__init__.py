@@ -11,23 +11,20 @@ only. In others (avi, mpeg, raw streams...) packet times are missing or guessed,
 B-frames, and some writers of mp4 store decoding times instead. Such files are decoded once to probe them, and
 from the start to read frames.
 
-All this is done with PyAV. torchcodec may decode instead, on a GPU or by itself
-(:mod:`apbv.input.video.torchcodec_reading`).
+All this is done with PyAV.
 
 Rotation and mirroring metadata are applied. The sample aspect ratio is ignored: pixels come as stored.
 """
 
 from .file import VideoError, VideoInfo, probe
-from .reading import ahead, iter_frames, read_frames, require_backend, sample_fps, sample_uniform
+from .reading import iter_frames, read_frames, sample_fps, sample_uniform
 
 __all__ = [
     "VideoError",
     "VideoInfo",
-    "ahead",
     "iter_frames",
     "probe",
     "read_frames",
-    "require_backend",
     "sample_fps",
     "sample_uniform",
 ]

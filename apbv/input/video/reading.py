@@ -1,11 +1,9 @@
-"""Samples frames of a video and decodes them, by PyAV in runs that begin at keyframes, or by torchcodec."""
+"""Samples frames of a video and decodes them, in runs that begin at keyframes."""
 
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, closing, nullcontext
-from typing import TYPE_CHECKING, TypeVar
+from contextlib import AbstractContextManager, nullcontext
 
 import av
 import numpy as np
@@ -13,19 +11,14 @@ from av.video.reformatter import VideoReformatter
 
 from ...config import FRAME_RATE
 from ...hosts import fair_share_of_cores
-from ...warn import raised_as, warn_caller
+from ...warn import warn_caller
 from .file import NotWholeError, VideoError, VideoFile, VideoInfo
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-Item = TypeVar("Item")
 # Frames after which a run of wanted frames may be split at a keyframe, for several threads to share.
 _FRAMES_PER_RUN = 64
 # How much larger than the first frame, in pixels, another may be that was not announced.
 MOST_TIMES_LARGER = 16
 AtWork = Callable[[int], AbstractContextManager]
-_END = object()
 
 
 def sample_uniform(info_or_n: VideoInfo | int, num_frames: int) -> list[int]:
@@ -96,10 +89,8 @@ def iter_frames(
     indices: Sequence[int],
     chunk_len: int,
     threads: int = 0,
-    backend: str = "auto",
-    device: str = "cpu",
     at_work: AtWork = lambda thread: nullcontext(),
-) -> "Iterator[np.ndarray | Tensor]":
+) -> Iterator[np.ndarray]:
     """Decode frames chunk by chunk: uint8 ``[<= chunk_len, height, width, 3]``, RGB as displayed, in order.
 
     Together the chunks are bit-equal to decoding the whole file and picking the frames. Decoding seeks wherever a
@@ -113,10 +104,6 @@ def iter_frames(
         chunk_len: frames in each chunk but the last.
         threads: how many runs of frames to decode at the same time, where there are several; 0 for this
             process's fair share of its machine's cores.
-        backend: "pyav" decodes on the CPU, "torchcodec" on the device, with other promises
-            (:mod:`apbv.input.video.torchcodec_reading`). "auto" takes torchcodec for a CUDA device where it can be
-            loaded, and goes on with PyAV where it fails.
-        device: where torchcodec decodes. The chunks of a CUDA device are tensors on it; all others are arrays.
         at_work: called by each thread that decodes with its number, and entered while it works, but not while it
             waits for room.
 
@@ -126,7 +113,6 @@ def iter_frames(
             and after the last.
         ValueError: the indices do not ascend, or chunk_len < 1; at once, as all that follow.
         IndexError: an index is out of range.
-        ImportError: torchcodec is asked for, and cannot be loaded.
     """
     wanted = list(map(int, indices))
     if wanted != sorted(set(wanted)):
@@ -136,63 +122,7 @@ def iter_frames(
     if chunk_len < 1:
         raise ValueError(f"need chunk_len >= 1, got {chunk_len}")
     threads = threads or fair_share_of_cores()
-    on_gpu = str(device).startswith("cuda")
-    if backend == "pyav" or (backend == "auto" and not on_gpu):
-        return pyav_chunks(info, wanted, chunk_len, threads, at_work)
-    from .torchcodec_reading import load_decoder, torchcodec_chunks
-
-    try:
-        decoder_type = load_decoder()
-    except ImportError:
-        if backend == "torchcodec":
-            raise
-        return pyav_chunks(info, wanted, chunk_len, threads, at_work)
-    chunks = ahead(torchcodec_chunks(decoder_type, info, wanted, chunk_len, threads, str(device), at_work))
-    if backend == "torchcodec":
-        return chunks
-    return _with_pyav_behind(chunks, lambda given: pyav_chunks(info, wanted[given:], chunk_len, threads, at_work))
-
-
-def ahead(items: Iterator[Item]) -> Iterator[Item]:
-    """Produce each item in a thread while the previous one is in use.
-
-    Args:
-        items: a generator, which is closed with this one.
-    """
-    with ThreadPoolExecutor(1) as pool, closing(items):
-        future = pool.submit(next, items, _END)
-        try:
-            while (item := future.result()) is not _END:
-                future = pool.submit(next, items, _END)
-                yield item
-        finally:
-            wait([future])
-
-
-def require_backend(name: str) -> None:
-    """Check that a backend can be used.
-
-    Raises:
-        ValueError: torchcodec is requested, and cannot be loaded.
-    """
-    if name == "torchcodec":
-        from .torchcodec_reading import load_decoder
-
-        with raised_as(ValueError, "the video backend torchcodec cannot be used", ImportError):
-            load_decoder()
-
-
-def _with_pyav_behind(
-    chunks: "Iterator[Tensor]", others: Callable[[int], Iterator[np.ndarray]]
-) -> "Iterator[np.ndarray | Tensor]":
-    """Yield torchcodec's chunks, and after its first failure those decoded by PyAV."""
-    given = 0
-    try:
-        for chunk in chunks:
-            yield chunk
-            given += len(chunk)
-    except VideoError:
-        yield from others(given)
+    return _decoded(info, wanted, chunk_len, threads, at_work)
 
 
 def plan_runs(info: VideoInfo, wanted: Sequence[int]) -> list[range]:
@@ -326,10 +256,10 @@ class _Chunks:
             del chunk
 
 
-def pyav_chunks(
+def _decoded(
     info: VideoInfo, wanted: list[int], chunk_len: int, threads: int, at_work: AtWork
 ) -> Iterator[np.ndarray]:
-    """Decode frames chunk by chunk, as :func:`apbv.input.video.iter_frames`, by up to ``threads`` threads."""
+    """Yield the chunks of :func:`iter_frames`, decoded by up to ``threads`` threads."""
     runs = plan_runs(info, wanted)
     todo = iter(runs)  # of which every thread takes the next
     chunks = _Chunks(len(wanted), chunk_len, (info.height, info.width, 3))

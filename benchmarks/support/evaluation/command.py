@@ -41,7 +41,7 @@ from .scoring import Score, markdown, score, summary
 from support.simulated import share_weights
 
 # Options of an engine on which no answer depends.
-_WITHOUT_EFFECT = {"threads", "video_chunk_mib", "video_backend", "cuda_graphs", "backend"}
+_WITHOUT_EFFECT = {"threads", "video_chunk_mib", "cuda_graphs", "backend"}
 _MOST_NAMED = 5
 Request = Callable[[Sample, str, argparse.Namespace, Engine], Mapping[str, Any]]
 
