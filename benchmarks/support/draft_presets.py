@@ -9,10 +9,6 @@ _VANILLA, _TREE, _SPECVLM = ({"strategy": name} for name in ("vanilla", "sd_tree
 _HIPPO, _PARALLELVLM = ({"strategy": name, **_BESIDE} for name in ("hippo", "parallelvlm"))
 
 
-def _tabed(*kinds: str) -> dict[str, dict]:
-    return {kind: {"strategy": "tabed", "ensemble": kind} for kind in kinds}
-
-
 def _std(strategy: str, **kept) -> dict:
     return {"strategy": strategy, "num_draft_tokens": 9, **kept}
 
@@ -42,7 +38,6 @@ PRESETS: dict[str, dict[str, dict]] = {
     },
     "parallelvlm1": {
         "Vanilla SD": _VANILLA,
-        "OnSD": {"strategy": "text_only"},
         "SD-Tree": _TREE,
         "SpecVLM": _SPECVLM,
         "STD": _std("std"),
@@ -53,8 +48,6 @@ PRESETS: dict[str, dict[str, dict]] = {
         "STD": _std("std", keep_tokens=1024),
         "STD by APB-V": _std("std_apbv"),
     },
-    "tabed1": {"M": _VANILLA, **_tabed("T", "MT", "MT*")},
-    "tabed2": {"M": _VANILLA, **_tabed("T", "P", "C", "MTCP", "MTCP*")},
 }
 
 

@@ -24,7 +24,6 @@ from apbv.launch.options import (
     add_prefill_options,
     check,
     load_engine,
-    load_function,
     prepare_process,
 )
 from apbv.stats import append_json_lines, provenance
@@ -244,8 +243,7 @@ class Benchmark:
 
         def simulated(host: HostGroup, model: PreTrainedModel) -> None:
             config, draft = engine.prefill_config, engine.draft_model and share_weights(engine.draft_model)
-            captioner = load_function(options.captioner) if options.captioner else None
-            drafting = (engine.speculative_config, draft, captioner)
+            drafting = (engine.speculative_config, draft)
             decode = DecodeConfig(cuda_graphs=options.cuda_graphs)
             job(Engine(model, engine.processor, host, config, engine.name, *drafting, reuse, decode), host)
 
