@@ -38,7 +38,7 @@ from .prefilling.result import PrefillResult
 from .prefilling.reuse import Reuse
 from .refusals import refuse
 from .speculate import Autoregressive, Drafting
-from .speculate.strategies import STRATEGIES, why_drafts_alone
+from .speculate.strategies import why_drafts_alone
 from .speculate.ways import Answered, Begun
 from .stats import Span, StageTimer, provenance
 from .warn import warn_caller
@@ -662,10 +662,8 @@ class Engine:
     @property
     def can_work_alone(self) -> bool:
         """Whether each host can answer :meth:`alone`: it needs no caches, shards or pairs of the others."""
-        config, hosts = self.speculative_config, self.hosts
-        needs_others = config is not None and STRATEGIES[config.strategy].needs_passing
-        shares = self.reuse_config is not None or hosts.tensor_parallel_size > 1
-        return self.num_homes == hosts.size and not needs_others and not shares
+        shares = self.reuse_config is not None or self.hosts.tensor_parallel_size > 1
+        return self.num_homes == self.hosts.size and not shares
 
     def alone(self) -> "Engine":
         """Return an engine with the same model in which this host answers without the others; not collective.

@@ -48,10 +48,6 @@ REFUSALS = {
         "a draft with {fixed_share} always sees the same share of the prompt: keep_tokens does not apply"
     ),
     ("prune_kv", "drops_nothing"): "{drops_nothing} prunes no KV after draft prefill: prune='kv' does not apply",
-    ("passed_kv", "nothing_passed"): (
-        "{passed_kv} drafts on KV that a prefill passes on between hosts: it needs method apbv or apb, at least 2 "
-        "hosts, and a passing_len"
-    ),
     ("ranking_on_draft_host", "reduction"): (
         "{ranking_on_draft_host} ranks by the target's prefill, which {reduction} prunes: on a draft host choose "
         "another, such as keep='even'"

@@ -20,7 +20,6 @@ tokens. With --batch the first questions are answered together, and drafts that 
 """
 
 import argparse
-import os
 import statistics
 import sys
 from collections.abc import Iterator
@@ -37,7 +36,6 @@ from apbv.allocator import keep_freed_memory
 from apbv.config import KEEP_POLICIES, PRUNINGS
 from apbv.hosts import run_on_hosts
 from apbv.input.video import probe
-from apbv.prefilling.methods import METHODS
 from apbv.speculate import STRATEGIES, prunes
 
 from support import clips
@@ -180,9 +178,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     except ValueError as error:
         parser.error(str(error))
     if options.strategies is None:
-        num_targets = int(os.environ.get("WORLD_SIZE", 1)) - options.draft_host
-        passes = num_targets > 1 and METHODS[options.method].passes_on
-        options.strategies = [name for name, way in STRATEGIES.items() if passes or not way.needs_passing]
+        options.strategies = list(STRATEGIES)
     return options
 
 

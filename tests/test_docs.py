@@ -154,10 +154,8 @@ def test_the_page_about_choosing_has_the_table_of_refusals():
     for feature, has_it in (
         ("one_model", lambda strategy: not strategy.needs_draft_model),
         ("self_drafting", lambda strategy: strategy.runs_target),
-        ("learning_draft", lambda strategy: strategy.needs_verdicts),
         ("chain_only", lambda strategy: not strategy.drafts_trees),
         ("no_choice", lambda strategy: strategy.keep is None),
-        ("passed_kv", lambda strategy: strategy.needs_passing),
     ):
         told = set(re.findall(r"`(\w+)`", refusal_table.FEATURES[feature]))
         assert told == {name for name, strategy in STRATEGIES.items() if has_it(strategy)}, feature

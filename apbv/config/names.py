@@ -35,6 +35,5 @@ STRATEGY_NAMES = (
     "hippo",
     "parallelvlm",
     "std",
-    "std_apbv",
     "ngram",
 )

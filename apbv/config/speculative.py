@@ -30,9 +30,8 @@ class SpeculativeConfig(Checked):
     Attributes:
         strategy: a name in :data:`apbv.speculate.STRATEGIES`. A second model drafts in ``"vanilla"`` (on all
             visual tokens), ``"sd_tree"`` (the same, a tree), ``"specvlm"``, ``"hippo"`` and ``"parallelvlm"`` (on
-            some, by ``keep``); the target drafts itself in ``"std"`` (on the most attended visual KV) and
-            ``"std_apbv"`` (on what the prefill passed on between hosts); ``"ngram"`` looks up what followed the
-            last tokens before.
+            some, by ``keep``); the target drafts itself in ``"std"`` (on the most attended visual KV);
+            ``"ngram"`` looks up what followed the last tokens before.
         draft_model: a directory or hub id, of the target's family and tokenizer; ``"demo"`` is the bundled one.
         num_draft_tokens: γ, tokens drafted per round; ``"auto"``: at most 16, chosen to maximise the expected
             speedup from the costs and the acceptance rate so far (see :func:`apbv.speculate.pace.best_windows`).

@@ -209,8 +209,6 @@ def _forward(
     prompt = SplitPrompt(method, inputs.query_start, parts.is_visual(inputs.input_ids[0]))
     if watcher is not None:
         watcher.begin(prompt)
-        if watcher.wants_passed:
-            method.on_passed = watcher.on_passed
     states = None if parts.sizes.linear is None else LinearStates(parts.sizes.linear.layers)
     with apbv_attention(parts.language_model), rows_in_chunks(parts, len(prompt.local[hosts.rank])):
         hidden = run_language_model(prompt, parts, inputs, visual, cache, stop, watcher, states)

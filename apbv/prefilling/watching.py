@@ -1,4 +1,4 @@
-"""Observes the language model in a prefill: attention, hidden states, and which KV pairs are passed on."""
+"""Observes the language model in a prefill: the question's attention, and hidden states."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -73,12 +73,10 @@ class Watcher:
         prompt: the prompt.
         wants_attention: whether it gets queries and keys of every layer.
         hidden_layers: the decoder layers whose inputs it gets (0: the embeddings).
-        wants_passed: whether it gets the choice of KV pairs that are passed on.
     """
 
     wants_attention = False
     hidden_layers: Collection[int] = ()
-    wants_passed = False
 
     def begin(self, prompt: SplitPrompt) -> None:
         """Prepare for the prefill."""
@@ -109,9 +107,6 @@ class Watcher:
             question: the question's rows; None in a pass without it.
             owned: those of the tokens that this host keeps, in cache order; None in a pass without them.
         """
-
-    def on_passed(self, block: int, chosen: Tensor) -> None:
-        """Observe one layer's choice of a block's KV pairs to pass on; see ``PrefillMethod.on_passed``."""
 
     def on_nothing(self) -> None:
         """Take part in the other hosts' collectives, on a host that computes nothing."""

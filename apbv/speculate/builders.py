@@ -71,23 +71,7 @@ def _prune_kv(task: DraftTask, rows: Tensor, draft: Draft) -> Draft:
 
 def draft_on_attended_kv(task: DraftTask) -> Draft:
     """Draft with the target on all text and each layer's and head's most attended visual KV (STD)."""
-    scores = task.scores() if task.num_visual else []
-    return _draft_on_best_kv(task, scores, task.num_kept)
-
-
-def draft_on_passed_kv(task: DraftTask) -> Draft:
-    """Draft with the target on all text and the visual KV that hosts passed on during prefill.
-
-    A head that passed on fewer visual tokens than another (text is passed on, too) sees the latest ones as well.
-    """
-    passed = task.scores() if task.num_visual else []
-    count = max((int(layer.sum(dim=1).max()) for layer in passed), default=0)
-    recency = torch.linspace(0, 0.5, task.num_visual)
-    return _draft_on_best_kv(task, [layer + recency for layer in passed], count)
-
-
-def _draft_on_best_kv(task: DraftTask, scores: list[Tensor], count: int) -> Draft:
-    """Draft with the target on all text and each head's best visual KV by scores ``[Hkv, visual tokens]``."""
+    scores, count = task.scores() if task.num_visual else [], task.num_kept
     nothing = torch.empty(task.target.num_kv_heads, 0, dtype=torch.long)
     best = [layer.topk(count, dim=1).indices for layer in scores] or [nothing] * task.target.num_layers
     visual, text = task.is_visual.nonzero().flatten(), (~task.is_visual).nonzero().flatten()

@@ -8,13 +8,12 @@ from functools import partial
 from ..config import PrefillConfig, SpeculativeConfig
 from ..hosts import HostGroup
 from ..model.parts import ModelParts
-from ..prefilling.methods import resolve_method
 from ..prefilling.watching import Watcher
 from ..refusals import refuse
 from . import builders
 from .draft import Draft, DraftTask
 from .tree import Tree
-from .watchers import HeadAttention, PassedOn, Relevance, SimilarityChange
+from .watchers import HeadAttention, Relevance, SimilarityChange
 
 # Keep policies that use scores from the target's prefill.
 _BY_PREFILL = ("specvlm", "attention", "attention_per_frame", "uv_prune")
@@ -31,7 +30,6 @@ class Strategy:
         runs_target: whether the target drafts itself on a part of its KV, where the target's KV of verified tokens
             replaces the draft's own. Tensor parallelism excludes that: TP ranks of a host would not be forced to
             draft the same tokens.
-        needs_passing: whether the prefill has to pass KV pairs on between hosts.
         keep: the default policy that chooses the visual tokens which the draft sees; None if none can be chosen.
         prunes_kv: whether the target drafts on a share of its visual KV.
         drafts_trees: whether its drafter, from :meth:`DraftTask.drafter`, can draft trees.
@@ -42,7 +40,6 @@ class Strategy:
     watcher: Callable[[SpeculativeConfig, ModelParts], Watcher | None] = lambda config, parts: None
     needs_draft_model: bool = False
     runs_target: bool = False
-    needs_passing: bool = False
     keep: str | None = None
     prunes_kv: bool = False
     drafts_trees: bool = True
@@ -81,7 +78,6 @@ STRATEGIES: dict[str, Strategy] = {
     "hippo": _by_model(keep="hippo"),
     "parallelvlm": _by_model(keep="uv_prune"),
     "std": Strategy(builders.draft_on_attended_kv, lambda *_: HeadAttention(), runs_target=True, prunes_kv=True),
-    "std_apbv": Strategy(builders.draft_on_passed_kv, lambda *_: PassedOn(), runs_target=True, needs_passing=True),
     "ngram": Strategy(builders.draft_by_ngrams, drafts_trees=False),
 }
 
@@ -114,7 +110,6 @@ def require_consistent(config: SpeculativeConfig, prefill: PrefillConfig, hosts:
     """
     name, strategy, keep = config.strategy, STRATEGIES[config.strategy], keep_policy(config)
     ranking = ranks_by_prefill(config) and f"keep={keep!r}"
-    passes_on = resolve_method(prefill, hosts.size).passes_on and prefill.passing_len != 0
     refuse(
         **prefill.features,
         draft_host=config.draft_host,
@@ -130,8 +125,6 @@ def require_consistent(config: SpeculativeConfig, prefill: PrefillConfig, hosts:
         fixed_share=not prunes(config) and name,
         prune_kv=config.prune == "kv",
         drops_nothing=keep in (None, "full") and name,
-        passed_kv=strategy.needs_passing and name,
-        nothing_passed=not passes_on,
         ranking=ranking,
         ranking_on_draft_host=config.draft_host and ranking,
     )

@@ -81,37 +81,6 @@ class HeadAttention(Watcher):
         return list(self.gathered(local, *shape).unbind())
 
 
-class PassedOn(Watcher):
-    """The visual KV pairs that APB-V's prefill passes on, per layer and KV head.
-
-    Of the anchor, which every host has, nothing is passed on.
-    """
-
-    wants_passed = True
-
-    def begin(self, prompt: SplitPrompt) -> None:
-        super().begin(prompt)
-        # Every layer's choice of each block; it stays on the device, so that no layer waits for it.
-        self._chosen: dict[int, list[Tensor]] = {}
-
-    def on_passed(self, block: int, chosen: Tensor) -> None:
-        self._chosen.setdefault(block, []).append(chosen[0])
-
-    def result(self) -> list[Tensor]:
-        """Return bool ``[Hkv, visual tokens]`` of every layer; empty if nothing was passed on."""
-        prompt = self.prompt
-        blocks = {block: torch.stack(layers).cpu() for block, layers in self._chosen.items()}
-        first, *_ = [*blocks.values(), torch.empty(0, 0)]
-        shape = prompt.hosts.broadcast_ints(first.shape[:2], 2)
-        local = None
-        if blocks:
-            passed = torch.zeros(*shape, prompt.num_tokens)
-            for block, rows in blocks.items():  # [layers, Hkv, k_v]
-                passed.scatter_(2, prompt.layout.blocks[block].start + rows, 1.0)
-            local = passed[:, :, prompt.owned_visual[prompt.hosts.rank]]
-        return list(self.gathered(local, *shape).bool().unbind())
-
-
 class SimilarityChange(Watcher):
     """UV-Prune's scores (ParallelVLM, Eq. 3) in the first layers of the target.
 

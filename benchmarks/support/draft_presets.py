@@ -7,10 +7,7 @@ from apbv.speculate import prunes
 _BESIDE = {"num_draft_tokens": "auto", "draft_host": True}
 _VANILLA, _TREE, _SPECVLM = ({"strategy": name} for name in ("vanilla", "sd_tree", "specvlm"))
 _HIPPO, _PARALLELVLM = ({"strategy": name, **_BESIDE} for name in ("hippo", "parallelvlm"))
-
-
-def _std(strategy: str, **kept) -> dict:
-    return {"strategy": strategy, "num_draft_tokens": 9, **kept}
+_STD = {"strategy": "std", "num_draft_tokens": 9}
 
 
 PRESETS: dict[str, dict[str, dict]] = {
@@ -40,13 +37,13 @@ PRESETS: dict[str, dict[str, dict]] = {
         "Vanilla SD": _VANILLA,
         "SD-Tree": _TREE,
         "SpecVLM": _SPECVLM,
-        "STD": _std("std"),
+        "STD": _STD,
         "ParallelVLM": _PARALLELVLM,
     },
     # Always with STD's γ = 9 and K + m_t = 1024, so that a prompt must be longer.
     "std1": {
-        "STD": _std("std", keep_tokens=1024),
-        "STD by APB-V": _std("std_apbv"),
+        "Vanilla SD": _VANILLA,
+        "STD": {**_STD, "keep_tokens": 1024},
     },
 }
 

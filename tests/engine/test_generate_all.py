@@ -21,7 +21,7 @@ WAYS = [
     (None, "gathered", True),
     ({"strategy": "hippo", "prune": "kv", "keep_ratio": 0.5}, "gathered", True),
     ({"strategy": "std", "keep_ratio": 0.5}, "gathered", True),
-    ({"strategy": "std_apbv"}, "sharded", False),
+    ({"strategy": "std"}, "sharded", False),
 ]
 
 

@@ -327,13 +327,13 @@ def test_a_thread_rests_after_a_short_prompt_until_the_long_one_ends(monkeypatch
 
 def split_job(hosts: HostGroup) -> list[int]:
     """From how many tokens on a server splits prompts, with settings under which a host can work alone or not."""
-    configs = {}, {"reuse": ReuseConfig(mode="exact")}, {"speculate": SpeculativeConfig(strategy="std_apbv")}
+    configs = {}, {"reuse": ReuseConfig(mode="exact")}
     engines = [Engine.from_pretrained("demo", hosts=hosts, dtype="float32", **config) for config in configs]
     return [limits_of(engine, ServerSettings(max_kv_bytes=2**30)).split_tokens for engine in engines]
 
 
 def test_a_home_does_nothing_alone_that_needs_the_other_hosts(pool):
-    assert pool.run(2, split_job) == [[512, 0, 0]] * 2
+    assert pool.run(2, split_job) == [[512, 0]] * 2
 
 
 def failing_job(hosts: HostGroup, dies: bool) -> tuple[list, str] | None:

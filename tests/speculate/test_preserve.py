@@ -177,37 +177,3 @@ def test_frames_keep_their_shares():
     # Where there is less than a token for each, every so many frames.
     equal = [range(4 * frame, 4 * frame + 4) for frame in range(6)]
     assert builders.keep_best_per_frame(torch.rand(24), equal, 3).div(4).int().diff().tolist() == [2, 2]
-
-
-# ---- what the prefill passed on ----
-
-
-def passed_job(hosts: HostGroup, kv: str):
-    """What :class:`PassedOn` makes of a prefill; and, as (layer, block, rows), what it was told on this host."""
-    model = build("qwen2_5_vl", DOUBLE)
-    inputs = as_inputs("qwen2_5_vl", video_batch("qwen2_5_vl"), None, hosts, DOUBLE)
-    is_visual = inspect_model(model).is_visual(inputs.input_ids[0])
-    told = []
-
-    class Recorded(watchers.PassedOn):
-        def on_passed(self, block, chosen):
-            layer = sum(seen == block for _, seen, _ in told)
-            told.append((layer, block, chosen[0].clone()))
-            super().on_passed(block, chosen)
-
-    watcher = Recorded()
-    state = prefill(model, inputs, hosts=hosts, config=PrefillConfig(passing_len=5, kv=kv), watcher=watcher)
-    return watcher.result(), told, state.layout, is_visual
-
-
-def test_what_was_passed_on_is_known_to_all(pool):
-    results = pool.run(3, passed_job, "sharded")
-    found, _, layout, is_visual = results[0]
-    expected = torch.zeros(len(found), *found[0].shape[:1], len(is_visual), dtype=torch.bool)
-    for layer, block, rows in (passed for _, told, *_ in results for passed in told):
-        for head, chosen in enumerate(rows):
-            expected[layer, head, layout.blocks[block].start + chosen] = True
-    # Every block chose, the last one too, of every layer and head as many as it would pass on.
-    assert (expected.sum(dim=-1) == sum(map(layout.num_passed, range(len(layout.blocks))))).all()
-    for result, *_ in results:
-        assert torch.equal(torch.stack(result), expected[:, :, is_visual])

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from ...config import PrefillConfig
@@ -136,8 +135,7 @@ class ApbvMethod(PrefillMethod):
         # No host reads more rows of it than its block passes on.
         buffer = k.new_empty(2, *k.shape[:2], self.layout.max_passed, k.shape[3])
         rows, count = self._blocks[block], self.layout.num_passed(block)
-        is_last = block == len(self.layout.blocks) - 1  # no block comes after it: its buffer is a dummy
-        if not is_last or self.on_passed is not None:
+        if block < len(self.layout.blocks) - 1:  # no block comes after the last one: its buffer is a dummy
             k_block, v_block = states.pair(rows)
             if count < len(rows):
                 q_query, lse = _rows(states.q, self._query), None
@@ -146,12 +144,9 @@ class ApbvMethod(PrefillMethod):
                     seen[block] = self.attend(q_query, [segment], scale, causal_last=False)
                     lse = seen[block][1]
                 scores = self.rank(states, block, rows, lse)
-                chosen, _ = select_topk(scores, k_block, v_block, count, out=buffer, backend=self.config.backend)
+                select_topk(scores, k_block, v_block, count, out=buffer, backend=self.config.backend)
             else:
-                chosen = torch.arange(count, device=k.device).expand(*k.shape[:2], -1)
                 buffer[0, :, :, :count], buffer[1, :, :, :count] = k_block, v_block
-            if self.on_passed is not None:
-                self.on_passed(block, chosen)
         exchange = self.hosts.all_gather(buffer)
         if not self.config.overlap:
             exchange.wait()

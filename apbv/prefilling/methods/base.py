@@ -1,7 +1,7 @@
 """Interface of a prefill method, and the methods by which host 0 computes a prompt alone."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import ClassVar
 
@@ -28,9 +28,6 @@ class PrefillMethod(ABC):
         blocks: computes chosen blocks of attention, as the config says; None if attention is dense.
         separate_query: whether the query runs in a second forward pass, after the context's.
         passes_on: whether context blocks pass KV pairs on to other hosts.
-        on_passed: called in every layer for each of this host's blocks, with the block's number and the rows that
-            are passed on, ``[1, Hkv, k_v]`` ascending; for the last block, which passes nothing on, with the rows
-            that would be. Methods that pass nothing on do not call it.
         attend: :func:`apbv.kernels.segmented_attention` with the configured backend.
     """
 
@@ -40,7 +37,6 @@ class PrefillMethod(ABC):
     zigzag: ClassVar[bool] = False
     passes_on: ClassVar[bool] = False
     separate_query: bool = False
-    on_passed: Callable[[int, Tensor], None] | None = None
 
     def __init__(self, layout: ContextLayout, hosts: HostGroup, config: PrefillConfig):
         self.layout, self.hosts, self.config = layout, hosts, config
