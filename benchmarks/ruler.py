@@ -20,8 +20,10 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
+from pathlib import Path
 
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 
@@ -201,42 +203,91 @@ def show(options: argparse.Namespace, records: list[dict]) -> None:
         cells += [mean_cell([record["kl"] for record in of_row], ".3f"), agrees]
         lines.append([task, num_tokens, hosts, label, *lengths, len(right), *cells])
     header = "task,tokens,hosts,row,l_a,l_p,samples,% right,points to `full`,KL,same first choice (%)"
-    print(markdown_table(header.split(","), lines), by_length(records), sep="\n\n", flush=True)
+    compared = compare(records)
+    print(markdown_table(header.split(","), lines), comparison_table(compared), sep="\n\n", flush=True)
     if options.plot:
-        panels: dict[str, dict[str, list[tuple]]] = {}
-        for (hosts, label, length), of_row in grouped(records, "hosts", "label", "num_tokens").items():
-            curves = panels.setdefault(f"tokens of the context, {hosts} hosts", {})
-            curves.setdefault(label, []).append((length, statistics.fmean(record["kl"] for record in of_row)))
-        panels.pop("tokens of the context, 1 hosts", None)  # full attention itself
-        if panels:
-            plot(options.plot, panels, "KL divergence from full attention (nats per token)")
+        draw(options.plot, compared)
 
 
-def by_length(records: list[dict]) -> str:
-    """Format each row's mean KL divergence from ``full``, and its share of right answers, by length: all tasks.
+@dataclass(frozen=True)
+class Compared:
+    """A row beside others of the same length and number of hosts, on the samples that all of them have.
 
-    Only samples that every row of a number of hosts has are counted, so that rows are compared on the same ones.
+    Attributes:
+        kl: the divergence from ``full``, by sample.
+        more: how much larger it is than that of ``apbv``, by sample; empty if there is no such row.
+        right, total: how many answers were right, in shares, and their number.
+        ttft: the median share of ``full``'s time to first token.
     """
-    lengths, lines = sorted({record["num_tokens"] for record in records}), []
-    rows = {
+
+    num_tokens: int
+    hosts: int
+    label: str
+    kl: list[float]
+    more: list[float]
+    right: float
+    total: int
+    ttft: float
+
+
+def compare(records: list[dict]) -> list[Compared]:
+    """Compare rows by length and number of hosts; ``full`` is in every comparison."""
+    lines = []
+    samples = {
         row: {(record["task"], record["index"]): record for record in of_row}
-        for row, of_row in grouped(records, "hosts", "label", "num_tokens").items()
+        for row, of_row in grouped(records, "num_tokens", "hosts", "label").items()
     }
-    shared: dict[tuple, set] = {}  # of every number of hosts and length the samples of all rows
-    for (hosts, _, length), of_row in rows.items():
-        shared[hosts, length] = shared.get((hosts, length), set(of_row)) & set(of_row)
-    for hosts in sorted({record["hosts"] for record in records}):
-        for label in dict.fromkeys(record["label"] for record in records if record["hosts"] == hosts):
-            cells = []
-            for length in lengths:
-                of_row = rows.get((hosts, label, length), {})
-                same = [of_row[sample] for sample in sorted(shared[hosts, length])] if of_row else []
-                right = [record["right"] for record in same]
-                kl = mean_cell([record["kl"] for record in same], ".3f") if same else "–"
-                cells += [kl, percent_cell(sum(right), len(right)) or "–"]
-            lines.append([hosts, label, *cells])
-    header = [f"{what}, {length:,}" for length in lengths for what in ("KL", "% right")]
-    return markdown_table(["hosts", "row", *header], lines)
+    exact = {
+        (number, *sample): r
+        for (number, _, label), of_row in samples.items()
+        if label == "full"
+        for sample, r in of_row.items()
+    }
+    for num_tokens, hosts in sorted({row[:2] for row in samples}):
+        rows = {label: of_row for (*place, label), of_row in samples.items() if place == [num_tokens, hosts]}
+        rows.pop("full", None)
+        shared = set.intersection(*(set(of_row) for of_row in rows.values())) if rows else set()
+        same = sorted(sample for sample in shared if (num_tokens, *sample) in exact)
+        if not same:
+            continue
+        rows = {"full": {sample: exact[num_tokens, *sample] for sample in same}, **rows}
+        for label, of_row in rows.items():
+            kl = [of_row[sample]["kl"] for sample in same]
+            usual = rows.get("apbv", {})
+            more = [kl[i] - usual[sample]["kl"] for i, sample in enumerate(same) if usual]
+            shares = [of_row[sample]["ttft_ms"] / exact[num_tokens, *sample]["ttft_ms"] for sample in same]
+            right = sum(of_row[sample]["right"] for sample in same)
+            lines.append(Compared(num_tokens, hosts, label, kl, more, right, len(same), statistics.median(shares)))
+    return lines
+
+
+def comparison_table(compared: list[Compared]) -> str:
+    """Format what :func:`compare` returns; all tasks together."""
+    lines = []
+    for row in compared:
+        others = row.label != "full"
+        more = mean_cell(row.more, "+.3f") if row.more and row.label not in ("full", "apbv") else ""
+        cells = [mean_cell(row.kl, ".3f") if others else 0, more, percent_cell(row.right, row.total)]
+        lines.append([f"{row.num_tokens:,}", row.hosts, row.label, row.total, *cells, f"{100 * row.ttft:.0f}%"])
+    header = "tokens,hosts,row,samples,KL,more than `apbv`,% right,TTFT of `full`'s"
+    return markdown_table(header.split(","), lines)
+
+
+def draw(path: Path, compared: list[Compared]) -> None:
+    """Plot the divergence by length, and by TTFT at the greatest length, of the most hosts."""
+    rows = [row for row in compared if row.hosts == max(each.hosts for each in compared) and row.label != "full"]
+    by_length: dict[str, list[tuple]] = {}
+    for row in rows:
+        by_length.setdefault(row.label, []).append((row.num_tokens, statistics.fmean(row.kl)))
+    longest = max((row.num_tokens for row in rows), default=0)
+    by_ttft = {row.label: [(row.ttft, statistics.fmean(row.kl))] for row in rows if row.num_tokens == longest}
+    if rows:
+        hosts = rows[0].hosts
+        panels = {
+            f"tokens, {hosts} hosts": by_length,
+            f"TTFT, 1 is full attention's, {longest:,} tokens, {hosts} hosts": by_ttft,
+        }
+        plot(path, panels, "KL divergence from full attention (nats per token)")
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:

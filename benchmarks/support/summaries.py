@@ -49,11 +49,12 @@ def percent_cell(right: int, total: int) -> str:
 
 
 def mean_cell(samples: Sequence[float], form: str) -> str:
-    """Format a mean and half its 95 % confidence interval by Student's t: ``0.042 ± 0.010``."""
-    half = math.nan
-    if len(samples) > 1:
-        half = student_t(len(samples) - 1) * statistics.stdev(samples) / math.sqrt(len(samples))
-    return f"{statistics.fmean(samples):{form}} ± {half:{form.removeprefix('+')}}"
+    """Format a mean and half its 95 % confidence interval by Student's t, ``0.042 ± 0.010``; one sample alone."""
+    mean = f"{statistics.fmean(samples):{form}}"
+    if len(samples) < 2:
+        return mean
+    half = student_t(len(samples) - 1) * statistics.stdev(samples) / math.sqrt(len(samples))
+    return f"{mean} ± {half:{form.removeprefix('+')}}"
 
 
 def student_t(freedom: int) -> float:
