@@ -114,7 +114,8 @@ def test_rows_are_compared_on_samples_that_all_of_them_have():
     records += [record("star", 4, index, 1.0 * index, 8.0) for index in (3, 2, 1)]
     records += [record("flexprefill", 1, 3, 0.25, 5.0)]
     found = {
-        (row.hosts, row.label): (row.kl, row.more, row.right, row.total, row.ttft) for row in compare(records)
+        (row.hosts, row.label): (row.kl, row.more, row.right, row.total, row.ttft)
+        for row in ruler.compare(records)
     }
     assert found == {
         (1, "full"): ([0.0], [], 0.0, 1, 1.0),
