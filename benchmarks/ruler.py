@@ -58,6 +58,7 @@ def rows_of(num_tokens: int) -> dict[str, PrefillConfig]:
         ", l_p = 128, softmax": {"importance": "softmax", **half},
         ", l_p = 128, dot": {"importance": "dot", **half},
         ", l_p = 128, dot, question in the anchor": {**authors, **half},
+        ", l_p = n/32": {"passing_len": -(-num_tokens // 32)},
         ", n/64, n/128": short,
         ", n/64, n/128, dot": {"importance": "dot", **short},
         ", as its authors": {**authors, **short},
