@@ -22,7 +22,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
+from itertools import groupby, product
 from pathlib import Path
 
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
@@ -192,6 +192,7 @@ def measure(options: argparse.Namespace, hosts: HostGroup, known: list[dict]) ->
 
 def show(options: argparse.Namespace, records: list[dict]) -> None:
     """Print a row for every way over its samples, with the mean difference of each from ``full``'s same sample."""
+    records = [record for record in records if record["label"] in options.rows]
     exact = {(r["task"], r["num_tokens"], r["index"]): r["right"] for r in records if r["label"] == "full"}
     lines = []
     rows = grouped(records, "task", "num_tokens", "hosts", "label")
@@ -204,91 +205,101 @@ def show(options: argparse.Namespace, records: list[dict]) -> None:
         cells += [mean_cell([record["kl"] for record in of_row], ".3f"), agrees]
         lines.append([task, num_tokens, hosts, label, *lengths, len(right), *cells])
     header = "task,tokens,hosts,row,l_a,l_p,samples,% right,points to `full`,KL,same first choice (%)"
-    compared = compare(records)
-    print(markdown_table(header.split(","), lines), comparison_table(compared), sep="\n\n", flush=True)
+    compared = rows_by_length(records)
+    print(markdown_table(header.split(","), lines), table_by_length(compared), sep="\n\n", flush=True)
     if options.plot:
         draw(options.plot, compared)
 
 
+# Records by task and index.
+Samples = dict[tuple[str, int], dict]
+
+
 @dataclass(frozen=True)
-class Compared:
-    """A row beside others of the same length and number of hosts, on the samples that all of them have.
+class Row:
+    """All tasks' samples of a row, beside those of other rows of the same length.
 
     Attributes:
-        kl: the divergence from ``full``, by sample.
-        more: how much larger it is than that of ``apbv``, by sample; empty if there is no such row.
-        right, total: how many answers were right, in shares, and their number.
-        ttft: the median share of ``full``'s time to first token.
+        mine: the row's.
+        usual: those of ``apbv`` on as many hosts.
+        exact: those of ``full``.
     """
 
     num_tokens: int
     hosts: int
     label: str
-    kl: list[float]
-    more: list[float]
-    right: float
-    total: int
-    ttft: float
+    mine: Samples
+    usual: Samples
+    exact: Samples
+
+    def more(self) -> list[float]:
+        """How much larger the divergence is than that of ``apbv``, for each sample that both have."""
+        both = sorted(self.mine.keys() & self.usual.keys())
+        return [self.mine[sample]["kl"] - self.usual[sample]["kl"] for sample in both]
+
+    def ttft(self) -> float | None:
+        """The median share of ``full``'s time to first token, where both were timed on the same machine."""
+        timed = [(record, self.exact.get(sample, {})) for sample, record in self.mine.items()]
+        shares = [
+            record["ttft_ms"] / other["ttft_ms"]
+            for record, other in timed
+            if "ttft_ms" in record and record["device"] == other.get("device")
+        ]
+        return statistics.median(shares) if shares else None
 
 
-def compare(records: list[dict]) -> list[Compared]:
-    """Compare rows by length and number of hosts; ``full`` is in every comparison."""
-    lines = []
+def rows_by_length(records: list[dict]) -> list[Row]:
+    """Return the rows other than ``full`` by length and number of hosts."""
     samples = {
         row: {(record["task"], record["index"]): record for record in of_row}
         for row, of_row in grouped(records, "num_tokens", "hosts", "label").items()
     }
-    exact = {
-        (number, *sample): r
-        for (number, _, label), of_row in samples.items()
-        if label == "full"
-        for sample, r in of_row.items()
-    }
-    for num_tokens, hosts in sorted({row[:2] for row in samples}):
-        rows = {label: of_row for (*place, label), of_row in samples.items() if place == [num_tokens, hosts]}
-        rows.pop("full", None)
-        shared = set.intersection(*(set(of_row) for of_row in rows.values())) if rows else set()
-        same = sorted(sample for sample in shared if (num_tokens, *sample) in exact)
-        if not same:
-            continue
-        rows = {"full": {sample: exact[num_tokens, *sample] for sample in same}, **rows}
-        for label, of_row in rows.items():
-            kl = [of_row[sample]["kl"] for sample in same]
-            usual = rows.get("apbv", {})
-            more = [kl[i] - usual[sample]["kl"] for i, sample in enumerate(same) if usual]
-            shares = [of_row[sample]["ttft_ms"] / exact[num_tokens, *sample]["ttft_ms"] for sample in same]
-            right = sum(of_row[sample]["right"] for sample in same)
-            lines.append(Compared(num_tokens, hosts, label, kl, more, right, len(same), statistics.median(shares)))
-    return lines
+    exact: dict[int, Samples] = {}
+    for (num_tokens, _, label), of_row in samples.items():
+        if label == "full":
+            exact.setdefault(num_tokens, {}).update(of_row)
+    return [
+        Row(*row, of_row, samples.get((*row[:2], "apbv"), {}), exact.get(row[0], {}))
+        for row, of_row in sorted(samples.items(), key=lambda item: item[0][:2])
+        if row[2] != "full"
+    ]
 
 
-def comparison_table(compared: list[Compared]) -> str:
-    """Format what :func:`compare` returns; all tasks together."""
+def table_by_length(rows: list[Row]) -> str:
+    """Format rows, all tasks together; each is compared with ``apbv`` and ``full`` on the samples of both."""
     lines = []
-    for row in compared:
-        others = row.label != "full"
-        more = mean_cell(row.more, "+.3f") if row.more and row.label not in ("full", "apbv") else ""
-        cells = [mean_cell(row.kl, ".3f") if others else 0, more, percent_cell(row.right, row.total)]
-        lines.append([f"{row.num_tokens:,}", row.hosts, row.label, row.total, *cells, f"{100 * row.ttft:.0f}%"])
-    header = "tokens,hosts,row,samples,KL,more than `apbv`,% right,TTFT of `full`'s"
+    for row in rows:
+        more = row.more() if row.label != "apbv" else []
+        right, exact = (
+            [of_row[sample]["right"] for sample in sorted(row.mine.keys() & row.exact.keys())]
+            for of_row in (row.mine, row.exact)
+        )
+        points = [100 * (mine - other) for mine, other in zip(right, exact, strict=True)]
+        kl = mean_cell([record["kl"] for record in row.mine.values()], ".3f")
+        cells = [len(row.mine), kl, f"{mean_cell(more, '+.3f')} ({len(more)})" if more else ""]
+        ttft = row.ttft()
+        cells += [mean_cell(points, "+.0f") if points else "", "" if ttft is None else f"{100 * ttft:.0f}%"]
+        lines.append([f"{row.num_tokens:,}", row.hosts, row.label, *cells])
+    header = "tokens,hosts,row,samples,KL,more than `apbv` (samples),points to `full`,TTFT of `full`'s"
     return markdown_table(header.split(","), lines)
 
 
-def draw(path: Path, compared: list[Compared]) -> None:
-    """Plot the divergence by length, and by TTFT at the greatest length, of the most hosts."""
-    rows = [row for row in compared if row.hosts == max(each.hosts for each in compared) and row.label != "full"]
-    by_length: dict[str, list[tuple]] = {}
-    for row in rows:
-        by_length.setdefault(row.label, []).append((row.num_tokens, statistics.fmean(row.kl)))
-    longest = max((row.num_tokens for row in rows), default=0)
-    by_ttft = {row.label: [(row.ttft, statistics.fmean(row.kl))] for row in rows if row.num_tokens == longest}
-    if rows:
-        hosts = rows[0].hosts
-        panels = {
-            f"tokens, {hosts} hosts": by_length,
-            f"TTFT, 1 is full attention's, {longest:,} tokens, {hosts} hosts": by_ttft,
-        }
+def draw(path: Path, rows: list[Row]) -> None:
+    """Plot the divergence by length for each number of hosts, on the samples that all rows of a length have."""
+    panels: dict[str, dict[str, list[tuple]]] = {}
+    for (hosts, num_tokens), together in groupby(sorted(rows, key=_place), key=_place):
+        of_length = list(together)
+        shared = set.intersection(*(set(row.mine) for row in of_length))
+        for row in of_length if shared else ():
+            curves = panels.setdefault(f"tokens, {hosts} hosts", {})
+            kl = statistics.fmean(row.mine[sample]["kl"] for sample in shared)
+            curves.setdefault(row.label, []).append((num_tokens, kl))
+    if panels:
         plot(path, panels, "KL divergence from full attention (nats per token)")
+
+
+def _place(row: Row) -> tuple[int, int]:
+    return row.hosts, row.num_tokens
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:

@@ -59,6 +59,8 @@ def mean_cell(samples: Sequence[float], form: str) -> str:
 
 def student_t(freedom: int) -> float:
     """Return the two-sided 95 % quantile; the series of Abramowitz and Stegun, 26.7.5, within 1 % from 3 on."""
+    if freedom < 3:
+        return (12.706, 4.303)[freedom - 1]
     z = 1.96
     first, second = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96
     third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
