@@ -120,7 +120,7 @@ def test_rows_are_compared_on_samples_that_both_have():
         "star": (4, [0.5, 1.0], None),
     }
     table = ruler.table_by_length(list(rows.values()))
-    assert "| 64 | 4 | star | 3 | 2.000 ± " in table and "| +0.750 ± 3.177 (2) | +0 ± 0 |  |" in table
+    assert "| 64 | 4 | star | 3 | 2.000 ± " in table and "| +0.750 ± 3.176 (2) | +0 ± 0 |  |" in table
 
 
 @torch.no_grad()
