@@ -185,7 +185,7 @@ def plan(
             num_visual, start = video.num_rows, _TOKENS_BEFORE
             stop = start + num_visual + video.num_text_tokens
             num_tokens = stop + _TOKENS_BEHIND
-            share = ceil(video.num_patches / (hosts if prefill.frame_parallel else 1))
+            share = ceil(video.num_patches / hosts)
             held = FRAME_COPIES * 3 * height * width * count + PIXEL_COPIES * video.pixel_bytes
             patch = held // video.num_patches
             most = prefill.video.chunk_bytes or chunk_bytes_within(device_memory)

@@ -51,7 +51,7 @@ def made_up_prefill(hosts: HostGroup, num_layers: int, num_kv_heads: int, num_to
         exact=False,
         inputs=ModelInputs(torch.zeros_like(positions), positions, 0, layout.query.start),
         timer=StageTimer(hosts),
-        kv=ShardedKV(ShardedCache.of_shares(layers, [layout] * len(layers), hosts.rank), hosts),
+        kv=ShardedKV(ShardedCache.of_shares(layers, layout, hosts.rank), hosts),
         model=lambda: identity,
     )
 

@@ -153,7 +153,6 @@ class PrefillConfig(Checked):
             behind MLPs.
         fused_query: run query and context in one forward pass (Section 4.2; "F").
         zigzag: 2H context blocks, two complementary ones on each host, instead of H (Section 4.3; "Z").
-        frame_parallel: each host encodes its share of the frames instead of all of them (Section 3.1; "V").
         on_single_host: run the method itself even on one host. Off, one host runs ``"full"``, which is exact, and
             to which every method degenerates without other hosts to share the work.
         kv: where the KV is placed after the prefill: ``"gathered"`` on host 0, or ``"sharded"`` as it was
@@ -180,7 +179,6 @@ class PrefillConfig(Checked):
     overlap: bool = True
     fused_query: bool = True
     zigzag: bool = True
-    frame_parallel: bool = True
     on_single_host: bool = False
     kv: str = one_of(KV_PLACEMENTS, "gathered")
     backend: str = one_of(BACKEND_NAMES, "auto")

@@ -69,7 +69,6 @@ class AudioInput(RowStarts):
         host: the host whose share this is.
         row_starts: U + 1 numbers: unit u has the rows row_starts[u] .. row_starts[u + 1].
         spectrograms: of every clip ``[mel bins, frames]``; None once encoded.
-        replicated: whether every host encodes everything.
         sources: identities of the clips; None if the caller prepared them.
     """
 
@@ -79,7 +78,6 @@ class AudioInput(RowStarts):
     host: int
     row_starts: tuple[int, ...]
     spectrograms: tuple[Tensor, ...] | None = None
-    replicated: bool = False
     sources: tuple[Source, ...] | None = None
 
     @property
@@ -102,13 +100,12 @@ class AudioInput(RowStarts):
 
 
 def audio_from_batch(
-    parts: ModelParts, batch: Mapping[str, Any], input_ids: Tensor, hosts: HostGroup, frame_parallel: bool
+    parts: ModelParts, batch: Mapping[str, Any], input_ids: Tensor, hosts: HostGroup
 ) -> AudioInput:
     """Take a prompt's audio out of a processor's batch.
 
     Args:
         input_ids: ``[n]``, the prompt.
-        frame_parallel: each host encodes its share, instead of all.
 
     Raises:
         PromptError: no spectrograms, or not those of the prompt's placeholders.
@@ -126,17 +123,15 @@ def audio_from_batch(
         raise PromptError(
             f"the prompt has {num_rows} placeholder tokens for audio, but its spectrograms make {row_starts[-1]}"
         )
-    everything = range(len(row_starts) - 1)
     return AudioInput(
         lengths=tuple(lengths),
         unit=parts.audio_unit,
-        units=tuple(split_evenly(everything, hosts.size) if frame_parallel else [everything] * hosts.size),
+        units=tuple(split_evenly(range(len(row_starts) - 1), hosts.size)),
         host=hosts.rank,
         row_starts=tuple(row_starts),
         spectrograms=tuple(
             spectrogram[:, :length] for spectrogram, length in zip(spectrograms, lengths, strict=True)
         ),
-        replicated=not frame_parallel,
     )
 
 

@@ -114,7 +114,6 @@ class ModelInputs:
         parts: ModelParts,
         batch: Mapping[str, Any],
         hosts: HostGroup,
-        frame_parallel: bool = True,
         query_start: int | None = None,
         query_len: int = DEFAULT_QUERY_LEN,
     ) -> "ModelInputs":
@@ -125,7 +124,6 @@ class ModelInputs:
             batch: ``input_ids [1, n]`` and, where there are any, ``attention_mask``, ``pixel_values`` or
                 ``pixel_values_videos`` with their grids, ``input_features`` with their mask; the whole of them, on
                 every host.
-            frame_parallel: each host keeps its share of the frames, images and audio, instead of all.
             query_start: where the query begins in a text prompt. Another prompt's query begins after its last
                 visual or audio token.
             query_len: if ``query_start`` is not given, the number of tokens at a text's end that are its query.
@@ -142,8 +140,8 @@ class ModelInputs:
         if not (shows or sounds):
             start = max(0, input_ids.shape[1] - query_len) if query_start is None else query_start
             return cls(input_ids, _positions(parts, input_ids, batch), 0, start)
-        visual = visual_from_batch(parts, batch, input_ids[0], hosts, frame_parallel) if shows else None
-        audio = audio_from_batch(parts, batch, input_ids[0], hosts, frame_parallel) if sounds else None
+        visual = visual_from_batch(parts, batch, input_ids[0], hosts) if shows else None
+        audio = audio_from_batch(parts, batch, input_ids[0], hosts) if sounds else None
         return cls.of_sources(parts, batch, input_ids, visual, audio)
 
     @classmethod
@@ -214,7 +212,7 @@ def _positions(parts: ModelParts, input_ids: Tensor, batch: Mapping[str, Any]) -
 
 
 def visual_from_batch(
-    parts: ModelParts, batch: Mapping[str, Any], input_ids: Tensor, hosts: HostGroup, frame_parallel: bool
+    parts: ModelParts, batch: Mapping[str, Any], input_ids: Tensor, hosts: HostGroup
 ) -> VisualInput:
     """Take a prompt's videos and images out of a processor's batch.
 
@@ -246,7 +244,7 @@ def visual_from_batch(
         found.append((item, values))
     if any(next(items, None) for items in left.values()):
         raise PromptError("pixels were given for more images or videos than the prompt has placeholders")
-    visual = share_out([item for item, _ in found], [*row_starts, start], hosts, frame_parallel)
+    visual = share_out([item for item, _ in found], [*row_starts, start], hosts)
     given = [(item.kind, own, values) for (item, values), own in zip(found, visual.item_patches, strict=True)]
     return replace(visual, pixels=GivenPixels(given) if visual.patches[visual.host] else None)
 

@@ -45,7 +45,7 @@ class SourcePixels:
 
     def chunks(self, chunks: Sequence[range]) -> Iterator[PixelChunk]:
         """See :class:`Pixels`."""
-        with closing(_ahead(self._read(chunks)) if self.runs_ahead else self._read(chunks)) as pixels:
+        with closing(ahead(self._read(chunks)) if self.runs_ahead else self._read(chunks)) as pixels:
             yield from pixels
 
     def _read(self, chunks: Sequence[range]) -> Iterator[PixelChunk]:
@@ -66,7 +66,7 @@ class SourcePixels:
                 return_freed_memory()  # a peak that hardly any other request has
 
 
-def _ahead(chunks: Iterator[PixelChunk]) -> Iterator[PixelChunk]:
+def ahead(chunks: Iterator[PixelChunk]) -> Iterator[PixelChunk]:
     """Produce each chunk in a thread while the previous one is in use.
 
     Args:

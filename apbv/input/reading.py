@@ -221,9 +221,9 @@ class PromptReader:
                 return ModelInputs.from_processor(self.parts, skeleton.batch, hosts, **asked), None
             input_ids, visual, audio = skeleton.batch["input_ids"], None, None
             if skeleton.items:
-                visual = share_out(skeleton.items, skeleton.row_starts, hosts, config.frame_parallel)
+                visual = share_out(skeleton.items, skeleton.row_starts, hosts)
             if skeleton.sounds:
-                audio = audio_from_batch(self.parts, skeleton.batch, input_ids[0], hosts, config.frame_parallel)
+                audio = audio_from_batch(self.parts, skeleton.batch, input_ids[0], hosts)
                 audio = replace(audio, sources=skeleton.sounds)
             inputs = ModelInputs.of_sources(self.parts, batch, input_ids, visual, audio)
         if visual is None:

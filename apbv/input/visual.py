@@ -156,7 +156,6 @@ class VisualInput(RowStarts):
         row_starts: P + 1 numbers: temporal patch p has the rows row_starts[p] .. row_starts[p + 1].
         pixels: of this host's share; None if it is empty, or encoded already.
         chunk_bytes: the memory that every host may take for a chunk; None: not agreed on yet.
-        replicated: whether every host encodes everything.
     """
 
     items: tuple[VisualItem, ...]
@@ -165,7 +164,6 @@ class VisualInput(RowStarts):
     row_starts: tuple[int, ...]
     pixels: Pixels | None = None
     chunk_bytes: int | None = None
-    replicated: bool = False
 
     @property
     def kind(self) -> str:
@@ -187,7 +185,7 @@ class VisualInput(RowStarts):
     def identity(self) -> tuple | None:
         """Cache key of the embeddings of this host's share, without the model; None if unknown."""
         sources = tuple(item.source for item in self.items)
-        return None if None in sources else (sources, self.replicated)
+        return None if None in sources else sources
 
     @cached_property
     def item_patches(self) -> tuple[range, ...]:
@@ -263,24 +261,18 @@ def _cut(patches: range, costs: Sequence[int], most: int) -> Iterator[range]:
         yield range(start, patches.stop)
 
 
-def share_out(
-    items: Sequence[VisualItem], row_starts: Sequence[int], hosts: HostGroup, frame_parallel: bool
-) -> VisualInput:
+def share_out(items: Sequence[VisualItem], row_starts: Sequence[int], hosts: HostGroup) -> VisualInput:
     """Share the temporal patches of a prompt's items out among the hosts that encode them (Eq. 6).
 
     Args:
         items: the videos and images, in prompt order.
         row_starts: where the rows of every temporal patch start, and where the last one's end.
-        frame_parallel: each host encodes its share, instead of all.
     """
-    costs = _costs(items)
-    everything = range(len(costs))
     return VisualInput(
         items=tuple(items),
-        patches=split_by_cost(costs, hosts.size) if frame_parallel else (everything,) * hosts.size,
+        patches=split_by_cost(_costs(items), hosts.size),
         host=hosts.rank,
         row_starts=tuple(row_starts),
-        replicated=not frame_parallel,
     )
 
 

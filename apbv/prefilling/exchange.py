@@ -141,8 +141,6 @@ class _Rounds:
         for host, of_host in enumerate(chunks):
             self._needed.append([range(before[run.start], before[run.stop]) for run in layout.local_spans(host)])
             self._made.append([*map(shown.rows_of, of_host), *[no_rows] * (num_rounds - len(of_host))])
-        # The hosts whose rows this host receives, and the hosts that receive its own.
-        self._partners = [hosts.rank] if shown.replicated or hosts.size == 1 else [*range(hosts.size)]
         num_rows, width = sum(map(len, self._needed[hosts.rank])), parts.hidden_size
         self._nothing = torch.empty(0, num_streams * width, dtype=parts.dtype, device=parts.device)
         # Of this host's tokens; streams are separate tensors, so that they can be freed separately.
@@ -185,7 +183,7 @@ class _Rounds:
         if len(rows) != len(made):
             raise ValueError(f"the model's tower returned {len(rows)} embeddings for {len(made)} placeholders")
         outgoing = []
-        for host in self._partners:
+        for host in range(self._hosts.size):
             sent = [rows[run.start - made.start : run.stop - made.start] for run in self._sent(rank, number, host)]
             outgoing.append(torch.cat([rows[:0], *sent]))
         return outgoing
@@ -196,9 +194,7 @@ class _Rounds:
         failures = self._hosts.start_gathering(torch.tensor([outgoing is None], dtype=torch.uint8))
         if outgoing is None:
             outgoing = self._outgoing(number, self._nothing.new_zeros(len(self._made[rank][number]), width))
-        if len(self._partners) == 1:
-            return Exchange(lambda: outgoing), failures
-        shapes = [(sum(map(len, self._sent(host, number, rank))), width) for host in self._partners]
+        shapes = [(sum(map(len, self._sent(host, number, rank))), width) for host in range(self._hosts.size)]
         return self._hosts.all_to_all(outgoing, shapes), failures
 
     def _finish(self, number: int, rows: Exchange, failures: Exchange, timer: StageTimer) -> bool:
@@ -207,7 +203,7 @@ class _Rounds:
             with timer.stage("exchange"):
                 received = rows.wait()
                 if not failures.wait().any():
-                    for host, of_host in zip(self._partners, received, strict=True):
+                    for host, of_host in enumerate(received):
                         self._place(self._sent(host, number, self._hosts.rank), of_host)
         except HostError:
             raise

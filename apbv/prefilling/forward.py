@@ -93,9 +93,7 @@ def prefill(
             raise ValueError(f"the model is on {parts.device}, but this host computes on {hosts.device}")
         inputs = model_inputs
         if not isinstance(inputs, ModelInputs):
-            inputs = ModelInputs.from_processor(
-                parts, inputs, hosts, config.frame_parallel, query_len=config.query_len
-            )
+            inputs = ModelInputs.from_processor(parts, inputs, hosts, query_len=config.query_len)
         inputs.require_room(parts.max_position_embeddings)
         if reduce is not None:
             require_reducible(reduce, inputs)

@@ -74,7 +74,7 @@ def _collect_rows(
     rows: Tensor, source: VisualInput | AudioInput, kept: Tensor, hosts: HostGroup, home: int
 ) -> Tensor | None:
     """Gather the rows of kept tokens, by their numbers among those of their kind, on one host; collective."""
-    if source.replicated or hosts.size == 1:
+    if hosts.size == 1:
         return rows[kept.to(rows.device)]
     wanted = [kept[(kept >= p.start) & (kept < p.stop)] - p.start for p in source.pieces]
     received = hosts.gather_rows(rows[wanted[hosts.rank].to(rows.device)], [*map(len, wanted)], to=home).wait()

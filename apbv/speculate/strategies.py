@@ -125,7 +125,6 @@ def require_consistent(config: SpeculativeConfig, prefill: PrefillConfig, hosts:
         fixed_share=not prunes(config) and name,
         prune_kv=config.prune == "kv",
         drops_nothing=keep in (None, "full") and name,
-        ranking=ranking,
         ranking_on_draft_host=config.draft_host and ranking,
     )
 

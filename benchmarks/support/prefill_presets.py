@@ -9,7 +9,7 @@ from .bench import Case
 from .simulated import Link, Network
 
 INFINIBAND = Link(bandwidth=25e9, latency=20e-6)  # 200 Gbit/s
-SWITCHES = {"O": "overlap", "F": "fused_query", "Z": "zigzag", "V": "frame_parallel"}
+SWITCHES = {"O": "overlap", "F": "fused_query", "Z": "zigzag"}
 SPLIT_METHODS = ("zigzag_ring", "ulysses", "star", "apb", "apbv")
 _WHOLE_BLOCKS = 10**6
 

@@ -120,7 +120,7 @@ def video_job(hosts: HostGroup, family: str, options: dict):
     model = families.build_model(family)
     parts = inspect_model(model)
     config = PrefillConfig(kv="sharded", passing_len=3, anchor_len=20, **options)
-    inputs = ModelInputs.from_processor(parts, clip_batch(family), hosts, config.frame_parallel)
+    inputs = ModelInputs.from_processor(parts, clip_batch(family), hosts)
     with flop_counter() as counter:
         encode_visual(parts, inputs.visual)
     state = prefill(model, inputs, hosts=hosts, config=config)

@@ -1,13 +1,10 @@
 """Answers decoded together on a pretended GPU: those of the CPU, one wait and one graph a step, no fault."""
 
 import pytest
-import torch
 
 from apbv import Engine, HostGroup, SamplingParams, SpeculativeConfig
 from apbv.decode.batch import Batch
-from apbv.input.pixels import VideoReader
 from apbv.input.request import Question, Request
-from apbv.input.video import probe
 from apbv.model.attention import apbv_attention
 from apbv.stats import StageTimer
 
@@ -108,20 +105,3 @@ def test_a_round_of_drafts_waits_once(clip, monkeypatch, strategy):
     assert all(step.waits[ARRIVAL] == 1 and set(step.waits) <= {ARRIVAL, RESULT} for step in steps)
     # All but the last token drafted, each in a pass, and the target's.
     assert max(len(step.of("replay")) for step in steps) == 3
-
-
-def test_frames_that_a_gpu_decoded_last_until_they_are_preprocessed(clip, monkeypatch):
-    """They are memory of the decoder's stream, which has it back as soon as they are let go of."""
-    # Of a processor that waits for nothing meanwhile, as some do.
-    monkeypatch.setattr(
-        "apbv.input.pixels.preprocess_frames", lambda _, frames, grid: {"pixel_values": frames / 255}
-    )
-    video = probe(clip)
-    with rehearsal():
-        device, timer = torch.device("cuda", 0), StageTimer(HostGroup.single("cuda:0"))
-        decoded = torch.zeros(4, video.height, video.width, 3, dtype=torch.uint8, device=device)
-        torch.cuda.synchronize()  # as the thread does that decodes
-        pixels, _ = VideoReader(video, tuple(range(4)), 2, None, None, timer, device).prepare(decoded)
-        del decoded
-        torch.ones(1, device=device)  # here the allocator could give the memory away
-    assert pixels["pixel_values"].shape[0] == 4

@@ -66,9 +66,9 @@ def batch_of(family: str, num_tokens: int | None) -> dict:
     return video_batch(family) if num_tokens is None else text_batch(num_tokens)
 
 
-def as_inputs(family, batch, query_start, hosts, dtype=torch.float32, frame_parallel=True) -> ModelInputs:
+def as_inputs(family, batch, query_start, hosts, dtype=torch.float32) -> ModelInputs:
     parts = inspect_model(build(family, dtype))
-    return ModelInputs.from_processor(parts, batch, hosts, frame_parallel, query_start)
+    return ModelInputs.from_processor(parts, batch, hosts, query_start)
 
 
 @torch.no_grad()
@@ -111,7 +111,7 @@ def _states_of(layer) -> tuple:
 
 def prefilled(hosts, family: str, batch: dict, query_start: int | None, settings: dict, dtype=torch.float64):
     """A state, and what of it travels, made where memory holds NaN until it is written."""
-    inputs = as_inputs(family, batch, query_start, hosts, dtype, settings.get("frame_parallel", True))
+    inputs = as_inputs(family, batch, query_start, hosts, dtype)
     config = PrefillConfig(**{"on_single_host": True, **settings})
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:

@@ -42,7 +42,6 @@ FEATURES = {
     "fixed_share": "a strategy that keeps all visual tokens, or none",
     "prune_kv": "`--prune kv`",
     "drops_nothing": "a strategy that keeps all visual tokens or none",
-    "ranking": "`--keep` by the target's scores",
     "ranking_on_draft_host": "`--draft-host` and `--keep` by the target's scores",
 }
 

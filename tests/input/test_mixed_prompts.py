@@ -128,7 +128,7 @@ EXACT = {
     "in a ring": {"method": "zigzag_ring"},
     "apbv unpruned": {"method": "apbv", "anchor_len": 40, "passing_len": 10**6, "on_single_host": True},
     "patch by patch": {"method": "full", "video": VideoConfig(chunk_bytes=1)},
-    "every host all": {"method": "ulysses", "frame_parallel": False},
+    "shared out": {"method": "ulysses"},
 }
 
 

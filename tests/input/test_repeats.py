@@ -133,7 +133,7 @@ EXACT = {
     "in a ring": {"method": "zigzag_ring"},
     "apbv unpruned": {"method": "apbv", "anchor_len": 40, "passing_len": 10**6, "on_single_host": True},
     "frame by frame": {"method": "full", "video": VideoConfig(chunk_bytes=1)},
-    "every host all": {"method": "ulysses", "frame_parallel": False},
+    "shared out": {"method": "ulysses"},
 }
 
 
@@ -150,7 +150,7 @@ def test_a_prompt_has_the_tokens_that_the_processor_keeps(pool, clips, num_hosts
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
         assert sum(lengths) == int(mask.sum()) + (batch["image_grid_thw"].prod() if has_image else 0)
         assert (min(lengths) == 1) == compresses, "a frame has a token at least"
-        assert num_hosts == 1 or way == "every host all" or all(shares)
+        assert num_hosts == 1 or all(shares)
 
 
 def batch_job(hosts: HostGroup, batch: dict):

@@ -70,7 +70,7 @@ def audio_of(model, lengths: tuple[int, ...], hosts: HostGroup) -> tuple[AudioIn
         rows = model.model.get_audio_features(features, feature_attention_mask=mask).last_hidden_state
     parts = inspect_model(model)
     batch = {"input_features": features, "feature_attention_mask": mask}
-    return audio_from_batch(parts, batch, torch.full((len(rows),), parts.audio_token_id), hosts, True), rows
+    return audio_from_batch(parts, batch, torch.full((len(rows),), parts.audio_token_id), hosts), rows
 
 
 @each_choice(lengths=[(203,), (41,), (80, 37, 3), (400, 399)], window=[20, 5, 5])

@@ -18,7 +18,7 @@ WAYS = {
     "full": {"method": "full"},
     "ring": {"method": "zigzag_ring", "kv": "sharded"},
     "apbv": {"method": "apbv", "passing_len": UNCOMPRESSED, "anchor_len": 0, "on_single_host": True},
-    "every host all": {"method": "ulysses", "frame_parallel": False},
+    "shared out": {"method": "ulysses"},
 }
 
 

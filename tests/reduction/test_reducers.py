@@ -25,11 +25,10 @@ def movie(num_frames: int, height: int, width: int, seed: int = 0) -> torch.Tens
     return torch.stack(frames)
 
 
-def reduce_job(hosts: HostGroup, method: str, shape: tuple, count: int, replicated: bool = False):
-    every, alone = range(shape[0]), replicated or hosts.size == 1
-    parts = tuple([every] * hosts.size if replicated else split_evenly(every, hosts.size))
+def reduce_job(hosts: HostGroup, method: str, shape: tuple, count: int):
+    parts = tuple(split_evenly(range(shape[0]), hosts.size))
     mine = movie(*shape)[parts[hosts.rank].start : parts[hosts.rank].stop]
-    video = SharedVideo(mine, parts, *shape[1:], WIDTH, hosts, alone)
+    video = SharedVideo(mine, parts, *shape[1:], WIDTH, hosts)
     return REDUCERS[method](video, count)
 
 
@@ -50,14 +49,11 @@ CASES += [((30, 1, 4), 13), ((5, 6, 5), 74), ((1, 3, 3), 4), ((3, 2, 2), 1)]
 
 @pytest.mark.parametrize("method", REDUCERS)
 def test_a_reducer_keeps_what_its_definition_says(pool, method):
-    """Where hosts share the frames, and where all have all of them."""
     for shape, count in CASES:
         expected = DEFINITIONS[method](movie(*shape).double(), shape[1], shape[2], count, WIDTH)
         assert len(expected) == count or (method == "slowfast" and 0 < len(expected) <= count)
-        shared = [pool.run(num_hosts, reduce_job, method, shape, count) for num_hosts in (1, 4)]
-        alone = [[result] for result in pool.run(2, reduce_job, method, shape, count, True)]
-        for results in shared + alone:
-            found = merged(results, shape[1] * shape[2])
+        for num_hosts in (1, 4):
+            found = merged(pool.run(num_hosts, reduce_job, method, shape, count), shape[1] * shape[2])
             assert found.keys() == expected.keys()
             for key, value in expected.items():
                 torch.testing.assert_close(found[key].double(), value, rtol=1e-5, atol=1e-5)
@@ -67,5 +63,5 @@ def test_of_equal_tokens_the_earlier_is_kept():
     """A still picture, on which every score is the same."""
     still = torch.ones(9, WIDTH * 3)
     for method, expected in (("dycoke", [*range(9), 9, 10, 18, 27]),):
-        video = SharedVideo(still.expand(4, -1, -1), (range(4),), 3, 3, WIDTH, HostGroup.single(), True)
+        video = SharedVideo(still.expand(4, -1, -1), (range(4),), 3, 3, WIDTH, HostGroup.single())
         assert REDUCERS[method](video, len(expected)).places.tolist() == expected

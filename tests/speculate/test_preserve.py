@@ -110,26 +110,25 @@ def test_methods_that_share_out_the_question_cannot_be_watched():
 # ---- HIPPO's scores ----
 
 
-def semantics_job(hosts: HostGroup, family: str, frame_parallel: bool):
+def semantics_job(hosts: HostGroup, family: str):
     model = build(family, torch.float32)
     parts = inspect_model(model)
-    inputs = as_inputs(family, video_batch(family), None, hosts, frame_parallel=frame_parallel)
+    inputs = as_inputs(family, video_batch(family), None, hosts)
     rows = encode_visual(parts, inputs.visual)
     scores = local_semantics(parts, inputs, rows, hosts, ("time", "space"))
     return scores, frame_shape(parts, inputs), rows
 
 
-@each_choice(family=families.VIDEO_FAMILIES, shared=[(3, True), (2, False)])
-def test_hosts_score_their_own_frames_as_one_host_would(pool, family, shared):
-    num_hosts, frame_parallel = shared
+@each_choice(family=families.VIDEO_FAMILIES, num_hosts=[3, 2])
+def test_hosts_score_their_own_frames_as_one_host_would(pool, family, num_hosts):
     reset_rope(build(family, torch.float32))
-    _, (height, width), rows = semantics_job(HostGroup.single(), family, True)
+    _, (height, width), rows = semantics_job(HostGroup.single(), family)
     hidden = build(family, torch.float32).get_decoder().config.hidden_size
     size = height * width
     whole = rows[: len(rows) // size * size, :hidden].reshape(-1, size, hidden)
     expected = standardised(temporal_change(whole), unit=1.0)
     expected = expected + standardised(spatial_variety(whole, height, width), unit=1.0)
-    for scores, shape, _ in pool.run(num_hosts, semantics_job, family, frame_parallel):
+    for scores, shape, _ in pool.run(num_hosts, semantics_job, family):
         assert shape == (height, width)
         torch.testing.assert_close(scores[: expected.numel()], expected.flatten(), rtol=1e-4, atol=1e-4)
         assert scores[expected.numel() :].isinf().all() and len(scores) == len(rows)

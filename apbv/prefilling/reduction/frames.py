@@ -40,7 +40,6 @@ class SharedVideo:
         height, width: h and w of every frame, in tokens.
         hidden_size: d.
         hosts: the hosts.
-        replicated: whether every host has all frames, and nothing needs to be exchanged.
     """
 
     rows: Tensor = field(repr=False)
@@ -49,7 +48,6 @@ class SharedVideo:
     width: int
     hidden_size: int
     hosts: HostGroup
-    replicated: bool = False
 
     @property
     def mine(self) -> range:
@@ -103,9 +101,6 @@ class SharedVideo:
         Returns:
             ``[T, ...]``, the same on every host, in CPU memory.
         """
-        if self.replicated:
-            local = self.hosts.broadcast(local.contiguous())  # so that all of them choose by the same numbers
-            return local.cpu()
         return torch.cat(self.hosts.gather_rows(local, [*map(len, self.shares)]).wait()).cpu()
 
 
@@ -198,6 +193,5 @@ def shared_video(
     mine, size = shares[hosts.rank], video.height * video.width
     begin = video.in_frames.start + mine.start * size - visual.pieces[hosts.rank].start if mine else 0
     frames = rows[begin : begin + len(mine) * size].view(len(mine), size, rows.shape[1])
-    replicated = visual.replicated or hosts.size == 1
     hidden_size = parts.language_model.config.hidden_size
-    return SharedVideo(frames, shares, video.height, video.width, hidden_size, hosts, replicated)
+    return SharedVideo(frames, shares, video.height, video.width, hidden_size, hosts)

@@ -131,11 +131,7 @@ def choose_rows(
             values.append(of_video)
     unreduced = mine.nonzero().flatten()
     mine[torch.cat([unreduced, *chosen])] = 1
-    if visual.replicated:
-        hosts.require_same("the choice of visual tokens", mine.numpy().tobytes())
-        has = mine.bool().expand(hosts.size, -1).clone()
-    else:
-        has = hosts.all_gather(mine.to(rows.device)).wait().bool().cpu()
+    has = hosts.all_gather(mine.to(rows.device)).wait().bool().cpu()
     # A video's ending rows go to the host that has its last frame now, or stay if no host has any of it.
     held = [torch.arange(piece.start, piece.stop) for piece in visual.pieces]
     ending = [torch.arange(0)] * hosts.size
@@ -150,12 +146,10 @@ def choose_rows(
     values, order = torch.cat(values), torch.cat([unreduced, *chosen, ending[hosts.rank]]).argsort()
     if not torch.equal(order, torch.arange(len(order))):
         values = values[to_device(order, rows.device)]
-    kept, patches = has.any(dim=0), visual.patches
-    if not visual.replicated:
-        ends = torch.searchsorted(_starts(visual, kept), has.sum(dim=1).cumsum(0)).tolist()
-        ends = [0, *ends[:-1], visual.num_temporal_patches]
-        patches = tuple(range(start, stop) for start, stop in pairwise(ends))
-    return kept, patches, values
+    kept = has.any(dim=0)
+    ends = torch.searchsorted(_starts(visual, kept), has.sum(dim=1).cumsum(0)).tolist()
+    ends = [0, *ends[:-1], visual.num_temporal_patches]
+    return kept, tuple(range(start, stop) for start, stop in pairwise(ends)), values
 
 
 def _starts(visual: VisualInput, kept: Tensor) -> Tensor:
