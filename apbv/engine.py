@@ -39,7 +39,7 @@ from .prefilling.reuse import Reuse
 from .refusals import refuse
 from .speculate import Autoregressive, Drafting
 from .speculate.strategies import why_drafts_alone
-from .speculate.ways import Answered, Begun
+from .speculate.ways import Answered, Begun, attention_of
 from .stats import Span, StageTimer, provenance
 from .warn import warn_caller
 
@@ -623,7 +623,7 @@ class Engine:
 
     def attention(self) -> ExitStack:
         """Put apbv's attention in force in the models that decode, until the returned context ends."""
-        return self._way.attention()
+        return attention_of(self._way.models)
 
     def prefilling_in_threads(self) -> ExitStack:
         """Keep in force what a prefill changes in the models, for several threads, until the context ends."""

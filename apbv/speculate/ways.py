@@ -66,10 +66,11 @@ class Autoregressive:
 
     Attributes:
         hosts: the hosts that answer together: all but a draft host, or a draft host alone.
+        models: the models that prefill and decode.
     """
 
     def __init__(self, parts: ModelParts, hosts: HostGroup):
-        self._parts, self.hosts = parts, hosts
+        self._parts, self.hosts, self.models = parts, hosts, (parts,)
 
     def answer(self, request: Request, prefiller: Prefiller) -> Outcome:
         """Read a request, prefill it and decode the answer; collective."""
@@ -81,18 +82,9 @@ class Autoregressive:
         with closing(prefiller.read(request)) as read:
             return Begun(read, prefiller.run(read))
 
-    @property
-    def models(self) -> tuple[ModelParts, ...]:
-        """The models that prefill and decode."""
-        return (self._parts,)
-
     def batch(self) -> Batch:
         """Return an empty batch for answers to requests that have begun."""
         return Batch(self._parts)
-
-    def attention(self) -> ExitStack:
-        """Put apbv's attention in force in the models that decode, until the returned context ends."""
-        return _attention(self.models)
 
     def answered(self, begun: Begun, tokens: list[int], summary: dict[str, Any] | None) -> Answered:
         """Return the answer that a batch has decoded, with its speculation metrics."""
@@ -100,7 +92,7 @@ class Autoregressive:
 
     def decode(self, request: Request, state: PrefillResult) -> Answered:
         """Decode the answer to a prompt that was prefilled or loaded."""
-        with self.hosts.collective_stage("decode"), state.timer.stage("decode"), self.attention():
+        with self.hosts.collective_stage("decode"), state.timer.stage("decode"), attention_of(self.models):
             return Answered(generate_tokens(state.begin_answer(self._parts, request)))
 
 
@@ -113,26 +105,19 @@ class TakingTurns:
 
     def __init__(self, target: ModelParts, draft: ModelParts | None, hosts: HostGroup, config: SpeculativeConfig):
         self._target, self._draft, self.hosts, self._config = target, draft, hosts, config
-        vocab_size = min(parts.vocab_size for parts in (target, draft) if parts is not None)
-        self._tree = draft_tree(config, vocab_size)
+        self.models = tuple(parts for parts in (target, draft) if parts is not None)
+        self._tree = draft_tree(config, min(parts.vocab_size for parts in self.models))
 
     def answer(self, request: Request, prefiller: Prefiller) -> Outcome:
         read, state, (draft,) = begun = self.begin(request, prefiller)
         timer = read.request.timer
-        with self.hosts.collective_stage("decode"), timer.stage("decode"), self.attention():
+        with self.hosts.collective_stage("decode"), timer.stage("decode"), attention_of(self.models):
             tokens, stats = self._decode(draft, state, read.request)
         answered = self.answered(begun, tokens, stats.summary(len(tokens)))
         return read, state, replace(answered, spans=tuple(stats.record.spans))
 
-    @property
-    def models(self) -> tuple[ModelParts, ...]:
-        return tuple(parts for parts in (self._target, self._draft) if parts is not None)
-
     def batch(self) -> SpeculativeBatch:
         return SpeculativeBatch(self._target, self._config, self._draft)
-
-    def attention(self) -> ExitStack:
-        return _attention(self.models)
 
     def begin(self, request: Request, prefiller: Prefiller) -> Begun:
         watcher = make_watcher(self._config, self._target)
@@ -188,7 +173,8 @@ class TakingTurns:
         return generate_speculatively(answer, draft.drafter, pace, self._tree)
 
 
-def _attention(models: Sequence[ModelParts]) -> ExitStack:
+def attention_of(models: Sequence[ModelParts]) -> ExitStack:
+    """Put apbv's attention in force in some models, until the returned context ends."""
     with ExitStack() as stack:
         for parts in models:
             stack.enter_context(apbv_attention(parts.language_model))

@@ -86,25 +86,6 @@ def dycoke(frames, height, width, count, hidden) -> dict:
     return kept
 
 
-def hippo_scores(main, height, width) -> dict:
-    """Change over time and variety in space of the tokens ``[T, h * w, d]``, each z-scored within a frame."""
-    (num_frames, size), scores = main.shape[:2], {}
-    for frame in range(num_frames):
-        beside = [other for other in (frame - 1, frame + 1) if 0 <= other < num_frames]
-        change, variety = [], []
-        for place in range(size):
-            alike = [cosine(main[frame, place], main[other, place]) for other in beside]
-            change.append(1 - sum(alike) / len(alike) if alike else 0.0)
-            y, x = divmod(place, width)
-            rows, columns = range(height)[y // 5 * 5 :][:5], range(width)[x // 5 * 5 :][:5]
-            crop = [a * width + b for a, b in product(rows, columns)]
-            inside = [cosine(main[frame, place], main[frame, other]) for other in crop]
-            variety.append(sum((c - sum(inside) / len(inside)) ** 2 for c in inside) / len(inside))
-        for place, both in enumerate(zip(z_scores(change, 1e-6), z_scores(variety, 1e-6), strict=True)):
-            scores[frame, place] = sum(both)
-    return scores
-
-
 def z_scores(terms: list[float], damping: float) -> list[float]:
     """Terms with a mean of 0 and a standard deviation of 1, if they differ by much more than ``damping``."""
     mean = sum(terms) / len(terms)

@@ -106,7 +106,7 @@ def test_a_draft_may_be_quantized(quantized, checkpoints, name):
 
 
 def refused_job(processes: HostGroup, path: str, tensor_parallel: int, **settings) -> str:
-    hosts = HostGroup.from_process_group(processes.process_group, "cpu", 60, tensor_parallel=tensor_parallel)
+    hosts = HostGroup.from_process_group(processes._groups.data, "cpu", 60, tensor_parallel=tensor_parallel)
     return described(lambda: Engine.from_pretrained(path, hosts=hosts, **settings))
 
 
