@@ -37,7 +37,7 @@ from .prefilling.reduction.pruning import require_usable
 from .prefilling.result import PrefillResult
 from .prefilling.reuse import Reuse
 from .refusals import refuse
-from .speculate import Autoregressive, Drafting
+from .speculate import Autoregressive, Captioner, Drafting
 from .speculate.strategies import why_drafts_alone
 from .speculate.ways import Answered, Begun, attention_of
 from .stats import Span, StageTimer, provenance
@@ -63,6 +63,8 @@ class Engine:
         name: the model's name in the figures.
         speculate: how answers are decoded speculatively; None: one token at a time.
         draft: the draft model, for strategies that need one; on every host that drafts.
+        captioner: returns a caption of a prompt's video or images, for drafts that read one; called on host 0, in
+            a thread while the target prefills: it must not run the target's model.
         reuse: embedding or prefix cache for further questions about the same video or text; None: no cache.
         decode: decoding settings.
 
@@ -88,12 +90,13 @@ class Engine:
         name: str | None = None,
         speculate: SpeculativeConfig | None = None,
         draft: PreTrainedModel | None = None,
+        captioner: Captioner | None = None,
         reuse: ReuseConfig | None = None,
         decode: DecodeConfig | None = None,
     ):
         _require_types(hosts, prefill, speculate, reuse, decode)
         config = prefill or PrefillConfig()
-        drafting = Drafting(speculate, hosts)
+        drafting = Drafting(speculate, hosts, captioner)
         models = drafting.inspect_models(model, draft, config, decode)
         require_usable(config.reduce, models.reading.model.config, reuse)
         refuse(
@@ -109,7 +112,7 @@ class Engine:
         self.num_frames = default_num_frames(processor)
         reader = PromptReader(self.parts, processor, self.num_frames, config)
         self.tokenizer, self.videos = reader.tokenizer, reader.videos
-        self._way = drafting.way_to_answer(models)
+        self._way = drafting.way_to_answer(models, self.tokenizer)
         self.hosts, self.prefills = self._way.hosts, not drafting.drafts_only
         with hosts.local_stage("reading the generation config"):
             sampling = default_sampling(self.parts.model, self.parts.decode.generation_config)
@@ -143,6 +146,7 @@ class Engine:
         speculate: SpeculativeConfig | None = None,
         hosts: HostGroup | None = None,
         dtype: str | torch.dtype = "auto",
+        captioner: Captioner | None = None,
         reuse: ReuseConfig | None = None,
         decode: DecodeConfig | None = None,
         adapter: str | Path | None = None,
@@ -156,7 +160,7 @@ class Engine:
             hosts: by default those that torchrun started, or this process alone. With several processes per host,
                 every process loads its share of the model, and all of the draft model.
             dtype: the weights' dtype; ``"auto"`` takes the checkpoint's.
-            reuse, decode: see :class:`Engine`.
+            captioner, reuse, decode: see :class:`Engine`.
             adapter: a directory or hub id of a PEFT adapter to merge into the model ``name``.
 
         Raises:
@@ -168,7 +172,7 @@ class Engine:
             raise ValueError(f"a model must be a name or a path, not {name!r:.80}")
         hosts, is_demo = hosts or HostGroup.from_env(), str(name) == "demo"
         config, path = prefill or PrefillConfig(), demo.model_path() if is_demo else name
-        drafting = Drafting(speculate, hosts)
+        drafting = Drafting(speculate, hosts, captioner)
         with hosts.local_stage("reading the settings"):  # reject what can be rejected before weights are loaded
             draft_model = drafting.find_model(config, is_demo)
             described = require_loadable(path, hosts.device, adapter, hosts.tensor_parallel_size)
@@ -179,11 +183,11 @@ class Engine:
         with stage(f"loading {name}"):
             has_model = not drafting.drafts_only
             model, processor = load_model(path, dtype, hosts, with_model=has_model, sharded=True, adapter=adapter)
-        draft = drafting.load_model(draft_model, dtype)
+        draft = drafting.load_model(draft_model, dtype, processor)
         with hosts.local_stage(f"preparing {name}"):
             drafting.inspect_models(model, draft, config, decode)
         name = str(name) if adapter is None else f"{name}+{adapter}"
-        return cls(model, processor, hosts, config, name, speculate, draft, reuse, decode)
+        return cls(model, processor, hosts, config, name, speculate, draft, captioner, reuse, decode)
 
     def warm_up(self, in_batch: bool = False) -> None:
         """Run a warm-up request about the bundled clip, or about a text for text-only models; collective.

@@ -38,6 +38,9 @@ REFUSALS = {
         "{self_drafting}, with which the target drafts itself, is not supported with tensor parallelism: TP rank "
         "0 of host 0 drafts"
     ),
+    ("draft_host", "learning_draft"): (
+        "{learning_draft} learns from every verification before it continues drafting: not on a draft host"
+    ),
     ("draft_host", "tree"): "a draft host drafts a chain of tokens: it cannot draft a tree",
     ("tree", "chain_only"): "{chain_only} drafts a chain of tokens: it cannot draft a tree",
     ("keep", "no_choice"): "{no_choice} does not select visual tokens: keep does not apply",
@@ -53,6 +56,7 @@ REFUSALS = {
         "another, such as keep='even'"
     ),
     ("draft_host", "one_host"): "a draft host needs at least two hosts",
+    ("caption", "no_captioner"): "the ensemble {caption} drafts from a caption: it needs a captioner",
 }
 
 

@@ -5,6 +5,7 @@ field and take its type, range, choices and default.
 """
 
 import argparse
+import importlib
 import logging
 import os
 import re
@@ -29,7 +30,7 @@ from apbv.config import (
     SpeculativeConfig,
     VideoConfig,
 )
-from apbv.warn import report_error
+from apbv.warn import raised_as, report_error
 
 if TYPE_CHECKING:
     from apbv import Engine, HostGroup
@@ -116,6 +117,7 @@ DRAFT = _of(
     ("--prune", "prune", "prune the draft's prompt, or its KV after draft prefill"),
     ("--keep-ratio", "keep_ratio", "share of visual tokens that the draft sees (default 0.1)"),
     ("--keep-tokens", "keep_tokens", "total prompt tokens for the draft, text included; replaces --keep-ratio"),
+    ("--ensemble", "ensemble", "contexts of tabed's ensemble: MT, MT*, MTCP, MTCP*, …"),
 )
 ANSWER_LENGTH = _of(
     SamplingParams,
@@ -263,6 +265,7 @@ def add_draft_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGrou
         "--speculate", choices=("off", *STRATEGY_NAMES), default="off", help="drafting strategy (default off)"
     )
     add_settings(draft, DRAFT)
+    draft.add_argument("--captioner", metavar="MODULE:FUNCTION", help="captions the prompt for tabed")
     return draft
 
 
@@ -281,7 +284,7 @@ def add_host_options(parser: argparse.ArgumentParser) -> None:
 
 def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """Exit with a one-line error if options are incompatible."""
-    if options.speculate == "off" and (useless := given(options, SpeculativeConfig)):
+    if options.speculate == "off" and (useless := given_for_draft(options)):
         parser.error(f"--{next(iter(useless)).replace('_', '-')} needs --speculate")
     try:
         prefill_config(options)
@@ -296,6 +299,12 @@ def given(options: argparse.Namespace, config: type) -> dict[str, Any]:
     values = {each.field: each.option[2:].replace("-", "_") for each in _SETTINGS if each.config is config}
     found = {field: getattr(options, option, None) for field, option in values.items()}
     return {field: value for field, value in found.items() if value is not None}
+
+
+def given_for_draft(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the given draft options, most under their names in :class:`SpeculativeConfig`."""
+    captioner = getattr(options, "captioner", None)
+    return given(options, SpeculativeConfig) | ({} if captioner is None else {"captioner": captioner})
 
 
 def prefill_config(options: argparse.Namespace) -> PrefillConfig:
@@ -353,13 +362,15 @@ def load_engine(options: argparse.Namespace, hosts: "HostGroup", reuse: ReuseCon
     speculate = speculative_config(options)
     with hosts.local_stage("reading the options"):
         if speculate is not None:
-            require_effective(speculate, given(options, SpeculativeConfig))
+            require_effective(speculate, given_for_draft(options))
+        captioner = load_function(options.captioner) if options.captioner else None
     return Engine.from_pretrained(
         options.model,
         prefill=prefill_config(options),
         speculate=speculate,
         hosts=hosts,
         dtype=options.dtype,
+        captioner=captioner,
         reuse=reuse,
         decode=DecodeConfig(**given(options, DecodeConfig)),
         adapter=options.adapter,
@@ -398,6 +409,18 @@ def threads_wanted(given: int | None, device_type: str) -> int | None:
     is_one_of_several = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > 1
     is_torchruns_choice = is_one_of_several and os.environ.get("OMP_NUM_THREADS") == "1"
     return fair_share_of_cores() if is_torchruns_choice and device_type == "cpu" else None
+
+
+def load_function(name: str) -> Callable:
+    """Import a function by its name, ``package.module:function``.
+
+    Raises:
+        ValueError: the function does not exist.
+    """
+    module, _, function = name.partition(":")
+    what = f"cannot load {name} (expected MODULE:FUNCTION)"
+    with raised_as(ValueError, what, ImportError, AttributeError, ValueError):
+        return getattr(importlib.import_module(module), function)
 
 
 def exit_with(main: Callable[[], int]) -> NoReturn:

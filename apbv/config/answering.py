@@ -17,8 +17,8 @@ class DecodeConfig(Checked):
     Attributes:
         cuda_graphs: ``"auto"``: on a GPU, the second decode step with a given token count is captured as a CUDA
             graph, which launches all kernels at once; if that fails, a warning gives the reason. Not supported
-            with ``kv="sharded"``, tensor parallelism, or attention backends other than Triton; drafts in
-            a thread run eagerly, too. ``"off"``: kernels are launched one by one.
+            with ``kv="sharded"``, tensor parallelism, or attention backends other than Triton; ensembles and
+            drafts in a thread run eagerly, too. ``"off"``: kernels are launched one by one.
         generation_config: ``"auto"``: the checkpoint's generation config gives the sampling parameters that a
             request leaves open. ``"neutral"``: these have no effect.
 

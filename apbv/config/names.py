@@ -18,6 +18,7 @@ KEEP_POLICIES = (
     "full",
 )
 DEFAULT_KEEP_RATIO = 0.1
+CONTEXTS = "MTCP"
 DEFAULT_QUERY_LEN = 128
 # Frames per second: more than any camera's, and small enough for times of years to be counted exactly.
 MAX_FPS = 1e9
@@ -34,6 +35,8 @@ STRATEGY_NAMES = (
     "specvlm",
     "hippo",
     "parallelvlm",
+    "text_only",
+    "tabed",
     "std",
     "ngram",
 )

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from ..refusals import refuse
 from .checks import Checked, integer, number, one_of, setting
 from .names import (
+    CONTEXTS,
     DEFAULT_KEEP_RATIO,
     HIPPO_TERMS,
     KEEP_POLICIES,
@@ -23,6 +24,11 @@ def _are_terms(terms: tuple[str, ...]) -> bool:
     return bool(terms) and set(terms) <= set(HIPPO_TERMS)
 
 
+def _is_ensemble(letters: str) -> bool:
+    contexts = set(letters.removesuffix("*"))
+    return contexts <= set(CONTEXTS) and len(contexts) >= max(len(letters.removesuffix("*")), 1 + ("*" in letters))
+
+
 @dataclass(frozen=True, kw_only=True)
 class SpeculativeConfig(Checked):
     """Settings for speculative decoding; the verified output is always the target's own.
@@ -30,9 +36,11 @@ class SpeculativeConfig(Checked):
     Attributes:
         strategy: a name in :data:`apbv.speculate.STRATEGIES`. A second model drafts in ``"vanilla"`` (on all
             visual tokens), ``"sd_tree"`` (the same, a tree), ``"specvlm"``, ``"hippo"`` and ``"parallelvlm"`` (on
-            some, by ``keep``); the target drafts itself in ``"std"`` (on the most attended visual KV);
-            ``"ngram"`` looks up what followed the last tokens before.
-        draft_model: a directory or hub id, of the target's family and tokenizer; ``"demo"`` is the bundled one.
+            some, by ``keep``), ``"text_only"`` and ``"tabed"`` (reading the prompt in several ways, see
+            ``ensemble``); the target drafts itself in ``"std"`` (on the most attended visual KV); ``"ngram"``
+            looks up what followed the last tokens before.
+        draft_model: a directory or hub id, of the target's family and tokenizer (for ``"text_only"``, but not on a
+            draft host, also a text-only model with the target's tokens); ``"demo"`` is the bundled one.
         num_draft_tokens: γ, tokens drafted per round; ``"auto"``: at most 16, chosen to maximise the expected
             speedup from the costs and the acceptance rate so far (see :func:`apbv.speculate.pace.best_windows`).
             With ``"auto"`` a draft host drafts until the target's forward pass ends, where ParallelVLM's Theorem 6
@@ -55,6 +63,10 @@ class SpeculativeConfig(Checked):
             of the target's prefill: it drafts its first window on the whole prompt.
         uv_layer: the last layer of the target that ``"uv_prune"`` observes, at most its last but one; 20 in the
             paper.
+        ensemble: the contexts that ``"tabed"`` drafts from: the prompt with the visual tokens that ``keep``
+            preserves (M), with line breaks instead (T), a caption (C), and pooled ones (P); ``*``: weighted by
+            their divergence from the target in the answer so far, instead of equally. The paper's are MT, MT*,
+            MTCP, MTCP* and each letter alone; C needs a captioner.
         num_tree_nodes: the tokens of a draft tree, at most γ deep, that is drafted per round instead of a chain of
             γ. None: the strategy's default, which is 25 for ``"sd_tree"`` and a chain for the others.
         draft_host: the last of at least two hosts drafts while the others, which run the target, verify.
@@ -78,6 +90,11 @@ class SpeculativeConfig(Checked):
     )
     prune: str = one_of(PRUNINGS, "prompt")
     uv_layer: int = integer(1, 2**31 - 1, 20)
+    ensemble: str = setting(
+        "MT*",
+        f"be different letters of {CONTEXTS}, with a * after at least two to adapt their weights",
+        _is_ensemble,
+    )
     num_tree_nodes: int | None = integer(1, 256, None)
     draft_host: bool = False
     draft_timeout: float = number("be a positive number of seconds", lambda seconds: seconds > 0, 60.0)
@@ -93,3 +110,8 @@ class SpeculativeConfig(Checked):
     def most_draft_tokens(self) -> int:
         """Maximum number of tokens per draft."""
         return longest_window(self.num_draft_tokens)
+
+    @property
+    def needs_caption(self) -> bool:
+        """Whether the draft reads a caption instead of visual tokens."""
+        return self.strategy == "tabed" and "C" in self.ensemble

@@ -73,13 +73,16 @@ AttentionInterface.register(_NAME, _attention)
 
 
 @contextmanager
-def apbv_attention(language_model: PreTrainedModel) -> Iterator[None]:
+def apbv_attention(language_model: PreTrainedModel, implementation: str = _NAME) -> Iterator[None]:
     """Use apbv's attention in the language model (never in its vision tower); restored even on errors.
 
     Not by set_attn_implementation, which takes half a millisecond, and could reject what was in force before.
+
+    Args:
+        implementation: another attention, which the model has had before: what its config said then.
     """
     config = language_model.config
-    before, config._attn_implementation = config._attn_implementation, _NAME
+    before, config._attn_implementation = config._attn_implementation, implementation
     try:
         yield
     finally:

@@ -2,6 +2,6 @@
 
 from .drafting import Drafting
 from .strategies import STRATEGIES, prunes, require_effective
-from .ways import Autoregressive
+from .ways import Autoregressive, Captioner
 
-__all__ = ["STRATEGIES", "Autoregressive", "Drafting", "prunes", "require_effective"]
+__all__ = ["STRATEGIES", "Autoregressive", "Captioner", "Drafting", "prunes", "require_effective"]

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from ..prefilling.encode import encode_visual
 from ..prefilling.reduction.choosing import keep_best, keep_even
-from .draft import Draft, DraftTask, prefill_draft
+from .draft import Draft, DraftTask, prefill_draft, run_prompt
 from .drafters import NgramDrafter
+from .ensemble import EnsembleDrafter, read_contexts
 from .hippo import local_semantics, with_relevance
 
 
@@ -67,6 +68,33 @@ def _prune_kv(task: DraftTask, rows: Tensor, draft: Draft) -> Draft:
         text = text[: len(text) - task.leave_last]
         draft.drafter.prune_prompt(torch.cat([text, visual]).sort().values)
     return Draft(draft.drafter, len(kept), kept)
+
+
+def draft_text_only(task: DraftTask) -> Draft:
+    """Draft with the draft model, on the prompt's text alone, and on its sound where the draft hears."""
+    nothing = torch.empty(0, dtype=torch.long)
+    if task.draft.is_video_model or not task.target.is_video_model:
+        cache = prefill_draft(task.draft, task.inputs, nothing, task.hosts, None, task.home)
+        return Draft(task.drafter(task.draft, cache), 0, nothing)
+    # A text-only model knows neither placeholders nor the target's positions: it reads the text as a whole prompt.
+    text = task.text_ids[None]
+    text = text.where(text < task.draft.vocab_size, 0)  # as ModelDrafter does for tokens outside its vocabulary
+    count, cache = text.shape[1], None
+    if task.is_home:
+        cache = run_prompt(task.draft, text, torch.arange(count)[None])
+    return Draft(task.drafter(task.draft, cache, next_position=count), 0, nothing)
+
+
+def draft_by_ensemble(task: DraftTask) -> Draft:
+    """Draft with one model that reads the prompt in several ways (TABED); a prompt of text as ``vanilla`` does."""
+    if not task.num_visual:
+        return draft_by_model(task)
+    rows, kept = None, torch.empty(0, dtype=torch.long)
+    if set(task.config.ensemble) & set("MP"):  # the others are text
+        rows = encode_visual(task.draft, task.inputs.visual)
+        kept = kept_visual_tokens(task, rows)
+    contexts = read_contexts(task, kept, rows)
+    return Draft(EnsembleDrafter(task, contexts) if contexts else None, len(kept), kept)
 
 
 def draft_on_attended_kv(task: DraftTask) -> Draft:

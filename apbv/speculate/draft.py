@@ -58,11 +58,20 @@ def prefill_draft(
     if hosts.rank != home:
         return None
     streams = None if shown is None else list(shown.split(parts.hidden_size, dim=-1))
-    embeds, extra = LocalVisual(streams, sound).merge_into(parts, inputs.input_ids[:, tokens])
+    merged = LocalVisual(streams, sound)
+    return run_prompt(parts, inputs.input_ids[:, tokens], inputs.position_ids[..., tokens], merged)
+
+
+@torch.no_grad()
+def run_prompt(
+    parts: ModelParts, input_ids: Tensor, position_ids: Tensor, merged: LocalVisual | None = None
+) -> DynamicCache:
+    """Run a model over a prompt ``[1, n]`` with rows in place of visual and audio tokens; return its KV."""
+    embeds, extra = (merged or LocalVisual()).merge_into(parts, input_ids)
     cache = DynamicCache()
     parts.language_model(
         inputs_embeds=embeds,
-        position_ids=inputs.position_ids[..., tokens].to(parts.device),
+        position_ids=position_ids.to(parts.device),
         use_cache=True,
         **{cache_argument(): cache},
         **extra,
@@ -100,6 +109,8 @@ class DraftTask:
             needed.
         leave_last: whether the drafter must run the prompt's last token itself, to get its logits.
         drafts_tree: whether the drafter drafts trees.
+        tokenize: turns text into token ids, without special tokens, for drafts that read other text.
+        caption: a caption of what is to be seen, on the leader, if the strategy needs one.
     """
 
     target: ModelParts
@@ -115,6 +126,8 @@ class DraftTask:
     leave_last: bool = False
     awaited: Exchange | None = None
     drafts_tree: bool = False
+    tokenize: Callable[[str], list[int]] | None = None
+    caption: str | None = None
     home: int = 0
 
     @property
@@ -148,14 +161,19 @@ class DraftTask:
             wanted = count - (self.inputs.num_tokens - num_visual)
         return min(num_visual, max(1, wanted))
 
-    def drafter(self, parts: ModelParts, cache: DynamicCache | None) -> Drafter | None:
-        """Return a drafter that continues from a cache; None if there is no cache."""
+    def drafter(self, parts: ModelParts, cache, next_position: int | None = None) -> Drafter | None:
+        """Return a drafter that continues from a cache; None if there is no cache.
+
+        Args:
+            next_position: rotary position after the prompt; the target's by default.
+        """
         if cache is None:
             return None
         num_left_out = int(self.leave_last)
         if num_left_out:
             cache.crop(-num_left_out)
-        position, length = self.inputs.next_position - num_left_out, self.inputs.num_tokens - num_left_out
+        position = self.inputs.next_position if next_position is None else next_position
+        position, length = position - num_left_out, self.inputs.num_tokens - num_left_out
         settings = self.sampling, self.vocab_size, self.drafts_tree, self.inputs.input_ids
         return ModelDrafter(parts, cache, position, length, *settings)
 

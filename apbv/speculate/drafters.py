@@ -67,6 +67,12 @@ class Drafter:
         """
         raise NotImplementedError
 
+    def learn(self, tokens: Sequence[int], logits: Tensor) -> None:
+        """Learn from the S tokens that a round has added, and the target's logits ``[S, V]``; by default nothing.
+
+        The first new token, which the prefill chose, is never among them. Only with sequential drafting.
+        """
+
 
 class ModelDrafter(Drafter):
     """Drafts with a language model, on its own KV of the prompt.

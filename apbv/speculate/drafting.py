@@ -1,6 +1,7 @@
 """Sets up speculative decoding: loads models and selects the decoding loop."""
 
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,8 +18,8 @@ from ..prefilling.reduction.frames import require_whole_frames
 from ..refusals import refuse
 from .beside import BesideDraft, DraftHost
 from .link import Pair
-from .strategies import STRATEGIES, keep_policy, make_watcher, reads, require_consistent
-from .ways import Autoregressive, TakingTurns
+from .strategies import STRATEGIES, keep_policy, make_watcher, reads, require_consistent, require_same_tokens
+from .ways import Autoregressive, Captioner, TakingTurns
 
 
 class Models(NamedTuple):
@@ -44,10 +45,11 @@ class Drafting:
     Args:
         config: the speculative configuration; None for decoding without a draft.
         hosts: all hosts, a draft host included.
+        captioner: see :class:`apbv.Engine`.
     """
 
-    def __init__(self, config: SpeculativeConfig | None, hosts: HostGroup):
-        self._config, self._hosts = config, hosts
+    def __init__(self, config: SpeculativeConfig | None, hosts: HostGroup, captioner: Captioner | None):
+        self._config, self._hosts, self._captioner = config, hosts, captioner
         self._has_draft_host = config is not None and config.draft_host
 
     @property
@@ -64,7 +66,7 @@ class Drafting:
         """
         if self._config is None:
             return None
-        require_consistent(self._config, prefill, self._hosts)
+        require_consistent(self._config, prefill, self._hosts, self._captioner is not None)
         if not STRATEGIES[self._config.strategy].needs_draft_model:
             return None
         name = self._config.draft_model or ("demo" if is_demo else None)
@@ -75,14 +77,15 @@ class Drafting:
         refuse(hybrid=hybrid_family(described), drafting=self._config.strategy)
         return path
 
-    def load_model(self, path: str | Path | None, dtype: str | torch.dtype) -> PreTrainedModel | None:
+    def load_model(self, path: str | Path | None, dtype: str | torch.dtype, processor) -> PreTrainedModel | None:
         """Load the draft model on every host that drafts; collective.
 
         Args:
             path: the path that :meth:`find_model` returned.
+            processor: the target's processor.
 
         Raises:
-            ValueError: the model cannot be loaded.
+            ValueError: the model cannot be loaded, or has other tokens than the target.
             HostError: another host failed to load it.
         """
         if path is None:
@@ -90,7 +93,10 @@ class Drafting:
         with self._hosts.local_stage(f"loading the draft model {self._config.draft_model or path}"):
             if self._has_draft_host and not self.drafts_only:
                 return None
-            return load_model(path, dtype, self._hosts)[0]
+            draft, reader = load_model(path, dtype, self._hosts)
+            if STRATEGIES[self._config.strategy].reads_text_only:
+                require_same_tokens(processor, reader)
+            return draft
 
     def inspect_models(
         self,
@@ -110,7 +116,7 @@ class Drafting:
         """
         config = self._config
         if config is not None:
-            require_consistent(config, prefill, self._hosts)
+            require_consistent(config, prefill, self._hosts, self._captioner is not None)
         if model is None and draft is None:
             raise ValueError("give a model, a draft model, or both")
         models = Models(
@@ -123,7 +129,8 @@ class Drafting:
             if draft is None:
                 raise ValueError(f"the strategy {config.strategy} needs a draft model")
             target, of_draft = reads(models.target), reads(models.draft)
-            if target != of_draft:
+            takes_text = strategy.reads_text_only and not models.draft.is_video_model
+            if target != of_draft and not takes_text:
                 raise ValueError(f"the draft cannot read the target's prompts: it reads {of_draft}, not {target}")
         return models
 
@@ -143,14 +150,15 @@ class Drafting:
         if keep == "hippo":
             require_whole_frames(inputs, f"keep={keep!r}")
 
-    def way_to_answer(self, models: Models) -> Autoregressive | TakingTurns | BesideDraft | DraftHost:
+    def way_to_answer(self, models: Models, tokenizer) -> Autoregressive | TakingTurns | BesideDraft | DraftHost:
         """Return this host's decoding loop; collective."""
         config, hosts = self._config, self._hosts
         if config is None:
             return Autoregressive(models.target, hosts)
         if not config.draft_host:
+            tokenize = partial(tokenizer.encode, add_special_tokens=False)
             draft = models.draft if STRATEGIES[config.strategy].needs_draft_model else None
-            return TakingTurns(models.target, draft, hosts, config)
+            return TakingTurns(models.target, draft, hosts, config, tokenize, self._captioner)
         pair = Pair.of(hosts, config)
         way = DraftHost(models.draft, config, pair) if pair.is_draft else BesideDraft(models.target, config, pair)
         hosts.require_same("the kind of prompts that the model reads", reads(models.reading).encode())

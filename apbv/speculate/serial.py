@@ -65,6 +65,8 @@ def generate_speculatively(
             # All new tokens but the last are in the KV then, and no others.
             decoder.take_back(len(shape), path[: len(new)])
             details["accepted"] = len(path) - 1
+        if is_drafting and drafter is not None:
+            drafter.learn(new, rows[: len(new)])
         stats.rounds += is_drafting
         stats.num_target_forwards += 1
         stats.num_drafted += shape.num_drafted

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from ..config import PrefillConfig, SpeculativeConfig
 from ..hosts import HostGroup
@@ -30,20 +31,26 @@ class Strategy:
         runs_target: whether the target drafts itself on a part of its KV, where the target's KV of verified tokens
             replaces the draft's own. Tensor parallelism excludes that: TP ranks of a host would not be forced to
             draft the same tokens.
+        needs_verdicts: whether the draft learns from every verification before it drafts on, so that it has to
+            take turns with the target.
         keep: the default policy that chooses the visual tokens which the draft sees; None if none can be chosen.
         prunes_kv: whether the target drafts on a share of its visual KV.
         drafts_trees: whether its drafter, from :meth:`DraftTask.drafter`, can draft trees.
         num_tree_nodes: the default size of the draft tree; None for a chain.
+        reads_text_only: whether the draft model sees only the prompt's text, so that any model with the target's
+            tokens will do.
     """
 
     build: Callable[[DraftTask], Draft]
     watcher: Callable[[SpeculativeConfig, ModelParts], Watcher | None] = lambda config, parts: None
     needs_draft_model: bool = False
     runs_target: bool = False
+    needs_verdicts: bool = False
     keep: str | None = None
     prunes_kv: bool = False
     drafts_trees: bool = True
     num_tree_nodes: int | None = None
+    reads_text_only: bool = False
 
 
 def keep_policy(config: SpeculativeConfig) -> str | None:
@@ -77,6 +84,15 @@ STRATEGIES: dict[str, Strategy] = {
     "specvlm": _by_model(keep="specvlm"),
     "hippo": _by_model(keep="hippo"),
     "parallelvlm": _by_model(keep="uv_prune"),
+    "text_only": Strategy(builders.draft_text_only, needs_draft_model=True, reads_text_only=True),
+    "tabed": Strategy(
+        builders.draft_by_ensemble,
+        _for_keeping,
+        needs_draft_model=True,
+        needs_verdicts=True,
+        keep="full",
+        drafts_trees=False,
+    ),
     "std": Strategy(builders.draft_on_attended_kv, lambda *_: HeadAttention(), runs_target=True, prunes_kv=True),
     "ngram": Strategy(builders.draft_by_ngrams, drafts_trees=False),
 }
@@ -94,6 +110,8 @@ def why_drafts_alone(config: SpeculativeConfig) -> str | None:
         return "a draft host drafts for one answer"
     if draft_tree(config) is not None:
         return "a draft tree is verified alone"
+    if STRATEGIES[config.strategy].needs_verdicts:
+        return f"{config.strategy} learns from every verification"
     return None
 
 
@@ -102,13 +120,16 @@ def make_watcher(config: SpeculativeConfig, parts: ModelParts) -> Watcher | None
     return STRATEGIES[config.strategy].watcher(config, parts)
 
 
-def require_consistent(config: SpeculativeConfig, prefill: PrefillConfig, hosts: HostGroup) -> None:
+def require_consistent(
+    config: SpeculativeConfig, prefill: PrefillConfig, hosts: HostGroup, has_captioner: bool
+) -> None:
     """Reject settings that contradict one another, the prefill or the hosts.
 
     Raises:
         ValueError: settings do so; the message says which and why.
     """
     name, strategy, keep = config.strategy, STRATEGIES[config.strategy], keep_policy(config)
+    drops_nothing = keep in (None, "full") or strategy.needs_verdicts
     ranking = ranks_by_prefill(config) and f"keep={keep!r}"
     refuse(
         **prefill.features,
@@ -117,6 +138,7 @@ def require_consistent(config: SpeculativeConfig, prefill: PrefillConfig, hosts:
         one_model=not strategy.needs_draft_model and name,
         self_drafting=strategy.runs_target and name,
         tensor_parallel=hosts.tensor_parallel_size > 1,
+        learning_draft=strategy.needs_verdicts and name,
         tree=draft_tree(config) is not None,
         chain_only=not strategy.drafts_trees and name,
         keep=config.keep,
@@ -124,8 +146,10 @@ def require_consistent(config: SpeculativeConfig, prefill: PrefillConfig, hosts:
         keep_tokens=config.keep_tokens is not None,
         fixed_share=not prunes(config) and name,
         prune_kv=config.prune == "kv",
-        drops_nothing=keep in (None, "full") and name,
+        drops_nothing=drops_nothing and name,
         ranking_on_draft_host=config.draft_host and ranking,
+        caption=config.needs_caption and config.ensemble,
+        no_captioner=not has_captioner,
     )
 
 
@@ -133,20 +157,42 @@ def require_effective(config: SpeculativeConfig, given: Collection[str]) -> None
     """Reject explicitly given settings that would have no effect.
 
     Args:
-        given: the names of the given settings, also of those with the default value.
+        given: the names of the given settings, also of those with the default value; ``"captioner"`` can be among
+            them.
 
     Raises:
         ValueError: the strategy, or its choice of visual tokens, ignores one of them.
     """
     name, strategy, keep = config.strategy, STRATEGIES[config.strategy], keep_policy(config)
+    is_pruned = keep not in (None, "full")
     for setting, applies, reason in (
         ("draft_model", strategy.needs_draft_model, "uses no draft model"),
         ("keep_ratio", prunes(config), "does not prune visual tokens by ratio"),
         ("hippo_terms", keep == "hippo", "does not rank visual tokens by HIPPO's scores"),
-        ("prune", keep not in (None, "full"), "prunes nothing from its draft's prompt or KV"),
+        ("prune", is_pruned and not strategy.needs_verdicts, "prunes nothing from its draft's prompt or KV"),
+        ("ensemble", name == "tabed", "drafts from one prompt"),
+        ("captioner", config.needs_caption, "uses no caption"),
     ):
         if setting in given and not applies:
             raise ValueError(f"{name} {reason}: {setting} does not apply")
+
+
+def require_same_tokens(target: Any, draft: Any) -> None:
+    """Reject a draft whose token ids differ from the target's.
+
+    Args:
+        target, draft: their processors or tokenizers.
+
+    Raises:
+        ValueError: an id of both maps to different tokens.
+    """
+    theirs, own = (getattr(reader, "tokenizer", reader) for reader in (target, draft))
+    names = {number: name for name, number in own.get_vocab().items()}
+    for name, number in sorted(theirs.get_vocab().items(), key=lambda item: item[1]):
+        if names.get(number, name) != name:
+            raise ValueError(
+                f"the draft's vocabulary differs from the target's: {number} is {names[number]!r}, not {name!r}"
+            )
 
 
 def reads(parts: ModelParts) -> str:

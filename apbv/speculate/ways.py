@@ -4,9 +4,10 @@ A loop is chosen once, when the engine is built. For every request it reads the 
 decodes the answer.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -14,7 +15,8 @@ from torch import Tensor
 from ..config import SpeculativeConfig
 from ..decode.answer import generate_tokens
 from ..decode.batch import Batch
-from ..hosts import HostGroup
+from ..hosts import HostGroup, in_thread
+from ..input.rendering import RenderedPrompt
 from ..input.request import Request
 from ..model.attention import apbv_attention
 from ..model.parts import ModelParts
@@ -27,6 +29,9 @@ from .draft import Draft, DraftTask, kept_by_frame
 from .pace import Pace
 from .serial import generate_speculatively
 from .strategies import STRATEGIES, draft_tree, keep_policy, make_watcher
+
+# Returns on host 0 a caption of a prompt's video or images, for drafts that read one.
+Captioner = Callable[[RenderedPrompt], str]
 
 
 @dataclass(frozen=True)
@@ -101,10 +106,21 @@ class TakingTurns:
 
     Args:
         draft: the draft model; None for strategies without one.
+        tokenize: turns text into token ids, without special tokens.
+        captioner: see :class:`apbv.Engine`.
     """
 
-    def __init__(self, target: ModelParts, draft: ModelParts | None, hosts: HostGroup, config: SpeculativeConfig):
+    def __init__(
+        self,
+        target: ModelParts,
+        draft: ModelParts | None,
+        hosts: HostGroup,
+        config: SpeculativeConfig,
+        tokenize: Callable[[str], list[int]],
+        captioner: Captioner | None = None,
+    ):
         self._target, self._draft, self.hosts, self._config = target, draft, hosts, config
+        self._tokenize, self._captioner = tokenize, captioner
         self.models = tuple(parts for parts in (target, draft) if parts is not None)
         self._tree = draft_tree(config, min(parts.vocab_size for parts in self.models))
 
@@ -120,11 +136,18 @@ class TakingTurns:
         return SpeculativeBatch(self._target, self._config, self._draft)
 
     def begin(self, request: Request, prefiller: Prefiller) -> Begun:
-        watcher = make_watcher(self._config, self._target)
+        config = self._config
         with closing(prefiller.read(request)) as read:
+            request, watcher = read.request, make_watcher(config, self._target)
+            needs_caption, caption = config.needs_caption and read.inputs.visual is not None, None
+            if needs_caption and self.hosts.is_leader:
+                captioning = in_thread(partial(self._run_captioner, read.rendered))
             state = prefiller.run(read, watcher)
-            with self.hosts.collective_stage("draft"), read.request.timer.stage("draft"):
-                return Begun(read, state, (self._build(read, state, watcher),))
+            if needs_caption:
+                with self.hosts.local_stage("captioning"), request.timer.stage("draft"):
+                    caption = captioning.result() if self.hosts.is_leader else None
+            with self.hosts.collective_stage("draft"), request.timer.stage("draft"):
+                return Begun(read, state, (self._build(read, state, watcher, caption),))
 
     def answered(self, begun: Begun, tokens: list[int], summary: dict[str, Any] | None) -> Answered:
         read, _, (draft,) = begun
@@ -136,7 +159,9 @@ class TakingTurns:
         }
         return Answered(tokens, figures, kept_by_frame(self._target, read.inputs, draft.kept))
 
-    def _build(self, read: ReadRequest, state: PrefillResult, watcher: Watcher | None) -> Draft:
+    def _build(
+        self, read: ReadRequest, state: PrefillResult, watcher: Watcher | None, caption: str | None
+    ) -> Draft:
         """Build the draft. The target's own reads what the target has read, others the whole prompt."""
         config, runs_target = self._config, STRATEGIES[self._config.strategy].runs_target
         scores = watcher and watcher.result
@@ -158,6 +183,8 @@ class TakingTurns:
             sampling=read.request.sampling,
             vocab_size=self._target.vocab_size,
             drafts_tree=self._tree is not None,
+            tokenize=self._tokenize,
+            caption=caption,
         )
         return STRATEGIES[config.strategy].build(task)
 
@@ -171,6 +198,21 @@ class TakingTurns:
             depth = self._tree.depth
         pace = Pace(depth, config.keep_losing_draft)
         return generate_speculatively(answer, draft.drafter, pace, self._tree)
+
+    def _run_captioner(self, rendered: RenderedPrompt) -> str:
+        """Call the captioner with this host's GPU as the current one, which a new thread does not inherit.
+
+        Raises:
+            ValueError: it raises, or returns no text.
+        """
+        with self.hosts.on_device():
+            try:
+                caption = self._captioner(rendered)
+            except Exception as error:
+                raise ValueError(f"the captioner failed: {type(error).__name__}: {error}") from error
+        if not isinstance(caption, str) or not caption.strip():
+            raise ValueError(f"the captioner returned {caption!r} instead of a caption")
+        return caption.strip()
 
 
 def attention_of(models: Sequence[ModelParts]) -> ExitStack:

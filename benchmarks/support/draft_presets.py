@@ -10,6 +10,10 @@ _HIPPO, _PARALLELVLM = ({"strategy": name, **_BESIDE} for name in ("hippo", "par
 _STD = {"strategy": "std", "num_draft_tokens": 9}
 
 
+def _tabed(*kinds: str) -> dict[str, dict]:
+    return {kind: {"strategy": "tabed", "ensemble": kind} for kind in kinds}
+
+
 PRESETS: dict[str, dict[str, dict]] = {
     "hippo1": {
         "Vanilla SD": _VANILLA,
@@ -35,6 +39,7 @@ PRESETS: dict[str, dict[str, dict]] = {
     },
     "parallelvlm1": {
         "Vanilla SD": _VANILLA,
+        "OnSD": {"strategy": "text_only"},
         "SD-Tree": _TREE,
         "SpecVLM": _SPECVLM,
         "STD": _STD,
@@ -45,6 +50,8 @@ PRESETS: dict[str, dict[str, dict]] = {
         "Vanilla SD": _VANILLA,
         "STD": {**_STD, "keep_tokens": 1024},
     },
+    "tabed1": {"M": _VANILLA, **_tabed("T", "MT", "MT*")},
+    "tabed2": {"M": _VANILLA, **_tabed("T", "P", "C", "MTCP", "MTCP*")},
 }
 
 

@@ -12,11 +12,14 @@ import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 # isort: split
 from apbv import Engine, HostGroup, PrefillConfig, SamplingParams, SpeculativeConfig, demo
 from apbv.decode.batch import Batch
+from apbv.input.rendering import RenderedPrompt
 from apbv.input.request import Question, Request
+from apbv.input.video import probe
 from apbv.speculate import STRATEGIES
 from apbv.speculate.strategies import draft_tree
 from apbv.stats import StageTimer
 
+from . import clips
 from .scaled_model import scale_model
 
 
@@ -47,7 +50,7 @@ def build_ways(
     if options.draft_host and options.preset is None:
         for label, config in list(wanted.items()):
             strategy = STRATEGIES[config.strategy]
-            if strategy.needs_draft_model and draft_tree(config) is None:
+            if strategy.needs_draft_model and not strategy.needs_verdicts and draft_tree(config) is None:
                 wanted[f"{label}, draft host"] = replace(config, draft_host=True)
     needs_draft = options.draft_host or any(STRATEGIES[c.strategy].needs_draft_model for c in wanted.values())
     last = hosts.size - 1
@@ -67,13 +70,18 @@ def build_ways(
             draft = drafting.model
         processor = (drafting if targets is None else loaded).processor
 
+    def caption(prompt: RenderedPrompt) -> str:
+        """Let the draft answer a short question, because a captioner must be cheap."""
+        (video,) = prompt.videos
+        return drafting.generate(clips.ORDERING_QUESTION, video=video, num_frames=probe(video).num_frames).text
+
     def way(label: str, config: SpeculativeConfig | None) -> Way:
         beside = config is not None and config.draft_host
         group = hosts if beside else targets
         if group is None:
             return Way(label, config, None)
         own = draft if not beside or hosts.rank == last else None
-        return Way(label, config, Engine(model, processor, group, prefill, options.model, config, own))
+        return Way(label, config, Engine(model, processor, group, prefill, options.model, config, own, caption))
 
     return [way("autoregressive", None), *(way(label, config) for label, config in wanted.items())]
 

@@ -96,7 +96,7 @@ def test_a_prompt_without_room_waits_for_an_answer_to_end(pool, clip):
 
 @pytest.mark.parametrize(
     ("strategy", "settings", "why"),
-    [("sd_tree", {}, "tree"), ("vanilla", {"draft_host": True}, "draft host")],
+    [("tabed", {}, "learns"), ("sd_tree", {}, "tree"), ("vanilla", {"draft_host": True}, "draft host")],
 )
 def test_drafts_that_draft_alone(strategy, settings, why):
     config = SpeculativeConfig(strategy=strategy, **settings)

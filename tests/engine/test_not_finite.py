@@ -13,7 +13,7 @@ from engines import QUESTION, build_engine
 
 REQUEST = {"num_frames": 8, "max_new_tokens": 8}
 SAMPLED = {"temperature": 0.9, "top_p": 0.9, "seed": 3}
-WAYS = [{"strategy": "vanilla"}, {"strategy": "sd_tree"}]
+WAYS = [{"strategy": "vanilla"}, {"strategy": "tabed", "ensemble": "MT"}, {"strategy": "sd_tree"}]
 BESIDE = [{"strategy": "hippo", "draft_host": True, **way} for way in ({"prune": "kv"}, {"keep": "full"})]
 
 

@@ -38,7 +38,7 @@ QUICK = [
 ]
 THOROUGH = [
     (3, Case("qwen2_vl", prefill={"method": "apb", "kv": "sharded", **SHORT})),
-    (1, drafting("vanilla", family="llava_onevision")),
+    (1, drafting("tabed", family="llava_onevision")),
     (1, Case("qwen3_vl", reuse="kv", request=SAMPLED)),
     (2, drafting("sd_tree", prefill={"kv": "sharded"})),
     (3, Case("internvl", prefill={"method": "zigzag_ring"})),

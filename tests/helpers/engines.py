@@ -29,6 +29,7 @@ def build_engine(
     kv: str = "gathered",
     speculate: SpeculativeConfig | None = None,
     draft_seed: int = 1,
+    captioner=None,
     reuse: ReuseConfig | None = None,
     **prefill,
 ) -> Engine:
@@ -39,5 +40,8 @@ def build_engine(
     model = None if is_draft else families.build_model(family, dtype=torch.float64)
     draft = families.build_model(family, dtype=torch.float64, seed=draft_seed) if needs_draft else None
     processor, config = families.build_processor(family), PrefillConfig(kv=kv, **prefill)
-    with_draft = {"speculate": speculate, "draft": draft}
+    with_draft = {"speculate": speculate, "draft": draft, "captioner": captioner}
     return Engine(model, processor, hosts, config, reuse=reuse, **with_draft)
+
+
+CAPTION = "a long caption of what may be seen, longer than the video itself " * 3

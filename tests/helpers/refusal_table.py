@@ -33,16 +33,19 @@ FEATURES = {
     "quantized": "quantized weights",
     "adapter": "`--adapter`",
     "tensor_parallel": "`--tensor-parallel`",
+    "learning_draft": "`tabed`",
     "tree": "a draft tree",
-    "chain_only": "`ngram`",
+    "chain_only": "`tabed` or `ngram`",
     "keep": "`--keep`",
-    "no_choice": "`std` or `ngram`",
+    "no_choice": "`text_only`, `std` or `ngram`",
     "keep_ratio": "`--keep-ratio`",
     "keep_tokens": "`--keep-tokens`",
     "fixed_share": "a strategy that keeps all visual tokens, or none",
     "prune_kv": "`--prune kv`",
-    "drops_nothing": "a strategy that keeps all visual tokens or none",
+    "drops_nothing": "a strategy that keeps all visual tokens or none, or `tabed`",
     "ranking_on_draft_host": "`--draft-host` and `--keep` by the target's scores",
+    "caption": "`--ensemble` with a C",
+    "no_captioner": "no `--captioner`",
 }
 
 

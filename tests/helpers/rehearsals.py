@@ -60,6 +60,7 @@ class Case:
             PrefillConfig(**self.prefill),
             speculate=speculate,
             draft=draft,
+            captioner=(lambda prompt: "a clip of something") if speculate and speculate.needs_caption else None,
             reuse=ReuseConfig(mode=self.reuse, max_bytes=1 << 30) if self.reuse else None,
         )
 

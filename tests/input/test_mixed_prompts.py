@@ -213,7 +213,7 @@ def test_drafts_read_mixed_prompts(pool, files):
     """No choice of visual tokens changes an answer, where frames have different numbers of them."""
     choices = ["hippo", "attention_per_frame", "specvlm"]
     ways = [SpeculativeConfig(strategy="specvlm", keep=keep, keep_ratio=0.4) for keep in choices]
-    ways.append(SpeculativeConfig(strategy="vanilla"))
+    ways.append(SpeculativeConfig(strategy="tabed", ensemble="MTP"))
     (plain, *others), *_ = pool.run(3, answers_job, "qwen2_5_vl", chat("everything", files), [None, *ways])
     assert plain[2] == [FRAMES] * 3 and len(plain[0]) == 8
     for tokens, kept, _ in others:

@@ -236,7 +236,10 @@ def test_drafts_read_what_is_left(pool, clips):
     messages = chat(clips[:2])
     plain = pool.run(2, drafted_job, messages, None)[0]
     assert len(plain) == 6
-    for settings in ({"strategy": "specvlm", "keep": "attention_per_frame", "keep_ratio": 0.4},):
+    for settings in (
+        {"strategy": "specvlm", "keep": "attention_per_frame", "keep_ratio": 0.4},
+        {"strategy": "tabed", "ensemble": "MTP"},
+    ):
         assert pool.run(2, drafted_job, messages, SpeculativeConfig(**settings))[0] == plain
     refused = pool.run(
         2, drafted_job, messages, SpeculativeConfig(strategy="specvlm", keep="hippo", keep_ratio=0.4)

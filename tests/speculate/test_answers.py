@@ -1,6 +1,8 @@
 """Every way to draft, through the engine: the answer of decoding without one, from what the draft should see."""
 
 import json
+import runpy
+from functools import partial
 
 import pytest
 
@@ -9,19 +11,27 @@ from apbv.config import KEEP_POLICIES
 from apbv.prefilling.reduction.choosing import keep_even
 
 import families
-from engines import QUESTION, build_engine
-from scripts import infer
+from engines import CAPTION, QUESTION, build_engine
+from fresh_hosts import described
+from scripts import INFER, infer
 
 STEPS = 7
 SAMPLED = {"temperature": 1.0, "top_p": 0.95, "seed": 5}
 PENALISED = SamplingParams(max_new_tokens=STEPS, repetition_penalty=1.6, presence_penalty=0.2)
 
 
+def caption(prompt) -> str:
+    """A captioner; it sees the source and the question."""
+    assert prompt.videos or prompt.pictures
+    assert QUESTION in prompt.text
+    return CAPTION
+
+
 def answers_job(hosts: HostGroup, family: str, kv: str, ways: list, request: dict, draft_seed: int = 1):
     answers = []
     for way in ways:
         speculate = way and SpeculativeConfig(**{"keep_losing_draft": True, **way})
-        engine = build_engine(hosts, family, kv, speculate, draft_seed)
+        engine = build_engine(hosts, family, kv, speculate, draft_seed, caption)
         limit = {} if "sampling" in request else {"max_new_tokens": STEPS}
         answer = engine.generate(QUESTION, **{**limit, **request})
         answers.append((answer.token_ids, answer.stats["speculation"], answer.kept))
@@ -40,10 +50,14 @@ HIPPO = {"strategy": "hippo", "keep_ratio": 0.3}
 SEEN = [{"strategy": "specvlm", "keep": keep, "keep_ratio": 0.3} for keep in KEEP_POLICIES]
 SEEN += [{**HIPPO, "hippo_terms": (term,), "prune": "kv"} for term in ("time", "attention")]
 SEEN += [{**HIPPO, "num_draft_tokens": "auto"}, {**HIPPO, "num_tree_nodes": 12}, {"strategy": "ngram"}]
-SEEN += [{"strategy": "std", "num_tree_nodes": 12}]
+SEEN += [
+    {"strategy": "tabed", "ensemble": "MTCP*", "keep": "full"},
+    {"strategy": "std", "num_tree_nodes": 12},
+]
 SHARED = [{"strategy": name} for name in ("hippo", "parallelvlm")]
 SHARED += [{"strategy": "std", "num_tree_nodes": nodes} for nodes in (None, 12)]
-OF_TEXT = [{"strategy": name} for name in ("specvlm", "std")]
+SHARED += [{"strategy": "tabed", "ensemble": "MTCP*", "keep": "hippo", "keep_ratio": 0.3}]
+OF_TEXT = [{"strategy": name} for name in ("specvlm", "std", "tabed")]
 CASES = {
     "one host": ("qwen2_5_vl", 1, "gathered", SEEN, "video"),
     "shares": ("qwen2_5_vl", 2, "sharded", SHARED, "video"),
@@ -77,6 +91,7 @@ ALL = {"keep_ratio": 1.0}
 SEES_ALL = [{"strategy": "vanilla"}, {"strategy": "std", **ALL}]
 SEES_ALL += [{"strategy": "specvlm", "keep": "even", **ALL}, {"strategy": "specvlm", "prune": "kv", **ALL}]
 SEES_ALL += [{"strategy": name, "num_tree_nodes": 25, **ALL} for name in ("specvlm", "std")]
+SEES_ALL += [{"strategy": "tabed", "ensemble": "M"}]
 
 
 def test_a_draft_that_is_the_target_and_sees_all_is_always_right(pool, clip):
@@ -87,7 +102,7 @@ def test_a_draft_that_is_the_target_and_sees_all_is_always_right(pool, clip):
             assert figures["num_target_forwards"] == 1, way  # 6 tokens at once
             assert figures["num_tree_nodes"] or figures["num_accepted"] == figures["num_drafted"]
     penalised = {**request, "sampling": PENALISED}
-    for answers in pool.run(2, answers_job, "qwen3_vl", "sharded", SEES_ALL[:1] + SEES_ALL[-2:], penalised, 0):
+    for answers in pool.run(2, answers_job, "qwen3_vl", "sharded", SEES_ALL[:1] + SEES_ALL[-3:-1], penalised, 0):
         assert [figures["num_target_forwards"] for _, figures, _ in answers] == [1] * 3
     sampled = {**request, "temperature": 1.0, "top_p": 0.9, "seed": 3}
     for ((_, figures, _),) in pool.run(2, answers_job, "qwen3_vl", "sharded", SEES_ALL[:1], sampled, 0):
@@ -103,6 +118,18 @@ def test_a_draft_model_that_the_strategy_has_no_use_for_is_ignored(clip):
     ((_, answer),) = engine.generate_all([asked], sampling=SamplingParams(max_new_tokens=STEPS))
     figures = answer.stats["speculation"]
     assert figures["num_accepted"] == figures["num_drafted"] > 0
+
+
+def test_a_context_that_is_always_right_takes_over(pool, clip):
+    """The target itself drafts; one context is its own prompt. Only the first block can be wrong.
+
+    Where tokens are drawn, one more may be: the contexts are a batch to the draft, which rounds otherwise.
+    """
+    request = {"video": str(clip), "num_frames": 12, "max_new_tokens": 18}
+    for sampled, most, kv in (({}, 2, "gathered"), ({**SAMPLED, "temperature": 0.9}, 1, "sharded")):
+        ways = [{"strategy": "tabed", "ensemble": "MT*", "keep": "full", "num_draft_tokens": most}]
+        ((tokens, figures, _),), _ = pool.run(2, answers_job, "qwen2_5_vl", kv, ways, {**request, **sampled}, 0)
+        assert len(tokens) == 18 and figures["num_drafted"] - figures["num_accepted"] <= 2
 
 
 # ---- what the draft sees ----
@@ -147,13 +174,32 @@ def test_the_command_line_speculates(clip, tmp_path):
     assert wanted.items() <= record["speculation"].items() and record["speculation"]["num_drafted"] > 0
 
 
+# ---- captions ----
+
+
+def errors_job(hosts: HostGroup, path: str) -> list[str]:
+    speculate = SpeculativeConfig(strategy="tabed", ensemble="MTCP*")
+    captioners = (lambda prompt: 1 / 0, lambda prompt: " \n")
+    engines = [build_engine(hosts, "qwen2_5_vl", "gathered", speculate, 1, captioner) for captioner in captioners]
+    return [described(partial(engine.generate, QUESTION, video=path, num_frames=6)) for engine in engines]
+
+
+def test_a_captioner_that_fails_is_one_clear_error_everywhere(pool, clip):
+    for failed, blank in pool.run(2, errors_job, str(clip)):
+        assert "the captioner failed: ZeroDivisionError" in failed
+        assert "the captioner returned ' \\n' instead of a caption" in blank
+
+
 # ---- what cannot work ----
 
 REFUSED = [
     ({"draft_host": True}, "qwen2_5_vl", "at least two hosts"),
     ({"strategy": "std", "keep": "random"}, None, "keep does not apply"),
     ({"hippo_terms": ("time", "weight")}, None, "hippo_terms must be some of"),
-    ({"strategy": "vanilla", "prune": "kv"}, None, "prune='kv' does not apply"),
+    ({"strategy": "tabed", "prune": "kv"}, None, "prune='kv' does not apply"),
+    ({"strategy": "tabed", "ensemble": "MM"}, None, "ensemble must be different letters of MTCP"),
+    ({"strategy": "tabed", "ensemble": "MTCP*"}, "qwen2_5_vl", "from a caption: it needs a captioner"),
+    ({"strategy": "tabed", "draft_host": True}, "qwen2_5_vl", "tabed learns from every verification"),
     ({"strategy": "sd_tree", "draft_host": True}, "qwen2_5_vl", "a draft host drafts a chain of tokens"),
     ({"strategy": "ngram", "num_tree_nodes": 8}, None, "ngram drafts a chain of tokens: it cannot draft a tree"),
     ({"num_tree_nodes": 0}, None, "num_tree_nodes must be an integer in 1 .. 256, not 0"),
@@ -163,7 +209,7 @@ REFUSED = [
 ]
 
 
-def test_what_cannot_work_is_refused():
+def test_what_cannot_work_is_refused(capsys):
     parts = families.build_model("qwen2_5_vl"), families.build_processor("qwen2_5_vl"), HostGroup.single()
     for settings, draft, message in REFUSED:
         draft = draft and families.build_model(draft)
@@ -172,3 +218,7 @@ def test_what_cannot_work_is_refused():
     engine = build_engine(HostGroup.single(), "qwen2_5_vl", "gathered", SpeculativeConfig(keep="hippo"), 1)
     with pytest.raises(ValueError, match="the prompt has no video"):
         engine.generate(QUESTION, images=[families.synthetic_image()])
+    main = runpy.run_path(str(INFER))["main"]
+    tabed = ["tabed", "--ensemble", "MTCP", "--captioner", "no.such:caption"]
+    assert main(["--model", "demo", "--speculate", *tabed]) == 1
+    assert "cannot load no.such:caption" in capsys.readouterr().err

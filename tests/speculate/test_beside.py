@@ -15,7 +15,7 @@ from engines import QUESTION, build_engine
 from patience import HANGING, wait_for
 
 HIPPO = {"strategy": "hippo", "keep_ratio": 0.3}
-WAYS = [{"strategy": "vanilla"}, {**HIPPO, "prune": "kv"}, {"strategy": "specvlm", "keep": "even"}]
+WAYS = [{"strategy": "vanilla"}, {**HIPPO, "prune": "kv"}, {"strategy": "text_only"}]
 WAYS += [{**HIPPO, "num_draft_tokens": "auto"}]
 # Whatever the clip shows, tokens that came before come again.
 PENALISED = SamplingParams(max_new_tokens=9, presence_penalty=-2.0, frequency_penalty=-2.0)

@@ -1,21 +1,26 @@
 """What drafts read that do not read all: the text alone, sound and a few frames, or nothing but n-grams."""
 
+import json
+from functools import partial
+from unittest.mock import patch
+
 import audio_files
 import pytest
 import torch
 from omni_prompts import ASKED, FRAMES, embedded, omni_batch
 from transformers import DynamicCache
 
-from apbv import HostGroup, ModelInputs, SpeculativeConfig
+from apbv import Engine, HostGroup, ModelInputs, PrefillConfig, SpeculativeConfig
 from apbv.config import SamplingParams
 from apbv.model.parts import inspect_model
 from apbv.prefilling.encode import encode_visual
+from apbv.speculate import builders
 from apbv.speculate.draft import prefill_draft
-from apbv.speculate.drafters import ModelDrafter, NgramDrafter
+from apbv.speculate.drafters import ModelDrafter, NgramDrafter, Proposal
 from apbv.speculate.tree import Tree
 
 import families
-from engines import build_engine
+from engines import QUESTION, build_engine
 from families import OMNI
 from oracle import as_double
 from patience import HANGING
@@ -44,6 +49,51 @@ def test_a_draft_says_nothing_that_the_target_cannot_read():
     proposal = drafter.propose([5, parts.vocab_size + 3], Tree.chain(30))
     assert max(proposal.tokens) < 12 and proposal.q.shape == (30, 12)
     assert cache.get_seq_length() == 20 + 2 + 29
+
+
+def text_draft_job(hosts: HostGroup, path: str, nodes: int | None):
+    """The answer without and with a draft that reads text only; what it read, what it was asked and proposed."""
+    model, draft = (families.build_model(name, dtype=torch.float64) for name in ("qwen2_5_vl", "qwen2"))
+    way = SpeculativeConfig(strategy="text_only", num_tree_nodes=nodes, keep_losing_draft=True)
+    engine = partial(Engine, model, families.build_processor("qwen2_5_vl"), hosts, PrefillConfig(kv="sharded"))
+    propose, asked, request = ModelDrafter.propose, [], {"video": path, "num_frames": 8, "max_new_tokens": STEPS}
+
+    def proposing(self, tokens, count):
+        asked.append((list(tokens), propose(self, tokens, count).tokens))
+        return Proposal(asked[-1][1])
+
+    plain = engine().generate(QUESTION, **request).token_ids
+    with (
+        patch.object(builders, "run_prompt", wraps=builders.run_prompt) as reading,
+        patch.object(ModelDrafter, "propose", proposing),
+    ):
+        assert engine(speculate=way, draft=draft).generate(QUESTION, **request).token_ids == plain
+    return [call.args[1][0].tolist() for call in reading.call_args_list], asked
+
+
+def test_a_text_only_model_drafts_from_the_text(pool, clip):
+    (read,), asked = pool.run(2, text_draft_job, str(clip), None)[0]
+    parts = inspect_model(families.build_model("qwen2_5_vl"))
+    assert QUESTION in families.build_tokenizer("qwen2_5_vl").decode(read) and parts.video_token_id not in read
+    model = families.build_model("qwen2", dtype=torch.float64)
+    for tokens, proposed in asked:
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([[*read, *tokens, *proposed]])).logits[0]
+        assert proposed == logits[len(read) + len(tokens) - 1 : -1].argmax(dim=-1).tolist()
+    pool.run(1, text_draft_job, str(clip), 6)
+
+
+def test_a_text_only_draft_has_the_targets_tokens(tmp_path):
+    families.save_checkpoint("qwen2_5_vl", tmp_path / "target")
+    folder = families.save_checkpoint("qwen2", tmp_path / "draft")
+    speculate = SpeculativeConfig(strategy="text_only", draft_model=str(folder))
+    load = partial(Engine.from_pretrained, tmp_path / "target", speculate=speculate, hosts=HostGroup.single())
+    assert load().draft_model is not None
+    saved = json.loads((folder / "tokenizer.json").read_text())
+    saved["model"]["vocab"] |= {"a": saved["model"]["vocab"]["b"], "b": saved["model"]["vocab"]["a"]}
+    (folder / "tokenizer.json").write_text(json.dumps(saved))
+    with pytest.raises(ValueError, match=r"vocabulary differs from the target's: \d+ is '[ab]', not '[ab]'"):
+        load()
 
 
 # ---- sound ----
@@ -95,6 +145,6 @@ def heard_job(hosts: HostGroup, path: str, way: dict | None):
 def test_drafts_that_hear_change_no_token(pool, heard):
     plain, _ = heard_job(HostGroup.single(), heard, None)
     beside = {"strategy": "hippo", "keep_ratio": 0.5, "draft_host": True, "draft_timeout": HANGING}
-    for num_hosts, way in ((2, {"strategy": "vanilla"}), (3, beside)):
+    for num_hosts, way in ((2, {"strategy": "tabed", "ensemble": "MTP"}), (3, beside)):
         for tokens, stats in pool.run(num_hosts, heard_job, heard, way):
             assert tokens == plain and stats.get("num_audio_tokens", 75) == 75

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...transfer import to_device
+
 
 def keep_best(scores: Tensor, count: int) -> Tensor:
     """Return the indices of the highest scores, ascending; ties go to the earlier index."""
@@ -20,6 +22,18 @@ def keep_best(scores: Tensor, count: int) -> Tensor:
 def keep_even(num_tokens: int, count: int) -> Tensor:
     """Return evenly spaced indices, including the first and the last."""
     return torch.arange(count) * (num_tokens - 1) // max(1, count - 1)
+
+
+def means_of_groups(rows: Tensor, groups: Tensor, count: int) -> Tensor:
+    """Return the mean of the rows ``[m, d]`` of each group, ``[count, d]``; 0 for a group without rows.
+
+    Args:
+        groups: each row's group, ``[m]``.
+    """
+    groups = to_device(groups, rows.device)
+    dtype = torch.promote_types(rows.dtype, torch.float32)
+    sums = torch.zeros(count, rows.shape[1], dtype=dtype, device=rows.device).index_add_(0, groups, rows.to(dtype))
+    return (sums / groups.bincount(minlength=count).clamp(min=1)[:, None]).to(rows.dtype)
 
 
 def count_of(share: float, num_tokens: int) -> int:

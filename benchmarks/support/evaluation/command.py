@@ -24,6 +24,7 @@ from apbv.launch.options import (
     add_prefill_options,
     check,
     load_engine,
+    load_function,
     prepare_process,
 )
 from apbv.stats import append_json_lines, provenance
@@ -243,7 +244,8 @@ class Benchmark:
 
         def simulated(host: HostGroup, model: PreTrainedModel) -> None:
             config, draft = engine.prefill_config, engine.draft_model and share_weights(engine.draft_model)
-            drafting = (engine.speculative_config, draft)
+            captioner = load_function(options.captioner) if options.captioner else None
+            drafting = (engine.speculative_config, draft, captioner)
             decode = DecodeConfig(cuda_graphs=options.cuda_graphs)
             job(Engine(model, engine.processor, host, config, engine.name, *drafting, reuse, decode), host)
 
