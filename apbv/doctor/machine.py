@@ -19,7 +19,7 @@ from .examination import Check, CheckFailed, CheckSkipped, Found
 
 _PACKAGES = ("apbv", "transformers", "triton", "safetensors", "numpy")
 _OPTIONAL = (
-    *("flash-attn", "flash-attn-3", "fa3-fwd", "flash-attn-4"),
+    *("flash-attn", "flash-attn-3", "fa3-fwd", "flash-attn-4", "ring-flash-attn"),
     *("av", "torchvision"),
     *("starlette", "uvicorn", "pydantic", "prometheus-client"),
 )

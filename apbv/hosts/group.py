@@ -408,6 +408,15 @@ class HostGroup:
         """Whether a host failed in a collective, which makes this group unusable."""
         return self._watch.is_broken
 
+    @property
+    def process_group(self):
+        """The torch.distributed data group, for libraries with their own collectives.
+
+        None for a single host, in a subgroup, and if hosts share a GPU, because the group cannot access GPU data
+        then.
+        """
+        return self._groups.data if self._groups.is_known else None
+
     def all_gather(self, tensor: Tensor) -> Exchange:
         """Start gathering one tensor of the same shape from every host; the result is ``[H, *shape]``."""
         tensor = tensor.contiguous()

@@ -46,6 +46,7 @@ class ProcessGroups:
         members: the TP ranks of this host; None without tensor parallelism.
         nccl: those of them that carry GPU memory.
         is_staged: whether the data group carries CPU memory only, so that GPU data is staged through it.
+        is_known: whether torch knows the data group, so that other libraries can use it.
         made: all groups that this process has made for these hosts.
     """
 
@@ -54,6 +55,7 @@ class ProcessGroups:
     members: dist.ProcessGroup | None = None
     nccl: tuple[dist.ProcessGroup, ...] = ()
     is_staged: bool = False
+    is_known: bool = True
     made: list[dist.ProcessGroup] = field(default_factory=list)
 
     @classmethod
@@ -98,15 +100,15 @@ class ProcessGroups:
             data = group
         elif size > tensor_parallel:
             # Not the control group: staged data is sent from a thread, and statuses by others.
-            backend = _NCCL if has_nccl else _GLOO
-            data = founder.found("data", range(member, size, tensor_parallel), backend, limit)
+            backend, known_in = (_NCCL, group) if has_nccl else (_GLOO, None)
+            data = founder.found("data", range(member, size, tensor_parallel), backend, limit, known_in)
         if tensor_parallel > 1:
             # transformers' collectives on a CPU are waited for in Python; with NCCL the CPU does not wait.
             same_host = range(host * tensor_parallel, (host + 1) * tensor_parallel)
             members = founder.found("members", same_host, _POLLED if on_cpu else _NCCL, limit, known_in=group)
         nccl = () if on_cpu else (data if has_nccl else None, members)
         nccl = tuple(found for found in nccl if found is not None)
-        return ProcessGroups(data, self.control, members, nccl, is_staged, self.made)
+        return ProcessGroups(data, self.control, members, nccl, is_staged, not is_staged, self.made)
 
     def of_some(self, hosts: Sequence[int], timeout: float, has_data: bool) -> "ProcessGroups | None":
         """Make groups of some hosts; collective over all, of which the others, and one alone, get None.
@@ -118,10 +120,10 @@ class ProcessGroups:
             return None
         control = founder.found("control", hosts, _GLOO, _UNAWAITED)
         if not has_data or not (self.is_staged or self.nccl):
-            return ProcessGroups(control, control, made=self.made)
+            return ProcessGroups(control, control, is_known=False, made=self.made)
         data = founder.found("data", hosts, _GLOO if self.is_staged else _NCCL, _exchange_limit(timeout))
         nccl = () if self.is_staged else (data,)
-        return ProcessGroups(data, control, None, nccl, self.is_staged, self.made)
+        return ProcessGroups(data, control, None, nccl, self.is_staged, is_known=False, made=self.made)
 
     def communicators(self) -> Communicators | None:
         """Return the object that aborts the NCCL groups; None if there are none."""

@@ -36,6 +36,8 @@ def exchanges_job(pool_hosts: HostGroup, gpu_of: tuple[int, ...]) -> None:
         assert connected == (["allreduce_"] if backend else []), "at the start"
         some, link = hosts.subgroup([0, 2]), hosts.subgroup([0, 1], has_data=False)
         for group in (hosts, some) if rank in (0, 2) else (hosts,):
+            known = backend if group is hosts else None
+            assert (group.process_group and dist.get_backend_config(group.process_group)) == known
             require_exchanges(group)
         before = len(machine.events.of("collective"))
         if rank in (0, 1):
@@ -57,7 +59,7 @@ def members_job(pool_hosts: HostGroup, gpu_of: tuple[int, ...]) -> bool:
         dist.all_reduce(total, group=hosts._groups.members)
         assert total.item() == 2
         require_exchanges(hosts)
-        return hosts._groups.is_staged
+        return hosts.process_group is None
 
 
 def test_members_of_a_host_are_connected_by_nccl(pool):

@@ -12,6 +12,7 @@ from ...hosts import HostGroup
 from ...kernels.torch_attention import empty_output
 from ...layout import ContextLayout
 from .base import PrefillMethod, State
+from .ring_library import Ring, usable_ring
 
 
 class ZigzagRingMethod(PrefillMethod):
@@ -25,8 +26,12 @@ class ZigzagRingMethod(PrefillMethod):
         super().__init__(layout, hosts, config)
         # The numbers of rows of every host's two chunks.
         self._cuts = [[len(layout.blocks[v]) for v in layout.virtual_hosts(host)] for host in range(hosts.size)]
+        self._equal_chunks = len({len(block) for block in layout.blocks}) == 1
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float, layer: int) -> Tensor:
+        ring = self._library_for(q, k)
+        if ring is not None:
+            return self._by_ring_flash_attn(ring, q, k, v, scale)
         here, size = self.hosts.rank, self.hosts.size
         held = torch.stack([k, v])
         for step in range(size):
@@ -61,3 +66,16 @@ class ZigzagRingMethod(PrefillMethod):
         else:  # both of its chunks lie between this host's
             q = q[:, :, self._cuts[here][0] :]
         return self.attend(q, [tuple(held)], scale, causal_last=False)
+
+    def _library_for(self, q: Tensor, k: Tensor) -> Ring | None:
+        """Return ring-flash-attn where it can be used: it takes chunks of equal length in half precision only."""
+        is_half = q.dtype in (torch.float16, torch.bfloat16)
+        if not (self._equal_chunks and q.is_cuda and is_half) or self.hosts.process_group is None:
+            return None
+        return usable_ring(self.hosts, q.device, q.dtype, q.shape[3], q.shape[1] // k.shape[1])
+
+    def _by_ring_flash_attn(self, ring: Ring, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """Call ring-flash-attn, which places chunks alike."""
+        q, k, v = (states.transpose(1, 2).contiguous() for states in (q, k, v))
+        self.hosts.bytes_received += (self.hosts.size - 1) * (k.nbytes + v.nbytes)
+        return ring(q, k, v, softmax_scale=scale, causal=True, group=self.hosts.process_group).transpose(1, 2)
