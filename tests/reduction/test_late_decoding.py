@@ -1,7 +1,5 @@
 """What follows a prompt whose layers hold different numbers of tokens: batches, graphs, drafts, and refusals."""
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 
@@ -18,7 +16,6 @@ import families
 from answers import plain_tokens
 from engines import QUESTION, build_engine
 from prompts import as_inputs, build, video_batch
-from recorded import recorded_on_a_cpu
 
 FAMILY, STEPS = "qwen2_5_vl", 6
 GREEDY = SamplingParams(max_new_tokens=STEPS, ignore_eos=True)
@@ -31,21 +28,19 @@ def prefilled(reduce: ReduceConfig | None, frames: int = 29, **settings):
     return prefill(build(FAMILY, torch.float32), inputs, hosts=hosts, config=config)
 
 
-@pytest.mark.parametrize("steps", [nullcontext, pytest.param(recorded_on_a_cpu, marks=pytest.mark.thorough)])
-def test_answers_in_a_batch_say_what_each_says_alone(monkeypatch, steps):
+def test_answers_in_a_batch_say_what_each_says_alone(monkeypatch):
     """Of members whose layers are short in different ways, one of them in none."""
     monkeypatch.setattr(kv_cache, "GROWTH_ROWS", 3)  # so that buffers are left for new ones
     parts = inspect_model(build(FAMILY, torch.float32))
     asked = [(FASTV, 29), (None, 9), (ReduceConfig(method="pdrop", ratio=0.2, layer=1), 17)]
     expected = [plain_tokens(prefilled(*each), parts, GREEDY) for each in asked]
     batch, members = Batch(parts), []
-    with steps():
-        for each in asked:
-            state = prefilled(*each)
-            members.append(batch.join(state, Request(Question(), StageTimer(state.kv.hosts), sampling=GREEDY)))
-            batch.step()
-        while len(batch):
-            batch.step()
+    for each in asked:
+        state = prefilled(*each)
+        members.append(batch.join(state, Request(Question(), StageTimer(state.kv.hosts), sampling=GREEDY)))
+        batch.step()
+    while len(batch):
+        batch.step()
     assert [member.tokens for member in members] == expected
 
 
