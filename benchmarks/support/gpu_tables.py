@@ -1,17 +1,16 @@
 """Tables of what a GPU was measured with: of the records of on_gpu.py's stages, and of docs/records/h200.jsonl."""
 
 from collections.abc import Callable
-from itertools import product
 
 import roofline
 
 from .cost_model import Shape
 from .records import markdown_table
-from .summaries import grouped, mean_cell
+from .ruler.tables import kl_table
+from .summaries import grouped
 from .workloads import CONFIGS, config_of
 
 PREFILLS = ("full", "zigzag_ring", "apbv")
-RULER_ROWS = ("zigzag_ring", "apb", "apbv", "star", "apbv, no passing")
 # How much faster the APB-V paper's own was on eight A800, for 64 frames of 1440p.
 PAPER, PAPERS_HEIGHT = {"full": 12.72, "zigzag_ring": 1.70}, 1440
 # Of the fastest library, or of the ceiling that an operator is bound by.
@@ -132,25 +131,8 @@ def server(records: list[dict]) -> str:
 
 
 def accuracy(records: list[dict]) -> str:
-    """Divergence from full attention in nats per token, over samples that every row answered."""
-    rows = of(records, "ruler")
-    samples = grouped(rows, "num_tokens", "task", "index")
-    most = max(map(len, samples.values()), default=0)
-    complete = {sample for sample, found in samples.items() if len(found) == most}
-    split = [row for row in rows if row["label"] != "full"]
-    columns = list(product(*(sorted({row[name] for row in split}) for name in ("num_tokens", "hosts"))))
-    cells = []
-    for method in RULER_ROWS:
-        line = []
-        for tokens, hosts in columns:
-            of_row = grouped(split, "label", "num_tokens", "hosts").get((method, tokens, hosts), [])
-            kl = [row["kl"] for row in of_row if (tokens, row["task"], row["index"]) in complete]
-            line.append(mean_cell(kl, ".4f") if kl else "–")
-        name, _, rest = method.partition(", ")
-        cells.append([f"`{name}`" + (f", {rest}" if rest else ""), *line])
-    sizes = [sum(sample[0] == tokens for sample in complete) for tokens, _ in columns]
-    header = [f"{tokens:,}, {hosts}, {size}" for (tokens, hosts), size in zip(columns, sizes, strict=True)]
-    return markdown_table(["row", *header], cells)
+    """Divergence from full attention in nats per token."""
+    return kl_table(of(records, "ruler"))
 
 
 def judged(records: list[dict]) -> str:
