@@ -11,6 +11,7 @@ import refusal_table
 
 from apbv import demo
 from apbv.speculate import STRATEGIES
+from tests.test_structure import LAYERS
 
 from documents import (
     BLOCKS,
@@ -24,7 +25,6 @@ from documents import (
     indented_commands,
     inline_commands,
     is_there,
-    layers,
     linked_pages,
     marked,
     output_of,
@@ -144,7 +144,7 @@ def test_the_architecture_names_what_there_is():
 def test_the_architecture_has_the_layers_that_the_imports_obey():
     rows = re.findall(r"^\| (`.*?`) \|", ARCHITECTURE.read_text(encoding="utf-8"), re.MULTILINE)
     told = [set(re.findall(r"`([^`]+)`", row)) for row in rows]
-    assert told == [set(names) for names in reversed(layers())], "tests/test_structure.py has other LAYERS"
+    assert told == [set(names) for names in reversed(LAYERS)], "tests/test_structure.py has other LAYERS"
 
 
 def test_the_page_about_choosing_has_the_table_of_refusals():
@@ -181,16 +181,3 @@ def test_every_page_is_reached_from_the_readme():
 def test_the_picture_is_what_its_script_draws():
     drawn = runpy.run_path(str(ROOT / "docs" / "draw_road.py"))["draw"]()
     assert (ROOT / "docs" / "road.svg").read_text(encoding="utf-8") == drawn, "run python docs/draw_road.py"
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        "torchrun --nproc-per-node 2 launch/infer.py --model demo --no-such-option",
-        "python benchmarks/throughput.py --preset table99",
-        "pytest tests/test_missing.py",
-    ],
-)
-def test_a_wrong_command_is_seen(command, monkeypatch, capsys):
-    with pytest.raises((AssertionError, SystemExit)):
-        parse_command(command, monkeypatch)

@@ -5,6 +5,7 @@ from functools import partial
 import av
 import pytest
 import torch
+from transformers.video_utils import VideoMetadata
 
 from apbv import Engine, HostGroup, PrefillConfig, SpeculativeConfig, demo, plan
 from apbv.input.model_inputs import ModelInputs
@@ -16,6 +17,7 @@ from apbv.planning import video_size
 import families
 from families import HYBRID_FAMILIES, TEXT_FAMILIES, VIDEO_FAMILIES
 from pairs import each_choice
+from prompts import by_processor
 
 LLAMA = families.build_config("llama", layers=4)
 
@@ -23,17 +25,8 @@ LLAMA = families.build_config("llama", layers=4)
 @each_choice(family=VIDEO_FAMILIES, frames=[2, 7, 30])
 def test_a_videos_tokens_are_those_of_the_whole_processor(family, frames):
     model, processor = families.build_model(family), families.build_processor(family)
-    text = processor.apply_chat_template(
-        [{"role": "user", "content": [{"type": "video"}]}], add_generation_prompt=True, tokenize=False
-    )
-    indices = list(range(frames))
-    batch = processor(
-        text=[text],
-        videos=[families.synthetic_video(frames, 84, 112)],
-        video_metadata=[{"total_num_frames": frames, "fps": 2.0, "frames_indices": indices}],
-        do_sample_frames=False,
-        return_tensors="pt",
-    )
+    metadata = VideoMetadata(frames, fps=2.0, frames_indices=list(range(frames)))
+    batch = by_processor(processor, [{"type": "video"}], [(families.synthetic_video(frames, 84, 112), metadata)])
     inputs = ModelInputs.from_processor(inspect_model(model), batch, HostGroup.single("cpu"))
     size = video_size(model.config, frames, 84, 112, processor.video_processor)
     assert size.num_rows == inputs.num_visual_tokens

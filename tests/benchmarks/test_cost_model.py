@@ -51,7 +51,7 @@ def prefill_job(hosts: HostGroup, options: dict, dtype: torch.dtype):
     [
         (2, {"method": "full"}, torch.float32),
         (3, {"method": "zigzag_ring"}, torch.float32),
-        (8, {"method": "ulysses"}, torch.float32),
+        (4, {"method": "ulysses"}, torch.float32),
         (3, {"method": "apb"}, torch.float32),
         (3, {}, torch.bfloat16),
         (3, {"method": "star"}, torch.float32),

@@ -2,7 +2,6 @@
 
 import random
 import weakref
-from contextlib import ExitStack
 from dataclasses import replace
 
 import pytest
@@ -19,7 +18,6 @@ from apbv.stats import StageTimer
 from answers import plain_tokens
 from families import TEXT_FAMILIES
 from prompts import ATTENDING, UNCOMPRESSED, as_inputs, build, text_batch, video_batch
-from recorded import recorded_on_a_cpu
 
 STEPS = 10
 GREEDY = SamplingParams(max_new_tokens=STEPS)
@@ -85,30 +83,27 @@ def test_members_that_come_and_go_say_what_each_says_alone(family):
         assert member.finish_reason == "length" and member.error is None
 
 
-@pytest.mark.parametrize("way", ["plain", "ahead", pytest.param("recorded", marks=pytest.mark.thorough)])
-def test_a_walk_with_every_way_to_choose(way, monkeypatch):
-    """Ahead: as a GPU gets a step before the tokens of the last one are read; recorded: as graphs repeat steps."""
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_a_walk_with_every_way_to_choose(is_ahead, monkeypatch):
+    """Ahead: as a GPU gets a step before the tokens of the last one are read."""
     monkeypatch.setattr(kv_cache, "GROWTH_ROWS", 3)  # so that buffers are left for new ones
-    chance, parts = random.Random(int(way == "ahead")), parts_of()
+    chance, parts = random.Random(int(is_ahead)), parts_of()
     choices = [GREEDY, *SAMPLED]
     samplings = [replace(chance.choice(choices), max_new_tokens=chance.randint(1, STEPS)) for _ in range(6)]
     stops = [chance.choice([STEPS, chance.randint(1, STEPS)]) for _ in samplings]
-    with ExitStack() as stack:
-        repeated = stack.enter_context(recorded_on_a_cpu()) if way == "recorded" else None
-        batch, members, left = Batch(replace(parts, backend="triton" if way == "recorded" else "auto")), [], {}
-        batch._runs_ahead = way != "plain"
-        while len(batch) or len(members) < len(samplings):
-            if len(members) < len(samplings) and chance.random() < 0.5:
-                state, most = prefilled("llama", len(members)), stops[len(members)]
-                request = asked(state, samplings[len(members)], stop=lambda tokens, most=most: len(tokens) == most)
-                members.append(batch.join(state, request))
-            going = [number for number, member in enumerate(members) if not member.has_ended]
-            if going and chance.random() < 0.1:
-                number = chance.choice(going)
-                left[number] = len(members[number].tokens)
-                batch.leave(members[number])
-            assert all(member in members for member in batch.step())
-    assert way != "recorded" or len(repeated) > 5
+    batch, members, left = Batch(parts), [], {}
+    batch._runs_ahead = is_ahead
+    while len(batch) or len(members) < len(samplings):
+        if len(members) < len(samplings) and chance.random() < 0.5:
+            state, most = prefilled("llama", len(members)), stops[len(members)]
+            request = asked(state, samplings[len(members)], stop=lambda tokens, most=most: len(tokens) == most)
+            members.append(batch.join(state, request))
+        going = [number for number, member in enumerate(members) if not member.has_ended]
+        if going and chance.random() < 0.1:
+            number = chance.choice(going)
+            left[number] = len(members[number].tokens)
+            batch.leave(members[number])
+        assert all(member in members for member in batch.step())
     for number, member in enumerate(members):
         assert member.error is None
         expected = alone(prefilled("llama", number), parts, samplings[number])[: stops[number]]

@@ -36,7 +36,7 @@ def asked_job(hosts: HostGroup, clip: str, way: dict | None, kv: str):
         {"prompt": "Where?", "sampling": SamplingParams(max_new_tokens=9, temperature=1.2, seed=4)},
         {"prompt": "With whom?", "sampling": SamplingParams(seed=LOST)},
     ]
-    sampling = SamplingParams(max_new_tokens=14)
+    sampling = SamplingParams(max_new_tokens=9)
     with pytest.raises(ValueError, match="max_together must be at least 1, not 0"):
         next(engine.generate_all([], max_together=0))
     join, num_joined = Batch.join, 0

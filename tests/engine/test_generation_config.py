@@ -13,6 +13,7 @@ from apbv import DecodeConfig, Engine, HostGroup, PrefillConfig, SamplingParams
 from apbv.input.request import Question, Request
 from apbv.stats import StageTimer
 
+from pairs import each_choice
 from servers import InProcess, post
 
 STEPS = 12
@@ -62,20 +63,20 @@ def answers_job(hosts: HostGroup, path: str, question: dict):
 
 
 @pytest.mark.filterwarnings("ignore:.*generation flags are not valid")
-@pytest.mark.parametrize("config", CONFIGS)
-def test_greedy_answers_are_those_of_transformers_with_the_same_config(pool, checkpoints, tmp_path, clip, config):
-    config, differs = CONFIGS[config], []
-    about = {"qwen2_5_vl": {"video": str(clip), "num_frames": 4}, "llama": {"context": "one two three four " * 20}}
-    for family, source in about.items():
-        path = str(saved(checkpoints, tmp_path, family, config))
-        answers = pool.run(2, answers_job, path, {"prompt": "What?", **source})
-        (ours, of_all, plain), (theirs, neutral) = answers[0]
-        assert answers[1][0] == answers[0][0] and ours == of_all
-        limit = config.get("max_new_tokens", STEPS)
-        assert ours[: len(theirs)] == theirs and plain[: len(neutral)] == neutral, family
-        assert len(theirs) == limit and ("max_new_tokens" not in config or len(ours) == limit)
-        differs.append(theirs != neutral[:limit])
-    assert any(differs) or abs(config.get("repetition_penalty", 1) - 1) < 0.3
+@each_choice(config=CONFIGS, family=["llama", "qwen2_5_vl"])
+def test_greedy_answers_are_those_of_transformers_with_the_same_config(
+    pool, checkpoints, tmp_path, clip, config, family
+):
+    config, path = CONFIGS[config], str(saved(checkpoints, tmp_path, family, CONFIGS[config]))
+    video, context = {"video": str(clip), "num_frames": 4}, {"context": "one two three four " * 20}
+    question = {"prompt": "What?", **(context if family == "llama" else video)}
+    answers = pool.run(2, answers_job, path, question)
+    (ours, of_all, plain), (theirs, neutral) = answers[0]
+    assert answers[1][0] == answers[0][0] and ours == of_all
+    limit = config.get("max_new_tokens", STEPS)
+    assert ours[: len(theirs)] == theirs and plain[: len(neutral)] == neutral
+    assert len(theirs) == limit and ("max_new_tokens" not in config or len(ours) == limit)
+    assert theirs != neutral[:limit] or abs(config.get("repetition_penalty", 1) - 1) < 0.3
 
 
 def test_a_call_that_samples_takes_the_rest_from_the_checkpoint(checkpoints, tmp_path):

@@ -1,4 +1,4 @@
-"""What a GPU is asked to do at a real size: as docs/records/gpu-operations.md says, within the budgets."""
+"""What a GPU is asked to do at a real size: as docs/records/gpu-operations.md says, and within the budgets."""
 
 from importlib.metadata import version
 

@@ -71,12 +71,12 @@ def test_a_layer_exchanges_while_it_attends_and_waits_for_nothing(pool, clip):
 
 def test_simulated_hosts_wait_for_the_gpu_at_the_end_only():
     """Their clocks are worked out afterwards: else launches would not hide behind kernels, as they do."""
-    prompt = text_prompt(families.build_model("qwen2").config, 300, 12)
+    prompt = text_prompt(families.build_model("qwen2").config, 100, 12)
     config = PrefillConfig(anchor_len=4, passing_len=4, kv="sharded")
     with rehearsal() as gpu:
 
         def job(hosts):
-            parts = inspect_model(to_gpu(families.build_model("qwen2"), gpu))
+            parts = inspect_model(to_gpu(families.build_model("qwen2", layers=2), gpu))
             inputs = ModelInputs.from_processor(parts, prompt.batch, hosts, query_start=prompt.query_start)
             hosts.barrier()
             gpu.mark("begin")
@@ -85,11 +85,11 @@ def test_simulated_hosts_wait_for_the_gpu_at_the_end_only():
             figures = state.timer.summary()
             return figures["ttft_ms"], figures["stages_ms"]["prefill"], len(hosts.laps)
 
-        simulated = simulate(3, job, device="cuda:0", network=Network(Link(latency=0.1)))
+        simulated = simulate(2, job, device="cuda:0", network=Network(Link(latency=0.1)))
     marks = [place for place, event in enumerate(gpu.events) if event.kind == "mark"]
-    prefilling = Events(gpu.events[marks[0] : marks[3]])  # from the first host's beginning to the first end
+    prefilling = Events(gpu.events[marks[0] : marks[2]])  # from the first host's beginning to the first end
     assert prefilling.num_launches > 100 and not prefilling.of("wait"), prefilling.waits
-    assert simulated[0][:2] == simulated[1][:2] == simulated[2][:2]
+    assert simulated[0][:2] == simulated[1][:2]
     # Two layers gather passing blocks and the question's state, in two steps each.
     assert all(ttft >= prefill_ms > 2 * 2 * 2 * 100 for ttft, prefill_ms, _ in simulated)
     assert len({num_laps for *_, num_laps in simulated}) == 1

@@ -238,14 +238,6 @@ def is_there(place: str) -> bool:
     return path.is_file() and (not inside or inside in names_in(path))
 
 
-def layers() -> list[tuple[str, ...]]:
-    """LAYERS of tests/test_structure.py."""
-    for node in ast.parse((ROOT / "tests" / "test_structure.py").read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.Assign) and node.targets[0].id == "LAYERS":
-            return list(ast.literal_eval(node.value))
-    raise AssertionError("tests/test_structure.py has no LAYERS")
-
-
 def anchors_of(text: str) -> set[str]:
     """The anchors of a page: those that GitHub gives to headings, and those set with ``<a id>``."""
     anchors, seen = set(re.findall(r'<a id="([\w-]+)"></a>', prose(text))), {}

@@ -1,5 +1,7 @@
 """Engines over tiny models, and the clips and questions that they are asked about."""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -31,14 +33,18 @@ def build_engine(
     draft_seed: int = 1,
     captioner=None,
     reuse: ReuseConfig | None = None,
+    dtype: torch.dtype = torch.float64,
+    layers: int | None = None,
+    to_device: Callable = lambda model: model,
     **prefill,
 ) -> Engine:
-    """An engine in fp64 that has the target and the draft on the hosts that need them."""
+    """An engine that has the target and the draft on the hosts that need them."""
     is_beside = speculate is not None and speculate.draft_host
     is_draft = is_beside and hosts.rank == hosts.size - 1
     needs_draft = speculate and STRATEGIES[speculate.strategy].needs_draft_model and (is_draft or not is_beside)
-    model = None if is_draft else families.build_model(family, dtype=torch.float64)
-    draft = families.build_model(family, dtype=torch.float64, seed=draft_seed) if needs_draft else None
+    build = partial(families.build_model, family, dtype=dtype, layers=layers)
+    model = None if is_draft else to_device(build())
+    draft = to_device(build(seed=draft_seed)) if needs_draft else None
     processor, config = families.build_processor(family), PrefillConfig(kv=kv, **prefill)
     with_draft = {"speculate": speculate, "draft": draft, "captioner": captioner}
     return Engine(model, processor, hosts, config, reuse=reuse, **with_draft)

@@ -46,25 +46,47 @@ SPECIAL_TOKENS = (
     *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>"),
     *("<|image_pad|>", "<|video_pad|>", "<image>", "<video>", "<img>", "</img>", "<IMG_CONTEXT>"),
 )
-# Named as the processor asks its tokenizer for them; one added token a name.
-_OMNI_NAMED_TOKENS = {
-    "image_token": "<|IMAGE|>",
-    "video_token": "<|VIDEO|>",
-    "audio_token": "<|AUDIO|>",
-    "vision_bos_token": "<|vision_bos|>",
-    "vision_eos_token": "<|vision_eos|>",
-    "audio_bos_token": "<|audio_bos|>",
-    "audio_eos_token": "<|audio_eos|>",
-}
 GLM_FAMILIES = ("glm4v", "glm46v", "glm4v_moe")
-GLM_SPECIAL_TOKENS = tuple(
-    f"<|{name}|>"
-    for name in (
-        "image",
-        "video",
-        *(f"{end}_of_{kind}" for kind in ("image", "video") for end in ("begin", "end")),
-    )
-)
+# Attributes that a processor reads from its tokenizer, each of an added token; the other processors have defaults.
+_NAMED_TOKENS = {
+    OMNI: {
+        "image_token": "<|IMAGE|>",
+        "video_token": "<|VIDEO|>",
+        "audio_token": "<|AUDIO|>",
+        "vision_bos_token": "<|vision_bos|>",
+        "vision_eos_token": "<|vision_eos|>",
+        "audio_bos_token": "<|audio_bos|>",
+        "audio_eos_token": "<|audio_eos|>",
+    },
+    "internvl": {
+        "start_image_token": "<img>",
+        "end_image_token": "</img>",
+        "context_image_token": "<IMG_CONTEXT>",
+        "video_token": "<video>",
+    },
+}
+# Fields of a configuration, each the id of a token.
+_GLM_TOKEN_IDS = {"image_token_id": "<|image|>", "video_token_id": "<|video|>"} | {
+    f"{kind}_{end}_token_id": f"<|{name}_of_{kind}|>"
+    for kind in ("image", "video")
+    for end, name in (("start", "begin"), ("end", "end"))
+}
+_QWEN_TOKEN_IDS = {
+    "image_token_id": "<|image_pad|>",
+    "video_token_id": "<|video_pad|>",
+    "vision_start_token_id": "<|vision_start|>",
+    "vision_end_token_id": "<|vision_end|>",
+}
+_TOKEN_IDS = dict.fromkeys(("qwen2_vl", "qwen2_5_vl", *_QWEN3_ALIKE), _QWEN_TOKEN_IDS) | {
+    OMNI: {
+        f"{name}_id".replace("bos", "start").replace("eos", "end"): token
+        for name, token in _NAMED_TOKENS[OMNI].items()
+    },
+    "video_llama_3": {"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>"},
+    "internvl": {"image_token_id": "<IMG_CONTEXT>"},
+    "llava_onevision": {"image_token_id": "<image>", "video_token_id": "<video>"},
+    **dict.fromkeys(GLM_FAMILIES, _GLM_TOKEN_IDS),
+}
 EOS, PAD = "<|im_end|>", "<|endoftext|>"
 
 FIRST_SPECIAL = 256  # token ids below are bytes
@@ -98,14 +120,6 @@ _PLACEHOLDERS[OMNI] = (
     "<|audio_bos|><|AUDIO|><|audio_eos|>",
 )
 
-# Attributes that InternVL's processor reads from its tokenizer; the other processors have defaults.
-_INTERNVL_NAMED_TOKENS = {
-    "start_image_token": "<img>",
-    "end_image_token": "</img>",
-    "context_image_token": "<IMG_CONTEXT>",
-    "video_token": "<video>",
-}
-
 
 def build_tokenizer(family: str) -> tf.PreTrainedTokenizerFast:
     """A byte-level tokenizer (one token a byte) with the special tokens of every family."""
@@ -115,8 +129,7 @@ def build_tokenizer(family: str) -> tf.PreTrainedTokenizerFast:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in _special_tokens(family)])
-    names = {"internvl": _INTERNVL_NAMED_TOKENS, OMNI: _OMNI_NAMED_TOKENS}
-    named = {"extra_special_tokens": names[family]} if family in names else {}
+    named = {"extra_special_tokens": _NAMED_TOKENS[family]} if family in _NAMED_TOKENS else {}
     return tf.PreTrainedTokenizerFast(
         tokenizer_object=backend,
         eos_token=EOS,
@@ -128,8 +141,8 @@ def build_tokenizer(family: str) -> tf.PreTrainedTokenizerFast:
 
 
 def _special_tokens(family: str) -> tuple[str, ...]:
-    own = {OMNI: tuple(_OMNI_NAMED_TOKENS.values())} | dict.fromkeys(GLM_FAMILIES, GLM_SPECIAL_TOKENS)
-    return SPECIAL_TOKENS + own.get(family, ())
+    own = {OMNI: _NAMED_TOKENS[OMNI]} | dict.fromkeys(GLM_FAMILIES, _GLM_TOKEN_IDS)
+    return (*SPECIAL_TOKENS, *own.get(family, {}).values())
 
 
 def _chat_template(family: str) -> str:
@@ -152,66 +165,62 @@ def _chat_template(family: str) -> str:
     )
 
 
+def _pixels(side: int, least: int, most: int) -> dict:
+    """Options of a processor whose frames or videos have so many patches of ``side * side`` pixels."""
+    patch = QWEN3_PATCH if side == 2 * QWEN3_PATCH else QWEN_PATCH
+    size = {"shortest_edge": side * side * least, "longest_edge": side * side * most}
+    return {"size": size, "patch_size": patch}
+
+
+# The classes of the processor and of its image and video processors, without their endings, and what these two are
+# told. All but Qwen2-VL's and its successor's count the pixels of all of a video's frames together.
+_QWEN2_SIZES = "Qwen2VL", _pixels(28, 1, 16), "Qwen2VL", _pixels(28, 1, 16)
+_QWEN3 = "Qwen3VL", "Qwen2VL", _pixels(32, 1, 16), "Qwen3VL", _pixels(32, 2, 200)
+_SQUARES = {side: {"size": {"height": side, "width": side}} for side in (INTERNVL_SIDE, LLAVA_SIDE)}
+_PROCESSORS = dict.fromkeys(_QWEN3_ALIKE, _QWEN3) | {
+    "qwen2_vl": ("Qwen2VL", *_QWEN2_SIZES),
+    "qwen2_5_vl": ("Qwen2_5_VL", *_QWEN2_SIZES),
+    OMNI: ("Qwen2_5Omni", *_QWEN2_SIZES),
+    **dict.fromkeys(("glm4v", "glm4v_moe"), ("Glm4v", "Glm4v", _pixels(28, 2, 32), "Glm4v", _pixels(28, 2, 200))),
+    "glm46v": ("Glm46V", "Glm46V", _pixels(28, 2, 32), "Glm46V", _pixels(28, 2, 200)),
+    "video_llama_3": ("VideoLlama3", "VideoLlama3", _pixels(28, 1, 8), "VideoLlama3", _pixels(28, 1, 200)),
+    "internvl": (
+        *("InternVL", "GotOcr2", {**_SQUARES[INTERNVL_SIDE], "min_patches": 1, "max_patches": 4}),
+        *("InternVL", _SQUARES[INTERNVL_SIDE]),
+    ),
+    "llava_onevision": (
+        *("LlavaOnevision", "LlavaOnevision", {**_SQUARES[LLAVA_SIDE], "image_grid_pinpoints": LLAVA_PINPOINTS}),
+        *("LlavaOnevision", _SQUARES[LLAVA_SIDE]),
+    ),
+}
+_FURTHER_OPTIONS = {
+    "internvl": {"image_seq_length": INTERNVL_TOKENS},
+    "llava_onevision": {"num_image_tokens": LLAVA_TOKENS, "vision_feature_select_strategy": "full"},
+}
+
+
 def build_processor(family: str):
     """The family's own processor class (the bare tokenizer for a text family)."""
     tokenizer = build_tokenizer(family)
     if family in TEXT_FAMILIES:
         return tokenizer
-    parts = {"tokenizer": tokenizer, "chat_template": tokenizer.chat_template}
-    if family in ("qwen2_vl", "qwen2_5_vl", OMNI):
-        size = {"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 16}
-        parts["image_processor"] = tf.Qwen2VLImageProcessor(size=size, patch_size=QWEN_PATCH)
-        parts["video_processor"] = tf.Qwen2VLVideoProcessor(size=size, patch_size=QWEN_PATCH)
-        if family == OMNI:
-            # It cuts what is longer than ``chunk_length`` seconds; the checkpoints have 300.
-            parts["feature_extractor"] = tf.WhisperFeatureExtractor(
-                feature_size=MEL_BINS, chunk_length=8, return_attention_mask=True
-            )
-            processor = tf.Qwen2_5OmniProcessor(**parts)
-            processor.videos_kwargs = {"size": size}  # of its own it makes 128 tokens of a frame at least
-            return processor
-        classes = {"qwen2_vl": tf.Qwen2VLProcessor, "qwen2_5_vl": tf.Qwen2_5_VLProcessor}
-        return classes[family](**parts)
-    if family in _QWEN3_ALIKE:
-        # The video budget counts all frames together, so the frame size depends on the frame count.
-        parts["image_processor"] = tf.Qwen2VLImageProcessor(
-            size={"shortest_edge": 32 * 32, "longest_edge": 32 * 32 * 16}, patch_size=QWEN3_PATCH
+    name, image, of_image, video, of_video = _PROCESSORS[family]
+    parts = {
+        "tokenizer": tokenizer,
+        "chat_template": tokenizer.chat_template,
+        "image_processor": getattr(tf, f"{image}ImageProcessor")(**of_image),
+        "video_processor": getattr(tf, f"{video}VideoProcessor")(**of_video),
+        **_FURTHER_OPTIONS.get(family, {}),
+    }
+    if family == OMNI:
+        # It cuts what is longer than ``chunk_length`` seconds; the checkpoints have 300.
+        parts["feature_extractor"] = tf.WhisperFeatureExtractor(
+            feature_size=MEL_BINS, chunk_length=8, return_attention_mask=True
         )
-        parts["video_processor"] = tf.Qwen3VLVideoProcessor(
-            size={"shortest_edge": 32 * 32 * 2, "longest_edge": 32 * 32 * 200}, patch_size=QWEN3_PATCH
-        )
-        return tf.Qwen3VLProcessor(**parts)
-    if family in GLM_FAMILIES:
-        # Budgets of pixels: an image's, and all of a video's frames together.
-        size, of_video = ({"shortest_edge": 28 * 28 * 2, "longest_edge": 28 * 28 * count} for count in (32, 200))
-        kind = "Glm46V" if family == "glm46v" else "Glm4v"
-        parts["image_processor"] = getattr(tf, f"{kind}ImageProcessor")(size=size, patch_size=QWEN_PATCH)
-        parts["video_processor"] = getattr(tf, f"{kind}VideoProcessor")(size=of_video, patch_size=QWEN_PATCH)
-        return getattr(tf, f"{kind}Processor")(**parts)
-    if family == "video_llama_3":
-        # A video's budget of pixels is that of all of its frames. An image's tokens are single patches.
-        size, of_video = ({"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * count} for count in (8, 200))
-        parts["image_processor"] = tf.VideoLlama3ImageProcessor(size=size, patch_size=QWEN_PATCH)
-        parts["video_processor"] = tf.VideoLlama3VideoProcessor(size=of_video, patch_size=QWEN_PATCH)
-        return tf.VideoLlama3Processor(**parts)
-    if family == "internvl":
-        size = {"height": INTERNVL_SIDE, "width": INTERNVL_SIDE}
-        return tf.InternVLProcessor(
-            image_processor=tf.GotOcr2ImageProcessor(size=size, min_patches=1, max_patches=4),
-            video_processor=tf.InternVLVideoProcessor(size=size),
-            image_seq_length=INTERNVL_TOKENS,
-            **parts,
-        )
-    if family == "llava_onevision":
-        size = {"height": LLAVA_SIDE, "width": LLAVA_SIDE}
-        return tf.LlavaOnevisionProcessor(
-            image_processor=tf.LlavaOnevisionImageProcessor(size=size, image_grid_pinpoints=LLAVA_PINPOINTS),
-            video_processor=tf.LlavaOnevisionVideoProcessor(size=size),
-            num_image_tokens=LLAVA_TOKENS,
-            vision_feature_select_strategy="full",
-            **parts,
-        )
-    raise ValueError(f"unknown family {family!r}")
+    processor = getattr(tf, f"{name}Processor")(**parts)
+    if family == OMNI:
+        processor.videos_kwargs = {"size": of_video["size"]}  # of its own it makes 128 tokens of a frame at least
+    return processor
 
 
 def build_config(
@@ -267,116 +276,66 @@ def build_config(
     if family in TEXT_FAMILIES:
         return tf.AutoConfig.for_model(family, **text)
 
-    common = {"text_config": text, "tie_word_embeddings": False}
-    if family.startswith("qwen"):
+    if family in (*GLM_FAMILIES, "qwen2_vl", "qwen2_5_vl", OMNI, *_QWEN3_ALIKE):
         section = {"mrope_section": [2, 3, 3]}  # halves of the rotary dimensions: time, height, width
         if family in _QWEN3_ALIKE:
             section = {"mrope_section": [4, 2, 2], "mrope_interleaved": True}
         if family in HYBRID_FAMILIES:
             section["mrope_section"] = [2, 1, 1]  # of the half of a head that is turned
+        if family in GLM_FAMILIES:
+            section["mrope_section"] = [1, 1, 2]  # of the pairs of numbers that are turned
         text["rope_parameters"].update(section)
-        if family == OMNI:
-            return tf.Qwen2_5OmniThinkerConfig(
-                text_config=text,
-                vision_config=_qwen_vision_config("qwen2_5_vl"),
-                audio_config={
-                    "num_mel_bins": MEL_BINS,
-                    "encoder_layers": 2,
-                    "encoder_attention_heads": VISION_HEADS,
-                    "encoder_ffn_dim": 2 * VISION_HIDDEN,
-                    "d_model": VISION_HIDDEN,
-                    "n_window": AUDIO_WINDOW,
-                    "output_dim": HIDDEN,
-                },
-                image_token_id=ids["<|IMAGE|>"],
-                video_token_id=ids["<|VIDEO|>"],
-                audio_token_id=ids["<|AUDIO|>"],
-                vision_start_token_id=ids["<|vision_bos|>"],
-                vision_end_token_id=ids["<|vision_eos|>"],
-                audio_start_token_id=ids["<|audio_bos|>"],
-                audio_end_token_id=ids["<|audio_eos|>"],
-                tie_word_embeddings=False,
-            )
-        common |= {
-            "vision_config": _qwen_vision_config(family),
-            "image_token_id": ids["<|image_pad|>"],
-            "video_token_id": ids["<|video_pad|>"],
-            "vision_start_token_id": ids["<|vision_start|>"],
-            "vision_end_token_id": ids["<|vision_end|>"],
-        }
-        return tf.AutoConfig.for_model(family, **common)
-
-    if family in GLM_FAMILIES:
-        text["rope_parameters"]["mrope_section"] = [1, 1, 2]  # of the pairs of numbers that are turned
-        return tf.AutoConfig.for_model(
-            family,
-            vision_config={
-                "depth": 2,
-                "hidden_size": VISION_HIDDEN,
-                "num_heads": VISION_HEADS,
-                "out_hidden_size": HIDDEN,
-                "intermediate_size": 2 * VISION_HIDDEN,
-                "image_size": 112,
-                "patch_size": QWEN_PATCH,
-            },
-            image_token_id=ids["<|image|>"],
-            video_token_id=ids["<|video|>"],
-            **{
-                f"{kind}_{end}_token_id": ids[f"<|{name}_of_{kind}|>"]
-                for kind in ("image", "video")
-                for end, name in (("start", "begin"), ("end", "end"))
-            },
-            **common,
-        )
-
-    text["model_type"] = decoder
-    vision = {
-        "hidden_size": VISION_HIDDEN,
-        "intermediate_size": 2 * VISION_HIDDEN,
-        "num_hidden_layers": 2,
-        "num_attention_heads": VISION_HEADS,
-        "patch_size": 14,
-    }
-    if family == "video_llama_3":
-        return tf.VideoLlama3Config(
-            vision_config=vision,
-            image_token_id=ids["<|image_pad|>"],
-            video_token_id=ids["<|video_pad|>"],
-            **common,
-        )
-    if family == "internvl":
-        return tf.InternVLConfig(
-            vision_config={**vision, "model_type": "internvl_vision", "image_size": INTERNVL_SIDE},
-            image_token_id=ids["<IMG_CONTEXT>"],
-            image_seq_length=INTERNVL_TOKENS,
-            **common,
-        )
-    if family == "llava_onevision":
-        siglip = {"model_type": "siglip_vision_model", "image_size": LLAVA_SIDE, "vision_use_head": False}
-        return tf.LlavaOnevisionConfig(
-            vision_config={**vision, **siglip},
-            image_token_id=ids["<image>"],
-            video_token_id=ids["<video>"],
-            image_grid_pinpoints=LLAVA_PINPOINTS,
-            **common,
-        )
-    raise ValueError(f"unknown family {family!r}")
+    else:
+        text["model_type"] = decoder
+    return tf.AutoConfig.for_model(
+        family,
+        text_config=text,
+        vision_config=_vision_config(family),
+        tie_word_embeddings=False,
+        **{name: ids[token] for name, token in _TOKEN_IDS[family].items()},
+        **_further_settings(family),
+    )
 
 
-def _qwen_vision_config(family: str) -> dict:
+def _further_settings(family: str) -> dict:
+    """What stands in a configuration beside its text, vision and tokens."""
+    if family == OMNI:
+        audio = {"num_mel_bins": MEL_BINS, "encoder_layers": 2, "encoder_attention_heads": VISION_HEADS}
+        audio |= {"encoder_ffn_dim": 2 * VISION_HIDDEN, "d_model": VISION_HIDDEN, "n_window": AUDIO_WINDOW}
+        return {"audio_config": audio | {"output_dim": HIDDEN}}
+    return {
+        "internvl": {"image_seq_length": INTERNVL_TOKENS},
+        "llava_onevision": {"image_grid_pinpoints": LLAVA_PINPOINTS},
+    }.get(family, {})
+
+
+def _vision_config(family: str) -> dict:
     """Qwen2-VL names its widths differently; 2.5 mixes windowed and full blocks; 3 has deepstack."""
-    common = {"num_heads": VISION_HEADS, "spatial_merge_size": 2, "temporal_patch_size": 2}
+    if family in ("video_llama_3", "internvl", "llava_onevision"):
+        own = {
+            "video_llama_3": {},
+            "internvl": {"model_type": "internvl_vision", "image_size": INTERNVL_SIDE},
+            "llava_onevision": {
+                "model_type": "siglip_vision_model",
+                "image_size": LLAVA_SIDE,
+                "vision_use_head": False,
+            },
+        }[family]
+        sizes = {"hidden_size": VISION_HIDDEN, "intermediate_size": 2 * VISION_HIDDEN, "num_hidden_layers": 2}
+        return {**sizes, "num_attention_heads": VISION_HEADS, "patch_size": 14, **own}
+    common = {"num_heads": VISION_HEADS}
     if family == "qwen2_vl":
-        return {**common, "depth": 2, "embed_dim": VISION_HIDDEN, "hidden_size": HIDDEN, "patch_size": QWEN_PATCH}
-    common |= {"depth": 3, "hidden_size": VISION_HIDDEN, "intermediate_size": 2 * VISION_HIDDEN}
-    common["out_hidden_size"] = HIDDEN
-    if family == "qwen2_5_vl":
+        common |= {"depth": 2, "embed_dim": VISION_HIDDEN, "hidden_size": HIDDEN, "patch_size": QWEN_PATCH}
+        return {**common, "spatial_merge_size": 2, "temporal_patch_size": 2}
+    common |= {"hidden_size": VISION_HIDDEN, "intermediate_size": 2 * VISION_HIDDEN, "out_hidden_size": HIDDEN}
+    if family in GLM_FAMILIES:
+        return {**common, "depth": 2, "image_size": 112, "patch_size": QWEN_PATCH}
+    common |= {"depth": 3, "spatial_merge_size": 2, "temporal_patch_size": 2}
+    if family in ("qwen2_5_vl", OMNI):
         # 56 pixels are 2 x 2 merged tokens; block 1 attends to whole frames, blocks 0 and 2 to windows.
         return {**common, "patch_size": QWEN_PATCH, "window_size": 56, "fullatt_block_indexes": [1]}
-    deepstack = {"num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}
-    if family in HYBRID_FAMILIES:
-        del deepstack["deepstack_visual_indexes"]
-    return {**common, "patch_size": QWEN3_PATCH, **deepstack}
+    deepstack = {} if family in HYBRID_FAMILIES else {"deepstack_visual_indexes": [0, 1]}
+    return {**common, "patch_size": QWEN3_PATCH, "num_position_embeddings": 64, **deepstack}
 
 
 def build_model(

@@ -4,6 +4,8 @@ Before each launch it looks through Triton's language for functions to replace, 
 work than most kernels of a test. In a process that only interprets, they may stay replaced.
 """
 
+from types import SimpleNamespace
+
 import triton.language as tl
 from triton.runtime import interpreter
 
@@ -11,20 +13,13 @@ _replace_for = interpreter._patch_lang
 _replaced: set[frozenset[str]] = set()
 
 
-class _Nothing:
-    """There is nothing to put back."""
-
-    def restore(self) -> None:
-        pass
-
-
-def _replace_once(function) -> _Nothing:
+def _replace_once(function) -> SimpleNamespace:
     """Replace the language's functions, once for every set of modules through which kernels' files know them."""
     known = frozenset(each.__name__ for each in function.__globals__.values() if each is tl or each is tl.core)
     if known not in _replaced:
         _replace_for(function)
         _replaced.add(known)
-    return _Nothing()
+    return SimpleNamespace(restore=lambda: None)  # there is nothing to put back
 
 
 def keep_replaced() -> None:

@@ -2,16 +2,21 @@
 
 import threading
 from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import torch
+from transformers.video_utils import VideoMetadata
 
 from apbv import ModelInputs, PrefillConfig, prefill
+from apbv.input.video import probe, sample_uniform
 from apbv.model.parts import inspect_model
 
 import families
 from families import HYBRID_FAMILIES, TEXT_FAMILIES, VIDEO_FAMILIES
 from support.simulated import share_weights
+from video_files import decode_all
 
 ALL_FAMILIES = VIDEO_FAMILIES + TEXT_FAMILIES
 ATTENDING = tuple(family for family in ALL_FAMILIES if family not in HYBRID_FAMILIES)  # in all layers
@@ -30,24 +35,38 @@ def build(family: str, dtype: torch.dtype):
     return model if threading.current_thread() is threading.main_thread() else share_weights(model)
 
 
+def sampled(path: str | Path, num_frames: int) -> tuple[torch.Tensor, VideoMetadata]:
+    """Evenly spread frames ``[T, 3, h, w]`` of a file, of those that PyAV decodes, and their metadata."""
+    info = probe(path)
+    picked = sample_uniform(info, num_frames)
+    frames = torch.from_numpy(np.stack(decode_all(path))[picked]).permute(0, 3, 1, 2)
+    return frames, VideoMetadata(info.num_frames, fps=info.fps, frames_indices=picked)
+
+
+def by_processor(processor, content: list[dict], videos: list[tuple] = (), images: list | None = None) -> dict:
+    """What a processor makes of a chat's only turn; videos are frames, each with its metadata."""
+    parts = [{name: part[name] for name in ("type", "text") if name in part} for part in content]
+    asked = [{"role": "user", "content": parts}]
+    text, shown = processor.apply_chat_template(asked, add_generation_prompt=True, tokenize=False), {}
+    metadata = [told for _, told in videos]
+    if videos:
+        frames = [each for each, _ in videos]
+        shown = {"videos": frames, "video_metadata": metadata, "do_sample_frames": False}
+    batch = processor(text=[text], images=images or None, return_tensors="pt", **shown)
+    return dict(families.timed(processor, batch, metadata))
+
+
 def processed(family: str, *parts) -> dict:
     """A processor's output for texts, images and videos ``[T, 3, h, w]``, of every other frame of a file."""
-    from transformers.video_utils import VideoMetadata
-
-    processor = families.build_processor(family)
     videos = [part for part in parts if torch.is_tensor(part)]
     images = [part for part in parts if not isinstance(part, (str, torch.Tensor))]
-    content, given = [], {"images": images} if images else {}
+    content = []
     for part in parts:
         kind = "text" if isinstance(part, str) else "video" if torch.is_tensor(part) else "image"
         content.append({"type": kind} | ({"text": part} if kind == "text" else {}))
-    if videos:
-        frames = [range(0, 2 * len(video), 2) for video in videos]
-        times = [VideoMetadata(each.stop, fps=8.0, frames_indices=list(each)) for each in frames]
-        given |= {"videos": videos, "video_metadata": times, "do_sample_frames": False}
-    asked = [{"role": "user", "content": content}]
-    text = processor.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
-    return dict(processor(text=[text], return_tensors="pt", **given))
+    frames = [range(0, 2 * len(video), 2) for video in videos]
+    times = [VideoMetadata(each.stop, fps=8.0, frames_indices=list(each)) for each in frames]
+    return by_processor(families.build_processor(family), content, [*zip(videos, times, strict=True)], images)
 
 
 @cache

@@ -12,11 +12,9 @@ import torch
 import torch.distributed as dist
 from torchvision.transforms.v2.functional import _geometry
 
-from apbv import Engine, HostGroup, PrefillConfig, ReuseConfig, SpeculativeConfig
-from apbv.speculate import STRATEGIES
+from apbv import Engine, HostGroup, ReuseConfig, SpeculativeConfig
 
-import families
-from engines import QUESTION
+from engines import QUESTION, build_engine
 from interpreting import keep_replaced
 from patience import GROUP_TIMEOUT
 from pretend_gpu import GLOO, GLOO_AND_NCCL, Events, Machine, callers_group, rehearsal, to_gpu
@@ -47,21 +45,16 @@ class Case:
     def engine(self, hosts: HostGroup, gpu: Machine | None = None) -> Engine:
         """An engine on these hosts; the models are put on this host's GPU."""
         speculate = None if self.speculate is None else SpeculativeConfig(**self.speculate)
-        model, draft = families.build_model(self.family, dtype=self.dtype, layers=2), None
-        if speculate and STRATEGIES[speculate.strategy].needs_draft_model:
-            draft = families.build_model(self.family, dtype=self.dtype, seed=1, layers=2)
-        for each in (model, draft):
-            if each is not None and gpu is not None:
-                to_gpu(each, gpu, hosts.device.index)
-        return Engine(
-            model,
-            families.build_processor(self.family),
+        return build_engine(
             hosts,
-            PrefillConfig(**self.prefill),
+            self.family,
             speculate=speculate,
-            draft=draft,
             captioner=(lambda prompt: "a clip of something") if speculate and speculate.needs_caption else None,
             reuse=ReuseConfig(mode=self.reuse, max_bytes=1 << 30) if self.reuse else None,
+            dtype=self.dtype,
+            layers=2,
+            to_device=lambda model: model if gpu is None else to_gpu(model, gpu, hosts.device.index),
+            **self.prefill,
         )
 
     def ask(self, engine: Engine, clip: Path) -> list[int]:

@@ -101,7 +101,7 @@ def all_kinds_job(hosts: HostGroup):
         job(hosts)
 
 
-@pytest.mark.parametrize(("hosts", "way"), [(1, "direct"), (2, "staged"), (3, "staged"), (8, "direct")])
+@pytest.mark.parametrize(("hosts", "way"), [(1, "direct"), (2, "staged"), (3, "staged"), (4, "direct")])
 def test_what_is_sent_arrives_and_is_counted(pool, hosts, way):
     pool.run(hosts, *([] if way == "direct" else [staged_job]), all_kinds_job)
 

@@ -109,7 +109,7 @@ def local_failure_job(hosts: HostGroup, bad: list[int], errors: dict[int, Except
     return failures[0]
 
 
-FAILURES = [(2, [1], ValueError(UNDECODABLE)), (3, [1], ValueError("")), (8, [1, 7], OddError(UNICODE))]
+FAILURES = [(2, [1], ValueError(UNDECODABLE)), (3, [1], ValueError("")), (4, [1, 3], OddError(UNICODE))]
 
 
 @pytest.mark.parametrize(("hosts", "bad", "error"), FAILURES, ids=ascii)

@@ -17,6 +17,7 @@ from apbv.prefilling.encode import encode_visual
 import families
 from families import VIDEO_FAMILIES
 from pairs import each_choice
+from prompts import by_processor
 from video_files import VFR, encode
 
 QUESTION = "What happens?"
@@ -35,10 +36,8 @@ def assert_encoded_alike(pieces: list[torch.Tensor], whole: torch.Tensor) -> Non
     torch.testing.assert_close(torch.cat(pieces), whole, rtol=1e-4, atol=1e-4)
 
 
-def render(processor, kind: str, count: int = 1) -> str:
-    content = [{"type": kind}] * count + [{"type": "text", "text": QUESTION}]
-    messages = [{"role": "user", "content": content}]
-    return processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+def shown(kind: str, count: int = 1) -> list[dict]:
+    return [{"type": kind}] * count + [{"type": "text", "text": QUESTION}]
 
 
 def whole_batch(processor, info: VideoInfo, picked, pixels: torch.Tensor) -> dict:
@@ -52,14 +51,7 @@ def whole_batch(processor, info: VideoInfo, picked, pixels: torch.Tensor) -> dic
         duration=info.duration,
         frames_indices=[round(info.timestamps[i] * fps) for i in picked],
     )
-    batch = processor(
-        text=[render(processor, "video")],
-        videos=[pixels.permute(0, 3, 1, 2)],
-        video_metadata=[metadata],
-        do_sample_frames=False,
-        return_tensors="pt",
-    )
-    batch = families.timed(processor, batch, [metadata])
+    batch = by_processor(processor, shown("video"), [(pixels.permute(0, 3, 1, 2), metadata)])
     times = None if info.has_constant_rate else torch.tensor(info.timestamps[picked[::2]])
     return {**batch, "patch_seconds": [times]}
 
@@ -151,25 +143,16 @@ def test_pixels_of_other_items_than_the_prompts_are_refused():
     parts = inspect_model(families.build_model("qwen2_vl"))
     video = families.synthetic_video(4, 56, 56)
     metadata = VideoMetadata(total_num_frames=4, fps=4.0, frames_indices=list(range(4)))
-    one, two = (
-        processor(
-            text=[render(processor, "video", count)],
-            videos=[video] * count,
-            video_metadata=[metadata] * count,
-            do_sample_frames=False,
-            return_tensors="pt",
-        )
-        for count in (1, 2)
-    )
-    image = processor(text=[render(processor, "image")], images=[families.synthetic_image()], return_tensors="pt")
+    one, two = (by_processor(processor, shown("video", count), [(video, metadata)] * count) for count in (1, 2))
+    image = by_processor(processor, shown("image"), images=[families.synthetic_image()])
     pixels = ("pixel_values_videos", "video_grid_thw")
     for batch, message in [
-        (dict(two) | {name: one[name] for name in pixels}, "no video at placeholder 8"),
+        (two | {name: one[name] for name in pixels}, "no video at placeholder 8"),
         (
-            dict(one) | {name: two[name] for name in pixels},
+            one | {name: two[name] for name in pixels},
             "another video at placeholder 0|more images or videos",
         ),
-        (dict(one) | {name: image[name] for name in ("pixel_values", "image_grid_thw")}, "more images or videos"),
+        (one | {name: image[name] for name in ("pixel_values", "image_grid_thw")}, "more images or videos"),
         ({name: one[name] for name in one if name not in pixels}, "no pixels were given"),
     ]:
         with pytest.raises(PromptError, match=message):

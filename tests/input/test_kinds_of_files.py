@@ -8,22 +8,29 @@ import numpy as np
 import pytest
 from audio_files import RATE, tune, write
 from av.stream import Disposition
-from odd_files import KINDS, SOUNDS, animation, joined, renamed_boxes, streams
+from odd_files import KINDS, SOUNDS, animation, constant, joined, renamed_boxes, streams
 from PIL import Image
 
 from apbv.input.audio import AudioError, has_audio, read_audio
 from apbv.input.video import VideoError, VideoInfo, probe, read_frames
 from apbv.layout import split_evenly
 
-from video_files import decode_all, encode, picture, remux
+from video_files import CLIPS, VFR, decode_all, encode, picture, remux
 
-FROM_START = {
+FROM_START = {"mp4 dts for pts", "avi mpeg4", "avi h264", "mpg", "h264"} | {
     "intra refresh, cut",
     "GIF",
     "animated WebP",
     "negative times",
     "two recordings",
     "size grows",
+}
+
+
+FRAMES = {"mp4 edit list": 25, "mp4 edit lists": 45}
+FILES = KINDS | {
+    name: (make, np.array(VFR) / 1000 - VFR[0] / 1000 if "variable" in name else constant(FRAMES.get(name, 50)))
+    for name, make in CLIPS.items()
 }
 
 
@@ -38,21 +45,25 @@ def scaled(frames: list[np.ndarray], path: str) -> list[np.ndarray]:
         ]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", FILES)
 @pytest.mark.filterwarnings("ignore:.*(have no time of their own|frame size changes)")
 def test_frames_are_those_of_the_whole_file(tmp_path, kind):
-    """All together, one by one in any order, and on three hosts that were told what one has found."""
-    make, times = KINDS[kind]
+    """All together, some, one by one in any order, and on three hosts that were told what one has found."""
+    make, times = FILES[kind]
     path = make(tmp_path)
     info = VideoInfo.from_bytes(probe(path).to_bytes())
     reference = scaled([read_frames(info, [0])[0]], path)
     assert info.num_frames == len(reference) > 0
     assert bool(len(info.pts)) == (kind not in FROM_START), "whether a seek finds them"
     if times is not None:
-        assert info.timestamps == pytest.approx(times, abs=0.0011)
+        assert info.timestamps == pytest.approx(times, abs=1e-6 if kind in CLIPS else 0.0011)
+    if kind in CLIPS:
+        assert info.fps == pytest.approx((len(times) - 1) / times[-1], abs=1e-4) and info.timestamps[0] == 0
+        assert "variable" in kind or info.duration == pytest.approx(len(times) / info.fps)
     assert np.array_equal(read_frames(info, range(info.num_frames)), reference)
-    for index in np.random.default_rng(0).permutation(info.num_frames)[:25].tolist():
-        assert np.array_equal(read_frames(info, [index])[0], reference[index]), index
+    places = np.random.default_rng(0).permutation(info.num_frames)[:25].tolist()
+    for some in (*([index] for index in places), sorted(places[:4]), sorted(places[:12])):
+        assert np.array_equal(read_frames(info, some), [reference[index] for index in some]), some
     shares = [read_frames(info, share) for share in split_evenly(range(info.num_frames), 3)]
     assert np.array_equal(np.concatenate(shares), reference)
 

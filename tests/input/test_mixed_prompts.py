@@ -3,20 +3,18 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from PIL import Image
-from transformers.video_utils import VideoMetadata
 
 from apbv import Engine, HostGroup, PrefillConfig, SpeculativeConfig, VideoConfig, prefill
-from apbv.input.video import probe, sample_uniform
 
 import families
-import video_files
 from engines import write_clip
 from families import VIDEO_FAMILIES
 from pairs import each_choice
+from prompts import by_processor, sampled
+from video_files import decode_all
 
 QUESTION = "What differs?"
 FRAMES = 6
@@ -62,35 +60,14 @@ def chat(mix: str, files: Files) -> list[dict]:
     return [{"role": "user", "content": parts}]
 
 
-def decoded(messages: list[dict]) -> tuple[list[torch.Tensor], list[VideoMetadata], list[Image.Image]]:
-    """The frames of a chat's videos, what they are told of, and its images."""
-    videos, metadata, images = [], [], []
-    for part in messages[0]["content"]:
-        if part["type"] == "video":
-            info = probe(part["video"])
-            picked = sample_uniform(info, FRAMES)
-            frames = np.stack(video_files.decode_all(Path(part["video"])))[picked]
-            videos.append(torch.from_numpy(frames).permute(0, 3, 1, 2))
-            metadata.append(VideoMetadata(total_num_frames=info.num_frames, fps=info.fps, frames_indices=picked))
-        elif part["type"] == "image":
-            images.append(Image.open(part["image"]).convert("RGB"))
-    return videos, metadata, images
-
-
-def rendered(processor, messages: list[dict]) -> str:
-    parts = [{name: part[name] for name in ("type", "text") if name in part} for part in messages[0]["content"]]
-    chat = [{"role": "user", "content": parts}]
-    return processor.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-
-
 def batch_of(family: str, messages: list[dict], nested: bool = True) -> dict:
     """What a family's processor makes of all videos and images; ``nested``: these are one sample's."""
-    processor = families.build_processor(family)
-    videos, metadata, images = decoded(messages)
-    images = [images] if nested and images else images
-    shown = {"videos": videos, "video_metadata": metadata, "do_sample_frames": False} if videos else {}
-    batch = processor(text=[rendered(processor, messages)], images=images or None, return_tensors="pt", **shown)
-    return families.timed(processor, batch, metadata)
+    content = messages[0]["content"]
+    videos = [sampled(part["video"], FRAMES) for part in content if part["type"] == "video"]
+    images = [Image.open(part["image"]).convert("RGB") for part in content if part["type"] == "image"]
+    return by_processor(
+        families.build_processor(family), content, videos, [images] if nested and images else images
+    )
 
 
 @torch.no_grad()
@@ -145,7 +122,7 @@ def batch_job(hosts: HostGroup, family: str, messages: list[dict], nested: bool)
     """The last logits of a batch that the caller's processor made, and how many hosts encode some of it."""
     model = families.build_model(family, dtype=torch.float64)
     config = PrefillConfig(method="zigzag_ring")
-    state = prefill(model, dict(batch_of(family, messages, nested)), hosts=hosts, config=config)
+    state = prefill(model, batch_of(family, messages, nested), hosts=hosts, config=config)
     return state.logits, sum(map(bool, state.inputs.visual.patches))
 
 
@@ -179,19 +156,15 @@ def one_frame_job(hosts: HostGroup, family: str, messages: list[dict]):
 @pytest.mark.parametrize("family", ["qwen3_vl", "internvl"])
 def test_a_video_may_be_one_frame(pool, files, family):
     """Which Qwen3-VL's processor takes only if it is repeated, as the others' do by themselves."""
-    messages, processor = chat("two videos", files), families.build_processor(family)
-    times = 2 if family == "qwen3_vl" else 1
-    videos = [torch.from_numpy(np.stack(video_files.decode_all(Path(path))))[:1] for path in files.videos[:2]]
-    videos = [video.permute(0, 3, 1, 2).repeat(times, 1, 1, 1) for video in videos]
-    metadata = [
-        VideoMetadata(total_num_frames=info.num_frames, fps=info.fps, frames_indices=[0] * times)
-        for info in map(probe, files.videos[:2])
-    ]
-    options = {"video_metadata": metadata, "do_sample_frames": False, "return_tensors": "pt"}
-    batch = processor(text=[rendered(processor, messages)], videos=videos, **options)
+    messages, times, videos = chat("two videos", files), 2 if family == "qwen3_vl" else 1, []
+    for path in files.videos[:2]:
+        _, told = sampled(path, 1)
+        told.frames_indices = [0] * times
+        videos.append((torch.from_numpy(decode_all(path)[0]).permute(2, 0, 1).repeat(times, 1, 1, 1), told))
     with torch.no_grad():
         model = families.build_model(family, dtype=torch.float64)
-        expected = model(**families.timed(processor, batch, metadata)).logits[:, -1]
+        batch = by_processor(families.build_processor(family), messages[0]["content"], videos)
+        expected = model(**batch).logits[:, -1]
     for logits, num_patches in pool.run(2, one_frame_job, family, messages):
         assert num_patches == 2
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)

@@ -1,13 +1,11 @@
 """VideoLLaMA 3's videos, of which its processor leaves out what repeats the frame before, against transformers."""
 
 from itertools import pairwise
-from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
-from transformers.video_utils import VideoMetadata
 
 from apbv import Engine, HostGroup, PrefillConfig, ReduceConfig, SpeculativeConfig, VideoConfig, prefill
 from apbv.input.pixels import VideoReader, preprocess_frames
@@ -15,14 +13,14 @@ from apbv.input.reading import PromptReader
 from apbv.input.repeats import kept_tokens
 from apbv.input.request import Question, Request
 from apbv.input.skeleton import SampledVideo
-from apbv.input.video import VideoError, probe, sample_uniform
+from apbv.input.video import VideoError, probe
 from apbv.model.parts import inspect_model
 from apbv.stats import StageTimer
 
 import families
 import video_files
 from pairs import each_choice
-from prompts import relative_error
+from prompts import by_processor, relative_error, sampled
 
 FAMILY, QUESTION, FRAMES = "video_llama_3", "What moves?", 9
 SINGLE = HostGroup.single("cpu")
@@ -52,13 +50,8 @@ def build_processor(compresses: bool = True):
     return processor
 
 
-def sampled(path: str) -> tuple[SampledVideo, torch.Tensor, VideoMetadata]:
-    """A clip with its sampled frames, these ``[T, 3, h, w]``, and what a processor is told of them."""
-    info = probe(path)
-    picked = sample_uniform(info, FRAMES)
-    frames = np.stack(video_files.decode_all(Path(path)))[picked]
-    metadata = VideoMetadata(total_num_frames=info.num_frames, fps=info.fps, frames_indices=picked)
-    return SampledVideo(info, tuple(picked)), torch.from_numpy(frames).permute(0, 3, 1, 2), metadata
+def sampled_video(path: str) -> SampledVideo:
+    return SampledVideo(probe(path), tuple(sampled(path, FRAMES)[1].frames_indices))
 
 
 def chat(paths: list[str], picture=None) -> list[dict]:
@@ -70,22 +63,8 @@ def chat(paths: list[str], picture=None) -> list[dict]:
 
 def batch_of(paths: list[str], picture=None, compresses: bool = True) -> dict:
     """What the processor makes of the whole prompt."""
-    processor, videos = build_processor(compresses), [sampled(path) for path in paths]
-    parts = [
-        {name: part[name] for name in ("type", "text") if name in part}
-        for part in chat(paths, picture)[0]["content"]
-    ]
-    text = processor.apply_chat_template(
-        [{"role": "user", "content": parts}], add_generation_prompt=True, tokenize=False
-    )
-    return processor(
-        text=[text],
-        images=None if picture is None else [picture],
-        videos=[frames for _, frames, _ in videos],
-        video_metadata=[metadata for *_, metadata in videos],
-        do_sample_frames=False,
-        return_tensors="pt",
-    )
+    content, videos = chat(paths, picture)[0]["content"], [sampled(path, FRAMES) for path in paths]
+    return by_processor(build_processor(compresses), content, videos, picture and [picture])
 
 
 @torch.no_grad()
@@ -105,7 +84,7 @@ def test_frames_are_compared_piece_by_piece(clips, monkeypatch, chunk_bytes):
 
     monkeypatch.setattr(VideoReader, "read", recorded)
     for path in clips:
-        video, frames, _ = sampled(path)
+        video, (frames, _) = sampled_video(path), sampled(path, FRAMES)
         batch = processor.video_processor(videos=[frames], do_sample_frames=False, return_tensors="pt")
         expected, num_frames = batch["video_compression_mask"], len(frames)
         if num_frames > 1:
@@ -159,10 +138,10 @@ def batch_job(hosts: HostGroup, batch: dict):
 
 
 def test_a_callers_batch_is_shared_out_too(pool, clips):
-    batch = dict(batch_of(clips, families.synthetic_image()))
+    batch = batch_of(clips, families.synthetic_image())
     for logits in pool.run(2, batch_job, batch):
         torch.testing.assert_close(logits, expected_logits(batch), rtol=1e-4, atol=1e-4)
-    whole = dict(batch_of(clips, compresses=False))
+    whole = batch_of(clips, compresses=False)
     del whole["video_compression_mask"]  # as the model has it, all tokens are kept then
     assert relative_error(pool.run(2, batch_job, whole)[1], expected_logits(whole)) < 1e-4
 
@@ -217,9 +196,9 @@ def test_host_0_tells_the_others_what_it_knows(pool, clips):
 
 def test_a_video_is_compared_once(clips, monkeypatch):
     reader = PromptReader(inspect_model(families.build_model(FAMILY)), build_processor(), FRAMES)
-    (video,) = reader.without_repeats([sampled(clips[0])[0]], SINGLE)
+    (video,) = reader.without_repeats([sampled_video(clips[0])], SINGLE)
     monkeypatch.setattr("apbv.input.reading.kept_tokens", None)
-    (again,) = reader.without_repeats([sampled(clips[0])[0]], SINGLE)
+    (again,) = reader.without_repeats([sampled_video(clips[0])], SINGLE)
     assert torch.equal(video.kept, again.kept) and not again.kept.all()
 
 

@@ -19,10 +19,16 @@ from prompts import relative_error, text_batch, video_batch
 from quantized import FORMATS, save_quantized
 
 BATCHES = {"llama": text_batch(50), "qwen2_5_vl": video_batch("qwen2_5_vl", 9)}
-COMPILED = [pytest.param(each, marks=pytest.mark.thorough) for each in ("gptq", "awq")]
-EACH_FORMAT = pytest.mark.parametrize(
-    "name", [*(each for each in FORMATS if each not in ("gptq", "awq")), *COMPILED]
-)
+
+
+def each_format(*others) -> list:
+    """Parametrize by a format, and with it others; of two formats the kernels are compiled at first."""
+    return [
+        pytest.param(name, *others[row % len(others)], marks=[pytest.mark.thorough] * (name in ("gptq", "awq")))
+        for row, name in enumerate(FORMATS)
+    ]
+
+
 # A format whose packages every test environment has.
 PLAIN = "fp8"
 
@@ -53,11 +59,8 @@ def tokens_job(hosts: HostGroup, family: str, path: str, saved: str) -> tuple:
     return tokens, dtype, keys
 
 
-@EACH_FORMAT
-@pytest.mark.parametrize("family", BATCHES)
+@pytest.mark.parametrize(("name", "family"), each_format(("llama",), ("qwen2_5_vl",)))
 def test_tokens_are_those_of_transformers(pool, quantized, family, name, tmp_path):
-    if (family, name) == ("qwen2_5_vl", "gptq"):
-        pytest.skip("transformers loads GPTQ for text models only")
     path, batch = quantized(family, name), BATCHES[family]
     model, _ = load_model(path, "auto", HostGroup.single("cpu"))
     auto = transformers.AutoModelForCausalLM if family == "llama" else transformers.AutoModelForImageTextToText
@@ -74,7 +77,7 @@ def test_tokens_are_those_of_transformers(pool, quantized, family, name, tmp_pat
 
 
 @torch.no_grad()
-@EACH_FORMAT
+@pytest.mark.parametrize("name", each_format(()))
 def test_fused_kernels_and_chunks_of_rows_compute_the_same(quantized, name):
     model, _ = load_model(quantized("llama", name), "auto", HostGroup.single("cpu"))
     parts, decoder = inspect_model(model, "triton"), model.get_decoder()

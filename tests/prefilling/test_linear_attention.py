@@ -130,7 +130,7 @@ def answers_job(hosts: HostGroup, prompts: list[tuple[int, str]], settings: dict
 
 
 QUESTIONS = ("What?", "Who is it?", "a b c d e f", "Why", "1 2 3", "How many are there?")
-PROMPTS = [(frames, question) for frames in (2, 5, 8, 17, 30) for question in QUESTIONS]
+PROMPTS = list(zip((2, 5, 8, 17, 30) * 3, QUESTIONS * 3, strict=False))
 
 
 @pytest.mark.parametrize(("num_hosts", "kv"), [(2, "gathered"), (3, "sharded")])

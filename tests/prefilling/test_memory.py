@@ -87,7 +87,6 @@ def measure(
 def test_the_predicted_peak_is_that_of_the_tensors(monkeypatch, settings):
     """At most, and at most a quarter more, for the widths of a 7B model."""
     for peak, predicted in measure(monkeypatch, 4 if "kind" in settings else 3, 3_000, 2, **settings):
-        print(settings, peak, predicted, predicted.peak / peak)
         assert max(predicted.certain.values()) <= peak
         assert 1 <= predicted.peak / peak < 1.25, (predicted, peak)
 

@@ -6,14 +6,12 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from transformers.video_utils import VideoMetadata
 
 from apbv import Engine, HostGroup, PrefillConfig, SpeculativeConfig, VideoConfig
 from apbv.input.pixels import KeptPixels, SourcePixels, VideoReader, ahead
-from apbv.input.video import VideoError, probe, sample_uniform
+from apbv.input.video import VideoError, probe
 from apbv.input.visual import VisualInput, VisualItem
 from apbv.prefilling.encode import agree_on_chunks
 from apbv.stats import StageTimer
@@ -22,6 +20,7 @@ import families
 import video_files
 from engines import QUESTION
 from pairs import each_choice
+from prompts import by_processor, sampled
 
 FRAMES = 13
 ONE_PATCH = VideoConfig(chunk_bytes=1)
@@ -45,20 +44,8 @@ def logits_job(hosts: HostGroup, family: str, clip: str, settings: dict):
 def logits_by_transformers(family: str, clip: Path) -> torch.Tensor:
     """The last logits that the model computes by itself, of frames that PyAV decoded by itself."""
     model, processor = families.build_model(family, dtype=torch.float64), families.build_processor(family)
-    info = probe(clip)
-    picked = sample_uniform(info, FRAMES)
-    frames = np.stack(video_files.decode_all(clip))[picked]
     content = [{"type": "video"}, {"type": "text", "text": QUESTION}]
-    metadata = VideoMetadata(total_num_frames=info.num_frames, fps=info.fps, frames_indices=picked)
-    messages = [{"role": "user", "content": content}]
-    batch = processor(
-        text=[processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)],
-        videos=[torch.from_numpy(frames).permute(0, 3, 1, 2)],
-        video_metadata=[metadata],
-        do_sample_frames=False,
-        return_tensors="pt",
-    )
-    return model(**families.timed(processor, batch, [metadata])).logits[:, -1]
+    return model(**by_processor(processor, content, [sampled(clip, FRAMES)])).logits[:, -1]
 
 
 @each_choice(family=["llava_onevision", "qwen2_5_vl", "qwen3_vl", "internvl"], num_hosts=[1, 2, 3, 2])

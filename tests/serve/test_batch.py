@@ -112,20 +112,19 @@ def fed_batch(folder: Path, lines: list[dict], *options):
         yield processes
 
 
-def test_a_batch_that_is_killed_twice_answers_each_line_once_and_as_the_server_does(tmp_path, media):
-    lines = [*questions(24), *REFUSED.values(), *(each for each, _ in ELSEWHERE.values())]
+def test_a_batch_that_is_killed_answers_each_line_once_and_as_the_server_does(tmp_path, media):
+    lines = [*questions(12), *REFUSED.values(), *(each for each, _ in ELSEWHERE.values())]
     options = ["--model", "demo", "--media-dir", media, "--max-body-mib", "1", "--min-host-tokens", "64"]
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_bytes(encoded(lines) + b"\n" + b"\n".join(BROKEN))
-    for least in (8, 16):
-        with fed_batch(tmp_path, lines[: least + 3], "--out", out, *options) as processes:
-            wait_for(lambda least=least: len(lines_of(out)) >= least)
-            for process in processes:
-                process.kill()
-            exit_statuses(processes)
-        before = lines_of(out)
-        with out.open("ab") as file:  # as if it had been killed while it wrote
-            file.write(before[-1][: 9 * least])
+    with fed_batch(tmp_path, lines[:9], "--out", out, *options) as processes:
+        wait_for(lambda: len(lines_of(out)) >= 6)
+        for process in processes:
+            process.kill()
+        exit_statuses(processes)
+    before = lines_of(out)
+    with out.open("ab") as file:  # as if it had been killed while it wrote
+        file.write(before[-1][:90])
     results = run_hosts(BATCH, source, "--out", out, *options, hosts=2)
     assert [each.returncode for each in results] == [1, 0], results[0].stderr
     assert lines_of(out)[: len(before)] == before
@@ -137,15 +136,12 @@ def test_a_batch_that_is_killed_twice_answers_each_line_once_and_as_the_server_d
     codes = {each["line"]: each["code"] for each in errors if each is not None}
     assert codes == dict(enumerate(BROKEN.values(), start=len(lines) + 2))
     with serving(tmp_path / "server", *options) as server:
-        for each in [*lines[:24], *REFUSED.values()]:
+        for each in [*lines[:12], *REFUSED.values()]:
             response, body = found[each["custom_id"]], json.dumps(each.get("body"))
             reply = server.http.post(server.root + URL, content=body, timeout=httpx.Timeout(60))
             assert (response["status_code"], said(response["body"])) == (reply.status_code, said(reply.json()))
     assert {found[name]["status_code"] for name in REFUSED} == {400, 404}
     assert f"failed               {len(REFUSED) + len(ELSEWHERE) + len(BROKEN)}\n" in results[0].stderr
-    again = run_hosts(BATCH, source, "--out", out, "--retry-errors", *options, hosts=2)
-    assert [each.returncode for each in again] == [1, 0] and answers_in(out) == found
-    assert "answers              0 in" in again[0].stderr
 
 
 def test_torchruns_signal_ends_a_batch_whose_pipe_does_not(tmp_path, media):
@@ -193,15 +189,15 @@ def once_running(*signals: int) -> Callable[[Batch], None]:
 
 
 def test_a_signal_finishes_what_runs_and_starts_nothing(run):
-    lines = [line(f"line {number}", max_tokens=300, ignore_eos=True) for number in range(80)]
+    lines = [line(f"line {number}", max_tokens=100, ignore_eos=True) for number in range(80)]
     batch, found = run(lines, once_running(signal.SIGTERM), max_running=1)
     assert batch.stopped_by == signal.SIGTERM and batch.was_stopped
     assert 1 <= len(found) < 40 and all(each["status_code"] == 200 for each in found.values())
     assert len(batch._seen) <= len(found) + 32 + 1  # those that were read ahead, and one that waited for room
     assert "stopped" in summary(batch)
-    batch, found = run(lines[:40])
-    assert len(found) == 40 and not batch.was_stopped and batch.total == batch.num_answered < 40
-    assert batch.figures.num_generated_tokens == 300 * batch.num_answered
+    batch, found = run(lines[: len(found) + 3])
+    assert not batch.was_stopped and batch.total == batch.num_answered == 3 < len(found)
+    assert batch.figures.num_generated_tokens == 300
 
 
 def test_a_second_signal_ends_what_runs(run):

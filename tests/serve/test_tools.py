@@ -237,9 +237,9 @@ def test_a_stream_has_the_text_and_calls_of_the_whole_answer(app, script, form):
     before, after = ("Let me see.\n", "\ndone") if form.opening else ("", " done")
     answer = before + form.separator.join(two) + after
     names = [{"name": "first", "arguments": '{"count": 2}'}, {"name": "now", "arguments": "{}"}]
-    fields = {"logprobs": True, "return_token_ids": True, "n": 2}
+    fields = {"logprobs": True, "return_token_ids": True}
     for options, calls in (
-        ({}, names),
+        ({"n": 2}, names),
         ({"parallel_tool_calls": False}, names[:1]),
         ({"tool_choice": "none"}, []),
     ):
@@ -260,7 +260,7 @@ def test_a_stream_has_the_text_and_calls_of_the_whole_answer(app, script, form):
             assert [token for each in own for token in each.get("token_ids", ())] == choice["token_ids"]
             logprobs = [token for each in own if each["logprobs"] for token in each["logprobs"]["content"]]
             assert len(logprobs) == len(choice["logprobs"]["content"]) == len(choice["token_ids"])
-            if calls and "n" in options:
+            if calls:
                 early = [delta for delta in deltas if delta.get("content")]
                 assert not form.opening or len(early) > 3, "text comes as it is made"
 

@@ -73,7 +73,7 @@ def loops_job(hosts: HostGroup, family: str, kv: str, drawn: dict):
     for loop, shapes in ((chain, CHAINS), (tree, [(pattern,) for pattern in BRANCHES]))[bool(drawn) :]:
         runs = {shape: check(loop, *shape) for shape in shapes}
         left.append(runs[shapes[-1]][1:])
-        for most in (1, 2, 5, 6, 7):  # before, in and behind a window, or a tree
+        for most in (1, 5, 7):  # before, in and behind a window, or a tree
             check(loop, *shapes[-1], most=most)
         left.append([check(loop, *shapes[-1], end=(plain[place],)) for place in ends[:2]][-1][1:])
         worst, best = (runs[shape][0] for shape in shapes[:2])
