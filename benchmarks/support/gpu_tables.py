@@ -5,17 +5,12 @@ from itertools import product
 
 import roofline
 
-from .cost_model import Shape
 from .records import markdown_table
 from .summaries import grouped, mean_cell
 from .workloads import CONFIGS, config_of
 
 PREFILLS = ("full", "zigzag_ring", "apbv")
 RULER_ROWS = ("zigzag_ring", "apb", "apbv", "star", "apbv, no passing")
-# How much faster the APB-V paper's own was on eight A800, for 64 frames of 1440p.
-PAPER, PAPERS_HEIGHT = {"full": 12.72, "zigzag_ring": 1.70}, 1440
-# Of the fastest library, or of the ceiling that an operator is bound by.
-TARGETS = {"segmented_attention": 0.9, "verify_attention": 0.8, "kv_importance": 0.8, "merge_states": 0.8}
 
 
 def of(records: list[dict], benchmark: str) -> list[dict]:
@@ -34,7 +29,9 @@ def prefill(records: list[dict]) -> str:
     for (tokens,), rows in grouped(of(records, "throughput"), "num_input_tokens").items():
         ms = {row["label"]: min(row["samples"]["ttft_ms"]) for row in rows}
         cells = [f"{ms[label]:,.0f} ms" if label in ms else "–" for label in PREFILLS]
-        over = [f"{ms[label] / ms['apbv']:.2f}x" if {label, "apbv"} <= ms.keys() else "–" for label in PAPER]
+        over = [
+            f"{ms[label] / ms['apbv']:.2f}x" if {label, "apbv"} <= ms.keys() else "–" for label in PREFILLS[:2]
+        ]
         lines.append([f"{tokens:,}", *cells, *over])
     header = ["tokens", "`full`, 1 host", "`zigzag_ring`, 8", "`apbv`, 8", "over `full`", "over the ring"]
     return markdown_table(header, lines)
@@ -86,16 +83,12 @@ def kernels(records: list[dict]) -> str:
     return markdown_table(["kernels", *header], lines)
 
 
-def whole_operators(records: list[dict]) -> list[dict]:
-    """Return the records of operators that were right, but not those of their attention kernels alone."""
-    return [row for row in of(records, "operators") if row["ms"] is not None and row["variant"] == "operator"]
-
-
 def operators(records: list[dict]) -> str:
     """Every operator by backend: its time, and the share of the ceiling that bounds it."""
     lines = [
         [f"`{row['op']}`", row["case"], row["backend"], f"{row['ms']:.3g} ms", f"{row['share_of_ceiling']:.0%}"]
-        for row in whole_operators(records)
+        for row in of(records, "operators")
+        if row["ms"] is not None
     ]
     return markdown_table(["operator", "case", "backend", "time", "of the ceiling"], lines)
 
@@ -153,42 +146,7 @@ def accuracy(records: list[dict]) -> str:
     return markdown_table(["row", *header], cells)
 
 
-def judged(records: list[dict]) -> str:
-    """One line for each figure that has a prediction or a target."""
-    lines, gpu = [], name_of_gpu(records)
-    for (model, tokens), rows in grouped(of(records, "throughput"), "model", "num_input_tokens").items():
-        what = f"{model}, {tokens:,} tokens"
-        ms = {row["label"]: prefill_ms(row) for row in rows}
-        least = {row["label"]: predicted_ms(row, gpu) for row in rows}
-        for label, each in ms.items():
-            told = f"{least[label]:,.0f} ms" if least[label] else "–"
-            lines.append([f"{what}: `{label}`, prefill", f"{each:,.0f} ms", told, "–"])
-        for other in [label for label in PAPER if {label, "apbv"} <= ms.keys()]:
-            ratio = f"{least[other] / least['apbv']:.2f}x" if least[other] else "–"
-            goal = f"{PAPER[other]:.2f}x" if rows[0].get("height") == PAPERS_HEIGHT else "–"
-            lines.append([f"{what}: `apbv` over `{other}`", f"{ms[other] / ms['apbv']:.2f}x", ratio, goal])
-    for (op, case), rows in grouped(whole_operators(records), "op", "case").items():
-        ours = [row["share_of_ceiling"] for row in rows if row["is_default"]]
-        if op in TARGETS and ours:
-            is_relative = op == "segmented_attention"
-            share = ours[0] / max(row["share_of_ceiling"] for row in rows) if is_relative else ours[0]
-            unit = "of the fastest" if is_relative else "of the ceiling"
-            lines.append([f"`{op}`, {case}", f"{share:.0%} {unit}", "–", f"{TARGETS[op]:.0%}"])
-    for record in [*of(records, "decoding"), *of(records, "batch_decoding")]:
-        if record["way"] in ("apbv", "apbv, in a batch") and record["ms"] is not None:
-            answers, new = record.get("num_answers", 1), record.get("num_new_tokens", 1)
-            told = "–"
-            if gpu is not None and record["model"] in CONFIGS:
-                shape = Shape.from_config(config_of(record["model"]))
-                seconds = roofline.step_seconds(shape, gpu, answers, answers * new, record["num_tokens"])
-                told = f"{1e3 * seconds:.2f} ms"
-            what = f"a step: {answers} x {new} tokens behind {record['num_tokens']:,}"
-            lines.append([what, f"{record['ms']:.2f} ms", told, "–"])
-    return markdown_table(["figure", "measured", "predicted", "target"], lines)
-
-
 TABLES: dict[str, tuple[str, Callable[[list[dict]], str]]] = {
-    "Measured, predicted, target": ("", judged),
     "Prefill by method": ("throughput", prefill),
     "A host's kernels": ("profile", kernels),
     "Operators": ("operators", operators),
@@ -203,7 +161,5 @@ def report(records: list[dict]) -> str:
     """Format the tables of all kinds of figures that there are records of."""
     present = {record.get("benchmark") for record in records}
     return "\n\n".join(
-        f"## {title}\n\n{table(records)}"
-        for title, (benchmark, table) in TABLES.items()
-        if not benchmark or benchmark in present
+        f"## {title}\n\n{table(records)}" for title, (benchmark, table) in TABLES.items() if benchmark in present
     )
