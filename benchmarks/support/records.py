@@ -42,8 +42,35 @@ def keep(records: Iterable[dict], path: Path | None) -> list[dict]:
 
 
 def read_records(paths: Iterable[Path]) -> list[dict]:
-    """Read the records of files of JSON lines."""
-    return [json.loads(line) for path in paths for line in path.read_text(encoding="utf-8").splitlines()]
+    """Read the records of files of JSON lines, without a last line that was cut off.
+
+    Raises:
+        ValueError: a file cannot be read, or holds something else.
+    """
+    found = []
+    for path in paths:
+        try:
+            text = path.read_bytes()
+            found += [json.loads(line) for line in text[: text.rfind(b"\n") + 1].splitlines()]
+        except (OSError, ValueError) as error:
+            raise ValueError(f"cannot read the records {path}: {error}") from error
+    return found
+
+
+def read_known(path: Path) -> list[dict]:
+    """Read the records of a file that will be extended, and take off a last line that was cut off.
+
+    Raises:
+        ValueError: see :func:`read_records`.
+    """
+    if not path.exists() or not path.stat().st_size:
+        return []
+    known = read_records([path])
+    if not known:
+        raise ValueError(f"{path} holds no records; take another file")
+    with path.open("r+b") as file:
+        file.truncate(file.read().rfind(b"\n") + 1)
+    return known
 
 
 def measure_what_is_left(
@@ -65,7 +92,7 @@ def measure_what_is_left(
 
     def run(hosts: HostGroup) -> None:
         path = options.json if hosts.rank == 0 else None
-        known = read_records([path]) if path is not None and path.exists() else []
+        known = read_known(path) if path is not None else []
         records = known + keep(measure(options, hosts, known), path)
         if hosts.rank == 0:
             show(options, records)
