@@ -17,8 +17,10 @@ import subprocess
 import sys
 import time
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 
@@ -61,41 +63,37 @@ def read_stages(path: Path) -> list[Stage]:
 STAGES = read_stages(ROOT / "benchmarks" / "support" / "gpu_stages.toml")
 
 
-def run_beside(stages: list[Stage], options: argparse.Namespace, deadline: float) -> None:
-    """Run stages at the same time, and record how each ended; one that ``deadline`` cuts short has not ended."""
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
-    if len(stages) > 1:  # they share the cores
-        environment["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // len(stages)))
-    running = {}
-    for stage in stages:
-        if not stage.name.startswith("ruler"):  # which goes on from its records
-            (options.out / f"{stage.name}.jsonl").unlink(missing_ok=True)
-        log = (options.out / f"{stage.name}.log").open("w")
-        log.write(f"{shlex.join(stage.arguments(options))}\n")
+def run(stage: Stage, options: argparse.Namespace, deadline: float, num_beside: int = 1) -> None:
+    """Run a stage, and record how it ended; one that ``deadline`` cuts short has not ended.
+
+    Args:
+        num_beside: how many stages share the cores.
+    """
+    own = {"PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
+    own |= {"APBV_TEST_ON_GPU": "1"} if stage.name == "tests" else {}
+    if num_beside > 1:
+        own["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // num_beside))
+    if not stage.name.startswith("ruler"):  # which goes on from its records
+        (options.out / f"{stage.name}.jsonl").unlink(missing_ok=True)
+    command, began = stage.arguments(options), time.monotonic()
+    with (options.out / f"{stage.name}.log").open("w") as log:
+        log.write(f"{shlex.join(command)}\n")
         log.flush()
-        own = {**environment, "APBV_TEST_ON_GPU": "1"} if stage.name == "tests" else environment
-        same = {"cwd": ROOT, "env": own, "stdout": log, "stderr": log, "start_new_session": True}
-        with log, suppress(FileNotFoundError):  # a program that this machine lacks
-            running[stage.name] = subprocess.Popen(stage.arguments(options), **same)
-    began = time.monotonic()
-    left = {stage.name: stage for stage in stages}
-    while left:
-        now = time.monotonic()
-        for name, stage in list(left.items()):
-            process = running.get(name)
-            status = "missing" if process is None else process.poll()
-            is_over, is_cut = now - began > stage.seconds, now > deadline
-            if status is None and not (is_over or is_cut):
-                continue
-            if status is None:
-                end(process)
-                status = "over" if is_over else "cut"
-            del left[name]
-            found = {"stage": name, "status": status, "seconds": round(now - began, 1), "limit": stage.seconds}
-            print(found, flush=True)
-            if status != "cut":
-                append_json_lines(options.out / "stages.jsonl", [found])
-        time.sleep(0.2)
+        same = {"cwd": ROOT, "env": os.environ | own, "stdout": log, "stderr": log, "start_new_session": True}
+        left = max(0.0, deadline - began)
+        try:
+            process = subprocess.Popen(command, **same)
+            status = process.wait(min(stage.seconds, left))
+        except FileNotFoundError:
+            status = "missing"  # a program that this machine lacks
+        except subprocess.TimeoutExpired:
+            end(process)
+            status = "over" if stage.seconds < left else "cut"
+    seconds = round(time.monotonic() - began, 1)
+    found = {"stage": stage.name, "status": status, "seconds": seconds, "limit": stage.seconds}
+    print(found, flush=True)
+    if status != "cut":
+        append_json_lines(options.out / "stages.jsonl", [found])
 
 
 def end(process: subprocess.Popen) -> None:
@@ -144,7 +142,9 @@ def main(arguments: list[str] | None = None) -> int:
     left = [stage for stage in chosen if options.only or stage.name not in ended]
     for _, together in groupby(left, key=lambda stage: stage.group or stage.name):
         if time.monotonic() < deadline:
-            run_beside(list(together), options, deadline)
+            group = list(together)
+            with ThreadPoolExecutor(len(group)) as pool:
+                list(pool.map(partial(run, options=options, deadline=deadline, num_beside=len(group)), group))
             write_report(stages, options)
     print(write_report(stages, options))
     ended = {each["stage"]: each["status"] for each in read_records([options.out / "stages.jsonl"])}

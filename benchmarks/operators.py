@@ -3,7 +3,8 @@
     python benchmarks/operators.py --preset h200 --json operators.jsonl
     python benchmarks/operators.py --ops segmented_attention --tokens 32768 --backends torch flash_attn triton
 
-Every result is compared with fp64 first: a wrong one gets an error instead of a speed, and the exit status is 1.
+Every result is compared first, with fp64 as by ``apbv.doctor``, and at the measured size with that of torch: a
+wrong one gets an error instead of a speed, and the exit status is 1. Errors are relative to what is allowed.
 Every round interleaves all backends, so that drift in the device's speed affects all equally. On a GPU the time is
 that between two events after queued work, so that it excludes launch overhead. Operands rotate, so that they come
 from memory and not from a cache. The ceilings, a large copy and a large matrix product in the same dtype, are
@@ -26,6 +27,7 @@ import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 import torch
 from tqdm import tqdm
 
+from apbv.doctor import kernels
 from apbv.kernels import BackendError
 from apbv.kernels.backends import BACKENDS, LIBRARIES, is_interpreted
 
@@ -38,6 +40,8 @@ OPERATORS = tuple(dict.fromkeys(case.op for case in cases(PRESETS["quick"].sizes
 TIMED = tuple(name for name in BACKENDS if name != "auto")
 _PACKAGES = ("triton", "flash-attn", "flash-attn-3", "fa3-fwd", "flash-attn-4")
 _CEILING_ROUNDS = 6
+# The largest difference of two backends' results, relative to their size.
+AGREEMENT = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
 @dataclass
@@ -46,14 +50,14 @@ class Contender:
 
     Attributes:
         run: the function that is timed.
-        errors: relative error of each output; empty if it could not be computed.
+        error: relative to what is allowed; None if it could not be computed.
         wrong: why its result is rejected; None if it is right.
         ms: milliseconds per call, one entry for every round.
     """
 
     backend: str
     run: Callable[[tuple], Outputs]
-    errors: tuple[float, ...] = ()
+    error: float | None = None
     wrong: str | None = None
     ms: list[float] = field(default_factory=list)
 
@@ -130,33 +134,24 @@ def contenders(case: Case, operands: tuple, backends: list[str], note: Callable[
 
 @torch.no_grad()
 def check(case: Case, operands: tuple, dtype: torch.dtype, entries: list[Contender]) -> None:
-    """Compare every contender's outputs with fp64, and record in it what is wrong with them."""
-    computed: list[tuple[Contender, Outputs]] = []
+    """Compare every contender with fp64, as the doctor does, and at this size with the first that is right."""
+    expected = None
     for entry in entries:
         try:
-            computed.append((entry, entry.run(operands)))
+            draw = kernels.Draw(operands[0].device, dtype)
+            entry.error = max(
+                kernels.error_of(case.op, each, entry.backend) for each in kernels.CASES[case.op](draw)
+            )
+            outputs = [output.double() for output in entry.run(operands)]
         except Exception as error:  # a kernel may raise anything, which is then the result of this check
             entry.wrong = f"{type(error).__name__}: {error}".splitlines()[0]
-    sums = [[[0.0, 0.0] for _ in outputs] for _, outputs in computed]
-    for place, exact in case.exact(operands):
-        for (_, outputs), totals in zip(computed, sums, strict=True):
-            for total, ours, its in zip(totals, (x[place] for x in outputs), exact, strict=True):
-                if ours.shape != its.shape:
-                    total[0] = float("nan")
-                    continue
-                total[0] += float((ours.double() - its.double()).square().sum())
-                total[1] += float(its.double().square().sum())
-    allowed = case.tolerance(dtype)
-    for (entry, outputs), totals in zip(computed, sums, strict=True):
-        entry.errors = tuple((off / max(norm, 1e-300)) ** 0.5 for off, norm in totals)
-        finite = all(bool(torch.isfinite(x).all()) for x in outputs)
-        if not finite or not all(error <= most for error, most in zip(entry.errors, allowed, strict=True)):
-            entry.wrong = f"is off by {_errors(entry.errors)}, where {_errors(allowed)} is allowed"
-            entry.wrong += "" if finite else "; not every number is finite"
-
-
-def _errors(errors: tuple[float, ...]) -> str:
-    return " and ".join(f"{error:.1e}" for error in errors)
+            continue
+        expected = expected or outputs
+        off = max(float((x - y).norm() / y.norm()) for x, y in zip(outputs, expected, strict=True))
+        if not entry.error <= 1:
+            entry.wrong = f"is off by {entry.error:.3g} times what is allowed"
+        elif not off <= AGREEMENT[dtype]:
+            entry.wrong = f"differs by {off:.1e} from {entries[0].backend}"
 
 
 @torch.no_grad()
@@ -202,9 +197,8 @@ def record(options: argparse.Namespace, timer: Timer, case: Case, entry: Contend
             "bound": "arithmetic" if case.flops / timer.flops > num_bytes / timer.bandwidth else "memory",
         },
         "share_of_ceiling": floor_ms / ms if ms else None,
-        # JSON has no NaN.
-        "errors": [error if error < float("inf") else None for error in entry.errors],
-        "tolerances": list(case.tolerance(dtype)),
+        # JSON has no infinity.
+        "error": entry.error if entry.error is not None and entry.error < float("inf") else None,
         "wrong": entry.wrong,
         "samples": {"ms": entry.ms},
         "warmup": options.warmup,
@@ -230,7 +224,7 @@ COLUMNS = {
     "GB/s": "{gigabytes_per_s:.3g}",
     "of ceiling": "{share_of_ceiling:.0%}",
     "bound": "{ceiling[bound]}",
-    "error": lambda row: " ".join("nan" if error is None else f"{error:.0e}" for error in row["errors"]) or "–",
+    "error": "{error:.2f}",
 }
 
 

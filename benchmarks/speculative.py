@@ -15,14 +15,15 @@ output (as scaled_model.py does), so that target and draft differ in cost as rea
 interleaved on every question. Answers are greedy, and each is compared with the autoregressive one, which uses the
 same attention: a variant whose answer differs anywhere is reported without a speed. With --draft-host the last
 host drafts in parallel in some variants and idles in the others; on a single host a thread drafts. A preset is one
-of the papers' tables (support/draft_presets.py), at the first of --keep-ratio; "std1" keeps its own number of
-tokens. With --batch the first questions are answered together, and drafts that do not pay are dropped.
+of the papers' tables (support/draft_presets.toml), at the first of --keep-ratio. With --batch the first questions
+are answered together, and drafts that do not pay are dropped.
 """
 
 import argparse
 import os
 import statistics
 import sys
+import tomllib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -42,10 +43,21 @@ from apbv.speculate import STRATEGIES, prunes
 
 from support import clips
 from support.arguments import COUNT, add_clip_options, add_pair, add_shared
-from support.draft_presets import PRESETS, configs_of
 from support.drafting import batch_records, build_ways, records
 from support.exams import Exam
 from support.records import read_records, report
+
+PRESETS = tomllib.loads((Path(__file__).parent / "support" / "draft_presets.toml").read_text(encoding="utf-8"))
+
+
+def configs_of(preset: str, keep_ratio: float) -> dict[str, SpeculativeConfig]:
+    """Return a preset's ways by label, at a share of visual tokens kept."""
+    found = {}
+    for label, settings in PRESETS[preset].items():
+        amount = {"keep_ratio": keep_ratio} if prunes(SpeculativeConfig(strategy=settings["strategy"])) else {}
+        amount |= {"hippo_terms": tuple(settings["hippo_terms"])} if "hippo_terms" in settings else {}
+        found[label] = SpeculativeConfig(**settings | amount)
+    return found
 
 
 def draft_tokens(text: str) -> int | str:

@@ -37,27 +37,12 @@ def prefill(records: list[dict]) -> str:
     return markdown_table(header, lines)
 
 
-def prefill_ms(record: dict) -> float:
-    """Return the milliseconds of a prefill's stage, or where they were not recorded the TTFT."""
-    return record.get("stages_ms", {}).get("prefill") or min(record["samples"]["ttft_ms"])
-
-
 def predicted_parts(record: dict, gpu: str | None) -> dict[str, float]:
     """Predict a prefill's parts in milliseconds; nothing where the roofline knows the GPU or the prompt not."""
     if gpu is None or record.get("frames") or record["model"] not in CONFIGS or record["label"] not in PREFILLS:
         return {}
     what = config_of(record["model"]), record["num_input_tokens"], record["label"], record["hosts"]
     return roofline.prefill_parts(*what, gpu)
-
-
-def predicted_ms(record: dict, gpu: str | None) -> float | None:
-    """Predict a prefill's milliseconds, by what is slower: the GPU, or the CPU that launches its kernels."""
-    parts = predicted_parts(record, gpu)
-    return (
-        max(sum(parts.values()), roofline.launching_ms(config_of(record["model"]), record["label"]))
-        if parts
-        else None
-    )
 
 
 def kernels(records: list[dict]) -> str:

@@ -4,9 +4,8 @@ Counted are the floating-point operations of the matrix products, where keys tha
 fewest bytes: every operand read once, every result written once.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +17,6 @@ from apbv.kernels import (
     block_sparse_attention,
     kv_importance,
     merge_states,
-    reference,
     segmented_attention,
     select_topk,
     verify_attention,
@@ -28,17 +26,7 @@ from apbv.kernels.library_attention import choose_attention
 from apbv.layout import FEWEST_ANCHOR, FEWEST_PASSING
 
 Outputs = tuple[Tensor, ...]
-# The index of a part of each of an operator's outputs, and the exact result of this part.
-Piece = tuple[Any, Outputs]
-
-# The largest |out - exact| / |exact| of attention: half precision rounds weights and every partial result.
-ATTENTION_TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-# The same for results in fp32 of operands in a lower precision, whose products are exact.
-FP32_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1e-3}
-# Number of queries that are compared, and of those in one run: every score is an fp64 number in memory.
-_CHECKED_QUERIES, _RUN = 2048, 128
 _BLOCK, _KEY_BLOCK = 128, 64  # queries, and keys where a block of keys is shorter, as in SpargeAttn
-_CHECKED_BLOCKS = 16
 
 
 @dataclass(frozen=True)
@@ -102,8 +90,6 @@ class Case:
         bytes: function of the dtype that counts the fewest bytes of one call.
         make: function that draws operands.
         run: function of (operands, backend) that returns the outputs.
-        exact: function of the operands that yields pieces of the result in fp64.
-        tolerance: function of the dtype that returns the relative error allowed for each output.
         chosen: function of (operands, backend) that returns the backend that would run, or raises BackendError.
         is_segmented: whether libraries of attention kernels compute it.
     """
@@ -115,8 +101,6 @@ class Case:
     bytes: Callable[[torch.dtype], int]
     make: Callable[[Draw], tuple]
     run: Callable[[tuple, str], Outputs]
-    exact: Callable[[tuple], Iterator[Piece]]
-    tolerance: Callable[[torch.dtype], tuple[float, ...]] = lambda dtype: (FP32_TOLERANCE[dtype],)
     chosen: Callable[[tuple, str], str] = lambda ops, backend: choose(backend, ops[0])
     is_segmented: bool = False
 
@@ -124,23 +108,6 @@ class Case:
 def local_kv(draw: Draw, s: Sizes, rows: int) -> tuple[Tensor, Tensor]:
     """Draw K and V as projections leave them."""
     return draw.states(s.kv_heads, rows, s.head_dim), draw.states(s.kv_heads, rows, s.head_dim)
-
-
-def heads_of(s: Sizes) -> Iterator[tuple[slice, slice]]:
-    """Yield the query heads of each KV head, and the KV head."""
-    groups = s.heads // s.kv_heads
-    for head in range(s.kv_heads):
-        yield slice(head * groups, (head + 1) * groups), slice(head, head + 1)
-
-
-def whole(function: Callable[..., Outputs | Tensor]) -> Callable[[tuple], Iterator[Piece]]:
-    """Return a function that yields the exact result in one piece."""
-
-    def exact(ops: tuple) -> Iterator[Piece]:
-        outputs = function(*ops)
-        yield ..., outputs if isinstance(outputs, tuple) else (outputs,)
-
-    return exact
 
 
 def _segmented(s: Sizes, label: str, queries: int, keys: list[int], segments=None, rows_alone: int = 0) -> Case:
@@ -169,8 +136,6 @@ def _segmented(s: Sizes, label: str, queries: int, keys: list[int], segments=Non
         lambda ops, backend: segmented_attention(
             ops[0], ops[1], scale, causal_last=True, rows_alone=rows_alone, backend=backend
         ),
-        lambda ops: _attention_pieces(s, *ops, rows_alone),
-        lambda dtype: (ATTENTION_TOLERANCE[dtype], 1e-4),
         lambda ops, backend: choose_attention(backend, *ops),
         is_segmented=True,
     )
@@ -214,32 +179,6 @@ def _passed(draw: Draw, s: Sizes) -> list[tuple[Tensor, Tensor]]:
     return [tuple(draw.randn(2, 1, s.kv_heads, s.passing, s.head_dim)) for _ in range(2 * s.hosts - 1)]
 
 
-def _attention_pieces(s: Sizes, q: Tensor, segments: list, rows_alone: int) -> Iterator[Piece]:
-    """Yield the exact results of runs of queries, KV head by KV head."""
-    queries, scale = q.shape[2], s.head_dim**-0.5
-    for group, one in heads_of(s):
-        *before, last = ([x[:, one] for x in pair] for pair in segments)
-        for rows in _runs(queries):
-            # Without the keys that only later rows see, causality is bottom-right for these rows alone.
-            seen = [x[:, :, : x.shape[2] - queries + rows.stop] for x in last]
-            alone = min(max(0, rows_alone - rows.start), rows.stop - rows.start)
-            place = slice(None), group, rows
-            exact = reference.segmented_attention(
-                q[place].double(), [*before, seen], scale, True, rows_alone=alone
-            )
-            yield place, exact
-
-
-def _runs(length: int) -> list[slice]:
-    """Return the rows to compare: all, or runs that are spread evenly from the first to the last row."""
-    if length <= _CHECKED_QUERIES:
-        starts = range(0, length, _RUN)
-    else:
-        count = _CHECKED_QUERIES // _RUN
-        starts = [i * (length - _RUN) // (count - 1) for i in range(count)]
-    return [slice(start, min(start + _RUN, length)) for start in starts]
-
-
 def verify(s: Sizes, queries: int) -> Case:
     """Build the case of a few new tokens over long KV."""
     past, scale = s.tokens - queries, s.head_dim**-0.5
@@ -250,14 +189,6 @@ def verify(s: Sizes, queries: int) -> Case:
         kv = (draw.randn(1, s.kv_heads, s.tokens, s.head_dim) for _ in range(2))
         return draw.states(s.heads, queries, s.head_dim), *kv
 
-    def exact(ops: tuple) -> Iterator[Piece]:
-        q, k, v = ops
-        for group, one in heads_of(s):
-            yield (
-                (slice(None), group),
-                reference.verify_attention(q[:, group].double(), k[:, one], v[:, one], scale),
-            )
-
     return Case(
         "verify_attention",
         f"{queries} {'token' if queries == 1 else 'tokens'}",
@@ -266,8 +197,6 @@ def verify(s: Sizes, queries: int) -> Case:
         lambda dtype: rows * s.head_dim * dtype.itemsize,
         make,
         lambda ops, backend: verify_attention(*ops, scale, backend=backend),
-        exact,
-        lambda dtype: (ATTENTION_TOLERANCE[dtype], 1e-4),
     )
 
 
@@ -289,8 +218,6 @@ def merge_into_place(s: Sizes) -> Case:
         lambda dtype: (rows[0] + sum(rows)) * (wide * dtype.itemsize + s.heads * itemsize),
         make,
         lambda ops, backend: merge_states(*ops[1:], out=ops[0], backend=backend),
-        whole(lambda out, *partial: reference.merge_states(*partial)),
-        lambda dtype: (ATTENTION_TOLERANCE[dtype], 1e-5),
     )
 
 
@@ -303,11 +230,6 @@ def importance(s: Sizes, reduce: str) -> Case:
         q, k = draw.states(s.heads, s.query_len, s.head_dim), draw.states(s.kv_heads, s.block, s.head_dim)
         return q, k, segmented_attention(q, [(k, k)], scale, causal_last=False, backend="torch")[1]
 
-    def exact(ops: tuple) -> Iterator[Piece]:
-        q, k, _ = ops
-        for group, one in heads_of(s):
-            yield (slice(None), one), (reference.kv_importance(q[:, group], k[:, one], scale, reduce),)
-
     return Case(
         "kv_importance",
         reduce,
@@ -318,7 +240,6 @@ def importance(s: Sizes, reduce: str) -> Case:
         ),
         make,
         lambda ops, backend: (kv_importance(*ops[:2], scale, reduce, lse=ops[2], backend=backend),),
-        exact,
     )
 
 
@@ -336,8 +257,6 @@ def topk(s: Sizes) -> Case:
         lambda dtype: s.kv_heads * (4 * s.block + s.passing * (4 * s.head_dim * dtype.itemsize + 8)),
         make,
         lambda ops, backend: select_topk(*ops, backend=backend),
-        whole(reference.select_topk),
-        lambda dtype: (0.0, 0.0),
     )
 
 
@@ -358,18 +277,6 @@ def listed_blocks(s: Sizes, share: float) -> Case:
         listed = ListedBlocks.of(kept, _BLOCK, _BLOCK)
         return draw.states(s.heads, s.tokens, s.head_dim), *local_kv(draw, s, s.tokens), listed
 
-    def exact(ops: tuple) -> Iterator[Piece]:
-        """Yield the exact results of some blocks of queries, each of one head."""
-        q, k, v, listed = ops
-        for i in range(_CHECKED_BLOCKS):
-            block, head = i * (blocks - 1) // (_CHECKED_BLOCKS - 1), i % s.heads
-            own = slice(block * _BLOCK, block * _BLOCK + rows[block])
-            chosen = listed.indices[0, head, block, : counts[block]].tolist()
-            pair = [x[:, head // (s.heads // s.kv_heads)][:, None] for x in (k, v)]
-            segments = [[_rows(x, chosen) for x in pair], [x[:, :, own] for x in pair]]
-            place = slice(None), slice(head, head + 1), own
-            yield place, reference.segmented_attention(q[place].double(), segments, scale, True)
-
     return Case(
         "block_sparse_attention",
         f"{share:.0%} of the blocks",
@@ -381,27 +288,12 @@ def listed_blocks(s: Sizes, share: float) -> Case:
         ),
         make,
         lambda ops, backend: block_sparse_attention(*ops, scale, backend=backend),
-        exact,
-        lambda dtype: (ATTENTION_TOLERANCE[dtype], 1e-4),
     )
-
-
-def _rows(states: Tensor, blocks: list[int]) -> Tensor:
-    pieces = [states[:, :, block * _BLOCK : (block + 1) * _BLOCK] for block in blocks]
-    return torch.cat([states[:, :, :0], *pieces], dim=2)
 
 
 def antidiagonals(s: Sizes, stride: int) -> Case:
     """Build the case of XAttention's scores of a whole prompt's blocks."""
     groups, blocks, scale = -(-s.tokens // stride), -(-s.tokens // _BLOCK), s.head_dim**-0.5
-
-    def exact(ops: tuple) -> Iterator[Piece]:
-        """Yield the exact scores of the first blocks, which do not depend on the others, by KV head."""
-        first = slice(min(_CHECKED_QUERIES, s.tokens) // _BLOCK)
-        q, k = (x[:, :, : first.stop * _BLOCK] for x in ops)
-        for group, one in heads_of(s):
-            scores = reference.antidiagonal_scores(q[:, group], k[:, one], scale, stride, _BLOCK)
-            yield (slice(None), group, first, first), (scores,)
 
     return Case(
         "antidiagonal_scores",
@@ -411,7 +303,6 @@ def antidiagonals(s: Sizes, stride: int) -> Case:
         lambda dtype: s.tokens * (s.heads + s.kv_heads) * s.head_dim * dtype.itemsize + 4 * s.heads * blocks**2,
         lambda draw: (draw.states(s.heads, s.tokens, s.head_dim), draw.states(s.kv_heads, s.tokens, s.head_dim)),
         lambda ops, backend: (antidiagonal_scores(*ops, scale, stride, _BLOCK, backend=backend),),
-        exact,
     )
 
 
@@ -429,8 +320,6 @@ def means(s: Sizes) -> Case:
             draw.randn(1, s.kv_heads, s.head_dim, dtype=torch.float32),
         ),
         lambda ops, backend: block_means(ops[0], _KEY_BLOCK, center=ops[1], backend=backend),
-        whole(lambda keys, center: reference.block_means(keys, _KEY_BLOCK, center=center)),
-        lambda dtype: (FP32_TOLERANCE[dtype], FP32_TOLERANCE[dtype]),
     )
 
 

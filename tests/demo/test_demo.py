@@ -1,6 +1,7 @@
 """The packaged model answers about held-out clips, from H.264 file to text, prefilled by two hosts with APB-V."""
 
 import itertools
+import json
 import re
 from types import SimpleNamespace
 from unittest import mock
@@ -157,8 +158,8 @@ def test_questions_of_a_drawn_batch_do_not_see_each_other(shot_pool):
 
 
 @pytest.mark.thorough
-def test_a_short_training_learns_resumes_and_saves(tmp_path, monkeypatch, shot_pool):
-    """A few steps of the real thing: the loss falls, and a resumed run goes on where the first one stopped."""
+def test_a_short_training_learns_and_saves(tmp_path, monkeypatch, shot_pool):
+    """A few steps of the real thing: the loss falls."""
     monkeypatch.setattr(train_demo, "ShotPool", lambda *_: shot_pool)
     monkeypatch.setattr(train_demo, "POOL_SIZES", {2: 1024})
     # Every step takes half a second by this clock: as many steps on every machine.
@@ -168,10 +169,8 @@ def test_a_short_training_learns_resumes_and_saves(tmp_path, monkeypatch, shot_p
     for name, value in small.items():
         monkeypatch.setattr(training, name, value)
     command = ["target", "--out", str(tmp_path), "--threads", "1"]
-    assert train_demo.main([*command, "--minutes", "0.1"]) == 0
-    state = torch.load(tmp_path / "state.pt", weights_only=True)
-    assert train_demo.main([*command, "--minutes", "0.2", "--resume"]) == 0
-    resumed = torch.load(tmp_path / "state.pt", weights_only=True)
-    assert (state["step"], resumed["step"]) == (12, 24) and resumed["history"][0] == state["history"][0]
-    assert resumed["history"][-1]["dense"] < resumed["history"][0]["dense"]
+    assert train_demo.main([*command, "--minutes", "0.2"]) == 0
+    history = [json.loads(line) for line in (tmp_path / "history.jsonl").read_text().splitlines()]
+    assert history[-1]["step"] > 20 and history[-1]["dense"] < history[0]["dense"]
+    assert (tmp_path / "curves.png").exists()
     assert load(tmp_path / "model").num_parameters() > 3_000_000

@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from .. import clips
-from .architecture import PATCH_SIZE
-from .processor import build_processor
+from .models import PATCH_SIZE, build_processor
 
 PATCH_VALUES = 3 * clips.FRAMES_PER_SHOT * PATCH_SIZE**2
 COLOUR_IDS = {colour: index + 1 for index, colour in enumerate(clips.COLOURS)}  # 0 is "no border"

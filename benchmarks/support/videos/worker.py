@@ -120,13 +120,11 @@ class Outcome:
         values: ``[rows, ...]`` on any device: frames, visual tokens or logits.
         num_visual_tokens: of the prompt.
         timer: timed the stages.
-        places: returns which rows of the whole these are, ``[rows]``; None for all of them.
     """
 
     values: Any
     num_visual_tokens: int | None = None
     timer: StageTimer | None = None
-    places: Callable[[], torch.Tensor] | None = None
 
 
 def in_processes_of_their_own(count: int, function: Callable[..., Result], *args) -> list[Result]:
@@ -152,7 +150,7 @@ def measure(rank: int, job: Job, rendezvous: str, kept: Path | None) -> Measured
 
     Args:
         rendezvous: a file by which the hosts meet.
-        kept: where what the stage makes is saved, outside the measurement; None: nowhere.
+        kept: the file in which what the stage makes is saved, outside the measurement; None: it is not.
     """
     os.environ.update(OMP_NUM_THREADS=str(job.threads), LOCAL_RANK=str(rank))
     torch.set_num_threads(job.threads)
@@ -176,9 +174,7 @@ def measure(rank: int, job: Job, rendezvous: str, kept: Path | None) -> Measured
             measured, outcome = _measure(hosts, lambda: run(job.clip))
             if kept is not None:
                 values = outcome.values.cpu()
-                np.save(kept / f"{rank}.npy", values if job.stage == "frames" else values.float())
-                places = torch.arange(len(values)) if outcome.places is None else outcome.places()
-                np.save(kept / f"{rank}.places.npy", places)
+                np.save(kept, values if job.stage == "frames" else values.float())
         return measured
     finally:
         hosts.close()
@@ -286,13 +282,8 @@ class Apbv(Model):
         source = partial(tower_rows, parts, inputs.visual, timer)
         local = encode_and_exchange(parts, inputs, source, layout, hosts, timer)
 
-        def places() -> torch.Tensor:
-            is_visual = parts.is_visual(inputs.input_ids[0])
-            row_of = is_visual.long().cumsum(0) - 1
-            return row_of[[token for span in layout.local_spans(hosts.rank) for token in span if is_visual[token]]]
-
         (rows,) = local.streams  # a model with deepstack has more
-        return Outcome(rows, inputs.num_visual_tokens, timer, places)
+        return Outcome(rows, inputs.num_visual_tokens, timer)
 
     def _first_token(self, clip: str, timer: StageTimer) -> Outcome:
         state = self._engine.prefill(QUESTION, video=clip, num_frames=self._job.num_frames)
