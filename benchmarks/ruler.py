@@ -20,8 +20,10 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
-from itertools import product
+from itertools import groupby, product
+from pathlib import Path
 
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 
@@ -56,6 +58,7 @@ def rows_of(num_tokens: int) -> dict[str, PrefillConfig]:
         ", l_p = 128, softmax": {"importance": "softmax", **half},
         ", l_p = 128, dot": {"importance": "dot", **half},
         ", l_p = 128, dot, question in the anchor": {**authors, **half},
+        ", l_p = n/32": {"passing_len": -(-num_tokens // 32)},
         ", n/64, n/128": short,
         ", n/64, n/128, dot": {"importance": "dot", **short},
         ", as its authors": {**authors, **short},
@@ -189,6 +192,7 @@ def measure(options: argparse.Namespace, hosts: HostGroup, known: list[dict]) ->
 
 def show(options: argparse.Namespace, records: list[dict]) -> None:
     """Print a row for every way over its samples, with the mean difference of each from ``full``'s same sample."""
+    records = [record for record in records if record["label"] in options.rows]
     exact = {(r["task"], r["num_tokens"], r["index"]): r["right"] for r in records if r["label"] == "full"}
     lines = []
     rows = grouped(records, "task", "num_tokens", "hosts", "label")
@@ -201,42 +205,101 @@ def show(options: argparse.Namespace, records: list[dict]) -> None:
         cells += [mean_cell([record["kl"] for record in of_row], ".3f"), agrees]
         lines.append([task, num_tokens, hosts, label, *lengths, len(right), *cells])
     header = "task,tokens,hosts,row,l_a,l_p,samples,% right,points to `full`,KL,same first choice (%)"
-    print(markdown_table(header.split(","), lines), by_length(records), sep="\n\n", flush=True)
+    compared = rows_by_length(records)
+    print(markdown_table(header.split(","), lines), table_by_length(compared), sep="\n\n", flush=True)
     if options.plot:
-        panels: dict[str, dict[str, list[tuple]]] = {}
-        for (hosts, label, length), of_row in grouped(records, "hosts", "label", "num_tokens").items():
-            curves = panels.setdefault(f"tokens of the context, {hosts} hosts", {})
-            curves.setdefault(label, []).append((length, statistics.fmean(record["kl"] for record in of_row)))
-        panels.pop("tokens of the context, 1 hosts", None)  # full attention itself
-        if panels:
-            plot(options.plot, panels, "KL divergence from full attention (nats per token)")
+        draw(options.plot, compared)
 
 
-def by_length(records: list[dict]) -> str:
-    """Format each row's mean KL divergence from ``full``, and its share of right answers, by length: all tasks.
+# Records by task and index.
+Samples = dict[tuple[str, int], dict]
 
-    Only samples that every row of a number of hosts has are counted, so that rows are compared on the same ones.
+
+@dataclass(frozen=True)
+class Row:
+    """All tasks' samples of a row, beside those of other rows of the same length.
+
+    Attributes:
+        mine: the row's.
+        usual: those of ``apbv`` on as many hosts.
+        exact: those of ``full``.
     """
-    lengths, lines = sorted({record["num_tokens"] for record in records}), []
-    rows = {
+
+    num_tokens: int
+    hosts: int
+    label: str
+    mine: Samples
+    usual: Samples
+    exact: Samples
+
+    def more(self) -> list[float]:
+        """How much larger the divergence is than that of ``apbv``, for each sample that both have."""
+        both = sorted(self.mine.keys() & self.usual.keys())
+        return [self.mine[sample]["kl"] - self.usual[sample]["kl"] for sample in both]
+
+    def ttft(self) -> float | None:
+        """The median share of ``full``'s time to first token, where both were timed on the same machine."""
+        timed = [(record, self.exact.get(sample, {})) for sample, record in self.mine.items()]
+        shares = [
+            record["ttft_ms"] / other["ttft_ms"]
+            for record, other in timed
+            if "ttft_ms" in record and record["device"] == other.get("device")
+        ]
+        return statistics.median(shares) if shares else None
+
+
+def rows_by_length(records: list[dict]) -> list[Row]:
+    """Return the rows other than ``full`` by length and number of hosts."""
+    samples = {
         row: {(record["task"], record["index"]): record for record in of_row}
-        for row, of_row in grouped(records, "hosts", "label", "num_tokens").items()
+        for row, of_row in grouped(records, "num_tokens", "hosts", "label").items()
     }
-    shared: dict[tuple, set] = {}  # of every number of hosts and length the samples of all rows
-    for (hosts, _, length), of_row in rows.items():
-        shared[hosts, length] = shared.get((hosts, length), set(of_row)) & set(of_row)
-    for hosts in sorted({record["hosts"] for record in records}):
-        for label in dict.fromkeys(record["label"] for record in records if record["hosts"] == hosts):
-            cells = []
-            for length in lengths:
-                of_row = rows.get((hosts, label, length), {})
-                same = [of_row[sample] for sample in sorted(shared[hosts, length])] if of_row else []
-                right = [record["right"] for record in same]
-                kl = mean_cell([record["kl"] for record in same], ".3f") if same else "–"
-                cells += [kl, percent_cell(sum(right), len(right)) or "–"]
-            lines.append([hosts, label, *cells])
-    header = [f"{what}, {length:,}" for length in lengths for what in ("KL", "% right")]
-    return markdown_table(["hosts", "row", *header], lines)
+    exact: dict[int, Samples] = {}
+    for (num_tokens, _, label), of_row in samples.items():
+        if label == "full":
+            exact.setdefault(num_tokens, {}).update(of_row)
+    return [
+        Row(*row, of_row, samples.get((*row[:2], "apbv"), {}), exact.get(row[0], {}))
+        for row, of_row in sorted(samples.items(), key=lambda item: item[0][:2])
+        if row[2] != "full"
+    ]
+
+
+def table_by_length(rows: list[Row]) -> str:
+    """Format rows, all tasks together; each is compared with ``apbv`` and ``full`` on the samples of both."""
+    lines = []
+    for row in rows:
+        more = row.more() if row.label != "apbv" else []
+        right, exact = (
+            [of_row[sample]["right"] for sample in sorted(row.mine.keys() & row.exact.keys())]
+            for of_row in (row.mine, row.exact)
+        )
+        points = [100 * (mine - other) for mine, other in zip(right, exact, strict=True)]
+        kl = mean_cell([record["kl"] for record in row.mine.values()], ".3f")
+        cells = [len(row.mine), kl, f"{mean_cell(more, '+.3f')} ({len(more)})" if more else ""]
+        ttft = row.ttft()
+        cells += [mean_cell(points, "+.0f") if points else "", "" if ttft is None else f"{100 * ttft:.0f}%"]
+        lines.append([f"{row.num_tokens:,}", row.hosts, row.label, *cells])
+    header = "tokens,hosts,row,samples,KL,more than `apbv` (samples),points to `full`,TTFT of `full`'s"
+    return markdown_table(header.split(","), lines)
+
+
+def draw(path: Path, rows: list[Row]) -> None:
+    """Plot the divergence by length for each number of hosts, on the samples that all rows of a length have."""
+    panels: dict[str, dict[str, list[tuple]]] = {}
+    for (hosts, num_tokens), together in groupby(sorted(rows, key=_place), key=_place):
+        of_length = list(together)
+        shared = set.intersection(*(set(row.mine) for row in of_length))
+        for row in of_length if shared else ():
+            curves = panels.setdefault(f"tokens, {hosts} hosts", {})
+            kl = statistics.fmean(row.mine[sample]["kl"] for sample in shared)
+            curves.setdefault(row.label, []).append((num_tokens, kl))
+    if panels:
+        plot(path, panels, "KL divergence from full attention (nats per token)")
+
+
+def _place(row: Row) -> tuple[int, int]:
+    return row.hosts, row.num_tokens
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:

@@ -49,15 +49,18 @@ def percent_cell(right: int, total: int) -> str:
 
 
 def mean_cell(samples: Sequence[float], form: str) -> str:
-    """Format a mean and half its 95 % confidence interval by Student's t: ``0.042 ± 0.010``."""
-    half = math.nan
-    if len(samples) > 1:
-        half = student_t(len(samples) - 1) * statistics.stdev(samples) / math.sqrt(len(samples))
-    return f"{statistics.fmean(samples):{form}} ± {half:{form.removeprefix('+')}}"
+    """Format a mean and half its 95 % confidence interval by Student's t, ``0.042 ± 0.010``; one sample alone."""
+    mean = f"{statistics.fmean(samples):{form}}"
+    if len(samples) < 2:
+        return mean
+    half = student_t(len(samples) - 1) * statistics.stdev(samples) / math.sqrt(len(samples))
+    return f"{mean} ± {half:{form.removeprefix('+')}}"
 
 
 def student_t(freedom: int) -> float:
     """Return the two-sided 95 % quantile; the series of Abramowitz and Stegun, 26.7.5, within 1 % from 3 on."""
+    if freedom < 3:
+        return (12.706, 4.303)[freedom - 1]
     z = 1.96
     first, second = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96
     third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384

@@ -150,7 +150,7 @@ def test_drafts_are_predicted_by_what_they_read(capsys):
 
 def test_intervals_of_few_samples_are_those_of_student():
     """Quantiles from a table."""
-    for freedom, quantile in ((3, 3.182), (4, 2.776), (11, 2.201), (49, 2.010)):
+    for freedom, quantile in ((1, 12.706), (2, 4.303), (3, 3.182), (4, 2.776), (11, 2.201), (49, 2.010)):
         assert student_t(freedom) == pytest.approx(quantile, rel=0.01)
     assert mean_cell([1.0, 2.0, 3.0, 4.0], "+.2f") == "+2.50 ± 2.04"
 

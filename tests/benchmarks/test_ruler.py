@@ -100,8 +100,27 @@ def test_rows_are_compared_on_the_same_samples(tmp_path):
     assert [len(found) for found in of_row.values()] == [2] * 5
     # Each row passes on other pairs.
     assert len({record["kl"] for found in of_row.values() for record in found}) == 9
-    assert "| hosts | row | KL, 700 | % right, 700 |" in output and "| 2 | apbv, no passing | 0." in output
+    assert "| 700 | 2 | apbv, no passing | 2 | 0." in output
     assert all(some["kl"] > every["kl"] >= 0 for some, every in zip(of_row[rows[2]], of_row[rows[1]], strict=True))
+
+
+def test_rows_are_compared_on_samples_that_both_have():
+    def record(label, hosts, index, kl, device="cpu", **times):
+        place = {"task": "vt", "num_tokens": 64, "index": index, "hosts": hosts, "label": label, "device": device}
+        return {**place, "kl": kl, "right": float(index == 1), **times}
+
+    records = [record("full", 1, index, 0.0, ttft_ms=10.0) for index in range(4)]
+    records += [record("apbv", 4, index, 0.5 * index, ttft_ms=4.0 + index) for index in range(3)]
+    records += [record("star", 4, index, 1.0 * index) for index in (3, 2, 1)]
+    records += [record("flexprefill", 1, 3, 0.25, device="H200", ttft_ms=5.0)]
+    rows = {row.label: row for row in ruler.rows_by_length(records)}
+    assert {label: (row.hosts, row.more(), row.ttft()) for label, row in rows.items()} == {
+        "flexprefill": (1, [], None),
+        "apbv": (4, [0.0, 0.0, 0.0], 0.5),
+        "star": (4, [0.5, 1.0], None),
+    }
+    table = ruler.table_by_length(list(rows.values()))
+    assert "| 64 | 4 | star | 3 | 2.000 ± " in table and "| +0.750 ± 3.176 (2) | +0 ± 0 |  |" in table
 
 
 @torch.no_grad()

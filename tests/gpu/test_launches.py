@@ -1,4 +1,4 @@
-"""What a GPU is asked to do at a real size: as docs/kernels.md says, and no more than the budgets."""
+"""What a GPU is asked to do at a real size: as docs/records/gpu-operations.md says, and no more than the budgets."""
 
 from importlib.metadata import version
 

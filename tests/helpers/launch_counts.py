@@ -1,6 +1,6 @@
 """What a GPU is asked to do at a real size, without its memory: launches, by kernel, for a prompt and for a token.
 
-``PYTHONPATH=benchmarks python tests/helpers/launch_counts.py`` writes the table at the end of docs/kernels.md.
+``PYTHONPATH=benchmarks python tests/helpers/launch_counts.py`` writes the table of docs/records/gpu-operations.md.
 """
 
 import os
@@ -26,7 +26,7 @@ from answers import answer_by, decoder_behind
 from pretend_gpu import Events, Machine, rehearsal, to_gpu
 from support.workloads import build_model, qwen_vl_config, text_prompt
 
-PAGE = Path(__file__).parents[2] / "docs" / "kernels.md"
+PAGE = Path(__file__).parents[2] / "docs" / "records" / "gpu-operations.md"
 HEADING = "## GPU operations per layer and token"
 TOKENS, QUESTION, HOSTS, RANK, ANSWERS = 131_072, 40, 8, 1, 16
 # Launched one by one; the kernels of a graph are launched together.
