@@ -75,7 +75,7 @@ def steps(options: argparse.Namespace, parts: ModelParts) -> Iterator[dict]:
             measure(ways, options.rounds, options.warmup, parts.device)
             compare(ways)
             for way in ways:
-                what = {"num_tokens": num_tokens, "num_new_tokens": num_new, "setup_s": way.setup_s}
+                what = {"num_tokens": num_tokens, "num_new_tokens": num_new}
                 yield {"benchmark": "decoding", **what, **record_of(options, ways[0], way)}
 
 
@@ -97,7 +97,7 @@ def record_of(options: argparse.Namespace, baseline: Way, way: Way) -> dict:
 
 _SPEED = {"speed-up": "{speedup:.2f} ×", "error": "{error:.0e}"}
 COLUMNS = {"context": "{num_tokens}", "new tokens": "{num_new_tokens}", "way": "{way}", "ms": "{ms:.2f}"}
-COLUMNS |= {"first step s": "{setup_s:.1f}", **_SPEED}
+COLUMNS |= _SPEED
 BATCH_COLUMNS = {"context": "{num_tokens}", "answers": "{num_answers}", "way": "{way}"}
 BATCH_COLUMNS |= {"tokens/s": "{tokens_per_s:.0f}", **_SPEED}
 

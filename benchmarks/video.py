@@ -129,18 +129,16 @@ def figures_of(job: Job, spec: ClipSpec, samples: list[list[Measured]]) -> dict:
     }
     cpu_seconds = [sum(host.cpu_seconds for host in hosts) for hosts in samples]
     peaks = [max(host.peak_memory_bytes for host in hosts) for hosts in samples]
-    median = statistics.median(seconds)
     return {
         "benchmark": "video",
         **{name: getattr(job, name) for name in ("stage", "way", "hosts", "sampling", "pinned", "dtype")},
         "threads_per_host": job.threads,
         "reader": job.reader if job.way == "transformers" else None,
-        "seconds": median,
+        "seconds": statistics.median(seconds),
         "cpu_seconds": statistics.median(cpu_seconds),
         "peak_memory_bytes": max(peaks),
         "memory_before_bytes": max(host.memory_before_bytes for hosts in samples for host in hosts),
         "stages_ms": {name: taken * 1e3 for name, taken in stages.items()},
-        "overlap": median / max(stages.values()) if stages else None,
         "samples": {"seconds": seconds, "cpu_seconds": cpu_seconds, "peak_memory_bytes": peaks},
         "video": "generated" if spec.source is None else spec.source.name,
         "resolution": [spec.height, spec.width],
@@ -205,7 +203,6 @@ COLUMNS = {
     "CPU s": "{cpu_seconds:.2f}",
     "peak MiB": lambda record: record["peak_memory_bytes"] >> 20,
     "before MiB": lambda record: record["memory_before_bytes"] >> 20,
-    "overlap": "{overlap:.2f}",
     "difference": "{max_difference:.2g}",
 }
 

@@ -34,14 +34,12 @@ class Way:
         name: its name in tables.
         run: what is timed.
         error: largest error of its logits, relative to the largest logit.
-        setup_s: seconds of the first step.
         ms: milliseconds of a step, or of a token of every answer, one entry for every round.
     """
 
     name: str
     run: Callable[[], object]
     error: float = 0.0
-    setup_s: float = 0.0
     ms: list[float] = field(default_factory=list)
 
 
@@ -60,17 +58,13 @@ def measure(ways: Sequence[Way], rounds: int, warmup: int, device: torch.device,
 
 @torch.no_grad()
 def compare(ways: Sequence[Way]) -> None:
-    """Compare the steps' logits with the first way's, and time the first of them.
+    """Compare the steps' logits with the first way's.
 
     To be called again after the measurement: a CUDA graph does not repeat the first step, but a later one.
     """
-    expected = None
+    expected = ways[0].run().double()
     for way in ways:
-        began = time.perf_counter()
-        logits = way.run().double()
-        way.setup_s = way.setup_s or time.perf_counter() - began
-        expected = logits if expected is None else expected
-        errors = way.error, relative_error(logits, expected)
+        errors = way.error, relative_error(way.run().double(), expected)
         way.error = float(torch.tensor(errors).max())  # NaN, if one is
 
 
