@@ -17,7 +17,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from importlib.metadata import distributions
 
@@ -185,7 +185,7 @@ def record(options: argparse.Namespace, timer: Timer, case: Case, entry: Contend
         "case": case.label,
         "backend": entry.backend,
         "is_default": entry.backend == default,
-        "sizes": case.sizes,
+        "sizes": asdict(case.sizes),
         "flops": case.flops,
         "bytes": num_bytes,
         "ms": ms,

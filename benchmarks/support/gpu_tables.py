@@ -5,7 +5,7 @@ from itertools import product
 
 import roofline
 
-from .records import markdown_table
+from .records import markdown_table, table
 from .summaries import grouped, mean_cell
 from .workloads import CONFIGS, config_of
 
@@ -70,21 +70,16 @@ def kernels(records: list[dict]) -> str:
 
 def operators(records: list[dict]) -> str:
     """Every operator by backend: its time, and the share of the ceiling that bounds it."""
-    lines = [
-        [f"`{row['op']}`", row["case"], row["backend"], f"{row['ms']:.3g} ms", f"{row['share_of_ceiling']:.0%}"]
-        for row in of(records, "operators")
-        if row["ms"] is not None
-    ]
-    return markdown_table(["operator", "case", "backend", "time", "of the ceiling"], lines)
+    columns = {"operator": "`{op}`", "case": "{case}", "backend": "{backend}", "time": "{ms:.3g} ms"}
+    right = [record for record in of(records, "operators") if record["ms"] is not None]
+    return table(right, columns | {"of the ceiling": "{share_of_ceiling:.0%}"})
 
 
 def steps(records: list[dict]) -> str:
     """A decoding step over a long context, one way beside the other."""
-    lines = []
-    for record in of(records, "decoding"):
-        tokens = f"{record['num_tokens']:,}", record["num_new_tokens"]
-        lines.append([*tokens, record["way"], f"{record['ms']:.2f} ms", f"{record['speedup']:.2f}x"])
-    return markdown_table(["context", "new tokens", "way", "time", "over transformers"], lines)
+    columns = {"context": "{num_tokens:,}", "new tokens": "{num_new_tokens}", "way": "{way}"}
+    columns |= {"time": "{ms:.2f} ms", "over transformers": "{speedup:.2f}x"}
+    return table(of(records, "decoding"), columns)
 
 
 def batch(records: list[dict]) -> str:
@@ -101,12 +96,13 @@ def batch(records: list[dict]) -> str:
 
 def server(records: list[dict]) -> str:
     """The server under load, and the engine without it."""
-    lines = []
-    for record in of(records, "serving"):
-        load = "engine alone" if record["way"] == "engine" else f"{record['concurrency']} clients"
-        cells = [f"{record['request_throughput']:.1f}", f"{record['ttft_ms']['p50']:.0f} ms"]
-        lines.append([load, *cells, f"{record['tpot_ms']['p50']:.1f} ms"])
-    return markdown_table(["load", "requests/s", "TTFT, p50", "TPOT, p50"], lines)
+    columns = {
+        "load": lambda row: "engine alone" if row["way"] == "engine" else f"{row['concurrency']} clients",
+        "requests/s": "{request_throughput:.1f}",
+        "TTFT, p50": "{ttft_ms[p50]:.0f} ms",
+        "TPOT, p50": "{tpot_ms[p50]:.1f} ms",
+    }
+    return table(of(records, "serving"), columns)
 
 
 def accuracy(records: list[dict]) -> str:

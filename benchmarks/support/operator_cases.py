@@ -5,7 +5,7 @@ fewest bytes: every operand read once, every result written once.
 """
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -85,24 +85,24 @@ class Case:
 
     Attributes:
         op, label: the operator, and what distinguishes the case from its others.
-        sizes: for the records.
         flops: floating-point operations of one call.
         bytes: function of the dtype that counts the fewest bytes of one call.
         make: function that draws operands.
         run: function of (operands, backend) that returns the outputs.
         chosen: function of (operands, backend) that returns the backend that would run, or raises BackendError.
         is_segmented: whether libraries of attention kernels compute it.
+        sizes: of the model and the prompt.
     """
 
     op: str
     label: str
-    sizes: dict[str, int]
     flops: int
     bytes: Callable[[torch.dtype], int]
     make: Callable[[Draw], tuple]
     run: Callable[[tuple, str], Outputs]
     chosen: Callable[[tuple, str], str] = lambda ops, backend: choose(backend, ops[0])
     is_segmented: bool = False
+    sizes: Sizes | None = None
 
 
 def local_kv(draw: Draw, s: Sizes, rows: int) -> tuple[Tensor, Tensor]:
@@ -129,7 +129,6 @@ def _segmented(s: Sizes, label: str, queries: int, keys: list[int], segments=Non
     return Case(
         "segmented_attention",
         label,
-        asdict(s) | {"queries": queries, "keys": sum(keys), "segments": len(keys)},
         4 * s.head_dim * s.heads * seen,
         lambda dtype: rows * s.head_dim * dtype.itemsize + 4 * queries * s.heads,
         make,
@@ -192,7 +191,6 @@ def verify(s: Sizes, queries: int) -> Case:
     return Case(
         "verify_attention",
         f"{queries} {'token' if queries == 1 else 'tokens'}",
-        asdict(s) | {"queries": queries, "keys": s.tokens},
         4 * s.head_dim * s.heads * (queries * past + queries * (queries + 1) // 2),
         lambda dtype: rows * s.head_dim * dtype.itemsize,
         make,
@@ -213,7 +211,6 @@ def merge_into_place(s: Sizes) -> Case:
     return Case(
         "merge_states",
         "first block, in its place",
-        asdict(s),
         2 * sum(rows) * wide,
         lambda dtype: (rows[0] + sum(rows)) * (wide * dtype.itemsize + s.heads * itemsize),
         make,
@@ -233,7 +230,6 @@ def importance(s: Sizes, reduce: str) -> Case:
     return Case(
         "kv_importance",
         reduce,
-        asdict(s) | {"queries": s.query_len, "keys": s.block},
         2 * s.head_dim * rows * s.block,
         lambda dtype: (
             (s.query_len * s.heads + s.block * s.kv_heads) * s.head_dim * dtype.itemsize + 4 * s.block * s.kv_heads
@@ -252,7 +248,6 @@ def topk(s: Sizes) -> Case:
     return Case(
         "select_topk",
         f"{s.passing} of {s.block}",
-        asdict(s) | {"keys": s.block},
         0,
         lambda dtype: s.kv_heads * (4 * s.block + s.passing * (4 * s.head_dim * dtype.itemsize + 8)),
         make,
@@ -280,7 +275,6 @@ def listed_blocks(s: Sizes, share: float) -> Case:
     return Case(
         "block_sparse_attention",
         f"{share:.0%} of the blocks",
-        asdict(s) | {"queries": s.tokens, "keys": s.tokens},
         4 * s.head_dim * s.heads * scores,
         lambda dtype: (
             2 * s.tokens * (s.heads + s.kv_heads) * s.head_dim * dtype.itemsize
@@ -298,7 +292,6 @@ def antidiagonals(s: Sizes, stride: int) -> Case:
     return Case(
         "antidiagonal_scores",
         f"a stride of {stride}",
-        asdict(s) | {"queries": s.tokens, "keys": s.tokens},
         s.heads * groups * (groups + 1) * stride * s.head_dim,
         lambda dtype: s.tokens * (s.heads + s.kv_heads) * s.head_dim * dtype.itemsize + 4 * s.heads * blocks**2,
         lambda draw: (draw.states(s.heads, s.tokens, s.head_dim), draw.states(s.kv_heads, s.tokens, s.head_dim)),
@@ -312,7 +305,6 @@ def means(s: Sizes) -> Case:
     return Case(
         "block_means",
         f"blocks of {_KEY_BLOCK} keys",
-        asdict(s) | {"keys": s.tokens},
         0,
         lambda dtype: s.kv_heads * (s.tokens * s.head_dim * dtype.itemsize + 4 * blocks * (s.head_dim + 1)),
         lambda draw: (
@@ -346,10 +338,11 @@ def cases(sizes: Sizes, tokens: list[int]) -> list[Case]:
     found: list[Case] = []
     for length in tokens:
         s = replace(sizes, tokens=length)
-        found += [block(s), block_with_anchor(s), causal(s), query(s)]
-        found += [verify(s, queries) for queries in (1, 4, 16)]
-        found += [importance(s, reduce) for reduce in ("peak", "softmax", "dot")]
-        found += [topk(s), merge_into_place(s)]
-        found += [listed_blocks(s, share) for share in (0.05, 0.1, 0.2, 0.5)]
-        found += [*(antidiagonals(s, stride) for stride in (8, 16)), means(s)]
+        of_length = [block(s), block_with_anchor(s), causal(s), query(s)]
+        of_length += [verify(s, queries) for queries in (1, 4, 16)]
+        of_length += [importance(s, reduce) for reduce in ("peak", "softmax", "dot")]
+        of_length += [topk(s), merge_into_place(s)]
+        of_length += [listed_blocks(s, share) for share in (0.05, 0.1, 0.2, 0.5)]
+        of_length += [*(antidiagonals(s, stride) for stride in (8, 16)), means(s)]
+        found += [replace(case, sizes=s) for case in of_length]
     return found
