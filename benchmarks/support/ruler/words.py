@@ -6,8 +6,8 @@ from itertools import count
 from pathlib import Path
 from random import Random
 
-# Adjectives and nouns, of which none is part of another; then the phrases of sentences (who, what, where, when), of
-# which none has digits.
+# Adjectives and nouns, of which none is part of another; then the phrases of sentences (who, what, where, when),
+# without digits.
 _PARAGRAPHS = Path(__file__).with_name("words.txt").read_text(encoding="utf-8").strip().split("\n\n")
 ADJECTIVES, NOUNS = (tuple(words.split()) for words in _PARAGRAPHS[:2])
 SENTENCE_PARTS = [re.split(r",\s+", phrases) for phrases in _PARAGRAPHS[2:]]
