@@ -14,35 +14,223 @@ sequentially, in one batch, and in one batch of transformers, padded on the left
 import argparse
 import statistics
 import sys
-from collections.abc import Iterator
-from dataclasses import replace
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 
 # isort: split
 import torch
+from torch import Tensor
 from tqdm import tqdm
+from transformers import DynamicCache
 
-from apbv import DecodeConfig, HostGroup
+from apbv import DecodeConfig, HostGroup, SamplingParams
 from apbv.allocator import keep_freed_memory
+from apbv.decode.answer import Answer, generate_tokens
+from apbv.decode.batch import Batch
+from apbv.decode.batch_steps import BatchRunner, OwnKV
+from apbv.decode.runner import Decoder
+from apbv.input.request import Question, Request
+from apbv.kv.placement import GatheredKV
+from apbv.model.attention import apbv_attention
 from apbv.model.parts import ModelParts, inspect_model
+from apbv.stats import StageTimer
+from apbv.versions import cache_argument
 
 from support.arguments import COUNT, add_shared
-from support.decoding import (
-    Prompt,
-    Way,
-    batch_ways,
-    compare,
-    measure,
-    random_cache,
-    with_apbv,
-    with_transformers,
-)
+from support.processes import synchronize
 from support.records import report
 from support.workloads import CONFIGS, load_model
 
 # Allowed difference, relative to the largest logit: two ways round differently in a few layers.
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.1, "float16": 0.02}
+
+
+@dataclass
+class Way:
+    """One way to decode.
+
+    Attributes:
+        name: its name in tables.
+        run: what is timed.
+        error: largest error of its logits, relative to the largest logit.
+        ms: milliseconds of a step, or of a token of every answer, one entry for every round.
+    """
+
+    name: str
+    run: Callable[[], object]
+    error: float = 0.0
+    ms: list[float] = field(default_factory=list)
+
+
+@torch.no_grad()
+def measure(ways: Sequence[Way], rounds: int, warmup: int, device: torch.device, num_steps: int = 1) -> None:
+    """Time all ways in turn; ``num_steps`` is how many steps a run has."""
+    for number in range(warmup + rounds):
+        for way in ways:
+            synchronize(device)
+            began = time.perf_counter()
+            way.run()
+            synchronize(device)
+            if number >= warmup:
+                way.ms.append((time.perf_counter() - began) * 1e3 / num_steps)
+
+
+@torch.no_grad()
+def compare(ways: Sequence[Way]) -> None:
+    """Compare the steps' logits with the first way's.
+
+    To be called again after the measurement: a CUDA graph does not repeat the first step, but a later one.
+    """
+    expected = ways[0].run().double()
+    for way in ways:
+        errors = way.error, relative_error(way.run().double(), expected)
+        way.error = float(torch.tensor(errors).max())  # NaN, if one is
+
+
+def relative_error(logits: Tensor, expected: Tensor) -> float:
+    """Return the largest error, relative to the largest logit."""
+    return float((logits - expected).abs().max() / expected.abs().max())
+
+
+def with_transformers(parts: ModelParts, cache: DynamicCache, tokens: list[int]) -> Callable[[], Tensor]:
+    """Return the step over some tokens of the model as it was loaded, with a DynamicCache."""
+    num_tokens = cache.get_seq_length()
+
+    def step() -> Tensor:
+        position_ids = torch.arange(num_tokens, num_tokens + len(tokens), device=parts.device)[None]
+        hidden = parts.language_model(
+            inputs_embeds=parts.embed_tokens(torch.tensor([tokens], device=parts.device)),
+            position_ids=position_ids.expand(3, 1, -1) if parts.uses_mrope else position_ids,
+            **{cache_argument(): cache},
+            use_cache=True,
+        ).last_hidden_state
+        cache.crop(-len(tokens))
+        return parts.lm_head(hidden)[0]
+
+    return step
+
+
+def with_apbv(parts: ModelParts, cache: DynamicCache, tokens: list[int]) -> Callable[[], Tensor]:
+    """Return the step of apbv's decoder over some tokens."""
+    num_tokens = cache.get_seq_length()
+    decoder = Decoder(parts, GatheredKV(cache, num_tokens, HostGroup.single(parts.device)), num_tokens)
+
+    def step() -> Tensor:
+        logits = decoder.advance(tokens)
+        decoder.take_back(len(tokens))
+        return logits
+
+    return step
+
+
+def random_cache(parts: ModelParts, num_tokens: int, seed: int = 0) -> DynamicCache:
+    """Fill a cache with random KV."""
+    generator = torch.Generator(parts.device).manual_seed(seed)
+    shape = (2, 1, parts.num_kv_heads, num_tokens, parts.head_dim)
+    cache = DynamicCache()
+    for layer in range(parts.num_layers):
+        states = torch.randn(shape, generator=generator, device=parts.device).to(parts.dtype)
+        cache.update(*states, layer)
+    return cache
+
+
+def with_transformers_together(
+    parts: ModelParts, prompts: Sequence["Prompt"], num_tokens: int
+) -> Callable[[], Tensor]:
+    """Return the decoding of ``num_tokens`` tokens of every answer by the model as it was loaded, in one batch.
+
+    As ``generate`` does it: prompts are padded on the left. Logits are those of the first step.
+    """
+    most = max(prompt.num_tokens for prompt in prompts)
+    pads = torch.tensor([most - prompt.num_tokens for prompt in prompts], device=parts.device)
+    mask = (torch.arange(most + num_tokens, device=parts.device) >= pads[:, None]).long()
+    cache, own = DynamicCache(), [prompt.kv.whole.layers for prompt in prompts]
+    for layer in range(parts.num_layers):
+        shape = (2, len(prompts), parts.num_kv_heads, most, parts.head_dim)
+        states = torch.zeros(shape, dtype=parts.dtype, device=parts.device)
+        for number, each in enumerate(own):
+            for padded, rows in zip(states[:, number], (each[layer].keys, each[layer].values), strict=True):
+                padded[:, most - rows.shape[2] :] = rows[0]
+        cache.update(*states, layer)
+
+    def run() -> Tensor:
+        ids, first = torch.tensor(_first_ids(len(prompts)), device=parts.device)[:, None], None
+        for step in range(num_tokens):
+            position_ids = (most + step - pads)[:, None]
+            hidden = parts.language_model(
+                inputs_embeds=parts.embed_tokens(ids),
+                position_ids=position_ids.expand(3, -1, -1) if parts.uses_mrope else position_ids,
+                attention_mask=mask[:, : most + step + 1],
+                **{cache_argument(): cache},
+                use_cache=True,
+            ).last_hidden_state
+            logits = parts.lm_head(hidden)[:, 0]
+            first, ids = logits if first is None else first, logits.argmax(dim=-1, keepdim=True)
+        cache.crop(-num_tokens)
+        return first
+
+    return run
+
+
+class Prompt:
+    """Random KV of a given length, and logits that begin an answer to it."""
+
+    def __init__(self, parts: ModelParts, num_tokens: int, seed: int):
+        self.num_tokens = num_tokens
+        self.kv = GatheredKV(random_cache(parts, num_tokens, seed), num_tokens, HostGroup.single(parts.device))
+        generator = torch.Generator(parts.device).manual_seed(seed)
+        self._logits = torch.randn(parts.vocab_size, generator=generator, device=parts.device)
+
+    def begin_answer(self, parts: ModelParts, request: Request) -> Answer:
+        """Return an answer that has no tokens yet."""
+        decoder = Decoder(parts, self.kv, self.num_tokens)
+        return Answer(decoder, self._logits, self.num_tokens, request.sampling)
+
+
+@torch.no_grad()
+def batch_ways(parts: ModelParts, prompts: Sequence[Prompt], num_tokens: int) -> list[Way]:
+    """Return the ways to decode tokens of every answer: sequentially, in one batch, and in one of transformers."""
+    sampling = SamplingParams(max_new_tokens=num_tokens + 1)  # the first takes no pass of the model
+    request, batch = Request(Question(), StageTimer(prompts[0].kv.hosts), sampling=sampling), Batch(parts)
+
+    def one_by_one() -> None:
+        with apbv_attention(parts.language_model):
+            for prompt in prompts:
+                generate_tokens(prompt.begin_answer(parts, request))
+
+    def together() -> None:
+        with apbv_attention(parts.language_model):
+            for prompt in prompts:
+                batch.join(prompt, request)
+            while len(batch):
+                batch.step()
+
+    padded = with_transformers_together(parts, prompts, num_tokens)
+    with apbv_attention(parts.language_model):
+        alone, batched = _first_logits(parts, prompts)
+    return [
+        Way("apbv, one after the other", one_by_one),
+        Way("apbv, in a batch", together, relative_error(batched, alone)),
+        Way("transformers, in a batch", padded, relative_error(padded().double(), alone)),
+    ]
+
+
+def _first_ids(num_prompts: int) -> list[int]:
+    return [1 + number % 99 for number in range(num_prompts)]
+
+
+def _first_logits(parts: ModelParts, prompts: Sequence[Prompt]) -> tuple[Tensor, Tensor]:
+    """Return the logits of the first step of every answer by itself, and in a batch."""
+    ids, rows = _first_ids(len(prompts)), []
+    for prompt, token in zip(prompts, ids, strict=True):
+        decoder = Decoder(parts, prompt.kv, prompt.num_tokens)
+        rows.append(decoder.advance([token]))
+        decoder.take_back(1)
+    kvs = [OwnKV(prompt.kv.continued().layers, prompt.num_tokens) for prompt in prompts]
+    return torch.cat(rows).double(), BatchRunner(parts).run(ids, kvs).double()
 
 
 def batches(options: argparse.Namespace, parts: ModelParts) -> Iterator[dict]:

@@ -11,7 +11,7 @@ Each line of such a file is an object with a "prompt", the path of a "video" or 
 which "characters" are read), relative to the file, and the "task" by which answers are summed up.
 
 The demo model is asked about clips of its test split; --scale repeats the target's layers without changing its
-output (as scaled_model.py does), so that target and draft differ in cost as real pairs do. All variants are
+output, so that target and draft differ in cost as real pairs do. All variants are
 interleaved on every question. Answers are greedy, and each is compared with the autoregressive one, which uses the
 same attention: a variant whose answer differs anywhere is reported without a speed. With --draft-host the last
 host drafts in parallel in some variants and idles in the others; on a single host a thread drafts. A preset is one
@@ -34,9 +34,7 @@ import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 from tqdm import tqdm
 
 from apbv import HostGroup, SpeculativeConfig
-from apbv.allocator import keep_freed_memory
 from apbv.config import KEEP_POLICIES, PRUNINGS
-from apbv.hosts import run_on_hosts
 from apbv.input.video import probe
 from apbv.prefilling.methods import METHODS
 from apbv.speculate import STRATEGIES, prunes
@@ -45,7 +43,7 @@ from support import clips
 from support.arguments import COUNT, add_clip_options, add_pair, add_shared
 from support.drafting import batch_records, build_ways, records
 from support.exams import Exam
-from support.records import read_records, report
+from support.records import measure_on_hosts, read_records
 
 PRESETS = tomllib.loads((Path(__file__).parent / "support" / "draft_presets.toml").read_text(encoding="utf-8"))
 
@@ -200,9 +198,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
-    keep_freed_memory()
     run, columns = (measure_batches, BATCH_COLUMNS) if options.batch else (measure, COLUMNS)
-    return run_on_hosts(lambda hosts: report(options, run(options, hosts), columns, hosts))
+    return measure_on_hosts(options, run, columns)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,6 @@ from tqdm import tqdm
 
 from apbv import HostGroup
 from apbv.config import METHOD_NAMES, SPARSE_NAMES
-from apbv.hosts import run_on_hosts
 from apbv.launch.options import prefill_config
 from apbv.planning import parse_resolution
 from apbv.prefilling.methods import METHODS
@@ -36,7 +35,7 @@ from apbv.prefilling.methods import METHODS
 from support.arguments import COUNT, add_prefill_settings, add_shared
 from support.bench import Bench, Case, Workload, measure, network_fields
 from support.profiling import write_trace
-from support.records import report
+from support.records import measure_on_hosts
 from support.simulated import Link, Network
 from support.summaries import percentiles
 from support.workloads import CONFIGS
@@ -190,10 +189,7 @@ def profile(folder: Path, bench: Bench, workload: Workload, cases: list[Case]) -
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = parse_arguments(arguments)
-    return run_on_hosts(
-        lambda hosts: report(options, measured_records(options, hosts), COLUMNS, hosts), options.timeout
-    )
+    return measure_on_hosts(parse_arguments(arguments), measured_records, COLUMNS)
 
 
 if __name__ == "__main__":

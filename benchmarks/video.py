@@ -137,7 +137,6 @@ def figures_of(job: Job, spec: ClipSpec, samples: list[list[Measured]]) -> dict:
         "seconds": statistics.median(seconds),
         "cpu_seconds": statistics.median(cpu_seconds),
         "peak_memory_bytes": max(peaks),
-        "memory_before_bytes": max(host.memory_before_bytes for hosts in samples for host in hosts),
         "stages_ms": {name: taken * 1e3 for name, taken in stages.items()},
         "samples": {"seconds": seconds, "cpu_seconds": cpu_seconds, "peak_memory_bytes": peaks},
         "video": "generated" if spec.source is None else spec.source.name,
@@ -202,7 +201,6 @@ COLUMNS = {
     "s": "{seconds:.2f}",
     "CPU s": "{cpu_seconds:.2f}",
     "peak MiB": lambda record: record["peak_memory_bytes"] >> 20,
-    "before MiB": lambda record: record["memory_before_bytes"] >> 20,
     "difference": "{max_difference:.2g}",
 }
 

@@ -30,7 +30,8 @@ from apbv import Engine, HostGroup
 from apbv.serve.settings import ServerSettings
 
 from support.arguments import COUNT, add_shared
-from support.clients import Answer, is_healthy, measure_on_hosts, serve_while, stream_answer
+from support.clients import Answer, is_healthy, serve_while, stream_answer
+from support.records import measure_on_hosts
 from support.summaries import percentiles
 
 _TILE = 112  # pixels per side of a small picture

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import string
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -10,8 +11,11 @@ from pathlib import Path
 import torch
 
 from apbv import HostGroup
+from apbv.allocator import keep_freed_memory
 from apbv.hosts import run_on_hosts
 from apbv.stats import append_json_lines, device_name, provenance
+
+from .processes import pin_host
 
 # By its header what a column shows of a record: a format, such as "{ttft_ms[p50]:.1f}", or a function.
 Columns = Mapping[str, str | Callable[[dict], object]]
@@ -113,6 +117,24 @@ def report(
     if is_first:
         print(table(made, columns), flush=True)
     return made
+
+
+def measure_on_hosts(
+    options: argparse.Namespace,
+    measure: Callable[[argparse.Namespace, HostGroup], Iterable[dict]],
+    columns: Columns,
+) -> int:
+    """Measure on the hosts that torchrun started, report it, and return the exit status.
+
+    Args:
+        options: also ``timeout`` and ``pinned``, if the benchmark has them.
+        measure: yields the records, on host 0.
+    """
+    keep_freed_memory()
+    if getattr(options, "pinned", False):  # before there are threads
+        pin_host(int(os.environ.get("LOCAL_RANK", 0)), torch.get_num_threads())
+    waiting = {"timeout": options.timeout} if "timeout" in options else {}
+    return run_on_hosts(lambda hosts: report(options, measure(options, hosts), columns, hosts), **waiting)
 
 
 class _Cells(string.Formatter):

@@ -26,7 +26,6 @@ from apbv.speculate.strategies import require_consistent
 from patience import HANGING, wait_for
 from scripts import BENCHMARKS, assert_one_line_error
 from support import clips
-from support import decoding as decoding_ways
 from support.drawn import ranked_by
 from support.exams import Candidate, Exam, load_demo
 from support.profiling import kernel_table
@@ -64,14 +63,14 @@ def test_what_cannot_be_measured_is_one_line(name, options, message, capsys):
 @pytest.mark.parametrize("off", [1.01, float("nan")])
 @pytest.mark.parametrize("of_batch", [False, True])
 def test_wrong_decoding_steps_get_no_speed(monkeypatch, tmp_path, capsys, off, of_batch):
-    step, run = decoding.with_apbv, decoding_ways.BatchRunner.run
+    step, run = decoding.with_apbv, decoding.BatchRunner.run
 
     def wrong(*arguments):
         right = step(*arguments)
         return lambda: right() * torch.tensor(off)
 
     monkeypatch.setattr(decoding, "with_apbv", wrong)
-    monkeypatch.setattr(decoding_ways.BatchRunner, "run", lambda runner, ids, kvs: run(runner, ids, kvs) * off)
+    monkeypatch.setattr(decoding.BatchRunner, "run", lambda runner, ids, kvs: run(runner, ids, kvs) * off)
     path = tmp_path / "figures.jsonl"
     what = ["--model", "demo", "--batch", "2", "--answer-tokens", "2"] if of_batch else ["--new-tokens", "1"]
     assert decoding.main(["--tokens", "40", "--rounds", "1", "--json", str(path), *what]) == 1

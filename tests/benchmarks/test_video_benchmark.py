@@ -47,7 +47,7 @@ def test_every_way_through_the_stages(run, capsys):
     assert sum(line.startswith("|") for line in printed.out.splitlines()) == 2 + len(records)
     for record in records:
         assert record["seconds"] == statistics.median(record["samples"]["seconds"])
-        assert record["peak_memory_bytes"] >= record["memory_before_bytes"] > 0
+        assert record["peak_memory_bytes"] > 0
         assert record["clip_frames"] == 48 and record["num_frames"] == 8
         # Of 96 x 192 pixels the processor makes 3 x 7 tokens for each two frames.
         assert record["num_visual_tokens"] == (None if record["stage"] == "frames" else 4 * 3 * 7)

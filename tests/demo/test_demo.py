@@ -19,8 +19,8 @@ from apbv import Engine, HostGroup, PrefillConfig, demo
 from support import clips
 from support.demo_training import data, vision
 from support.demo_training import trainer as training
+from support.drafting import scale_model
 from support.exams import Candidate, Exam, Way, sit
-from support.scaled_model import scale_model
 
 
 def load(path):

@@ -99,7 +99,7 @@ class Measured:
 
     Attributes:
         seconds, cpu_seconds: by the wall clock, and of all of the process's threads.
-        peak_memory_bytes, memory_before_bytes: the process's largest, and when the clock started.
+        peak_memory_bytes: of the process.
         stage_seconds: time at work by stage, all runs of a stage together; none where a library does not tell.
         num_visual_tokens: of the prompt; None if there is no prompt.
     """
@@ -107,7 +107,6 @@ class Measured:
     seconds: float
     cpu_seconds: float
     peak_memory_bytes: int
-    memory_before_bytes: int
     stage_seconds: dict[str, float]
     num_visual_tokens: int | None
 
@@ -190,7 +189,6 @@ def _join(rank: int, size: int, rendezvous: str) -> HostGroup:
 
 def _measure(hosts: HostGroup, run: Callable[[], Outcome]) -> tuple[Measured, Outcome]:
     reset_peak_memory(hosts.device)
-    before = peak_memory_bytes(hosts.device)
     cpu_began, began = time.process_time(), time.perf_counter()
     outcome = run()
     synchronize(hosts.device)
@@ -198,7 +196,7 @@ def _measure(hosts: HostGroup, run: Callable[[], Outcome]) -> tuple[Measured, Ou
     peak, stage_seconds = peak_memory_bytes(hosts.device), {}
     for span in () if outcome.timer is None else outcome.timer.spans:
         stage_seconds[span.name] = stage_seconds.get(span.name, 0.0) + span.seconds
-    figures = Measured(seconds, cpu_seconds, peak, before, stage_seconds, outcome.num_visual_tokens)
+    figures = Measured(seconds, cpu_seconds, peak, stage_seconds, outcome.num_visual_tokens)
     return figures, outcome
 
 
