@@ -95,33 +95,49 @@ def relative_error(logits: Tensor, expected: Tensor) -> float:
     return float((logits - expected).abs().max() / expected.abs().max())
 
 
-def with_transformers(parts: ModelParts, cache: DynamicCache, tokens: list[int]) -> Callable[[], Tensor]:
-    """Return the step over some tokens of the model as it was loaded, with a DynamicCache."""
-    num_tokens = cache.get_seq_length()
+def with_transformers(
+    parts: ModelParts, cache: DynamicCache, ids: Tensor, num_steps: int = 1, pads: Tensor | None = None
+) -> Callable[[], Tensor]:
+    """Return decoding by the model as it was loaded, with a DynamicCache, as ``generate`` does it.
 
-    def step() -> Tensor:
-        position_ids = torch.arange(num_tokens, num_tokens + len(tokens), device=parts.device)[None]
-        hidden = parts.language_model(
-            inputs_embeds=parts.embed_tokens(torch.tensor([tokens], device=parts.device)),
-            position_ids=position_ids.expand(3, 1, -1) if parts.uses_mrope else position_ids,
-            **{cache_argument(): cache},
-            use_cache=True,
-        ).last_hidden_state
-        cache.crop(-len(tokens))
-        return parts.lm_head(hidden)[0]
+    The first step is over ids ``[B, S]``, each other one over the most probable token behind the one before; the
+    logits are those of the first, ``[B, S, V]``.
 
-    return step
+    Args:
+        pads: how many tokens of padding each prompt of a batch has on its left, ``[B]``.
+    """
+    num_tokens, all_tokens = cache.get_seq_length(), cache.get_seq_length() + ids.shape[1] + num_steps - 1
+    mask = None if pads is None else (torch.arange(all_tokens, device=parts.device) >= pads[:, None]).long()
+
+    def run() -> Tensor:
+        tokens, first = ids, None
+        while (past := cache.get_seq_length()) < all_tokens:
+            position_ids = torch.arange(past, past + tokens.shape[1], device=parts.device)[None]
+            position_ids = position_ids if pads is None else position_ids - pads[:, None]
+            hidden = parts.language_model(
+                inputs_embeds=parts.embed_tokens(tokens),
+                position_ids=position_ids.expand(3, -1, -1) if parts.uses_mrope else position_ids,
+                attention_mask=None if mask is None else mask[:, : past + tokens.shape[1]],
+                **{cache_argument(): cache},
+                use_cache=True,
+            ).last_hidden_state
+            logits = parts.lm_head(hidden)
+            first, tokens = logits if first is None else first, logits[:, -1:].argmax(dim=-1)
+        cache.crop(num_tokens - all_tokens)
+        return first
+
+    return run
 
 
-def with_apbv(parts: ModelParts, cache: DynamicCache, tokens: list[int]) -> Callable[[], Tensor]:
-    """Return the step of apbv's decoder over some tokens."""
-    num_tokens = cache.get_seq_length()
+def with_apbv(parts: ModelParts, cache: DynamicCache, ids: Tensor) -> Callable[[], Tensor]:
+    """Return the step of apbv's decoder over ids ``[1, S]``; its logits are ``[1, S, V]``."""
+    num_tokens, tokens = cache.get_seq_length(), ids[0].tolist()
     decoder = Decoder(parts, GatheredKV(cache, num_tokens, HostGroup.single(parts.device)), num_tokens)
 
     def step() -> Tensor:
         logits = decoder.advance(tokens)
         decoder.take_back(len(tokens))
-        return logits
+        return logits[None]
 
     return step
 
@@ -137,42 +153,18 @@ def random_cache(parts: ModelParts, num_tokens: int, seed: int = 0) -> DynamicCa
     return cache
 
 
-def with_transformers_together(
-    parts: ModelParts, prompts: Sequence["Prompt"], num_tokens: int
-) -> Callable[[], Tensor]:
-    """Return the decoding of ``num_tokens`` tokens of every answer by the model as it was loaded, in one batch.
-
-    As ``generate`` does it: prompts are padded on the left. Logits are those of the first step.
-    """
+def padded(parts: ModelParts, prompts: Sequence["Prompt"]) -> tuple[DynamicCache, Tensor]:
+    """Return the prompts' KV as one batch, padded on the left, and how many tokens of padding each has."""
     most = max(prompt.num_tokens for prompt in prompts)
-    pads = torch.tensor([most - prompt.num_tokens for prompt in prompts], device=parts.device)
-    mask = (torch.arange(most + num_tokens, device=parts.device) >= pads[:, None]).long()
     cache, own = DynamicCache(), [prompt.kv.whole.layers for prompt in prompts]
     for layer in range(parts.num_layers):
         shape = (2, len(prompts), parts.num_kv_heads, most, parts.head_dim)
         states = torch.zeros(shape, dtype=parts.dtype, device=parts.device)
         for number, each in enumerate(own):
-            for padded, rows in zip(states[:, number], (each[layer].keys, each[layer].values), strict=True):
-                padded[:, most - rows.shape[2] :] = rows[0]
+            for rows, padded_rows in zip((each[layer].keys, each[layer].values), states[:, number], strict=True):
+                padded_rows[:, most - rows.shape[2] :] = rows[0]
         cache.update(*states, layer)
-
-    def run() -> Tensor:
-        ids, first = torch.tensor(_first_ids(len(prompts)), device=parts.device)[:, None], None
-        for step in range(num_tokens):
-            position_ids = (most + step - pads)[:, None]
-            hidden = parts.language_model(
-                inputs_embeds=parts.embed_tokens(ids),
-                position_ids=position_ids.expand(3, -1, -1) if parts.uses_mrope else position_ids,
-                attention_mask=mask[:, : most + step + 1],
-                **{cache_argument(): cache},
-                use_cache=True,
-            ).last_hidden_state
-            logits = parts.lm_head(hidden)[:, 0]
-            first, ids = logits if first is None else first, logits.argmax(dim=-1, keepdim=True)
-        cache.crop(-num_tokens)
-        return first
-
-    return run
+    return cache, torch.tensor([most - prompt.num_tokens for prompt in prompts], device=parts.device)
 
 
 class Prompt:
@@ -208,13 +200,15 @@ def batch_ways(parts: ModelParts, prompts: Sequence[Prompt], num_tokens: int) ->
             while len(batch):
                 batch.step()
 
-    padded = with_transformers_together(parts, prompts, num_tokens)
+    cache, pads = padded(parts, prompts)
+    ids = torch.tensor(_first_ids(len(prompts)), device=parts.device)[:, None]
+    in_a_batch = with_transformers(parts, cache, ids, num_tokens, pads)
     with apbv_attention(parts.language_model):
         alone, batched = _first_logits(parts, prompts)
     return [
         Way("apbv, one after the other", one_by_one),
         Way("apbv, in a batch", together, relative_error(batched, alone)),
-        Way("transformers, in a batch", padded, relative_error(padded().double(), alone)),
+        Way("transformers, in a batch", in_a_batch, relative_error(in_a_batch()[:, 0].double(), alone)),
     ]
 
 
@@ -257,8 +251,8 @@ def steps(options: argparse.Namespace, parts: ModelParts) -> Iterator[dict]:
         # Each way has a cache object of its own with the same numbers.
         caches = {name: random_cache(parts, num_tokens) for name in kinds}
         for num_new in options.new_tokens:
-            tokens = list(range(1, num_new + 1))
-            ways = [Way(name, make(own, caches[name], tokens)) for name, (make, own) in kinds.items()]
+            ids = torch.arange(1, num_new + 1, device=parts.device)[None]
+            ways = [Way(name, make(own, caches[name], ids)) for name, (make, own) in kinds.items()]
             compare(ways)
             measure(ways, options.rounds, options.warmup, parts.device)
             compare(ways)

@@ -148,6 +148,17 @@ def test_answers_with_other_settings_are_kept_apart(clips, tmp_path, capsys, mon
     assert "method full" in header and "method apbv" in header
 
 
+def test_shards_share_no_video(clips, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shards = []
+    for number in (1, 2):
+        assert run(clips, "--shard", f"{number}/2") == 0
+        shards.append(run_in(Path("results", f"questions-{number}-of-2.jsonl")).records)
+    assert sum(map(len, shards)) == 8
+    first, second = ({key.split()[0] for key in shard} for shard in shards)
+    assert first and second and not first & second
+
+
 def test_files_of_others_are_not_written_to(clips, tmp_path, capsys):
     for text in ('{"some": "json"}\n', "notes", "no\ntes\n"):
         (tmp_path / "r.jsonl").write_text(text)

@@ -128,14 +128,14 @@ def test_training_sequences_equal_what_the_processor_makes(target, processor):
     asked = clips.questions(clip)
     row = maker.row(clip, torch.arange(10) * data.STRIDE, None, asked)
     metadata = VideoMetadata(total_num_frames=20, fps=float(clips.FPS), frames_indices=list(range(20)))
-    before = len(row.ids) - len(row.labels)
+    before = len(row["ids"]) - len(row["labels"])
     for number, (_, question, answer) in enumerate(asked, start=1):
         inputs = inputs_of(processor, question, answer, frames, metadata)
         inputs.pop("pixel_values_videos")
-        chosen = torch.cat([torch.ones(before, dtype=torch.bool), row.segments == number])
-        torch.testing.assert_close(row.ids[chosen], inputs["input_ids"][0])
+        chosen = torch.cat([torch.ones(before, dtype=torch.bool), row["segments"] == number])
+        torch.testing.assert_close(row["ids"][chosen], inputs["input_ids"][0])
         positions, _ = target.model.get_rope_index(**inputs)
-        torch.testing.assert_close(row.positions[:, chosen], positions[:, 0])
+        torch.testing.assert_close(row["positions"][:, chosen], positions[:, 0])
 
 
 def test_questions_of_a_drawn_batch_do_not_see_each_other(shot_pool):
