@@ -30,7 +30,6 @@ import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 from apbv.launch.options import positive
 from apbv.stats import append_json_lines
 
-from support import gpu_tables
 from support.records import markdown_table, read_records
 
 ROOT = Path(__file__).parents[1]
@@ -105,12 +104,10 @@ def end(process: subprocess.Popen) -> None:
 
 
 def write_report(stages: list[Stage], options: argparse.Namespace) -> str:
-    """Write how the stages ended, the tables of the results' pages, and those that the stages printed."""
+    """Write how the stages ended, and the tables that they printed."""
     ended = {each["stage"]: each for each in read_records([options.out / "stages.jsonl"])}
     rows = [[name, each["status"] or "done", each["seconds"], each["limit"]] for name, each in ended.items()]
     parts = [markdown_table(["stage", "status", "s", "limit"], rows)]
-    files = [options.out / f"{stage.name}.jsonl" for stage in stages if stage.records]
-    parts.append(gpu_tables.report(read_records(file for file in files if file.exists())))
     for stage in stages:
         log = options.out / f"{stage.name}.log"
         lines = log.read_text(errors="replace").splitlines() if log.exists() else []

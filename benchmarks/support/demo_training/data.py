@@ -304,8 +304,8 @@ class BatchMaker:
             asked: (task, question, answer) triples; an answer that ends in "," is cut off there.
 
         Returns:
-            ``ids`` [L] and M-RoPE ``positions`` [3, L]; and of the tokens after the clip, [L - P], ``segments``: the
-            number, from 1, of the question; ``labels``: the next token, -100 where there is none; their
+            ``ids`` [L] and M-RoPE ``positions`` [3, L]; and of the tokens after the clip, [L - P], ``segments``:
+            the number, from 1, of the question; ``labels``: the next token, -100 where there is none; their
             ``weights``; and ``tasks``: the index into clips.TASKS, -1 outside answers.
         """
         before, _ = self.prompt("", system)

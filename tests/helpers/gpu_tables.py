@@ -1,14 +1,19 @@
-"""Tables of what a GPU was measured with: of the records of on_gpu.py's stages, and of docs/records/h200.jsonl."""
+"""Tables of docs/results-gpu.md, from docs/records/h200.jsonl.
+
+``PYTHONPATH=benchmarks python tests/helpers/gpu_tables.py`` prints them.
+"""
 
 from collections.abc import Callable
 from itertools import product
+from pathlib import Path
 
 import roofline
 
-from .records import markdown_table, table
-from .summaries import grouped, mean_cell
-from .workloads import CONFIGS, config_of
+from support.records import markdown_table, read_records, table
+from support.summaries import grouped, mean_cell
+from support.workloads import CONFIGS, config_of
 
+RECORDS = Path(__file__).parents[2] / "docs" / "records" / "h200.jsonl"
 PREFILLS = ("full", "zigzag_ring", "apbv")
 RULER_ROWS = ("zigzag_ring", "apb", "apbv", "star", "apbv, no passing")
 
@@ -127,20 +132,17 @@ def accuracy(records: list[dict]) -> str:
     return markdown_table(["row", *header], cells)
 
 
-TABLES: dict[str, tuple[str, Callable[[list[dict]], str]]] = {
-    "Prefill by method": ("throughput", prefill),
-    "A host's kernels": ("profile", kernels),
-    "Operators": ("operators", operators),
-    "Decoding steps": ("decoding", steps),
-    "Batched decoding": ("batch_decoding", batch),
-    "The server under load": ("serving", server),
-    "Accuracy": ("ruler", accuracy),
+TABLES: dict[str, Callable[[list[dict]], str]] = {
+    "Prefill by method": prefill,
+    "A host's kernels": kernels,
+    "Operators": operators,
+    "Decoding steps": steps,
+    "Batched decoding": batch,
+    "The server under load": server,
+    "Accuracy": accuracy,
 }
 
 
-def report(records: list[dict]) -> str:
-    """Format the tables of all kinds of figures that there are records of."""
-    present = {record.get("benchmark") for record in records}
-    return "\n\n".join(
-        f"## {title}\n\n{table(records)}" for title, (benchmark, table) in TABLES.items() if benchmark in present
-    )
+if __name__ == "__main__":
+    records = read_records([RECORDS])
+    print(*(f"## {title}\n\n{table_of(records)}" for title, table_of in TABLES.items()), sep="\n\n")
