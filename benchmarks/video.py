@@ -84,7 +84,7 @@ def max_difference(job: Job, made: Path, reference: Path) -> float:
     scale = 1.0 if job.stage == "frames" else float(np.abs(expected).max())
     rows = zip(values, expected, strict=True)
     difference = float(np.max([np.abs(ours.astype(np.float64) - its).max() for ours, its in rows])) / scale
-    allowed = TOLERANCES[job.dtype][job.stage]
+    allowed = TOLERANCES[job.settings.dtype][job.stage]
     if job.way == "apbv" and not difference <= allowed:
         raise AssertionError(f"{job.stage} of apbv differ by {difference:.3g}, not {allowed}")
     return difference
@@ -131,8 +131,9 @@ def figures_of(job: Job, spec: ClipSpec, samples: list[list[Measured]]) -> dict:
     peaks = [max(host.peak_memory_bytes for host in hosts) for hosts in samples]
     return {
         "benchmark": "video",
-        **{name: getattr(job, name) for name in ("stage", "way", "hosts", "sampling", "pinned", "dtype")},
-        "threads_per_host": job.threads,
+        **{name: getattr(job, name) for name in ("stage", "way", "hosts", "sampling")},
+        **{name: getattr(job.settings, name) for name in ("pinned", "dtype", "gop", "fps", "max_pixels")},
+        "threads_per_host": job.settings.threads,
         "reader": job.reader if job.way == "transformers" else None,
         "seconds": statistics.median(seconds),
         "cpu_seconds": statistics.median(cpu_seconds),
@@ -141,33 +142,28 @@ def figures_of(job: Job, spec: ClipSpec, samples: list[list[Measured]]) -> dict:
         "samples": {"seconds": seconds, "cpu_seconds": cpu_seconds, "peak_memory_bytes": peaks},
         "video": "generated" if spec.source is None else spec.source.name,
         "resolution": [spec.height, spec.width],
-        "gop": spec.gop,
-        "fps": spec.fps,
         "clip_frames": spec.num_frames,
-        "clip_bytes": job.clip.stat().st_size,
+        "clip_bytes": job.settings.clip.stat().st_size,
         "num_frames": min(job.num_frames, spec.num_frames),
-        "max_pixels": job.max_pixels,
         "num_visual_tokens": slowest[0].num_visual_tokens,
-        "vision_tower": {"depth": job.vision_depth, "hidden": job.vision_hidden},
+        "vision_tower": {"depth": job.settings.vision_depth, "hidden": job.settings.vision_hidden},
     }
 
 
-def plan_jobs(options: argparse.Namespace, ways: list[str], **same) -> Iterator[list[Job]]:
+def plan_jobs(options: argparse.Namespace, ways: list[str]) -> Iterator[list[Job]]:
     """Yield the ways through every stage, for every choice of frames; of dense ones only through the first stage.
 
     Questions are about spread frames.
-
-    Args:
-        same: settings that all jobs have.
     """
+    reader = "opencv" if "opencv" in ways else "pyav"
     for num_frames, sampling in itertools.product(options.frames, options.sampling):
         jobs = []
         for stage, way in itertools.product(options.stages, ways):
             is_read = (stage == "frames") == (way in READERS) or way == "apbv"
             if is_read and (stage == "frames" or sampling == "sparse"):
                 shares = way == "apbv" and stage in ("embeddings", "first_token")
-                chosen = {"stage": stage, "way": way, "num_frames": num_frames, "sampling": sampling, **same}
-                jobs += [Job(hosts=hosts, **chosen) for hosts in (options.hosts if shares else [1])]
+                for hosts in options.hosts if shares else [1]:
+                    jobs.append(Job(stage, way, hosts, num_frames, sampling, reader, options))
         yield jobs
 
 
@@ -181,13 +177,10 @@ def records(options: argparse.Namespace) -> Iterator[dict]:
     with TemporaryDirectory() as temporary:
         folder, length = Path(temporary), round(options.seconds * options.fps)
         spec = ClipSpec(*parse_resolution(options.resolution), options.gop, length, options.fps, options.video)
-        names = ("threads", "pinned", "vision_depth", "vision_hidden", "dtype")
-        same = {name: getattr(options, name) for name in names}
-        same["clip"] = write_clip(spec, folder / "clip.mp4")
-        same["warm_up"] = write_clip(ClipSpec(64, 128, 8, 16, 25), folder / "warm-up.mp4")
-        same["reader"] = "opencv" if "opencv" in ways else "pyav"
-        same["max_pixels"] = options.max_pixels or spec.height * spec.width
-        plans = list(plan_jobs(options, ways, **same))
+        options.clip = write_clip(spec, folder / "clip.mp4")
+        options.warm_up = write_clip(ClipSpec(64, 128, 8, 16, 25), folder / "warm-up.mp4")
+        options.max_pixels = options.max_pixels or spec.height * spec.width
+        plans = list(plan_jobs(options, ways))
         with tqdm(total=options.rounds * sum(map(len, plans)), unit="run", disable=None) as bar:
             for jobs in plans:
                 for record in measure_jobs(jobs, spec, options.rounds, folder, bar):

@@ -2,8 +2,7 @@
 
 import json
 import statistics
-from dataclasses import replace
-from pathlib import Path
+from types import SimpleNamespace
 
 import jsonschema
 import numpy as np
@@ -57,12 +56,8 @@ def test_every_way_through_the_stages(run, capsys):
         assert (record["max_difference"] is None) == (record["hosts"] == 2)
 
 
-def job_of(**settings):
-    job = Job(
-        "frames", "apbv", clip=Path("a"), warm_up=Path("b"), reader="pyav", num_frames=4, sampling="sparse",
-        hosts=1, max_pixels=1, vision_depth=1, vision_hidden=1, dtype="float32", threads=1, pinned=False,
-    )  # fmt: skip
-    return replace(job, **settings)
+def job_of(stage: str = "frames", way: str = "apbv") -> Job:
+    return Job(stage, way, 1, 4, "sparse", "pyav", SimpleNamespace(dtype="float32"))
 
 
 def test_every_row_is_compared(tmp_path):

@@ -6,6 +6,7 @@ embeddings, or the first token's logits.
 
 import os
 import time
+from argparse import Namespace
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -50,40 +51,28 @@ _SECONDS_TO_WAIT = 600.0  # for another host
 Result = TypeVar("Result")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Job:
     """One measurement.
 
     Attributes:
         stage: one of :data:`STAGES`.
         way: a library's name in :data:`.clips.READERS` (for frames only), ``"transformers"`` or ``"apbv"``.
-        clip: the video file.
-        warm_up: a short one that is read first, for what is only done once.
+        hosts: the processes, of which each reads its share.
         num_frames, sampling: how many frames are read; ``"sparse"`` ones are spread over the clip, ``"dense"``
             ones adjoin in its middle.
-        hosts: the processes, of which each reads its share.
-        threads: of each host, for decoding and computing alike.
-        max_pixels: of a frame as the vision tower sees it.
-        vision_depth, vision_hidden: the vision tower's size.
-        dtype: of the model, by name.
         reader: the library that decodes for ``"transformers"``.
-        pinned: whether each host has as many cores of its own as threads; else it uses more to overlap stages.
+        settings: video.py's other options, and the video files ``clip`` and ``warm_up``, a short one that is read
+            first, for what is only done once.
     """
 
     stage: str
     way: str
-    clip: Path
-    warm_up: Path
+    hosts: int
     num_frames: int
     sampling: str
-    hosts: int
-    threads: int
-    max_pixels: int
-    vision_depth: int
-    vision_hidden: int
-    dtype: str
     reader: str
-    pinned: bool
+    settings: Namespace
 
     def choose(self, num_frames: int) -> list[int]:
         """Choose frames of a video with ``n`` frames; ascending."""
@@ -151,10 +140,10 @@ def measure(rank: int, job: Job, rendezvous: str, kept: Path | None) -> Measured
         rendezvous: a file by which the hosts meet.
         kept: the file in which what the stage makes is saved, outside the measurement; None: it is not.
     """
-    os.environ.update(OMP_NUM_THREADS=str(job.threads), LOCAL_RANK=str(rank))
-    torch.set_num_threads(job.threads)
-    if job.pinned:
-        pin_host(rank, job.threads)
+    os.environ.update(OMP_NUM_THREADS=str(job.settings.threads), LOCAL_RANK=str(rank))
+    torch.set_num_threads(job.settings.threads)
+    if job.settings.pinned:
+        pin_host(rank, job.settings.threads)
     hosts = _join(rank, job.hosts, rendezvous)
     try:
         if hosts.device.type == "cpu":
@@ -162,15 +151,15 @@ def measure(rank: int, job: Job, rendezvous: str, kept: Path | None) -> Measured
         if job.way in READERS:
 
             def run(clip: Path) -> Outcome:
-                return Outcome(torch.from_numpy(READERS[job.way](str(clip), job.threads, job.choose)[0]))
+                return Outcome(torch.from_numpy(READERS[job.way](str(clip), job.settings.threads, job.choose)[0]))
 
         else:
             run = ROADS[job.way](job, hosts).run
         with hosts.collective_stage("measuring"), torch.no_grad():
-            run(job.warm_up)
+            run(job.settings.warm_up)
             return_freed_memory()
             hosts.barrier()
-            measured, outcome = _measure(hosts, lambda: run(job.clip))
+            measured, outcome = _measure(hosts, lambda: run(job.settings.clip))
             if kept is not None:
                 values = outcome.values.cpu()
                 np.save(kept, values if job.stage == "frames" else values.float())
@@ -206,12 +195,16 @@ class Model:
     def __init__(self, job: Job, hosts: HostGroup):
         self._job, self._hosts = job, hosts
         self._processor = AutoProcessor.from_pretrained(demo.model_path())
-        self._processor.video_processor.size = SizeDict(shortest_edge=56 * 56, longest_edge=job.max_pixels)
-        config = qwen_vl_config(2, 128, 384, 4, 2, vocab=2048, vision=(job.vision_depth, job.vision_hidden, 4))
+        self._processor.video_processor.size = SizeDict(
+            shortest_edge=56 * 56, longest_edge=job.settings.max_pixels
+        )
+        config = qwen_vl_config(
+            2, 128, 384, 4, 2, vocab=2048, vision=(job.settings.vision_depth, job.settings.vision_hidden, 4)
+        )
         tokens = read_config(demo.model_path())
         for name in _TOKENS:
             setattr(config, name, getattr(tokens, name))
-        self._model = build_model(config, getattr(torch, job.dtype), hosts.device)
+        self._model = build_model(config, getattr(torch, job.settings.dtype), hosts.device)
 
     def run(self, clip: Path) -> Outcome:
         """Run the job's stage on a clip."""
@@ -238,7 +231,7 @@ class Transformers(Model):
 
     def _batch(self, clip: str, timer: StageTimer) -> Any:
         with timer.stage("decode_video"):
-            frames, metadata = READERS[self._job.reader](clip, self._job.threads, self._job.choose)
+            frames, metadata = READERS[self._job.reader](clip, self._job.settings.threads, self._job.choose)
         with timer.stage("preprocess"):
             content = [{"type": "video"}, {"type": "text", "text": QUESTION}]
             messages = [{"role": "user", "content": content}]
@@ -260,7 +253,7 @@ class Apbv(Model):
 
     def __init__(self, job: Job, hosts: HostGroup):
         super().__init__(job, hosts)
-        config = PrefillConfig(video=VideoConfig(threads=job.threads))
+        config = PrefillConfig(video=VideoConfig(threads=job.settings.threads))
         self._config, self._parts = config, inspect_model(self._model, config.backend)
         self._engine = Engine(self._model, self._processor, hosts, config)
         reader = PromptReader(self._parts, self._processor, job.num_frames, config)
@@ -269,7 +262,7 @@ class Apbv(Model):
     def _frames(self, clip: str, timer: StageTimer) -> Outcome:
         with timer.stage("decode_video"):
             info = probe(clip)
-            frames = read_frames(info, self._job.choose(info.num_frames), self._job.threads)
+            frames = read_frames(info, self._job.choose(info.num_frames), self._job.settings.threads)
         return Outcome(torch.from_numpy(frames), timer=timer)
 
     def _embeddings(self, clip: str, timer: StageTimer) -> Outcome:
