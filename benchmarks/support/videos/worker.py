@@ -193,18 +193,15 @@ class Model:
     """Has the narrow model of Qwen2.5-VL's layout with random weights that both ways share, and its processor."""
 
     def __init__(self, job: Job, hosts: HostGroup):
-        self._job, self._hosts = job, hosts
+        self._job, self._hosts, chosen = job, hosts, job.settings
         self._processor = AutoProcessor.from_pretrained(demo.model_path())
-        self._processor.video_processor.size = SizeDict(
-            shortest_edge=56 * 56, longest_edge=job.settings.max_pixels
-        )
-        config = qwen_vl_config(
-            2, 128, 384, 4, 2, vocab=2048, vision=(job.settings.vision_depth, job.settings.vision_hidden, 4)
-        )
+        self._processor.video_processor.size = SizeDict(shortest_edge=56 * 56, longest_edge=chosen.max_pixels)
+        vision = chosen.vision_depth, chosen.vision_hidden, 4
+        config = qwen_vl_config(2, 128, 384, 4, 2, vocab=2048, vision=vision)
         tokens = read_config(demo.model_path())
         for name in _TOKENS:
             setattr(config, name, getattr(tokens, name))
-        self._model = build_model(config, getattr(torch, job.settings.dtype), hosts.device)
+        self._model = build_model(config, getattr(torch, chosen.dtype), hosts.device)
 
     def run(self, clip: Path) -> Outcome:
         """Run the job's stage on a clip."""
