@@ -20,9 +20,8 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
-from itertools import groupby, product
+from itertools import product
 from pathlib import Path
 
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
@@ -43,6 +42,7 @@ from support.exams import Reference, answer_greedily, run_on
 from support.passed_pairs import OF_THE_ANSWER, RANDOM, AnswersPairs, drawn
 from support.records import markdown_table, measure_what_is_left, plot
 from support.ruler import TASKS, Task, make_task
+from support.ruler.tables import difference_table, kl_table
 from support.summaries import grouped, mean_cell, percent_cell
 
 
@@ -205,101 +205,27 @@ def show(options: argparse.Namespace, records: list[dict]) -> None:
         cells += [mean_cell([record["kl"] for record in of_row], ".3f"), agrees]
         lines.append([task, num_tokens, hosts, label, *lengths, len(right), *cells])
     header = "task,tokens,hosts,row,l_a,l_p,samples,% right,points to `full`,KL,same first choice (%)"
-    compared = rows_by_length(records)
-    print(markdown_table(header.split(","), lines), table_by_length(compared), sep="\n\n", flush=True)
+    tables = [markdown_table(header.split(","), lines), kl_table(records), difference_table(records)]
+    print(*tables, sep="\n\n", flush=True)
     if options.plot:
-        draw(options.plot, compared)
+        draw(options.plot, records)
 
 
-# Records by task and index.
-Samples = dict[tuple[str, int], dict]
-
-
-@dataclass(frozen=True)
-class Row:
-    """All tasks' samples of a row, beside those of other rows of the same length.
-
-    Attributes:
-        mine: the row's.
-        usual: those of ``apbv`` on as many hosts.
-        exact: those of ``full``.
-    """
-
-    num_tokens: int
-    hosts: int
-    label: str
-    mine: Samples
-    usual: Samples
-    exact: Samples
-
-    def more(self) -> list[float]:
-        """How much larger the divergence is than that of ``apbv``, for each sample that both have."""
-        both = sorted(self.mine.keys() & self.usual.keys())
-        return [self.mine[sample]["kl"] - self.usual[sample]["kl"] for sample in both]
-
-    def ttft(self) -> float | None:
-        """The median share of ``full``'s time to first token, where both were timed on the same machine."""
-        timed = [(record, self.exact.get(sample, {})) for sample, record in self.mine.items()]
-        shares = [
-            record["ttft_ms"] / other["ttft_ms"]
-            for record, other in timed
-            if "ttft_ms" in record and record["device"] == other.get("device")
-        ]
-        return statistics.median(shares) if shares else None
-
-
-def rows_by_length(records: list[dict]) -> list[Row]:
-    """Return the rows other than ``full`` by length and number of hosts."""
-    samples = {
-        row: {(record["task"], record["index"]): record for record in of_row}
-        for row, of_row in grouped(records, "num_tokens", "hosts", "label").items()
-    }
-    exact: dict[int, Samples] = {}
-    for (num_tokens, _, label), of_row in samples.items():
-        if label == "full":
-            exact.setdefault(num_tokens, {}).update(of_row)
-    return [
-        Row(*row, of_row, samples.get((*row[:2], "apbv"), {}), exact.get(row[0], {}))
-        for row, of_row in sorted(samples.items(), key=lambda item: item[0][:2])
-        if row[2] != "full"
-    ]
-
-
-def table_by_length(rows: list[Row]) -> str:
-    """Format rows, all tasks together; each is compared with ``apbv`` and ``full`` on the samples of both."""
-    lines = []
-    for row in rows:
-        more = row.more() if row.label != "apbv" else []
-        right, exact = (
-            [of_row[sample]["right"] for sample in sorted(row.mine.keys() & row.exact.keys())]
-            for of_row in (row.mine, row.exact)
-        )
-        points = [100 * (mine - other) for mine, other in zip(right, exact, strict=True)]
-        kl = mean_cell([record["kl"] for record in row.mine.values()], ".3f")
-        cells = [len(row.mine), kl, f"{mean_cell(more, '+.3f')} ({len(more)})" if more else ""]
-        ttft = row.ttft()
-        cells += [mean_cell(points, "+.0f") if points else "", "" if ttft is None else f"{100 * ttft:.0f}%"]
-        lines.append([f"{row.num_tokens:,}", row.hosts, row.label, *cells])
-    header = "tokens,hosts,row,samples,KL,more than `apbv` (samples),points to `full`,TTFT of `full`'s"
-    return markdown_table(header.split(","), lines)
-
-
-def draw(path: Path, rows: list[Row]) -> None:
+def draw(path: Path, records: list[dict]) -> None:
     """Plot the divergence by length for each number of hosts, on the samples that all rows of a length have."""
     panels: dict[str, dict[str, list[tuple]]] = {}
-    for (hosts, num_tokens), together in groupby(sorted(rows, key=_place), key=_place):
-        of_length = list(together)
-        shared = set.intersection(*(set(row.mine) for row in of_length))
-        for row in of_length if shared else ():
+    split = [record for record in records if record["label"] != "full"]
+    for (hosts, num_tokens), together in sorted(grouped(split, "hosts", "num_tokens").items()):
+        rows = {
+            label: {(record["task"], record["index"]): record["kl"] for record in of_row}
+            for (label,), of_row in grouped(together, "label").items()
+        }
+        shared = set.intersection(*map(set, rows.values()))
+        for label, kl in rows.items() if shared else ():
             curves = panels.setdefault(f"tokens, {hosts} hosts", {})
-            kl = statistics.fmean(row.mine[sample]["kl"] for sample in shared)
-            curves.setdefault(row.label, []).append((num_tokens, kl))
+            curves.setdefault(label, []).append((num_tokens, statistics.fmean(kl[sample] for sample in shared)))
     if panels:
         plot(path, panels, "KL divergence from full attention (nats per token)")
-
-
-def _place(row: Row) -> tuple[int, int]:
-    return row.hosts, row.num_tokens
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:

@@ -1,14 +1,11 @@
 """The tables of docs/results-gpu.md, drawn from the records of docs/records/."""
 
-import statistics
-
 import pytest
 import roofline
 
 from gpu_tables import RECORDS, TABLES, name_of_gpu, of, predicted_parts
 from scripts import ROOT
 from support.records import read_records
-from support.summaries import mean_cell
 from support.workloads import config_of
 
 PAGE = ROOT / "docs" / "results-gpu.md"
@@ -46,24 +43,6 @@ def test_what_the_page_says_of_them():
     assert f"{tests['passed']} passed" in page and f"{doctor['worst_error']:.2f} of" in page
     for name, version in about["versions"].items():
         assert name == "apbv" or version in page, name
-    exact = [record["right"] for record in records if record.get("label") == "full" and "right" in record]
-    assert f"{100 * statistics.fmean(exact):.0f}% right" in page
-    for other, told in (("star", "{} more, `apbv`"), ("apbv, no passing", "{} more, `apb`"), ("apb", "{}.")):
-        assert told.format(mean_cell(further(records, other), ".3f")) in page
-
-
-def further(records: list[dict], label: str) -> list[float]:
-    """How much more a row diverges than ``apbv``, for each sample the mean of its numbers of hosts."""
-    kl = {
-        (r["label"], (r["task"], r["num_tokens"], r["index"]), r["hosts"]): r["kl"]
-        for r in records
-        if r["benchmark"] == "ruler"
-    }
-    found: dict[tuple, list[float]] = {}
-    for (row, sample, hosts), value in kl.items():
-        if row == label and ("apbv", sample, hosts) in kl:
-            found.setdefault(sample, []).append(value - kl["apbv", sample, hosts])
-    return [statistics.fmean(each) for each in found.values()]
 
 
 def test_the_readme_and_the_predictions_show_these_figures(capsys):

@@ -14,9 +14,11 @@ from apbv.model.parts import inspect_model
 
 import families
 from prompts import text_batch
-from scripts import figures_of, run_benchmark, valid_records
+from scripts import ROOT, figures_of, run_benchmark, valid_records
 from support.passed_pairs import OF_THE_ANSWER, RANDOM, AnswersPairs
+from support.records import read_records
 from support.ruler import TASKS, make_task
+from support.ruler.tables import difference_table, kl_table
 from support.simulated import share_weights, simulate
 
 
@@ -100,27 +102,40 @@ def test_rows_are_compared_on_the_same_samples(tmp_path):
     assert [len(found) for found in of_row.values()] == [2] * 5
     # Each row passes on other pairs.
     assert len({record["kl"] for found in of_row.values() for record in found}) == 9
-    assert "| 700 | 2 | apbv, no passing | 2 | 0." in output
+    assert "| row | 700, 2 hosts |" in output and "| apbv, no passing | 0." in output
     assert all(some["kl"] > every["kl"] >= 0 for some, every in zip(of_row[rows[2]], of_row[rows[1]], strict=True))
 
 
 def test_rows_are_compared_on_samples_that_both_have():
-    def record(label, hosts, index, kl, device="cpu", **times):
-        place = {"task": "vt", "num_tokens": 64, "index": index, "hosts": hosts, "label": label, "device": device}
-        return {**place, "kl": kl, "right": float(index == 1), **times}
+    def record(label, hosts, index, kl):
+        place = {"task": "vt", "num_tokens": 64, "index": index, "hosts": hosts, "label": label}
+        return {**place, "kl": kl, "right": float(index == 1 or label == "full")}
 
-    records = [record("full", 1, index, 0.0, ttft_ms=10.0) for index in range(4)]
-    records += [record("apbv", 4, index, 0.5 * index, ttft_ms=4.0 + index) for index in range(3)]
-    records += [record("star", 4, index, 1.0 * index) for index in (3, 2, 1)]
-    records += [record("flexprefill", 1, 3, 0.25, device="H200", ttft_ms=5.0)]
-    rows = {row.label: row for row in ruler.rows_by_length(records)}
-    assert {label: (row.hosts, row.more(), row.ttft()) for label, row in rows.items()} == {
-        "flexprefill": (1, [], None),
-        "apbv": (4, [0.0, 0.0, 0.0], 0.5),
-        "star": (4, [0.5, 1.0], None),
-    }
-    table = ruler.table_by_length(list(rows.values()))
-    assert "| 64 | 4 | star | 3 | 2.000 ± " in table and "| +0.750 ± 3.176 (2) | +0 ± 0 |  |" in table
+    records = [record("full", 1, index, 0.0) for index in range(4)]
+    records += [record("apbv", hosts, index, 0.5 * index) for hosts in (2, 4) for index in range(3)]
+    records += [record("star", 4, index, 1.0 * index) for index in (3, 2, 1)] + [record("star", 2, 2, 1.5)]
+    assert kl_table(records).splitlines()[2:] == [
+        "| apbv | 0.500 ± 1.242 (3) | 0.500 ± 1.242 (3) |",
+        "| star | 1.500 (1) | 2.000 ± 2.484 (3) |",
+    ]
+    assert difference_table(records).splitlines()[2:] == [
+        "| apbv |  |  | 3 | -66.7 ± 143.4 |",
+        "| star | 2 | +0.625 ± 1.588 | 3 | -66.7 ± 143.4 |",  # of sample 2 the mean of 0.5 and 1
+    ]
+
+
+def test_the_page_shows_its_records():
+    records = read_records([ROOT / "docs" / "records" / "ruler.jsonl"])
+    page = (ROOT / "docs" / "accuracy.md").read_text(encoding="utf-8")
+    assert kl_table(records) in page
+    assert difference_table(records) in page
+    rows = [line.strip("| ").split(" | ") for line in difference_table(records).splitlines()]
+    cells, said = {row[0].strip(): row for row in rows}, " ".join(page.split())
+    assert f"{cells['star'][2].lstrip('+')} higher" in said
+    assert f"{cells['apbv, no passing'][2].lstrip('+')} higher" in said
+    assert (
+        f"{cells['apbv'][4].lstrip('-')} points worse than with `full`, over {cells['apbv'][3]} questions" in said
+    )
 
 
 @torch.no_grad()

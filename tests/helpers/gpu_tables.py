@@ -4,18 +4,16 @@
 """
 
 from collections.abc import Callable
-from itertools import product
 from pathlib import Path
 
 import roofline
 
 from support.records import markdown_table, read_records, table
-from support.summaries import grouped, mean_cell
+from support.summaries import grouped
 from support.workloads import CONFIGS, config_of
 
 RECORDS = Path(__file__).parents[2] / "docs" / "records" / "h200.jsonl"
 PREFILLS = ("full", "zigzag_ring", "apbv")
-RULER_ROWS = ("zigzag_ring", "apb", "apbv", "star", "apbv, no passing")
 
 
 def of(records: list[dict], benchmark: str) -> list[dict]:
@@ -110,28 +108,6 @@ def server(records: list[dict]) -> str:
     return table(of(records, "serving"), columns)
 
 
-def accuracy(records: list[dict]) -> str:
-    """Divergence from full attention in nats per token, over samples that every row answered."""
-    rows = of(records, "ruler")
-    samples = grouped(rows, "num_tokens", "task", "index")
-    most = max(map(len, samples.values()), default=0)
-    complete = {sample for sample, found in samples.items() if len(found) == most}
-    split = [row for row in rows if row["label"] != "full"]
-    columns = list(product(*(sorted({row[name] for row in split}) for name in ("num_tokens", "hosts"))))
-    cells = []
-    for method in RULER_ROWS:
-        line = []
-        for tokens, hosts in columns:
-            of_row = grouped(split, "label", "num_tokens", "hosts").get((method, tokens, hosts), [])
-            kl = [row["kl"] for row in of_row if (tokens, row["task"], row["index"]) in complete]
-            line.append(mean_cell(kl, ".4f") if kl else "–")
-        name, _, rest = method.partition(", ")
-        cells.append([f"`{name}`" + (f", {rest}" if rest else ""), *line])
-    sizes = [sum(sample[0] == tokens for sample in complete) for tokens, _ in columns]
-    header = [f"{tokens:,}, {hosts}, {size}" for (tokens, hosts), size in zip(columns, sizes, strict=True)]
-    return markdown_table(["row", *header], cells)
-
-
 TABLES: dict[str, Callable[[list[dict]], str]] = {
     "Prefill by method": prefill,
     "A host's kernels": kernels,
@@ -139,7 +115,6 @@ TABLES: dict[str, Callable[[list[dict]], str]] = {
     "Decoding steps": steps,
     "Batched decoding": batch,
     "The server under load": server,
-    "Accuracy": accuracy,
 }
 
 
