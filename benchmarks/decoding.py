@@ -14,35 +14,217 @@ sequentially, in one batch, and in one batch of transformers, padded on the left
 import argparse
 import statistics
 import sys
-from collections.abc import Iterator
-from dataclasses import replace
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 
 # isort: split
 import torch
+from torch import Tensor
 from tqdm import tqdm
+from transformers import DynamicCache
 
-from apbv import DecodeConfig, HostGroup
+from apbv import DecodeConfig, HostGroup, SamplingParams
 from apbv.allocator import keep_freed_memory
+from apbv.decode.answer import Answer, generate_tokens
+from apbv.decode.batch import Batch
+from apbv.decode.batch_steps import BatchRunner, OwnKV
+from apbv.decode.runner import Decoder
+from apbv.input.request import Question, Request
+from apbv.kv.placement import GatheredKV
+from apbv.model.attention import apbv_attention
 from apbv.model.parts import ModelParts, inspect_model
+from apbv.stats import StageTimer
+from apbv.versions import cache_argument
 
 from support.arguments import COUNT, add_shared
-from support.decoding import (
-    Prompt,
-    Way,
-    batch_ways,
-    compare,
-    measure,
-    random_cache,
-    with_apbv,
-    with_transformers,
-)
+from support.processes import synchronize
 from support.records import report
 from support.workloads import CONFIGS, load_model
 
 # Allowed difference, relative to the largest logit: two ways round differently in a few layers.
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.1, "float16": 0.02}
+
+
+@dataclass
+class Way:
+    """One way to decode.
+
+    Attributes:
+        name: its name in tables.
+        run: what is timed.
+        error: largest error of its logits, relative to the largest logit.
+        ms: milliseconds of a step, or of a token of every answer, one entry for every round.
+    """
+
+    name: str
+    run: Callable[[], object]
+    error: float = 0.0
+    ms: list[float] = field(default_factory=list)
+
+
+@torch.no_grad()
+def measure(ways: Sequence[Way], rounds: int, warmup: int, device: torch.device, num_steps: int = 1) -> None:
+    """Time all ways in turn; ``num_steps`` is how many steps a run has."""
+    for number in range(warmup + rounds):
+        for way in ways:
+            synchronize(device)
+            began = time.perf_counter()
+            way.run()
+            synchronize(device)
+            if number >= warmup:
+                way.ms.append((time.perf_counter() - began) * 1e3 / num_steps)
+
+
+@torch.no_grad()
+def compare(ways: Sequence[Way]) -> None:
+    """Compare the steps' logits with the first way's.
+
+    To be called again after the measurement: a CUDA graph does not repeat the first step, but a later one.
+    """
+    expected = ways[0].run().double()
+    for way in ways:
+        errors = way.error, relative_error(way.run().double(), expected)
+        way.error = float(torch.tensor(errors).max())  # NaN, if one is
+
+
+def relative_error(logits: Tensor, expected: Tensor) -> float:
+    """Return the largest error, relative to the largest logit."""
+    return float((logits - expected).abs().max() / expected.abs().max())
+
+
+def with_transformers(
+    parts: ModelParts, cache: DynamicCache, ids: Tensor, num_steps: int = 1, pads: Tensor | None = None
+) -> Callable[[], Tensor]:
+    """Return decoding by the model as it was loaded, with a DynamicCache, as ``generate`` does it.
+
+    The first step is over ids ``[B, S]``, each other one over the most probable token behind the one before; the
+    logits are those of the first, ``[B, S, V]``.
+
+    Args:
+        pads: how many tokens of padding each prompt of a batch has on its left, ``[B]``.
+    """
+    num_tokens, all_tokens = cache.get_seq_length(), cache.get_seq_length() + ids.shape[1] + num_steps - 1
+    mask = None if pads is None else (torch.arange(all_tokens, device=parts.device) >= pads[:, None]).long()
+
+    def run() -> Tensor:
+        tokens, first = ids, None
+        while (past := cache.get_seq_length()) < all_tokens:
+            position_ids = torch.arange(past, past + tokens.shape[1], device=parts.device)[None]
+            position_ids = position_ids if pads is None else position_ids - pads[:, None]
+            hidden = parts.language_model(
+                inputs_embeds=parts.embed_tokens(tokens),
+                position_ids=position_ids.expand(3, -1, -1) if parts.uses_mrope else position_ids,
+                attention_mask=None if mask is None else mask[:, : past + tokens.shape[1]],
+                **{cache_argument(): cache},
+                use_cache=True,
+            ).last_hidden_state
+            logits = parts.lm_head(hidden)
+            first, tokens = logits if first is None else first, logits[:, -1:].argmax(dim=-1)
+        cache.crop(num_tokens - all_tokens)
+        return first
+
+    return run
+
+
+def with_apbv(parts: ModelParts, cache: DynamicCache, ids: Tensor) -> Callable[[], Tensor]:
+    """Return the step of apbv's decoder over ids ``[1, S]``; its logits are ``[1, S, V]``."""
+    num_tokens, tokens = cache.get_seq_length(), ids[0].tolist()
+    decoder = Decoder(parts, GatheredKV(cache, num_tokens, HostGroup.single(parts.device)), num_tokens)
+
+    def step() -> Tensor:
+        logits = decoder.advance(tokens)
+        decoder.take_back(len(tokens))
+        return logits[None]
+
+    return step
+
+
+def random_cache(parts: ModelParts, num_tokens: int, seed: int = 0) -> DynamicCache:
+    """Fill a cache with random KV."""
+    generator = torch.Generator(parts.device).manual_seed(seed)
+    shape = (2, 1, parts.num_kv_heads, num_tokens, parts.head_dim)
+    cache = DynamicCache()
+    for layer in range(parts.num_layers):
+        states = torch.randn(shape, generator=generator, device=parts.device).to(parts.dtype)
+        cache.update(*states, layer)
+    return cache
+
+
+def padded(parts: ModelParts, prompts: Sequence["Prompt"]) -> tuple[DynamicCache, Tensor]:
+    """Return the prompts' KV as one batch, padded on the left, and how many tokens of padding each has."""
+    most = max(prompt.num_tokens for prompt in prompts)
+    cache, own = DynamicCache(), [prompt.kv.whole.layers for prompt in prompts]
+    for layer in range(parts.num_layers):
+        shape = (2, len(prompts), parts.num_kv_heads, most, parts.head_dim)
+        states = torch.zeros(shape, dtype=parts.dtype, device=parts.device)
+        for number, each in enumerate(own):
+            for rows, padded_rows in zip((each[layer].keys, each[layer].values), states[:, number], strict=True):
+                padded_rows[:, most - rows.shape[2] :] = rows[0]
+        cache.update(*states, layer)
+    return cache, torch.tensor([most - prompt.num_tokens for prompt in prompts], device=parts.device)
+
+
+class Prompt:
+    """Random KV of a given length, and logits that begin an answer to it."""
+
+    def __init__(self, parts: ModelParts, num_tokens: int, seed: int):
+        self.num_tokens = num_tokens
+        self.kv = GatheredKV(random_cache(parts, num_tokens, seed), num_tokens, HostGroup.single(parts.device))
+        generator = torch.Generator(parts.device).manual_seed(seed)
+        self._logits = torch.randn(parts.vocab_size, generator=generator, device=parts.device)
+
+    def begin_answer(self, parts: ModelParts, request: Request) -> Answer:
+        """Return an answer that has no tokens yet."""
+        decoder = Decoder(parts, self.kv, self.num_tokens)
+        return Answer(decoder, self._logits, self.num_tokens, request.sampling)
+
+
+@torch.no_grad()
+def batch_ways(parts: ModelParts, prompts: Sequence[Prompt], num_tokens: int) -> list[Way]:
+    """Return the ways to decode tokens of every answer: sequentially, in one batch, and in one of transformers."""
+    sampling = SamplingParams(max_new_tokens=num_tokens + 1)  # the first takes no pass of the model
+    request, batch = Request(Question(), StageTimer(prompts[0].kv.hosts), sampling=sampling), Batch(parts)
+
+    def one_by_one() -> None:
+        with apbv_attention(parts.language_model):
+            for prompt in prompts:
+                generate_tokens(prompt.begin_answer(parts, request))
+
+    def together() -> None:
+        with apbv_attention(parts.language_model):
+            for prompt in prompts:
+                batch.join(prompt, request)
+            while len(batch):
+                batch.step()
+
+    cache, pads = padded(parts, prompts)
+    ids = torch.tensor(_first_ids(len(prompts)), device=parts.device)[:, None]
+    in_a_batch = with_transformers(parts, cache, ids, num_tokens, pads)
+    with apbv_attention(parts.language_model):
+        alone, batched = _first_logits(parts, prompts)
+    return [
+        Way("apbv, one after the other", one_by_one),
+        Way("apbv, in a batch", together, relative_error(batched, alone)),
+        Way("transformers, in a batch", in_a_batch, relative_error(in_a_batch()[:, 0].double(), alone)),
+    ]
+
+
+def _first_ids(num_prompts: int) -> list[int]:
+    return [1 + number % 99 for number in range(num_prompts)]
+
+
+def _first_logits(parts: ModelParts, prompts: Sequence[Prompt]) -> tuple[Tensor, Tensor]:
+    """Return the logits of the first step of every answer by itself, and in a batch."""
+    ids, rows = _first_ids(len(prompts)), []
+    for prompt, token in zip(prompts, ids, strict=True):
+        decoder = Decoder(parts, prompt.kv, prompt.num_tokens)
+        rows.append(decoder.advance([token]))
+        decoder.take_back(1)
+    kvs = [OwnKV(prompt.kv.continued().layers, prompt.num_tokens) for prompt in prompts]
+    return torch.cat(rows).double(), BatchRunner(parts).run(ids, kvs).double()
 
 
 def batches(options: argparse.Namespace, parts: ModelParts) -> Iterator[dict]:
@@ -69,13 +251,13 @@ def steps(options: argparse.Namespace, parts: ModelParts) -> Iterator[dict]:
         # Each way has a cache object of its own with the same numbers.
         caches = {name: random_cache(parts, num_tokens) for name in kinds}
         for num_new in options.new_tokens:
-            tokens = list(range(1, num_new + 1))
-            ways = [Way(name, make(own, caches[name], tokens)) for name, (make, own) in kinds.items()]
+            ids = torch.arange(1, num_new + 1, device=parts.device)[None]
+            ways = [Way(name, make(own, caches[name], ids)) for name, (make, own) in kinds.items()]
             compare(ways)
             measure(ways, options.rounds, options.warmup, parts.device)
             compare(ways)
             for way in ways:
-                what = {"num_tokens": num_tokens, "num_new_tokens": num_new, "setup_s": way.setup_s}
+                what = {"num_tokens": num_tokens, "num_new_tokens": num_new}
                 yield {"benchmark": "decoding", **what, **record_of(options, ways[0], way)}
 
 
@@ -97,7 +279,7 @@ def record_of(options: argparse.Namespace, baseline: Way, way: Way) -> dict:
 
 _SPEED = {"speed-up": "{speedup:.2f} ×", "error": "{error:.0e}"}
 COLUMNS = {"context": "{num_tokens}", "new tokens": "{num_new_tokens}", "way": "{way}", "ms": "{ms:.2f}"}
-COLUMNS |= {"first step s": "{setup_s:.1f}", **_SPEED}
+COLUMNS |= _SPEED
 BATCH_COLUMNS = {"context": "{num_tokens}", "answers": "{num_answers}", "way": "{way}"}
 BATCH_COLUMNS |= {"tokens/s": "{tokens_per_s:.0f}", **_SPEED}
 

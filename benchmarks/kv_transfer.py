@@ -15,7 +15,6 @@ from contextlib import closing, nullcontext
 import torch
 
 from apbv import HostGroup
-from apbv.hosts import run_on_hosts
 from apbv.input.model_inputs import ModelInputs
 from apbv.kv.cache import ShardedCache
 from apbv.kv.facts import ModelIdentity
@@ -27,7 +26,7 @@ from apbv.stats import StageTimer
 
 from support.arguments import COUNT, add_shared
 from support.kv_consumer import Consumer, digest_of
-from support.records import report
+from support.records import measure_on_hosts
 
 QUESTION_LEN, HEAD_DIM = 32, 128
 SHAPES = {"qwen2.5-vl-3b": (36, 2), "qwen2.5-vl-7b": (28, 4)}  # decoder layers and KV heads, in bf16
@@ -125,8 +124,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = parse_arguments(arguments)
-    return run_on_hosts(lambda hosts: report(options, records(options, hosts), COLUMNS, hosts))
+    return measure_on_hosts(parse_arguments(arguments), records, COLUMNS)
 
 
 if __name__ == "__main__":

@@ -25,8 +25,7 @@ from apbv.input.video import VideoInfo, read_frames
 
 from support.evaluation.answers import first_of_five
 from support.evaluation.command import Benchmark
-from support.evaluation.prompting import LETTERED, fill, request_of
-from support.evaluation.samples import Row, Sample, read_json, rows_of
+from support.evaluation.samples import LETTERED, Row, Sample, fill, read_json, request_of, rows_of
 from support.evaluation.subtitles import interleaved, read_longvideobench
 
 

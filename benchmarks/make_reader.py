@@ -34,11 +34,10 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from apbv import HostGroup
+from apbv import HostGroup, demo
 
 from support import captions, clips
 from support.arguments import COUNT
-from support.demo_training.processor import CHAT_TEMPLATE
 from support.exams import Candidate, Exam
 
 SIZE, PINPOINTS = {"height": captions.SIDE, "width": captions.SIDE}, [[captions.SIDE, captions.SIDE]]
@@ -89,7 +88,8 @@ def build_model(
 
 def build_processor(tokenizer: PreTrainedTokenizerBase) -> LlavaOnevisionProcessor:
     """Build LLaVA-OneVision's processor for frames of 8 x 8 patches, with a ChatML template."""
-    template = CHAT_TEMPLATE.replace("<|vision_start|>", "").replace("<|vision_end|>", "{{ '\\n' }}")
+    template = (demo.model_path() / "chat_template.jinja").read_text()
+    template = template.replace("<|vision_start|>", "").replace("<|vision_end|>", "{{ '\\n' }}")
     return LlavaOnevisionProcessor(
         image_processor=LlavaOnevisionImageProcessor(size=SIZE, image_grid_pinpoints=PINPOINTS),
         video_processor=LlavaOnevisionVideoProcessor(size=SIZE),

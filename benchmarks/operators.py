@@ -2,26 +2,24 @@
 
     python benchmarks/operators.py --preset h200 --json operators.jsonl
     python benchmarks/operators.py --ops segmented_attention --tokens 32768 --backends torch flash_attn triton
-    python benchmarks/operators.py --tune tiles.json  # kernels/tiles.json, with the fastest tiles of this GPU
 
-Every result is compared with fp64 first: a wrong one gets an error instead of a speed, and the exit status is 1.
+Every result is compared first, with fp64 as by ``apbv.doctor``, and at the measured size with that of torch: a
+wrong one gets an error instead of a speed, and the exit status is 1. Errors are relative to what is allowed.
 Every round interleaves all backends, so that drift in the device's speed affects all equally. On a GPU the time is
 that between two events after queued work, so that it excludes launch overhead. Operands rotate, so that they come
 from memory and not from a cache. The ceilings, a large copy and a large matrix product in the same dtype, are
-measured in the same run; the share of the ceiling is the share of the lower one.
-
-Over several segments, backends other than Triton join the segments or merge partial results. Their time includes
-this; the time of their attention kernels alone is also reported.
+measured in the same run; the share of the ceiling is the share of the lower one. Over several segments, backends
+other than Triton join the segments or merge partial results, which their time includes.
 """
 
 import argparse
-import os
 import statistics
 import sys
-from collections.abc import Iterator
-from dataclasses import replace
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from importlib.metadata import distributions
-from pathlib import Path
 
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 
@@ -29,17 +27,149 @@ import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 import torch
 from tqdm import tqdm
 
-from apbv.kernels.backends import BACKENDS
+from apbv.doctor import kernels
+from apbv.kernels import BackendError
+from apbv.kernels.backends import BACKENDS, LIBRARIES, is_interpreted
 
 from support.arguments import DEFAULT_DTYPES, add_shared
-from support.operators.case import Case, Draw
-from support.operators.cases import PRESETS, cases
-from support.operators.timing import Contender, Timer, check, contenders, measure
-from support.records import report, table
+from support.operator_cases import PRESETS, Case, Draw, Outputs, cases
+from support.processes import synchronize
+from support.records import report
 
 OPERATORS = tuple(dict.fromkeys(case.op for case in cases(PRESETS["quick"].sizes, [600])))
 TIMED = tuple(name for name in BACKENDS if name != "auto")
 _PACKAGES = ("triton", "flash-attn", "flash-attn-3", "fa3-fwd", "flash-attn-4")
+_CEILING_ROUNDS = 6
+# The largest difference of two backends' results, relative to their size.
+AGREEMENT = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+
+
+@dataclass
+class Contender:
+    """One backend that can compute a case.
+
+    Attributes:
+        run: the function that is timed.
+        error: relative to what is allowed; None if it could not be computed.
+        wrong: why its result is rejected; None if it is right.
+        ms: milliseconds per call, one entry for every round.
+    """
+
+    backend: str
+    run: Callable[[tuple], Outputs]
+    error: float | None = None
+    wrong: str | None = None
+    ms: list[float] = field(default_factory=list)
+
+
+class Timer:
+    """Measures milliseconds per call on a device.
+
+    Args:
+        device, dtype: where and in what precision the ceilings are measured.
+        size, side: bytes of the copy, and rows of the square matrix product, that show the ceilings.
+
+    Attributes:
+        bandwidth, flops: the device's ceilings, in bytes and operations per second.
+    """
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, size: int, side: int):
+        self.device = device
+        self._source, self._target = torch.zeros(2, size, dtype=torch.uint8, device=device).random_()
+        # A ceiling is the most that the device can do: the best of several rounds, the first of which warms up.
+        copies = [self(lambda _: self._target.copy_(self._source), [()]) for _ in range(_CEILING_ROUNDS)]
+        self._copy_seconds = min(copies) / 1e3
+        self.bandwidth = 2 * size / self._copy_seconds
+        a, b = torch.randn(2, side, side, device=device, dtype=dtype)
+        self.flops = 2 * side**3 / min(self(lambda _: torch.mm(a, b), [()]) for _ in range(_CEILING_ROUNDS)) * 1e3
+
+    def __call__(self, run: Callable[[tuple], object], sets: list[tuple], launching: float = 0.0) -> float:
+        """Return the mean milliseconds of one call on each set of operands.
+
+        Args:
+            run: the function.
+            sets: its operands, in sets.
+            launching: seconds that this process needs to put all these calls into a GPU's queue.
+        """
+        if self.device.type != "cuda":
+            began = time.perf_counter()
+            for operands in sets:
+                run(operands)
+            return (time.perf_counter() - began) * 1e3 / len(sets)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        for _ in range(min(100, int(launching / self._copy_seconds) + 1) if launching else 0):
+            self._target.copy_(self._source)
+        start.record()
+        for operands in sets:
+            run(operands)
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / len(sets)
+
+    def num_sets(self, size: int) -> int:
+        """Return the number of sets of this many bytes that exceed a GPU's cache several times."""
+        if self.device.type != "cuda":
+            return 2
+        cache = torch.cuda.get_device_properties(self.device).L2_cache_size
+        return min(32, max(2, -(-4 * cache // size)))
+
+
+def contenders(case: Case, operands: tuple, backends: list[str], note: Callable[[str], None]) -> list[Contender]:
+    """Return the backends that can compute a case here, and note why the others cannot."""
+    found = []
+    for name in backends:
+        if name in LIBRARIES and not case.is_segmented:
+            continue
+        if name == "triton" and is_interpreted():
+            note("triton is interpreted (TRITON_INTERPRET=1), and not timed")
+            continue
+        try:
+            case.chosen(operands, name)
+        except BackendError as error:
+            note(str(error))
+            continue
+        found.append(Contender(name, partial(case.run, backend=name)))
+    return found
+
+
+@torch.no_grad()
+def check(case: Case, operands: tuple, dtype: torch.dtype, entries: list[Contender]) -> None:
+    """Compare every contender with fp64, as the doctor does, and at this size with the first that is right."""
+    expected = None
+    for entry in entries:
+        try:
+            draw = kernels.Draw(operands[0].device, dtype)
+            entry.error = max(
+                kernels.error_of(case.op, each, entry.backend) for each in kernels.CASES[case.op](draw)
+            )
+            outputs = [output.double() for output in entry.run(operands)]
+        except Exception as error:  # a kernel may raise anything, which is then the result of this check
+            entry.wrong = f"{type(error).__name__}: {error}".splitlines()[0]
+            continue
+        expected = expected or outputs
+        off = max(float((x - y).norm() / y.norm()) for x, y in zip(outputs, expected, strict=True))
+        if not entry.error <= 1:
+            entry.wrong = f"is off by {entry.error:.3g} times what is allowed"
+        elif not off <= AGREEMENT[dtype]:
+            entry.wrong = f"differs by {off:.1e} from {entries[0].backend}"
+
+
+@torch.no_grad()
+def measure(timer: Timer, sets: list[tuple], entries: list[Contender], rounds: int, warmup: int) -> None:
+    """Time the correct contenders in turn, round after round."""
+    launching = {}
+    right = [entry for entry in entries if not entry.wrong]
+    for entry in right:
+        for _ in range(warmup):
+            synchronize(timer.device)
+            began = time.perf_counter()
+            for operands in sets:
+                entry.run(operands)
+            launching[entry.backend] = time.perf_counter() - began  # until all calls are in a GPU's queue
+        synchronize(timer.device)
+    for _ in range(rounds):
+        for entry in right:
+            entry.ms.append(timer(entry.run, sets, launching[entry.backend]))
 
 
 def record(options: argparse.Namespace, timer: Timer, case: Case, entry: Contender, default: str) -> dict:
@@ -54,9 +184,8 @@ def record(options: argparse.Namespace, timer: Timer, case: Case, entry: Contend
         "op": case.op,
         "case": case.label,
         "backend": entry.backend,
-        "variant": entry.variant,
-        "is_default": entry.variant == "operator" and entry.backend == default,
-        "sizes": case.sizes,
+        "is_default": entry.backend == default,
+        "sizes": asdict(case.sizes),
         "flops": case.flops,
         "bytes": num_bytes,
         "ms": ms,
@@ -68,9 +197,8 @@ def record(options: argparse.Namespace, timer: Timer, case: Case, entry: Contend
             "bound": "arithmetic" if case.flops / timer.flops > num_bytes / timer.bandwidth else "memory",
         },
         "share_of_ceiling": floor_ms / ms if ms else None,
-        # JSON has no NaN.
-        "errors": [error if error < float("inf") else None for error in entry.errors],
-        "tolerances": list(case.tolerance(dtype)),
+        # JSON has no infinity.
+        "error": entry.error if entry.error is not None and entry.error < float("inf") else None,
         "wrong": entry.wrong,
         "samples": {"ms": entry.ms},
         "warmup": options.warmup,
@@ -90,17 +218,13 @@ COLUMNS = {
     "operator": "{op}",
     "tokens": "{sizes[tokens]}",
     "case": "{case}",
-    "back end": lambda row: (
-        row["backend"]
-        + ("" if row["variant"] == "operator" else ", kernels alone")
-        + (" (auto)" if row["is_default"] else "")
-    ),
+    "back end": lambda row: row["backend"] + (" (auto)" if row["is_default"] else ""),
     "ms": lambda row: "WRONG" if row["wrong"] else f"{row['ms']:.3g}",
     "TFLOP/s": "{tflops:.3g}",
     "GB/s": "{gigabytes_per_s:.3g}",
     "of ceiling": "{share_of_ceiling:.0%}",
     "bound": "{ceiling[bound]}",
-    "error": lambda row: " ".join("nan" if error is None else f"{error:.0e}" for error in row["errors"]) or "–",
+    "error": "{error:.2f}",
 }
 
 
@@ -111,9 +235,6 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--backends", nargs="+", choices=TIMED, default=TIMED, metavar="NAME")
     parser.add_argument("--tokens", type=int, nargs="+", help="context lengths (default: the preset's)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--tune", type=Path, metavar="FILE", help="time candidate tiles, and write the best to FILE"
-    )
     add_shared(parser, "dtype", "json", rounds=10, warmup=2)
     options = parser.parse_args(arguments)
     if options.warmup < 1:
@@ -153,24 +274,8 @@ def measured(options: argparse.Namespace) -> Iterator[dict]:
             yield record(options, timer, case, entry, default)
 
 
-def tuned(options: argparse.Namespace) -> int:
-    """Time candidate tiles, print them, and return the exit status; without a GPU kernels are interpreted."""
-    if options.device.type == "cpu":
-        os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported
-    from support.operators import tuning
-
-    preset = PRESETS[options.preset]
-    timer = Timer(options.device, getattr(torch, options.dtype), preset.copy_bytes, preset.matrix_side)
-    sizes = replace(preset.sizes, tokens=max(options.tokens or preset.tokens))
-    how = timer, sizes, getattr(torch, options.dtype), options.rounds, options.warmup, options.tune
-    print(table(list(tuning.tune(*how)), tuning.COLUMNS))
-    return 0
-
-
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
-    if options.tune is not None:
-        return tuned(options)
     rows = report(options, measured(options), COLUMNS)
     for row in rows:
         if row["wrong"]:

@@ -2,7 +2,7 @@
 
     python benchmarks/questions.py --questions clips/questions.jsonl --model demo
     torchrun --nproc-per-node 2 benchmarks/questions.py --questions questions.jsonl --model demo --method star
-    python benchmarks/questions.py --table results/*.jsonl
+    python benchmarks/questions.py --table results/questions*.jsonl
 
 Every line of the file is a JSON object, whose files' names are relative to it:
 

@@ -18,12 +18,11 @@ import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 # isort: split
 from apbv import Engine, HostGroup, ReuseConfig
 from apbv.config import REUSE_MODES
-from apbv.hosts import run_on_hosts
 from apbv.launch.options import prefill_config
 
 from support.arguments import add_clip_options, add_prefill_settings, add_shared
 from support.exams import EXACT_TASKS, Exam, load_demo, run_on
-from support.records import report
+from support.records import measure_on_hosts
 from support.summaries import percent_cell
 
 WAYS = ("none", *REUSE_MODES)
@@ -102,8 +101,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = parse_arguments(arguments)
-    return run_on_hosts(lambda hosts: report(options, measure(options, hosts), COLUMNS, hosts))
+    return measure_on_hosts(parse_arguments(arguments), measure, COLUMNS)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from apbv.launch.options import positive
 
 from support.arguments import COUNT
 from support.cost_model import ATTENTION, HostCost, Shape, cost_of_prompt
-from support.operators.cases import PRESETS, cases
+from support.operator_cases import PRESETS, cases
 from support.records import markdown_table
 from support.traffic import element_wise_bytes
 from support.workloads import CONFIGS, config_of

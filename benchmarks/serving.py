@@ -33,8 +33,9 @@ from apbv.launch.options import positive
 from apbv.speculate import STRATEGIES
 
 from support.arguments import COUNT, add_pair, add_shared
-from support.clients import Answer, Way, ask_a_batch, ask_a_server, ask_engine, measure_on_hosts
+from support.clients import Answer, Way, ask_a_batch, ask_a_server, ask_engine
 from support.drafting import build_ways
+from support.records import measure_on_hosts
 from support.summaries import percentiles
 
 

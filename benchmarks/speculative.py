@@ -11,17 +11,18 @@ Each line of such a file is an object with a "prompt", the path of a "video" or 
 which "characters" are read), relative to the file, and the "task" by which answers are summed up.
 
 The demo model is asked about clips of its test split; --scale repeats the target's layers without changing its
-output (as scaled_model.py does), so that target and draft differ in cost as real pairs do. All variants are
+output, so that target and draft differ in cost as real pairs do. All variants are
 interleaved on every question. Answers are greedy, and each is compared with the autoregressive one, which uses the
 same attention: a variant whose answer differs anywhere is reported without a speed. With --draft-host the last
 host drafts in parallel in some variants and idles in the others; on a single host a thread drafts. A preset is one
-of the papers' tables (support/draft_presets.py), at the first of --keep-ratio; "std1" keeps its own number of
-tokens. With --batch the first questions are answered together, and drafts that do not pay are dropped.
+of the papers' tables (support/draft_presets.toml), at the first of --keep-ratio. With --batch the first questions
+are answered together, and drafts that do not pay are dropped.
 """
 
 import argparse
 import statistics
 import sys
+import tomllib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -32,18 +33,27 @@ import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 from tqdm import tqdm
 
 from apbv import HostGroup, SpeculativeConfig
-from apbv.allocator import keep_freed_memory
 from apbv.config import KEEP_POLICIES, PRUNINGS
-from apbv.hosts import run_on_hosts
 from apbv.input.video import probe
 from apbv.speculate import STRATEGIES, prunes
 
 from support import clips
 from support.arguments import COUNT, add_clip_options, add_pair, add_shared
-from support.draft_presets import PRESETS, configs_of
 from support.drafting import batch_records, build_ways, records
 from support.exams import Exam
-from support.records import read_records, report
+from support.records import measure_on_hosts, read_records
+
+PRESETS = tomllib.loads((Path(__file__).parent / "support" / "draft_presets.toml").read_text(encoding="utf-8"))
+
+
+def configs_of(preset: str, keep_ratio: float) -> dict[str, SpeculativeConfig]:
+    """Return a preset's ways by label, at a share of visual tokens kept."""
+    found = {}
+    for label, settings in PRESETS[preset].items():
+        amount = {"keep_ratio": keep_ratio} if prunes(SpeculativeConfig(strategy=settings["strategy"])) else {}
+        amount |= {"hippo_terms": tuple(settings["hippo_terms"])} if "hippo_terms" in settings else {}
+        found[label] = SpeculativeConfig(**settings | amount)
+    return found
 
 
 def draft_tokens(text: str) -> int | str:
@@ -184,9 +194,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
-    keep_freed_memory()
     run, columns = (measure_batches, BATCH_COLUMNS) if options.batch else (measure, COLUMNS)
-    return run_on_hosts(lambda hosts: report(options, run(options, hosts), columns, hosts))
+    return measure_on_hosts(options, run, columns)
 
 
 if __name__ == "__main__":

@@ -28,21 +28,22 @@ from tqdm import tqdm
 
 from apbv import HostGroup
 from apbv.config import METHOD_NAMES, SPARSE_NAMES
-from apbv.hosts import run_on_hosts
 from apbv.launch.options import prefill_config
 from apbv.planning import parse_resolution
 from apbv.prefilling.methods import METHODS
 
 from support.arguments import COUNT, add_prefill_settings, add_shared
 from support.bench import Bench, Case, Workload, measure, network_fields
-from support.prefill_presets import PRESETS, SWITCHES, cases_of
 from support.profiling import write_trace
-from support.records import report
+from support.records import measure_on_hosts
 from support.simulated import Link, Network
 from support.summaries import percentiles
 from support.workloads import CONFIGS
 
 BASELINES = ("full", "zigzag_ring")
+SWITCHES = ("overlap", "fused_query", "zigzag")
+# Numbers of simulated hosts, and frames; the APB-V paper's Table 5 is for frames of 720p.
+PRESETS = {"table5": ([2, 4, 6, 8], [16, 24, 32, 40, 48, 56])}
 
 
 def plan(options: argparse.Namespace, hosts: HostGroup) -> tuple[list[Workload], list[Case]]:
@@ -51,33 +52,30 @@ def plan(options: argparse.Namespace, hosts: HostGroup) -> tuple[list[Workload],
     Raises:
         ValueError: options contradict each other.
     """
-    sweep, on_cpu = PRESETS.get(options.preset), hosts.device.type == "cpu"
+    some_hosts, some_frames = PRESETS.get(options.preset, ([2], [16]))
+    is_large = options.preset is not None and hosts.device.type != "cpu"
     if options.model is None:
         small = "llama-small" if options.tokens else "qwen2.5-vl-small"
-        options.model = small if sweep is None or on_cpu else sweep.model
+        options.model = "qwen2.5-vl-3b" if is_large else small
     if hosts.size > 1 and options.hosts not in (None, [hosts.size]):
         raise ValueError(f"--hosts {options.hosts} is for simulated hosts; torchrun started {hosts.size}")
-    numbers = [hosts.size] if hosts.size > 1 else options.hosts or (sweep.hosts if sweep else [2])
+    numbers = [hosts.size] if hosts.size > 1 else options.hosts or some_hosts
     if min(numbers) < 2:
         raise ValueError(f"--hosts {min(numbers)}: 2 hosts at least; `full` always runs on one")
 
     if options.tokens:
         workloads = [Workload(tokens=length) for length in options.tokens]
     else:
-        frames = options.frames or (sweep.frames[on_cpu] if sweep else [16])
-        sizes = options.resolutions or (sweep.resolutions[on_cpu] if sweep else ["240p"])
+        frames, sizes = options.frames or some_frames, options.resolutions or ["720p" if is_large else "240p"]
         workloads = [Workload(None, count, *parse_resolution(size)) for size in sizes for count in frames]
 
-    link, base = Link(options.bandwidth, options.latency), prefill_config(options)
-    if sweep and not options.methods:
-        cases = [case for number in numbers for case in cases_of(sweep.kind, number, link, base, on_cpu)]
-    else:
-        methods = options.methods or [name for name in METHOD_NAMES if name not in SPARSE_NAMES]
-        cases = [
-            Case(name, replace(base, method=name), *((number, Network(link)) if METHODS[name].splits else ()))
-            for number in numbers
-            for name in methods
-        ]
+    network, base = Network(Link(options.bandwidth, options.latency)), prefill_config(options)
+    methods = options.methods or [name for name in METHOD_NAMES if name not in SPARSE_NAMES]
+    cases = [
+        Case(name, replace(base, method=name), *((number, network) if METHODS[name].splits else ()))
+        for number in numbers
+        for name in methods
+    ]
     cases = [case for place, case in enumerate(cases) if case not in cases[:place]]
     return workloads, sorted(cases, key=lambda case: case.hosts > 1)
 
@@ -111,7 +109,7 @@ def records(
             **{name: last[name] for name in ("method", "num_input_tokens", "num_video_tokens", "anchor_len")},
             "passing_len": last["passing_len"],
             "importance": case.config.importance,
-            **{switch: getattr(case.config, switch) for switch in SWITCHES.values()},
+            **{switch: getattr(case.config, switch) for switch in SWITCHES},
             "ttft_ms": ttft,
             "request_throughput": 1e3 / ttft["p50"],
             "stages_ms": {
@@ -148,7 +146,7 @@ COLUMNS = {
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--preset", choices=PRESETS, help="a sweep from the paper; other options override it")
+    parser.add_argument("--preset", choices=PRESETS, help="the paper's sweep; other options override it")
     parser.add_argument("--model", help=f"{', '.join(CONFIGS)} (random weights), demo, a directory or a hub id")
     parser.add_argument("--methods", nargs="+", choices=METHOD_NAMES, help="default: all except sparse ones")
     parser.add_argument("--hosts", type=COUNT, nargs="+", help="simulated hosts (not under torchrun)")
@@ -191,10 +189,7 @@ def profile(folder: Path, bench: Bench, workload: Workload, cases: list[Case]) -
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = parse_arguments(arguments)
-    return run_on_hosts(
-        lambda hosts: report(options, measured_records(options, hosts), COLUMNS, hosts), options.timeout
-    )
+    return measure_on_hosts(parse_arguments(arguments), measured_records, COLUMNS)
 
 
 if __name__ == "__main__":

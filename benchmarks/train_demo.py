@@ -2,7 +2,6 @@
 
     python benchmarks/train_demo.py target --minutes 75 --out DIR
     python benchmarks/train_demo.py draft --teacher DIR/model --minutes 20 --out DRAFT_DIR
-    (either with --resume: resume from the state in --out)
 
 The result in DIR/model is an ordinary Qwen2.5-VL checkpoint, and DIR/curves.png shows how the training went. The
 recipe is explained in support/demo_training/trainer.py.
@@ -18,7 +17,6 @@ import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from support.demo_training.architecture import SIZES
 from support.demo_training.data import BatchMaker, ShotPool
 from support.demo_training.trainer import Trainer
 
@@ -27,11 +25,10 @@ POOL_SIZES = {2: 8192, 6: 3072}  # shots, by grid
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("size", choices=list(SIZES))
-    parser.add_argument("--minutes", type=float, default=75, help="total training time (default 75)")
-    parser.add_argument("--out", type=Path, required=True, help="directory for state and checkpoint")
+    parser.add_argument("size", choices=("target", "draft"))
+    parser.add_argument("--minutes", type=float, default=75, help="training time (default 75)")
+    parser.add_argument("--out", type=Path, required=True, help="directory for the checkpoint")
     parser.add_argument("--teacher", type=Path, help="checkpoint to distil the draft from")
-    parser.add_argument("--resume", action="store_true", help="resume from the state in --out")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args(arguments)
@@ -46,11 +43,8 @@ def main(arguments: list[str] | None = None) -> int:
     torch.set_flush_denormal(True)
     disable_progress_bar()  # the training shows its own, not that of writing checkpoints
     trainer = Trainer(options.size, options.out, options.minutes, options.seed, options.teacher)
-    if options.resume:
-        trainer.resume()
-    # A resumed run must not see the first run's data again.
-    seed = options.seed + trainer.step
-    trainer.run(BatchMaker({grid: ShotPool(seed, size, grid) for grid, size in POOL_SIZES.items()}, seed))
+    pools = {grid: ShotPool(options.seed, size, grid) for grid, size in POOL_SIZES.items()}
+    trainer.run(BatchMaker(pools, options.seed))
     return 0
 
 

@@ -11,13 +11,15 @@ and PyAV's plain decoding read only the frames.
 Every measurement has its own processes, in which libraries are imported, the model is loaded and a tiny video is
 read before the clock starts. Every round interleaves all variants. The model has random weights and Qwen2.5-VL's
 layout, with a vision tower of full depth but narrow. In the first round, each variant's output is compared with
-that of transformers on plainly decoded frames; if `apbv`'s differs, no results are reported.
+that of transformers on plainly decoded frames, if one host made it; if `apbv`'s differs, no results are reported.
 """
 
 import argparse
 import itertools
+import statistics
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.metadata import distributions
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,6 +27,7 @@ from tempfile import TemporaryDirectory
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 
 # isort: split
+import numpy as np
 import torch
 from tqdm import tqdm
 
@@ -33,12 +36,18 @@ from apbv.planning import parse_resolution
 
 from support.arguments import COUNT, DEFAULT_DTYPES, add_shared
 from support.records import report
-from support.videos.clips import PACKAGES, READERS, ClipSpec, make_clip
-from support.videos.comparing import measure_jobs
-from support.videos.worker import ROADS, STAGES, Job
+from support.videos.clips import PACKAGES, READERS, ClipSpec, write_clip
+from support.videos.worker import ROADS, STAGES, Job, Measured, in_processes_of_their_own, measure
 
 WAYS = (*ROADS, *READERS)
 _FILM = {"max_pixels": 360 * 640}
+# The most that apbv's results may differ from the reference: levels of a frame's 0 .. 255, else a share of the
+# largest value. The vision tower rounds differently where its windows are attended to together.
+TOLERANCES = {
+    "float32": {"frames": 0, "embeddings": 1e-4, "first_token": 1e-3},
+    "float16": {"frames": 0, "embeddings": 0.02, "first_token": 0.05},
+    "bfloat16": {"frames": 0, "embeddings": 0.1, "first_token": 0.2},
+}
 PRESETS = {
     "readers": {"stages": ["frames"], "sampling": ["sparse", "dense"]},
     "hosts": _FILM | {"stages": ["embeddings"], "ways": ["apbv"], "hosts": [1, 2], "pinned": True},
@@ -49,22 +58,112 @@ PRESETS = {
 }
 
 
-def plan_jobs(options: argparse.Namespace, ways: list[str], **same) -> Iterator[list[Job]]:
+def perform(job: Job, folder: Path, kept: Path | None = None) -> list[Measured]:
+    """Do a job once, on all its hosts.
+
+    Args:
+        folder: for files that are not needed for longer.
+        kept: the file for what it makes; None: it is not kept.
+    """
+    with TemporaryDirectory(dir=folder) as meeting:
+        return in_processes_of_their_own(job.hosts, measure, job, f"{meeting}/rendezvous", kept)
+
+
+def max_difference(job: Job, made: Path, reference: Path) -> float:
+    """Compare what a job made with the reference.
+
+    Returns:
+        The largest difference: of frames in levels, else as a share of the reference's largest value.
+
+    Raises:
+        AssertionError: apbv's differ by more than rounding, or are not as many.
+    """
+    values, expected = (np.load(path, mmap_mode="r") for path in (made, reference))
+    if values.shape != expected.shape:
+        raise AssertionError(f"{job.way} makes {job.stage} of other shapes: {values.shape}, {expected.shape}")
+    scale = 1.0 if job.stage == "frames" else float(np.abs(expected).max())
+    rows = zip(values, expected, strict=True)
+    difference = float(np.max([np.abs(ours.astype(np.float64) - its).max() for ours, its in rows])) / scale
+    allowed = TOLERANCES[job.settings.dtype][job.stage]
+    if job.way == "apbv" and not difference <= allowed:
+        raise AssertionError(f"{job.stage} of apbv differ by {difference:.3g}, not {allowed}")
+    return difference
+
+
+def measure_jobs(jobs: list[Job], spec: ClipSpec, rounds: int, folder: Path, bar: tqdm) -> Iterator[dict]:
+    """Compare all jobs with what they should make, time them in turn, and yield their figures."""
+    samples: dict[Job, list[list[Measured]]] = {}
+    differences: dict[Job, float | None] = {}
+    with TemporaryDirectory(dir=folder) as scratch:
+        for number, job in enumerate(jobs):
+            reference = Path(scratch, f"reference-{job.stage}.npy")
+            if not reference.exists():
+                way = "pyav" if job.stage == "frames" else "transformers"
+                perform(replace(job, way=way, hosts=1, reader="pyav"), folder, reference)
+            made = Path(scratch, f"{number}.npy") if job.hosts == 1 else None
+            try:
+                samples[job] = [perform(job, folder, made)]
+                differences[job] = max_difference(job, made, reference) if made else None
+            except Exception as error:  # a library that does not fit raises nearly anything
+                if job.way not in READERS:
+                    raise
+                samples.pop(job, None)
+                reason = str(error).strip().partition("\n")[0]
+                tqdm.write(f"note: {job.way} cannot be used here, and is left out: {reason}", file=sys.stderr)
+            bar.update()
+    for _ in range(rounds - 1):
+        for job, measured in samples.items():
+            measured.append(perform(job, folder))
+            bar.update()
+    for job, measured in samples.items():
+        yield figures_of(job, spec, measured) | {"max_difference": differences[job]}
+
+
+def figures_of(job: Job, spec: ClipSpec, samples: list[list[Measured]]) -> dict:
+    """Summarise what each host measured, for each round."""
+    slowest = [max(hosts, key=lambda host: host.seconds) for hosts in samples]
+    seconds = [host.seconds for host in slowest]
+    stages = {
+        name: statistics.median(host.stage_seconds.get(name, 0.0) for host in slowest)
+        for name in slowest[0].stage_seconds
+    }
+    cpu_seconds = [sum(host.cpu_seconds for host in hosts) for hosts in samples]
+    peaks = [max(host.peak_memory_bytes for host in hosts) for hosts in samples]
+    return {
+        "benchmark": "video",
+        **{name: getattr(job, name) for name in ("stage", "way", "hosts", "sampling")},
+        **{name: getattr(job.settings, name) for name in ("pinned", "dtype", "gop", "fps", "max_pixels")},
+        "threads_per_host": job.settings.threads,
+        "reader": job.reader if job.way == "transformers" else None,
+        "seconds": statistics.median(seconds),
+        "cpu_seconds": statistics.median(cpu_seconds),
+        "peak_memory_bytes": max(peaks),
+        "stages_ms": {name: taken * 1e3 for name, taken in stages.items()},
+        "samples": {"seconds": seconds, "cpu_seconds": cpu_seconds, "peak_memory_bytes": peaks},
+        "video": "generated" if spec.source is None else spec.source.name,
+        "resolution": [spec.height, spec.width],
+        "clip_frames": spec.num_frames,
+        "clip_bytes": job.settings.clip.stat().st_size,
+        "num_frames": min(job.num_frames, spec.num_frames),
+        "num_visual_tokens": slowest[0].num_visual_tokens,
+        "vision_tower": {"depth": job.settings.vision_depth, "hidden": job.settings.vision_hidden},
+    }
+
+
+def plan_jobs(options: argparse.Namespace, ways: list[str]) -> Iterator[list[Job]]:
     """Yield the ways through every stage, for every choice of frames; of dense ones only through the first stage.
 
     Questions are about spread frames.
-
-    Args:
-        same: settings that all jobs have.
     """
+    reader = "opencv" if "opencv" in ways else "pyav"
     for num_frames, sampling in itertools.product(options.frames, options.sampling):
         jobs = []
         for stage, way in itertools.product(options.stages, ways):
             is_read = (stage == "frames") == (way in READERS) or way == "apbv"
             if is_read and (stage == "frames" or sampling == "sparse"):
                 shares = way == "apbv" and stage in ("embeddings", "first_token")
-                chosen = {"stage": stage, "way": way, "num_frames": num_frames, "sampling": sampling, **same}
-                jobs += [Job(hosts=hosts, **chosen) for hosts in (options.hosts if shares else [1])]
+                for hosts in options.hosts if shares else [1]:
+                    jobs.append(Job(stage, way, hosts, num_frames, sampling, reader, options))
         yield jobs
 
 
@@ -76,17 +175,15 @@ def records(options: argparse.Namespace) -> Iterator[dict]:
     if missing := set(packages.values()) - versions.keys():
         tqdm.write(f"note: not installed and skipped: {', '.join(sorted(missing))}", file=sys.stderr)
     with TemporaryDirectory() as temporary:
-        folder, length = options.folder or Path(temporary), round(options.seconds * options.fps)
+        folder, length = Path(temporary), round(options.seconds * options.fps)
         spec = ClipSpec(*parse_resolution(options.resolution), options.gop, length, options.fps, options.video)
-        names = ("threads", "pinned", "vision_depth", "vision_hidden", "dtype")
-        same = {name: getattr(options, name) for name in names}
-        same |= {"clip": make_clip(spec, folder), "warm_up": make_clip(ClipSpec(64, 128, 8, 16, 25), folder)}
-        same["reader"] = "opencv" if "opencv" in ways else "pyav"
-        same["max_pixels"] = options.max_pixels or spec.height * spec.width
-        plans = list(plan_jobs(options, ways, **same))
+        options.clip = write_clip(spec, folder / "clip.mp4")
+        options.warm_up = write_clip(ClipSpec(64, 128, 8, 16, 25), folder / "warm-up.mp4")
+        options.max_pixels = options.max_pixels or spec.height * spec.width
+        plans = list(plan_jobs(options, ways))
         with tqdm(total=options.rounds * sum(map(len, plans)), unit="run", disable=None) as bar:
             for jobs in plans:
-                for record in measure_jobs(jobs, spec, options.rounds, Path(temporary), bar):
+                for record in measure_jobs(jobs, spec, options.rounds, folder, bar):
                     yield {**record, "libraries": versions}
 
 
@@ -97,8 +194,6 @@ COLUMNS = {
     "s": "{seconds:.2f}",
     "CPU s": "{cpu_seconds:.2f}",
     "peak MiB": lambda record: record["peak_memory_bytes"] >> 20,
-    "before MiB": lambda record: record["memory_before_bytes"] >> 20,
-    "overlap": "{overlap:.2f}",
     "difference": "{max_difference:.2g}",
 }
 
@@ -112,7 +207,6 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     clip.add_argument("--gop", type=COUNT, default=250, help="keyframe interval in frames (default 250)")
     clip.add_argument("--seconds", type=float, default=180)
     clip.add_argument("--fps", type=COUNT, default=25)
-    clip.add_argument("--folder", type=Path, help="directory for the clip (default: temporary)")
     what = parser.add_argument_group("measurements")
     what.add_argument("--frames", type=COUNT, nargs="+", default=[64], help="frames to sample (default 64)")
     what.add_argument("--sampling", nargs="+", choices=("sparse", "dense"), default=["sparse"])

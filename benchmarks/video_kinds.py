@@ -11,8 +11,8 @@ import argparse
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor, TimeoutError
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import ProcessPoolExecutor
+from itertools import repeat
 from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,9 +24,11 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "helpers"))
 from odd_files import KINDS
 
+from support.records import markdown_table
+
 # All frames by number, and their times.
 Opened = tuple[Callable[[int], np.ndarray], np.ndarray]
-_SINGLES, _SECONDS, _LEVELS, _LATE = 12, 60, 2, 0.05
+_SINGLES, _LEVELS, _LATE = 12, 2, 0.05
 
 
 def open_apbv(path: str) -> Opened:
@@ -100,31 +102,16 @@ def verdict(reader: str, path: str, wanted: np.ndarray | None) -> str:
     return "right"
 
 
-def judge(reader: str, path: str, wanted: np.ndarray | None) -> str:
-    """Return a verdict from a process that may crash or hang."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        future = pool.submit(verdict, reader, path, wanted)
-        try:
-            return future.result(_SECONDS)
-        except TimeoutError:
-            for process in list(pool._processes.values()):
-                process.kill()
-            return "hangs"
-        except BrokenProcessPool:
-            return "crashes"
-
-
 def rows(kinds: list[str], readers: list[str]) -> Iterator[list[str]]:
-    with TemporaryDirectory() as temporary, tqdm(total=len(kinds) * len(readers), disable=None) as bar:
-        for number, kind in enumerate(kinds):
+    """Yield each kind's name and the readers' verdicts, each from a process of its own."""
+    own = {"mp_context": get_context("spawn"), "max_tasks_per_child": 1}
+    with TemporaryDirectory() as temporary, ProcessPoolExecutor(1, **own) as pool:
+        for number, kind in enumerate(tqdm(kinds, unit="file", disable=None)):
             folder = Path(temporary) / str(number)
             folder.mkdir()
             make, wanted = KINDS[kind]
-            path, row = make(folder), [kind]
-            for reader in readers:
-                row.append(judge(reader, path, wanted))
-                bar.update()
-            yield row
+            path = make(folder)
+            yield [kind, *pool.map(verdict, readers, repeat(path), repeat(wanted))]
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -136,12 +123,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
-    table = list(rows(options.kinds, options.readers))
-    for row in (["file", *options.readers], ["---"] * (1 + len(options.readers)), *table):
-        print("| " + " | ".join(row) + " |")
-    return int(
-        any("apbv" in options.readers and row[1 + options.readers.index("apbv")] != "right" for row in table)
-    )
+    verdicts = list(rows(options.kinds, options.readers))
+    print(markdown_table(["file", *options.readers], verdicts, align="---"))
+    of_ours = [row[1 + options.readers.index("apbv")] for row in verdicts] if "apbv" in options.readers else []
+    return int(any(each != "right" for each in of_ours))
 
 
 if __name__ == "__main__":

@@ -23,8 +23,7 @@ from apbv.input.video import sample_fps, sample_uniform
 
 from support.evaluation.answers import first_of_four
 from support.evaluation.command import Benchmark
-from support.evaluation.prompting import fill, request_of
-from support.evaluation.samples import Row, Sample, read_json, rows_of
+from support.evaluation.samples import Row, Sample, fill, read_json, request_of, rows_of
 from support.evaluation.scoring import ALL, Score
 from support.evaluation.subtitles import read_srt, shown_at
 

@@ -12,9 +12,12 @@ import argparse
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 
@@ -27,12 +30,14 @@ from apbv import Engine, HostGroup
 from apbv.serve.settings import ServerSettings
 
 from support.arguments import COUNT, add_shared
-from support.clients import Answer, is_healthy, measure_on_hosts, serve_while, stream_answer
+from support.clients import Answer, is_healthy, serve_while, stream_answer
+from support.records import measure_on_hosts
 from support.summaries import percentiles
 
 _TILE = 112  # pixels per side of a small picture
 _HEALTH_SECONDS = 0.2
 Content = list[dict]
+T = TypeVar("T")
 
 
 def _file(kind: str, path: Path) -> dict:
@@ -93,53 +98,19 @@ HEAVY: dict[str, Callable[[argparse.Namespace, Path], Content]] = {
 }
 
 
-class _Stream:
-    """A client's short requests, one after the other, until the end of the ``with`` block, and looks at /health.
-
-    Attributes:
-        answers: to the short requests.
-        num_ill: how often the server said that it cannot answer.
-    """
-
-    def __init__(self, ask: Callable[[], Answer], port: int):
-        self.answers: list[Answer] = []
-        self.num_ill = 0
-        self._ask, self._port, self._is_over = ask, port, threading.Event()
-        self._failures: list[BaseException] = []
-        self._threads = [threading.Thread(target=self._run, args=(each,)) for each in (self._say_hi, self._look)]
-
-    def __enter__(self) -> "_Stream":
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_) -> None:
-        self._is_over.set()
-        for thread in self._threads:
-            thread.join()
-        if self._failures:
-            raise self._failures[0]
-
-    def _run(self, once: Callable[[], None]) -> None:
-        try:
-            while not self._is_over.is_set():
-                once()
-        except BaseException as error:
-            self._failures.append(error)
-
-    def _say_hi(self) -> None:
-        self.answers.append(self._ask())
-
-    def _look(self) -> None:
-        self.num_ill += is_healthy(self._port) is False
-        self._is_over.wait(_HEALTH_SECONDS)
+def until(is_over: threading.Event, once: Callable[[], T]) -> list[T]:
+    """Call a function again and again; return the results."""
+    results = []
+    while not is_over.is_set():
+        results.append(once())
+    return results
 
 
 def measure(options: argparse.Namespace, hosts: HostGroup) -> Iterator[dict]:
     """Measure every heavy request; yield the records, on host 0."""
     engine = Engine.from_pretrained(options.model, hosts=hosts, dtype=options.dtype)
     records: list[dict] = []
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(2) as pool:
         folder = Path(hosts.broadcast_bytes(name.encode()).decode())
         settings = ServerSettings(model="benchmark", media_dir=folder, num_frames=options.frames)
 
@@ -152,6 +123,10 @@ def measure(options: argparse.Namespace, hosts: HostGroup) -> Iterator[dict]:
             def say_hi() -> Answer:
                 return answer("hi", options.max_new_tokens)
 
+            def is_ill() -> bool:
+                time.sleep(_HEALTH_SECONDS)
+                return is_healthy(port) is False
+
             undisturbed = [say_hi() for _ in range(20)][4:]
             for heavy in options.heavy:
                 content = [*HEAVY[heavy](options, folder), {"type": "text", "text": "what is this?"}]
@@ -159,48 +134,38 @@ def measure(options: argparse.Namespace, hosts: HostGroup) -> Iterator[dict]:
                 answer(content, 1)  # a warm-up
                 for _ in range(options.rounds):
                     alone.append(answer(content, 1))
-                    with _Stream(say_hi, port) as stream:
+                    is_over = threading.Event()
+                    asking, watching = (pool.submit(until, is_over, each) for each in (say_hi, is_ill))
+                    try:
                         beside.append(answer(content, 1))
-                    waits += stream.answers
-                    num_ill += stream.num_ill
+                    finally:
+                        is_over.set()
+                    waits += asking.result()
+                    num_ill += sum(watching.result())
                 if len({each.text for each in (*undisturbed, *waits)} | {""}) > 2:
                     raise ValueError(f"beside {heavy} the answers to short requests differ")
                 if len({each.text for each in (*alone, *beside)}) > 1:
                     raise ValueError(f"the answers to {heavy} differ")
-                records.append(record(options, hosts, heavy, undisturbed, waits, alone, beside, num_ill))
+                times = {"undisturbed_ms": undisturbed, "wait_ms": waits}
+                samples = {name: [1e3 * each.end for each in answers] for name, answers in times.items()}
+                times = {"heavy_alone_ms": alone, "heavy_beside_ms": beside}
+                samples |= {name: [1e3 * each.first_token for each in answers] for name, answers in times.items()}
+                records.append(
+                    {
+                        "benchmark": "waiting",
+                        "model": options.model,
+                        "hosts": hosts.size,
+                        "heavy": f"{options.pictures} pictures" if heavy == "pictures" else heavy,
+                        "num_unhealthy": num_ill,
+                        "worst_wait_ms": max(samples["wait_ms"]),
+                        "growth": min(samples["heavy_beside_ms"]) / min(samples["heavy_alone_ms"]),
+                        **{name: percentiles(values) for name, values in samples.items()},
+                        "samples": samples,
+                    }
+                )
 
         serve_while(engine, hosts, settings, ask)
     yield from records
-
-
-def record(
-    options: argparse.Namespace,
-    hosts: HostGroup,
-    heavy: str,
-    undisturbed: list[Answer],
-    waits: list[Answer],
-    alone: list[Answer],
-    beside: list[Answer],
-    num_ill: int,
-) -> dict:
-    """Return a JSON-ready record."""
-    samples = {
-        "undisturbed_ms": [each.end * 1e3 for each in undisturbed],
-        "wait_ms": [each.end * 1e3 for each in waits],
-        "heavy_alone_ms": [each.first_token * 1e3 for each in alone],
-        "heavy_beside_ms": [each.first_token * 1e3 for each in beside],
-    }
-    return {
-        "benchmark": "waiting",
-        "model": options.model,
-        "hosts": hosts.size,
-        "heavy": f"{options.pictures} pictures" if heavy == "pictures" else heavy,
-        "num_unhealthy": num_ill,
-        "worst_wait_ms": max(samples["wait_ms"]),
-        "growth": min(samples["heavy_beside_ms"]) / min(samples["heavy_alone_ms"]),
-        **{name: percentiles(values) for name, values in samples.items()},
-        "samples": samples,
-    }
 
 
 COLUMNS = {

@@ -1,4 +1,4 @@
-"""Chooses the tiles of attention kernels from tiles.json, which ``benchmarks/operators.py --tune`` extends.
+"""Chooses the tiles of attention kernels from tiles.json.
 
 It has, by GPU (its name, its kind: see :func:`kind_of`, or any) and by use, lists of ``[largest head_dim, most
 rows or null, rows, keys, warps, stages]``, of which the first that fits is taken. Uses are ``few`` rows of

@@ -8,7 +8,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
@@ -20,19 +20,12 @@ from unittest import mock
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 
 # isort: split
-import torch
-
 from apbv import Engine, HostGroup
-from apbv.allocator import keep_freed_memory
 from apbv.config import SamplingParams
-from apbv.hosts import run_on_hosts
 from apbv.serve.batch import Batch
 from apbv.serve.batch_files import Answers, Requests
 from apbv.serve.server import bind, run_worker, serve
 from apbv.serve.settings import ServerSettings
-
-from .processes import pin_host
-from .records import Columns, report
 
 _OPEN = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
 
@@ -199,23 +192,6 @@ def ask_a_batch(
     num_tokens = (body["usage"]["completion_tokens"] for body in bodies)
     times = zip(durations["time_to_first_token"], durations["total"], num_tokens, strict=True)
     return [Answer(first, end, expected, number) for first, end, number in times], seconds
-
-
-def measure_on_hosts(
-    options: argparse.Namespace,
-    measure: Callable[[argparse.Namespace, HostGroup], Iterable[dict]],
-    columns: Columns,
-) -> int:
-    """Measure a server on the hosts that torchrun started, and report it; return the exit status.
-
-    Args:
-        measure: yields the records.
-        columns: of the table that :func:`.records.report` prints.
-    """
-    keep_freed_memory()
-    if options.pinned:  # before there are threads
-        pin_host(int(os.environ.get("LOCAL_RANK", 0)), torch.get_num_threads())
-    return run_on_hosts(lambda hosts: report(options, measure(options, hosts), columns, hosts), options.timeout)
 
 
 def serve_while(engine: Engine, hosts: HostGroup, settings: ServerSettings, ask: Callable[[int], None]) -> None:

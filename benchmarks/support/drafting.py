@@ -1,6 +1,7 @@
 """Builds the ways to decode that are compared, and turns their answers into records."""
 
 import argparse
+import copy
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,6 +11,9 @@ from typing import NamedTuple
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 
 # isort: split
+import torch
+from transformers import PreTrainedModel
+
 from apbv import Engine, HostGroup, PrefillConfig, SamplingParams, SpeculativeConfig, demo
 from apbv.decode.batch import Batch
 from apbv.input.rendering import RenderedPrompt
@@ -20,7 +24,6 @@ from apbv.speculate.strategies import draft_tree
 from apbv.stats import StageTimer
 
 from . import clips
-from .scaled_model import scale_model
 
 
 @dataclass
@@ -38,6 +41,44 @@ class Way:
     config: SpeculativeConfig | None
     engine: Engine | None
     stats: dict[str, list[dict]] = field(default_factory=dict)
+
+
+def scale_model(model: PreTrainedModel, times: int) -> PreTrainedModel:
+    """Build a slower model with `times` as many decoder layers that computes the same.
+
+    Before every decoder layer come copies of it whose two output projections are zero. A copy reads and writes the
+    KV cache and does the work of a layer, but adds nothing to the hidden states, so logits are bit-equal to the
+    original's while the time per token grows with their number. Its input is that of the layer after it, and so
+    are its attention probabilities: means over layers, by which visual tokens are ranked, are the original's, too.
+
+    Args:
+        model: a Qwen2.5-VL model, which is left as it is.
+        times: layers for each layer, at least 1.
+
+    Raises:
+        ValueError: `times` is less than 1.
+    """
+    if times < 1:
+        raise ValueError(f"a model can be scaled by 1 or more, not by {times}")
+    config = copy.deepcopy(model.config)
+    config.text_config.num_hidden_layers *= times
+    config.text_config.layer_types = None  # filled in again, for the new number of layers
+    config = type(config).from_dict(config.to_dict())
+    scaled = type(model)(config).to(model.device, model.dtype).eval()
+    weights = {}
+    for name, value in model.state_dict().items():
+        prefix, found, rest = name.partition("language_model.layers.")
+        if not found:
+            weights[name] = value
+            continue
+        layer, _, parameter = rest.partition(".")
+        silent = parameter in ("self_attn.o_proj.weight", "mlp.down_proj.weight")
+        for number in range(times):
+            copied = torch.zeros_like(value) if silent and number < times - 1 else value
+            weights[f"{prefix}{found}{int(layer) * times + number}.{parameter}"] = copied
+    scaled.load_state_dict(weights)
+    scaled.generation_config = model.generation_config
+    return scaled
 
 
 def build_ways(

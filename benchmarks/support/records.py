@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import string
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -10,8 +11,11 @@ from pathlib import Path
 import torch
 
 from apbv import HostGroup
+from apbv.allocator import keep_freed_memory
 from apbv.hosts import run_on_hosts
 from apbv.stats import append_json_lines, device_name, provenance
+
+from .processes import pin_host
 
 # By its header what a column shows of a record: a format, such as "{ttft_ms[p50]:.1f}", or a function.
 Columns = Mapping[str, str | Callable[[dict], object]]
@@ -42,8 +46,35 @@ def keep(records: Iterable[dict], path: Path | None) -> list[dict]:
 
 
 def read_records(paths: Iterable[Path]) -> list[dict]:
-    """Read the records of files of JSON lines."""
-    return [json.loads(line) for path in paths for line in path.read_text(encoding="utf-8").splitlines()]
+    """Read the records of files of JSON lines, without a last line that was cut off.
+
+    Raises:
+        ValueError: a file cannot be read, or holds something else.
+    """
+    found = []
+    for path in paths:
+        try:
+            text = path.read_bytes()
+            found += [json.loads(line) for line in text[: text.rfind(b"\n") + 1].splitlines()]
+        except (OSError, ValueError) as error:
+            raise ValueError(f"cannot read the records {path}: {error}") from error
+    return found
+
+
+def read_known(path: Path) -> list[dict]:
+    """Read the records of a file that will be extended, and take off a last line that was cut off.
+
+    Raises:
+        ValueError: see :func:`read_records`.
+    """
+    if not path.exists() or not path.stat().st_size:
+        return []
+    known = read_records([path])
+    if not known:
+        raise ValueError(f"{path} holds no records; take another file")
+    with path.open("r+b") as file:
+        file.truncate(file.read().rfind(b"\n") + 1)
+    return known
 
 
 def measure_what_is_left(
@@ -65,7 +96,7 @@ def measure_what_is_left(
 
     def run(hosts: HostGroup) -> None:
         path = options.json if hosts.rank == 0 else None
-        known = read_records([path]) if path is not None and path.exists() else []
+        known = read_known(path) if path is not None else []
         records = known + keep(measure(options, hosts, known), path)
         if hosts.rank == 0:
             show(options, records)
@@ -86,6 +117,24 @@ def report(
     if is_first:
         print(table(made, columns), flush=True)
     return made
+
+
+def measure_on_hosts(
+    options: argparse.Namespace,
+    measure: Callable[[argparse.Namespace, HostGroup], Iterable[dict]],
+    columns: Columns,
+) -> int:
+    """Measure on the hosts that torchrun started, report it, and return the exit status.
+
+    Args:
+        options: also ``timeout`` and ``pinned``, if the benchmark has them.
+        measure: yields the records, on host 0.
+    """
+    keep_freed_memory()
+    if getattr(options, "pinned", False):  # before there are threads
+        pin_host(int(os.environ.get("LOCAL_RANK", 0)), torch.get_num_threads())
+    waiting = {"timeout": options.timeout} if "timeout" in options else {}
+    return run_on_hosts(lambda hosts: report(options, measure(options, hosts), columns, hosts), **waiting)
 
 
 class _Cells(string.Formatter):

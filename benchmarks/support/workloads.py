@@ -90,7 +90,6 @@ CONFIGS = {
     "qwen2.5-vl-3b": qwen_vl_config(36, 2048, 11008, 16, 2, vocab=151936, vision=(32, 1280, 16)),
     "qwen2.5-vl-7b": qwen_vl_config(28, 3584, 18944, 28, 4, vocab=152064, vision=(32, 1280, 16)),
     "qwen3.5-9b": hybrid_config(32, 4096, 12288, 16, 4, vocab=248320),
-    "llama-3.1-8b": llama_config(32, 4096, 14336, 32, 8, vocab=128256),
 }
 
 

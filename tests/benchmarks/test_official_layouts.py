@@ -13,8 +13,9 @@ import vnbench
 
 from apbv.input.video import probe, read_frames, sample_uniform
 
-from asked import OPEN, SRT, answered, clip_of, summary_of, wrong_answers
+from asked import OPEN, SRT, answered, clip_of, groups_of, run_in, wrong_answers
 from support import clips
+from support.evaluation.scoring import ALL, score
 
 # ---- VNBench ----
 
@@ -48,7 +49,7 @@ def vnbench_file(tmp_path_factory) -> Path:
 
 
 def test_vnbench_counts_what_is_right_in_all_four_tries(vnbench_file, engine, tmp_path, capsys):
-    given = ["--questions", vnbench_file, *OPEN, "--json", tmp_path / "s.jsonl"]
+    given = ["--questions", vnbench_file, *OPEN]
     records = answered(vnbench, tmp_path / "r.jsonl", *given)
     rows = json.loads(vnbench_file.read_text())
     assert len(records) == len(rows) == 16
@@ -60,14 +61,13 @@ def test_vnbench_counts_what_is_right_in_all_four_tries(vnbench_file, engine, tm
     right = {kind: all(of_kind) for kind, of_kind in tries.items()}
     assert not right["cnt_edit1"] and sum(right.values()) >= 2
     of_task = {task: [value for kind, value in right.items() if kind.startswith(task)] for task in TASKS}
-    summary = summary_of(tmp_path / "s.jsonl")
-    assert summary["overall"] == pytest.approx(statistics.fmean(map(statistics.fmean, of_task.values())))
-    assert summary["overall"] != pytest.approx(summary["share"])
-    assert (summary["right"], summary["total"]) == (sum(right.values()), 4)
-    groups = summary["groups"]
-    assert {kind: each["right"] for kind, each in groups["type"].items()} == right
-    assert groups["needle"]["insert"]["total"] == 2
-    by_length = {name: each["total"] for name, each in groups["length"].items()}
+    found = score(run_in(tmp_path / "r.jsonl"))
+    overall = statistics.fmean(map(statistics.fmean, of_task.values()))
+    assert vnbench.overall(found) == pytest.approx(overall) != pytest.approx(sum(right.values()) / 4)
+    assert found.groups[ALL] == [sum(right.values()), 4]
+    assert {kind: number for kind, (number, _) in groups_of(found, "type").items()} == right
+    assert found.groups["needle", "insert"][1] == 2
+    by_length = {name: total for name, (_, total) in groups_of(found, "length").items()}
     assert by_length == {"to  60 s": 2, "to 120 s": 1, "to 180 s": 1}
     assert "overall, by the benchmark's rule" in capsys.readouterr().out
 
@@ -129,18 +129,17 @@ def test_videomme_is_the_same_in_all_its_layouts(videomme_rows, tmp_path):
 
 def test_videomme_is_scored_by_duration(videomme_rows, engine, tmp_path):
     folder, rows = videomme_rows
-    given = ["--questions", folder / "t.json", *OPEN, "--json", tmp_path / "s.jsonl"]
+    given = ["--questions", folder / "t.json", *OPEN]
     records = answered(videomme, tmp_path / "r.jsonl", *given)
-    summary = summary_of(tmp_path / "s.jsonl")
-    right = defaultdict(int)
+    found, right = score(run_in(tmp_path / "r.jsonl")), defaultdict(int)
     for row in rows:
         said = engine.generate(row["question"], video=folder / "data" / f"{row['videoID']}.mp4").text
         assert records[row["question_id"]]["text"] == said
         right[row["duration"]] += said == row["options"][3].removeprefix("D. ")
-    assert {name: each["right"] for name, each in summary["groups"]["duration"].items()} == right
+    assert {name: number for name, (number, _) in groups_of(found, "duration").items()} == right
     assert sum(right.values()) >= 3
     # An answer that names no option is wrong, but the official figure leaves it out.
-    assert summary["overall"] == pytest.approx(summary["right"] / (4 - summary["unanswered"]))
+    assert videomme.overall(found) == pytest.approx(found.groups[ALL][0] / (4 - found.others["unanswered"]))
 
 
 def test_videomme_shows_the_subtitles_of_the_sampled_frames(videomme_rows, prompts, tmp_path):
@@ -189,7 +188,7 @@ def longvideobench_folder(tmp_path_factory) -> Path:
 
 
 def test_longvideobench_interleaves_subtitles_and_scores_by_group(longvideobench_folder, prompts, tmp_path):
-    given = ["--data", longvideobench_folder, "--frames", 6, "--hosts", 2, "--json", tmp_path / "s.jsonl"]
+    given = ["--data", longvideobench_folder, "--frames", 6, "--hosts", 2]
     records = answered(longvideobench, tmp_path / "r.jsonl", *given)
     content = prompts[0]["messages"][0]["content"]
     # Frames stand at whole seconds; the second subtitle is shorter than a second, so that it reaches frame 2.
@@ -201,7 +200,7 @@ def test_longvideobench_interleaves_subtitles_and_scores_by_group(longvideobench
     shown = [np.asarray(part["image"]) for part in content if part["type"] == "image"]
     assert np.array_equal(np.stack(shown), read_frames(info, [0, 4, 8, 12, 16, 20]))
     assert len(records) == 4 and not any("error" in record for record in records.values())
-    summary = summary_of(tmp_path / "s.jsonl")
-    assert summary["right"] == sum(record["right"] for record in records.values())
-    assert {name: each["total"] for name, each in summary["groups"]["duration"].items()} == {"15": 2, "60": 2}
-    assert {name: each["total"] for name, each in summary["groups"]["question"].items()} == {"TOS": 2, "SSS": 2}
+    found = score(run_in(tmp_path / "r.jsonl"))
+    assert found.groups[ALL][0] == sum(record["right"] for record in records.values())
+    assert {name: total for name, (_, total) in groups_of(found, "duration").items()} == {"15": 2, "60": 2}
+    assert {name: total for name, (_, total) in groups_of(found, "question").items()} == {"TOS": 2, "SSS": 2}

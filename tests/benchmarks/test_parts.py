@@ -12,6 +12,7 @@ import decoding
 import pytest
 import roofline
 import speculative
+import throughput
 import torch
 
 import apbv
@@ -25,15 +26,10 @@ from apbv.speculate.strategies import require_consistent
 from patience import HANGING, wait_for
 from scripts import BENCHMARKS, assert_one_line_error
 from support import clips
-from support import decoding as decoding_ways
-from support.draft_presets import PRESETS as DRAFT_PRESETS
-from support.draft_presets import configs_of
 from support.drawn import ranked_by
 from support.exams import Candidate, Exam, load_demo
-from support.prefill_presets import PRESETS as PREFILL_PRESETS
-from support.prefill_presets import cases_of
 from support.profiling import kernel_table
-from support.simulated import Link, simulate
+from support.simulated import simulate
 from support.summaries import mean_cell, student_t
 from support.traffic import Traffic, element_wise_bytes
 from support.workloads import (
@@ -67,14 +63,14 @@ def test_what_cannot_be_measured_is_one_line(name, options, message, capsys):
 @pytest.mark.parametrize("off", [1.01, float("nan")])
 @pytest.mark.parametrize("of_batch", [False, True])
 def test_wrong_decoding_steps_get_no_speed(monkeypatch, tmp_path, capsys, off, of_batch):
-    step, run = decoding.with_apbv, decoding_ways.BatchRunner.run
+    step, run = decoding.with_apbv, decoding.BatchRunner.run
 
     def wrong(*arguments):
         right = step(*arguments)
         return lambda: right() * torch.tensor(off)
 
     monkeypatch.setattr(decoding, "with_apbv", wrong)
-    monkeypatch.setattr(decoding_ways.BatchRunner, "run", lambda runner, ids, kvs: run(runner, ids, kvs) * off)
+    monkeypatch.setattr(decoding.BatchRunner, "run", lambda runner, ids, kvs: run(runner, ids, kvs) * off)
     path = tmp_path / "figures.jsonl"
     what = ["--model", "demo", "--batch", "2", "--answer-tokens", "2"] if of_batch else ["--new-tokens", "1"]
     assert decoding.main(["--tokens", "40", "--rounds", "1", "--json", str(path), *what]) == 1
@@ -185,24 +181,23 @@ def test_a_presets_random_tokens_stand_for_nothing_but_text(name):
 
 
 def test_presets_cover_the_papers_sweeps():
-    for preset in PREFILL_PRESETS.values():
-        for hosts in preset.hosts:
-            labels = [case.label for case in cases_of(preset.kind, hosts, Link(), PrefillConfig(), on_cpu=False)]
-            assert len(labels) == len(set(labels)) >= 5
-    for name in DRAFT_PRESETS:
-        configs = configs_of(name, 0.3)
+    options = throughput.parse_arguments(["--preset", "table5"])
+    workloads, cases = throughput.plan(options, HostGroup.single("cpu"))
+    assert len(workloads) == 6 and [case.hosts for case in cases] == [
+        1,
+        *[n for n in (2, 4, 6, 8) for _ in range(5)],
+    ]
+    for name in speculative.PRESETS:
+        configs = speculative.configs_of(name, 0.3)
         assert len(configs) > 1, name
         hosts = SimpleNamespace(size=2, tensor_parallel_size=1)
         for config in configs.values():
             require_consistent(config, PrefillConfig(), hosts, has_captioner=True)
-    config = configs_of("std1", 0.3)["STD"]
-    assert (config.keep_tokens, config.num_draft_tokens) == (1024, 9)  # Section 4 of the paper
-    assert configs_of("hippo1", 0.3)["HIPPO"].keep_ratio == 0.3
-    # TABED's text-only context has line breaks (I.2); ParallelVLM's OnSD leaves the visual tokens out instead.
+    assert speculative.configs_of("hippo1", 0.3)["HIPPO"].keep_ratio == 0.3
+    # TABED's text-only context has line breaks (I.2).
     for name in ("tabed1", "tabed2"):
-        config = configs_of(name, 0.3)["T"]
+        config = speculative.configs_of(name, 0.3)["T"]
         assert (config.strategy, config.ensemble) == ("tabed", "T")
-    assert configs_of("parallelvlm1", 0.3)["OnSD"].strategy == "text_only"
 
 
 def test_prompts_of_ones_own_are_read_beside_their_file(tmp_path):

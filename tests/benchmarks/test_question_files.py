@@ -7,9 +7,8 @@ import pytest
 import questions
 
 from asked import SRT
-from support.evaluation.results import ResultsFile, Run, read_runs
-from support.evaluation.samples import Sample, digest_of, in_order_of_files, shard
-from support.evaluation.scoring import ALL, markdown, score
+from support.evaluation.samples import Sample, by_files, digest_of
+from support.evaluation.scoring import ALL, Run, markdown, score
 from support.evaluation.subtitles import Subtitle, read_longvideobench, read_srt, shown_at
 
 
@@ -59,29 +58,23 @@ def test_a_wrong_file_is_refused_with_the_place(tmp_path, capsys, line, message)
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("of", [1, 3, 5])
-def test_no_shard_shares_a_file_with_another(of):
+def test_questions_about_the_same_files_stand_together():
     samples = [Sample(str(n), "q", "a", videos=(Path(f"{n * n % 7}"),)) for n in range(23)]
-    parts = [shard(in_order_of_files(samples), number, of) for number in range(1, of + 1)]
-    assert sorted(s.key for part in parts for s in part) == sorted(s.key for s in samples)
-    files = [{s.videos for s in part} for part in parts]
-    assert sum(map(len, files)) == len(set().union(*files))
+    groups = by_files(samples)
+    assert sorted(s.key for group in groups for s in group) == sorted(s.key for s in samples)
+    assert [group[0].videos[0].name for group in groups] == ["0", "1", "4", "2"]
+    assert all(len({s.videos for s in group}) == 1 for group in groups)
 
 
-def test_a_run_counts_units_of_several_tries(tmp_path):
+def test_a_run_counts_units_of_several_tries():
     """A unit is right if all its tries are, and waits where one is missing."""
-    path, settings = tmp_path / "r.jsonl", {"benchmark": "x"}
-    file = ResultsFile(path, settings)
-    with pytest.raises(ValueError, match="another process is writing to"):
-        ResultsFile(path, settings)
     units = {"a": ([True, True], 2), "b": ([True, False], 2), "c": ([True], 2), "d": ([None], 1)}
+    run = Run({})
     for unit, (rights, size) in units.items():
         for number, right in enumerate(rights):
-            record = {"key": f"{unit}{number}", "unit": unit, "unit_size": size, "groups": {"g": unit}}
+            record = {"unit": unit, "unit_size": size, "groups": {"g": unit}}
             said = {"text": "", "choice": None, "is_choice": number == 1, "right": right, "figures": {}}
-            file.add(record | said)
-    file.close()
-    (run,) = read_runs([path])
+            run.records[f"{unit}{number}"] = record | said
     found = score(run)
     assert found.groups == {ALL: [1, 2], ("g", "a"): [1, 1], ("g", "b"): [0, 1]}
     assert found.others == {"incomplete": 1, "unscored": 1, "unanswered": 2, "failed": 0}
@@ -93,7 +86,7 @@ def test_a_table_says_how_many_questions_each_run_has():
         Run({"hosts": hosts}, {str(n): {**record, "unit": str(n), "right": n < 2} for n in range(number)})
         for hosts, number in ((1, 4), (2, 2))
     ]
-    row = next(line for line in markdown(runs, [score(run) for run in runs]).splitlines() if "| all |" in line)
+    row = next(line for line in markdown(runs).splitlines() if "| all |" in line)
     assert row == "| all | 50.0 (15-85) | 100.0 (34-100) | 4, 2 |"
 
 

@@ -4,7 +4,6 @@ import json
 import shutil
 from pathlib import Path
 
-import jsonschema
 import pytest
 import questions
 import render
@@ -12,10 +11,11 @@ from PIL import Image
 
 from apbv import Engine
 
+from asked import run_in
 from documents import commands_in, marked, output_of, read_command
-from scripts import BENCHMARKS, ROOT, run_benchmark, run_hosts
+from scripts import ROOT, run_benchmark, run_hosts
 from support.clips import read_mp4
-from support.evaluation.results import read_runs
+from support.evaluation.scoring import ALL, score
 
 FILE = "questions.jsonl"
 
@@ -46,9 +46,8 @@ def run(clips: Path, *options) -> int:
 
 def ask(clips: Path, results: Path, *options, status: int = 0) -> dict[str, dict]:
     """The records of a run in this process."""
-    assert run(clips, "--results", results, *options) == status
-    (found,) = read_runs([results])
-    return found.records
+    assert run(clips, "--json", results, *options) == status
+    return run_in(results).records
 
 
 def texts(records: dict[str, dict]) -> dict[str, str]:
@@ -59,15 +58,14 @@ def test_answers_are_the_engines_and_scored(clips, said, tmp_path, capsys):
     asked = read(clips)
     assert {each["groups"]["task"] for each in asked} == {"retrieval", "ordering", "counting"}
     assert {each["video"] for each in asked} == {path.name for path in clips.glob("*.mp4")}
-    records = ask(clips, tmp_path / "r.jsonl", "--json", tmp_path / "s.jsonl")
+    records = ask(clips, tmp_path / "r.jsonl")
     assert texts(records) == said
     right = [each["id"] for each in asked if said[each["id"]] == each["answer"]]
     assert {key for key, record in records.items() if record["right"]} == set(right) and len(right) >= 6
-    summary = json.loads((tmp_path / "s.jsonl").read_text())
-    jsonschema.validate(summary, json.loads((BENCHMARKS / "support" / "evaluation" / "schema.json").read_text()))
-    assert (summary["right"], summary["total"], summary["failed"]) == (len(right), 8, 0)
-    ordering = summary["groups"]["task"]["ordering"]
-    assert (ordering["right"], ordering["total"]) == (sum(key.endswith("ordering") for key in right), 3)
+    found = score(run_in(tmp_path / "r.jsonl"))
+    assert found.groups[ALL] == [len(right), 8] and not any(found.others.values())
+    ordering = [key.endswith("ordering") for key in right]
+    assert found.groups["task", "ordering"] == [sum(ordering), 3]
     table = capsys.readouterr().out
     assert "| all | " in table and "| task: ordering | " in table and "needles: inserted" in table
 
@@ -75,7 +73,7 @@ def test_answers_are_the_engines_and_scored(clips, said, tmp_path, capsys):
 def test_only_what_is_missing_or_has_changed_is_asked(clips, said, prompts, tmp_path):
     folder, results = shutil.copytree(clips, tmp_path / "clips"), tmp_path / "r.jsonl"
     ask(folder, results)
-    kept = b"".join(results.read_bytes().splitlines(keepends=True)[:4])  # what the run was, and three answers
+    kept = b"".join(results.read_bytes().splitlines(keepends=True)[:3])
     results.write_bytes(kept + b'{"key": "' + b"x" * 20_000)  # killed while it wrote
     prompts.clear()
     assert texts(ask(folder, results)) == said
@@ -94,11 +92,11 @@ def test_only_what_is_missing_or_has_changed_is_asked(clips, said, prompts, tmp_
 def test_real_hosts_answer_as_simulated_ones(clips, tmp_path):
     options = ["--method", "apbv", "--passing-len", 4, "--anchor-len", 4]
     simulated = ask(clips, tmp_path / "s.jsonl", *options, "--hosts", 2)
-    arguments = ["--model", "demo", "--questions", clips / FILE, "--results", tmp_path / "r.jsonl", *options]
+    arguments = ["--model", "demo", "--questions", clips / FILE, "--json", tmp_path / "r.jsonl", *options]
     result = run_benchmark("questions", *arguments, hosts=2)
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("| all |") == 1
-    (real,) = read_runs([tmp_path / "r.jsonl"])
+    real = run_in(tmp_path / "r.jsonl")
     assert texts(real.records) == texts(simulated)
     for record in [*real.records.values(), *simulated.values()]:
         assert (record["figures"]["method"], record["figures"]["hosts"]) == ("apbv", 2)
@@ -116,8 +114,7 @@ def test_real_hosts_answer_as_simulated_ones(clips, tmp_path):
 def test_every_way_to_answer_can_be_asked(clips, said, tmp_path, options, figure):
     records = ask(clips, tmp_path / "r.jsonl", "--hosts", 2, "--method", "full", "--limit", 4, *options)
     assert len(records) == 4 and all(figure in record["figures"] for record in records.values())
-    (found,) = read_runs([tmp_path / "r.jsonl"])
-    assert found.settings[options[0].removeprefix("--")] == options[1]
+    assert run_in(tmp_path / "r.jsonl").settings[options[0].removeprefix("--")] == options[1]
     if figure == "tokens_per_target_forward":  # a draft changes no answer
         assert texts(records) == {key: said[key] for key in records}
 
@@ -126,7 +123,7 @@ def test_what_cannot_be_asked_fails_alone_and_is_asked_again(clips, tmp_path, ca
     folder, results = shutil.copytree(clips, tmp_path / "clips"), tmp_path / "r.jsonl"
     (folder / "clip-0.mp4").write_bytes(b"no video")
     (folder / "clip-1.mp4").unlink()
-    assert run(folder, "--results", results) == 1
+    assert run(folder, "--json", results) == 1
     assert "1 files are missing" in capsys.readouterr().err and not results.exists()
     records = ask(folder, results, "--allow-missing", "--hosts", 2, status=1)
     assert "6 of 8 questions failed" in (shown := capsys.readouterr()).err and "| (failed) | 6 |" in shown.out
@@ -139,32 +136,36 @@ def test_what_cannot_be_asked_fails_alone_and_is_asked_again(clips, tmp_path, ca
     assert results.read_bytes().count(b'"error"') == 6  # nothing that was found is lost
 
 
-def test_answers_with_other_settings_are_kept_apart(clips, tmp_path, capsys, monkeypatch):
-    results = tmp_path / "r.jsonl"
-    ask(clips, results, "--limit", 1)
-    before = results.read_bytes()
-    for options, named in ((["--method", "full"], "method 'apbv'"), (["--frames", 8], "frames None and not 8")):
-        assert run(clips, "--results", results, "--limit", 1, *options) == 1
-        assert named in capsys.readouterr().err
-    assert results.read_bytes() == before
+def test_answers_with_other_settings_are_kept_apart(clips, tmp_path, capsys, monkeypatch, prompts):
     monkeypatch.chdir(tmp_path)
     for method in ("full", "apbv", "full"):
         assert run(clips, "--limit", 1, "--method", method) == 0
-    files = sorted((tmp_path / "results").iterdir())
-    assert len(files) == 2
+    (file,) = (tmp_path / "results").iterdir()
+    assert len(prompts) == 2  # as the third run's answer is known
     capsys.readouterr()
-    assert questions.main(["--table", *map(str, files)]) == 0
+    assert questions.main(["--table", str(file)]) == 0
     header = capsys.readouterr().out.splitlines()[0]
     assert "method full" in header and "method apbv" in header
 
 
+def test_shards_share_no_video(clips, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shards = []
+    for number in (1, 2):
+        assert run(clips, "--shard", f"{number}/2") == 0
+        shards.append(run_in(Path("results", f"questions-{number}-of-2.jsonl")).records)
+    assert sum(map(len, shards)) == 8
+    first, second = ({key.split()[0] for key in shard} for shard in shards)
+    assert first and second and not first & second
+
+
 def test_files_of_others_are_not_written_to(clips, tmp_path, capsys):
-    for text in ('{"some": "json"}\n', "notes"):
+    for text in ('{"some": "json"}\n', "notes", "no\ntes\n"):
         (tmp_path / "r.jsonl").write_text(text)
-        assert run(clips, "--results", tmp_path / "r.jsonl") == 1
+        assert run(clips, "--json", tmp_path / "r.jsonl") == 1
         assert "r.jsonl" in capsys.readouterr().err and (tmp_path / "r.jsonl").read_text() == text
     assert questions.main(["--table", str(tmp_path / "nowhere")]) == 1
-    assert "cannot read the results" in capsys.readouterr().err
+    assert "cannot read the records" in capsys.readouterr().err
 
 
 def test_a_question_may_be_about_several_files(clips, prompts, tmp_path):

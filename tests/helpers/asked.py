@@ -8,7 +8,8 @@ import jsonschema
 
 from scripts import BENCHMARKS
 from support import clips
-from support.evaluation.results import read_runs
+from support.evaluation.scoring import Run, Score, runs_of
+from support.records import read_records
 
 # The demo model knows its questions, and no letters.
 OPEN = ["--template", "{question}"]
@@ -29,17 +30,24 @@ line
 
 def answered(benchmark: ModuleType, results: Path, *options, status: int = 0) -> dict[str, dict]:
     """The records of a run of a benchmark in this process."""
-    arguments = ["--model", "demo", "--results", results, *options]
+    arguments = ["--model", "demo", "--json", results, *options]
     assert benchmark.main([str(each) for each in arguments]) == status
-    (run,) = read_runs([results])
-    return run.records
+    return run_in(results).records
 
 
-def summary_of(path: Path) -> dict:
-    """The only score that a run wrote."""
-    (summary,) = [json.loads(line) for line in path.read_text().splitlines()]
-    jsonschema.validate(summary, json.loads((BENCHMARKS / "support" / "evaluation" / "schema.json").read_text()))
-    return summary
+def run_in(path: Path) -> Run:
+    """The only run in a file of answers, which keep to their schema."""
+    records = read_records([path])
+    schema = json.loads((BENCHMARKS / "schemas" / "answers.json").read_text())
+    for record in records:
+        jsonschema.validate(record, schema)
+    (run,) = runs_of(records)
+    return run
+
+
+def groups_of(score: Score, dimension: str) -> dict[str, list[int]]:
+    """Right answers and questions by a dimension's values."""
+    return {value: count for (name, value), count in score.groups.items() if name == dimension}
 
 
 def clip_of(seed: int, needles: str, path: Path) -> clips.ClipSpec:

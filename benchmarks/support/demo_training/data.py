@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from .. import clips
-from .architecture import PATCH_SIZE
-from .processor import build_processor
+from .models import PATCH_SIZE, build_processor
 
 PATCH_VALUES = 3 * clips.FRAMES_PER_SHOT * PATCH_SIZE**2
 COLOUR_IDS = {colour: index + 1 for index, colour in enumerate(clips.COLOURS)}  # 0 is "no border"
@@ -152,27 +151,6 @@ def label_tokens(shot: clips.Shot, grid: int) -> torch.Tensor:
 
 
 @dataclass
-class Row:
-    """One clip with its questions as one sequence of L tokens, P of them up to the clip's last.
-
-    Attributes:
-        ids: token ids, int64 [L].
-        positions: M-RoPE positions, int64 [3, L].
-        segments: number, from 1, of the question to which a token after the clip belongs, int64 [L - P].
-        labels: next token to predict, int64 [L - P], -100 where there is none.
-        weights: weight of each label, float [L - P].
-        tasks: index into clips.TASKS of the answer a label belongs to, int64 [L - P], -1 elsewhere.
-    """
-
-    ids: torch.Tensor
-    positions: torch.Tensor
-    segments: torch.Tensor
-    labels: torch.Tensor
-    weights: torch.Tensor
-    tasks: torch.Tensor
-
-
-@dataclass
 class Batch:
     """B clips of S shots and their questions: P tokens up to the clip's last, then Q tokens of questions.
 
@@ -253,11 +231,9 @@ class BatchMaker:
             times = torch.arange(num_shots) * STRIDE if usual else self._times_with_gaps(num_shots)
             rows.append(self.row(clip, times, system, self._choose(clip, describe=usual)))
         # Rounded up, because with few different shapes the CPU's kernels, compiled per shape, are reused.
-        behind = -(-max(len(row.labels) for row in rows) // 32) * 32
-        before = len(rows[0].ids) - len(rows[0].labels)
-        packed = {
-            name: _stack([getattr(row, name) for row in rows], behind, fill) for name, fill in _FILLS.items()
-        }
+        behind = -(-max(len(row["labels"]) for row in rows) // 32) * 32
+        before = len(rows[0]["ids"]) - len(rows[0]["labels"])
+        packed = {name: _stack([row[name] for row in rows], behind, fill) for name, fill in _FILLS.items()}
         segments = packed.pop("segments")
         same = segments[:, None, :] == segments[:, :, None]
         own = same & torch.ones(behind, behind, dtype=torch.bool).tril()
@@ -267,8 +243,8 @@ class BatchMaker:
             grid=grid,
             places=flat,
             token_labels=pool.token_labels[flat],
-            input_ids=_stack([row.ids for row in rows], before + behind, self.tokenizer.pad_token_id),
-            positions=_stack([row.positions for row in rows], before + behind, 0).transpose(0, 1),
+            input_ids=_stack([row["ids"] for row in rows], before + behind, self.tokenizer.pad_token_id),
+            positions=_stack([row["positions"] for row in rows], before + behind, 0).transpose(0, 1),
             mask=torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)[:, None],
             **packed,
             first_visual=before - num_shots * grid**2,
@@ -316,8 +292,8 @@ class BatchMaker:
         times: torch.Tensor,
         system: str | None,
         asked: list[tuple[str, str, str]],
-    ) -> Row:
-        """Build one clip's sequence: the clip, then each question with its answer.
+    ) -> dict[str, torch.Tensor]:
+        """Build one clip's sequence of L tokens: P up to the clip's last, then each question with its answer.
 
         Every question sees the clip and itself, at the positions it would have alone.
 
@@ -326,6 +302,11 @@ class BatchMaker:
             times: M-RoPE time position of each shot, from 0, int64 [S].
             system: system message, if any.
             asked: (task, question, answer) triples; an answer that ends in "," is cut off there.
+
+        Returns:
+            ``ids`` [L] and M-RoPE ``positions`` [3, L]; and of the tokens after the clip, [L - P], ``segments``:
+            the number, from 1, of the question; ``labels``: the next token, -100 where there is none; their
+            ``weights``; and ``tasks``: the index into clips.TASKS, -1 outside answers.
         """
         before, _ = self.prompt("", system)
         rows, columns = torch.meshgrid(torch.arange(clip.grid), torch.arange(clip.grid), indexing="ij")
@@ -354,8 +335,8 @@ class BatchMaker:
             packed["weights"] += [0.0] * question_end + early_weights + answer_weights
             packed["tasks"] += [-1] * question_end + [clips.TASKS.index(task)] * (early + len(answer_ids))
             positions.append((torch.arange(len(segment)) + text_begins).expand(3, -1))
-        columns = {name: torch.tensor(values) for name, values in packed.items()}
-        return Row(ids=torch.tensor(ids), positions=torch.cat(positions, dim=1), **columns)
+        row = {name: torch.tensor(values) for name, values in packed.items()}
+        return {"ids": torch.tensor(ids), "positions": torch.cat(positions, dim=1), **row}
 
 
 def _stack(values: list[torch.Tensor], length: int, fill: int) -> torch.Tensor:

@@ -8,11 +8,11 @@ What makes so short a training work:
   away from it, and not only after the tokens of the chat template that follow.
 * All questions about a clip share one sequence: each sees the clip and itself, at the positions it would have
   alone. The clip is thus encoded once for all of them.
-* The vision tower first trains alone, on these labels, until `CURRICULUM` begins. Its embeddings are kept
+* The vision tower first trains alone, on these labels, until the curriculum begins. Its embeddings are kept
   near unit root mean square: at three times that, what the language model's layers add to them is lost beside
   them, and retrieval is not learned at all. Later (`FREEZING_BEGINS`) the tower is frozen and every shot of the
   pool embedded once, which makes steps cheaper.
-* Clips grow during training (`CURRICULUM`), and short ones stay among the long: without them the model forgets
+* Clips grow during training, and short ones stay among the long: without them the model forgets
   how to count the letters in a short clip.
 
 The draft learns the target's distribution over the next token. In half of its batches it sees a random part of
@@ -34,35 +34,12 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 
 from .. import clips
 from ..records import plot
-from .architecture import build_model, save_checkpoint
 from .data import COLOUR_IDS, KEY_WEIGHT, LETTER_IDS, Batch, BatchMaker
-from .processor import build_processor
+from .models import RECIPE, build_model, build_processor, save_checkpoint
 from .vision import ATTENTION, FrozenVision, answer_logits, encode_shots
 
-# (share of the training time from which they apply, weights of the tasks' losses)
-TASK_WEIGHTS = (
-    (0.0, {"retrieval": 0.6, "ordering": 0.5, "counting": 0.2, "describe": 0.2}),
-    (0.25, {"retrieval": 0.6, "ordering": 0.7, "counting": 0.6, "describe": 2.0}),
-    (0.57, {"retrieval": 0.6, "ordering": 1.5, "counting": 0.6, "describe": 1.5}),
-)
 DENSE_WEIGHT = 0.5
 
-# (share of the training time from which it applies, most shots by grid); lengths are drawn log-uniformly.
-# Before the first entry the vision tower trains alone.
-CURRICULUM = {
-    "target": (
-        (0.08, {2: 12, 6: 12}),
-        (0.16, {2: 32, 6: 24}),
-        (0.25, {2: 128, 6: 48}),
-        (0.4, {2: 512, 6: 128}),
-        (0.85, {2: 1024, 6: 256}),
-    ),
-    "draft": (
-        (0.25, {2: 24, 6: 12}),
-        (0.5, {2: 128, 6: 32}),
-        (0.75, {2: 512, 6: 128}),
-    ),
-}
 FREEZING_BEGINS = 0.6  # share of the training time
 FRESH_NEEDLES = 16  # per step: on large frames needles in clips are too rare to learn the letters from
 VISION_TOKENS_PER_STEP = 1152  # while the vision tower is alone
@@ -75,18 +52,16 @@ DECAY_BEGINS = 0.3  # share of the training time
 RENEW_STEPS = {2: 3, 6: 20}  # steps between two renewals of a part of a grid's shot pool
 PRUNED_SHARE = 0.5  # of the draft's batches
 FEWEST_KEPT = 0.05  # of the visual tokens in a pruned batch
-LEARNED = ("model", "heads", "optimiser")  # what the state is of
-CHECKPOINT_SECONDS = 120
 LOG_SECONDS = 10
 
 
 class Trainer:
-    """A training run: model, heads and optimiser, and the state from which it can be resumed.
+    """A training run: model, heads and optimiser.
 
     Args:
         size: `"target"` or `"draft"`.
-        out: folder for the state (state.pt), the history, its plot and the checkpoint (model/).
-        minutes: length of the whole training, earlier runs included.
+        out: folder for the history, its plot and the checkpoint (model/).
+        minutes: length of the training.
         seed: seed of the weights and of the data.
         teacher: checkpoint to distil from; None to learn from the correct answers.
     """
@@ -94,7 +69,7 @@ class Trainer:
     def __init__(self, size: str, out: Path, minutes: float, seed: int, teacher: Path | None = None) -> None:
         torch.manual_seed(seed)
         self.out = out
-        self.curriculum = CURRICULUM[size]
+        self.curriculum = RECIPE["curriculum"][size]
         self.seconds = minutes * 60
         self.processor = build_processor()
         self.model = build_model(size, self.processor.tokenizer)
@@ -126,7 +101,7 @@ class Trainer:
     def next_loss(self, batches: BatchMaker, generator: torch.Generator) -> tuple[torch.Tensor, dict[str, float]]:
         """Compute the loss of a new batch of the curriculum's present lengths, and figures to log."""
         grid = int(batches.rng.choice(list(GRID_SHARES), p=list(GRID_SHARES.values())))
-        reached = [most for begin, most in self.curriculum if begin <= self.progress()]
+        reached = [stage for stage in self.curriculum if stage["from"] <= self.progress()]
         if not reached:
             dense = self.dense_loss(*batches.draw_shots(VISION_TOKENS_PER_STEP // grid**2, grid))
             return dense, {"dense": dense.item()}
@@ -134,8 +109,8 @@ class Trainer:
             self.teacher_frozen = FrozenVision(self.teacher.model.visual, batches)
         if self.progress() >= FREEZING_BEGINS and not self.frozen:
             self.frozen = FrozenVision(self.model.model.visual, batches)
-        most = reached[-1]
-        num_shots = int(FEWEST_SHOTS * (most[grid] / FEWEST_SHOTS) ** batches.rng.random() + 0.5)
+        most = reached[-1][str(grid)]
+        num_shots = int(FEWEST_SHOTS * (most / FEWEST_SHOTS) ** batches.rng.random() + 0.5)
         batch = batches.draw(max(1, VISUAL_TOKENS_PER_STEP // (num_shots * grid**2)), num_shots, grid)
         loss, report = self.loss(batches, batch, generator)
         if self.frozen:
@@ -196,7 +171,7 @@ class Trainer:
         else:
             each = F.cross_entropy(logits, labels, reduction="none")
         right, tasks = logits.argmax(-1) == labels, batch.tasks.flatten()[chosen]
-        task_weights = [stage for begin, stage in TASK_WEIGHTS if begin <= self.progress()][-1]
+        task_weights = [stage for stage in RECIPE["task_weights"] if stage["from"] <= self.progress()][-1]
         for index, task in enumerate(clips.TASKS):
             mine = (tasks == index) & (weights > 0)
             if mine.any():
@@ -217,13 +192,7 @@ class Trainer:
         return torch.randperm(num_visual, generator=generator)[:count].sort().values
 
     def save(self) -> None:
-        """Write the state, the checkpoint, the history and its plot."""
-        self.out.mkdir(parents=True, exist_ok=True)
-        state = {name: getattr(self, name).state_dict() for name in LEARNED}
-        state |= {"step": self.step, "elapsed": self.elapsed, "history": self.history}
-        unfinished = self.out / "state.pt.part"
-        torch.save(state, unfinished)
-        unfinished.replace(self.out / "state.pt")
+        """Write the checkpoint, the history and its plot."""
         save_checkpoint(self.model, self.processor, self.out / "model")
         (self.out / "history.jsonl").write_text("".join(json.dumps(row) + "\n" for row in self.history))
         curves: dict[str, list] = {}
@@ -232,19 +201,12 @@ class Trainer:
                 curves.setdefault(name, []).append((row["minutes"], row[name]))
         plot(self.out / "curves.png", {"minutes": curves}, "right answer tokens, running mean")
 
-    def resume(self) -> None:
-        """Restore the state in the output folder."""
-        state = torch.load(self.out / "state.pt", weights_only=True)
-        for name in LEARNED:
-            getattr(self, name).load_state_dict(state[name])
-        self.step, self.elapsed, self.history = state["step"], state["elapsed"], state["history"]
-
     def run(self, batches: BatchMaker) -> None:
-        """Train until the time is over, and save every two minutes."""
-        bar = tqdm(total=round(self.seconds), initial=round(self.elapsed), unit="s", disable=None)
-        generator = torch.Generator().manual_seed(self.step)
+        """Train until the time is over, and save the model."""
+        bar = tqdm(total=round(self.seconds), unit="s", disable=None)
+        generator = torch.Generator().manual_seed(0)
         self.model.train()
-        last_saved = last_logged = self.elapsed
+        last_logged = 0.0
         averages: dict[str, float] = {}
         while self.progress() < 1.0:
             began = time.monotonic()
@@ -271,7 +233,4 @@ class Trainer:
                 row = {"step": self.step, "minutes": self.elapsed / 60, "learning rate": self.learning_rate()}
                 self.history.append({**row, **averages})
                 tqdm.write(" ".join(f"{name} {value:.4g}" for name, value in self.history[-1].items()))
-            if self.elapsed - last_saved > CHECKPOINT_SECONDS:
-                last_saved = self.elapsed
-                self.save()
         self.save()

@@ -1,11 +1,12 @@
-"""Reads which option an answer names, and compares open answers."""
+"""Reads which option an answer names, compares open answers, and judges both."""
 
 import re
 import string
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from .samples import LETTERS
+from .samples import LETTERS, Parse, Sample
 
 # What may stand before a letter that is meant as the answer.
 _SAID = r"(?:answer|option|choice|答案)(?:\s+(?:is|would be|should be)|[是为])?\s*[:=]?\s*"
@@ -131,3 +132,26 @@ def same_answer(text: str, expected: str) -> bool:
 
 def _folded(text: str) -> str:
     return unicodedata.normalize("NFKC", text).casefold()
+
+
+def judged(
+    sample: Sample, text: str, parse: Parse | None, guess: Callable[[Sample], int] | None = None
+) -> dict[str, Any]:
+    """Return an answer with the letter of the option that it names, and whether it is right.
+
+    Both are None if there is nothing to say: an open question has no letters, a right answer may be unknown.
+
+    Args:
+        parse: reads which option an answer names; None: the prompt does not show the options, so that an answer
+            names one by its text.
+        guess: chooses an option where an answer names none; None: such an answer is wrong.
+    """
+    if not sample.options:
+        right = None if sample.answer is None else same_answer(text, sample.answer)
+        return {"text": text, "choice": None, "right": right}
+    choice = (parse or option_in)(text, sample.options)
+    found = {"text": text, "choice": None if choice is None else LETTERS[choice]}
+    if choice is None and guess is not None:
+        choice = guess(sample)
+        found["guess"] = LETTERS[choice]
+    return found | {"right": None if sample.answer is None else choice == sample.answer}

@@ -3,8 +3,8 @@
 import argparse
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,12 @@ from typing import Any
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 
 # isort: split
+from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from apbv import Engine, GenerateResult, HostGroup, ReuseConfig, SamplingParams
 from apbv.config import REUSE_MODES, DecodeConfig
-from apbv.hosts import run_on_hosts
+from apbv.hosts import HostError, run_on_hosts
 from apbv.launch.options import (
     OptionParser,
     add_draft_options,
@@ -27,22 +28,23 @@ from apbv.launch.options import (
     load_function,
     prepare_process,
 )
-from apbv.stats import append_json_lines, provenance
 
+from .. import records
 from ..arguments import COUNT, add_shared
 from ..exams import run_on
-from .answers import choose_option
-from .prompting import LETTERED, OPEN, fill, request_of
-from .results import ResultsFile, Run, digest_of, read_runs
-from .running import Keep, answer_all, figures_of, judged
-from .samples import Parse, Sample, file_sizes, in_order_of_files, missing_files, require_distinct, shard
-from .samples import digest_of as digest_of_samples
-from .scoring import Score, markdown, score, summary
-from support.simulated import share_weights
+from ..records import read_records
+from ..simulated import share_weights
+from .answers import choose_option, judged
+from .samples import LETTERED, OPEN, Parse, Sample, by_files, digest_of, file_sizes, fill, request_of
+from .scoring import Run, Score, markdown, runs_of
 
 # Options of an engine on which no answer depends.
 _WITHOUT_EFFECT = {"threads", "video_chunk_mib", "cuda_graphs", "backend"}
 _MOST_NAMED = 5
+# What is kept of an answer's figures.
+_FIGURES = ("method", "hosts", "num_input_tokens", "num_video_tokens", "ttft_ms", "total_ms", "reused")
+_FIGURES += ("reduction", "attention_density")
+Keep = Callable[[dict], None]
 Request = Callable[[Sample, str, argparse.Namespace, Engine], Mapping[str, Any]]
 
 
@@ -56,12 +58,12 @@ class Benchmark:
         files: what the options of its own name, by which :attr:`read` finds the files; of those in ``needs`` each
             must be given.
         read: returns its samples; raises ValueError if a file is wrong.
-        template: the prompt of a question with options; see :func:`evaluation.prompting.fill`.
+        template: the prompt of a question with options; see :func:`.samples.fill`.
         parse: the benchmark's own rule of which option an answer names.
         max_new_tokens: the default; None: the model's.
         request: returns a sample's prompt and files as arguments of :meth:`apbv.Engine.generate`, from the sample,
             the template, the options and the engine.
-        guess: see :class:`evaluation.running.Asking`.
+        guess: see :func:`.answers.judged`.
         overall: the benchmark's own figure of a score, where that is not the share of all right answers.
         subtitles: the choices of ``--subtitles``, the first being the default, if it is not a path.
     """
@@ -102,10 +104,10 @@ class Benchmark:
             "--together", type=COUNT, default=8, help="answers that a host decodes at a time (default 8)"
         )
         run.add_argument("--shard", type=_shard, metavar="I/N", help="ask part I of N of the questions")
-        kept = "file for the answers (default: in results/, by settings)"
-        run.add_argument("--results", type=Path, metavar="FILE", help=kept)
+        kept = "file for the answers, of any settings (default: in results/)"
+        run.add_argument("--json", type=Path, metavar="FILE", help=kept)
         run.add_argument("--allow-missing", action="store_true", help="count questions without files as failed")
-        add_shared(run, "json", "table")
+        add_shared(run, "table")
         add_prefill_options(parser)
         add_draft_options(parser)
         add_host_options(parser)
@@ -124,10 +126,16 @@ class Benchmark:
         """Run the benchmark on this host, and return the exit status."""
         options = self.parse_arguments(arguments)
         if options.table is not None:
-            return run_on_hosts(lambda _: self.report(read_runs(options.table), options))
+            return run_on_hosts(lambda _: self.show(runs_of(read_records(options.table))))
         return run_on_hosts(
             lambda hosts: self.run(options, hosts), options.timeout, options.tensor_parallel, options.device
         )
+
+    def show(self, runs: Sequence[Run]) -> None:
+        """Print runs' scores."""
+        if not runs:
+            raise ValueError("the files hold no results")
+        print(markdown(runs, self.overall), flush=True)
 
     def run(self, options: argparse.Namespace, hosts: HostGroup) -> None:
         """Ask what has not been answered yet, and show the score; collective.
@@ -138,67 +146,49 @@ class Benchmark:
         """
         prepare_process(options, hosts)
         with hosts.local_stage("reading the questions"):
-            num_hosts = options.hosts or hosts.size
-            if num_hosts != hosts.size and hosts.size > 1:
-                raise ValueError(f"{num_hosts} hosts were asked for, but {hosts.size} were started")
             samples = self._samples(options)
-        settings = self._settings(options, samples, num_hosts, simulated=num_hosts != hosts.size)
-        part = samples if options.shard is None else shard(samples, *options.shard)
-        answered = {}
-        with ExitStack() as stack:
-            with hosts.local_stage("opening the results"):
-                if hosts.is_leader:
-                    number = "" if options.shard is None else "-{}-of-{}".format(*options.shard)
-                    name = Path("results") / f"{self.name}-{digest_of(settings)}{number}.jsonl"
-                    file = stack.enter_context(closing(ResultsFile(options.results or name, settings)))
-                    answered = file.answered
-                    sys.stderr.write(f"results: {file.path}, with {len(answered)} answers so far\n")
-            # Answers count that are about files as large as those that are there now.
-            sizes = {key: record.get("file_sizes") for key, record in answered.items()}
-            known = [sample.key for sample in part if sizes.get(sample.key, ()) == file_sizes(sample)]
-            known = set(hosts.gather_json(known)[0])
-            todo = [sample for sample in part if sample.key not in known]
-            run = Run(settings, {key: record for key, record in answered.items() if key in known})
+            settings = self._settings(options, samples, hosts)
+            number, of = options.shard or (1, 1)
+            part = [sample for group in by_files(samples)[number - 1 :: of] for sample in group]
+            path = options.json or Path("results", f"{self.name}{f'-{number}-of-{of}' if of > 1 else ''}.jsonl")
+            run = self._known(path, settings, part) if hosts.is_leader else Run(settings)
+        known = {*hosts.gather_json(list(run.records))[0]}
+        todo = [sample for sample in part if sample.key not in known]
 
-            def keep(record: dict) -> None:
-                run.records[record["key"]] = record
-                file.add(record)
+        def keep(record: dict) -> None:
+            (run.records[record["key"]],) = records.keep(
+                [{"benchmark": self.name, "settings": settings, **record}], path
+            )
 
-            if todo:
-                self._ask(options, hosts, todo, len(part) - len(todo), keep)
+        if todo:
+            self._ask(options, hosts, todo, len(part) - len(todo), keep)
         failed = []
         with hosts.local_stage("writing the score"):
             if hosts.is_leader:
-                self.report([run], options)
+                self.show([run])
                 failed = [record for record in run.records.values() if "error" in record]
         if count := hosts.broadcast_ints([len(failed)], 1)[0]:
             first = f"; the first: {failed[0]['key']}: {failed[0]['error']}" if failed else ""
             raise ValueError(f"{count} of {len(part)} questions failed; the same command tries them again{first}")
 
-    def report(self, runs: Sequence[Run], options: argparse.Namespace) -> None:
-        """Print runs' scores, and write them where the options say."""
-        if not runs:
-            raise ValueError("the files hold no results")
-        scores = [score(run, self.overall) for run in runs]
-        print(markdown(runs, scores), flush=True)
-        if options.json:
-            stamp = {"benchmark": self.name}
-            lines = [{**stamp, **summary(*each), **provenance()} for each in zip(runs, scores, strict=True)]
-            append_json_lines(options.json, lines)
-
     def _samples(self, options: argparse.Namespace) -> list[Sample]:
         samples = self.read(options)[: options.limit]
-        require_distinct(samples)
-        missing = [] if options.allow_missing else missing_files(samples)
+        if not samples:
+            raise ValueError("there are no questions to ask")
+        (key, number), *_ = Counter(sample.key for sample in samples).most_common(1)
+        if number > 1:
+            raise ValueError(f"{number} questions are called {key!r}")
+        files = dict.fromkeys(path for sample in samples for path in sample.files)
+        missing = [] if options.allow_missing else [path for path in files if not path.is_file()]
         if missing:
             named = ", ".join(map(str, missing[:_MOST_NAMED])) + (", …" if len(missing) > _MOST_NAMED else "")
             raise ValueError(
                 f"{len(missing)} files are missing: {named}; --allow-missing asks the other questions"
             )
-        return in_order_of_files(samples)
+        return samples
 
     def _settings(
-        self, options: argparse.Namespace, samples: Sequence[Sample], num_hosts: int, simulated: bool
+        self, options: argparse.Namespace, samples: Sequence[Sample], hosts: HostGroup
     ) -> dict[str, Any]:
         """Return all on which answers depend, without what was not given."""
         parser = argparse.ArgumentParser(add_help=False)
@@ -207,16 +197,32 @@ class Benchmark:
         engine = vars(parser.parse_args([])).keys() - _WITHOUT_EFFECT
         given = {name: getattr(options, name) for name in sorted({*engine, "max_new_tokens"})}
         return {
-            "benchmark": self.name,
             "model": options.model,
-            "questions": digest_of_samples(samples),
+            "questions": digest_of(samples),
             **{name: value for name, value in given.items() if value is not None},
             "template": options.template or self.template,
             "parse": options.parse,
             "reuse": options.reuse,
-            "hosts": num_hosts,
-            "simulated": simulated,
+            "hosts": options.hosts or hosts.size,
+            "simulated": (options.hosts or hosts.size) != hosts.size,
         }
+
+    def _known(self, path: Path, settings: Mapping[str, Any], part: Sequence[Sample]) -> Run:
+        """Return the answers of a file that count: they are about files as large as those that are there now.
+
+        Raises:
+            ValueError: the file holds something else.
+        """
+        path.parent.mkdir(parents=True, exist_ok=True)
+        found = records.read_known(path)
+        if any(record.get("benchmark") != self.name for record in found):
+            raise ValueError(f"{path} holds other records; take another file")
+        (run,) = runs_of([r for r in found if r["settings"] == settings]) or [Run(settings)]
+        sizes = {sample.key: file_sizes(sample) for sample in part}
+        answered = {key: record for key, record in run.records.items() if record["file_sizes"] == sizes.get(key)}
+        answered = {key: record for key, record in answered.items() if "error" not in record}
+        sys.stderr.write(f"results: {path}, with {len(answered)} answers so far\n")
+        return Run(settings, answered)
 
     def _ask(
         self, options: argparse.Namespace, hosts: HostGroup, todo: list[Sample], num_done: int, keep: Keep
@@ -224,35 +230,91 @@ class Benchmark:
         """Load the engine, on simulated hosts one for each, and answer."""
         reuse = None if options.reuse == "off" else ReuseConfig(mode=options.reuse)
         engine = load_engine(options, hosts, reuse)
-        template = options.template or self.template
-        parse = self.parse if options.parse == "own" else choose_option
-        sampling = options.max_new_tokens and SamplingParams(max_new_tokens=options.max_new_tokens)
-
-        def job(engine: Engine, hosts: HostGroup) -> None:
-            def ask(sample: Sample) -> Mapping[str, Any]:
-                with hosts.local_stage("reading the question"):
-                    own = template if sample.options or options.template else OPEN
-                    request = self.request(sample, own, options, engine)
-                return {**request, "num_frames": options.frames, "fps": options.fps}
-
-            def read(sample: Sample, answer: GenerateResult) -> dict:
-                said = judged(sample, answer.text, parse if "{options}" in template else None, self.guess)
-                return said | {"figures": figures_of(answer)}
-
-            together = {"sampling": sampling, "max_together": options.together}
-            answer_all(engine, hosts, todo, ask, read, keep, num_done, **together)
 
         def simulated(host: HostGroup, model: PreTrainedModel) -> None:
             config, draft = engine.prefill_config, engine.draft_model and share_weights(engine.draft_model)
             captioner = load_function(options.captioner) if options.captioner else None
             drafting = (engine.speculative_config, draft, captioner)
             decode = DecodeConfig(cuda_graphs=options.cuda_graphs)
-            job(Engine(model, engine.processor, host, config, engine.name, *drafting, reuse, decode), host)
+            own = Engine(model, engine.processor, host, config, engine.name, *drafting, reuse, decode)
+            self._answer(own, host, todo, options, bar, keep)
 
-        if options.hosts in (None, hosts.size):
-            job(engine, hosts)
-        else:
-            run_on(options.hosts, hosts, engine.model, simulated)
+        total = num_done + len(todo)
+        with tqdm(total=total, initial=num_done, unit="question", disable=not hosts.is_leader or None) as bar:
+            if options.hosts in (None, hosts.size):
+                self._answer(engine, hosts, todo, options, bar, keep)
+            else:
+                run_on(options.hosts, hosts, engine.model, simulated)
+
+    def _answer(
+        self,
+        engine: Engine,
+        hosts: HostGroup,
+        samples: Sequence[Sample],
+        options: argparse.Namespace,
+        bar: tqdm,
+        keep: Keep,
+    ) -> None:
+        """Answer samples, and keep a record of each on the leader as soon as it is there; collective.
+
+        A question that fails leaves a record with its error, and the next one follows.
+
+        Args:
+            hosts: all hosts, a draft host included.
+
+        Raises:
+            HostError: the hosts can no longer work together.
+        """
+        template = options.template or self.template
+        parse = None
+        if "{options}" in template:
+            parse = self.parse if options.parse == "own" else choose_option
+        asked: list[Sample] = []
+
+        def add(sample: Sample, answer: GenerateResult | Exception) -> None:
+            record = {
+                "key": sample.key,
+                "unit": sample.unit or sample.key,
+                "unit_size": sample.unit_size,
+                "groups": dict(sample.groups),
+                "is_choice": bool(sample.options),
+                "expected": sample.expected,
+                "file_sizes": file_sizes(sample),
+            }
+            if isinstance(answer, Exception):
+                if hosts.is_broken or engine.hosts.is_broken:
+                    raise answer
+                record["error"] = str(answer)
+            else:
+                record |= judged(sample, answer.text, parse, self.guess) | {"figures": figures_of(answer)}
+            if hosts.is_leader:
+                bar.update()
+                keep(record)
+
+        def questions() -> Iterator[Mapping[str, Any]]:
+            for sample in samples:
+                try:
+                    with hosts.local_stage("reading the question"):
+                        own = template if sample.options or options.template else OPEN
+                        request = self.request(sample, own, options, engine)
+                except (ValueError, HostError) as error:
+                    add(sample, error)
+                    continue
+                asked.append(sample)
+                yield {**request, "num_frames": options.frames, "fps": options.fps}
+
+        sampling = options.max_new_tokens and SamplingParams(max_new_tokens=options.max_new_tokens)
+        for number, answer in engine.generate_all(questions(), sampling=sampling, max_together=options.together):
+            add(asked[number], answer)
+
+
+def figures_of(answer: GenerateResult) -> dict:
+    """Return the recorded metrics of an answer."""
+    found = {name: answer.stats[name] for name in _FIGURES if answer.stats.get(name) is not None}
+    found["num_tokens"] = len(answer.token_ids)
+    if answer.stats.get("speculation"):
+        found["tokens_per_target_forward"] = answer.stats["speculation"].get("tokens_per_target_forward")
+    return found
 
 
 def _template(text: str) -> str:

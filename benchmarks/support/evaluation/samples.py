@@ -1,15 +1,21 @@
-"""The questions of a benchmark: samples, and how their files are found."""
+"""The questions of a benchmark, how they are read from files, and what a model is asked."""
 
 import hashlib
 import json
 import math
-from collections import Counter
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+LETTERED = "{question}\n{options}\nAnswer with the option's letter from the given choices directly."
+OPEN = "{question}"
+_FIELD = re.compile(r"\{(question|options|subtitles)\}")
+
+# Reads which of the options an answer names.
+Parse = Callable[[str, Sequence[str]], int | None]
 
 
 @dataclass(frozen=True)
@@ -59,47 +65,17 @@ class Sample:
         return LETTERS[self.answer] if isinstance(self.answer, int) else self.answer
 
 
-def require_distinct(samples: Sequence[Sample]) -> None:
-    """Raise ValueError if two samples have the same key, or there is none."""
-    if not samples:
-        raise ValueError("there are no questions to ask")
-    (key, number), *_ = Counter(sample.key for sample in samples).most_common(1)
-    if number > 1:
-        raise ValueError(f"{number} questions are called {key!r}")
-
-
 def file_sizes(sample: Sample) -> list[int]:
     """Return the bytes of each of a sample's files, which tell other files of the same names apart; 0: no file."""
     return [path.stat().st_size if path.is_file() else 0 for path in sample.files]
 
 
-def missing_files(samples: Iterable[Sample]) -> list[Path]:
-    """Return the files of samples that are not there, each once."""
-    return [path for path in dict.fromkeys(p for s in samples for p in s.files) if not path.is_file()]
-
-
-def in_order_of_files(samples: Sequence[Sample]) -> list[Sample]:
-    """Return the samples with those about the same files side by side, so that what is encoded can be reused."""
-    places: dict[tuple, int] = {}
+def by_files(samples: Iterable[Sample]) -> list[list[Sample]]:
+    """Return the samples in groups about the same files, whose embeddings can be reused."""
+    groups: dict[tuple[Path, ...], list[Sample]] = {}
     for sample in samples:
-        places.setdefault(sample.sources, len(places))
-    return sorted(samples, key=lambda sample: places[sample.sources])
-
-
-def shard(samples: Sequence[Sample], number: int, of: int) -> list[Sample]:
-    """Return one of several parts of nearly the same size; samples about the same files are in the same part.
-
-    Args:
-        samples: all, in the order of :func:`in_order_of_files`.
-        number: which part, from 1.
-        of: how many parts there are.
-    """
-    sizes = Counter(sample.sources for sample in samples)
-    parts, loads = {}, [0] * of
-    for files, size in sizes.items():
-        parts[files] = loads.index(min(loads))
-        loads[parts[files]] += size
-    return [sample for sample in samples if parts[sample.sources] == number - 1]
+        groups.setdefault(sample.sources, []).append(sample)
+    return list(groups.values())
 
 
 def digest_of(samples: Iterable[Sample]) -> str:
@@ -253,4 +229,14 @@ def rows_of(path: Path, entries: Any) -> list[Row]:
     return [Row(f"{path}, question {number}", entry) for number, entry in enumerate(entries, start=1)]
 
 
-Parse = Callable[[str, Sequence[str]], int | None]
+def fill(template: str, sample: Sample, subtitles: str = "") -> str:
+    """Put a sample's question, its lettered options and subtitles into a template."""
+    lettered = (f"{letter}. {option}" for letter, option in zip(LETTERS, sample.options, strict=False))
+    values = {"question": sample.question, "options": "\n".join(lettered), "subtitles": subtitles}
+    return _FIELD.sub(lambda found: values[found[1]], template)
+
+
+def request_of(sample: Sample, prompt: str) -> Mapping[str, Any]:
+    """Return a question with its files, as arguments of :meth:`apbv.Engine.generate`."""
+    files = {"video": sample.videos, "images": sample.images, "audio": sample.audio}
+    return {"prompt": prompt, **{name: list(paths) for name, paths in files.items() if paths}}

@@ -1,11 +1,9 @@
 """Makes clips of a given size, length and keyframe distance, and reads them as other libraries do."""
 
-import hashlib
 import itertools
 import math
-import os
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
@@ -47,33 +45,17 @@ class ClipSpec:
         if self.height % 4 or self.width % 2 or self.num_frames < 1:
             raise ValueError(f"{self}: the height must be divisible by 4, the width by 2, and a frame is needed")
 
-    @property
-    def file_name(self) -> str:
-        """Return a file name that no other specification has."""
-        fields = asdict(self)
-        if self.source is not None:
-            fields |= {"source": str(self.source.resolve()), "written": self.source.stat().st_mtime_ns}
-        digest = hashlib.sha256(repr(sorted(fields.items())).encode()).hexdigest()[:12]
-        return f"{self.height}x{self.width}-gop{self.gop}-{self.num_frames}-{digest}.mp4"
 
-
-def make_clip(spec: ClipSpec, folder: Path) -> Path:
-    """Return a clip's file in a folder, and write it first if it is not there yet.
+def write_clip(spec: ClipSpec, path: Path) -> Path:
+    """Write a clip, and return its path.
 
     Raises:
         ValueError: the source cannot be read.
     """
-    path = folder / spec.file_name
-    if not path.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_suffix(f".{os.getpid()}.mp4")
-        try:
-            _encode(spec, unfinished)
-            unfinished.replace(path)
-        except (av.error.FFmpegError, IndexError) as error:
-            raise ValueError(f"cannot make a clip of {spec.source}: {error}") from error
-        finally:
-            unfinished.unlink(missing_ok=True)
+    try:
+        _encode(spec, path)
+    except (av.error.FFmpegError, IndexError) as error:
+        raise ValueError(f"cannot make a clip of {spec.source}: {error}") from error
     return path
 
 

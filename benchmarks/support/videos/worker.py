@@ -6,6 +6,7 @@ embeddings, or the first token's logits.
 
 import os
 import time
+from argparse import Namespace
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -50,40 +51,28 @@ _SECONDS_TO_WAIT = 600.0  # for another host
 Result = TypeVar("Result")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Job:
     """One measurement.
 
     Attributes:
         stage: one of :data:`STAGES`.
         way: a library's name in :data:`.clips.READERS` (for frames only), ``"transformers"`` or ``"apbv"``.
-        clip: the video file.
-        warm_up: a short one that is read first, for what is only done once.
+        hosts: the processes, of which each reads its share.
         num_frames, sampling: how many frames are read; ``"sparse"`` ones are spread over the clip, ``"dense"``
             ones adjoin in its middle.
-        hosts: the processes, of which each reads its share.
-        threads: of each host, for decoding and computing alike.
-        max_pixels: of a frame as the vision tower sees it.
-        vision_depth, vision_hidden: the vision tower's size.
-        dtype: of the model, by name.
         reader: the library that decodes for ``"transformers"``.
-        pinned: whether each host has as many cores of its own as threads; else it uses more to overlap stages.
+        settings: video.py's other options, and the video files ``clip`` and ``warm_up``, a short one that is read
+            first, for what is only done once.
     """
 
     stage: str
     way: str
-    clip: Path
-    warm_up: Path
+    hosts: int
     num_frames: int
     sampling: str
-    hosts: int
-    threads: int
-    max_pixels: int
-    vision_depth: int
-    vision_hidden: int
-    dtype: str
     reader: str
-    pinned: bool
+    settings: Namespace
 
     def choose(self, num_frames: int) -> list[int]:
         """Choose frames of a video with ``n`` frames; ascending."""
@@ -99,7 +88,7 @@ class Measured:
 
     Attributes:
         seconds, cpu_seconds: by the wall clock, and of all of the process's threads.
-        peak_memory_bytes, memory_before_bytes: the process's largest, and when the clock started.
+        peak_memory_bytes: of the process.
         stage_seconds: time at work by stage, all runs of a stage together; none where a library does not tell.
         num_visual_tokens: of the prompt; None if there is no prompt.
     """
@@ -107,7 +96,6 @@ class Measured:
     seconds: float
     cpu_seconds: float
     peak_memory_bytes: int
-    memory_before_bytes: int
     stage_seconds: dict[str, float]
     num_visual_tokens: int | None
 
@@ -120,13 +108,11 @@ class Outcome:
         values: ``[rows, ...]`` on any device: frames, visual tokens or logits.
         num_visual_tokens: of the prompt.
         timer: timed the stages.
-        places: returns which rows of the whole these are, ``[rows]``; None for all of them.
     """
 
     values: Any
     num_visual_tokens: int | None = None
     timer: StageTimer | None = None
-    places: Callable[[], torch.Tensor] | None = None
 
 
 def in_processes_of_their_own(count: int, function: Callable[..., Result], *args) -> list[Result]:
@@ -152,12 +138,12 @@ def measure(rank: int, job: Job, rendezvous: str, kept: Path | None) -> Measured
 
     Args:
         rendezvous: a file by which the hosts meet.
-        kept: where what the stage makes is saved, outside the measurement; None: nowhere.
+        kept: the file in which what the stage makes is saved, outside the measurement; None: it is not.
     """
-    os.environ.update(OMP_NUM_THREADS=str(job.threads), LOCAL_RANK=str(rank))
-    torch.set_num_threads(job.threads)
-    if job.pinned:
-        pin_host(rank, job.threads)
+    os.environ.update(OMP_NUM_THREADS=str(job.settings.threads), LOCAL_RANK=str(rank))
+    torch.set_num_threads(job.settings.threads)
+    if job.settings.pinned:
+        pin_host(rank, job.settings.threads)
     hosts = _join(rank, job.hosts, rendezvous)
     try:
         if hosts.device.type == "cpu":
@@ -165,20 +151,18 @@ def measure(rank: int, job: Job, rendezvous: str, kept: Path | None) -> Measured
         if job.way in READERS:
 
             def run(clip: Path) -> Outcome:
-                return Outcome(torch.from_numpy(READERS[job.way](str(clip), job.threads, job.choose)[0]))
+                return Outcome(torch.from_numpy(READERS[job.way](str(clip), job.settings.threads, job.choose)[0]))
 
         else:
             run = ROADS[job.way](job, hosts).run
         with hosts.collective_stage("measuring"), torch.no_grad():
-            run(job.warm_up)
+            run(job.settings.warm_up)
             return_freed_memory()
             hosts.barrier()
-            measured, outcome = _measure(hosts, lambda: run(job.clip))
+            measured, outcome = _measure(hosts, lambda: run(job.settings.clip))
             if kept is not None:
                 values = outcome.values.cpu()
-                np.save(kept / f"{rank}.npy", values if job.stage == "frames" else values.float())
-                places = torch.arange(len(values)) if outcome.places is None else outcome.places()
-                np.save(kept / f"{rank}.places.npy", places)
+                np.save(kept, values if job.stage == "frames" else values.float())
         return measured
     finally:
         hosts.close()
@@ -194,7 +178,6 @@ def _join(rank: int, size: int, rendezvous: str) -> HostGroup:
 
 def _measure(hosts: HostGroup, run: Callable[[], Outcome]) -> tuple[Measured, Outcome]:
     reset_peak_memory(hosts.device)
-    before = peak_memory_bytes(hosts.device)
     cpu_began, began = time.process_time(), time.perf_counter()
     outcome = run()
     synchronize(hosts.device)
@@ -202,7 +185,7 @@ def _measure(hosts: HostGroup, run: Callable[[], Outcome]) -> tuple[Measured, Ou
     peak, stage_seconds = peak_memory_bytes(hosts.device), {}
     for span in () if outcome.timer is None else outcome.timer.spans:
         stage_seconds[span.name] = stage_seconds.get(span.name, 0.0) + span.seconds
-    figures = Measured(seconds, cpu_seconds, peak, before, stage_seconds, outcome.num_visual_tokens)
+    figures = Measured(seconds, cpu_seconds, peak, stage_seconds, outcome.num_visual_tokens)
     return figures, outcome
 
 
@@ -210,14 +193,15 @@ class Model:
     """Has the narrow model of Qwen2.5-VL's layout with random weights that both ways share, and its processor."""
 
     def __init__(self, job: Job, hosts: HostGroup):
-        self._job, self._hosts = job, hosts
+        self._job, self._hosts, chosen = job, hosts, job.settings
         self._processor = AutoProcessor.from_pretrained(demo.model_path())
-        self._processor.video_processor.size = SizeDict(shortest_edge=56 * 56, longest_edge=job.max_pixels)
-        config = qwen_vl_config(2, 128, 384, 4, 2, vocab=2048, vision=(job.vision_depth, job.vision_hidden, 4))
+        self._processor.video_processor.size = SizeDict(shortest_edge=56 * 56, longest_edge=chosen.max_pixels)
+        vision = chosen.vision_depth, chosen.vision_hidden, 4
+        config = qwen_vl_config(2, 128, 384, 4, 2, vocab=2048, vision=vision)
         tokens = read_config(demo.model_path())
         for name in _TOKENS:
             setattr(config, name, getattr(tokens, name))
-        self._model = build_model(config, getattr(torch, job.dtype), hosts.device)
+        self._model = build_model(config, getattr(torch, chosen.dtype), hosts.device)
 
     def run(self, clip: Path) -> Outcome:
         """Run the job's stage on a clip."""
@@ -244,7 +228,7 @@ class Transformers(Model):
 
     def _batch(self, clip: str, timer: StageTimer) -> Any:
         with timer.stage("decode_video"):
-            frames, metadata = READERS[self._job.reader](clip, self._job.threads, self._job.choose)
+            frames, metadata = READERS[self._job.reader](clip, self._job.settings.threads, self._job.choose)
         with timer.stage("preprocess"):
             content = [{"type": "video"}, {"type": "text", "text": QUESTION}]
             messages = [{"role": "user", "content": content}]
@@ -266,7 +250,7 @@ class Apbv(Model):
 
     def __init__(self, job: Job, hosts: HostGroup):
         super().__init__(job, hosts)
-        config = PrefillConfig(video=VideoConfig(threads=job.threads))
+        config = PrefillConfig(video=VideoConfig(threads=job.settings.threads))
         self._config, self._parts = config, inspect_model(self._model, config.backend)
         self._engine = Engine(self._model, self._processor, hosts, config)
         reader = PromptReader(self._parts, self._processor, job.num_frames, config)
@@ -275,7 +259,7 @@ class Apbv(Model):
     def _frames(self, clip: str, timer: StageTimer) -> Outcome:
         with timer.stage("decode_video"):
             info = probe(clip)
-            frames = read_frames(info, self._job.choose(info.num_frames), self._job.threads)
+            frames = read_frames(info, self._job.choose(info.num_frames), self._job.settings.threads)
         return Outcome(torch.from_numpy(frames), timer=timer)
 
     def _embeddings(self, clip: str, timer: StageTimer) -> Outcome:
@@ -286,13 +270,8 @@ class Apbv(Model):
         source = partial(tower_rows, parts, inputs.visual, timer)
         local = encode_and_exchange(parts, inputs, source, layout, hosts, timer)
 
-        def places() -> torch.Tensor:
-            is_visual = parts.is_visual(inputs.input_ids[0])
-            row_of = is_visual.long().cumsum(0) - 1
-            return row_of[[token for span in layout.local_spans(hosts.rank) for token in span if is_visual[token]]]
-
         (rows,) = local.streams  # a model with deepstack has more
-        return Outcome(rows, inputs.num_visual_tokens, timer, places)
+        return Outcome(rows, inputs.num_visual_tokens, timer)
 
     def _first_token(self, clip: str, timer: StageTimer) -> Outcome:
         state = self._engine.prefill(QUESTION, video=clip, num_frames=self._job.num_frames)
