@@ -114,6 +114,8 @@ def test_short_passing_blocks_are_warned_of():
 
     assert "l_p below 256" in warning(4096, passing_len=128)
     assert "l_a below 128" in warning(4096, anchor_len=32)
+    assert "full attention's, and took longer, with l_p = 625" in warning(20_000)
+    assert warning(20_000, passing_len=625) is None
     assert warning(4096) is warning(300, passing_len=64) is warning(4096, method="star", anchor_len=32) is None
 
 
