@@ -92,11 +92,16 @@ def milliseconds(cost: HostCost, gpu: str, element_wise: float, others: float) -
 
 
 def prefill_parts(
-    config: PreTrainedConfig, num_tokens: int, method: str, hosts: int, gpu: str
+    config: PreTrainedConfig,
+    num_tokens: int,
+    method: str,
+    hosts: int,
+    gpu: str,
+    passing_len: int | None = None,
 ) -> dict[str, float]:
     """Predict the milliseconds of a text's prefill on the busiest host, by parts."""
     shape, prompt = Shape.from_config(config), (num_tokens, 0, num_tokens - 40, None)
-    layout, costs = cost_of_prompt(shape, hosts, prompt, PrefillConfig(method=method))
+    layout, costs = cost_of_prompt(shape, hosts, prompt, PrefillConfig(method=method, passing_len=passing_len))
     host = max(range(hosts), key=lambda each: costs[each].flops.total())
     rows = sum(map(len, layout.local_spans(host)))
     moved = shape.layers * element_wise_bytes(config, rows, requested() != "torch")
@@ -113,7 +118,8 @@ def prefill(options: argparse.Namespace, gpu: str) -> str:
     """Format the predicted times of a prefill's parts, for every method."""
     config, columns, launching = config_of(options.prefill), {}, []
     for method, hosts in (("full", 1), ("zigzag_ring", options.hosts), ("apbv", options.hosts)):
-        columns[f"`{method}`, {hosts}"] = prefill_parts(config, options.tokens, method, hosts, gpu)
+        what = config, options.tokens, method, hosts, gpu
+        columns[f"`{method}`, {hosts}"] = prefill_parts(*what, options.passing_len)
         launching.append(launching_ms(config, method))
     busy = [sum(parts.values()) for parts in columns.values()]
     totals = list(map(max, busy, launching))
@@ -164,6 +170,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=COUNT, default=usual.tokens)
     parser.add_argument("--hosts", type=COUNT, default=usual.hosts)
+    parser.add_argument("--passing-len", type=COUNT, help="pairs that a block of apbv passes on")
     parser.add_argument("--gpus", nargs="+", default=list(PEAKS), choices=PEAKS)
     parser.add_argument("--prefill", metavar="MODEL", help=f"a prefill of {', '.join(CONFIGS)}, a directory, …")
     parser.add_argument("--draft", metavar="MODEL", help="speculative decoding with this draft")
