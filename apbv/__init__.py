@@ -58,7 +58,7 @@ __all__ = [
     "plan",
     "prefill",
 ]
-__version__ = "0.2.0.dev0"
+__version__ = "0.2.0"
 
 # The submodules of what needs torch and transformers, which take seconds to import: on first use (PEP 562).
 _HOMES = {
