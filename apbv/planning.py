@@ -91,7 +91,7 @@ class Plan:
             return None
         if layout.anchor_len < FEWEST_ANCHOR or layout.passing_len < FEWEST_PASSING:
             return f"answers were less accurate with l_a below {FEWEST_ANCHOR} or l_p below {FEWEST_PASSING}"
-        if layout.passing_len < (more := -(-self.num_tokens // ACCURATE_PASSING)):
+        if layout.passing_len < (more := -(-layout.num_tokens // ACCURATE_PASSING)):
             return f"answers were closer to full attention's, and took longer, with l_p = {more:,}"
         return None
 

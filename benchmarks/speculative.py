@@ -47,10 +47,11 @@ PRESETS = tomllib.loads((Path(__file__).parent / "support" / "draft_presets.toml
 
 
 def configs_of(preset: str, keep_ratio: float) -> dict[str, SpeculativeConfig]:
-    """Return a preset's ways by label, at a share of visual tokens kept."""
+    """Return a preset's ways by label, at a share of visual tokens kept where they do not have their own."""
     found = {}
     for label, settings in PRESETS[preset].items():
-        amount = {"keep_ratio": keep_ratio} if prunes(SpeculativeConfig(strategy=settings["strategy"])) else {}
+        prunes_some = prunes(SpeculativeConfig(strategy=settings["strategy"])) and "keep_tokens" not in settings
+        amount = {"keep_ratio": keep_ratio} if prunes_some else {}
         amount |= {"hippo_terms": tuple(settings["hippo_terms"])} if "hippo_terms" in settings else {}
         found[label] = SpeculativeConfig(**settings | amount)
     return found

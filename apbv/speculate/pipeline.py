@@ -45,14 +45,12 @@ class PipelineStats(SpeculationStats):
     Attributes:
         num_pre_verify, num_post_verify: rounds that verified one token, or a window.
         lost_draft: why the target had to continue alone; None if it did not.
-        link_bytes: bytes that the two sides sent each other; None if the draft was lost.
         of_draft: the draft's report; None if the draft was lost, and on all hosts but 0.
     """
 
     num_pre_verify: int = 0
     num_post_verify: int = 0
     lost_draft: str | None = None
-    link_bytes: int | None = None
     of_draft: DraftReport | None = field(default=None, repr=False)
 
     waiting: ClassVar = "wait for draft"
@@ -132,7 +130,6 @@ class _Target:
         if report is not None:
             num_drafted, bytes_received, spans = report
             self._stats.of_draft = DraftReport(num_drafted, bytes_received, [Span(**span) for span in spans])
-            self._stats.link_bytes = self._pair.link.request_bytes + bytes_received
         self._stats.lost_draft = self._pair.lost
 
     def _receive(self, exchange: Callable[[Link], Proposal]) -> Proposal:

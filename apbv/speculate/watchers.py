@@ -1,4 +1,4 @@
-"""Watchers of the target's prefill: scores of visual tokens, and the KV pairs that are passed on."""
+"""Watchers of the target's prefill: scores of visual tokens."""
 
 from collections.abc import Callable
 

@@ -194,10 +194,13 @@ def test_presets_cover_the_papers_sweeps():
         for config in configs.values():
             require_consistent(config, PrefillConfig(), hosts, has_captioner=True)
     assert speculative.configs_of("hippo1", 0.3)["HIPPO"].keep_ratio == 0.3
-    # TABED's text-only context has line breaks (I.2).
+    config = speculative.configs_of("std1", 0.3)["STD"]
+    assert (config.keep_tokens, config.num_draft_tokens) == (1024, 9)  # Section 4 of the paper
+    # TABED's text-only context has line breaks (I.2); ParallelVLM's OnSD leaves the visual tokens out instead.
     for name in ("tabed1", "tabed2"):
         config = speculative.configs_of(name, 0.3)["T"]
         assert (config.strategy, config.ensemble) == ("tabed", "T")
+    assert speculative.configs_of("parallelvlm1", 0.3)["OnSD"].strategy == "text_only"
 
 
 def test_prompts_of_ones_own_are_read_beside_their_file(tmp_path):

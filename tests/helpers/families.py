@@ -7,6 +7,7 @@ unit scale: attention really selects, biases and norms are not neutral, and gree
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 
 import torch
@@ -204,7 +205,8 @@ def build_processor(family: str):
     tokenizer = build_tokenizer(family)
     if family in TEXT_FAMILIES:
         return tokenizer
-    name, image, of_image, video, of_video = _PROCESSORS[family]
+    # A copy: tests change a processor's sizes.
+    name, image, of_image, video, of_video = deepcopy(_PROCESSORS[family])
     parts = {
         "tokenizer": tokenizer,
         "chat_template": tokenizer.chat_template,

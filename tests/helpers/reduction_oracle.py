@@ -86,13 +86,6 @@ def dycoke(frames, height, width, count, hidden) -> dict:
     return kept
 
 
-def z_scores(terms: list[float], damping: float) -> list[float]:
-    """Terms with a mean of 0 and a standard deviation of 1, if they differ by much more than ``damping``."""
-    mean = sum(terms) / len(terms)
-    spread = (sum((term - mean) ** 2 for term in terms) / len(terms)) ** 0.5
-    return [(term - mean) / (spread + damping) for term in terms]
-
-
 def density_scores(tokens, hidden) -> dict:
     """Density times distance to the nearest denser token, of tokens by their place."""
     scale = hidden**0.5
