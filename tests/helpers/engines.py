@@ -18,7 +18,9 @@ def write_clip(path: Path, frames: torch.Tensor) -> None:
     import av
 
     with av.open(str(path), "w") as container:
-        stream = container.add_stream("libx264", rate=10, options={"g": "8", "bf": "2"})
+        # Without its assembly, with which x264 does not always write the same file of the same frames.
+        options = {"g": "8", "bf": "2", "x264-params": "asm=0"}
+        stream = container.add_stream("libx264", rate=10, options=options)
         stream.height, stream.width, stream.pix_fmt = frames.shape[2], frames.shape[3], "yuv420p"
         for frame in frames.permute(0, 2, 3, 1).numpy():
             container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
