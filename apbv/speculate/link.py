@@ -60,7 +60,6 @@ class Link:
         self._lacks_first = True  # of the current window, on the draft host
         self.shared_vocab = self.drawn_vocab = 0
         self.is_settled, self.owes_report = True, False
-        self._bytes_before = 0
 
     def begin(self, is_ready: bool, most: int, vocab_size: int, drawn: bool) -> None:
         """Send the other end whether this end can begin a request; :meth:`other_is_ready` returns its answer.
@@ -71,7 +70,7 @@ class Link:
             vocab_size: the vocabulary size of the model at this end.
             drawn: whether tokens are drawn, so that distributions over the shared vocabulary are sent, too.
         """
-        self._bytes_before, self._lacks_first = self._incoming.bytes_received, True
+        self._lacks_first = True
         self.send(torch.tensor([int(is_ready), vocab_size]))
         self.answer = self._expect(torch.zeros(2, dtype=torch.int64))
         self._begun = is_ready, most, vocab_size, drawn
@@ -85,11 +84,6 @@ class Link:
         self.drawn_vocab = self.shared_vocab if drawn else 0
         self.is_settled = not (is_ready and ready)
         return bool(ready)
-
-    @property
-    def request_bytes(self) -> int:
-        """The bytes received from the other end since the request began."""
-        return self._incoming.bytes_received - self._bytes_before
 
     def send(self, tensor: Tensor) -> None:
         """Send a tensor to the other end, for :meth:`receive`, without waiting until it is received."""

@@ -29,12 +29,10 @@ class DraftReport(NamedTuple):
 
     Attributes:
         num_drafted: all drafted tokens, also of windows that a rejection made useless.
-        bytes_received: bytes received from the target.
         spans: the timeline of the draft's stages and rounds.
     """
 
     num_drafted: int
-    bytes_received: int
     spans: list[Span]
 
 
@@ -128,8 +126,8 @@ class _Target:
         with self._stats.record.span("wait for draft"):
             report = self._pair.with_other(lambda link: link.receive_json())
         if report is not None:
-            num_drafted, bytes_received, spans = report
-            self._stats.of_draft = DraftReport(num_drafted, bytes_received, [Span(**span) for span in spans])
+            num_drafted, spans = report
+            self._stats.of_draft = DraftReport(num_drafted, [Span(**span) for span in spans])
         self._stats.lost_draft = self._pair.lost
 
     def _receive(self, exchange: Callable[[Link], Proposal]) -> Proposal:
@@ -256,7 +254,7 @@ def draft_beside(
         if code != GO_ON:
             sequence = [*sequence[: 1 + num_verified], token]
         drafts &= code != ALONE
-    report = DraftReport(total, link.request_bytes, [*earlier, *record.spans])
-    link.send_json([*report[:2], [asdict(span) for span in report.spans]])
+    report = DraftReport(total, [*earlier, *record.spans])
+    link.send_json([total, [asdict(span) for span in report.spans]])
     link.wait_until_received()
     return sequence[1:], report, draft

@@ -157,5 +157,5 @@ def test_a_draft_beside_that_had_nothing_to_do_took_no_time():
     """Which is 0 seconds; only those of a draft that was lost are not known."""
     stats = PipelineStats(record=Recorder("decoding"))
     assert stats.times()["draft_seconds"] is stats.times()["draft_idle_seconds"] is None
-    stats.of_draft = DraftReport(num_drafted=0, bytes_received=0, spans=[])
+    stats.of_draft = DraftReport(num_drafted=0, spans=[])
     assert (stats.times()["draft_seconds"], stats.times()["draft_idle_seconds"]) == (0, 0)
