@@ -2,31 +2,38 @@
 
     python benchmarks/ruler.py --model Qwen/Qwen2.5-Coder-0.5B-Instruct --tasks vt --tokens 2048 --hosts 2 4 8
     torchrun --nproc-per-node 8 benchmarks/ruler.py --model Qwen/Qwen3-8B --tokens 131072 --rows full apbv
+    python benchmarks/ruler.py --model DIR --tokens 32768 --hosts 8 --processes 12 --minutes 10 --json ruler.jsonl
     python benchmarks/ruler.py --table ruler.jsonl
 
 The eleven tasks of RULER (Hsieh et al.) are needles in a haystack (single_1 to _3, multikey_1 to _3, multivalue,
 multiquery), variable tracking (vt), common words (cwe) and frequent words (fwe). As in RULER the answer's
 beginning is given, and the score is the share of expected strings that the answer contains. The texts are
 generated here. Rows are also compared by the token distributions of a right answer given their KV: the mean KL
-divergence from ``full``, which separates rows with far fewer samples. Two rows pass on as many pairs as ``apbv``:
-drawn at random, and those that the answer attends to most (support.passed_pairs). Hosts are simulated
-(support.simulated), or those of torchrun. With --json every sample is written as soon as it is done, and samples
-that the file already has are skipped.
+divergence from ``full``, which separates rows with far fewer samples. Some rows pass on other pairs than ``apbv``
+does: drawn at random, those that the answer attends to most, or more in a quarter of the layers
+(support.passed_pairs). Hosts are simulated (support.simulated), or those of torchrun. Several --processes share a
+GPU that one leaves idle; times are then not recorded. With --json every sample is written as soon as it is done,
+and samples that the file already has are skipped.
 """
 
 import argparse
 import math
+import os
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import partial
-from itertools import product
+from itertools import chain, product
+from multiprocessing import get_context
 from pathlib import Path
+from typing import NamedTuple
 
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 
 # isort: split
+import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -39,7 +46,7 @@ from apbv.prefilling.methods import METHODS
 
 from support.arguments import COUNT, DEFAULT_DTYPES, add_shared
 from support.exams import Reference, answer_greedily, run_on
-from support.passed_pairs import OF_THE_ANSWER, RANDOM, AnswersPairs, drawn
+from support.passed_pairs import IN_QUARTERS, OF_THE_ANSWER, RANDOM, AnswersPairs, drawn, more_in_quarter
 from support.records import markdown_table, measure_what_is_left, plot
 from support.ruler import TASKS, Task, make_task
 from support.ruler.tables import difference_table, kl_table
@@ -51,14 +58,15 @@ def rows_of(num_tokens: int) -> dict[str, PrefillConfig]:
     short = {"anchor_len": -(-num_tokens // 64), "passing_len": -(-num_tokens // 128)}
     # Half of the shortest passing block by default, which would pass on whole blocks of short prompts.
     half, authors = {"passing_len": 128}, {"importance": "dot", "anchor_query": True}
+    longer = {f", l_p = n/{part}": {"passing_len": -(-num_tokens // part)} for part in (16, 32, 64)}
     of_apbv = {
         "": {},
+        **longer,
         ", dot": {"importance": "dot"},
         ", l_p = 128": half,
         ", l_p = 128, softmax": {"importance": "softmax", **half},
         ", l_p = 128, dot": {"importance": "dot", **half},
         ", l_p = 128, dot, question in the anchor": {**authors, **half},
-        ", l_p = n/32": {"passing_len": -(-num_tokens // 32)},
         ", n/64, n/128": short,
         ", n/64, n/128, dot": {"importance": "dot", **short},
         ", as its authors": {**authors, **short},
@@ -71,33 +79,42 @@ def rows_of(num_tokens: int) -> dict[str, PrefillConfig]:
         ", sparse blocks": {"sparse": SparseConfig(method="spargeattn")},
         **{other: {} for other in (RANDOM, OF_THE_ANSWER)},
         **{f", n/64, n/128{other}": short for other in (RANDOM, OF_THE_ANSWER)},
+        **{f", l_p = n/32{quarter}": longer[", l_p = n/32"] for quarter in IN_QUARTERS},
     }
     rows = {name: PrefillConfig(method=name) for name in ("full", "zigzag_ring", "star", "apb", *SPARSE_NAMES)}
     rows["apb, as its authors"] = PrefillConfig(method="apb", **authors)
     return rows | {f"apbv{label}": PrefillConfig(**settings) for label, settings in of_apbv.items()}
 
 
-def read_task(parts: ModelParts, tokenizer: PreTrainedTokenizerBase, task: Task, hosts: HostGroup) -> ModelInputs:
-    """Render a task in the model's chat template; the question and the answer's beginning are the query block."""
-    rendered = render_prompt(parts, tokenizer, Question(task.question, context=task.context))
-    batch = tokenizer(
-        rendered.text + task.answer_start,
-        add_special_tokens=not rendered.has_template,
-        return_offsets_mapping=True,
-        return_tensors="pt",
-    )
-    starts = batch.pop("offset_mapping")[0, :, 0]
-    query_start = int((starts < rendered.query_char).sum())
-    return ModelInputs.from_processor(parts, batch, hosts, query_start=query_start)
+class Job(NamedTuple):
+    """What one sample still has to be asked.
+
+    Attributes:
+        same: what all its records share: model, dtype, task, num_tokens, index.
+        left: the rows by label, by number of hosts.
+    """
+
+    same: dict
+    left: dict[int, dict[str, PrefillConfig]]
 
 
 class Sample:
     """A task, which every row answers."""
 
-    def __init__(self, task: Task, tokenizer: PreTrainedTokenizerBase):
+    def __init__(self, task: Task, tokenizer: PreTrainedTokenizerBase, parts: ModelParts):
+        """Render the task in the chat template; the question and the answer's beginning are the query block."""
         self._task, self._tokenizer = task, tokenizer
         self.expected = tokenizer(" " + " ".join(task.answers), add_special_tokens=False).input_ids
         self._reference = Reference()
+        rendered = render_prompt(parts, tokenizer, Question(task.question, context=task.context))
+        self._batch = tokenizer(
+            rendered.text + task.answer_start,
+            add_special_tokens=not rendered.has_template,
+            return_offsets_mapping=True,
+            return_tensors="pt",
+        )
+        starts = self._batch.pop("offset_mapping")[0, :, 0]
+        self._query_start = int((starts < rendered.query_char).sum())
 
     def answer(self, hosts: HostGroup, model: PreTrainedModel, rows: dict[str, PrefillConfig]) -> list[dict]:
         """Answer by each row, ``full`` first of all, and return a record of each on host 0; collective."""
@@ -137,57 +154,123 @@ class Sample:
 
     def _inputs(self, parts: ModelParts, hosts: HostGroup) -> ModelInputs:
         with hosts.local_stage("reading a task"):
-            return read_task(parts, self._tokenizer, self._task, hosts)
+            return ModelInputs.from_processor(parts, self._batch, hosts, query_start=self._query_start)
 
 
-def answer_all(
-    sample: Sample, number: int, hosts: HostGroup, model: PreTrainedModel, rows: dict[str, PrefillConfig]
-) -> Iterator[dict]:
-    """Yield a record of each row, last of all of those that pass on other pairs; collective."""
-    others = [label for label in rows if label.endswith((RANDOM, OF_THE_ANSWER))]
-    if usual := {label: config for label, config in rows.items() if label not in others}:
-        yield from run_on(number, hosts, model, partial(sample.answer, rows=usual))
-    for label in others:
-        pairs, row = AnswersPairs(), {label: rows[label]}
-        if label.endswith(OF_THE_ANSWER):
-            with pairs.finding(len(sample.expected)):
-                run_on(number, hosts, model, partial(sample.find_pairs, pairs=pairs, config=rows[label]))
-        with drawn() if label.endswith(RANDOM) else pairs.passing():
-            yield from run_on(number, hosts, model, partial(sample.answer, rows=row))
+class Examinee:
+    """A model that answers samples; collective.
+
+    Args:
+        timed: whether hosts have the machine to themselves; else their times are left out.
+    """
+
+    def __init__(self, options: argparse.Namespace, hosts: HostGroup, timed: bool):
+        self._engine = Engine.from_pretrained(options.model, hosts=hosts, dtype=dtype_of(options, hosts))
+        self._hosts, self._timed = hosts, timed
+
+    def answer(self, job: Job) -> Iterator[dict]:
+        """Yield a record of every row that a job asks for.
+
+        Raises:
+            ValueError: the task does not fit into its length.
+        """
+        same, left = job
+        with self._hosts.local_stage("making a task"):
+            made = make_task(same["task"], same["index"], same["num_tokens"], self._engine.tokenizer)
+            sample = Sample(made, self._engine.tokenizer, inspect_model(self._engine.model))
+        wanted = {number: set(rows) for number, rows in left.items()}
+        # The other rows are compared with this one.
+        first = {"full": PrefillConfig(method="full"), **left[min(left)]}
+        for number, rows in {**left, min(left): first}.items():
+            for record in self._answer_all(sample, number, rows):
+                if record["label"] in wanted[number]:
+                    times = {} if self._timed else {"ttft_ms": None}
+                    yield {"benchmark": "ruler", **same, "hosts": number, **record, **times}
+
+    def _answer_all(self, sample: Sample, number: int, rows: dict[str, PrefillConfig]) -> Iterator[dict]:
+        """Yield a record of each row, last of all of those that pass on other pairs."""
+        others = [label for label in rows if label.endswith((RANDOM, OF_THE_ANSWER, *IN_QUARTERS))]
+        clock = {} if self._timed else {"clock": None}
+        ask = partial(run_on, number, self._hosts, self._engine.model, **clock)
+        if usual := {label: config for label, config in rows.items() if label not in others}:
+            yield from ask(partial(sample.answer, rows=usual))
+        for label in others:
+            pairs, config = AnswersPairs(), rows[label]
+            if label.endswith(OF_THE_ANSWER):
+                with pairs.finding(len(sample.expected)):
+                    ask(partial(sample.find_pairs, pairs=pairs, config=config))
+                passing = pairs.passing()
+            else:
+                num_layers = self._engine.model.config.get_text_config().num_hidden_layers
+                passing = drawn() if label.endswith(RANDOM) else more_in_quarter(label, num_layers)
+            with passing:
+                yield from ask(partial(sample.answer, rows={label: config}))
+
+
+def dtype_of(options: argparse.Namespace, hosts: HostGroup) -> str:
+    return options.dtype or DEFAULT_DTYPES[hosts.device.type]
+
+
+def jobs_of(options: argparse.Namespace, hosts: HostGroup, known: list[dict]) -> Iterator[Job]:
+    """Yield what is left of all samples, one of every length and task before the next; collective."""
+    about = ("model", "dtype", "task", "num_tokens", "index", "hosts", "label")
+    done = hosts.gather_json([[record[name] for name in about] for record in known])[0]
+    for index, num_tokens, task in product(range(options.samples), options.tokens, options.tasks):
+        same = {"model": options.model, "dtype": dtype_of(options, hosts), "task": task}
+        same |= {"num_tokens": num_tokens, "index": index}
+        left = {number: {} for number in ([hosts.size] if hosts.size > 1 else sorted({1, *options.hosts}))}
+        for (label, config), number in product(rows_of(num_tokens).items(), left):
+            runs_here = hosts.size > 1 or METHODS[config.method].splits == (number > 1)
+            if runs_here and label in options.rows and [*same.values(), number, label] not in done:
+                left[number][label] = config
+        if any(left.values()):
+            yield Job(same, left)
 
 
 def measure(options: argparse.Namespace, hosts: HostGroup, known: list[dict]) -> Iterator[dict]:
     """Yield a record for every sample, row and number of hosts that is not known yet; collective.
 
     Raises:
-        ValueError: a task does not fit into a length.
+        ValueError: a task does not fit into a length, or several hosts were to start several processes each.
     """
-    dtype = options.dtype or DEFAULT_DTYPES[hosts.device.type]
-    engine = Engine.from_pretrained(options.model, hosts=hosts, dtype=dtype)
-    tokenizer, about = engine.tokenizer, ("model", "dtype", "task", "num_tokens", "index", "hosts", "label")
-    done = hosts.gather_json([[record[name] for name in about] for record in known])[0]
-    asked = [*product(options.tokens, range(options.samples), options.tasks)]
-    stop = math.inf if options.minutes is None else time.monotonic() + 60 * options.minutes
-    for num_tokens, index, task in tqdm(asked, unit="sample", disable=hosts.rank != 0 or None):
-        if hosts.broadcast_ints([time.monotonic() > stop], 1)[0]:
+    if options.processes > 1 and hosts.size > 1:
+        raise ValueError("--processes share simulated hosts' machine: without torchrun")
+    jobs = list(jobs_of(options, hosts, known))
+    stop = math.inf if options.minutes is None else time.time() + 60 * options.minutes
+    answered = in_processes(options, jobs, stop) if options.processes > 1 else in_turn(options, hosts, jobs, stop)
+    yield from chain.from_iterable(tqdm(answered, total=len(jobs), unit="sample", disable=hosts.rank != 0 or None))
+
+
+def in_turn(
+    options: argparse.Namespace, hosts: HostGroup, jobs: list[Job], stop: float
+) -> Iterator[Iterable[dict]]:
+    """Yield the records of one job after the other, until a time."""
+    examinee = Examinee(options, hosts, timed=True)
+    for job in jobs:
+        if hosts.broadcast_ints([time.time() > stop], 1)[0]:
             return
-        same = {"model": options.model, "dtype": dtype, "task": task, "num_tokens": num_tokens, "index": index}
-        left = {number: {} for number in ([hosts.size] if hosts.size > 1 else sorted({1, *options.hosts}))}
-        for (label, config), number in product(rows_of(num_tokens).items(), left):
-            runs_here = hosts.size > 1 or METHODS[config.method].splits == (number > 1)
-            if runs_here and label in options.rows and [*same.values(), number, label] not in done:
-                left[number][label] = config
-        if not any(left.values()):
-            continue
-        with hosts.local_stage("making a task"):
-            sample = Sample(make_task(task, index, num_tokens, tokenizer), tokenizer)
-        wanted = {number: set(rows) for number, rows in left.items()}
-        # The other rows are compared with this one.
-        left[min(left)] = {"full": PrefillConfig(method="full"), **left[min(left)]}
-        for number, rows in left.items():
-            for record in answer_all(sample, number, hosts, engine.model, rows):
-                if record["label"] in wanted[number]:
-                    yield {"benchmark": "ruler", **same, "hosts": number, **record}
+        yield examinee.answer(job)
+
+
+def in_processes(options: argparse.Namespace, jobs: list[Job], stop: float) -> Iterator[list[dict]]:
+    """Yield the records of jobs that processes answer at the same time, until a time, as they are done."""
+    arguments = (options.processes, get_context("spawn"), _begin, (options,))
+    with ProcessPoolExecutor(*arguments) as pool:
+        for done in as_completed([pool.submit(_answer, job, stop) for job in jobs]):
+            yield done.result()
+
+
+_examinee: Examinee | None = None  # of one of several processes
+
+
+def _begin(options: argparse.Namespace) -> None:
+    global _examinee
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // options.processes))
+    _examinee = Examinee(options, HostGroup.single(), timed=False)
+
+
+def _answer(job: Job, stop: float) -> list[dict]:
+    return [] if time.time() > stop else list(_examinee.answer(job))
 
 
 def show(options: argparse.Namespace, records: list[dict]) -> None:
@@ -234,6 +317,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=TASKS, metavar="TASK")
     parser.add_argument("--tokens", type=COUNT, nargs="+", default=[2048], help="context lengths (default 2048)")
     parser.add_argument("--samples", type=COUNT, default=20)
+    parser.add_argument("--processes", type=COUNT, default=1, help="answer as many samples at the same time")
     parser.add_argument("--minutes", type=positive(float), help="begin no further sample after these")
     parser.add_argument(
         "--rows", nargs="+", default=list(rows_of(1)), choices=rows_of(1), metavar="ROW", help="default: all"

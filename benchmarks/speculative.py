@@ -7,8 +7,8 @@
     python benchmarks/speculative.py --model PATH --draft-model PATH --prompts prompts.jsonl
     python benchmarks/speculative.py --scale 6 --batch 1 4 16 --clips 16 --strategies vanilla hippo
 
-Each line of such a file is an object with a "prompt", the path of a "video" or of a "context" (a long text, of
-which "characters" are read), relative to the file, and the "task" by which answers are summed up.
+Each line of such a file is an object with a "prompt", the path of a "video" or the paths of a "context" (texts one
+after the other, of which "characters" are read), relative to the file, and the "task" by which answers are summed up.
 
 The demo model is asked about clips of its test split; --scale repeats the target's layers without changing its
 output, so that target and draft differ in cost as real pairs do. All variants are
@@ -87,9 +87,13 @@ def questions(options: argparse.Namespace, hosts: HostGroup) -> Iterator[tuple[s
     """Yield (task, what ``Engine.generate`` gets); of several questions of a task about a clip, the first."""
     if options.prompts:
         for given in read_records([options.prompts]):
-            path = options.prompts.parent / given.get("context", given.get("video"))
-            text = path.read_text()[: given.get("characters")] if "context" in given else None
-            yield given["task"], {"prompt": given["prompt"], **({"context": text} if text else {"video": path})}
+            folder, asked = options.prompts.parent, {"prompt": given["prompt"]}
+            if "context" in given:
+                text = "\n".join((folder / path).read_text(encoding="utf-8") for path in given["context"])
+                asked["context"] = text[: given.get("characters")]
+            else:
+                asked["video"] = folder / given["video"]
+            yield given["task"], asked
         return
     exam = Exam.of(options, tuple(options.tasks))
     for seed in range(options.clips):

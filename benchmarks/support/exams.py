@@ -127,12 +127,17 @@ def load_demo(checkpoint: str | Path = "demo", hosts: HostGroup | None = None, d
 
 
 def run_on(
-    num_hosts: int, hosts: HostGroup, model: PreTrainedModel, job: Callable[[HostGroup, PreTrainedModel], T]
+    num_hosts: int,
+    hosts: HostGroup,
+    model: PreTrainedModel,
+    job: Callable[[HostGroup, PreTrainedModel], T],
+    **options,
 ) -> T:
     """Run a job on a number of hosts: the real ones, or simulated ones if there is only one.
 
     Args:
         model: every host gets an object of its own with shared weights.
+        options: of :func:`.simulated.simulate`.
 
     Returns:
         What the job returned, on simulated hosts that of host 0.
@@ -144,7 +149,7 @@ def run_on(
         return job(hosts, share_weights(model))
     if hosts.size > 1:
         raise ValueError(f"{num_hosts} hosts were asked for, but {hosts.size} were started")
-    return simulate(num_hosts, lambda host: job(host, share_weights(model)), device=hosts.device)[0]
+    return simulate(num_hosts, lambda host: job(host, share_weights(model)), device=hosts.device, **options)[0]
 
 
 def answer_greedily(

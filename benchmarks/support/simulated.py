@@ -102,7 +102,7 @@ class _Moment:
 class _Machine:
     """The state that simulated hosts share: the turn to compute, and the exchanges under way."""
 
-    def __init__(self, num_hosts: int, network: Network, clock: Callable[[], float], device: torch.device):
+    def __init__(self, num_hosts: int, network: Network, clock: Callable[[], float] | None, device: torch.device):
         self.num_hosts, self.network, self.clock, self.device = num_hosts, network, clock, device
         self.turn = threading.Condition()
         self.hosts: list[SimulatedHost] = []
@@ -228,6 +228,8 @@ class SimulatedHost(HostGroup):
 
     def _begin_lap(self) -> None:
         """Let the time from now on count as this host's."""
+        if self._machine.clock is None:
+            return
         if self.device.type == "cuda":
             laps = self._machine.last_laps
             if not laps or laps[0].query():  # the GPU is only a few laps behind
@@ -240,6 +242,8 @@ class SimulatedHost(HostGroup):
         """Count the time since the lap began as this host's, and begin the next."""
         if self._pace is not None and self._num_laps == len(self._pace):
             raise ValueError(f"host {self.rank} reads its clock more often than its pace was recorded for")
+        if self._machine.clock is None:
+            return
         seconds, begun, number = self._machine.clock() - self._read, self._begun, self._num_laps
         ended = record_event(self.device) if self.device.type == "cuda" else None
         self._num_laps += 1
@@ -393,7 +397,7 @@ def simulate(
     *args,
     network: Network | None = None,
     device: str | torch.device = "cpu",
-    clock: Callable[[], float] = time.perf_counter,
+    clock: Callable[[], float] | None = time.perf_counter,
     paces: Sequence[Sequence[Lap]] | None = None,
 ) -> list[Any]:
     """Run ``job(hosts, *args)`` on simulated hosts, and return the list of its results.
@@ -406,7 +410,8 @@ def simulate(
         job: called once per host with its :class:`SimulatedHost`.
         network: bandwidths and latencies; by default data arrives at once.
         device: where all of them compute.
-        clock: seconds; what a host's computing is timed with.
+        clock: seconds; what a host's computing is timed with. None: no host computes for any time, and on a GPU
+            none is slowed down to be timed.
         paces: in place of measured times, each host's ``laps`` of runs of the same job, say their mean: where the
             machine is noisy, the slowest of H hosts in every exchange is else slower than any host is by itself.
 
