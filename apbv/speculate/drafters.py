@@ -90,7 +90,8 @@ class ModelDrafter(Drafter):
         cache: plain transformers cache of the prompt. New tokens are appended and rolled back; the prompt's KV
             stays.
         next_position: rotary position of the first new token, which may exceed the number of cached tokens.
-        prompt_len: n, on which random numbers depend.
+        prompt_len: the prompt's tokens before the new ones, on which random numbers depend: n, or one less where
+            the prompt's last token is run again.
         config: how tokens are drawn.
         vocab_size: only tokens below it are drafted: the target has no others. The draft reads the target's tokens
             beyond its own vocabulary as token 0, which can cost acceptance, but keeps decoding lossless.
@@ -112,7 +113,10 @@ class ModelDrafter(Drafter):
         self.parts, self.position, self._drafts_trees = parts, next_position, drafts_trees
         self._continue(cache)
         self._prompt_len, self._config, self.vocab_size = prompt_len, config, vocab_size
-        self._penalties = Penalties(config, prompt_ids[0], vocab_size, parts.device) if config.penalises else None
+        self._penalties, self._answer_start = None, 0  # the place among the new tokens at which the answer begins
+        if config.penalises:
+            self._penalties = Penalties(config, prompt_ids[0], vocab_size, parts.device)
+            self._answer_start = prompt_ids.shape[1] - prompt_len
         self._cached: list[int] = []  # the new tokens whose KV the cache holds, of a tree up to its root
         self._num_cached = 0  # their number, also while a window is drafted whose tokens are not read yet
         self._tree, self._drafted = Tree.chain(0), [-1]
@@ -149,7 +153,7 @@ class ModelDrafter(Drafter):
             if self._penalties is not None:
                 drafted = torch.cat([level.tokens for level in levels]) if levels else ()
                 precede = tree.visible[list(nodes), 1 : 1 + len(drafted)]
-                logits = self._penalties.penalised(logits, tokens, drafted, precede)
+                logits = self._penalties.penalised(logits, tokens[self._answer_start :], drafted, precede)
             levels.append(self._choose_children(logits, [len(tree.children[node]) for node in nodes]))
         drafted = Choice.joined(levels).read() if levels else []
         self._drafted = [tokens[-1], *drafted]
@@ -202,7 +206,8 @@ class ModelDrafter(Drafter):
         """
         logits = self._read(missing)
         if self._penalties is not None:
-            logits = self._penalties.penalised(logits, tokens, torch.cat(drafted) if drafted else ())
+            answer = tokens[self._answer_start :]
+            logits = self._penalties.penalised(logits, answer, torch.cat(drafted) if drafted else ())
         place = self._prompt_len + self._num_cached
         choice, (row,) = choose_each(logits, [self._config], [place], PURPOSE_DRAFT)
         return choice, row

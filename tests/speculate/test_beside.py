@@ -69,7 +69,6 @@ def test_a_draft_host_penalises_as_the_target_does(pool, request_, plain):
     """So that a draft that is the target is always right."""
     request = dict(request_, sampling=PENALISED)
     del request["max_new_tokens"]
-    request["num_frames"] = 10
     expected = engine_of(HostGroup.single(), None).generate(QUESTION, **request).token_ids
     (stats, _), _ = pool.run(2, own_draft_job, WAYS[0], request)
     assert stats["token_ids"] == expected != plain
