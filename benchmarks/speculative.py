@@ -8,7 +8,8 @@
     python benchmarks/speculative.py --scale 6 --batch 1 4 16 --clips 16 --strategies vanilla hippo
 
 Each line of such a file is an object with a "prompt", the path of a "video" or the paths of a "context" (texts one
-after the other, of which "characters" are read), relative to the file, and the "task" by which answers are summed up.
+after the other, of which "characters" are read), relative to the file, and the "task" by which answers are summed
+up.
 
 The demo model is asked about clips of its test split; --scale repeats the target's layers without changing its
 output, so that target and draft differ in cost as real pairs do. All variants are

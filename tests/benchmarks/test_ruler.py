@@ -15,7 +15,7 @@ from apbv.model.parts import inspect_model
 import families
 from prompts import text_batch
 from scripts import ROOT, figures_of, run_benchmark, valid_records
-from support.passed_pairs import OF_THE_ANSWER, RANDOM, AnswersPairs
+from support.passed_pairs import IN_QUARTERS, OF_THE_ANSWER, RANDOM, AnswersPairs
 from support.records import read_records
 from support.ruler import TASKS, make_task
 from support.ruler.tables import difference_table, kl_table
@@ -89,7 +89,9 @@ def test_what_does_not_fit_is_refused(tokenizer):
 def test_rows_are_compared_on_the_same_samples(tmp_path):
     """The exact one with itself, one that passes most pairs, and one that passes none; nothing is done twice."""
     path, rows = tmp_path / "r.jsonl", ["full", "apbv, l_p = 128, no anchor", "apbv, no passing"]
-    rows += [f"apbv, n/64, n/128{other}" for other in (RANDOM, OF_THE_ANSWER)]
+    rows += [f"apbv, n/64, n/128{other}" for other in (RANDOM, OF_THE_ANSWER)] + [
+        f"apbv, l_p = n/32{IN_QUARTERS[0]}"
+    ]
     options = ["--model", "demo", "--tasks", "niah_multikey_1", "--tokens", 700, "--samples", 2, "--rows"]
     records, output = figures_of("ruler", path, *options, *rows[:2], hosts=2)
     assert [record["label"] for record in records] == 2 * rows[:2]
@@ -99,11 +101,25 @@ def test_rows_are_compared_on_the_same_samples(tmp_path):
     assert (tmp_path / "r.png").stat().st_size
     records = valid_records("ruler", path)
     of_row = {label: [r for r in records if r["label"] == label] for label in rows}
-    assert [len(found) for found in of_row.values()] == [2] * 5
+    assert [len(found) for found in of_row.values()] == [2] * 6
     # Each row passes on other pairs.
-    assert len({record["kl"] for found in of_row.values() for record in found}) == 9
+    assert len({record["kl"] for found in of_row.values() for record in found}) == 11
     assert "| row | 700, 2 hosts |" in output and "| apbv, no passing | 0." in output
     assert all(some["kl"] > every["kl"] >= 0 for some, every in zip(of_row[rows[2]], of_row[rows[1]], strict=True))
+
+
+def test_processes_share_samples(tmp_path, capsys):
+    """Each answers as one alone does, but for the times, which are not those of a machine of its own."""
+    options = ["--model", "demo", "--tasks", "niah_multikey_1", "--tokens", 700, "--samples", 3, "--hosts", 2]
+    options += ["--rows", "full", "apbv, no passing"]
+    alone, _ = figures_of("ruler", tmp_path / "alone.jsonl", *options)
+    assert ruler.main([*map(str, options), "--processes", "2", "--json", str(tmp_path / "shared.jsonl")]) == 0
+    shared = valid_records("ruler", tmp_path / "shared.jsonl")
+    assert "| niah_multikey_1 | 700 | 2 | apbv, no passing | 128 | – | 3 |" in capsys.readouterr().out
+    kl = [{(r["index"], r["label"]): r["kl"] for r in records} for records in (alone, shared)]
+    assert kl[0] == pytest.approx(kl[1], rel=1e-2, abs=1e-6) and len(kl[0]) == 6
+    assert all(record["ttft_ms"] > 0 for record in alone)
+    assert {record["ttft_ms"] for record in shared} == {None}
 
 
 def test_rows_are_compared_on_samples_that_both_have():
@@ -173,3 +189,5 @@ def test_the_pairs_of_an_answer_are_those_that_it_attends_to_most():
 def test_what_cannot_be_asked_is_refused_in_one_line(capsys):
     assert ruler.main(["--model", "demo", "--tasks", "vt", "--tokens", "64", "--samples", "1"]) == 1
     assert "does not fit into 64 tokens" in capsys.readouterr().err
+    assert ruler.main(["--model", "demo", "--tasks", "vt", "--tokens", "64", "--processes", "2"]) == 1
+    assert capsys.readouterr().err.count("does not fit into 64 tokens") == 1
