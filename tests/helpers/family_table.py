@@ -99,15 +99,16 @@ def refused() -> set[tuple[str, str]]:
 
 
 def table() -> str:
-    """Format what is shown and what is refused."""
-    works, fails, rows = shown(), refused(), []
+    """Format what is shown and what is refused; families of which the same is known share a row."""
+    works, fails, alike = shown(), refused(), {}
     for family in FAMILIES:
         cells = []
         for column, (features, _) in COLUMNS.items():
             is_shown, is_refused = any((each, family) in works for each in features), (column, family) in fails
             assert not (is_shown and is_refused), f"{column} is shown and refused for {family}"
             cells.append("yes" if is_shown else "no" if is_refused else "not tested")
-        rows.append(f"| `{family}` | {' | '.join(cells)} |")
+        alike.setdefault(" | ".join(cells), []).append(f"`{family}`")
+    rows = [f"| {', '.join(names)} | {cells} |" for cells, names in alike.items()]
     return "\n".join([HEADER, f"|---|{'---|' * len(COLUMNS)}", *rows])
 
 

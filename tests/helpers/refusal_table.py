@@ -8,7 +8,7 @@ from pathlib import Path
 from apbv.refusals import REFUSALS
 
 PAGE = Path(__file__).parents[2] / "docs" / "choosing.md"
-HEADER = "| option | incompatible with | reason |"
+HEADER = "| option | incompatible with |"
 # Names of features on the page.
 FEATURES = {
     "anchor_query": "`--anchor-query`",
@@ -50,12 +50,12 @@ FEATURES = {
 
 
 def table() -> str:
-    """Format the refusals."""
-    rows = []
-    for (feature, other), reason in REFUSALS.items():
-        text = reason.format(**{feature: "the former", other: "the latter"})
-        rows.append(f"| {FEATURES[feature]} | {FEATURES[other]} | {text} |")
-    return "\n".join([HEADER, "|---|---|---|", *rows])
+    """Format the refusals; what is incompatible with the same shares a row."""
+    of_feature: dict[str, list[str]] = {}
+    for feature, other in REFUSALS:
+        of_feature.setdefault(FEATURES[feature], []).append(FEATURES[other])
+    rows = [f"| {feature} | {'; '.join(others)} |" for feature, others in of_feature.items()]
+    return "\n".join([HEADER, "|---|---|", *rows])
 
 
 if __name__ == "__main__":
