@@ -295,20 +295,32 @@ def show(options: argparse.Namespace, records: list[dict]) -> None:
 
 
 def draw(path: Path, records: list[dict]) -> None:
-    """Plot the divergence by length for each number of hosts, on the samples that all rows of a length have."""
+    """Plot the divergence by length for each number of hosts, and by TTFT at the longest length that has times."""
     panels: dict[str, dict[str, list[tuple]]] = {}
     split = [record for record in records if record["label"] != "full"]
     for (hosts, num_tokens), together in sorted(grouped(split, "hosts", "num_tokens").items()):
-        rows = {
-            label: {(record["task"], record["index"]): record["kl"] for record in of_row}
-            for (label,), of_row in grouped(together, "label").items()
-        }
-        shared = set.intersection(*map(set, rows.values()))
-        for label, kl in rows.items() if shared else ():
+        for label, of_row in on_shared_samples(together).items():
             curves = panels.setdefault(f"tokens, {hosts} hosts", {})
-            curves.setdefault(label, []).append((num_tokens, statistics.fmean(kl[sample] for sample in shared)))
+            curves.setdefault(label, []).append((num_tokens, statistics.fmean(r["kl"] for r in of_row)))
+    timed = [record for record in records if record.get("ttft_ms")]
+    if timed:
+        hosts, longest = max(r["hosts"] for r in timed), max(r["num_tokens"] for r in timed)
+        compared = [r for r in timed if r["num_tokens"] == longest and r["hosts"] in (1, hosts)]
+        panels[f"TTFT in ms, {longest:,} tokens, {hosts} hosts"] = {
+            label: [tuple(statistics.fmean(r[name] for r in of_row) for name in ("ttft_ms", "kl"))]
+            for label, of_row in on_shared_samples(compared).items()
+        }
     if panels:
         plot(path, panels, "KL divergence from full attention (nats per token)")
+
+
+def on_shared_samples(records: list[dict]) -> dict[str, list[dict]]:
+    """Return the records of each row that are of samples which all rows have."""
+    rows = {label: of_row for (label,), of_row in grouped(records, "label").items()}
+    samples = [{(r["task"], r["index"]) for r in of_row} for of_row in rows.values()]
+    shared = set.intersection(*samples)
+    kept = {label: [r for r in of_row if (r["task"], r["index"]) in shared] for label, of_row in rows.items()}
+    return kept if shared else {}
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:

@@ -173,15 +173,21 @@ def plot(path: Path, panels: Mapping[str, Curves], ylabel: str) -> None:
     matplotlib.use("Agg")  # a file, never a window
     from matplotlib import pyplot
 
+    labels = list(dict.fromkeys(label for curves in panels.values() for label in curves))
+    drawn = {}  # by label one of its curves, for the legend
     figure, axes = pyplot.subplots(1, len(panels), figsize=(1 + 5.5 * len(panels), 5), sharey=True, squeeze=False)
     for axis, (xlabel, curves) in zip(axes[0], panels.items(), strict=True):
-        for number, (label, points) in enumerate(curves.items()):
+        for label, points in curves.items():
+            number = labels.index(label)
             style = {"color": f"C{number % 10}", "marker": "osD^vX"[number // 10 % 6]}
-            axis.plot(*zip(*sorted(points), strict=True), label=label, **style)
+            (drawn[label],) = axis.plot(*zip(*sorted(points), strict=True), **style)
         axis.set_xlabel(xlabel)
         axis.grid(alpha=0.3)
     axes[0][0].set_ylabel(ylabel)
-    axes[0][-1].legend(loc="upper left", bbox_to_anchor=(1.01, 1), borderaxespad=0, fontsize=8, frameon=False)
+    lines = [drawn[label] for label in labels]
+    axes[0][-1].legend(
+        lines, labels, loc="upper left", bbox_to_anchor=(1.01, 1), borderaxespad=0, fontsize=8, frameon=False
+    )
     try:
         figure.savefig(path, dpi=150, bbox_inches="tight")
     except OSError as error:
