@@ -25,7 +25,7 @@ _TOKENS = tuple(mantissa * 10**exponent for exponent in range(7) for mantissa in
 _FINISHED_REASONS = {"stop": "stop", "length": "length", "cancelled": "abort", "failed": "error"}
 _REFUSALS = ("rejected", "invalid")
 OUTCOMES = (*_FINISHED_REASONS, *_REFUSALS)
-TRANSFER_ENDS = ("fetched", "dropped", "expired", "displaced", "closed")
+TRANSFER_ENDS = ("fetched", "dropped", "expired", "closed")
 
 _GAUGES = {
     "num_requests_running": "Requests being prefilled or decoded",
@@ -140,7 +140,7 @@ class Metrics:
 
         Args:
             how: ``fetched`` by a decode instance, ``dropped`` because it will not be fetched, ``expired``,
-                ``displaced`` to make room, or ``closed`` with the server.
+                or ``closed`` with the server.
             num_bytes: its bytes on all hosts.
             seconds: how long it was available.
         """

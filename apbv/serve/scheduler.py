@@ -151,15 +151,6 @@ class Scheduler:
             self._show()
             return job
 
-    def bytes_wanted(self) -> int:
-        """Return how many bytes of KV have to be freed for the first in the queue."""
-        with self.changed:
-            if not self._ready:
-                return 0
-            first, used = self._ready[0], list(map(self._used, self._homes))
-            used = max(used) if first.read.order.hands_over else min(used)
-            return max(used + first.kv_bytes - self.limits.max_kv_bytes, 0)
-
     def cancel(self, job: Job) -> None:
         """Drop a request whose client has gone: at once from the queue, or else at its next token."""
         with self.changed:

@@ -148,8 +148,6 @@ class Worker:
         require_decoding(self._executor.hosts, self._decoding)
         has_stopped = job is None and self._scheduler.has_stopped
         if job is None:
-            if (num_bytes := self._scheduler.bytes_wanted()) and self._executor.offers is not None:
-                self._executor.offers.make_room(num_bytes)  # by requests that have waited for long
             self._send_command(Command.LEAVE if has_stopped else Command.WAIT)
         else:
             self._is_busy = True
