@@ -279,9 +279,9 @@ class Offers(AbstractContextManager):
     def _send(self, connection: socket.socket, request: dict[str, Any], offer: Offer) -> None:
         share = offer.held
         tokens, kv_heads, layers = (range_of(request, name) for name in ("tokens", "kv_heads", "layers"))
-        part = share.part(tokens, kv_heads, layers)
-        send_message(connection, {"tokens": part.runs, "kv_heads": part.kv_heads})
-        for index, states in zip(layers, share.in_host_memory(part), strict=True):
+        runs, heads, in_host_memory = share.part(tokens, kv_heads, layers)
+        send_message(connection, {"tokens": runs, "kv_heads": heads})
+        for index, states in zip(layers, in_host_memory, strict=True):
             offer.require_alive()
             send_message(connection, {"layer": index})
             send_message(connection, {"crc32": send_rows(connection, states)})
