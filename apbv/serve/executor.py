@@ -1,10 +1,10 @@
 """Carries out orders: the work of every host for a request, led by host 0."""
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from threading import Event
 
@@ -25,7 +25,7 @@ from .media import PrivateFiles, find_in_folder
 from .order import Order, decode_order
 
 Asked = Callable[[Request], Request]
-OpenFiles = Callable[[ExitStack], list[Path]]
+Files = AbstractContextManager[Sequence[Path]]
 
 
 class Command(IntEnum):
@@ -58,14 +58,14 @@ class Executor:
         self,
         command: Command,
         order: Order,
-        open_files: OpenFiles,
+        files: Files,
         asked: Asked = lambda request: request,
         prompt: Skeleton | None = None,
     ) -> "GenerateResult | Begun | tuple[int, Ticket] | None":
         """Answer an order, prefill it with all KV on its home, or export its KV from the hosts that computed it.
 
         Args:
-            open_files: gives this host's paths of the order's files, which last as long as the stack.
+            files: provides this host's paths of the order's files.
             asked: turns the request into one with host 0's callbacks.
             prompt: the part of the question that this host has already read.
 
@@ -79,7 +79,7 @@ class Executor:
         engine = self.engine
         with ExitStack() as stack:
             with self.hosts.local_stage("opening the files"):
-                paths = open_files(stack)
+                paths = stack.enter_context(files)
             request = asked(order.request(engine.hosts, paths, prompt))
             if command == Command.ANSWER:
                 return engine.answer(request)
@@ -154,29 +154,25 @@ def follow(executor: Executor, folder: Path | None, private_files: PrivateFiles,
     alone = Alone(executor.engine, decoding)
     failed: list[tuple[Order, Exception]] = []
 
-    def open_files(order: Order, sent: Iterator[bytes], stack: ExitStack) -> list[Path]:
-        return [
-            stack.enter_context(private_files.holding(next(sent)))
-            if file is None
-            else find_in_folder(folder, file)
-            for file in order.files
-        ]
+    @contextmanager
+    def opened(order: Order, sent: Iterator[bytes]) -> Iterator[list[Path]]:
+        with ExitStack() as stack:
+            yield [
+                stack.enter_context(private_files.holding(next(sent)))
+                if file is None
+                else find_in_folder(folder, file)
+                for file in order.files
+            ]
 
     def prefill_alone(order: Order, sent: Iterator[bytes]) -> None:
-        output = RemoteOutput(link, order.number)
-        try:
-            with ExitStack() as stack:
-                paths = open_files(order, sent, stack)
-                alone.prefill(order, output, paths, files=stack.pop_all())
-        except Exception as error:
-            decoding.add(output, order, error)
+        alone.prefill(order, RemoteOutput(link, order.number), opened(order, sent))
 
     def carry_out(command: Command) -> None:
         order = decode_order(hosts.broadcast_bytes(None))
         sent = iter([hosts.broadcast_bytes(None) for file in order.files if file is None])
         try:
             with alone.giving_way():
-                done = executor.carry_out(command, order, partial(open_files, order, sent))
+                done = executor.carry_out(command, order, opened(order, sent))
         except Exception as error:
             if not executor.is_usable:
                 raise

@@ -43,7 +43,7 @@ def ready(scheduler: Scheduler, prompt: int, answer: int = 1, hands_over: bool =
     scheduler.admit(job)
     order = Order({}, [], SamplingParams(max_new_tokens=answer), hands_over)
     job.read = ReadyRequest(order, prompt, [*media], CompletionRequest(prompt="x"))
-    assert scheduler.make_ready(job)
+    scheduler.make_ready(job)
     return job
 
 
@@ -53,7 +53,7 @@ def leave(scheduler: Scheduler, job: Job) -> None:
 
 
 def figure(scheduler: Scheduler, name: str, **labels: str) -> float:
-    return metric_in(scheduler.metrics.render().decode(), f"apbv:{name}", **labels)
+    return metric_in(scheduler.render_metrics().decode(), f"apbv:{name}", **labels)
 
 
 def test_nothing_overtakes_what_does_not_fit_yet():
@@ -194,7 +194,9 @@ def test_after_it_was_stopped_nothing_is_taken_and_what_runs_or_may_be_fetched_g
     assert waiting.record.status == 503 and not books.has_stopped
     late = new_job()
     books.admit(late)
-    assert not books.make_ready(late) and books.take(0) is None
+    with pytest.raises(ApiError, match="stopping"):
+        books.make_ready(late)
+    assert books.take(0) is None
     leave(books, running)
     books.end_offer("a transfer", "fetched", 800)
     assert not books.has_stopped
