@@ -29,13 +29,9 @@ Files = AbstractContextManager[Sequence[Path]]
 
 
 class Command(IntEnum):
-    """What all hosts do next, as host 0 says.
+    """What all hosts do next, as host 0 says: idle, carry out an order, or shut down."""
 
-    They idle; answer together; prefill a prompt that one of them answers; prefill one that another server answers;
-    shut down.
-    """
-
-    WAIT, ANSWER, PREFILL, HAND_OVER, LEAVE = range(5)
+    WAIT, CARRY_OUT, LEAVE = range(3)
 
 
 @dataclass(frozen=True)
@@ -56,7 +52,6 @@ class Executor:
 
     def carry_out(
         self,
-        command: Command,
         order: Order,
         files: Files,
         asked: Asked = lambda request: request,
@@ -81,10 +76,8 @@ class Executor:
             with self.hosts.local_stage("opening the files"):
                 paths = stack.enter_context(files)
             request = asked(order.request(engine.hosts, paths, prompt))
-            if command == Command.ANSWER:
-                return engine.answer(request)
-            if command != Command.HAND_OVER:
-                return engine.begin(request)
+            if not order.hands_over:
+                return engine.answer(request) if engine.why_one_by_one else engine.begin(request)
             if not self.engine.prefills:
                 return None
             begun = self._handing_over.begin(request)
@@ -167,18 +160,18 @@ def follow(executor: Executor, folder: Path | None, private_files: PrivateFiles,
     def prefill_alone(order: Order, sent: Iterator[bytes]) -> None:
         alone.prefill(order, RemoteOutput(link, order.number), opened(order, sent))
 
-    def carry_out(command: Command) -> None:
+    def carry_out() -> None:
         order = decode_order(hosts.broadcast_bytes(None))
         sent = iter([hosts.broadcast_bytes(None) for file in order.files if file is None])
         try:
             with alone.giving_way():
-                done = executor.carry_out(command, order, opened(order, sent))
+                done = executor.carry_out(order, opened(order, sent))
         except Exception as error:
             if not executor.is_usable:
                 raise
             failed.append((order, error.with_traceback(None)))
             return
-        if command == Command.PREFILL and order.home == hosts.rank:
+        if isinstance(done, Begun) and order.home == hosts.rank:
             decoding.add(RemoteOutput(link, order.number), order, done)
 
     with decoding or nullcontext(), alone:
@@ -194,4 +187,4 @@ def follow(executor: Executor, folder: Path | None, private_files: PrivateFiles,
             if command == Command.LEAVE:
                 return
             if command != Command.WAIT:
-                carry_out(command)
+                carry_out()

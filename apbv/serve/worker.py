@@ -195,24 +195,22 @@ class Worker:
             output.fail(describe_error(error))
             output.release()
             return
-        command = Command.PREFILL if self._decoding else Command.ANSWER
-        command = Command.HAND_OVER if order.hands_over else command
-        self._send_command(command)
+        self._send_command(Command.CARRY_OUT)
         hosts.broadcast_bytes(encode_order(order))
         for data in files:
             hosts.broadcast_bytes(data)
         with self._alone.giving_way():
-            self._carry_out(command, job, order, output)
+            self._carry_out(job, order, output)
 
-    def _carry_out(self, command: Command, job: Job, order: Order, output: JobOutput) -> None:
+    def _carry_out(self, job: Job, order: Order, output: JobOutput) -> None:
         """Carry out an order on this host."""
         executor = self._executor
         telling = Telling(output, order, executor.engine.tokenizer.decode)
         try:
-            done = executor.carry_out(command, order, job.read.paths, telling.asked, job.read.prompt)
-            if command == Command.HAND_OVER:
+            done = executor.carry_out(order, job.read.paths, telling.asked, job.read.prompt)
+            if order.hands_over:
                 self._hand_over(job, *done, telling, output)
-            elif command == Command.ANSWER:
+            elif self._decoding is None:
                 telling.finish(done.token_ids, done.finish_reason, done.stats["speculation"])
             else:
                 if order.home == 0:

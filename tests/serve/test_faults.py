@@ -144,7 +144,7 @@ def hand_over_job(hosts: HostGroup) -> list[tuple[type, str, bool]]:
             with pytest.MonkeyPatch.context() as patch, pytest.raises((RuntimeError, ValueError)) as caught:
                 if hosts.rank == where:
                     patch.setattr(name, fails)
-                carried_out.carry_out(Command.HAND_OVER, order, nullcontext([demo.video_path()]))
+                carried_out.carry_out(order, nullcontext([demo.video_path()]))
             in_step = carried_out.is_usable and not exchange_commands(hosts, Command.WAIT, False)[1]
             told.append((type(caught.value), str(caught.value), in_step))
     return told
