@@ -12,7 +12,6 @@ import re
 import sys
 from contextlib import closing
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING
 
 from apbv.launch.options import (
@@ -37,15 +36,14 @@ if TYPE_CHECKING:
     from apbv import HostGroup
     from apbv.serve.batch import Batch
 
-FIRST = ("requests", "out", "model", "media_dir", "retry_errors", "shard", "method", "speculate")
 _LOG_SECONDS = 30.0  # between progress messages where there is no terminal
-_STAGES = ("read", "queue", "prefill", "decode")
+_STAGES = ("queue", "prefill", "decode")
 
 
 def parse_arguments(arguments: list[str] | None = None, prog: str | None = None) -> argparse.Namespace:
     """Parse and check the options; exits if one is wrong."""
-    parser = OptionParser(prog, FIRST, description=__doc__.splitlines()[0])
-    parser.usage = "%(prog)s REQUESTS --out ANSWERS --model MODEL [options]"
+    usage = "%(prog)s REQUESTS --out ANSWERS --model MODEL [options]"
+    parser = OptionParser(prog, usage, description=__doc__.splitlines()[0])
     parser.add_argument("requests", type=Path, metavar="REQUESTS", help="JSON lines, or a pipe; -: standard input")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="answers are appended to it")
     parser.add_argument("--model", required=True, help='"demo", a directory, or a hub id')
@@ -62,10 +60,8 @@ def parse_arguments(arguments: list[str] | None = None, prog: str | None = None)
     add_host_options(parser)
     options = parser.parse_args(arguments)
     check(parser, options)
-    try:
+    with parser.rejecting():
         check_requests(options)
-    except ValueError as error:
-        parser.error(str(error))
     return options
 
 
@@ -122,15 +118,16 @@ def main(arguments: list[str] | None = None, prog: str | None = None) -> int:
 
 def summary(batch: "Batch") -> str:
     """Format the figures of a batch as a table."""
-    figures, seconds = batch.figures, batch.seconds
+    metrics, seconds = batch.metrics, batch.seconds
     rate = f"{batch.num_answered * 60 / seconds:.1f} a minute"
     rows = [("answers", f"{batch.num_answered} in {seconds:.1f} s, {rate}"), ("failed", str(batch.num_failed))]
     if batch.was_stopped:
         rows.append(("stopped", "the same command continues"))
-    generated = f"{figures.num_generated_tokens} generated, {figures.num_generated_tokens / seconds:.1f} a second"
-    rows.append(("tokens", f"{figures.num_prompt_tokens} of prompts, {generated}"))
-    times = [f"{name} {median(each) * 1e3:.0f} ms" for name in _STAGES if (each := figures.durations[name])]
-    rows += [("median times", ", ".join(times))] if times else []
+    read, generated = (int(metrics.total(f"{kind}_tokens")) for kind in ("prompt", "generation"))
+    rows.append(("tokens", f"{read} of prompts, {generated} generated, {generated / seconds:.1f} a second"))
+    means = {stage: metrics.mean(f"request_{stage}_time_seconds") for stage in _STAGES}
+    times = [f"{stage} {mean * 1e3:.0f} ms" for stage, mean in means.items() if mean is not None]
+    rows += [("mean times", ", ".join(times))] if times else []
     return "\n".join(f"  {name:<20} {value}" for name, value in rows)
 
 

@@ -23,12 +23,10 @@ from apbv.launch.options import (
 )
 from apbv.refusals import refuse
 
-FIRST = ("model", "video", "prompt", "method", "speculate", "json")
-
 
 def parse_arguments(arguments: list[str] | None = None, prog: str | None = None) -> argparse.Namespace:
     """Parse and check the options; exits if one is wrong."""
-    parser = OptionParser(prog, FIRST, description=__doc__.splitlines()[0])
+    parser = OptionParser(prog, "%(prog)s --model MODEL [options]", description=__doc__.splitlines()[0])
     parser.add_argument("--model", required=True, help='"demo", a directory, or a hub id')
     for option, metavar, about in (
         ("--video", "demo|FILE", "a video file, or the bundled clip"),
@@ -66,10 +64,8 @@ def parse_arguments(arguments: list[str] | None = None, prog: str | None = None)
         if getattr(options, name) is not None and options.video is None:
             parser.error(f"--{name.replace('_', '-')} needs a --video")
     shown = next((f"--{name}" for name in ("video", "image", "audio") if getattr(options, name)), None)
-    try:
+    with parser.rejecting():
         refuse(context=options.context and "--context", source=shown)
-    except ValueError as error:
-        parser.error(str(error))
     check(parser, options)
     return options
 

@@ -12,7 +12,8 @@ import re
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import MISSING, fields
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -40,148 +41,117 @@ _FORMAT = warnings.formatwarning
 
 
 class Setting(NamedTuple):
-    """Option for a config field, with extra argparse arguments."""
+    """Option for a config field."""
 
     config: type
-    option: str
     field: str
+    name: str
     help: str
-    more: Mapping[str, Any] = {}
 
 
-def _of(config: type, *rows: tuple) -> tuple[Setting, ...]:
-    return tuple(Setting(config, *row) for row in rows)
+# Options that are not named as their fields, and further arguments of argparse.
+_NAMES = {"block_size": "sparse_block", "chunk_bytes": "video_chunk_mib"}
+_MORE = {
+    "draft_model": {"metavar": "PATH"},
+    "num_draft_tokens": {"metavar": "N|auto"},
+    "hippo_terms": {"nargs": "+"},
+}
+
+
+def _of(config: type, prefix: str = "", **helps: str) -> tuple[Setting, ...]:
+    """Make the options for fields; with a prefix, ``method``'s is the prefix alone."""
+    names = {field: f"{prefix}_{field}".removesuffix("_method") if prefix else field for field in helps}
+    return tuple(Setting(config, field, _NAMES.get(field, names[field]), text) for field, text in helps.items())
 
 
 PREFILL = _of(
     PrefillConfig,
-    ("--method", "method", "prefill method"),
-    ("--anchor-len", "anchor_len", "anchor tokens (default: max(128, n/64), at most n/4)"),
-    ("--anchor-query", "anchor_query", "prepend the question to the anchor, as in APB (apb, apbv)"),
-    ("--passing-len", "passing_len", "KV pairs passed on per block (default: max(256, n/128); apb: n/64)"),
-    ("--query-len", "query_len", "without --context: trailing tokens that form the question"),
-    (
-        "--importance",
-        "importance",
-        "score that selects passing KV pairs; the APB-V authors use dot with --anchor-query",
-    ),
-    ("--kv", "kv", "gather the KV cache on host 0, or keep it sharded"),
-    ("--backend", "backend", "attention backend; auto: by device"),
+    method="prefill method",
+    anchor_len="anchor tokens (default: max(128, n/64), at most n/4)",
+    anchor_query="prepend the question to the anchor, as in APB (apb, apbv)",
+    passing_len="KV pairs passed on per block (default: max(256, n/128); apb: n/64)",
+    query_len="without --context: trailing tokens that form the question",
+    importance="score that selects passing KV pairs; the APB-V authors use dot with --anchor-query",
+    kv="gather the KV cache on host 0, or keep it sharded",
+    backend="attention backend; auto: by device",
 )
 DECODE = _of(
     DecodeConfig,
-    ("--cuda-graphs", "cuda_graphs", "capture decode steps as CUDA graphs; auto: on GPUs"),
-    (
-        "--generation-config",
-        "generation_config",
-        "sampling defaults: the checkpoint's (auto), or without effect (neutral)",
-    ),
+    cuda_graphs="capture decode steps as CUDA graphs; auto: on GPUs",
+    generation_config="sampling defaults: the checkpoint's (auto), or without effect (neutral)",
 )
 # The options below are None if not given.
 VIDEO = _of(
     VideoConfig,
-    ("--video-chunk-mib", "chunk_bytes", "memory per video chunk (default: 1/16 of free memory, at most 256)"),
+    chunk_bytes="memory per video chunk (default: 1/16 of free memory, at most 256)",
 )
 THREADS = _of(
-    VideoConfig, ("--threads", "threads", "CPU threads (default: OMP_NUM_THREADS, or a share of the cores)")
+    VideoConfig,
+    threads="CPU threads (default: OMP_NUM_THREADS, or a share of the cores)",
 )
 REDUCE = _of(
     ReduceConfig,
-    ("--reduce", "method", "visual-token pruning method (default: none)"),
-    ("--reduce-ratio", "ratio", "share of a video's visual tokens to keep"),
+    prefix="reduce",
+    method="visual-token pruning method (default: none)",
+    ratio="share of a video's visual tokens to keep",
 )
 SPARSE = _of(
     SparseConfig,
-    ("--sparse", "method", "block-sparse attention; with apbv, apb, star within context blocks (default: dense)"),
-    ("--sparse-threshold", "threshold", "attention mass of selected blocks (default by method: 0.9, 0.96, 0.95)"),
-    ("--sparse-block", "block_size", "query-block size in tokens"),
-    ("--sparse-stride", "stride", "xattention: tokens per score"),
-    ("--sparse-similarity", "similarity", "spargeattn: always compute blocks of mean cosine similarity <= X"),
-    (
-        "--sparse-skip-margin",
-        "skip_margin",
-        "spargeattn: skip values with scores X below the maximum (default: off)",
-    ),
-    ("--sparse-divergence", "divergence", "flexprefill: heads with sqrt(JSD) below X are query-aware"),
-    ("--sparse-min-blocks", "min_blocks", "flexprefill: minimum vertical and slash blocks per head"),
+    prefix="sparse",
+    method="block-sparse attention; with apbv, apb, star within context blocks (default: dense)",
+    threshold="attention mass of selected blocks (default by method: 0.9, 0.96, 0.95)",
+    block_size="query-block size in tokens",
+    stride="xattention: tokens per score",
+    similarity="spargeattn: always compute blocks of mean cosine similarity <= X",
+    skip_margin="spargeattn: skip values with scores X below the maximum (default: off)",
+    divergence="flexprefill: heads with sqrt(JSD) below X are query-aware",
+    min_blocks="flexprefill: minimum vertical and slash blocks per head",
 )
 DRAFT = _of(
     SpeculativeConfig,
-    ("--draft-model", "draft_model", "a directory or hub id (demo: the bundled draft)", {"metavar": "PATH"}),
-    ("--draft-host", "draft_host", "draft on the last host, in parallel with verification"),
-    ("--num-draft-tokens", "num_draft_tokens", "tokens drafted per round, or auto", {"metavar": "N|auto"}),
-    ("--keep-losing-draft", "keep_losing_draft", "keep drafting even if it slows the answer"),
-    ("--num-tree-nodes", "num_tree_nodes", "draft a tree of N tokens (default: a chain; sd_tree: 25)"),
-    ("--keep", "keep", "how to select the draft's visual tokens (default: the strategy's)"),
-    ("--hippo-terms", "hippo_terms", "terms of HIPPO's score (default: all)", {"nargs": "+"}),
-    ("--prune", "prune", "prune the draft's prompt, or its KV after draft prefill"),
-    ("--keep-ratio", "keep_ratio", "share of visual tokens that the draft sees (default 0.1)"),
-    ("--keep-tokens", "keep_tokens", "total prompt tokens for the draft, text included; replaces --keep-ratio"),
-    ("--ensemble", "ensemble", "contexts of tabed's ensemble: MT, MT*, MTCP, MTCP*, …"),
+    draft_model="a directory or hub id (demo: the bundled draft)",
+    draft_host="draft on the last host, in parallel with verification",
+    num_draft_tokens="tokens drafted per round, or auto",
+    keep_losing_draft="keep drafting even if it slows the answer",
+    num_tree_nodes="draft a tree of N tokens (default: a chain; sd_tree: 25)",
+    keep="how to select the draft's visual tokens (default: the strategy's)",
+    hippo_terms="terms of HIPPO's score (default: all)",
+    prune="prune the draft's prompt, or its KV after draft prefill",
+    keep_ratio="share of visual tokens that the draft sees (default 0.1)",
+    keep_tokens="total prompt tokens for the draft, text included; replaces --keep-ratio",
+    ensemble="contexts of tabed's ensemble: MT, MT*, MTCP, MTCP*, …",
 )
 ANSWER_LENGTH = _of(
     SamplingParams,
-    ("--max-new-tokens", "max_new_tokens", "tokens to generate at most (default: the model's, or 128)"),
+    max_new_tokens="tokens to generate at most (default: the model's, or 128)",
 )
 SAMPLING = _of(
     SamplingParams,
-    ("--temperature", "temperature", "sampling temperature; 0: greedy (the default; apbv serve: the model's)"),
-    (
-        "--top-p",
-        "top_p",
-        "sample from the fewest tokens with this probability mass (default: the model's)",
-    ),
-    ("--top-k", "top_k", "sample from the N most probable tokens; 0: all (default: the model's)"),
-    ("--min-p", "min_p", "drop tokens below X times the highest probability (default: the model's)"),
-    (
-        "--repetition-penalty",
-        "repetition_penalty",
-        "penalize tokens of the prompt and the answer; 1: off (default: the model's)",
-    ),
-    ("--seed", "seed", "random seed for sampling"),
+    temperature="sampling temperature; 0: greedy (the default; apbv serve: the model's)",
+    top_p="sample from the fewest tokens with this probability mass (default: the model's)",
+    top_k="sample from the N most probable tokens; 0: all (default: the model's)",
+    min_p="drop tokens below X times the highest probability (default: the model's)",
+    repetition_penalty="penalize tokens of the prompt and the answer; 1: off (default: the model's)",
+    seed="random seed for sampling",
 )
 _SETTINGS = (*PREFILL, *DECODE, *VIDEO, *THREADS, *REDUCE, *SPARSE, *DRAFT, *ANSWER_LENGTH, *SAMPLING)
 
 
 class OptionParser(argparse.ArgumentParser):
-    """Argument parser with one-line errors, because every host prints them.
-
-    Args:
-        first: options that ``--help`` shows; ``--help-all`` shows all. None: ``--help`` shows all.
-    """
-
-    def __init__(self, prog: str | None = None, first: Sequence[str] | None = None, **kwargs):
-        if first is not None:
-            kwargs |= {"add_help": False, "usage": "%(prog)s --model MODEL [options]"}
-        super().__init__(prog, **kwargs)
-        self._first = first
-        if first is not None:
-            about = "show the most important options"
-            self.add_argument("-h", "--help", action=_ShortHelp, nargs=0, help=about)
-            self.add_argument("--help-all", action="help", help="show all options")
-
-    def format_short_help(self) -> str:
-        """Format the help text of the most important options."""
-        formatter = self._get_formatter()
-        shown = [action for action in self._actions if action.dest in self._first]
-        formatter.add_usage(self.usage, [], [])
-        formatter.add_text(self.description)
-        formatter.start_section("options")
-        formatter.add_arguments(sorted(shown, key=lambda action: self._first.index(action.dest)))
-        formatter.end_section()
-        formatter.add_text(f"--help-all shows all {len(self._actions)} options, by group.")
-        return formatter.format_help()
+    """Argument parser with one-line errors, because every host prints them."""
 
     def error(self, message: str) -> NoReturn:
         """Print the error and exit with status 2."""
-        which = "help" if self._first is None else "help-all"
-        report_error(f"error: {message} (--{which} lists the options)")
+        report_error(f"error: {message} (--help lists the options)")
         self.exit(2)
 
-
-class _ShortHelp(argparse.Action):
-    def __call__(self, parser, *_) -> None:
-        parser.exit(0, parser.format_short_help())
+    @contextmanager
+    def rejecting(self) -> Iterator[None]:
+        """Exit with a one-line error if the block finds that options are wrong, by a ValueError."""
+        try:
+            yield
+        except ValueError as error:
+            self.error(str(error))
 
 
 def add_settings(
@@ -204,8 +174,8 @@ def add_settings(
             more |= {"choices": told["choices"], "type": told["kind"]}
         elif told:
             more["type"] = reading(told["kind"], told["says"], told["may_be"])
-            more |= {} if each.more else {"metavar": {int: "N", float: "X"}.get(told["kind"])}
-        group.add_argument(each.option, **more, **each.more)
+            more["metavar"] = {int: "N", float: "X"}.get(told["kind"])
+        group.add_argument(f"--{each.name.replace('_', '-')}", **more | _MORE.get(each.field, {}))
 
 
 def reading(kind: Callable[[str], Any], says: str, may_be: Callable[[Any], bool]) -> Callable[[str], Any]:
@@ -282,22 +252,19 @@ def add_host_options(parser: argparse.ArgumentParser) -> None:
     add_settings(hosts, THREADS)
 
 
-def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+def check(parser: OptionParser, options: argparse.Namespace) -> None:
     """Exit with a one-line error if options are incompatible."""
     if options.speculate == "off" and (useless := given_for_draft(options)):
         parser.error(f"--{next(iter(useless)).replace('_', '-')} needs --speculate")
-    try:
+    with parser.rejecting():
         prefill_config(options)
         speculative_config(options)
         SamplingParams(**given(options, SamplingParams))
-    except ValueError as error:
-        parser.error(str(error))
 
 
 def given(options: argparse.Namespace, config: type) -> dict[str, Any]:
     """Return the config fields that options set."""
-    values = {each.field: each.option[2:].replace("-", "_") for each in _SETTINGS if each.config is config}
-    found = {field: getattr(options, option, None) for field, option in values.items()}
+    found = {each.field: getattr(options, each.name, None) for each in _SETTINGS if each.config is config}
     return {field: value for field, value in found.items() if value is not None}
 
 
@@ -335,7 +302,7 @@ def sparse_config(options: argparse.Namespace) -> SparseConfig | None:
         owner = owners[each.field]
         if each.field in settings and (method is None or owner not in (None, method)):
             wanted = "--sparse, or a sparse --method" if owner is None else f"--sparse or --method {owner}"
-            raise ValueError(f"{each.option} needs {wanted}")
+            raise ValueError(f"--{each.name.replace('_', '-')} needs {wanted}")
     return SparseConfig(**{**settings, "method": method}) if settings else None
 
 

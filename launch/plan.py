@@ -11,9 +11,8 @@ import argparse
 import sys
 
 from apbv.config import DTYPE_NAMES, SpeculativeConfig
-from apbv.launch.options import PREFILL, REDUCE, OptionParser, add_settings, exit_with, prefill_config
+from apbv.launch.options import PREFILL, REDUCE, OptionParser, add_settings, exit_with, positive, prefill_config
 
-FIRST = ("model", "frames", "tokens", "hosts", "method", "device_memory")
 # Options that are arguments of apbv.plan, and those that are prefill settings.
 _OF_PLAN = ("tokens", "resolution", "hosts", "tensor_parallel", "dtype")
 _OF_PREFILL = ("method", "anchor_len", "passing_len", "kv")
@@ -21,7 +20,7 @@ _OF_PREFILL = ("method", "anchor_len", "passing_len", "kv")
 
 def parse_arguments(arguments: list[str] | None = None, prog: str | None = None) -> argparse.Namespace:
     """Parse and check the options; exits if one is wrong."""
-    parser = OptionParser(prog, FIRST, description=__doc__.splitlines()[0])
+    parser = OptionParser(prog, "%(prog)s --model MODEL [options]", description=__doc__.splitlines()[0])
     parser.add_argument("--model", required=True, help='"demo", a directory, or a hub id; weights are not read')
     prompt = parser.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--frames", type=int, help="frames sampled from a video")
@@ -35,17 +34,13 @@ def parse_arguments(arguments: list[str] | None = None, prog: str | None = None)
     parser.add_argument("--draft-model", metavar="PATH", help="draft model to include in the estimate")
     parser.add_argument("--keep-ratio", type=float, help="share of visual tokens it sees (default 0.1)")
     parser.add_argument(
-        "--device-memory", type=float, metavar="GB", help="memory per process (default: what is free here)"
+        "--device-memory", type=positive(), metavar="GB", help="memory per process (default: what is free here)"
     )
     options = parser.parse_args(arguments)
     if options.keep_ratio is not None and options.draft_model is None:
         parser.error("--keep-ratio needs --draft-model")
-    if options.device_memory is not None and not options.device_memory > 0:
-        parser.error(f"--device-memory must be a positive number of GB, not {options.device_memory}")
-    try:
+    with parser.rejecting():
         options.prefill = prefill_config(options)
-    except ValueError as error:
-        parser.error(str(error))
     return options
 
 

@@ -31,6 +31,7 @@ from apbv.launch.options import (
     load_engine,
     positive,
     prepare_process,
+    reading,
 )
 from apbv.refusals import refuse
 from apbv.serve.log import LOG_FORMATS
@@ -42,24 +43,29 @@ if TYPE_CHECKING:
 _MIB = 2**20
 _NEEDED = ("starlette", "uvicorn", "pydantic", "prometheus_client")
 _LAST_PORT = 65_535
-FIRST = ("model", "host", "port", "media_dir", "method", "speculate")
+_KEY = reading(str, "be a key, or the option left out", bool)
+_ORIGIN = reading(str, "be * or as https://example.com", re.compile(r"\*|https?://[^/\s]+").fullmatch)
+_GRACE = reading(
+    float, "lie in 0 .. 86400 seconds", lambda value: isinstance(value, float) and 0 <= value <= 86_400
+)
 
 
 def parse_arguments(arguments: list[str] | None = None, prog: str | None = None) -> argparse.Namespace:
     """Read and check the options, which ends the process where one is wrong."""
-    parser = OptionParser(prog, FIRST, description=__doc__.splitlines()[0])
+    parser = OptionParser(prog, "%(prog)s --model MODEL [options]", description=__doc__.splitlines()[0])
     parser.add_argument("name", nargs="?", metavar="MODEL", help="same as --model")
     parser.add_argument("--model", help='"demo", a directory, or a hub id')
     http = parser.add_argument_group("HTTP")
     http.add_argument("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
     http.add_argument("--port", type=int, default=8000, help="port; 0: any free one (default %(default)s)")
-    http.add_argument("--api-key", metavar="KEY", help="required of clients (default: $APBV_API_KEY, or none)")
     http.add_argument(
-        "--cors-origin", action="append", default=[], metavar="ORIGIN", help="web page origin that may call; or *"
+        "--api-key", type=_KEY, metavar="KEY", help="required of clients (default: $APBV_API_KEY, or none)"
     )
+    origins = {"type": _ORIGIN, "action": "append", "default": [], "metavar": "ORIGIN"}
+    http.add_argument("--cors-origin", **origins, help="web page origin that may call; or *")
     http.add_argument(
         "--grace",
-        type=float,
+        type=_GRACE,
         default=20.0,
         help="seconds to finish running requests after SIGTERM (default 20); under torchrun at most its "
         "--shutdown-timeout minus 10",
@@ -81,10 +87,8 @@ def parse_arguments(arguments: list[str] | None = None, prog: str | None = None)
         parser.error("give a model: apbv serve MODEL, or --model MODEL")
     options.model = options.model or options.name
     check(parser, options)
-    try:
+    with parser.rejecting():
         _check(options)
-    except ValueError as error:
-        parser.error(str(error))
     return options
 
 
@@ -146,13 +150,6 @@ def _check(options: argparse.Namespace) -> None:
         ValueError: an option is rejected, as of :func:`check_requests`.
     """
     check_requests(options)
-    if not 0 <= options.grace <= 86_400:
-        raise ValueError(f"--grace must lie in 0 .. 86400 seconds, not {options.grace:g}")
-    for origin in options.cors_origin:
-        if origin != "*" and not re.fullmatch(r"https?://[^/\s]+", origin):
-            raise ValueError(f"--cors-origin must be * or as https://example.com, not {origin}")
-    if options.api_key == "":
-        raise ValueError("--api-key is empty: give a key, or leave the option out")
     refuse(reduction=options.reduce, handing_over=options.kv_transfer and "--kv-transfer")
     if options.kv_transfer is None:
         for name in ("kv_host", "kv_port", "kv_seconds"):

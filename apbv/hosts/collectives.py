@@ -34,11 +34,11 @@ class Collectives:
     """Collectives of one torch.distributed group, with failure detection.
 
     Args:
-        group: the group, of N processes; None if this process is alone. It need not be one that torch knows.
+        group: the group, of N processes. It need not be one that torch knows.
         watch: starts the collectives and waits for them.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, watch: FailureWatch):
+    def __init__(self, group: dist.ProcessGroup, watch: FailureWatch):
         self._group, self._watch = group, watch
         self._last_exchanged: list[weakref.ref[Tensor]] = []
 
@@ -112,6 +112,19 @@ def _asynchronous(options):
     """Let NCCL compute beside the current stream, which waits for it later."""
     options.asyncOp = True
     return options
+
+
+class LocalCollectives:
+    """The same collectives of a process that is alone."""
+
+    def all_gather(self, tensor: Tensor) -> Exchange:
+        return Exchange(lambda: tensor[None])
+
+    def all_to_all(self, tensors: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> Exchange:
+        return Exchange(lambda: list(tensors))
+
+    def broadcast(self, tensor: Tensor, source: int) -> Exchange:
+        return Exchange(lambda: tensor)
 
 
 class StagedCollectives(Collectives):

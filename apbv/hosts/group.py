@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..warn import report_error, warn_caller
-from .collectives import Collectives, StagedCollectives
+from .collectives import Collectives, LocalCollectives, StagedCollectives
 from .devices import Moment, choose_device, device_identity, record_event, sharing
 from .exchange import Exchange, HostError, describe_error, in_thread
 from .failure_watch import GRACE_SECONDS, POLL_SECONDS, WORK_LIMIT, FailureWatch, PendingCall
@@ -93,8 +93,11 @@ class HostGroup:
         if store is not None and heartbeat is None:
             heartbeat = Heartbeat(store, self.name, timeout, WORK_LIMIT * timeout)
         self._watch = FailureWatch(self.name, timeout, store, heartbeat, waits_for_work, groups.communicators())
-        self._data = (StagedCollectives if groups.is_staged else Collectives)(groups.data, self._watch)
-        self._control = Collectives(groups.control, self._watch)
+        self._data = self._control = LocalCollectives()
+        if groups.data is not None:
+            self._data = (StagedCollectives if groups.is_staged else Collectives)(groups.data, self._watch)
+        if groups.control is not None:
+            self._control = Collectives(groups.control, self._watch)
         if isinstance(groups.members, PolledGroup):
             groups.members.wait_for = self._watch.wait
 
@@ -296,8 +299,6 @@ class HostGroup:
 
         The result is the tensor. On the source it completes when all hosts take part.
         """
-        if self.num_processes == 1:
-            return Exchange(lambda: tensor)
 
         def count(received: Tensor) -> Tensor:
             self.bytes_received += received.nbytes if self.rank != source else 0
@@ -307,15 +308,11 @@ class HostGroup:
 
     def broadcast_ints(self, values: Sequence[int] | None, count: int) -> list[int]:
         """Broadcast ``count`` 64-bit integers from the leader; only the leader's ``values`` matter."""
-        if self.num_processes == 1:
-            return list(values)
         tensor = torch.tensor(values if self.is_leader else [0] * count, dtype=torch.int64)
         return self._control.broadcast(tensor, 0).wait().tolist()
 
     def broadcast_bytes(self, data: bytes | None) -> bytes:
         """Broadcast any number of bytes from the leader; only the leader's ``data`` matters."""
-        if self.num_processes == 1:
-            return data
         (length,) = self.broadcast_ints([len(data)] if self.is_leader else None, 1)
         if not length:
             return b""
@@ -353,8 +350,6 @@ class HostGroup:
 
     def start_gathering(self, tensor: Tensor) -> Exchange:
         """Start gathering a small tensor in CPU memory from every process; the result is ``[H * T, *shape]``."""
-        if self.num_processes == 1:
-            return Exchange(lambda: tensor[None])
         return self._control.all_gather(tensor)
 
     def on_device(self) -> AbstractContextManager:
@@ -420,8 +415,6 @@ class HostGroup:
     def all_gather(self, tensor: Tensor) -> Exchange:
         """Start gathering one tensor of the same shape from every host; the result is ``[H, *shape]``."""
         tensor = tensor.contiguous()
-        if self.size == 1:
-            return Exchange(lambda: tensor[None])
         self.bytes_received += (self.size - 1) * tensor.nbytes
         return self._data.all_gather(tensor)
 
@@ -434,8 +427,6 @@ class HostGroup:
 
         The result is the list of H received tensors.
         """
-        if self.size == 1:
-            return Exchange(lambda: list(tensors))
         num_received = sum(math.prod(shape) for host, shape in enumerate(shapes) if host != self.rank)
         self.bytes_received += num_received * tensors[0].element_size()
         return self._data.all_to_all(tensors, shapes)
@@ -475,8 +466,6 @@ class HostGroup:
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         """Send one host's tensor to every host, in place; shape and dtype are the same everywhere."""
-        if self.size == 1:
-            return tensor
         self._data.broadcast(tensor, source).wait()
         self.bytes_received += tensor.nbytes if self.rank != source else 0
         return tensor

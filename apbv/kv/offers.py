@@ -46,7 +46,6 @@ ENDINGS = {
     "fetched": "was already fetched",
     "dropped": "was dropped by its consumer",
     "expired": "has expired",
-    "displaced": "was displaced by other KV",
     "closed": "is gone: its server is shutting down",
 }
 
@@ -58,8 +57,7 @@ class Offer:
     Attributes:
         transfer, token: as in the ticket.
         held: the KV that this process holds; None once it is free.
-        began: when it was exported, in seconds of the monotonic clock.
-        lives_until: when it expires, or when readers of an ended offer are cut off.
+        lives_until: when it expires, or when readers of an ended offer are cut off, by the monotonic clock.
         ticket: on host 0, once every process has its share.
         readers: the readers that began to fetch.
         confirmed: the readers that have everything.
@@ -70,7 +68,6 @@ class Offer:
     transfer: str
     token: str
     held: Share | None
-    began: float
     lives_until: float
     ticket: Ticket | None = None
     readers: set[str] = field(default_factory=set)
@@ -88,8 +85,8 @@ class Offers(AbstractContextManager):
     """This process's exported KV, and the port that serves it.
 
     An offer ends when all its readers have confirmed (``"fetched"``), when its consumer or :meth:`drop` drops it
-    (``"dropped"``), after its lifetime (``"expired"``), for :meth:`make_room` (``"displaced"``) or at
-    :meth:`close` (``"closed"``). Its memory is then free.
+    (``"dropped"``), after its lifetime (``"expired"``) or at :meth:`close` (``"closed"``). Its memory is
+    then free.
 
     Construct it on all processes of a group; this is collective.
 
@@ -147,13 +144,12 @@ class Offers(AbstractContextManager):
         Raises:
             StorageError: the server is shutting down.
         """
-        now = time.monotonic()
         # Host 0 decides, once it is published; the others expire it themselves only if they are not notified.
-        lives_until = math.inf if self._leads else now + 3 * self._seconds
+        lives_until = math.inf if self._leads else time.monotonic() + 3 * self._seconds
         with self._changed:
             if self._is_closed:
                 raise StorageError("cannot export KV: the server is shutting down")
-            self._offers[transfer] = Offer(transfer, token, held, now, lives_until)
+            self._offers[transfer] = Offer(transfer, token, held, lives_until)
             self._changed.notify_all()
 
     def publish(self, ticket: Ticket) -> None:
@@ -166,8 +162,7 @@ class Offers(AbstractContextManager):
             offer = self._offers.get(ticket.transfer)
             if offer is None:
                 raise StorageError(f"the KV of transfer {ticket.transfer} is no longer available")
-            offer.ticket, offer.began = ticket, time.monotonic()
-            offer.lives_until = offer.began + self._seconds
+            offer.ticket, offer.lives_until = ticket, time.monotonic() + self._seconds
             self._changed.notify_all()
 
     def drop(self, transfer: str) -> None:
@@ -177,29 +172,6 @@ class Offers(AbstractContextManager):
         """
         if offer := self._offers.get(transfer):
             self._end(offer, "dropped")
-
-    def make_room(self, num_bytes: int) -> bool:
-        """End the oldest offers that no reader has begun to fetch after a quarter of their lifetime; on the
-        leader.
-
-        Args:
-            num_bytes: the bytes needed, on all hosts together.
-
-        Returns:
-            Whether these bytes are free now; if such offers do not hold enough, none is ended.
-        """
-        now, chosen, found = time.monotonic(), [], 0
-        with self._changed:
-            for offer in self._offers.values():
-                is_old = now - offer.began >= self._seconds / 4
-                if found < num_bytes and offer.ticket and is_old and not offer.readers:
-                    chosen.append(offer)
-                    found += offer.ticket.num_bytes
-        if found < num_bytes:
-            return False
-        for offer in chosen:
-            self._end(offer, "displaced")
-        return True
 
     def close(self) -> None:
         """End all offers and stop listening; each process closes its own."""
@@ -307,9 +279,9 @@ class Offers(AbstractContextManager):
     def _send(self, connection: socket.socket, request: dict[str, Any], offer: Offer) -> None:
         share = offer.held
         tokens, kv_heads, layers = (range_of(request, name) for name in ("tokens", "kv_heads", "layers"))
-        part = share.part(tokens, kv_heads, layers)
-        send_message(connection, {"tokens": part.runs, "kv_heads": part.kv_heads})
-        for index, states in zip(layers, share.in_host_memory(part), strict=True):
+        runs, heads, in_host_memory = share.part(tokens, kv_heads, layers)
+        send_message(connection, {"tokens": runs, "kv_heads": heads})
+        for index, states in zip(layers, in_host_memory, strict=True):
             offer.require_alive()
             send_message(connection, {"layer": index})
             send_message(connection, {"crc32": send_rows(connection, states)})

@@ -6,8 +6,7 @@ import socketserver
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,25 +24,6 @@ _logger = logging.getLogger(__name__)
 MAX_STRANGERS = 64  # connections that have not presented a secret yet
 _ENDING_SECONDS = 5.0
 _POLL_SECONDS = 0.05  # after which a listener that ends notices
-
-
-@dataclass(frozen=True)
-class Part:
-    """Requested part of a process's KV.
-
-    Attributes:
-        heads: which of the process's KV heads, counted from its first.
-        rows: which of its rows.
-        layers: which layers.
-        runs: the token numbers of these rows.
-        kv_heads: the numbers of these KV heads in the whole model.
-    """
-
-    heads: slice
-    rows: slice
-    layers: range
-    runs: tuple[Run, ...]
-    kv_heads: Run
 
 
 class Share:
@@ -67,8 +47,14 @@ class Share:
         if self._device.type == "cuda":
             self._computed = torch.cuda.current_stream(self._device).record_event()
 
-    def part(self, tokens: range, kv_heads: range, layers: range) -> Part:
+    def part(
+        self, tokens: range, kv_heads: range, layers: range
+    ) -> tuple[list[Run], Run, Iterator[tuple[Tensor, Tensor]]]:
         """Return the requested part of this share, which may be empty.
+
+        Returns:
+            The part's token numbers; its KV heads; and of each layer its keys and values ``[H, T, D]`` in CPU
+            memory, with contiguous rows: the share's own memory if possible, valid until the next are requested.
 
         Raises:
             StorageError: layers are out of range.
@@ -76,30 +62,16 @@ class Share:
         if layers.stop > len(self._layers):
             raise StorageError(f"the KV has {len(self._layers)} layers, not {layers.stop}")
         heads = intersect(self.kv_heads, kv_heads)
-        rows = [rows for rows, _ in rows_of(self.runs, [tokens])] if heads else []
-        common = (intersect(range(*run), tokens) for run in self.runs) if heads else ()
-        return Part(
-            heads=slice(heads.start - self.kv_heads.start, heads.stop - self.kv_heads.start),
-            # The runs ascend, so a range of tokens maps to contiguous rows.
-            rows=slice(rows[0].start, rows[-1].stop) if rows else slice(0, 0),
-            layers=layers,
-            runs=tuple((run.start, run.stop) for run in common if run),
-            kv_heads=(heads.start, heads.stop),
-        )
+        found = list(rows_of(self.runs, [tokens])) if heads else []
+        runs = [(tokens.start + place.start, tokens.start + place.stop) for _, place in found]
+        # The runs ascend, so a range of tokens maps to contiguous rows.
+        rows = slice(found[0][0].start, found[-1][0].stop) if found else slice(0, 0)
+        chosen = slice(heads.start - self.kv_heads.start, heads.stop - self.kv_heads.start), rows
+        states = ((keys[chosen], values[chosen]) for keys, values in self._layers[layers.start : layers.stop])
+        in_host_memory = _contiguous(states) if self._computed is None else self._copied(states)
+        return runs, (heads.start, heads.stop), in_host_memory
 
-    def in_host_memory(self, part: Part) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield keys and values ``[H, T, D]`` of each layer, with contiguous rows.
-
-        They are the share's own memory if possible, and valid until the next are requested.
-        """
-        if self._computed is not None:
-            yield from self._copied(part)
-            return
-        for index in part.layers:
-            found = (states[part.heads, part.rows] for states in self._layers[index])
-            yield tuple(x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous() for x in found)
-
-    def _copied(self, part: Part) -> Iterator[tuple[Tensor, Tensor]]:
+    def _copied(self, layers: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
         """Copy layers from the GPU, each while the previous one is being sent, next to other GPU work."""
         stream = side_stream(self._device, "sending")
         stream.wait_event(self._computed)
@@ -115,8 +87,7 @@ class Share:
 
         under_way = None
         try:
-            for number, index in enumerate(part.layers):
-                states = tuple(each[part.heads, part.rows] for each in self._layers[index])
+            for number, states in enumerate(layers):
                 previous, under_way = under_way, start(states, number)
                 if previous is not None:
                     previous[1].synchronize()
@@ -127,6 +98,12 @@ class Share:
         finally:  # neither the KV nor the buffers may be freed before
             if under_way is not None:
                 under_way[1].synchronize()
+
+
+def _contiguous(layers: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield keys and values ``[H, T, D]`` with contiguous rows, copied only if theirs are not."""
+    for layer in layers:
+        yield tuple(x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous() for x in layer)
 
 
 class Listener(socketserver.ThreadingTCPServer):

@@ -245,14 +245,6 @@ class SavedKV:
                     result[of_result, places] = states[of_shard, rows]
         return keys, values
 
-    def require_whole_prompt(self) -> None:
-        """Raise StorageError if visual tokens were pruned, for a reader that renders the whole prompt itself."""
-        if self.manifest.reduction is not None:
-            raise StorageError(
-                f"cannot transfer the KV in {self.path}: {self.manifest.reduction.method} pruned its prompt, and "
-                "the consumer reads the whole prompt"
-            )
-
     def _read(self, file: StoredFile) -> dict[str, Tensor]:
         path = self._folder / file.name
         with raised_as(StorageError, f"cannot read {path}", OSError, SafetensorError):

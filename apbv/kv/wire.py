@@ -186,11 +186,8 @@ def reachable_address(host: str) -> str:
         for *_, (address, *_) in socket.getaddrinfo(socket.gethostname(), None, family, socket.SOCK_STREAM):
             if not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
                 return address
-    # Many systems resolve their own name to a loopback address, or not at all. This sends nothing: it picks a
-    # route.
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(("2001:db8::1" if family == socket.AF_INET6 else "192.0.2.1", 9))
-        return probe.getsockname()[0]
+    # Many systems resolve their own name to a loopback address, or not at all.
+    return _address_towards(family, ("2001:db8::1" if family == socket.AF_INET6 else "192.0.2.1", 9))
 
 
 def own_address(http_host: str) -> str:
@@ -206,13 +203,16 @@ def own_address(http_host: str) -> str:
     is_one_machine = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
     if is_one_machine:
         return LOOPBACK if _is_loopback(http_host) else reachable_address(http_host)
-    # The address by which this machine reaches host 0. Connecting a datagram socket sends nothing: it picks a
-    # route.
-    family, kind, _, _, address = socket.getaddrinfo(os.environ["MASTER_ADDR"], 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(address)
-        found = probe.getsockname()[0]
+    family, *_, address = socket.getaddrinfo(os.environ["MASTER_ADDR"], 9, type=socket.SOCK_DGRAM)[0]
+    found = _address_towards(family, address)
     return reachable_address("0.0.0.0") if _is_loopback(found) else found
+
+
+def _address_towards(family: int, address: Any) -> str:
+    """Return this machine's address on the route to another, without sending anything."""
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)
+        return probe.getsockname()[0]
 
 
 def _is_loopback(host: str) -> bool:

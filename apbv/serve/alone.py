@@ -4,7 +4,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -67,23 +67,22 @@ class Alone:
         self,
         order: Order,
         output: Output,
-        paths: Sequence[Path],
+        files: AbstractContextManager[Sequence[Path]],
         prompt: Skeleton | None = None,
-        files: ExitStack | None = None,
     ) -> None:
         """Prefill a prompt in a thread, and hand it, or the error, to the decoding thread.
 
         Args:
-            paths: this host's paths of the order's files.
+            files: provides this host's paths of the order's files.
             prompt: the part of the question that this host has already read.
-            files: closed when it is prefilled.
         """
-        engine, pool = self._lanes[bool(paths)]
+        engine, pool = self._lanes[bool(order.files)]
+        precedence = self.giving_way() if order.files else nullcontext()
 
         def run() -> None:
             began = time.thread_time()
             try:
-                with files or ExitStack(), self.giving_way() if paths else nullcontext(), engine.hosts.on_device():
+                with files as paths, precedence, engine.hosts.on_device():
                     request = order.request(engine.hosts, paths, prompt)
                     done = engine.begin(replace(request, stop=lambda _: output.is_cancelled))
             except Exception as error:

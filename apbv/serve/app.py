@@ -117,7 +117,7 @@ class _Endpoints:
         return JSONResponse({"server_load": self._num_answering})
 
     async def metrics(self, _: Request) -> Response:
-        return Response(self._scheduler.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+        return Response(self._scheduler.render_metrics(), media_type=CONTENT_TYPE_LATEST)
 
     async def answer(self, body: type[GenerationRequest], request: Request) -> Response:
         """Answer a request whose body is of some type."""

@@ -14,9 +14,7 @@ from typing import Any
 
 from .app import build_app
 from .batch_files import Answers, Requests
-from .job import DURATIONS
-from .log import FIELDS
-from .report import report
+from .metrics import Metrics
 from .requests import ApiError
 from .scheduler import Scheduler
 from .server import SIGNALS
@@ -34,39 +32,6 @@ _SAME_SIGNAL_SECONDS = 1.0
 _logger = logging.getLogger(__name__)
 
 
-class Figures(logging.Handler):
-    """Figures of the requests that finish in a ``with`` block, from the server's log.
-
-    Attributes:
-        num_prompt_tokens, num_generated_tokens: of all requests.
-        durations: of each stage, in seconds (:data:`.job.DURATIONS`).
-    """
-
-    def __init__(self):
-        super().__init__()
-        self.num_prompt_tokens = self.num_generated_tokens = 0
-        self.durations: dict[str, list[float]] = {name: [] for name in DURATIONS}
-        self._logger = logging.getLogger(report.__module__)
-
-    def __enter__(self) -> "Figures":
-        self._logger.setLevel(logging.INFO)
-        self._logger.addHandler(self)
-        return self
-
-    def __exit__(self, *_) -> None:
-        self._logger.removeHandler(self)
-        self._logger.setLevel(logging.NOTSET)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Note a request."""
-        fields = getattr(record, FIELDS)
-        self.num_prompt_tokens += fields["prompt_tokens"]
-        self.num_generated_tokens += fields["completion_tokens"]
-        for name, durations in self.durations.items():
-            if (seconds := fields[f"{name}_seconds"]) is not None:
-                durations.append(seconds)
-
-
 class Batch:
     """Answers the requests of a file, on host 0.
 
@@ -81,7 +46,6 @@ class Batch:
         num_answered: of them, also with errors.
         num_failed: errors in the file of answers, of earlier runs, too.
         num_left: requests that were read and not answered, because the batch was stopped.
-        figures: of this run's requests.
         stopped_by: the signal that it got; None: none.
     """
 
@@ -91,7 +55,7 @@ class Batch:
         self._requests, self._answers, self._settings, self._show = requests, answers, settings, show
         self.total: int | None = None
         self.num_answered, self.num_failed, self.num_left = 0, answers.num_failed, 0
-        self.figures, self.stopped_by = Figures(), None
+        self.stopped_by: int | None = None
         self._seen: set[str] = set()
         self._asking: set[Future] = set()
         self._has_read_all, self._failure = False, None  # a ValueError
@@ -110,6 +74,11 @@ class Batch:
         return self._scheduler.num_running
 
     @property
+    def metrics(self) -> Metrics:
+        """The metrics of this run's requests."""
+        return self._scheduler.metrics
+
+    @property
     def seconds(self) -> float:
         """Seconds since the first request."""
         return time.monotonic() - self._began
@@ -126,7 +95,7 @@ class Batch:
             ValueError: the requests cannot be read any further, or the answers not be written.
         """
         self._began = time.monotonic()
-        with self.figures, self._writer:
+        with self._writer:
             asyncio.run(self._answer_all())
         if self._failure is not None:
             raise self._failure

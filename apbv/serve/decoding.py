@@ -9,8 +9,6 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 
-import torch
-
 from ..decode.batch import Batch, Member
 from ..engine import Engine
 from ..hosts.exchange import describe_error
@@ -74,16 +72,14 @@ class Decoding:
 
     def _run(self) -> None:
         try:
-            device = self._engine.hosts.device
-            if device.type == "cuda":
-                torch.cuda.set_device(device)
             if sys.platform == "linux":  # elsewhere threads have no priority of their own
                 with suppress(OSError):  # where a sandbox forbids it
                     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
-            batch = self._engine.batch()
-            while self._admit(batch):
-                self._step(batch)
-                self._on_step()
+            with self._engine.hosts.on_device():
+                batch = self._engine.batch()
+                while self._admit(batch):
+                    self._step(batch)
+                    self._on_step()
         except BaseException as error:
             self.failure = error
 

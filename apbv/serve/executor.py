@@ -1,10 +1,10 @@
 """Carries out orders: the work of every host for a request, led by host 0."""
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from threading import Event
 
@@ -25,17 +25,13 @@ from .media import PrivateFiles, find_in_folder
 from .order import Order, decode_order
 
 Asked = Callable[[Request], Request]
-OpenFiles = Callable[[ExitStack], list[Path]]
+Files = AbstractContextManager[Sequence[Path]]
 
 
 class Command(IntEnum):
-    """What all hosts do next, as host 0 says.
+    """What all hosts do next, as host 0 says: idle, carry out an order, or shut down."""
 
-    They idle; answer together; prefill a prompt that one of them answers; prefill one that another server answers;
-    shut down.
-    """
-
-    WAIT, ANSWER, PREFILL, HAND_OVER, LEAVE = range(5)
+    WAIT, CARRY_OUT, LEAVE = range(3)
 
 
 @dataclass(frozen=True)
@@ -56,16 +52,15 @@ class Executor:
 
     def carry_out(
         self,
-        command: Command,
         order: Order,
-        open_files: OpenFiles,
+        files: Files,
         asked: Asked = lambda request: request,
         prompt: Skeleton | None = None,
     ) -> "GenerateResult | Begun | tuple[int, Ticket] | None":
         """Answer an order, prefill it with all KV on its home, or export its KV from the hosts that computed it.
 
         Args:
-            open_files: gives this host's paths of the order's files, which last as long as the stack.
+            files: provides this host's paths of the order's files.
             asked: turns the request into one with host 0's callbacks.
             prompt: the part of the question that this host has already read.
 
@@ -79,12 +74,10 @@ class Executor:
         engine = self.engine
         with ExitStack() as stack:
             with self.hosts.local_stage("opening the files"):
-                paths = open_files(stack)
+                paths = stack.enter_context(files)
             request = asked(order.request(engine.hosts, paths, prompt))
-            if command == Command.ANSWER:
-                return engine.answer(request)
-            if command != Command.HAND_OVER:
-                return engine.begin(request)
+            if not order.hands_over:
+                return engine.answer(request) if engine.why_one_by_one else engine.begin(request)
             if not self.engine.prefills:
                 return None
             begun = self._handing_over.begin(request)
@@ -154,35 +147,31 @@ def follow(executor: Executor, folder: Path | None, private_files: PrivateFiles,
     alone = Alone(executor.engine, decoding)
     failed: list[tuple[Order, Exception]] = []
 
-    def open_files(order: Order, sent: Iterator[bytes], stack: ExitStack) -> list[Path]:
-        return [
-            stack.enter_context(private_files.holding(next(sent)))
-            if file is None
-            else find_in_folder(folder, file)
-            for file in order.files
-        ]
+    @contextmanager
+    def opened(order: Order, sent: Iterator[bytes]) -> Iterator[list[Path]]:
+        with ExitStack() as stack:
+            yield [
+                stack.enter_context(private_files.holding(next(sent)))
+                if file is None
+                else find_in_folder(folder, file)
+                for file in order.files
+            ]
 
     def prefill_alone(order: Order, sent: Iterator[bytes]) -> None:
-        output = RemoteOutput(link, order.number)
-        try:
-            with ExitStack() as stack:
-                paths = open_files(order, sent, stack)
-                alone.prefill(order, output, paths, files=stack.pop_all())
-        except Exception as error:
-            decoding.add(output, order, error)
+        alone.prefill(order, RemoteOutput(link, order.number), opened(order, sent))
 
-    def carry_out(command: Command) -> None:
+    def carry_out() -> None:
         order = decode_order(hosts.broadcast_bytes(None))
         sent = iter([hosts.broadcast_bytes(None) for file in order.files if file is None])
         try:
             with alone.giving_way():
-                done = executor.carry_out(command, order, partial(open_files, order, sent))
+                done = executor.carry_out(order, opened(order, sent))
         except Exception as error:
             if not executor.is_usable:
                 raise
             failed.append((order, error.with_traceback(None)))
             return
-        if command == Command.PREFILL and order.home == hosts.rank:
+        if isinstance(done, Begun) and order.home == hosts.rank:
             decoding.add(RemoteOutput(link, order.number), order, done)
 
     with decoding or nullcontext(), alone:
@@ -198,4 +187,4 @@ def follow(executor: Executor, folder: Path | None, private_files: PrivateFiles,
             if command == Command.LEAVE:
                 return
             if command != Command.WAIT:
-                carry_out(command)
+                carry_out()

@@ -48,7 +48,7 @@ def log_to_stderr(form: str = "text") -> None:
 
 
 class OncePerPeriod(logging.Filter):
-    """Filter that lets each warning through once per period, with the number of suppressed ones.
+    """Filter that lets each warning through once per period.
 
     Args:
         seconds: the period.
@@ -58,17 +58,12 @@ class OncePerPeriod(logging.Filter):
         super().__init__()
         self._seconds = seconds
         self._said: dict[str, float] = {}  # when each was last let through; by message template, so there are few
-        self._left_out: dict[str, int] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Return whether a record passes."""
-        if record.levelno != logging.WARNING:
-            return True
-        text, now = str(record.msg), time.monotonic()
-        if text in self._said and now - self._said[text] < self._seconds:
-            self._left_out[text] = self._left_out.get(text, 0) + 1
-            return False
-        self._said[text] = now
-        if count := self._left_out.pop(text, 0):
-            record.msg = f"{text} ({count} more like this since the last time)"
+        if record.levelno == logging.WARNING:
+            text, now = str(record.msg), time.monotonic()
+            if text in self._said and now - self._said[text] < self._seconds:
+                return False
+            self._said[text] = now
         return True

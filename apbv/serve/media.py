@@ -27,7 +27,6 @@ from ..warn import raised_as
 from .settings import ServerSettings
 
 _MAX_REDIRECTS = 3
-_CHUNK = 2**16
 _REDIRECTS = (301, 302, 303, 307, 308)
 
 
@@ -62,12 +61,6 @@ class PrivateFiles:
         self._lock = threading.Lock()
         self._num_users: Counter[str] = Counter()  # of a file, by name
         self._is_closed = False
-
-    def __enter__(self) -> "PrivateFiles":
-        return self
-
-    def __exit__(self, *exception) -> None:
-        self.close()
 
     def close(self) -> None:
         """Delete the directory; no more files can be made."""
@@ -301,11 +294,9 @@ def is_public(address: str) -> bool:
 
 
 def _read(response: http.client.HTTPResponse, host: str, max_bytes: int) -> bytes:
-    data = bytearray()
-    while chunk := response.read1(_CHUNK):
-        data += chunk
-        if len(data) > max_bytes:
-            raise MediaError(f"a file may have at most {max_bytes} bytes; that of {host} is larger")
+    data = response.read(max_bytes + 1)
+    if len(data) > max_bytes:
+        raise MediaError(f"a file may have at most {max_bytes} bytes; that of {host} is larger")
     if response.length:
         raise MediaError(f"{host} closed the connection in the middle of the file")
-    return bytes(data)
+    return data

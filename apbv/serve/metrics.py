@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from ..kv.offers import ENDINGS
 from .job import RequestRecord
 
 # vLLM's, so that both can be shown in one panel.
@@ -22,10 +23,8 @@ _REQUEST_SECONDS = (
 _TOKENS = tuple(mantissa * 10**exponent for exponent in range(7) for mantissa in (1, 2, 5))
 
 # Outcomes and vLLM's names for them; vLLM counts only requests that its engine has accepted.
-_FINISHED_REASONS = {"stop": "stop", "length": "length", "cancelled": "abort", "failed": "error"}
-_REFUSALS = ("rejected", "invalid")
-OUTCOMES = (*_FINISHED_REASONS, *_REFUSALS)
-TRANSFER_ENDS = ("fetched", "dropped", "expired", "displaced", "closed")
+FINISHED_REASONS = {"stop": "stop", "length": "length", "cancelled": "abort", "failed": "error"}
+REFUSALS = ("rejected", "invalid")
 
 _GAUGES = {
     "num_requests_running": "Requests being prefilled or decoded",
@@ -89,12 +88,12 @@ class Metrics:
             for name, (what, buckets, *_) in _HISTOGRAMS.items()
         }
         ended, offered = "Finished requests, by reason", "KV transfers, by how they ended"
-        self._finished = self._labelled("request_success", "finished_reason", ended, _FINISHED_REASONS.values())
+        self._finished = self._labelled("request_success", "finished_reason", ended, FINISHED_REASONS.values())
         refused = "Rejected requests, by reason"
-        self._refused = self._labelled("requests_refused", "reason", refused, _REFUSALS)
-        self._transfers = self._labelled("kv_transfers", "how", offered, TRANSFER_ENDS)
+        self._refused = self._labelled("requests_refused", "reason", refused, REFUSALS)
+        self._transfers = self._labelled("kv_transfers", "how", offered, ENDINGS)
         num_bytes = "Bytes of KV transfers, by how they ended"
-        self._transfer_bytes = self._labelled("kv_transfer_bytes", "how", num_bytes, TRANSFER_ENDS)
+        self._transfer_bytes = self._labelled("kv_transfer_bytes", "how", num_bytes, ENDINGS)
 
     def set(self, **gauges: float) -> None:
         """Set gauges, by their names without the prefix."""
@@ -115,10 +114,10 @@ class Metrics:
 
         Tokens and TTFT are counted for every request; the other times and lengths only for completed answers.
         """
-        if record.outcome in _REFUSALS:
+        if record.outcome in REFUSALS:
             self._refused.labels(self.model, record.outcome).inc()
         else:
-            self._finished.labels(self.model, _FINISHED_REASONS[record.outcome]).inc()
+            self._finished.labels(self.model, FINISHED_REASONS[record.outcome]).inc()
         self._counters["prompt_tokens"].inc(record.prompt_tokens)
         self._counters["generation_tokens"].inc(record.completion_tokens)
         if record.speculation is not None:
@@ -140,7 +139,7 @@ class Metrics:
 
         Args:
             how: ``fetched`` by a decode instance, ``dropped`` because it will not be fetched, ``expired``,
-                ``displaced`` to make room, or ``closed`` with the server.
+                or ``closed`` with the server.
             num_bytes: its bytes on all hosts.
             seconds: how long it was available.
         """
@@ -148,6 +147,16 @@ class Metrics:
         self._transfer_bytes.labels(self.model, how).inc(num_bytes)
         if how == "fetched":
             self._histograms["kv_transfer_wait_seconds"].observe(seconds)
+
+    def total(self, name: str) -> float:
+        """Return a counter's value, by its name without the prefix."""
+        return self._registry.get_sample_value(f"apbv:{name}_total", {"model_name": self.model})
+
+    def mean(self, name: str) -> float | None:
+        """Return the mean of a histogram's observations, by its name without the prefix; None: there are none."""
+        labels = {"model_name": self.model}
+        total, count = (self._registry.get_sample_value(f"apbv:{name}_{of}", labels) for of in ("sum", "count"))
+        return total / count if count else None
 
     def render(self) -> bytes:
         """Render the metrics in Prometheus' text format."""

@@ -9,8 +9,9 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from PIL import Image
@@ -68,6 +69,11 @@ class ReadyRequest:
     call_format: CallFormat | None = None
 
     @property
+    def paths(self) -> AbstractContextManager[list[Path]]:
+        """The order's files on host 0, which its job keeps open."""
+        return nullcontext([file.path for file in self.media])
+
+    @property
     def token_ids(self) -> list[int]:
         """The prompt's tokens."""
         return self.prompt.batch["input_ids"][0].tolist()
@@ -122,9 +128,7 @@ class Reader:
             asked["token_ids"] = prompts.tokenize(given, request.add_special_tokens) if is_text else given
         else:
             media, asked = self._open_chat(request, stack, is_wanted)
-        # Of an answer that another server gives, this one chooses the first token.
-        least = min(request.min_tokens or 0, 1) if request.hands_over else request.min_tokens or 0
-        limit = 1 if request.hands_over else request.token_limit
+        least, limit = request.min_tokens or 0, request.token_limit
         prompt = self._lay_out(prompts, asked, media, field, is_wanted)
         num_tokens, wanted = prompt.batch["input_ids"].shape[1], max(limit or 1, least)
         room = self.max_model_len - num_tokens

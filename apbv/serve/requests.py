@@ -53,10 +53,11 @@ _REFUSED = _names(
     "prompt_embeds prompt_logprobs reasoning_effort structural_tag structured_outputs thinking "
     "thinking_token_budget tool_call_id tool_calls tools truncate_prompt_tokens"
 ).union(*(_names(names) for _, names in _NEUTRAL))
-# Sampling parameters: if another server decodes, they are for that one.
+# Fields about an answer: if another server decodes it, they are for that one.
 _OF_THE_DECODER = _names(
-    "allowed_token_ids bad_words include_reasoning include_stop_str_in_output return_tokens_as_token_ids "
-    "skip_special_tokens spaces_between_special_tokens structured_outputs"
+    "allowed_token_ids bad_words include_reasoning include_stop_str_in_output logprobs max_completion_tokens n "
+    "response_format return_tokens_as_token_ids skip_special_tokens spaces_between_special_tokens stop "
+    "stop_token_ids structured_outputs top_logprobs"
 )
 # Steps of pydantic's path to an error that are not fields: "str", "constrained-str", "list[...]".
 _NAMES_AN_ALTERNATIVE = re.compile(r"\[|(^|-)(str|int)$")
@@ -69,6 +70,7 @@ _ANY_OBJECT = '{"type": "object"}'  # the schema of OpenAI's json_object
 _Count = Annotated[int, Field(ge=1, le=_MAX_TOKENS)]
 _TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**63)]], Field(fail_fast=True)]
 _TokenId = Annotated[int, Field(ge=0, lt=2**63, strict=False)]  # as a key of JSON it is a text
+_StopString = Annotated[str, Field(min_length=1, max_length=_MAX_STOP_LENGTH)]
 _LogitBias = Annotated[dict[_TokenId, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024)]
 _NumLogprobs = Annotated[int, Field(ge=0, le=20)]
 _Body = TypeVar("_Body", bound="_Strict")
@@ -115,9 +117,8 @@ class _Strict(BaseModel):
 
     @model_validator(mode="after")
     def _refuse_what_is_not_served(self) -> "_Strict":
-        ignored = _OF_THE_DECODER if getattr(self, "hands_over", False) else ()
         for name, value in (self.model_extra or {}).items():
-            if name in _REFUSED and name not in ignored and not _is_neutral(name, value):
+            if name in _REFUSED and not _is_neutral(name, value):
                 raise _refused(name, f"{name} is not supported by this server")
             if name not in _REFUSED | _WITHOUT_EFFECT:
                 _logger.warning("ignored an unknown request field: %.100r", name)
@@ -134,7 +135,8 @@ class _Strict(BaseModel):
             return cls.model_validate_json(body)
         except ValidationError as error:
             # Of the alternatives that a value fits none of, the one that it fits best.
-            worst = max(error.errors(include_url=False, include_input=False), key=lambda each: len(each["loc"]))
+            found = error.errors(include_url=False, include_input=False)
+            worst = max(found, key=lambda each: (len(each["loc"]), each["type"] == "too_long"))
             steps = [
                 step for step in worst["loc"] if isinstance(step, int) or not _NAMES_AN_ALTERNATIVE.search(step)
             ]
@@ -259,6 +261,15 @@ class StreamOptions(_Strict):
     continuous_usage_stats: bool | None = None
 
 
+class KVTransferParams(BaseModel):
+    """What a router asks of a prefill instance; its other fields are for other kinds of instances."""
+
+    model_config = ConfigDict(strict=True)
+
+    do_remote_decode: bool | None = None
+    do_remote_prefill: bool | None = None
+
+
 class GenerationRequest(_Strict):
     """Fields of both endpoints; lists fail fast, because an error takes much more memory than its cause.
 
@@ -268,7 +279,8 @@ class GenerationRequest(_Strict):
         id_prefix: prefix of the answers' ids.
         may_call: whether calls of tools are looked for in the answer.
         makes_one_call: whether it has one call at most.
-        kv_transfer_params: with ``do_remote_decode`` the prompt's KV is exported for another server.
+        kv_transfer_params: with ``do_remote_decode`` the prompt's KV is exported for another server, and this one
+            answers with a single token.
     """
 
     default_limit: ClassVar[int | None] = None
@@ -293,17 +305,25 @@ class GenerationRequest(_Strict):
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     response_format: dict[str, Any] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
-    stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
+    stop: _StopString | Annotated[list[_StopString], Field(max_length=4, fail_fast=True)] | None = None
     stop_token_ids: _TokenIds | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
-    kv_transfer_params: dict[str, Any] | None = None
+    kv_transfer_params: KVTransferParams | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_the_answer_to_the_decoder(cls, body: Any) -> Any:
+        params = body.get("kv_transfer_params") if isinstance(body, dict) else None
+        if not isinstance(params, dict) or params.get("do_remote_decode") is not True:
+            return body
+        kept = {name: value for name, value in body.items() if name not in _OF_THE_DECODER}
+        return {**kept, "tool_choice": "none", "max_tokens": 1, "min_tokens": 1 if body.get("min_tokens") else 0}
 
     @model_validator(mode="after")
     def _check(self) -> "GenerationRequest":
-        if not self.hands_over:
-            self._check_answer()
+        self._check_answer()
         if self.stream_options is not None and not self.stream:
             raise _refused("stream_options", "stream_options needs stream")
         if None not in (self.max_tokens, self.max_completion_tokens) and (
@@ -311,17 +331,12 @@ class GenerationRequest(_Strict):
         ):
             raise _refused("max_tokens", "max_tokens and max_completion_tokens must be equal if both are given")
         self._check_kv_transfer()
-        # A router asks for one token of an answer that another server makes, and may leave min_tokens as it was.
         limit = self.token_limit or self.default_limit
-        if limit is not None and (self.min_tokens or 0) > limit and not self.hands_over:
+        if limit is not None and (self.min_tokens or 0) > limit:
             raise _refused("min_tokens", f"min_tokens is {self.min_tokens}, but max_tokens is {limit}")
         return self
 
     def _check_answer(self) -> None:
-        if len(self.stop_strings) > 4:
-            raise _refused("stop", "there may be at most 4 stop strings")
-        if any(not 1 <= len(string) <= _MAX_STOP_LENGTH for string in self.stop_strings):
-            raise _refused("stop", f"stop strings must have 1 to {_MAX_STOP_LENGTH} characters")
         if self.stop_token_ids and self.min_tokens:
             raise _refused("stop_token_ids", "stop_token_ids are not supported together with min_tokens")
         asked = self.response_format or {}
@@ -336,11 +351,7 @@ class GenerationRequest(_Strict):
             raise _refused("response_format", message)
 
     def _check_kv_transfer(self) -> None:
-        params = self.kv_transfer_params or {}
-        for name in ("do_remote_decode", "do_remote_prefill"):
-            if not isinstance(params.get(name), bool | None):
-                raise _refused("kv_transfer_params", f"kv_transfer_params: {name} must be true or false")
-        if params.get("do_remote_prefill"):
+        if self.kv_transfer_params is not None and self.kv_transfer_params.do_remote_prefill:
             message = (
                 "this server is a prefill instance and cannot load KV: send do_remote_prefill to the decode "
                 "instance"
@@ -353,12 +364,12 @@ class GenerationRequest(_Strict):
     @property
     def hands_over(self) -> bool:
         """Whether the prompt's KV is transferred to another server."""
-        return bool((self.kv_transfer_params or {}).get("do_remote_decode"))
+        return self.kv_transfer_params is not None and bool(self.kv_transfer_params.do_remote_decode)
 
     @property
     def num_answers(self) -> int:
         """Number of answers requested from this server."""
-        return 1 if self.hands_over else self.n or 1
+        return self.n or 1
 
     def split(self) -> list["GenerationRequest"]:
         """Return a request for each prompt."""
@@ -367,7 +378,7 @@ class GenerationRequest(_Strict):
     @property
     def json_schema(self) -> str | None:
         """The JSON schema that the answer is to follow."""
-        asked = {} if self.hands_over else self.response_format or {}
+        asked = self.response_format or {}
         if asked.get("type") == "json_schema":
             return json.dumps(asked["json_schema"]["schema"])
         return _ANY_OBJECT if asked.get("type") == "json_object" else None
@@ -404,11 +415,7 @@ class _ChatOptions(_Strict):
     @property
     def template(self) -> dict[str, Any]:
         """The options of the chat template that are given."""
-        options = {
-            "add_generation_prompt": self.add_generation_prompt,
-            "continue_final_message": self.continue_final_message,
-        }
-        given = {name: value for name, value in options.items() if value is not None}
+        given = self.model_dump(include={"add_generation_prompt", "continue_final_message"}, exclude_none=True)
         return {**(self.chat_template_kwargs or {}), **given}
 
 
@@ -425,7 +432,7 @@ class ChatRequest(_ChatOptions, GenerationRequest):
 
     @model_validator(mode="after")
     def _check_logprobs(self) -> "ChatRequest":
-        if self.top_logprobs and not self.logprobs and not self.hands_over:
+        if self.top_logprobs and not self.logprobs:
             raise _refused("top_logprobs", "top_logprobs needs logprobs")
         return self
 
@@ -440,7 +447,7 @@ class ChatRequest(_ChatOptions, GenerationRequest):
     @property
     def may_call(self) -> bool:
         """As of every request."""
-        return bool(self.tools) and self.tool_choice != "none" and not self.hands_over
+        return bool(self.tools) and self.tool_choice != "none"
 
     @property
     def must_call(self) -> bool:
@@ -462,7 +469,7 @@ class ChatRequest(_ChatOptions, GenerationRequest):
     @property
     def num_logprobs(self) -> int | None:
         """Number of most probable tokens to return with every token; None: no log probabilities."""
-        return self.top_logprobs or 0 if self.logprobs and not self.hands_over else None
+        return self.top_logprobs or 0 if self.logprobs else None
 
 
 class CompletionRequest(GenerationRequest):
@@ -487,7 +494,7 @@ class CompletionRequest(GenerationRequest):
     @property
     def num_logprobs(self) -> int | None:
         """As of a chat."""
-        return None if self.logprobs is False or self.hands_over else self.logprobs
+        return None if self.logprobs is False else self.logprobs
 
     @model_validator(mode="after")
     def _check_prompt(self) -> "CompletionRequest":

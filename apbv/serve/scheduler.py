@@ -111,24 +111,22 @@ class Scheduler:
             if len(self._admitted) + len(jobs) > self.limits.max_queue + (not self._running):
                 raise ApiError(429, "the queue is full; try again later", headers={"Retry-After": "1"})
             self._admitted.update(jobs)
-            self._show()
 
-    def make_ready(self, job: Job) -> bool:
-        """Put a request that was read into the queue; False if it is not wanted any more.
+    def make_ready(self, job: Job) -> None:
+        """Put a request that was read into the queue.
 
         Raises:
-            ApiError: as of :meth:`Limits.bytes_of`.
+            ApiError: as of :meth:`Limits.bytes_of`; or with status 503: it is not wanted any more.
         """
         with self.changed:
             if job.is_cancelled or self.is_stopping:
-                return False
+                raise ApiError(503, "the server is stopping, or the client has gone")
             job.kv_bytes = self.limits.bytes_of(job.read.order, job.read.num_tokens)
             job.is_short = job.read.num_tokens < self.limits.split_tokens and not job.read.order.hands_over
             job.record.ready = time.monotonic()
             # Later the longer its prompt is.
             bisect.insort(self._ready, job, key=lambda each: each.record.ready + _PER_TOKEN * each.read.num_tokens)
             self.changed.notify_all()
-            return True
 
     def take(self, seconds: float, is_short: bool = False) -> Job | None:
         """Wait for the first prompt of a kind to fit, and let it run; None if that takes longer than ``seconds``.
@@ -148,17 +146,7 @@ class Scheduler:
             self._admitted.discard(job)
             self._running.add(job)
             job.record.began = time.monotonic()
-            self._show()
             return job
-
-    def bytes_wanted(self) -> int:
-        """Return how many bytes of KV have to be freed for the first in the queue."""
-        with self.changed:
-            if not self._ready:
-                return 0
-            first, used = self._ready[0], list(map(self._used, self._homes))
-            used = max(used) if first.read.order.hands_over else min(used)
-            return max(used + first.kv_bytes - self.limits.max_kv_bytes, 0)
 
     def cancel(self, job: Job) -> None:
         """Drop a request whose client has gone: at once from the queue, or else at its next token."""
@@ -175,7 +163,6 @@ class Scheduler:
         """Count a request as running no more: its KV is gone."""
         with self.changed:
             self._running.discard(job)
-            self._show()
             self.changed.notify_all()
 
     def hold_offer(self, transfer: str, num_bytes: int) -> None:
@@ -185,7 +172,6 @@ class Scheduler:
                 self._ended_offers.discard(transfer)
             else:
                 self._offers[transfer] = num_bytes, time.monotonic()
-            self._show()
 
     def end_offer(self, transfer: str, how: str, num_bytes: int) -> None:
         """Count KV no more that is not offered any longer; see :class:`apbv.kv.offers.Offers`."""
@@ -194,7 +180,6 @@ class Scheduler:
             _, began = self._offers.pop(transfer, (0, None))
             if began is None:
                 self._ended_offers.add(transfer)
-            self._show()
             self.changed.notify_all()
         self.metrics.observe_transfer(how, num_bytes, 0.0 if began is None else now - began)
 
@@ -207,7 +192,6 @@ class Scheduler:
         with self.changed:
             had_ended, job.has_ended = job.has_ended, True
             self._admitted.discard(job)
-            self._show()
         job.files.close()  # of a request that ended while it was read, those opened since, too
         if had_ended:
             return False
@@ -295,14 +279,17 @@ class Scheduler:
     def _num_answers(self, home: int) -> int:
         return sum(job.read.order.num_answers for job in self._running if job.home == home)
 
-    def _show(self) -> None:
-        used, most = [self._used(home) for home in self._homes], self.limits.max_kv_bytes
-        self.metrics.set(
-            num_requests_waiting=len(self._admitted),
-            num_requests_running=len(self._running),
-            kv_cache_bytes=sum(job.kv_bytes for job in self._running) + self._offered(),
-            kv_cache_usage_perc=sum(used) / (len(used) * most) if most else 0,
-            kv_offers_waiting=len(self._offers),
-        )
-        for home in self._homes:
-            self.metrics.set_of_host(home, used[home], self._num_answers(home))
+    def render_metrics(self) -> bytes:
+        """Return the metrics in Prometheus' text format, with gauges of this moment."""
+        with self.changed:
+            used, most = [self._used(home) for home in self._homes], self.limits.max_kv_bytes
+            self.metrics.set(
+                num_requests_waiting=len(self._admitted),
+                num_requests_running=len(self._running),
+                kv_cache_bytes=sum(job.kv_bytes for job in self._running) + self._offered(),
+                kv_cache_usage_perc=sum(used) / (len(used) * most) if most else 0,
+                kv_offers_waiting=len(self._offers),
+            )
+            for home in self._homes:
+                self.metrics.set_of_host(home, used[home], self._num_answers(home))
+        return self.metrics.render()

@@ -7,7 +7,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 
@@ -104,7 +104,7 @@ def run_worker(
     if settings.max_kv_bytes is None:
         settings = replace(settings, max_kv_bytes=_least_free_bytes(hosts) // 2)
     with ExitStack() as stack:
-        private_files = stack.enter_context(PrivateFiles())
+        private_files = stack.enter_context(closing(PrivateFiles()))
         scheduler = offers = None
         with hosts.local_stage("preparing the server"):
             if hosts.is_leader:

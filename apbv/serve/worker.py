@@ -3,11 +3,8 @@
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
-
-import torch
 
 from ..decode.answer import finish_reason
 from ..hosts.exchange import describe_error
@@ -104,17 +101,16 @@ class Worker:
                 message = "this server does not transfer KV: it was started without --kv-transfer"
                 raise ApiError(400, message, param="kv_transfer_params")
             job.read = self.reader.read(request, job.files, is_wanted)
-            is_ready = self._scheduler.make_ready(job)
-        except ApiError as error:
-            if is_wanted():
-                return self._scheduler.end(job, error, "invalid" if error.status < 500 else "failed")
-            is_ready = False
+            self._scheduler.make_ready(job)
         except Exception as error:
-            return self._scheduler.end(job, ApiError(500, f"cannot read the request: {error}"), "failed")
-        if not is_ready and job.is_cancelled:
-            self._scheduler.end(job, None, "cancelled")
-        elif not is_ready:
-            self._scheduler.end(job, ApiError(503, "the server is stopping"), "rejected")
+            if not isinstance(error, ApiError):
+                error = ApiError(500, f"cannot read the request: {error}")
+            if job.is_cancelled:
+                self._scheduler.end(job, None, "cancelled")
+            elif self._scheduler.is_stopping:
+                self._scheduler.end(job, ApiError(503, "the server is stopping"), "rejected")
+            else:
+                self._scheduler.end(job, error, "invalid" if error.status < 500 else "failed")
 
     def finish(self, seconds: float) -> None:
         """Reject waiting and new requests, finish the running ones, and shut down all hosts.
@@ -128,11 +124,8 @@ class Worker:
         self._thread.join()
 
     def _run(self) -> None:
-        device = self._executor.hosts.device
         try:
-            if device.type == "cuda":
-                torch.cuda.set_device(device)
-            with self._decoding or nullcontext(), self._alone:
+            with self._executor.hosts.on_device(), self._decoding or nullcontext(), self._alone:
                 threading.Thread(target=self._hand_out, name="short prompts", daemon=True).start()
                 while self._step():
                     pass
@@ -148,8 +141,6 @@ class Worker:
         require_decoding(self._executor.hosts, self._decoding)
         has_stopped = job is None and self._scheduler.has_stopped
         if job is None:
-            if (num_bytes := self._scheduler.bytes_wanted()) and self._executor.offers is not None:
-                self._executor.offers.make_room(num_bytes)  # by requests that have waited for long
             self._send_command(Command.LEAVE if has_stopped else Command.WAIT)
         else:
             self._is_busy = True
@@ -175,7 +166,7 @@ class Worker:
                 if job.home:
                     self._links.send(order, files)
                 else:
-                    self._alone.prefill(order, output, [file.path for file in job.read.media], job.read.prompt)
+                    self._alone.prefill(order, output, job.read.paths, job.read.prompt)
             except Exception as error:
                 output.fail(describe_error(error))
                 output.release()
@@ -204,28 +195,22 @@ class Worker:
             output.fail(describe_error(error))
             output.release()
             return
-        command = Command.PREFILL if self._decoding else Command.ANSWER
-        command = Command.HAND_OVER if order.hands_over else command
-        self._send_command(command)
+        self._send_command(Command.CARRY_OUT)
         hosts.broadcast_bytes(encode_order(order))
         for data in files:
             hosts.broadcast_bytes(data)
         with self._alone.giving_way():
-            self._carry_out(command, job, order, output)
+            self._carry_out(job, order, output)
 
-    def _carry_out(self, command: Command, job: Job, order: Order, output: JobOutput) -> None:
+    def _carry_out(self, job: Job, order: Order, output: JobOutput) -> None:
         """Carry out an order on this host."""
         executor = self._executor
         telling = Telling(output, order, executor.engine.tokenizer.decode)
-
-        def open_files(_: ExitStack) -> list[Path]:
-            return [file.path for file in job.read.media]
-
         try:
-            done = executor.carry_out(command, order, open_files, telling.asked, job.read.prompt)
-            if command == Command.HAND_OVER:
+            done = executor.carry_out(order, job.read.paths, telling.asked, job.read.prompt)
+            if order.hands_over:
                 self._hand_over(job, *done, telling, output)
-            elif command == Command.ANSWER:
+            elif self._decoding is None:
                 telling.finish(done.token_ids, done.finish_reason, done.stats["speculation"])
             else:
                 if order.home == 0:

@@ -2,15 +2,16 @@
 
 import argparse
 import json
+import logging
 import os
 import signal
 import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -24,6 +25,9 @@ from apbv import Engine, HostGroup
 from apbv.config import SamplingParams
 from apbv.serve.batch import Batch
 from apbv.serve.batch_files import Answers, Requests
+from apbv.serve.job import DURATIONS
+from apbv.serve.log import FIELDS
+from apbv.serve.report import report
 from apbv.serve.server import bind, run_worker, serve
 from apbv.serve.settings import ServerSettings
 
@@ -184,14 +188,37 @@ def ask_a_batch(
         asked.write_text("\n".join(lines))
         with closing(Answers(out)) as answers:
             batch = Batch(Requests(asked), answers, settings, lambda _: None)
-            run_worker(engine, hosts, settings, batch.open)
-        seconds, durations = batch.seconds, batch.figures.durations
+            with _durations() as durations:
+                run_worker(engine, hosts, settings, batch.open)
+        seconds = batch.seconds
         bodies = [json.loads(line)["response"]["body"] for line in out.read_text().splitlines()]
     if any("error" in body or body["choices"][0]["message"]["content"] != expected for body in bodies):
         raise ValueError("the batch is not answered as by the engine")
     num_tokens = (body["usage"]["completion_tokens"] for body in bodies)
     times = zip(durations["time_to_first_token"], durations["total"], num_tokens, strict=True)
     return [Answer(first, end, expected, number) for first, end, number in times], seconds
+
+
+@contextmanager
+def _durations() -> Iterator[dict[str, list[float]]]:
+    """Collect the durations (:data:`apbv.serve.job.DURATIONS`) of the requests that finish in the block."""
+    logger, handler = logging.getLogger(report.__module__), logging.Handler()
+    durations: dict[str, list[float]] = {name: [] for name in DURATIONS}
+
+    def note(record: logging.LogRecord) -> None:
+        told = getattr(record, FIELDS)
+        for name, known in durations.items():
+            if (seconds := told[f"{name}_seconds"]) is not None:
+                known.append(seconds)
+
+    handler.emit = note
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    try:
+        yield durations
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(logging.NOTSET)
 
 
 def serve_while(engine: Engine, hosts: HostGroup, settings: ServerSettings, ask: Callable[[int], None]) -> None:

@@ -245,7 +245,7 @@ def offering(engine: Engine, **options) -> Offers:
 
 def follow_server(engine: Engine, media_dir: Path) -> None:
     """Do what host 0's app wants of the other hosts, until it ends."""
-    with PrivateFiles() as files, closing(offering(engine)) as offers, ExitStack() as stack:
+    with closing(PrivateFiles()) as files, closing(offering(engine)) as offers, ExitStack() as stack:
         link = connect_hosts(engine.hosts, stack) if engine.num_homes > 1 else None
         follow(Executor(engine, engine.hosts, offers, link), media_dir, files, threading.Event())
 

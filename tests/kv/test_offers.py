@@ -107,21 +107,6 @@ def test_kv_that_nobody_fetches_expires(offers, ended, clock):
         fetch(ticket)
 
 
-def test_room_is_made_by_the_oldest_that_nobody_has_begun_to_fetch(offers, ended, clock):
-    oldest, fetched, old = (offer(offers, made_up()) for _ in range(3))
-    assert not offers.make_room(1)  # all are young
-    clock(251)
-    young = offer(offers, made_up())
-    next(RemoteKV(fetched).layers(range(12)))
-    size = young.num_bytes
-    assert not offers.make_room(2 * size + 1) and not ended  # in vain, none is lost
-    assert [offers.make_room(count) for count in (size, size, 1)] == [True, True, False]
-    assert ended == [(each.transfer, "displaced", size) for each in (oldest, old)]
-    with pytest.raises(StorageError, match="was displaced"):
-        fetch(oldest)
-    assert len(fetch(young)) == len(fetch(fetched)) == 2
-
-
 def test_closing_ends_everything(ended):
     offers, layers = Offers(HostGroup.single("cpu"), on_end=lambda *how: ended.append(how)), made_up()
     memory, ticket = of_memory(layers), offer(offers, layers)

@@ -73,8 +73,8 @@ def test_frames_and_layers_are_counted_and_nothing_stays(terminal):
     shown = {what: set(re.findall(rf"{what}: [^\r]*?(\d+/\d+) \[", terminal.written)) for what in stages}
     patches = FRAMES // 2
     assert f"{patches}/{FRAMES}" in shown["reading the video"]
-    assert shown["encoding"] == {f"{done}/{patches}" for done in range(1, patches)}
-    assert shown["prefill"] == {f"{done}/{num_layers}" for done in range(num_layers + 1)}
+    assert shown["encoding"] == {f"{done}/{patches}" for done in range(1, patches + 1)}
+    assert shown["prefill"] == {f"{done}/{num_layers}" for done in range(1, num_layers + 1)}
 
 
 def test_stages_run_beside_one_another_and_the_next_removes_them(terminal):

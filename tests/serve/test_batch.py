@@ -197,7 +197,7 @@ def test_a_signal_finishes_what_runs_and_starts_nothing(run):
     assert "stopped" in summary(batch)
     batch, found = run(lines[: len(found) + 3])
     assert not batch.was_stopped and batch.total == batch.num_answered == 3 < len(found)
-    assert batch.figures.num_generated_tokens == 300
+    assert batch.metrics.total("generation_tokens") == 300
 
 
 def test_a_second_signal_ends_what_runs(run):

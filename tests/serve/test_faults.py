@@ -4,7 +4,7 @@ import asyncio
 import gc
 import threading
 import weakref
-from contextlib import closing
+from contextlib import closing, nullcontext
 from copy import copy
 from functools import partial
 
@@ -38,7 +38,7 @@ def ask(app: InProcess, **fields):
 
 
 def figure(app: InProcess, name: str) -> float:
-    return metric_in(app.scheduler.metrics.render().decode(), f"apbv:{name}")
+    return metric_in(app.scheduler.render_metrics().decode(), f"apbv:{name}")
 
 
 def out_of_memory(*_):
@@ -144,7 +144,7 @@ def hand_over_job(hosts: HostGroup) -> list[tuple[type, str, bool]]:
             with pytest.MonkeyPatch.context() as patch, pytest.raises((RuntimeError, ValueError)) as caught:
                 if hosts.rank == where:
                     patch.setattr(name, fails)
-                carried_out.carry_out(Command.HAND_OVER, order, lambda _: [demo.video_path()])
+                carried_out.carry_out(order, nullcontext([demo.video_path()]))
             in_step = carried_out.is_usable and not exchange_commands(hosts, Command.WAIT, False)[1]
             told.append((type(caught.value), str(caught.value), in_step))
     return told

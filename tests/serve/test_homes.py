@@ -6,7 +6,7 @@ import os
 import signal
 import time
 import weakref
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -314,11 +314,11 @@ def test_a_thread_rests_after_a_short_prompt_until_the_long_one_ends(monkeypatch
     request = Request(Question(), StageTimer(hosts))
     engine = SimpleNamespace(can_work_alone=True, prefilling_in_threads=ExitStack, hosts=hosts, begin=begun.append)
     engine.alone = lambda: engine
-    order, decoding = SimpleNamespace(request=lambda *_: request), SimpleNamespace(add=lambda *_: None)
+    decoding = SimpleNamespace(add=lambda *_: None)
     with Alone(engine, decoding) as alone:
         with alone.giving_way():
             for paths in ([], [], [Path("a file")], [Path("a file")]):
-                alone.prefill(order, None, paths)
+                alone.prefill(SimpleNamespace(files=paths, request=lambda *_: request), None, nullcontext(paths))
             wait_for(lambda: len(begun) == 2)
             time.sleep(0.2)  # the others would begin at once
             assert len(begun) == 2

@@ -6,7 +6,7 @@ import os
 import socket
 import struct
 import threading
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -39,7 +39,7 @@ def folder(tmp_path):
 
 
 def read(url: str, media: ServerSettings) -> bytes:
-    with PrivateFiles() as private_files, open_media(url, media, private_files) as found:
+    with closing(PrivateFiles()) as private_files, open_media(url, media, private_files) as found:
         return found.path.read_bytes()
 
 
@@ -47,7 +47,7 @@ def ordered(app, *content: dict, num_frames: int | None = None, **limits) -> Rea
     """What the app's engine would be told of a request."""
     messages = [{"role": "user", "content": [*content, text("x")]}]
     request = ChatRequest.parse(asking(messages=messages, num_frames=num_frames))
-    with PrivateFiles() as private_files, ExitStack() as stack:
+    with closing(PrivateFiles()) as private_files, ExitStack() as stack:
         return Reader(app.engine, ServerSettings(**limits), private_files, 4096).read(request, stack)
 
 
@@ -77,7 +77,7 @@ def test_a_folder_that_was_removed_is_the_servers_failure(app, tmp_path):
 def test_inline_data_lies_in_a_private_file_and_then_nowhere():
     media = ServerSettings(max_media_bytes=100)
     url = "data:video/mp4;base64," + base64.b64encode(b"x" * 100).decode()
-    with PrivateFiles() as private_files, open_media(url, media, private_files) as found:
+    with closing(PrivateFiles()) as private_files, open_media(url, media, private_files) as found:
         assert found.path.read_bytes() == b"x" * 100 and found.path.stat().st_mode & 0o777 == 0o600
     assert not found.path.exists()
     for data in (",x", ";base64", ";base64,!", ";base64,QQ", ";base64,é", ";base64," + "A" * 140):
@@ -86,7 +86,7 @@ def test_inline_data_lies_in_a_private_file_and_then_nowhere():
 
 
 def test_equal_bytes_are_one_file_until_nobody_uses_it():
-    with PrivateFiles() as files:
+    with closing(PrivateFiles()) as files:
         with files.holding(b"y") as different, files.holding(b"x") as path:
             with files.holding(b"x") as again:
                 assert again == path != different

@@ -13,8 +13,8 @@ REFUSED = {
     "--kv-transfer tcp --kv-port 7999": "--port 8000 is one of the ports 7999 .. 8000",
     "--kv-transfer tcp --reduce dycoke": "--kv-transfer transfers whole prompts",
     "--max-kv-mib 0": "--max-kv-mib: must be a positive number, not 0",
-    "--api-key=": "--api-key is empty",
-    "--grace=inf": "--grace must lie in",
+    "--api-key=": "--api-key: must be a key, or the option left out",
+    "--grace=inf": "--grace: must lie in",
     "--reuse kv --reduce dycoke": "dycoke selects visual tokens anew",
 }
 

@@ -57,7 +57,8 @@ REFUSED = {
         ({"prompt": "x", "min_tokens": 17}, "min_tokens"),
         ({"prompt": "x", "stop_token_ids": [1], "min_tokens": 1}, "stop_token_ids"),
         ({"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options"),
-        ({"prompt": "x", "kv_transfer_params": {"do_remote_decode": "yes"}}, "kv_transfer_params", "must be true"),
+        ({"prompt": "x", "kv_transfer_params": {"do_remote_decode": 1}}, "kv_transfer_params.do_remote_decode"),
+        ({"prompt": "x", "stop": [*"abcde"]}, "stop", "at most 4"),
     ],
     TOKENIZE: [
         ({}, "prompt"),

@@ -45,9 +45,10 @@ class Saved:
         Raises:
             StorageError: there is no usable KV in this directory, or visual tokens were pruned from the prompt.
         """
-        saved = SavedKV.open(path)
-        saved.require_whole_prompt()
-        manifest = saved.manifest
+        manifest = SavedKV.open(path).manifest
+        if manifest.reduction is not None:
+            method = manifest.reduction.method
+            raise StorageError(f"cannot use the KV in {path}: {method} pruned its prompt, which vLLM reads whole")
         uuid = manifest.visual and manifest.generation
         return cls(str(path), manifest.generation, KVFacts.of(manifest), uuid)
 
