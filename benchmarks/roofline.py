@@ -29,7 +29,7 @@ from apbv.launch.options import positive
 
 from support.arguments import COUNT
 from support.cost_model import ATTENTION, HostCost, Shape, cost_of_prompt
-from support.operator_cases import PRESETS, cases
+from support.operator_cases import cases, sizes_of
 from support.records import markdown_table
 from support.traffic import element_wise_bytes
 from support.workloads import CONFIGS, config_of
@@ -60,7 +60,7 @@ MEASURED_BY = {
 def operators(options: argparse.Namespace) -> str:
     """Format the least time of every operator on every GPU."""
     lines = []
-    for case in cases(replace(PRESETS["h200"].sizes, hosts=options.hosts), [options.tokens]):
+    for case in cases(replace(sizes_of("h200"), hosts=options.hosts), [options.tokens]):
         num_bytes, times = case.bytes(torch.bfloat16), []
         for gpu in options.gpus:
             flops, bandwidth, _ = PEAKS[gpu]
@@ -166,7 +166,7 @@ def drafts(options: argparse.Namespace, gpu: str) -> str:
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    usual = PRESETS["h200"].sizes
+    usual = sizes_of("h200")
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=COUNT, default=usual.tokens)
     parser.add_argument("--hosts", type=COUNT, default=usual.hosts)

@@ -8,21 +8,21 @@
     python benchmarks/speculative.py --scale 6 --batch 1 4 16 --clips 16 --strategies vanilla hippo
 
 Each line of such a file is an object with a "prompt", the path of a "video" or the paths of a "context" (texts one
-after the other, of which "characters" are read), relative to the file, and the "task" by which answers are summed up.
+after the other, of which "characters" are read), relative to the file, and the "task" by which answers are summed
+up.
 
 The demo model is asked about clips of its test split; --scale repeats the target's layers without changing its
 output, so that target and draft differ in cost as real pairs do. All variants are
 interleaved on every question. Answers are greedy, and each is compared with the autoregressive one, which uses the
 same attention: a variant whose answer differs anywhere is reported without a speed. With --draft-host the last
 host drafts in parallel in some variants and idles in the others; on a single host a thread drafts. A preset is one
-of the papers' tables (support/draft_presets.toml), at the first of --keep-ratio. With --batch the first questions
+of the papers' tables (support/presets.toml), at the first of --keep-ratio. With --batch the first questions
 are answered together, and drafts that do not pay are dropped.
 """
 
 import argparse
 import statistics
 import sys
-import tomllib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -41,9 +41,10 @@ from support import clips
 from support.arguments import COUNT, add_clip_options, add_pair, add_shared
 from support.drafting import batch_records, build_ways, records
 from support.exams import Exam
+from support.presets import presets_of
 from support.records import measure_on_hosts, read_records
 
-PRESETS = tomllib.loads((Path(__file__).parent / "support" / "draft_presets.toml").read_text(encoding="utf-8"))
+PRESETS = presets_of("speculative")
 
 
 def configs_of(preset: str, keep_ratio: float) -> dict[str, SpeculativeConfig]:

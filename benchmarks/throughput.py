@@ -34,6 +34,7 @@ from apbv.prefilling.methods import METHODS
 
 from support.arguments import COUNT, add_prefill_settings, add_shared
 from support.bench import Bench, Case, Workload, measure, network_fields
+from support.presets import presets_of
 from support.profiling import write_trace
 from support.records import measure_on_hosts
 from support.simulated import Link, Network
@@ -42,8 +43,7 @@ from support.workloads import CONFIGS
 
 BASELINES = ("full", "zigzag_ring")
 SWITCHES = ("overlap", "fused_query", "zigzag")
-# Numbers of simulated hosts, and frames; the APB-V paper's Table 5 is for frames of 720p.
-PRESETS = {"table5": ([2, 4, 6, 8], [16, 24, 32, 40, 48, 56])}
+PRESETS = presets_of("throughput")
 
 
 def plan(options: argparse.Namespace, hosts: HostGroup) -> tuple[list[Workload], list[Case]]:
@@ -52,21 +52,21 @@ def plan(options: argparse.Namespace, hosts: HostGroup) -> tuple[list[Workload],
     Raises:
         ValueError: options contradict each other.
     """
-    some_hosts, some_frames = PRESETS.get(options.preset, ([2], [16]))
+    usual = PRESETS.get(options.preset, {"hosts": [2], "frames": [16]})
     is_large = options.preset is not None and hosts.device.type != "cpu"
     if options.model is None:
         small = "llama-small" if options.tokens else "qwen2.5-vl-small"
         options.model = "qwen2.5-vl-3b" if is_large else small
     if hosts.size > 1 and options.hosts not in (None, [hosts.size]):
         raise ValueError(f"--hosts {options.hosts} is for simulated hosts; torchrun started {hosts.size}")
-    numbers = [hosts.size] if hosts.size > 1 else options.hosts or some_hosts
+    numbers = [hosts.size] if hosts.size > 1 else options.hosts or usual["hosts"]
     if min(numbers) < 2:
         raise ValueError(f"--hosts {min(numbers)}: 2 hosts at least; `full` always runs on one")
 
     if options.tokens:
         workloads = [Workload(tokens=length) for length in options.tokens]
     else:
-        frames, sizes = options.frames or some_frames, options.resolutions or ["720p" if is_large else "240p"]
+        frames, sizes = options.frames or usual["frames"], options.resolutions or ["720p" if is_large else "240p"]
         workloads = [Workload(None, count, *parse_resolution(size)) for size in sizes for count in frames]
 
     network, base = Network(Link(options.bandwidth, options.latency)), prefill_config(options)

@@ -35,9 +35,8 @@ from support.traffic import Traffic, element_wise_bytes
 from support.workloads import (
     CONFIGS,
     build_model,
+    config_like,
     config_of,
-    llama_config,
-    qwen_vl_config,
     text_prompt,
     video_prompt,
 )
@@ -167,10 +166,10 @@ def test_a_presets_random_tokens_stand_for_nothing_but_text(name):
     assert not special & set(drawn.unique().tolist()) and 0.9 * vocab < drawn.max() < vocab
     prompts = [text_prompt(config, 60, 9)]
     if is_video_model:
-        model = build_model(qwen_vl_config(1, 64, 96, 4, 2, vocab=vocab, vision=(1, 64, 4)), torch.float32, "cpu")
         prompts.append(video_prompt(config, 4, 56, 56, 9))
-    else:
-        model = build_model(llama_config(1, 64, 96, 4, 2, vocab=vocab), torch.float32, "cpu")
+    small = {"vocab_size": vocab, "hidden_size": 64, "num_attention_heads": 2}
+    like = "qwen2.5-vl-small" if is_video_model else "llama-small"
+    model = build_model(config_like(like, small, {"depth": 1, "out_hidden_size": 64}), torch.float32, "cpu")
     parts = inspect_model(model)
     for prompt in prompts:
         inputs = ModelInputs.from_processor(parts, prompt.batch, hosts, query_start=prompt.query_start)

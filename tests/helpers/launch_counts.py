@@ -24,7 +24,7 @@ from apbv.model.parts import inspect_model
 
 from answers import answer_by, decoder_behind
 from pretend_gpu import Events, Machine, rehearsal, to_gpu
-from support.workloads import build_model, qwen_vl_config, text_prompt
+from support.workloads import build_model, config_like, text_prompt
 
 PAGE = Path(__file__).parents[2] / "docs" / "records" / "gpu-operations.md"
 HEADING = "## GPU operations per layer and token"
@@ -35,9 +35,8 @@ OUTSIDE = ("kernel", "triton", "replay", "collective", "wait", "to_gpu", "to_hos
 
 def model_of(layers: int, gpu: Machine):
     """Qwen2.5-VL-7B's language model with so many layers, in fp16, without numbers."""
-    vision = (1, 64, 1)
-    sizes = (layers, 3584, 18944, 28, 4)
-    return to_gpu(build_model(qwen_vl_config(*sizes, vocab=152064, vision=vision), torch.float16, "meta"), gpu)
+    config = config_like("qwen2.5-vl-7b", {"num_hidden_layers": layers}, {"depth": 1})
+    return to_gpu(build_model(config, torch.float16, "meta"), gpu)
 
 
 class Echo:
