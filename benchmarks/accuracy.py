@@ -28,17 +28,36 @@ import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 # isort: split
 from tqdm import tqdm
 
-from apbv import HostGroup
+from apbv import HostGroup, PrefillConfig, ReduceConfig, SparseConfig, SpeculativeConfig
 from apbv.demo import draft_path
 from apbv.prefilling.methods import METHODS
 
 from support import captions, clips
 from support.arguments import COUNT, add_shared
-from support.exams import EXACT_TASKS, Candidate, Exam, load_demo, run_on, sit
-from support.reading_ways import PRESETS, ways_of
+from support.exams import EXACT_TASKS, Candidate, Exam, Way, load_demo, run_on, sit
+from support.presets import presets_of
 from support.records import measure_what_is_left, plot, table
 from support.simulated import share_weights
 from support.summaries import grouped, mean_cell, percent_cell, sum_counts
+
+PRESETS = presets_of("accuracy")
+
+
+def ways_of(preset: str, num_visual: int) -> dict[str, Way]:
+    """Return a preset's ways by label; ``num_visual`` is a prompt's number of visual tokens."""
+    kinds = {"sparse": SparseConfig, "reduce": ReduceConfig, "speculate": SpeculativeConfig}
+
+    def value_of(name: str, value):
+        if name in kinds:
+            return kinds[name](**value)
+        return value[0] * -(-num_visual // value[1]) if isinstance(value, list) else value
+
+    found = {}
+    for label, settings in PRESETS[preset].items():
+        values = {name: value_of(name, value) for name, value in settings.items()}
+        own = {name: values.pop(name) for name in ("speculate", "keeps") if name in values}
+        found[label] = Way(PrefillConfig(**values), **own)
+    return found
 
 
 def _key(record: dict) -> str:

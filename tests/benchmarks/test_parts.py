@@ -167,9 +167,9 @@ def test_a_presets_random_tokens_stand_for_nothing_but_text(name):
     prompts = [text_prompt(config, 60, 9)]
     if is_video_model:
         prompts.append(video_prompt(config, 4, 56, 56, 9))
-    small = {"vocab_size": vocab, "hidden_size": 64, "num_attention_heads": 2}
-    like = "qwen2.5-vl-small" if is_video_model else "llama-small"
-    model = build_model(config_like(like, small, {"depth": 1, "out_hidden_size": 64}), torch.float32, "cpu")
+    like, small = "qwen2.5-vl-narrow" if is_video_model else "llama-small", {"vocab_size": vocab}
+    small |= {"num_hidden_layers": 1, "hidden_size": 128}
+    model = build_model(config_like(like, small, {"depth": 1}), torch.float32, "cpu")
     parts = inspect_model(model)
     for prompt in prompts:
         inputs = ModelInputs.from_processor(parts, prompt.batch, hosts, query_start=prompt.query_start)
