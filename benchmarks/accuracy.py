@@ -33,9 +33,8 @@ from apbv.demo import draft_path
 from apbv.prefilling.methods import METHODS
 
 from support import captions, clips
-from support.arguments import COUNT, add_shared
+from support.arguments import COUNT, add_shared, presets_of
 from support.exams import EXACT_TASKS, Candidate, Exam, Way, load_demo, run_on, sit
-from support.presets import presets_of
 from support.records import measure_what_is_left, plot, table
 from support.simulated import share_weights
 from support.summaries import grouped, mean_cell, percent_cell, sum_counts

@@ -11,7 +11,8 @@ prompt has only the video. Answers without a letter get a random option, seeded 
 import argparse
 import random
 import sys
-from collections.abc import Mapping
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,7 @@ from apbv.input.video import VideoInfo, read_frames
 
 from support.evaluation.answers import first_of_five
 from support.evaluation.command import Benchmark
-from support.evaluation.samples import LETTERED, Row, Sample, fill, read_json, request_of, rows_of
-from support.evaluation.subtitles import interleaved, read_longvideobench
+from support.evaluation.samples import LETTERED, Row, Sample, Subtitle, fill, read_json, request_of, rows_of
 
 
 def read(options: argparse.Namespace) -> list[Sample]:
@@ -69,6 +69,64 @@ def _sample(row: Row, folder: Path, subtitles: str) -> Sample:
     )
 
 
+def read_subtitles(path: Path, offset: float, duration: float) -> list[Subtitle]:
+    """Read a file of LongVideoBench, which has one of two forms, by what the video was transcribed with.
+
+    Args:
+        offset: the video's begin in the subtitles' time, in seconds.
+        duration: of the video in seconds; the end of a subtitle that has none.
+
+    Raises:
+        ValueError: the file cannot be read, or has neither form.
+    """
+    found = []
+    for row in rows_of(path, read_json(path)):
+        if "timestamp" in row:
+            start, end = row.pair("timestamp")
+            text = row.values.get("text")
+            end = offset + duration if end is None else end
+        else:
+            start, end = (_clock(row.text(name), row) for name in ("start", "end"))
+            text = row.values.get("line")
+        found.append(Subtitle(start - offset, end - offset, str(text or "").strip()))
+    return found
+
+
+def _clock(text: str, row) -> float:
+    """Read a time of the form 0:01:02.345 in seconds."""
+    try:
+        hours, minutes, seconds = text.split(":")
+        return int(hours) * 3600 + int(minutes) * 60 + float(seconds)
+    except ValueError:
+        raise row.error(f"expected a time as in 0:01:02.345, got {text!r}") from None
+
+
+def interleaved(times: Sequence[float], subtitles: Sequence[Subtitle]) -> list[int | str]:
+    """Put subtitles between frames as LongVideoBench's loader does.
+
+    A subtitle stands after the frames up to the middle of its time. One during which no frame was sampled is left
+    out; a time of less than a second counts as a second around its middle.
+
+    Args:
+        times: of the sampled frames, ascending, in seconds.
+        subtitles: in order.
+
+    Returns:
+        The frames' numbers and the subtitles' texts, in order.
+    """
+    found: list[int | str] = []
+    placed = 0
+    for subtitle in subtitles:
+        middle = (subtitle.start + subtitle.end) / 2
+        reached = max(placed, bisect_right(times, middle))
+        found += range(placed, reached)
+        placed = reached
+        half = max(subtitle.end - subtitle.start, 1.0) / 2
+        if subtitle.text and any(middle - half < time < middle + half for time in times):
+            found.append(subtitle.text)
+    return [*found, *range(placed, len(times))]
+
+
 def request(sample: Sample, template: str, options: argparse.Namespace, engine: Engine) -> Mapping[str, Any]:
     """Return the prompt: frames and subtitles in turn, then the question; or the video and the question."""
     prompt = fill(template, sample)
@@ -76,7 +134,7 @@ def request(sample: Sample, template: str, options: argparse.Namespace, engine: 
         return request_of(sample, prompt)
     info, duration = engine.videos.probe(sample.videos[0]), sample.extra["duration"]
     frames = sampled_frames(info, duration, options.frames or engine.num_frames)
-    lines = read_longvideobench(sample.subtitles, sample.extra["offset"], duration)
+    lines = read_subtitles(sample.subtitles, sample.extra["offset"], duration)
     images = [{"type": "image", "image": Image.fromarray(picture)} for picture in read_frames(info, frames)]
     placed = interleaved(info.timestamps[frames].tolist(), lines)
     content = [images[i] if isinstance(i, int) else {"type": "text", "text": f"\n{i}\n"} for i in placed]

@@ -32,9 +32,8 @@ from apbv.doctor import kernels
 from apbv.kernels import BackendError
 from apbv.kernels.backends import BACKENDS, LIBRARIES, is_interpreted
 
-from support.arguments import DEFAULT_DTYPES, add_shared
+from support.arguments import DEFAULT_DTYPES, add_shared, presets_of
 from support.operator_cases import Case, Draw, Drawn, Outputs, cases, sizes_of
-from support.presets import presets_of
 from support.processes import synchronize
 from support.records import report
 

@@ -34,8 +34,7 @@ from tqdm import tqdm
 from apbv.hosts import HostError
 from apbv.planning import parse_resolution
 
-from support.arguments import COUNT, DEFAULT_DTYPES, add_shared
-from support.presets import presets_of
+from support.arguments import COUNT, DEFAULT_DTYPES, add_shared, presets_of
 from support.records import report
 from support.videos.clips import PACKAGES, READERS, ClipSpec, write_clip
 from support.videos.worker import ROADS, STAGES, Job, Measured, in_processes_of_their_own, measure

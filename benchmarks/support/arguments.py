@@ -2,6 +2,7 @@
 
 import argparse
 import tempfile
+import tomllib
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -44,6 +45,12 @@ _SHARED = {
     "grid": {"type": int, "choices": clips.GRIDS, "default": 2, "help": "tokens per side of a frame (default 2)"},
     "folder": {"type": Path, "default": _TEMPORARY, "help": "directory for the clips"},
 }
+
+
+def presets_of(benchmark: str) -> dict[str, dict]:
+    """Read a benchmark's presets, by name."""
+    path = Path(__file__).with_name("presets.toml")
+    return tomllib.loads(path.read_text(encoding="utf-8"))[benchmark]
 
 
 def add_shared(parser: argparse._ActionsContainer, *names: str, **defaults) -> None:

@@ -18,7 +18,7 @@ from apbv.kernels.backends import choose
 from apbv.kernels.library_attention import choose_attention
 from apbv.layout import FEWEST_ANCHOR, FEWEST_PASSING
 
-from .presets import presets_of
+from .arguments import presets_of
 
 Outputs = tuple[Tensor, ...]
 Drawn = tuple[tuple, dict[str, Any]]  # an operator's positional and keyword arguments

@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 import questions
+from longvideobench import read_subtitles
+from videomme import read_srt, shown_at
 
 from asked import SRT
-from support.evaluation.samples import Sample, by_files, digest_of
+from support.evaluation.samples import Sample, Subtitle, by_files, digest_of
 from support.evaluation.scoring import ALL, Run, markdown, score
-from support.evaluation.subtitles import Subtitle, read_longvideobench, read_srt, shown_at
 
 
 def read(path: Path, rows: list[dict]) -> list[Sample]:
@@ -132,4 +133,4 @@ def test_an_end_is_no_longer_shown_and_equal_neighbours_are_one():
 def test_a_wrong_subtitle_file_is_refused_with_the_place(tmp_path, row, message):
     (tmp_path / "s.json").write_text(json.dumps([row]))
     with pytest.raises(ValueError, match=message):
-        read_longvideobench(tmp_path / "s.json", 0.0, 1.0)
+        read_subtitles(tmp_path / "s.json", 0.0, 1.0)

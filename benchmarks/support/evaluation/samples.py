@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 LETTERED = "{question}\n{options}\nAnswer with the option's letter from the given choices directly."
@@ -63,6 +63,14 @@ class Sample:
     def expected(self) -> str | None:
         """The right answer as text: that of an open question, or the letter of the right option."""
         return LETTERS[self.answer] if isinstance(self.answer, int) else self.answer
+
+
+class Subtitle(NamedTuple):
+    """A text that is shown from one second of a video to another."""
+
+    start: float
+    end: float
+    text: str
 
 
 def file_sizes(sample: Sample) -> list[int]:
