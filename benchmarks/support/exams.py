@@ -293,8 +293,8 @@ class Way:
 def ranked_by(scores: Tensor, reduce: ReduceConfig) -> AbstractContextManager:
     """Let a reducer keep, of a prompt of one video on one host, the tokens with the highest of these scores.
 
-    What its ranking is worth shows beside them: they keep as many tokens. A ranking below random scores throws away
-    what is asked about; scores that know the needles show what so few tokens allow.
+    What its ranking is worth shows beside them: they keep as many tokens. A ranking below random scores throws
+    away what is asked about; scores that know the needles show what so few tokens allow.
 
     Args:
         scores: ``[visual tokens]`` of the prompt.
