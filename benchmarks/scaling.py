@@ -30,7 +30,7 @@ from support.arguments import COUNT, add_prefill_settings, add_shared
 from support.bench import Bench, Case, Workload, network_fields
 from support.cost_model import METHODS, Shape, Video, cost_of_prompt, explain, flop_ratio
 from support.records import report
-from support.simulated import Lap, Link, Network
+from support.simulated import Lap, Network
 from support.workloads import CONFIGS, MERGE, PREFIX_LEN, config_of, patch_grid
 
 FULL = PrefillConfig(method="full")
@@ -84,7 +84,7 @@ def simulate(options: argparse.Namespace) -> Iterator[dict]:
     hosts = HostGroup.single()
     bench = Bench(options, hosts)
     shape = Shape.from_config(config_of(options.model), bench.model.dtype.itemsize)
-    network = Network(Link(options.bandwidth, options.latency))
+    network = Network(options.bandwidth, options.latency)
     ways = list(itertools.product(options.hosts, options.methods))
     total = len(options.tokens) * (options.full_rounds + len(ways) * (options.rounds + 1))
     # The first forward pass also sets up what later ones reuse.

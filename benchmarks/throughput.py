@@ -39,7 +39,7 @@ from apbv.prefilling.methods import METHODS
 from support.arguments import COUNT, add_prefill_settings, add_shared, presets_of
 from support.bench import Bench, Case, Workload, measure, network_fields
 from support.records import markdown_table, measure_on_hosts
-from support.simulated import Link, Network
+from support.simulated import Network
 from support.summaries import percentiles
 from support.workloads import CONFIGS
 
@@ -71,7 +71,7 @@ def plan(options: argparse.Namespace, hosts: HostGroup) -> tuple[list[Workload],
         frames, sizes = options.frames or usual["frames"], options.resolutions or ["720p" if is_large else "240p"]
         workloads = [Workload(None, count, *parse_resolution(size)) for size in sizes for count in frames]
 
-    network, base = Network(Link(options.bandwidth, options.latency)), prefill_config(options)
+    network, base = Network(options.bandwidth, options.latency), prefill_config(options)
     methods = options.methods or [name for name in METHOD_NAMES if name not in SPARSE_NAMES]
     cases = [
         Case(name, replace(base, method=name), *((number, network) if METHODS[name].splits else ()))

@@ -61,7 +61,7 @@ class Sizes:
 
     @property
     def scale(self) -> float:
-        """Return what scores are multiplied by."""
+        """Return the factor of scores."""
         return self.head_dim**-0.5
 
 
