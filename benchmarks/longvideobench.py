@@ -13,6 +13,7 @@ import random
 import sys
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,17 @@ from apbv.input.video import VideoInfo, read_frames
 
 from support.evaluation.answers import first_of_five
 from support.evaluation.command import Benchmark
-from support.evaluation.samples import LETTERED, Row, Sample, Subtitle, fill, read_json, request_of, rows_of
+from support.evaluation.samples import (
+    LETTERED,
+    Sample,
+    Subtitle,
+    fill,
+    made_of,
+    read_json,
+    request_of,
+    text_of,
+    texts_of,
+)
 
 
 def read(options: argparse.Namespace) -> list[Sample]:
@@ -38,34 +49,27 @@ def read(options: argparse.Namespace) -> list[Sample]:
     if options.fps is not None and options.subtitles == "interleaved":
         raise ValueError("frames between subtitles are chosen by --frames; --fps needs --subtitles none")
     path = options.questions or options.data / "lvb_val.json"
-    return [_sample(row, options.data, options.subtitles) for row in rows_of(path, read_json(path))]
+    return made_of(path, read_json(path), partial(_sample, options.data, options.subtitles))
 
 
-def _sample(row: Row, folder: Path, subtitles: str) -> Sample:
-    choices = row.texts("candidates")
-    answer = int(row.number("correct_choice")) if "correct_choice" in row else -1
+def _sample(folder: Path, subtitles: str, _, row: dict) -> Sample:
+    choices, answer = texts_of(row["candidates"]), row.get("correct_choice", -1)
     if answer >= len(choices):
-        raise row.error(f"the answer {answer} is none of the {len(choices)} options")
-    groups = {
-        "duration": row.text("duration_group"),
-        "question": row.text("question_category"),
-        "topic": row.text("topic_category"),
-    }
-    if "level" in row:
-        groups["level"] = row.text("level")
-    lines = folder / "subtitles" / row.text("subtitle_path") if subtitles == "interleaved" else None
+        raise ValueError(f"the answer {answer} is none of the {len(choices)} options")
+    names = {"duration": "duration_group", "question": "question_category", "topic": "topic_category"}
+    groups = {name: text_of(row[field]) for name, field in names.items()}
+    if row.get("level") is not None:
+        groups["level"] = text_of(row["level"])
+    lines = folder / "subtitles" / row["subtitle_path"] if subtitles == "interleaved" else None
     return Sample(
-        key=row.text("id"),
-        question=row.text("question"),
+        key=text_of(row["id"]),
+        question=text_of(row["question"]),
         answer=None if answer < 0 else answer,
         options=choices,
-        videos=(folder / "videos" / row.text("video_path"),),
+        videos=(folder / "videos" / row["video_path"],),
         groups=groups,
         subtitles=lines,
-        extra={
-            "offset": row.number("starting_timestamp_for_subtitles") if lines else 0.0,
-            "duration": row.number("duration"),
-        },
+        extra={"offset": row["starting_timestamp_for_subtitles"], "duration": row["duration"]},
     )
 
 
@@ -79,26 +83,23 @@ def read_subtitles(path: Path, offset: float, duration: float) -> list[Subtitle]
     Raises:
         ValueError: the file cannot be read, or has neither form.
     """
-    found = []
-    for row in rows_of(path, read_json(path)):
+
+    def subtitle(_, row: dict) -> Subtitle:
         if "timestamp" in row:
-            start, end = row.pair("timestamp")
-            text = row.values.get("text")
-            end = offset + duration if end is None else end
+            start, end = row["timestamp"]
+            end, text = offset + duration if end is None else end, row.get("text")
         else:
-            start, end = (_clock(row.text(name), row) for name in ("start", "end"))
-            text = row.values.get("line")
-        found.append(Subtitle(start - offset, end - offset, str(text or "").strip()))
-    return found
+            start, end = (_clock(row[name]) for name in ("start", "end"))
+            text = row.get("line")
+        return Subtitle(start - offset, end - offset, str(text or "").strip())
+
+    return made_of(path, read_json(path), subtitle)
 
 
-def _clock(text: str, row) -> float:
+def _clock(text: str) -> float:
     """Read a time of the form 0:01:02.345 in seconds."""
-    try:
-        hours, minutes, seconds = text.split(":")
-        return int(hours) * 3600 + int(minutes) * 60 + float(seconds)
-    except ValueError:
-        raise row.error(f"expected a time as in 0:01:02.345, got {text!r}") from None
+    hours, minutes, seconds = text.split(":")
+    return int(hours) * 3600 + int(minutes) * 60 + float(seconds)
 
 
 def interleaved(times: Sequence[float], subtitles: Sequence[Subtitle]) -> list[int | str]:

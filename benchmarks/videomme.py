@@ -14,6 +14,7 @@ import re
 import sys
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,17 @@ from apbv.input.video import sample_fps, sample_uniform
 
 from support.evaluation.answers import first_of_four
 from support.evaluation.command import Benchmark
-from support.evaluation.samples import Row, Sample, Subtitle, fill, read_json, request_of, rows_of
+from support.evaluation.samples import (
+    Sample,
+    Subtitle,
+    fill,
+    made_of,
+    option_lettered,
+    options_of,
+    read_json,
+    request_of,
+    text_of,
+)
 from support.evaluation.scoring import ALL, Score
 
 TEMPLATE = """{subtitles}Select the best answer to the following multiple-choice question based on the video. \
@@ -50,7 +61,7 @@ def read(options: argparse.Namespace) -> list[Sample]:
     path = options.questions
     entries = read_parquet(path) if path.suffix == ".parquet" else read_json(path)
     videos = options.videos or path.parent / "data"
-    return [_sample(row, videos, options.subtitles) for row in rows_of(path, entries)]
+    return made_of(path, entries, partial(_sample, videos, options.subtitles))
 
 
 def read_parquet(path: Path) -> list[dict]:
@@ -70,17 +81,17 @@ def read_parquet(path: Path) -> list[dict]:
         raise ValueError(f"cannot read {path}: {error}") from error
 
 
-def _sample(row: Row, videos: Path, subtitles: Path | None) -> Sample:
-    name, choices = row.text("videoID"), row.options("options")
+def _sample(videos: Path, subtitles: Path | None, _, row: dict) -> Sample:
+    name, choices, right = row["videoID"], options_of(row["options"]), row.get("answer")
     places = [videos / f"{name}{ending}" for ending in ENDINGS]
     lines = None if subtitles is None else subtitles / f"{name}.srt"
     return Sample(
-        key=row.text("question_id"),
-        question=row.text("question"),
-        answer=row.letter("answer", choices) if "answer" in row else None,
+        key=text_of(row["question_id"]),
+        question=text_of(row["question"]),
+        answer=None if right is None else option_lettered(choices, right),
         options=choices,
         videos=(next((path for path in places if path.is_file()), places[0]),),
-        groups={field: row.text(field) for field in ("duration", "domain", "sub_category", "task_type")},
+        groups={field: text_of(row[field]) for field in ("duration", "domain", "sub_category", "task_type")},
         subtitles=lines if lines is not None and lines.is_file() else None,  # a sixth of the videos have none
     )
 
