@@ -34,33 +34,14 @@ from apbv.model.fused import fused_forwards, with_forwards
 from apbv.model.linear_attention import with_linear_attention
 from apbv.model.parts import DecoderSizes
 
-from support.arguments import COUNT
+from support.arguments import COUNT, presets_of
 from support.cost_model import ATTENTION, HostCost, Shape, cost_of_prompt
 from support.operator_cases import cases, sizes_of
 from support.records import markdown_table
 from support.workloads import CONFIGS, config_of
 
-# Dense bf16 arithmetic with sums in fp32, memory bandwidth, and NVLink in one direction: per second.
-PEAKS = {
-    "A100": (312e12, 2.0e12, 300e9),
-    "H100": (989e12, 3.35e12, 450e9),
-    "H200": (989e12, 4.8e12, 450e9),
-    "B200": (2250e12, 8.0e12, 900e9),
-}
-# The shares that are reached of arithmetic in attention (FlashAttention 3: 0.66 to 0.71) and in matrix products
-# (0.69 to 0.77), and of memory, as measured on an H200 (docs/results-gpu.md); the share of links is assumed.
-# So is that of the rule of linear attention, whose products are small.
-REACHED = {"attention": 0.68, "products": 0.71, "linear": 0.3, "memory": 0.8, "links": 0.7}
-# What the CPU launches for a layer with its MLP in one piece, counted on the emulated GPU, and its seconds
-# for one launch: of a decoded token without CUDA graphs, on the H200's machine.
-LAUNCHES, SECONDS_PER_LAUNCH = {"full": 17, "zigzag_ring": 38, "apbv": 39}, 41e-3 / 530
-# Where the first GPU's owner finds rows measured.
-MEASURED_BY = {
-    "attention": "throughput.py --profile",
-    "selection of passing KV": "throughput.py --profile",
-    "collectives": "torchrun --nproc-per-node 8 -m apbv.doctor",
-    "KV transfer of the last layer": "throughput.py, `stages_ms.handoff`",
-}
+GPUS = presets_of("roofline")
+PEAKS, REACHED, LAUNCHES, MEASURED_BY = (GPUS[name] for name in ("peaks", "reached", "launches", "measured_by"))
 
 
 # Calls of torch that count elsewhere, and those that move nothing.
@@ -188,7 +169,7 @@ def prefill_parts(
 
 def launching_ms(config: PreTrainedConfig, method: str) -> float:
     """Predict the milliseconds in which the CPU launches a prefill's kernels, while the GPU works."""
-    return 1e3 * config.get_text_config().num_hidden_layers * LAUNCHES[method] * SECONDS_PER_LAUNCH
+    return 1e3 * config.get_text_config().num_hidden_layers * LAUNCHES[method] * GPUS["seconds_per_launch"]
 
 
 def prefill(options: argparse.Namespace, gpu: str) -> str:

@@ -22,7 +22,6 @@ from typing import TypeVar
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 
 # isort: split
-import av
 import numpy as np
 from PIL import Image
 
@@ -31,6 +30,7 @@ from apbv.serve.settings import ServerSettings
 
 from support.arguments import COUNT, add_shared
 from support.clients import Answer, is_healthy, serve_while, stream_answer
+from support.clips import write_mp4
 from support.records import measure_on_hosts
 from support.summaries import percentiles
 
@@ -73,12 +73,8 @@ def _gif(options: argparse.Namespace, folder: Path) -> Content:
 
 def _frames(options: argparse.Namespace, folder: Path) -> Content:
     path, (height, width) = folder / "wide.mp4", (options.side // 4 // 2 * 2, options.side * 2 // 3 // 2 * 2)
-    with av.open(path, "w") as file:
-        stream = file.add_stream("libx264", 25, {"preset": "ultrafast", "g": "5"})
-        stream.height, stream.width, stream.pix_fmt = height, width, "yuv420p"
-        for number in range(options.frames):
-            file.mux(stream.encode(av.VideoFrame.from_image(_drawn(height, width, number))))
-        file.mux(stream.encode())
+    drawn = (np.asarray(_drawn(height, width, number)) for number in range(options.frames))
+    write_mp4(drawn, path, 25, preset="ultrafast", g="5")
     return [_file("video", path)]
 
 
