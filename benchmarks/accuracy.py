@@ -32,7 +32,7 @@ from apbv import HostGroup, PrefillConfig, ReduceConfig, SparseConfig, Speculati
 from apbv.demo import draft_path
 from apbv.prefilling.methods import METHODS
 
-from support import captions, clips
+from support import captions
 from support.arguments import COUNT, add_shared, presets_of
 from support.exams import EXACT_TASKS, Candidate, Exam, Way, load_demo, run_on, sit
 from support.records import measure_what_is_left, plot, table
@@ -72,7 +72,7 @@ def measure(options: argparse.Namespace, hosts: HostGroup, known: list[dict]) ->
     draft = load_demo(draft_path()).model if is_demo else None
     done = set(hosts.gather_json([_key(record) for record in known])[0])
     for shots in options.shots:
-        exam = Exam(options.grid, shots, options.folder, tuple(options.tasks or EXACT_TASKS), options.split)
+        exam = Exam(options.grid, shots, options.folder, tuple(options.tasks), options.split)
         exam = exam if is_demo else captions.exam_like(exam, engine.tokenizer)
         same = {"benchmark": "accuracy", "grid": exam.grid, "shots": shots, "split": options.split}
         ways = ways_of(options.preset, shots * exam.grid**2)
@@ -153,11 +153,10 @@ def show(options: argparse.Namespace, records: list[dict]) -> None:
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--preset", choices=PRESETS, default="methods")
-    parser.add_argument("--model", default="demo", help="demo, or a directory; for captions make_reader.py's")
     parser.add_argument("--labels", nargs="+", help="only these rows (default: all of the preset)")
-    parser.add_argument("--tasks", nargs="+", choices=clips.TASKS, help="of the demo's clips (default: all exact)")
     parser.add_argument("--shots", type=COUNT, nargs="+", default=[256], help="shots per clip (default 256)")
-    add_shared(parser, "dtype", "grid", "split", "folder", "json", "plot", "table", hosts=[8], clips=20)
+    add_shared(parser, "model", "dtype", "grid", "split", "folder", "json", "plot", "table")
+    add_shared(parser, hosts=[8], clips=20, tasks=list(EXACT_TASKS))
     return parser.parse_args(arguments)
 
 

@@ -145,9 +145,8 @@ COLUMNS = {
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--keep", nargs="+", choices=KEEP_POLICIES, default=list(KEEP_POLICIES))
-    parser.add_argument("--keep-ratio", type=float, nargs="+", default=[0.1], help="share of visual tokens (0.1)")
     add_clip_options(parser, 20, 64)
-    add_shared(parser, "dtype", "json")
+    add_shared(parser, "keep_ratio", "dtype", "json")
     options = parser.parse_args(arguments)
     if not all(0 < ratio <= 1 for ratio in options.keep_ratio):
         parser.error("--keep-ratio must lie in (0, 1]")

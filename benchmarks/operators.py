@@ -235,9 +235,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--preset", choices=sorted(PRESETS), help="sizes (default: h200 on a GPU, else cpu)")
     parser.add_argument("--ops", nargs="+", choices=OPERATORS, default=OPERATORS, metavar="OP")
     parser.add_argument("--backends", nargs="+", choices=TIMED, default=TIMED, metavar="NAME")
-    parser.add_argument("--tokens", type=int, nargs="+", help="context lengths (default: the preset's)")
-    parser.add_argument("--seed", type=int, default=0)
-    add_shared(parser, "dtype", "json", rounds=10, warmup=2)
+    add_shared(parser, "tokens", "seed", "dtype", "json", rounds=10, warmup=2)
     options = parser.parse_args(arguments)
     if options.warmup < 1:
         parser.error("--warmup must be at least 1")

@@ -163,8 +163,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
     command = commands.add_parser("plan", parents=[shared], help="predict with the cost model")
     command.add_argument("--model", default="qwen2.5-vl-3b", help=f"{', '.join(CONFIGS)}, a directory or a hub id")
-    command.add_argument("--tokens", type=COUNT, nargs="+", help="text prompt lengths")
-    command.add_argument("--frames", type=COUNT, default=64, help="video frames, without --tokens (default 64)")
+    add_shared(command, "tokens", frames=64)
     command.add_argument("--resolution", default="720p", help="HxW, or such as 720p")
     command.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
     add_settings(command.add_argument_group("visual-token pruning"), REDUCE)
@@ -174,10 +173,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
     command = commands.add_parser("simulate", parents=[shared], help="measure with simulated hosts")
     command.add_argument("--model", default="llama-small", help="a text model (default llama-small)")
-    command.add_argument("--tokens", type=COUNT, nargs="+", default=[32768])
     command.add_argument("--methods", nargs="+", choices=METHODS[1:], default=["apbv"])
     command.add_argument("--full-rounds", type=COUNT, default=1, help="rounds of full attention (slow)")
-    add_shared(command, "bandwidth", "latency", "dtype", rounds=3)
+    add_shared(command, "bandwidth", "latency", "dtype", rounds=3, tokens=[32768])
     return parser.parse_args(arguments)
 
 

@@ -252,7 +252,6 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         help="none: the prompt is text alone (default: the bundled clip)",
     )
     parser.add_argument("--prompt", default="name the letters in order")
-    parser.add_argument("--frames", type=COUNT, default=128)
     parser.add_argument("--requests", type=COUNT, default=64, help="requests per measurement (default 64)")
     parser.add_argument("--concurrency", type=COUNT, nargs="+", default=[1, 4, 16], help="concurrent clients")
     parser.add_argument("--rate", type=positive(float), nargs="+", default=[], help="requests per second instead")
@@ -269,7 +268,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--speculate", nargs="+", choices=("off", *STRATEGIES), default=["off"])
     add_pair(parser)
     parser.set_defaults(draft_host=False, preset=None)
-    add_shared(parser, "pinned", "json", dtype="float32", rounds=1, max_new_tokens=32, timeout=300.0)
+    add_shared(parser, "pinned", "json", dtype="float32", rounds=1, max_new_tokens=32, timeout=300.0, frames=128)
     return parser.parse_args(arguments)
 
 

@@ -42,7 +42,6 @@ from apbv.input.video import probe
 from apbv.speculate import STRATEGIES, prunes
 from apbv.stats import StageTimer
 
-from support import clips
 from support.arguments import COUNT, add_clip_options, add_pair, add_shared, presets_of
 from support.drafting import Way, build_ways
 from support.exams import Exam
@@ -332,17 +331,14 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batch", type=COUNT, nargs="+", default=[], help="answer as many questions together")
     parser.add_argument("--keep", nargs="+", choices=KEEP_POLICIES, default=["specvlm"])
     amount = parser.add_mutually_exclusive_group()
-    amount.add_argument("--keep-ratio", type=float, nargs="+", default=[0.1], help="share of visual tokens (0.1)")
+    add_shared(amount, "keep_ratio")
     amount.add_argument("--keep-tokens", type=int, nargs="+", metavar="N", help="prompt tokens, text included")
     parser.add_argument("--prune", nargs="+", choices=PRUNINGS, default=["prompt"])
-    parser.add_argument(
-        "--tasks", nargs="+", choices=clips.TASKS, default=["describe"], help="tasks on the demo's clips"
-    )
     parser.add_argument(
         "--prompts", type=Path, metavar="FILE", help="use these prompts instead of the demo's clips"
     )
     add_clip_options(parser, 4, 32)
-    add_shared(parser, "json", rounds=1, dtype="float32", max_new_tokens=160)
+    add_shared(parser, "json", rounds=1, dtype="float32", max_new_tokens=160, tasks=["describe"])
     options = parser.parse_args(arguments)
     try:
         if options.preset is not None:

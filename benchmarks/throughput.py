@@ -152,14 +152,15 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", help=f"{', '.join(CONFIGS)} (random weights), demo, a directory or a hub id")
     parser.add_argument("--methods", nargs="+", choices=METHOD_NAMES, help="default: all except sparse ones")
     parser.add_argument("--hosts", type=COUNT, nargs="+", help="simulated hosts (not under torchrun)")
-    parser.add_argument("--tokens", type=COUNT, nargs="+", help="text prompt lengths")
     parser.add_argument("--frames", type=COUNT, nargs="+", help="frames per video")
     parser.add_argument("--resolutions", nargs="+", help="HxW, or such as 720p")
     add_prefill_settings(parser, "anchor_len", "passing_len", "importance")
     parser.add_argument("--profile", type=Path, metavar="DIR", help="write a trace of one more run of each case")
     parser.set_defaults(method="apbv")
     # The other hosts wait while host 0 runs `full`.
-    add_shared(parser, "query_len", "bandwidth", "latency", "dtype", "json", rounds=3, warmup=1, timeout=3600.0)
+    add_shared(
+        parser, "tokens", "query_len", "bandwidth", "latency", "dtype", "json", rounds=3, warmup=1, timeout=3600.0
+    )
     return parser.parse_args(arguments)
 
 

@@ -179,13 +179,12 @@ COLUMNS = {
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="demo", help="demo, a directory or a hub id")
     parser.add_argument("--heavy", nargs="+", choices=HEAVY, default=[*HEAVY], help="default: all of them")
     parser.add_argument("--side", type=COUNT, default=12000, help="pixels per side of a large picture")
     parser.add_argument("--pictures", type=COUNT, default=300, help="number of small pictures (default 300)")
-    parser.add_argument("--frames", type=COUNT, default=40, help="frames of a video (default 40)")
     parser.add_argument("--words", type=COUNT, default=5000, help="a text of three times as many (default 5000)")
-    add_shared(parser, "pinned", "json", dtype="float32", rounds=1, max_new_tokens=4, timeout=300.0)
+    add_shared(parser, "model", "pinned", "json", dtype="float32", rounds=1, max_new_tokens=4, timeout=300.0)
+    add_shared(parser, frames=40)
     return parser.parse_args(arguments)
 
 
