@@ -28,17 +28,35 @@ import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 # isort: split
 from tqdm import tqdm
 
-from apbv import HostGroup
+from apbv import HostGroup, PrefillConfig, ReduceConfig, SparseConfig, SpeculativeConfig
 from apbv.demo import draft_path
 from apbv.prefilling.methods import METHODS
 
-from support import captions, clips
-from support.arguments import COUNT, add_shared
-from support.exams import EXACT_TASKS, Candidate, Exam, load_demo, run_on, sit
-from support.reading_ways import PRESETS, ways_of
+from support import captions
+from support.arguments import COUNT, add_shared, presets_of
+from support.exams import EXACT_TASKS, Candidate, Exam, Way, load_demo, run_on, sit
 from support.records import measure_what_is_left, plot, table
 from support.simulated import share_weights
 from support.summaries import grouped, mean_cell, percent_cell, sum_counts
+
+PRESETS = presets_of("accuracy")
+
+
+def ways_of(preset: str, num_visual: int) -> dict[str, Way]:
+    """Return a preset's ways by label; ``num_visual`` is a prompt's number of visual tokens."""
+    kinds = {"sparse": SparseConfig, "reduce": ReduceConfig, "speculate": SpeculativeConfig}
+
+    def value_of(name: str, value):
+        if name in kinds:
+            return kinds[name](**value)
+        return value[0] * -(-num_visual // value[1]) if isinstance(value, list) else value
+
+    found = {}
+    for label, settings in PRESETS[preset].items():
+        values = {name: value_of(name, value) for name, value in settings.items()}
+        own = {name: values.pop(name) for name in ("speculate", "keeps") if name in values}
+        found[label] = Way(PrefillConfig(**values), **own)
+    return found
 
 
 def _key(record: dict) -> str:
@@ -54,7 +72,7 @@ def measure(options: argparse.Namespace, hosts: HostGroup, known: list[dict]) ->
     draft = load_demo(draft_path()).model if is_demo else None
     done = set(hosts.gather_json([_key(record) for record in known])[0])
     for shots in options.shots:
-        exam = Exam(options.grid, shots, options.folder, tuple(options.tasks or EXACT_TASKS), options.split)
+        exam = Exam(options.grid, shots, options.folder, tuple(options.tasks), options.split)
         exam = exam if is_demo else captions.exam_like(exam, engine.tokenizer)
         same = {"benchmark": "accuracy", "grid": exam.grid, "shots": shots, "split": options.split}
         ways = ways_of(options.preset, shots * exam.grid**2)
@@ -135,11 +153,10 @@ def show(options: argparse.Namespace, records: list[dict]) -> None:
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--preset", choices=PRESETS, default="methods")
-    parser.add_argument("--model", default="demo", help="demo, or a directory; for captions make_reader.py's")
     parser.add_argument("--labels", nargs="+", help="only these rows (default: all of the preset)")
-    parser.add_argument("--tasks", nargs="+", choices=clips.TASKS, help="of the demo's clips (default: all exact)")
     parser.add_argument("--shots", type=COUNT, nargs="+", default=[256], help="shots per clip (default 256)")
-    add_shared(parser, "dtype", "grid", "split", "folder", "json", "plot", "table", hosts=[8], clips=20)
+    add_shared(parser, "model", "dtype", "grid", "split", "folder", "json", "plot", "table")
+    add_shared(parser, hosts=[8], clips=20, tasks=list(EXACT_TASKS))
     return parser.parse_args(arguments)
 
 

@@ -287,11 +287,10 @@ BATCH_COLUMNS |= {"tokens/s": "{tokens_per_s:.0f}", **_SPEED}
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=["demo", *sorted(CONFIGS)], default="llama-small")
-    parser.add_argument("--tokens", type=COUNT, nargs="+", default=[2048, 32768], help="context lengths")
     parser.add_argument("--new-tokens", type=COUNT, nargs="+", default=[1, 6], help="tokens per forward pass")
     parser.add_argument("--batch", type=COUNT, nargs="+", metavar="N", help="batch sizes (default: no batching)")
     parser.add_argument("--answer-tokens", type=COUNT, default=32, help="tokens of each answer, with --batch")
-    add_shared(parser, "json", dtype="float32", rounds=20, warmup=3)
+    add_shared(parser, "json", tokens=[2048, 32768], dtype="float32", rounds=20, warmup=3)
     return parser.parse_args(arguments)
 
 

@@ -6,8 +6,7 @@
 After HIPPO's Figure 3 (the draft's accuracy on all tokens, the most attended and random ones) and ParallelVLM's
 Figure 4 (how many of the kept tokens are in the first and last 4 % of the video). The demo model's needles also
 show how much of the question's subject is retained. The demo's draft was trained to describe clips as the target
-does; its accuracy is therefore the share of the target's description that it predicts, token by token. A model
-of make_reader.py is its own draft, and nothing is described.
+does; its accuracy is therefore the share of the target's description that it predicts, token by token.
 """
 
 import argparse
@@ -32,7 +31,7 @@ from apbv.speculate.draft import Draft, DraftTask
 from apbv.speculate.strategies import keep_policy, make_watcher
 from apbv.speculate.tree import Tree
 
-from support import captions, clips
+from support import clips
 from support.arguments import add_clip_options, add_shared
 from support.exams import Candidate, Exam, load_demo
 from support.records import keep, table
@@ -78,30 +77,23 @@ def predict_along(draft: Draft, model: ModelParts, inputs: ModelInputs, tokens: 
 
 def measure(options: argparse.Namespace) -> Iterator[dict]:
     """Yield a record for every clip, choice and share of tokens."""
-    engine, exam = load_demo(options.model, dtype=options.dtype), Exam.of(options)
-    is_demo = options.model == "demo"
-    drafting = load_demo(draft_path()) if is_demo else engine
-    candidate = Candidate(engine.model, engine.processor, engine.hosts, drafting.model)
-    exam = exam if is_demo else captions.exam_like(exam, candidate.tokenizer)
+    engine, exam = load_demo(dtype=options.dtype), Exam.of(options)
+    candidate = Candidate(engine.model, engine.processor, engine.hosts, load_demo(draft_path()).model)
     ways = [
         SpeculativeConfig(strategy="specvlm", keep=name, keep_ratio=ratio)
         for name in options.keep
         for ratio in (options.keep_ratio if name != "full" else [1.0])
     ]
     for seed in tqdm(range(options.clips), unit="clip", disable=None):
-        file, described = exam.file(seed), []
-        if is_demo:
-            inputs = candidate.read(file, clips.DESCRIBE_QUESTION)
-            described, _ = candidate.answer(inputs, FULL, 2 * clips.MOST_DESCRIBED)
+        file = exam.file(seed)
+        inputs = candidate.read(file, clips.DESCRIBE_QUESTION)
+        described, _ = candidate.answer(inputs, FULL, 2 * clips.MOST_DESCRIBED)
         for config in ways:
-            said, found = [], []
-            if described:
-                inputs = candidate.read(file, clips.DESCRIBE_QUESTION)
-                draft = draft_of(candidate, inputs, config, seed)
-                said = predict_along(draft, candidate.draft, inputs, described)
+            inputs, found = candidate.read(file, clips.DESCRIBE_QUESTION), []
+            draft = draft_of(candidate, inputs, config, seed)
+            said = predict_along(draft, candidate.draft, inputs, described)
             for task, question, _ in exam.questions(seed):
-                inputs = candidate.read(file, question, exam.start(seed, task))
-                kept = draft_of(candidate, inputs, config, seed).kept
+                kept = draft_of(candidate, candidate.read(file, question), config, seed).kept
                 found.append(seen(kept, torch.from_numpy(exam.needle_tokens(seed, task))))
             yield {
                 "benchmark": "draft_views",
@@ -138,7 +130,7 @@ def summarise(records: list[dict]) -> Iterator[dict]:
         row = {"label": name if name == "full" else f"{name}, {ratio:g}", "clips": len(of_way)}
         row |= {name: statistics.fmean(record[name] for record in of_way) for name in ("at_ends", "of_needles")}
         predicted, described = (sum(record[name] for record in of_way) for name in ("predicted", "described"))
-        yield {**row, "share": predicted / described if described else None}
+        yield {**row, "share": predicted / described}
 
 
 COLUMNS = {
@@ -153,10 +145,8 @@ COLUMNS = {
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--keep", nargs="+", choices=KEEP_POLICIES, default=list(KEEP_POLICIES))
-    parser.add_argument("--keep-ratio", type=float, nargs="+", default=[0.1], help="share of visual tokens (0.1)")
-    parser.add_argument("--model", default="demo", help="demo, or make_reader.py's directory")
     add_clip_options(parser, 20, 64)
-    add_shared(parser, "dtype", "json")
+    add_shared(parser, "keep_ratio", "dtype", "json")
     options = parser.parse_args(arguments)
     if not all(0 < ratio <= 1 for ratio in options.keep_ratio):
         parser.error("--keep-ratio must lie in (0, 1]")

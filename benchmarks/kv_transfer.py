@@ -3,16 +3,21 @@
     torchrun --nproc-per-node 2 benchmarks/kv_transfer.py --tokens 8192
 
 The KV is synthetic, with the shapes of a real model. The consumer is a separate process without the engine, which
-copies every layer to its own memory as it arrives. In an extra first round it compares digests.
+copies every layer to its own memory as it arrives, one ticket a line. In an extra first round it compares digests.
 """
 
 import argparse
+import hashlib
+import json
 import statistics
+import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator
 from contextlib import closing, nullcontext
 
 import torch
+from torch import Tensor
 
 from apbv import HostGroup
 from apbv.input.model_inputs import ModelInputs
@@ -20,16 +25,79 @@ from apbv.kv.cache import ShardedCache
 from apbv.kv.facts import ModelIdentity
 from apbv.kv.offers import Offers
 from apbv.kv.placement import ShardedKV
+from apbv.kv.remote import RemoteKV
+from apbv.kv.ticket import Ticket
 from apbv.layout import plan_layout
 from apbv.prefilling.result import PrefillResult
 from apbv.stats import StageTimer
 
 from support.arguments import COUNT, add_shared
-from support.kv_consumer import Consumer, digest_of
 from support.records import measure_on_hosts
 
 QUESTION_LEN, HEAD_DIM = 32, 128
 SHAPES = {"qwen2.5-vl-3b": (36, 2), "qwen2.5-vl-7b": (28, 4)}  # decoder layers and KV heads, in bf16
+
+WAIT = 600.0  # seconds, for the consumer to end
+
+
+def digest_of(layers: Iterable[tuple[Tensor, Tensor]]) -> str:
+    """Compute the SHA-256 of keys and values ``[H, T, D]``, layer by layer."""
+    digest = hashlib.sha256()
+    for states in layers:
+        for tensor in states:
+            digest.update(tensor.contiguous().view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def consume(ticket: Ticket, cache: dict, digests: bool) -> dict:
+    """Fetch everything into memory that is kept from one call to the next, and confirm it.
+
+    Returns:
+        The milliseconds until the first layer and until all layers had arrived, and a digest if requested.
+    """
+    shape = ticket.num_layers, 2, ticket.num_kv_heads, ticket.num_tokens, ticket.head_dim
+    if shape not in cache:
+        cache[shape] = torch.zeros(shape, dtype=ticket.torch_dtype)
+    kept, began, first = cache[shape], time.perf_counter(), None
+    with RemoteKV(ticket) as kv:
+        for own, layer in zip(kept, kv.layers(range(ticket.num_tokens)), strict=True):
+            first = first or time.perf_counter()
+            for states, received in zip(own, layer, strict=True):
+                states.copy_(received)
+        kv.confirm()
+    times = {"first_layer_ms": 1e3 * (first - began), "fetch_ms": 1e3 * (time.perf_counter() - began)}
+    return {**times, "digest": digest_of(kept) if digests else None}
+
+
+def serve_tickets() -> None:
+    """Fetch what the lines of standard input name, one after the other: the consumer's process."""
+    cache: dict = {}
+    for line in sys.stdin:
+        order = json.loads(line)
+        print(json.dumps(consume(Ticket.from_params(order["params"]), cache, order["digests"])), flush=True)
+
+
+class Consumer:
+    """Fetches KV in a process of its own, on the leader's machine."""
+
+    def __init__(self):
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, "--consume"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def fetch(self, ticket: Ticket, digests: bool) -> dict:
+        """Have it fetch everything, and return the figures of :func:`consume`."""
+        json.dump({"params": ticket.to_params(), "digests": digests}, self._process.stdin)
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        if not line:
+            raise ValueError("the consumer has ended: its error is above")
+        return json.loads(line)
+
+    def close(self) -> None:
+        self._process.stdin.close()
+        self._process.wait(WAIT)
 
 
 def made_up_prefill(hosts: HostGroup, num_layers: int, num_kv_heads: int, num_tokens: int) -> PrefillResult:
@@ -119,12 +187,17 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=COUNT, default=8192, help="prompt tokens, at least 512 (default 8192)")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--consume", action="store_true", help=argparse.SUPPRESS)
     add_shared(parser, "json", rounds=5)
     return parser.parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    return measure_on_hosts(parse_arguments(arguments), records, COLUMNS)
+    options = parse_arguments(arguments)
+    if options.consume:
+        serve_tickets()
+        return 0
+    return measure_on_hosts(options, records, COLUMNS)
 
 
 if __name__ == "__main__":

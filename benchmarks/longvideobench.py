@@ -11,7 +11,9 @@ prompt has only the video. Answers without a letter get a random option, seeded 
 import argparse
 import random
 import sys
-from collections.abc import Mapping
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +27,17 @@ from apbv.input.video import VideoInfo, read_frames
 
 from support.evaluation.answers import first_of_five
 from support.evaluation.command import Benchmark
-from support.evaluation.samples import LETTERED, Row, Sample, fill, read_json, request_of, rows_of
-from support.evaluation.subtitles import interleaved, read_longvideobench
+from support.evaluation.samples import (
+    LETTERED,
+    Sample,
+    Subtitle,
+    fill,
+    made_of,
+    read_json,
+    request_of,
+    text_of,
+    texts_of,
+)
 
 
 def read(options: argparse.Namespace) -> list[Sample]:
@@ -38,35 +49,83 @@ def read(options: argparse.Namespace) -> list[Sample]:
     if options.fps is not None and options.subtitles == "interleaved":
         raise ValueError("frames between subtitles are chosen by --frames; --fps needs --subtitles none")
     path = options.questions or options.data / "lvb_val.json"
-    return [_sample(row, options.data, options.subtitles) for row in rows_of(path, read_json(path))]
+    return made_of(path, read_json(path), partial(_sample, options.data, options.subtitles))
 
 
-def _sample(row: Row, folder: Path, subtitles: str) -> Sample:
-    choices = row.texts("candidates")
-    answer = int(row.number("correct_choice")) if "correct_choice" in row else -1
+def _sample(folder: Path, subtitles: str, _, row: dict) -> Sample:
+    choices, answer = texts_of(row["candidates"]), row.get("correct_choice", -1)
     if answer >= len(choices):
-        raise row.error(f"the answer {answer} is none of the {len(choices)} options")
-    groups = {
-        "duration": row.text("duration_group"),
-        "question": row.text("question_category"),
-        "topic": row.text("topic_category"),
-    }
-    if "level" in row:
-        groups["level"] = row.text("level")
-    lines = folder / "subtitles" / row.text("subtitle_path") if subtitles == "interleaved" else None
+        raise ValueError(f"the answer {answer} is none of the {len(choices)} options")
+    names = {"duration": "duration_group", "question": "question_category", "topic": "topic_category"}
+    groups = {name: text_of(row[field]) for name, field in names.items()}
+    if row.get("level") is not None:
+        groups["level"] = text_of(row["level"])
+    lines = folder / "subtitles" / row["subtitle_path"] if subtitles == "interleaved" else None
     return Sample(
-        key=row.text("id"),
-        question=row.text("question"),
+        key=text_of(row["id"]),
+        question=text_of(row["question"]),
         answer=None if answer < 0 else answer,
         options=choices,
-        videos=(folder / "videos" / row.text("video_path"),),
+        videos=(folder / "videos" / row["video_path"],),
         groups=groups,
         subtitles=lines,
-        extra={
-            "offset": row.number("starting_timestamp_for_subtitles") if lines else 0.0,
-            "duration": row.number("duration"),
-        },
+        extra={"offset": row["starting_timestamp_for_subtitles"], "duration": row["duration"]},
     )
+
+
+def read_subtitles(path: Path, offset: float, duration: float) -> list[Subtitle]:
+    """Read a file of LongVideoBench, which has one of two forms, by what the video was transcribed with.
+
+    Args:
+        offset: the video's begin in the subtitles' time, in seconds.
+        duration: of the video in seconds; the end of a subtitle that has none.
+
+    Raises:
+        ValueError: the file cannot be read, or has neither form.
+    """
+
+    def subtitle(_, row: dict) -> Subtitle:
+        if "timestamp" in row:
+            start, end = row["timestamp"]
+            end, text = offset + duration if end is None else end, row.get("text")
+        else:
+            start, end = (_clock(row[name]) for name in ("start", "end"))
+            text = row.get("line")
+        return Subtitle(start - offset, end - offset, str(text or "").strip())
+
+    return made_of(path, read_json(path), subtitle)
+
+
+def _clock(text: str) -> float:
+    """Read a time of the form 0:01:02.345 in seconds."""
+    hours, minutes, seconds = text.split(":")
+    return int(hours) * 3600 + int(minutes) * 60 + float(seconds)
+
+
+def interleaved(times: Sequence[float], subtitles: Sequence[Subtitle]) -> list[int | str]:
+    """Put subtitles between frames as LongVideoBench's loader does.
+
+    A subtitle stands after the frames up to the middle of its time. One during which no frame was sampled is left
+    out; a time of less than a second counts as a second around its middle.
+
+    Args:
+        times: of the sampled frames, ascending, in seconds.
+        subtitles: in order.
+
+    Returns:
+        The frames' numbers and the subtitles' texts, in order.
+    """
+    found: list[int | str] = []
+    placed = 0
+    for subtitle in subtitles:
+        middle = (subtitle.start + subtitle.end) / 2
+        reached = max(placed, bisect_right(times, middle))
+        found += range(placed, reached)
+        placed = reached
+        half = max(subtitle.end - subtitle.start, 1.0) / 2
+        if subtitle.text and any(middle - half < time < middle + half for time in times):
+            found.append(subtitle.text)
+    return [*found, *range(placed, len(times))]
 
 
 def request(sample: Sample, template: str, options: argparse.Namespace, engine: Engine) -> Mapping[str, Any]:
@@ -76,7 +135,7 @@ def request(sample: Sample, template: str, options: argparse.Namespace, engine: 
         return request_of(sample, prompt)
     info, duration = engine.videos.probe(sample.videos[0]), sample.extra["duration"]
     frames = sampled_frames(info, duration, options.frames or engine.num_frames)
-    lines = read_longvideobench(sample.subtitles, sample.extra["offset"], duration)
+    lines = read_subtitles(sample.subtitles, sample.extra["offset"], duration)
     images = [{"type": "image", "image": Image.fromarray(picture)} for picture in read_frames(info, frames)]
     placed = interleaved(info.timestamps[frames].tolist(), lines)
     content = [images[i] if isinstance(i, int) else {"type": "text", "text": f"\n{i}\n"} for i in placed]

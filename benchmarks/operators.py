@@ -25,18 +25,20 @@ import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 
 # isort: split
 import torch
+from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
 from apbv.doctor import kernels
 from apbv.kernels import BackendError
 from apbv.kernels.backends import BACKENDS, LIBRARIES, is_interpreted
 
-from support.arguments import DEFAULT_DTYPES, add_shared
-from support.operator_cases import PRESETS, Case, Draw, Outputs, cases
+from support.arguments import DEFAULT_DTYPES, add_shared, presets_of
+from support.operator_cases import Case, Draw, Drawn, Outputs, cases, sizes_of
 from support.processes import synchronize
 from support.records import report
 
-OPERATORS = tuple(dict.fromkeys(case.op for case in cases(PRESETS["quick"].sizes, [600])))
+PRESETS = presets_of("operators")
+OPERATORS = tuple(dict.fromkeys(case.op for case in cases(sizes_of("quick"), [600])))
 TIMED = tuple(name for name in BACKENDS if name != "auto")
 _PACKAGES = ("triton", "flash-attn", "flash-attn-3", "fa3-fwd", "flash-attn-4")
 _CEILING_ROUNDS = 6
@@ -56,7 +58,7 @@ class Contender:
     """
 
     backend: str
-    run: Callable[[tuple], Outputs]
+    run: Callable[[Drawn], Outputs]
     error: float | None = None
     wrong: str | None = None
     ms: list[float] = field(default_factory=list)
@@ -114,7 +116,7 @@ class Timer:
         return min(32, max(2, -(-4 * cache // size)))
 
 
-def contenders(case: Case, operands: tuple, backends: list[str], note: Callable[[str], None]) -> list[Contender]:
+def contenders(case: Case, operands: Drawn, backends: list[str], note: Callable[[str], None]) -> list[Contender]:
     """Return the backends that can compute a case here, and note why the others cannot."""
     found = []
     for name in backends:
@@ -133,12 +135,12 @@ def contenders(case: Case, operands: tuple, backends: list[str], note: Callable[
 
 
 @torch.no_grad()
-def check(case: Case, operands: tuple, dtype: torch.dtype, entries: list[Contender]) -> None:
+def check(case: Case, operands: Drawn, dtype: torch.dtype, entries: list[Contender]) -> None:
     """Compare every contender with fp64, as the doctor does, and at this size with the first that is right."""
     expected = None
     for entry in entries:
         try:
-            draw = kernels.Draw(operands[0].device, dtype)
+            draw = kernels.Draw(tree_leaves(operands)[0].device, dtype)
             entry.error = max(
                 kernels.error_of(case.op, each, entry.backend) for each in kernels.CASES[case.op](draw)
             )
@@ -155,7 +157,7 @@ def check(case: Case, operands: tuple, dtype: torch.dtype, entries: list[Contend
 
 
 @torch.no_grad()
-def measure(timer: Timer, sets: list[tuple], entries: list[Contender], rounds: int, warmup: int) -> None:
+def measure(timer: Timer, sets: list[Drawn], entries: list[Contender], rounds: int, warmup: int) -> None:
     """Time the correct contenders in turn, round after round."""
     launching = {}
     right = [entry for entry in entries if not entry.wrong]
@@ -233,9 +235,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--preset", choices=sorted(PRESETS), help="sizes (default: h200 on a GPU, else cpu)")
     parser.add_argument("--ops", nargs="+", choices=OPERATORS, default=OPERATORS, metavar="OP")
     parser.add_argument("--backends", nargs="+", choices=TIMED, default=TIMED, metavar="NAME")
-    parser.add_argument("--tokens", type=int, nargs="+", help="context lengths (default: the preset's)")
-    parser.add_argument("--seed", type=int, default=0)
-    add_shared(parser, "dtype", "json", rounds=10, warmup=2)
+    add_shared(parser, "tokens", "seed", "dtype", "json", rounds=10, warmup=2)
     options = parser.parse_args(arguments)
     if options.warmup < 1:
         parser.error("--warmup must be at least 1")
@@ -243,7 +243,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     options.preset = options.preset or ("h200" if device == "cuda" else "cpu")
     options.dtype = options.dtype or DEFAULT_DTYPES[device]
     options.device = torch.device(device, 0) if device == "cuda" else torch.device(device)
-    fewest = 64 * PRESETS[options.preset].sizes.hosts
+    fewest = 64 * PRESETS[options.preset]["sizes"]["hosts"]
     if options.tokens and min(options.tokens) < fewest:
         parser.error(f"--tokens must be at least {fewest}, so that there is something in every block")
     return options
@@ -253,9 +253,10 @@ def measured(options: argparse.Namespace) -> Iterator[dict]:
     """Yield the records of all cases, one after the other."""
     dtype = getattr(torch, options.dtype)
     preset = PRESETS[options.preset]
-    timer = Timer(options.device, dtype, preset.copy_bytes, preset.matrix_side)
+    timer = Timer(options.device, dtype, preset["copy_bytes"], preset["matrix_side"])
     print(f"ceilings: {timer.flops / 1e12:.2f} TFLOP/s in {options.dtype}, {timer.bandwidth / 1e9:.1f} GB/s")
-    chosen = [case for case in cases(preset.sizes, options.tokens or preset.tokens) if case.op in options.ops]
+    every = cases(sizes_of(options.preset), options.tokens or preset["tokens"])
+    chosen = [case for case in every if case.op in options.ops]
     noted = set()
 
     def note(message: str) -> None:

@@ -15,13 +15,23 @@ the question, and "category", or an object "groups", assigns it to groups.
 
 import argparse
 import sys
+from functools import partial
 from pathlib import Path
 
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 
 # isort: split
 from support.evaluation.command import Benchmark
-from support.evaluation.samples import LETTERS, Row, Sample, read_json, rows_of
+from support.evaluation.samples import (
+    LETTERS,
+    Sample,
+    made_of,
+    option_named,
+    options_of,
+    read_json,
+    text_of,
+    texts_of,
+)
 
 FIELDS = {"id", "video", "image", "audio", "question", "options", "answer", "category", "groups"}
 
@@ -32,33 +42,30 @@ def read(options: argparse.Namespace) -> list[Sample]:
     Raises:
         ValueError: the file cannot be read, or a question is wrong; with its number.
     """
-    rows = rows_of(options.questions, read_json(options.questions))
-    return [_sample(row, number, options.questions.parent) for number, row in enumerate(rows, start=1)]
+    path = options.questions
+    return made_of(path, read_json(path), partial(_sample, path.parent))
 
 
-def _sample(row: Row, number: int, folder: Path) -> Sample:
-    if unknown := sorted(row.values.keys() - FIELDS):
-        raise row.error(f"unknown fields {', '.join(unknown)}; known are {', '.join(sorted(FIELDS))}")
-    choices = row.options("options")
+def _sample(folder: Path, number: int, row: dict) -> Sample:
+    if unknown := sorted(row.keys() - FIELDS):
+        raise ValueError(f"unknown fields {', '.join(unknown)}; known are {', '.join(sorted(FIELDS))}")
+    choices = options_of(row.get("options"))
     if len(choices) == 1 or len(choices) > len(LETTERS) or len(set(choices)) < len(choices):
-        raise row.error(f"needs 2 to {len(LETTERS)} options, no two of them the same, got {choices!r:.200}")
-    answer = None
-    if "answer" in row:
-        answer = row.option(choices, row.values["answer"]) if choices else row.text("answer")
-    groups = row.values.get("groups") or {}
-    if not isinstance(groups, dict):
-        raise row.error('\'groups\' must be an object such as {"category": "sports"}')
-    groups = {str(name): str(value) for name, value in groups.items()}
-    if "category" in row:
-        groups["category"] = row.text("category")
+        raise ValueError(f"needs 2 to {len(LETTERS)} options, no two of them the same, got {choices!r:.200}")
+    answer = row.get("answer")
+    if answer is not None:
+        answer = option_named(choices, answer) if choices else text_of(answer)
+    groups = {name: str(value) for name, value in (row.get("groups") or {}).items()}
+    if row.get("category") is not None:
+        groups["category"] = text_of(row["category"])
     return Sample(
-        key=row.text("id", default=str(number)),
-        question=row.text("question"),
+        key=text_of(row.get("id", number)),
+        question=text_of(row["question"]),
         answer=answer,
         options=choices,
-        videos=tuple(folder / name for name in row.texts("video")),
-        images=tuple(folder / name for name in row.texts("image")),
-        audio=tuple(folder / name for name in row.texts("audio")),
+        videos=tuple(folder / name for name in texts_of(row.get("video"))),
+        images=tuple(folder / name for name in texts_of(row.get("image"))),
+        audio=tuple(folder / name for name in texts_of(row.get("audio"))),
         groups=groups,
     )
 

@@ -13,7 +13,9 @@ where a pass reads all weights and each answer's KV once, and the window is the 
 """
 
 import argparse
+import copy
 import sys
+from collections import Counter
 from dataclasses import replace
 from itertools import product
 
@@ -21,46 +23,102 @@ import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 
 # isort: split
 import torch
-from transformers import PreTrainedConfig
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AttentionInterface, AutoModel, PreTrainedConfig
 
 from apbv import PrefillConfig
 from apbv.kernels.backends import requested
 from apbv.launch.options import positive
+from apbv.model.fused import fused_forwards, with_forwards
+from apbv.model.linear_attention import with_linear_attention
+from apbv.model.parts import DecoderSizes
 
-from support.arguments import COUNT
+from support.arguments import COUNT, presets_of
 from support.cost_model import ATTENTION, HostCost, Shape, cost_of_prompt
-from support.operator_cases import PRESETS, cases
+from support.operator_cases import cases, sizes_of
 from support.records import markdown_table
-from support.traffic import element_wise_bytes
 from support.workloads import CONFIGS, config_of
 
-# Dense bf16 arithmetic with sums in fp32, memory bandwidth, and NVLink in one direction: per second.
-PEAKS = {
-    "A100": (312e12, 2.0e12, 300e9),
-    "H100": (989e12, 3.35e12, 450e9),
-    "H200": (989e12, 4.8e12, 450e9),
-    "B200": (2250e12, 8.0e12, 900e9),
-}
-# The shares that are reached of arithmetic in attention (FlashAttention 3: 0.66 to 0.71) and in matrix products
-# (0.69 to 0.77), and of memory, as measured on an H200 (docs/results-gpu.md); the share of links is assumed.
-# So is that of the rule of linear attention, whose products are small.
-REACHED = {"attention": 0.68, "products": 0.71, "linear": 0.3, "memory": 0.8, "links": 0.7}
-# What the CPU launches for a layer with its MLP in one piece, counted on the emulated GPU, and its seconds
-# for one launch: of a decoded token without CUDA graphs, on the H200's machine.
-LAUNCHES, SECONDS_PER_LAUNCH = {"full": 17, "zigzag_ring": 38, "apbv": 39}, 41e-3 / 530
-# Where the first GPU's owner finds rows measured.
-MEASURED_BY = {
-    "attention": "throughput.py --profile",
-    "selection of passing KV": "throughput.py --profile",
-    "collectives": "torchrun --nproc-per-node 8 -m apbv.doctor",
-    "KV transfer of the last layer": "throughput.py, `stages_ms.handoff`",
-}
+GPUS = presets_of("roofline")
+PEAKS, REACHED, LAUNCHES, MEASURED_BY = (GPUS[name] for name in ("peaks", "reached", "launches", "measured_by"))
+
+
+# Calls of torch that count elsewhere, and those that move nothing.
+_PRODUCTS = ("mm", "addmm", "bmm", "linear")
+_FREE = ("empty", "new_empty", "empty_like", "empty_strided", "detach", "lift_fresh", "_unsafe_view")
+
+
+class Traffic(TorchDispatchMode):
+    """Counts the bytes of this thread's calls, by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        name = func._schema.name.removeprefix("aten::")
+        is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
+        if name not in _FREE and not is_view:
+            # What is written in place is an operand, too: it counts once.
+            tensors = {id(x): x for x in tree_leaves((args, kwargs, result)) if isinstance(x, torch.Tensor)}
+            self.bytes[name] += sum(x.nbytes for x in tensors.values())
+        return result
+
+
+def _rotated(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return torch.addcmul(q, cos, sin), torch.addcmul(k, cos, sin)
+
+
+class _NoRule:
+    """Reads and writes what linear attention does."""
+
+    def convolve(self, layer, mixed, width, function) -> torch.Tensor:
+        return mixed.clone()
+
+    def attend(self, layer, inputs, function) -> torch.Tensor:
+        for each in inputs[:2]:
+            each.sum()
+        return inputs[2].clone()
+
+
+@torch.no_grad()
+def element_wise_bytes(config: PreTrainedConfig, num_rows: int, is_fused: bool = True) -> int:
+    """Count the bytes of a layer's calls that are neither attention nor matrix products; no kernel runs.
+
+    Of a hybrid it is the mean of its layers, whose rule reads q, k and v and writes its output.
+
+    Args:
+        is_fused: whether norms, MLPs and rotary positions are computed by fused kernels.
+    """
+    AttentionInterface.register("no_attention", lambda _, q, *states, **options: (q.transpose(1, 2), None))
+    moved, is_hybrid = [], DecoderSizes.from_config(config).linear is not None
+    types = config.get_text_config().layer_types if is_hybrid else ["full_attention"]
+    period = types.index("full_attention") + 1
+    for num_layers in (period, 2 * period):  # what the second adds is that many layers'
+        text = copy.deepcopy(config.get_text_config())
+        text.num_hidden_layers, text._attn_implementation = num_layers, "no_attention"
+        with torch.device("meta"), Traffic() as traffic:
+            model = AutoModel.from_config(text, dtype=torch.bfloat16)
+            if is_fused:  # for the kernels stand calls that read and write the same
+                calls = (lambda states, weight, _: states * weight, torch.mul, _rotated)
+                model = with_forwards(model, fused_forwards(model, *calls))
+            options = {"linear": _NoRule()} if is_hybrid else {}
+            if is_hybrid:
+                model = with_linear_attention(model)
+            rows = torch.empty(1, num_rows, text.hidden_size, dtype=torch.bfloat16)
+            places, mask = torch.arange(num_rows)[None], torch.empty(1, 1, 1, 1)
+            traffic.bytes.clear()
+            model(inputs_embeds=rows, attention_mask=mask, position_ids=places, use_cache=False, **options)
+        moved.append(sum(size for name, size in traffic.bytes.items() if name not in _PRODUCTS))
+    return (moved[1] - moved[0]) // period
 
 
 def operators(options: argparse.Namespace) -> str:
     """Format the least time of every operator on every GPU."""
     lines = []
-    for case in cases(replace(PRESETS["h200"].sizes, hosts=options.hosts), [options.tokens]):
+    for case in cases(replace(sizes_of("h200"), hosts=options.hosts), [options.tokens]):
         num_bytes, times = case.bytes(torch.bfloat16), []
         for gpu in options.gpus:
             flops, bandwidth, _ = PEAKS[gpu]
@@ -111,7 +169,7 @@ def prefill_parts(
 
 def launching_ms(config: PreTrainedConfig, method: str) -> float:
     """Predict the milliseconds in which the CPU launches a prefill's kernels, while the GPU works."""
-    return 1e3 * config.get_text_config().num_hidden_layers * LAUNCHES[method] * SECONDS_PER_LAUNCH
+    return 1e3 * config.get_text_config().num_hidden_layers * LAUNCHES[method] * GPUS["seconds_per_launch"]
 
 
 def prefill(options: argparse.Namespace, gpu: str) -> str:
@@ -166,7 +224,7 @@ def drafts(options: argparse.Namespace, gpu: str) -> str:
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    usual = PRESETS["h200"].sizes
+    usual = sizes_of("h200")
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=COUNT, default=usual.tokens)
     parser.add_argument("--hosts", type=COUNT, default=usual.hosts)

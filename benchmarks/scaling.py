@@ -30,7 +30,7 @@ from support.arguments import COUNT, add_prefill_settings, add_shared
 from support.bench import Bench, Case, Workload, network_fields
 from support.cost_model import METHODS, Shape, Video, cost_of_prompt, explain, flop_ratio
 from support.records import report
-from support.simulated import Lap, Link, Network
+from support.simulated import Lap, Network
 from support.workloads import CONFIGS, MERGE, PREFIX_LEN, config_of, patch_grid
 
 FULL = PrefillConfig(method="full")
@@ -84,7 +84,7 @@ def simulate(options: argparse.Namespace) -> Iterator[dict]:
     hosts = HostGroup.single()
     bench = Bench(options, hosts)
     shape = Shape.from_config(config_of(options.model), bench.model.dtype.itemsize)
-    network = Network(Link(options.bandwidth, options.latency))
+    network = Network(options.bandwidth, options.latency)
     ways = list(itertools.product(options.hosts, options.methods))
     total = len(options.tokens) * (options.full_rounds + len(ways) * (options.rounds + 1))
     # The first forward pass also sets up what later ones reuse.
@@ -163,8 +163,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
     command = commands.add_parser("plan", parents=[shared], help="predict with the cost model")
     command.add_argument("--model", default="qwen2.5-vl-3b", help=f"{', '.join(CONFIGS)}, a directory or a hub id")
-    command.add_argument("--tokens", type=COUNT, nargs="+", help="text prompt lengths")
-    command.add_argument("--frames", type=COUNT, default=64, help="video frames, without --tokens (default 64)")
+    add_shared(command, "tokens", frames=64)
     command.add_argument("--resolution", default="720p", help="HxW, or such as 720p")
     command.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
     add_settings(command.add_argument_group("visual-token pruning"), REDUCE)
@@ -174,10 +173,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
     command = commands.add_parser("simulate", parents=[shared], help="measure with simulated hosts")
     command.add_argument("--model", default="llama-small", help="a text model (default llama-small)")
-    command.add_argument("--tokens", type=COUNT, nargs="+", default=[32768])
     command.add_argument("--methods", nargs="+", choices=METHODS[1:], default=["apbv"])
     command.add_argument("--full-rounds", type=COUNT, default=1, help="rounds of full attention (slow)")
-    add_shared(command, "bandwidth", "latency", "dtype", rounds=3)
+    add_shared(command, "bandwidth", "latency", "dtype", rounds=3, tokens=[32768])
     return parser.parse_args(arguments)
 
 

@@ -13,30 +13,187 @@ and their times count from then on. Goodput is the number of requests per second
 engine alone answers it sequentially, an eighth as often. With --batch a file of the requests is answered without
 HTTP, too; their times count since they were read. Answers that differ from the engine's are an error.
 Servers that differ in --max-running, in --homes (how many hosts decode) or in their draft alternate, also with a
-batch, for --rounds
-rounds.
+batch, for --rounds rounds.
 """
 
 import argparse
 import itertools
+import json
+import logging
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from random import Random
+from tempfile import TemporaryDirectory
+from unittest import mock
 
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 
 # isort: split
 
-from apbv import HostGroup, SpeculativeConfig, demo
+from apbv import Engine, HostGroup, SamplingParams, SpeculativeConfig, demo
 from apbv.launch.options import positive
+from apbv.serve.batch import Batch
+from apbv.serve.batch_files import Answers, Requests
+from apbv.serve.job import DURATIONS
+from apbv.serve.log import FIELDS
+from apbv.serve.report import report
+from apbv.serve.server import run_worker
+from apbv.serve.settings import ServerSettings
 from apbv.speculate import STRATEGIES
 
 from support.arguments import COUNT, add_pair, add_shared
-from support.clients import Answer, Way, ask_a_batch, ask_a_server, ask_engine
+from support.clients import Answer, serve_while, stream_answer
 from support.drafting import build_ways
 from support.records import measure_on_hosts
 from support.summaries import percentiles
+
+
+def ask_engine(engine: Engine, options: argparse.Namespace) -> Answer:
+    """Ask the engine without the server; collective."""
+    began = time.perf_counter()
+    sampling = SamplingParams(max_new_tokens=options.max_new_tokens, ignore_eos=options.ignore_eos)
+    result = engine.generate(options.prompt, video=options.video, num_frames=options.frames, sampling=sampling)
+    first_token, end = result.stats["ttft_ms"] / 1e3, time.perf_counter() - began
+    return Answer(first_token, end, result.text, len(result.token_ids))
+
+
+def ask_server(port: int, options: argparse.Namespace, asked: float | None = None) -> Answer:
+    """Ask the server over HTTP, see :func:`.clients.stream_answer`."""
+    return stream_answer(port, request_of(options), options.timeout, asked)
+
+
+def request_of(options: argparse.Namespace) -> dict:
+    """Return the body of the chat request that the options describe."""
+    content = [{"type": "text", "text": options.prompt}]
+    if options.video:
+        content.insert(0, {"type": "video_url", "video_url": {"url": Path(options.video).name}})
+    return {
+        "messages": [{"role": "user", "content": content}],
+        "max_tokens": options.max_new_tokens,
+        "num_frames": options.frames,
+        "ignore_eos": options.ignore_eos,
+    }
+
+
+@dataclass(frozen=True)
+class Way:
+    """A workload, and what answers it.
+
+    Attributes:
+        way: "engine", "server" or "batch".
+        concurrency: number of clients, each with one request at a time; None: requests arrive at a rate.
+        rate: requests per second.
+        max_running: the limit of each host's decoding batch; None: all.
+        homes: how many hosts decode; None: all.
+        speculate: the drafting strategy; None: there is no draft.
+    """
+
+    way: str
+    concurrency: int | None = None
+    rate: float | None = None
+    max_running: int | None = None
+    homes: int | None = None
+    speculate: str | None = None
+
+    def ask(self, port: int, options: argparse.Namespace) -> list[Answer]:
+        """Send all requests: each client its next after an answer, or by a Poisson process of the rate."""
+        random, answers = Random(0), []
+        with ThreadPoolExecutor(self.concurrency or options.requests) as pool:
+            for _ in range(options.requests):
+                arrived = time.perf_counter() if self.rate else None
+                answers.append(pool.submit(ask_server, port, options, arrived))
+                if self.rate:
+                    time.sleep(random.expovariate(self.rate))
+            return [answer.result() for answer in answers]
+
+
+def ask_a_server(
+    engine: Engine, hosts: HostGroup, ways: Sequence[Way], expected: str, options: argparse.Namespace
+) -> list[tuple[Way, list[Answer], float]]:
+    """Start a server, ask it in ways that differ in the load alone, and end it; collective.
+
+    Returns:
+        For each way the answers, and the seconds that they took all together; on host 0.
+    """
+    folder, limits = Path(options.video or ".").resolve().parent, {"max_frames": options.frames}
+    limits |= {"max_queue": options.requests, "max_running": ways[0].max_running}
+    measured: list[tuple[Way, list[Answer], float]] = []
+
+    def ask(port: int) -> None:
+        ask_server(port, options)  # a warm-up
+        for way in ways:
+            began = time.perf_counter()
+            answers = way.ask(port, options)
+            seconds = time.perf_counter() - began
+            if any(answer.text != expected for answer in answers):
+                raise ValueError("the server does not answer as the engine does")
+            measured.append((way, answers, seconds))
+
+    homes = min(ways[0].homes or hosts.size, engine.num_homes)
+    with mock.patch.object(Engine, "num_homes", homes):
+        serve_while(engine, hosts, ServerSettings(model="benchmark", media_dir=folder, **limits), ask)
+    return measured
+
+
+def ask_a_batch(
+    engine: Engine, hosts: HostGroup, expected: str, options: argparse.Namespace
+) -> tuple[list[Answer], float]:
+    """Answer a file of the requests without HTTP; collective.
+
+    Returns:
+        The answers, whose times count since they were read, and the seconds that they took together; on host 0.
+
+    Raises:
+        ValueError: an answer is not the expected one.
+    """
+    media = Path(options.video or ".").resolve().parent
+    settings = ServerSettings(model="benchmark", media_dir=media, max_frames=options.frames)
+    if not hosts.is_leader:
+        run_worker(engine, hosts, settings)
+        return [], 0.0
+    with TemporaryDirectory() as folder:
+        asked, out = Path(folder, "requests.jsonl"), Path(folder, "answers.jsonl")
+        line = {"method": "POST", "url": "/v1/chat/completions", "body": request_of(options)}
+        lines = [json.dumps({"custom_id": str(number), **line}) for number in range(options.requests)]
+        asked.write_text("\n".join(lines))
+        with closing(Answers(out)) as answers:
+            batch = Batch(Requests(asked), answers, settings, lambda _: None)
+            with _durations() as durations:
+                run_worker(engine, hosts, settings, batch.open)
+        seconds = batch.seconds
+        bodies = [json.loads(line)["response"]["body"] for line in out.read_text().splitlines()]
+    if any("error" in body or body["choices"][0]["message"]["content"] != expected for body in bodies):
+        raise ValueError("the batch is not answered as by the engine")
+    num_tokens = (body["usage"]["completion_tokens"] for body in bodies)
+    times = zip(durations["time_to_first_token"], durations["total"], num_tokens, strict=True)
+    return [Answer(first, end, expected, number) for first, end, number in times], seconds
+
+
+@contextmanager
+def _durations() -> Iterator[dict[str, list[float]]]:
+    """Collect the durations (:data:`apbv.serve.job.DURATIONS`) of the requests that finish in the block."""
+    logger, handler = logging.getLogger(report.__module__), logging.Handler()
+    durations: dict[str, list[float]] = {name: [] for name in DURATIONS}
+
+    def note(record: logging.LogRecord) -> None:
+        told = getattr(record, FIELDS)
+        for name, known in durations.items():
+            if (seconds := told[f"{name}_seconds"]) is not None:
+                known.append(seconds)
+
+    handler.emit = note
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    try:
+        yield durations
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(logging.NOTSET)
 
 
 def measure(options: argparse.Namespace, hosts: HostGroup) -> Iterator[dict]:
@@ -121,7 +278,6 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         help="none: the prompt is text alone (default: the bundled clip)",
     )
     parser.add_argument("--prompt", default="name the letters in order")
-    parser.add_argument("--frames", type=COUNT, default=128)
     parser.add_argument("--requests", type=COUNT, default=64, help="requests per measurement (default 64)")
     parser.add_argument("--concurrency", type=COUNT, nargs="+", default=[1, 4, 16], help="concurrent clients")
     parser.add_argument("--rate", type=positive(float), nargs="+", default=[], help="requests per second instead")
@@ -138,7 +294,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--speculate", nargs="+", choices=("off", *STRATEGIES), default=["off"])
     add_pair(parser)
     parser.set_defaults(draft_host=False, preset=None)
-    add_shared(parser, "pinned", "json", dtype="float32", rounds=1, max_new_tokens=32, timeout=300.0)
+    add_shared(parser, "pinned", "json", dtype="float32", rounds=1, max_new_tokens=32, timeout=300.0, frames=128)
     return parser.parse_args(arguments)
 
 

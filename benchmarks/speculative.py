@@ -16,35 +16,38 @@ output, so that target and draft differ in cost as real pairs do. All variants a
 interleaved on every question. Answers are greedy, and each is compared with the autoregressive one, which uses the
 same attention: a variant whose answer differs anywhere is reported without a speed. With --draft-host the last
 host drafts in parallel in some variants and idles in the others; on a single host a thread drafts. A preset is one
-of the papers' tables (support/draft_presets.toml), at the first of --keep-ratio. With --batch the first questions
+of the papers' tables (support/presets.toml), at the first of --keep-ratio. With --batch the first questions
 are answered together, and drafts that do not pay are dropped.
 """
 
 import argparse
 import statistics
 import sys
-import tomllib
-from collections.abc import Iterator
-from dataclasses import replace
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 
 # isort: split
 from tqdm import tqdm
 
-from apbv import HostGroup, SpeculativeConfig
+from apbv import Engine, HostGroup, SamplingParams, SpeculativeConfig
 from apbv.config import KEEP_POLICIES, PRUNINGS
+from apbv.decode.batch import Batch
+from apbv.input.request import Question, Request
 from apbv.input.video import probe
 from apbv.speculate import STRATEGIES, prunes
+from apbv.stats import StageTimer
 
-from support import clips
-from support.arguments import COUNT, add_clip_options, add_pair, add_shared
-from support.drafting import batch_records, build_ways, records
+from support.arguments import COUNT, add_clip_options, add_pair, add_shared, presets_of
+from support.drafting import Way, build_ways
 from support.exams import Exam
 from support.records import measure_on_hosts, read_records
 
-PRESETS = tomllib.loads((Path(__file__).parent / "support" / "draft_presets.toml").read_text(encoding="utf-8"))
+PRESETS = presets_of("speculative")
 
 
 def configs_of(preset: str, keep_ratio: float) -> dict[str, SpeculativeConfig]:
@@ -104,6 +107,158 @@ def questions(options: argparse.Namespace, hosts: HostGroup) -> Iterator[tuple[s
             yield task, {"prompt": asked[task], "video": file, "num_frames": probe(file).num_frames}
 
 
+class Together(NamedTuple):
+    """Answers that were decoded in one batch: their tokens, their drafts' metrics, and the seconds of decoding."""
+
+    prompt_lens: list[int]
+    tokens: list[list[int]]
+    figures: list[dict | None]
+    seconds: float
+
+
+def decode_together(engine: Engine, batch: Batch, questions: Sequence[dict], max_new_tokens: int) -> Together:
+    """Prefill questions, and decode their answers in a batch, on host 0; collective."""
+    sampling = SamplingParams(max_new_tokens=max_new_tokens)
+    begun = [
+        engine.begin(Request(Question(**given), StageTimer(engine.hosts), sampling=sampling))
+        for given in questions
+    ]
+    began = time.perf_counter()
+    with engine.attention():
+        members = [
+            batch.join(state, read.request, *draft) for read, state, draft in begun if engine.hosts.is_leader
+        ]
+        prompt_lens = [member.answer.prompt_len for member in members]
+        while len(batch):
+            batch.step()
+    seconds = time.perf_counter() - began
+    return Together(prompt_lens, [each.tokens for each in members], [each.summary() for each in members], seconds)
+
+
+def batch_records(options: argparse.Namespace, ways: Sequence[Way], questions: Sequence[dict]) -> Iterator[dict]:
+    """Answer questions in one batch, in all ways in turn, after a warm-up; yield a record per way, on host 0."""
+    engines = [(way.engine, way.engine.batch()) for way in ways]
+    rounds = [
+        [decode_together(*each, questions, options.max_new_tokens) for each in engines]
+        for _ in range(1 + options.rounds)
+    ]
+    measured = list(zip(*rounds[1:], strict=True)) if engines[0][0].hosts.is_leader else []
+    for way, runs in zip(ways, measured, strict=False):
+        figures = [each for run in runs for each in run.figures if each]
+        drafted, seconds = sum(each["num_drafted"] for each in figures), sum(run.seconds for run in runs)
+        new_tokens = sum(len(tokens) for run in runs for tokens in run.tokens)
+        yield {
+            "benchmark": "batch_speculative",
+            "label": way.label,
+            "model": options.model,
+            "scale": options.scale,
+            "dtype": options.dtype,
+            "num_input_tokens": statistics.mean(runs[0].prompt_lens),
+            "answers": len(questions),
+            "new_tokens": new_tokens,
+            "identical": [run.tokens for run in runs] == [run.tokens for run in measured[0]],
+            "acceptance_rate": sum(each["num_accepted"] for each in figures) / drafted if drafted else None,
+            "drafted_per_token": drafted / new_tokens,
+            "tokens_per_s": new_tokens / seconds,
+            "speedup": sum(run.seconds for run in measured[0]) / seconds,
+            "samples": {"seconds": [run.seconds for run in runs]},
+        }
+
+
+def task_records(options: argparse.Namespace, ways: list[Way]) -> Iterator[dict]:
+    """Yield a record per task and way; speedups are ratios of sums over the same questions."""
+    for task, alone in ways[0].stats.items():
+        new_tokens = sum(len(stats["token_ids"]) for stats in alone)
+        forwards = new_tokens - len(alone)  # the first token of every answer comes out of the prefill
+        decode_ms, total_ms = sum(s["stages_ms"]["decode"] for s in alone), sum(s["total_ms"] for s in alone)
+        target_ms = decode_ms / max(1, forwards)
+        for way in ways:
+            runs = way.stats[task]
+            identical = all(a["token_ids"] == b["token_ids"] for a, b in zip(runs, alone, strict=True))
+            times = {
+                "decode_ms": [stats["stages_ms"]["decode"] for stats in runs],
+                "draft_prefill_ms": [stats["stages_ms"]["draft"] for stats in runs],
+                "total_ms": [stats["total_ms"] for stats in runs],
+            }
+            figures = None if way.config is None else speculation(way.config, runs, target_ms, forwards)
+            yield {
+                "benchmark": "speculative",
+                "preset": options.preset,
+                "label": way.label,
+                "task": task,
+                "model": options.model,
+                "scale": options.scale,
+                "hosts": runs[0]["hosts"],
+                "kv": options.kv,
+                "method": runs[0]["method"],
+                "num_input_tokens": statistics.mean(stats["num_input_tokens"] for stats in runs),
+                "answers": len(runs),
+                "new_tokens": new_tokens,
+                "identical": identical,
+                **times,
+                "target_ms_per_token": target_ms,
+                "decode_speedup": decode_ms / sum(times["decode_ms"]) if identical else None,
+                "end_to_end_speedup": total_ms / sum(times["total_ms"]) if identical else None,
+                "speculation": figures,
+                "dtype": runs[0]["dtype"],
+            }
+
+
+def speculation(config: SpeculativeConfig, runs: list[dict], target_ms: float, num_tokens: int) -> dict:
+    """Return drafted and accepted tokens, the costs on both sides, and the predicted speedup.
+
+    Args:
+        target_ms: of a target's pass over one token.
+        num_tokens: of all answers, but their first.
+    """
+
+    def total(name: str) -> float | None:
+        values = [stats["speculation"][name] for stats in runs]
+        return None if None in values else sum(values)
+
+    drafted, accepted, rounds = (total(name) for name in ("num_drafted", "num_accepted", "rounds"))
+    # A draft host writes more tokens than are ever verified.
+    written, seconds = total("num_written") if config.draft_host else drafted, total("draft_seconds")
+    draft_ms = None if seconds is None else 1e3 * seconds / max(1, written)
+    ratio = target_ms / draft_ms if draft_ms else None
+    in_a_row = accepted / (total("num_rejections") + len(runs))
+    per_forward = num_tokens / max(1, total("num_target_forwards"))
+    gamma = drafted / max(1, rounds)  # a lookup may find fewer tokens than requested
+    predicted = None
+    if ratio and config.draft_host:  # Theorem 6 takes the chance that one more token is accepted
+        predicted = beside_speedup(gamma, ratio, accepted / max(1, accepted + total("num_rejections")))
+    elif ratio:  # Theorem 4 the share of accepted tokens
+        predicted = in_turn_speedup(gamma, ratio, accepted / max(1, drafted))
+    return {
+        "config": asdict(config),
+        "acceptance_rate": accepted / max(1, drafted),
+        "tokens_per_target_forward": per_forward,
+        "mean_accepted_tokens": in_a_row if config.draft_host else per_forward,
+        "accepted_in_a_row": in_a_row,
+        "draft_ms_per_token": draft_ms,
+        "verify_ms_per_round": 1e3 * total("verify_seconds") / max(1, rounds),
+        "cost_ratio": ratio,
+        "predicted_decode_speedup": predicted,
+    }
+
+
+def in_turn_speedup(gamma: float, c: float, tau: float) -> float:
+    """Predict what drafting and verifying in turn gains over autoregressive decoding (ParallelVLM, Theorem 4).
+
+    Args:
+        gamma: tokens drafted per round.
+        c: T_p / T_q, how many tokens the draft drafts during one pass of the target.
+        tau: the acceptance rate.
+    """
+    return c * (tau * gamma + 1) / (gamma + c)
+
+
+def beside_speedup(gamma: float, c: float, tau: float) -> float:
+    """Predict what drafting while verifying gains, with the rounds that rejections cost (Theorem 6, Lemma 1)."""
+    accepted = gamma if tau == 1 else tau * (1 - tau**gamma) / (1 - tau)
+    return c * (1 + tau**gamma) * accepted / (2 * max(gamma, c))
+
+
 def measure(options: argparse.Namespace, hosts: HostGroup) -> Iterator[dict]:
     """Answer every question in all ways in turn, after a warm-up with the first; yield the records, on host 0."""
     # A way that loses must be seen to lose.
@@ -121,7 +276,7 @@ def measure(options: argparse.Namespace, hosts: HostGroup) -> Iterator[dict]:
                         way.stats.setdefault(task, []).append(answer.stats)
                 bar.update()
     if hosts.rank == 0:
-        yield from records(options, ways)
+        yield from task_records(options, ways)
 
 
 def measure_batches(options: argparse.Namespace, hosts: HostGroup) -> Iterator[dict]:
@@ -176,17 +331,14 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batch", type=COUNT, nargs="+", default=[], help="answer as many questions together")
     parser.add_argument("--keep", nargs="+", choices=KEEP_POLICIES, default=["specvlm"])
     amount = parser.add_mutually_exclusive_group()
-    amount.add_argument("--keep-ratio", type=float, nargs="+", default=[0.1], help="share of visual tokens (0.1)")
+    add_shared(amount, "keep_ratio")
     amount.add_argument("--keep-tokens", type=int, nargs="+", metavar="N", help="prompt tokens, text included")
     parser.add_argument("--prune", nargs="+", choices=PRUNINGS, default=["prompt"])
-    parser.add_argument(
-        "--tasks", nargs="+", choices=clips.TASKS, default=["describe"], help="tasks on the demo's clips"
-    )
     parser.add_argument(
         "--prompts", type=Path, metavar="FILE", help="use these prompts instead of the demo's clips"
     )
     add_clip_options(parser, 4, 32)
-    add_shared(parser, "json", rounds=1, dtype="float32", max_new_tokens=160)
+    add_shared(parser, "json", rounds=1, dtype="float32", max_new_tokens=160, tasks=["describe"])
     options = parser.parse_args(arguments)
     try:
         if options.preset is not None:

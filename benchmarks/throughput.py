@@ -15,15 +15,19 @@ simulated.
 """
 
 import argparse
+import json
 import statistics
 import sys
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 
 # isort: split
+import torch
+from torch.profiler import ProfilerActivity, profile
 from tqdm import tqdm
 
 from apbv import HostGroup
@@ -32,18 +36,16 @@ from apbv.launch.options import prefill_config
 from apbv.planning import parse_resolution
 from apbv.prefilling.methods import METHODS
 
-from support.arguments import COUNT, add_prefill_settings, add_shared
+from support.arguments import COUNT, add_prefill_settings, add_shared, presets_of
 from support.bench import Bench, Case, Workload, measure, network_fields
-from support.profiling import write_trace
-from support.records import measure_on_hosts
-from support.simulated import Link, Network
+from support.records import markdown_table, measure_on_hosts
+from support.simulated import Network
 from support.summaries import percentiles
 from support.workloads import CONFIGS
 
 BASELINES = ("full", "zigzag_ring")
 SWITCHES = ("overlap", "fused_query", "zigzag")
-# Numbers of simulated hosts, and frames; the APB-V paper's Table 5 is for frames of 720p.
-PRESETS = {"table5": ([2, 4, 6, 8], [16, 24, 32, 40, 48, 56])}
+PRESETS = presets_of("throughput")
 
 
 def plan(options: argparse.Namespace, hosts: HostGroup) -> tuple[list[Workload], list[Case]]:
@@ -52,24 +54,24 @@ def plan(options: argparse.Namespace, hosts: HostGroup) -> tuple[list[Workload],
     Raises:
         ValueError: options contradict each other.
     """
-    some_hosts, some_frames = PRESETS.get(options.preset, ([2], [16]))
+    usual = PRESETS.get(options.preset, {"hosts": [2], "frames": [16]})
     is_large = options.preset is not None and hosts.device.type != "cpu"
     if options.model is None:
         small = "llama-small" if options.tokens else "qwen2.5-vl-small"
         options.model = "qwen2.5-vl-3b" if is_large else small
     if hosts.size > 1 and options.hosts not in (None, [hosts.size]):
         raise ValueError(f"--hosts {options.hosts} is for simulated hosts; torchrun started {hosts.size}")
-    numbers = [hosts.size] if hosts.size > 1 else options.hosts or some_hosts
+    numbers = [hosts.size] if hosts.size > 1 else options.hosts or usual["hosts"]
     if min(numbers) < 2:
         raise ValueError(f"--hosts {min(numbers)}: 2 hosts at least; `full` always runs on one")
 
     if options.tokens:
         workloads = [Workload(tokens=length) for length in options.tokens]
     else:
-        frames, sizes = options.frames or some_frames, options.resolutions or ["720p" if is_large else "240p"]
+        frames, sizes = options.frames or usual["frames"], options.resolutions or ["720p" if is_large else "240p"]
         workloads = [Workload(None, count, *parse_resolution(size)) for size in sizes for count in frames]
 
-    network, base = Network(Link(options.bandwidth, options.latency)), prefill_config(options)
+    network, base = Network(options.bandwidth, options.latency), prefill_config(options)
     methods = options.methods or [name for name in METHOD_NAMES if name not in SPARSE_NAMES]
     cases = [
         Case(name, replace(base, method=name), *((number, network) if METHODS[name].splits else ()))
@@ -150,14 +152,15 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", help=f"{', '.join(CONFIGS)} (random weights), demo, a directory or a hub id")
     parser.add_argument("--methods", nargs="+", choices=METHOD_NAMES, help="default: all except sparse ones")
     parser.add_argument("--hosts", type=COUNT, nargs="+", help="simulated hosts (not under torchrun)")
-    parser.add_argument("--tokens", type=COUNT, nargs="+", help="text prompt lengths")
     parser.add_argument("--frames", type=COUNT, nargs="+", help="frames per video")
     parser.add_argument("--resolutions", nargs="+", help="HxW, or such as 720p")
     add_prefill_settings(parser, "anchor_len", "passing_len", "importance")
     parser.add_argument("--profile", type=Path, metavar="DIR", help="write a trace of one more run of each case")
     parser.set_defaults(method="apbv")
     # The other hosts wait while host 0 runs `full`.
-    add_shared(parser, "query_len", "bandwidth", "latency", "dtype", "json", rounds=3, warmup=1, timeout=3600.0)
+    add_shared(
+        parser, "tokens", "query_len", "bandwidth", "latency", "dtype", "json", rounds=3, warmup=1, timeout=3600.0
+    )
     return parser.parse_args(arguments)
 
 
@@ -170,12 +173,12 @@ def measured_records(options: argparse.Namespace, hosts: HostGroup) -> Iterator[
         for workload in workloads:
             measured = measure(bench, workload, cases, options.rounds, options.warmup, bar)
             if options.profile is not None:
-                profile(options.profile, bench, workload, cases)
+                write_profiles(options.profile, bench, workload, cases)
             if hosts.rank == 0:
                 yield from records(options, bench, workload, cases, measured)
 
 
-def profile(folder: Path, bench: Bench, workload: Workload, cases: list[Case]) -> None:
+def write_profiles(folder: Path, bench: Bench, workload: Workload, cases: list[Case]) -> None:
     """Run every case once more, and write and show what host 0 did; of simulated hosts what all of them did."""
     job, length = bench.prepare(workload), workload.tokens or f"{workload.frames}x{workload.height}p"
     for case in cases:
@@ -186,6 +189,84 @@ def profile(folder: Path, bench: Bench, workload: Workload, cases: list[Case]) -
                 print(f"{path}:\n\n{write_trace(path, lambda case=case: bench.run(case, job))}\n", flush=True)
             else:
                 bench.run(case, job)
+
+
+_PREFIX = "apbv."  # of a stage's name in a trace, as StageTimer gives it
+_ON_CPU = ("user_annotation", "cpu_op", "cuda_runtime", "cuda_driver")
+_ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
+
+
+def write_trace(path: Path, run: Callable[[], object]) -> str:
+    """Run a function, write its trace in the Trace Event Format, and return a table of its kernels.
+
+    Raises:
+        ValueError: the file cannot be written.
+    """
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
+    # Simulated hosts, and those who read and encode a video, are threads that begin inside.
+    every_thread = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    with profile(activities=activities, experimental_config=every_thread) as profiler:
+        run()
+    try:
+        profiler.export_chrome_trace(str(path))
+        trace = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, RuntimeError) as error:
+        raise ValueError(f"cannot write the trace {path}: {error}") from error
+    return kernel_table(trace["traceEvents"])
+
+
+def kernel_table(events: Iterable[dict], least: float = 0.002) -> str:
+    """Format the kernels of a trace by stage; without a GPU torch's operators, without what these call.
+
+    Args:
+        events: of a trace by torch's profiler.
+        least: what takes a smaller share of the whole time is in one row with others of its stage.
+    """
+    events = [event for event in events if event.get("ph") == "X"]
+    launched_in, operators = _on_cpu([event for event in events if event["cat"] in _ON_CPU])
+    kernels = [
+        (launched_in.get(event["args"].get("correlation"), "outside"), event["name"], event["dur"])
+        for event in events
+        if event["cat"] in _ON_GPU
+    ]
+    runs: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for stage, name, microseconds in kernels or operators:
+        runs[stage, name].append(microseconds)
+    whole = sum(map(sum, runs.values()))
+    times: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for (stage, name), each in runs.items():
+        times[stage][f"`{name[:80]}`" if sum(each) >= least * whole else "others"] += each
+    rows = [
+        [stage, name, len(each), f"{sum(each) / 1e3:.2f}", f"{100 * sum(each) / whole:.1f}%"]
+        for stage, by_name in times.items()
+        for name, each in sorted(by_name.items(), key=lambda item: (item[0] == "others", -sum(item[1])))
+    ]
+    return markdown_table(["stage", "kernel" if kernels else "operator", "calls", "ms", "share"], rows)
+
+
+def _on_cpu(events: list[dict]) -> tuple[dict[int, str], list[tuple[str, str, float]]]:
+    """Return the stage of every launch by its number, and operators with their stage and own microseconds."""
+    launched_in, operators = {}, []
+    threads = defaultdict(list)
+    for event in events:
+        threads[event["pid"], event["tid"]].append(event)
+    for thread in threads.values():
+        inside: list[tuple[float, str, list]] = []  # of those around an event: end, stage, what is counted
+        for event in sorted(thread, key=lambda event: (event["ts"], -event["dur"])):
+            while inside and inside[-1][0] <= event["ts"]:
+                inside.pop()
+            stage = inside[-1][1] if inside else "outside"
+            if event["cat"] == "user_annotation" and event["name"].startswith(_PREFIX):
+                stage = event["name"].removeprefix(_PREFIX)
+            counted = [stage, event["name"], event["dur"]]
+            if event["cat"] == "cpu_op":
+                operators.append(counted)
+                if inside:
+                    inside[-1][2][2] -= event["dur"]
+            elif event["cat"].startswith("cuda"):
+                launched_in[event["args"].get("correlation")] = stage
+            inside.append((event["ts"] + event["dur"], stage, counted))
+    return launched_in, operators
 
 
 def main(arguments: list[str] | None = None) -> int:

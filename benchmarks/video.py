@@ -34,28 +34,13 @@ from tqdm import tqdm
 from apbv.hosts import HostError
 from apbv.planning import parse_resolution
 
-from support.arguments import COUNT, DEFAULT_DTYPES, add_shared
+from support.arguments import COUNT, DEFAULT_DTYPES, add_shared, presets_of
 from support.records import report
 from support.videos.clips import PACKAGES, READERS, ClipSpec, write_clip
 from support.videos.worker import ROADS, STAGES, Job, Measured, in_processes_of_their_own, measure
 
 WAYS = (*ROADS, *READERS)
-_FILM = {"max_pixels": 360 * 640}
-# The most that apbv's results may differ from the reference: levels of a frame's 0 .. 255, else a share of the
-# largest value. The vision tower rounds differently where its windows are attended to together.
-TOLERANCES = {
-    "float32": {"frames": 0, "embeddings": 1e-4, "first_token": 1e-3},
-    "float16": {"frames": 0, "embeddings": 0.02, "first_token": 0.05},
-    "bfloat16": {"frames": 0, "embeddings": 0.1, "first_token": 0.2},
-}
-PRESETS = {
-    "readers": {"stages": ["frames"], "sampling": ["sparse", "dense"]},
-    "hosts": _FILM | {"stages": ["embeddings"], "ways": ["apbv"], "hosts": [1, 2], "pinned": True},
-    "memory": _FILM | {"stages": ["embeddings"], "ways": list(ROADS), "frames": [32, 256], "rounds": 1},
-    "road": _FILM | {"stages": list(STAGES)},
-    "quick": {"stages": ["frames", "embeddings"], "resolution": "96x192", "gop": 12, "seconds": 4}
-    | {"fps": 12, "frames": [8], "rounds": 1, "vision_depth": 2},
-}
+PRESETS = presets_of("video")
 
 
 def perform(job: Job, folder: Path, kept: Path | None = None) -> list[Measured]:
@@ -84,7 +69,7 @@ def max_difference(job: Job, made: Path, reference: Path) -> float:
     scale = 1.0 if job.stage == "frames" else float(np.abs(expected).max())
     rows = zip(values, expected, strict=True)
     difference = float(np.max([np.abs(ours.astype(np.float64) - its).max() for ours, its in rows])) / scale
-    allowed = TOLERANCES[job.settings.dtype][job.stage]
+    allowed = presets_of("video_tolerances")[job.settings.dtype][job.stage]
     if job.way == "apbv" and not difference <= allowed:
         raise AssertionError(f"{job.stage} of apbv differ by {difference:.3g}, not {allowed}")
     return difference

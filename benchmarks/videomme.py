@@ -10,8 +10,11 @@ answers without a letter; everywhere else they count as wrong.
 """
 
 import argparse
+import re
 import sys
-from collections.abc import Mapping
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +26,18 @@ from apbv.input.video import sample_fps, sample_uniform
 
 from support.evaluation.answers import first_of_four
 from support.evaluation.command import Benchmark
-from support.evaluation.samples import Row, Sample, fill, read_json, request_of, rows_of
+from support.evaluation.samples import (
+    Sample,
+    Subtitle,
+    fill,
+    made_of,
+    option_lettered,
+    options_of,
+    read_json,
+    request_of,
+    text_of,
+)
 from support.evaluation.scoring import ALL, Score
-from support.evaluation.subtitles import read_srt, shown_at
 
 TEMPLATE = """{subtitles}Select the best answer to the following multiple-choice question based on the video. \
 Respond with only the letter (A, B, C, or D) of the correct option.
@@ -34,6 +46,8 @@ Respond with only the letter (A, B, C, or D) of the correct option.
 The best answer is:"""
 LISTED = "This video's subtitles are listed below:\n{}\n"
 ENDINGS = (".mp4", ".MP4", ".mkv", ".webm")
+_TIMES = re.compile(r"(\d+):(\d\d):(\d\d)[,.](\d{1,3})\s*-->\s*(\d+):(\d\d):(\d\d)[,.](\d{1,3})")
+_TAG = re.compile(r"</?[a-zA-Z][^>]*>|\{\\[^}]*\}")
 
 
 def read(options: argparse.Namespace) -> list[Sample]:
@@ -47,7 +61,7 @@ def read(options: argparse.Namespace) -> list[Sample]:
     path = options.questions
     entries = read_parquet(path) if path.suffix == ".parquet" else read_json(path)
     videos = options.videos or path.parent / "data"
-    return [_sample(row, videos, options.subtitles) for row in rows_of(path, entries)]
+    return made_of(path, entries, partial(_sample, videos, options.subtitles))
 
 
 def read_parquet(path: Path) -> list[dict]:
@@ -67,19 +81,60 @@ def read_parquet(path: Path) -> list[dict]:
         raise ValueError(f"cannot read {path}: {error}") from error
 
 
-def _sample(row: Row, videos: Path, subtitles: Path | None) -> Sample:
-    name, choices = row.text("videoID"), row.options("options")
+def _sample(videos: Path, subtitles: Path | None, _, row: dict) -> Sample:
+    name, choices, right = row["videoID"], options_of(row["options"]), row.get("answer")
     places = [videos / f"{name}{ending}" for ending in ENDINGS]
     lines = None if subtitles is None else subtitles / f"{name}.srt"
     return Sample(
-        key=row.text("question_id"),
-        question=row.text("question"),
-        answer=row.letter("answer", choices) if "answer" in row else None,
+        key=text_of(row["question_id"]),
+        question=text_of(row["question"]),
+        answer=None if right is None else option_lettered(choices, right),
         options=choices,
         videos=(next((path for path in places if path.is_file()), places[0]),),
-        groups={field: row.text(field) for field in ("duration", "domain", "sub_category", "task_type")},
+        groups={field: text_of(row[field]) for field in ("duration", "domain", "sub_category", "task_type")},
         subtitles=lines if lines is not None and lines.is_file() else None,  # a sixth of the videos have none
     )
+
+
+def read_srt(path: Path) -> list[Subtitle]:
+    """Read a SubRip file, without its markup; in the order of the file.
+
+    Raises:
+        ValueError: the file cannot be read, or has text but no times.
+    """
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read the subtitles {path}: {error}") from error
+    found = []
+    for block in re.split(r"\n\s*\n", text.replace("\r\n", "\n").strip()):
+        lines = block.split("\n")
+        place = next((number for number, line in enumerate(lines[:2]) if _TIMES.match(line.strip())), None)
+        if place is None:
+            continue
+        times = [int(number) for number in _TIMES.match(lines[place].strip()).groups()]
+        said = " ".join(_TAG.sub("", " ".join(lines[place + 1 :])).split())
+        if said:
+            found.append(Subtitle(_seconds(*times[:4]), _seconds(*times[4:]), said))
+    if text.strip() and not found:
+        raise ValueError(f"{path} holds no subtitles")
+    return found
+
+
+def _seconds(hours: int, minutes: int, seconds: int, milliseconds: int) -> float:
+    return hours * 3600 + minutes * 60 + seconds + milliseconds / 1000
+
+
+def shown_at(subtitles: Sequence[Subtitle], times: Sequence[float]) -> list[str]:
+    """Return the texts that are shown at any of the times, each once, in order."""
+    times = sorted(times)
+    found = []
+    for subtitle in subtitles:
+        first = bisect_right(times, subtitle.start - 1e-9)
+        is_shown = first < len(times) and times[first] < subtitle.end
+        if is_shown and (not found or found[-1] != subtitle.text):
+            found.append(subtitle.text)
+    return found
 
 
 def request(sample: Sample, template: str, options: argparse.Namespace, engine: Engine) -> Mapping[str, Any]:

@@ -12,6 +12,7 @@ ordering and counting, each of which is the mean of its three types.
 import argparse
 import statistics
 import sys
+from functools import partial
 from pathlib import Path, PurePosixPath
 
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
@@ -19,7 +20,7 @@ import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 # isort: split
 from support.evaluation.answers import first_letter_by_alphabet
 from support.evaluation.command import Benchmark
-from support.evaluation.samples import Row, Sample, read_json, rows_of
+from support.evaluation.samples import Sample, made_of, option_lettered, read_json, text_of, texts_of
 from support.evaluation.scoring import Score
 
 TRIES = 4
@@ -34,29 +35,29 @@ def read(options: argparse.Namespace) -> list[Sample]:
         ValueError: the file cannot be read, or has another form.
     """
     folder = options.videos or options.questions.parent
-    return [_sample(row, folder) for row in rows_of(options.questions, read_json(options.questions))]
+    return made_of(options.questions, read_json(options.questions), partial(_sample, folder))
 
 
-def _sample(row: Row, folder: Path) -> Sample:
-    video, kind, number = PurePosixPath(row.text("video")), row.text("type"), row.text("try")
+def _sample(folder: Path, _, row: dict) -> Sample:
+    video, kind = PurePosixPath(row["video"]), row["type"]
     task = kind.partition("_")[0]
     if task not in TASKS:
-        raise row.error(f"the type {kind!r} begins with none of {', '.join(TASKS)}")
-    choices = row.texts("options")
-    answers = [choices.index(row.text("gt"))] if "gt" in row and row.text("gt") in choices else []
-    if "gt_option" in row:
-        answers.append(row.letter("gt_option", choices))
+        raise ValueError(f"the type {kind!r} begins with none of {', '.join(TASKS)}")
+    choices, right = texts_of(row["options"]), str(row.get("gt"))
+    answers = [choices.index(right)] if right in choices else []
+    if row.get("gt_option") is not None:
+        answers.append(option_lettered(choices, row["gt_option"]))
     if len(set(answers)) != 1:
-        raise row.error("needs one right answer, by 'gt' or 'gt_option'")
+        raise ValueError("needs one right answer, by 'gt' or 'gt_option'")
     groups = {"task": TASKS[task], "needle": "edit" if "edit" in kind else "insert", "type": kind}
-    if "length" in row:
-        longest = next((limit for limit in LENGTHS if row.number("length") <= limit), None)
+    if row.get("length") is not None:
+        longest = next((limit for limit in LENGTHS if row["length"] <= limit), None)
         groups["length"] = f"over {LENGTHS[-1]} s" if longest is None else f"to {longest:3} s"
     places = [folder / video, folder / video.name]
     unit = f"{video.stem} {kind}"
     return Sample(
-        key=f"{unit} {number}",
-        question=row.text("question"),
+        key=f"{unit} {row['try']}",
+        question=text_of(row["question"]),
         answer=answers[0],
         options=choices,
         videos=(next((path for path in places if path.is_file()), places[-1]),),

@@ -22,7 +22,6 @@ from typing import TypeVar
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 
 # isort: split
-import av
 import numpy as np
 from PIL import Image
 
@@ -31,6 +30,7 @@ from apbv.serve.settings import ServerSettings
 
 from support.arguments import COUNT, add_shared
 from support.clients import Answer, is_healthy, serve_while, stream_answer
+from support.clips import write_mp4
 from support.records import measure_on_hosts
 from support.summaries import percentiles
 
@@ -73,12 +73,8 @@ def _gif(options: argparse.Namespace, folder: Path) -> Content:
 
 def _frames(options: argparse.Namespace, folder: Path) -> Content:
     path, (height, width) = folder / "wide.mp4", (options.side // 4 // 2 * 2, options.side * 2 // 3 // 2 * 2)
-    with av.open(path, "w") as file:
-        stream = file.add_stream("libx264", 25, {"preset": "ultrafast", "g": "5"})
-        stream.height, stream.width, stream.pix_fmt = height, width, "yuv420p"
-        for number in range(options.frames):
-            file.mux(stream.encode(av.VideoFrame.from_image(_drawn(height, width, number))))
-        file.mux(stream.encode())
+    drawn = (np.asarray(_drawn(height, width, number)) for number in range(options.frames))
+    write_mp4(drawn, path, 25, preset="ultrafast", g="5")
     return [_file("video", path)]
 
 
@@ -183,13 +179,12 @@ COLUMNS = {
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="demo", help="demo, a directory or a hub id")
     parser.add_argument("--heavy", nargs="+", choices=HEAVY, default=[*HEAVY], help="default: all of them")
     parser.add_argument("--side", type=COUNT, default=12000, help="pixels per side of a large picture")
     parser.add_argument("--pictures", type=COUNT, default=300, help="number of small pictures (default 300)")
-    parser.add_argument("--frames", type=COUNT, default=40, help="frames of a video (default 40)")
     parser.add_argument("--words", type=COUNT, default=5000, help="a text of three times as many (default 5000)")
-    add_shared(parser, "pinned", "json", dtype="float32", rounds=1, max_new_tokens=4, timeout=300.0)
+    add_shared(parser, "model", "pinned", "json", dtype="float32", rounds=1, max_new_tokens=4, timeout=300.0)
+    add_shared(parser, frames=40)
     return parser.parse_args(arguments)
 
 

@@ -1,45 +1,193 @@
 """What the README and the pages of docs/ say, run or parsed; documents.py lists the marks of their code blocks."""
 
+import argparse
 import ast
+import importlib
 import json
 import re
 import runpy
 import shlex
+from importlib.metadata import metadata
+from pathlib import Path
 
 import pytest
-import refusal_table
 
 from apbv import demo
+from apbv.refusals import REFUSALS
 from apbv.speculate import STRATEGIES
 from tests.test_structure import LAYERS
 
 from documents import (
     BLOCKS,
-    MARKS,
     PAGES,
     README,
     answer_to,
     blocks_in,
-    broken_links,
     commands_in,
-    indented_commands,
-    inline_commands,
-    is_there,
-    linked_pages,
     marked,
     output_of,
-    parse_command,
-    places_named,
     prose,
     read_command,
-    require_installable,
+    require_table,
 )
 from scripts import ROOT, run_hosts, run_script
+from support.records import markdown_table
+
+MARKS = {
+    "bash": ("quickstart", "run", "ask", "parse", "install", "serve", "vllm", "router", "deploy"),
+    "python": ("run", "client", "compile"),
+    "text": ("quickstart", "output", "layout"),
+}
+_INLINE_CODE = re.compile(r"`([^`\n]+)`")
+_LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+_STARTS_A_SCRIPT = re.compile(r"([A-Z_]+=\S+ )*(python|torchrun|pytest|compute-sanitizer) ")
+
+
+def indented_commands(text: str) -> list[str]:
+    """The commands that are indented, as in docstrings, and start one of the project's scripts."""
+    lines = re.findall(r"^    (\S.*)$", text.replace("\\\n", " "), re.MULTILINE)
+    return [line for line in lines if _STARTS_A_SCRIPT.match(line)]
+
+
+def inline_commands(page: Path) -> list[str]:
+    """The commands in running text that start one of the project's scripts."""
+    found = _INLINE_CODE.findall(prose(page.read_text(encoding="utf-8")))
+    return [code for code in found if _STARTS_A_SCRIPT.match(code)]
+
+
+def parse_command(command: str, monkeypatch) -> argparse.Namespace | None:
+    """Let the script that a command starts parse its options.
+
+    Raises:
+        AssertionError, SystemExit: it refuses them, or the command is wrong in itself.
+    """
+    job = read_command(command)
+    if job is None:
+        return None
+    folder, name = job.script.parts[0], job.name
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    modules = {"launch": f"apbv.launch.{name}", "apbv": ".".join(job.script.with_suffix("").parts)}
+    return importlib.import_module(modules.get(folder, name)).parse_arguments(job.options)
+
+
+def require_installable(command: str) -> None:
+    """Check that pip would find the extras that a command names.
+
+    Raises:
+        AssertionError: apbv has no such extra.
+    """
+    program, *_, wanted = shlex.split(command)
+    assert program == "pip", command
+    extras = re.findall(r"\[(.*)\]", wanted)
+    known = metadata("apbv").get_all("Provides-Extra")
+    assert all(extra in known for extra in extras), f"{command}: the extras are {', '.join(known)}"
+
+
+def names_in(path: Path) -> set[str]:
+    """What a Python file defines: functions and classes, and methods as ``Class.method``."""
+    names = set()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            names |= {f"{node.name}.{member.name}" for member in node.body if isinstance(member, ast.FunctionDef)}
+    return names
+
+
+def places_named(text: str) -> list[str]:
+    """The places in the code that a text names: a file, a file with ``:name``, or a package with ``:name``."""
+    return re.findall(r"`((?:[\w.]+/)*\w+\.py(?::[\w.]+)?|(?:\w+/)+\w+:[\w.]+)`", text)
+
+
+def is_there(place: str) -> bool:
+    """Whether there is such a file, and such a name in it; of a package, a name that it offers."""
+    name, _, inside = place.partition(":")
+    if name.startswith("apbv/kernels"):  # the folder kernels/ is installed as apbv.kernels
+        name = name.removeprefix("apbv/")
+    path = ROOT / name
+    if path.is_dir():
+        imported = ast.parse((path / "__init__.py").read_text(encoding="utf-8")).body
+        aliases = [alias for node in imported if isinstance(node, ast.ImportFrom) for alias in node.names]
+        return inside in [alias.name for alias in aliases]
+    if "/" not in name:  # a file that the text has placed already
+        return not inside and any(ROOT.glob(f"*/**/{name}"))
+    return path.is_file() and (not inside or inside in names_in(path))
+
+
+def anchors_of(text: str) -> set[str]:
+    """The anchors of a page: those that GitHub gives to headings, and those set with ``<a id>``."""
+    anchors, seen = set(re.findall(r'<a id="([\w-]+)"></a>', prose(text))), {}
+    for heading in re.findall(r"^#+ +(.*)$", prose(text), re.MULTILINE):
+        slug = re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+        seen[slug] = seen.get(slug, -1) + 1
+        anchors.add(f"{slug}-{seen[slug]}" if seen[slug] else slug)
+    return anchors
+
+
+def linked_pages(page: Path) -> set[str]:
+    """The paths of the pages that a page links to, without anchors."""
+    targets = {target.partition("#")[0] for target in _LINK.findall(prose(page.read_text(encoding="utf-8")))}
+    return {target for target in targets if target.endswith(".md") and ":" not in target}
+
+
+def broken_links(page: Path, text: str) -> list[str]:
+    """The relative links of a page that lead nowhere: no such file in the project, or no such heading."""
+    broken = []
+    for target in _LINK.findall(prose(text)):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        there = (page.parent / path).resolve() if path else page
+        is_known = there.exists() and there.is_relative_to(ROOT)
+        if is_known and anchor:
+            is_known = anchor in anchors_of(text if there == page else there.read_text(encoding="utf-8"))
+        if not is_known:
+            broken.append(target)
+    return broken
+
 
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
 CHOOSING = ROOT / "docs" / "choosing.md"
 DEMO_README = ROOT / "apbv" / "demo" / "README.md"
 LINKED_PAGES = (*PAGES, DEMO_README)
+# Names of features on the page.
+FEATURES = {
+    "anchor_query": "`--anchor-query`",
+    "no_anchor": "a method without an anchor",
+    "sparse": "`--sparse`",
+    "dense_method": "`zigzag_ring` or `ulysses`",
+    "other_sparse_method": "a different sparse `--method`",
+    "skip_margin": "`--sparse-skip-margin`",
+    "sparse_without_margin": "`xattention` or `flexprefill`",
+    "reduction": "`--reduce`",
+    "kv_reuse": "`--reuse kv`",
+    "watching_draft": "a draft that uses the target's prefill scores",
+    "handing_over": "`--kv-transfer`",
+    "hybrid": "a hybrid model",
+    "drafting": "`--speculate`",
+    "context": "`--context`",
+    "source": "`--video`, `--image` or `--audio`",
+    "draft_host": "`--draft-host`",
+    "one_host": "one host",
+    "one_model": "`std` or `ngram`",
+    "self_drafting": "`std`",
+    "quantized": "quantized weights",
+    "adapter": "`--adapter`",
+    "tensor_parallel": "`--tensor-parallel`",
+    "learning_draft": "`tabed`",
+    "tree": "a draft tree",
+    "chain_only": "`tabed` or `ngram`",
+    "keep": "`--keep`",
+    "no_choice": "`text_only`, `std` or `ngram`",
+    "keep_ratio": "`--keep-ratio`",
+    "keep_tokens": "`--keep-tokens`",
+    "fixed_share": "a strategy that keeps all visual tokens, or none",
+    "prune_kv": "`--prune kv`",
+    "drops_nothing": "a strategy that keeps all visual tokens or none, or `tabed`",
+    "ranking_on_draft_host": "`--draft-host` and `--keep` by the target's scores",
+    "caption": "`--ensemble` with a C",
+    "no_captioner": "no `--captioner`",
+}
 
 
 def test_every_code_block_says_how_it_is_tested():
@@ -148,22 +296,21 @@ def test_the_architecture_has_the_layers_that_the_imports_obey():
 
 
 def test_the_page_about_choosing_has_the_table_of_refusals():
-    assert CHOOSING.read_text(encoding="utf-8").endswith(f"\n{refusal_table.table()}\n")
-    named = {feature for pair in refusal_table.REFUSALS for feature in pair}
-    assert named == set(refusal_table.FEATURES)
+    others: dict[str, list[str]] = {}  # what is incompatible with the same shares a row
+    for feature, other in REFUSALS:
+        others.setdefault(FEATURES[feature], []).append(FEATURES[other])
+    rows = [[feature, "; ".join(found)] for feature, found in others.items()]
+    require_table(CHOOSING, markdown_table(["option", "incompatible with"], rows, align="---"))
+    named = {feature for pair in REFUSALS for feature in pair}
+    assert named == set(FEATURES)
     for feature, has_it in (
         ("one_model", lambda strategy: not strategy.needs_draft_model),
         ("self_drafting", lambda strategy: strategy.runs_target),
         ("chain_only", lambda strategy: not strategy.drafts_trees),
         ("no_choice", lambda strategy: strategy.keep is None),
     ):
-        told = set(re.findall(r"`(\w+)`", refusal_table.FEATURES[feature]))
+        told = set(re.findall(r"`(\w+)`", FEATURES[feature]))
         assert told == {name for name, strategy in STRATEGIES.items() if has_it(strategy)}, feature
-
-
-def test_the_page_about_the_library_has_the_table_of_families():
-    result = run_script(ROOT / "tests" / "helpers" / "family_table.py", "--check")
-    assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.parametrize("page", LINKED_PAGES, ids=lambda page: str(page.relative_to(ROOT)))

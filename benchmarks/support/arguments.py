@@ -2,6 +2,7 @@
 
 import argparse
 import tempfile
+import tomllib
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -23,6 +24,12 @@ def _plot_path(text: str) -> Path:
 
 _TEMPORARY = Path(tempfile.gettempdir(), "apbv-demo-clips")
 _SHARED = {
+    "model": {"default": "demo", "help": "demo, a directory or a hub id"},
+    "tokens": {"type": COUNT, "nargs": "+", "help": "prompt lengths"},
+    "frames": {"type": COUNT, "help": "frames of a video (default %(default)s)"},
+    "tasks": {"nargs": "+", "choices": clips.TASKS, "help": "tasks on the demo's clips"},
+    "keep_ratio": {"type": float, "nargs": "+", "default": [0.1], "help": "share of visual tokens (default 0.1)"},
+    "seed": {"type": int, "default": 0},
     "json": {"type": Path, "metavar": "FILE", "help": "append the results as JSON lines"},
     "plot": {"type": _plot_path, "metavar": "PNG", "help": "plot the results; needs matplotlib"},
     "table": {"type": Path, "nargs": "+", "metavar": "FILE", "help": "only print results from these files"},
@@ -46,6 +53,12 @@ _SHARED = {
 }
 
 
+def presets_of(benchmark: str) -> dict[str, dict]:
+    """Read a benchmark's presets, by name."""
+    path = Path(__file__).with_name("presets.toml")
+    return tomllib.loads(path.read_text(encoding="utf-8"))[benchmark]
+
+
 def add_shared(parser: argparse._ActionsContainer, *names: str, **defaults) -> None:
     """Add options that are described here, those with a default by keyword."""
     for name in (*names, *defaults):
@@ -65,7 +78,7 @@ def add_prefill_settings(parser: argparse._ActionsContainer, *fields: str) -> No
 
 def add_pair(parser: argparse.ArgumentParser) -> None:
     """Add options that define a target, its prefill and its draft; see :func:`.drafting.build_ways`."""
-    parser.add_argument("--model", default="demo", help="demo, a directory or a hub id")
+    add_shared(parser, "model")
     parser.add_argument("--draft-model", help="demo, a directory or a hub id (demo: the bundled draft)")
     parser.add_argument("--scale", type=COUNT, default=1, help="copies of each target layer (Qwen2.5-VL)")
     add_prefill_settings(parser, "method", "kv")

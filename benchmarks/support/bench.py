@@ -161,8 +161,5 @@ def measure(
 
 def network_fields(network: Network) -> dict:
     """Return a network's fields for JSON, where an infinite bandwidth is null."""
-    fields = asdict(network)
-    for name in ("link", "between_groups"):
-        if fields[name]["bandwidth"] == float("inf"):
-            fields[name]["bandwidth"] = None
-    return fields
+    is_infinite = network.bandwidth == float("inf")
+    return {"link": asdict(network) | ({"bandwidth": None} if is_infinite else {})}

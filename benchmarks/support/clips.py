@@ -11,8 +11,9 @@ It needs only numpy, Pillow and PyAV.
 """
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from io import BytesIO
 from itertools import groupby
 from pathlib import Path
@@ -219,22 +220,30 @@ def needle_tokens(shot: Shot, grid: int) -> np.ndarray:
     return rows[:, None] * columns >= TOKEN_SIZE**2 / 4
 
 
-def write_mp4(frames: np.ndarray, path: str | Path | BytesIO, fps: int = FPS) -> None:
-    """Write frames as an H.264 file (yuv420p, constant rate factor 18).
+def write_mp4(
+    frames: Iterable[np.ndarray | av.VideoFrame], path: str | Path | BytesIO, fps: int = FPS, **options: str
+) -> None:
+    """Write frames as an H.264 file (yuv420p).
 
     Args:
-        frames: uint8 RGB [T, H, W, 3].
+        frames: uint8 RGB [H, W, 3] each, or frames of PyAV.
         path: file to write, or a buffer.
         fps: frames per second.
+        options: of the encoder (default: constant rate factor 18).
     """
     target = path if isinstance(path, BytesIO) else str(path)
     with av.open(target, "w", format="mp4") as container:
         # With one thread the encoder makes the same decisions, and hence the same file, everywhere.
-        stream = container.add_stream("libx264", rate=fps, options={"crf": "18", "threads": "1"})
-        stream.height, stream.width = frames.shape[1:3]
+        stream = container.add_stream("libx264", rate=fps, options=options or {"crf": "18", "threads": "1"})
         stream.pix_fmt = "yuv420p"
-        for frame in frames:
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+        for number, frame in enumerate(frames):
+            frame = (
+                frame if isinstance(frame, av.VideoFrame) else av.VideoFrame.from_ndarray(frame, format="rgb24")
+            )
+            if number == 0:
+                stream.height, stream.width = frame.height, frame.width
+            frame.pts, frame.time_base = number, Fraction(1, fps)
+            container.mux(stream.encode(frame))
         container.mux(stream.encode())
 
 

@@ -3,12 +3,13 @@
 import argparse
 import json
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TypeVar
+from unittest.mock import patch
 
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 
@@ -25,6 +26,7 @@ from apbv import (
     ModelInputs,
     PrefillConfig,
     PrefillResult,
+    ReduceConfig,
     SamplingParams,
     SpeculativeConfig,
     prefill,
@@ -38,13 +40,14 @@ from apbv.input.visual import VisualInput
 from apbv.model.parts import ModelParts, inspect_model
 from apbv.prefilling.encode import VisualRows, encode_visual
 from apbv.prefilling.prefiller import ReadRequest
+from apbv.prefilling.reduction import REDUCERS
+from apbv.prefilling.reduction.choosing import keep_best
 from apbv.prefilling.reuse import stored_rows
 from apbv.speculate import Autoregressive
 from apbv.speculate.ways import TakingTurns
 from apbv.stats import StageTimer
 
 from . import clips
-from .drawn import ranked_by
 from .simulated import share_weights, simulate
 
 T = TypeVar("T")
@@ -285,6 +288,23 @@ class Way:
     def settings(self) -> dict:
         """All settings, for a record."""
         return json.loads(json.dumps(asdict(self)))
+
+
+def ranked_by(scores: Tensor, reduce: ReduceConfig) -> AbstractContextManager:
+    """Let a reducer keep, of a prompt of one video on one host, the tokens with the highest of these scores.
+
+    What its ranking is worth shows beside them: they keep as many tokens. A ranking below random scores throws
+    away what is asked about; scores that know the needles show what so few tokens allow.
+
+    Args:
+        scores: ``[visual tokens]`` of the prompt.
+    """
+    ranking = REDUCERS[reduce.method]
+
+    def keep(video, count):
+        return video.kept(keep_best(scores, len(ranking(video, count).places)))
+
+    return patch.dict(REDUCERS, {reduce.method: keep})
 
 
 def sit(

@@ -6,27 +6,24 @@ fewest bytes: every operand read once, every result written once.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
-from apbv.kernels import (
-    ListedBlocks,
-    antidiagonal_scores,
-    block_means,
-    block_sparse_attention,
-    kv_importance,
-    merge_states,
-    segmented_attention,
-    select_topk,
-    verify_attention,
-)
+from apbv import kernels
+from apbv.kernels import ListedBlocks
 from apbv.kernels.backends import choose
 from apbv.kernels.library_attention import choose_attention
 from apbv.layout import FEWEST_ANCHOR, FEWEST_PASSING
 
+from .arguments import presets_of
+
 Outputs = tuple[Tensor, ...]
+Drawn = tuple[tuple, dict[str, Any]]  # an operator's positional and keyword arguments
 _BLOCK, _KEY_BLOCK = 128, 64  # queries, and keys where a block of keys is shorter, as in SpargeAttn
+_FP32 = torch.float32.itemsize
 
 
 @dataclass(frozen=True)
@@ -62,6 +59,11 @@ class Sizes:
         """Return how many KV pairs a block passes on, l_p."""
         return min(self.block, max(FEWEST_PASSING, -(-self.tokens // 128)))
 
+    @property
+    def scale(self) -> float:
+        """Return the factor of scores."""
+        return self.head_dim**-0.5
+
 
 class Draw:
     """A source of random operands, which differ from seed to seed."""
@@ -78,36 +80,68 @@ class Draw:
         """Draw ``[1, H, S, D]`` as projections leave it, with the heads of a token side by side."""
         return self.randn(1, rows, heads, dim).transpose(1, 2)
 
+    def queries(self, s: Sizes, rows: int) -> Tensor:
+        """Draw Q as a projection leaves it."""
+        return self.states(s.heads, rows, s.head_dim)
+
+    def kv(self, s: Sizes, rows: int) -> tuple[Tensor, Tensor]:
+        """Draw K and V as projections leave them."""
+        return self.states(s.kv_heads, rows, s.head_dim), self.states(s.kv_heads, rows, s.head_dim)
+
+    def passed(self, s: Sizes) -> list[tuple[Tensor, Tensor]]:
+        """Draw passing blocks as they arrive: one buffer with K and V per sender."""
+        shape = 2, 1, s.kv_heads, s.passing, s.head_dim
+        return [tuple(self.randn(*shape)) for _ in range(2 * s.hosts - 1)]
+
 
 @dataclass(frozen=True)
 class Case:
     """An operator on operands of one size.
 
     Attributes:
+        sizes: of the model and the prompt.
         op, label: the operator, and what distinguishes the case from its others.
         flops: floating-point operations of one call.
-        bytes: function of the dtype that counts the fewest bytes of one call.
+        numbers, other_bytes: how many numbers of the operands' dtype one call moves at least, and bytes besides.
         make: function that draws operands.
-        run: function of (operands, backend) that returns the outputs.
-        chosen: function of (operands, backend) that returns the backend that would run, or raises BackendError.
-        is_segmented: whether libraries of attention kernels compute it.
-        sizes: of the model and the prompt.
     """
 
+    sizes: Sizes
     op: str
     label: str
     flops: int
-    bytes: Callable[[torch.dtype], int]
-    make: Callable[[Draw], tuple]
-    run: Callable[[tuple, str], Outputs]
-    chosen: Callable[[tuple, str], str] = lambda ops, backend: choose(backend, ops[0])
-    is_segmented: bool = False
-    sizes: Sizes | None = None
+    numbers: int
+    other_bytes: int
+    make: Callable[[Draw], Drawn]
+
+    @property
+    def is_segmented(self) -> bool:
+        """Return whether libraries of attention kernels compute it."""
+        return self.op == "segmented_attention"
+
+    def bytes(self, dtype: torch.dtype) -> int:
+        """Count the fewest bytes of one call."""
+        return self.numbers * dtype.itemsize + self.other_bytes
+
+    def run(self, drawn: Drawn, backend: str) -> Outputs:
+        operands, settings = drawn
+        found = getattr(kernels, self.op)(*operands, **settings, backend=backend)
+        return (found,) if isinstance(found, Tensor) else found
+
+    def chosen(self, drawn: Drawn, backend: str) -> str:
+        """Return the backend that would run.
+
+        Raises:
+            BackendError: this one cannot.
+        """
+        operands, _ = drawn
+        if self.is_segmented:
+            return choose_attention(backend, *operands[:2])
+        return choose(backend, tree_leaves(operands)[0])
 
 
-def local_kv(draw: Draw, s: Sizes, rows: int) -> tuple[Tensor, Tensor]:
-    """Draw K and V as projections leave them."""
-    return draw.states(s.kv_heads, rows, s.head_dim), draw.states(s.kv_heads, rows, s.head_dim)
+def _causal(rows: int) -> int:
+    return rows * (rows + 1) // 2
 
 
 def _segmented(s: Sizes, label: str, queries: int, keys: list[int], segments=None, rows_alone: int = 0) -> Case:
@@ -118,35 +152,24 @@ def _segmented(s: Sizes, label: str, queries: int, keys: list[int], segments=Non
         segments: function that draws their keys and values; None: they are as projections leave them.
     """
     last, before = keys[-1], sum(keys[:-1])
-    seen = (queries - rows_alone) * before + queries * (last - queries) + queries * (queries + 1) // 2
-    rows = 2 * queries * s.heads + 2 * sum(keys) * s.kv_heads
-    scale = s.head_dim**-0.5
+    seen = (queries - rows_alone) * before + queries * (last - queries) + _causal(queries)
+    numbers = 2 * (queries * s.heads + sum(keys) * s.kv_heads) * s.head_dim
 
-    def make(draw: Draw) -> tuple:
-        drawn = segments(draw) if segments else [local_kv(draw, s, length) for length in keys]
-        return draw.states(s.heads, queries, s.head_dim), drawn
+    def make(draw: Draw) -> Drawn:
+        drawn = segments(draw) if segments else [draw.kv(s, length) for length in keys]
+        return (draw.queries(s, queries), drawn, s.scale), {"causal_last": True, "rows_alone": rows_alone}
 
-    return Case(
-        "segmented_attention",
-        label,
-        4 * s.head_dim * s.heads * seen,
-        lambda dtype: rows * s.head_dim * dtype.itemsize + 4 * queries * s.heads,
-        make,
-        lambda ops, backend: segmented_attention(
-            ops[0], ops[1], scale, causal_last=True, rows_alone=rows_alone, backend=backend
-        ),
-        lambda ops, backend: choose_attention(backend, *ops),
-        is_segmented=True,
-    )
+    flops = 4 * s.head_dim * s.heads * seen
+    return Case(s, "segmented_attention", label, flops, numbers, _FP32 * queries * s.heads, make)
 
 
 def block(s: Sizes) -> Case:
     """Build the case of the last block, which sees the anchor, what all others pass on, and causally itself."""
 
     def segments(draw: Draw) -> list:
-        local = local_kv(draw, s, s.anchor + s.block)
+        local = draw.kv(s, s.anchor + s.block)
         anchor, block = ([x[:, :, rows] for x in local] for rows in (slice(s.anchor), slice(s.anchor, None)))
-        return [anchor, *_passed(draw, s), block]
+        return [anchor, *draw.passed(s), block]
 
     keys = [s.anchor, *[s.passing] * (2 * s.hosts - 1), s.block]
     return _segmented(s, "anchor, passing blocks, block", s.block, keys, segments)
@@ -155,12 +178,9 @@ def block(s: Sizes) -> Case:
 def block_with_anchor(s: Sizes) -> Case:
     """Build the case of :func:`block` with the anchor's own queries, which see only the anchor."""
     rows = s.anchor + s.block
-
-    def segments(draw: Draw) -> list:
-        return [*_passed(draw, s), local_kv(draw, s, rows)]
-
     keys = [*[s.passing] * (2 * s.hosts - 1), rows]
-    return _segmented(s, "passing blocks, anchor and block", rows, keys, segments, s.anchor)
+    label = "passing blocks, anchor and block"
+    return _segmented(s, label, rows, keys, lambda draw: [*draw.passed(s), draw.kv(s, rows)], s.anchor)
 
 
 def causal(s: Sizes) -> Case:
@@ -173,164 +193,111 @@ def query(s: Sizes) -> Case:
     return _segmented(s, "query block", s.query_len, [s.anchor // s.hosts, 2 * s.block + s.query_len])
 
 
-def _passed(draw: Draw, s: Sizes) -> list[tuple[Tensor, Tensor]]:
-    """Draw passing blocks as they arrive: one buffer with K and V per sender."""
-    return [tuple(draw.randn(2, 1, s.kv_heads, s.passing, s.head_dim)) for _ in range(2 * s.hosts - 1)]
-
-
 def verify(s: Sizes, queries: int) -> Case:
     """Build the case of a few new tokens over long KV."""
-    past, scale = s.tokens - queries, s.head_dim**-0.5
-    rows = 2 * queries * s.heads + 2 * s.tokens * s.kv_heads
 
-    def make(draw: Draw) -> tuple:
+    def make(draw: Draw) -> Drawn:
         # In the cache a head's rows lie one after the other.
         kv = (draw.randn(1, s.kv_heads, s.tokens, s.head_dim) for _ in range(2))
-        return draw.states(s.heads, queries, s.head_dim), *kv
+        return (draw.queries(s, queries), *kv, s.scale), {}
 
-    return Case(
-        "verify_attention",
-        f"{queries} {'token' if queries == 1 else 'tokens'}",
-        4 * s.head_dim * s.heads * (queries * past + queries * (queries + 1) // 2),
-        lambda dtype: rows * s.head_dim * dtype.itemsize,
-        make,
-        lambda ops, backend: verify_attention(*ops, scale, backend=backend),
-    )
+    label = f"{queries} {'token' if queries == 1 else 'tokens'}"
+    flops = 4 * s.head_dim * s.heads * (queries * (s.tokens - queries) + _causal(queries))
+    numbers = 2 * (queries * s.heads + s.tokens * s.kv_heads) * s.head_dim
+    return Case(s, "verify_attention", label, flops, numbers, 0, make)
 
 
 def merge_into_place(s: Sizes) -> Case:
     """Build the case of the first block with the anchor, and of what the block sees of others, in one output."""
     rows = (s.anchor + s.block, s.block)
-    wide, itemsize = s.heads * s.head_dim, torch.float32.itemsize
 
-    def make(draw: Draw) -> tuple:
-        outs = [draw.states(s.heads, count, s.head_dim) for count in rows]
+    def make(draw: Draw) -> Drawn:
+        outs = [draw.queries(s, count) for count in rows]
         lses = [draw.randn(1, s.heads, count, dtype=torch.float32) for count in rows]
-        return torch.empty_like(outs[0]), outs, lses
+        return (outs, lses), {"out": torch.empty_like(outs[0])}
 
-    return Case(
-        "merge_states",
-        "first block, in its place",
-        2 * sum(rows) * wide,
-        lambda dtype: (rows[0] + sum(rows)) * (wide * dtype.itemsize + s.heads * itemsize),
-        make,
-        lambda ops, backend: merge_states(*ops[1:], out=ops[0], backend=backend),
-    )
+    wide, moved = s.heads * s.head_dim, rows[0] + sum(rows)
+    label = "first block, in its place"
+    return Case(s, "merge_states", label, 2 * sum(rows) * wide, moved * wide, moved * s.heads * _FP32, make)
 
 
 def importance(s: Sizes, reduce: str) -> Case:
     """Build the case of ranking a block's keys by the question, whose attention to them is known."""
-    scale = s.head_dim**-0.5
-    rows = s.kv_heads if reduce == "dot" else s.heads * s.query_len
 
-    def make(draw: Draw) -> tuple:
-        q, k = draw.states(s.heads, s.query_len, s.head_dim), draw.states(s.kv_heads, s.block, s.head_dim)
-        return q, k, segmented_attention(q, [(k, k)], scale, causal_last=False, backend="torch")[1]
+    def make(draw: Draw) -> Drawn:
+        q, k = draw.queries(s, s.query_len), draw.states(s.kv_heads, s.block, s.head_dim)
+        _, lse = kernels.segmented_attention(q, [(k, k)], s.scale, causal_last=False, backend="torch")
+        return (q, k, s.scale, reduce), {"lse": lse}
 
-    return Case(
-        "kv_importance",
-        reduce,
-        2 * s.head_dim * rows * s.block,
-        lambda dtype: (
-            (s.query_len * s.heads + s.block * s.kv_heads) * s.head_dim * dtype.itemsize + 4 * s.block * s.kv_heads
-        ),
-        make,
-        lambda ops, backend: (kv_importance(*ops[:2], scale, reduce, lse=ops[2], backend=backend),),
-    )
+    flops = 2 * s.head_dim * (s.kv_heads if reduce == "dot" else s.heads * s.query_len) * s.block
+    numbers = (s.query_len * s.heads + s.block * s.kv_heads) * s.head_dim
+    return Case(s, "kv_importance", reduce, flops, numbers, _FP32 * s.block * s.kv_heads, make)
 
 
 def topk(s: Sizes) -> Case:
     """Build the case of a block's best KV pairs, which are copied to the buffer that is sent."""
 
-    def make(draw: Draw) -> tuple:
-        return draw.randn(1, s.kv_heads, s.block, dtype=torch.float32), *local_kv(draw, s, s.block), s.passing
+    def make(draw: Draw) -> Drawn:
+        scores = draw.randn(1, s.kv_heads, s.block, dtype=torch.float32)
+        return (scores, *draw.kv(s, s.block), s.passing), {}
 
-    return Case(
-        "select_topk",
-        f"{s.passing} of {s.block}",
-        0,
-        lambda dtype: s.kv_heads * (4 * s.block + s.passing * (4 * s.head_dim * dtype.itemsize + 8)),
-        make,
-        lambda ops, backend: select_topk(*ops, backend=backend),
-    )
+    numbers = s.kv_heads * s.passing * 4 * s.head_dim
+    others = s.kv_heads * (_FP32 * s.block + s.passing * torch.int64.itemsize)
+    return Case(s, "select_topk", f"{s.passing} of {s.block}", 0, numbers, others, make)
 
 
 def listed_blocks(s: Sizes, share: float) -> Case:
     """Build the case of a whole prompt of whose earlier blocks each head lists a share, drawn at random."""
-    blocks, scale = -(-s.tokens // _BLOCK), s.head_dim**-0.5
+    blocks = -(-s.tokens // _BLOCK)
     # Of i blocks before the i-th, counting from 0.
     counts = [round(share * i) for i in range(blocks)]
     rows = [min(_BLOCK, s.tokens - i * _BLOCK) for i in range(blocks)]
-    scores = sum(n * (_BLOCK * count) + n * (n + 1) // 2 for n, count in zip(rows, counts, strict=True))
+    scores = sum(n * _BLOCK * count + _causal(n) for n, count in zip(rows, counts, strict=True))
 
-    def make(draw: Draw) -> tuple:
+    def make(draw: Draw) -> Drawn:
         order = draw.randn(1, s.heads, blocks, blocks, dtype=torch.float32)
         places = torch.arange(blocks, device=draw.device)
         order.masked_fill_(places >= places[:, None], float("-inf"))
         ranks = order.argsort(dim=-1, descending=True).argsort(dim=-1)
-        kept = ranks < torch.tensor(counts, device=draw.device)[:, None]
-        listed = ListedBlocks.of(kept, _BLOCK, _BLOCK)
-        return draw.states(s.heads, s.tokens, s.head_dim), *local_kv(draw, s, s.tokens), listed
+        listed = ListedBlocks.of(ranks < torch.tensor(counts, device=draw.device)[:, None], _BLOCK, _BLOCK)
+        return (draw.queries(s, s.tokens), *draw.kv(s, s.tokens), listed, s.scale), {}
 
-    return Case(
-        "block_sparse_attention",
-        f"{share:.0%} of the blocks",
-        4 * s.head_dim * s.heads * scores,
-        lambda dtype: (
-            2 * s.tokens * (s.heads + s.kv_heads) * s.head_dim * dtype.itemsize
-            + 4 * s.heads * (s.tokens + sum(counts) + blocks)
-        ),
-        make,
-        lambda ops, backend: block_sparse_attention(*ops, scale, backend=backend),
-    )
+    flops, numbers = 4 * s.head_dim * s.heads * scores, 2 * s.tokens * (s.heads + s.kv_heads) * s.head_dim
+    others = 4 * s.heads * (s.tokens + sum(counts) + blocks)
+    return Case(s, "block_sparse_attention", f"{share:.0%} of the blocks", flops, numbers, others, make)
 
 
 def antidiagonals(s: Sizes, stride: int) -> Case:
     """Build the case of XAttention's scores of a whole prompt's blocks."""
-    groups, blocks, scale = -(-s.tokens // stride), -(-s.tokens // _BLOCK), s.head_dim**-0.5
+    groups, blocks = -(-s.tokens // stride), -(-s.tokens // _BLOCK)
 
+    def make(draw: Draw) -> Drawn:
+        q, k = draw.queries(s, s.tokens), draw.states(s.kv_heads, s.tokens, s.head_dim)
+        return (q, k, s.scale, stride, _BLOCK), {}
+
+    flops = s.heads * groups * (groups + 1) * stride * s.head_dim
+    numbers = s.tokens * (s.heads + s.kv_heads) * s.head_dim
     return Case(
-        "antidiagonal_scores",
-        f"a stride of {stride}",
-        s.heads * groups * (groups + 1) * stride * s.head_dim,
-        lambda dtype: s.tokens * (s.heads + s.kv_heads) * s.head_dim * dtype.itemsize + 4 * s.heads * blocks**2,
-        lambda draw: (draw.states(s.heads, s.tokens, s.head_dim), draw.states(s.kv_heads, s.tokens, s.head_dim)),
-        lambda ops, backend: (antidiagonal_scores(*ops, scale, stride, _BLOCK, backend=backend),),
+        s, "antidiagonal_scores", f"a stride of {stride}", flops, numbers, _FP32 * s.heads * blocks**2, make
     )
 
 
 def means(s: Sizes) -> Case:
     """Build the case of SpargeAttn's means of a prompt's blocks of keys."""
-    blocks = -(-s.tokens // _KEY_BLOCK)
-    return Case(
-        "block_means",
-        f"blocks of {_KEY_BLOCK} keys",
-        0,
-        lambda dtype: s.kv_heads * (s.tokens * s.head_dim * dtype.itemsize + 4 * blocks * (s.head_dim + 1)),
-        lambda draw: (
-            draw.states(s.kv_heads, s.tokens, s.head_dim),
-            draw.randn(1, s.kv_heads, s.head_dim, dtype=torch.float32),
-        ),
-        lambda ops, backend: block_means(ops[0], _KEY_BLOCK, center=ops[1], backend=backend),
-    )
+
+    def make(draw: Draw) -> Drawn:
+        k = draw.states(s.kv_heads, s.tokens, s.head_dim)
+        return (k, _KEY_BLOCK), {"center": draw.randn(1, s.kv_heads, s.head_dim, dtype=torch.float32)}
+
+    others = _FP32 * s.kv_heads * -(-s.tokens // _KEY_BLOCK) * (s.head_dim + 1)
+    numbers = s.kv_heads * s.tokens * s.head_dim
+    return Case(s, "block_means", f"blocks of {_KEY_BLOCK} keys", 0, numbers, others, make)
 
 
-@dataclass(frozen=True)
-class Preset:
-    """The sizes of the cases, and of the copy and the square matrix product that show the ceilings."""
-
-    sizes: Sizes
-    tokens: list[int]
-    copy_bytes: int
-    matrix_side: int
-
-
-PRESETS = {
-    "quick": Preset(Sizes(600, 2, 4, 2, 32, 9), [600], 2**24, 256),
-    "cpu": Preset(Sizes(8192, 2, 8, 2, 64, 32), [8192], 2**28, 2048),
-    # The heads of Qwen2.5-VL-7B.
-    "h200": Preset(Sizes(131072, 8, 28, 4, 128, 64), [8192, 32768, 131072], 2**30, 8192),
-}
+def sizes_of(preset: str) -> Sizes:
+    """Return the sizes of a preset's cases, with the longest of its prompts."""
+    found = presets_of("operators")[preset]
+    return Sizes(found["tokens"][-1], **found["sizes"])
 
 
 def cases(sizes: Sizes, tokens: list[int]) -> list[Case]:
@@ -338,11 +305,10 @@ def cases(sizes: Sizes, tokens: list[int]) -> list[Case]:
     found: list[Case] = []
     for length in tokens:
         s = replace(sizes, tokens=length)
-        of_length = [block(s), block_with_anchor(s), causal(s), query(s)]
-        of_length += [verify(s, queries) for queries in (1, 4, 16)]
-        of_length += [importance(s, reduce) for reduce in ("peak", "softmax", "dot")]
-        of_length += [topk(s), merge_into_place(s)]
-        of_length += [listed_blocks(s, share) for share in (0.05, 0.1, 0.2, 0.5)]
-        of_length += [*(antidiagonals(s, stride) for stride in (8, 16)), means(s)]
-        found += [replace(case, sizes=s) for case in of_length]
+        found += [block(s), block_with_anchor(s), causal(s), query(s)]
+        found += [verify(s, queries) for queries in (1, 4, 16)]
+        found += [importance(s, reduce) for reduce in ("peak", "softmax", "dot")]
+        found += [topk(s), merge_into_place(s)]
+        found += [listed_blocks(s, share) for share in (0.05, 0.1, 0.2, 0.5)]
+        found += [*(antidiagonals(s, stride) for stride in (8, 16)), means(s)]
     return found

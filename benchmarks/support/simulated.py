@@ -35,8 +35,13 @@ from apbv.hosts.group import HostGroup
 
 
 @dataclass(frozen=True)
-class Link:
-    """A connection of two hosts: bytes per second in each direction, and seconds until the first byte arrives."""
+class Network:
+    """The links between any two hosts.
+
+    Attributes:
+        bandwidth: bytes per second in each direction.
+        latency: seconds until the first byte arrives.
+    """
 
     bandwidth: float = float("inf")
     latency: float = 0.0
@@ -45,38 +50,13 @@ class Link:
         """Return how long a message takes, in seconds; an empty one takes no time."""
         return self.latency + num_bytes / self.bandwidth if num_bytes else 0.0
 
-
-@dataclass(frozen=True)
-class Network:
-    """The links between hosts.
-
-    Attributes:
-        link: between hosts of one group.
-        between_groups: between hosts of different groups.
-        group_size: hosts in a group; None: all hosts are one group.
-    """
-
-    link: Link = Link()
-    between_groups: Link = Link()
-    group_size: int | None = None
-
-    def between(self, sender: int, receiver: int) -> Link:
-        """Return the link from one host to another."""
-        size = self.group_size
-        return self.link if size is None or sender // size == receiver // size else self.between_groups
-
     def gathering(self, num_hosts: int, num_bytes: int) -> float:
-        """Return the seconds of a ring all-gather: H-1 steps, each as slow as the slowest link of the ring."""
-        steps = [self.between(host, (host + 1) % num_hosts).seconds(num_bytes) for host in range(num_hosts)]
-        return (num_hosts - 1) * max(steps)
+        """Return the seconds of a ring all-gather: H-1 steps."""
+        return (num_hosts - 1) * self.seconds(num_bytes)
 
     def receiving(self, receiver: int, num_bytes: Sequence[int]) -> float:
         """Return the seconds until a host has received ``num_bytes[h]`` from every host h, one after the other."""
-        return sum(
-            self.between(sender, receiver).seconds(count)
-            for sender, count in enumerate(num_bytes)
-            if sender != receiver
-        )
+        return sum(self.seconds(count) for sender, count in enumerate(num_bytes) if sender != receiver)
 
 
 # How long an idle GPU is kept from what a CPU launches next, in cycles: about 5 ms, in which a CPU launches fewer
@@ -288,7 +268,7 @@ class SimulatedHost(HostGroup):
         num_bytes = tensor.nbytes if self.rank != source else 0
 
         def timing(payloads: list[Tensor]) -> tuple[Iterable[int], float]:
-            return (source, self.rank), self._network.between(source, self.rank).seconds(num_bytes)
+            return (source, self.rank), self._network.seconds(num_bytes)
 
         sent = self._exchange(tensor.clone(), timing, lambda payloads: payloads[source], tensor.is_cuda)
         tensor.copy_(sent.wait())

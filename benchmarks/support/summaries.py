@@ -4,6 +4,8 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
+import numpy as np
+
 
 def grouped(records: Iterable[dict], *names: str) -> dict[tuple, list[dict]]:
     """Return the records by their values of some fields, in the order in which these first come."""
@@ -25,10 +27,7 @@ def sum_counts(counts: Iterable[Mapping[str, Sequence[int]]]) -> dict[str, tuple
 
 def percentiles(samples: Sequence[float]) -> dict[str, float]:
     """Compute p50, p90 and p99, interpolated linearly."""
-    if len(samples) == 1:
-        return dict.fromkeys(("p50", "p90", "p99"), samples[0])
-    cuts = statistics.quantiles(samples, n=100, method="inclusive")
-    return {f"p{share}": cuts[share - 1] for share in (50, 90, 99)}
+    return {f"p{share}": float(np.percentile(samples, share)) for share in (50, 90, 99)}
 
 
 def wilson(right: int, total: int) -> tuple[float, float]:

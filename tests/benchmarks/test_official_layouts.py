@@ -13,9 +13,31 @@ import vnbench
 
 from apbv.input.video import probe, read_frames, sample_uniform
 
-from asked import OPEN, SRT, answered, clip_of, groups_of, run_in, wrong_answers
+from asked import OPEN, SRT, answered, run_in
 from support import clips
-from support.evaluation.scoring import ALL, score
+from support.evaluation.scoring import ALL, Score, score
+
+
+def groups_of(score: Score, dimension: str) -> dict[str, list[int]]:
+    """Right answers and questions by a dimension's values."""
+    return {value: count for (name, value), count in score.groups.items() if name == dimension}
+
+
+def clip_of(seed: int, needles: str, path: Path) -> clips.ClipSpec:
+    """A short clip, which is written to a file."""
+    clip = clips.make_clip(seed, 12, "test", needles=[needles])
+    clips.write_mp4(clips.render(clip), path)
+    return clip
+
+
+def wrong_answers(task: str, answer: str, number: int = 0) -> list[str]:
+    """Three further options."""
+    if task == "counting":
+        return [str(int(answer) + step) for step in (1, 2, 3)]
+    letters = [letter for letter in clips.LETTERS if letter not in answer.split()]
+    size = len(answer.split())
+    return [" ".join(letters[start : start + size]) for start in (number % 3, number % 3 + 1, number % 3 + 2)]
+
 
 # ---- VNBench ----
 

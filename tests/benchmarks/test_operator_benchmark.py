@@ -93,7 +93,7 @@ def test_what_is_wrong_gets_no_speed(benchmark, monkeypatch, capsys, function):
 def test_backends_agree_at_the_measured_size(monkeypatch):
     """A kernel that is right at the doctor's sizes, but not at this one, gets no speed."""
     monkeypatch.setattr(operators.kernels, "error_of", lambda *_: 0.5)
-    case = operators.cases(operators.PRESETS["quick"].sizes, [600])[0]
+    case = operators.cases(operators.sizes_of("quick"), [600])[0]
     operands = case.make(operators.Draw(0, torch.device("cpu"), torch.float32))
 
     def off(operands):

@@ -26,18 +26,14 @@ from apbv.speculate.strategies import require_consistent
 from patience import HANGING, wait_for
 from scripts import BENCHMARKS, assert_one_line_error
 from support import clips
-from support.drawn import ranked_by
-from support.exams import Candidate, Exam, load_demo
-from support.profiling import kernel_table
+from support.exams import Candidate, Exam, load_demo, ranked_by
 from support.simulated import simulate
 from support.summaries import mean_cell, student_t
-from support.traffic import Traffic, element_wise_bytes
 from support.workloads import (
     CONFIGS,
     build_model,
+    config_like,
     config_of,
-    llama_config,
-    qwen_vl_config,
     text_prompt,
     video_prompt,
 )
@@ -102,7 +98,7 @@ def test_attention_writes_its_results_where_they_are_wanted(method, most):
         attention = kind(kind.plan(hosts.size, 4096, 0, 4096 - 40, config), hosts, config)
         rows = sum(map(len, attention.layout.local_spans(hosts.rank)))
         states = [torch.randn(1, rows, heads, 64).transpose(1, 2) for heads in (8, 2, 2)]
-        with torch.no_grad(), Traffic() as traffic:
+        with torch.no_grad(), roofline.Traffic() as traffic:
             out = attention(*states, 64**-0.5, 0).transpose(1, 2).contiguous()
         assert any("attention" in name for name in traffic.bytes)
         return sum(size for name, size in traffic.bytes.items() if "attention" not in name) / out.nbytes
@@ -115,9 +111,9 @@ def test_a_layer_moves_what_its_calls_read_and_write():
     rotated = (shape.num_attention_heads + shape.num_key_value_heads) * shape.head_dim
     # In bf16 two residuals, two norms, a product of gate and up, and heads and their angles.
     fused = 2 * (10 * shape.hidden_size + 3 * shape.intermediate_size + 2 * rotated + 4 * shape.head_dim)
-    one, two, three = (element_wise_bytes(shape, rows) for rows in (64, 128, 192))
+    one, two, three = (roofline.element_wise_bytes(shape, rows) for rows in (64, 128, 192))
     assert three - two == two - one == 64 * fused
-    assert element_wise_bytes(shape, 64, is_fused=False) > 2 * one
+    assert roofline.element_wise_bytes(shape, 64, is_fused=False) > 2 * one
 
 
 def test_a_prefill_is_predicted_by_its_parts(capsys):
@@ -167,10 +163,10 @@ def test_a_presets_random_tokens_stand_for_nothing_but_text(name):
     assert not special & set(drawn.unique().tolist()) and 0.9 * vocab < drawn.max() < vocab
     prompts = [text_prompt(config, 60, 9)]
     if is_video_model:
-        model = build_model(qwen_vl_config(1, 64, 96, 4, 2, vocab=vocab, vision=(1, 64, 4)), torch.float32, "cpu")
         prompts.append(video_prompt(config, 4, 56, 56, 9))
-    else:
-        model = build_model(llama_config(1, 64, 96, 4, 2, vocab=vocab), torch.float32, "cpu")
+    like, small = "qwen2.5-vl-narrow" if is_video_model else "llama-small", {"vocab_size": vocab}
+    small |= {"num_hidden_layers": 1, "hidden_size": 128}
+    model = build_model(config_like(like, small, {"depth": 1}), torch.float32, "cpu")
     parts = inspect_model(model)
     for prompt in prompts:
         inputs = ModelInputs.from_processor(parts, prompt.batch, hosts, query_start=prompt.query_start)
@@ -291,7 +287,7 @@ def test_a_kernel_belongs_to_the_stage_that_launched_it():
         event("kernel", "small", 11000, 5, thread=7, number=2),
         {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": "python"}},
     ]
-    rows = [line.strip("| ").split(" | ") for line in kernel_table(trace).splitlines()]
+    rows = [line.strip("| ").split(" | ") for line in throughput.kernel_table(trace).splitlines()]
     assert rows[0] == ["stage", "kernel", "calls", "ms", "share"]
     assert rows[2:] == [
         ["encode", "`gemm`", "1", "4.00", "50.0%"],
@@ -308,7 +304,7 @@ def test_without_a_gpu_an_operator_has_the_time_that_is_its_own():
         event("cpu_op", "aten::mm", 2000, 3000),
         event("cpu_op", "aten::mm", 7000, 1000),
     ]
-    rows = [line.strip("| ").split(" | ") for line in kernel_table(trace).splitlines()[2:]]
+    rows = [line.strip("| ").split(" | ") for line in throughput.kernel_table(trace).splitlines()[2:]]
     assert rows == [
         ["prefill", "`aten::mm`", "2", "4.00", "66.7%"],
         ["prefill", "`aten::linear`", "1", "2.00", "33.3%"],

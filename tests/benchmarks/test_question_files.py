@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 import questions
+from longvideobench import read_subtitles
+from videomme import read_srt, shown_at
 
 from asked import SRT
-from support.evaluation.samples import Sample, by_files, digest_of
+from support.evaluation.samples import Sample, Subtitle, by_files, digest_of
 from support.evaluation.scoring import ALL, Run, markdown, score
-from support.evaluation.subtitles import Subtitle, read_longvideobench, read_srt, shown_at
 
 
 def read(path: Path, rows: list[dict]) -> list[Sample]:
@@ -44,7 +45,7 @@ def test_answers_may_be_letters_texts_and_numbers(tmp_path, options, answers, sh
     ("line", "message"),
     [
         ('{"question": "q", "answer": "a"', "questions.jsonl:1: Expecting"),
-        ('{"answer": "a"}', "needs the text 'question'"),
+        ('{"answer": "a"}', "question 1: needs the field 'question'"),
         ('{"question": "q", "option": ["a", "b"]}', "unknown fields option"),
         ('{"question": "q", "options": ["a", "a"], "answer": 0}', "needs 2 to 26 options"),
         ('{"question": "q", "options": ["B", "A"], "answer": "A"}', "the answer 'A' could be several"),
@@ -124,12 +125,12 @@ def test_an_end_is_no_longer_shown_and_equal_neighbours_are_one():
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"timestamp": [1.0], "text": "a"}, "'timestamp' must hold two numbers"),
-        ({"start": "1:2", "end": "0:0:1", "line": "a"}, "expected a time as in"),
-        ({"line": "a"}, "needs the text 'start'"),
+        ({"timestamp": [1.0], "text": "a"}, "question 1: not enough values"),
+        ({"start": "1:2", "end": "0:0:1", "line": "a"}, "question 1: not enough values"),
+        ({"line": "a"}, "needs the field 'start'"),
     ],
 )
 def test_a_wrong_subtitle_file_is_refused_with_the_place(tmp_path, row, message):
     (tmp_path / "s.json").write_text(json.dumps([row]))
     with pytest.raises(ValueError, match=message):
-        read_longvideobench(tmp_path / "s.json", 0.0, 1.0)
+        read_subtitles(tmp_path / "s.json", 0.0, 1.0)

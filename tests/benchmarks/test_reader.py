@@ -93,15 +93,6 @@ def test_captions_by_every_way_to_choose(reader, tmp_path):
     assert [record["label"] for record in more] == ["apbv"] and more[0]["kl"] == pytest.approx(whole["kl"])
 
 
-@pytest.mark.thorough
-def test_draft_views_of_captions(reader, tmp_path):
-    options = ["--model", reader, "--clips", 1, "--shots", 12, "--keep-ratio", 0.25]
-    path, keep = tmp_path / "v.jsonl", ["--keep", "full", "even"]
-    (full, even), _ = figures_of("draft_views", path, *options, *keep, "--folder", tmp_path / "clips")
-    assert full["of_needles"] == 1 and full["kept"] == 12 * 16 + 1
-    assert even["kept"] == 48 and even["of_needles"] < 1
-
-
 def test_a_tokenizer_without_the_words_is_refused():
     with pytest.raises(ValueError, match="short English words as one token"):
         captions.words_of(build_tokenizer("qwen2"))

@@ -1,5 +1,6 @@
 """The table of short requests' waits in docs/results-serving.md, drawn from its records."""
 
+from documents import require_table
 from scripts import ROOT
 from support.records import markdown_table, read_records
 
@@ -29,7 +30,5 @@ def test_the_page_shows_its_records():
         for record in records
     ]
     header = ["heavy request", "its TTFT, alone", "longest wait before", "longest wait", "its TTFT beside these"]
-    table = markdown_table(header, lines)
-    page = (ROOT / "docs" / "results-serving.md").read_text(encoding="utf-8")
-    assert table in page, table
+    require_table(ROOT / "docs" / "results-serving.md", markdown_table(header, lines))
     assert not any(record["num_unhealthy"] for record in records)  # as the page says

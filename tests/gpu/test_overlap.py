@@ -12,7 +12,7 @@ import families
 from engines import QUESTION
 from pretend_gpu import Events, assert_same_order, rehearsal, to_gpu
 from rehearsals import Case, on_gpus
-from support.simulated import Link, Network, simulate
+from support.simulated import Network, simulate
 from support.workloads import text_prompt
 
 HOSTS, PASSING, FRAMES = 2, 4, 8
@@ -85,7 +85,7 @@ def test_simulated_hosts_wait_for_the_gpu_at_the_end_only():
             figures = state.timer.summary()
             return figures["ttft_ms"], figures["stages_ms"]["prefill"], len(hosts.laps)
 
-        simulated = simulate(2, job, device="cuda:0", network=Network(Link(latency=0.1)))
+        simulated = simulate(2, job, device="cuda:0", network=Network(latency=0.1))
     marks = [place for place, event in enumerate(gpu.events) if event.kind == "mark"]
     prefilling = Events(gpu.events[marks[0] : marks[2]])  # from the first host's beginning to the first end
     assert prefilling.num_launches > 100 and not prefilling.of("wait"), prefilling.waits

@@ -1,6 +1,7 @@
 """Everything that runs on a GPU, rehearsed on one that is not there: the answers of the CPU, and no fault."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,8 +11,23 @@ from apbv import HostGroup, ReduceConfig, SparseConfig
 import families
 from answers import decoder_behind
 from engines import QUESTION
-from pretend_gpu import assert_same_order
-from rehearsals import FURTHER_QUESTION, Case, rehearse, resizing_as_on_gpu
+from pretend_gpu import Events, assert_same_order, rehearsal
+from rehearsals import FURTHER_QUESTION, Case, on_gpus, resizing_as_on_gpu
+
+
+def rehearse(hosts: HostGroup, case: Case, clip: Path) -> tuple[list[int], list[int], Events]:
+    """The tokens of the answers on the CPU and on a pretended GPU a host, and what the host asked of that.
+
+    Raises:
+        GpuError: a GPU would refuse something, or do it wrong.
+    """
+    with resizing_as_on_gpu():
+        on_cpu = case.ask(case.engine(hosts), clip)
+        with rehearsal() as gpu:
+            engine = case.engine(on_gpus(hosts), gpu)
+            gpu.reset()
+            return on_cpu, case.ask(engine, clip), gpu.events
+
 
 SHORT = {"anchor_len": 4, "passing_len": 4}  # so that blocks are compressed
 SAMPLED = {"temperature": 0.9, "top_p": 0.9}

@@ -7,8 +7,7 @@ from types import ModuleType
 import jsonschema
 
 from scripts import BENCHMARKS
-from support import clips
-from support.evaluation.scoring import Run, Score, runs_of
+from support.evaluation.scoring import Run, runs_of
 from support.records import read_records
 
 # The demo model knows its questions, and no letters.
@@ -43,24 +42,3 @@ def run_in(path: Path) -> Run:
         jsonschema.validate(record, schema)
     (run,) = runs_of(records)
     return run
-
-
-def groups_of(score: Score, dimension: str) -> dict[str, list[int]]:
-    """Right answers and questions by a dimension's values."""
-    return {value: count for (name, value), count in score.groups.items() if name == dimension}
-
-
-def clip_of(seed: int, needles: str, path: Path) -> clips.ClipSpec:
-    """A short clip, which is written to a file."""
-    clip = clips.make_clip(seed, 12, "test", needles=[needles])
-    clips.write_mp4(clips.render(clip), path)
-    return clip
-
-
-def wrong_answers(task: str, answer: str, number: int = 0) -> list[str]:
-    """Three further options."""
-    if task == "counting":
-        return [str(int(answer) + step) for step in (1, 2, 3)]
-    letters = [letter for letter in clips.LETTERS if letter not in answer.split()]
-    size = len(answer.split())
-    return [" ".join(letters[start : start + size]) for start in (number % 3, number % 3 + 1, number % 3 + 2)]

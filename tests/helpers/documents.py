@@ -16,13 +16,10 @@ A code block's info string says how it is tested. Behind the language stands one
 ``layout``      a drawing, or the form of something
 """
 
-import argparse
-import ast
-import importlib
+import os
 import re
 import shlex
 from dataclasses import dataclass
-from importlib.metadata import metadata
 from pathlib import Path
 
 from torch.distributed.run import get_args_parser
@@ -32,17 +29,9 @@ from support.clips import DEMO_CLIP, make_clip, questions
 
 README = ROOT / "README.md"
 PAGES = (README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md")))
-MARKS = {
-    "bash": ("quickstart", "run", "ask", "parse", "install", "serve", "vllm", "router", "deploy"),
-    "python": ("run", "client", "compile"),
-    "text": ("quickstart", "output", "layout"),
-}
 
 _BLOCK = re.compile(r"^```(.*)\n((?:.*\n)*?)^```$", re.MULTILINE)
-_INLINE_CODE = re.compile(r"`([^`\n]+)`")
-_LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 _ASSIGNMENT = re.compile(r"[A-Z_]+=\S*")
-_STARTS_A_SCRIPT = re.compile(r"([A-Z_]+=\S+ )*(python|torchrun|pytest|compute-sanitizer) ")
 
 
 @dataclass(frozen=True)
@@ -96,6 +85,24 @@ def output_of(block: Block) -> str | None:
     return behind.code if behind and behind.page == block.page and behind.mark == "output" else None
 
 
+def require_table(page: Path, table: str) -> None:
+    """Compare a page's table, which the first line finds, with what it should be.
+
+    With APBV_WRITE_TABLES=1 it is written there before.
+
+    Raises:
+        AssertionError: the page shows another table.
+    """
+    text = page.read_text(encoding="utf-8")
+    place = text.find(table.partition("\n")[0])
+    assert place >= 0, f"{page} has no such table:\n{table}"
+    shown = re.match(r"(?:\|.*\n)*", text[place:])[0].rstrip("\n")
+    if os.environ.get("APBV_WRITE_TABLES") == "1":
+        page.write_text(text[:place] + table + text[place + len(shown) :], encoding="utf-8")
+    else:
+        assert shown == table, f"APBV_WRITE_TABLES=1 writes another table to {page}:\n{table}"
+
+
 def prose(text: str) -> str:
     """A page without its code blocks."""
     return _BLOCK.sub("", text)
@@ -104,18 +111,6 @@ def prose(text: str) -> str:
 def commands_in(code: str) -> list[str]:
     """The commands of a block, each on one line."""
     return [line for line in code.replace("\\\n", " ").splitlines() if line.strip()]
-
-
-def indented_commands(text: str) -> list[str]:
-    """The commands that are indented, as in docstrings, and start one of the project's scripts."""
-    lines = re.findall(r"^    (\S.*)$", text.replace("\\\n", " "), re.MULTILINE)
-    return [line for line in lines if _STARTS_A_SCRIPT.match(line)]
-
-
-def inline_commands(page: Path) -> list[str]:
-    """The commands in running text that start one of the project's scripts."""
-    found = _INLINE_CODE.findall(prose(page.read_text(encoding="utf-8")))
-    return [code for code in found if _STARTS_A_SCRIPT.match(code)]
 
 
 @dataclass(frozen=True)
@@ -177,97 +172,6 @@ def _module_file(module: str) -> Path:
     inside = module.removeprefix("apbv.").replace(".", "/")
     files = [Path(inside).with_suffix(".py"), Path("apbv", inside).with_suffix(".py")]
     return next((file for file in files if (ROOT / file).is_file()), Path("apbv", inside, "__main__.py"))
-
-
-def parse_command(command: str, monkeypatch) -> argparse.Namespace | None:
-    """Let the script that a command starts parse its options.
-
-    Raises:
-        AssertionError, SystemExit: it refuses them, or the command is wrong in itself.
-    """
-    job = read_command(command)
-    if job is None:
-        return None
-    folder, name = job.script.parts[0], job.name
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    modules = {"launch": f"apbv.launch.{name}", "apbv": ".".join(job.script.with_suffix("").parts)}
-    return importlib.import_module(modules.get(folder, name)).parse_arguments(job.options)
-
-
-def require_installable(command: str) -> None:
-    """Check that pip would find the extras that a command names.
-
-    Raises:
-        AssertionError: apbv has no such extra.
-    """
-    program, *_, wanted = shlex.split(command)
-    assert program == "pip", command
-    extras = re.findall(r"\[(.*)\]", wanted)
-    known = metadata("apbv").get_all("Provides-Extra")
-    assert all(extra in known for extra in extras), f"{command}: the extras are {', '.join(known)}"
-
-
-def names_in(path: Path) -> set[str]:
-    """What a Python file defines: functions and classes, and methods as ``Class.method``."""
-    names = set()
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            names.add(node.name)
-        if isinstance(node, ast.ClassDef):
-            names |= {f"{node.name}.{member.name}" for member in node.body if isinstance(member, ast.FunctionDef)}
-    return names
-
-
-def places_named(text: str) -> list[str]:
-    """The places in the code that a text names: a file, a file with ``:name``, or a package with ``:name``."""
-    return re.findall(r"`((?:[\w.]+/)*\w+\.py(?::[\w.]+)?|(?:\w+/)+\w+:[\w.]+)`", text)
-
-
-def is_there(place: str) -> bool:
-    """Whether there is such a file, and such a name in it; of a package, a name that it offers."""
-    name, _, inside = place.partition(":")
-    if name.startswith("apbv/kernels"):  # the folder kernels/ is installed as apbv.kernels
-        name = name.removeprefix("apbv/")
-    path = ROOT / name
-    if path.is_dir():
-        imported = ast.parse((path / "__init__.py").read_text(encoding="utf-8")).body
-        aliases = [alias for node in imported if isinstance(node, ast.ImportFrom) for alias in node.names]
-        return inside in [alias.name for alias in aliases]
-    if "/" not in name:  # a file that the text has placed already
-        return not inside and any(ROOT.glob(f"*/**/{name}"))
-    return path.is_file() and (not inside or inside in names_in(path))
-
-
-def anchors_of(text: str) -> set[str]:
-    """The anchors of a page: those that GitHub gives to headings, and those set with ``<a id>``."""
-    anchors, seen = set(re.findall(r'<a id="([\w-]+)"></a>', prose(text))), {}
-    for heading in re.findall(r"^#+ +(.*)$", prose(text), re.MULTILINE):
-        slug = re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
-        seen[slug] = seen.get(slug, -1) + 1
-        anchors.add(f"{slug}-{seen[slug]}" if seen[slug] else slug)
-    return anchors
-
-
-def linked_pages(page: Path) -> set[str]:
-    """The paths of the pages that a page links to, without anchors."""
-    targets = {target.partition("#")[0] for target in _LINK.findall(prose(page.read_text(encoding="utf-8")))}
-    return {target for target in targets if target.endswith(".md") and ":" not in target}
-
-
-def broken_links(page: Path, text: str) -> list[str]:
-    """The relative links of a page that lead nowhere: no such file in the project, or no such heading."""
-    broken = []
-    for target in _LINK.findall(prose(text)):
-        if re.match(r"[a-z]+:", target):
-            continue
-        path, _, anchor = target.partition("#")
-        there = (page.parent / path).resolve() if path else page
-        is_known = there.exists() and there.is_relative_to(ROOT)
-        if is_known and anchor:
-            is_known = anchor in anchors_of(text if there == page else there.read_text(encoding="utf-8"))
-        if not is_known:
-            broken.append(target)
-    return broken
 
 
 def answer_to(question: str) -> str:

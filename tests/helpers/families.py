@@ -7,6 +7,7 @@ unit scale: attention really selects, biases and norms are not neutral, and gree
 
 from __future__ import annotations
 
+import tomllib
 from copy import deepcopy
 from pathlib import Path
 
@@ -47,79 +48,14 @@ SPECIAL_TOKENS = (
     *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>"),
     *("<|image_pad|>", "<|video_pad|>", "<image>", "<video>", "<img>", "</img>", "<IMG_CONTEXT>"),
 )
-GLM_FAMILIES = ("glm4v", "glm46v", "glm4v_moe")
-# Attributes that a processor reads from its tokenizer, each of an added token; the other processors have defaults.
-_NAMED_TOKENS = {
-    OMNI: {
-        "image_token": "<|IMAGE|>",
-        "video_token": "<|VIDEO|>",
-        "audio_token": "<|AUDIO|>",
-        "vision_bos_token": "<|vision_bos|>",
-        "vision_eos_token": "<|vision_eos|>",
-        "audio_bos_token": "<|audio_bos|>",
-        "audio_eos_token": "<|audio_eos|>",
-    },
-    "internvl": {
-        "start_image_token": "<img>",
-        "end_image_token": "</img>",
-        "context_image_token": "<IMG_CONTEXT>",
-        "video_token": "<video>",
-    },
-}
-# Fields of a configuration, each the id of a token.
-_GLM_TOKEN_IDS = {"image_token_id": "<|image|>", "video_token_id": "<|video|>"} | {
-    f"{kind}_{end}_token_id": f"<|{name}_of_{kind}|>"
-    for kind in ("image", "video")
-    for end, name in (("start", "begin"), ("end", "end"))
-}
-_QWEN_TOKEN_IDS = {
-    "image_token_id": "<|image_pad|>",
-    "video_token_id": "<|video_pad|>",
-    "vision_start_token_id": "<|vision_start|>",
-    "vision_end_token_id": "<|vision_end|>",
-}
-_TOKEN_IDS = dict.fromkeys(("qwen2_vl", "qwen2_5_vl", *_QWEN3_ALIKE), _QWEN_TOKEN_IDS) | {
-    OMNI: {
-        f"{name}_id".replace("bos", "start").replace("eos", "end"): token
-        for name, token in _NAMED_TOKENS[OMNI].items()
-    },
-    "video_llama_3": {"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>"},
-    "internvl": {"image_token_id": "<IMG_CONTEXT>"},
-    "llava_onevision": {"image_token_id": "<image>", "video_token_id": "<video>"},
-    **dict.fromkeys(GLM_FAMILIES, _GLM_TOKEN_IDS),
-}
 EOS, PAD = "<|im_end|>", "<|endoftext|>"
 
 FIRST_SPECIAL = 256  # token ids below are bytes
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 64, 4, 2, 16
-VISION_HIDDEN, VISION_HEADS = 32, 2
-QWEN_PATCH, QWEN3_PATCH = 14, 16
-MEL_BINS, AUDIO_WINDOW = 16, 20  # a window of 40 mel frames is 0.4 s, and makes 10 tokens
-INTERNVL_SIDE, INTERNVL_TOKENS = 56, 4  # 4 x 4 patches of 14 pixels, pixel-shuffled to 2 x 2
-LLAVA_SIDE, LLAVA_TOKENS = 42, 9  # 3 x 3 patches of 14 pixels, pooled to 2 x 2 for video
-LLAVA_PINPOINTS = [[42, 42], [42, 84], [84, 42], [84, 84]]
-
-# How one image, one video and one audio stand in the prompt before the processor expands them.
-_PLACEHOLDERS = {
-    "qwen2_vl": (
-        "<|vision_start|><|image_pad|><|vision_end|>",
-        "<|vision_start|><|video_pad|><|vision_end|>",
-    ),
-    "internvl": ("<IMG_CONTEXT>\n", "<video>\n"),
-    "llava_onevision": ("<image>\n", "<video>\n"),
-}
-_PLACEHOLDERS |= dict.fromkeys(
-    GLM_FAMILIES,
-    ("<|begin_of_image|><|image|><|end_of_image|>", "<|begin_of_video|><|video|><|end_of_video|>"),
-)
-_PLACEHOLDERS |= dict.fromkeys(("qwen2_5_vl", *_QWEN3_ALIKE), _PLACEHOLDERS["qwen2_vl"])
-_PLACEHOLDERS["video_llama_3"] = ("<|image_pad|>\n", "<|video_pad|>\n")
-_PLACEHOLDERS[OMNI] = (
-    "<|vision_bos|><|IMAGE|><|vision_eos|>",
-    "<|vision_bos|><|VIDEO|><|vision_eos|>",
-    "<|audio_bos|><|AUDIO|><|audio_eos|>",
-)
+MEL_BINS = 16  # of sound; a window of 40 mel frames is 0.4 s, and makes 10 tokens
+_DATA = tomllib.loads(Path(__file__).with_name("families.toml").read_text(encoding="utf-8"))
+_OWN = {name: data for data in _DATA["family"] for name in data["names"]}
 
 
 def build_tokenizer(family: str) -> tf.PreTrainedTokenizerFast:
@@ -130,7 +66,8 @@ def build_tokenizer(family: str) -> tf.PreTrainedTokenizerFast:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in _special_tokens(family)])
-    named = {"extra_special_tokens": _NAMED_TOKENS[family]} if family in _NAMED_TOKENS else {}
+    own = _OWN.get(family, {})
+    named = {"extra_special_tokens": own["named"]} if "named" in own else {}
     return tf.PreTrainedTokenizerFast(
         tokenizer_object=backend,
         eos_token=EOS,
@@ -142,21 +79,20 @@ def build_tokenizer(family: str) -> tf.PreTrainedTokenizerFast:
 
 
 def _special_tokens(family: str) -> tuple[str, ...]:
-    own = {OMNI: _NAMED_TOKENS[OMNI]} | dict.fromkeys(GLM_FAMILIES, _GLM_TOKEN_IDS)
-    return (*SPECIAL_TOKENS, *own.get(family, {}).values())
+    return (*SPECIAL_TOKENS, *_OWN.get(family, {}).get("own", []))
 
 
 def _chat_template(family: str) -> str:
     """ChatML turns; content is a string or a list of text, image, video and audio parts."""
-    image, video, audio, *_ = (*_PLACEHOLDERS.get(family, ()), "", "", "")
-    quote = {"image": image.replace("\n", "\\n"), "video": video.replace("\n", "\\n")}
+    placeholders = [text.replace("\n", "\\n") for text in _OWN.get(family, {}).get("placeholders", [])]
+    image, video, audio, *_ = (*placeholders, "", "", "")
     return (
         "{%- for message in messages -%}"
         "{{- '<|im_start|>' + message.role + '\\n' -}}"
         "{%- if message.content is string -%}{{- message.content -}}{%- else -%}"
         "{%- for part in message.content -%}"
-        "{%- if part.type == 'image' -%}{{- '" + quote["image"] + "' -}}"
-        "{%- elif part.type == 'video' -%}{{- '" + quote["video"] + "' -}}"
+        "{%- if part.type == 'image' -%}{{- '" + image + "' -}}"
+        "{%- elif part.type == 'video' -%}{{- '" + video + "' -}}"
         "{%- elif part.type == 'audio' -%}{{- '" + audio + "' -}}"
         "{%- elif part.type == 'text' -%}{{- part.text -}}{%- endif -%}"
         "{%- endfor -%}{%- endif -%}"
@@ -166,62 +102,30 @@ def _chat_template(family: str) -> str:
     )
 
 
-def _pixels(side: int, least: int, most: int) -> dict:
-    """Options of a processor whose frames or videos have so many patches of ``side * side`` pixels."""
-    patch = QWEN3_PATCH if side == 2 * QWEN3_PATCH else QWEN_PATCH
-    size = {"shortest_edge": side * side * least, "longest_edge": side * side * most}
-    return {"size": size, "patch_size": patch}
-
-
-# The classes of the processor and of its image and video processors, without their endings, and what these two are
-# told. All but Qwen2-VL's and its successor's count the pixels of all of a video's frames together.
-_QWEN2_SIZES = "Qwen2VL", _pixels(28, 1, 16), "Qwen2VL", _pixels(28, 1, 16)
-_QWEN3 = "Qwen3VL", "Qwen2VL", _pixels(32, 1, 16), "Qwen3VL", _pixels(32, 2, 200)
-_SQUARES = {side: {"size": {"height": side, "width": side}} for side in (INTERNVL_SIDE, LLAVA_SIDE)}
-_PROCESSORS = dict.fromkeys(_QWEN3_ALIKE, _QWEN3) | {
-    "qwen2_vl": ("Qwen2VL", *_QWEN2_SIZES),
-    "qwen2_5_vl": ("Qwen2_5_VL", *_QWEN2_SIZES),
-    OMNI: ("Qwen2_5Omni", *_QWEN2_SIZES),
-    **dict.fromkeys(("glm4v", "glm4v_moe"), ("Glm4v", "Glm4v", _pixels(28, 2, 32), "Glm4v", _pixels(28, 2, 200))),
-    "glm46v": ("Glm46V", "Glm46V", _pixels(28, 2, 32), "Glm46V", _pixels(28, 2, 200)),
-    "video_llama_3": ("VideoLlama3", "VideoLlama3", _pixels(28, 1, 8), "VideoLlama3", _pixels(28, 1, 200)),
-    "internvl": (
-        *("InternVL", "GotOcr2", {**_SQUARES[INTERNVL_SIDE], "min_patches": 1, "max_patches": 4}),
-        *("InternVL", _SQUARES[INTERNVL_SIDE]),
-    ),
-    "llava_onevision": (
-        *("LlavaOnevision", "LlavaOnevision", {**_SQUARES[LLAVA_SIDE], "image_grid_pinpoints": LLAVA_PINPOINTS}),
-        *("LlavaOnevision", _SQUARES[LLAVA_SIDE]),
-    ),
-}
-_FURTHER_OPTIONS = {
-    "internvl": {"image_seq_length": INTERNVL_TOKENS},
-    "llava_onevision": {"num_image_tokens": LLAVA_TOKENS, "vision_feature_select_strategy": "full"},
-}
-
-
 def build_processor(family: str):
     """The family's own processor class (the bare tokenizer for a text family)."""
     tokenizer = build_tokenizer(family)
     if family in TEXT_FAMILIES:
         return tokenizer
-    # A copy: tests change a processor's sizes.
-    name, image, of_image, video, of_video = deepcopy(_PROCESSORS[family])
+    own = deepcopy(_OWN[family])  # tests change a processor's sizes
+    classes = own["processor"]
     parts = {
         "tokenizer": tokenizer,
         "chat_template": tokenizer.chat_template,
-        "image_processor": getattr(tf, f"{image}ImageProcessor")(**of_image),
-        "video_processor": getattr(tf, f"{video}VideoProcessor")(**of_video),
-        **_FURTHER_OPTIONS.get(family, {}),
+        "image_processor": getattr(tf, f"{classes['image']}ImageProcessor")(**own["image"]),
+        "video_processor": getattr(tf, f"{classes['video']}VideoProcessor")(**own["video"]),
+        **classes.get("options", {}),
     }
     if family == OMNI:
         # It cuts what is longer than ``chunk_length`` seconds; the checkpoints have 300.
         parts["feature_extractor"] = tf.WhisperFeatureExtractor(
             feature_size=MEL_BINS, chunk_length=8, return_attention_mask=True
         )
-    processor = getattr(tf, f"{name}Processor")(**parts)
+    processor = getattr(tf, f"{classes['name']}Processor")(**parts)
     if family == OMNI:
-        processor.videos_kwargs = {"size": of_video["size"]}  # of its own it makes 128 tokens of a frame at least
+        processor.videos_kwargs = {
+            "size": own["video"]["size"]
+        }  # of its own it makes 128 tokens of a frame at least
     return processor
 
 
@@ -278,13 +182,14 @@ def build_config(
     if family in TEXT_FAMILIES:
         return tf.AutoConfig.for_model(family, **text)
 
-    if family in (*GLM_FAMILIES, "qwen2_vl", "qwen2_5_vl", OMNI, *_QWEN3_ALIKE):
+    is_glm, own = family.startswith("glm4"), deepcopy(_OWN[family])
+    if is_glm or family in ("qwen2_vl", "qwen2_5_vl", OMNI, *_QWEN3_ALIKE):
         section = {"mrope_section": [2, 3, 3]}  # halves of the rotary dimensions: time, height, width
         if family in _QWEN3_ALIKE:
             section = {"mrope_section": [4, 2, 2], "mrope_interleaved": True}
         if family in HYBRID_FAMILIES:
             section["mrope_section"] = [2, 1, 1]  # of the half of a head that is turned
-        if family in GLM_FAMILIES:
+        if is_glm:
             section["mrope_section"] = [1, 1, 2]  # of the pairs of numbers that are turned
         text["rope_parameters"].update(section)
     else:
@@ -292,52 +197,11 @@ def build_config(
     return tf.AutoConfig.for_model(
         family,
         text_config=text,
-        vision_config=_vision_config(family),
+        vision_config=own["vision"],
         tie_word_embeddings=False,
-        **{name: ids[token] for name, token in _TOKEN_IDS[family].items()},
-        **_further_settings(family),
+        **{name: ids[token] for name, token in own["ids"].items()},
+        **own.get("settings", {}),
     )
-
-
-def _further_settings(family: str) -> dict:
-    """What stands in a configuration beside its text, vision and tokens."""
-    if family == OMNI:
-        audio = {"num_mel_bins": MEL_BINS, "encoder_layers": 2, "encoder_attention_heads": VISION_HEADS}
-        audio |= {"encoder_ffn_dim": 2 * VISION_HIDDEN, "d_model": VISION_HIDDEN, "n_window": AUDIO_WINDOW}
-        return {"audio_config": audio | {"output_dim": HIDDEN}}
-    return {
-        "internvl": {"image_seq_length": INTERNVL_TOKENS},
-        "llava_onevision": {"image_grid_pinpoints": LLAVA_PINPOINTS},
-    }.get(family, {})
-
-
-def _vision_config(family: str) -> dict:
-    """Qwen2-VL names its widths differently; 2.5 mixes windowed and full blocks; 3 has deepstack."""
-    if family in ("video_llama_3", "internvl", "llava_onevision"):
-        own = {
-            "video_llama_3": {},
-            "internvl": {"model_type": "internvl_vision", "image_size": INTERNVL_SIDE},
-            "llava_onevision": {
-                "model_type": "siglip_vision_model",
-                "image_size": LLAVA_SIDE,
-                "vision_use_head": False,
-            },
-        }[family]
-        sizes = {"hidden_size": VISION_HIDDEN, "intermediate_size": 2 * VISION_HIDDEN, "num_hidden_layers": 2}
-        return {**sizes, "num_attention_heads": VISION_HEADS, "patch_size": 14, **own}
-    common = {"num_heads": VISION_HEADS}
-    if family == "qwen2_vl":
-        common |= {"depth": 2, "embed_dim": VISION_HIDDEN, "hidden_size": HIDDEN, "patch_size": QWEN_PATCH}
-        return {**common, "spatial_merge_size": 2, "temporal_patch_size": 2}
-    common |= {"hidden_size": VISION_HIDDEN, "intermediate_size": 2 * VISION_HIDDEN, "out_hidden_size": HIDDEN}
-    if family in GLM_FAMILIES:
-        return {**common, "depth": 2, "image_size": 112, "patch_size": QWEN_PATCH}
-    common |= {"depth": 3, "spatial_merge_size": 2, "temporal_patch_size": 2}
-    if family in ("qwen2_5_vl", OMNI):
-        # 56 pixels are 2 x 2 merged tokens; block 1 attends to whole frames, blocks 0 and 2 to windows.
-        return {**common, "patch_size": QWEN_PATCH, "window_size": 56, "fullatt_block_indexes": [1]}
-    deepstack = {} if family in HYBRID_FAMILIES else {"deepstack_visual_indexes": [0, 1]}
-    return {**common, "patch_size": QWEN3_PATCH, "num_position_embeddings": 64, **deepstack}
 
 
 def build_model(

@@ -9,8 +9,6 @@ from itertools import product
 
 import torch
 
-from oracle import decoder_inputs
-
 
 def cosine(a, b) -> float:
     return float(a @ b / (a.norm() * b.norm()))
@@ -148,79 +146,3 @@ def fastvid(frames, height, width, count, hidden) -> dict:
 
 
 DEFINITIONS = {"slowfast": slowfast, "dycoke": dycoke, "fastvid": fastvid}
-
-
-@torch.no_grad()
-def reduced_logits(model, batch: dict, videos: list[tuple[int, int, int]], method: str, ratio: float):
-    """The last logits ``[1, V]`` of transformers' own language model on a reduced prompt, and its length.
-
-    What the model makes of the whole prompt is taken on its way into the language model, reduced, and run again.
-
-    Args:
-        batch: what the processor returned.
-        videos: frames, height and width in tokens of the prompt's videos, which come first among its visual tokens
-            of this kind; behind a video there may be rows of no frame, as many as are left over.
-    """
-    decoder, taken = model.get_decoder(), decoder_inputs(model, batch)
-    embeds, ids = taken["inputs_embeds"][0], batch["input_ids"][0]
-    hidden = embeds.shape[1]
-    deepstack = list(taken.get("deepstack_visual_embeds") or [])
-    tokens = video_tokens(model.config, ids, videos)
-    mask = taken["visual_pos_masks"][0].reshape(-1, len(ids))[0] if deepstack else ids < 0
-    numbers = mask.long().cumsum(0) - 1
-    total = sum(len(each) for each in tokens)
-    count, before = max(1, round(ratio * total)), 0
-    stays = torch.ones(len(ids), dtype=torch.bool)
-    embeds = embeds.clone()
-    for (num_frames, height, width), places in zip(videos, tokens, strict=True):
-        share = (before + len(places)) * count // total - before * count // total
-        before += len(places)
-        streams = [embeds[places], *(layer[numbers[places]] for layer in deepstack)]
-        frames = torch.cat(streams, dim=-1).view(num_frames, height * width, -1)
-        kept = DEFINITIONS[method](frames, height, width, share, hidden) if share else {}
-        stays[places] = False
-        for (frame, place), row in kept.items():
-            token = places[frame * height * width + place]
-            stays[token] = True
-            main, *others = row.split(hidden)
-            embeds[token] = main
-            for layer, value in zip(deepstack, others, strict=True):
-                layer[numbers[token]] = value
-    position_ids = taken.get("position_ids")
-    if position_ids is None:
-        position_ids = torch.arange(len(ids))[None]
-    extra = {}
-    if deepstack:
-        left = [layer[stays[mask]] for layer in deepstack]
-        extra = {"visual_pos_masks": mask[stays][None], "deepstack_visual_embeds": left}
-    hidden_states = decoder(
-        inputs_embeds=embeds[stays][None],
-        attention_mask=torch.ones(1, int(stays.sum()), dtype=torch.long),  # else gaps mean several sequences
-        position_ids=position_ids[..., stays],
-        use_cache=False,
-        **extra,
-    ).last_hidden_state
-    return model.lm_head(hidden_states[:, -1]), int(stays.sum())
-
-
-def whole_videos(family: str, batch: dict) -> list[tuple[int, int, int]]:
-    """Frames, height and width in tokens of a prompt's videos, from what the processor returned."""
-    if "video_grid_thw" in batch:
-        return [(t, h // 2, w // 2) for t, h, w in batch["video_grid_thw"].tolist()]
-    pixels = batch["pixel_values_videos"] if "pixel_values_videos" in batch else batch["pixel_values"]
-    frames = pixels.shape[1] if pixels.dim() == 5 else pixels.shape[0]
-    return [(frames, 2, 2)] * (pixels.shape[0] if pixels.dim() == 5 else 1)
-
-
-def video_tokens(config, ids: torch.Tensor, videos: list[tuple[int, int, int]]) -> list[torch.Tensor]:
-    """The tokens of every video's frames."""
-    token_id = getattr(config, "video_token_id", None)
-    if token_id is None or not (ids == token_id).any():  # InternVL's config has none; GLM's frames are images
-        token_id = config.image_token_id
-    places, found, ending = (ids == token_id).nonzero().flatten(), [], 0
-    spare = len(places) - sum(frames * height * width for frames, height, width in videos)
-    for frames, height, width in videos:
-        size = frames * height * width
-        found.append(places[ending : ending + size])
-        ending += size + spare // len(videos)
-    return found

@@ -17,7 +17,7 @@ from apbv import Engine, HostGroup, ReuseConfig, SpeculativeConfig
 from engines import QUESTION, build_engine
 from interpreting import keep_replaced
 from patience import GROUP_TIMEOUT
-from pretend_gpu import GLOO, GLOO_AND_NCCL, Events, Machine, callers_group, rehearsal, to_gpu
+from pretend_gpu import GLOO, GLOO_AND_NCCL, Machine, callers_group, to_gpu
 
 FURTHER_QUESTION = "And then?"
 keep_replaced()  # also in the processes of a pool
@@ -62,20 +62,6 @@ class Case:
         request = {"video": clip, "num_frames": 6, "max_new_tokens": 4, **self.request}
         questions = [QUESTION, FURTHER_QUESTION] if self.reuse else [QUESTION]
         return [token for question in questions for token in engine.generate(question, **request).token_ids]
-
-
-def rehearse(hosts: HostGroup, case: Case, clip: Path) -> tuple[list[int], list[int], Events]:
-    """The tokens of the answers on the CPU and on a pretended GPU a host, and what the host asked of that.
-
-    Raises:
-        GpuError: a GPU would refuse something, or do it wrong.
-    """
-    with resizing_as_on_gpu():
-        on_cpu = case.ask(case.engine(hosts), clip)
-        with rehearsal() as gpu:
-            engine = case.engine(on_gpus(hosts), gpu)
-            gpu.reset()
-            return on_cpu, case.ask(engine, clip), gpu.events
 
 
 def on_gpus(hosts: HostGroup, shares_gpu: bool = False) -> HostGroup:

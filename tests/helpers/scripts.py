@@ -22,7 +22,6 @@ from pool import exit_statuses, start
 ROOT = Path(__file__).parents[2]
 SCRIPT_TIMEOUT = limit(600.0)
 BENCHMARKS = ROOT / "benchmarks"
-HELPERS = ROOT / "tests" / "helpers"
 INFER = ROOT / "launch" / "infer.py"
 
 

@@ -14,7 +14,7 @@ from apbv.prefilling.methods import METHODS
 
 import families
 from pairs import each_choice, pairwise
-from support.simulated import Lap, Link, Network, share_weights, simulate
+from support.simulated import Lap, Network, share_weights, simulate
 
 
 def prefill_job(hosts: HostGroup, models, settings: dict):
@@ -52,8 +52,7 @@ class Clock:
 
 
 BYTE = torch.zeros(1, dtype=torch.uint8)
-SLOW = Network(Link(bandwidth=100.0, latency=0.5))
-TIERS = Network(Link(bandwidth=1000.0), Link(bandwidth=10.0), group_size=2)
+SLOW = Network(bandwidth=100.0, latency=0.5)
 
 
 def late_gather(hosts, work):
@@ -92,16 +91,13 @@ def broadcast(hosts, work):
 ENDS = [
     # From when the last host joins: two steps of half a second and 200 bytes.
     (late_gather, SLOW, [2 + 2 * (0.5 + 2.0)] * 3),
-    (hidden, Network(Link(bandwidth=1000.0)), [1.25] * 2),
+    (hidden, Network(bandwidth=1000.0), [1.25] * 2),
     (hidden, SLOW, [1.75] * 2),
     (two_at_once, SLOW, [3.0] * 2),  # over the same link
     # Host 1 hears from host 0, which is late; host 2 from host 1; host 0 was late itself.
     (late_shift, SLOW, [4.5, 4.5, 2.5]),
     (uneven, SLOW, [2 * (0.5 + size) for size in (1, 2, 3)]),
     (broadcast, SLOW, [3.5, 2.0, 3.5]),
-    # The slower tier is the bottleneck of a ring between groups.
-    (hidden, TIERS, [3 * 10.0 + 0.25] * 4),
-    (late_shift, TIERS, [13.0, 3.1, 11.0, 1.1]),
 ]
 
 
@@ -163,7 +159,7 @@ def gpu_job(hosts, clock: Clock, gpu: Gpu, scripts: list[list[tuple]]) -> Moment
     return hosts.moment()
 
 
-def on_gpus_of_their_own(scripts: list[list[tuple]], link: Link) -> list[float]:
+def on_gpus_of_their_own(scripts: list[list[tuple]], link: Network) -> list[float]:
     """When every host's GPU is done where each has a GPU, by plain loops over the same steps."""
     cpu, gpu = [0.0] * len(scripts), [0.0] * len(scripts)
     for steps in zip(*scripts, strict=True):
@@ -203,7 +199,7 @@ def layers(num_hosts: int, launching: tuple, computing: tuple, seed: int) -> lis
 def test_gpus_count_as_if_every_host_had_one(monkeypatch, num_hosts, speed, seed):
     launching, computing = ((0.9, 1.1), (0.1, 0.2)) if speed == "slow CPU" else ((0.1, 0.2), (0.9, 1.1))
     scripts = layers(num_hosts, launching, computing, seed)
-    link = Link(bandwidth=1e6 if speed == "fast link" else 100.0)
+    link = Network(bandwidth=1e6 if speed == "fast link" else 100.0)
     clock = Clock()
     gpu = Gpu(clock, monkeypatch, head_start=10.0)
 
@@ -213,7 +209,7 @@ def test_gpus_count_as_if_every_host_had_one(monkeypatch, num_hosts, speed, seed
         return end, waits
 
     # That an idle GPU waits for a first launch does not show: at the beginning, and where the hosts agree.
-    ends, waits = zip(*simulate(num_hosts, job, network=Network(link), device="cuda", clock=clock), strict=True)
+    ends, waits = zip(*simulate(num_hosts, job, network=link, device="cuda", clock=clock), strict=True)
     assert ends == pytest.approx(on_gpus_of_their_own(scripts, link), abs=2 * min(launching[1], computing[1]))
     assert min(waits) == 0  # of the host that was done first
 

@@ -1,24 +1,39 @@
 """What each host prepares and encodes, against the processor and the vision tower on the whole input."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 import torch
-from read_prompts import read_video
 from transformers.video_utils import VideoMetadata
 
 from apbv import HostGroup, ModelInputs
-from apbv.input.pixels import preprocess_frames
+from apbv.input.pixels import SourcePixels, preprocess_frames
+from apbv.input.reading import PromptReader
+from apbv.input.request import Question
+from apbv.input.skeleton import SampledVideo
 from apbv.input.video import VideoInfo, iter_frames, probe, read_frames, sample_uniform
 from apbv.input.visual import PromptError
 from apbv.layout import split_evenly
 from apbv.model.parts import inspect_model
 from apbv.prefilling.encode import encode_visual
+from apbv.stats import StageTimer
 
 import families
 from families import VIDEO_FAMILIES
 from pairs import each_choice
 from prompts import by_processor
 from video_files import VFR, encode
+
+
+def read_video(
+    parts, processor, question: str, info: VideoInfo, frames: Sequence[int], hosts: HostGroup
+) -> tuple[ModelInputs, SourcePixels]:
+    """A question about some frames of a video."""
+    reader = PromptReader(parts, processor, len(frames))
+    rendered = reader.render(Question(question, video=info.path))
+    return reader.read(rendered, [SampledVideo(info, tuple(frames))], hosts, StageTimer(hosts))
+
 
 QUESTION = "What happens?"
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from audio_files import RATE, tune, write
 from av.stream import Disposition
-from odd_files import KINDS, SOUNDS, animation, constant, joined, renamed_boxes, streams
+from odd_files import KINDS, animation, constant, joined, renamed_boxes, shifted, streams
 from PIL import Image
 
 from apbv.input.audio import AudioError, has_audio, read_audio
@@ -16,6 +16,65 @@ from apbv.input.video import VideoError, VideoInfo, probe, read_frames
 from apbv.layout import split_evenly
 
 from video_files import CLIPS, VFR, decode_all, encode, picture, remux
+
+
+def cut_at_the_middle(source: str, target, first: int) -> str:
+    """A file without its first video packets, but with all of its sound."""
+    seen = [0]
+
+    def change(_, stream, packet):
+        seen[0] += stream.type == "video"
+        return stream.type != "video" or seen[0] > first
+
+    return streams(target, change, source)
+
+
+# What makes a video with sound, and which parts of `tune` are heard beside its frames.
+def _sound(path, start=0.0, stop=3.0, video=(0.0, 3.0), codec="aac", **more) -> str:
+    return write(path, [(start, stop)], codec, video=video, **more)
+
+
+def _fragments(path, options={"movflags": "frag_keyframe+empty_moov+default_base_moof"}) -> str:  # noqa: B006
+    return streams(path, lambda *_: True, _sound(path.with_suffix(".b.mp4"), codec="flac"), options=options)
+
+
+SOUNDS = {
+    "starts in the middle of a group": (
+        lambda d: cut_at_the_middle(_sound(d / "b.ts"), d / "a.ts", 16),
+        [(None, 3.0)],
+    ),
+    "picture first, and a late video": (
+        lambda d: streams(
+            d / "a.mkv",
+            lambda number, stream, packet: bool(number or packet.pts == 0),
+            encode(d / "c.mkv", codec="mjpeg", bframes=None, pixels="yuvj420p", n=1, size=(32, 48)),
+            _sound(d / "b.mkv", video=(2.0, 3.0)),
+        ),
+        [(2.0, 3.0)],
+    ),
+    "two recordings in ts": (
+        lambda d: joined(d / "a.ts", _sound(d / "b.ts", stop=2.0, video=(0, 2)), _sound(d / "c.ts")),
+        [(0.0, 2.0), (0.0, 3.0)],
+    ),
+    "two recordings in fragments": (
+        lambda d: joined(d / "a.mp4", _fragments(d / "b.mp4"), _fragments(d / "c.mp4")),
+        [(0.0, 3.0), (0.4, 3.0)],  # FFmpeg leaves out the second recording's first group
+    ),
+    "negative times": (
+        lambda d: streams(
+            d / "a.mkv", shifted(-1.5), _sound(d / "b.mkv"), options={"avoid_negative_ts": "disabled"}
+        ),
+        [(0.0, 3.0)],
+    ),
+    "negative times and late sound": (
+        lambda d: streams(
+            d / "a.mkv", shifted(-1.5), _sound(d / "b.mkv", start=0.4), options={"avoid_negative_ts": "disabled"}
+        ),
+        [(None, 0.4), (0.4, 3.0)],
+    ),
+    "late sound": (lambda d: _sound(d / "a.mp4", start=0.7), [(None, 0.7), (0.7, 3.0)]),
+}
+
 
 FROM_START = {"mp4 dts for pts", "avi mpeg4", "avi h264", "mpg", "h264"} | {
     "intra refresh, cut",

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 
 from patience import limit
-from scripts import HELPERS, ROOT
+from scripts import ROOT
 
 pytestmark = [pytest.mark.thorough, pytest.mark.cpu]  # compiling takes minutes
 ATTENTION = ("segments_kernel", "verify_kernel", "block_sparse_kernel")
@@ -39,7 +39,7 @@ def kernels() -> list[dict]:
     with patch.dict(os.environ, environment, clear=True):
         if reason := obstacle():
             pytest.skip(reason)
-    command = [sys.executable, str(HELPERS / "compiling.py")]
+    command = [sys.executable, str(ROOT / "tests" / "kernels" / "compiling.py")]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit(600.0))
     assert result.returncode == 0, result.stderr
     return [json.loads(line) for line in result.stdout.splitlines()]

@@ -2,7 +2,8 @@
 
 import http.server
 import threading
-from contextlib import closing
+import time
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,48 @@ from PIL import Image
 from apbv import demo
 from apbv.input.video import probe, read_frames
 
-from servers import InProcess, Site, in_thread
+from patience import HANGING
+from servers import InProcess
+
+
+@contextmanager
+def in_thread(server: http.server.ThreadingHTTPServer):
+    """It answers until the end of the block."""
+    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+class Site(http.server.BaseHTTPRequestHandler):
+    """A server on this machine that must not be reached unless it is meant."""
+
+    def do_GET(self):
+        self.server.paths.append(self.path)
+        kind, _, rest = self.path[1:].partition("/")
+        if kind == "late":
+            self.server.may_answer.wait(HANGING)
+        if kind == "to":
+            self.send_response(302)
+            self.send_header("Location", rest)
+            self.end_headers()
+            return
+        self.send_response(404 if kind == "missing" else 200)
+        if kind == "short":
+            self.send_header("Content-Length", "50")
+        self.end_headers()
+        for _ in range(600 if kind == "slow" else 1):
+            try:
+                self.wfile.write(b"x" * (1000 if kind == "large" else 3))
+                self.wfile.flush()
+            except OSError:
+                return
+            time.sleep(0.1 if kind == "slow" else 0)
+
+    def log_message(self, *_):
+        pass
 
 
 @pytest.fixture(scope="session")

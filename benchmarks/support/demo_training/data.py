@@ -4,14 +4,20 @@ from dataclasses import dataclass
 from functools import cache
 from io import BytesIO
 
+import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
+
+# isort: split
 import numpy as np
 import torch
 import torch.nn.functional as F
 from tqdm import tqdm
+from transformers import AutoProcessor
+
+from apbv import demo
 
 from .. import clips
-from .models import PATCH_SIZE, build_processor
 
+PATCH_SIZE = clips.TOKEN_SIZE // 2  # pixels; the merger joins 2 x 2 patches to one token
 PATCH_VALUES = 3 * clips.FRAMES_PER_SHOT * PATCH_SIZE**2
 COLOUR_IDS = {colour: index + 1 for index, colour in enumerate(clips.COLOURS)}  # 0 is "no border"
 LETTER_IDS = {letter: index + 1 for index, letter in enumerate(clips.LETTERS)}
@@ -191,7 +197,7 @@ class BatchMaker:
     def __init__(self, pools: dict[int, ShotPool], seed: int) -> None:
         self.pools = pools
         self.rng = np.random.default_rng([seed, 2])
-        self.processor = build_processor()
+        self.processor = AutoProcessor.from_pretrained(demo.model_path())
         self.tokenizer = self.processor.tokenizer
         self.video_token = self.tokenizer.convert_tokens_to_ids("<|video_pad|>")
         words = {word for scene in clips.SCENES for word in scene.split()}

@@ -15,12 +15,15 @@ What makes so short a training work:
 * Clips grow during training, and short ones stay among the long: without them the model forgets
   how to count the letters in a short clip.
 
+Sizes, tokenizer and processor are those of the packaged checkpoints.
+
 The draft learns the target's distribution over the next token. In half of its batches it sees a random part of
 the visual tokens, as it will when it drafts on pruned KV; the target sees all of them.
 """
 
 import json
 import time
+import tomllib
 from pathlib import Path
 
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
@@ -30,14 +33,22 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from tqdm import tqdm
-from transformers import Qwen2_5_VLForConditionalGeneration
+from transformers import (
+    AutoConfig,
+    AutoProcessor,
+    GenerationConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2_5_VLProcessor,
+)
+
+from apbv import demo
 
 from .. import clips
 from ..records import plot
 from .data import COLOUR_IDS, KEY_WEIGHT, LETTER_IDS, Batch, BatchMaker
-from .models import RECIPE, build_model, build_processor, save_checkpoint
 from .vision import ATTENTION, FrozenVision, answer_logits, encode_shots
 
+RECIPE = tomllib.loads(Path(__file__).with_name("recipe.toml").read_text(encoding="utf-8"))
 DENSE_WEIGHT = 0.5
 
 FREEZING_BEGINS = 0.6  # share of the training time
@@ -53,6 +64,31 @@ RENEW_STEPS = {2: 3, 6: 20}  # steps between two renewals of a part of a grid's 
 PRUNED_SHARE = 0.5  # of the draft's batches
 FEWEST_KEPT = 0.05  # of the visual tokens in a pruned batch
 LOG_SECONDS = 10
+
+
+def build_model(size: str) -> Qwen2_5_VLForConditionalGeneration:
+    """Build a model as the demo's "target" or "draft" is, untrained."""
+    path = demo.model_path() if size == "target" else demo.draft_path()
+    model = Qwen2_5_VLForConditionalGeneration(AutoConfig.from_pretrained(path))
+    model.generation_config = GenerationConfig.from_pretrained(path)
+    return model
+
+
+def save_checkpoint(
+    model: Qwen2_5_VLForConditionalGeneration, processor: Qwen2_5_VLProcessor, folder: Path
+) -> None:
+    """Write model, tokenizer and processor as an ordinary Hugging Face checkpoint.
+
+    The weights are stored in bfloat16, to be small; the configuration says float32, in which they are loaded.
+    """
+    low = Qwen2_5_VLForConditionalGeneration(model.config)
+    low.load_state_dict(model.state_dict())
+    low.generation_config = model.generation_config
+    low.to(torch.bfloat16).save_pretrained(folder)
+    file = folder / "config.json"
+    config = {**json.loads(file.read_text()), "dtype": "float32"}
+    file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    processor.save_pretrained(folder)
 
 
 class Trainer:
@@ -71,8 +107,8 @@ class Trainer:
         self.out = out
         self.curriculum = RECIPE["curriculum"][size]
         self.seconds = minutes * 60
-        self.processor = build_processor()
-        self.model = build_model(size, self.processor.tokenizer)
+        self.processor = AutoProcessor.from_pretrained(demo.model_path())
+        self.model = build_model(size)
         self.model.set_attn_implementation(ATTENTION)
         self.teacher = None
         if teacher:

@@ -2,18 +2,18 @@
 
 import hashlib
 import json
-import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 LETTERED = "{question}\n{options}\nAnswer with the option's letter from the given choices directly."
 OPEN = "{question}"
 _FIELD = re.compile(r"\{(question|options|subtitles)\}")
 
+Made = TypeVar("Made")
 # Reads which of the options an answer names.
 Parse = Callable[[str, Sequence[str]], int | None]
 
@@ -65,6 +65,14 @@ class Sample:
         return LETTERS[self.answer] if isinstance(self.answer, int) else self.answer
 
 
+class Subtitle(NamedTuple):
+    """A text that is shown from one second of a video to another."""
+
+    start: float
+    end: float
+    text: str
+
+
 def file_sizes(sample: Sample) -> list[int]:
     """Return the bytes of each of a sample's files, which tell other files of the same names apart; 0: no file."""
     return [path.stat().st_size if path.is_file() else 0 for path in sample.files]
@@ -110,104 +118,88 @@ def _parsed(text: str, place: str) -> Any:
         raise ValueError(f"{place}: {error}") from None
 
 
-class Row:
-    """One entry of a benchmark's file; its fields are read with errors that say where they stand.
+def made_of(path: Path, entries: Any, make: Callable[[int, dict], Made]) -> list[Made]:
+    """Make something of each entry of a file, from its number, from 1, and its fields.
 
-    Args:
-        place: the file, and which entry.
-        values: the entry, which must be a JSON object.
+    Raises:
+        ValueError: there is no list, or an entry lacks a field, or has a wrong one; with the entry's number.
     """
+    if not isinstance(entries, list):
+        raise ValueError(f"{path}: expected a list of questions")
+    found = []
+    for number, entry in enumerate(entries, start=1):
+        try:
+            found.append(make(number, entry))
+        except (KeyError, ValueError, TypeError, AttributeError) as error:
+            wrong = f"needs the field {error}" if isinstance(error, KeyError) else error
+            raise ValueError(f"{path}, question {number}: {wrong}") from error
+    return found
 
-    def __init__(self, place: str, values: Any):
-        if not isinstance(values, dict):
-            raise ValueError(f"{place}: expected an object with fields, got {values!r:.60}")
-        self.place, self.values = place, values
 
-    def __contains__(self, name: str) -> bool:
-        return self.values.get(name) is not None
+def text_of(value: Any) -> str:
+    """Return a text without spaces around it; a number is written out.
 
-    def text(self, name: str, default: str | None = None) -> str:
-        """Return the text of a field; a number is written out."""
-        value = self.values[name] if name in self else default
-        if _is_number(value):
-            value = str(value)
-        if not isinstance(value, str) or not value.strip():
-            raise self.error(f"needs the text {name!r}, got {value!r:.60}")
-        return value.strip()
+    Raises:
+        ValueError: it is something else, or blank.
+    """
+    text = str(value).strip() if isinstance(value, str | int | float) and not isinstance(value, bool) else ""
+    if not text:
+        raise ValueError(f"expected a text, got {value!r:.60}")
+    return text
 
-    def number(self, name: str) -> float:
-        """Return a finite number."""
-        value = self.values.get(name)
-        if not _is_number(value):
-            raise self.error(f"needs the number {name!r}, got {value!r:.60}")
-        return float(value)
 
-    def pair(self, name: str) -> tuple[float, float | None]:
-        """Return two numbers, of which the second may be null."""
-        values = self.values.get(name)
-        if isinstance(values, list) and len(values) == 2:
-            first, second = values
-            if _is_number(first) and (second is None or _is_number(second)):
-                return first, second
-        raise self.error(f"{name!r} must hold two numbers, got {values!r:.60}")
+def texts_of(value: Any) -> tuple[str, ...]:
+    """Return the texts of a list, or a single one; of None none."""
+    values = value if isinstance(value, list | tuple) else [] if value is None else [value]
+    return tuple(map(text_of, values))
 
-    def texts(self, name: str) -> tuple[str, ...]:
-        """Return the texts in a field, a list or a single one; or none."""
-        values = self.values[name] if name in self else []
-        values = values if isinstance(values, list | tuple) else [values]
-        found = []
-        for value in values:
-            value = str(value) if _is_number(value) else value
-            if not isinstance(value, str) or not value.strip():
-                raise self.error(f"{name!r} must hold texts, got {value!r:.60}")
-            found.append(value.strip())
-        return tuple(found)
 
-    def options(self, name: str) -> tuple[str, ...]:
-        """Return the options in a field, without their own letters where all have them."""
-        options = self.texts(name)
-        bare = [_without_letter(text, letter) for text, letter in zip(options, LETTERS, strict=False)]
-        return tuple(bare) if len(bare) == len(options) and all(bare) else options
+def options_of(value: Any) -> tuple[str, ...]:
+    """Return options without their own letters, where all have them."""
+    options = texts_of(value)
+    bare = [_without_letter(text, letter) for text, letter in zip(options, LETTERS, strict=False)]
+    return tuple(bare) if len(bare) == len(options) and all(bare) else options
 
-    def option(self, options: Sequence[str], answer: Any) -> int:
-        """Return which option an answer names: by its number from 0, by its text, or by its letter.
 
-        Raises:
-            ValueError: it names none, or its text, letter and number name different ones.
-        """
-        text = str(answer).strip()
-        if isinstance(answer, int) and not isinstance(answer, bool):
-            if any(option == text and number != answer for number, option in enumerate(options)):
-                raise self.error(
-                    f"the answer {answer} is the number, from 0, of one option and the text of another; "
-                    f'"{answer}" is the text, and a letter is clear'
-                )
-            found = {answer} & {*range(len(options))}
-        else:
-            found = {
-                number
-                for number, (letter, option) in enumerate(zip(LETTERS, options, strict=False))
-                if option in (text, _without_letter(text, letter)) or letter == text.rstrip(".")
-            }
-        if len(found) != 1:
-            many = "could be several" if found else "is none"
-            raise self.error(
-                f"the answer {answer!r} {many} of the {len(options)} options; its number, from 0, is clear"
+def option_named(options: Sequence[str], answer: Any) -> int:
+    """Return which option an answer names: by its number from 0, by its text, or by its letter.
+
+    Raises:
+        ValueError: it names none, or its text, letter and number name different ones.
+    """
+    text = str(answer).strip()
+    if isinstance(answer, int) and not isinstance(answer, bool):
+        if any(option == text and number != answer for number, option in enumerate(options)):
+            raise ValueError(
+                f"the answer {answer} is the number, from 0, of one option and the text of another; "
+                f'"{answer}" is the text, and a letter is clear'
             )
-        return found.pop()
+        found = {answer} & {*range(len(options))}
+    else:
+        found = {
+            number
+            for number, (letter, option) in enumerate(zip(LETTERS, options, strict=False))
+            if option in (text, _without_letter(text, letter)) or letter == text.rstrip(".")
+        }
+    if len(found) != 1:
+        many = "could be several" if found else "is none"
+        raise ValueError(
+            f"the answer {answer!r} {many} of the {len(options)} options; its number, from 0, is clear"
+        )
+    return found.pop()
 
-    def letter(self, name: str, options: Sequence[str]) -> int:
-        """Return which option a field's letter names."""
-        letter = self.text(name).rstrip(".")
-        if len(letter) != 1 or letter not in LETTERS[: len(options)]:
-            raise self.error(
-                f"{name!r} must be the letter of one of the {len(options)} options, got {letter!r:.60}"
-            )
-        return LETTERS.index(letter)
 
-    def error(self, what: str) -> ValueError:
-        """Return an error that says where it is."""
-        return ValueError(f"{self.place}: {what}")
+def option_lettered(options: Sequence[str], letter: str) -> int:
+    """Return which option a letter names.
+
+    Raises:
+        ValueError: it names none.
+    """
+    letters = LETTERS[: len(options)]
+    bare = letter.strip().rstrip(".")
+    if len(bare) != 1 or bare not in letters:
+        raise ValueError(f"{letter!r:.60} is not the letter of one of the {len(options)} options")
+    return letters.index(bare)
 
 
 def _without_letter(option: str, letter: str) -> str | None:
@@ -216,17 +208,6 @@ def _without_letter(option: str, letter: str) -> str | None:
         if option.startswith(mark):
             return option.removeprefix(mark).strip() or None
     return None
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def rows_of(path: Path, entries: Any) -> list[Row]:
-    """Return the entries of a file that should hold a list of them."""
-    if not isinstance(entries, list):
-        raise ValueError(f"{path}: expected a list of questions")
-    return [Row(f"{path}, question {number}", entry) for number, entry in enumerate(entries, start=1)]
 
 
 def fill(template: str, sample: Sample, subtitles: str = "") -> str:

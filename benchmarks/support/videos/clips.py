@@ -4,7 +4,6 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from fractions import Fraction
 from pathlib import Path
 
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
@@ -15,6 +14,8 @@ import numpy as np
 from av.video.frame import PictureType
 from PIL import Image
 from transformers.video_utils import VideoMetadata
+
+from ..clips import write_mp4
 
 _GRAINS = 16  # different fields of film grain
 
@@ -52,24 +53,14 @@ def write_clip(spec: ClipSpec, path: Path) -> Path:
     Raises:
         ValueError: the source cannot be read.
     """
+    frames = _drawn_frames(spec) if spec.source is None else _frames_of_file(spec)
+    x264 = f"keyint={spec.gop}:min-keyint={spec.gop}:scenecut=0:bframes=3:log-level=0"
+    options = {"preset": "veryfast", "x264-params": x264}
     try:
-        _encode(spec, path)
+        write_mp4(itertools.islice(frames, spec.num_frames), path, spec.fps, **options)
     except (av.error.FFmpegError, IndexError) as error:
         raise ValueError(f"cannot make a clip of {spec.source}: {error}") from error
     return path
-
-
-def _encode(spec: ClipSpec, path: Path) -> None:
-    frames = _drawn_frames(spec) if spec.source is None else _frames_of_file(spec)
-    with av.open(str(path), "w") as file:
-        stream = file.add_stream("libx264", rate=Fraction(spec.fps))
-        stream.height, stream.width, stream.pix_fmt = spec.height, spec.width, "yuv420p"
-        x264 = f"keyint={spec.gop}:min-keyint={spec.gop}:scenecut=0:bframes=3:log-level=0"
-        stream.options = {"preset": "veryfast", "x264-params": x264}
-        for number, frame in enumerate(itertools.islice(frames, spec.num_frames)):
-            frame.pts, frame.time_base = number, Fraction(1, spec.fps)
-            file.mux(stream.encode(frame))
-        file.mux(stream.encode())
 
 
 def _frames_of_file(spec: ClipSpec) -> Iterator[av.VideoFrame]:

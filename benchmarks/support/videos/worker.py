@@ -40,7 +40,7 @@ from apbv.prefilling.prefiller import Prefiller
 from apbv.stats import StageTimer, peak_memory_bytes, reset_peak_memory
 
 from ..processes import end_children_with_this, pin_host, synchronize
-from ..workloads import build_model, qwen_vl_config
+from ..workloads import build_model, config_like
 from .clips import READERS
 
 STAGES = ("frames", "embeddings", "first_token")
@@ -196,8 +196,11 @@ class Model:
         self._job, self._hosts, chosen = job, hosts, job.settings
         self._processor = AutoProcessor.from_pretrained(demo.model_path())
         self._processor.video_processor.size = SizeDict(shortest_edge=56 * 56, longest_edge=chosen.max_pixels)
-        vision = chosen.vision_depth, chosen.vision_hidden, 4
-        config = qwen_vl_config(2, 128, 384, 4, 2, vocab=2048, vision=vision)
+        depth, hidden = chosen.vision_depth, chosen.vision_hidden
+        whole_frames = list(range(min(8, depth) - 1, depth, 8))
+        vision = {"depth": depth, "hidden_size": hidden, "fullatt_block_indexes": whole_frames}
+        vision["intermediate_size"] = hidden * 3420 // 1280
+        config = config_like("qwen2.5-vl-narrow", vision=vision)
         tokens = read_config(demo.model_path())
         for name in _TOKENS:
             setattr(config, name, getattr(tokens, name))

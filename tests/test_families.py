@@ -1,6 +1,4 @@
-"""Table of what works with which family of models, in docs/library.md.
-
-``python tests/helpers/family_table.py`` writes it there; with ``--check`` it only compares. No cell is typed in:
+"""The table of what works with which family of models, in docs/library.md. No cell is typed in:
 
 "yes"         pytest collects a test that is marked ``shows(feature)``, for the family: the test's parameter
               ``family``, or one of the mark's ``families``. A feature's name may have parameters, as ``{method}``.
@@ -9,11 +7,8 @@
 "not tested"  neither.
 """
 
-from session import ON_GPU  # noqa: F401  (before torch)
-
-# isort: split
+import json
 import os
-import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -28,9 +23,11 @@ from apbv.prefilling.reduction.pruning import require_usable
 from apbv.refusals import refuse
 
 import families
+from documents import require_table
+from pool import exit_statuses, start
+from scripts import ROOT
+from support.records import markdown_table
 
-TESTS = Path(__file__).parents[1]
-PAGE = TESTS.parent / "docs" / "library.md"
 FAMILIES = VIDEO_FAMILIES + TEXT_FAMILIES
 
 
@@ -53,7 +50,6 @@ COLUMNS = {
     "KV to vLLM": (("KV to vLLM",), _refused_for_hybrids("handing_over")),
     "tensor parallelism": (("tensor parallelism",), lambda model: require_divisible(model.config, 2)),
 }
-HEADER = f"| `model_type` | {' | '.join(COLUMNS)} |"
 
 
 class Shown:
@@ -70,9 +66,11 @@ class Shown:
                 self.pairs |= {(mark.args[0].format(**parameters), family) for family in named}
 
 
-def shown() -> set[tuple[str, str]]:
-    """Collect the marked tests, the thorough ones too."""
-    marked = [path for path in sorted(TESTS.rglob("test_*.py")) if "mark.shows(" in path.read_text("utf-8")]
+def collect(path: Path) -> None:
+    """Write to a file what the marked tests show, the thorough ones too."""
+    marked = [
+        path for path in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.shows(" in path.read_text("utf-8")
+    ]
     plugin, options = Shown(), ["--collect-only", "-q", "-m", "shows", "-p", "no:cacheprovider"]
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
         status = pytest.main([*options, *map(str, marked)], plugins=[plugin])
@@ -80,7 +78,7 @@ def shown() -> set[tuple[str, str]]:
     assert status == pytest.ExitCode.OK and plugin.pairs, "the tests cannot be collected"
     unknown = {pair for pair in plugin.pairs if pair[0] not in known or pair[1] not in FAMILIES}
     assert not unknown, f"no column and no row for {unknown}"
-    return plugin.pairs
+    path.write_text(json.dumps(sorted(plugin.pairs)))
 
 
 def refused() -> set[tuple[str, str]]:
@@ -98,24 +96,17 @@ def refused() -> set[tuple[str, str]]:
     return pairs
 
 
-def table() -> str:
-    """Format what is shown and what is refused; families of which the same is known share a row."""
-    works, fails, alike = shown(), refused(), {}
+def test_the_page_about_the_library_has_the_table_of_families(tmp_path):
+    """A process of its own collects: within a session there can be no other."""
+    assert exit_statuses([start(collect, tmp_path / "shown.json")]) == [0]
+    works, fails = {tuple(pair) for pair in json.loads((tmp_path / "shown.json").read_text())}, refused()
+    alike: dict[tuple[str, ...], list[str]] = {}  # by what is known, the families
     for family in FAMILIES:
         cells = []
         for column, (features, _) in COLUMNS.items():
             is_shown, is_refused = any((each, family) in works for each in features), (column, family) in fails
             assert not (is_shown and is_refused), f"{column} is shown and refused for {family}"
             cells.append("yes" if is_shown else "no" if is_refused else "not tested")
-        alike.setdefault(" | ".join(cells), []).append(f"`{family}`")
-    rows = [f"| {', '.join(names)} | {cells} |" for cells, names in alike.items()]
-    return "\n".join([HEADER, f"|---|{'---|' * len(COLUMNS)}", *rows])
-
-
-if __name__ == "__main__":
-    text = PAGE.read_text(encoding="utf-8")
-    start = text.index(HEADER)
-    written = text[:start] + table() + text[text.index("\n\n", start) :]
-    if sys.argv[1:] == ["--check"]:
-        sys.exit(written != text and f"{PAGE}: python tests/helpers/family_table.py writes another table")
-    PAGE.write_text(written, encoding="utf-8")
+        alike.setdefault(tuple(cells), []).append(f"`{family}`")
+    rows = [[", ".join(names), *cells] for cells, names in alike.items()]
+    require_table(ROOT / "docs" / "library.md", markdown_table(["`model_type`", *COLUMNS], rows, align="---"))

@@ -2,7 +2,7 @@
 
 A script, because it needs a process without TRITON_INTERPRET:
 
-    python tests/helpers/compiling.py
+    python tests/kernels/compiling.py
 
 The operators get tensors of usual sizes on the CPU, which are never looked at: a launch is compiled with the very
 arguments, constants and options of the call, and not run. A line says
