@@ -150,7 +150,7 @@ MOST_CAPTURED = 64
 
 def may_record(parts: ModelParts, hosts: HostGroup | None) -> bool:
     """Return whether steps are captured as graphs; warn if this is requested but not possible."""
-    if not parts.wants_graphs:
+    if parts.decode.cuda_graphs == "off" or parts.device.type != "cuda":
         return False
     obstacle = why_not_captured(parts, hosts)
     if obstacle is not None:

@@ -29,18 +29,7 @@ VIDEO_FAMILIES = (
     *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
     *("internvl", "llava_onevision", OMNI_THINKER, "glm4v", "glm46v", "glm4v_moe", "video_llama_3"),
 )
-_MROPE_FAMILIES = (
-    "qwen2_vl",
-    "qwen2_5_vl",
-    "qwen3_vl",
-    "qwen3_vl_moe",
-    "qwen3_5",
-    "qwen3_5_moe",
-    OMNI_THINKER,
-    "glm4v",
-    "glm46v",
-    "glm4v_moe",
-)
+_MROPE_FAMILIES = tuple(each for each in VIDEO_FAMILIES if each.startswith(("qwen", "glm")))
 # Families whose prompts and vision tower are another one's.
 _ALIKE = dict.fromkeys(("qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), "qwen3_vl")
 _ALIKE |= dict.fromkeys(("glm46v", "glm4v_moe"), "glm4v")
@@ -408,11 +397,6 @@ class ModelParts:
             vision_aspect_ratio=config.vision_aspect_ratio,
         )
         return len(packed)
-
-    @property
-    def wants_graphs(self) -> bool:
-        """Whether decode steps should be captured if possible: on a GPU, if not switched off."""
-        return self.decode.cuda_graphs == "auto" and self.device.type == "cuda"
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:

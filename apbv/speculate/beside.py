@@ -15,7 +15,7 @@ from ..model.parts import ModelParts
 from ..prefilling.prefiller import Prefiller, ReadRequest
 from ..prefilling.result import PrefillResult
 from ..prefilling.watching import Watcher
-from .draft import Draft, DraftTask, kept_by_frame
+from .draft import DraftTask
 from .link import Pair
 from .pace import Pace
 from .pipeline import DraftReport, draft_beside, generate_beside_draft
@@ -83,7 +83,7 @@ class DraftHost:
         # If the target continues alone, this host waits for it after the request.
         with closing(read), self.hosts.working("draft"):
             try:
-                tokens, report, draft = self._draft_for(read)
+                tokens, report = self._draft_for(read)
             except Exception as error:
                 if not isinstance(error, HostError):  # the target failed, and needs no message
                     self._pair.link.send_failure()
@@ -93,14 +93,13 @@ class DraftHost:
         for token in tokens:
             if request.on_token is not None:
                 request.on_token(token)
-        kept = kept_by_frame(self._model, read.inputs, draft.kept)
-        return read, None, Answered(tokens, {"role": "draft", "num_drafted": report.num_drafted}, kept)
+        return read, None, Answered(tokens, {"role": "draft", "num_drafted": report.num_drafted})
 
-    def _draft_for(self, read: ReadRequest) -> tuple[list[int], DraftReport, Draft]:
+    def _draft_for(self, read: ReadRequest) -> tuple[list[int], DraftReport]:
         """Read the prompt and draft while the target prefills, unless the target's scores are needed first.
 
         Returns:
-            The new tokens, the report, and the draft that drafted last.
+            The new tokens, and the report.
         """
         parts, link, config = self._model, self._pair.link, self._config
         inputs, timer = read.inputs, read.request.timer

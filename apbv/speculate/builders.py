@@ -137,20 +137,19 @@ def keep_best_per_frame(scores: Tensor, frames: Sequence[range], count: int) -> 
     return torch.cat([best[rank < quotas.repeat_interleave(lengths)], outside]).sort().values
 
 
-def keep_specvlm(attention: Tensor, count: int, share: float = 0.4) -> Tensor:
+def keep_specvlm(attention: Tensor, count: int) -> Tensor:
     """Return SpecVLM's selection: the most attended tokens, and evenly spaced ones of the rest.
 
-    The first stage keeps the fewest tokens that together hold ``share`` of the attention (of these at most
-    ``count``, the best), the second fills up to ``count`` with tokens evenly spaced among the others. The most
-    attended tokens are in few frames; the spaced ones cover all frames.
+    The first stage keeps the fewest tokens that together hold 40% of the attention (of these at most ``count``,
+    the best), as in the authors' code (github.com/zju-jiyicheng/SpecVLM). The second fills up to ``count`` with
+    tokens evenly spaced among the others. The most attended tokens are in few frames; the spaced ones cover all.
 
     Args:
         attention: ``[visual tokens]``, at least 0.
-        share: 0.4 in the authors' code (github.com/zju-jiyicheng/SpecVLM).
     """
     order = attention.argsort(descending=True, stable=True)
     held = attention[order].double().cumsum(dim=0)
-    num_attended = min(count, int((held < share * held[-1]).sum()) + 1)
+    num_attended = min(count, int((held < 0.4 * held[-1]).sum()) + 1)
     attended, others = order[:num_attended], order[num_attended:].sort().values
     spaced = others[keep_even(len(others), count - num_attended)]
     return torch.cat([attended, spaced]).sort().values

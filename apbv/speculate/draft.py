@@ -16,7 +16,6 @@ from ..input.visual import VisualInput
 from ..model.parts import ModelParts
 from ..prefilling.encode_audio import encode_audio
 from ..prefilling.exchange import LocalVisual
-from ..prefilling.reduction.frames import frame_shape
 from ..prefilling.result import PrefillResult
 from ..versions import cache_argument
 from .drafters import Drafter, ModelDrafter
@@ -195,14 +194,3 @@ class Draft:
     kept: Tensor | None = None
     successor: "Callable[[], Draft] | None" = None
     awaited: Exchange | None = None
-
-
-def kept_by_frame(parts: ModelParts, inputs: ModelInputs, kept: Tensor | None) -> Tensor | None:
-    """Return kept visual tokens as bool ``[frames, h, w]``; None if not known, or not of one video, whole."""
-    items = () if inputs.visual is None else inputs.visual.items
-    if kept is None or [(item.kind, item.is_whole) for item in items] != [("video", True)]:
-        return None
-    height, width = frame_shape(parts, inputs)
-    mask = torch.zeros(inputs.num_visual_tokens, dtype=torch.bool)
-    mask[kept] = True
-    return mask[: len(mask) // (height * width) * height * width].view(-1, height, width)

@@ -23,6 +23,7 @@ from .tree import Tree
 
 # Returns the target's KV of a number of last tokens; see Decoder.newest_kv.
 NewestKV = Callable[[int], Sequence[tuple[Tensor, Tensor]]]
+_LONGEST_NGRAM = 3  # the number of tokens that are looked up first; then fewer
 
 
 @dataclass(frozen=True)
@@ -262,11 +263,10 @@ class NgramDrafter(Drafter):
 
     Args:
         prompt: the prompt's token ids.
-        longest: the number of tokens that are matched first; then fewer.
     """
 
-    def __init__(self, prompt: Sequence[int], longest: int = 3):
-        self._prompt, self._longest = list(prompt), longest
+    def __init__(self, prompt: Sequence[int]):
+        self._prompt = list(prompt)
         self._followed: dict[tuple[int, ...], int] = {}  # n-gram: the end of its latest occurrence
         self._indexed = 0
 
@@ -274,10 +274,10 @@ class NgramDrafter(Drafter):
         sequence = [*self._prompt, *tokens]
         # Verified tokens are never rolled back, so the index stays valid. The last token has no successor yet.
         for end in range(self._indexed + 1, len(sequence)):
-            for length in range(1, min(self._longest, end) + 1):
+            for length in range(1, min(_LONGEST_NGRAM, end) + 1):
                 self._followed[tuple(sequence[end - length : end])] = end
         self._indexed = len(sequence) - 1
-        for length in range(min(self._longest, len(sequence)), 0, -1):
+        for length in range(min(_LONGEST_NGRAM, len(sequence)), 0, -1):
             end = self._followed.get(tuple(sequence[-length:]))
             if end is not None:
                 return Proposal(sequence[end : end + tree.depth])

@@ -25,7 +25,7 @@ from ..prefilling.result import PrefillResult
 from ..prefilling.watching import Watcher
 from ..stats import Span
 from .batch import SpeculativeBatch
-from .draft import Draft, DraftTask, kept_by_frame
+from .draft import Draft, DraftTask
 from .pace import Pace
 from .serial import generate_speculatively
 from .strategies import STRATEGIES, draft_tree, keep_policy, make_watcher
@@ -42,14 +42,12 @@ class Answered:
         tokens: the answer's tokens, the end token included.
         figures: the field ``speculation`` of ``launch/infer.py --json``; on a draft host its own metrics; None
             without speculation.
-        kept: which of a video's tokens the draft saw, bool ``[T, h, w]``; None if that is not known.
         spans: the timeline of this host's decoding.
         draft_spans: the draft host's timeline, on host 0; None if there is no draft host.
     """
 
     tokens: list[int]
     figures: dict[str, Any] | None = None
-    kept: Tensor | None = None
     spans: tuple[Span, ...] = ()
     draft_spans: list[Span] | None = None
 
@@ -150,14 +148,14 @@ class TakingTurns:
                 return Begun(read, state, (self._build(read, state, watcher, caption),))
 
     def answered(self, begun: Begun, tokens: list[int], summary: dict[str, Any] | None) -> Answered:
-        read, _, (draft,) = begun
+        (draft,) = begun.draft
         figures = {
             **asdict(self._config),
             **summary,
             "num_tree_nodes": self._tree and self._tree.num_drafted,
             "num_visual_tokens_drafted_from": draft.num_visual,
         }
-        return Answered(tokens, figures, kept_by_frame(self._target, read.inputs, draft.kept))
+        return Answered(tokens, figures)
 
     def _build(
         self, read: ReadRequest, state: PrefillResult, watcher: Watcher | None, caption: str | None

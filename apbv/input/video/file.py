@@ -50,7 +50,6 @@ class VideoInfo:
         most_pixels: of the largest frame, as far as keyframes tell; frames are scaled to the first one's size.
         fps: frames per second on average: (num_frames - 1) / (last - first time); of a single frame what the
             container says.
-        has_fields: whether packets may hold single fields (H.264).
         transpose, flip_vertical, flip_horizontal: how a stored image is displayed: transposed first, then flipped.
         duration: the length in seconds, with the last frame shown as long as the container says, else for a usual
             frame interval.
@@ -71,7 +70,6 @@ class VideoInfo:
     fps: float
     duration: float
     clock: np.ndarray = field(repr=False)
-    has_fields: bool
     transpose: bool
     flip_vertical: bool
     flip_horizontal: bool
@@ -377,7 +375,6 @@ def probe(path: str | os.PathLike, check: Callable[[int], None] = lambda number:
             fps=fps,
             duration=float(timestamps[-1]) + shown,
             clock=clock * float(unit),
-            has_fields=file.reader.has_fields,
             transpose=transpose,
             flip_vertical=flip_vertical,
             flip_horizontal=flip_horizontal,
