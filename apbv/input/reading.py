@@ -195,14 +195,12 @@ class PromptReader:
         hosts: HostGroup,
         timer: StageTimer,
         prompt: Skeleton | None = None,
-        is_even: bool = False,
     ) -> tuple[ModelInputs, SourcePixels | None]:
         """Read a rendered question, except its frames and images; on every host.
 
         Args:
             videos: its videos, as :meth:`sample` returned them.
             prompt: what :meth:`lay_out` returned, where that was done already.
-            is_even: whether positions take frames of a variable rate for evenly spaced, as vLLM's do.
 
         Returns:
             The model inputs without pixels, and the source of this host's share of these; None if the prompt has
@@ -213,9 +211,6 @@ class PromptReader:
         """
         with timer.stage("preprocess"):
             skeleton, config = prompt or self.lay_out(rendered, videos), self._config
-            batch = {
-                name: value for name, value in skeleton.batch.items() if name != "patch_seconds" or not is_even
-            }
             if not (skeleton.items or skeleton.sounds):
                 asked = {"query_start": self._query_start(rendered, skeleton.batch), "query_len": config.query_len}
                 return ModelInputs.from_processor(self.parts, skeleton.batch, hosts, **asked), None
@@ -225,7 +220,7 @@ class PromptReader:
             if skeleton.sounds:
                 audio = audio_from_batch(self.parts, skeleton.batch, input_ids[0], hosts)
                 audio = replace(audio, sources=skeleton.sounds)
-            inputs = ModelInputs.of_sources(self.parts, batch, input_ids, visual, audio)
+            inputs = ModelInputs.of_sources(self.parts, skeleton.batch, input_ids, visual, audio)
         if visual is None:
             return inputs, None
         readers, device = [], self.parts.device

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..model.parts import ModelParts, intervals, prompts_like
+from ..model.parts import ModelParts, prompts_like
 from .audio import Sound
 from .files import FileIdentity, Source
 from .images import Picture
@@ -127,7 +127,7 @@ def lay_out(
         "image": iter(pictures),
         "audio": zip(sounds, batches[len(videos) :], strict=False),
     }
-    items, row_starts, sources, grids, grids_of_videos = [], [], [], [], []
+    items, row_starts, sources, grids = [], [], [], []
     heard: list[tuple[Sound, Mapping[str, Any]]] = []
     start = 0
     for kind, num_tokens in found:
@@ -138,7 +138,6 @@ def lay_out(
         if kind == "video":
             source, batch = source
             grid = batch.get("video_grid_thw")
-            grids_of_videos.append(grid)
             if source.sound is not None:
                 heard.append((source.sound, batch))
             # InternVL has one name for images and video.
@@ -165,9 +164,6 @@ def lay_out(
         values = [torch.as_tensor(batch[name]) for batch in batches if batch.get(name) is not None]
         if values:
             merged[name] = torch.cat(values)
-    starts = [_patch_seconds(video, grid) for video, grid in zip(videos, grids_of_videos, strict=True)]
-    if any(start is not None for start in starts):
-        merged["patch_seconds"] = starts
     if heard:  # spectrograms, each as long as it is, and masks, as long as the longest
         masks = [batch["feature_attention_mask"][0].bool() for _, batch in heard]
         features = [batch["input_features"][0] for _, batch in heard]
@@ -225,28 +221,15 @@ def _video_arguments(parts: ModelParts, processor, video: SampledVideo) -> dict[
     if parts.hears:  # its frames lie at this rate in time; the others' processors ask the metadata
         arguments["fps"] = len(video.frames) * fps / length
     if video.sound is not None:
-        arguments["video"] = video
         arguments |= _audio_arguments(processor, video.sound)
         arguments |= {"load_audio_from_video": True, "audio_from_video_indices": [0]}
     return arguments
-
-
-def _patch_seconds(video: SampledVideo, grid: Tensor | None) -> Tensor | None:
-    """Return float64 ``[t]``, the times of temporal patches' first frames; None where these are equally long.
-
-    The models count them by their number, and so do their processors.
-    """
-    if grid is None or video.info.has_constant_rate:
-        return None
-    num_merged = -(-len(video.frames) // int(grid[0, 0]))
-    return torch.from_numpy(video.info.timestamps[list(video.frames[::num_merged])])
 
 
 def process(
     processor,
     text: str,
     replace: Callable[..., tuple[list[str], list]] | None = None,
-    video: SampledVideo | None = None,
     kept: Tensor | None = None,
     **inputs,
 ) -> Mapping[str, Any]:
@@ -259,7 +242,6 @@ def process(
         processor: that of a video model; it is used by one thread at a time.
         text: the prompt, with one placeholder for each image, video or audio.
         replace: what writes the placeholders out, instead of the processor's ``get_text_with_replacements``.
-        video: the one whose frames are among its audio.
         kept: bool ``[frames, h, w]``, which tokens of the only video the text has, where its pixels do not tell.
         inputs: the processor's further arguments, such as ``images`` or ``videos``.
     """
@@ -276,16 +258,6 @@ def process(
 
     one_of_each = copy.copy(processor)
     one_of_each.get_text_with_replacements = shortened
-    if video is not None and not video.info.has_constant_rate:
-        together = processor.replace_video_with_audio_token
-
-        def by_time(inputs, number: int, *args, **kwargs) -> str:
-            grid = inputs["video_grid_thw"][number : number + 1]
-            seconds, merge = intervals(_patch_seconds(video, grid)), processor.video_processor.merge_size
-            of_tokens = np.repeat(seconds.numpy(), int(grid[0, 1:].prod()) // merge**2)
-            return together({**inputs, "video_second_per_grid": {number: of_tokens}}, number, *args, **kwargs)
-
-        one_of_each.replace_video_with_audio_token = by_time
     if kept is not None:
         of_video = processor.replace_video_token
         one_of_each.replace_video_token = lambda inputs, *args, **kwargs: of_video(

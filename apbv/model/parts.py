@@ -1,6 +1,6 @@
 """Takes a Hugging Face model apart. Only this file reads a model's config."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -41,8 +41,6 @@ _REASONS = {
     "molmo2": "visual tokens attend to later ones, too, and apbv computes causal attention only",
     "qwen2_5_omni": "of a Qwen2.5-Omni model apbv runs the thinker (model.thinker): it answers in text only",
 }
-# Seconds added to times, so that what is rounded down never falls below the time itself.
-_ROUNDING = 1e-6
 
 
 def prompts_like(family: str) -> str:
@@ -311,8 +309,7 @@ class ModelParts:
 
         Args:
             input_ids: ``[1, n]``, with placeholders.
-            batch: the other outputs of the model's processor; and, if a video has a variable rate,
-                ``patch_seconds``, of every video the times of its temporal patches, or None.
+            batch: the other outputs of the model's processor.
 
         Returns:
             ``[3, 1, n]``: time, height, width.
@@ -326,10 +323,7 @@ class ModelParts:
         if self.family != OMNI_THINKER:
             seconds = _on_cpu(batch, "second_per_grid_ts")
             types = torch.as_tensor(batch["mm_token_type_ids"]).cpu()
-            position_ids = rope_index(input_ids, mm_token_type_ids=types, **grids, **seconds)[0]
-            if seconds and batch.get("patch_seconds") is not None:
-                self._move_to_times(position_ids, input_ids, grids["video_grid_thw"], batch["patch_seconds"])
-            return position_ids
+            return rope_index(input_ids, mm_token_type_ids=types, **grids, **seconds)[0]
         lengths = None
         if self.is_audio(input_ids).any():
             lengths = torch.as_tensor(batch["feature_attention_mask"]).cpu().sum(-1)
@@ -338,30 +332,10 @@ class ModelParts:
             attention_mask=torch.ones_like(input_ids),
             use_audio_in_video=self._hears_videos(input_ids),
             audio_seqlens=lengths,
-            second_per_grids=_intervals_of(batch),
+            second_per_grids=_on_cpu(batch, "video_second_per_grid").get("video_second_per_grid"),
             **grids,
         )
         return position_ids
-
-    def _move_to_times(
-        self, position_ids: Tensor, input_ids: Tensor, grids: Tensor, seconds: Sequence[Tensor | None]
-    ) -> None:
-        """Put the frames of Qwen2.5-VL's videos of a variable rate at their times: its rule spaces them evenly.
-
-        Args:
-            position_ids: ``[3, 1, n]``, changed in place.
-            grids: ``[videos, 3]`` patches.
-            seconds: of every video the times of its temporal patches, or None.
-        """
-        vision = self.model.config.vision_config
-        rows = (input_ids[0] == self.video_token_id).nonzero()[:, 0]
-        counts = (grids.prod(dim=1) // vision.spatial_merge_size**2).tolist()
-        for mine, own in zip(rows.split(counts), seconds, strict=True):
-            if own is not None:
-                times = ((own + _ROUNDING) * vision.tokens_per_second).long()
-                position_ids[0, 0, mine] = position_ids[0, 0, mine[0]] + times.repeat_interleave(
-                    len(mine) // len(own)
-                )
 
     def _hears_videos(self, input_ids: Tensor) -> bool:
         """Return whether a prompt's videos have their sound among their frames.
@@ -500,25 +474,6 @@ def _first_weights(linear: nn.Module) -> Tensor:
     weight = weight.to_local() if hasattr(weight, "to_local") else weight  # this process's shard
     first = weight[: max(1, linear.in_features // weight.shape[1])]
     return first.dequantize() if hasattr(first, "__tensor_flatten__") else first
-
-
-def intervals(seconds: Tensor) -> Tensor:
-    """Return for each temporal patch the mean interval up to it.
-
-    Qwen2.5-Omni and its processor multiply a patch's number with an interval, which may be another one for each.
-
-    Args:
-        seconds: ``[t]``, the patches' times.
-    """
-    return (seconds + _ROUNDING) / torch.arange(len(seconds)).clamp(min=1)
-
-
-def _intervals_of(batch: Mapping[str, Any]) -> Tensor | list[Tensor] | None:
-    """Return the seconds between temporal patches, for each video of Qwen2.5-Omni's."""
-    even, known = _on_cpu(batch, "video_second_per_grid").get("video_second_per_grid"), batch.get("patch_seconds")
-    if even is None or known is None:
-        return even
-    return [each if own is None else intervals(own) for each, own in zip(even, known, strict=True)]
 
 
 def _on_cpu(batch: Mapping[str, Any], *names: str) -> dict[str, Tensor]:

@@ -101,9 +101,8 @@ class Prefiller:
                 stage.close()  # the hosts compare frames together
                 videos = reader.without_repeats(videos, self.hosts, timer)
                 same = stage.enter_context(self.hosts.local_stage("reading the prompt"))
-            for_vllm = request.positions == "vllm"
-            inputs, pixels = reader.read(rendered, videos, self.hosts, timer, known, is_even=for_vllm)
-            if for_vllm:
+            inputs, pixels = reader.read(rendered, videos, self.hosts, timer, known)
+            if request.positions == "vllm":
                 inputs = inputs.at_vllm_positions(reader.parts)
             inputs.require_room(max_positions, request.num_wanted)
             if self.config.reduce is not None:
