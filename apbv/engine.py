@@ -122,7 +122,7 @@ class Engine:
             reader,
             self.hosts,
             config,
-            None if reuse is None or model is None else Reuse(reuse),
+            Reuse(None if model is None else reuse),
             reads_all_frames=draft is not None,
             require_readable=None if speculate is None else drafting.require_readable,
         )
@@ -509,7 +509,7 @@ class Engine:
                 "tensor_parallel_size": hosts.tensor_parallel_size,
                 "num_input_tokens": state.num_tokens,
                 "num_video_tokens": state.inputs.num_visual_tokens,
-                "num_audio_tokens": int(self.parts.is_audio(state.inputs.input_ids).sum()),
+                "num_audio_tokens": state.inputs.num_audio_tokens,
                 "anchor_len": state.layout.anchor_len,
                 "passing_len": state.layout.passing_len,
                 "reused": state.reused,
@@ -649,7 +649,7 @@ class Engine:
         engine._way = copy(self._way)
         engine._way.hosts = engine.hosts
         reader = self._prefiller.reader.for_another_thread()
-        engine._prefiller = replace(self._prefiller, reader=reader, hosts=engine.hosts, reuse=None)
+        engine._prefiller = replace(self._prefiller, reader=reader, hosts=engine.hosts, reuse=Reuse())
         return engine
 
     def handing_over(self) -> "Engine":
@@ -664,8 +664,10 @@ class Engine:
         refuse(handing_over="handing_over()", **self.prefill_config.features)
         engine = copy(self)
         engine.prefill_config = replace(self.prefill_config, kv="sharded")
-        reuse = None if self.reuse_config is None or self.reuse_config.mode == "kv" else self._prefiller.reuse
-        engine._prefiller = Prefiller(self._prefiller.reader, self.hosts, engine.prefill_config, reuse)
+        reader, reuse = self._prefiller.reader, self._prefiller.reuse
+        engine._prefiller = Prefiller(
+            reader, self.hosts, engine.prefill_config, Reuse() if reuse.mode == "kv" else reuse
+        )
         engine._way = Autoregressive(self.parts, self.hosts)
         return engine
 

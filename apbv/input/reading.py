@@ -234,8 +234,7 @@ class PromptReader:
                 reader = ImageReader(pictures, self.processor, timer, is_untiled)
             else:
                 reader = VideoReader(
-                    video=source.info,
-                    frames=source.frames,
+                    video=source,
                     num_merged=-(-len(source.frames) // len(run)),
                     grid=skeleton.grids[numbers[0]],
                     processor=self.processor,

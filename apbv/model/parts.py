@@ -206,10 +206,8 @@ class ModelParts:
         num_layers: the number of decoder layers.
         hidden_size: the width d of a hidden state.
         head_dim: the width D of an attention head.
-        kv_heads: the KV heads of the whole model that are on this process.
-        num_kv_heads: how many these are, which is the number of its cache.
+        num_kv_heads: the number of KV heads on this process, and of its cache.
         vocab_size: the number of logits, which may be more than the tokenizer has tokens.
-        num_deepstack_layers: L of :class:`DecoderSizes`.
         row_width: the number of values that the vision tower makes for one visual token.
         num_rows_ending_video: visual tokens after a video's last frame: LLaVA-OneVision has a newline there.
         rows_per_tile: visual tokens of each tile of an image, where these follow one another (InternVL).
@@ -236,7 +234,7 @@ class ModelParts:
         k_proj = attention.k_proj  # without a weight where that is packed
         mesh = getattr(getattr(k_proj, "weight", None), "device_mesh", None)
         member, num_members = (0, 1) if mesh is None else (mesh.get_local_rank(), mesh.size())
-        kv_heads = split_evenly(range(sizes.kv_heads), num_members)[member]
+        num_kv_heads = len(split_evenly(range(sizes.kv_heads), num_members)[member])
         embed_tokens = self.language_model.get_input_embeddings()
         placeholders = (self.video_token_id, self.image_token_id, self.audio_token_id)
         placeholders = torch.tensor([-1 if number is None else number for number in placeholders])
@@ -253,10 +251,8 @@ class ModelParts:
             "num_layers": sizes.layers,
             "hidden_size": sizes.hidden,
             "head_dim": sizes.head_dim,
-            "kv_heads": kv_heads,
-            "num_kv_heads": len(kv_heads),
+            "num_kv_heads": num_kv_heads,
             "vocab_size": self.lm_head.out_features,
-            "num_deepstack_layers": sizes.deepstack,
             "row_width": (1 + sizes.deepstack) * sizes.hidden,
             "num_rows_ending_video": int(family == "llava_onevision"),
             "rows_per_tile": config.image_seq_length if family == "internvl" else None,

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from ..config import PrefillConfig
 from ..hosts import HostGroup
@@ -34,6 +34,7 @@ class ReadRequest:
         prefix: cached prefill with the KV of the tokens before the question; None if there is none.
         videos: the videos that were asked about.
         kept: the pixels, if they are kept for a draft.
+        is_encoded: whether all hosts have cached the embeddings of their frames.
     """
 
     request: Request
@@ -42,6 +43,7 @@ class ReadRequest:
     prefix: PrefillResult | None
     videos: tuple[SampledVideo, ...] = ()
     kept: KeptPixels | None = None
+    is_encoded: bool = False
 
     def close(self) -> None:
         """Stop reading pixels; must be called when the request has ended, even on failure."""
@@ -57,7 +59,7 @@ class Prefiller:
         reader: reads prompts for the model that prefills; on a draft host, which prefills nothing, for the draft.
         hosts: the hosts that answer together.
         config: how prompts are prefilled.
-        reuse: stores embeddings or KV for later requests; None: nothing is stored.
+        reuse: stores embeddings or KV for later requests.
         reads_all_frames: read pixels even if the target's embeddings are cached, for a draft's vision tower.
         require_readable: rejects prompts that cannot be drafted for; raises ValueError.
     """
@@ -65,7 +67,7 @@ class Prefiller:
     reader: PromptReader
     hosts: HostGroup
     config: PrefillConfig
-    reuse: Reuse | None = None
+    reuse: Reuse = field(default_factory=Reuse)
     reads_all_frames: bool = False
     require_readable: Callable[[ModelInputs], None] | None = None
 
@@ -111,17 +113,17 @@ class Prefiller:
                 self.require_readable(inputs)
             heard = [] if inputs.audio is None else [each.file.size for each in inputs.audio.sources]
             same("the files that are heard", repr(heard).encode())
-        prefix = None if self.reuse is None else self.reuse.find_prefix(inputs, self.hosts)
-        kept = None
-        is_known = prefix is not None or (self.reuse is not None and self.reuse.has_embeddings(inputs, self.hosts))
-        if pixels is not None and (self.reads_all_frames or not is_known):
+        prefix, kept = self.reuse.find_prefix(inputs, self.hosts), None
+        is_encoded = prefix is None and self.reuse.has_embeddings(inputs, self.hosts)
+        if pixels is not None and (self.reads_all_frames or (prefix is None and not is_encoded)):
             if self.reads_all_frames:
                 kept = KeptPixels(pixels)
             chunk_bytes = self.config.video.chunk_bytes
             num_bytes = agree_on_chunks(self.hosts, reader.parts.device, chunk_bytes)
             inputs = inputs.with_pixels(kept or pixels, num_bytes)
         require_going_on(self.hosts, request.cancels)
-        return ReadRequest(request.within(max_positions, inputs), rendered, inputs, prefix, videos, kept)
+        request = request.within(max_positions, inputs)
+        return ReadRequest(request, rendered, inputs, prefix, videos, kept, is_encoded)
 
     def run(self, read: ReadRequest, watcher: Watcher | None = None) -> PrefillResult:
         """Prefill the prompt, or only its question if the KV before it is cached.
@@ -135,10 +137,6 @@ class Prefiller:
         inputs, timer, hosts = read.inputs, read.request.timer, self.hosts
         if read.prefix is not None:
             return prefill_question(self.reader.parts, inputs, read.prefix, timer)
-        encoded = reused = None
-        if self.reuse is not None:
-            reused = "embeddings" if self.reuse.has_embeddings(inputs, hosts) else None
-            encoded = self.reuse.embeddings(inputs, self.reader.parts, timer)
         state = prefill(
             self.reader.parts,
             inputs,
@@ -146,10 +144,9 @@ class Prefiller:
             config=self.config,
             timer=timer,
             watcher=watcher,
-            encoded=encoded,
+            encoded=self.reuse.embeddings(inputs, self.reader.parts, timer),
             stop=read.request.cancels,
             home=read.request.home,
         )
-        if self.reuse is not None:
-            self.reuse.store_prefix(state)
-        return replace(state, reused=reused)
+        self.reuse.store_prefix(state)
+        return replace(state, reused="embeddings" if read.is_encoded else None)

@@ -103,13 +103,12 @@ class DraftHost:
         """
         parts, link, config = self._model, self._pair.link, self._config
         inputs, timer = read.inputs, read.request.timer
-        num_visual = int(parts.is_visual(inputs.input_ids[0]).sum())
-        is_scored = num_visual and make_watcher(config, parts) is not None
+        is_scored = inputs.visual is not None and make_watcher(config, parts) is not None
         awaited = link.expect_verdict() if is_scored else None
 
         def scores() -> Tensor:
             awaited.wait()
-            return link.receive(num_visual, torch.float32)
+            return link.receive(inputs.num_visual_tokens, torch.float32)
 
         task = DraftTask(
             target=parts,

@@ -18,7 +18,9 @@ from apbv.layout import split_evenly
 from video_files import CLIPS, VFR, decode_all, encode, picture, remux
 
 FROM_START = {"mp4 dts for pts", "avi mpeg4", "avi h264", "mpg", "h264"} | {
+    "intra refresh",
     "intra refresh, cut",
+    "intra refresh in ts",
     "GIF",
     "animated WebP",
     "negative times",

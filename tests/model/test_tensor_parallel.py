@@ -10,6 +10,7 @@ import torch
 from apbv import Engine, HostGroup, PrefillConfig, ReduceConfig, SpeculativeConfig
 from apbv.model import row_chunks
 from apbv.model.parts import inspect_model
+from apbv.prefilling.result import own_heads
 
 import families
 from engines import QUESTION
@@ -47,7 +48,7 @@ def prefill_job(processes: HostGroup, size: int, path: str, settings: dict, requ
         "place": (hosts.rank, hosts.tensor_parallel_rank),
         "logits": state.logits.clone(),
         "kv": None if cache is None else [torch.stack([layer.keys, layer.values]) for layer in cache.layers],
-        "kv_heads": list(inspect_model(engine.model).kv_heads),
+        "kv_heads": list(own_heads(inspect_model(engine.model).sizes.kv_heads, hosts)),
         "plain": plain,
         "tokens": answer.token_ids,
         "stats": answer.stats,

@@ -11,6 +11,7 @@ import torch
 
 from apbv import Engine, HostGroup, PrefillConfig, SpeculativeConfig, VideoConfig
 from apbv.input.pixels import KeptPixels, SourcePixels, VideoReader, ahead
+from apbv.input.skeleton import SampledVideo
 from apbv.input.video import VideoError, probe
 from apbv.input.visual import VisualInput, VisualItem
 from apbv.prefilling.encode import agree_on_chunks
@@ -104,7 +105,7 @@ def test_a_failure_on_one_host_fails_all_and_breaks_nothing(pool, checkpoints, c
 def pixels_of(clip: Path | str, first: int = 0, num_patches: int = 6) -> tuple[SourcePixels, list[range]]:
     frames, grid = tuple(range(first, first + 2 * num_patches)), torch.tensor([[num_patches, 4, 6]])
     timer = StageTimer(HostGroup.single("cpu"))
-    reader = VideoReader(probe(clip), frames, 2, grid, families.build_processor("qwen2_vl"), timer)
+    reader = VideoReader(SampledVideo(probe(clip), frames), 2, grid, families.build_processor("qwen2_vl"), timer)
     chunks = [range(patch, patch + 1) for patch in range(num_patches)]
     return SourcePixels(((range(num_patches), reader),), timer), chunks
 
