@@ -63,8 +63,8 @@ class Engine:
         name: the model's name in the figures.
         speculate: how answers are decoded speculatively; None: one token at a time.
         draft: the draft model, for strategies that need one; on every host that drafts.
-        captioner: returns a caption of a prompt's video or images, for drafts that read one; called on host 0, in
-            a thread while the target prefills: it must not run the target's model.
+        captioner: returns a caption of a prompt's video or images, for drafts that read one; called on host 0 when
+            the target has prefilled.
         reuse: embedding or prefix cache for further questions about the same video or text; None: no cache.
         decode: decoding settings.
 
@@ -122,7 +122,7 @@ class Engine:
             reader,
             self.hosts,
             config,
-            Reuse(None if model is None else reuse),
+            None if reuse is None or model is None else Reuse(reuse),
             reads_all_frames=draft is not None,
             require_readable=None if speculate is None else drafting.require_readable,
         )
@@ -304,9 +304,7 @@ class Engine:
         """
         with self.hosts.local_stage("reading the settings"):
             calls = {"on_token": on_token, "on_stage": on_stage, "on_progress": on_progress, "stop": stop}
-            for name, call in calls.items():
-                if call is not None and not callable(call):
-                    raise ValueError(f"{name} must be a function, not {call!r:.80}")
+            require_types(**{name: (call, Callable) for name, call in calls.items()})
             given = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
             given = SamplingParams(**given)
             if sampling is not None:
@@ -539,15 +537,13 @@ class Engine:
     ) -> GenerateResult:
         """Answer from a prefill that :meth:`prefill` or :func:`apbv.load` returned, without a draft.
 
-        The figures are those of the prefill and of this answer, as if the one had followed the other at once; for
-        KV that was loaded, of loading it.
+        The figures are those of this answer alone; those of the prefill, or of loading, are ``state.timer``'s.
 
         Args:
             on_token, stop: as of :meth:`generate`.
             sampling: parameters of :class:`apbv.SamplingParams`, such as ``max_new_tokens``.
         """
-        # With a timer of its own: another answer to the same prompt has other figures.
-        state = replace(state, timer=state.timer.resumed())
+        state = replace(state, timer=StageTimer(self.hosts))
         max_positions = self.parts.max_position_embeddings
         with self.hosts.local_stage("reading the settings"):
             by = SamplingParams(**sampling)
@@ -649,7 +645,7 @@ class Engine:
         engine._way = copy(self._way)
         engine._way.hosts = engine.hosts
         reader = self._prefiller.reader.for_another_thread()
-        engine._prefiller = replace(self._prefiller, reader=reader, hosts=engine.hosts, reuse=Reuse())
+        engine._prefiller = replace(self._prefiller, reader=reader, hosts=engine.hosts, reuse=None)
         return engine
 
     def handing_over(self) -> "Engine":
@@ -664,10 +660,8 @@ class Engine:
         refuse(handing_over="handing_over()", **self.prefill_config.features)
         engine = copy(self)
         engine.prefill_config = replace(self.prefill_config, kv="sharded")
-        reader, reuse = self._prefiller.reader, self._prefiller.reuse
-        engine._prefiller = Prefiller(
-            reader, self.hosts, engine.prefill_config, Reuse() if reuse.mode == "kv" else reuse
-        )
+        reuse = None if self.reuse_config is None or self.reuse_config.mode == "kv" else self._prefiller.reuse
+        engine._prefiller = Prefiller(self._prefiller.reader, self.hosts, engine.prefill_config, reuse)
         engine._way = Autoregressive(self.parts, self.hosts)
         return engine
 

@@ -172,11 +172,6 @@ class VisualInput(RowStarts):
         return kinds.pop() if len(kinds) == 1 else "mixed"
 
     @property
-    def num_temporal_patches(self) -> int:
-        """The temporal patches of all items."""
-        return len(self.row_starts) - 1
-
-    @property
     def pieces(self) -> tuple[range, ...]:
         """The rows that each host encodes."""
         return tuple(self.rows_of(share) for share in self.patches)

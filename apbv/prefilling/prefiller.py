@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from ..config import PrefillConfig
 from ..hosts import HostGroup
@@ -59,7 +59,7 @@ class Prefiller:
         reader: reads prompts for the model that prefills; on a draft host, which prefills nothing, for the draft.
         hosts: the hosts that answer together.
         config: how prompts are prefilled.
-        reuse: stores embeddings or KV for later requests.
+        reuse: stores embeddings or KV for later requests; None: nothing is stored.
         reads_all_frames: read pixels even if the target's embeddings are cached, for a draft's vision tower.
         require_readable: rejects prompts that cannot be drafted for; raises ValueError.
     """
@@ -67,7 +67,7 @@ class Prefiller:
     reader: PromptReader
     hosts: HostGroup
     config: PrefillConfig
-    reuse: Reuse = field(default_factory=Reuse)
+    reuse: Reuse | None = None
     reads_all_frames: bool = False
     require_readable: Callable[[ModelInputs], None] | None = None
 
@@ -113,8 +113,11 @@ class Prefiller:
                 self.require_readable(inputs)
             heard = [] if inputs.audio is None else [each.file.size for each in inputs.audio.sources]
             same("the files that are heard", repr(heard).encode())
-        prefix, kept = self.reuse.find_prefix(inputs, self.hosts), None
-        is_encoded = prefix is None and self.reuse.has_embeddings(inputs, self.hosts)
+        prefix = kept = None
+        is_encoded = False
+        if self.reuse is not None:
+            prefix = self.reuse.find_prefix(inputs, self.hosts)
+            is_encoded = prefix is None and self.reuse.has_embeddings(inputs, self.hosts)
         if pixels is not None and (self.reads_all_frames or (prefix is None and not is_encoded)):
             if self.reads_all_frames:
                 kept = KeptPixels(pixels)
@@ -144,9 +147,10 @@ class Prefiller:
             config=self.config,
             timer=timer,
             watcher=watcher,
-            encoded=self.reuse.embeddings(inputs, self.reader.parts, timer),
+            encoded=None if self.reuse is None else self.reuse.embeddings(inputs, self.reader.parts, timer),
             stop=read.request.cancels,
             home=read.request.home,
         )
-        self.reuse.store_prefix(state)
+        if self.reuse is not None:
+            self.reuse.store_prefix(state)
         return replace(state, reused="embeddings" if read.is_encoded else None)

@@ -99,12 +99,12 @@ class Reuse:
     """Cache of embeddings or KV of one host's earlier requests.
 
     Attributes:
-        mode: which of the two, one of :data:`apbv.config.REUSE_MODES`; None: nothing is stored.
+        mode: which of the two, one of :data:`apbv.config.REUSE_MODES`.
     """
 
-    def __init__(self, config: ReuseConfig | None = None):
-        self.mode = None if config is None else config.mode
-        self._cache = ByteBoundedCache(0 if config is None else config.max_bytes)
+    def __init__(self, config: ReuseConfig):
+        self.mode = config.mode
+        self._cache = ByteBoundedCache(config.max_bytes)
 
     def has_embeddings(self, inputs: ModelInputs, hosts: HostGroup) -> bool:
         """Return whether every host has cached its frames' embeddings, or has no frames; collective."""

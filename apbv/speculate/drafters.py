@@ -15,7 +15,7 @@ from transformers import DynamicCache
 from ..config import SamplingParams
 from ..decode.runner import ModelRunner
 from ..decode.sampling import PURPOSE_DRAFT, Choice, Penalties, choose_each
-from ..kv.cache import GrowingLayer, appending_in_place, keep_of_last
+from ..kv.cache import appending_in_place, keep_of_last
 from ..kv.select import select_kv
 from ..model.parts import ModelParts
 from ..transfer import to_device
@@ -79,10 +79,11 @@ class ModelDrafter(Drafter):
     """Drafts with a language model, on its own KV of the prompt.
 
     In a chain every token is drawn as the answer's are. In another tree the children of a node are its most
-    probable next tokens. A batch of answers takes the model and :attr:`layers`, and drafts itself.
+    probable next tokens. A batch of answers takes the model and :attr:`cache`, to which it appends, and drafts by
+    itself.
 
     Attributes:
-        parts, position, vocab_size: as below; the position is that of the first new token.
+        parts, cache, position, vocab_size: as below; the position is that of the first new token.
         newest_kv: if the draft is the target itself on less of the prompt, returns the target's KV of verified
             tokens, which replaces this drafter's own (STD: dense KV for sparse).
 
@@ -179,19 +180,14 @@ class ModelDrafter(Drafter):
 
     def prune_prompt(self, rows: Tensor) -> None:
         """Drop all of the prompt's KV but these rows, ``[T]`` ascending; the new tokens' KV stays."""
-        length, heads = self._cache.get_seq_length(), self._cache.layers[0].keys.shape[1]
+        length, heads = self.cache.get_seq_length(), self.cache.layers[0].keys.shape[1]
         rows = torch.cat([rows, torch.arange(length - self._num_cached, length)])
-        self._continue(select_kv(self._cache, [rows.expand(heads, -1)] * len(self._cache.layers)))
-
-    @property
-    def layers(self) -> list[GrowingLayer]:
-        """The KV of the prompt, to which a batch appends."""
-        return self._cache.layers
+        self._continue(select_kv(self.cache, [rows.expand(heads, -1)] * len(self.cache.layers)))
 
     def _continue(self, cache: DynamicCache) -> None:
         """Go on with this cache."""
-        self._cache = appending_in_place(cache)
-        self._runner = ModelRunner(self.parts, self._cache)
+        self.cache = appending_in_place(cache)
+        self._runner = ModelRunner(self.parts, self.cache)
 
     def _next(
         self, missing: Sequence[int] | Tensor, tokens: Sequence[int], drafted: Sequence[Tensor] = ()
@@ -233,16 +229,16 @@ class ModelDrafter(Drafter):
         path = self._accepted(known[common:]) if common == len(self._cached) else []
         if self._nodes_in_cache:
             places = [self._nodes_in_cache.index(node) for node in path]
-            keep_of_last(self._cache, len(self._nodes_in_cache), places)
+            keep_of_last(self.cache, len(self._nodes_in_cache), places)
             self._nodes_in_cache = []
         if common < len(self._cached):
-            self._cache.crop(common - len(self._cached))
+            self.cache.crop(common - len(self._cached))
         self._cached = [*self._cached[:common], *(self._drafted[node] for node in path)]
         if self.newest_kv is not None:
             if len(self._cached) > self._num_replaced:
-                self._cache.crop(self._num_replaced - len(self._cached))
+                self.cache.crop(self._num_replaced - len(self._cached))
             for index, (keys, values) in enumerate(self.newest_kv(len(known) - self._num_replaced)):
-                self._cache.update(keys, values, index)
+                self.cache.update(keys, values, index)
             self._cached, self._num_replaced = list(known), len(known)
         self._num_cached = len(self._cached)
         return list(tokens[self._num_cached :])

@@ -28,9 +28,9 @@ class Strategy:
         build: builds the draft from a prefilled prompt; collective.
         watcher: makes the strategy's watcher of the target's prefill; returns None if it needs none.
         needs_draft_model: whether a second model drafts.
-        runs_target: whether the target drafts itself on a share of its visual KV, where the target's KV of
-            verified tokens replaces the draft's own. Tensor parallelism excludes that: TP ranks of a host would not
-            be forced to draft the same tokens.
+        runs_target: whether the target drafts itself, on a share of its visual KV, and the target's KV of verified
+            tokens replaces the draft's own. Tensor parallelism excludes that: TP ranks of a host would not be
+            forced to draft the same tokens.
         needs_verdicts: whether the draft learns from every verification before it drafts on, so that it has to
             take turns with the target.
         keep: the default policy that chooses the visual tokens which the draft sees; None if none can be chosen.

@@ -7,7 +7,6 @@ decodes the answer.
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -15,7 +14,7 @@ from torch import Tensor
 from ..config import SpeculativeConfig
 from ..decode.answer import generate_tokens
 from ..decode.batch import Batch
-from ..hosts import HostGroup, in_thread
+from ..hosts import HostGroup
 from ..input.rendering import RenderedPrompt
 from ..input.request import Request
 from ..model.attention import apbv_attention
@@ -137,13 +136,10 @@ class TakingTurns:
         config = self._config
         with closing(prefiller.read(request)) as read:
             request, watcher = read.request, make_watcher(config, self._target)
-            needs_caption, caption = config.needs_caption and read.inputs.visual is not None, None
-            if needs_caption and self.hosts.is_leader:
-                captioning = in_thread(partial(self._run_captioner, read.rendered))
-            state = prefiller.run(read, watcher)
-            if needs_caption:
+            state, caption = prefiller.run(read, watcher), None
+            if config.needs_caption and read.inputs.visual is not None:
                 with self.hosts.local_stage("captioning"), request.timer.stage("draft"):
-                    caption = captioning.result() if self.hosts.is_leader else None
+                    caption = self._caption(read.rendered) if self.hosts.is_leader else None
             with self.hosts.collective_stage("draft"), request.timer.stage("draft"):
                 return Begun(read, state, (self._build(read, state, watcher, caption),))
 
@@ -197,17 +193,16 @@ class TakingTurns:
         pace = Pace(depth, config.keep_losing_draft)
         return generate_speculatively(answer, draft.drafter, pace, self._tree)
 
-    def _run_captioner(self, rendered: RenderedPrompt) -> str:
-        """Call the captioner with this host's GPU as the current one, which a new thread does not inherit.
+    def _caption(self, rendered: RenderedPrompt) -> str:
+        """Call the captioner.
 
         Raises:
             ValueError: it raises, or returns no text.
         """
-        with self.hosts.on_device():
-            try:
-                caption = self._captioner(rendered)
-            except Exception as error:
-                raise ValueError(f"the captioner failed: {type(error).__name__}: {error}") from error
+        try:
+            caption = self._captioner(rendered)
+        except Exception as error:
+            raise ValueError(f"the captioner failed: {type(error).__name__}: {error}") from error
         if not isinstance(caption, str) or not caption.strip():
             raise ValueError(f"the captioner returned {caption!r} instead of a caption")
         return caption.strip()
