@@ -97,7 +97,8 @@ class Engine:
         _require_types(hosts, prefill, speculate, reuse, decode)
         config = prefill or PrefillConfig()
         drafting = Drafting(speculate, hosts, captioner)
-        models = drafting.inspect_models(model, draft, config, decode)
+        with hosts.local_stage("inspecting the models"):
+            models = drafting.inspect_models(model, draft, config, decode)
         require_usable(config.reduce, models.reading.model.config, reuse)
         refuse(
             kv_reuse=reuse is not None and reuse.mode == "kv",
@@ -179,8 +180,6 @@ class Engine:
             has_model = not drafting.drafts_only
             model, processor = load_model(path, dtype, hosts, with_model=has_model, sharded=True, adapter=adapter)
         draft = drafting.load_model(draft_model, dtype, processor)
-        with hosts.local_stage(f"preparing {name}"):
-            drafting.inspect_models(model, draft, config, decode)
         name = str(name) if adapter is None else f"{name}+{adapter}"
         return cls(model, processor, hosts, config, name, speculate, draft, captioner, reuse, decode)
 

@@ -162,7 +162,6 @@ class VideoReader:
     Attributes:
         video: the video with its sampled frames.
         num_merged: the frames of one temporal patch.
-        grid: ``[1, 3]`` patches (time, height, width) of the whole video, where the model has such a grid.
         processor: the model's transformers processor.
         timer: the request's stage times.
         device, dtype: of the vision tower; on a GPU pixels are made there, else (None, too) in fp32 on the CPU.
@@ -174,7 +173,6 @@ class VideoReader:
 
     video: SampledVideo
     num_merged: int
-    grid: Tensor | None
     processor: Any
     timer: StageTimer
     device: torch.device | None = None
@@ -212,9 +210,9 @@ class VideoReader:
         # The stage lies within the stream, whose time counts.
         with nullcontext() if side is None else torch.cuda.stream(side), self.timer.stage("preprocess"):
             if side is None:
-                return preprocess_frames(self.processor, read, self.grid), None
+                return preprocess_frames(self.processor, read, self.video.grid), None
             read = read.pin_memory().to(self.device, non_blocking=True)
-            values = preprocess_frames(self.processor, read, self.grid)
+            values = preprocess_frames(self.processor, read, self.video.grid)
             values = {name: v.to(self.dtype) if v.is_floating_point() else v for name, v in values.items()}
             return values, side.record_event()
 

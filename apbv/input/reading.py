@@ -216,7 +216,7 @@ class PromptReader:
                 return ModelInputs.from_processor(self.parts, skeleton.batch, hosts, **asked), None
             input_ids, visual, audio = skeleton.batch["input_ids"], None, None
             if skeleton.items:
-                visual = share_out(skeleton.items, skeleton.row_starts, hosts)
+                visual = share_out(skeleton.items, hosts)
             if skeleton.sounds:
                 audio = audio_from_batch(self.parts, skeleton.batch, input_ids[0], hosts)
                 audio = replace(audio, sources=skeleton.sounds)
@@ -236,7 +236,6 @@ class PromptReader:
                 reader = VideoReader(
                     video=source,
                     num_merged=-(-len(source.frames) // len(run)),
-                    grid=skeleton.grids[numbers[0]],
                     processor=self.processor,
                     timer=timer,
                     device=device,

@@ -6,6 +6,7 @@ prompt is laid out; then those that the host encodes.
 """
 
 from contextlib import closing
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -47,7 +48,9 @@ def kept_tokens(
         return torch.ones(len(frames), height, width, dtype=torch.bool)
     found, size, first, before = [], max(1, _CHUNK_BYTES // num_bytes), max(frames.start - 1, 0), None
     chunks = [range(start, min(start + size, frames.stop)) for start in range(first, frames.stop, size)]
-    reader = VideoReader(video, 1, grid, processor, timer, config=config, runs_ahead=hosts.has_own_process)
+    reader = VideoReader(
+        replace(video, grid=grid), 1, processor, timer, config=config, runs_ahead=hosts.has_own_process
+    )
     with closing(reader.read(chunks)) as read:
         for decoded in read:
             shown = decoded if before is None else torch.cat([before, decoded])

@@ -7,6 +7,7 @@ placeholders is tokenised as if it were one.
 """
 
 import copy
+import dataclasses
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -48,12 +49,14 @@ class SampledVideo:
         frames: indices of the sampled frames, ascending.
         sound: what is heard with them; None: nothing.
         kept: see :class:`~apbv.input.visual.VisualItem`; None also where that is not known yet.
+        grid: ``[1, 3]`` patches (time, height, width), where the model has such a grid and it is known.
     """
 
     info: VideoInfo
     frames: tuple[int, ...]
     sound: Sound | None = None
     kept: Tensor | None = field(default=None, repr=False, compare=False)
+    grid: Tensor | None = field(default=None, repr=False, compare=False)
 
 
 @dataclass(frozen=True)
@@ -65,9 +68,7 @@ class Skeleton:
         videos: its videos.
         batch: the tokens of the whole prompt, and what its rotary positions depend on.
         items: the videos and images, in prompt order.
-        row_starts: where the rows of every temporal patch start, and where the last one's end.
         sources: the source of every item.
-        grids: of every item ``[1, 3]`` patches (time, height, width), where the model has such a grid for a video.
         sounds: what every audio comes from, in prompt order.
     """
 
@@ -75,9 +76,7 @@ class Skeleton:
     videos: tuple[SampledVideo, ...]
     batch: Mapping[str, Any]
     items: tuple[VisualItem, ...] = ()
-    row_starts: tuple[int, ...] = (0,)
     sources: tuple[SampledVideo | Picture, ...] = ()
-    grids: tuple[Tensor | None, ...] = ()
     sounds: tuple[Source, ...] = ()
 
 
@@ -127,37 +126,33 @@ def lay_out(
         "image": iter(pictures),
         "audio": zip(sounds, batches[len(videos) :], strict=False),
     }
-    items, row_starts, sources, grids = [], [], [], []
+    items, sources = [], []
     heard: list[tuple[Sound, Mapping[str, Any]]] = []
-    start = 0
     for kind, num_tokens in found:
-        source, grid = next(left[kind]), None
+        source = next(left[kind])
         if kind == "audio":
             heard.append(source)
             continue
         if kind == "video":
             source, batch = source
-            grid = batch.get("video_grid_thw")
+            source = dataclasses.replace(source, grid=batch.get("video_grid_thw"))
             if source.sound is not None:
                 heard.append((source.sound, batch))
             # InternVL has one name for images and video.
             pixels = batch["pixel_values" if parts.family == "internvl" else "pixel_values_videos"]
             num_patches, num_ending = pixels.shape[pixels.dim() == 5], parts.num_rows_ending_video
-            if grid is not None:
-                num_patches = int(grid[0, 0])
+            if source.grid is not None:
+                num_patches = int(source.grid[0, 0])
             frame_bytes = 3 * source.info.height * source.info.width * len(source.frames)
             num_bytes = FRAME_COPIES * frame_bytes // num_patches + PIXEL_COPIES * pixels.nbytes // num_patches
             identity = Source(FileIdentity.of(source.info.path), source.frames)
-            item = VisualItem("video", num_patches, num_ending, num_bytes, identity, source.kept)
+            item = VisualItem("video", num_tokens, num_patches, num_ending, num_bytes, identity, source.kept)
         else:
             num_bytes = PIXEL_COPIES * batches[-1]["pixel_values"].nbytes * num_tokens // of_images
             num_bytes += FRAME_COPIES * 3 * source.height * source.width
-            item = VisualItem("image", patch_bytes=num_bytes, source=source.source)
-        row_starts += item.row_starts(start, num_tokens)
-        start += num_tokens
+            item = VisualItem("image", num_tokens, patch_bytes=num_bytes, source=source.source)
         items.append(item)
         sources.append(source)
-        grids.append(grid)
     # But for the pixels, with the last one's tokens, which are the whole prompt's.
     merged = {name: value for name, value in batches[-1].items() if name not in _PIXELS}
     for name in ("image_grid_thw", "video_grid_thw", "second_per_grid_ts", "video_second_per_grid"):
@@ -174,9 +169,7 @@ def lay_out(
         videos=tuple(videos),
         batch=merged,
         items=tuple(items),
-        row_starts=(*row_starts, start),
         sources=tuple(sources),
-        grids=tuple(grids),
         sounds=tuple(sound.source for sound, _ in heard),
     )
 
