@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from .input.skeleton import SampledVideo
-from .input.video import VideoInfo
 from .logprobs import TokenLogprobs
 from .stats import Span
 
@@ -34,16 +33,6 @@ class GenerateResult:
     videos: tuple[SampledVideo, ...] = ()
     timeline: dict[str, list[Span]] | None = None
     logprobs: Sequence[TokenLogprobs] = ()
-
-    @property
-    def video(self) -> VideoInfo | None:
-        """The only video that was asked about; None if there is none, or another one."""
-        return self.videos[0].info if len(self.videos) == 1 else None
-
-    @property
-    def frames(self) -> tuple[int, ...] | None:
-        """The numbers of the sampled frames of the only video, ascending; None as of :attr:`video`."""
-        return self.videos[0].frames if len(self.videos) == 1 else None
 
     def __repr__(self) -> str:
         text = self.text if len(self.text) <= _SHOWN_CHARACTERS else f"{self.text[:_SHOWN_CHARACTERS]}…"
