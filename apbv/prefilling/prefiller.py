@@ -1,23 +1,20 @@
 """Turns a request into a prefilled prompt: reads it, encodes new frames, and prefills."""
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 from ..config import PrefillConfig
 from ..hosts import HostGroup
 from ..input.files import probe_once
-from ..input.model_inputs import POSITION_RULES, ModelInputs
+from ..input.model_inputs import ModelInputs
 from ..input.pixels import KeptPixels
 from ..input.reading import PromptReader
 from ..input.rendering import RenderedPrompt
-from ..input.repeats import may_leave_out
 from ..input.request import Request
 from ..input.skeleton import SampledVideo
 from .cancelling import require_going_on
 from .encode import agree_on_chunks
 from .forward import prefill
-from .reduction.pruning import require_reducible
 from .result import PrefillResult
 from .reuse import Reuse, prefill_question
 from .watching import Watcher
@@ -82,10 +79,6 @@ class Prefiller:
         reader, timer, max_positions = self.reader, request.timer, self.reader.parts.max_position_embeddings
         require_going_on(self.hosts, request.cancels)
         with self.hosts.local_stage("reading the prompt") as same:
-            if request.positions not in POSITION_RULES:
-                raise ValueError(
-                    f"positions must be one of {', '.join(POSITION_RULES)}, not {request.positions!r}"
-                )
             with timer.stage("preprocess"):
                 known = request.prompt
                 rendered = reader.render(request.question) if known is None else known.rendered
@@ -93,22 +86,16 @@ class Prefiller:
             sizes = [source.file.size for source in sources if source is not None]
             same("the number of videos, or an image file,", f"{len(rendered.videos)} {sizes}".encode())
         infos = probe_once(reader.videos, rendered.videos, self.hosts, timer)
-        with ExitStack() as stage:
-            same = stage.enter_context(self.hosts.local_stage("reading the prompt"))
-            with timer.stage("preprocess"):
-                if known is not None and [video.info for video in known.videos] != list(infos):
-                    known = None  # a file has been replaced since
-                videos = reader.sample(infos, request.question) if known is None else known.videos
-            if infos and may_leave_out(reader.processor):
-                stage.close()  # the hosts compare frames together
-                videos = reader.without_repeats(videos, self.hosts, timer)
-                same = stage.enter_context(self.hosts.local_stage("reading the prompt"))
+        with self.hosts.local_stage("reading the prompt"), timer.stage("preprocess"):
+            if known is not None and [video.info for video in known.videos] != list(infos):
+                known = None  # a file has been replaced since
+            videos = reader.sample(infos, request.question) if known is None else known.videos
+        videos = reader.without_repeats(videos, self.hosts, timer)
+        with self.hosts.local_stage("reading the prompt") as same:
             inputs, pixels = reader.read(rendered, videos, self.hosts, timer, known)
             if request.positions == "vllm":
                 inputs = inputs.at_vllm_positions(reader.parts)
             inputs.require_room(max_positions, request.num_wanted)
-            if self.config.reduce is not None:
-                require_reducible(self.config.reduce, inputs)
             if self.require_readable is not None:
                 self.require_readable(inputs)
             heard = [] if inputs.audio is None else [each.file.size for each in inputs.audio.sources]
