@@ -16,7 +16,7 @@ MAX_FPS = 1e9
 # The names in the registries, which need torch: a command line lists them without importing it.
 SPARSE_NAMES = ("xattention", "spargeattn", "flexprefill")
 METHOD_NAMES = ("full", *SPARSE_NAMES, "zigzag_ring", "ulysses", "star", "apb", "apbv")
-IMPORTANCE_NAMES = ("peak", "softmax", "dot", "received")
+IMPORTANCE_NAMES = ("peak", "softmax", "dot")
 BACKEND_NAMES = ("auto", "torch", "triton", "flash_attn")
 REDUCER_NAMES = ("slowfast", "fastvid", "dycoke")
 DTYPE_NAMES = ("auto", "float32", "bfloat16", "float16")

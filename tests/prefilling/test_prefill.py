@@ -126,7 +126,6 @@ VARIANTS = {
     "passing 1": {"passing_len": 1},
     "softmax": {"importance": "softmax"},
     "dot": {"importance": "dot"},
-    "received": {"importance": "received"},
     "no overlap": {"overlap": False},
     "separate query": {"fused_query": False},
     "no zigzag": {"zigzag": False},

@@ -124,9 +124,8 @@ class ApbvMethod(PrefillMethod):
         Args:
             lse: of the query's scores over the block ``[1, Hq, n_q]``, where the ranking needs it.
         """
-        q_query, q_block, k_block = _rows(states.q, self._query), _rows(states.q, rows), states.pair(rows)[0]
-        options = {"lse": lse, "backend": self.config.backend}
-        return importance_of(self.config.importance, q_query, q_block, k_block, states.scale, **options)
+        name, q_query, (k_block, _) = self.config.importance, _rows(states.q, self._query), states.pair(rows)
+        return importance_of(name, q_query, k_block, states.scale, lse=lse, backend=self.config.backend)
 
     def _passing_segments(self, block: int, sent: list[Exchange | None]) -> list[Segment]:
         """Return the passing block: views of the KV pairs that all earlier virtual hosts sent."""
