@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from copy import copy
 from dataclasses import asdict, replace
 from functools import cached_property, partial
@@ -26,8 +26,9 @@ from .hosts import AgreedError, HostGroup
 from .input.reading import PromptReader
 from .input.request import Question, Request
 from .input.skeleton import SampledVideo
+from .model.attention import apbv_attention
 from .model.loading import default_num_frames, default_sampling, load_model, require_loadable
-from .model.parts import hybrid_family
+from .model.parts import ModelParts, hybrid_family
 from .prefilling.cancelling import RequestCancelled
 from .prefilling.forward import ready_for_prefills
 from .prefilling.memory import NotEnoughMemoryError
@@ -39,7 +40,7 @@ from .prefilling.reuse import Reuse
 from .refusals import refuse
 from .speculate import Autoregressive, Captioner, Drafting
 from .speculate.strategies import why_drafts_alone
-from .speculate.ways import Answered, Begun, attention_of
+from .speculate.ways import Answered, Begun
 from .stats import Span, StageTimer, provenance
 from .warn import warn_caller
 
@@ -602,13 +603,16 @@ class Engine:
 
     def attention(self) -> ExitStack:
         """Put apbv's attention in force in the models that decode, until the returned context ends."""
-        return attention_of(self._way.models)
+        return self._in_force(lambda parts: apbv_attention(parts.language_model))
 
     def prefilling_in_threads(self) -> ExitStack:
         """Keep in force what a prefill changes in the models, for several threads, until the context ends."""
+        return self._in_force(ready_for_prefills)
+
+    def _in_force(self, change: Callable[[ModelParts], AbstractContextManager]) -> ExitStack:
         with ExitStack() as stack:
             for parts in self._way.models:
-                stack.enter_context(ready_for_prefills(parts))
+                stack.enter_context(change(parts))
             return stack.pop_all()
 
     def _completed(self, request: Request) -> Request:

@@ -10,7 +10,6 @@ from torch import Tensor
 from ..config import SpeculativeConfig
 from ..hosts import HostError
 from ..input.request import Request
-from ..model.attention import apbv_attention
 from ..model.parts import ModelParts
 from ..prefilling.prefiller import Prefiller, ReadRequest
 from ..prefilling.result import PrefillResult
@@ -57,8 +56,7 @@ class BesideDraft:
                 pair.send_scores(watcher.result())
             answer = state.begin_answer(self._target, request)
             pace = Pace(config.most_draft_tokens, config.keep_losing_draft)
-            with apbv_attention(self._target.language_model):
-                tokens, stats = generate_beside_draft(answer, pair, pace)
+            tokens, stats = generate_beside_draft(answer, pair, pace)
         figures = {**asdict(config), **stats.summary(len(tokens))}
         draft_spans = None if stats.of_draft is None else stats.of_draft.spans
         return Answered(tokens, figures, spans=tuple(stats.record.spans), draft_spans=draft_spans)
@@ -126,6 +124,6 @@ class DraftHost:
         )
         with timer.stage("draft"):
             made = STRATEGIES[config.strategy].build(task)
-        with timer.stage("decode"), apbv_attention(parts.language_model):
+        with timer.stage("decode"):
             last, is_auto = int(inputs.input_ids[0, -1]), config.num_draft_tokens == "auto"
             return draft_beside(link, made, last, timer.spans, stops_with_target=is_auto)

@@ -4,8 +4,8 @@ A loop is chosen once, when the engine is built. For every request it reads the 
 decodes the answer.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
@@ -17,7 +17,6 @@ from ..decode.batch import Batch
 from ..hosts import HostGroup
 from ..input.rendering import RenderedPrompt
 from ..input.request import Request
-from ..model.attention import apbv_attention
 from ..model.parts import ModelParts
 from ..prefilling.prefiller import Prefiller, ReadRequest
 from ..prefilling.result import PrefillResult
@@ -94,7 +93,7 @@ class Autoregressive:
 
     def decode(self, request: Request, state: PrefillResult) -> Answered:
         """Decode the answer to a prompt that was prefilled or loaded."""
-        with self.hosts.collective_stage("decode"), state.timer.stage("decode"), attention_of(self.models):
+        with self.hosts.collective_stage("decode"), state.timer.stage("decode"):
             return Answered(generate_tokens(state.begin_answer(self._parts, request)))
 
 
@@ -123,8 +122,7 @@ class TakingTurns:
 
     def answer(self, request: Request, prefiller: Prefiller) -> Outcome:
         read, state, (draft,) = begun = self.begin(request, prefiller)
-        timer = read.request.timer
-        with self.hosts.collective_stage("decode"), timer.stage("decode"), attention_of(self.models):
+        with self.hosts.collective_stage("decode"), read.request.timer.stage("decode"):
             tokens, stats = self._decode(draft, state, read.request)
         answered = self.answered(begun, tokens, stats.summary(len(tokens)))
         return read, state, replace(answered, spans=tuple(stats.record.spans))
@@ -206,11 +204,3 @@ class TakingTurns:
         if not isinstance(caption, str) or not caption.strip():
             raise ValueError(f"the captioner returned {caption!r} instead of a caption")
         return caption.strip()
-
-
-def attention_of(models: Sequence[ModelParts]) -> ExitStack:
-    """Put apbv's attention in force in some models, until the returned context ends."""
-    with ExitStack() as stack:
-        for parts in models:
-            stack.enter_context(apbv_attention(parts.language_model))
-        return stack.pop_all()
