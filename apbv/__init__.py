@@ -32,32 +32,6 @@ if TYPE_CHECKING:
     from .prefilling.memory import NotEnoughMemoryError
     from .prefilling.result import PrefillResult
 
-__all__ = [
-    "AudioError",
-    "DecodeConfig",
-    "Engine",
-    "GenerateResult",
-    "HostError",
-    "HostGroup",
-    "ModelInputs",
-    "NotEnoughMemoryError",
-    "Plan",
-    "PrefillConfig",
-    "PrefillResult",
-    "PromptError",
-    "ReduceConfig",
-    "RequestCancelled",
-    "ReuseConfig",
-    "SamplingParams",
-    "SparseConfig",
-    "SpeculativeConfig",
-    "StorageError",
-    "VideoConfig",
-    "VideoError",
-    "load",
-    "plan",
-    "prefill",
-]
 __version__ = "0.2.0"
 
 # The submodules of what needs torch and transformers, which take seconds to import: on first use (PEP 562).
@@ -79,6 +53,12 @@ _HOMES = {
     "Plan": "planning",
     "StorageError": "kv.facts",
 }
+
+__all__ = [
+    *("DecodeConfig", "PrefillConfig", "ReduceConfig", "ReuseConfig", "SamplingParams", "SparseConfig"),
+    *("SpeculativeConfig", "VideoConfig"),
+    *_HOMES,
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from copy import copy
 from dataclasses import asdict, replace
 from functools import cached_property, partial
@@ -26,20 +26,21 @@ from .hosts import AgreedError, HostGroup
 from .input.reading import PromptReader
 from .input.request import Question, Request
 from .input.skeleton import SampledVideo
+from .model.attention import apbv_attention
 from .model.loading import default_num_frames, default_sampling, load_model, require_loadable
-from .model.parts import hybrid_family
+from .model.parts import ModelParts, hybrid_family
 from .prefilling.cancelling import RequestCancelled
 from .prefilling.forward import ready_for_prefills
 from .prefilling.memory import NotEnoughMemoryError
 from .prefilling.methods import resolve_method
-from .prefilling.prefiller import Prefiller, ReadRequest
+from .prefilling.prefiller import Prefiller
 from .prefilling.reduction.pruning import require_usable
 from .prefilling.result import PrefillResult
 from .prefilling.reuse import Reuse
 from .refusals import refuse
 from .speculate import Autoregressive, Captioner, Drafting
 from .speculate.strategies import why_drafts_alone
-from .speculate.ways import Answered, Begun, attention_of
+from .speculate.ways import Answered, Begun
 from .stats import Span, StageTimer, provenance
 from .warn import warn_caller
 
@@ -63,8 +64,8 @@ class Engine:
         name: the model's name in the figures.
         speculate: how answers are decoded speculatively; None: one token at a time.
         draft: the draft model, for strategies that need one; on every host that drafts.
-        captioner: returns a caption of a prompt's video or images, for drafts that read one; called on host 0, in
-            a thread while the target prefills: it must not run the target's model.
+        captioner: returns a caption of a prompt's video or images, for drafts that read one; called on host 0 when
+            the target has prefilled.
         reuse: embedding or prefix cache for further questions about the same video or text; None: no cache.
         decode: decoding settings.
 
@@ -97,7 +98,8 @@ class Engine:
         _require_types(hosts, prefill, speculate, reuse, decode)
         config = prefill or PrefillConfig()
         drafting = Drafting(speculate, hosts, captioner)
-        models = drafting.inspect_models(model, draft, config, decode)
+        with hosts.local_stage("inspecting the models"):
+            models = drafting.inspect_models(model, draft, config, decode)
         require_usable(config.reduce, models.reading.model.config, reuse)
         refuse(
             kv_reuse=reuse is not None and reuse.mode == "kv",
@@ -126,11 +128,6 @@ class Engine:
             reads_all_frames=draft is not None,
             require_readable=None if speculate is None else drafting.require_readable,
         )
-
-    def __repr__(self) -> str:
-        drafting = "" if self.speculative_config is None else f", speculate={self.speculative_config.strategy!r}"
-        settings = f"method={self.prefill_config.method!r}, kv={self.prefill_config.kv!r}{drafting}"
-        return f"Engine({self.name!r}, {self.parts.family}, {settings}, {self.hosts})"
 
     @cached_property
     def grammars(self) -> Grammars:
@@ -184,8 +181,6 @@ class Engine:
             has_model = not drafting.drafts_only
             model, processor = load_model(path, dtype, hosts, with_model=has_model, sharded=True, adapter=adapter)
         draft = drafting.load_model(draft_model, dtype, processor)
-        with hosts.local_stage(f"preparing {name}"):
-            drafting.inspect_models(model, draft, config, decode)
         name = str(name) if adapter is None else f"{name}+{adapter}"
         return cls(model, processor, hosts, config, name, speculate, draft, captioner, reuse, decode)
 
@@ -205,7 +200,7 @@ class Engine:
             about = {"context": "one two three " * _WARM_UP_WORDS}
         engine = copy(self)
         if self.prefill_config.anchor_len:  # one for long prompts would leave nothing to split
-            engine._prefiller = self._prefiller.with_config(replace(self.prefill_config, anchor_len=None))
+            engine._prefiller = replace(self._prefiller, config=replace(self.prefill_config, anchor_len=None))
         sampling = SamplingParams(max_new_tokens=_WARM_UP_TOKENS)
         question = {"prompt": demo.DEMO_QUESTION, "sampling": sampling, **about}
         if not in_batch:
@@ -218,49 +213,21 @@ class Engine:
                 raise answer
 
     def prefill(
-        self,
-        prompt: str | None = None,
-        *,
-        video: str | Path | Sequence[str | Path] | None = None,
-        images: Any | Sequence[Any] | None = None,
-        context: str | None = None,
-        messages: Sequence[dict] | None = None,
-        tools: Sequence[Any] | None = None,
-        num_frames: int | None = None,
-        fps: float | None = None,
-        audio: str | Path | Sequence[str | Path] | None = None,
-        audio_in_video: bool | None = None,
-        positions: str = "transformers",
+        self, prompt: str | None = None, *, positions: str = "transformers", **asked: Any
     ) -> PrefillResult:
         """Prefill a question about videos, images and sounds, or about a text.
 
         Args:
             prompt: the question.
-            video: a video file, or several, in the prompt in this order; each host decodes and encodes only its
-                share of the sampled frames and images.
-            images: an image file or a PIL image, or several; after the videos.
-            context: a long text; it is split over the hosts, the question is the query block.
-            messages: a chat in transformers' format, instead of all these; with videos and images in any order,
-                ``tool_calls`` and the role ``tool``.
-            tools: functions that the model may call, as transformers' chat templates take them: schemas, or Python
-                functions with type hints and docstrings. Calls are in the answer's text, as the model writes them.
-            num_frames: how many frames of each video are sampled, evenly; with ``fps`` the largest number. By
-                default :attr:`num_frames`.
-            fps: sample at this rate instead.
-            audio: an audio file, or several, for models that take audio; after the images.
-            audio_in_video: whether videos are heard, too, their audio among their frames; None: where the model
-                hears and they have any.
             positions: ``"vllm"`` where vLLM is to continue (see :meth:`apbv.ModelInputs.at_vllm_positions`).
+            asked: the other arguments of :meth:`generate` up to ``audio_in_video``.
 
         Raises:
-            ValueError: the prompt, the file or a length cannot be handled; the message says why.
-            HostError: another host failed.
+            ValueError, HostError: as :meth:`generate`.
         """
         if self.model is None:
             raise ValueError("a draft host does not prefill; call this on the target's hosts")
-        named = {"audio": audio, "audio_in_video": audio_in_video, "tools": tools}
-        question = Question(prompt, video, images, context, messages, num_frames, fps, **named)
-        request = Request(question, StageTimer(self.hosts), positions)
+        request = Request(Question(prompt, **asked), StageTimer(self.hosts), positions)
         with closing(self._prefiller.read(request)) as read:
             return self._prefiller.run(read)
 
@@ -288,9 +255,24 @@ class Engine:
         stop: Callable[[Sequence[int]], bool] | None = None,
         timeline: bool = False,
     ) -> GenerateResult:
-        """Answer a question; the arguments up to ``audio_in_video`` are those of :meth:`prefill`.
+        """Answer a question about videos, images and sounds, or about a text.
 
         Args:
+            prompt: the question.
+            video: a video file, or several, in the prompt in this order; each host decodes and encodes only its
+                share of the sampled frames and images.
+            images: an image file or a PIL image, or several; after the videos.
+            context: a long text; it is split over the hosts, the question is the query block.
+            messages: a chat in transformers' format, instead of all these; with videos and images in any order,
+                ``tool_calls`` and the role ``tool``.
+            tools: functions that the model may call, as transformers' chat templates take them: schemas, or Python
+                functions with type hints and docstrings. Calls are in the answer's text, as the model writes them.
+            num_frames: how many frames of each video are sampled, evenly; with ``fps`` the largest number. By
+                default :attr:`num_frames`.
+            fps: sample at this rate instead.
+            audio: an audio file, or several, for models that take audio; after the images.
+            audio_in_video: whether videos are heard, too, their audio among their frames; None: where the model
+                hears and they have any.
             max_new_tokens: the largest number of tokens, the end token included. By default
                 :attr:`max_new_tokens`, or as many as the model has positions left.
             temperature: None, as 0, is greedy.
@@ -316,14 +298,13 @@ class Engine:
 
         Raises:
             RequestCancelled: ``stop`` returned true before the first token.
-            ValueError, HostError: as :meth:`prefill`.
+            ValueError: the prompt, the file or a length cannot be handled; the message says why.
+            HostError: another host failed.
             Exception: what a callback raised, which ends the answer; on the other hosts a HostError.
         """
         with self.hosts.local_stage("reading the settings"):
             calls = {"on_token": on_token, "on_stage": on_stage, "on_progress": on_progress, "stop": stop}
-            for name, call in calls.items():
-                if call is not None and not callable(call):
-                    raise ValueError(f"{name} must be a function, not {call!r:.80}")
+            require_types(**{name: (call, Callable) for name, call in calls.items()})
             given = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
             given = SamplingParams(**given)
             if sampling is not None:
@@ -491,7 +472,6 @@ class Engine:
         """
         with self._guarded(self._completed(request)) as guarded:
             read, state, answered = self._way.answer(guarded, self._prefiller)
-        self._note_what_the_demo_cannot(read)
         return self._result(read.request, state, answered, timeline, read.videos)
 
     def _result(
@@ -527,7 +507,7 @@ class Engine:
                 "tensor_parallel_size": hosts.tensor_parallel_size,
                 "num_input_tokens": state.num_tokens,
                 "num_video_tokens": state.inputs.num_visual_tokens,
-                "num_audio_tokens": int(self.parts.is_audio(state.inputs.input_ids).sum()),
+                "num_audio_tokens": state.inputs.num_audio_tokens,
                 "anchor_len": state.layout.anchor_len,
                 "passing_len": state.layout.passing_len,
                 "reused": state.reused,
@@ -545,32 +525,30 @@ class Engine:
                 "dtype": str(self.parts.dtype).removeprefix("torch."),
                 **provenance(),
             }
-        return GenerateResult(text, tokens, figures, reason, videos, answered.kept, spans, request.logprobs)
+        return GenerateResult(text, tokens, figures, reason, videos, spans, request.logprobs)
 
     def decode(
         self,
         state: PrefillResult,
         *,
-        max_new_tokens: int | None = None,
-        temperature: float | None = None,
-        top_p: float | None = None,
-        seed: int = 0,
         on_token: Callable[[int], None] | None = None,
         stop: Callable[[Sequence[int]], bool] | None = None,
+        **sampling: Any,
     ) -> GenerateResult:
         """Answer from a prefill that :meth:`prefill` or :func:`apbv.load` returned, without a draft.
 
-        The arguments are those of :meth:`generate`. The figures are those of the prefill and of this answer, as if
-        the one had followed the other at once; for KV that was loaded, of loading it.
+        The figures are those of this answer alone; those of the prefill, or of loading, are ``state.timer``'s.
+
+        Args:
+            on_token, stop: as of :meth:`generate`.
+            sampling: parameters of :class:`apbv.SamplingParams`, such as ``max_new_tokens``.
         """
-        # With a timer of its own: another answer to the same prompt has other figures.
-        state = replace(state, timer=state.timer.resumed())
+        state = replace(state, timer=StageTimer(self.hosts))
         max_positions = self.parts.max_position_embeddings
         with self.hosts.local_stage("reading the settings"):
-            sampling = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
-            sampling = SamplingParams(**sampling)
-            request = Request(Question(), state.timer, sampling=sampling, on_token=on_token, stop=stop)
-            state.inputs.require_room(max_positions, max_new_tokens or 1)
+            by = SamplingParams(**sampling)
+            request = Request(Question(), state.timer, sampling=by, on_token=on_token, stop=stop)
+            state.inputs.require_room(max_positions, by.max_new_tokens or 1)
             request = self._completed(request).within(max_positions, state.inputs)
         with self._guarded(request) as guarded:
             answered = Autoregressive(self.parts, self.hosts).decode(guarded, state)
@@ -617,9 +595,7 @@ class Engine:
         Raises:
             RequestCancelled, ValueError, HostError: as :meth:`generate`.
         """
-        begun = self._way.begin(self._completed(request), self._prefiller)
-        self._note_what_the_demo_cannot(begun.read)
-        return begun
+        return self._way.begin(self._completed(request), self._prefiller)
 
     def batch(self) -> Batch:
         """Return an empty batch for answers that have begun. Run its steps within :meth:`attention`."""
@@ -627,13 +603,16 @@ class Engine:
 
     def attention(self) -> ExitStack:
         """Put apbv's attention in force in the models that decode, until the returned context ends."""
-        return attention_of(self._way.models)
+        return self._in_force(lambda parts: apbv_attention(parts.language_model))
 
     def prefilling_in_threads(self) -> ExitStack:
         """Keep in force what a prefill changes in the models, for several threads, until the context ends."""
+        return self._in_force(ready_for_prefills)
+
+    def _in_force(self, change: Callable[[ModelParts], AbstractContextManager]) -> ExitStack:
         with ExitStack() as stack:
             for parts in self._way.models:
-                stack.enter_context(ready_for_prefills(parts))
+                stack.enter_context(change(parts))
             return stack.pop_all()
 
     def _completed(self, request: Request) -> Request:
@@ -652,17 +631,6 @@ class Engine:
             grammar = self.grammars.begin(sampling.json_schema, sampling.grammar) if decodes else None
         return replace(request, grammar=grammar)
 
-    def _note_what_the_demo_cannot(self, read: ReadRequest) -> None:
-        """Warn on the leader if the demo model is asked something it was not trained for."""
-        if self.name != "demo" or not self.hosts.is_leader:
-            return
-        if not demo.understands(read.rendered.text, {(each.info.height, each.info.width) for each in read.videos}):
-            examples = ", ".join(map(repr, demo.EXAMPLE_QUESTIONS))
-            warn_caller(
-                f"the demo model understands questions such as {examples}, about clips like the packaged one, and "
-                "makes up an answer to all others"
-            )
-
     @property
     def can_work_alone(self) -> bool:
         """Whether each host can answer :meth:`alone`: it needs no caches, shards or pairs of the others."""
@@ -677,8 +645,10 @@ class Engine:
         engine = copy(self)
         # Not a subgroup: the heartbeats are those of this host's work for the others.
         engine.hosts = HostGroup.single(self.hosts.device)
-        engine._way, engine._prefiller = copy(self._way), self._prefiller.on(engine.hosts)
+        engine._way = copy(self._way)
         engine._way.hosts = engine.hosts
+        reader = self._prefiller.reader.for_another_thread()
+        engine._prefiller = replace(self._prefiller, reader=reader, hosts=engine.hosts, reuse=None)
         return engine
 
     def handing_over(self) -> "Engine":
@@ -693,7 +663,8 @@ class Engine:
         refuse(handing_over="handing_over()", **self.prefill_config.features)
         engine = copy(self)
         engine.prefill_config = replace(self.prefill_config, kv="sharded")
-        engine._prefiller = self._prefiller.without_draft(engine.prefill_config)
+        reuse = None if self.reuse_config is None or self.reuse_config.mode == "kv" else self._prefiller.reuse
+        engine._prefiller = Prefiller(self._prefiller.reader, self.hosts, engine.prefill_config, reuse)
         engine._way = Autoregressive(self.parts, self.hosts)
         return engine
 

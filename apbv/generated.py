@@ -4,10 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from .input.skeleton import SampledVideo
-from .input.video import VideoInfo
 from .logprobs import TokenLogprobs
 from .stats import Span
 
@@ -24,8 +21,6 @@ class GenerateResult:
         finish_reason: ``"length"`` where ``max_new_tokens`` cut it off, else ``"stop"``.
         stats: the request's metrics; the fields of ``launch/infer.py --json``.
         videos: the videos that were asked about, as they were probed, with the numbers of their sampled frames.
-        kept: which tokens of a prompt's only video the draft saw, bool ``[T, h, w]`` with T frames as the model
-            merges them; None if that is not known.
         logprobs: of each token, where ``sampling.logprobs`` asks for them; on host 0.
         timeline: if asked for, spans by host name, for :func:`apbv.stats.write_timeline`; only host 0 has those
             of a draft host.
@@ -36,19 +31,8 @@ class GenerateResult:
     stats: dict[str, Any]
     finish_reason: str
     videos: tuple[SampledVideo, ...] = ()
-    kept: torch.Tensor | None = None
     timeline: dict[str, list[Span]] | None = None
     logprobs: Sequence[TokenLogprobs] = ()
-
-    @property
-    def video(self) -> VideoInfo | None:
-        """The only video that was asked about; None if there is none, or another one."""
-        return self.videos[0].info if len(self.videos) == 1 else None
-
-    @property
-    def frames(self) -> tuple[int, ...] | None:
-        """The numbers of the sampled frames of the only video, ascending; None as of :attr:`video`."""
-        return self.videos[0].frames if len(self.videos) == 1 else None
 
     def __repr__(self) -> str:
         text = self.text if len(self.text) <= _SHOWN_CHARACTERS else f"{self.text[:_SHOWN_CHARACTERS]}…"

@@ -61,6 +61,9 @@ class StageTimer:
         on_stage: called with the name of each stage as it begins, in the thread that begins it.
         on_progress: called with what :meth:`progress` is told, in the thread that tells it. Of both only one call
             is under way at a time.
+
+    Attributes:
+        prefilled: when the prefill was done; its event is None if no prefill on a GPU was timed.
     """
 
     def __init__(
@@ -73,10 +76,9 @@ class StageTimer:
         self._lock, self._reporting = threading.Lock(), threading.Lock()
         self._spans: list[Span] = []
         self._unread: list[tuple[str, str, Moment, Moment]] = []  # a stage's name, track, begin and end
-        self._began = self._prefilled = hosts.moment(on_device=False)
-        self._epoch, self._seconds_before = time.time(), 0.0
+        self._began = self.prefilled = hosts.moment(on_device=False)
+        self._epoch, self._bytes_before = time.time(), hosts.bytes_received
         self._first_token: Moment | None = None
-        self._bytes_before, self._bytes_of_prefill = hosts.bytes_received, 0
 
     @contextmanager
     def stage(self, name: str, track: str | None = None) -> Iterator[None]:
@@ -116,26 +118,16 @@ class StageTimer:
 
     def mark_prefilled(self) -> None:
         """End the TTFT, as long as no token is chosen: the KV is there, and handed over."""
-        self._prefilled = self._hosts.moment()
-        self._bytes_of_prefill = self.comm_bytes
+        self.prefilled = self._hosts.moment()
 
     @property
-    def prefilled_on_gpu(self) -> torch.cuda.Event | None:
-        """The event that the GPU reaches when the prefill is done; None if no prefill on a GPU was timed."""
-        return self._prefilled.event
+    def comm_bytes(self) -> int:
+        """The payload bytes received from other hosts since the request began."""
+        return self._hosts.bytes_received - self._bytes_before
 
     def mark_first_token(self) -> None:
         """End the TTFT: this process knows the token, and its caller is about to."""
         self._first_token = self._hosts.moment(on_device=False)
-
-    def resumed(self) -> "StageTimer":
-        """Return a timer that goes on where the prefill ended, as if no time had passed since then."""
-        timer = StageTimer(self._hosts)
-        timer._spans = self.spans
-        (timer._seconds_before,) = self._seconds_until([self._prefilled])
-        timer._epoch -= timer._seconds_before
-        timer._bytes_before -= self._bytes_of_prefill
-        return timer
 
     @property
     def spans(self) -> list[Span]:
@@ -147,11 +139,6 @@ class StageTimer:
                 began, ended = next(moments), next(moments)
                 self._spans.append(Span(name, track, self._epoch + began, ended - began))
         return list(self._spans)
-
-    @property
-    def comm_bytes(self) -> int:
-        """The payload bytes received from other hosts since the request began."""
-        return self._hosts.bytes_received - self._bytes_before
 
     def summary(self, num_new_tokens: int = 0) -> dict:
         """Return the request's metrics, equal on every host; collective.
@@ -167,7 +154,7 @@ class StageTimer:
         spans, busy = self.spans, dict.fromkeys(STAGES, 0.0)
         for span in spans:
             busy[span.name] += span.seconds
-        ends = [self._first_token or self._prefilled, self._hosts.moment(on_device=False)]
+        ends = [self._first_token or self.prefilled, self._hosts.moment(on_device=False)]
         times = [*busy.values(), overlapping_seconds(spans), *self._seconds_until(ends)]
         everybody = self._hosts.gather_floats([*times, self.comm_bytes, peak_memory_bytes(self._hosts.device)])
         *slowest, received, peaks = zip(*everybody, strict=True)
@@ -189,7 +176,7 @@ class StageTimer:
     def _seconds_until(self, moments: Sequence[Moment]) -> list[float]:
         """Return the seconds from the request's beginning to moments; waits until the GPU has come to them."""
         began, *times = self._hosts.seconds_at([self._began, *moments])
-        return [self._seconds_before + seconds - began for seconds in times]
+        return [seconds - began for seconds in times]
 
 
 class Recorder:

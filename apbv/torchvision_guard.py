@@ -12,6 +12,7 @@ An import hook watches for the import of torchvision, so that it is not imported
 import importlib.abc
 import sys
 from functools import partial
+from importlib.machinery import PathFinder
 
 _POOLING = ("roi_align", "roi_pool", "ps_roi_align", "ps_roi_pool", "deform_conv2d")
 _OPERATORS = ("nms", "qnms", *_POOLING, *(f"_{name}_backward" for name in _POOLING))
@@ -28,7 +29,7 @@ def ensure_torchvision_imports() -> None:
 
 
 class _TorchvisionFinder(importlib.abc.MetaPathFinder):
-    """Import hook for torchvision, which delegates the search to later finders and retries a failed import."""
+    """Import hook for torchvision, which finds it on the path as Python does, and retries a failed import."""
 
     def __init__(self):
         # A torch.library.Library withdraws its definitions when it is collected, so it must stay referenced.
@@ -37,12 +38,9 @@ class _TorchvisionFinder(importlib.abc.MetaPathFinder):
     def find_spec(self, fullname, path=None, target=None):
         if fullname != "torchvision":
             return None
-        # Not those before it: they have been asked, and one of them may be a copy of this one, which would ask it.
-        others = sys.meta_path[sys.meta_path.index(self) + 1 :]
-        specs = (finder.find_spec(fullname, path, target) for finder in others if hasattr(finder, "find_spec"))
-        spec = next((spec for spec in specs if spec is not None), None)
+        spec = PathFinder.find_spec(fullname, path, target)
         if spec is not None and spec.loader is not None:
-            # The finders make a loader for each search; all else that one can be asked stays as it is.
+            # There is a loader for each search; all else that one can be asked stays as it is.
             spec.loader.exec_module = partial(self._execute, spec.loader.exec_module)
         return spec
 

@@ -79,7 +79,7 @@ def configurations(options: argparse.Namespace) -> dict[str, SpeculativeConfig]:
             way = {"strategy": strategy, "keep": name}
             is_pruned = prunes(SpeculativeConfig(**way))
             for size, kept in sizes.items() if is_pruned else [("", {})]:
-                for prune in options.prune if is_pruned and not STRATEGIES[strategy].prunes_kv else ["prompt"]:
+                for prune in options.prune if is_pruned and not STRATEGIES[strategy].runs_target else ["prompt"]:
                     for gamma in options.num_draft_tokens:
                         kinds = [strategy, name, size, prune if prune != "prompt" else None, f"γ = {gamma}"]
                         config = SpeculativeConfig(**way, **kept, prune=prune, num_draft_tokens=gamma)

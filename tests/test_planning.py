@@ -30,7 +30,7 @@ def test_a_videos_tokens_are_those_of_the_whole_processor(family, frames):
     inputs = ModelInputs.from_processor(inspect_model(model), batch, HostGroup.single("cpu"))
     size = video_size(model.config, frames, 84, 112, processor.video_processor)
     assert size.num_rows == inputs.num_visual_tokens
-    assert size.num_patches == inputs.visual.num_temporal_patches
+    assert size.num_patches == len(inputs.visual.row_starts) - 1
     pixels = batch["pixel_values" if family == "internvl" else "pixel_values_videos"]
     assert size.pixel_bytes == pixels.nbytes
     between = inputs.query_start - inputs.context_start - inputs.num_visual_tokens

@@ -7,16 +7,7 @@ CUDA_GRAPH_MODES = ("auto", "off")
 GENERATION_CONFIGS = ("auto", "neutral")
 HIPPO_TERMS = ("attention", "time", "space")
 PRUNINGS = ("kv", "prompt")
-KEEP_POLICIES = (
-    "specvlm",
-    "attention",
-    "attention_per_frame",
-    "uv_prune",
-    "hippo",
-    "even",
-    "random",
-    "full",
-)
+KEEP_POLICIES = ("specvlm", "attention", "attention_per_frame", "uv_prune", "hippo", "even", "random", "full")
 DEFAULT_KEEP_RATIO = 0.1
 CONTEXTS = "MTCP"
 DEFAULT_QUERY_LEN = 128
@@ -25,18 +16,8 @@ MAX_FPS = 1e9
 # The names in the registries, which need torch: a command line lists them without importing it.
 SPARSE_NAMES = ("xattention", "spargeattn", "flexprefill")
 METHOD_NAMES = ("full", *SPARSE_NAMES, "zigzag_ring", "ulysses", "star", "apb", "apbv")
-IMPORTANCE_NAMES = ("peak", "softmax", "dot", "received")
+IMPORTANCE_NAMES = ("peak", "softmax", "dot")
 BACKEND_NAMES = ("auto", "torch", "triton", "flash_attn")
 REDUCER_NAMES = ("slowfast", "fastvid", "dycoke")
 DTYPE_NAMES = ("auto", "float32", "bfloat16", "float16")
-STRATEGY_NAMES = (
-    "vanilla",
-    "sd_tree",
-    "specvlm",
-    "hippo",
-    "parallelvlm",
-    "text_only",
-    "tabed",
-    "std",
-    "ngram",
-)
+STRATEGY_NAMES = ("vanilla", "sd_tree", "specvlm", "hippo", "parallelvlm", "text_only", "tabed", "std", "ngram")

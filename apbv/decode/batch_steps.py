@@ -17,7 +17,7 @@ from .runner import forward
 
 # Batch sizes with a graph; graphs also differ by the KV length, up to 1,024, 4,096, 16,384, … rows.
 _SIZES = (1, 2, 4, *range(8, 65, 8), *range(96, 513, 32))
-_FEWEST_ROWS = 1024
+_ROWS = tuple(1024 * 4**power for power in range(12))
 
 Tokens = Sequence[int] | Tensor
 
@@ -125,7 +125,8 @@ class BatchRunner:
         most_rows = max(kv.capacity for kv in kvs)
         most_new = 1 << (max(counts or [1]) - 1).bit_length()
         if self._recorded is not None and len(ids) <= _SIZES[-1]:
-            kind = _rounded_up(len(kvs)), _rounded_up(len(ids)), most_new, _rounded_up_rows(most_rows)
+            size, num_tokens = (_rounded_up(len(each), _SIZES) for each in (kvs, ids))
+            kind = size, num_tokens, most_new, _rounded_up(most_rows, _ROWS)
             return self._recorded.run(kind, lambda: _Step(self._parts, *kind), ids, kvs, counts)[: len(ids)]
         step = _Step(self._parts, len(kvs), len(ids), most_new, most_rows)
         step.take(ids, kvs, counts)
@@ -178,14 +179,6 @@ def _positions(kvs: Sequence[OwnKV], counts: Sequence[int] | None) -> list[int]:
     return [kv.position + place for kv, count in zip(kvs, counts, strict=True) for place in range(count)]
 
 
-def _rounded_up(count: int) -> int:
-    """Return the batch size, or the number of tokens, of the smallest graph that fits."""
-    return next(size for size in _SIZES if size >= count)
-
-
-def _rounded_up_rows(most_rows: int) -> int:
-    """Return the number of rows of the smallest graph that fits."""
-    rows = _FEWEST_ROWS
-    while rows < most_rows:
-        rows *= 4
-    return rows
+def _rounded_up(count: int, steps: Sequence[int]) -> int:
+    """Return the batch size, or the number of tokens or rows, of the smallest graph that fits."""
+    return next(step for step in steps if step >= count)

@@ -25,56 +25,50 @@ class CaptureError(Exception):
     """Raised if a step cannot be captured; nothing was computed."""
 
 
-class GraphRecorder:
-    """Captures kernel launches as CUDA graphs that share one memory pool.
+def record(function: Callable[[], Tensor], device: torch.device, pool: tuple[int, int]) -> Callable[[], Tensor]:
+    """Capture the kernels that a function launches as a CUDA graph, without running them.
 
-    Results must therefore be used before another graph runs. GPU only.
+    Args:
+        pool: memory that graphs share; their results must therefore be used before another one runs.
+
+    Returns:
+        A function that replays them and returns their result in a new tensor.
+
+    Raises:
+        CaptureError: the function does something that cannot be captured, such as waiting for the GPU.
     """
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.device(device):
+        # A graph's kernels keep the priority of the stream that they were captured in.
+        side = side_stream(device, "recording", torch.cuda.current_stream().priority)
+        cause = None
+        try:
+            # Not by torch.cuda.graph, which first waits for the whole GPU, and empties the allocator's cache.
+            with torch.cuda.stream(side):
+                # Other threads continue meanwhile, and may do things that this one must not.
+                graph.capture_begin(pool, capture_error_mode="thread_local")
+                try:
+                    result = function()
+                except Exception as error:  # then a vaguer one follows
+                    cause = error
+                    raise
+                finally:
+                    graph.capture_end()
+        except Exception as error:  # torch and every library that launches kernels have errors of their own
+            # PyTorch's allocator would otherwise treat the capture as running for ever: it would not free what
+            # several streams used, and torch.cuda.empty_cache() would raise. Not every supported PyTorch ends
+            # it by itself, and no public function does.
+            with suppress(RuntimeError):  # where it has ended
+                torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
+            cause = cause or error
+            raise CaptureError(f"{type(cause).__name__}: {cause}".splitlines()[0]) from cause
 
-    def __init__(self, device: torch.device):
-        self._device, self._pool = device, torch.cuda.graph_pool_handle()
+    def replay() -> Tensor:
+        with torch.cuda.device(device):
+            graph.replay()
+        return result.clone()
 
-    def record(self, function: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """Capture the kernels that a function launches, without running them.
-
-        Returns:
-            A function that replays them and returns their result in a new tensor.
-
-        Raises:
-            CaptureError: the function does something that cannot be captured, such as waiting for the GPU.
-        """
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.device(self._device):
-            # A graph's kernels keep the priority of the stream that they were captured in.
-            side = side_stream(self._device, "recording", torch.cuda.current_stream().priority)
-            cause = None
-            try:
-                # Not by torch.cuda.graph, which first waits for the whole GPU, and empties the allocator's cache.
-                with torch.cuda.stream(side):
-                    # Other threads continue meanwhile, and may do things that this one must not.
-                    graph.capture_begin(self._pool, capture_error_mode="thread_local")
-                    try:
-                        result = function()
-                    except Exception as error:  # then a vaguer one follows
-                        cause = error
-                        raise
-                    finally:
-                        graph.capture_end()
-            except Exception as error:  # torch and every library that launches kernels have errors of their own
-                # PyTorch's allocator would otherwise treat the capture as running for ever: it would not free what
-                # several streams used, and torch.cuda.empty_cache() would raise. Not every supported PyTorch ends
-                # it by itself, and no public function does.
-                with suppress(RuntimeError):  # where it has ended
-                    torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
-                cause = cause or error
-                raise CaptureError(f"{type(cause).__name__}: {cause}".splitlines()[0]) from cause
-
-        def replay() -> Tensor:
-            with torch.cuda.device(self._device):
-                graph.replay()
-            return result.clone()
-
-        return replay
+    return replay
 
 
 class Step(ABC):
@@ -122,7 +116,7 @@ class RecordedSteps:
         """Drop all steps; their memory pool is freed with the last graph."""
         self._steps: dict[tuple, Step] = {}
         self._computes: dict[tuple, Callable[[], Tensor]] = {}  # of those that have run: how to do it again
-        self._recorder: GraphRecorder | None = None
+        self._pool: tuple[int, int] | None = None
 
     def run(self, kind: tuple, make: Callable[[], Step], *inputs: Any) -> Tensor:
         """Run the step of a shape, creating it if needed, on its next inputs."""
@@ -131,11 +125,11 @@ class RecordedSteps:
         step = self._steps[kind]
         step.take(*inputs)
         if self._records and self._computes.get(kind) == step.compute:
-            self._recorder = self._recorder or GraphRecorder(self._parts.device)
+            self._pool = self._pool or torch.cuda.graph_pool_handle()
             try:
-                self._computes[kind] = self._recorder.record(step.compute)
+                self._computes[kind] = record(step.compute, self._parts.device, self._pool)
             except CaptureError as error:
-                self._records, self._computes, self._recorder = False, {}, None
+                self._records, self._computes, self._pool = False, {}, None
                 if not isinstance(error.__cause__, torch.OutOfMemoryError):  # which another answer may avoid
                     self._parts.capture_failures.append(str(error))
                 warn_caller(f"decoding continues without CUDA graphs: {error}")
@@ -150,7 +144,7 @@ MOST_CAPTURED = 64
 
 def may_record(parts: ModelParts, hosts: HostGroup | None) -> bool:
     """Return whether steps are captured as graphs; warn if this is requested but not possible."""
-    if not parts.wants_graphs:
+    if parts.decode.cuda_graphs == "off" or parts.device.type != "cuda":
         return False
     obstacle = why_not_captured(parts, hosts)
     if obstacle is not None:

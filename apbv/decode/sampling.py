@@ -16,12 +16,6 @@ from ..transfer import fetch, to_device
 # The purpose of a random number: each number is used for one decision only.
 PURPOSE_NEXT_TOKEN, PURPOSE_DRAFT, PURPOSE_ACCEPT = range(3)
 
-# Finding and sorting this many tokens takes a tenth of the time of sorting a vocabulary of 152k, and they nearly
-# always suffice.
-_FIRST_SORTED = 8192
-# Sums of a vocabulary's probabilities have smaller rounding errors.
-_ROUNDING = 1e-9
-
 
 class NotFiniteError(ValueError):
     """Raised if a model's logits are NaN or infinite, so that no token can be chosen."""
@@ -99,43 +93,11 @@ def probabilities(logits: Tensor, temperature: float, top_p: float, top_k: int =
     if min_p > 0.0 or top_k:
         p = p / p.sum(dim=-1, keepdim=True)
     if top_p < 1.0:
-        p = _most_probable_set(p, top_p)
+        ordered, order = p.sort(dim=-1, descending=True, stable=True)
+        is_beyond = ordered.cumsum(dim=-1) - ordered >= top_p
+        p = torch.zeros_like(p).scatter(-1, order, ordered.masked_fill(is_beyond, 0.0))
         p = p / p.sum(dim=-1, keepdim=True)
     return p
-
-
-def _most_probable_set(p: Tensor, top_p: float) -> Tensor:
-    """Set a distribution's probabilities to 0 except for the smallest set that sums to at least ``top_p``."""
-    if not p.is_cuda and p.shape[-1] > _FIRST_SORTED:
-        kept = _cut(p, *_sorted_first(p, _FIRST_SORTED), top_p)
-        if kept is not None:
-            return kept
-    # A GPU sorts a vocabulary faster than a synchronization that checks whether a part would do.
-    return _cut(p, *p.sort(dim=-1, descending=True, stable=True), top_p, whole=True)
-
-
-def _sorted_first(p: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the ``count`` highest probabilities in descending order, of equal ones the first in front."""
-    places = p.topk(count, dim=-1, sorted=False).indices.sort(dim=-1).values
-    ordered, order = p.gather(-1, places).sort(dim=-1, descending=True, stable=True)
-    return ordered, places.gather(-1, order)
-
-
-def _cut(p: Tensor, ordered: Tensor, order: Tensor, top_p: float, whole: bool = False) -> Tensor | None:
-    """Keep of a distribution the first tokens in descending order up to ``top_p``.
-
-    Returns:
-        ``p`` with 0 for all others; None if the order does not reach so far, or might lack a token that is as
-        probable as its last.
-    """
-    cumulative = ordered.cumsum(dim=-1)
-    beyond = cumulative - ordered >= top_p
-    if not whole:
-        reaches = (cumulative - ordered)[..., -1] >= top_p + _ROUNDING
-        lowest = ordered.masked_fill(beyond, torch.inf).amin(dim=-1)
-        if not (reaches & (lowest > ordered[..., -1])).all():
-            return None
-    return torch.zeros_like(p).scatter(-1, order, ordered.masked_fill(beyond, 0.0))
 
 
 def most_probable(logits: Tensor) -> Choice:

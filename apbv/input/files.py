@@ -9,6 +9,8 @@ from ..hosts import HostGroup
 from ..stats import StageTimer
 from .video import VideoError, VideoInfo, probe
 
+_MOST_KNOWN = 16  # files; one of 100,000 frames takes 2 MB
+
 
 @dataclass(frozen=True)
 class FileIdentity:
@@ -56,13 +58,10 @@ class KnownVideos:
     """LRU cache of probed videos; thread-safe.
 
     A file that has changed, by its size and date, is probed again.
-
-    Args:
-        limit: maximum number of files. One of 100,000 frames takes 2 MB.
     """
 
-    def __init__(self, limit: int = 16):
-        self._limit, self._lock = limit, threading.Lock()
+    def __init__(self):
+        self._lock = threading.Lock()
         self._found: dict[FileIdentity, VideoInfo] = {}  # from the least recently used on
 
     def probe(self, path: str | Path, check: Callable[[int], None] = lambda number: None) -> VideoInfo:
@@ -76,7 +75,7 @@ class KnownVideos:
             info = replace(info, path=str(path))
         with self._lock:
             self._found[identity] = info
-            if len(self._found) > self._limit:
+            if len(self._found) > _MOST_KNOWN:
                 del self._found[next(iter(self._found))]
         return info
 

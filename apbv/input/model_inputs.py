@@ -153,17 +153,12 @@ class ModelInputs:
         visual: VisualInput | None,
         audio: AudioInput | None,
     ) -> "ModelInputs":
-        """Make a prompt with placeholders of images, video or audio.
+        """Make a prompt with as many placeholders of images, video or audio as these have tokens.
 
         Raises:
-            PromptError: as :meth:`from_processor`.
+            PromptError: positions need something that the batch lacks.
         """
         where = parts.is_placeholder(input_ids[0]).nonzero().flatten()
-        num_visual = int(parts.is_visual(input_ids[0]).sum())
-        if visual is not None and visual.num_rows != num_visual:
-            raise PromptError(
-                f"the prompt has {num_visual} placeholder tokens, but its images and videos have {visual.num_rows}"
-            )
         position_ids, behind = _positions(parts, input_ids, batch), int(where[-1]) + 1
         # After a video that is heard, what ends its audio lies at the same position as what ends the video, and is
         # no part of the question.
@@ -230,27 +225,26 @@ def visual_from_batch(
     if batch.get("pixel_values") is None and batch.get("pixel_values_videos") is None:
         raise PromptError("the prompt has placeholder tokens for images or video, but no pixels were given")
     left = {kind: _items(parts, batch, kind, kinds.count(kind)) for kind in ("image", "video")}
-    found, row_starts, start = [], [], 0
+    found, start = [], 0
     while start < len(kinds):
         kind = kinds[start]
-        item, num_rows, values = next(left[kind], (None, 0, {}))
-        if item is None or kinds[start : start + num_rows] != [kind] * num_rows:
+        item, values = next(left[kind], (None, {}))
+        if item is None or kinds[start : start + item.num_rows] != [kind] * item.num_rows:
             raise PromptError(
                 f"the prompt's {len(kinds)} placeholder tokens do not match the pixels that were given, which "
                 f"have {'no' if item is None else 'another'} {kind} at placeholder {start}"
             )
-        row_starts += item.row_starts(start, num_rows)
-        start += num_rows
+        start += item.num_rows
         found.append((item, values))
     if any(next(items, None) for items in left.values()):
         raise PromptError("pixels were given for more images or videos than the prompt has placeholders")
-    visual = share_out([item for item, _ in found], [*row_starts, start], hosts)
+    visual = share_out([item for item, _ in found], hosts)
     given = [(item.kind, own, values) for (item, values), own in zip(found, visual.item_patches, strict=True)]
     return replace(visual, pixels=GivenPixels(given) if visual.patches[visual.host] else None)
 
 
 def _items(parts: ModelParts, batch: Mapping[str, Any], kind: str, num_rows: int) -> Iterator[tuple]:
-    """Take the images or the videos of a batch apart: what each is, its rows, and its pixels.
+    """Take the images or the videos of a batch apart: what each is, and its pixels.
 
     Args:
         num_rows: of all videos together, which have equally many where they have no grids.
@@ -278,14 +272,14 @@ def _items(parts: ModelParts, batch: Mapping[str, Any], kind: str, num_rows: int
                     kept, left = left[:num_rows].view(num_patches, *(grid[1:] // side)), left[num_rows:]
                     num_rows = int(kept.sum())
             num_bytes = PIXEL_COPIES * own.nbytes // num_patches
-            yield VisualItem(kind, num_patches, patch_bytes=num_bytes, kept=kept), num_rows, values
+            yield VisualItem(kind, num_rows, num_patches, patch_bytes=num_bytes, kept=kept), values
             first += count
     elif kind == "video":
         videos = pixels if pixels.dim() == 5 else pixels[None]
         for video in videos:
-            item = VisualItem("video", len(video), parts.num_rows_ending_video, PIXEL_COPIES * video[0].nbytes)
+            num_ending, num_bytes = parts.num_rows_ending_video, PIXEL_COPIES * video[0].nbytes
             values = {"pixel_values_videos": video[None] if pixels.dim() == 5 else video}
-            yield item, num_rows // len(videos), values
+            yield VisualItem("video", num_rows // len(videos), len(video), num_ending, num_bytes), values
     else:
         counts = torch.as_tensor(batch.get("batch_num_images", [1] * len(pixels))).tolist()
         of_sample = [count for count in counts for _ in range(count)]
@@ -296,5 +290,5 @@ def _items(parts: ModelParts, batch: Mapping[str, Any], kind: str, num_rows: int
                 # transformers asks of it only whether it is 1.
                 "batch_num_images": torch.tensor([of_sample[number]]),
             }
-            item = VisualItem("image", patch_bytes=PIXEL_COPIES * pixels[number].nbytes)
-            yield item, parts.num_image_rows(size, of_sample[number] == 1), values
+            num_rows = parts.num_image_rows(size, of_sample[number] == 1)
+            yield VisualItem("image", num_rows, patch_bytes=PIXEL_COPIES * pixels[number].nbytes), values

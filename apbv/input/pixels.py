@@ -16,17 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..allocator import return_freed_memory
 from ..config import VideoConfig
 from ..layout import intersect
 from ..stats import StageTimer
 from ..transfer import side_stream
 from .images import Picture
-from .skeleton import process
-from .video import VideoInfo, iter_frames, read_frames
+from .skeleton import SampledVideo, process
+from .video import iter_frames, read_frames
 from .visual import PixelChunk, Pixels
-
-_LARGE_BYTES = 2**26
 
 
 @dataclass(frozen=True)
@@ -62,8 +59,6 @@ class SourcePixels:
                     values, ready = reader.prepare(what)
                     del what
                     yield PixelChunk(values, chunk, reader.kind, ready)
-            if isinstance(reader, ImageReader) and reader.num_bytes > _LARGE_BYTES:
-                return_freed_memory()  # a peak that hardly any other request has
 
 
 def ahead(chunks: Iterator[PixelChunk]) -> Iterator[PixelChunk]:
@@ -165,10 +160,8 @@ class VideoReader:
     """Reads the frames of one video.
 
     Attributes:
-        video: the file that they are in.
-        frames: the indices of all sampled frames, ascending.
+        video: the video with its sampled frames.
         num_merged: the frames of one temporal patch.
-        grid: ``[1, 3]`` patches (time, height, width) of the whole video, where the model has such a grid.
         processor: the model's transformers processor.
         timer: the request's stage times.
         device, dtype: of the vision tower; on a GPU pixels are made there, else (None, too) in fp32 on the CPU.
@@ -178,10 +171,8 @@ class VideoReader:
 
     kind = "video"
 
-    video: VideoInfo
-    frames: tuple[int, ...]
+    video: SampledVideo
     num_merged: int
-    grid: Tensor | None
     processor: Any
     timer: StageTimer
     device: torch.device | None = None
@@ -196,19 +187,19 @@ class VideoReader:
             first: the number of the video's first temporal patch.
         """
         start, stop = chunks[0].start - first, chunks[-1].stop - first
-        frames = self.frames[start * self.num_merged : stop * self.num_merged]
+        frames = self.video.frames[start * self.num_merged : stop * self.num_merged]
         size, threads = len(chunks[0]) * self.num_merged, self.config.threads or 0
         if not self.runs_ahead:
             for start in range(0, len(frames), size):
                 with self.timer.stage("decode_video"):
-                    chunk = read_frames(self.video, frames[start : start + size], threads)
+                    chunk = read_frames(self.video.info, frames[start : start + size], threads)
                 yield torch.as_tensor(chunk)
             return
 
         def at_work(thread: int) -> AbstractContextManager:
             return self.timer.stage("decode_video", f"decode_video {thread}")
 
-        with closing(iter_frames(self.video, frames, size, threads, at_work)) as chunks:
+        with closing(iter_frames(self.video.info, frames, size, threads, at_work)) as chunks:
             yield from map(torch.as_tensor, chunks)
 
     @torch.no_grad()
@@ -219,9 +210,9 @@ class VideoReader:
         # The stage lies within the stream, whose time counts.
         with nullcontext() if side is None else torch.cuda.stream(side), self.timer.stage("preprocess"):
             if side is None:
-                return preprocess_frames(self.processor, read, self.grid), None
+                return preprocess_frames(self.processor, read, self.video.grid), None
             read = read.pin_memory().to(self.device, non_blocking=True)
-            values = preprocess_frames(self.processor, read, self.grid)
+            values = preprocess_frames(self.processor, read, self.video.grid)
             values = {name: v.to(self.dtype) if v.is_floating_point() else v for name, v in values.items()}
             return values, side.record_event()
 
@@ -244,11 +235,6 @@ class ImageReader:
     processor: Any
     timer: StageTimer
     is_untiled: bool = False
-
-    @property
-    def num_bytes(self) -> int:
-        """The images' size as RGB."""
-        return sum(3 * picture.height * picture.width for picture in self.pictures)
 
     def read(self, chunks: Sequence[range], first: int = 0) -> Iterator[list[Any]]:
         """Decode images, as :meth:`VideoReader.read` does frames."""

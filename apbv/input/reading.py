@@ -153,7 +153,7 @@ class PromptReader:
     ) -> tuple[SampledVideo, ...]:
         """Find which tokens of videos a prompt has, where the processor leaves some out; collective.
 
-        Every process compares its share of the frames. What host 0 knows, of an earlier prompt, it sends.
+        Every host compares its share of the frames. What host 0 knows, of an earlier prompt, it sends.
 
         Args:
             videos: as :meth:`sample` returned them, the same on every host.
@@ -167,21 +167,20 @@ class PromptReader:
             return tuple(videos)
         hosts = hosts or HostGroup.single(self.parts.device)
         timer = timer or StageTimer(hosts)
-        found, process = [], hosts.rank * hosts.tensor_parallel_size + hosts.tensor_parallel_rank
+        found = []
         for video in videos:
             with hosts.local_stage("comparing frames"):
                 source, frames = Source(FileIdentity.of(video.info.path), video.frames), range(len(video.frames))
                 known = self._kept.get(source) if video.kept is None else video.kept
-            shares = split_evenly(frames, hosts.num_processes)
+            shares = split_evenly(frames, hosts.size)
             if hosts.broadcast_ints([known is not None], 1)[0]:
-                shares = [frames, *[range(0)] * (hosts.num_processes - 1)]
+                shares = [frames, *[range(0)] * (hosts.size - 1)]
+            mine = shares[hosts.rank]
             with hosts.local_stage("comparing frames"):
-                if len(shares[process]) < len(frames) or known is None:
-                    known = kept_tokens(self.processor, video, shares[process], hosts, timer, self._config.video)
-                padded = known.new_zeros(max(map(len, shares)), *known.shape[1:], dtype=torch.uint8)
-                padded[: len(known)] = known
-            pieces = zip(hosts.start_gathering(padded).wait(), shares, strict=True)
-            kept = torch.cat([piece[: len(share)] for piece, share in pieces]).bool()
+                if len(mine) < len(frames) or known is None:
+                    known = kept_tokens(self.processor, video, mine, hosts, timer, self._config.video)
+            rows = known.to(hosts.device, torch.uint8)
+            kept = torch.cat(hosts.gather_rows(rows, [*map(len, shares)]).wait()).bool().cpu()
             self._kept[source] = kept
             if len(self._kept) > _MOST_KEPT:
                 self._kept.pop(next(iter(self._kept)), None)
@@ -195,14 +194,12 @@ class PromptReader:
         hosts: HostGroup,
         timer: StageTimer,
         prompt: Skeleton | None = None,
-        is_even: bool = False,
     ) -> tuple[ModelInputs, SourcePixels | None]:
         """Read a rendered question, except its frames and images; on every host.
 
         Args:
             videos: its videos, as :meth:`sample` returned them.
             prompt: what :meth:`lay_out` returned, where that was done already.
-            is_even: whether positions take frames of a variable rate for evenly spaced, as vLLM's do.
 
         Returns:
             The model inputs without pixels, and the source of this host's share of these; None if the prompt has
@@ -213,19 +210,16 @@ class PromptReader:
         """
         with timer.stage("preprocess"):
             skeleton, config = prompt or self.lay_out(rendered, videos), self._config
-            batch = {
-                name: value for name, value in skeleton.batch.items() if name != "patch_seconds" or not is_even
-            }
             if not (skeleton.items or skeleton.sounds):
                 asked = {"query_start": self._query_start(rendered, skeleton.batch), "query_len": config.query_len}
                 return ModelInputs.from_processor(self.parts, skeleton.batch, hosts, **asked), None
             input_ids, visual, audio = skeleton.batch["input_ids"], None, None
             if skeleton.items:
-                visual = share_out(skeleton.items, skeleton.row_starts, hosts)
+                visual = share_out(skeleton.items, hosts)
             if skeleton.sounds:
                 audio = audio_from_batch(self.parts, skeleton.batch, input_ids[0], hosts)
                 audio = replace(audio, sources=skeleton.sounds)
-            inputs = ModelInputs.of_sources(self.parts, batch, input_ids, visual, audio)
+            inputs = ModelInputs.of_sources(self.parts, skeleton.batch, input_ids, visual, audio)
         if visual is None:
             return inputs, None
         readers, device = [], self.parts.device
@@ -239,10 +233,8 @@ class PromptReader:
                 reader = ImageReader(pictures, self.processor, timer, is_untiled)
             else:
                 reader = VideoReader(
-                    video=source.info,
-                    frames=source.frames,
+                    video=source,
                     num_merged=-(-len(source.frames) // len(run)),
-                    grid=skeleton.grids[numbers[0]],
                     processor=self.processor,
                     timer=timer,
                     device=device,

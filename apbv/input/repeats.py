@@ -6,6 +6,7 @@ prompt is laid out; then those that the host encodes.
 """
 
 from contextlib import closing
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -48,7 +49,7 @@ def kept_tokens(
     found, size, first, before = [], max(1, _CHUNK_BYTES // num_bytes), max(frames.start - 1, 0), None
     chunks = [range(start, min(start + size, frames.stop)) for start in range(first, frames.stop, size)]
     reader = VideoReader(
-        info, video.frames, 1, grid, processor, timer, config=config, runs_ahead=hosts.has_own_process
+        replace(video, grid=grid), 1, processor, timer, config=config, runs_ahead=hosts.has_own_process
     )
     with closing(reader.read(chunks)) as read:
         for decoded in read:

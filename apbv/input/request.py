@@ -4,16 +4,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..config import SamplingParams
+from ..config.checks import Checked, one_of
 from ..grammar import Grammar
 from ..logprobs import TokenLogprobs
 from ..stats import StageTimer
-from .model_inputs import ModelInputs
+from .model_inputs import POSITION_RULES, ModelInputs
 from .rendering import Question
 from .skeleton import Skeleton
 
 
 @dataclass(frozen=True)
-class Request:
+class Request(Checked):
     """Request to the engine.
 
     Attributes:
@@ -32,11 +33,14 @@ class Request:
             part above once the prompt is prefilled. Cached KV stays where it is.
         prompt: the part of the question already read by this host's :class:`~apbv.input.reading.PromptReader`;
             None: nothing. Other hosts need not have it.
+
+    Raises:
+        ValueError: there is no such rule of positions.
     """
 
     question: Question
     timer: StageTimer
-    positions: str = "transformers"
+    positions: str = one_of(POSITION_RULES, "transformers")
     sampling: SamplingParams = field(default_factory=SamplingParams)
     num_wanted: int = 1
     on_token: Callable[[int], None] | None = None

@@ -7,6 +7,7 @@ placeholders is tokenised as if it were one.
 """
 
 import copy
+import dataclasses
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -18,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..model.parts import ModelParts, intervals, prompts_like
+from ..model.parts import ModelParts, prompts_like
 from .audio import Sound
 from .files import FileIdentity, Source
 from .images import Picture
@@ -48,12 +49,14 @@ class SampledVideo:
         frames: indices of the sampled frames, ascending.
         sound: what is heard with them; None: nothing.
         kept: see :class:`~apbv.input.visual.VisualItem`; None also where that is not known yet.
+        grid: ``[1, 3]`` patches (time, height, width), where the model has such a grid and it is known.
     """
 
     info: VideoInfo
     frames: tuple[int, ...]
     sound: Sound | None = None
     kept: Tensor | None = field(default=None, repr=False, compare=False)
+    grid: Tensor | None = field(default=None, repr=False, compare=False)
 
 
 @dataclass(frozen=True)
@@ -65,9 +68,7 @@ class Skeleton:
         videos: its videos.
         batch: the tokens of the whole prompt, and what its rotary positions depend on.
         items: the videos and images, in prompt order.
-        row_starts: where the rows of every temporal patch start, and where the last one's end.
         sources: the source of every item.
-        grids: of every item ``[1, 3]`` patches (time, height, width), where the model has such a grid for a video.
         sounds: what every audio comes from, in prompt order.
     """
 
@@ -75,9 +76,7 @@ class Skeleton:
     videos: tuple[SampledVideo, ...]
     batch: Mapping[str, Any]
     items: tuple[VisualItem, ...] = ()
-    row_starts: tuple[int, ...] = (0,)
     sources: tuple[SampledVideo | Picture, ...] = ()
-    grids: tuple[Tensor | None, ...] = ()
     sounds: tuple[Source, ...] = ()
 
 
@@ -127,47 +126,39 @@ def lay_out(
         "image": iter(pictures),
         "audio": zip(sounds, batches[len(videos) :], strict=False),
     }
-    items, row_starts, sources, grids, grids_of_videos = [], [], [], [], []
+    items, sources = [], []
     heard: list[tuple[Sound, Mapping[str, Any]]] = []
-    start = 0
     for kind, num_tokens in found:
-        source, grid = next(left[kind]), None
+        source = next(left[kind])
         if kind == "audio":
             heard.append(source)
             continue
         if kind == "video":
             source, batch = source
-            grid = batch.get("video_grid_thw")
-            grids_of_videos.append(grid)
+            source = dataclasses.replace(source, grid=batch.get("video_grid_thw"))
             if source.sound is not None:
                 heard.append((source.sound, batch))
             # InternVL has one name for images and video.
             pixels = batch["pixel_values" if parts.family == "internvl" else "pixel_values_videos"]
             num_patches, num_ending = pixels.shape[pixels.dim() == 5], parts.num_rows_ending_video
-            if grid is not None:
-                num_patches = int(grid[0, 0])
+            if source.grid is not None:
+                num_patches = int(source.grid[0, 0])
             frame_bytes = 3 * source.info.height * source.info.width * len(source.frames)
             num_bytes = FRAME_COPIES * frame_bytes // num_patches + PIXEL_COPIES * pixels.nbytes // num_patches
             identity = Source(FileIdentity.of(source.info.path), source.frames)
-            item = VisualItem("video", num_patches, num_ending, num_bytes, identity, source.kept)
+            item = VisualItem("video", num_tokens, num_patches, num_ending, num_bytes, identity, source.kept)
         else:
             num_bytes = PIXEL_COPIES * batches[-1]["pixel_values"].nbytes * num_tokens // of_images
             num_bytes += FRAME_COPIES * 3 * source.height * source.width
-            item = VisualItem("image", patch_bytes=num_bytes, source=source.source)
-        row_starts += item.row_starts(start, num_tokens)
-        start += num_tokens
+            item = VisualItem("image", num_tokens, patch_bytes=num_bytes, source=source.source)
         items.append(item)
         sources.append(source)
-        grids.append(grid)
     # But for the pixels, with the last one's tokens, which are the whole prompt's.
     merged = {name: value for name, value in batches[-1].items() if name not in _PIXELS}
     for name in ("image_grid_thw", "video_grid_thw", "second_per_grid_ts", "video_second_per_grid"):
         values = [torch.as_tensor(batch[name]) for batch in batches if batch.get(name) is not None]
         if values:
             merged[name] = torch.cat(values)
-    starts = [_patch_seconds(video, grid) for video, grid in zip(videos, grids_of_videos, strict=True)]
-    if any(start is not None for start in starts):
-        merged["patch_seconds"] = starts
     if heard:  # spectrograms, each as long as it is, and masks, as long as the longest
         masks = [batch["feature_attention_mask"][0].bool() for _, batch in heard]
         features = [batch["input_features"][0] for _, batch in heard]
@@ -178,9 +169,7 @@ def lay_out(
         videos=tuple(videos),
         batch=merged,
         items=tuple(items),
-        row_starts=(*row_starts, start),
         sources=tuple(sources),
-        grids=tuple(grids),
         sounds=tuple(sound.source for sound, _ in heard),
     )
 
@@ -225,28 +214,15 @@ def _video_arguments(parts: ModelParts, processor, video: SampledVideo) -> dict[
     if parts.hears:  # its frames lie at this rate in time; the others' processors ask the metadata
         arguments["fps"] = len(video.frames) * fps / length
     if video.sound is not None:
-        arguments["video"] = video
         arguments |= _audio_arguments(processor, video.sound)
         arguments |= {"load_audio_from_video": True, "audio_from_video_indices": [0]}
     return arguments
-
-
-def _patch_seconds(video: SampledVideo, grid: Tensor | None) -> Tensor | None:
-    """Return float64 ``[t]``, the times of temporal patches' first frames; None where these are equally long.
-
-    The models count them by their number, and so do their processors.
-    """
-    if grid is None or video.info.has_constant_rate:
-        return None
-    num_merged = -(-len(video.frames) // int(grid[0, 0]))
-    return torch.from_numpy(video.info.timestamps[list(video.frames[::num_merged])])
 
 
 def process(
     processor,
     text: str,
     replace: Callable[..., tuple[list[str], list]] | None = None,
-    video: SampledVideo | None = None,
     kept: Tensor | None = None,
     **inputs,
 ) -> Mapping[str, Any]:
@@ -259,7 +235,6 @@ def process(
         processor: that of a video model; it is used by one thread at a time.
         text: the prompt, with one placeholder for each image, video or audio.
         replace: what writes the placeholders out, instead of the processor's ``get_text_with_replacements``.
-        video: the one whose frames are among its audio.
         kept: bool ``[frames, h, w]``, which tokens of the only video the text has, where its pixels do not tell.
         inputs: the processor's further arguments, such as ``images`` or ``videos``.
     """
@@ -276,16 +251,6 @@ def process(
 
     one_of_each = copy.copy(processor)
     one_of_each.get_text_with_replacements = shortened
-    if video is not None and not video.info.has_constant_rate:
-        together = processor.replace_video_with_audio_token
-
-        def by_time(inputs, number: int, *args, **kwargs) -> str:
-            grid = inputs["video_grid_thw"][number : number + 1]
-            seconds, merge = intervals(_patch_seconds(video, grid)), processor.video_processor.merge_size
-            of_tokens = np.repeat(seconds.numpy(), int(grid[0, 1:].prod()) // merge**2)
-            return together({**inputs, "video_second_per_grid": {number: of_tokens}}, number, *args, **kwargs)
-
-        one_of_each.replace_video_with_audio_token = by_time
     if kept is not None:
         of_video = processor.replace_video_token
         one_of_each.replace_video_token = lambda inputs, *args, **kwargs: of_video(

@@ -14,7 +14,7 @@ from bisect import bisect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, chain
 from operator import attrgetter
 from typing import Any, Protocol
 
@@ -45,6 +45,7 @@ class VisualItem:
 
     Attributes:
         kind: ``"video"`` or ``"image"``.
+        num_rows: its visual tokens.
         num_patches: its temporal patches.
         num_ending_rows: how many of its rows, the last, belong to no frame (LLaVA's newline after a video).
         patch_bytes: an estimate of the memory in use while one temporal patch is encoded, and so of its cost.
@@ -54,6 +55,7 @@ class VisualItem:
     """
 
     kind: str
+    num_rows: int
     num_patches: int = 1
     num_ending_rows: int = 0
     patch_bytes: int = 0
@@ -65,18 +67,13 @@ class VisualItem:
         """Whether the prompt has all tokens of its frames."""
         return self.kept is None or bool(self.kept.all())
 
-    def row_starts(self, start: int, num_rows: int) -> list[int]:
-        """Return where the rows of its temporal patches start.
-
-        Args:
-            start: its first row.
-            num_rows: its rows.
-        """
+    @property
+    def rows_of_patches(self) -> list[int]:
+        """How many rows each temporal patch has; the last one's are also those that belong to no frame."""
         if self.kept is not None:
-            counts = self.kept.flatten(1).sum(dim=1).tolist()
-            return list(accumulate(counts[:-1], initial=start))
-        per_patch = (num_rows - self.num_ending_rows) // self.num_patches
-        return [start + patch * per_patch for patch in range(self.num_patches)]
+            return self.kept.flatten(1).sum(dim=1).tolist()
+        rows = (self.num_rows - self.num_ending_rows) // self.num_patches
+        return [rows] * (self.num_patches - 1) + [rows + self.num_ending_rows]
 
 
 @dataclass(frozen=True)
@@ -172,11 +169,6 @@ class VisualInput(RowStarts):
         return kinds.pop() if len(kinds) == 1 else "mixed"
 
     @property
-    def num_temporal_patches(self) -> int:
-        """The temporal patches of all items."""
-        return len(self.row_starts) - 1
-
-    @property
     def pieces(self) -> tuple[range, ...]:
         """The rows that each host encodes."""
         return tuple(self.rows_of(share) for share in self.patches)
@@ -261,19 +253,14 @@ def _cut(patches: range, costs: Sequence[int], most: int) -> Iterator[range]:
         yield range(start, patches.stop)
 
 
-def share_out(items: Sequence[VisualItem], row_starts: Sequence[int], hosts: HostGroup) -> VisualInput:
+def share_out(items: Sequence[VisualItem], hosts: HostGroup) -> VisualInput:
     """Share the temporal patches of a prompt's items out among the hosts that encode them (Eq. 6).
 
     Args:
         items: the videos and images, in prompt order.
-        row_starts: where the rows of every temporal patch start, and where the last one's end.
     """
-    return VisualInput(
-        items=tuple(items),
-        patches=split_by_cost(_costs(items), hosts.size),
-        host=hosts.rank,
-        row_starts=tuple(row_starts),
-    )
+    row_starts = accumulate(chain.from_iterable(item.rows_of_patches for item in items), initial=0)
+    return VisualInput(tuple(items), split_by_cost(_costs(items), hosts.size), hosts.rank, tuple(row_starts))
 
 
 def _costs(items: Sequence[VisualItem]) -> list[int]:

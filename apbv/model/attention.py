@@ -6,6 +6,7 @@ transformers passes down to every layer. Nothing is therefore global, and no mod
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -89,10 +90,11 @@ def apbv_attention(language_model: PreTrainedModel, implementation: str = _NAME)
         config._attn_implementation = before
 
 
+@dataclass(frozen=True)
 class NewTokenAttention:
     """Attention of new tokens, the last in the cache, to a KV that all of them see.
 
-    Args:
+    Attributes:
         backend: what computes it, as in :class:`apbv.PrefillConfig`.
         visible: bool ``[S, N]``: which of the last N tokens in the cache, themselves included, the new ones see;
             None: those up to themselves.
@@ -103,21 +105,17 @@ class NewTokenAttention:
             after them; see :func:`apbv.kernels.verify_attention`. None: all. Only for a KV that is all here.
     """
 
-    def __init__(
-        self,
-        backend: str = "auto",
-        visible: Tensor | None = None,
-        hosts: HostGroup | None = None,
-        num_keys: Tensor | None = None,
-    ):
-        self._backend, self._visible, self._hosts, self._num_keys = backend, visible, hosts, num_keys
+    backend: str = "auto"
+    visible: Tensor | None = None
+    hosts: HostGroup | None = None
+    num_keys: Tensor | None = None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float, layer: int) -> Tensor:
-        holds_newest = self._hosts is None or self._hosts.rank == 0
+        holds_newest = self.hosts is None or self.hosts.rank == 0
         # Other hosts have none of the new tokens.
-        visible = self._visible if holds_newest else q.new_empty(q.shape[2], 0, dtype=torch.bool)
-        own = verify_attention(q, k, v, scale, visible=visible, num_keys=self._num_keys, backend=self._backend)
-        return own[0] if self._hosts is None else gather_and_merge([own], self._hosts, self._backend)()
+        visible = self.visible if holds_newest else q.new_empty(q.shape[2], 0, dtype=torch.bool)
+        own = verify_attention(q, k, v, scale, visible=visible, num_keys=self.num_keys, backend=self.backend)
+        return own[0] if self.hosts is None else gather_and_merge([own], self.hosts, self.backend)()
 
 
 class BatchAttention:

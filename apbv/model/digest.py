@@ -9,37 +9,15 @@ from torch import Tensor
 
 # Fields that determine the numbers in a KV cache. Others change with versions of transformers.
 _CONFIG_FIELDS = (
-    "model_type",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "vocab_size",
-    "hidden_act",
-    "rms_norm_eps",
-    "rope_parameters",
-    "no_rope_layers",
-    "num_local_experts",
-    "n_routed_experts",
-    "n_shared_experts",
-    "num_experts_per_tok",
-    "moe_intermediate_size",
-    "first_k_dense_replace",
-    "norm_topk_prob",
-    "shared_expert_intermediate_size",
+    *("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim", "vocab_size"),
+    *("num_attention_heads", "num_key_value_heads", "hidden_act", "rms_norm_eps", "rope_parameters"),
+    *("no_rope_layers", "num_local_experts", "n_routed_experts", "n_shared_experts", "num_experts_per_tok"),
+    *("moe_intermediate_size", "first_k_dense_replace", "norm_topk_prob", "shared_expert_intermediate_size"),
     *(f"linear_{name}" for name in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")),
 )
 
 # The matrices of a decoder layer whose first row lies whole on the first process of a host.
-SAMPLED_PROJECTIONS = (
-    "self_attn.q_proj",
-    "self_attn.k_proj",
-    "self_attn.v_proj",
-    "mlp.gate_proj",
-    "mlp.up_proj",
-)
+SAMPLED_PROJECTIONS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
 
 
 def config_digest(config) -> str:

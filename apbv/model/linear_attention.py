@@ -68,11 +68,8 @@ class LinearStates(Cache):
 
     def among(self, cache: DynamicCache) -> DynamicCache:
         """Return the model's own cache: a copy of these states, and between them the layers of a KV cache."""
-        whole, rest, copied = (
-            DynamicCache(),
-            iter(cache.layers),
-            dict(zip(self.places, self.copy().layers, strict=True)),
-        )
+        copied = dict(zip(self.places, self.copy().layers, strict=True))
+        whole, rest = DynamicCache(), iter(cache.layers)
         for index in range(len(cache.layers) + len(copied)):
             whole.layers.append(copied[index] if index in copied else next(rest))
         return whole

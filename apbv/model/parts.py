@@ -1,6 +1,6 @@
 """Takes a Hugging Face model apart. Only this file reads a model's config."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -29,18 +29,7 @@ VIDEO_FAMILIES = (
     *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
     *("internvl", "llava_onevision", OMNI_THINKER, "glm4v", "glm46v", "glm4v_moe", "video_llama_3"),
 )
-_MROPE_FAMILIES = (
-    "qwen2_vl",
-    "qwen2_5_vl",
-    "qwen3_vl",
-    "qwen3_vl_moe",
-    "qwen3_5",
-    "qwen3_5_moe",
-    OMNI_THINKER,
-    "glm4v",
-    "glm46v",
-    "glm4v_moe",
-)
+_MROPE_FAMILIES = tuple(each for each in VIDEO_FAMILIES if each.startswith(("qwen", "glm")))
 # Families whose prompts and vision tower are another one's.
 _ALIKE = dict.fromkeys(("qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), "qwen3_vl")
 _ALIKE |= dict.fromkeys(("glm46v", "glm4v_moe"), "glm4v")
@@ -52,8 +41,6 @@ _REASONS = {
     "molmo2": "visual tokens attend to later ones, too, and apbv computes causal attention only",
     "qwen2_5_omni": "of a Qwen2.5-Omni model apbv runs the thinker (model.thinker): it answers in text only",
 }
-# Seconds added to times, so that what is rounded down never falls below the time itself.
-_ROUNDING = 1e-6
 
 
 def prompts_like(family: str) -> str:
@@ -219,10 +206,8 @@ class ModelParts:
         num_layers: the number of decoder layers.
         hidden_size: the width d of a hidden state.
         head_dim: the width D of an attention head.
-        kv_heads: the KV heads of the whole model that are on this process.
-        num_kv_heads: how many these are, which is the number of its cache.
+        num_kv_heads: the number of KV heads on this process, and of its cache.
         vocab_size: the number of logits, which may be more than the tokenizer has tokens.
-        num_deepstack_layers: L of :class:`DecoderSizes`.
         row_width: the number of values that the vision tower makes for one visual token.
         num_rows_ending_video: visual tokens after a video's last frame: LLaVA-OneVision has a newline there.
         rows_per_tile: visual tokens of each tile of an image, where these follow one another (InternVL).
@@ -249,7 +234,7 @@ class ModelParts:
         k_proj = attention.k_proj  # without a weight where that is packed
         mesh = getattr(getattr(k_proj, "weight", None), "device_mesh", None)
         member, num_members = (0, 1) if mesh is None else (mesh.get_local_rank(), mesh.size())
-        kv_heads = split_evenly(range(sizes.kv_heads), num_members)[member]
+        num_kv_heads = len(split_evenly(range(sizes.kv_heads), num_members)[member])
         embed_tokens = self.language_model.get_input_embeddings()
         placeholders = (self.video_token_id, self.image_token_id, self.audio_token_id)
         placeholders = torch.tensor([-1 if number is None else number for number in placeholders])
@@ -266,10 +251,8 @@ class ModelParts:
             "num_layers": sizes.layers,
             "hidden_size": sizes.hidden,
             "head_dim": sizes.head_dim,
-            "kv_heads": kv_heads,
-            "num_kv_heads": len(kv_heads),
+            "num_kv_heads": num_kv_heads,
             "vocab_size": self.lm_head.out_features,
-            "num_deepstack_layers": sizes.deepstack,
             "row_width": (1 + sizes.deepstack) * sizes.hidden,
             "num_rows_ending_video": int(family == "llava_onevision"),
             "rows_per_tile": config.image_seq_length if family == "internvl" else None,
@@ -322,8 +305,7 @@ class ModelParts:
 
         Args:
             input_ids: ``[1, n]``, with placeholders.
-            batch: the other outputs of the model's processor; and, if a video has a variable rate,
-                ``patch_seconds``, of every video the times of its temporal patches, or None.
+            batch: the other outputs of the model's processor.
 
         Returns:
             ``[3, 1, n]``: time, height, width.
@@ -337,10 +319,7 @@ class ModelParts:
         if self.family != OMNI_THINKER:
             seconds = _on_cpu(batch, "second_per_grid_ts")
             types = torch.as_tensor(batch["mm_token_type_ids"]).cpu()
-            position_ids = rope_index(input_ids, mm_token_type_ids=types, **grids, **seconds)[0]
-            if seconds and batch.get("patch_seconds") is not None:
-                self._move_to_times(position_ids, input_ids, grids["video_grid_thw"], batch["patch_seconds"])
-            return position_ids
+            return rope_index(input_ids, mm_token_type_ids=types, **grids, **seconds)[0]
         lengths = None
         if self.is_audio(input_ids).any():
             lengths = torch.as_tensor(batch["feature_attention_mask"]).cpu().sum(-1)
@@ -349,30 +328,10 @@ class ModelParts:
             attention_mask=torch.ones_like(input_ids),
             use_audio_in_video=self._hears_videos(input_ids),
             audio_seqlens=lengths,
-            second_per_grids=_intervals_of(batch),
+            second_per_grids=_on_cpu(batch, "video_second_per_grid").get("video_second_per_grid"),
             **grids,
         )
         return position_ids
-
-    def _move_to_times(
-        self, position_ids: Tensor, input_ids: Tensor, grids: Tensor, seconds: Sequence[Tensor | None]
-    ) -> None:
-        """Put the frames of Qwen2.5-VL's videos of a variable rate at their times: its rule spaces them evenly.
-
-        Args:
-            position_ids: ``[3, 1, n]``, changed in place.
-            grids: ``[videos, 3]`` patches.
-            seconds: of every video the times of its temporal patches, or None.
-        """
-        vision = self.model.config.vision_config
-        rows = (input_ids[0] == self.video_token_id).nonzero()[:, 0]
-        counts = (grids.prod(dim=1) // vision.spatial_merge_size**2).tolist()
-        for mine, own in zip(rows.split(counts), seconds, strict=True):
-            if own is not None:
-                times = ((own + _ROUNDING) * vision.tokens_per_second).long()
-                position_ids[0, 0, mine] = position_ids[0, 0, mine[0]] + times.repeat_interleave(
-                    len(mine) // len(own)
-                )
 
     def _hears_videos(self, input_ids: Tensor) -> bool:
         """Return whether a prompt's videos have their sound among their frames.
@@ -408,11 +367,6 @@ class ModelParts:
             vision_aspect_ratio=config.vision_aspect_ratio,
         )
         return len(packed)
-
-    @property
-    def wants_graphs(self) -> bool:
-        """Whether decode steps should be captured if possible: on a GPU, if not switched off."""
-        return self.decode.cuda_graphs == "auto" and self.device.type == "cuda"
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -516,25 +470,6 @@ def _first_weights(linear: nn.Module) -> Tensor:
     weight = weight.to_local() if hasattr(weight, "to_local") else weight  # this process's shard
     first = weight[: max(1, linear.in_features // weight.shape[1])]
     return first.dequantize() if hasattr(first, "__tensor_flatten__") else first
-
-
-def intervals(seconds: Tensor) -> Tensor:
-    """Return for each temporal patch the mean interval up to it.
-
-    Qwen2.5-Omni and its processor multiply a patch's number with an interval, which may be another one for each.
-
-    Args:
-        seconds: ``[t]``, the patches' times.
-    """
-    return (seconds + _ROUNDING) / torch.arange(len(seconds)).clamp(min=1)
-
-
-def _intervals_of(batch: Mapping[str, Any]) -> Tensor | list[Tensor] | None:
-    """Return the seconds between temporal patches, for each video of Qwen2.5-Omni's."""
-    even, known = _on_cpu(batch, "video_second_per_grid").get("video_second_per_grid"), batch.get("patch_seconds")
-    if even is None or known is None:
-        return even
-    return [each if own is None else intervals(own) for each, own in zip(even, known, strict=True)]
 
 
 def _on_cpu(batch: Mapping[str, Any], *names: str) -> dict[str, Tensor]:

@@ -18,14 +18,13 @@ from .parts import DecoderSizes, ModelParts
 # What the rows of a chunk may hold between input and output, by type of device. On a GPU a chunk's matrix products
 # still have a thousand tiles; on a CPU what is written has a chance to be in a cache when it is read.
 CHUNK_BYTES = {"cuda": 512 * 2**20, "cpu": 32 * 2**20}
-_OTHER_DEVICES = CHUNK_BYTES["cuda"]
 # Fewer rows would make a matrix product slower than it has to be; and of a GPU's tiles none is to be cut in two.
 _FEWEST_ROWS, _ROWS_OF_A_TILE = 512, 256
 _FP32_COPIES_OF_NORM = 2
 
 
 @contextmanager
-def rows_in_chunks(parts: ModelParts, most_rows: int, chunk_bytes: int | None = None) -> Iterator[None]:
+def rows_in_chunks(parts: ModelParts, most_rows: int) -> Iterator[None]:
     """Run the decoder's norms and MLPs on a long input in chunks of rows; restored even on errors.
 
     Modules whose chunks are as long as any input are left alone. Hooks on the modules see whole inputs and
@@ -34,15 +33,13 @@ def rows_in_chunks(parts: ModelParts, most_rows: int, chunk_bytes: int | None = 
 
     Args:
         most_rows: the rows of the longest input.
-        chunk_bytes: what a chunk's intermediate results may take; None: as :data:`CHUNK_BYTES` says.
     """
     decoder, itemsize = parts.language_model, parts.dtype.itemsize
     # Of a row a norm of several calls holds copies in fp32, and the result before its weights.
-    norm_rows = chunk_rows(parts.device, parts.hidden_size * (4 * _FP32_COPIES_OF_NORM + itemsize), chunk_bytes)
+    norm_rows = chunk_rows(parts.device, parts.hidden_size * (4 * _FP32_COPIES_OF_NORM + itemsize))
     if getattr(decoder.norm, "is_fused", False):
         norm_rows = most_rows  # which holds nothing but its result
-    mlp_row = mlp_row_bytes(parts.sizes, itemsize, parts.tensor_parallel[1])
-    mlp_rows = chunk_rows(parts.device, mlp_row, chunk_bytes)
+    mlp_rows = chunk_rows(parts.device, mlp_row_bytes(parts.sizes, itemsize, parts.tensor_parallel[1]))
     modules = [(decoder.norm, norm_rows)]
     for layer in decoder.layers:
         modules += [(layer.input_layernorm, norm_rows), (layer.post_attention_layernorm, norm_rows)]
@@ -58,15 +55,13 @@ def rows_in_chunks(parts: ModelParts, most_rows: int, chunk_bytes: int | None = 
         yield
 
 
-def chunk_rows(device: torch.device, row_bytes: int, chunk_bytes: int | None = None) -> int:
+def chunk_rows(device: torch.device, row_bytes: int) -> int:
     """Return the rows of a chunk, at most.
 
     Args:
         row_bytes: what one row holds between input and output.
-        chunk_bytes: as in :func:`rows_in_chunks`.
     """
-    wanted = chunk_bytes or CHUNK_BYTES.get(device.type, _OTHER_DEVICES)
-    return max(wanted // row_bytes // _ROWS_OF_A_TILE * _ROWS_OF_A_TILE, _FEWEST_ROWS)
+    return max(CHUNK_BYTES[device.type] // row_bytes // _ROWS_OF_A_TILE * _ROWS_OF_A_TILE, _FEWEST_ROWS)
 
 
 def mlp_row_bytes(sizes: DecoderSizes, itemsize: int, tensor_parallel: int = 1) -> int:

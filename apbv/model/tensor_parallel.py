@@ -71,10 +71,7 @@ def load_sharded(
     def prepare_distribute_model(cls, distributed_config, device_map=None):
         return distributed_config, hosts.device, mesh
 
-    members = {
-        "prepare_distribute_model": classmethod(prepare_distribute_model),
-        "__module__": kind.__module__,
-    }
+    members = {"prepare_distribute_model": classmethod(prepare_distribute_model), "__module__": kind.__module__}
     loading = type(kind.__name__, (kind,), members)
     plan = DistributedConfig(tp_plan=plan_of(whole), tp_size=hosts.tensor_parallel_size)
     if adapter is None:

@@ -107,7 +107,7 @@ def encode_and_exchange(
     if visual is not None:
         num_bytes = visual.chunk_bytes or agree_on_chunks(hosts, parts.device, chunk_bytes)
         chunks = [visual.chunks(host, num_bytes) for host in range(hosts.size)]
-        num_streams = 1 + parts.num_deepstack_layers
+        num_streams = 1 + parts.sizes.deepstack
         rounds = _Rounds(parts, visual, parts.is_visual(tokens), chunks, layout, hosts, num_streams)
         local.streams = rounds.run(source, timer, stop)
     return local

@@ -132,7 +132,7 @@ def _stored_inputs(manifest: Manifest, position_ids: Tensor, hosts: HostGroup) -
     visual = None
     if manifest.visual is not None:
         patches = tuple(split_evenly(range(1), hosts.size))
-        items = (VisualItem(manifest.visual.kind),)
+        items = (VisualItem(manifest.visual.kind, manifest.visual.num_tokens),)
         visual = VisualInput(items, patches, hosts.rank, (0, manifest.visual.num_tokens))
     return ModelInputs(
         input_ids=torch.tensor([manifest.token_ids]),

@@ -1,24 +1,20 @@
 """Turns a request into a prefilled prompt: reads it, encodes new frames, and prefills."""
 
 from collections.abc import Callable
-from contextlib import ExitStack
-from copy import copy
 from dataclasses import dataclass, replace
 
 from ..config import PrefillConfig
 from ..hosts import HostGroup
 from ..input.files import probe_once
-from ..input.model_inputs import POSITION_RULES, ModelInputs
+from ..input.model_inputs import ModelInputs
 from ..input.pixels import KeptPixels
 from ..input.reading import PromptReader
 from ..input.rendering import RenderedPrompt
-from ..input.repeats import may_leave_out
 from ..input.request import Request
 from ..input.skeleton import SampledVideo
 from .cancelling import require_going_on
 from .encode import agree_on_chunks
 from .forward import prefill
-from .reduction.pruning import require_reducible
 from .result import PrefillResult
 from .reuse import Reuse, prefill_question
 from .watching import Watcher
@@ -35,6 +31,7 @@ class ReadRequest:
         prefix: cached prefill with the KV of the tokens before the question; None if there is none.
         videos: the videos that were asked about.
         kept: the pixels, if they are kept for a draft.
+        is_encoded: whether all hosts have cached the embeddings of their frames.
     """
 
     request: Request
@@ -43,6 +40,7 @@ class ReadRequest:
     prefix: PrefillResult | None
     videos: tuple[SampledVideo, ...] = ()
     kept: KeptPixels | None = None
+    is_encoded: bool = False
 
     def close(self) -> None:
         """Stop reading pixels; must be called when the request has ended, even on failure."""
@@ -50,48 +48,25 @@ class ReadRequest:
             self.kept.close()
 
 
+@dataclass(frozen=True)
 class Prefiller:
     """Reads requests and prefills them with one model; every method is collective.
 
-    Args:
+    Attributes:
         reader: reads prompts for the model that prefills; on a draft host, which prefills nothing, for the draft.
+        hosts: the hosts that answer together.
+        config: how prompts are prefilled.
         reuse: stores embeddings or KV for later requests; None: nothing is stored.
         reads_all_frames: read pixels even if the target's embeddings are cached, for a draft's vision tower.
         require_readable: rejects prompts that cannot be drafted for; raises ValueError.
     """
 
-    def __init__(
-        self,
-        reader: PromptReader,
-        hosts: HostGroup,
-        config: PrefillConfig,
-        reuse: Reuse | None = None,
-        reads_all_frames: bool = False,
-        require_readable: Callable[[ModelInputs], None] | None = None,
-    ):
-        self._reader, self._hosts, self._config = reader, hosts, config
-        self._reuse, self._reads_all_frames = reuse, reads_all_frames
-        self._require_readable = require_readable
-
-    def with_config(self, config: PrefillConfig) -> "Prefiller":
-        """Return a prefiller with another config that shares the caches."""
-        other = copy(self)
-        other._config = config
-        return other
-
-    def on(self, hosts: HostGroup) -> "Prefiller":
-        """Return a prefiller of other hosts, for another thread, without caches."""
-        other = copy(self)
-        other._hosts, other._reuse, other._reader = hosts, None, self._reader.for_another_thread()
-        return other
-
-    def without_draft(self, config: PrefillConfig) -> "Prefiller":
-        """Return a prefiller with another config, for prompts without a draft; it shares the embedding cache.
-
-        It reuses no KV, which may depend on an earlier question.
-        """
-        reuse = None if self._reuse is None or self._reuse.mode == "kv" else self._reuse
-        return Prefiller(self._reader, self._hosts, config, reuse)
+    reader: PromptReader
+    hosts: HostGroup
+    config: PrefillConfig
+    reuse: Reuse | None = None
+    reads_all_frames: bool = False
+    require_readable: Callable[[ModelInputs], None] | None = None
 
     def read(self, request: Request) -> ReadRequest:
         """Read a request's prompt and files.
@@ -101,54 +76,44 @@ class Prefiller:
             ValueError: the prompt or a file cannot be read, or the model has too few positions for the answer.
             HostError: another host failed.
         """
-        reader, timer, max_positions = self._reader, request.timer, self._reader.parts.max_position_embeddings
-        require_going_on(self._hosts, request.cancels)
-        with self._hosts.local_stage("reading the prompt") as same:
-            if request.positions not in POSITION_RULES:
-                raise ValueError(
-                    f"positions must be one of {', '.join(POSITION_RULES)}, not {request.positions!r}"
-                )
+        reader, timer, max_positions = self.reader, request.timer, self.reader.parts.max_position_embeddings
+        require_going_on(self.hosts, request.cancels)
+        with self.hosts.local_stage("reading the prompt") as same:
             with timer.stage("preprocess"):
                 known = request.prompt
                 rendered = reader.render(request.question) if known is None else known.rendered
                 sources = [picture.source for picture in rendered.pictures]
             sizes = [source.file.size for source in sources if source is not None]
             same("the number of videos, or an image file,", f"{len(rendered.videos)} {sizes}".encode())
-        infos = probe_once(reader.videos, rendered.videos, self._hosts, timer)
-        with ExitStack() as stage:
-            same = stage.enter_context(self._hosts.local_stage("reading the prompt"))
-            with timer.stage("preprocess"):
-                if known is not None and [video.info for video in known.videos] != list(infos):
-                    known = None  # a file has been replaced since
-                videos = reader.sample(infos, request.question) if known is None else known.videos
-            if infos and may_leave_out(reader.processor):
-                stage.close()  # the hosts compare frames together
-                videos = reader.without_repeats(videos, self._hosts, timer)
-                same = stage.enter_context(self._hosts.local_stage("reading the prompt"))
-            for_vllm = request.positions == "vllm"
-            inputs, pixels = reader.read(rendered, videos, self._hosts, timer, known, is_even=for_vllm)
-            if for_vllm:
+        infos = probe_once(reader.videos, rendered.videos, self.hosts, timer)
+        with self.hosts.local_stage("reading the prompt"), timer.stage("preprocess"):
+            if known is not None and [video.info for video in known.videos] != list(infos):
+                known = None  # a file has been replaced since
+            videos = reader.sample(infos, request.question) if known is None else known.videos
+        videos = reader.without_repeats(videos, self.hosts, timer)
+        with self.hosts.local_stage("reading the prompt") as same:
+            inputs, pixels = reader.read(rendered, videos, self.hosts, timer, known)
+            if request.positions == "vllm":
                 inputs = inputs.at_vllm_positions(reader.parts)
             inputs.require_room(max_positions, request.num_wanted)
-            if self._config.reduce is not None:
-                require_reducible(self._config.reduce, inputs)
-            if self._require_readable is not None:
-                self._require_readable(inputs)
+            if self.require_readable is not None:
+                self.require_readable(inputs)
             heard = [] if inputs.audio is None else [each.file.size for each in inputs.audio.sources]
             same("the files that are heard", repr(heard).encode())
-        prefix = None if self._reuse is None else self._reuse.find_prefix(inputs, self._hosts)
-        kept = None
-        is_known = prefix is not None or (
-            self._reuse is not None and self._reuse.has_embeddings(inputs, self._hosts)
-        )
-        if pixels is not None and (self._reads_all_frames or not is_known):
-            if self._reads_all_frames:
+        prefix = kept = None
+        is_encoded = False
+        if self.reuse is not None:
+            prefix = self.reuse.find_prefix(inputs, self.hosts)
+            is_encoded = prefix is None and self.reuse.has_embeddings(inputs, self.hosts)
+        if pixels is not None and (self.reads_all_frames or (prefix is None and not is_encoded)):
+            if self.reads_all_frames:
                 kept = KeptPixels(pixels)
-            chunk_bytes = self._config.video.chunk_bytes
-            num_bytes = agree_on_chunks(self._hosts, reader.parts.device, chunk_bytes)
+            chunk_bytes = self.config.video.chunk_bytes
+            num_bytes = agree_on_chunks(self.hosts, reader.parts.device, chunk_bytes)
             inputs = inputs.with_pixels(kept or pixels, num_bytes)
-        require_going_on(self._hosts, request.cancels)
-        return ReadRequest(request.within(max_positions, inputs), rendered, inputs, prefix, videos, kept)
+        require_going_on(self.hosts, request.cancels)
+        request = request.within(max_positions, inputs)
+        return ReadRequest(request, rendered, inputs, prefix, videos, kept, is_encoded)
 
     def run(self, read: ReadRequest, watcher: Watcher | None = None) -> PrefillResult:
         """Prefill the prompt, or only its question if the KV before it is cached.
@@ -159,24 +124,20 @@ class Prefiller:
         Raises:
             ValueError, HostError: as :func:`apbv.prefill`.
         """
-        inputs, timer, hosts = read.inputs, read.request.timer, self._hosts
+        inputs, timer, hosts = read.inputs, read.request.timer, self.hosts
         if read.prefix is not None:
-            return prefill_question(self._reader.parts, inputs, read.prefix, timer)
-        encoded = reused = None
-        if self._reuse is not None:
-            reused = "embeddings" if self._reuse.has_embeddings(inputs, hosts) else None
-            encoded = self._reuse.embeddings(inputs, self._reader.parts, timer)
+            return prefill_question(self.reader.parts, inputs, read.prefix, timer)
         state = prefill(
-            self._reader.parts,
+            self.reader.parts,
             inputs,
             hosts=hosts,
-            config=self._config,
+            config=self.config,
             timer=timer,
             watcher=watcher,
-            encoded=encoded,
+            encoded=None if self.reuse is None else self.reuse.embeddings(inputs, self.reader.parts, timer),
             stop=read.request.cancels,
             home=read.request.home,
         )
-        if self._reuse is not None:
-            self._reuse.store_prefix(state)
-        return replace(state, reused=reused)
+        if self.reuse is not None:
+            self.reuse.store_prefix(state)
+        return replace(state, reused="embeddings" if read.is_encoded else None)

@@ -173,7 +173,7 @@ class PrefillResult:
             prompt_ids=self.inputs.input_ids[0],
             logprobs=request.logprobs,
             grammar=request.grammar and request.grammar.copy(),
-            ready=self.timer.prefilled_on_gpu,
+            ready=self.timer.prefilled.event,
         )
 
     def save(self, path: str | Path) -> None:

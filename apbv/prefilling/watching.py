@@ -49,11 +49,6 @@ class SplitPrompt:
         return [_numbers(self.layout.cache_spans(host)) for host in range(self.hosts.size)]
 
     @cached_property
-    def owned_visual(self) -> list[Tensor]:
-        """The visual tokens that each host keeps, in cache order."""
-        return [tokens[self.is_visual[tokens]] for tokens in self.owned]
-
-    @cached_property
     def visual_rows(self) -> Tensor:
         """The indices of visual tokens among those that this host keeps, on its device."""
         return to_device(self.is_visual[self.owned[self.hosts.rank]].nonzero().flatten(), self.hosts.device)
@@ -121,7 +116,8 @@ class Watcher:
             local: ``[*lead, T]`` of the visual tokens that this host keeps; None if it has no scores.
         """
         numbers, hosts = self.prompt.is_visual.long().cumsum(0) - 1, self.prompt.hosts
-        owned = [numbers[tokens] for tokens in self.prompt.owned_visual]  # by number among the visual tokens
+        # Of every host the visual tokens that it keeps, in cache order, by number among all visual tokens.
+        owned = [numbers[tokens[self.prompt.is_visual[tokens]]] for tokens in self.prompt.owned]
         if local is None:
             local = torch.zeros(*lead, len(owned[hosts.rank]), device=hosts.device)
         gathered = hosts.gather_rows(local.float(), [*map(len, owned)], dim=len(lead)).wait()

@@ -137,7 +137,7 @@ class SpeculativeBatch(Batch):
             drafter = None if member.draft is None or member.kv is None else member.draft.drafter
             if isinstance(drafter, ModelDrafter) and member.draft_kv is None:
                 try:
-                    member.draft_kv = self._own(drafter.layers, drafter.position)
+                    member.draft_kv = self._own(drafter.cache.layers, drafter.position)
                 except RuntimeError as error:  # out of memory, which on a CPU has no class of its own
                     member.drop_draft(str(error))
 

@@ -10,12 +10,11 @@ from torch import Tensor
 from ..config import SpeculativeConfig
 from ..hosts import HostError
 from ..input.request import Request
-from ..model.attention import apbv_attention
 from ..model.parts import ModelParts
 from ..prefilling.prefiller import Prefiller, ReadRequest
 from ..prefilling.result import PrefillResult
 from ..prefilling.watching import Watcher
-from .draft import Draft, DraftTask, kept_by_frame
+from .draft import DraftTask
 from .link import Pair
 from .pace import Pace
 from .pipeline import DraftReport, draft_beside, generate_beside_draft
@@ -57,8 +56,7 @@ class BesideDraft:
                 pair.send_scores(watcher.result())
             answer = state.begin_answer(self._target, request)
             pace = Pace(config.most_draft_tokens, config.keep_losing_draft)
-            with apbv_attention(self._target.language_model):
-                tokens, stats = generate_beside_draft(answer, pair, pace)
+            tokens, stats = generate_beside_draft(answer, pair, pace)
         figures = {**asdict(config), **stats.summary(len(tokens))}
         draft_spans = None if stats.of_draft is None else stats.of_draft.spans
         return Answered(tokens, figures, spans=tuple(stats.record.spans), draft_spans=draft_spans)
@@ -83,7 +81,7 @@ class DraftHost:
         # If the target continues alone, this host waits for it after the request.
         with closing(read), self.hosts.working("draft"):
             try:
-                tokens, report, draft = self._draft_for(read)
+                tokens, report = self._draft_for(read)
             except Exception as error:
                 if not isinstance(error, HostError):  # the target failed, and needs no message
                     self._pair.link.send_failure()
@@ -93,24 +91,22 @@ class DraftHost:
         for token in tokens:
             if request.on_token is not None:
                 request.on_token(token)
-        kept = kept_by_frame(self._model, read.inputs, draft.kept)
-        return read, None, Answered(tokens, {"role": "draft", "num_drafted": report.num_drafted}, kept)
+        return read, None, Answered(tokens, {"role": "draft", "num_drafted": report.num_drafted})
 
-    def _draft_for(self, read: ReadRequest) -> tuple[list[int], DraftReport, Draft]:
+    def _draft_for(self, read: ReadRequest) -> tuple[list[int], DraftReport]:
         """Read the prompt and draft while the target prefills, unless the target's scores are needed first.
 
         Returns:
-            The new tokens, the report, and the draft that drafted last.
+            The new tokens, and the report.
         """
         parts, link, config = self._model, self._pair.link, self._config
         inputs, timer = read.inputs, read.request.timer
-        num_visual = int(parts.is_visual(inputs.input_ids[0]).sum())
-        is_scored = num_visual and make_watcher(config, parts) is not None
+        is_scored = inputs.visual is not None and make_watcher(config, parts) is not None
         awaited = link.expect_verdict() if is_scored else None
 
         def scores() -> Tensor:
             awaited.wait()
-            return link.receive(num_visual, torch.float32)
+            return link.receive(inputs.num_visual_tokens, torch.float32)
 
         task = DraftTask(
             target=parts,
@@ -128,6 +124,6 @@ class DraftHost:
         )
         with timer.stage("draft"):
             made = STRATEGIES[config.strategy].build(task)
-        with timer.stage("decode"), apbv_attention(parts.language_model):
+        with timer.stage("decode"):
             last, is_auto = int(inputs.input_ids[0, -1]), config.num_draft_tokens == "auto"
             return draft_beside(link, made, last, timer.spans, stops_with_target=is_auto)

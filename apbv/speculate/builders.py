@@ -21,7 +21,7 @@ def kept_visual_tokens(task: DraftTask, rows: Tensor | None) -> Tensor:
     Args:
         rows: the draft's embeddings of the frames that this host encoded.
     """
-    keep, count, total = task.keep, task.num_kept, task.num_visual
+    keep, count, total = task.keep, task.num_kept, task.inputs.num_visual_tokens
     if not total or keep == "full":
         return torch.arange(total)
     if keep in ("attention", "uv_prune"):
@@ -44,11 +44,11 @@ def kept_visual_tokens(task: DraftTask, rows: Tensor | None) -> Tensor:
 def draft_by_model(task: DraftTask) -> Draft:
     """Draft with the draft model, on all text and sound, and the visual tokens that ``task.keep`` chooses."""
     rows = encode_visual(task.draft, task.inputs.visual)
-    if not task.num_visual or task.keep == "full":
-        return _draft_on_tokens(task, rows, torch.arange(task.num_visual))
+    if not task.inputs.num_visual_tokens or task.keep == "full":
+        return _draft_on_tokens(task, rows, torch.arange(task.inputs.num_visual_tokens))
     if task.config.prune == "prompt":
         return _draft_on_tokens(task, rows, kept_visual_tokens(task, rows))
-    first = _draft_on_tokens(task, rows, torch.arange(task.num_visual))
+    first = _draft_on_tokens(task, rows, torch.arange(task.inputs.num_visual_tokens))
     if task.awaited is None:
         return _prune_kv(task, rows, first)
     return replace(first, successor=partial(_prune_kv, task, rows, first), awaited=task.awaited)
@@ -87,7 +87,7 @@ def draft_text_only(task: DraftTask) -> Draft:
 
 def draft_by_ensemble(task: DraftTask) -> Draft:
     """Draft with one model that reads the prompt in several ways (TABED); a prompt of text as ``vanilla`` does."""
-    if not task.num_visual:
+    if not task.inputs.num_visual_tokens:
         return draft_by_model(task)
     rows, kept = None, torch.empty(0, dtype=torch.long)
     if set(task.config.ensemble) & set("MP"):  # the others are text
@@ -99,7 +99,7 @@ def draft_by_ensemble(task: DraftTask) -> Draft:
 
 def draft_on_attended_kv(task: DraftTask) -> Draft:
     """Draft with the target on all text and each layer's and head's most attended visual KV (STD)."""
-    scores, count = task.scores() if task.num_visual else [], task.num_kept
+    scores, count = task.scores() if task.inputs.num_visual_tokens else [], task.num_kept
     nothing = torch.empty(task.target.num_kv_heads, 0, dtype=torch.long)
     best = [layer.topk(count, dim=1).indices for layer in scores] or [nothing] * task.target.num_layers
     visual, text = task.is_visual.nonzero().flatten(), (~task.is_visual).nonzero().flatten()
@@ -137,20 +137,19 @@ def keep_best_per_frame(scores: Tensor, frames: Sequence[range], count: int) -> 
     return torch.cat([best[rank < quotas.repeat_interleave(lengths)], outside]).sort().values
 
 
-def keep_specvlm(attention: Tensor, count: int, share: float = 0.4) -> Tensor:
+def keep_specvlm(attention: Tensor, count: int) -> Tensor:
     """Return SpecVLM's selection: the most attended tokens, and evenly spaced ones of the rest.
 
-    The first stage keeps the fewest tokens that together hold ``share`` of the attention (of these at most
-    ``count``, the best), the second fills up to ``count`` with tokens evenly spaced among the others. The most
-    attended tokens are in few frames; the spaced ones cover all frames.
+    The first stage keeps the fewest tokens that together hold 40% of the attention (of these at most ``count``,
+    the best), as in the authors' code (github.com/zju-jiyicheng/SpecVLM). The second fills up to ``count`` with
+    tokens evenly spaced among the others. The most attended tokens are in few frames; the spaced ones cover all.
 
     Args:
         attention: ``[visual tokens]``, at least 0.
-        share: 0.4 in the authors' code (github.com/zju-jiyicheng/SpecVLM).
     """
     order = attention.argsort(descending=True, stable=True)
     held = attention[order].double().cumsum(dim=0)
-    num_attended = min(count, int((held < share * held[-1]).sum()) + 1)
+    num_attended = min(count, int((held < 0.4 * held[-1]).sum()) + 1)
     attended, others = order[:num_attended], order[num_attended:].sort().values
     spaced = others[keep_even(len(others), count - num_attended)]
     return torch.cat([attended, spaced]).sort().values

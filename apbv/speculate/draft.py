@@ -16,7 +16,7 @@ from ..input.visual import VisualInput
 from ..model.parts import ModelParts
 from ..prefilling.encode_audio import encode_audio
 from ..prefilling.exchange import LocalVisual
-from ..prefilling.reduction.frames import frame_shape
+from ..prefilling.moving import move_rows
 from ..prefilling.result import PrefillResult
 from ..versions import cache_argument
 from .drafters import Drafter, ModelDrafter
@@ -49,16 +49,20 @@ def prefill_draft(
     is_visual = parts.is_visual(inputs.input_ids[0])
     text, visual = (~is_visual).nonzero().flatten(), is_visual.nonzero().flatten()[kept_visual]
     tokens = torch.cat([text, visual]).sort().values
-    shown = sound = None
+
+    def at_home(rows: Tensor, source: VisualInput | AudioInput, kept: Tensor) -> Tensor:
+        held = [torch.arange(piece.start, piece.stop) for piece in source.pieces]
+        return move_rows(rows, held, [kept if host == home else kept[:0] for host in range(hosts.size)], hosts)
+
+    merged = LocalVisual()
     if len(kept_visual):
-        shown = _collect_rows(rows, inputs.visual, kept_visual, hosts, home)
+        shown = at_home(rows, inputs.visual, kept_visual)
+        merged.streams = list(shown.split(parts.hidden_size, dim=-1))
     if inputs.audio is not None:
         everything = torch.arange(inputs.num_audio_tokens)
-        sound = _collect_rows(encode_audio(parts, inputs.audio), inputs.audio, everything, hosts, home)
+        merged.audio = at_home(encode_audio(parts, inputs.audio), inputs.audio, everything)
     if hosts.rank != home:
         return None
-    streams = None if shown is None else list(shown.split(parts.hidden_size, dim=-1))
-    merged = LocalVisual(streams, sound)
     return run_prompt(parts, inputs.input_ids[:, tokens], inputs.position_ids[..., tokens], merged)
 
 
@@ -77,17 +81,6 @@ def run_prompt(
         **extra,
     )
     return cache
-
-
-def _collect_rows(
-    rows: Tensor, source: VisualInput | AudioInput, kept: Tensor, hosts: HostGroup, home: int
-) -> Tensor | None:
-    """Gather the rows of kept tokens, by their numbers among those of their kind, on one host; collective."""
-    if hosts.size == 1:
-        return rows[kept.to(rows.device)]
-    wanted = [kept[(kept >= p.start) & (kept < p.stop)] - p.start for p in source.pieces]
-    received = hosts.gather_rows(rows[wanted[hosts.rank].to(rows.device)], [*map(len, wanted)], to=home).wait()
-    return torch.cat(received) if hosts.rank == home else None
 
 
 @dataclass(frozen=True)
@@ -147,14 +140,9 @@ class DraftTask:
         return prompt[~self.target.is_placeholder(prompt)]
 
     @property
-    def num_visual(self) -> int:
-        """The number of visual tokens in the prompt."""
-        return int(self.is_visual.sum())
-
-    @property
     def num_kept(self) -> int:
         """The number of visual tokens that a pruned draft sees."""
-        count, num_visual = self.config.keep_tokens, self.num_visual
+        count, num_visual = self.config.keep_tokens, self.inputs.num_visual_tokens
         if count is None:
             wanted = round(self.config.keep_ratio * num_visual)
         else:
@@ -195,14 +183,3 @@ class Draft:
     kept: Tensor | None = None
     successor: "Callable[[], Draft] | None" = None
     awaited: Exchange | None = None
-
-
-def kept_by_frame(parts: ModelParts, inputs: ModelInputs, kept: Tensor | None) -> Tensor | None:
-    """Return kept visual tokens as bool ``[frames, h, w]``; None if not known, or not of one video, whole."""
-    items = () if inputs.visual is None else inputs.visual.items
-    if kept is None or [(item.kind, item.is_whole) for item in items] != [("video", True)]:
-        return None
-    height, width = frame_shape(parts, inputs)
-    mask = torch.zeros(inputs.num_visual_tokens, dtype=torch.bool)
-    mask[kept] = True
-    return mask[: len(mask) // (height * width) * height * width].view(-1, height, width)

@@ -15,7 +15,7 @@ from transformers import DynamicCache
 from ..config import SamplingParams
 from ..decode.runner import ModelRunner
 from ..decode.sampling import PURPOSE_DRAFT, Choice, Penalties, choose_each
-from ..kv.cache import GrowingLayer, appending_in_place, keep_of_last
+from ..kv.cache import appending_in_place, keep_of_last
 from ..kv.select import select_kv
 from ..model.parts import ModelParts
 from ..transfer import to_device
@@ -23,6 +23,7 @@ from .tree import Tree
 
 # Returns the target's KV of a number of last tokens; see Decoder.newest_kv.
 NewestKV = Callable[[int], Sequence[tuple[Tensor, Tensor]]]
+_LONGEST_NGRAM = 3  # the number of tokens that are looked up first; then fewer
 
 
 @dataclass(frozen=True)
@@ -78,10 +79,11 @@ class ModelDrafter(Drafter):
     """Drafts with a language model, on its own KV of the prompt.
 
     In a chain every token is drawn as the answer's are. In another tree the children of a node are its most
-    probable next tokens. A batch of answers takes the model and :attr:`layers`, and drafts itself.
+    probable next tokens. A batch of answers takes the model and :attr:`cache`, to which it appends, and drafts by
+    itself.
 
     Attributes:
-        parts, position, vocab_size: as below; the position is that of the first new token.
+        parts, cache, position, vocab_size: as below; the position is that of the first new token.
         newest_kv: if the draft is the target itself on less of the prompt, returns the target's KV of verified
             tokens, which replaces this drafter's own (STD: dense KV for sparse).
 
@@ -182,19 +184,14 @@ class ModelDrafter(Drafter):
 
     def prune_prompt(self, rows: Tensor) -> None:
         """Drop all of the prompt's KV but these rows, ``[T]`` ascending; the new tokens' KV stays."""
-        length, heads = self._cache.get_seq_length(), self._cache.layers[0].keys.shape[1]
+        length, heads = self.cache.get_seq_length(), self.cache.layers[0].keys.shape[1]
         rows = torch.cat([rows, torch.arange(length - self._num_cached, length)])
-        self._continue(select_kv(self._cache, [rows.expand(heads, -1)] * len(self._cache.layers)))
-
-    @property
-    def layers(self) -> list[GrowingLayer]:
-        """The KV of the prompt, to which a batch appends."""
-        return self._cache.layers
+        self._continue(select_kv(self.cache, [rows.expand(heads, -1)] * len(self.cache.layers)))
 
     def _continue(self, cache: DynamicCache) -> None:
         """Go on with this cache."""
-        self._cache = appending_in_place(cache)
-        self._runner = ModelRunner(self.parts, self._cache)
+        self.cache = appending_in_place(cache)
+        self._runner = ModelRunner(self.parts, self.cache)
 
     def _next(
         self, missing: Sequence[int] | Tensor, tokens: Sequence[int], drafted: Sequence[Tensor] = ()
@@ -237,16 +234,16 @@ class ModelDrafter(Drafter):
         path = self._accepted(known[common:]) if common == len(self._cached) else []
         if self._nodes_in_cache:
             places = [self._nodes_in_cache.index(node) for node in path]
-            keep_of_last(self._cache, len(self._nodes_in_cache), places)
+            keep_of_last(self.cache, len(self._nodes_in_cache), places)
             self._nodes_in_cache = []
         if common < len(self._cached):
-            self._cache.crop(common - len(self._cached))
+            self.cache.crop(common - len(self._cached))
         self._cached = [*self._cached[:common], *(self._drafted[node] for node in path)]
         if self.newest_kv is not None:
             if len(self._cached) > self._num_replaced:
-                self._cache.crop(self._num_replaced - len(self._cached))
+                self.cache.crop(self._num_replaced - len(self._cached))
             for index, (keys, values) in enumerate(self.newest_kv(len(known) - self._num_replaced)):
-                self._cache.update(keys, values, index)
+                self.cache.update(keys, values, index)
             self._cached, self._num_replaced = list(known), len(known)
         self._num_cached = len(self._cached)
         return list(tokens[self._num_cached :])
@@ -267,11 +264,10 @@ class NgramDrafter(Drafter):
 
     Args:
         prompt: the prompt's token ids.
-        longest: the number of tokens that are matched first; then fewer.
     """
 
-    def __init__(self, prompt: Sequence[int], longest: int = 3):
-        self._prompt, self._longest = list(prompt), longest
+    def __init__(self, prompt: Sequence[int]):
+        self._prompt = list(prompt)
         self._followed: dict[tuple[int, ...], int] = {}  # n-gram: the end of its latest occurrence
         self._indexed = 0
 
@@ -279,10 +275,10 @@ class NgramDrafter(Drafter):
         sequence = [*self._prompt, *tokens]
         # Verified tokens are never rolled back, so the index stays valid. The last token has no successor yet.
         for end in range(self._indexed + 1, len(sequence)):
-            for length in range(1, min(self._longest, end) + 1):
+            for length in range(1, min(_LONGEST_NGRAM, end) + 1):
                 self._followed[tuple(sequence[end - length : end])] = end
         self._indexed = len(sequence) - 1
-        for length in range(min(self._longest, len(sequence)), 0, -1):
+        for length in range(min(_LONGEST_NGRAM, len(sequence)), 0, -1):
             end = self._followed.get(tuple(sequence[-length:]))
             if end is not None:
                 return Proposal(sequence[end : end + tree.depth])

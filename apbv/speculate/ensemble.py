@@ -228,6 +228,6 @@ class EnsembleDrafter(ModelDrafter):
                 attention_mask=functional.pad(self._is_prompt, (0, self._num_cached + count), value=True).long(),
                 position_ids=position_ids.expand(3, -1, -1) if parts.uses_mrope else position_ids,
                 use_cache=True,
-                **{cache_argument(): self._cache},
+                **{cache_argument(): self.cache},
             ).last_hidden_state
         return parts.lm_head(hidden)[..., : self.vocab_size]

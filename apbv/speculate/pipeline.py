@@ -41,13 +41,10 @@ class PipelineStats(SpeculationStats):
     """Metrics of verification; drafts that a rejection made useless do not count.
 
     Attributes:
-        num_pre_verify, num_post_verify: rounds that verified one token, or a window.
         lost_draft: why the target had to continue alone; None if it did not.
         of_draft: the draft's report; None if the draft was lost, and on all hosts but 0.
     """
 
-    num_pre_verify: int = 0
-    num_post_verify: int = 0
     lost_draft: str | None = None
     of_draft: DraftReport | None = field(default=None, repr=False)
 
@@ -189,8 +186,6 @@ def generate_beside_draft(answer: Answer, pair: Pair, pace: Pace) -> tuple[list[
         stats.num_target_forwards += 1
         if stats.switched_off is None:
             stats.rounds += 1
-            stats.num_post_verify += bool(pending)
-            stats.num_pre_verify += not pending
 
 
 def draft_beside(
@@ -199,7 +194,7 @@ def draft_beside(
     last_prompt_token: int,
     earlier: Sequence[Span] = (),
     stops_with_target: bool = False,
-) -> tuple[list[int], DraftReport, Draft]:
+) -> tuple[list[int], DraftReport]:
     """Draft windows on the draft host until the target is done, or the draft's logits are NaN or infinite.
 
     Args:
@@ -212,7 +207,7 @@ def draft_beside(
             correction ends it before it is full.
 
     Returns:
-        The answer's tokens, the report, and the draft that drafted last.
+        The answer's tokens, and the report.
 
     Raises:
         HostError: the target's hosts failed, or went on without this one.
@@ -257,4 +252,4 @@ def draft_beside(
     report = DraftReport(total, [*earlier, *record.spans])
     link.send_json([total, [asdict(span) for span in report.spans]])
     link.wait_until_received()
-    return sequence[1:], report, draft
+    return sequence[1:], report

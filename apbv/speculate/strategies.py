@@ -28,13 +28,12 @@ class Strategy:
         build: builds the draft from a prefilled prompt; collective.
         watcher: makes the strategy's watcher of the target's prefill; returns None if it needs none.
         needs_draft_model: whether a second model drafts.
-        runs_target: whether the target drafts itself on a part of its KV, where the target's KV of verified tokens
-            replaces the draft's own. Tensor parallelism excludes that: TP ranks of a host would not be forced to
-            draft the same tokens.
+        runs_target: whether the target drafts itself, on a share of its visual KV, and the target's KV of verified
+            tokens replaces the draft's own. Tensor parallelism excludes that: TP ranks of a host would not be
+            forced to draft the same tokens.
         needs_verdicts: whether the draft learns from every verification before it drafts on, so that it has to
             take turns with the target.
         keep: the default policy that chooses the visual tokens which the draft sees; None if none can be chosen.
-        prunes_kv: whether the target drafts on a share of its visual KV.
         drafts_trees: whether its drafter, from :meth:`DraftTask.drafter`, can draft trees.
         num_tree_nodes: the default size of the draft tree; None for a chain.
         reads_text_only: whether the draft model sees only the prompt's text, so that any model with the target's
@@ -47,7 +46,6 @@ class Strategy:
     runs_target: bool = False
     needs_verdicts: bool = False
     keep: str | None = None
-    prunes_kv: bool = False
     drafts_trees: bool = True
     num_tree_nodes: int | None = None
     reads_text_only: bool = False
@@ -60,7 +58,7 @@ def keep_policy(config: SpeculativeConfig) -> str | None:
 
 def prunes(config: SpeculativeConfig) -> bool:
     """Return whether ``keep_ratio`` or ``keep_tokens`` limits the visual tokens that the draft sees."""
-    return STRATEGIES[config.strategy].prunes_kv or keep_policy(config) not in (None, "full")
+    return STRATEGIES[config.strategy].runs_target or keep_policy(config) not in (None, "full")
 
 
 def ranks_by_prefill(config: SpeculativeConfig) -> bool:
@@ -93,7 +91,7 @@ STRATEGIES: dict[str, Strategy] = {
         keep="full",
         drafts_trees=False,
     ),
-    "std": Strategy(builders.draft_on_attended_kv, lambda *_: HeadAttention(), runs_target=True, prunes_kv=True),
+    "std": Strategy(builders.draft_on_attended_kv, lambda *_: HeadAttention(), runs_target=True),
     "ngram": Strategy(builders.draft_by_ngrams, drafts_trees=False),
 }
 

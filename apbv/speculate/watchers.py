@@ -31,16 +31,12 @@ class Relevance(Watcher):
         num_kv_heads, num_keys = keys.shape[1:3]
         asking = q.reshape(num_kv_heads, -1, q.shape[3])  # [Hkv, G * n_q, D]
         chunks = asking.split(max(1, MOST_SCORES // max(1, num_kv_heads * num_keys)), dim=1)
-        # The scores of some rows are in memory at a time; where these are not all, they are computed twice.
-        held = scores_of_keys(asking, keys, scale) if len(chunks) == 1 else None
-
-        def scores(chunk: Tensor) -> Tensor:
-            return scores_of_keys(chunk, keys, scale) if held is None else held
-
-        lse = self.over_hosts(torch.cat([scores(chunk).logsumexp(dim=-1) for chunk in chunks], dim=1))
+        # The scores of some rows are in memory at a time, and computed twice.
+        lse = torch.cat([scores_of_keys(chunk, keys, scale).logsumexp(dim=-1) for chunk in chunks], dim=1)
+        lse = self.over_hosts(lse)
         total = 0.0
         for chunk, of_chunk in zip(chunks, lse.split([chunk.shape[1] for chunk in chunks], dim=1), strict=True):
-            total = total + (scores(chunk) - of_chunk[..., None]).exp().sum(dim=(0, 1))
+            total = total + (scores_of_keys(chunk, keys, scale) - of_chunk[..., None]).exp().sum(dim=(0, 1))
         relevance = total / (num_kv_heads * asking.shape[1])
         self._total = relevance if self._total is None else self._total + relevance
         self._num_layers += 1

@@ -4,10 +4,9 @@ A loop is chosen once, when the engine is built. For every request it reads the 
 decodes the answer.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -15,17 +14,16 @@ from torch import Tensor
 from ..config import SpeculativeConfig
 from ..decode.answer import generate_tokens
 from ..decode.batch import Batch
-from ..hosts import HostGroup, in_thread
+from ..hosts import HostGroup
 from ..input.rendering import RenderedPrompt
 from ..input.request import Request
-from ..model.attention import apbv_attention
 from ..model.parts import ModelParts
 from ..prefilling.prefiller import Prefiller, ReadRequest
 from ..prefilling.result import PrefillResult
 from ..prefilling.watching import Watcher
 from ..stats import Span
 from .batch import SpeculativeBatch
-from .draft import Draft, DraftTask, kept_by_frame
+from .draft import Draft, DraftTask
 from .pace import Pace
 from .serial import generate_speculatively
 from .strategies import STRATEGIES, draft_tree, keep_policy, make_watcher
@@ -42,14 +40,12 @@ class Answered:
         tokens: the answer's tokens, the end token included.
         figures: the field ``speculation`` of ``launch/infer.py --json``; on a draft host its own metrics; None
             without speculation.
-        kept: which of a video's tokens the draft saw, bool ``[T, h, w]``; None if that is not known.
         spans: the timeline of this host's decoding.
         draft_spans: the draft host's timeline, on host 0; None if there is no draft host.
     """
 
     tokens: list[int]
     figures: dict[str, Any] | None = None
-    kept: Tensor | None = None
     spans: tuple[Span, ...] = ()
     draft_spans: list[Span] | None = None
 
@@ -97,7 +93,7 @@ class Autoregressive:
 
     def decode(self, request: Request, state: PrefillResult) -> Answered:
         """Decode the answer to a prompt that was prefilled or loaded."""
-        with self.hosts.collective_stage("decode"), state.timer.stage("decode"), attention_of(self.models):
+        with self.hosts.collective_stage("decode"), state.timer.stage("decode"):
             return Answered(generate_tokens(state.begin_answer(self._parts, request)))
 
 
@@ -126,8 +122,7 @@ class TakingTurns:
 
     def answer(self, request: Request, prefiller: Prefiller) -> Outcome:
         read, state, (draft,) = begun = self.begin(request, prefiller)
-        timer = read.request.timer
-        with self.hosts.collective_stage("decode"), timer.stage("decode"), attention_of(self.models):
+        with self.hosts.collective_stage("decode"), read.request.timer.stage("decode"):
             tokens, stats = self._decode(draft, state, read.request)
         answered = self.answered(begun, tokens, stats.summary(len(tokens)))
         return read, state, replace(answered, spans=tuple(stats.record.spans))
@@ -139,25 +134,22 @@ class TakingTurns:
         config = self._config
         with closing(prefiller.read(request)) as read:
             request, watcher = read.request, make_watcher(config, self._target)
-            needs_caption, caption = config.needs_caption and read.inputs.visual is not None, None
-            if needs_caption and self.hosts.is_leader:
-                captioning = in_thread(partial(self._run_captioner, read.rendered))
-            state = prefiller.run(read, watcher)
-            if needs_caption:
+            state, caption = prefiller.run(read, watcher), None
+            if config.needs_caption and read.inputs.visual is not None:
                 with self.hosts.local_stage("captioning"), request.timer.stage("draft"):
-                    caption = captioning.result() if self.hosts.is_leader else None
+                    caption = self._caption(read.rendered) if self.hosts.is_leader else None
             with self.hosts.collective_stage("draft"), request.timer.stage("draft"):
                 return Begun(read, state, (self._build(read, state, watcher, caption),))
 
     def answered(self, begun: Begun, tokens: list[int], summary: dict[str, Any] | None) -> Answered:
-        read, _, (draft,) = begun
+        (draft,) = begun.draft
         figures = {
             **asdict(self._config),
             **summary,
             "num_tree_nodes": self._tree and self._tree.num_drafted,
             "num_visual_tokens_drafted_from": draft.num_visual,
         }
-        return Answered(tokens, figures, kept_by_frame(self._target, read.inputs, draft.kept))
+        return Answered(tokens, figures)
 
     def _build(
         self, read: ReadRequest, state: PrefillResult, watcher: Watcher | None, caption: str | None
@@ -199,25 +191,16 @@ class TakingTurns:
         pace = Pace(depth, config.keep_losing_draft)
         return generate_speculatively(answer, draft.drafter, pace, self._tree)
 
-    def _run_captioner(self, rendered: RenderedPrompt) -> str:
-        """Call the captioner with this host's GPU as the current one, which a new thread does not inherit.
+    def _caption(self, rendered: RenderedPrompt) -> str:
+        """Call the captioner.
 
         Raises:
             ValueError: it raises, or returns no text.
         """
-        with self.hosts.on_device():
-            try:
-                caption = self._captioner(rendered)
-            except Exception as error:
-                raise ValueError(f"the captioner failed: {type(error).__name__}: {error}") from error
+        try:
+            caption = self._captioner(rendered)
+        except Exception as error:
+            raise ValueError(f"the captioner failed: {type(error).__name__}: {error}") from error
         if not isinstance(caption, str) or not caption.strip():
             raise ValueError(f"the captioner returned {caption!r} instead of a caption")
         return caption.strip()
-
-
-def attention_of(models: Sequence[ModelParts]) -> ExitStack:
-    """Put apbv's attention in force in some models, until the returned context ends."""
-    with ExitStack() as stack:
-        for parts in models:
-            stack.enter_context(apbv_attention(parts.language_model))
-        return stack.pop_all()

@@ -72,7 +72,7 @@ class AnswersPairs:
                 if num_answer is not None:
                     query, (keys, _) = states.q[:, :, -num_answer:], states.pair(rows)
                     lse = None if lse is None else lse[:, :, -num_answer:]
-                    found = importance_of("peak", query, query, keys, states.scale, lse=lse)
+                    found = importance_of("peak", query, keys, states.scale, lse=lse)
                     scores[states.layer, block] = found
                 return scores[states.layer, block]
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from apbv import HostGroup, PrefillConfig, SamplingParams, prefill
+from apbv import DecodeConfig, HostGroup, PrefillConfig, SamplingParams, prefill
 from apbv.decode.answer import generate_tokens
 from apbv.decode.runner import Decoder
 from apbv.hosts import AgreedError
@@ -75,7 +75,7 @@ def test_only_a_process_that_runs_the_model_alone_runs_ahead(monkeypatch):
     parts = decoder_behind(state, build("llama", torch.float32))._runner._parts
     assert not Decoder(parts, state.kv, 0).runs_ahead  # on a CPU nothing would be gained
     monkeypatch.setitem(vars(parts), "device", torch.device("cuda"))
-    monkeypatch.setattr(type(parts), "wants_graphs", False)
+    monkeypatch.setitem(vars(parts), "decode", DecodeConfig(cuda_graphs="off"))
     assert Decoder(parts, state.kv, 0).runs_ahead
     assert not Decoder(parts, shared.kv, 0).runs_ahead
     monkeypatch.setitem(vars(parts), "tensor_parallel", (0, 2))

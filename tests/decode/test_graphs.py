@@ -76,7 +76,7 @@ def test_a_walk_says_the_same(family, monkeypatch):
 
 def test_what_keeps_steps_from_being_recorded(monkeypatch):
     parts, other = (inspect_model(build("llama", torch.float32), backend) for backend in ("triton", "torch"))
-    assert not parts.wants_graphs  # on a CPU, and without a word
+    assert not graphs.may_record(parts, None)  # on a CPU, and without a word
     assert graphs.why_not_captured(parts, None) is None
     assert "sharded" in graphs.why_not_captured(parts, HostGroup.single())
     assert "torch attention" in graphs.why_not_captured(other, None)

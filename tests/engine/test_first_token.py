@@ -88,14 +88,12 @@ def stored_job(hosts: HostGroup, clip: str, path: str) -> list[dict]:
 
 
 def test_answers_to_a_stored_prefill_have_figures_of_their_own(pool, clip, tmp_path):
-    """The prefill's time is in them, and not what the caller did in between."""
+    """Neither the prefill's time is in them, nor what the caller did in between."""
     decoding = (2 * AFTERWARDS + 5.0) * 1e3
     for prefill, *answers, again, loaded in pool.run(2, stored_job, str(clip), str(tmp_path / "kv")):
         assert prefill["ttft_ms"] == again["ttft_ms"] == 7e3
         assert prefill["stages_ms"]["prefill"] == 5e3 and prefill["stages_ms"]["handoff"] == 2e3
-        assert again["stages_ms"]["decode"] == loaded["stages_ms"]["prefill"] == 0
-        for answer in answers:
-            assert answer["ttft_ms"] == 7e3 and answer["stages_ms"]["prefill"] == 5e3
-            assert answer["stages_ms"]["decode"] == decoding and answer["total_ms"] == 7e3 + decoding
-            assert answer["comm_bytes_total"] >= prefill["comm_bytes_total"]
-        assert loaded["ttft_ms"] == 3e3 and loaded["total_ms"] == 3e3 + decoding
+        assert again["stages_ms"]["decode"] == 0
+        for answer in (*answers, loaded):
+            assert answer["ttft_ms"] == answer["stages_ms"]["prefill"] == 0
+            assert answer["stages_ms"]["decode"] == answer["total_ms"] == decoding

@@ -56,7 +56,7 @@ def shown(kind: str, count: int = 1) -> list[dict]:
 
 
 def whole_batch(processor, info: VideoInfo, picked, pixels: torch.Tensor) -> dict:
-    """The processor on the whole video, told in milliseconds, and the times of every second frame."""
+    """The processor on the whole video, told in milliseconds."""
     fps, total = (info.fps, info.num_frames) if info.has_constant_rate else (1000, round(info.duration * 1000))
     metadata = VideoMetadata(
         total_num_frames=total,
@@ -66,9 +66,7 @@ def whole_batch(processor, info: VideoInfo, picked, pixels: torch.Tensor) -> dic
         duration=info.duration,
         frames_indices=[round(info.timestamps[i] * fps) for i in picked],
     )
-    batch = by_processor(processor, shown("video"), [(pixels.permute(0, 3, 1, 2), metadata)])
-    times = None if info.has_constant_rate else torch.tensor(info.timestamps[picked[::2]])
-    return {**batch, "patch_seconds": [times]}
+    return by_processor(processor, shown("video"), [(pixels.permute(0, 3, 1, 2), metadata)])
 
 
 @each_choice(family=VIDEO_FAMILIES, frames=[4, 13], num_hosts=[3, 8, 1, 2])

@@ -77,7 +77,9 @@ SOUNDS = {
 
 
 FROM_START = {"mp4 dts for pts", "avi mpeg4", "avi h264", "mpg", "h264"} | {
+    "intra refresh",
     "intra refresh, cut",
+    "intra refresh in ts",
     "GIF",
     "animated WebP",
     "negative times",

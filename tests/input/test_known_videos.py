@@ -28,8 +28,9 @@ def test_a_file_is_probed_again_only_when_it_was_written(tmp_path):
     assert videos.probe(path).num_frames == 30
 
 
-def test_only_the_latest_files_are_remembered(tmp_path):
-    videos, paths = KnownVideos(limit=2), [tmp_path / f"{name}.mp4" for name in "abc"]
+def test_only_the_latest_files_are_remembered(tmp_path, monkeypatch):
+    monkeypatch.setattr("apbv.input.files._MOST_KNOWN", 2)
+    videos, paths = KnownVideos(), [tmp_path / f"{name}.mp4" for name in "abc"]
     encode(paths[0], n=5)
     for path in paths[1:]:
         shutil.copy(paths[0], path)

@@ -26,10 +26,13 @@ def test_equal_costs_are_shared_evenly(count, parts, cost):
     assert split_by_cost([cost] * count, parts) == tuple(split_evenly(range(count), parts))
 
 
+BYTES = st.integers(1, 2**27)
 ITEMS = st.lists(
     st.one_of(
-        st.builds(VisualItem, st.just("image"), patch_bytes=st.integers(1, 2**27)),
-        st.builds(VisualItem, st.just("video"), st.integers(1, 40), patch_bytes=st.integers(1, 2**27)),
+        st.builds(VisualItem, st.just("image"), st.just(1), patch_bytes=BYTES),
+        st.builds(
+            VisualItem, st.just("video"), st.just(40), st.integers(1, 40), patch_bytes=st.integers(1, 2**27)
+        ),
     ),
     min_size=1,
     max_size=6,
@@ -40,7 +43,7 @@ ITEMS = st.lists(
 def test_chunks_cover_a_share_and_keep_to_one_run(items, num_hosts, num_bytes):
     """A chunk is of one video or of images side by side, takes no more than it may, and no fewer than it can."""
     host = HostGroup.single("cpu")
-    single = share_out(items, range(1 + sum(item.num_patches for item in items)), host)
+    single = share_out(items, host)
     costs = [item.patch_bytes for item in items for _ in range(item.num_patches)]
     patches = split_by_cost(costs, num_hosts)
     visual = VisualInput(single.items, patches, 0, single.row_starts)
@@ -57,9 +60,10 @@ def test_chunks_cover_a_share_and_keep_to_one_run(items, num_hosts, num_bytes):
 
 def test_frames_of_many_items_are_counted_once():
     """Videos that end with a row of no frame, and images between."""
-    items = [VisualItem("video", 3, num_ending_rows=1), VisualItem("image")] * 50
-    rows = [start for item in range(50) for start in (11 * item, 11 * item + 2, 11 * item + 4, 11 * item + 7)]
-    visual = share_out(items, [*rows, 550], HostGroup.single("cpu"))
+    items = [VisualItem("video", 7, 3, num_ending_rows=1), VisualItem("image", 4)] * 50
+    visual = share_out(items, HostGroup.single("cpu"))
+    starts = [start for item in range(50) for start in (11 * item, 11 * item + 2, 11 * item + 4, 11 * item + 7)]
+    assert visual.row_starts == (*starts, 550)
     lengths = [len(frame) for frame in visual.frames]
     assert lengths == [2, 2, 2, 4] * 50
     assert [visual.ending_rows_of(range(patch, patch + 1)) for patch in range(8)] == [0, 0, 1, 0] * 2

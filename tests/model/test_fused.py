@@ -1,10 +1,13 @@
 """Decoders with fused kernels: the same numbers from the same weights, beside a model that stays as it was."""
 
+from unittest import mock
+
 import pytest
 import torch
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from apbv.kernels import triton_elementwise
+from apbv.model import row_chunks
 from apbv.model.linear_attention import LinearStates
 from apbv.model.parts import inspect_model
 from apbv.model.row_chunks import rows_in_chunks
@@ -46,7 +49,7 @@ def test_the_decoder_computes_what_it_did_and_the_model_is_left_as_it_was(family
     assert all(x is y for x, y in zip(parts.language_model.parameters(), decoder.parameters(), strict=True))
     called = []
     decoder.layers[1].mlp.register_forward_hook(lambda *_: called.append(True))
-    with rows_in_chunks(parts, TOKENS, chunk_bytes=1):
+    with mock.patch.dict(row_chunks.CHUNK_BYTES, {"cpu": 1}), rows_in_chunks(parts, TOKENS):
         found = hidden_states(parts.language_model, parts)
     assert called == [True]
     assert relative_error(found, hidden_states(decoder, parts)) < CLOSE[dtype]

@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 import apbv
 from apbv import Engine, HostGroup, PrefillConfig, SpeculativeConfig, plan
+from apbv.model import row_chunks
 from apbv.model.loading import load_model
 from apbv.model.parts import inspect_model
 from apbv.model.row_chunks import rows_in_chunks
@@ -213,7 +215,8 @@ def test_fused_kernels_and_chunks_of_rows_compute_the_same(quantized, name):
     expected = decoder(**inputs).last_hidden_state
     # What bitsandbytes keeps of an input's large values depends on all its rows.
     close = {"bitsandbytes-int8": 0.2, "bitsandbytes-nf4": 0.01}.get(name, 1e-4)
-    with rows_in_chunks(inspect_model(model, "torch"), 600, chunk_bytes=1):
+    tiny = mock.patch.dict(row_chunks.CHUNK_BYTES, {"cpu": 1})
+    with tiny, rows_in_chunks(inspect_model(model, "torch"), 600):
         assert relative_error(decoder(**inputs).last_hidden_state, expected) < close
     # Where inputs are rounded to integers, an MLP's last bit may decide which.
     rounds = name in ("torchao-int8-dynamic", "bitsandbytes-int8") or name.startswith("compressed")

@@ -1,5 +1,7 @@
 """A decoder's norms and MLPs in chunks of rows: the same numbers, and the module as it was."""
 
+from unittest import mock
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -53,7 +55,8 @@ def test_the_model_is_left_as_it_was():
     mlp.forward = theirs = lambda states: 2 * own(mlp, states)
     try:
         states = torch.randn(1, TOKENS, parts.language_model.config.hidden_size)
-        with pytest.raises(KeyError), torch.no_grad(), rows_in_chunks(parts, TOKENS, chunk_bytes=1):
+        tiny = mock.patch.dict(row_chunks.CHUNK_BYTES, {"cpu": 1})
+        with pytest.raises(KeyError), torch.no_grad(), tiny, rows_in_chunks(parts, TOKENS):
             with rows_in_chunks(parts, TOKENS):
                 pass
             assert mlp.forward is not theirs  # not undone by the inner block
@@ -67,6 +70,7 @@ def test_the_model_is_left_as_it_was():
 
 def test_chunks_follow_the_budget_and_are_never_tiny():
     cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
-    assert chunk_rows(cpu, row_bytes=1000, chunk_bytes=10**7) == 9984  # a multiple of 256
+    with mock.patch.dict(row_chunks.CHUNK_BYTES, {"cpu": 10**7}):
+        assert chunk_rows(cpu, row_bytes=1000) == 9984  # a multiple of 256
     assert chunk_rows(cpu, row_bytes=10**9) == FEWEST
     assert chunk_rows(gpu, row_bytes=10**5) > chunk_rows(cpu, row_bytes=10**5)

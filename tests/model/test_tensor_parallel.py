@@ -10,6 +10,7 @@ import torch
 from apbv import Engine, HostGroup, PrefillConfig, ReduceConfig, SpeculativeConfig
 from apbv.model import row_chunks
 from apbv.model.parts import inspect_model
+from apbv.prefilling.result import own_heads
 
 import families
 from engines import QUESTION
@@ -47,7 +48,7 @@ def prefill_job(processes: HostGroup, size: int, path: str, settings: dict, requ
         "place": (hosts.rank, hosts.tensor_parallel_rank),
         "logits": state.logits.clone(),
         "kv": None if cache is None else [torch.stack([layer.keys, layer.values]) for layer in cache.layers],
-        "kv_heads": list(inspect_model(engine.model).kv_heads),
+        "kv_heads": list(own_heads(inspect_model(engine.model).sizes.kv_heads, hosts)),
         "plain": plain,
         "tokens": answer.token_ids,
         "stats": answer.stats,
@@ -96,15 +97,14 @@ def test_it_is_what_whole_hosts_compute(pool, checkpoints, clip, family, setting
 
 
 def ways_job(processes: HostGroup, size: int, paths: list[str], clip: str, ways: list[tuple[dict, dict, dict]]):
-    """For each way an answer's tokens, what was left out, how many drafted tokens were right, and what of what."""
+    """For each way an answer's tokens, what was left out, and how many drafted tokens were right."""
     hosts, found = joined(processes, size) if size > 1 else processes, []
     for prefill, speculate, sampled in ways:
         config = SpeculativeConfig(draft_model=paths[1], **speculate) if speculate else None
         engine = Engine.from_pretrained(paths[0], prefill=PrefillConfig(**prefill), speculate=config, hosts=hosts)
         answer = engine.generate(QUESTION, video=clip, num_frames=21, max_new_tokens=7, **sampled)
         accepted = (answer.stats.get("speculation") or {}).get("num_accepted")
-        kept = None if answer.kept is None else answer.kept.tolist()
-        found.append((answer.token_ids, answer.stats.get("reduction"), accepted, kept))
+        found.append((answer.token_ids, answer.stats.get("reduction"), accepted))
     return found
 
 

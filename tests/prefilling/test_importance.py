@@ -1,4 +1,4 @@
-"""The ranking of a block's keys: by the kernels' reference, and for ``received`` against loops."""
+"""The ranking of a block's keys, against loops."""
 
 from itertools import product
 
@@ -15,13 +15,13 @@ from oracle import DenseOracle
 BATCH, KV_HEADS, DIM, SCALE = 2, 2, 16, 0.3
 
 
-def by_definition(name, q_query, q_block, k_block):
-    """In fp64, as a mean of what the block's queries give."""
-    q, length = torch.cat([q_block, q_query], dim=2).double(), k_block.shape[2]
+def by_definition(name, q_query, k_block):
+    """In fp64."""
+    length = k_block.shape[2]
+    q = torch.nn.functional.pad(q_query.double(), (0, 0, length, 0))  # the question comes after the block
     group, oracle = q.shape[1] // KV_HEADS, DenseOracle(0, length, 1, 0, importance=name)
-    shares = min(64, length) * group if name == "received" else 1
     scores = [
-        oracle.scores(q[b : b + 1], k_block[b : b + 1].double(), [*range(length)], head, group, SCALE) / shares
+        oracle.scores(q[b : b + 1], k_block[b : b + 1].double(), [*range(length)], head, group, SCALE)
         for b, head in product(range(BATCH), range(KV_HEADS))
     ]
     return torch.stack(scores).unflatten(0, (BATCH, KV_HEADS))
@@ -37,7 +37,7 @@ def test_equals_its_definition(monkeypatch, name, most_scores):
         (40, 3, 5, torch.float16, 2e-3),
         (40, 3, 5, torch.bfloat16, 1.5e-2),
     ):
-        shapes = (KV_HEADS * group, queries), (KV_HEADS * group, length), (KV_HEADS, length)
+        shapes = (KV_HEADS * group, queries), (KV_HEADS, length)
         tensors = [randn(BATCH, *shape, DIM, dtype=dtype, seed=seed) for seed, shape in enumerate(shapes)]
         result, exact = importance_of(name, *tensors, SCALE), by_definition(name, *tensors)
         assert dtype == torch.float64 or result.dtype == torch.float32

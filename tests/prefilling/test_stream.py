@@ -11,6 +11,7 @@ import torch
 
 from apbv import Engine, HostGroup, PrefillConfig, SpeculativeConfig, VideoConfig
 from apbv.input.pixels import KeptPixels, SourcePixels, VideoReader, ahead
+from apbv.input.skeleton import SampledVideo
 from apbv.input.video import VideoError, probe
 from apbv.input.visual import VisualInput, VisualItem
 from apbv.prefilling.encode import agree_on_chunks
@@ -104,7 +105,8 @@ def test_a_failure_on_one_host_fails_all_and_breaks_nothing(pool, checkpoints, c
 def pixels_of(clip: Path | str, first: int = 0, num_patches: int = 6) -> tuple[SourcePixels, list[range]]:
     frames, grid = tuple(range(first, first + 2 * num_patches)), torch.tensor([[num_patches, 4, 6]])
     timer = StageTimer(HostGroup.single("cpu"))
-    reader = VideoReader(probe(clip), frames, 2, grid, families.build_processor("qwen2_vl"), timer)
+    video = SampledVideo(probe(clip), frames, grid=grid)
+    reader = VideoReader(video, 2, families.build_processor("qwen2_vl"), timer)
     chunks = [range(patch, patch + 1) for patch in range(num_patches)]
     return SourcePixels(((range(num_patches), reader),), timer), chunks
 
@@ -156,7 +158,9 @@ def test_what_runs_ahead_runs_one_ahead_and_ends_with_its_user():
 )
 def test_chunks_fit_in_memory(patches, patch_bytes, budget, size):
     row_starts = (*range(0, 4 * patches, 4), 4 * patches + 1)
-    video = VisualInput((VisualItem("video", patches, 1, patch_bytes),), (range(patches),), 0, row_starts)
+    video = VisualInput(
+        (VisualItem("video", row_starts[-1], patches, 1, patch_bytes),), (range(patches),), 0, row_starts
+    )
     chunks = video.chunks(0, budget)
     assert len(chunks[0]) == size
     assert [patch for chunk in chunks for patch in chunk] == list(range(patches))

@@ -92,7 +92,7 @@ def draft_job(hosts: HostGroup):
     for draft in DRAFTS:
         config = SpeculativeConfig(keep_losing_draft=True, **draft)
         answer = ask(engine_of(hosts, "slowfast", config, **settings))
-        found.append((answer.token_ids, answer.stats["speculation"], answer.kept))
+        found.append((answer.token_ids, answer.stats["speculation"]))
     return ask(engine_of(hosts, "slowfast", **settings)).token_ids, found
 
 
@@ -100,9 +100,8 @@ def draft_job(hosts: HostGroup):
 def test_a_draft_does_not_change_what_the_reduced_model_says(pool):
     """A draft model reads what it keeps of the whole prompt; the target's own drafts see what the target sees."""
     for plain, found in pool.run(2, draft_job):
-        for draft, (tokens, figures, kept) in zip(DRAFTS, found, strict=True):
+        for draft, (tokens, figures) in zip(DRAFTS, found, strict=True):
             assert tokens == plain, draft
             assert figures["num_accepted"] > 0
-            if kept is not None:
-                assert kept.sum() == figures["num_visual_tokens_drafted_from"] and kept.numel() == 64
-            assert draft["strategy"] != "specvlm" or kept.sum() == round(0.3 * 64)
+            num_seen = figures["num_visual_tokens_drafted_from"]
+            assert draft["strategy"] != "specvlm" or num_seen == round(0.3 * 64)

@@ -8,7 +8,9 @@ import pytest
 
 from apbv import Engine, HostGroup, PrefillConfig, SamplingParams, SpeculativeConfig
 from apbv.config import KEEP_POLICIES
+from apbv.input.request import Question, Request
 from apbv.prefilling.reduction.choosing import keep_even
+from apbv.stats import StageTimer
 
 import families
 from engines import CAPTION, QUESTION, build_engine
@@ -34,7 +36,7 @@ def answers_job(hosts: HostGroup, family: str, kv: str, ways: list, request: dic
         engine = build_engine(hosts, family, kv, speculate, draft_seed, caption)
         limit = {} if "sampling" in request else {"max_new_tokens": STEPS}
         answer = engine.generate(QUESTION, **{**limit, **request})
-        answers.append((answer.token_ids, answer.stats["speculation"], answer.kept))
+        answers.append((answer.token_ids, answer.stats["speculation"]))
     return answers
 
 
@@ -81,7 +83,7 @@ def test_no_way_to_draft_changes_an_answer(pool, clip, case):
     request |= {"images": [families.synthetic_image()]} if kind == "image" else {}
     for host, (plain, *answers) in enumerate(pool.run(num_hosts, answers_job, family, kv, [None, *ways], request)):
         assert len(set(plain[0])) > 3
-        for way, (tokens, figures, _) in zip(ways, answers, strict=True):
+        for way, (tokens, figures) in zip(ways, answers, strict=True):
             assert tokens == plain[0], f"host {host}: {way}"
             assert all(figures[name] == value for name, value in way.items() if value and name != "hippo_terms")
             assert figures["num_target_forwards"] >= 1 and (kind != "drawn" or figures["num_tree_nodes"] == 25)
@@ -98,14 +100,14 @@ def test_a_draft_that_is_the_target_and_sees_all_is_always_right(pool, clip):
     """The target itself drafts, with the seed it is built with: so its prompt, positions and KV must be right."""
     request = {"video": str(clip), "num_frames": 12}
     for answers in pool.run(2, answers_job, "qwen3_vl", "sharded", SEES_ALL, request, 0):
-        for way, (_, figures, _) in zip(SEES_ALL, answers, strict=True):
+        for way, (_, figures) in zip(SEES_ALL, answers, strict=True):
             assert figures["num_target_forwards"] == 1, way  # 6 tokens at once
             assert figures["num_tree_nodes"] or figures["num_accepted"] == figures["num_drafted"]
     penalised = {**request, "sampling": PENALISED}
     for answers in pool.run(2, answers_job, "qwen3_vl", "sharded", SEES_ALL[:1] + SEES_ALL[-3:-1], penalised, 0):
-        assert [figures["num_target_forwards"] for _, figures, _ in answers] == [1] * 3
+        assert [figures["num_target_forwards"] for _, figures in answers] == [1] * 3
     sampled = {**request, "temperature": 1.0, "top_p": 0.9, "seed": 3}
-    for ((_, figures, _),) in pool.run(2, answers_job, "qwen3_vl", "sharded", SEES_ALL[:1], sampled, 0):
+    for ((_, figures),) in pool.run(2, answers_job, "qwen3_vl", "sharded", SEES_ALL[:1], sampled, 0):
         assert figures["acceptance_rate"] == 1.0
 
 
@@ -128,7 +130,7 @@ def test_a_context_that_is_always_right_takes_over(pool, clip):
     request = {"video": str(clip), "num_frames": 12, "max_new_tokens": 18}
     for sampled, most, kv in (({}, 2, "gathered"), ({**SAMPLED, "temperature": 0.9}, 1, "sharded")):
         ways = [{"strategy": "tabed", "ensemble": "MT*", "keep": "full", "num_draft_tokens": most}]
-        ((tokens, figures, _),), _ = pool.run(2, answers_job, "qwen2_5_vl", kv, ways, {**request, **sampled}, 0)
+        ((tokens, figures),), _ = pool.run(2, answers_job, "qwen2_5_vl", kv, ways, {**request, **sampled}, 0)
         assert len(tokens) == 18 and figures["num_drafted"] - figures["num_accepted"] <= 2
 
 
@@ -139,9 +141,11 @@ def test_the_draft_sees_what_was_asked_for(clip):
     """Of 6 frames of 2 x 3 visual tokens; "specvlm" is what the strategy of that name means by itself."""
     kept = {}
     for keep, ratio in (("attention", 1 / 36), ("attention", 0.8), (None, 0.8), ("specvlm", 0.8), ("even", 0.8)):
-        *_, seen = on_one_host(clip, {"strategy": "specvlm", "keep": keep, "keep_ratio": ratio}, max_new_tokens=2)
-        assert seen.shape == (6, 2, 3)
-        kept[keep, ratio] = set(seen.flatten().nonzero().flatten().tolist())
+        hosts, config = HostGroup.single(), SpeculativeConfig(strategy="specvlm", keep=keep, keep_ratio=ratio)
+        engine = build_engine(hosts, "qwen2_5_vl", "gathered", config, 1)
+        asked = Question(QUESTION, str(clip), num_frames=12)
+        (draft,) = engine.begin(Request(asked, StageTimer(hosts), sampling=SamplingParams(max_new_tokens=2))).draft
+        kept[keep, ratio] = set(draft.kept.tolist())
         assert len(kept[keep, ratio]) == round(36 * ratio)
     assert kept["even", 0.8] == set(keep_even(36, 29).tolist())
     assert kept[None, 0.8] == kept["specvlm", 0.8] not in (kept["attention", 0.8], kept["even", 0.8])

@@ -145,8 +145,8 @@ RUNS += [{"end": place, "gamma": 4} for place in (1, 4, 5)]
 def test_a_pipeline_changes_no_token(pool):
     all_right, none, one, *_ = (stats for _, stats, *_ in check(pool.run(3, pipeline_job, "sharded", RUNS), RUNS))
     # Five at a time once the pipeline runs, up to three times as many at first; one where nothing is right.
-    assert STEPS // 5 - 2 <= all_right.num_target_forwards <= STEPS // 5 and all_right.num_pre_verify == 0
-    assert none.num_target_forwards == STEPS - 1 and none.num_post_verify == 0
+    assert STEPS // 5 - 2 <= all_right.num_target_forwards <= STEPS // 5
+    assert none.num_target_forwards == STEPS - 1
     assert STEPS - 3 <= one.num_target_forwards <= STEPS - 1
     # Three windows while the target prefills, which verifies the first token; the first pass verifies the others.
     windows = [span.details["tokens"] for span in all_right.of_draft.spans if span.name == "draft"]
@@ -229,7 +229,7 @@ def test_a_window_can_be_as_long_as_the_target_takes(stops, windows):
             yield place, None
 
     drafting = Draft(SimpleNamespace(stream=stream), 0)
-    _, report, _ = draft_beside(draft, drafting, 0, stops_with_target=stops)
+    _, report = draft_beside(draft, drafting, 0, stops_with_target=stops)
     assert [span.details["tokens"] for span in report.spans if span.name == "draft"] == windows
     assert report.num_drafted == sum(windows)
 

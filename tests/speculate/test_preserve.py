@@ -151,12 +151,11 @@ def test_what_is_best_or_spread_or_drawn_is_kept_in_order():
 def test_specvlm_keeps_a_share_of_the_attention_and_spreads_the_rest():
     """The fewest tokens that hold so much of it, and a stride over what is left."""
     attention = torch.tensor([1.0, 1, 1, 20, 1, 1, 15, 1, 1, 1, 1, 1, 1, 40, 1, 1]) / 88
-    assert builders.keep_specvlm(attention, 5, share=0.4).tolist() == [0, 4, 9, 13, 15]
-    assert builders.keep_specvlm(attention, 5, share=0.6).tolist() == [0, 3, 7, 13, 15]
+    assert builders.keep_specvlm(attention, 5).tolist() == [0, 4, 9, 13, 15]
     # Where those that hold the share are more than may be kept, the best of them.
-    assert builders.keep_specvlm(attention, 2, share=0.9).tolist() == [3, 13]
-    for count, share in product(range(1, 17), (0.0, 0.4, 1.0)):
-        kept = builders.keep_specvlm(attention, count, share)
+    assert builders.keep_specvlm(torch.tensor([1.0, 2, 1, 2, 1, 1]), 1).tolist() == [1]
+    for count, scores in product(range(1, 17), (attention, torch.ones(16), torch.zeros(16))):
+        kept = builders.keep_specvlm(scores, count)
         assert len(kept) == count and kept.unique().tolist() == kept.tolist()
     assert builders.keep_specvlm(torch.zeros(6), 3).tolist() == [0, 1, 5]
 

@@ -23,13 +23,12 @@ class PacketReader:
         extradata: the header of the stream.
 
     Attributes:
-        num_refreshing: after the last packet that was read, how many frames pass until frames are whole; 0 unless
-            pictures are refreshed part by part ("intra refresh").
+        refreshes: whether a picture was refreshed part by part ("intra refresh") in the packets that were read.
         most_pixels: of the largest picture that the headers of H.264, VP8 and VP9 announced so far; else 0.
     """
 
     def __init__(self, codec: str, extradata: bytes | None):
-        self._codec, self.most_pixels, self.num_refreshing, data = codec, 0, 0, bytes(extradata or b"")
+        self._codec, self.most_pixels, self.refreshes, data = codec, 0, False, bytes(extradata or b"")
         self._frame_nums: dict[int, tuple[int, bool, bool]] = {}  # by sequence parameter set: see _read_sps
         self._sets: dict[int, int] = {}  # of each picture parameter set its sequence parameter set
         self._field: tuple[int, int] | None = None  # number and parity of the field that waits for its second
@@ -60,7 +59,6 @@ class PacketReader:
         Args:
             is_key: what the container says.
         """
-        self.num_refreshing = 0
         if is_key and self._codec in ("vp8", "vp9"):
             self.most_pixels = max(self.most_pixels, _pixels_of(self._codec, bytes(packet)[:_HEADER_BYTES]))
         if self._codec not in ("h264", "hevc") or not (is_key or self.has_fields):
@@ -78,9 +76,8 @@ class PacketReader:
         kinds = [unit[0] & 31 for unit in units]
         for unit, kind in zip(units, kinds, strict=True):
             self._read_set(unit)
-            if kind == _SEI and is_key and _IDR not in kinds and (found := _recovery(unit)):
-                self.num_refreshing, is_exact = found
-                is_key = is_exact or not self.num_refreshing
+            if kind == _SEI and is_key and _IDR not in kinds and _frames_to_recovery(unit):
+                self.refreshes, is_key = True, False
         slices = [unit for unit, kind in zip(units, kinds, strict=True) if kind in (_SLICE, _IDR)]
         fields = {self._field_of(unit) for unit in slices[:1] + slices[-1:]} if self.has_fields else {None}
         waiting, self._field = self._field, None
@@ -180,8 +177,8 @@ def _read_sps(unit: bytes) -> tuple[int, int, int, bool, bool]:
     return number, width * height, length, has_fields, has_planes
 
 
-def _recovery(unit: bytes) -> tuple[int, bool] | None:
-    """Return after how many frames a recovery point's pictures are whole, and whether then exactly so."""
+def _frames_to_recovery(unit: bytes) -> int:
+    """Return after how many frames a recovery point's pictures are whole; 0 if the unit has none."""
     data, at = unit[1:].replace(b"\0\0\3", b"\0\0"), 0
     while at + 2 < len(data):
         numbers = []
@@ -192,10 +189,9 @@ def _recovery(unit: bytes) -> tuple[int, bool] | None:
             numbers.append(255 * (at - first) + data[at])
             at += 1
         if numbers[0] == _RECOVERY_POINT:
-            bits = _Bits(data[at:], is_escaped=False)
-            return bits.ue(), bits.u(1) == 1
+            return _Bits(data[at:], is_escaped=False).ue()
         at += numbers[1]
-    return None
+    return 0
 
 
 class _Bits:

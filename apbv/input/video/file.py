@@ -25,9 +25,7 @@ _STORES_PTS = {"mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm", "mpegts", "flv"}
 # In these a picture says of itself that no other refers to it (h264), or those of one type never are (B). Not in
 # VP8 and VP9, where such a picture may still carry probabilities or segments that the next one starts from.
 _SKIPPING = {"h264", "mpeg1video", "mpeg2video", "mpeg4"}
-_NO_TIME, _NEVER = np.iinfo(np.int64).min, np.iinfo(np.int64).max
-# Frames for each that others refer to, which alone count until a picture is refreshed.
-_MOST_UNCOUNTED = 4
+_NO_TIME = np.iinfo(np.int64).min
 
 
 class VideoError(ValueError):
@@ -50,7 +48,6 @@ class VideoInfo:
         most_pixels: of the largest frame, as far as keyframes tell; frames are scaled to the first one's size.
         fps: frames per second on average: (num_frames - 1) / (last - first time); of a single frame what the
             container says.
-        has_fields: whether packets may hold single fields (H.264).
         transpose, flip_vertical, flip_horizontal: how a stored image is displayed: transposed first, then flipped.
         duration: the length in seconds, with the last frame shown as long as the container says, else for a usual
             frame interval.
@@ -58,8 +55,8 @@ class VideoInfo:
             frame in the file, and in ``timestamps``.
         pts: int64, the frames' presentation times in units of the stream's time base; empty where the file must be
             decoded from the start.
-        keys: int64 ``[K, 3]``, of the packets where decoding may start the presentation and decoding time, and the
-            presentation time from which on frames are whole, ascending.
+        keys: int64 ``[K, 2]``, of the packets where decoding may start the presentation and decoding time,
+            ascending.
     """
 
     path: str
@@ -71,7 +68,6 @@ class VideoInfo:
     fps: float
     duration: float
     clock: np.ndarray = field(repr=False)
-    has_fields: bool
     transpose: bool
     flip_vertical: bool
     flip_horizontal: bool
@@ -172,17 +168,17 @@ class VideoFile(AbstractContextManager):
             is_hidden = codec.name == "vp8" and not memoryview(packet)[0] & 0x10
             shown = not (packet.is_discard or is_hidden or is_second)
             times = (_NO_TIME if time is None else time for time in (packet.pts, packet.dts))
-            rows.append((*times, is_key, shown, packet.duration or 0, self.reader.num_refreshing))
+            rows.append((*times, is_key, shown, packet.duration or 0))
         end = max((entry.pos + entry.size for entry in self.stream.index_entries), default=0)
         if container.format.name.startswith("mov") and end > container.size:
             raise self.error(f"is cut short: {container.size} of at least {end} bytes")
-        nothing = np.empty(0, np.int64), np.empty((0, 3), np.int64), 0
-        table = np.array(rows, np.int64).reshape(-1, 6)
-        pts, (is_key, shown), refreshing = table[:, 0], table[:, 2:4].T.astype(bool), table[:, 5]
+        nothing = np.empty(0, np.int64), np.empty((0, 2), np.int64), 0
+        table = np.array(rows, np.int64).reshape(-1, 5)
+        pts, (is_key, shown) = table[:, 0], table[:, 2:4].T.astype(bool)
         if not shown.any():
             raise self.error("has no video frames")
         first = int(is_key.argmax())
-        if not is_key[first] or refreshing[first]:  # only the decoder knows from where on frames are whole
+        if not is_key[first] or self.reader.refreshes:  # only the decoder knows from where on frames are whole
             return nothing
         # What comes or is displayed before it refers to frames that were cut away.
         frames = shown & (np.arange(len(pts)) >= first) & (pts >= pts[first])
@@ -192,7 +188,7 @@ class VideoFile(AbstractContextManager):
         # Whatever comes before a keyframe is displayed before it, but for another recording.
         latest = np.maximum.accumulate(np.where(shown, pts, pts[first]))
         are_known = _NO_TIME not in pts[shown] and is_nearly_sorted(pts[shown])
-        are_known &= bool((pts >= latest)[shown & is_key & (refreshing == 0)].all())
+        are_known &= bool((pts >= latest)[shown & is_key].all())
         are_known &= bool((pts[is_key] == pts[first]).sum() == 1)  # else a seek may find another
         if not (are_stored and are_known and frames.any()) or are_of_decoding:
             return nothing
@@ -201,12 +197,8 @@ class VideoFile(AbstractContextManager):
         # Decoding starts at frames that no other shares its time with.
         twins = listed[1:][np.diff(listed) == 0]
         is_key &= (pts != _NO_TIME) & (~np.isin(pts, twins) | (np.arange(len(pts)) == first))
-        (places,) = np.nonzero(is_key)
-        # Where pictures are refreshed frames are whole from a later key on. Of four frames one counts, at least.
-        whole = np.searchsorted(places, places + _MOST_UNCOUNTED * refreshing[places])
-        keys = np.stack([pts[places], table[places, 1], np.append(pts[places], _NEVER)[whole]], axis=1)
-        keys = keys[keys[:, 2] < _NEVER]
-        return listed, keys[keys[:, 2].argsort(kind="stable")], last
+        keys = table[is_key, :2]
+        return listed, keys[keys[:, 0].argsort(kind="stable")], last
 
     def frames_from(
         self, key: np.ndarray, wanted: Mapping[int, int], check: Callable[[], None] = lambda: None
@@ -225,15 +217,13 @@ class VideoFile(AbstractContextManager):
             NotWholeError: a frame does not come, or decoding may not start here.
             VideoError: a frame up to the last wanted one is damaged.
         """
-        key_time, is_gradual = int(key[0]), key[2] != key[0]
-        unfed, seen, needed, has_begun = dict(wanted), Counter(), True, False
+        key_time, unfed, seen, needed, has_begun = int(key[0]), dict(wanted), Counter(), True, False
         missing = total = sum(wanted.values())
         for packet in chain(self._packets_from(key), (None,)):
             check()
             is_second = packet is not None and self.reader.read(packet, False)[1]
-            # Nothing more is fed once the last wanted frame is in: the decoder is drained. In the midst of a
-            # refresh it would give out what is not whole yet.
-            if not unfed and not is_second and not (is_gradual and missing):
+            # Nothing more is fed once the last wanted frame is in: the decoder is drained.
+            if not unfed and not is_second:
                 packet = None
             if not is_second:
                 needed = packet is None or packet.pts in wanted or packet.pts == key_time
@@ -242,7 +232,7 @@ class VideoFile(AbstractContextManager):
                     continue  # displayed before the keyframe: may lack what it refers to
                 # A keyframe that is predicted from others is not one, except an interlaced one's second field.
                 is_predicted = frame.pict_type in (PictureType.P, PictureType.B) and not frame.interlaced_frame
-                if frame.pts == key_time and is_predicted and not (is_gradual or has_begun):
+                if frame.pts == key_time and is_predicted and not has_begun:
                     raise NotWholeError(f"{self.path}: a frame cannot be decoded: the data is damaged")
                 if frame.is_corrupt:
                     raise self.error(f"a frame cannot be decoded: the data is damaged at {frame.time:.3f} s")
@@ -264,7 +254,7 @@ class VideoFile(AbstractContextManager):
         """Read from a keyframe's packet on: after a seek, or where none finds it, from the start."""
         self.reader.restart()
         # Containers index keyframes by presentation time or by decoding time, or they cannot seek at all.
-        for target in (*key[:2].tolist(), None):
+        for target in (*key.tolist(), None):
             if target is None:
                 self._container.close()
                 self.open()
@@ -377,7 +367,6 @@ def probe(path: str | os.PathLike, check: Callable[[int], None] = lambda number:
             fps=fps,
             duration=float(timestamps[-1]) + shown,
             clock=clock * float(unit),
-            has_fields=file.reader.has_fields,
             transpose=transpose,
             flip_vertical=flip_vertical,
             flip_horizontal=flip_horizontal,

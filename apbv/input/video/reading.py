@@ -147,8 +147,8 @@ def plan_runs(info: VideoInfo, wanted: Sequence[int]) -> list[range]:
 
 
 def _keys_of(info: VideoInfo, wanted: Sequence[int]) -> np.ndarray:
-    """Return for each frame the number of the last keyframe from which on it is whole."""
-    return np.maximum(np.searchsorted(info.keys[:, 2], info.pts[list(wanted)], side="right") - 1, 0)
+    """Return for each frame the number of the last keyframe that is displayed no later."""
+    return np.maximum(np.searchsorted(info.keys[:, 0], info.pts[list(wanted)], side="right") - 1, 0)
 
 
 def _run_frames(

@@ -148,7 +148,7 @@ def choose_rows(
         values = values[to_device(order, rows.device)]
     kept = has.any(dim=0)
     ends = torch.searchsorted(_starts(visual, kept), has.sum(dim=1).cumsum(0)).tolist()
-    ends = [0, *ends[:-1], visual.num_temporal_patches]
+    ends = [0, *ends[:-1], len(visual.row_starts) - 1]
     return kept, tuple(range(start, stop) for start, stop in pairwise(ends)), values
 
 
