@@ -55,26 +55,26 @@ def order_job(hosts: HostGroup, settings: dict) -> list[tuple]:
 
 
 def test_own_keys_are_attended_to_before_anything_is_waited_for(pool):
-    anchor, own = ("attend", ANCHOR, (ANCHOR,), True), ("attend", BLOCK, (BLOCK,), True)
+    triangle = ("attend", ANCHOR + BLOCK, (ANCHOR + BLOCK,), True)
     for host, events in enumerate(pool.run(HOSTS, order_job, {})):
-        begun = events.index(anchor)
-        # Both passing blocks and the query's partial result are on their way.
-        assert [event for event in events[:begun] if event[0] == "start"] == [("start", n) for n in range(3)]
-        first, second = (
-            ("attend", BLOCK, (ANCHOR, *[PASSED] * block), False) for block in (host, 2 * HOSTS - 1 - host)
-        )
-        # Host 0's first block is the first of all, and has nothing to wait for; the last host's second block comes
-        # right behind all first ones.
-        wanted = [anchor, own, ("wait", 0), first, own, ("wait", 1), second, ("wait", 2)]
-        if host == 0:
-            wanted = [anchor, own, first, own, ("wait", 0), ("wait", 1), second, ("wait", 2)]
-        elif host == HOSTS - 1:
-            wanted = [anchor, own, ("wait", 0), first, own, second, ("wait", 1), ("wait", 2)]
-        assert events[begun:] == wanted
+        first_wait = events.index(("wait", 0))
+        # Both passing blocks and the query's partial result are on their way, and the first triangle is computed.
+        assert [event for event in events[:first_wait] if event[0] == "start"] == [("start", n) for n in range(3)]
+        assert events[first_wait - 1] == triangle
+        second = ("attend", BLOCK, (ANCHOR, *[PASSED] * (2 * HOSTS - 1 - host), BLOCK), True)
+        behind = [("wait", 0), ("wait", 1), second, ("wait", 2)]
+        if host > 0:  # host 0's first block is the first of all, and has nothing to wait for
+            behind.insert(1, ("attend", BLOCK, (PASSED,) * host, False))
+        if host == HOSTS - 1:  # and the last host's second block comes right behind all first ones
+            behind = [*behind[:2], second, ("wait", 1), ("wait", 2)]
+        assert events[first_wait:] == behind
 
 
 def test_without_overlap_every_transfer_is_waited_for_at_once(pool):
-    for events in pool.run(HOSTS, order_job, {"overlap": False}):
+    for host, events in enumerate(pool.run(HOSTS, order_job, {"overlap": False})):
         for number in range(3):
             start = events.index(("start", number))
             assert events[start + 1] == ("wait", number)
+        # So there is nothing to gain from a triangle of its own: its keys come with the others.
+        first = ("attend", ANCHOR + BLOCK, (*[PASSED] * host, ANCHOR + BLOCK), True)
+        assert first in events
