@@ -66,28 +66,62 @@ class ApbvMethod(PrefillMethod):
         seen: dict[int, State] = {}
         sent = [self._start_passing(block, states, seen) for block in self._blocks]
         finish_query = self._start_query(states, seen, _rows(out, self._query))
-        self._attend(states, sent, out)
+        if self.blocks is None:
+            self._attend_densely(states, sent, out)
+        else:
+            self._attend_sparsely(states, sent, out)
         for exchange in filter(None, sent):
             exchange.wait()  # even for unneeded data: its buffers must not be freed while they are written
         finish_query()
         return out
 
-    def _attend(self, states: "States", sent: list[Exchange | None], out: Tensor) -> None:
-        """Attend from the anchor to itself, and from each block to the anchor, the passing block and itself."""
+    def _attend_densely(self, states: "States", sent: list[Exchange | None], out: Tensor) -> None:
+        """Attend to the anchor, and from every block to the anchor, the passing block and itself."""
+        first, *others = self._blocks
+        self._attend_first(first, states, sent, out)
+        for block in others:
+            rows = self._blocks[block]
+            segments = [states.pair(self._anchor), *self._passing_segments(block, sent), states.pair(rows)]
+            self.attend(_rows(states.q, rows), segments, states.scale, causal_last=True, out=_rows(out, rows))
+
+    def _attend_sparsely(self, states: "States", sent: list[Exchange | None], out: Tensor) -> None:
+        """Attend densely to the anchor and the passing blocks, and block-sparsely within each block."""
         q_anchor, target = (_rows(x, self._anchor) for x in (states.q, out))
         self.attend(q_anchor, [states.pair(self._anchor)], states.scale, causal_last=True, out=target)
         for block, rows in self._blocks.items():
             if not len(rows):  # with Star Attention host 0's block is the anchor
                 continue
             q = _rows(states.q, rows)
-            # It is computed during the transfer of the passing block, even if that has already arrived: results
-            # must not depend on the transfer's speed.
+            # Selected blocks are computed during the transfer of the passing block.
             own = self.attend_within(q, states.pair(rows), states.scale)
             sees_anchor = block > 0 or not self.layout.anchor_copy  # which no block that begins the prompt sees
             segments = [states.pair(self._anchor if sees_anchor else range(0))]
             segments += self._passing_segments(block, sent)
             others = self.attend(q, segments, states.scale, causal_last=False)
             self.merge([own, others], _rows(out, rows))
+
+    def _attend_first(self, block: int, states: "States", sent: list[Exchange | None], out: Tensor) -> None:
+        """Attend to this host's first block, and to the anchor, whose rows come right before it: one triangle.
+
+        The triangle is computed during the transfer of the passing block, even if that has already arrived:
+        results must not depend on the transfer's speed. A block that begins the prompt sees no copy of its start.
+        """
+        if block == 0 and self.layout.anchor_copy:
+            for rows in (self._anchor, self._blocks[block]):
+                q, own = _rows(states.q, rows), [states.pair(rows)]
+                self.attend(q, own, states.scale, causal_last=True, out=_rows(out, rows))
+            return
+        rows = range(self._anchor.start, self._anchor.stop + len(self._blocks[block]))
+        q, own, target = _rows(states.q, rows), states.pair(rows), _rows(out, rows)
+        if block > 0 and self.layout.max_passed > 0 and self.config.overlap:
+            triangle = self.attend(q, [own], states.scale, causal_last=True)
+            q_block, passing = _rows(states.q, self._blocks[block]), self._passing_segments(block, sent)
+            passed = self.attend(q_block, passing, states.scale, causal_last=False)
+            self.merge([triangle, passed], target)
+        else:
+            segments = [*self._passing_segments(block, sent), own]
+            alone = len(self._anchor)  # it does not see the passing block
+            self.attend(q, segments, states.scale, causal_last=True, rows_alone=alone, out=target)
 
     def _start_passing(self, block: int, states: "States", seen: dict[int, State]) -> Exchange | None:
         """Send this block's l_p most important KV pairs to all hosts: ``[2, B, Hkv, max k, D]`` per host.
