@@ -33,7 +33,7 @@ from .prefilling.cancelling import RequestCancelled
 from .prefilling.forward import ready_for_prefills
 from .prefilling.memory import NotEnoughMemoryError
 from .prefilling.methods import resolve_method
-from .prefilling.prefiller import Prefiller
+from .prefilling.prefiller import Prefiller, ReadRequest
 from .prefilling.reduction.pruning import require_usable
 from .prefilling.result import PrefillResult
 from .prefilling.reuse import Reuse
@@ -129,6 +129,11 @@ class Engine:
             require_readable=None if speculate is None else drafting.require_readable,
         )
 
+    def __repr__(self) -> str:
+        drafting = "" if self.speculative_config is None else f", speculate={self.speculative_config.strategy!r}"
+        settings = f"method={self.prefill_config.method!r}, kv={self.prefill_config.kv!r}{drafting}"
+        return f"Engine({self.name!r}, {self.parts.family}, {settings}, {self.hosts})"
+
     @cached_property
     def grammars(self) -> Grammars:
         """Compiler of JSON schemas for this model; ValueError without llguidance."""
@@ -213,21 +218,33 @@ class Engine:
                 raise answer
 
     def prefill(
-        self, prompt: str | None = None, *, positions: str = "transformers", **asked: Any
+        self,
+        prompt: str | None = None,
+        *,
+        video: str | Path | Sequence[str | Path] | None = None,
+        images: Any | Sequence[Any] | None = None,
+        context: str | None = None,
+        messages: Sequence[dict] | None = None,
+        tools: Sequence[Any] | None = None,
+        num_frames: int | None = None,
+        fps: float | None = None,
+        audio: str | Path | Sequence[str | Path] | None = None,
+        audio_in_video: bool | None = None,
+        positions: str = "transformers",
     ) -> PrefillResult:
-        """Prefill a question about videos, images and sounds, or about a text.
+        """Prefill a question; the arguments up to ``audio_in_video`` are those of :meth:`generate`.
 
         Args:
-            prompt: the question.
             positions: ``"vllm"`` where vLLM is to continue (see :meth:`apbv.ModelInputs.at_vllm_positions`).
-            asked: the other arguments of :meth:`generate` up to ``audio_in_video``.
 
         Raises:
             ValueError, HostError: as :meth:`generate`.
         """
         if self.model is None:
             raise ValueError("a draft host does not prefill; call this on the target's hosts")
-        request = Request(Question(prompt, **asked), StageTimer(self.hosts), positions)
+        named = {"audio": audio, "audio_in_video": audio_in_video, "tools": tools}
+        question = Question(prompt, video, images, context, messages, num_frames, fps, **named)
+        request = Request(question, StageTimer(self.hosts), positions)
         with closing(self._prefiller.read(request)) as read:
             return self._prefiller.run(read)
 
@@ -472,6 +489,7 @@ class Engine:
         """
         with self._guarded(self._completed(request)) as guarded:
             read, state, answered = self._way.answer(guarded, self._prefiller)
+        self._note_what_the_demo_cannot(read)
         return self._result(read.request, state, answered, timeline, read.videos)
 
     def _result(
@@ -531,24 +549,25 @@ class Engine:
         self,
         state: PrefillResult,
         *,
+        max_new_tokens: int | None = None,
+        temperature: float | None = None,
+        top_p: float | None = None,
+        seed: int = 0,
         on_token: Callable[[int], None] | None = None,
         stop: Callable[[Sequence[int]], bool] | None = None,
-        **sampling: Any,
     ) -> GenerateResult:
         """Answer from a prefill that :meth:`prefill` or :func:`apbv.load` returned, without a draft.
 
-        The figures are those of this answer alone; those of the prefill, or of loading, are ``state.timer``'s.
-
-        Args:
-            on_token, stop: as of :meth:`generate`.
-            sampling: parameters of :class:`apbv.SamplingParams`, such as ``max_new_tokens``.
+        The arguments are those of :meth:`generate`. The figures are those of this answer alone; those of the
+        prefill, or of loading, are ``state.timer``'s.
         """
         state = replace(state, timer=StageTimer(self.hosts))
         max_positions = self.parts.max_position_embeddings
         with self.hosts.local_stage("reading the settings"):
-            by = SamplingParams(**sampling)
-            request = Request(Question(), state.timer, sampling=by, on_token=on_token, stop=stop)
-            state.inputs.require_room(max_positions, by.max_new_tokens or 1)
+            given = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
+            sampling = SamplingParams(**given)
+            request = Request(Question(), state.timer, sampling=sampling, on_token=on_token, stop=stop)
+            state.inputs.require_room(max_positions, max_new_tokens or 1)
             request = self._completed(request).within(max_positions, state.inputs)
         with self._guarded(request) as guarded:
             answered = Autoregressive(self.parts, self.hosts).decode(guarded, state)
@@ -595,7 +614,9 @@ class Engine:
         Raises:
             RequestCancelled, ValueError, HostError: as :meth:`generate`.
         """
-        return self._way.begin(self._completed(request), self._prefiller)
+        begun = self._way.begin(self._completed(request), self._prefiller)
+        self._note_what_the_demo_cannot(begun.read)
+        return begun
 
     def batch(self) -> Batch:
         """Return an empty batch for answers that have begun. Run its steps within :meth:`attention`."""
@@ -630,6 +651,17 @@ class Engine:
             decodes = hosts.rank == request.home and hosts.tensor_parallel_rank == 0
             grammar = self.grammars.begin(sampling.json_schema, sampling.grammar) if decodes else None
         return replace(request, grammar=grammar)
+
+    def _note_what_the_demo_cannot(self, read: ReadRequest) -> None:
+        """Warn on the leader if the demo model is asked something it was not trained for."""
+        if self.name != "demo" or not self.hosts.is_leader:
+            return
+        if not demo.understands(read.rendered.text, {(each.info.height, each.info.width) for each in read.videos}):
+            examples = ", ".join(map(repr, demo.EXAMPLE_QUESTIONS))
+            warn_caller(
+                f"the demo model understands questions such as {examples}, about clips like the packaged one, and "
+                "makes up an answer to all others"
+            )
 
     @property
     def can_work_alone(self) -> bool:

@@ -18,6 +18,8 @@ COUNTING_QUESTION = "how many letters are shown"
 DESCRIBE_QUESTION = "describe the clip shot by shot"
 DEMO_QUESTION = RETRIEVAL_QUESTION.format(colour=BORDERS[0])
 EXAMPLE_QUESTIONS = (DEMO_QUESTION, ORDERING_QUESTION, COUNTING_QUESTION, DESCRIBE_QUESTION)
+_QUESTIONS = EXAMPLE_QUESTIONS + tuple(RETRIEVAL_QUESTION.format(colour=colour) for colour in BORDERS)
+_SIZES = {(side * TOKEN_SIZE, side * TOKEN_SIZE) for side in range(GRIDS[0], GRIDS[1] + 1)}
 DEMO_LETTERS = "X J P H E L"  # of the bundled clip, in order
 
 
@@ -34,3 +36,8 @@ def draft_path() -> Path:
 def video_path() -> Path:
     """Return the path of the bundled clip: H.264, 56 x 56 pixels, 4 frames per second, 32 seconds."""
     return _FOLDER / "clip.mp4"
+
+
+def understands(prompt: str, sizes: set[tuple[int, int]]) -> bool:
+    """Return whether the demo model was trained to answer a prompt about frames of these heights and widths."""
+    return sizes <= _SIZES and any(question in prompt for question in _QUESTIONS)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..allocator import return_freed_memory
 from ..config import VideoConfig
 from ..layout import intersect
 from ..stats import StageTimer
@@ -24,6 +25,8 @@ from .images import Picture
 from .skeleton import SampledVideo, process
 from .video import iter_frames, read_frames
 from .visual import PixelChunk, Pixels
+
+_LARGE_BYTES = 2**26
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,8 @@ class SourcePixels:
                     values, ready = reader.prepare(what)
                     del what
                     yield PixelChunk(values, chunk, reader.kind, ready)
+            if isinstance(reader, ImageReader) and reader.num_bytes > _LARGE_BYTES:
+                return_freed_memory()  # a peak that hardly any other request has
 
 
 def ahead(chunks: Iterator[PixelChunk]) -> Iterator[PixelChunk]:
@@ -235,6 +240,11 @@ class ImageReader:
     processor: Any
     timer: StageTimer
     is_untiled: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        """The images' size as RGB."""
+        return sum(3 * picture.height * picture.width for picture in self.pictures)
 
     def read(self, chunks: Sequence[range], first: int = 0) -> Iterator[list[Any]]:
         """Decode images, as :meth:`VideoReader.read` does frames."""

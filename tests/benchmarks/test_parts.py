@@ -84,8 +84,8 @@ def test_wrong_decoding_steps_get_no_speed(monkeypatch, tmp_path, capsys, off, o
     [
         # Of three partial results of a context token two are merged; and the question's scores are among it.
         ("apbv", 10.5),
-        # Of a block two partial results are merged; the anchor and the question have one each.
-        ("star", 3.0),
+        # The anchor and the block are one triangle, copied to its place, and the question's has another.
+        ("star", 2.5),
         # In each step but the first, two results are read and one is written.
         ("zigzag_ring", 6.5),
     ],

@@ -120,7 +120,8 @@ def test_the_table_says_what_there_is_with_a_line_for_each_video(infer, tmp_path
     assert not {"drafting", "accepted", "anchor / passing", "communication", "draft"} & set(said)
     families.synthetic_image(56, 56).save(tmp_path / "a.png")
     shown = ["--video", "demo", "--image", tmp_path / "a.png", "--video", demo.video_path(), "--frames", 8]
-    status, lines = infer("--model", "demo", "--prompt", "What happens?", *shown, "--max-new-tokens", 1)
+    with pytest.warns(UserWarning, match="the demo model understands"):
+        status, lines = infer("--model", "demo", "--prompt", "What happens?", *shown, "--max-new-tokens", 1)
     assert status == 0
     said = rows(lines)
     assert said["video 1"] == said["video 2"] == "8 of 128 frames, 32.0 s" and "video" not in said
