@@ -150,12 +150,7 @@ def milliseconds(cost: HostCost, gpu: str, element_wise: float, others: float) -
 
 
 def prefill_parts(
-    config: PreTrainedConfig,
-    num_tokens: int,
-    method: str,
-    hosts: int,
-    gpu: str,
-    passing_len: int | None = None,
+    config: PreTrainedConfig, num_tokens: int, method: str, hosts: int, gpu: str, passing_len: int | None = None
 ) -> dict[str, float]:
     """Predict the milliseconds of a text's prefill on the busiest host, by parts."""
     shape, prompt = Shape.from_config(config), (num_tokens, 0, num_tokens - 40, None)

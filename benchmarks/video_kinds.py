@@ -67,12 +67,7 @@ def open_opencv(path: str) -> Opened:
     return read, np.array(times)
 
 
-READERS = {
-    "apbv": open_apbv,
-    "torchcodec": open_torchcodec,
-    "decord2": open_decord,
-    "opencv": open_opencv,
-}
+READERS = {"apbv": open_apbv, "torchcodec": open_torchcodec, "decord2": open_decord, "opencv": open_opencv}
 
 
 def verdict(reader: str, path: str, wanted: np.ndarray | None) -> str:

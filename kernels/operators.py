@@ -121,13 +121,7 @@ def verify_attention(
 
 
 def batch_decode_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    buffers: SequenceBuffers | BufferTable,
-    scale: float,
-    *,
-    backend: str = "auto",
+    q: Tensor, k: Tensor, v: Tensor, buffers: SequenceBuffers | BufferTable, scale: float, *, backend: str = "auto"
 ) -> Tensor:
     """Append the newest keys and values of each of R sequences to its own buffers, and attend to all rows there.
 

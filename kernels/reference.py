@@ -14,12 +14,7 @@ from .runs import ListedBlocks, PackedSequences, Segment, SequenceBuffers
 
 
 def segmented_attention(
-    q: Tensor,
-    segments: list[Segment],
-    scale: float,
-    causal_last: bool,
-    *,
-    rows_alone: int = 0,
+    q: Tensor, segments: list[Segment], scale: float, causal_last: bool, *, rows_alone: int = 0
 ) -> tuple[Tensor, Tensor]:
     """Attend over the concatenation of several segments with every score materialised, in O(S * T) memory."""
     queries, last = q.shape[2], segments[-1][0].shape[2]
@@ -32,13 +27,7 @@ def segmented_attention(
 
 
 def verify_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float,
-    *,
-    visible: Tensor | None = None,
-    num_keys: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, scale: float, *, visible: Tensor | None = None, num_keys: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Attend from a few new tokens under one mask of all keys."""
     if num_keys is not None:
@@ -71,13 +60,7 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, sequences: PackedSequences
 
 
 def block_sparse_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    blocks: ListedBlocks,
-    scale: float,
-    *,
-    out: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, blocks: ListedBlocks, scale: float, *, out: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Attend under the mask of what every query sees of listed blocks and of its own; skips no values."""
     tokens = torch.arange(q.shape[2], device=q.device)

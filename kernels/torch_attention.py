@@ -114,13 +114,7 @@ def attend_segments(
 
 
 def verify_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float,
-    *,
-    visible: Tensor | None = None,
-    num_keys: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, scale: float, *, visible: Tensor | None = None, num_keys: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Attend as :func:`apbv.kernels.verify_attention` does; a length is waited for."""
     attend = attend_with("torch", q, k)

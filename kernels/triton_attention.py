@@ -121,13 +121,7 @@ def _plan_segments(
 
 
 def verify_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float,
-    *,
-    visible: Tensor | None = None,
-    num_keys: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, scale: float, *, visible: Tensor | None = None, num_keys: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Attend as :func:`apbv.kernels.verify_attention` does, in one launch, or two where keys were split."""
     q, k, v = in_rows(q), in_rows(k), in_rows(v)

@@ -16,14 +16,7 @@ from .backends import num_processors
 from .runs import BufferTable, SequenceBuffers, alignment, cdiv, in_rows, next_power_of_2
 from .tiles import tile_of
 from .torch_attention import empty_output
-from .triton_attention_kernels import (
-    _attend_tile,
-    _factors,
-    _load_queries,
-    _load_tile,
-    _nothing_seen,
-    _store_rows,
-)
+from .triton_attention_kernels import _attend_tile, _factors, _load_queries, _load_tile, _nothing_seen, _store_rows
 from .triton_merging import merge_states
 
 _FEWEST_KEYS = 256  # fewer are not worth a program of their own

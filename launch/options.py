@@ -81,14 +81,8 @@ DECODE = _of(
     generation_config="sampling defaults: the checkpoint's (auto), or without effect (neutral)",
 )
 # The options below are None if not given.
-VIDEO = _of(
-    VideoConfig,
-    chunk_bytes="memory per video chunk (default: 1/16 of free memory, at most 256)",
-)
-THREADS = _of(
-    VideoConfig,
-    threads="CPU threads (default: OMP_NUM_THREADS, or a share of the cores)",
-)
+VIDEO = _of(VideoConfig, chunk_bytes="memory per video chunk (default: 1/16 of free memory, at most 256)")
+THREADS = _of(VideoConfig, threads="CPU threads (default: OMP_NUM_THREADS, or a share of the cores)")
 REDUCE = _of(
     ReduceConfig,
     prefix="reduce",
@@ -121,10 +115,7 @@ DRAFT = _of(
     keep_tokens="total prompt tokens for the draft, text included; replaces --keep-ratio",
     ensemble="contexts of tabed's ensemble: MT, MT*, MTCP, MTCP*, …",
 )
-ANSWER_LENGTH = _of(
-    SamplingParams,
-    max_new_tokens="tokens to generate at most (default: the model's, or 128)",
-)
+ANSWER_LENGTH = _of(SamplingParams, max_new_tokens="tokens to generate at most (default: the model's, or 128)")
 SAMPLING = _of(
     SamplingParams,
     temperature="sampling temperature; 0: greedy (the default; apbv serve: the model's)",

@@ -8,14 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from apbv.layout import (
-    LayoutError,
-    intersect,
-    plan_layout,
-    shared_out_layout,
-    single_host_layout,
-    star_layout,
-)
+from apbv.layout import LayoutError, intersect, plan_layout, shared_out_layout, single_host_layout, star_layout
 
 
 @dataclass(frozen=True)

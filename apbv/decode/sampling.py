@@ -122,10 +122,7 @@ def draw(weights: Tensor, numbers: Sequence[float] | Tensor) -> Choice:
 
 
 def choose_each(
-    logits: Tensor,
-    configs: Sequence[SamplingParams],
-    positions: Sequence[int],
-    purpose: int = PURPOSE_NEXT_TOKEN,
+    logits: Tensor, configs: Sequence[SamplingParams], positions: Sequence[int], purpose: int = PURPOSE_NEXT_TOKEN
 ) -> tuple[Choice, list[Tensor | None]]:
     """Choose for each row of logits ``[R, V]`` the most probable token at temperature 0, else draw one.
 

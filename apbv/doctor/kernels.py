@@ -12,14 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from .. import kernels
 from ..hosts import HostGroup
-from ..kernels import (
-    ListedBlocks,
-    PackedSequences,
-    SequenceBuffers,
-    library_attention,
-    reference,
-    torch_attention,
-)
+from ..kernels import ListedBlocks, PackedSequences, SequenceBuffers, library_attention, reference, torch_attention
 from ..kernels.backends import LIBRARIES, capability, drawn_numbers, why_not_triton
 from .examination import Check, CheckFailed, CheckSkipped, Found
 

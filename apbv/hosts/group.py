@@ -25,14 +25,7 @@ from .exchange import Exchange, HostError, describe_error, in_thread
 from .failure_watch import GRACE_SECONDS, POLL_SECONDS, WORK_LIMIT, FailureWatch, PendingCall
 from .heartbeat import Heartbeat
 from .polled_group import PolledGroup
-from .process_groups import (
-    Place,
-    ProcessGroups,
-    join_world,
-    leave_world,
-    rank_and_size,
-    require_whole_hosts,
-)
+from .process_groups import Place, ProcessGroups, join_world, leave_world, rank_and_size, require_whole_hosts
 
 
 class HostGroup:
@@ -545,10 +538,7 @@ def _bytes_tensor(data: bytes) -> Tensor:
 
 
 def run_on_hosts(
-    body: Callable[[HostGroup], None],
-    timeout: float = 300.0,
-    tensor_parallel: int = 1,
-    device: str | None = None,
+    body: Callable[[HostGroup], None], timeout: float = 300.0, tensor_parallel: int = 1, device: str | None = None
 ) -> int:
     """Run a script's body on this host, and return the exit status.
 

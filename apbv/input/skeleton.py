@@ -25,13 +25,7 @@ from .files import FileIdentity, Source
 from .images import Picture
 from .rendering import RenderedPrompt
 from .video import VideoInfo
-from .visual import (
-    FRAME_COPIES,
-    PIXEL_COPIES,
-    PromptError,
-    VisualItem,
-    num_frames_told,
-)
+from .visual import FRAME_COPIES, PIXEL_COPIES, PromptError, VisualItem, num_frames_told
 
 # The unit of the times that are told at a variable rate: a millisecond.
 _TICKS = 1000

@@ -214,11 +214,7 @@ class ShardedCache(Cache):
 
     @classmethod
     def of_shares(
-        cls,
-        layers: Sequence[tuple[Tensor, Tensor]],
-        layout: ContextLayout,
-        host: int,
-        holds_query: bool = True,
+        cls, layers: Sequence[tuple[Tensor, Tensor]], layout: ContextLayout, host: int, holds_query: bool = True
     ) -> "ShardedCache":
         """Build the cache from a host's keys and values of every layer.
 

@@ -21,16 +21,7 @@ from ..hosts import HostGroup
 from .facts import StorageError
 from .sending import Listener, Share
 from .ticket import Ticket
-from .wire import (
-    ask,
-    range_of,
-    reachable_address,
-    read_message,
-    reader_of,
-    send_message,
-    send_rows,
-    sever,
-)
+from .wire import ask, range_of, reachable_address, read_message, reader_of, send_message, send_rows, sever
 
 OnEnd = Callable[[str, str, int], None]
 

@@ -62,11 +62,7 @@ class GatheredKV(PlacedKV):
     attending = None
 
     def __init__(
-        self,
-        cache: DynamicCache | None,
-        num_tokens: int,
-        hosts: HostGroup,
-        states: LinearStates | None = None,
+        self, cache: DynamicCache | None, num_tokens: int, hosts: HostGroup, states: LinearStates | None = None
     ):
         self.cache = None if cache is None else appending_in_place(cache)
         self.hosts, self.num_tokens, self.states = hosts, num_tokens, states

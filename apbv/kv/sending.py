@@ -125,10 +125,7 @@ class Listener(socketserver.ThreadingTCPServer):
     request_queue_size = 128
 
     def __init__(
-        self,
-        address: Address,
-        serve: Callable[[socket.socket, Callable[[], None]], None],
-        idle_seconds: float,
+        self, address: Address, serve: Callable[[socket.socket, Callable[[], None]], None], idle_seconds: float
     ):
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         self._serve, self._idle_seconds = serve, idle_seconds

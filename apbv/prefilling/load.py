@@ -26,11 +26,7 @@ from .result import PrefillResult, identify, own_heads
 
 
 def load(
-    path: str | Path,
-    model: PreTrainedModel | None = None,
-    *,
-    hosts: HostGroup | None = None,
-    kv: str = "gathered",
+    path: str | Path, model: PreTrainedModel | None = None, *, hosts: HostGroup | None = None, kv: str = "gathered"
 ) -> PrefillResult:
     """Read a prefill that :meth:`PrefillResult.save` wrote, on any number of hosts; collective.
 

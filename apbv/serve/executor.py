@@ -51,11 +51,7 @@ class Executor:
     link: Links | Link | None = None
 
     def carry_out(
-        self,
-        order: Order,
-        files: Files,
-        asked: Asked = lambda request: request,
-        prompt: Skeleton | None = None,
+        self, order: Order, files: Files, asked: Asked = lambda request: request, prompt: Skeleton | None = None
     ) -> "GenerateResult | Begun | tuple[int, Ticket] | None":
         """Answer an order, prefill it with all KV on its home, or export its KV from the hosts that computed it.
 

@@ -55,11 +55,7 @@ _HISTOGRAMS = {
     "inter_token_latency_seconds": ("Inter-token latency (ITL)", _GAP_SECONDS),
     "e2e_request_latency_seconds": ("End-to-end latency, from arrival", _REQUEST_SECONDS, "total"),
     "request_queue_time_seconds": ("Time in the queue, after the request was read", _REQUEST_SECONDS, "queue"),
-    "request_prefill_time_seconds": (
-        "Prefill time, to the first token",
-        _REQUEST_SECONDS,
-        "prefill",
-    ),
+    "request_prefill_time_seconds": ("Prefill time, to the first token", _REQUEST_SECONDS, "prefill"),
     "request_decode_time_seconds": ("Decoding time, from first to last token", _REQUEST_SECONDS, "decode"),
     "request_prompt_tokens": ("Prompt tokens per request", _TOKENS),
     "request_generation_tokens": ("Generated tokens per request", _TOKENS),

@@ -24,13 +24,7 @@ from ..input.skeleton import Skeleton
 from ..input.visual import PromptError
 from .media import FolderError, Media, MediaError, PrivateFiles, open_media
 from .order import Order
-from .requests import (
-    ApiError,
-    ChatRequest,
-    CompletionRequest,
-    GenerationRequest,
-    TokenizeRequest,
-)
+from .requests import ApiError, ChatRequest, CompletionRequest, GenerationRequest, TokenizeRequest
 from .settings import ServerSettings
 from .tools import CallFormat, call_format
 

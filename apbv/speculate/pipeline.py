@@ -189,11 +189,7 @@ def generate_beside_draft(answer: Answer, pair: Pair, pace: Pace) -> tuple[list[
 
 
 def draft_beside(
-    link: Link,
-    draft: Draft,
-    last_prompt_token: int,
-    earlier: Sequence[Span] = (),
-    stops_with_target: bool = False,
+    link: Link, draft: Draft, last_prompt_token: int, earlier: Sequence[Span] = (), stops_with_target: bool = False
 ) -> tuple[list[int], DraftReport]:
     """Draft windows on the draft host until the target is done, or the draft's logits are NaN or infinite.
 

@@ -192,12 +192,7 @@ class HostCost:
 
 
 def cost(
-    shape: Shape,
-    method: str,
-    layout: ContextLayout,
-    *,
-    video: Video | None = None,
-    density: float = 1.0,
+    shape: Shape, method: str, layout: ContextLayout, *, video: Video | None = None, density: float = 1.0
 ) -> list[HostCost]:
     """Compute the cost of one prefill, host by host. Importance is ``peak``, and ``apbv`` fuses the query.
 

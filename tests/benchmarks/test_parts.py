@@ -29,14 +29,7 @@ from support import clips
 from support.exams import Candidate, Exam, load_demo, ranked_by
 from support.simulated import simulate
 from support.summaries import mean_cell, student_t
-from support.workloads import (
-    CONFIGS,
-    build_model,
-    config_like,
-    config_of,
-    text_prompt,
-    video_prompt,
-)
+from support.workloads import CONFIGS, build_model, config_like, config_of, text_prompt, video_prompt
 
 # ---- what is wrong ----
 

@@ -10,14 +10,7 @@ from apbv import HostGroup, kernels
 from apbv.doctor import hosts as answers
 from apbv.doctor import kernels as checked
 from apbv.doctor import machine
-from apbv.doctor.examination import (
-    WIDTH,
-    Check,
-    CheckFailed,
-    CheckSkipped,
-    Examination,
-    carry_out,
-)
+from apbv.doctor.examination import WIDTH, Check, CheckFailed, CheckSkipped, Examination, carry_out
 from apbv.kernels import library_attention
 
 from pairs import each_choice

@@ -140,10 +140,7 @@ KINDS = {
     "fields in mkv": (lambda d: field_stream.write(d / "a.mkv", late=True), constant(12)),
     "fields in mp4": (lambda d: field_stream.write(d / "a.mp4", late=True, scaling=True), constant(12)),
     "fields in ts": (lambda d: field_stream.write(d / "a.ts", late=True), constant(12)),
-    "intra refresh in ts": (
-        lambda d: encode(d / "a.ts", n=90, gop=20, bframes=0, x264=REFRESH),
-        constant(90),
-    ),
+    "intra refresh in ts": (lambda d: encode(d / "a.ts", n=90, gop=20, bframes=0, x264=REFRESH), constant(90)),
     "fields behind frames": (lambda d: field_stream.write(d / "a.mkv", frames=(0, 1, 2, 7)), constant(12)),
     "fields and frames": (lambda d: field_stream.write(d / "a.mkv", frames=(2, 3, 7)), constant(12)),
     "both fields in a packet": (  # of which FFmpeg does not give out the last
@@ -162,20 +159,14 @@ KINDS = {
         lambda d: twins(encode(d / "b.webm", n=30, codec="libvpx", bframes=None), d / "a.mkv"),
         np.sort([*constant(30)[:7], 0.24, 0.24, *constant(30)[9:]]),
     ),
-    "times at a variable rate": (
-        lambda d: encode(d / "a.mp4", n=12, pts=VFR_MS),
-        np.array(VFR_MS) / 1000,
-    ),
+    "times at a variable rate": (lambda d: encode(d / "a.mp4", n=12, pts=VFR_MS), np.array(VFR_MS) / 1000),
     "negative times": (
         lambda d: streams(
             d / "a.mkv", shifted(-1.5), encode(d / "b.mkv", n=60), options={"avoid_negative_ts": "disabled"}
         ),
         constant(60),
     ),
-    "last frame stays": (
-        lambda d: lasting(encode(d / "b.mp4", n=30, bframes=0), d / "a.mp4", 16),
-        constant(30),
-    ),
+    "last frame stays": (lambda d: lasting(encode(d / "b.mp4", n=30, bframes=0), d / "a.mp4", 16), constant(30)),
     "picture first": (thumbnail_first, constant(30)),
     "two recordings": (
         lambda d: joined(d / "a.ts", encode(d / "b.ts", n=20), encode(d / "c.ts", n=60)),

@@ -36,12 +36,7 @@ def a_ticket(**changes) -> Ticket:
         "tokens_sha256": digest_of_tokens(range(n)),
         "positions_sha256": digest_of_positions(torch.arange(n)),
     }
-    values |= {
-        "position_rule": "vllm",
-        "model": "demo",
-        "config_sha256": "c",
-        "weights_sha256": "w",
-    }
+    values |= {"position_rule": "vllm", "model": "demo", "config_sha256": "c", "weights_sha256": "w"}
     values |= {"revision": None, "family": "llama"}
     values |= {"dtype": "bfloat16", "num_layers": 2, "num_kv_heads": 3, "head_dim": 8, "method": "apbv"}
     return Ticket(**values | {"exact": False} | changes)

@@ -29,11 +29,7 @@ def assert_sounds_like(samples, expected):
 
 @pytest.mark.parametrize(
     ("name", "codec", "rate"),
-    [
-        ("a.wav", "pcm_s16le", 44100),
-        ("a.mp3", "libmp3lame", 48000),
-        ("a.m4a", "aac", 44100),
-    ],
+    [("a.wav", "pcm_s16le", 44100), ("a.mp3", "libmp3lame", 48000), ("a.m4a", "aac", 44100)],
 )
 def test_a_file_is_read_in_one_channel_at_the_rate_that_is_wanted(tmp_path, name, codec, rate):
     path = write(tmp_path / name, [(0, 2)], codec, rate, channels=(1.0, 0.5))

@@ -7,13 +7,7 @@ import pytest
 from apbv.input.video import VideoError, probe, read_frames
 
 from pairs import each_choice
-from video_files import (
-    decode_all,
-    encode,
-    overwrite,
-    packets_of,
-    picture,
-)
+from video_files import decode_all, encode, overwrite, packets_of, picture
 
 
 def audio(path):

@@ -161,10 +161,7 @@ def test_pixels_of_other_items_than_the_prompts_are_refused():
     pixels = ("pixel_values_videos", "video_grid_thw")
     for batch, message in [
         (two | {name: one[name] for name in pixels}, "no video at placeholder 8"),
-        (
-            one | {name: two[name] for name in pixels},
-            "another video at placeholder 0|more images or videos",
-        ),
+        (one | {name: two[name] for name in pixels}, "another video at placeholder 0|more images or videos"),
         (one | {name: image[name] for name in ("pixel_values", "image_grid_thw")}, "more images or videos"),
         ({name: one[name] for name in one if name not in pixels}, "no pixels were given"),
     ]:

@@ -213,8 +213,7 @@ def test_what_follows_the_last_frame_of_an_mp3_is_no_damage(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "reason"),
-    [("a.webp", "a WebP picture, or an animation"), ("a.tiff", "Invalid")],
+    ("name", "reason"), [("a.webp", "a WebP picture, or an animation"), ("a.tiff", "Invalid")]
 )
 def test_what_is_no_video_is_told(tmp_path, name, reason):
     path = animation(tmp_path / name)

@@ -20,10 +20,7 @@ def offer_all(folder: Path, states: dict[str, "apbv.PrefillResult"], hosts: "apb
         with open(folder / ENDS, "a") as file:
             file.write(json.dumps([transfer, how, num_bytes]) + "\n")
 
-    with (
-        Offers(hosts, seconds=3600.0, on_end=note) as offers,
-        Offers(hosts, seconds=0.01, on_end=note) as short,
-    ):
+    with Offers(hosts, seconds=3600.0, on_end=note) as offers, Offers(hosts, seconds=0.01, on_end=note) as short:
         tickets = {}
         for name, state in states.items():
             tickets[name] = [state.offer(offers) for _ in range(NUM_TICKETS)]

@@ -92,10 +92,7 @@ def compile_launches(capability: int, call: Callable[[], object]) -> list[tuple[
         plan.cache_clear()  # the plans are those of another GPU
     triton.runtime.driver.set_active(AbsentGPU(capability))
     gpu = "none", tiles.kind_of(capability // 10, SHARED_MEMORY[capability]), "any"
-    with (
-        patch.object(JITFunction, "run", compile_only),
-        patch.object(tiles, "gpu_of", lambda _: gpu),
-    ):
+    with patch.object(JITFunction, "run", compile_only), patch.object(tiles, "gpu_of", lambda _: gpu):
         call()
     return list(launched.values())
 

@@ -10,20 +10,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from apbv.kernels import (
-    BackendError,
-    segmented_attention,
-    triton_merging,
-    verify_attention,
-)
+from apbv.kernels import BackendError, segmented_attention, triton_merging, verify_attention
 from apbv.kernels import library_attention as libraries
-from apbv.kernels.backends import (
-    ENVIRONMENT_VARIABLE,
-    LIBRARIES,
-    choose,
-    failed_launch,
-    requested,
-)
+from apbv.kernels.backends import ENVIRONMENT_VARIABLE, LIBRARIES, choose, failed_launch, requested
 from apbv.kernels.library_attention import attend_natively
 
 from wrong_attention import WRONG, base_2, by_definition, raising

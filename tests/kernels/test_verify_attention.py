@@ -46,11 +46,7 @@ def test_new_tokens_see_what_the_mask_lets_them(way, shape, mask):
     assert_attention(result, exact, dtype)
 
 
-@each_choice(
-    mask=["chain", "tree", "none"],
-    backend=BACKENDS,
-    shape=[(1, (1, 2, 129, 1500)), (5, (8, 70, 1499))],
-)
+@each_choice(mask=["chain", "tree", "none"], backend=BACKENDS, shape=[(1, (1, 2, 129, 1500)), (5, (8, 70, 1499))])
 def test_a_length_in_memory(mask, backend, shape):
     """One launch serves all lengths of a buffer, behind whose keys there is anything, NaN included."""
     queries, lengths = shape

@@ -104,10 +104,7 @@ def fed_batch(folder: Path, lines: list[dict], *options):
     os.mkfifo(pipe)
     (folder / "out").mkdir(exist_ok=True)
     arguments = [str(each) for each in (pipe, *options)]
-    with (
-        started_hosts(BATCH, arguments, 2, folder / "out") as processes,
-        pipe.open("wb", buffering=0) as end,
-    ):
+    with started_hosts(BATCH, arguments, 2, folder / "out") as processes, pipe.open("wb", buffering=0) as end:
         end.write(encoded(lines))
         yield processes
 

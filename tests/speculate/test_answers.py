@@ -52,10 +52,7 @@ HIPPO = {"strategy": "hippo", "keep_ratio": 0.3}
 SEEN = [{"strategy": "specvlm", "keep": keep, "keep_ratio": 0.3} for keep in KEEP_POLICIES]
 SEEN += [{**HIPPO, "hippo_terms": (term,), "prune": "kv"} for term in ("time", "attention")]
 SEEN += [{**HIPPO, "num_draft_tokens": "auto"}, {**HIPPO, "num_tree_nodes": 12}, {"strategy": "ngram"}]
-SEEN += [
-    {"strategy": "tabed", "ensemble": "MTCP*", "keep": "full"},
-    {"strategy": "std", "num_tree_nodes": 12},
-]
+SEEN += [{"strategy": "tabed", "ensemble": "MTCP*", "keep": "full"}, {"strategy": "std", "num_tree_nodes": 12}]
 SHARED = [{"strategy": name} for name in ("hippo", "parallelvlm")]
 SHARED += [{"strategy": "std", "num_tree_nodes": nodes} for nodes in (None, 12)]
 SHARED += [{"strategy": "tabed", "ensemble": "MTCP*", "keep": "hippo", "keep_ratio": 0.3}]

@@ -84,11 +84,7 @@ def loops_job(hosts: HostGroup, family: str, kv: str, drawn: dict):
 
 
 @pytest.mark.parametrize(
-    ("family", "num_hosts", "kv", "drawn"),
-    [
-        ("qwen2_5_vl", 2, "sharded", {}),
-        ("llama", 1, "gathered", SAMPLED),
-    ],
+    ("family", "num_hosts", "kv", "drawn"), [("qwen2_5_vl", 2, "sharded", {}), ("llama", 1, "gathered", SAMPLED)]
 )
 def test_speculation_changes_no_token_and_leaves_the_right_kv(pool, family, num_hosts, kv, drawn):
     left, *others = pool.run(num_hosts, loops_job, family, kv, drawn)

@@ -75,8 +75,7 @@ def test_auto_follows_costs_and_acceptance():
 
 
 @pytest.mark.parametrize(
-    ("wanted", "draft", "extra", "chance"),
-    [(1, 2.0, 0.0, 0.5), (5, 0.5, 0.5, 0.3), ("auto", 1.0, 0.0, 0.0)],
+    ("wanted", "draft", "extra", "chance"), [(1, 2.0, 0.0, 0.5), (5, 0.5, 0.5, 0.3), ("auto", 1.0, 0.0, 0.0)]
 )
 def test_a_losing_draft_costs_its_trial_and_no_more(wanted, draft, extra, chance):
     """A drafted token costs as much as half a pass of the target, or more: no window can win."""

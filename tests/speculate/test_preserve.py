@@ -93,10 +93,7 @@ def test_visual_tokens_are_scored_as_defined(pool, family, num_hosts, settings, 
     # clamped.
     similar = [sum(cosines[i] - cosines[i - 1] for i in range(1, last + 1)).sum(dim=1) for last in (1, 2)]
     for attention, heads, *others in pool.run(num_hosts, watched_job, family, settings, most_scores):
-        for ours, expected in (
-            (attention, by_layer.mean(dim=0)),
-            (torch.stack(heads), by_head),
-        ):
+        for ours, expected in ((attention, by_layer.mean(dim=0)), (torch.stack(heads), by_head)):
             torch.testing.assert_close(ours.double(), expected, rtol=1e-4, atol=1e-7)
         for ours, expected in zip(others, similar, strict=True):
             torch.testing.assert_close(ours.double(), expected, rtol=1e-3, atol=1e-4)

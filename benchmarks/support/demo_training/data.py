@@ -293,11 +293,7 @@ class BatchMaker:
         return [*chosen, *others, (task, question, answer)]
 
     def row(
-        self,
-        clip: clips.ClipSpec,
-        times: torch.Tensor,
-        system: str | None,
-        asked: list[tuple[str, str, str]],
+        self, clip: clips.ClipSpec, times: torch.Tensor, system: str | None, asked: list[tuple[str, str, str]]
     ) -> dict[str, torch.Tensor]:
         """Build one clip's sequence of L tokens: P up to the clip's last, then each question with its answer.
 
