@@ -243,8 +243,9 @@ class Engine:
         if self.model is None:
             raise ValueError("a draft host does not prefill; call this on the target's hosts")
         named = {"audio": audio, "audio_in_video": audio_in_video, "tools": tools}
-        question = Question(prompt, video, images, context, messages, num_frames, fps, **named)
-        request = Request(question, StageTimer(self.hosts), positions)
+        with self.hosts.local_stage("reading the settings"):
+            question = Question(prompt, video, images, context, messages, num_frames, fps, **named)
+            request = Request(question, StageTimer(self.hosts), positions)
         with closing(self._prefiller.read(request)) as read:
             return self._prefiller.run(read)
 
@@ -525,7 +526,7 @@ class Engine:
                 "tensor_parallel_size": hosts.tensor_parallel_size,
                 "num_input_tokens": state.num_tokens,
                 "num_video_tokens": state.inputs.num_visual_tokens,
-                "num_audio_tokens": state.inputs.num_audio_tokens,
+                "num_audio_tokens": int(self.parts.is_audio(state.inputs.input_ids).sum()),
                 "anchor_len": state.layout.anchor_len,
                 "passing_len": state.layout.passing_len,
                 "reused": state.reused,

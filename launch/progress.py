@@ -40,8 +40,8 @@ class ProgressBars:
 
     def begin(self, stage: str) -> None:
         """Show that the language model begins a stage, replacing the bars of earlier ones."""
-        self._stage = stage
         if stage in ("prefill", "decode"):
+            self._stage = stage
             self.close()
 
     def advance(self, stage: str, done: int, total: int) -> None:

@@ -126,6 +126,9 @@ class LocalCollectives:
     def broadcast(self, tensor: Tensor, source: int) -> Exchange:
         return Exchange(lambda: tensor)
 
+    def drain(self) -> None:
+        """Do nothing: there is nobody to wait for."""
+
 
 class StagedCollectives(Collectives):
     """The same collectives for tensors on any device, over a gloo group that nothing else uses."""

@@ -87,9 +87,9 @@ class HostGroup:
             heartbeat = Heartbeat(store, self.name, timeout, WORK_LIMIT * timeout)
         self._watch = FailureWatch(self.name, timeout, store, heartbeat, waits_for_work, groups.communicators())
         self._data = self._control = LocalCollectives()
-        if groups.data is not None:
+        if self.size > 1:
             self._data = (StagedCollectives if groups.is_staged else Collectives)(groups.data, self._watch)
-        if groups.control is not None:
+        if self.num_processes > 1:
             self._control = Collectives(groups.control, self._watch)
         if isinstance(groups.members, PolledGroup):
             groups.members.wait_for = self._watch.wait

@@ -153,12 +153,18 @@ class ModelInputs:
         visual: VisualInput | None,
         audio: AudioInput | None,
     ) -> "ModelInputs":
-        """Make a prompt with as many placeholders of images, video or audio as these have tokens.
+        """Make a prompt with placeholders of images, video or audio.
 
         Raises:
-            PromptError: positions need something that the batch lacks.
+            PromptError: there are more or fewer placeholders than tokens, or positions need something that the
+                batch lacks.
         """
         where = parts.is_placeholder(input_ids[0]).nonzero().flatten()
+        num_visual = int(parts.is_visual(input_ids[0]).sum())
+        if visual is not None and visual.num_rows != num_visual:
+            raise PromptError(
+                f"the prompt has {num_visual} placeholder tokens, but its images and videos have {visual.num_rows}"
+            )
         position_ids, behind = _positions(parts, input_ids, batch), int(where[-1]) + 1
         # After a video that is heard, what ends its audio lies at the same position as what ends the video, and is
         # no part of the question.

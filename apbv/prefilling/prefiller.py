@@ -15,6 +15,7 @@ from ..input.skeleton import SampledVideo
 from .cancelling import require_going_on
 from .encode import agree_on_chunks
 from .forward import prefill
+from .reduction.pruning import require_reducible
 from .result import PrefillResult
 from .reuse import Reuse, prefill_question
 from .watching import Watcher
@@ -96,6 +97,7 @@ class Prefiller:
             if request.positions == "vllm":
                 inputs = inputs.at_vllm_positions(reader.parts)
             inputs.require_room(max_positions, request.num_wanted)
+            require_reducible(self.config.reduce, inputs)  # before a draft host begins
             if self.require_readable is not None:
                 self.require_readable(inputs)
             heard = [] if inputs.audio is None else [each.file.size for each in inputs.audio.sources]

@@ -27,6 +27,7 @@ from ..warn import raised_as
 from .settings import ServerSettings
 
 _MAX_REDIRECTS = 3
+_CHUNK = 2**16
 _REDIRECTS = (301, 302, 303, 307, 308)
 
 
@@ -294,9 +295,11 @@ def is_public(address: str) -> bool:
 
 
 def _read(response: http.client.HTTPResponse, host: str, max_bytes: int) -> bytes:
-    data = response.read(max_bytes + 1)
-    if len(data) > max_bytes:
-        raise MediaError(f"a file may have at most {max_bytes} bytes; that of {host} is larger")
+    data = bytearray()
+    while chunk := response.read1(_CHUNK):
+        data += chunk
+        if len(data) > max_bytes:
+            raise MediaError(f"a file may have at most {max_bytes} bytes; that of {host} is larger")
     if response.length:
         raise MediaError(f"{host} closed the connection in the middle of the file")
-    return data
+    return bytes(data)

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import accuracy
 import decoding
 import pytest
 import roofline
@@ -176,6 +177,8 @@ def test_presets_cover_the_papers_sweeps():
         1,
         *[n for n in (2, 4, 6, 8) for _ in range(5)],
     ]
+    for name in accuracy.PRESETS:
+        assert len(accuracy.ways_of(name, 1024)) > 1, name
     for name in speculative.PRESETS:
         configs = speculative.configs_of(name, 0.3)
         assert len(configs) > 1, name

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import transformers
 
-from apbv import Engine, HostError, HostGroup, PrefillConfig, PromptError, SamplingParams, VideoError
+from apbv import Engine, HostError, HostGroup, PrefillConfig, PromptError, SamplingParams, VideoError, demo
 from apbv.layout import LayoutError
 from apbv.model.parts import UnsupportedModelError, inspect_model, require_supported
 from apbv.stats import STAGES
@@ -152,3 +152,12 @@ def test_models_that_are_missing_or_unsupported_are_refused():
         inspect_model(transformers.Qwen2ForCausalLM(config))
     with pytest.raises(UnsupportedModelError, match="no language-model head"):
         inspect_model(transformers.LlamaModel(families.build_config("llama")))
+
+
+@pytest.mark.parametrize("question", ["which <|image_pad|> letter", "a <|video_pad|> letter"])
+def test_a_placeholder_in_a_question_is_refused(question):
+    """It would get a row that nothing writes."""
+    engine = Engine.from_pretrained("demo")
+    about = {"video": demo.video_path()} if "image" in question else {"images": families.synthetic_image(56, 56)}
+    with pytest.raises(PromptError, match="placeholder tokens, but its images and videos have"):
+        engine.generate(question, **about, num_frames=4)

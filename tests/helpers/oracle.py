@@ -23,7 +23,7 @@ class DenseOracle:
         anchor_len, query_start: where the anchor ends and the query begins.
         num_blocks: virtual hosts.
         passing_len: l_p.
-        importance: ``peak``, ``softmax``, ``dot`` or ``received``.
+        importance: ``peak``, ``softmax`` or ``dot``.
         separate_query: the query sees only the anchor and itself here, and runs again afterwards.
         sparse: which parts of a block's attention to itself are computed; None: all.
         keys, values: what each layer saw, ``[1, Hkv, n, D]``.

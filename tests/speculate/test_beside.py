@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import pytest
 
-from apbv import Engine, HostError, HostGroup, SamplingParams, SpeculativeConfig
+from apbv import Engine, HostError, HostGroup, ReduceConfig, SamplingParams, SpeculativeConfig
 from apbv.speculate.drafters import ModelDrafter
 from apbv.speculate.link import Link
 
@@ -63,6 +63,19 @@ def test_no_draft_host_changes_an_answer(pool, request_, plain):
                 assert stats["role"] == "draft" and stats["num_drafted"] > 0
             else:
                 assert "role" not in stats and stats["speculation"]["strategy"] == WAYS[place // 2]["strategy"]
+
+
+def reduced_job(hosts: HostGroup, request: dict) -> dict:
+    """The figures of an answer after a prompt that cannot be pruned, which is refused before the draft begins."""
+    engine = engine_of(hosts, WAYS[0], reduce=ReduceConfig(method="dycoke"))
+    with pytest.raises((ValueError, HostError), match="prunes redundancy"):
+        engine.generate(QUESTION)
+    return engine.generate(QUESTION, **request).stats
+
+
+def test_a_prompt_that_cannot_be_pruned_does_not_cost_the_draft_host(pool, request_):
+    target, draft = pool.run(2, reduced_job, request_)
+    assert draft["num_drafted"] > 0 and target["speculation"]["lost_draft"] is None
 
 
 def test_a_draft_host_penalises_as_the_target_does(pool, request_, plain):
