@@ -56,4 +56,4 @@ def test_all_stages_are_rehearsed(tmp_path, monkeypatch):
     assert found.pop("memcheck") in ("missing", 0)
     assert set(found.values()) == {0}, [path.read_text()[-2000:] for path in tmp_path.glob("*.log")]
     pretrained = [stage for stage in on_gpu.STAGES if "{model}" in stage.command]
-    assert len(pretrained) == 5 and len(found) == len(on_gpu.STAGES) - len(pretrained) - 1
+    assert len(pretrained) == 4 and len(found) == len(on_gpu.STAGES) - len(pretrained) - 1
