@@ -281,10 +281,11 @@ def show(options: argparse.Namespace, records: list[dict]) -> None:
     rows = grouped(records, "task", "num_tokens", "hosts", "label")
     for (task, num_tokens, hosts, label), of_row in rows.items():
         right = [record["right"] for record in of_row]
-        points = [100 * (r["right"] - exact.get((task, num_tokens, r["index"]), math.nan)) for r in of_row]
+        known = [(r, exact[place]) for r in of_row if (place := (task, num_tokens, r["index"])) in exact]
+        points = [100 * (r["right"] - of_full) for r, of_full in known]
         lengths = [of_row[0][name] or "–" for name in ("anchor_len", "passing_len")]
         agrees = f"{100 * statistics.fmean(record['agrees'] for record in of_row):.0f}"
-        cells = [percent_cell(sum(right), len(right)), mean_cell(points, "+.1f")]
+        cells = [percent_cell(sum(right), len(right)), mean_cell(points, "+.1f") if points else ""]
         cells += [mean_cell([record["kl"] for record in of_row], ".3f"), agrees]
         lines.append([task, num_tokens, hosts, label, *lengths, len(right), *cells])
     header = "task,tokens,hosts,row,l_a,l_p,samples,% right,points to `full`,KL,same first choice (%)"
@@ -295,14 +296,19 @@ def show(options: argparse.Namespace, records: list[dict]) -> None:
 
 
 def draw(path: Path, records: list[dict]) -> None:
-    """Plot the divergence by length for each number of hosts, and by TTFT at the longest length that has times."""
+    """Plot the divergence by length for each number of hosts, and by TTFT at the longest length that has times.
+
+    By length only the rows that have all samples are drawn.
+    """
     panels: dict[str, dict[str, list[tuple]]] = {}
     split = [record for record in records if record["label"] != "full"]
     for (hosts, num_tokens), together in sorted(grouped(split, "hosts", "num_tokens").items()):
-        for label, of_row in on_shared_samples(together).items():
+        rows = grouped(together, "label").values()
+        whole = [record for of_row in rows if len(of_row) == max(map(len, rows)) for record in of_row]
+        for label, of_row in on_shared_samples(whole).items():
             curves = panels.setdefault(f"tokens, {hosts} hosts", {})
             curves.setdefault(label, []).append((num_tokens, statistics.fmean(r["kl"] for r in of_row)))
-    timed = [record for record in records if record.get("ttft_ms")]
+    timed = [record for record in split if record.get("ttft_ms")]  # full takes ten times as long
     if timed:
         hosts, longest = max(r["hosts"] for r in timed), max(r["num_tokens"] for r in timed)
         compared = [r for r in timed if r["num_tokens"] == longest and r["hosts"] in (1, hosts)]

@@ -148,6 +148,7 @@ def test_the_page_shows_its_records():
     rows = [line.strip("| ").split(" | ") for line in difference_table(records).splitlines()]
     cells, said = {row[0].strip(): row for row in rows}, " ".join(page.split())
     assert f"{cells['star'][2].lstrip('+')} higher" in said
+    assert f"less than the default on each of {cells['apbv, l_p = n/32'][1]} samples" in said
     assert f"{cells['apbv, no passing'][2].lstrip('+')} higher" in said
     assert (
         f"{cells['apbv'][4].lstrip('-')} points worse than with `full`, over {cells['apbv'][3]} questions" in said
