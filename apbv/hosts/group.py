@@ -301,11 +301,15 @@ class HostGroup:
 
     def broadcast_ints(self, values: Sequence[int] | None, count: int) -> list[int]:
         """Broadcast ``count`` 64-bit integers from the leader; only the leader's ``values`` matter."""
+        if self.num_processes == 1:  # every token is broadcast so
+            return list(values)
         tensor = torch.tensor(values if self.is_leader else [0] * count, dtype=torch.int64)
         return self._control.broadcast(tensor, 0).wait().tolist()
 
     def broadcast_bytes(self, data: bytes | None) -> bytes:
         """Broadcast any number of bytes from the leader; only the leader's ``data`` matters."""
+        if self.num_processes == 1:  # whole files are broadcast so
+            return data
         (length,) = self.broadcast_ints([len(data)] if self.is_leader else None, 1)
         if not length:
             return b""
