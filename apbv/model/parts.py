@@ -29,7 +29,10 @@ VIDEO_FAMILIES = (
     *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
     *("internvl", "llava_onevision", OMNI_THINKER, "glm4v", "glm46v", "glm4v_moe", "video_llama_3"),
 )
-_MROPE_FAMILIES = tuple(each for each in VIDEO_FAMILIES if each.startswith(("qwen", "glm")))
+_MROPE_FAMILIES = (
+    *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
+    *(OMNI_THINKER, "glm4v", "glm46v", "glm4v_moe"),
+)
 # Families whose prompts and vision tower are another one's.
 _ALIKE = dict.fromkeys(("qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), "qwen3_vl")
 _ALIKE |= dict.fromkeys(("glm46v", "glm4v_moe"), "glm4v")

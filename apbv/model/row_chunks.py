@@ -61,10 +61,8 @@ def chunk_rows(device: torch.device, row_bytes: int) -> int:
     Args:
         row_bytes: what one row holds between input and output.
     """
-    return max(
-        CHUNK_BYTES.get(device.type, CHUNK_BYTES["cuda"]) // row_bytes // _ROWS_OF_A_TILE * _ROWS_OF_A_TILE,
-        _FEWEST_ROWS,
-    )
+    chunk_bytes = CHUNK_BYTES.get(device.type, CHUNK_BYTES["cuda"])
+    return max(chunk_bytes // row_bytes // _ROWS_OF_A_TILE * _ROWS_OF_A_TILE, _FEWEST_ROWS)
 
 
 def mlp_row_bytes(sizes: DecoderSizes, itemsize: int, tensor_parallel: int = 1) -> int:
