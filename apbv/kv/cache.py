@@ -154,9 +154,10 @@ class ShardedLayer(GrowingLayer):
         holds_newest: whether new tokens are appended to these rows, as they are on host 0.
     """
 
-    def __init__(self, owned_rows: Sequence[range], num_prompt_tokens: int, appends: bool):
+    def __init__(self, owned_rows: Sequence[range], num_prompt_tokens: int, num_fixed_tokens: int, appends: bool):
         super().__init__()
         self._owned_rows = owned_rows or [range(0)]
+        self._num_fixed_tokens = num_fixed_tokens
         self.holds_newest = appends
         self.num_tokens = num_prompt_tokens
 
@@ -184,8 +185,17 @@ class ShardedLayer(GrowingLayer):
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the last ``-tokens_to_remove`` tokens of the sequence (a count <= 0, as in transformers).
 
-        They may not reach beyond the query into the context, which is not in order on host 0.
+        Raises:
+            ValueError: the count is positive, or reaches beyond the query into the context.
         """
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop needs minus the number of tokens to remove, not {tokens_to_remove}")
+        croppable = self.num_tokens - self._num_fixed_tokens
+        if -tokens_to_remove > croppable:
+            raise ValueError(
+                f"cannot remove {-tokens_to_remove} tokens: only the last {croppable} of {self.num_tokens} are "
+                "kept in order on host 0"
+            )
         self.num_tokens += tokens_to_remove
         if self.holds_newest and tokens_to_remove:
             self.keys = self.keys[:, :, :tokens_to_remove]
@@ -207,7 +217,7 @@ class ShardedCache(Cache):
         rows, num_tokens, appends = layout.cache_rows(host), layout.num_tokens, host == 0
         if not keep_query:
             rows, num_tokens = rows[:-1] if appends else rows, layout.query.start
-        layers = [ShardedLayer(rows, num_tokens, appends) for _ in range(num_layers)]
+        layers = [ShardedLayer(rows, num_tokens, layout.query.start, appends) for _ in range(num_layers)]
         super().__init__(layers=layers)
         self.home, self.layout = home, layout
         self._leaving: tuple[DynamicCache, Iterator[None]] | None = None

@@ -66,8 +66,9 @@ class Ticket(KVFacts):
         record = params.get(_ENTRY) if isinstance(params, dict) else None
         if record is None:
             return None
-        version = record.get("version") if isinstance(record, dict) else None
-        if version != VERSION:
+        if not isinstance(record, dict):
+            raise StorageError(f"the ticket is {type(record).__name__}, not an object")
+        if (version := record.get("version")) != VERSION:
             raise StorageError(f"the ticket has version {version!r:.40}; this version reads {VERSION}")
         return from_json(cls, record)
 

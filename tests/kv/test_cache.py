@@ -84,6 +84,10 @@ def test_cropped_tokens_make_room_for_others(layout, count):
         cache, kept = prefilled(layout, host)
         update(cache, range(61, 61 + generated))
         kept += range(61, 61 + generated) if host == 0 else []
+        too_many = generated + len(layout.query) + 1  # into the context by one
+        for count, message in ((3, "not 3"), (-too_many, "cannot remove"), (-1000, "cannot remove")):
+            with pytest.raises(ValueError, match=message):
+                cache.crop(count)
         cache.crop(-removed)
         kept = kept[: len(kept) - removed] if host == 0 else kept
         left = 61 + generated - removed

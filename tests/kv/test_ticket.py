@@ -36,7 +36,7 @@ def test_a_malformed_ticket_is_refused_by_the_name_of_what_is_wrong():
         params["apbv"][name] = value
         with pytest.raises(StorageError, match=name):
             Ticket.from_params(params)
-    with pytest.raises(StorageError, match="has version None"):
+    with pytest.raises(StorageError, match="not an object"):
         Ticket.from_params({**params, "apbv": []})
 
 
