@@ -4,7 +4,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from copy import copy
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -41,7 +41,7 @@ from .refusals import refuse
 from .speculate import Autoregressive, Captioner, Drafting
 from .speculate.strategies import why_drafts_alone
 from .speculate.ways import Answered, Begun
-from .stats import Span, StageTimer, provenance
+from .stats import StageTimer, provenance
 from .warn import warn_caller
 
 # The warm-up request's.
@@ -271,7 +271,6 @@ class Engine:
         on_stage: Callable[[str], None] | None = None,
         on_progress: Callable[[str, int, int], None] | None = None,
         stop: Callable[[Sequence[int]], bool] | None = None,
-        timeline: bool = False,
     ) -> GenerateResult:
         """Answer a question about videos, images and sounds, or about a text.
 
@@ -309,7 +308,6 @@ class Engine:
             stop: called on host 0 after each token with all tokens so far; true ends the answer there. Also called
                 while the prompt is read and prefilled, between chunks and layers, with no tokens; true then
                 cancels the request. Give it on every host, or on none.
-            timeline: collect a timeline of every host.
 
         Returns:
             The answer, the same on every host; on a draft host ``stats`` are the draft host's own.
@@ -340,7 +338,7 @@ class Engine:
             on_token=on_token,
             stop=stop,
         )
-        return self.answer(request, timeline)
+        return self.answer(request)
 
     def stream(self, prompt: str | None = None, **given: Any) -> Generator[str, None, GenerateResult]:
         """Answer a question as :meth:`generate` does, and yield the text in pieces as it is decoded; collective.
@@ -482,27 +480,22 @@ class Engine:
         config = self.speculative_config
         return (config and why_drafts_alone(config)) or why_not_together(self.parts)
 
-    def answer(self, request: Request, timeline: bool = False) -> GenerateResult:
-        """Answer a request that was packed by the caller; otherwise as :meth:`generate`.
-
-        Args:
-            timeline: collect a timeline of every host.
-        """
+    def answer(self, request: Request) -> GenerateResult:
+        """Answer a request that was packed by the caller; otherwise as :meth:`generate`."""
         with self._guarded(self._completed(request)) as guarded:
             read, state, answered = self._way.answer(guarded, self._prefiller)
         self._note_what_the_demo_cannot(read)
-        return self._result(read.request, state, answered, timeline, read.videos)
+        return self._result(read.request, state, answered, read.videos)
 
     def _result(
         self,
         request: Request,
         state: PrefillResult | None,
         answered: Answered,
-        timeline: bool = False,
         videos: tuple[SampledVideo, ...] = (),
     ) -> GenerateResult:
         """Return the result of a request, collective; on a draft host, which has prefilled nothing, its own."""
-        tokens, sampling, spans = answered.tokens, request.sampling, None
+        tokens, sampling = answered.tokens, request.sampling
         text = self.tokenizer.decode(tokens, skip_special_tokens=True)
         reason = finish_reason(tokens, sampling, self.parts.eos_token_ids)
         timed = request.timer.summary(len(tokens))
@@ -510,14 +503,6 @@ class Engine:
             figures = {"token_ids": tokens, "text": text, **answered.figures, **timed}
         else:
             hosts = state.kv.hosts
-            if timeline:
-                mine = [asdict(span) for span in (*request.timer.spans, *answered.spans)]
-                spans = {
-                    hosts.name_of(place): [Span(**fields) for fields in theirs]
-                    for place, theirs in enumerate(hosts.gather_json(mine))
-                }
-                if answered.draft_spans is not None:
-                    spans["draft host"] = answered.draft_spans
             figures = {
                 "model": self.name,
                 "kv": self.prefill_config.kv,
@@ -544,7 +529,7 @@ class Engine:
                 "dtype": str(self.parts.dtype).removeprefix("torch."),
                 **provenance(),
             }
-        return GenerateResult(text, tokens, figures, reason, videos, spans, request.logprobs)
+        return GenerateResult(text, tokens, figures, reason, videos, request.logprobs)
 
     def decode(
         self,

@@ -6,7 +6,6 @@ from typing import Any
 
 from .input.skeleton import SampledVideo
 from .logprobs import TokenLogprobs
-from .stats import Span
 
 _SHOWN_CHARACTERS = 60
 
@@ -22,8 +21,6 @@ class GenerateResult:
         stats: the request's metrics; the fields of ``launch/infer.py --json``.
         videos: the videos that were asked about, as they were probed, with the numbers of their sampled frames.
         logprobs: of each token, where ``sampling.logprobs`` asks for them; on host 0.
-        timeline: if asked for, spans by host name, for :func:`apbv.stats.write_timeline`; only host 0 has those
-            of a draft host.
     """
 
     text: str
@@ -31,7 +28,6 @@ class GenerateResult:
     stats: dict[str, Any]
     finish_reason: str
     videos: tuple[SampledVideo, ...] = ()
-    timeline: dict[str, list[Span]] | None = None
     logprobs: Sequence[TokenLogprobs] = ()
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""Measures time and memory of a request, and writes metrics and timelines."""
+"""Measures time and memory of a request, and writes metrics."""
 
 import json
 import os
@@ -7,13 +7,12 @@ import resource
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cache
 from importlib.metadata import version
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -24,29 +23,8 @@ from .warn import raised_as
 
 # Every stage of a request, in the order in which they first begin.
 STAGES = ("decode_video", "preprocess", "encode", "exchange", "prefill", "handoff", "draft", "decode")
-# Those that work on one part of a video while another works on the next.
-_SIDE_BY_SIDE = ("decode_video", "preprocess", "encode", "exchange")
 # The stage that leaves no work on a GPU, which may be busy with something else meanwhile.
 _ON_HOST = ("decode_video",)
-
-
-@dataclass(frozen=True)
-class Span:
-    """Timed section on one host.
-
-    Attributes:
-        name: name of the section.
-        track: the row of its host that shows it.
-        begin: when it began, in seconds since the epoch; the clocks of several machines must agree.
-        seconds: how long it took.
-        details: JSON-ready figures about it.
-    """
-
-    name: str
-    track: str
-    begin: float
-    seconds: float
-    details: dict[str, Any] = field(default_factory=dict)
 
 
 class StageTimer:
@@ -74,28 +52,23 @@ class StageTimer:
     ):
         self._hosts, self._on_stage, self._on_progress = hosts, on_stage, on_progress
         self._lock, self._reporting = threading.Lock(), threading.Lock()
-        self._spans: list[Span] = []
-        self._unread: list[tuple[str, str, Moment, Moment]] = []  # a stage's name, track, begin and end
+        self._runs: list[tuple[str, Moment, Moment]] = []  # a stage's name, begin and end
         self._began = self.prefilled = hosts.moment(on_device=False)
-        self._epoch, self._bytes_before = time.time(), hosts.bytes_received
+        self._bytes_before = hosts.bytes_received
         self._first_token: Moment | None = None
 
     @contextmanager
-    def stage(self, name: str, track: str | None = None) -> Iterator[None]:
+    def stage(self, name: str) -> Iterator[None]:
         """Time the body as a stage, which may run several times, and concurrently with others in other threads.
 
         torch's profiler shows it as ``apbv.NAME``.
 
         Args:
             name: one of :data:`STAGES`.
-            track: the row of the timeline that shows it. None: a row of its own for each of the stages that may
-                run concurrently, and one row for all others. Threads that run the same stage at once have to name
-                different rows.
         """
         if self._on_stage is not None:
             with self._reporting:
                 self._on_stage(name)
-        track = track or (name if name in _SIDE_BY_SIDE else "stages")
         began = self._hosts.moment(name not in _ON_HOST)
         try:
             with torch.profiler.record_function(f"apbv.{name}"):
@@ -103,7 +76,7 @@ class StageTimer:
         finally:
             ended = self._hosts.moment(name not in _ON_HOST)
             with self._lock:
-                self._unread.append((name, track, began, ended))
+                self._runs.append((name, began, ended))
 
     def progress(self, stage: str, done: int, total: int) -> None:
         """Report a stage's progress on this host.
@@ -129,16 +102,14 @@ class StageTimer:
         """End the TTFT: this process knows the token, and its caller is about to."""
         self._first_token = self._hosts.moment(on_device=False)
 
-    @property
-    def spans(self) -> list[Span]:
-        """A span for each time that a stage has run; waits for what a GPU still works on of them."""
+    def runs(self) -> list[tuple[str, float, float]]:
+        """Return of each run of a stage its name, begin and end, in seconds since the request began.
+
+        This waits for what a GPU still works on of them.
+        """
         with self._lock:
-            stages, self._unread = self._unread, []
-            moments = iter(self._seconds_until([moment for stage in stages for moment in stage[2:]]))
-            for name, track, *_ in stages:
-                began, ended = next(moments), next(moments)
-                self._spans.append(Span(name, track, self._epoch + began, ended - began))
-        return list(self._spans)
+            names, *edges = zip(*self._runs, strict=True) if self._runs else ((), (), ())
+        return list(zip(names, *map(self._seconds_until, edges), strict=True))
 
     def summary(self, num_new_tokens: int = 0) -> dict:
         """Return the request's metrics, equal on every host; collective.
@@ -151,11 +122,12 @@ class StageTimer:
         Args:
             num_new_tokens: tokens of the answer, for ``output_throughput``.
         """
-        spans, busy = self.spans, dict.fromkeys(STAGES, 0.0)
-        for span in spans:
-            busy[span.name] += span.seconds
+        runs, busy = self.runs(), dict.fromkeys(STAGES, 0.0)
+        for name, began, ended in runs:
+            busy[name] += ended - began
         ends = [self._first_token or self.prefilled, self._hosts.moment(on_device=False)]
-        times = [*busy.values(), overlapping_seconds(spans), *self._seconds_until(ends)]
+        overlap = overlapping_seconds(run[1:] for run in runs)
+        times = [*busy.values(), overlap, *self._seconds_until(ends)]
         everybody = self._hosts.gather_floats([*times, self.comm_bytes, peak_memory_bytes(self._hosts.device)])
         *slowest, received, peaks = zip(*everybody, strict=True)
         *stages, overlap, ttft, total = [max(column) * 1e3 for column in slowest]
@@ -180,81 +152,46 @@ class StageTimer:
 
 
 class Recorder:
-    """Records the spans of one thread, in the order in which they ended.
+    """Sums the seconds that a thread spends in sections of its work.
 
     Args:
-        track: their track.
         clock: returns seconds since some fixed moment.
+
+    Attributes:
+        seconds: of each section, by name.
     """
 
-    def __init__(self, track: str, clock: Callable[[], float] = time.perf_counter):
-        self.spans: list[Span] = []
-        self._totals: dict[str, float] = {}  # kept because every round of decoding reads it
-        self._track, self._clock = track, clock
-        self._epoch = time.time() - clock()
+    def __init__(self, clock: Callable[[], float] = time.perf_counter):
+        self.seconds: dict[str, float] = defaultdict(float)
+        self._clock = clock
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the recorded spans for another process, where they are read-only."""
+        """Return the seconds for another process, which has another clock."""
         return {**self.__dict__, "_clock": None}
 
     @contextmanager
-    def span(self, name: str, **details: Any) -> Iterator[dict[str, Any]]:
-        """Record the body, even if it fails; yields the details, to which numbers can be added."""
+    def section(self, name: str) -> Iterator[None]:
+        """Time the body, even if it fails."""
         began = self._clock()
         try:
-            yield details
+            yield
         finally:
-            seconds = self._clock() - began
-            self.spans.append(Span(name, self._track, self._epoch + began, seconds, details))
-            self._totals[name] = self.seconds(name) + seconds
-
-    def seconds(self, name: str) -> float:
-        """Sum the seconds of all spans of a name."""
-        return self._totals.get(name, 0.0)
+            self.seconds[name] += self._clock() - began
 
 
-def seconds_of(spans: Iterable[Span], *names: str) -> float:
-    """Sum the seconds of all spans of some names."""
-    return sum(span.seconds for span in spans if span.name in names)
-
-
-def overlapping_seconds(spans: Iterable[Span]) -> float:
-    """Compute by how much the sum of the spans' seconds exceeds the time in which any of them ran."""
-    busy = covered = 0.0
-    end = float("-inf")
-    for span in sorted(spans, key=attrgetter("begin")):
-        busy += span.seconds
-        covered += max(0.0, span.begin + span.seconds - max(span.begin, end))
-        end = max(end, span.begin + span.seconds)
-    return busy - covered
-
-
-def write_timeline(path: Path, hosts: Mapping[str, Sequence[Span]]) -> None:
-    """Write spans as a JSON file in the Trace Event Format.
+def overlapping_seconds(runs: Iterable[tuple[float, float]]) -> float:
+    """Compute by how much the sum of the runs' seconds exceeds the time in which any of them went on.
 
     Args:
-        path: the file.
-        hosts: every host's spans, under its displayed name.
-
-    Raises:
-        ValueError: the file cannot be written.
+        runs: when each began and ended.
     """
-    everything = [span for spans in hosts.values() for span in spans]
-    start = min((span.begin for span in everything), default=0.0)
-    events: list[dict[str, Any]] = []
-    for process, (host, spans) in enumerate(hosts.items()):
-        events.append({"ph": "M", "name": "process_name", "pid": process, "args": {"name": host}})
-        tracks = list(dict.fromkeys(span.track for span in spans))
-        for thread, track in enumerate(tracks):
-            named = {"ph": "M", "name": "thread_name", "pid": process, "tid": thread, "args": {"name": track}}
-            events.append(named)
-        for span in sorted(spans, key=attrgetter("begin")):
-            microseconds = {"ts": (span.begin - start) * 1e6, "dur": span.seconds * 1e6}
-            place = {"pid": process, "tid": tracks.index(span.track)}
-            events.append({"ph": "X", "name": span.name, **place, **microseconds, "args": span.details})
-    content = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
-    with raised_as(ValueError, f"cannot write the timeline {path}", OSError):
-        Path(path).write_text(content, encoding="utf-8")
+    busy = covered = 0.0
+    end = float("-inf")
+    for began, ended in sorted(runs):
+        busy += ended - began
+        covered += max(0.0, ended - max(began, end))
+        end = max(end, ended)
+    return busy - covered
 
 
 def reset_peak_memory(device: torch.device) -> None:

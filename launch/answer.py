@@ -18,7 +18,7 @@ from apbv.input.images import Picture
 from apbv.input.video.file import VideoFile
 from apbv.launch.options import given, load_engine, prepare_process
 from apbv.launch.progress import ProgressBars
-from apbv.stats import append_json_lines, write_timeline
+from apbv.stats import append_json_lines
 from apbv.warn import raised_as
 
 _SHOWN_OVERLAP_MS = 0.1
@@ -37,8 +37,8 @@ def run(options: argparse.Namespace, hosts: HostGroup, progress_delay: float = 2
     prepare_process(options, hosts)
     with hosts.local_stage("reading the options"):
         context = read_sources(options)
-        if hosts.is_leader:
-            require_writable_outputs(options)
+        if hosts.is_leader and options.json:
+            require_writable(Path(options.json))
     progress = ProgressBars(enabled=hosts.is_leader and sys.stderr.isatty(), delay=progress_delay)
     with closing(progress):  # removes the bars from the screen, also on errors
         engine = load_engine(options, hosts)
@@ -57,7 +57,6 @@ def run(options: argparse.Namespace, hosts: HostGroup, progress_delay: float = 2
                 on_token=show,
                 on_stage=progress.begin,
                 on_progress=progress.advance,
-                timeline=options.timeline is not None,
             )
     # The hosts that answered: a draft host has its own group.
     with engine.hosts.local_stage("writing the figures"):
@@ -65,8 +64,6 @@ def run(options: argparse.Namespace, hosts: HostGroup, progress_delay: float = 2
             print(table(answer, options, hosts.size), file=sys.stderr, flush=True)
             if options.json:
                 append_json_lines(options.json, [answer.stats])
-            if options.timeline:
-                write_timeline(options.timeline, answer.timeline)
 
 
 @contextmanager
@@ -115,19 +112,10 @@ def read_sources(options: argparse.Namespace) -> str | None:
         return Path(options.context).read_text(encoding="utf-8")
 
 
-def require_writable_outputs(options: argparse.Namespace) -> None:
-    """Check before the work starts, and without leaving files, that the results can be written.
-
-    Raises:
-        ValueError: a file cannot be written.
-    """
-    for name in ("json", "timeline"):
-        wanted = getattr(options, name)
-        if wanted is None:
-            continue
-        path = Path(wanted)
-        if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-            raise ValueError(f"--{name} {path} cannot be written")
+def require_writable(path: Path) -> None:
+    """Check before the work starts, and without leaving a file, that the metrics can be written."""
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ValueError(f"--json {path} cannot be written")
 
 
 def table(answer: GenerateResult, options: argparse.Namespace, num_hosts: int) -> str:

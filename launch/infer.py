@@ -49,7 +49,6 @@ def parse_arguments(arguments: list[str] | None = None, prog: str | None = None)
     add_draft_options(parser)
 
     parser.add_argument("--json", metavar="FILE", help="append the metrics as one JSON line")
-    parser.add_argument("--timeline", metavar="FILE", help="write a timeline for ui.perfetto.dev")
     add_host_options(parser)
     options = parser.parse_args(arguments)
     if options.model == "demo":

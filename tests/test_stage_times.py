@@ -1,6 +1,5 @@
 """What StageTimer and Recorder measure, by clocks that move only when a test says so."""
 
-import json
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -8,7 +7,7 @@ import torch
 from one_stream import Gpu
 
 from apbv import HostGroup
-from apbv.stats import Span, StageTimer, overlapping_seconds, write_timeline
+from apbv.stats import StageTimer, overlapping_seconds
 
 
 class ClockedHosts(HostGroup):
@@ -22,7 +21,7 @@ class ClockedHosts(HostGroup):
         return self.now
 
 
-def test_stages_that_overlap_are_all_busy_and_have_rows_of_their_own(tmp_path):
+def test_stages_that_overlap_are_all_busy():
     hosts = ClockedHosts()
     timer = StageTimer(hosts)
     # From 0 to 4 one thread reads the video, from 1 to 6 another encodes; from 6 to 7 the first prefills.
@@ -40,16 +39,6 @@ def test_stages_that_overlap_are_all_busy_and_have_rows_of_their_own(tmp_path):
     busy = {name: ms for name, ms in figures["stages_ms"].items() if ms}
     assert busy == {"decode_video": 4000.0, "encode": 5000.0, "prefill": 1000.0}
     assert figures["total_ms"] == 7000.0 and figures["overlap_ms"] == pytest.approx(3000.0)
-    write_timeline(tmp_path / "trace.json", {"host 0": timer.spans})
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    rows = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
-    shown = {event["name"]: (rows[event["tid"]], event["ts"], event["dur"]) for event in events if "dur" in event}
-    assert {name: row for name, (row, *_) in shown.items()} == {
-        "decode_video": "decode_video",
-        "encode": "encode",
-        "prefill": "stages",
-    }
-    assert shown["encode"][1:] == pytest.approx((1e6, 5e6), abs=1)
 
 
 OVERLAPS = [([], 0), ([(0, 2), (2, 3), (5, 6)], 0), ([(3, 6), (0, 4)], 1), ([(0, 10), (2, 3), (4, 6)], 3)]
@@ -57,7 +46,7 @@ OVERLAPS = [([], 0), ([(0, 2), (2, 3), (5, 6)], 0), ([(3, 6), (0, 4)], 1), ([(0,
 
 @pytest.mark.parametrize(("runs", "seconds"), OVERLAPS, ids=str)
 def test_the_overlap_is_what_the_sum_has_more_than_the_time(runs, seconds):
-    assert overlapping_seconds([Span("stage", "track", begin, end - begin, {}) for begin, end in runs]) == seconds
+    assert overlapping_seconds(runs) == seconds
 
 
 # ---- on a GPU ----

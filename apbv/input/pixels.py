@@ -7,8 +7,9 @@ memory.
 
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from threading import Lock
 from typing import Any
@@ -201,10 +202,9 @@ class VideoReader:
                 yield torch.as_tensor(chunk)
             return
 
-        def at_work(thread: int) -> AbstractContextManager:
-            return self.timer.stage("decode_video", f"decode_video {thread}")
-
-        with closing(iter_frames(self.video.info, frames, size, threads, at_work)) as chunks:
+        with closing(
+            iter_frames(self.video.info, frames, size, threads, partial(self.timer.stage, "decode_video"))
+        ) as chunks:
             yield from map(torch.as_tensor, chunks)
 
     @torch.no_grad()

@@ -58,8 +58,7 @@ class BesideDraft:
             pace = Pace(config.most_draft_tokens, config.keep_losing_draft)
             tokens, stats = generate_beside_draft(answer, pair, pace)
         figures = {**asdict(config), **stats.summary(len(tokens))}
-        draft_spans = None if stats.of_draft is None else stats.of_draft.spans
-        return Answered(tokens, figures, spans=tuple(stats.record.spans), draft_spans=draft_spans)
+        return Answered(tokens, figures)
 
 
 class DraftHost:
@@ -126,4 +125,4 @@ class DraftHost:
             made = STRATEGIES[config.strategy].build(task)
         with timer.stage("decode"):
             last, is_auto = int(inputs.input_ids[0, -1]), config.num_draft_tokens == "auto"
-            return draft_beside(link, made, last, timer.spans, stops_with_target=is_auto)
+            return draft_beside(link, made, last, stops_with_target=is_auto)

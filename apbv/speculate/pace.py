@@ -209,7 +209,7 @@ class SpeculationStats:
         num_rejections: windows of which a token was rejected.
         switched_off: why the rest of the answer was decoded without the draft; None if it was not.
         switched_off_after: after how many tokens.
-        record: the spans of drafting and verifying.
+        record: the seconds of drafting and verifying.
     """
 
     rounds: int = 0
@@ -219,17 +219,17 @@ class SpeculationStats:
     num_rejections: int = 0
     switched_off: str | None = None
     switched_off_after: int | None = None
-    record: Recorder = field(default_factory=lambda: Recorder("decoding"), repr=False)
-    waiting: ClassVar = "draft"  # the span in which the target waits
+    record: Recorder = field(default_factory=Recorder, repr=False)
+    waiting: ClassVar = "draft"  # the section in which the target waits
     _seconds: tuple[float, float] = field(default=(0.0, 0.0), repr=False)
 
     def times(self) -> dict[str, float | None]:
         """Return the seconds of drafting, of verification, and of either side's idling."""
-        draft, verify = self.record.seconds("draft"), self.record.seconds("verify")
+        draft, verify = self.record.seconds["draft"], self.record.seconds["verify"]
         return {
             "draft_seconds": draft,
             "verify_seconds": verify,
-            "target_idle_seconds": self.record.seconds(self.waiting),
+            "target_idle_seconds": self.record.seconds[self.waiting],
             "draft_idle_seconds": verify,
         }
 
@@ -241,7 +241,7 @@ class SpeculationStats:
 
     def seconds_of_round(self) -> tuple[float, float]:
         """Return the seconds of drafting, or of waiting for it, and of verifying since the last call."""
-        before, self._seconds = self._seconds, (self.record.seconds(self.waiting), self.record.seconds("verify"))
+        before, self._seconds = self._seconds, (self.record.seconds[self.waiting], self.record.seconds["verify"])
         return self._seconds[0] - before[0], self._seconds[1] - before[1]
 
     def switch_off(self, why: str, num_tokens: int) -> None:

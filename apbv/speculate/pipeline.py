@@ -8,15 +8,15 @@ corrected, and the draft stops at once; then the target runs over the correction
 token of the next window (pre-verify). The prefill's logits are the first pre-verification.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
 from ..decode.answer import NO_TOKEN, Answer
 from ..decode.sampling import NotFiniteError
-from ..stats import Recorder, Span, seconds_of
+from ..stats import Recorder
 from .draft import Draft
 from .drafters import Proposal, pack_tokens, unpack_tokens
 from .link import ALONE, CORRECTED, DONE, GO_ON, STARTUP_WINDOWS, DraftGaveUp, Link, Pair
@@ -28,12 +28,18 @@ class DraftReport(NamedTuple):
     """The draft host's report on a request.
 
     Attributes:
-        num_drafted: all drafted tokens, also of windows that a rejection made useless.
-        spans: the timeline of the draft's stages and rounds.
+        windows: the drafted tokens of each window, also of those that a rejection made useless.
+        drafting, idle: the seconds of drafting, and of waiting for the target.
     """
 
-    num_drafted: int
-    spans: list[Span]
+    windows: list[int]
+    drafting: float
+    idle: float
+
+    @property
+    def num_drafted(self) -> int:
+        """All drafted tokens."""
+        return sum(self.windows)
 
 
 @dataclass
@@ -51,10 +57,7 @@ class PipelineStats(SpeculationStats):
     waiting: ClassVar = "wait for draft"
 
     def times(self) -> dict[str, float | None]:
-        drafting = idle = None
-        if self.of_draft is not None:
-            drafting = seconds_of(self.of_draft.spans, "draft")
-            idle = seconds_of(self.of_draft.spans, "wait for scores", "wait for verdict")
+        _, drafting, idle = self.of_draft or (None, None, None)
         return super().times() | {"draft_seconds": drafting, "draft_idle_seconds": idle}
 
     def summary(self, num_new_tokens: int) -> dict:
@@ -120,11 +123,10 @@ class _Target:
 
     def finish(self) -> None:
         """Receive the draft's report."""
-        with self._stats.record.span("wait for draft"):
+        with self._stats.record.section("wait for draft"):
             report = self._pair.with_other(lambda link: link.receive_json())
         if report is not None:
-            num_drafted, spans = report
-            self._stats.of_draft = DraftReport(num_drafted, [Span(**span) for span in spans])
+            self._stats.of_draft = DraftReport(*report)
         self._stats.lost_draft = self._pair.lost
 
     def _receive(self, exchange: Callable[[Link], Proposal]) -> Proposal:
@@ -132,7 +134,7 @@ class _Target:
         if self._stats.switched_off:  # then the draft still receives verdicts
             return Proposal([])
         try:
-            with self._stats.record.span("wait for draft"):
+            with self._stats.record.section("wait for draft"):
                 return self._pair.with_other(exchange) or Proposal([])
         except DraftGaveUp:
             self._stats.switch_off(f"it gave {NotFiniteError()}", len(self._answer.tokens))
@@ -156,7 +158,7 @@ def generate_beside_draft(answer: Answer, pair: Pair, pace: Pace) -> tuple[list[
         AgreedError: the target's logits are NaN or infinite; on every one of its hosts.
     """
     hosts, tokens = answer.decoder.hosts, answer.tokens
-    stats = PipelineStats(record=Recorder("decoding", hosts.clock))
+    stats = PipelineStats(record=Recorder(hosts.clock))
     target = _Target(answer, pair, stats, pace) if hosts.rank == 0 else None
     pending: list[int] = []
     rows: Tensor | None = answer.logits[None]
@@ -181,7 +183,7 @@ def generate_beside_draft(answer: Answer, pair: Pair, pace: Pace) -> tuple[list[
                 target.finish()
             return tokens, stats
         pending = waiting
-        with stats.record.span("verify", tokens=1 + len(pending), mode="post" if pending else "pre"):
+        with stats.record.section("verify"):
             rows = answer.decoder.advance([tokens[-1], *pending])
         stats.num_target_forwards += 1
         if stats.switched_off is None:
@@ -189,7 +191,7 @@ def generate_beside_draft(answer: Answer, pair: Pair, pace: Pace) -> tuple[list[
 
 
 def draft_beside(
-    link: Link, draft: Draft, last_prompt_token: int, earlier: Sequence[Span] = (), stops_with_target: bool = False
+    link: Link, draft: Draft, last_prompt_token: int, stops_with_target: bool = False
 ) -> tuple[list[int], DraftReport]:
     """Draft windows on the draft host until the target is done, or the draft's logits are NaN or infinite.
 
@@ -198,7 +200,6 @@ def draft_beside(
         draft: a draft whose drafter is a :class:`ModelDrafter`, with the prompt but for the last token in its
             cache. A provisional draft drafts only the first window.
         last_prompt_token: the token that the cache lacks.
-        earlier: the spans of what this host did for the request before.
         stops_with_target: whether a window ends when the target has verified the one before. Else only a
             correction ends it before it is full.
 
@@ -209,14 +210,14 @@ def draft_beside(
         HostError: the target's hosts failed, or went on without this one.
     """
     sequence = [last_prompt_token]  # verified tokens, then drafted ones
-    record, total, drafts, code = Recorder("decoding"), 0, True, GO_ON
+    record, windows, drafts, code = Recorder(), [], True, GO_ON
     while code != DONE:
         is_provisional = draft.successor is not None
         verdict = draft.awaited if is_provisional else link.expect_verdict()
         window: list[int] = []
         rows: list[Tensor] = []
         if drafts:
-            with record.span("draft") as details:
+            with record.section("draft"):
                 try:
                     for token, row in draft.drafter.stream(sequence):
                         window.append(token)
@@ -231,21 +232,19 @@ def draft_beside(
                 except NotFiniteError:
                     link.send_failure(for_good=False)
                     drafts = False
-                details["tokens"] = len(window)
-        total += len(window)
+            windows.append(len(window))
         sequence += window
         if is_provisional:
-            with record.span("wait for scores"):
+            with record.section("idle"):
                 verdict.wait()
-            with record.span("prune"):
-                draft = draft.successor()
+            draft = draft.successor()
             verdict = link.expect_verdict()
-        with record.span("wait for verdict"):
+        with record.section("idle"):
             code, num_verified, token = verdict.wait().tolist()
         if code != GO_ON:
             sequence = [*sequence[: 1 + num_verified], token]
         drafts &= code != ALONE
-    report = DraftReport(total, [*earlier, *record.spans])
-    link.send_json([total, [asdict(span) for span in report.spans]])
+    report = DraftReport(windows, record.seconds["draft"], record.seconds["idle"])
+    link.send_json(report)
     link.wait_until_received()
     return sequence[1:], report

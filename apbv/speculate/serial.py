@@ -35,7 +35,7 @@ def generate_speculatively(
         AgreedError: the target's logits are NaN or infinite; on every host. A draft with such logits is dropped.
     """
     hosts, decoder, tokens = answer.decoder.hosts, answer.decoder, answer.tokens
-    stats = SpeculationStats(record=Recorder("decoding", hosts.clock))
+    stats = SpeculationStats(record=Recorder(hosts.clock))
     whole = tree or Tree.chain(pace.most)
     token, has_ended = answer.choose(answer.logits)
     new, is_drafting = [token], not answer.sampling.is_constrained
@@ -47,13 +47,12 @@ def generate_speculatively(
             return tokens, stats
         limit, proposal, verdict = whole.cut(answer.num_left - 1), None, None  # the target adds a token
         if is_drafting and limit.num_drafted:
-            with stats.record.span("draft") as details:
+            with stats.record.section("draft"):
                 proposal = _draft(drafter, answer, limit, pace, stats)
-                details["tokens"] = 0 if proposal is None else len(proposal.tokens)
             is_drafting = proposal is not None
         proposal = proposal or Proposal([])
         shape, drafted = limit.first(len(proposal.tokens)), [tokens[-1], *proposal.tokens]
-        with stats.record.span("verify", tokens=len(shape)) as details:
+        with stats.record.section("verify"):
             rows = decoder.advance(drafted, *(() if tree is None else (shape.depths, shape.visible)))
             if hosts.is_leader:
                 hosts.settle()
@@ -64,7 +63,6 @@ def generate_speculatively(
             new = [*(drafted[node] for node in path[1:]), token][:num_new]
             # All new tokens but the last are in the KV then, and no others.
             decoder.take_back(len(shape), path[: len(new)])
-            details["accepted"] = len(path) - 1
         if is_drafting and drafter is not None:
             drafter.learn(new, rows[: len(new)])
         stats.rounds += is_drafting

@@ -6,7 +6,7 @@ decodes the answer.
 
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -21,7 +21,6 @@ from ..model.parts import ModelParts
 from ..prefilling.prefiller import Prefiller, ReadRequest
 from ..prefilling.result import PrefillResult
 from ..prefilling.watching import Watcher
-from ..stats import Span
 from .batch import SpeculativeBatch
 from .draft import Draft, DraftTask
 from .pace import Pace
@@ -40,14 +39,10 @@ class Answered:
         tokens: the answer's tokens, the end token included.
         figures: the field ``speculation`` of ``launch/infer.py --json``; on a draft host its own metrics; None
             without speculation.
-        spans: the timeline of this host's decoding.
-        draft_spans: the draft host's timeline, on host 0; None if there is no draft host.
     """
 
     tokens: list[int]
     figures: dict[str, Any] | None = None
-    spans: tuple[Span, ...] = ()
-    draft_spans: list[Span] | None = None
 
 
 class Begun(NamedTuple):
@@ -124,8 +119,7 @@ class TakingTurns:
         read, state, (draft,) = begun = self.begin(request, prefiller)
         with self.hosts.collective_stage("decode"), read.request.timer.stage("decode"):
             tokens, stats = self._decode(draft, state, read.request)
-        answered = self.answered(begun, tokens, stats.summary(len(tokens)))
-        return read, state, replace(answered, spans=tuple(stats.record.spans))
+        return read, state, self.answered(begun, tokens, stats.summary(len(tokens)))
 
     def batch(self) -> SpeculativeBatch:
         return SpeculativeBatch(self._target, self._config, self._draft)

@@ -49,8 +49,7 @@ def engine_job(hosts: HostGroup, ways: list[dict], request: dict) -> list:
         assert shown == answer.token_ids
         with pytest.raises((ValueError, HostError), match=r"no-such|cannot answer this request"):
             engine.generate(QUESTION, video="no-such.mp4")
-        again = engine.generate(QUESTION, **request, timeline=True)
-        assert hosts.rank or set(again.timeline) == {"host 0", "draft host"}
+        again = engine.generate(QUESTION, **request)
         answers += [(answer.token_ids, answer.stats), (again.token_ids, again.stats)]
     return answers
 

@@ -154,7 +154,7 @@ def test_a_losing_draft_is_switched_off_on_all_hosts_and_a_winning_one_kept(pool
 
 def test_a_draft_beside_that_had_nothing_to_do_took_no_time():
     """Which is 0 seconds; only those of a draft that was lost are not known."""
-    stats = PipelineStats(record=Recorder("decoding"))
+    stats = PipelineStats(record=Recorder())
     assert stats.times()["draft_seconds"] is stats.times()["draft_idle_seconds"] is None
-    stats.of_draft = DraftReport(num_drafted=0, spans=[])
+    stats.of_draft = DraftReport(windows=[], drafting=0.0, idle=0.0)
     assert (stats.times()["draft_seconds"], stats.times()["draft_idle_seconds"]) == (0, 0)

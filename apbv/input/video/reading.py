@@ -18,7 +18,7 @@ from .file import NotWholeError, VideoError, VideoFile, VideoInfo
 _FRAMES_PER_RUN = 64
 # How much larger than the first frame, in pixels, another may be that was not announced.
 MOST_TIMES_LARGER = 16
-AtWork = Callable[[int], AbstractContextManager]
+AtWork = Callable[[], AbstractContextManager]
 
 
 def sample_uniform(info_or_n: VideoInfo | int, num_frames: int) -> list[int]:
@@ -85,11 +85,7 @@ def read_frames(info: VideoInfo, indices: Sequence[int], threads: int = 0) -> np
 
 
 def iter_frames(
-    info: VideoInfo,
-    indices: Sequence[int],
-    chunk_len: int,
-    threads: int = 0,
-    at_work: AtWork = lambda thread: nullcontext(),
+    info: VideoInfo, indices: Sequence[int], chunk_len: int, threads: int = 0, at_work: AtWork = nullcontext
 ) -> Iterator[np.ndarray]:
     """Decode frames chunk by chunk: uint8 ``[<= chunk_len, height, width, 3]``, RGB as displayed, in order.
 
@@ -104,8 +100,7 @@ def iter_frames(
         chunk_len: frames in each chunk but the last.
         threads: how many runs of frames to decode at the same time, where there are several; 0 for this
             process's fair share of its machine's cores.
-        at_work: called by each thread that decodes with its number, and entered while it works, but not while it
-            waits for room.
+        at_work: called by each thread that decodes, and entered while it works, but not while it waits for room.
 
     Raises:
         VideoError: a frame, or one that was decoded on the way to it, is damaged so that the decoder notices, or
@@ -265,8 +260,8 @@ def _decoded(
     chunks = _Chunks(len(wanted), chunk_len, (info.height, info.width, 3))
     workers = []
     try:
-        for number in range(min(threads, len(runs))):
-            arguments = (info, wanted, todo, chunks, at_work, number)
+        for _ in range(min(threads, len(runs))):
+            arguments = (info, wanted, todo, chunks, at_work)
             workers.append(threading.Thread(target=_work, args=arguments, daemon=True))  # no exit waits for it
             workers[-1].start()
         yield from chunks
@@ -281,9 +276,7 @@ def _decoded(
                 worker.join()
 
 
-def _work(
-    info: VideoInfo, wanted: list[int], todo: Iterator[range], chunks: _Chunks, at_work: AtWork, number: int
-) -> None:
+def _work(info: VideoInfo, wanted: list[int], todo: Iterator[range], chunks: _Chunks, at_work: AtWork) -> None:
     """Decode runs, always the first that no other thread has taken, until none are left."""
     try:
         run = next(todo, None)
@@ -297,7 +290,7 @@ def _work(
             while run is not None:
                 frames = _run_frames(file, info, wanted[run.start : run.stop], chunks.check)
                 for row in (*run, None):
-                    with at_work(number):
+                    with at_work():
                         frame = next(frames, None)
                         if frame is not None:
                             image = _as_shown_first(converter, frame, size, info, chunks)

@@ -183,8 +183,8 @@ def _measure(hosts: HostGroup, run: Callable[[], Outcome]) -> tuple[Measured, Ou
     synchronize(hosts.device)
     seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu_began
     peak, stage_seconds = peak_memory_bytes(hosts.device), {}
-    for span in () if outcome.timer is None else outcome.timer.spans:
-        stage_seconds[span.name] = stage_seconds.get(span.name, 0.0) + span.seconds
+    for name, stage_began, ended in () if outcome.timer is None else outcome.timer.runs():
+        stage_seconds[name] = stage_seconds.get(name, 0.0) + ended - stage_began
     figures = Measured(seconds, cpu_seconds, peak, stage_seconds, outcome.num_visual_tokens)
     return figures, outcome
 
