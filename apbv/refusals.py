@@ -8,7 +8,6 @@ REFUSALS = {
     ("anchor_query", "no_anchor"): "anchor_query needs the anchor of apbv or apb: not {no_anchor}",
     ("sparse", "dense_method"): "sparse attention needs full, apbv, apb or star: {dense_method} does not have it",
     ("sparse", "other_sparse_method"): "{other_sparse_method} cannot select blocks as {sparse}",
-    ("skip_margin", "sparse_without_margin"): "a skip margin needs spargeattn: {sparse_without_margin} has none",
     ("kv_reuse", "reduction"): "{reduction} selects visual tokens anew for every prompt: use reuse='exact'",
     ("kv_reuse", "watching_draft"): "{watching_draft} watches the prefill of the whole prompt: use reuse='exact'",
     ("hybrid", "kv_reuse"): "{hybrid} models keep no state from before the question: use reuse='exact'",

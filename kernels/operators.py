@@ -182,29 +182,16 @@ def block_sparse_attention(
     blocks: ListedBlocks,
     scale: float,
     *,
-    skip_margin: float | None = None,
     out: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Causal block-sparse attention: every token attends to its own block and to the blocks listed for it.
-
-    With a ``skip_margin`` λ, values of a listed block whose weights are negligible are not multiplied: the sparse
-    online softmax of SpargeAttn (Zhang et al., 2025, Section 3.4). A block of queries visits the blocks that it
-    lists in ascending order, and its own keys last. With m(r) the highest score that row r has met up to and with
-    a listed block, and s(r) its highest in this block, the block's values are skipped where s(r) - m(r) < -λ for
-    all rows. Their weights, each below exp(-λ) of its row's largest, still count in the softmax's denominator: the
-    lse does not depend on λ, and results of other keys can be merged.
-
-    The backend ``triton`` decides so for every tile of a program. A tile is a whole block for SpargeAttn's blocks
-    of up to 128 queries in half precision with D up to 128. Elsewhere it is a part of one: then all that is
-    skipped by the rule above is skipped, and parts of other blocks are where the rule holds for them.
 
     Args:
         q: ``[B, Hq, S, D]``.
         k, v: ``[B, Hkv, S, D]``, of the same tokens.
         blocks: which blocks each query head computes.
         scale: factor of the scores, usually ``D ** -0.5``.
-        skip_margin: λ above 0, in units of scaled scores; None: no values are skipped.
         out: ``[B, Hq, S, D]`` in q's dtype, of any strides with neighbouring numbers along D: filled and returned
             in place of a new tensor.
         backend: see :mod:`apbv.kernels.backends`. ``torch`` waits for the lists on a GPU.
@@ -215,7 +202,7 @@ def block_sparse_attention(
         with those over other keys.
 
     Raises:
-        ValueError: shapes do not fit together, the lists are of another number of blocks, or λ is not above 0.
+        ValueError: shapes do not fit together, or the lists are of another number of blocks.
         BackendError: the backend cannot be used here.
     """
     numbers = {"nq": -(-q.shape[2] // blocks.query_block), "nk": -(-q.shape[2] // blocks.key_block)}
@@ -229,13 +216,11 @@ def block_sparse_attention(
         sizes=numbers,
     )
     require_dtype(out, q)
-    if skip_margin is not None and not skip_margin > 0:
-        raise ValueError(f"the skip margin must be above 0, not {skip_margin!r}")
     if q.shape[2] == 0:
         return result_without_keys(q, out)
     compute = implementation("block_sparse.block_sparse_attention", choose(backend, q))
     out = empty_output(q) if out is None else out
-    return compute(q, k, v, blocks, scale, skip_margin=skip_margin, out=out)
+    return compute(q, k, v, blocks, scale, out=out)
 
 
 def antidiagonal_scores(

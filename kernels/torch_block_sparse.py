@@ -1,8 +1,7 @@
 """Block-sparse attention with torch: blocks that are not listed are not computed.
 
 The blocks on the diagonal are small triangles, all of which one call computes. Before them, blocks of queries with
-equally many listed blocks are computed together, from copies of the keys and values that they list. With a skip
-margin their scores are computed first, and only those values are copied that are multiplied.
+equally many listed blocks are computed together, from copies of the keys and values that they list.
 """
 
 from collections.abc import Iterator
@@ -14,26 +13,18 @@ from .library_attention import Attend, attend_with
 from .runs import ListedBlocks, in_rows
 from .torch_merging import merge_finite
 
-# Numbers of K, and as many of V, that are copied at a time: with their scores they stay near the processor. With a
-# skip margin the scores are stored, too.
-_MOST_COPIED, _MOST_COPIED_TO_SKIP = 2**20, 2**17
+# Numbers of K, and as many of V, that are copied at a time: with their scores they stay near the processor.
+_MOST_COPIED = 2**20
 
 
 def block_sparse_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    blocks: ListedBlocks,
-    scale: float,
-    *,
-    skip_margin: float | None = None,
-    out: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, blocks: ListedBlocks, scale: float, *, out: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Attend as :func:`apbv.kernels.block_sparse_attention` does."""
     q, k, v = in_rows(q), in_rows(k), in_rows(v)
     attend = attend_with("torch", q, k)
     own = _attend_diagonal(q, k, v, blocks.query_block, scale, attend)
-    earlier = _attend_listed(q, k, v, blocks, scale, skip_margin)
+    earlier = _attend_listed(q, k, v, blocks, scale)
     if earlier is None:
         return out.copy_(own[0]), own[1]
     return merge_finite(*zip(own, earlier, strict=True), out=out)
@@ -63,7 +54,7 @@ def _cut(states: Tensor, rows: int) -> Tensor:
 
 
 def _attend_listed(
-    q: Tensor, k: Tensor, v: Tensor, blocks: ListedBlocks, scale: float, skip_margin: float | None
+    q: Tensor, k: Tensor, v: Tensor, blocks: ListedBlocks, scale: float
 ) -> tuple[Tensor, Tensor] | None:
     """Attend from every block of queries to the blocks that it lists; None if none lists any."""
     counts = blocks.counts.flatten().cpu()
@@ -78,7 +69,7 @@ def _attend_listed(
     keys = torch.arange(blocks.key_block, device=q.device)
     flat = [states.flatten(0, 1) for states in (q, k, v)]
     targets = out.view(batch * heads, tokens, dim)
-    most = (_MOST_COPIED if skip_margin is None else _MOST_COPIED_TO_SKIP) // (blocks.key_block * dim)
+    most = _MOST_COPIED // (blocks.key_block * dim)
     for which, count in _groups(counts.view(-1, num_blocks), tokens, blocks.query_block, most):
         sequences, places = which.to(q.device).unbind(dim=1)
         length = min(size, tokens - int(which[0, 1]) * size)
@@ -87,50 +78,13 @@ def _attend_listed(
         o_k = listed[..., None] * blocks.key_block + keys
         of_kv = (sequences // heads * (heads // group) + sequences % heads // group)[:, None]
         queries = flat[0][sequences[:, None], o_q]
-        if skip_margin is None:
-            copied = [states[of_kv, o_k.flatten(1)] for states in flat[1:]]
-            part, part_lse = attend(*(states[:, None] for states in (queries, *copied)), scale, False)
-            part, part_lse = part[:, 0], part_lse[:, 0]
-        else:
-            part, part_lse = _attend_skipping(queries, *flat[1:], of_kv, o_k, scale, skip_margin)
+        copied = [states[of_kv, o_k.flatten(1)] for states in flat[1:]]
+        part, part_lse = attend(*(states[:, None] for states in (queries, *copied)), scale, False)
         if lse is None:
             lse = part_lse.new_full((batch * heads, tokens), float("-inf"))
-        targets[sequences[:, None], o_q] = part.to(out.dtype)
-        lse[sequences[:, None], o_q] = part_lse
+        targets[sequences[:, None], o_q] = part[:, 0].to(out.dtype)
+        lse[sequences[:, None], o_q] = part_lse[:, 0]
     return out, lse.view(batch, heads, tokens)
-
-
-def _attend_skipping(
-    queries: Tensor, k: Tensor, v: Tensor, of_kv: Tensor, o_k: Tensor, scale: float, skip_margin: float
-) -> tuple[Tensor, Tensor]:
-    """Attend from N blocks of queries to as many listed blocks each, without the values that the margin skips.
-
-    Args:
-        queries: ``[N, R, D]``.
-        k, v: ``[B * Hkv, S, D]``.
-        of_kv: ``[N, 1]``, which head's keys each block of queries lists.
-        o_k: ``[N, C, T]``, the rows of K and V in C blocks of T.
-
-    Returns:
-        out ``[N, R, D]`` and lse ``[N, R]``, in fp32 (fp64 for fp64 input).
-    """
-    wide = torch.promote_types(queries.dtype, torch.float32)
-    scores = (queries.to(wide) * scale) @ k[of_kv, o_k.flatten(1)].to(wide).transpose(1, 2)
-    scores = scores.unflatten(2, o_k.shape[1:])  # [N, R, C, T]
-    highest = scores.amax(dim=3)
-    largest = highest.amax(dim=2)
-    weights = scores.sub_(largest[..., None, None]).exp_()
-    total = weights.sum(dim=(2, 3))
-    skipped = (highest - highest.cummax(dim=2).values < -skip_margin).all(dim=1)  # [N, C]
-    if skipped.any():
-        products = []
-        for block, places in enumerate((~row).nonzero()[:, 0] for row in skipped):
-            values = v[of_kv[block], o_k[block, places].flatten()].to(wide)
-            products.append(weights[block].index_select(1, places).flatten(1) @ values)
-        out = torch.stack(products)
-    else:
-        out = weights.flatten(2) @ v[of_kv, o_k.flatten(1)].to(wide)
-    return out / total[..., None], largest + total.log()
 
 
 def _groups(counts: Tensor, tokens: int, query_block: int, most: int) -> Iterator[tuple[Tensor, int]]:

@@ -52,13 +52,12 @@ def _load_tile(p_states, o_rows, m_t, BOUNDED: tl.constexpr, D: tl.constexpr, BD
 @triton.jit
 def _attend_tile(
     b_acc, b_max, b_sum, b_q, p_k, p_v, o_k, o_v, m_t, m_seen, scale, BOUNDED: tl.constexpr, MASKED: tl.constexpr,
-    D: tl.constexpr, BD: tl.constexpr, margin=0.0, SKIPS: tl.constexpr = False,
+    D: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """Add the keys at o_k and the values at o_v to the online softmax.
 
     Where BOUNDED, rows outside m_t ``[BT]`` are not read; where MASKED, only what m_seen ``[BR, BT]`` has is seen.
-    Where SKIPS, values are added only if a row has a score within the margin. b_max is of scores that are not
-    scaled yet.
+    b_max is of scores that are not scaled yet.
     """
     b_k = _load_tile(p_k, o_k, m_t, BOUNDED, D, BD)
     b_v = _load_tile(p_v, o_v, m_t, BOUNDED, D, BD)
@@ -66,20 +65,14 @@ def _attend_tile(
     b_s = tl.dot(b_q, tl.trans(b_k), input_precision="tf32x3")
     if MASKED:
         b_s = tl.where(m_seen, b_s, float("-inf"))
-    b_highest = tl.max(b_s, axis=1)
-    b_new_max = tl.maximum(b_max, b_highest)
+    b_new_max = tl.maximum(b_max, tl.max(b_s, axis=1))
     b_shift = b_new_max * scale
     if MASKED:
         # A row that has seen nothing yet has -inf here, and -inf - -inf would be NaN.
         b_shift = tl.where(b_new_max == float("-inf"), 0.0, b_shift)
     b_p = tl.exp2(b_s * scale - b_shift[:, None])
     b_decay = tl.exp2(b_max * scale - b_shift)
-    if SKIPS:
-        # Where no row is as near to its highest score so far, none has a new one: nothing is to be scaled either.
-        if tl.min(b_new_max - b_highest) * scale <= margin:
-            b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_decay[:, None], input_precision="tf32x3")
-    else:
-        b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_decay[:, None], input_precision="tf32x3")
+    b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_decay[:, None], input_precision="tf32x3")
     return b_acc, b_new_max, b_sum * b_decay + tl.sum(b_p, axis=1)
 
 

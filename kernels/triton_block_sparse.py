@@ -1,11 +1,9 @@
 """Block-sparse attention in Triton: FlashAttention's loop over listed tiles.
 
 Every query head has its own lists, so a tile of rows is of one head. Only the tiles on the diagonal need a mask:
-listed blocks are before the queries, and complete. In a variant of its own, for a skip margin, the product with a
-listed tile's values is conditional.
+listed blocks are before the queries, and complete.
 """
 
-import math
 from dataclasses import replace
 
 import torch
@@ -35,14 +33,7 @@ def tiles(q: Tensor, blocks: ListedBlocks) -> Tile:
 
 
 def block_sparse_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    blocks: ListedBlocks,
-    scale: float,
-    *,
-    skip_margin: float | None = None,
-    out: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, blocks: ListedBlocks, scale: float, *, out: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Attend as :func:`apbv.kernels.block_sparse_attention` does, in one launch."""
     q, k, v = in_rows(q), in_rows(k), in_rows(v)
@@ -54,26 +45,24 @@ def block_sparse_attention(
     block_sparse_kernel[(cdiv(tokens, tile.rows), batch * heads)](
         q, k, v, out, lse, blocks.counts, blocks.indices,
         *(veiled(*(stride // align for stride in own)) for own in strides),
-        scale, 0.0 if skip_margin is None else skip_margin * math.log2(math.e), tokens, *blocks.indices.shape[2:],
+        scale, tokens, *blocks.indices.shape[2:],
         HEADS=heads, GROUP=heads // k.shape[1], D=dim, BR=tile.rows, BT=tile.keys, BD=tile.dim, ALIGN=align,
-        QUERY_BLOCK=blocks.query_block, KEY_BLOCK=blocks.key_block, SKIPS=skip_margin is not None,
-        num_warps=tile.num_warps, num_stages=tile.num_stages,
+        QUERY_BLOCK=blocks.query_block, KEY_BLOCK=blocks.key_block, num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
     )  # fmt: skip
     return out, lse
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_query_blocks", "num_key_blocks"])
 def block_sparse_kernel(
-    p_q, p_k, p_v, p_out, p_lse, p_counts, p_indices, q_strides, k_strides, v_strides, out_strides, scale, margin,
+    p_q, p_k, p_v, p_out, p_lse, p_counts, p_indices, q_strides, k_strides, v_strides, out_strides, scale,
     num_tokens, num_query_blocks, num_key_blocks,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BR: tl.constexpr, BT: tl.constexpr,
     BD: tl.constexpr, ALIGN: tl.constexpr, QUERY_BLOCK: tl.constexpr, KEY_BLOCK: tl.constexpr,
-    SKIPS: tl.constexpr,
 ):  # fmt: skip
     """One program attends from a tile of one head's rows to the blocks listed for them, then to the diagonal.
 
-    Later rows see more: they come first, so that no long program begins when the others end. The margin is that of
-    logarithms to base 2.
+    Later rows see more: they come first, so that no long program begins when the others end.
     """
     i_r = tl.num_programs(0) - 1 - tl.program_id(0)
     i_bh = tl.program_id(1).to(tl.int64)
@@ -89,8 +78,6 @@ def block_sparse_kernel(
     k_row, v_row = plain(k_strides[2]), plain(v_strides[2])
 
     b_acc, b_max, b_sum = _nothing_seen(BR, BD)
-    if SKIPS:
-        b_max = tl.where(m_r, b_max, 1e30)  # rows after the last token do not affect skipping
     o_tile = tl.arange(0, BT)
     o_k, o_v = o_tile.to(tl.int64) * k_row * ALIGN, o_tile.to(tl.int64) * v_row * ALIGN
     i_list = i_bh * num_query_blocks + i_block
@@ -101,7 +88,7 @@ def block_sparse_kernel(
         k_tile, v_tile = first * k_row.to(tl.int64) * ALIGN, first * v_row.to(tl.int64) * ALIGN
         b_acc, b_max, b_sum = _attend_tile(
             b_acc, b_max, b_sum, b_q, p_k + k_tile, p_v + v_tile, o_k, o_v, o_tile, o_tile, scale,
-            False, False, D, BD, margin, SKIPS,
+            False, False, D, BD,
         )  # fmt: skip
     stop = tl.minimum(first_row + BR, num_tokens)
     for i_t in range(i_block * QUERY_BLOCK, stop, BT):

@@ -97,7 +97,6 @@ SPARSE = _of(
     block_size="query-block size in tokens",
     stride="xattention: tokens per score",
     similarity="spargeattn: always compute blocks of mean cosine similarity <= X",
-    skip_margin="spargeattn: skip values with scores X below the maximum (default: off)",
     divergence="flexprefill: heads with sqrt(JSD) below X are query-aware",
     min_blocks="flexprefill: minimum vertical and slash blocks per head",
 )

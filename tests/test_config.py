@@ -80,14 +80,12 @@ def test_thresholds_are_those_of_the_papers():
         sparse = PrefillConfig(method=method).sparse_attention
         assert (sparse.share, sparse.block_size, sparse.key_block) == (threshold, 128, key_block)
         assert not sparse.computes_all and SparseConfig(method=method, threshold=1).computes_all
-    assert not SparseConfig(method="spargeattn", threshold=1, skip_margin=9.0).computes_all
 
 
 OUT_OF_RANGE = {
     "threshold": ("sparse threshold must lie in 0 < threshold <= 1", 0, 1.1, "high", True),
     "block_size": ("sparse block_size must be one of 32, 64, 128, 256", 16, 64.0),
     "similarity": ("sparse similarity must lie in -1 .. 1", 2, None),
-    "skip_margin": ("sparse skip_margin must be above 0", 0, float("nan")),
     "divergence": ("sparse divergence must lie in 0 .. 1", -0.1, "low"),
     "min_blocks": ("sparse min_blocks must be an integer in 1 .. 2^31-1", 0, 1.0),
     "method": ("sparse method must be one of xattention, spargeattn, flexprefill", "dense"),
@@ -103,10 +101,8 @@ def test_sparse_settings_out_of_range(name):
         assert str(raised.value) == f"{message}, not {value!r}"
 
 
-def test_a_stride_divides_a_block_and_only_spargeattn_skips_values():
+def test_a_stride_divides_a_block():
     with pytest.raises(ValueError, match=r"^the stride 24 does not divide blocks of 128 tokens$"):
         SparseConfig(stride=24)
     with pytest.raises(ValueError, match=r"^sparse stride must be an integer in 1 .. 256, not 0$"):
         SparseConfig(stride=0)
-    with pytest.raises(ValueError, match=r"skip margin needs spargeattn: xattention"):
-        SparseConfig(skip_margin=9.0)

@@ -157,8 +157,6 @@ FEATURES = {
     "sparse": "`--sparse`",
     "dense_method": "`zigzag_ring` or `ulysses`",
     "other_sparse_method": "a different sparse `--method`",
-    "skip_margin": "`--sparse-skip-margin`",
-    "sparse_without_margin": "`xattention` or `flexprefill`",
     "reduction": "`--reduce`",
     "kv_reuse": "`--reuse kv`",
     "watching_draft": "a draft that uses the target's prefill scores",

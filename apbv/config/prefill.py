@@ -49,17 +49,13 @@ class SparseConfig(Checked, name="sparse "):
             :mod:`apbv.prefilling.methods.block_selection` and :mod:`apbv.prefilling.methods.flexprefill`.
         threshold: share of a query block's estimated attention mass that the selected blocks hold, τ. None: 0.9
             for ``"xattention"`` (its authors' for video) and 0.95 for ``"flexprefill"`` (its authors' γ), and 0.96
-            for ``"spargeattn"``, as the APB-V paper has it (Section 5.1). 1: all blocks are computed, and the
-            result is that of dense attention if no values are skipped.
+            for ``"spargeattn"``, as the APB-V paper has it (Section 5.1). 1: all blocks are computed: attention is
+            dense.
         block_size: queries per block: 32, 64, 128 (all papers') or 256. A block has as many keys, or half as many
             for ``"spargeattn"``.
         stride: of ``"xattention"``: tokens per group, which has one score; must divide the block size.
         similarity: of ``"spargeattn"``: blocks whose rows have a mean cosine similarity of at most this, θ, are
             always computed; -1 .. 1. 0.3 in the APB-V paper.
-        skip_margin: of ``"spargeattn"``: λ, above 0. The values of a selected block are skipped if no query has a
-            score within λ of its highest so far; see :func:`apbv.kernels.block_sparse_attention`. Scores are
-            natural logarithms of weights; in the authors' code, where λ is ``pvthreshd``, they are to base 2,
-            which makes 1.44 times as much of it. None: no values are skipped.
         divergence: of ``"flexprefill"``: a head is query-aware if the square root of the Jensen-Shannon divergence
             between its last queries' attention and its estimate from block means is below this, τ; 0 .. 1. 0.1 is
             its authors'. 0: all heads are vertical-slash, as MInference (Jiang et al., 2024) has most of them.
@@ -67,7 +63,7 @@ class SparseConfig(Checked, name="sparse "):
             head. 8 blocks of 128 tokens are its authors' minimum of 1024 tokens.
 
     Raises:
-        ValueError: the method is unknown, a number is out of range, or the method has no skip margin.
+        ValueError: the method is unknown, or a number is out of range.
     """
 
     method: str = one_of(SPARSE_NAMES, "xattention")
@@ -75,7 +71,6 @@ class SparseConfig(Checked, name="sparse "):
     block_size: int = one_of((32, 64, 128, 256), 128)
     stride: int = integer(1, 256, 16, of="xattention")
     similarity: float = number("lie in -1 .. 1", lambda cosine: -1 <= cosine <= 1, 0.3, of="spargeattn")
-    skip_margin: float | None = number("be above 0", lambda margin: margin > 0, None, of="spargeattn")
     divergence: float = number("lie in 0 .. 1", lambda root: 0 <= root <= 1, 0.1, of="flexprefill")
     min_blocks: int = integer(1, _MOST_TOKENS, 8, of="flexprefill")
 
@@ -83,8 +78,6 @@ class SparseConfig(Checked, name="sparse "):
         super().__post_init__()
         if self.block_size % self.stride:
             raise ValueError(f"the stride {self.stride!r} does not divide blocks of {self.block_size} tokens")
-        skips = self.skip_margin is not None
-        refuse(skip_margin=skips, sparse_without_margin=self.method != "spargeattn" and self.method)
 
     @property
     def share(self) -> float:
@@ -93,8 +86,8 @@ class SparseConfig(Checked, name="sparse "):
 
     @property
     def computes_all(self) -> bool:
-        """Whether no blocks or values are skipped, so that attention is dense."""
-        return self.share == 1 and self.skip_margin is None
+        """Whether no blocks are skipped, so that attention is dense."""
+        return self.share == 1
 
     @property
     def key_block(self) -> int:

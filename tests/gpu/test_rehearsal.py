@@ -60,7 +60,7 @@ THOROUGH = [
     (3, Case("internvl", prefill={"method": "zigzag_ring"})),
     (2, reducing("qwen2_5_vl", "slowfast", kv="sharded")),
     (1, sparse(method="flexprefill", min_blocks=1)),
-    (2, sparse(SHORT, method="spargeattn", skip_margin=0.5)),
+    (2, sparse(SHORT, method="spargeattn")),
     (2, Case("qwen2_vl", prefill={"importance": "softmax", "kv": "sharded", "fused_query": False, **SHORT})),
     (3, drafting("hippo", family="qwen3_vl", draft_host=True, request=SAMPLED)),
     (1, drafting("specvlm", prune="kv", num_tree_nodes=6)),

@@ -12,7 +12,7 @@ from transformers import AttentionInterface, DynamicCache
 
 from apbv import SparseConfig
 
-from sparse_oracle import chosen_pairs, multiplied_pairs
+from sparse_oracle import chosen_pairs
 
 
 @dataclass
@@ -94,18 +94,12 @@ class DenseOracle:
         self.values.append(value)
         visible = self.visible(query, key, scale) & torch.ones(n, n, dtype=torch.bool).tril()
         visible = visible.repeat_interleave(group, dim=0)[None]
-        multiplied = torch.ones_like(visible)
         if self.sparse is not None:
             for block in map(torch.tensor, filter(None, self.blocks())):
                 own = query[0, :, block], key[0, :, block]
-                chosen = chosen_pairs(*own, scale, self.sparse)
-                visible[0, :, block[:, None], block] &= chosen
-                if self.sparse.skip_margin is not None:
-                    counted = multiplied_pairs(*own, chosen, scale, self.sparse)
-                    multiplied[0, :, block[:, None], block] = counted
+                visible[0, :, block[:, None], block] &= chosen_pairs(*own, scale, self.sparse)
         k, v = (states.repeat_interleave(group, dim=1) for states in (key, value))
         weights = (query @ k.transpose(-1, -2) * scale).masked_fill(~visible, float("-inf")).softmax(dim=-1)
-        weights = weights.masked_fill(~multiplied, 0.0)
         return (weights @ v).transpose(1, 2).contiguous(), None
 
 

@@ -34,31 +34,6 @@ def chosen_pairs(q: Tensor, k: Tensor, scale: float, sparse: SparseConfig) -> Te
     return pairs
 
 
-def multiplied_pairs(q: Tensor, k: Tensor, pairs: Tensor, scale: float, sparse: SparseConfig) -> Tensor:
-    """Whose value each query multiplies by its weight, of those that it sees: SpargeAttn's second stage.
-
-    Args:
-        q, k: see ``chosen_pairs``, which gave ``pairs``.
-    """
-    multiplied, key_block = pairs.clone(), sparse.block_size // 2
-    for head in range(q.shape[0]):
-        scores = (q[head] @ k[head // (q.shape[0] // k.shape[0])].T * scale).tolist()
-        for start in range(0, q.shape[1], sparse.block_size):
-            rows = range(start, min(start + sparse.block_size, q.shape[1]))
-            highest = {row: float("-inf") for row in rows}
-            for first in range(0, start, key_block):
-                if not pairs[head, start, first]:
-                    continue
-                behind = []
-                for row in rows:
-                    local = max(scores[row][first : first + key_block])
-                    highest[row] = max(highest[row], local)
-                    behind.append(local - highest[row])
-                if max(behind) < -sparse.skip_margin:
-                    multiplied[head, start : rows.stop, first : first + key_block] = False
-    return multiplied
-
-
 def _xattention(q: Tensor, k: Tensor, scale: float, sparse: SparseConfig) -> list[set[int]]:
     """Algorithm 1: antidiagonal sums, softmax, sums over blocks, and the fewest blocks that hold the threshold."""
     stride, of_block = sparse.stride, sparse.block_size // sparse.stride

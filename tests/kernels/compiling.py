@@ -131,14 +131,14 @@ def batch(dim: int, num_sequences: int = 16, new: int = 1) -> None:
     triton_batch_attention.batch_decode_attention(*(x.transpose(1, 2) for x in projected), table, dim**-0.5)
 
 
-def block_sparse(dim: int, query_block: int = 128, key_block: int = 64, skip_margin: float | None = None) -> None:
+def block_sparse(dim: int, query_block: int = 128, key_block: int = 64) -> None:
     """Attend from 8,001 tokens to the blocks that each head lists."""
     q, k, v = (torch.empty(1, 8001, heads, dim, dtype=_HALF) for heads in (_QUERY_HEADS, _KV_HEADS, _KV_HEADS))
     numbers = [triton.cdiv(q.shape[1], rows) for rows in (query_block, key_block)]
     listed = ListedBlocks.of(torch.ones(1, _QUERY_HEADS, *numbers, dtype=torch.bool), query_block, key_block)
     operands = (states.transpose(1, 2) for states in (q, k, v))
-    options = {"skip_margin": skip_margin, "out": torch.empty_like(q).transpose(1, 2)}
-    triton_block_sparse.block_sparse_attention(*operands, listed, dim**-0.5, **options)
+    out = torch.empty_like(q).transpose(1, 2)
+    triton_block_sparse.block_sparse_attention(*operands, listed, dim**-0.5, out=out)
 
 
 def antidiagonals(stride: int) -> None:
@@ -203,7 +203,6 @@ CALLS: dict[str, Callable[[], None]] = {
     "tokens of a batch": partial(batch, 128),
     "windows of a batch": partial(batch, 128, new=8),
     "listed blocks": partial(block_sparse, 128),
-    "listed blocks, skipping": partial(block_sparse, 128, skip_margin=10.0),
     "antidiagonals": partial(antidiagonals, 16),
     "means of blocks": block_means,
     "merge": merge,

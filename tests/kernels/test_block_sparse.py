@@ -40,36 +40,21 @@ def masked(tokens, query_block, key_block, density, batch=1):
     return (torch.rand(shape, generator=generator) < density).to(DEVICE)
 
 
-def tile_by_tile(q, k, v, kept, scale, blocks, tile, skip_margin):
-    """The sparse online softmax, row by row of a tile: out, lse, and by how much each listed tile is behind."""
+def row_by_row(q, k, v, kept, scale, blocks):
+    """Attention of each query to the keys of the blocks before its own that are kept, and to its own block's."""
     q, k, v = (x.double().cpu() for x in (q, k, v))
-    (query_block, key_block), (of_rows, of_keys) = blocks, tile
+    query_block, key_block = blocks
     out, lse = torch.zeros_like(q), torch.zeros(q.shape[:3], dtype=torch.float64)
-    behinds = []
     for head in range(q.shape[1]):
         keys, values = (x[0, head // (q.shape[1] // k.shape[1])] for x in (k, v))
-        for first in range(0, q.shape[2], of_rows):
-            rows = range(first, min(first + of_rows, q.shape[2]))
-            start = first // query_block * query_block
-            met = {row: [] for row in rows}
-            added = {row: [] for row in rows}
-            for tile_start in range(0, start, of_keys):
-                if not kept[0, head, first // query_block, tile_start // key_block]:
-                    continue
-                those = range(tile_start, tile_start + of_keys)
-                for row in rows:
-                    met[row] += (keys[those.start : those.stop] @ q[0, head, row] * scale).tolist()
-                behind = min(max(met[row]) - max(met[row][-of_keys:]) for row in rows)
-                behinds.append(behind)
-                for row in rows if behind <= skip_margin else ():
-                    added[row] += zip(met[row][-of_keys:], those, strict=True)
-            for row in rows:
-                own = (keys[start : row + 1] @ q[0, head, row] * scale).tolist()
-                lse[0, head, row] = torch.tensor(met[row] + own, dtype=torch.float64).logsumexp(dim=0)
-                scores, places = zip(*added[row], *zip(own, range(start, row + 1), strict=True), strict=True)
-                weights = torch.exp(torch.tensor(scores, dtype=torch.float64) - lse[0, head, row])
-                out[0, head, row] = weights @ values[list(places)]
-    return out.to(DEVICE), lse.to(DEVICE), behinds
+        for row in range(q.shape[2]):
+            block = row // query_block
+            seen = [key for key in range(block * query_block) if kept[0, head, block, key // key_block]]
+            seen += range(block * query_block, row + 1)
+            scores = keys[seen] @ q[0, head, row] * scale
+            lse[0, head, row] = scores.logsumexp(dim=0)
+            out[0, head, row] = scores.softmax(dim=0) @ values[seen]
+    return out.to(DEVICE), lse.to(DEVICE)
 
 
 @each_choice(backend=["torch", "triton"], case=[(1, (32, 32)), (63, (32, 16)), (150, (64, 32)), (63, (32, 16))])
@@ -79,7 +64,7 @@ def test_each_query_sees_its_block_and_the_listed_ones(backend, case):
     kept = masked(tokens, *blocks, 0.4)
     listed = ListedBlocks.of(kept, *blocks)
     result = block_sparse_attention(q, k, v, listed, 0.3, backend=backend)
-    exact = tile_by_tile(q, k, v, kept, 0.3, blocks, blocks, math.inf)[:2]
+    exact = row_by_row(q, k, v, kept, 0.3, blocks)
     assert_attention(result, exact, torch.float32)
     defined = reference.block_sparse_attention(q, k, v, listed, 0.3, out=torch.empty_like(q))
     assert_attention(defined, exact, torch.float32)
@@ -118,46 +103,6 @@ def test_what_is_not_listed_is_not_read(backend):
     for result in (out, lse):
         others = torch.cat([result[:, :, :32], result[:, :, 64:]], dim=2)
         assert others.isfinite().all() and result[:, :, 32:64].isnan().all()
-
-
-# ---- values behind negligible weights ----
-
-
-def between(behinds):
-    """A margin that no rounding mistakes: in the middle of the widest gap, leaving a third on either side."""
-    ordered = sorted(behind for behind in behinds if behind > 0)
-    middle = ordered[len(ordered) // 3 : -len(ordered) // 3 or None]
-    gap, margin = max((b - a, (a + b) / 2) for a, b in itertools.pairwise(middle))
-    assert gap > 1e-3 and any(behind > margin for behind in behinds)
-    return margin
-
-
-@each_choice(
-    backend=["torch", "triton", "torch"],
-    dtype=[torch.float32, torch.float16, torch.float32],
-    case=[(150, (32, 16)), (150, (64, 32)), (150, (32, 16))],
-)
-def test_values_behind_negligible_weights_are_skipped(backend, dtype, case):
-    tokens, blocks = case
-    q, k, v = states(tokens, 16)
-    # Some stretches of 32 keys are so short that no query has a high score there.
-    is_short = torch.rand(1, KV_HEADS, -(-tokens // 32), 1, generator=torch.Generator().manual_seed(1)) < 0.5
-    k = k * torch.where(is_short, 0.1, 2.0).repeat_interleave(32, dim=2)[:, :, :tokens].to(DEVICE)
-    q, k, v = (transposed(x.to(dtype)) for x in (q, k, v))
-    kept = masked(tokens, *blocks, 0.8)
-    listed = ListedBlocks.of(kept, *blocks)
-    tile = triton_block_sparse.tiles(q, listed)
-    tile = (tile.rows, tile.keys) if backend == "triton" else blocks  # what a back end decides on at once
-    everything, exact_lse, behinds = tile_by_tile(q, k, v, kept, 0.3, blocks, tile, math.inf)
-    margin = between(behinds)
-    exact, _, _ = tile_by_tile(q, k, v, kept, 0.3, blocks, tile, margin)
-    assert (everything - exact).norm() > 4e-3 * exact.norm()
-    for λ, out in ((margin, exact), (math.inf, everything)):
-        given = transposed(torch.full_like(q, math.nan))
-        options = {"skip_margin": λ, "out": given, "backend": backend}
-        result = block_sparse_attention(q, k, v, listed, 0.3, **options)
-        assert result[0].data_ptr() == given.data_ptr()
-        assert_attention(result, (out, exact_lse), dtype)  # whose lse counts what is skipped
 
 
 @pytest.mark.parametrize("gpu", [(8, 163), (9, 227), (10, 227), (12, 99)], ids=str)
@@ -242,7 +187,6 @@ def test_shapes_must_fit():
             1.0,
             {"out": q[:, :2]},
         ),
-        ("must be above 0, not 0.0", block_sparse_attention, q, k, k, listed, 1.0, {"skip_margin": 0.0}),
         ("blocks of 16 queries and 32 keys", ListedBlocks.of, listed.kept, 16, 32, {}),
         ("a stride of 3 does not divide", antidiagonal_scores, q, k, 1.0, 3, 32, {}),
         (r"center must have the shape \[B = 1, H", block_means, k, 8, {"center": k[:, :, :1]}),

@@ -43,8 +43,7 @@ class BlockAttention:
         tokens, rows = q.shape[2], q.shape[0] * q.shape[1]
         self._num_visible += rows * tokens * (tokens + 1) // 2
         self._num_computed = self._num_computed + blocks.num_scores(tokens)
-        options = {"skip_margin": self._config.skip_margin, "backend": self._backend}
-        return block_sparse_attention(q, k, v, blocks, scale, **options)
+        return block_sparse_attention(q, k, v, blocks, scale, backend=self._backend)
 
     def list_blocks(self, q: Tensor, k: Tensor, scale: float) -> ListedBlocks:
         """Choose and list blocks, for as many heads at a time as memory is meant for.

@@ -45,9 +45,8 @@ def sparge_blocks(q: Tensor, k: Tensor, scale: float, config: SparseConfig, back
     block is not chosen in any case, and a last block that is not full is never self-similar (its missing rows make
     the similarity NaN there): the queries at the end of a prompt, mostly the question's, see all keys.
 
-    That code may leave out all keys that a query sees, which the queries' own keys exclude here.
-    The second stage, which skips values, is the ``skip_margin`` of :func:`apbv.kernels.block_sparse_attention`.
-    There skipped weights count in the denominator, as in the paper; in the released code they do not.
+    That code may leave out all keys that a query sees, which the queries' own keys exclude here. The method's
+    second stage, which skips values of selected blocks (Section 3.4), is left out.
     """
     queries, of_queries = block_means(q, config.block_size, backend=backend)
     center = k.mean(dim=2, dtype=torch.promote_types(k.dtype, torch.float32))
