@@ -7,8 +7,10 @@ ignored, with a warning in the log.
 import json
 import logging
 import re
+import tomllib
 from collections.abc import Mapping
 from itertools import groupby
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -22,43 +24,11 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# Fields that change how a request is filed, paid for, cached or scheduled, but not its answer.
-_WITHOUT_EFFECT = _names(
-    "annotations cache_salt metadata parallel_tool_calls prediction priority prompt_cache_key "
-    "prompt_cache_retention refusal request_id safety_identifier service_tier session_id store stream_interval "
-    "user uuid"
-)
-# By value, the other fields for which it is as good as none; so are null and an empty list or object.
-_NEUTRAL = (
-    (1, "best_of length_penalty"),
-    ("", "suffix"),
-    ("none", "function_call tool_choice"),
-    ("auto", "tool_choice"),
-    (["text"], "modalities"),
-    (
-        False,
-        # no_stop_trim and others of SGLang's names come from vllm-router.
-        "add_special_tokens echo include_stop_str_in_output no_stop_trim return_hidden_states "
-        "return_tokens_as_token_ids use_beam_search",
-    ),
-    (
-        True,
-        "include_reasoning separate_reasoning skip_special_tokens spaces_between_special_tokens stream_reasoning",
-    ),
-)
-# Further fields that change an answer, and are not served.
-_REFUSED = _names(
-    "allowed_token_ids audio bad_words chat_template documents functions guided_choice guided_decoding_backend "
-    "guided_grammar guided_json guided_regex logits_processors media_io_kwargs mm_processor_kwargs "
-    "prompt_embeds prompt_logprobs reasoning_effort structural_tag structured_outputs thinking "
-    "thinking_token_budget tool_call_id tool_calls tools truncate_prompt_tokens"
-).union(*(_names(names) for _, names in _NEUTRAL))
-# Fields about an answer: if another server decodes it, they are for that one.
-_OF_THE_DECODER = _names(
-    "allowed_token_ids bad_words include_reasoning include_stop_str_in_output logprobs max_completion_tokens n "
-    "response_format return_tokens_as_token_ids skip_special_tokens spaces_between_special_tokens stop "
-    "stop_token_ids structured_outputs top_logprobs"
-)
+_FIELDS = tomllib.loads(Path(__file__).with_name("fields.toml").read_text(encoding="utf-8"))
+_WITHOUT_EFFECT, _OF_THE_DECODER = (_names(_FIELDS[name]) for name in ("without_effect", "of_the_decoder"))
+# By value, the fields for which it is as good as none.
+_NEUTRAL = [(value, _names(names)) for value, names in _FIELDS["neutral"]]
+_REFUSED = _names(_FIELDS["refused"]).union(*(names for _, names in _NEUTRAL))
 # Steps of pydantic's path to an error that are not fields: "str", "constrained-str", "list[...]".
 _NAMES_AN_ALTERNATIVE = re.compile(r"\[|(^|-)(str|int)$")
 _MAX_STOP_LENGTH = 1000  # characters; what may become a stop string is looked at again with every token
@@ -152,7 +122,7 @@ class _Strict(BaseModel):
 
 def _is_neutral(name: str, value: Any) -> bool:
     """Return whether a field's value has no effect; 0 is not False."""
-    same = (neutral for neutral, names in _NEUTRAL if name in _names(names) and value == neutral)
+    same = (neutral for neutral, names in _NEUTRAL if name in names and value == neutral)
     are_alike = (isinstance(each, bool) == isinstance(value, bool) for each in same)
     return value is None or value in ([], {}) or any(are_alike)
 
