@@ -1,8 +1,10 @@
 """Takes a Hugging Face model apart. Only this file reads a model's config."""
 
+import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,42 +20,21 @@ from .digest import SAMPLED_PROJECTIONS, weights_digest
 from .fused import with_fused_kernels
 from .linear_attention import is_linear, with_linear_attention
 
-# Of these some layers have linear attention: their decoders are hybrids.
-HYBRID_FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
-TEXT_FAMILIES = (
-    *("llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "smollm3", "glm4"),
-    *("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"),
-)
+_TABLE = tomllib.loads(Path(__file__).with_name("families.toml").read_text(encoding="utf-8"))
+TEXT_FAMILIES, VIDEO_FAMILIES = (tuple(_TABLE[kind]) for kind in ("text", "video"))
+_FAMILIES = _TABLE["text"] | _TABLE["video"]
 OMNI_THINKER = "qwen2_5_omni_thinker"  # Qwen2.5-Omni without the talker, which speaks
-VIDEO_FAMILIES = (
-    *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
-    *("internvl", "llava_onevision", OMNI_THINKER, "glm4v", "glm46v", "glm4v_moe", "video_llama_3"),
-)
-_MROPE_FAMILIES = (
-    *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
-    *(OMNI_THINKER, "glm4v", "glm46v", "glm4v_moe"),
-)
-# Families whose prompts and vision tower are another one's.
-_ALIKE = dict.fromkeys(("qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), "qwen3_vl")
-_ALIKE |= dict.fromkeys(("glm46v", "glm4v_moe"), "glm4v")
-# The first release of transformers whose model and processor are the ones that apbv takes apart.
-_FIRST_VERSIONS = dict.fromkeys((OMNI_THINKER, *HYBRID_FAMILIES), (5, 23))
 _LINEAR_PROJECTIONS = ("linear_attn.in_proj_qkv", "linear_attn.in_proj_qkvz")
-# Why known families are not supported.
-_REASONS = {
-    "molmo2": "visual tokens attend to later ones, too, and apbv computes causal attention only",
-    "qwen2_5_omni": "of a Qwen2.5-Omni model apbv runs the thinker (model.thinker): it answers in text only",
-}
 
 
 def prompts_like(family: str) -> str:
     """Return the family whose prompts and vision tower a family has: itself, or another."""
-    return _ALIKE.get(family, family)
+    return _FAMILIES.get(family, {}).get("like", family)
 
 
 def hybrid_family(config: PreTrainedConfig) -> str | None:
     """Return the family of a hybrid's config; None if all of a model's layers have attention."""
-    return config.model_type if config.model_type in HYBRID_FAMILIES else None
+    return config.model_type if "hybrid" in _FAMILIES.get(config.model_type, ()) else None
 
 
 class UnsupportedModelError(ValueError):
@@ -233,6 +214,7 @@ class ModelParts:
 
     def __post_init__(self):
         config, family, sizes = self.model.config, self.family, DecoderSizes.from_config(self.model.config)
+        uses_mrope = "mrope" in _FAMILIES[family]
         attention = next(layer.self_attn for layer in self.language_model.layers if not is_linear(layer))
         k_proj = attention.k_proj  # without a weight where that is packed
         mesh = getattr(getattr(k_proj, "weight", None), "device_mesh", None)
@@ -250,7 +232,7 @@ class ModelParts:
             "_placeholders": placeholders,
             "is_video_model": family in VIDEO_FAMILIES,
             "hears": self.audio_token_id is not None,
-            "uses_mrope": family in _MROPE_FAMILIES,
+            "uses_mrope": uses_mrope,
             "num_layers": sizes.layers,
             "hidden_size": sizes.hidden,
             "head_dim": sizes.head_dim,
@@ -259,7 +241,9 @@ class ModelParts:
             "row_width": (1 + sizes.deepstack) * sizes.hidden,
             "num_rows_ending_video": int(family == "llava_onevision"),
             "rows_per_tile": config.image_seq_length if family == "internvl" else None,
-            "patches_per_row": config.vision_config.spatial_merge_size**2 if family in _MROPE_FAMILIES else None,
+            "patches_per_row": config.vision_config.spatial_merge_size**2
+            if "mrope" in _FAMILIES[family]
+            else None,
             "packed_vision_tower": _packed_vision_tower(self.model.model, family),
             "audio_tower": None if self.audio_token_id is None else self.model.model.audio_tower,
         }
@@ -396,7 +380,7 @@ def inspect_model(model: PreTrainedModel, backend: str = "auto", decode: DecodeC
     if lm_head is None:
         raise UnsupportedModelError(f"{type(model).__name__} has no language-model head to generate with")
     language_model = model.get_decoder()
-    if family in HYBRID_FAMILIES:
+    if hybrid_family(model.config):
         language_model = with_linear_attention(language_model)
     parts = ModelParts(
         model=model,
@@ -422,10 +406,10 @@ def require_supported(config: PreTrainedConfig) -> str:
         UnsupportedModelError: an unknown family, or a layer type other than full causal attention.
     """
     family = getattr(config, "model_type", type(config).__name__)
-    if family not in TEXT_FAMILIES + VIDEO_FAMILIES:
-        why = _REASONS.get(family, f"supported are {', '.join(VIDEO_FAMILIES + TEXT_FAMILIES)}")
+    if family not in _FAMILIES:
+        why = _TABLE["unsupported"].get(family, f"supported are {', '.join(VIDEO_FAMILIES + TEXT_FAMILIES)}")
         raise UnsupportedModelError(f"{family} models are not supported; {why}")
-    first = _FIRST_VERSIONS.get(family, (0, 0))
+    first = tuple(_FAMILIES[family].get("since", (0, 0)))
     if (installed := release("transformers")) < first:
         needed, found = (".".join(map(str, each)) for each in (first, installed))
         raise UnsupportedModelError(f"{family} models need transformers {needed} or later, not {found}")
@@ -439,7 +423,7 @@ def _refuse_unsupported_layers(family: str, config: PreTrainedConfig) -> None:
     if config.model_type not in text_families:
         raise UnsupportedModelError(f"{family} with a {config.model_type} language model is not supported")
     layer_types = getattr(config, "layer_types", None) or ["full_attention"]
-    supported = ("full_attention", *(("linear_attention",) if family in HYBRID_FAMILIES else ()))
+    supported = ("full_attention", *(("linear_attention",) if "hybrid" in _FAMILIES[family] else ()))
     for index, layer_type in enumerate(layer_types):
         if layer_type not in supported:
             raise UnsupportedModelError(
@@ -483,7 +467,7 @@ def _on_cpu(batch: Mapping[str, Any], *names: str) -> dict[str, Tensor]:
 def _packed_vision_tower(model: nn.Module, family: str) -> nn.Module | None:
     if family == "video_llama_3":
         return model.vision_model
-    return model.visual if family in _MROPE_FAMILIES else None
+    return model.visual if "mrope" in _FAMILIES[family] else None
 
 
 def _token_id(config: PreTrainedConfig, modality: str) -> int | None:
