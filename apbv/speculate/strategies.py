@@ -17,7 +17,7 @@ from .tree import Tree
 from .watchers import HeadAttention, Relevance, SimilarityChange
 
 # Keep policies that use scores from the target's prefill.
-_BY_PREFILL = ("specvlm", "attention", "attention_per_frame", "uv_prune")
+_BY_PREFILL = ("specvlm", "attention", "uv_prune", "hippo")
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,7 @@ def prunes(config: SpeculativeConfig) -> bool:
 
 def ranks_by_prefill(config: SpeculativeConfig) -> bool:
     """Return whether the visual tokens that the draft sees are chosen by scores of the target's prefill."""
-    keep = keep_policy(config)
-    return keep in _BY_PREFILL or (keep == "hippo" and "attention" in config.hippo_terms)
+    return keep_policy(config) in _BY_PREFILL
 
 
 def _for_keeping(config: SpeculativeConfig, parts: ModelParts) -> Watcher | None:
@@ -166,7 +165,6 @@ def require_effective(config: SpeculativeConfig, given: Collection[str]) -> None
     for setting, applies, reason in (
         ("draft_model", strategy.needs_draft_model, "uses no draft model"),
         ("keep_ratio", prunes(config), "does not prune visual tokens by ratio"),
-        ("hippo_terms", keep == "hippo", "does not rank visual tokens by HIPPO's scores"),
         ("prune", is_pruned and not strategy.needs_verdicts, "prunes nothing from its draft's prompt or KV"),
         ("ensemble", name == "tabed", "drafts from one prompt"),
         ("captioner", config.needs_caption, "uses no caption"),
