@@ -34,8 +34,9 @@ class SpeculativeConfig(Checked):
             With ``"auto"`` a draft host drafts until the target's forward pass ends, where ParallelVLM's Theorem 6
             is largest.
         keep_losing_draft: keep using a draft that costs more time than it saves. Off, the rest of an answer is
-            decoded without a draft that has cost eight forward passes of the target more than it has saved; to
-            measure that, the target now and then runs a forward pass without drafted tokens.
+            decoded without a draft that has cost eight forward passes of the target more than it has saved, where
+            one round counts as four at most. To measure that, and for ``"auto"``, the target now and then runs a
+            forward pass without drafted tokens.
         keep: selects the visual tokens that a pruned draft sees: by the question's attention to them ``"specvlm"``
             (SpecVLM's: the fewest that hold 40 % of it, and others evenly spaced) and ``"attention"`` (the
             highest); ``"uv_prune"`` (ParallelVLM's: what comes closer to the text in the target's first layers),
