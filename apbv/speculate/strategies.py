@@ -61,17 +61,11 @@ def prunes(config: SpeculativeConfig) -> bool:
     return STRATEGIES[config.strategy].runs_target or keep_policy(config) not in (None, "full")
 
 
-def ranks_by_prefill(config: SpeculativeConfig) -> bool:
-    """Return whether the visual tokens that the draft sees are chosen by scores of the target's prefill."""
-    return keep_policy(config) in _BY_PREFILL
-
-
 def _for_keeping(config: SpeculativeConfig, parts: ModelParts) -> Watcher | None:
-    if not ranks_by_prefill(config):
-        return None
-    if keep_policy(config) == "uv_prune":
+    keep = keep_policy(config)
+    if keep == "uv_prune":
         return SimilarityChange(min(config.uv_layer, parts.num_layers - 1), parts.num_layers)
-    return Relevance()
+    return Relevance() if keep in _BY_PREFILL else None
 
 
 _by_model = partial(Strategy, builders.draft_by_model, _for_keeping, needs_draft_model=True)
@@ -127,7 +121,7 @@ def require_consistent(
     """
     name, strategy, keep = config.strategy, STRATEGIES[config.strategy], keep_policy(config)
     drops_nothing = keep in (None, "full") or strategy.needs_verdicts
-    ranking = ranks_by_prefill(config) and f"keep={keep!r}"
+    ranking = keep in _BY_PREFILL and f"keep={keep!r}"
     refuse(
         **prefill.features,
         draft_host=config.draft_host,
