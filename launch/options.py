@@ -51,11 +51,7 @@ class Setting(NamedTuple):
 
 # Options that are not named as their fields, and further arguments of argparse.
 _NAMES = {"block_size": "sparse_block", "chunk_bytes": "video_chunk_mib"}
-_MORE = {
-    "draft_model": {"metavar": "PATH"},
-    "num_draft_tokens": {"metavar": "N|auto"},
-    "hippo_terms": {"nargs": "+"},
-}
+_MORE = {"draft_model": {"metavar": "PATH"}, "num_draft_tokens": {"metavar": "N|auto"}}
 
 
 def _of(config: type, prefix: str = "", **helps: str) -> tuple[Setting, ...]:
@@ -108,7 +104,6 @@ DRAFT = _of(
     keep_losing_draft="keep drafting even if it slows the answer",
     num_tree_nodes="draft a tree of N tokens (default: a chain; sd_tree: 25)",
     keep="how to select the draft's visual tokens (default: the strategy's)",
-    hippo_terms="terms of HIPPO's score (default: all)",
     prune="prune the draft's prompt, or its KV after draft prefill",
     keep_ratio="share of visual tokens that the draft sees (default 0.1)",
     keep_tokens="total prompt tokens for the draft, text included; replaces --keep-ratio",
@@ -300,10 +295,7 @@ def speculative_config(options: argparse.Namespace) -> SpeculativeConfig | None:
     """Build the speculative-decoding config, if any; ValueError if options are incompatible."""
     if options.speculate == "off":
         return None
-    settings = given(options, SpeculativeConfig)
-    if "hippo_terms" in settings:
-        settings["hippo_terms"] = tuple(settings["hippo_terms"])
-    return SpeculativeConfig(strategy=options.speculate, **settings)
+    return SpeculativeConfig(strategy=options.speculate, **given(options, SpeculativeConfig))
 
 
 def load_engine(options: argparse.Namespace, hosts: "HostGroup", reuse: ReuseConfig | None = None) -> "Engine":

@@ -6,6 +6,7 @@ target over every answer's last token and drafted ones. All of it is queued on t
 
 import time
 from collections.abc import Sequence
+from functools import cache, partial
 from itertools import accumulate, islice
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ from ..model.parts import ModelParts
 from ..transfer import fetch, to_device
 from .draft import Draft
 from .drafters import ModelDrafter
-from .pace import CONSTRAINED, Acceptance, BatchPace, SpeculationStats
+from .pace import CONSTRAINED, Acceptance, Pace, SpeculationStats
 from .strategies import why_drafts_alone
 from .tree import Tree
 from .verify import decide_window
@@ -110,7 +111,8 @@ class SpeculativeBatch(Batch):
         super().__init__(parts)
         if obstacle := why_drafts_alone(config):
             raise ValueError(f"cannot batch answers with drafts: {obstacle}")
-        self._pace = BatchPace(config.num_draft_tokens, config.keep_losing_draft)
+        self._pace = cache(partial(Pace, config.num_draft_tokens, config.keep_losing_draft))  # of each batch size
+        self._acceptance = Acceptance()  # of all drafts
         self._drafts_itself = draft is None
         self._draft_runner = self._runner if draft is None else BatchRunner(draft)
 
@@ -126,7 +128,7 @@ class SpeculativeBatch(Batch):
         elif draft is not None:
             member.draft = draft
             # As others' drafts; if these are bad it is tried all the same.
-            member.acceptance = Acceptance(expected=max(self._pace.acceptance.rate, 0.5))
+            member.acceptance = Acceptance(expected=max(self._acceptance.rate, 0.5))
             if self._stream is not None:  # the draft's prefill follows the target's
                 member.answer.ready = torch.cuda.current_stream(self._parts.device).record_event()
         return member
@@ -148,8 +150,8 @@ class SpeculativeBatch(Batch):
         """Choose the length of every draft; None: none pays at this batch size."""
         going = [member for member in self._members if member.kv is not None]
         drafting = [member for member in going if member.draft is not None]
-        windows = self._pace.windows(len(going), [member.acceptance.rate for member in drafting])
-        return None if windows is None else dict(zip(drafting, windows, strict=True))
+        windows = drafting and self._pace(len(going)).windows([member.acceptance.rate for member in drafting])
+        return dict(zip(drafting, windows, strict=True)) if windows else None
 
     def _advance(self) -> tuple[list[Member], Arriving]:
         if self._given is not None:
@@ -181,7 +183,7 @@ class SpeculativeBatch(Batch):
 
         def arrive() -> list[list[int]]:
             numbers, new = iter(read()), []
-            self._pace.learn(len(going), sum(counts) - len(going), time.perf_counter() - began)
+            self._pace(len(going)).learn(sum(counts) - len(going), 0.0, time.perf_counter() - began)
             decisions = [list(islice(numbers, 3)) for _ in going]
             for member, count, (num_accepted, token, is_finite) in zip(going, counts, decisions, strict=True):
                 shown = list(islice(numbers, count - 1))
@@ -190,7 +192,7 @@ class SpeculativeBatch(Batch):
                 member.stats.rounds += member.draft is not None
                 if shown:
                     member.learn(len(shown), num_accepted, min(shown) >= 0)
-                    self._pace.acceptance.learn(len(shown), num_accepted)
+                    self._acceptance.learn(len(shown), num_accepted)
             return new
 
         return going, arrive

@@ -1,6 +1,5 @@
 """Builds the draft of every strategy from a prefilled prompt."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -28,17 +27,13 @@ def kept_visual_tokens(task: DraftTask, rows: Tensor | None) -> Tensor:
         return keep_best(task.scores(), count)
     if keep == "specvlm":
         return keep_specvlm(task.scores(), count)
-    if keep == "attention_per_frame":
-        return keep_best_per_frame(task.scores(), task.inputs.visual.frames, count)
     if keep == "even":
         return keep_even(total, count)
     if keep == "random":
         return keep_random(total, count, task.sampling.seed)
     # HIPPO's Eq. 7: attention, change over time, variety in space, z-scored by frame.
-    scores = local_semantics(task.draft, task.inputs, rows, task.hosts, task.config.hippo_terms)
-    if "attention" in task.config.hippo_terms:
-        scores = with_relevance(task.draft, task.inputs, scores, task.scores())
-    return keep_best(scores, count)
+    semantics = local_semantics(task.draft, task.inputs, rows, task.hosts)
+    return keep_best(with_relevance(task.draft, task.inputs, semantics, task.scores()), count)
 
 
 def draft_by_model(task: DraftTask) -> Draft:
@@ -112,29 +107,6 @@ def draft_by_ngrams(task: DraftTask) -> Draft:
     """Draft without a model, by looking up n-grams of the prompt's text."""
     text = task.text_ids.tolist()
     return Draft(NgramDrafter(text) if task.is_home else None, 0)
-
-
-def keep_best_per_frame(scores: Tensor, frames: Sequence[range], count: int) -> Tensor:
-    """Return the places of every frame's highest scores, the same share of each frame, up to a difference of one.
-
-    With fewer places than frames, evenly spaced frames keep one each. Places of no frame are kept first; of equal
-    scores the earlier place is kept.
-
-    Args:
-        scores: ``[visual tokens]``.
-        frames: the places of each frame, ascending; images are frames, too.
-    """
-    frame_of = torch.full((len(scores),), len(frames))
-    lengths = torch.tensor([len(frame) for frame in frames])
-    places = torch.cat([torch.arange(frame.start, frame.stop) for frame in frames])
-    frame_of[places] = torch.arange(len(frames)).repeat_interleave(lengths)
-    outside = (frame_of == len(frames)).nonzero().flatten()[:count]
-    ends = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
-    quotas = (ends * (count - len(outside)) // ends[-1]).diff()
-    best = places[scores[places].argsort(descending=True, stable=True)]
-    best = best[frame_of[best].argsort(stable=True)]  # of the first frame, from its highest score, and so on
-    rank = torch.arange(len(best)) - ends[:-1].repeat_interleave(lengths)
-    return torch.cat([best[rank < quotas.repeat_interleave(lengths)], outside]).sort().values
 
 
 def keep_specvlm(attention: Tensor, count: int) -> Tensor:

@@ -145,9 +145,9 @@ class Drafting:
             ValueError: the prompt is rejected; the message says why.
         """
         keep, visual = self._config and keep_policy(self._config), inputs.visual
-        if keep in ("hippo", "attention_per_frame") and visual is not None and visual.kind == "image":
-            raise ValueError(f"keep={keep!r} selects frames, but the prompt has no video")
         if keep == "hippo":
+            if visual is not None and visual.kind == "image":
+                raise ValueError(f"keep={keep!r} selects frames, but the prompt has no video")
             require_whole_frames(inputs, f"keep={keep!r}")
 
     def way_to_answer(self, models: Models, tokenizer) -> Autoregressive | TakingTurns | BesideDraft | DraftHost:

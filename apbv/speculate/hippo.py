@@ -4,8 +4,6 @@ Source: *HIPPO: Accelerating Video Large Language Models Inference via Holistic-
 Decoding*, Section 5.1.
 """
 
-from collections.abc import Collection
-
 import torch
 from torch import Tensor
 
@@ -16,9 +14,7 @@ from ..model.parts import ModelParts
 from ..prefilling.reduction.frames import shared_video, videos_of
 
 
-def local_semantics(
-    parts: ModelParts, inputs: ModelInputs, rows: Tensor, hosts: HostGroup, terms: Collection[str]
-) -> Tensor:
+def local_semantics(parts: ModelParts, inputs: ModelInputs, rows: Tensor, hosts: HostGroup) -> Tensor:
     """Add HIPPO's s_temp (Eq. 4) and s_spa (Eq. 6) of all visual tokens, each z-scored within a frame; collective.
 
     Every host scores the frames that it has, for which it needs one frame of either neighbouring host. A row that
@@ -26,7 +22,6 @@ def local_semantics(
 
     Args:
         rows: ``[rows of this host's share, d]``, the vision tower's output.
-        terms: ``"time"`` for s_temp, ``"space"`` for s_spa.
 
     Returns:
         ``[visual tokens]`` on every host, in CPU memory.
@@ -40,12 +35,9 @@ def local_semantics(
             for share in video.shares
         ]
         beside = dict(zip(neighbours[hosts.rank], video.fetch(neighbours, frames), strict=True))
-        scores = torch.zeros(frames.shape[:2], device=frames.device)
-        if "time" in terms:
-            before, after = beside.get(mine.start - 1), beside.get(mine.stop)
-            scores = scores + standardised(temporal_change(frames, before, after), unit=1.0)
-        if "space" in terms:
-            scores = scores + standardised(spatial_variety(frames, video.height, video.width), unit=1.0)
+        change = temporal_change(frames, beside.get(mine.start - 1), beside.get(mine.stop))
+        variety = spatial_variety(frames, video.height, video.width)
+        scores = standardised(change, unit=1.0) + standardised(variety, unit=1.0)
         result[place.in_frames.start : place.in_frames.stop] = video.gather(scores).flatten()
     return result
 

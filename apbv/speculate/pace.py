@@ -1,10 +1,10 @@
 """Chooses the draft length, and whether to keep drafting, from costs and acceptance rate."""
 
 import warnings
-from collections import Counter, defaultdict, deque
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from statistics import median
+from statistics import median_low
 from typing import ClassVar
 
 from ..config import longest_window
@@ -12,10 +12,10 @@ from ..stats import Recorder
 
 FIRST_AUTO_DRAFT_TOKENS = 4  # the window before anything is measured
 TRIAL_PASSES = 8  # the loss, in forward passes of the target, at which a draft is switched off
-_REST = 1024  # steps of a batch size without drafts, until they are tried again: their first rounds may be slow
-_FEWEST_PLAIN_PASSES = 3  # passes without a window that are measured before a draft is judged
+_REST = 1024  # steps of a batch size without drafts, until they are tried again: their costs may have changed
+_PERIOD = 64  # rounds, after the first of which passes without drafted tokens are measured
+_FEWEST = 2  # such passes, and rounds with drafted tokens, that are measured before any is judged: one may be slow
 _MEMORY = 0.95  # the weight of a round's acceptance decays by this factor per round
-_LONGEST_ROUND = 3.0  # in medians: a longer round was delayed by something else
 _SHORTEST_SECONDS = 1e-9  # a clock may be coarse
 
 
@@ -67,130 +67,80 @@ class Acceptance:
 
 
 class Pace:
-    """Chooses the draft lengths of one answer; on host 0.
+    """Chooses the draft lengths of one answer, or of a batch at one size, by the seconds of its rounds; on host 0.
 
-    A draft is judged by the seconds of the target's passes over a single token. Now and then :meth:`next_window`
-    returns 0 to measure one: such a pass costs no more than decoding without a draft.
+    Drafts are judged against passes of the target without drafted tokens. After the first round, which is slow
+    everywhere, two are measured, and two in every 64 rounds: they cost no more than decoding without drafts.
 
     Args:
-        num_draft_tokens: γ, or ``"auto"``: the best one by :func:`best_windows`.
-        keep_losing_draft: whether a draft is never judged; then :meth:`is_losing` is always false.
+        num_draft_tokens: the largest length, and the only one of an answer by itself, whose tokens then do not
+            depend on time; ``"auto"``: at most the limit of that.
+        keep_losing_draft: whether drafts go on that do not pay; with a number always as long as it says.
+        size: how many answers the batch has; None for an answer by itself.
+
+    Attributes:
+        most: the largest length.
+        acceptance: of an answer by itself.
     """
 
-    def __init__(self, num_draft_tokens: int | str, keep_losing_draft: bool = True):
-        self._wanted, self._keeps_losing_draft = num_draft_tokens, keep_losing_draft
-        self.most = longest_window(num_draft_tokens)
-        self._num_rounds, self._spent, self._num_tokens = 0, 0.0, 0
-        self._plain: deque[float] = deque(maxlen=9)  # seconds of the target's latest passes over one token
-        # Of the latest rounds with a window: seconds of drafting and of verifying, and drafted tokens.
-        self._rounds: deque[tuple[float, float, int]] = deque(maxlen=32)
-        self._acceptance = Acceptance()
+    def __init__(self, num_draft_tokens: int | str, keep_losing_draft: bool = True, size: int | None = None):
+        self.most, self._is_auto = longest_window(num_draft_tokens), num_draft_tokens == "auto"
+        self._keeps_losing_draft, self._size = keep_losing_draft, size
+        self.acceptance = Acceptance()
+        self._num_rounds = self._num_rested = 0
+        self._plain = deque[float](maxlen=9)  # seconds of the latest passes without drafted tokens
+        self._costs = deque[float](maxlen=32)  # seconds that each drafted token added to the latest other rounds
+        self._lost = 0.0  # by how many passes of the target drafting has cost more than it has saved
 
-    def next_window(self) -> int:
-        """Return the number of tokens, or levels of a tree, to draft next; 0 for a pass without a draft."""
-        if not self._keeps_losing_draft and self._wants_plain_pass():
-            return 0
-        if self._wanted != "auto":
-            return self._wanted
-        if not self._rounds:
-            return FIRST_AUTO_DRAFT_TOKENS
-        draft, verify, drafted = (sum(each) / len(self._rounds) for each in zip(*self._rounds, strict=True))
-        plain = min(median(self._plain), verify) if self._plain else verify
-        # The seconds that a longer window adds to the target's pass are part of a drafted token's cost.
-        cost = max((draft + verify - plain) / drafted, _SHORTEST_SECONDS)
-        return max(1, *best_windows([self._acceptance.rate], 1, max(plain, _SHORTEST_SECONDS), cost, self.most))
+    def windows(self, rates: Sequence[float]) -> list[int] | None:
+        """Return the number of tokens, or levels of a tree, to draft next, by :func:`best_windows`.
 
-    def learn(self, num_drafted: int, num_accepted: int, num_new: int, draft: float, verify: float) -> None:
+        All are 0 where a pass without drafted tokens is to be measured. None, in a batch: for now no draft pays.
+
+        Args:
+            rates: the acceptance rate of each draft.
+        """
+        is_judged = self._is_auto or not self._keeps_losing_draft
+        if is_judged and 1 <= self._num_rounds % _PERIOD <= _FEWEST:
+            return [0] * len(rates)
+        is_chosen = self._is_auto or (is_judged and self._size is not None)
+        if not is_chosen or len(self._costs) < _FEWEST:
+            return [FIRST_AUTO_DRAFT_TOKENS if self._is_auto else self.most] * len(rates)
+        cost = max(median_low(self._costs), _SHORTEST_SECONDS)
+        windows = best_windows(rates, self._size or 1, median_low(self._plain), cost, self.most)
+        if any(windows):
+            return windows
+        if self._keeps_losing_draft or self._size is None:
+            return [1] * len(rates)
+        self._num_rested += 1
+        if self._num_rested % _REST == 0:
+            self._costs.clear()
+        return None
+
+    def learn(self, num_drafted: int, draft: float, verify: float, num_new: int = 1) -> None:
         """Learn from a round.
 
         Args:
-            num_drafted, num_accepted: tokens of the window, or levels of the tree.
-            num_new: tokens that the round added to the answer.
+            num_drafted: drafted tokens, of all answers together, or levels of the tree.
             draft, verify: seconds of drafting and of verifying; with a draft host of waiting for it and of
-                verifying.
+                verifying; in a batch, whose rounds are measured as a whole, 0 and those of the round.
+            num_new: tokens that the round added to an answer by itself.
         """
         self._num_rounds += 1
         if not num_drafted:
-            self._plain.append(verify)
-            self._spent += draft
+            self._plain.append(max(verify, _SHORTEST_SECONDS))
+        if len(self._plain) < _FEWEST:
             return
-        self._rounds.append((draft, verify, num_drafted))
-        if self._num_rounds > 1:  # the first one is slow everywhere
-            usual = median(drafting + verifying for drafting, verifying, _ in self._rounds)
-            self._spent += min(draft + verify, _LONGEST_ROUND * usual)
-            self._num_tokens += num_new
-        self._acceptance.learn(num_drafted, num_accepted)
+        plain = median_low(self._plain)
+        cost = draft + (verify - plain if num_drafted else 0.0)
+        if num_drafted:
+            self._costs.append(cost / num_drafted)
+        # No single round is decisive, as something else may have delayed it.
+        self._lost += min(cost / plain - (num_new - 1), TRIAL_PASSES / 2)
 
     def is_losing(self) -> bool:
-        """Return whether drafting has cost more than it has saved by :data:`TRIAL_PASSES` passes of the target."""
-        has_plain_passes = len(self._plain) >= _FEWEST_PLAIN_PASSES
-        return not self._keeps_losing_draft and has_plain_passes and self._seems_losing()
-
-    def _seems_losing(self) -> bool:
-        if not self._plain:
-            return False
-        alone = self._num_tokens + TRIAL_PASSES  # passes that the target alone may take
-        return self._spent > alone * max(median(self._plain), _SHORTEST_SECONDS)
-
-    def _wants_plain_pass(self) -> bool:
-        """Return whether to run a pass without a draft: after 2, 8, 32, … rounds, or if the draft may lose."""
-        count = len(self._plain)
-        return self._num_rounds >= 2 * 4**count or (count < _FEWEST_PLAIN_PASSES and self._seems_losing())
-
-
-class BatchPace:
-    """Chooses the draft lengths of a batch's answers, by the seconds of its latest rounds at each batch size.
-
-    Args:
-        num_draft_tokens: the largest length; ``"auto"``: the limit of that.
-        keep_losing_draft: whether drafts go on that do not pay; with a number as long ones as it says.
-
-    Attributes:
-        acceptance: of all answers' drafts.
-    """
-
-    def __init__(self, num_draft_tokens: int | str, keep_losing_draft: bool = True):
-        self._wanted, self._keeps_losing_draft = num_draft_tokens, keep_losing_draft
-        # By batch size: the seconds of rounds, and the tokens that all answers together drafted.
-        self._rounds: dict[int, deque[tuple[float, int]]] = defaultdict(lambda: deque(maxlen=64))
-        self._rested = Counter[int]()  # by batch size: steps without drafts
-        self.acceptance = Acceptance()
-
-    def windows(self, size: int, rates: Sequence[float]) -> list[int] | None:
-        """Return the number of tokens to draft next, for each draft by its acceptance rate.
-
-        All are 0 where a round without drafted tokens is to be measured. None: for now no draft pays at this batch
-        size.
-
-        Args:
-            size: how many answers the batch has.
-        """
-        if not rates:
-            return None
-        plain = [seconds for seconds, count in self._rounds[size] if not count]
-        costs = [each for each in self._rounds[size] if each[1]]
-        nothing, most = [0] * len(rates), longest_window(self._wanted)
-        if len(costs) < 2 or (self._keeps_losing_draft and self._wanted != "auto"):
-            return [min(most, FIRST_AUTO_DRAFT_TOKENS) if self._wanted == "auto" else most] * len(rates)
-        if len(plain) <= len(costs) // 32:
-            return nothing
-        seconds = median(plain)
-        cost = max(median((spent - seconds) / count for spent, count in costs), _SHORTEST_SECONDS)
-        windows = best_windows(rates, size, seconds, cost, most)
-        if any(windows):
-            return windows
-        if self._keeps_losing_draft:
-            return [1] * len(rates)
-        if len(plain) < _FEWEST_PLAIN_PASSES:
-            return nothing
-        self._rested[size] += 1
-        if self._rested[size] % _REST == 0:
-            self._rounds[size].clear()
-        return None
-
-    def learn(self, size: int, num_drafted: int, seconds: float) -> None:
-        """Learn from a round in which all answers together drafted ``num_drafted`` tokens."""
-        self._rounds[size].append((seconds, num_drafted))
+        """Return whether drafting for an answer has cost :data:`TRIAL_PASSES` passes more than it has saved."""
+        return not self._keeps_losing_draft and self._lost >= TRIAL_PASSES
 
 
 # Why an answer is decoded without its draft.

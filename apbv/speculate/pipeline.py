@@ -92,7 +92,7 @@ class _Target:
         seconds, why_alone = stats.seconds_of_round(), None
         if not stats.switched_off:
             if tokens:  # at first the target waits for the draft's prefill
-                self._pace.learn(len(self._pending.tokens), 0, len(new), *seconds)
+                self._pace.learn(len(self._pending.tokens), *seconds, len(new))
             if self._pair.link is not None:
                 why_alone = CONSTRAINED if answer.sampling.is_constrained else self._pace.is_losing() and LOSING
         code = DONE if has_ended else ALONE if why_alone else code

@@ -71,7 +71,9 @@ def generate_speculatively(
         stats.num_accepted += len(path) - 1
         stats.num_rejections += path[-1] in shape.parents
         if is_drafting:
-            pace.learn(shape.depth, len(path) - 1, len(new), *stats.seconds_of_round())
+            pace.learn(shape.depth, *stats.seconds_of_round(), len(new))
+            if shape.depth:
+                pace.acceptance.learn(shape.depth, len(path) - 1)
 
 
 def _encode_verdict(answer: Answer, shape: Tree, proposal: Proposal, rows: Tensor, is_chain: bool) -> list[int]:
@@ -102,7 +104,7 @@ def _draft(
         if pace.is_losing():
             stats.switch_off(LOSING, len(answer.tokens))
         else:
-            tree = limit.cut(pace.next_window())
+            tree = limit.cut(pace.windows([pace.acceptance.rate])[0])
             try:
                 proposal = drafter.propose(answer.tokens, tree) if tree.num_drafted else Proposal([])
             except NotFiniteError as error:

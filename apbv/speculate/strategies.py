@@ -17,7 +17,7 @@ from .tree import Tree
 from .watchers import HeadAttention, Relevance, SimilarityChange
 
 # Keep policies that use scores from the target's prefill.
-_BY_PREFILL = ("specvlm", "attention", "attention_per_frame", "uv_prune")
+_BY_PREFILL = ("specvlm", "attention", "uv_prune", "hippo")
 
 
 @dataclass(frozen=True)
@@ -61,18 +61,11 @@ def prunes(config: SpeculativeConfig) -> bool:
     return STRATEGIES[config.strategy].runs_target or keep_policy(config) not in (None, "full")
 
 
-def ranks_by_prefill(config: SpeculativeConfig) -> bool:
-    """Return whether the visual tokens that the draft sees are chosen by scores of the target's prefill."""
-    keep = keep_policy(config)
-    return keep in _BY_PREFILL or (keep == "hippo" and "attention" in config.hippo_terms)
-
-
 def _for_keeping(config: SpeculativeConfig, parts: ModelParts) -> Watcher | None:
-    if not ranks_by_prefill(config):
-        return None
-    if keep_policy(config) == "uv_prune":
+    keep = keep_policy(config)
+    if keep == "uv_prune":
         return SimilarityChange(min(config.uv_layer, parts.num_layers - 1), parts.num_layers)
-    return Relevance()
+    return Relevance() if keep in _BY_PREFILL else None
 
 
 _by_model = partial(Strategy, builders.draft_by_model, _for_keeping, needs_draft_model=True)
@@ -128,7 +121,7 @@ def require_consistent(
     """
     name, strategy, keep = config.strategy, STRATEGIES[config.strategy], keep_policy(config)
     drops_nothing = keep in (None, "full") or strategy.needs_verdicts
-    ranking = ranks_by_prefill(config) and f"keep={keep!r}"
+    ranking = keep in _BY_PREFILL and f"keep={keep!r}"
     refuse(
         **prefill.features,
         draft_host=config.draft_host,
@@ -166,7 +159,6 @@ def require_effective(config: SpeculativeConfig, given: Collection[str]) -> None
     for setting, applies, reason in (
         ("draft_model", strategy.needs_draft_model, "uses no draft model"),
         ("keep_ratio", prunes(config), "does not prune visual tokens by ratio"),
-        ("hippo_terms", keep == "hippo", "does not rank visual tokens by HIPPO's scores"),
         ("prune", is_pruned and not strategy.needs_verdicts, "prunes nothing from its draft's prompt or KV"),
         ("ensemble", name == "tabed", "drafts from one prompt"),
         ("captioner", config.needs_caption, "uses no caption"),

@@ -179,10 +179,7 @@ class TakingTurns:
         answer = state.begin_answer(self._target, request)
         if STRATEGIES[config.strategy].runs_target and draft.drafter is not None:
             draft.drafter.newest_kv = answer.decoder.newest_kv
-        depth = config.num_draft_tokens
-        if self._tree is not None and depth != "auto":
-            depth = self._tree.depth
-        pace = Pace(depth, config.keep_losing_draft)
+        pace = Pace(config.num_draft_tokens, config.keep_losing_draft)
         return generate_speculatively(answer, draft.drafter, pace, self._tree)
 
     def _caption(self, rendered: RenderedPrompt) -> str:

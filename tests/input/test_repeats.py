@@ -216,7 +216,7 @@ def test_drafts_read_what_is_left(pool, clips):
     plain = pool.run(2, drafted_job, messages, None)[0]
     assert len(plain) == 6
     for settings in (
-        {"strategy": "specvlm", "keep": "attention_per_frame", "keep_ratio": 0.4},
+        {"strategy": "specvlm", "keep": "attention", "keep_ratio": 0.4},
         {"strategy": "tabed", "ensemble": "MTP"},
     ):
         assert pool.run(2, drafted_job, messages, SpeculativeConfig(**settings))[0] == plain

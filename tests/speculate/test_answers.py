@@ -50,8 +50,8 @@ def on_one_host(clip, way: dict | None, draft_seed: int = 1, **request):
 
 HIPPO = {"strategy": "hippo", "keep_ratio": 0.3}
 SEEN = [{"strategy": "specvlm", "keep": keep, "keep_ratio": 0.3} for keep in KEEP_POLICIES]
-SEEN += [{**HIPPO, "hippo_terms": (term,), "prune": "kv"} for term in ("time", "attention")]
-SEEN += [{**HIPPO, "num_draft_tokens": "auto"}, {**HIPPO, "num_tree_nodes": 12}, {"strategy": "ngram"}]
+SEEN += [{**HIPPO, "prune": "kv"}, {**HIPPO, "num_draft_tokens": "auto"}]
+SEEN += [{**HIPPO, "num_tree_nodes": 12}, {"strategy": "ngram"}]
 SEEN += [{"strategy": "tabed", "ensemble": "MTCP*", "keep": "full"}, {"strategy": "std", "num_tree_nodes": 12}]
 SHARED = [{"strategy": name} for name in ("hippo", "parallelvlm")]
 SHARED += [{"strategy": "std", "num_tree_nodes": nodes} for nodes in (None, 12)]
@@ -82,7 +82,7 @@ def test_no_way_to_draft_changes_an_answer(pool, clip, case):
         assert len(set(plain[0])) > 3
         for way, (tokens, figures) in zip(ways, answers, strict=True):
             assert tokens == plain[0], f"host {host}: {way}"
-            assert all(figures[name] == value for name, value in way.items() if value and name != "hippo_terms")
+            assert all(figures[name] == value for name, value in way.items() if value)
             assert figures["num_target_forwards"] >= 1 and (kind != "drawn" or figures["num_tree_nodes"] == 25)
 
 
@@ -196,7 +196,6 @@ def test_a_captioner_that_fails_is_one_clear_error_everywhere(pool, clip):
 REFUSED = [
     ({"draft_host": True}, "qwen2_5_vl", "at least two hosts"),
     ({"strategy": "std", "keep": "random"}, None, "keep does not apply"),
-    ({"hippo_terms": ("time", "weight")}, None, "hippo_terms must be some of"),
     ({"strategy": "tabed", "prune": "kv"}, None, "prune='kv' does not apply"),
     ({"strategy": "tabed", "ensemble": "MM"}, None, "ensemble must be different letters of MTCP"),
     ({"strategy": "tabed", "ensemble": "MTCP*"}, "qwen2_5_vl", "from a caption: it needs a captioner"),

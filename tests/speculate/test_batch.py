@@ -20,7 +20,7 @@ from apbv.model.parts import inspect_model
 from apbv.speculate.batch import SpeculativeBatch
 from apbv.speculate.draft import Draft
 from apbv.speculate.drafters import ModelDrafter, NgramDrafter
-from apbv.speculate.pace import BatchPace, Pace
+from apbv.speculate.pace import Pace
 from apbv.speculate.serial import generate_speculatively
 from apbv.stats import StageTimer
 
@@ -158,7 +158,7 @@ def test_answers_that_come_and_go_are_those_of_each_alone(config, monkeypatch):
         batch, waiting, going, left = batch_of(model, config), chance.randint(1, 4), {}, {}
         batch._runs_ahead = chance.random() < 0.3
         if rests := not is_fixed and chance.random() < 0.1:
-            batch._pace.windows = lambda *_: None
+            batch._pace = lambda size: SimpleNamespace(windows=lambda rates: None)
         while waiting or len(batch):
             if waiting and (not len(batch) or chance.random() < 0.6):
                 waiting -= 1
@@ -273,10 +273,10 @@ def test_windows_of_the_highest_goodput():
     chance, kinds = random.Random(0), Counter()
     for _ in range(60):
         rates, cost = [chance.random() for _ in range(3)], chance.choice([0.05, 0.2, 0.6])
-        pace = BatchPace(4, keep_losing_draft=False)
-        for count in (12, 12, 0, 0, 0):
-            pace.learn(3, count, 1 + cost * count)
-        found = pace.windows(3, rates)
+        pace = Pace(4, keep_losing_draft=False, size=3)
+        for count in (12, 0, 0, 12, 12):
+            pace.learn(count, 0.0, 1 + cost * count)
+        found = pace.windows(rates)
         best = max(product(range(5), repeat=3), key=lambda each: goodput(rates, each, 1, cost))
         assert goodput(rates, found or [0] * 3, 1, cost) == pytest.approx(goodput(rates, best, 1, cost))
         kinds[found is None, len(set(found or [0]))] += 1
@@ -284,23 +284,34 @@ def test_windows_of_the_highest_goodput():
 
 
 def test_a_draft_is_dropped_at_a_batch_size_and_comes_back_at_a_smaller_one_or_later():
-    pace = BatchPace("auto", keep_losing_draft=False)
+    batch = SpeculativeBatch(parts_of(), replace(FIXED, num_draft_tokens="auto", keep_losing_draft=False))
+    pace = batch._pace
     seconds = {1: lambda count: 1 + 0.1 * count, 4: lambda count: 1 + 0.5 * count}
 
     def rounds(size, number):
         drafted = []
         for _ in range(number):
-            windows = pace.windows(size, [0.7] * size)
+            windows = pace(size).windows([0.7] * size)
             if windows is None:
                 return drafted, None
             drafted.append(sum(windows))
-            pace.learn(size, drafted[-1], seconds[size](drafted[-1]))
+            pace(size).learn(drafted[-1], 0.0, seconds[size](drafted[-1]))
         return drafted, windows
 
     assert rounds(1, 9)[1] == [4]
     drafted, last = rounds(4, 9)
-    assert last is None and drafted[:2] == [16, 16] and drafted[2:] == [0, 0, 0]
+    assert last is None and drafted == [16, 0, 0, 16, 16]
     assert rounds(1, 9)[1] == [4]
     seconds[4] = seconds[1]  # the first rounds were slow ones
-    assert any(pace.windows(4, [0.7] * 4) for _ in range(2000)) and any(rounds(4, 9)[1])
-    assert BatchPace(3).windows(2, [0.1, 0.1]) == [3, 3]
+    assert any(pace(4).windows([0.7] * 4) for _ in range(2000)) and any(rounds(4, 9)[1])
+    assert Pace(3, size=2).windows([0.1, 0.1]) == [3, 3]
+
+
+def test_one_slow_round_drops_no_draft():
+    """Nor do two, the first of which is slow everywhere."""
+    pace = Pace("auto", keep_losing_draft=False, size=4)
+    for count, seconds in ((16, 1000), (0, 1), (0, 1), (16, 1000)):
+        pace.learn(count, 0.0, seconds)
+    assert pace.windows([0.7] * 4) == [4] * 4
+    pace.learn(16, 0.0, 1 + 0.1 * 16)
+    assert any(pace.windows([0.7] * 4))

@@ -142,7 +142,7 @@ def test_a_lost_draft_costs_one_warning(pool, request_, plain, place, most):
 # ---- the draft begins while the target prefills: shown by the order of events, never by times ----
 
 UV_PRUNE = {"strategy": "parallelvlm", "uv_layer": 1, "keep_ratio": 0.3}
-BY_VISION = {**HIPPO, "hippo_terms": ("time", "space")}
+EVEN = {"strategy": "specvlm", "keep": "even", "keep_ratio": 0.3}
 
 
 def prefill_job(hosts: HostGroup, way: dict, settings: dict, request: dict, folder: Path, layer: int, call: int):
@@ -179,14 +179,14 @@ def prefill_job(hosts: HostGroup, way: dict, settings: dict, request: dict, fold
         (2, UV_PRUNE, {}, 2, 1),
         # With a query pass of its own the question reaches layer L in the second pass.
         (3, UV_PRUNE, {"method": "apb", "kv": "sharded"}, 2, 2),
-        (3, BY_VISION, {}, 0, 1),
+        (3, EVEN, {}, 0, 1),
     ],
     ids=str,
 )
 def test_a_draft_begins_before_the_target_has_prefilled(
     pool, request_, tmp_path, num_hosts, way, settings, layer, call
 ):
-    """By UV-Prune before the target's last layer, by HIPPO's vision alone before its first."""
+    """By UV-Prune before the target's last layer, by a choice without its scores before its first."""
     arguments = way, settings, {**request_, "max_new_tokens": 6}, tmp_path, layer, call
     run = pool.run(num_hosts, prefill_job, *arguments)
     assert all(answers == run[0] and answers[0] == answers[1] for answers in run)

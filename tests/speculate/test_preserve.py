@@ -112,7 +112,7 @@ def semantics_job(hosts: HostGroup, family: str):
     parts = inspect_model(model)
     inputs = as_inputs(family, video_batch(family), None, hosts)
     rows = encode_visual(parts, inputs.visual)
-    scores = local_semantics(parts, inputs, rows, hosts, ("time", "space"))
+    scores = local_semantics(parts, inputs, rows, hosts)
     return scores, frame_shape(parts, inputs), rows
 
 
@@ -155,20 +155,3 @@ def test_specvlm_keeps_a_share_of_the_attention_and_spreads_the_rest():
         kept = builders.keep_specvlm(scores, count)
         assert len(kept) == count and kept.unique().tolist() == kept.tolist()
     assert builders.keep_specvlm(torch.zeros(6), 3).tolist() == [0, 1, 5]
-
-
-def test_frames_keep_their_shares():
-    """Of a video, an image and another video; a separator behind the first belongs to no frame, and stays."""
-    scores = torch.tensor([5.0, 1, 2, 3, 9, 1, 2, 8, 0, 1, 2, 3, 4, 5, 6, 7, 3, 1])
-    frames = [range(0, 4), range(4, 6), range(6, 8), range(9, 17), range(17, 18)]
-    assert builders.keep_best_per_frame(scores, frames, 9).tolist() == [0, 4, 7, 8, 12, 13, 14, 15, 17]
-    for count in range(1, 19):
-        kept = builders.keep_best_per_frame(scores, frames, count).tolist()
-        assert len(kept) == count and 8 in kept and kept == sorted(set(kept))
-        for frame in frames:
-            quota = sum(place in frame for place in kept)
-            assert abs(quota - (count - 1) * len(frame) / 17) < 1
-            assert set(sorted(frame, key=lambda place: (-scores[place], place))[:quota]) <= set(kept)
-    # Where there is less than a token for each, every so many frames.
-    equal = [range(4 * frame, 4 * frame + 4) for frame in range(6)]
-    assert builders.keep_best_per_frame(torch.rand(24), equal, 3).div(4).int().diff().tolist() == [2, 2]
