@@ -8,7 +8,7 @@ installed and imported as ``apbv.kernels``:
   signatures, except ``varlen_attention``, which needs no kernel of ours;
 - ``triton_elementwise.py`` has a decoder's element-wise operators, defined by transformers' modules;
 - ``visual_scores.py`` has the scores of visual tokens, which need none either, nor a choice of backends;
-- :mod:`apbv.kernels.reference` defines in fp64 what every implementation must return.
+- :mod:`apbv.kernels.reference` defines in fp64 what every implementation of the others must return.
 
 :mod:`apbv.kernels.backends` decides which implementation runs.
 """

@@ -144,35 +144,6 @@ def select_topk(
     return chosen, out
 
 
-def temporal_change(frames: Tensor, before: Tensor | None = None, after: Tensor | None = None) -> Tensor:
-    """Compute 1 minus the mean cosine similarity with the same place in the adjacent frames."""
-    units = functional.normalize(frames.double(), dim=-1)
-    ends = [None if end is None else functional.normalize(end.double(), dim=-1) for end in (before, after)]
-    neighbours = [ends[0], *units, ends[1]]
-    changes = []
-    for frame, unit in enumerate(units):
-        similar = [(unit * other).sum(dim=-1) for other in neighbours[frame : frame + 3 : 2] if other is not None]
-        changes.append(1 - torch.stack(similar).mean(dim=0) if similar else torch.zeros_like(unit[:, 0]))
-    return torch.stack(changes).float() if changes else frames.new_zeros(frames.shape[:2], dtype=torch.float32)
-
-
-def spatial_variety(frames: Tensor, height: int, width: int, crop: int = 5) -> Tensor:
-    """Compute the variance of a token's cosine similarities with all tokens of its crop."""
-    units = functional.normalize(frames.double(), dim=-1)
-    rows, columns = torch.arange(height, device=frames.device), torch.arange(width, device=frames.device)
-    crops = ((rows // crop)[:, None] * (width + crop) + columns // crop).flatten()
-    together = crops[:, None] == crops
-    similar = units @ units.transpose(1, 2)
-    count = together.sum(dim=-1)
-    mean = (similar * together).sum(dim=-1) / count
-    return (((similar - mean[..., None]) ** 2 * together).sum(dim=-1) / count).float()
-
-
-def similarity_to(rows: Tensor, direction: Tensor) -> Tensor:
-    """Multiply each row's unit vector by one vector."""
-    return (functional.normalize(rows.double(), dim=-1) @ direction.double()).float()
-
-
 def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, visible: Tensor) -> tuple[Tensor, Tensor]:
     """Attend under a mask; the result is zeros and an lse of -inf where nothing is visible."""
     groups = q.shape[1] // k.shape[1]

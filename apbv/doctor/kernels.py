@@ -121,14 +121,13 @@ def compare(operator: str, hosts: HostGroup) -> Found:
     return ", ".join(found), {"errors": errors}
 
 
-_OF_TORCH_ALONE = ("varlen_attention", "temporal_change", "spatial_variety", "similarity_to")
-_BACKENDS_OF = {"segmented_attention": BACKENDS, **dict.fromkeys(_OF_TORCH_ALONE, ("torch",))}
+_BACKENDS_OF = {"segmented_attention": BACKENDS, "varlen_attention": ("torch",)}
 
 
 def error_of(operator: str, case: "Case", backend: str) -> float:
     """Return how far the worst number of an operator's results is off, in units of what is allowed."""
     operands, settings = case
-    choice = {} if operator in _OF_TORCH_ALONE else {"backend": backend}
+    choice = {} if operator == "varlen_attention" else {"backend": backend}
     results = tree_leaves(getattr(kernels, operator)(*operands, **settings, **choice))
     wide_operands, wide_settings = tree_map(_widened, case)
     exact = tree_leaves(getattr(reference, operator)(*wide_operands, **wide_settings))
@@ -173,11 +172,6 @@ class Draw:
         buffers = torch.full(shape, torch.nan, device=self.device, dtype=self.dtype)
         buffers[:, :, :, 3 : 3 + rows] = self(2, 1, _KV_HEADS, rows, _HEAD_DIM)
         return tuple(buffers[:, :, :, 3 : 3 + rows])
-
-    def frames(self) -> Tensor:
-        """Draw the embeddings of a few frames of 7 x 11 tokens, whose neighbours are alike."""
-        fp32 = torch.float32
-        return (self(1, 77, 200, dtype=fp32) + self(5, 77, 200, dtype=fp32)).to(self.dtype)
 
 
 Case = tuple[tuple, dict[str, Any]]  # an operator's positional and keyword arguments
@@ -254,9 +248,6 @@ CASES: dict[str, Callable[[Draw], list[Case]]] = {
         _case(draw.queries(19), draw.kv(333)[0], _SCALE, "softmax", pool=5),
     ],
     "select_topk": lambda draw: [_case(_scores(draw), *draw.kv(333), 50)],
-    "temporal_change": lambda draw: [_case(draw.frames())],
-    "spatial_variety": lambda draw: [_case(draw.frames(), 7, 11)],
-    "similarity_to": lambda draw: [_case(draw(300, 200), draw(200))],
 }
 
 
