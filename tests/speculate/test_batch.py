@@ -242,12 +242,12 @@ class TablePrompt(TableModel):
 
 
 @pytest.mark.thorough
-def test_sampled_answers_are_distributed_as_the_targets_own():
+def test_sampled_answers_are_distributed_as_the_targets_own(monkeypatch):
     """Of windows that depend on the members' acceptance, while others come and go."""
     chance, said = random.Random(0), Counter()
     batch = TableBatch(tables(4), parts_of(), replace(FIXED, num_draft_tokens="auto"))
-    learn = batch._pace.learn
-    batch._pace.learn = lambda size, count, seconds: learn(size, count, 1 + 0.2 * count)
+    learn = Pace.learn
+    monkeypatch.setattr(Pace, "learn", lambda pace, count, *_: learn(pace, count, 0.0, 1 + 0.2 * count))
     members, seed = set(), 0
     while members or seed < 2 * NUM_SAMPLES:
         while seed < 2 * NUM_SAMPLES and len(members) < 12 and chance.random() < 0.8:
