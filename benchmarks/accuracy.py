@@ -33,8 +33,8 @@ from apbv.demo import draft_path
 from apbv.prefilling.methods import METHODS
 
 from support import captions
-from support.arguments import COUNT, add_shared, presets_of
-from support.exams import EXACT_TASKS, Candidate, Exam, Way, load_demo, run_on, sit
+from support.arguments import parser_of, presets_of
+from support.exams import Candidate, Exam, Way, load_demo, run_on, sit
 from support.records import measure_what_is_left, plot, table
 from support.simulated import share_weights
 from support.summaries import grouped, mean_cell, percent_cell, sum_counts
@@ -151,13 +151,7 @@ def show(options: argparse.Namespace, records: list[dict]) -> None:
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--preset", choices=PRESETS, default="methods")
-    parser.add_argument("--labels", nargs="+", help="only these rows (default: all of the preset)")
-    parser.add_argument("--shots", type=COUNT, nargs="+", default=[256], help="shots per clip (default 256)")
-    add_shared(parser, "model", "dtype", "grid", "split", "folder", "json", "plot", "table")
-    add_shared(parser, hosts=[8], clips=20, tasks=list(EXACT_TASKS))
-    return parser.parse_args(arguments)
+    return parser_of("accuracy", __doc__, {"preset": PRESETS}).parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -39,7 +39,7 @@ from apbv.model.parts import ModelParts, inspect_model
 from apbv.stats import StageTimer
 from apbv.versions import cache_argument
 
-from support.arguments import COUNT, add_shared
+from support.arguments import parser_of
 from support.processes import synchronize
 from support.records import report
 from support.workloads import CONFIGS, load_model
@@ -285,13 +285,7 @@ BATCH_COLUMNS |= {"tokens/s": "{tokens_per_s:.0f}", **_SPEED}
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", choices=["demo", *sorted(CONFIGS)], default="llama-small")
-    parser.add_argument("--new-tokens", type=COUNT, nargs="+", default=[1, 6], help="tokens per forward pass")
-    parser.add_argument("--batch", type=COUNT, nargs="+", metavar="N", help="batch sizes (default: no batching)")
-    parser.add_argument("--answer-tokens", type=COUNT, default=32, help="tokens of each answer, with --batch")
-    add_shared(parser, "json", tokens=[2048, 32768], dtype="float32", rounds=20, warmup=3)
-    return parser.parse_args(arguments)
+    return parser_of("decoding", __doc__, {"model": ["demo", *sorted(CONFIGS)]}).parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> int:

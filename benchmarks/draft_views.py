@@ -32,7 +32,7 @@ from apbv.speculate.strategies import keep_policy, make_watcher
 from apbv.speculate.tree import Tree
 
 from support import clips
-from support.arguments import add_clip_options, add_shared
+from support.arguments import parser_of
 from support.exams import Candidate, Exam, load_demo
 from support.records import keep, table
 from support.summaries import grouped
@@ -143,10 +143,7 @@ COLUMNS = {
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--keep", nargs="+", choices=KEEP_POLICIES, default=list(KEEP_POLICIES))
-    add_clip_options(parser, 20, 64)
-    add_shared(parser, "keep_ratio", "dtype", "json")
+    parser = parser_of("draft_views", __doc__, {"keep": KEEP_POLICIES})
     options = parser.parse_args(arguments)
     if not all(0 < ratio <= 1 for ratio in options.keep_ratio):
         parser.error("--keep-ratio must lie in (0, 1]")

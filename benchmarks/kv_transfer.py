@@ -31,7 +31,7 @@ from apbv.layout import plan_layout
 from apbv.prefilling.result import PrefillResult
 from apbv.stats import StageTimer
 
-from support.arguments import COUNT, add_shared
+from support.arguments import parser_of
 from support.records import measure_on_hosts
 
 QUESTION_LEN, HEAD_DIM = 32, 128
@@ -184,11 +184,8 @@ COLUMNS = {
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=COUNT, default=8192, help="prompt tokens, at least 512 (default 8192)")
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser = parser_of("kv_transfer", __doc__, {"shapes": SHAPES})
     parser.add_argument("--consume", action="store_true", help=argparse.SUPPRESS)
-    add_shared(parser, "json", rounds=5)
     return parser.parse_args(arguments)
 
 

@@ -37,7 +37,7 @@ from transformers import (
 from apbv import HostGroup, demo
 
 from support import captions, clips
-from support.arguments import COUNT
+from support.arguments import parser_of
 from support.exams import Candidate, Exam
 
 SIZE, PINPOINTS = {"height": captions.SIDE, "width": captions.SIDE}, [[captions.SIDE, captions.SIDE]]
@@ -167,12 +167,7 @@ def share_read(
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--decoder", required=True, help="a text model such as Qwen2's: a directory, or a hub id")
-    parser.add_argument("--out", type=Path, required=True, help="output directory")
-    parser.add_argument("--steps", type=COUNT, default=800, help="training steps (default 800)")
-    parser.add_argument("--clips", type=COUNT, default=4, help="held-out clips to check (default 4)")
-    return parser.parse_args(arguments)
+    return parser_of("make_reader", __doc__).parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -32,7 +32,7 @@ from apbv.doctor import kernels
 from apbv.kernels import BackendError
 from apbv.kernels.backends import BACKENDS, LIBRARIES, is_interpreted
 
-from support.arguments import DEFAULT_DTYPES, add_shared, presets_of
+from support.arguments import DEFAULT_DTYPES, parser_of, presets_of
 from support.operator_cases import Case, Draw, Drawn, Outputs, cases, sizes_of
 from support.processes import synchronize
 from support.records import report
@@ -231,11 +231,7 @@ COLUMNS = {
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--preset", choices=sorted(PRESETS), help="sizes (default: h200 on a GPU, else cpu)")
-    parser.add_argument("--ops", nargs="+", choices=OPERATORS, default=OPERATORS, metavar="OP")
-    parser.add_argument("--backends", nargs="+", choices=TIMED, default=TIMED, metavar="NAME")
-    add_shared(parser, "tokens", "seed", "dtype", "json", rounds=10, warmup=2)
+    parser = parser_of("operators", __doc__, {"preset": sorted(PRESETS), "ops": OPERATORS, "backends": TIMED})
     options = parser.parse_args(arguments)
     if options.warmup < 1:
         parser.error("--warmup must be at least 1")

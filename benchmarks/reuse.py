@@ -20,7 +20,7 @@ from apbv import Engine, HostGroup, ReuseConfig
 from apbv.config import REUSE_MODES
 from apbv.launch.options import prefill_config
 
-from support.arguments import add_clip_options, add_prefill_settings, add_shared
+from support.arguments import parser_of
 from support.exams import EXACT_TASKS, Exam, load_demo, run_on
 from support.records import measure_on_hosts
 from support.summaries import percent_cell
@@ -93,11 +93,7 @@ COLUMNS = {
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add_prefill_settings(parser, "method", "anchor_len", "passing_len")
-    add_clip_options(parser, 40, 256)
-    add_shared(parser, "json", hosts=[1, 4])
-    return parser.parse_args(arguments)
+    return parser_of("reuse", __doc__).parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -40,11 +40,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from apbv import Engine, HostGroup, ModelInputs, PrefillConfig, SparseConfig
 from apbv.config import SPARSE_NAMES
 from apbv.input.rendering import Question, render_prompt
-from apbv.launch.options import positive
 from apbv.model.parts import ModelParts, inspect_model
 from apbv.prefilling.methods import METHODS
 
-from support.arguments import COUNT, DEFAULT_DTYPES, add_shared
+from support.arguments import DEFAULT_DTYPES, parser_of
 from support.exams import Reference, answer_greedily, run_on
 from support.passed_pairs import IN_QUARTERS, OF_THE_ANSWER, RANDOM, AnswersPairs, drawn, more_in_quarter
 from support.records import markdown_table, measure_what_is_left, plot
@@ -330,18 +329,7 @@ def on_shared_samples(records: list[dict]) -> dict[str, list[dict]]:
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="demo", help="demo, a directory, or a hub id")
-    parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=TASKS, metavar="TASK")
-    parser.add_argument("--tokens", type=COUNT, nargs="+", default=[2048], help="context lengths (default 2048)")
-    parser.add_argument("--samples", type=COUNT, default=20)
-    parser.add_argument("--processes", type=COUNT, default=1, help="answer as many samples at the same time")
-    parser.add_argument("--minutes", type=positive(float), help="begin no further sample after these")
-    parser.add_argument(
-        "--rows", nargs="+", default=list(rows_of(1)), choices=rows_of(1), metavar="ROW", help="default: all"
-    )
-    add_shared(parser, "dtype", "json", "plot", "table", hosts=[4])
-    return parser.parse_args(arguments)
+    return parser_of("ruler", __doc__, {"tasks": TASKS, "rows": rows_of(1)}).parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -26,12 +26,12 @@ from apbv.hosts import run_on_hosts
 from apbv.launch.options import REDUCE, add_settings, prefill_config
 from apbv.planning import parse_resolution
 
-from support.arguments import COUNT, add_prefill_settings, add_shared
+from support.arguments import add_options
 from support.bench import Bench, Case, Workload, network_fields
 from support.cost_model import METHODS, Shape, Video, cost_of_prompt, explain, flop_ratio
 from support.records import report
 from support.simulated import Lap, Network
-from support.workloads import CONFIGS, MERGE, PREFIX_LEN, config_of, patch_grid
+from support.workloads import MERGE, PREFIX_LEN, config_of, patch_grid
 
 FULL = PrefillConfig(method="full")
 
@@ -155,27 +155,13 @@ COLUMNS = {
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.set_defaults(method="apbv")
     commands = parser.add_subparsers(dest="kind", required=True)
-    shared = argparse.ArgumentParser(add_help=False)
-    add_prefill_settings(shared, "anchor_len", "passing_len")
-    shared.set_defaults(method="apbv")
-    add_shared(shared, "query_len", "json", hosts=[8])
-
-    command = commands.add_parser("plan", parents=[shared], help="predict with the cost model")
-    command.add_argument("--model", default="qwen2.5-vl-3b", help=f"{', '.join(CONFIGS)}, a directory or a hub id")
-    add_shared(command, "tokens", frames=64)
-    command.add_argument("--resolution", default="720p", help="HxW, or such as 720p")
-    command.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
+    command = commands.add_parser("plan", help="predict with the cost model")
+    add_options(command, "scaling plan", {"methods": METHODS})
     add_settings(command.add_argument_group("visual-token pruning"), REDUCE)
-    help_ = "measured density of sparse attention within blocks (default 1)"
-    command.add_argument("--density", type=float, default=1.0, help=help_)
-    command.add_argument("--explain", action="store_true", help="break down the busiest host's work")
-
-    command = commands.add_parser("simulate", parents=[shared], help="measure with simulated hosts")
-    command.add_argument("--model", default="llama-small", help="a text model (default llama-small)")
-    command.add_argument("--methods", nargs="+", choices=METHODS[1:], default=["apbv"])
-    command.add_argument("--full-rounds", type=COUNT, default=1, help="rounds of full attention (slow)")
-    add_shared(command, "bandwidth", "latency", "dtype", rounds=3, tokens=[32768])
+    command = commands.add_parser("simulate", help="measure with simulated hosts")
+    add_options(command, "scaling simulate", {"methods": METHODS[1:]})
     return parser.parse_args(arguments)
 
 

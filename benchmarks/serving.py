@@ -36,7 +36,6 @@ import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 # isort: split
 
 from apbv import Engine, HostGroup, SamplingParams, SpeculativeConfig, demo
-from apbv.launch.options import positive
 from apbv.serve.batch import Batch
 from apbv.serve.batch_files import Answers, Requests
 from apbv.serve.job import DURATIONS
@@ -46,7 +45,7 @@ from apbv.serve.server import run_worker
 from apbv.serve.settings import ServerSettings
 from apbv.speculate import STRATEGIES
 
-from support.arguments import COUNT, add_pair, add_shared
+from support.arguments import parser_of
 from support.clients import Answer, serve_while, stream_answer
 from support.drafting import build_ways
 from support.records import measure_on_hosts
@@ -207,7 +206,7 @@ def measure(options: argparse.Namespace, hosts: HostGroup) -> Iterator[dict]:
     yield record(options, hosts, Way("engine", 1), alone, time.perf_counter() - began)
     loads = [{"rate": rate} for rate in options.rate] or [{"concurrency": each} for each in options.concurrency]
     measured: dict[Way, tuple[list[Answer], float]] = {}
-    servers = options.speculate, options.homes, options.max_running
+    servers = options.speculate, options.homes or [None], options.max_running or [None]
     for _ in range(options.rounds):
         figures = []
         for speculate, homes, most in itertools.product(*servers):
@@ -269,32 +268,8 @@ COLUMNS = {
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--video",
-        default=str(demo.video_path()),
-        type=lambda text: None if text == "none" else text,
-        metavar="FILE|none",
-        help="none: the prompt is text alone (default: the bundled clip)",
-    )
-    parser.add_argument("--prompt", default="name the letters in order")
-    parser.add_argument("--requests", type=COUNT, default=64, help="requests per measurement (default 64)")
-    parser.add_argument("--concurrency", type=COUNT, nargs="+", default=[1, 4, 16], help="concurrent clients")
-    parser.add_argument("--rate", type=positive(float), nargs="+", default=[], help="requests per second instead")
-    parser.add_argument(
-        "--limits", type=positive(float), nargs=2, metavar=("TTFT", "TPOT"), default=[1000.0, 50.0], help="in ms"
-    )
-    parser.add_argument("--batch", action="store_true", help="also answer a file of the requests without HTTP")
-    parser.add_argument("--ignore-eos", action="store_true", help="always generate --max-new-tokens tokens")
-    limit = {"type": lambda text: None if text == "all" else COUNT(text), "metavar": "N|all"}
-    limit |= {"nargs": "+", "default": [None]}
-    told = "each measured on its own server (default: all)"
-    parser.add_argument("--max-running", help=f"decoding batch limits, {told}", **limit)
-    parser.add_argument("--homes", help=f"numbers of hosts that decode, {told}", **limit)
-    parser.add_argument("--speculate", nargs="+", choices=("off", *STRATEGIES), default=["off"])
-    add_pair(parser)
-    parser.set_defaults(draft_host=False, preset=None)
-    add_shared(parser, "pinned", "json", dtype="float32", rounds=1, max_new_tokens=32, timeout=300.0, frames=128)
+    parser = parser_of("serving", __doc__, {"speculate": ("off", *STRATEGIES)})
+    parser.set_defaults(video=str(demo.video_path()), draft_host=False, preset=None)
     return parser.parse_args(arguments)
 
 

@@ -36,12 +36,11 @@ from apbv.launch.options import prefill_config
 from apbv.planning import parse_resolution
 from apbv.prefilling.methods import METHODS
 
-from support.arguments import COUNT, add_prefill_settings, add_shared, presets_of
+from support.arguments import parser_of, presets_of
 from support.bench import Bench, Case, Workload, measure, network_fields
 from support.records import markdown_table, measure_on_hosts
 from support.simulated import Network
 from support.summaries import percentiles
-from support.workloads import CONFIGS
 
 BASELINES = ("full", "zigzag_ring")
 SWITCHES = ("overlap", "fused_query", "zigzag")
@@ -147,20 +146,8 @@ COLUMNS = {
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--preset", choices=PRESETS, help="the paper's sweep; other options override it")
-    parser.add_argument("--model", help=f"{', '.join(CONFIGS)} (random weights), demo, a directory or a hub id")
-    parser.add_argument("--methods", nargs="+", choices=METHOD_NAMES, help="default: all except sparse ones")
-    parser.add_argument("--hosts", type=COUNT, nargs="+", help="simulated hosts (not under torchrun)")
-    parser.add_argument("--frames", type=COUNT, nargs="+", help="frames per video")
-    parser.add_argument("--resolutions", nargs="+", help="HxW, or such as 720p")
-    add_prefill_settings(parser, "anchor_len", "passing_len", "importance")
-    parser.add_argument("--profile", type=Path, metavar="DIR", help="write a trace of one more run of each case")
+    parser = parser_of("throughput", __doc__, {"preset": PRESETS, "methods": METHOD_NAMES})
     parser.set_defaults(method="apbv")
-    # The other hosts wait while host 0 runs `full`.
-    add_shared(
-        parser, "tokens", "query_len", "bandwidth", "latency", "dtype", "json", rounds=3, warmup=1, timeout=3600.0
-    )
     return parser.parse_args(arguments)
 
 

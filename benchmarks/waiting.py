@@ -28,7 +28,7 @@ from PIL import Image
 from apbv import Engine, HostGroup
 from apbv.serve.settings import ServerSettings
 
-from support.arguments import COUNT, add_shared
+from support.arguments import parser_of
 from support.clients import Answer, is_healthy, serve_while, stream_answer
 from support.clips import write_mp4
 from support.records import measure_on_hosts
@@ -178,14 +178,7 @@ COLUMNS = {
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--heavy", nargs="+", choices=HEAVY, default=[*HEAVY], help="default: all of them")
-    parser.add_argument("--side", type=COUNT, default=12000, help="pixels per side of a large picture")
-    parser.add_argument("--pictures", type=COUNT, default=300, help="number of small pictures (default 300)")
-    parser.add_argument("--words", type=COUNT, default=5000, help="a text of three times as many (default 5000)")
-    add_shared(parser, "model", "pinned", "json", dtype="float32", rounds=1, max_new_tokens=4, timeout=300.0)
-    add_shared(parser, frames=40)
-    return parser.parse_args(arguments)
+    return parser_of("waiting", __doc__, {"heavy": HEAVY}).parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> int:
