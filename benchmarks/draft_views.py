@@ -34,7 +34,7 @@ from apbv.speculate.tree import Tree
 from support import clips
 from support.arguments import parser_of
 from support.exams import Candidate, Exam, load_demo
-from support.records import keep, table
+from support.records import columns_of, fields_of, keep, table
 from support.summaries import grouped
 
 FULL = PrefillConfig(method="full")
@@ -97,11 +97,8 @@ def measure(options: argparse.Namespace) -> Iterator[dict]:
                 found.append(seen(kept, torch.from_numpy(exam.needle_tokens(seed, task))))
             yield {
                 "benchmark": "draft_views",
-                "keep": config.keep,
-                "keep_ratio": config.keep_ratio,
-                "grid": exam.grid,
-                "shots": options.shots,
-                "split": options.split,
+                **fields_of(config, "keep", "keep_ratio"),
+                **fields_of(options, "grid", "shots", "split"),
                 "seed": seed,
                 "predicted": sum(a == b for a, b in zip(said, described, strict=True)),
                 "described": len(described),
@@ -133,15 +130,6 @@ def summarise(records: list[dict]) -> Iterator[dict]:
         yield {**row, "share": predicted / described}
 
 
-COLUMNS = {
-    "the draft sees": "{label}",
-    "clips": "{clips}",
-    "tokens of the description": "{share:.1%}",
-    "of needles": "{of_needles:.1%}",
-    "first and last 4 %": "{at_ends:.1%}",
-}
-
-
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = parser_of("draft_views", __doc__, {"keep": KEEP_POLICIES})
     options = parser.parse_args(arguments)
@@ -152,7 +140,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
-    print(table(summarise(keep(measure(options), options.json)), COLUMNS))
+    print(table(summarise(keep(measure(options), options.json)), columns_of("draft_views")))
     return 0
 
 

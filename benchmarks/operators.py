@@ -35,7 +35,7 @@ from apbv.kernels.backends import BACKENDS, LIBRARIES, is_interpreted
 from support.arguments import DEFAULT_DTYPES, parser_of, presets_of
 from support.operator_cases import Case, Draw, Drawn, Outputs, cases, sizes_of
 from support.processes import synchronize
-from support.records import report
+from support.records import columns_of, fields_of, report
 
 PRESETS = presets_of("operators")
 OPERATORS = tuple(dict.fromkeys(case.op for case in cases(sizes_of("quick"), [600])))
@@ -182,7 +182,7 @@ def record(options: argparse.Namespace, timer: Timer, case: Case, entry: Contend
     floor_ms = max(case.flops / timer.flops, num_bytes / timer.bandwidth) * 1e3
     return {
         "benchmark": "operators",
-        "preset": options.preset,
+        **fields_of(options, "preset", "warmup", "seed", "dtype"),
         "op": case.op,
         "case": case.label,
         "backend": entry.backend,
@@ -203,9 +203,6 @@ def record(options: argparse.Namespace, timer: Timer, case: Case, entry: Contend
         "error": entry.error if entry.error is not None and entry.error < float("inf") else None,
         "wrong": entry.wrong,
         "samples": {"ms": entry.ms},
-        "warmup": options.warmup,
-        "seed": options.seed,
-        "dtype": options.dtype,
         "libraries": libraries(),
     }
 
@@ -214,20 +211,6 @@ def libraries() -> dict[str, str | None]:
     """Return the versions of the measured libraries that are installed."""
     found = {each.name: each.version for each in distributions() if each.name in _PACKAGES}
     return {**found, "cudnn": str(torch.backends.cudnn.version()), "cuda": torch.version.cuda}
-
-
-COLUMNS = {
-    "operator": "{op}",
-    "tokens": "{sizes[tokens]}",
-    "case": "{case}",
-    "back end": lambda row: row["backend"] + (" (auto)" if row["is_default"] else ""),
-    "ms": lambda row: "WRONG" if row["wrong"] else f"{row['ms']:.3g}",
-    "TFLOP/s": "{tflops:.3g}",
-    "GB/s": "{gigabytes_per_s:.3g}",
-    "of ceiling": "{share_of_ceiling:.0%}",
-    "bound": "{ceiling[bound]}",
-    "error": "{error:.2f}",
-}
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -273,7 +256,7 @@ def measured(options: argparse.Namespace) -> Iterator[dict]:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
-    rows = report(options, measured(options), COLUMNS)
+    rows = report(options, measured(options), columns_of("operators"))
     for row in rows:
         if row["wrong"]:
             print(f"error: {row['op']} ({row['case']}) with {row['backend']} {row['wrong']}", file=sys.stderr)

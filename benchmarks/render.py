@@ -31,9 +31,7 @@ def records(options: argparse.Namespace, folder: Path) -> Iterator[dict]:
     for seed in count(options.seed):
         # The kinds of needle take turns, so that each of them can be scored by itself.
         needles, path = options.needles[seed % len(options.needles)], folder / f"clip-{seed}.mp4"
-        asked = clips.questions(write_clip(options, seed, [needles], path))
-        retrievals = [item for item in asked if item[0] == "retrieval"]
-        others = [item for item in asked if item[0] in ("ordering", "counting")]
+        retrievals, (*others, _) = clips.asked_apart(write_clip(options, seed, [needles], path))
         for task, question, answer in [retrievals[seed % len(retrievals)], *others]:
             about = {"id": f"clip-{seed} {task}", "video": path.name, "question": question, "answer": answer}
             yield {**about, "groups": {"task": task, "needles": needles}}

@@ -29,7 +29,7 @@ from apbv.planning import parse_resolution
 from support.arguments import add_options
 from support.bench import Bench, Case, Workload, network_fields
 from support.cost_model import METHODS, Shape, Video, cost_of_prompt, explain, flop_ratio
-from support.records import report
+from support.records import columns_of, fields_of, report
 from support.simulated import Lap, Network
 from support.workloads import MERGE, PREFIX_LEN, config_of, patch_grid
 
@@ -65,14 +65,12 @@ def plan(options: argparse.Namespace) -> Iterator[dict]:
             yield {
                 "benchmark": "scaling",
                 "kind": "plan",
-                "model": options.model,
                 "method": method,
                 "hosts": hosts,
                 "num_input_tokens": prompt[0],
-                "anchor_len": layout.anchor_len,
-                "passing_len": layout.passing_len,
                 "reduce": settings.reduce and asdict(settings.reduce),
-                "density": options.density,
+                **fields_of(options, "model", "density"),
+                **fields_of(layout, "anchor_len", "passing_len"),
                 "flop_ratio": flop_ratio(alone, costs),
                 "received_bytes": max(sum(host.received.values()) for host in costs),
                 "kv_bytes": max(host.kv_bytes for host in costs),
@@ -123,8 +121,7 @@ def simulate(options: argparse.Namespace) -> Iterator[dict]:
                     "threads_per_host": bench.threads,
                     "network": network_fields(network),
                     "num_input_tokens": num_tokens,
-                    "anchor_len": last["anchor_len"],
-                    "passing_len": last["passing_len"],
+                    **fields_of(last, "anchor_len", "passing_len"),
                     "full_ms": full_ms,
                     "critical_path_ms": last["ms"],
                     "noisy_critical_path_ms": [sample["ms"] for sample in samples],
@@ -132,25 +129,6 @@ def simulate(options: argparse.Namespace) -> Iterator[dict]:
                     "flop_ratio": ratio,
                     "share_of_flop_ratio": speedup / ratio,
                 }
-
-
-_WHAT = {"tokens": "{num_input_tokens}", "hosts": "{hosts}", "method": "{method}"}
-COLUMNS = {
-    "plan": _WHAT
-    | {
-        "FLOP ratio": "{flop_ratio:.2f}",
-        "MB received": lambda record: f"{record['received_bytes'] / 1e6:.1f}",
-        "KV MB / host": lambda record: f"{record['kv_bytes'] / 1e6:.1f}",
-    },
-    "simulate": _WHAT
-    | {
-        "full s": lambda record: f"{statistics.mean(record['full_ms']) / 1e3:.2f}",
-        "critical path s": lambda record: f"{record['critical_path_ms'] / 1e3:.2f}",
-        "speed-up": "{speedup_vs_full:.2f}",
-        "FLOP ratio": "{flop_ratio:.2f}",
-        "share of it": "{share_of_flop_ratio:.2f}",
-    },
-}
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -168,7 +146,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
     measure = {"plan": plan, "simulate": simulate}[options.kind]
-    return run_on_hosts(lambda _: report(options, measure(options), COLUMNS[options.kind]))
+    return run_on_hosts(lambda _: report(options, measure(options), columns_of(f"scaling {options.kind}")))
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ from apbv.prefilling.methods import METHODS
 
 from support.arguments import parser_of, presets_of
 from support.bench import Bench, Case, Workload, measure, network_fields
-from support.records import markdown_table, measure_on_hosts
+from support.records import columns_of, fields_of, markdown_table, measure_on_hosts
 from support.simulated import Network
 from support.summaries import percentiles
 
@@ -86,31 +86,23 @@ def records(
 ) -> Iterator[dict]:
     """Yield one record per case of a workload; speedups are ratios of medians within the same run."""
     times = [[sample["ttft_ms"] for sample in samples] for samples in measured]
-    median = list(map(statistics.median, times))
-    for case, samples, ttft_ms, ms in zip(cases, measured, times, median, strict=True):
-        last = samples[-1]
+    medians = {(case.label, case.hosts): statistics.median(ms) for case, ms in zip(cases, times, strict=True)}
+    for case, samples, ttft_ms in zip(cases, measured, times, strict=True):
+        last, ttft = samples[-1], percentiles(ttft_ms)
         simulated = bench.simulated and case.hosts > 1
-        speedups = dict.fromkeys(BASELINES)
-        for other, others_ms in zip(cases, median, strict=True):
-            is_same = (other.hosts, other.network) in ((case.hosts, case.network), (1, None))
-            if other.label in BASELINES and is_same:
-                speedups[other.label] = others_ms / ms
-        ttft = percentiles(ttft_ms)
+        baselines = {name: medians.get((name, case.hosts), medians.get((name, 1))) for name in BASELINES}
         yield {
             "benchmark": "throughput",
-            "preset": options.preset,
-            "label": case.label,
-            "hosts": case.hosts,
+            **fields_of(options, "preset", "model", "warmup"),
+            **fields_of(case, "label", "hosts"),
             "simulated": simulated,
             "network": network_fields(case.network) if simulated else None,
             "threads_per_host": bench.threads * (bench.hosts.size if case.hosts == 1 else 1),
-            "model": options.model,
             "dtype": str(bench.model.dtype).removeprefix("torch."),
             **asdict(workload),
-            **{name: last[name] for name in ("method", "num_input_tokens", "num_video_tokens", "anchor_len")},
-            "passing_len": last["passing_len"],
-            "importance": case.config.importance,
-            **{switch: getattr(case.config, switch) for switch in SWITCHES},
+            **fields_of(last, "method", "num_input_tokens", "num_video_tokens", "anchor_len", "passing_len"),
+            **fields_of(last, "comm_bytes"),
+            **fields_of(case.config, "importance", *SWITCHES),
             "ttft_ms": ttft,
             "request_throughput": 1e3 / ttft["p50"],
             "stages_ms": {
@@ -119,30 +111,11 @@ def records(
             },
             # On a GPU: whichever is more sets the pace, the CPU that launches or the GPU.
             "busy_ms": last.get("busy_ms"),
-            "comm_bytes": last["comm_bytes"],
             # Simulated hosts share one process's memory, which does not tell what each of them would need.
             "peak_memory_bytes": None if simulated else last["peak_memory_bytes"],
-            **{f"speedup_vs_{name}": speedup for name, speedup in speedups.items()},
+            **{f"speedup_vs_{name}": ms and ms / ttft["p50"] for name, ms in baselines.items()},
             "samples": {"ttft_ms": ttft_ms},
-            "warmup": options.warmup,
         }
-
-
-COLUMNS = {
-    "tokens": "{num_input_tokens}",
-    "hosts": lambda row: f"{row['hosts']}{' (simulated)' if row['simulated'] else ''}",
-    "method": "{label}",
-    "l_a": "{anchor_len}",
-    "l_p": "{passing_len}",
-    "TTFT p50 ms": "{ttft_ms[p50]:.1f}",
-    "p99 ms": "{ttft_ms[p99]:.1f}",
-    "req/s": "{request_throughput:.3f}",
-    "vs full": "{speedup_vs_full:.2f}",
-    "vs ring": "{speedup_vs_zigzag_ring:.2f}",
-    "encode ms": "{stages_ms[encode]:.1f}",
-    "prefill ms": "{stages_ms[prefill]:.1f}",
-    "MiB received": lambda row: f"{sum(row['comm_bytes']) / 2**20:.1f}",
-}
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -257,7 +230,7 @@ def _on_cpu(events: list[dict]) -> tuple[dict[int, str], list[tuple[str, str, fl
 
 
 def main(arguments: list[str] | None = None) -> int:
-    return measure_on_hosts(parse_arguments(arguments), measured_records, COLUMNS)
+    return measure_on_hosts(parse_arguments(arguments), measured_records, columns_of("throughput"))
 
 
 if __name__ == "__main__":

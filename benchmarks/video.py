@@ -35,7 +35,7 @@ from apbv.hosts import HostError
 from apbv.planning import parse_resolution
 
 from support.arguments import DEFAULT_DTYPES, parser_of, presets_of
-from support.records import report
+from support.records import columns_of, fields_of, report
 from support.videos.clips import PACKAGES, READERS, ClipSpec, write_clip
 from support.videos.worker import ROADS, STAGES, Job, Measured, in_processes_of_their_own, measure
 
@@ -116,8 +116,8 @@ def figures_of(job: Job, spec: ClipSpec, samples: list[list[Measured]]) -> dict:
     peaks = [max(host.peak_memory_bytes for host in hosts) for hosts in samples]
     return {
         "benchmark": "video",
-        **{name: getattr(job, name) for name in ("stage", "way", "hosts", "sampling")},
-        **{name: getattr(job.settings, name) for name in ("pinned", "dtype", "gop", "fps", "max_pixels")},
+        **fields_of(job, "stage", "way", "hosts", "sampling"),
+        **fields_of(job.settings, "pinned", "dtype", "gop", "fps", "max_pixels"),
         "threads_per_host": job.settings.threads,
         "reader": job.reader if job.way == "transformers" else None,
         "seconds": statistics.median(seconds),
@@ -172,17 +172,6 @@ def records(options: argparse.Namespace) -> Iterator[dict]:
                     yield {**record, "libraries": versions}
 
 
-COLUMNS = {
-    "frames": "{resolution[0]}x{resolution[1]}, gop {gop}, {num_frames} {sampling} of {clip_frames}",
-    "stage": "{stage}",
-    "way": lambda record: f"{record['way']}, {record['hosts']} hosts" if record["hosts"] > 1 else record["way"],
-    "s": "{seconds:.2f}",
-    "CPU s": "{cpu_seconds:.2f}",
-    "peak MiB": lambda record: record["peak_memory_bytes"] >> 20,
-    "difference": "{max_difference:.2g}",
-}
-
-
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = parser_of("video", __doc__, {"preset": PRESETS, "stages": STAGES, "ways": WAYS})
     parser.set_defaults(**PRESETS.get(parser.parse_known_args(arguments)[0].preset, {}))
@@ -194,7 +183,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     try:
         options = parse_arguments(arguments)
-        rows = report(options, records(options), COLUMNS)
+        rows = report(options, records(options), columns_of("video"))
     except (ValueError, AssertionError, HostError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -185,6 +185,12 @@ def questions(clip: ClipSpec) -> list[tuple[str, str, str]]:
     ]
 
 
+def asked_apart(clip: ClipSpec) -> tuple[list[tuple[str, str, str]], list[tuple[str, str, str]]]:
+    """Return the retrievals among a clip's questions, and the others."""
+    asked, number = questions(clip), len(clip.needles)
+    return asked[:number], asked[number:]
+
+
 def render(clip: ClipSpec) -> np.ndarray:
     """Render the pixels of a clip.
 
