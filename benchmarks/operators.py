@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
-from functools import partial
+from functools import cache, partial
 from importlib.metadata import distributions
 
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
@@ -236,12 +236,10 @@ def measured(options: argparse.Namespace) -> Iterator[dict]:
     print(f"ceilings: {timer.flops / 1e12:.2f} TFLOP/s in {options.dtype}, {timer.bandwidth / 1e9:.1f} GB/s")
     every = cases(sizes_of(options.preset), options.tokens or preset["tokens"])
     chosen = [case for case in every if case.op in options.ops]
-    noted = set()
 
+    @cache  # each message once
     def note(message: str) -> None:
-        if message not in noted:
-            noted.add(message)
-            tqdm.write(f"note: {message}", file=sys.stderr)
+        tqdm.write(f"note: {message}", file=sys.stderr)
 
     for case in tqdm(chosen, unit="case", disable=None):
         seeds = range(options.seed, options.seed + timer.num_sets(case.bytes(dtype)))

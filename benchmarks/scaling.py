@@ -19,18 +19,16 @@ from dataclasses import asdict, replace
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 
 # isort: split
-from tqdm import tqdm
-
 from apbv import HostGroup, PrefillConfig
 from apbv.hosts import run_on_hosts
 from apbv.launch.options import REDUCE, add_settings, prefill_config
 from apbv.planning import parse_resolution
 
 from support.arguments import add_options
-from support.bench import Bench, Case, Workload, network_fields
+from support.bench import Bench, Case, Workload
 from support.cost_model import METHODS, Shape, Video, cost_of_prompt, explain, flop_ratio
 from support.records import columns_of, fields_of, report
-from support.simulated import Lap, Network
+from support.simulated import Lap
 from support.workloads import MERGE, PREFIX_LEN, config_of, patch_grid
 
 FULL = PrefillConfig(method="full")
@@ -79,56 +77,51 @@ def plan(options: argparse.Namespace) -> Iterator[dict]:
 
 def simulate(options: argparse.Namespace) -> Iterator[dict]:
     """Measure every method on simulated hosts, and compare with the cost model."""
-    hosts = HostGroup.single()
-    bench = Bench(options, hosts)
-    shape = Shape.from_config(config_of(options.model), bench.model.dtype.itemsize)
-    network = Network(options.bandwidth, options.latency)
     ways = list(itertools.product(options.hosts, options.methods))
-    total = len(options.tokens) * (options.full_rounds + len(ways) * (options.rounds + 1))
+    num_runs = 1 + len(options.tokens) * (options.full_rounds + len(ways) * (options.rounds + 1))
+    bench = Bench(options, HostGroup.single(), num_runs)
+    shape = Shape.from_config(config_of(options.model), bench.model.dtype.itemsize)
+    full = Case("full", FULL)
     # The first forward pass also sets up what later ones reuse.
-    bench.run(Case("full", FULL), bench.prepare(Workload(tokens=2048)))
-    with tqdm(total=total, unit="prefill", disable=None) as bar:
+    bench.run(full, bench.prepare(Workload(tokens=2048)))
+    for num_tokens in options.tokens:
+        job, prompt = bench.prepare(Workload(tokens=num_tokens)), prompt_of(options, num_tokens)
+        full_ms = [prefill_ms(bench.run(full, job)) for _ in range(options.full_rounds)]
+        _, alone = cost_of_prompt(shape, 1, prompt, FULL)
+        for number, method in ways:
+            case = Case(method, replace(prefill_config(options), method=method), number)
+            samples = [bench.run(case, job) for _ in range(options.rounds)]
+            # On a noisy machine the slowest host before an exchange is mostly the unluckiest one, so that the last
+            # run is at each host's mean pace: every stretch of computing is averaged over its runs.
+            paces = [
+                [Lap(*map(statistics.mean, zip(*stretch, strict=True))) for stretch in zip(*laps, strict=True)]
+                for laps in zip(*(sample["laps"] for sample in samples), strict=True)
+            ]
+            last = bench.run(case, job, paces)
+            speedup = statistics.mean(full_ms) / prefill_ms(last)
+            ratio = flop_ratio(alone, cost_of_prompt(shape, number, prompt, case.config)[1])
+            yield {
+                "benchmark": "scaling",
+                "kind": "simulate",
+                "simulated": True,
+                "model": options.model,
+                "method": method,
+                "hosts": number,
+                "threads_per_host": bench.threads,
+                "network": {"link": asdict(bench.network)},
+                "num_input_tokens": num_tokens,
+                **fields_of(last, "anchor_len", "passing_len"),
+                "full_ms": full_ms,
+                "critical_path_ms": prefill_ms(last),
+                "noisy_critical_path_ms": [prefill_ms(sample) for sample in samples],
+                "speedup_vs_full": speedup,
+                "flop_ratio": ratio,
+                "share_of_flop_ratio": speedup / ratio,
+            }
 
-        def run(case: Case, paces=None) -> dict:
-            bar.set_postfix_str(f"{case.label}, {case.hosts} hosts", refresh=True)
-            found = bench.run(case, job, paces)
-            bar.update()
-            return {**found, "ms": found["stages_ms"]["prefill"]}
 
-        for num_tokens in options.tokens:
-            job, prompt = bench.prepare(Workload(tokens=num_tokens)), prompt_of(options, num_tokens)
-            full_ms = [run(Case("full", FULL))["ms"] for _ in range(options.full_rounds)]
-            _, alone = cost_of_prompt(shape, 1, prompt, FULL)
-            for number, method in ways:
-                case = Case(method, replace(prefill_config(options), method=method), number, network)
-                samples = [run(case) for _ in range(options.rounds)]
-                # On a noisy machine the slowest host before an exchange is mostly the unluckiest one, so that the
-                # final run is at each host's mean pace: every stretch of computing is averaged over its runs.
-                paces = [
-                    [Lap(*map(statistics.mean, zip(*stretch, strict=True))) for stretch in zip(*laps, strict=True)]
-                    for laps in zip(*(sample["laps"] for sample in samples), strict=True)
-                ]
-                last = run(case, paces)
-                speedup = statistics.mean(full_ms) / last["ms"]
-                ratio = flop_ratio(alone, cost_of_prompt(shape, number, prompt, case.config)[1])
-                yield {
-                    "benchmark": "scaling",
-                    "kind": "simulate",
-                    "simulated": True,
-                    "model": options.model,
-                    "method": method,
-                    "hosts": number,
-                    "threads_per_host": bench.threads,
-                    "network": network_fields(network),
-                    "num_input_tokens": num_tokens,
-                    **fields_of(last, "anchor_len", "passing_len"),
-                    "full_ms": full_ms,
-                    "critical_path_ms": last["ms"],
-                    "noisy_critical_path_ms": [sample["ms"] for sample in samples],
-                    "speedup_vs_full": speedup,
-                    "flop_ratio": ratio,
-                    "share_of_flop_ratio": speedup / ratio,
-                }
+def prefill_ms(figures: dict) -> float:
+    return figures["stages_ms"]["prefill"]
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:

@@ -28,7 +28,6 @@ import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 # isort: split
 import torch
 from torch.profiler import ProfilerActivity, profile
-from tqdm import tqdm
 
 from apbv import HostGroup
 from apbv.config import METHOD_NAMES, SPARSE_NAMES
@@ -37,9 +36,8 @@ from apbv.planning import parse_resolution
 from apbv.prefilling.methods import METHODS
 
 from support.arguments import parser_of, presets_of
-from support.bench import Bench, Case, Workload, measure, network_fields
+from support.bench import Bench, Case, Workload, measure
 from support.records import columns_of, fields_of, markdown_table, measure_on_hosts
-from support.simulated import Network
 from support.summaries import percentiles
 
 BASELINES = ("full", "zigzag_ring")
@@ -70,15 +68,14 @@ def plan(options: argparse.Namespace, hosts: HostGroup) -> tuple[list[Workload],
         frames, sizes = options.frames or usual["frames"], options.resolutions or ["720p" if is_large else "240p"]
         workloads = [Workload(None, count, *parse_resolution(size)) for size in sizes for count in frames]
 
-    network, base = Network(options.bandwidth, options.latency), prefill_config(options)
+    base = prefill_config(options)
     methods = options.methods or [name for name in METHOD_NAMES if name not in SPARSE_NAMES]
     cases = [
-        Case(name, replace(base, method=name), *((number, network) if METHODS[name].splits else ()))
+        Case(name, replace(base, method=name), number if METHODS[name].splits else 1)
         for number in numbers
         for name in methods
     ]
-    cases = [case for place, case in enumerate(cases) if case not in cases[:place]]
-    return workloads, sorted(cases, key=lambda case: case.hosts > 1)
+    return workloads, sorted(dict.fromkeys(cases), key=lambda case: case.hosts > 1)
 
 
 def records(
@@ -96,7 +93,7 @@ def records(
             **fields_of(options, "preset", "model", "warmup"),
             **fields_of(case, "label", "hosts"),
             "simulated": simulated,
-            "network": network_fields(case.network) if simulated else None,
+            "network": {"link": asdict(bench.network)} if simulated else None,
             "threads_per_host": bench.threads * (bench.hosts.size if case.hosts == 1 else 1),
             "dtype": str(bench.model.dtype).removeprefix("torch."),
             **asdict(workload),
@@ -128,14 +125,14 @@ def measured_records(options: argparse.Namespace, hosts: HostGroup) -> Iterator[
     """Yield the records of all workloads, on host 0; collective."""
     with hosts.local_stage("reading the options"):
         workloads, cases = plan(options, hosts)
-    bench, total = Bench(options, hosts), len(workloads) * len(cases) * (options.warmup + options.rounds)
-    with tqdm(total=total, unit="prefill", disable=None if hosts.rank == 0 else True) as bar:
-        for workload in workloads:
-            measured = measure(bench, workload, cases, options.rounds, options.warmup, bar)
-            if options.profile is not None:
-                write_profiles(options.profile, bench, workload, cases)
-            if hosts.rank == 0:
-                yield from records(options, bench, workload, cases, measured)
+    runs_of_each = options.warmup + options.rounds + (options.profile is not None)
+    bench = Bench(options, hosts, len(workloads) * len(cases) * runs_of_each)
+    for workload in workloads:
+        measured = measure(bench, workload, cases, options.rounds, options.warmup)
+        if options.profile is not None:
+            write_profiles(options.profile, bench, workload, cases)
+        if hosts.rank == 0:
+            yield from records(options, bench, workload, cases, measured)
 
 
 def write_profiles(folder: Path, bench: Bench, workload: Workload, cases: list[Case]) -> None:
