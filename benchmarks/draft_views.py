@@ -131,11 +131,7 @@ def summarise(records: list[dict]) -> Iterator[dict]:
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = parser_of("draft_views", __doc__, {"keep": KEEP_POLICIES})
-    options = parser.parse_args(arguments)
-    if not all(0 < ratio <= 1 for ratio in options.keep_ratio):
-        parser.error("--keep-ratio must lie in (0, 1]")
-    return options
+    return parser_of("draft_views", __doc__, {"keep": KEEP_POLICIES}).parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> int:

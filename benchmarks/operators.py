@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
 from apbv.doctor import kernels
+from apbv.hosts.devices import choose_device
 from apbv.kernels import BackendError
 from apbv.kernels.backends import BACKENDS, LIBRARIES, is_interpreted
 
@@ -216,12 +217,9 @@ def libraries() -> dict[str, str | None]:
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = parser_of("operators", __doc__, {"preset": sorted(PRESETS), "ops": OPERATORS, "backends": TIMED})
     options = parser.parse_args(arguments)
-    if options.warmup < 1:
-        parser.error("--warmup must be at least 1")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    options.preset = options.preset or ("h200" if device == "cuda" else "cpu")
-    options.dtype = options.dtype or DEFAULT_DTYPES[device]
-    options.device = torch.device(device, 0) if device == "cuda" else torch.device(device)
+    options.device = choose_device()
+    options.preset = options.preset or ("h200" if options.device.type == "cuda" else "cpu")
+    options.dtype = options.dtype or DEFAULT_DTYPES[options.device.type]
     fewest = 64 * PRESETS[options.preset]["sizes"]["hosts"]
     if options.tokens and min(options.tokens) < fewest:
         parser.error(f"--tokens must be at least {fewest}, so that there is something in every block")

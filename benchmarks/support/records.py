@@ -14,6 +14,7 @@ import torch
 from apbv import HostGroup
 from apbv.allocator import keep_freed_memory
 from apbv.hosts import run_on_hosts
+from apbv.hosts.devices import choose_device
 from apbv.stats import append_json_lines, device_name, provenance
 
 from .arguments import read_toml
@@ -28,9 +29,8 @@ Curves = Mapping[str, Sequence[tuple[float, float]]]
 
 def made_by() -> dict:
     """Return how a record is made now: the command, the device, the date, versions, and a checkout's commit."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     command = " ".join([f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
-    where = {"device": device_name(torch.device(device)), "threads": torch.get_num_threads()}
+    where = {"device": device_name(choose_device()), "threads": torch.get_num_threads()}
     return {"command": command, **where, **provenance()}
 
 
