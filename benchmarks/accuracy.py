@@ -21,6 +21,7 @@ import json
 import re
 import statistics
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
@@ -28,35 +29,17 @@ import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 # isort: split
 from tqdm import tqdm
 
-from apbv import HostGroup, PrefillConfig, ReduceConfig, SparseConfig, SpeculativeConfig
+from apbv import HostGroup
 from apbv.demo import draft_path
-from apbv.prefilling.methods import METHODS
 
 from support import captions
-from support.arguments import COUNT, add_shared, presets_of
-from support.exams import EXACT_TASKS, Candidate, Exam, Way, load_demo, run_on, sit
-from support.records import measure_what_is_left, plot, table
+from support.arguments import parser_of, presets_of
+from support.exams import Candidate, Exam, load_demo, numbers_of_hosts, run_on, sit, ways_of, with_reference
+from support.records import columns_of, measure_what_is_left, plot, table
 from support.simulated import share_weights
 from support.summaries import grouped, mean_cell, percent_cell, sum_counts
 
 PRESETS = presets_of("accuracy")
-
-
-def ways_of(preset: str, num_visual: int) -> dict[str, Way]:
-    """Return a preset's ways by label; ``num_visual`` is a prompt's number of visual tokens."""
-    kinds = {"sparse": SparseConfig, "reduce": ReduceConfig, "speculate": SpeculativeConfig}
-
-    def value_of(name: str, value):
-        if name in kinds:
-            return kinds[name](**value)
-        return value[0] * -(-num_visual // value[1]) if isinstance(value, list) else value
-
-    found = {}
-    for label, settings in PRESETS[preset].items():
-        values = {name: value_of(name, value) for name, value in settings.items()}
-        own = {name: values.pop(name) for name in ("speculate", "keeps") if name in values}
-        found[label] = Way(PrefillConfig(**values), **own)
-    return found
 
 
 def _key(record: dict) -> str:
@@ -75,32 +58,25 @@ def measure(options: argparse.Namespace, hosts: HostGroup, known: list[dict]) ->
         exam = Exam(options.grid, shots, options.folder, tuple(options.tasks), options.split)
         exam = exam if is_demo else captions.exam_like(exam, engine.tokenizer)
         same = {"benchmark": "accuracy", "grid": exam.grid, "shots": shots, "split": options.split}
-        ways = ways_of(options.preset, shots * exam.grid**2)
+        ways = ways_of(PRESETS[options.preset], shots * exam.grid**2)
         full = {label: way for label, way in ways.items() if label == "full"}
         ways = {label: way for label, way in ways.items() if not options.labels or label in options.labels}
         for seed in tqdm(range(options.clips), unit="clip", disable=hosts.rank != 0 or None):
-            about = {**same, "seed": seed, "right": exam.tasks}
-            left = {
-                number: {
-                    label: way
-                    for label, way in ways.items()
-                    if (METHODS[way.prefill.method].splits == (number > 1) if hosts.size == 1 else not way.keeps)
-                    if _key({**about, "hosts": number, "settings": way.settings}) not in done
-                }
-                for number in ([hosts.size] if hosts.size > 1 else sorted({1, *options.hosts}))
-            }
-            wanted = {(number, label) for number, of_number in left.items() for label in of_number}
-            if wanted:  # with whose distributions those of the others are compared
-                left[min(left)] = full | left[min(left)]
+            about, left = {**same, "seed": seed, "right": exam.tasks}, defaultdict(dict)
+            for label, way in ways.items():
+                for number in numbers_of_hosts(way.prefill.method, options, hosts):
+                    is_known = _key({**about, "hosts": number, "settings": way.settings}) in done
+                    if not is_known and (hosts.size == 1 or not way.keeps):
+                        left[number][label] = way
             references = {} if full else None
-            for number, of_number in left.items():
+            for number, of_number, wanted in with_reference(left, full):
 
                 def job(host, model, exam=exam, seed=seed, left=of_number, references=references):
                     own = draft and share_weights(draft)
                     return sit(Candidate(model, engine.processor, host, own), exam, seed, left, references)
 
-                for record in run_on(number, hosts, engine.model, job) if of_number else ():
-                    if (number, record["label"]) in wanted:
+                for record in run_on(number, hosts, engine.model, job):
+                    if record["label"] in wanted:
                         yield {**same, **record, "simulated": number > hosts.size}
 
 
@@ -133,12 +109,8 @@ def show(options: argparse.Namespace, records: list[dict]) -> None:
         right, total = row["right"][task]  # tokens of a description are not independent, so that no interval holds
         return f"{100 * right / total:.1f}" if task == "describe" else percent_cell(right, total)
 
-    columns = {"system": "{label}", "hosts": "{hosts}", "clip": "{clip}", "clips": "{clips}"}
-    columns |= {"visual tokens": "{kept:.0%}", "TTFT ms": "{ttft_ms:.0f}", "of it prefill": "{prefill_ms:.0f}"}
-    columns |= {"vs full": "{speedup:.2f} ×", "needles kept": "{needles_kept}"}
-    columns |= {"KL from full, nats per token": "{kl}", "same first choice": "{agrees}"}
     tasks = dict.fromkeys(task for row in rows for task in row["right"])
-    print(table(rows, columns | {task: lambda row, task=task: cell(task, row) for task in tasks}))
+    print(table(rows, columns_of("accuracy") | {task: lambda row, task=task: cell(task, row) for task in tasks}))
     if options.plot:
         panels: dict[str, dict] = {"time to first token, ms": {}, "visual tokens in the KV, %": {}}
         for row in rows:
@@ -151,13 +123,7 @@ def show(options: argparse.Namespace, records: list[dict]) -> None:
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--preset", choices=PRESETS, default="methods")
-    parser.add_argument("--labels", nargs="+", help="only these rows (default: all of the preset)")
-    parser.add_argument("--shots", type=COUNT, nargs="+", default=[256], help="shots per clip (default 256)")
-    add_shared(parser, "model", "dtype", "grid", "split", "folder", "json", "plot", "table")
-    add_shared(parser, hosts=[8], clips=20, tasks=list(EXACT_TASKS))
-    return parser.parse_args(arguments)
+    return parser_of("accuracy", __doc__, {"preset": PRESETS}).parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -38,10 +38,11 @@ from apbv.model.attention import apbv_attention
 from apbv.model.parts import ModelParts, inspect_model
 from apbv.stats import StageTimer
 from apbv.versions import cache_argument
+from apbv.warn import report_error
 
-from support.arguments import COUNT, add_shared
+from support.arguments import parser_of
 from support.processes import synchronize
-from support.records import report
+from support.records import columns_of, fields_of, report
 from support.workloads import CONFIGS, load_model
 
 # Allowed difference, relative to the largest logit: two ways round differently in a few layers.
@@ -271,42 +272,24 @@ def record_of(options: argparse.Namespace, baseline: Way, way: Way) -> dict:
         "error": way.error if way.error < float("inf") else None,
         "tolerance": TOLERANCE[options.dtype],
         "samples": {"ms": way.ms},
-        "model": options.model,
-        "warmup": options.warmup,
-        "dtype": options.dtype,
+        **fields_of(options, "model", "warmup", "dtype"),
     }
 
 
-_SPEED = {"speed-up": "{speedup:.2f} ×", "error": "{error:.0e}"}
-COLUMNS = {"context": "{num_tokens}", "new tokens": "{num_new_tokens}", "way": "{way}", "ms": "{ms:.2f}"}
-COLUMNS |= _SPEED
-BATCH_COLUMNS = {"context": "{num_tokens}", "answers": "{num_answers}", "way": "{way}"}
-BATCH_COLUMNS |= {"tokens/s": "{tokens_per_s:.0f}", **_SPEED}
-
-
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", choices=["demo", *sorted(CONFIGS)], default="llama-small")
-    parser.add_argument("--new-tokens", type=COUNT, nargs="+", default=[1, 6], help="tokens per forward pass")
-    parser.add_argument("--batch", type=COUNT, nargs="+", metavar="N", help="batch sizes (default: no batching)")
-    parser.add_argument("--answer-tokens", type=COUNT, default=32, help="tokens of each answer, with --batch")
-    add_shared(parser, "json", tokens=[2048, 32768], dtype="float32", rounds=20, warmup=3)
-    return parser.parse_args(arguments)
+    return parser_of("decoding", __doc__, {"model": ["demo", *sorted(CONFIGS)]}).parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
     keep_freed_memory()
     parts = inspect_model(load_model(options.model, getattr(torch, options.dtype), HostGroup.single()))
-    measured, columns = (batches, BATCH_COLUMNS) if options.batch else (steps, COLUMNS)
-    rows = report(options, measured(options, parts), columns)
+    measured, name = (batches, "batch_decoding") if options.batch else (steps, "decoding")
+    rows = report(options, measured(options, parts), columns_of(name))
     wrong = [row for row in rows if row["speedup"] is None]
     for row in wrong:
-        print(
-            f"error: {row['way']} over {row['num_tokens']} tokens is off by {row['error']}, where "
-            f"{row['tolerance']} is allowed",
-            file=sys.stderr,
-        )
+        off = f"off by {row['error']}, where {row['tolerance']} is allowed"
+        report_error(f"error: {row['way']} over {row['num_tokens']} tokens is {off}")
     return int(bool(wrong))
 
 

@@ -32,9 +32,9 @@ from apbv.speculate.strategies import keep_policy, make_watcher
 from apbv.speculate.tree import Tree
 
 from support import clips
-from support.arguments import add_clip_options, add_shared
+from support.arguments import parser_of
 from support.exams import Candidate, Exam, load_demo
-from support.records import keep, table
+from support.records import columns_of, fields_of, keep, table
 from support.summaries import grouped
 
 FULL = PrefillConfig(method="full")
@@ -97,11 +97,8 @@ def measure(options: argparse.Namespace) -> Iterator[dict]:
                 found.append(seen(kept, torch.from_numpy(exam.needle_tokens(seed, task))))
             yield {
                 "benchmark": "draft_views",
-                "keep": config.keep,
-                "keep_ratio": config.keep_ratio,
-                "grid": exam.grid,
-                "shots": options.shots,
-                "split": options.split,
+                **fields_of(config, "keep", "keep_ratio"),
+                **fields_of(options, "grid", "shots", "split"),
                 "seed": seed,
                 "predicted": sum(a == b for a, b in zip(said, described, strict=True)),
                 "described": len(described),
@@ -133,29 +130,13 @@ def summarise(records: list[dict]) -> Iterator[dict]:
         yield {**row, "share": predicted / described}
 
 
-COLUMNS = {
-    "the draft sees": "{label}",
-    "clips": "{clips}",
-    "tokens of the description": "{share:.1%}",
-    "of needles": "{of_needles:.1%}",
-    "first and last 4 %": "{at_ends:.1%}",
-}
-
-
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--keep", nargs="+", choices=KEEP_POLICIES, default=list(KEEP_POLICIES))
-    add_clip_options(parser, 20, 64)
-    add_shared(parser, "keep_ratio", "dtype", "json")
-    options = parser.parse_args(arguments)
-    if not all(0 < ratio <= 1 for ratio in options.keep_ratio):
-        parser.error("--keep-ratio must lie in (0, 1]")
-    return options
+    return parser_of("draft_views", __doc__, {"keep": KEEP_POLICIES}).parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
-    print(table(summarise(keep(measure(options), options.json)), COLUMNS))
+    print(table(summarise(keep(measure(options), options.json)), columns_of("draft_views")))
     return 0
 
 

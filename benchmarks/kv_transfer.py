@@ -31,8 +31,8 @@ from apbv.layout import plan_layout
 from apbv.prefilling.result import PrefillResult
 from apbv.stats import StageTimer
 
-from support.arguments import COUNT, add_shared
-from support.records import measure_on_hosts
+from support.arguments import parser_of
+from support.records import columns_of, measure_on_hosts
 
 QUESTION_LEN, HEAD_DIM = 32, 128
 SHAPES = {"qwen2.5-vl-3b": (36, 2), "qwen2.5-vl-7b": (28, 4)}  # decoder layers and KV heads, in bf16
@@ -171,24 +171,9 @@ def records(options: argparse.Namespace, hosts: HostGroup) -> Iterator[dict]:
         }
 
 
-COLUMNS = {
-    "KV of": "{shape}",
-    "tokens": "{num_tokens}",
-    "MB": lambda record: f"{record['num_bytes'] / 1e6:.0f}",
-    "offer (ms)": "{offer_ms:.0f}",
-    "first layer": "{first_layer_ms:.0f}",
-    "fetch (ms)": "{fetch_ms:.0f}",
-    "total (ms)": "{total_ms:.0f}",
-    "GB/s": "{gigabytes_per_second:.2f}",
-}
-
-
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=COUNT, default=8192, help="prompt tokens, at least 512 (default 8192)")
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser = parser_of("kv_transfer", __doc__, {"shapes": SHAPES})
     parser.add_argument("--consume", action="store_true", help=argparse.SUPPRESS)
-    add_shared(parser, "json", rounds=5)
     return parser.parse_args(arguments)
 
 
@@ -197,7 +182,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.consume:
         serve_tickets()
         return 0
-    return measure_on_hosts(options, records, COLUMNS)
+    return measure_on_hosts(options, records, columns_of("kv_transfer"))
 
 
 if __name__ == "__main__":

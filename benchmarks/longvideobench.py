@@ -162,16 +162,13 @@ def guess(sample: Sample) -> int:
 
 BENCHMARK = Benchmark(
     "longvideobench",
-    __doc__.splitlines()[0],
-    {"data": "the data set: questions, videos/ and subtitles/", "questions": "default: DATA/lvb_val.json"},
-    "data",
+    __doc__,
     read,
+    needs="data",
     template=f"Question: {LETTERED}",
     parse=first_of_five,
-    max_new_tokens=16,
     request=request,
     guess=guess,
-    subtitles=("interleaved", "none"),
 )
 parse_arguments, main = BENCHMARK.parse_arguments, BENCHMARK.main
 

@@ -37,10 +37,11 @@ from transformers import (
 from apbv import HostGroup, demo
 
 from support import captions, clips
-from support.arguments import COUNT
+from support.arguments import parser_of, presets_of
 from support.exams import Candidate, Exam
 
 SIZE, PINPOINTS = {"height": captions.SIDE, "width": captions.SIDE}, [[captions.SIDE, captions.SIDE]]
+TOWER = presets_of("make_reader")["vision_tower"]
 PATCH = captions.CELL // 2  # LLaVA-OneVision halves the sides of a video's frames
 PLACEHOLDERS = ("<|image_pad|>", "<|video_pad|>")
 NUM_SCENES, BATCH = 512, 24  # frames
@@ -62,16 +63,7 @@ def build_model(
     config = LlavaOnevisionConfig(
         # Of one layer, as it is replaced.
         text_config={**decoder.config.to_dict(), "num_hidden_layers": 1, "layer_types": None},
-        vision_config={
-            "model_type": "siglip_vision_model",
-            "hidden_size": 128,
-            "intermediate_size": 256,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "image_size": captions.SIDE,
-            "patch_size": PATCH,
-            "vision_use_head": False,
-        },
+        vision_config={**TOWER, "image_size": captions.SIDE, "patch_size": PATCH},
         image_token_id=image[0],
         video_token_id=video[0],
         image_grid_pinpoints=PINPOINTS,
@@ -167,12 +159,7 @@ def share_read(
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--decoder", required=True, help="a text model such as Qwen2's: a directory, or a hub id")
-    parser.add_argument("--out", type=Path, required=True, help="output directory")
-    parser.add_argument("--steps", type=COUNT, default=800, help="training steps (default 800)")
-    parser.add_argument("--clips", type=COUNT, default=4, help="held-out clips to check (default 4)")
-    return parser.parse_args(arguments)
+    return parser_of("make_reader", __doc__).parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -16,7 +16,6 @@ import signal
 import subprocess
 import sys
 import time
-import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,9 +26,9 @@ from pathlib import Path
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 
 # isort: split
-from apbv.launch.options import positive
 from apbv.stats import append_json_lines
 
+from support.arguments import parser_of, read_toml
 from support.records import markdown_table, read_records
 
 ROOT = Path(__file__).parents[1]
@@ -56,7 +55,7 @@ class Stage:
 
 def read_stages(path: Path) -> list[Stage]:
     """Read the stages of a file."""
-    return [Stage(name, **stage) for name, stage in tomllib.loads(path.read_text(encoding="utf-8")).items()]
+    return [Stage(name, **stage) for name, stage in read_toml(path).items()]
 
 
 STAGES = read_stages(ROOT / "benchmarks" / "support" / "gpu_stages.toml")
@@ -119,13 +118,7 @@ def write_report(stages: list[Stage], options: argparse.Namespace) -> str:
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--minutes", type=positive(float), default=15.0, help="time for all stages (default 15)")
-    parser.add_argument("--out", type=Path, default=Path("gpu"), metavar="DIR", help="directory for the results")
-    parser.add_argument("--pretrained", metavar="MODEL", help="a text model's directory or hub id")
-    parser.add_argument("--only", nargs="+", metavar="STAGE", help="only these stages, again if they have ended")
-    parser.add_argument("--rehearse", action="store_true", help="run the stages at tiny sizes, on a CPU")
-    return parser.parse_args(arguments)
+    return parser_of("on_gpu", __doc__).parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
-from functools import partial
+from functools import cache, partial
 from importlib.metadata import distributions
 
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
@@ -29,13 +29,14 @@ from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
 from apbv.doctor import kernels
+from apbv.hosts.devices import choose_device
 from apbv.kernels import BackendError
 from apbv.kernels.backends import BACKENDS, LIBRARIES, is_interpreted
 
-from support.arguments import DEFAULT_DTYPES, add_shared, presets_of
+from support.arguments import DEFAULT_DTYPES, parser_of, presets_of
 from support.operator_cases import Case, Draw, Drawn, Outputs, cases, sizes_of
 from support.processes import synchronize
-from support.records import report
+from support.records import columns_of, fields_of, report
 
 PRESETS = presets_of("operators")
 OPERATORS = tuple(dict.fromkeys(case.op for case in cases(sizes_of("quick"), [600])))
@@ -182,7 +183,7 @@ def record(options: argparse.Namespace, timer: Timer, case: Case, entry: Contend
     floor_ms = max(case.flops / timer.flops, num_bytes / timer.bandwidth) * 1e3
     return {
         "benchmark": "operators",
-        "preset": options.preset,
+        **fields_of(options, "preset", "warmup", "seed", "dtype"),
         "op": case.op,
         "case": case.label,
         "backend": entry.backend,
@@ -203,9 +204,6 @@ def record(options: argparse.Namespace, timer: Timer, case: Case, entry: Contend
         "error": entry.error if entry.error is not None and entry.error < float("inf") else None,
         "wrong": entry.wrong,
         "samples": {"ms": entry.ms},
-        "warmup": options.warmup,
-        "seed": options.seed,
-        "dtype": options.dtype,
         "libraries": libraries(),
     }
 
@@ -216,33 +214,12 @@ def libraries() -> dict[str, str | None]:
     return {**found, "cudnn": str(torch.backends.cudnn.version()), "cuda": torch.version.cuda}
 
 
-COLUMNS = {
-    "operator": "{op}",
-    "tokens": "{sizes[tokens]}",
-    "case": "{case}",
-    "back end": lambda row: row["backend"] + (" (auto)" if row["is_default"] else ""),
-    "ms": lambda row: "WRONG" if row["wrong"] else f"{row['ms']:.3g}",
-    "TFLOP/s": "{tflops:.3g}",
-    "GB/s": "{gigabytes_per_s:.3g}",
-    "of ceiling": "{share_of_ceiling:.0%}",
-    "bound": "{ceiling[bound]}",
-    "error": "{error:.2f}",
-}
-
-
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--preset", choices=sorted(PRESETS), help="sizes (default: h200 on a GPU, else cpu)")
-    parser.add_argument("--ops", nargs="+", choices=OPERATORS, default=OPERATORS, metavar="OP")
-    parser.add_argument("--backends", nargs="+", choices=TIMED, default=TIMED, metavar="NAME")
-    add_shared(parser, "tokens", "seed", "dtype", "json", rounds=10, warmup=2)
+    parser = parser_of("operators", __doc__, {"preset": sorted(PRESETS), "ops": OPERATORS, "backends": TIMED})
     options = parser.parse_args(arguments)
-    if options.warmup < 1:
-        parser.error("--warmup must be at least 1")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    options.preset = options.preset or ("h200" if device == "cuda" else "cpu")
-    options.dtype = options.dtype or DEFAULT_DTYPES[device]
-    options.device = torch.device(device, 0) if device == "cuda" else torch.device(device)
+    options.device = choose_device()
+    options.preset = options.preset or ("h200" if options.device.type == "cuda" else "cpu")
+    options.dtype = options.dtype or DEFAULT_DTYPES[options.device.type]
     fewest = 64 * PRESETS[options.preset]["sizes"]["hosts"]
     if options.tokens and min(options.tokens) < fewest:
         parser.error(f"--tokens must be at least {fewest}, so that there is something in every block")
@@ -257,12 +234,10 @@ def measured(options: argparse.Namespace) -> Iterator[dict]:
     print(f"ceilings: {timer.flops / 1e12:.2f} TFLOP/s in {options.dtype}, {timer.bandwidth / 1e9:.1f} GB/s")
     every = cases(sizes_of(options.preset), options.tokens or preset["tokens"])
     chosen = [case for case in every if case.op in options.ops]
-    noted = set()
 
+    @cache  # each message once
     def note(message: str) -> None:
-        if message not in noted:
-            noted.add(message)
-            tqdm.write(f"note: {message}", file=sys.stderr)
+        tqdm.write(f"note: {message}", file=sys.stderr)
 
     for case in tqdm(chosen, unit="case", disable=None):
         seeds = range(options.seed, options.seed + timer.num_sets(case.bytes(dtype)))
@@ -277,7 +252,7 @@ def measured(options: argparse.Namespace) -> Iterator[dict]:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
-    rows = report(options, measured(options), COLUMNS)
+    rows = report(options, measured(options), columns_of("operators"))
     for row in rows:
         if row["wrong"]:
             print(f"error: {row['op']} ({row['case']}) with {row['backend']} {row['wrong']}", file=sys.stderr)

@@ -70,9 +70,7 @@ def _sample(folder: Path, number: int, row: dict) -> Sample:
     )
 
 
-BENCHMARK = Benchmark(
-    "questions", __doc__.splitlines()[0], {"questions": "JSON Lines, or a JSON list"}, "questions", read
-)
+BENCHMARK = Benchmark("questions", __doc__, read)
 parse_arguments, main = BENCHMARK.parse_arguments, BENCHMARK.main
 
 if __name__ == "__main__":

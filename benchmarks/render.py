@@ -16,7 +16,7 @@ from itertools import count, islice
 from pathlib import Path
 
 from support import clips
-from support.arguments import COUNT, add_shared
+from support.arguments import parser_of
 
 
 def write_clip(options: argparse.Namespace, seed: int, needles: Sequence[str], path: Path) -> clips.ClipSpec:
@@ -31,9 +31,7 @@ def records(options: argparse.Namespace, folder: Path) -> Iterator[dict]:
     for seed in count(options.seed):
         # The kinds of needle take turns, so that each of them can be scored by itself.
         needles, path = options.needles[seed % len(options.needles)], folder / f"clip-{seed}.mp4"
-        asked = clips.questions(write_clip(options, seed, [needles], path))
-        retrievals = [item for item in asked if item[0] == "retrieval"]
-        others = [item for item in asked if item[0] in ("ordering", "counting")]
+        retrievals, (*others, _) = clips.asked_apart(write_clip(options, seed, [needles], path))
         for task, question, answer in [retrievals[seed % len(retrievals)], *others]:
             about = {"id": f"clip-{seed} {task}", "video": path.name, "question": question, "answer": answer}
             yield {**about, "groups": {"task": task, "needles": needles}}
@@ -41,13 +39,7 @@ def records(options: argparse.Namespace, folder: Path) -> Iterator[dict]:
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """Read and check the options, which ends the process where one is wrong."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seed", type=int, default=0, help="number of the (first) clip (default 0)")
-    parser.add_argument("--needles", nargs="+", choices=clips.NEEDLES, default=clips.NEEDLES)
-    parser.add_argument("--questions", type=COUNT, metavar="N", help="write clips, and N questions about them")
-    where = "file to write (default clip-SEED.mp4), or with --questions the folder (clips)"
-    parser.add_argument("--out", type=Path, help=where)
-    add_shared(parser, "split", "grid", shots=64)
+    parser = parser_of("render", __doc__)
     options = parser.parse_args(arguments)
     if options.seed < 0 or options.shots < clips.MIN_LETTERS:
         parser.error(f"--seed must not be negative, --shots at least {clips.MIN_LETTERS}")

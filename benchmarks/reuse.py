@@ -20,10 +20,9 @@ from apbv import Engine, HostGroup, ReuseConfig
 from apbv.config import REUSE_MODES
 from apbv.launch.options import prefill_config
 
-from support.arguments import add_clip_options, add_prefill_settings, add_shared
+from support.arguments import parser_of
 from support.exams import EXACT_TASKS, Exam, load_demo, run_on
-from support.records import measure_on_hosts
-from support.summaries import percent_cell
+from support.records import columns_of, fields_of, measure_on_hosts
 
 WAYS = ("none", *REUSE_MODES)
 LONGEST_ANSWER = 24  # tokens
@@ -64,10 +63,8 @@ def measure(options: argparse.Namespace, hosts: HostGroup) -> Iterator[dict]:
                 "way": way,
                 "hosts": number,
                 "simulated": number > hosts.size,
-                "shots": options.shots,
-                "grid": options.grid,
-                "clips": options.clips,
-                **{name: answers[0][name] for name in ("method", "num_input_tokens", "anchor_len", "passing_len")},
+                **fields_of(options, "shots", "grid", "clips"),
+                **fields_of(answers[0], "method", "num_input_tokens", "anchor_len", "passing_len"),
                 "ttft_ms": statistics.median(times),
                 "speedup": statistics.median(plain) / statistics.median(times),
                 "reused": sum(answer["reused"] is not None for answer in answers),
@@ -80,28 +77,12 @@ def measure(options: argparse.Namespace, hosts: HostGroup) -> Iterator[dict]:
             }
 
 
-COLUMNS = {
-    "hosts": "{hosts}",
-    "method": "{method}",
-    "tokens": "{num_input_tokens}",
-    "kept": "{way}",
-    "TTFT (ms)": "{ttft_ms:.1f}",
-    "speed-up": "{speedup:.2f}",
-    "same answer": "{same_answer}/{total}",
-    **{task: lambda record, task=task: percent_cell(*record["tasks"][task]) for task in EXACT_TASKS},
-}
-
-
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add_prefill_settings(parser, "method", "anchor_len", "passing_len")
-    add_clip_options(parser, 40, 256)
-    add_shared(parser, "json", hosts=[1, 4])
-    return parser.parse_args(arguments)
+    return parser_of("reuse", __doc__).parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    return measure_on_hosts(parse_arguments(arguments), measure, COLUMNS)
+    return measure_on_hosts(parse_arguments(arguments), measure, columns_of("reuse"))
 
 
 if __name__ == "__main__":

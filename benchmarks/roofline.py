@@ -29,16 +29,15 @@ from transformers import AttentionInterface, AutoModel, PreTrainedConfig
 
 from apbv import PrefillConfig
 from apbv.kernels.backends import requested
-from apbv.launch.options import positive
 from apbv.model.fused import fused_forwards, with_forwards
 from apbv.model.linear_attention import with_linear_attention
 from apbv.model.parts import DecoderSizes
 
-from support.arguments import COUNT, presets_of
+from support.arguments import parser_of, presets_of
 from support.cost_model import ATTENTION, HostCost, Shape, cost_of_prompt
 from support.operator_cases import cases, sizes_of
 from support.records import markdown_table
-from support.workloads import CONFIGS, config_of
+from support.workloads import config_of
 
 GPUS = presets_of("roofline")
 PEAKS, REACHED, LAUNCHES, MEASURED_BY = (GPUS[name] for name in ("peaks", "reached", "launches", "measured_by"))
@@ -220,17 +219,8 @@ def drafts(options: argparse.Namespace, gpu: str) -> str:
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     usual = sizes_of("h200")
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=COUNT, default=usual.tokens)
-    parser.add_argument("--hosts", type=COUNT, default=usual.hosts)
-    parser.add_argument("--passing-len", type=COUNT, help="pairs that a block of apbv passes on")
-    parser.add_argument("--gpus", nargs="+", default=list(PEAKS), choices=PEAKS)
-    parser.add_argument("--prefill", metavar="MODEL", help=f"a prefill of {', '.join(CONFIGS)}, a directory, …")
-    parser.add_argument("--draft", metavar="MODEL", help="speculative decoding with this draft")
-    parser.add_argument("--target", metavar="MODEL", default="qwen2.5-vl-7b")
-    parser.add_argument(
-        "--acceptance", type=positive(float, 1.0), default=0.8, help="share of accepted tokens (0.8)"
-    )
+    parser = parser_of("roofline", __doc__, {"gpus": PEAKS})
+    parser.set_defaults(tokens=usual.tokens, hosts=usual.hosts)
     options = parser.parse_args(arguments)
     if options.tokens < 64 * options.hosts:
         parser.error("--tokens must be at least 64 per host, so that no block is empty")

@@ -22,6 +22,7 @@ import os
 import statistics
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import partial
@@ -37,53 +38,24 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from apbv import Engine, HostGroup, ModelInputs, PrefillConfig, SparseConfig
-from apbv.config import SPARSE_NAMES
+from apbv import Engine, HostGroup, ModelInputs, PrefillConfig
 from apbv.input.rendering import Question, render_prompt
-from apbv.launch.options import positive
 from apbv.model.parts import ModelParts, inspect_model
-from apbv.prefilling.methods import METHODS
 
-from support.arguments import COUNT, DEFAULT_DTYPES, add_shared
-from support.exams import Reference, answer_greedily, run_on
+from support.arguments import DEFAULT_DTYPES, parser_of, presets_of
+from support.exams import Reference, answer_greedily, numbers_of_hosts, run_on, ways_of, with_reference
 from support.passed_pairs import IN_QUARTERS, OF_THE_ANSWER, RANDOM, AnswersPairs, drawn, more_in_quarter
 from support.records import markdown_table, measure_what_is_left, plot
 from support.ruler import TASKS, Task, make_task
 from support.ruler.tables import difference_table, kl_table
 from support.summaries import grouped, mean_cell, percent_cell
 
+PRESETS = presets_of("ruler")
+
 
 def rows_of(num_tokens: int) -> dict[str, PrefillConfig]:
-    """Return the rows for a context length by label; settings that a label does not name have their defaults."""
-    short = {"anchor_len": -(-num_tokens // 64), "passing_len": -(-num_tokens // 128)}
-    # Half of the shortest passing block by default, which would pass on whole blocks of short prompts.
-    half, authors = {"passing_len": 128}, {"importance": "dot", "anchor_query": True}
-    longer = {f", l_p = n/{part}": {"passing_len": -(-num_tokens // part)} for part in (16, 32, 64)}
-    of_apbv = {
-        "": {},
-        **longer,
-        ", dot": {"importance": "dot"},
-        ", l_p = 128": half,
-        ", l_p = 128, softmax": {"importance": "softmax", **half},
-        ", l_p = 128, dot": {"importance": "dot", **half},
-        ", l_p = 128, dot, question in the anchor": {**authors, **half},
-        ", n/64, n/128": short,
-        ", n/64, n/128, dot": {"importance": "dot", **short},
-        ", as its authors": {**authors, **short},
-        ", l_p = 32": {"passing_len": 32},
-        ", l_p = 32, softmax": {"passing_len": 32, "importance": "softmax"},
-        ", l_p = 32, dot": {"passing_len": 32, "importance": "dot"},
-        ", no passing": {"passing_len": 0},
-        ", l_p = 128, no anchor": {"anchor_len": 0, **half},
-        ", no anchor": {"anchor_len": 0},
-        ", sparse blocks": {"sparse": SparseConfig(method="spargeattn")},
-        **{other: {} for other in (RANDOM, OF_THE_ANSWER)},
-        **{f", n/64, n/128{other}": short for other in (RANDOM, OF_THE_ANSWER)},
-        **{f", l_p = n/32{quarter}": longer[", l_p = n/32"] for quarter in IN_QUARTERS},
-    }
-    rows = {name: PrefillConfig(method=name) for name in ("full", "zigzag_ring", "star", "apb", *SPARSE_NAMES)}
-    rows["apb, as its authors"] = PrefillConfig(method="apb", **authors)
-    return rows | {f"apbv{label}": PrefillConfig(**settings) for label, settings in of_apbv.items()}
+    """Return the rows for a context length by label."""
+    return {label: way.prefill for label, way in ways_of(PRESETS["rows"], num_tokens).items()}
 
 
 class Job(NamedTuple):
@@ -178,12 +150,9 @@ class Examinee:
         with self._hosts.local_stage("making a task"):
             made = make_task(same["task"], same["index"], same["num_tokens"], self._engine.tokenizer)
             sample = Sample(made, self._engine.tokenizer, inspect_model(self._engine.model))
-        wanted = {number: set(rows) for number, rows in left.items()}
-        # The other rows are compared with this one.
-        first = {"full": PrefillConfig(method="full"), **left[min(left)]}
-        for number, rows in {**left, min(left): first}.items():
+        for number, rows, wanted in with_reference(left, {"full": PrefillConfig(method="full")}):
             for record in self._answer_all(sample, number, rows):
-                if record["label"] in wanted[number]:
+                if record["label"] in wanted:
                     times = {} if self._timed else {"ttft_ms": None}
                     yield {"benchmark": "ruler", **same, "hosts": number, **record, **times}
 
@@ -218,12 +187,12 @@ def jobs_of(options: argparse.Namespace, hosts: HostGroup, known: list[dict]) ->
     for index, num_tokens, task in product(range(options.samples), options.tokens, options.tasks):
         same = {"model": options.model, "dtype": dtype_of(options, hosts), "task": task}
         same |= {"num_tokens": num_tokens, "index": index}
-        left = {number: {} for number in ([hosts.size] if hosts.size > 1 else sorted({1, *options.hosts}))}
-        for (label, config), number in product(rows_of(num_tokens).items(), left):
-            runs_here = hosts.size > 1 or METHODS[config.method].splits == (number > 1)
-            if runs_here and label in options.rows and [*same.values(), number, label] not in done:
-                left[number][label] = config
-        if any(left.values()):
+        left = defaultdict(dict)
+        for label, config in rows_of(num_tokens).items():
+            for number in numbers_of_hosts(config.method, options, hosts) if label in options.rows else ():
+                if [*same.values(), number, label] not in done:
+                    left[number][label] = config
+        if left:
             yield Job(same, left)
 
 
@@ -330,18 +299,7 @@ def on_shared_samples(records: list[dict]) -> dict[str, list[dict]]:
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="demo", help="demo, a directory, or a hub id")
-    parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=TASKS, metavar="TASK")
-    parser.add_argument("--tokens", type=COUNT, nargs="+", default=[2048], help="context lengths (default 2048)")
-    parser.add_argument("--samples", type=COUNT, default=20)
-    parser.add_argument("--processes", type=COUNT, default=1, help="answer as many samples at the same time")
-    parser.add_argument("--minutes", type=positive(float), help="begin no further sample after these")
-    parser.add_argument(
-        "--rows", nargs="+", default=list(rows_of(1)), choices=rows_of(1), metavar="ROW", help="default: all"
-    )
-    add_shared(parser, "dtype", "json", "plot", "table", hosts=[4])
-    return parser.parse_args(arguments)
+    return parser_of("ruler", __doc__, {"tasks": TASKS, "rows": rows_of(1)}).parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -19,19 +19,17 @@ from dataclasses import asdict, replace
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 
 # isort: split
-from tqdm import tqdm
-
 from apbv import HostGroup, PrefillConfig
 from apbv.hosts import run_on_hosts
 from apbv.launch.options import REDUCE, add_settings, prefill_config
 from apbv.planning import parse_resolution
 
-from support.arguments import COUNT, add_prefill_settings, add_shared
-from support.bench import Bench, Case, Workload, network_fields
+from support.arguments import add_options
+from support.bench import Bench, Case, Workload
 from support.cost_model import METHODS, Shape, Video, cost_of_prompt, explain, flop_ratio
-from support.records import report
-from support.simulated import Lap, Network
-from support.workloads import CONFIGS, MERGE, PREFIX_LEN, config_of, patch_grid
+from support.records import columns_of, fields_of, report
+from support.simulated import Lap
+from support.workloads import MERGE, PREFIX_LEN, config_of, patch_grid
 
 FULL = PrefillConfig(method="full")
 
@@ -65,14 +63,12 @@ def plan(options: argparse.Namespace) -> Iterator[dict]:
             yield {
                 "benchmark": "scaling",
                 "kind": "plan",
-                "model": options.model,
                 "method": method,
                 "hosts": hosts,
                 "num_input_tokens": prompt[0],
-                "anchor_len": layout.anchor_len,
-                "passing_len": layout.passing_len,
                 "reduce": settings.reduce and asdict(settings.reduce),
-                "density": options.density,
+                **fields_of(options, "model", "density"),
+                **fields_of(layout, "anchor_len", "passing_len"),
                 "flop_ratio": flop_ratio(alone, costs),
                 "received_bytes": max(sum(host.received.values()) for host in costs),
                 "kv_bytes": max(host.kv_bytes for host in costs),
@@ -81,108 +77,69 @@ def plan(options: argparse.Namespace) -> Iterator[dict]:
 
 def simulate(options: argparse.Namespace) -> Iterator[dict]:
     """Measure every method on simulated hosts, and compare with the cost model."""
-    hosts = HostGroup.single()
-    bench = Bench(options, hosts)
-    shape = Shape.from_config(config_of(options.model), bench.model.dtype.itemsize)
-    network = Network(options.bandwidth, options.latency)
     ways = list(itertools.product(options.hosts, options.methods))
-    total = len(options.tokens) * (options.full_rounds + len(ways) * (options.rounds + 1))
+    num_runs = 1 + len(options.tokens) * (options.full_rounds + len(ways) * (options.rounds + 1))
+    bench = Bench(options, HostGroup.single(), num_runs)
+    shape = Shape.from_config(config_of(options.model), bench.model.dtype.itemsize)
+    full = Case("full", FULL)
     # The first forward pass also sets up what later ones reuse.
-    bench.run(Case("full", FULL), bench.prepare(Workload(tokens=2048)))
-    with tqdm(total=total, unit="prefill", disable=None) as bar:
-
-        def run(case: Case, paces=None) -> dict:
-            bar.set_postfix_str(f"{case.label}, {case.hosts} hosts", refresh=True)
-            found = bench.run(case, job, paces)
-            bar.update()
-            return {**found, "ms": found["stages_ms"]["prefill"]}
-
-        for num_tokens in options.tokens:
-            job, prompt = bench.prepare(Workload(tokens=num_tokens)), prompt_of(options, num_tokens)
-            full_ms = [run(Case("full", FULL))["ms"] for _ in range(options.full_rounds)]
-            _, alone = cost_of_prompt(shape, 1, prompt, FULL)
-            for number, method in ways:
-                case = Case(method, replace(prefill_config(options), method=method), number, network)
-                samples = [run(case) for _ in range(options.rounds)]
-                # On a noisy machine the slowest host before an exchange is mostly the unluckiest one, so that the
-                # final run is at each host's mean pace: every stretch of computing is averaged over its runs.
-                paces = [
-                    [Lap(*map(statistics.mean, zip(*stretch, strict=True))) for stretch in zip(*laps, strict=True)]
-                    for laps in zip(*(sample["laps"] for sample in samples), strict=True)
-                ]
-                last = run(case, paces)
-                speedup = statistics.mean(full_ms) / last["ms"]
-                ratio = flop_ratio(alone, cost_of_prompt(shape, number, prompt, case.config)[1])
-                yield {
-                    "benchmark": "scaling",
-                    "kind": "simulate",
-                    "simulated": True,
-                    "model": options.model,
-                    "method": method,
-                    "hosts": number,
-                    "threads_per_host": bench.threads,
-                    "network": network_fields(network),
-                    "num_input_tokens": num_tokens,
-                    "anchor_len": last["anchor_len"],
-                    "passing_len": last["passing_len"],
-                    "full_ms": full_ms,
-                    "critical_path_ms": last["ms"],
-                    "noisy_critical_path_ms": [sample["ms"] for sample in samples],
-                    "speedup_vs_full": speedup,
-                    "flop_ratio": ratio,
-                    "share_of_flop_ratio": speedup / ratio,
-                }
+    bench.run(full, bench.prepare(Workload(tokens=2048)))
+    for num_tokens in options.tokens:
+        job, prompt = bench.prepare(Workload(tokens=num_tokens)), prompt_of(options, num_tokens)
+        full_ms = [prefill_ms(bench.run(full, job)) for _ in range(options.full_rounds)]
+        _, alone = cost_of_prompt(shape, 1, prompt, FULL)
+        for number, method in ways:
+            case = Case(method, replace(prefill_config(options), method=method), number)
+            samples = [bench.run(case, job) for _ in range(options.rounds)]
+            # On a noisy machine the slowest host before an exchange is mostly the unluckiest one, so that the last
+            # run is at each host's mean pace: every stretch of computing is averaged over its runs.
+            paces = [
+                [Lap(*map(statistics.mean, zip(*stretch, strict=True))) for stretch in zip(*laps, strict=True)]
+                for laps in zip(*(sample["laps"] for sample in samples), strict=True)
+            ]
+            last = bench.run(case, job, paces)
+            speedup = statistics.mean(full_ms) / prefill_ms(last)
+            ratio = flop_ratio(alone, cost_of_prompt(shape, number, prompt, case.config)[1])
+            yield {
+                "benchmark": "scaling",
+                "kind": "simulate",
+                "simulated": True,
+                "model": options.model,
+                "method": method,
+                "hosts": number,
+                "threads_per_host": bench.threads,
+                "network": {"link": asdict(bench.network)},
+                "num_input_tokens": num_tokens,
+                **fields_of(last, "anchor_len", "passing_len"),
+                "full_ms": full_ms,
+                "critical_path_ms": prefill_ms(last),
+                "noisy_critical_path_ms": [prefill_ms(sample) for sample in samples],
+                "speedup_vs_full": speedup,
+                "flop_ratio": ratio,
+                "share_of_flop_ratio": speedup / ratio,
+            }
 
 
-_WHAT = {"tokens": "{num_input_tokens}", "hosts": "{hosts}", "method": "{method}"}
-COLUMNS = {
-    "plan": _WHAT
-    | {
-        "FLOP ratio": "{flop_ratio:.2f}",
-        "MB received": lambda record: f"{record['received_bytes'] / 1e6:.1f}",
-        "KV MB / host": lambda record: f"{record['kv_bytes'] / 1e6:.1f}",
-    },
-    "simulate": _WHAT
-    | {
-        "full s": lambda record: f"{statistics.mean(record['full_ms']) / 1e3:.2f}",
-        "critical path s": lambda record: f"{record['critical_path_ms'] / 1e3:.2f}",
-        "speed-up": "{speedup_vs_full:.2f}",
-        "FLOP ratio": "{flop_ratio:.2f}",
-        "share of it": "{share_of_flop_ratio:.2f}",
-    },
-}
+def prefill_ms(figures: dict) -> float:
+    return figures["stages_ms"]["prefill"]
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.set_defaults(method="apbv")
     commands = parser.add_subparsers(dest="kind", required=True)
-    shared = argparse.ArgumentParser(add_help=False)
-    add_prefill_settings(shared, "anchor_len", "passing_len")
-    shared.set_defaults(method="apbv")
-    add_shared(shared, "query_len", "json", hosts=[8])
-
-    command = commands.add_parser("plan", parents=[shared], help="predict with the cost model")
-    command.add_argument("--model", default="qwen2.5-vl-3b", help=f"{', '.join(CONFIGS)}, a directory or a hub id")
-    add_shared(command, "tokens", frames=64)
-    command.add_argument("--resolution", default="720p", help="HxW, or such as 720p")
-    command.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
+    command = commands.add_parser("plan", help="predict with the cost model")
+    add_options(command, "scaling plan", {"methods": METHODS})
     add_settings(command.add_argument_group("visual-token pruning"), REDUCE)
-    help_ = "measured density of sparse attention within blocks (default 1)"
-    command.add_argument("--density", type=float, default=1.0, help=help_)
-    command.add_argument("--explain", action="store_true", help="break down the busiest host's work")
-
-    command = commands.add_parser("simulate", parents=[shared], help="measure with simulated hosts")
-    command.add_argument("--model", default="llama-small", help="a text model (default llama-small)")
-    command.add_argument("--methods", nargs="+", choices=METHODS[1:], default=["apbv"])
-    command.add_argument("--full-rounds", type=COUNT, default=1, help="rounds of full attention (slow)")
-    add_shared(command, "bandwidth", "latency", "dtype", rounds=3, tokens=[32768])
+    command = commands.add_parser("simulate", help="measure with simulated hosts")
+    add_options(command, "scaling simulate", {"methods": METHODS[1:]})
     return parser.parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
     measure = {"plan": plan, "simulate": simulate}[options.kind]
-    return run_on_hosts(lambda _: report(options, measure(options), COLUMNS[options.kind]))
+    return run_on_hosts(lambda _: report(options, measure(options), columns_of(f"scaling {options.kind}")))
 
 
 if __name__ == "__main__":

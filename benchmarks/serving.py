@@ -24,32 +24,30 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
-from unittest import mock
+from unittest import TestCase, mock
 
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 
 # isort: split
 
 from apbv import Engine, HostGroup, SamplingParams, SpeculativeConfig, demo
-from apbv.launch.options import positive
 from apbv.serve.batch import Batch
 from apbv.serve.batch_files import Answers, Requests
-from apbv.serve.job import DURATIONS
 from apbv.serve.log import FIELDS
 from apbv.serve.report import report
 from apbv.serve.server import run_worker
 from apbv.serve.settings import ServerSettings
 from apbv.speculate import STRATEGIES
 
-from support.arguments import COUNT, add_pair, add_shared
+from support.arguments import parser_of
 from support.clients import Answer, serve_while, stream_answer
 from support.drafting import build_ways
-from support.records import measure_on_hosts
+from support.records import columns_of, fields_of, measure_on_hosts
 from support.summaries import percentiles
 
 
@@ -163,37 +161,16 @@ def ask_a_batch(
         asked.write_text("\n".join(lines))
         with closing(Answers(out)) as answers:
             batch = Batch(Requests(asked), answers, settings, lambda _: None)
-            with _durations() as durations:
+            with TestCase().assertLogs(report.__module__, logging.INFO) as logged:
                 run_worker(engine, hosts, settings, batch.open)
         seconds = batch.seconds
         bodies = [json.loads(line)["response"]["body"] for line in out.read_text().splitlines()]
     if any("error" in body or body["choices"][0]["message"]["content"] != expected for body in bodies):
         raise ValueError("the batch is not answered as by the engine")
     num_tokens = (body["usage"]["completion_tokens"] for body in bodies)
-    times = zip(durations["time_to_first_token"], durations["total"], num_tokens, strict=True)
-    return [Answer(first, end, expected, number) for first, end, number in times], seconds
-
-
-@contextmanager
-def _durations() -> Iterator[dict[str, list[float]]]:
-    """Collect the durations (:data:`apbv.serve.job.DURATIONS`) of the requests that finish in the block."""
-    logger, handler = logging.getLogger(report.__module__), logging.Handler()
-    durations: dict[str, list[float]] = {name: [] for name in DURATIONS}
-
-    def note(record: logging.LogRecord) -> None:
-        told = getattr(record, FIELDS)
-        for name, known in durations.items():
-            if (seconds := told[f"{name}_seconds"]) is not None:
-                known.append(seconds)
-
-    handler.emit = note
-    logger.setLevel(logging.INFO)
-    logger.addHandler(handler)
-    try:
-        yield durations
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(logging.NOTSET)
+    told = [getattr(record, FIELDS) for record in logged.records]  # of each request, when it had finished
+    times = [(each["time_to_first_token_seconds"], each["total_seconds"]) for each in told]
+    return [Answer(*each, expected, number) for each, number in zip(times, num_tokens, strict=True)], seconds
 
 
 def measure(options: argparse.Namespace, hosts: HostGroup) -> Iterator[dict]:
@@ -207,7 +184,7 @@ def measure(options: argparse.Namespace, hosts: HostGroup) -> Iterator[dict]:
     yield record(options, hosts, Way("engine", 1), alone, time.perf_counter() - began)
     loads = [{"rate": rate} for rate in options.rate] or [{"concurrency": each} for each in options.concurrency]
     measured: dict[Way, tuple[list[Answer], float]] = {}
-    servers = options.speculate, options.homes, options.max_running
+    servers = options.speculate, options.homes or [None], options.max_running or [None]
     for _ in range(options.rounds):
         figures = []
         for speculate, homes, most in itertools.product(*servers):
@@ -236,8 +213,7 @@ def record(options: argparse.Namespace, hosts: HostGroup, way: Way, answers: lis
     ]
     return {
         "benchmark": "serving",
-        "model": options.model,
-        "scale": options.scale,
+        **fields_of(options, "model", "scale"),
         "hosts": hosts.size,
         **asdict(way),
         "num_requests": len(answers),
@@ -251,55 +227,14 @@ def record(options: argparse.Namespace, hosts: HostGroup, way: Way, answers: lis
     }
 
 
-COLUMNS = {
-    "": "{way}",
-    "clients": lambda row: row["concurrency"] or (f"{row['rate']:g}/s" if row["rate"] else ""),
-    "at once": lambda row: row["max_running"] or (1 if row["way"] == "engine" else "all"),
-    "homes": lambda row: row["homes"] or row["hosts"],
-    "draft": "{speculate}",
-    "answers/s": "{request_throughput:.2f}",
-    "in time/s": "{goodput:.2f}",
-    "tokens/s": "{output_throughput:.0f}",
-    **{
-        f"{name} {share} ms": f"{{{time}[{share}]:.0f}}"
-        for time, name in {"ttft_ms": "TTFT", "tpot_ms": "TPOT", "latency_ms": "answer"}.items()
-        for share in ("p50", "p90")
-    },
-}
-
-
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--video",
-        default=str(demo.video_path()),
-        type=lambda text: None if text == "none" else text,
-        metavar="FILE|none",
-        help="none: the prompt is text alone (default: the bundled clip)",
-    )
-    parser.add_argument("--prompt", default="name the letters in order")
-    parser.add_argument("--requests", type=COUNT, default=64, help="requests per measurement (default 64)")
-    parser.add_argument("--concurrency", type=COUNT, nargs="+", default=[1, 4, 16], help="concurrent clients")
-    parser.add_argument("--rate", type=positive(float), nargs="+", default=[], help="requests per second instead")
-    parser.add_argument(
-        "--limits", type=positive(float), nargs=2, metavar=("TTFT", "TPOT"), default=[1000.0, 50.0], help="in ms"
-    )
-    parser.add_argument("--batch", action="store_true", help="also answer a file of the requests without HTTP")
-    parser.add_argument("--ignore-eos", action="store_true", help="always generate --max-new-tokens tokens")
-    limit = {"type": lambda text: None if text == "all" else COUNT(text), "metavar": "N|all"}
-    limit |= {"nargs": "+", "default": [None]}
-    told = "each measured on its own server (default: all)"
-    parser.add_argument("--max-running", help=f"decoding batch limits, {told}", **limit)
-    parser.add_argument("--homes", help=f"numbers of hosts that decode, {told}", **limit)
-    parser.add_argument("--speculate", nargs="+", choices=("off", *STRATEGIES), default=["off"])
-    add_pair(parser)
-    parser.set_defaults(draft_host=False, preset=None)
-    add_shared(parser, "pinned", "json", dtype="float32", rounds=1, max_new_tokens=32, timeout=300.0, frames=128)
+    parser = parser_of("serving", __doc__, {"speculate": ("off", *STRATEGIES)})
+    parser.set_defaults(video=str(demo.video_path()), draft_host=False, preset=None)
     return parser.parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    return measure_on_hosts(parse_arguments(arguments), measure, COLUMNS)
+    return measure_on_hosts(parse_arguments(arguments), measure, columns_of("serving"))
 
 
 if __name__ == "__main__":

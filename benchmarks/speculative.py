@@ -45,7 +45,7 @@ from apbv.stats import StageTimer
 from support.arguments import COUNT, add_clip_options, add_pair, add_shared, presets_of
 from support.drafting import Way, build_ways
 from support.exams import Exam
-from support.records import measure_on_hosts, read_records
+from support.records import columns_of, fields_of, measure_on_hosts, read_records
 
 PRESETS = presets_of("speculative")
 
@@ -149,9 +149,7 @@ def batch_records(options: argparse.Namespace, ways: Sequence[Way], questions: S
         yield {
             "benchmark": "batch_speculative",
             "label": way.label,
-            "model": options.model,
-            "scale": options.scale,
-            "dtype": options.dtype,
+            **fields_of(options, "model", "scale", "dtype"),
             "num_input_tokens": statistics.mean(runs[0].prompt_lens),
             "answers": len(questions),
             "new_tokens": new_tokens,
@@ -182,14 +180,10 @@ def task_records(options: argparse.Namespace, ways: list[Way]) -> Iterator[dict]
             figures = None if way.config is None else speculation(way.config, runs, target_ms, forwards)
             yield {
                 "benchmark": "speculative",
-                "preset": options.preset,
                 "label": way.label,
                 "task": task,
-                "model": options.model,
-                "scale": options.scale,
-                "hosts": runs[0]["hosts"],
-                "kv": options.kv,
-                "method": runs[0]["method"],
+                **fields_of(options, "preset", "model", "scale", "kv"),
+                **fields_of(runs[0], "hosts", "method", "dtype"),
                 "num_input_tokens": statistics.mean(stats["num_input_tokens"] for stats in runs),
                 "answers": len(runs),
                 "new_tokens": new_tokens,
@@ -199,7 +193,6 @@ def task_records(options: argparse.Namespace, ways: list[Way]) -> Iterator[dict]
                 "decode_speedup": decode_ms / sum(times["decode_ms"]) if identical else None,
                 "end_to_end_speedup": total_ms / sum(times["total_ms"]) if identical else None,
                 "speculation": figures,
-                "dtype": runs[0]["dtype"],
             }
 
 
@@ -294,32 +287,6 @@ def measure_batches(options: argparse.Namespace, hosts: HostGroup) -> Iterator[d
         yield from batch_records(options, ways, [given for _, given in asked[:size]])
 
 
-COLUMNS = {
-    "task": "{task}",
-    "way": "{label}",
-    "accepted": "{speculation[acceptance_rate]:.2f}",
-    "MAT": "{speculation[mean_accepted_tokens]:.2f}",
-    "tokens / target pass": "{speculation[tokens_per_target_forward]:.2f}",
-    "T_p / T_q": "{speculation[cost_ratio]:.2f}",
-    "T_q ms": "{speculation[draft_ms_per_token]:.2f}",
-    "draft prefill ms": lambda row: f"{statistics.mean(row['draft_prefill_ms']):.1f}",
-    "decode ms": lambda row: f"{statistics.mean(row['decode_ms']):.1f}",
-    "decode speed-up": "{decode_speedup:.2f} ×",
-    "by theory": "{speculation[predicted_decode_speedup]:.2f} ×",
-    "end to end": "{end_to_end_speedup:.2f} ×",
-}
-BATCH_COLUMNS = {
-    "prompt": "{num_input_tokens:.0f}",
-    "answers": "{answers}",
-    "way": "{label}",
-    "accepted": "{acceptance_rate:.2f}",
-    "drafted per token": "{drafted_per_token:.2f}",
-    "tokens/s": "{tokens_per_s:.0f}",
-    "speed-up": "{speedup:.2f} ×",
-    "identical": "{identical}",
-}
-
-
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_pair(parser)
@@ -351,8 +318,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
-    run, columns = (measure_batches, BATCH_COLUMNS) if options.batch else (measure, COLUMNS)
-    return measure_on_hosts(options, run, columns)
+    run, name = (measure_batches, "batch_speculative") if options.batch else (measure, "speculative")
+    return measure_on_hosts(options, run, columns_of(name))
 
 
 if __name__ == "__main__":

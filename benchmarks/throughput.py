@@ -28,7 +28,6 @@ import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 # isort: split
 import torch
 from torch.profiler import ProfilerActivity, profile
-from tqdm import tqdm
 
 from apbv import HostGroup
 from apbv.config import METHOD_NAMES, SPARSE_NAMES
@@ -36,12 +35,10 @@ from apbv.launch.options import prefill_config
 from apbv.planning import parse_resolution
 from apbv.prefilling.methods import METHODS
 
-from support.arguments import COUNT, add_prefill_settings, add_shared, presets_of
-from support.bench import Bench, Case, Workload, measure, network_fields
-from support.records import markdown_table, measure_on_hosts
-from support.simulated import Network
+from support.arguments import parser_of, presets_of
+from support.bench import Bench, Case, Workload, measure
+from support.records import columns_of, fields_of, markdown_table, measure_on_hosts
 from support.summaries import percentiles
-from support.workloads import CONFIGS
 
 BASELINES = ("full", "zigzag_ring")
 SWITCHES = ("overlap", "fused_query", "zigzag")
@@ -71,15 +68,14 @@ def plan(options: argparse.Namespace, hosts: HostGroup) -> tuple[list[Workload],
         frames, sizes = options.frames or usual["frames"], options.resolutions or ["720p" if is_large else "240p"]
         workloads = [Workload(None, count, *parse_resolution(size)) for size in sizes for count in frames]
 
-    network, base = Network(options.bandwidth, options.latency), prefill_config(options)
+    base = prefill_config(options)
     methods = options.methods or [name for name in METHOD_NAMES if name not in SPARSE_NAMES]
     cases = [
-        Case(name, replace(base, method=name), *((number, network) if METHODS[name].splits else ()))
+        Case(name, replace(base, method=name), number if METHODS[name].splits else 1)
         for number in numbers
         for name in methods
     ]
-    cases = [case for place, case in enumerate(cases) if case not in cases[:place]]
-    return workloads, sorted(cases, key=lambda case: case.hosts > 1)
+    return workloads, sorted(dict.fromkeys(cases), key=lambda case: case.hosts > 1)
 
 
 def records(
@@ -87,31 +83,23 @@ def records(
 ) -> Iterator[dict]:
     """Yield one record per case of a workload; speedups are ratios of medians within the same run."""
     times = [[sample["ttft_ms"] for sample in samples] for samples in measured]
-    median = list(map(statistics.median, times))
-    for case, samples, ttft_ms, ms in zip(cases, measured, times, median, strict=True):
-        last = samples[-1]
+    medians = {(case.label, case.hosts): statistics.median(ms) for case, ms in zip(cases, times, strict=True)}
+    for case, samples, ttft_ms in zip(cases, measured, times, strict=True):
+        last, ttft = samples[-1], percentiles(ttft_ms)
         simulated = bench.simulated and case.hosts > 1
-        speedups = dict.fromkeys(BASELINES)
-        for other, others_ms in zip(cases, median, strict=True):
-            is_same = (other.hosts, other.network) in ((case.hosts, case.network), (1, None))
-            if other.label in BASELINES and is_same:
-                speedups[other.label] = others_ms / ms
-        ttft = percentiles(ttft_ms)
+        baselines = {name: medians.get((name, case.hosts), medians.get((name, 1))) for name in BASELINES}
         yield {
             "benchmark": "throughput",
-            "preset": options.preset,
-            "label": case.label,
-            "hosts": case.hosts,
+            **fields_of(options, "preset", "model", "warmup"),
+            **fields_of(case, "label", "hosts"),
             "simulated": simulated,
-            "network": network_fields(case.network) if simulated else None,
+            "network": {"link": asdict(bench.network)} if simulated else None,
             "threads_per_host": bench.threads * (bench.hosts.size if case.hosts == 1 else 1),
-            "model": options.model,
             "dtype": str(bench.model.dtype).removeprefix("torch."),
             **asdict(workload),
-            **{name: last[name] for name in ("method", "num_input_tokens", "num_video_tokens", "anchor_len")},
-            "passing_len": last["passing_len"],
-            "importance": case.config.importance,
-            **{switch: getattr(case.config, switch) for switch in SWITCHES},
+            **fields_of(last, "method", "num_input_tokens", "num_video_tokens", "anchor_len", "passing_len"),
+            **fields_of(last, "comm_bytes"),
+            **fields_of(case.config, "importance", *SWITCHES),
             "ttft_ms": ttft,
             "request_throughput": 1e3 / ttft["p50"],
             "stages_ms": {
@@ -120,47 +108,16 @@ def records(
             },
             # On a GPU: whichever is more sets the pace, the CPU that launches or the GPU.
             "busy_ms": last.get("busy_ms"),
-            "comm_bytes": last["comm_bytes"],
             # Simulated hosts share one process's memory, which does not tell what each of them would need.
             "peak_memory_bytes": None if simulated else last["peak_memory_bytes"],
-            **{f"speedup_vs_{name}": speedup for name, speedup in speedups.items()},
+            **{f"speedup_vs_{name}": ms and ms / ttft["p50"] for name, ms in baselines.items()},
             "samples": {"ttft_ms": ttft_ms},
-            "warmup": options.warmup,
         }
 
 
-COLUMNS = {
-    "tokens": "{num_input_tokens}",
-    "hosts": lambda row: f"{row['hosts']}{' (simulated)' if row['simulated'] else ''}",
-    "method": "{label}",
-    "l_a": "{anchor_len}",
-    "l_p": "{passing_len}",
-    "TTFT p50 ms": "{ttft_ms[p50]:.1f}",
-    "p99 ms": "{ttft_ms[p99]:.1f}",
-    "req/s": "{request_throughput:.3f}",
-    "vs full": "{speedup_vs_full:.2f}",
-    "vs ring": "{speedup_vs_zigzag_ring:.2f}",
-    "encode ms": "{stages_ms[encode]:.1f}",
-    "prefill ms": "{stages_ms[prefill]:.1f}",
-    "MiB received": lambda row: f"{sum(row['comm_bytes']) / 2**20:.1f}",
-}
-
-
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--preset", choices=PRESETS, help="the paper's sweep; other options override it")
-    parser.add_argument("--model", help=f"{', '.join(CONFIGS)} (random weights), demo, a directory or a hub id")
-    parser.add_argument("--methods", nargs="+", choices=METHOD_NAMES, help="default: all except sparse ones")
-    parser.add_argument("--hosts", type=COUNT, nargs="+", help="simulated hosts (not under torchrun)")
-    parser.add_argument("--frames", type=COUNT, nargs="+", help="frames per video")
-    parser.add_argument("--resolutions", nargs="+", help="HxW, or such as 720p")
-    add_prefill_settings(parser, "anchor_len", "passing_len", "importance")
-    parser.add_argument("--profile", type=Path, metavar="DIR", help="write a trace of one more run of each case")
+    parser = parser_of("throughput", __doc__, {"preset": PRESETS, "methods": METHOD_NAMES})
     parser.set_defaults(method="apbv")
-    # The other hosts wait while host 0 runs `full`.
-    add_shared(
-        parser, "tokens", "query_len", "bandwidth", "latency", "dtype", "json", rounds=3, warmup=1, timeout=3600.0
-    )
     return parser.parse_args(arguments)
 
 
@@ -168,14 +125,14 @@ def measured_records(options: argparse.Namespace, hosts: HostGroup) -> Iterator[
     """Yield the records of all workloads, on host 0; collective."""
     with hosts.local_stage("reading the options"):
         workloads, cases = plan(options, hosts)
-    bench, total = Bench(options, hosts), len(workloads) * len(cases) * (options.warmup + options.rounds)
-    with tqdm(total=total, unit="prefill", disable=None if hosts.rank == 0 else True) as bar:
-        for workload in workloads:
-            measured = measure(bench, workload, cases, options.rounds, options.warmup, bar)
-            if options.profile is not None:
-                write_profiles(options.profile, bench, workload, cases)
-            if hosts.rank == 0:
-                yield from records(options, bench, workload, cases, measured)
+    runs_of_each = options.warmup + options.rounds + (options.profile is not None)
+    bench = Bench(options, hosts, len(workloads) * len(cases) * runs_of_each)
+    for workload in workloads:
+        measured = measure(bench, workload, cases, options.rounds, options.warmup)
+        if options.profile is not None:
+            write_profiles(options.profile, bench, workload, cases)
+        if hosts.rank == 0:
+            yield from records(options, bench, workload, cases, measured)
 
 
 def write_profiles(folder: Path, bench: Bench, workload: Workload, cases: list[Case]) -> None:
@@ -270,7 +227,7 @@ def _on_cpu(events: list[dict]) -> tuple[dict[int, str], list[tuple[str, str, fl
 
 
 def main(arguments: list[str] | None = None) -> int:
-    return measure_on_hosts(parse_arguments(arguments), measured_records, COLUMNS)
+    return measure_on_hosts(parse_arguments(arguments), measured_records, columns_of("throughput"))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ recipe is explained in support/demo_training/trainer.py.
 
 import argparse
 import sys
-from pathlib import Path
 
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 
@@ -17,6 +16,7 @@ import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 import torch
 from transformers.utils.logging import disable_progress_bar
 
+from support.arguments import parser_of
 from support.demo_training.data import BatchMaker, ShotPool
 from support.demo_training.trainer import Trainer
 
@@ -24,13 +24,8 @@ POOL_SIZES = {2: 8192, 6: 3072}  # shots, by grid
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of("train_demo", __doc__)
     parser.add_argument("size", choices=("target", "draft"))
-    parser.add_argument("--minutes", type=float, default=75, help="training time (default 75)")
-    parser.add_argument("--out", type=Path, required=True, help="directory for the checkpoint")
-    parser.add_argument("--teacher", type=Path, help="checkpoint to distil the draft from")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args(arguments)
     if (options.size == "draft") != (options.teacher is not None):
         parser.error("the draft, and only the draft, needs --teacher")

@@ -34,8 +34,8 @@ from tqdm import tqdm
 from apbv.hosts import HostError
 from apbv.planning import parse_resolution
 
-from support.arguments import COUNT, DEFAULT_DTYPES, add_shared, presets_of
-from support.records import report
+from support.arguments import DEFAULT_DTYPES, parser_of, presets_of
+from support.records import columns_of, fields_of, report
 from support.videos.clips import PACKAGES, READERS, ClipSpec, write_clip
 from support.videos.worker import ROADS, STAGES, Job, Measured, in_processes_of_their_own, measure
 
@@ -116,8 +116,8 @@ def figures_of(job: Job, spec: ClipSpec, samples: list[list[Measured]]) -> dict:
     peaks = [max(host.peak_memory_bytes for host in hosts) for hosts in samples]
     return {
         "benchmark": "video",
-        **{name: getattr(job, name) for name in ("stage", "way", "hosts", "sampling")},
-        **{name: getattr(job.settings, name) for name in ("pinned", "dtype", "gop", "fps", "max_pixels")},
+        **fields_of(job, "stage", "way", "hosts", "sampling"),
+        **fields_of(job.settings, "pinned", "dtype", "gop", "fps", "max_pixels"),
         "threads_per_host": job.settings.threads,
         "reader": job.reader if job.way == "transformers" else None,
         "seconds": statistics.median(seconds),
@@ -172,37 +172,8 @@ def records(options: argparse.Namespace) -> Iterator[dict]:
                     yield {**record, "libraries": versions}
 
 
-COLUMNS = {
-    "frames": "{resolution[0]}x{resolution[1]}, gop {gop}, {num_frames} {sampling} of {clip_frames}",
-    "stage": "{stage}",
-    "way": lambda record: f"{record['way']}, {record['hosts']} hosts" if record["hosts"] > 1 else record["way"],
-    "s": "{seconds:.2f}",
-    "CPU s": "{cpu_seconds:.2f}",
-    "peak MiB": lambda record: record["peak_memory_bytes"] >> 20,
-    "difference": "{max_difference:.2g}",
-}
-
-
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--preset", choices=PRESETS, help="set of options; other options override it")
-    clip = parser.add_argument_group("the clip")
-    clip.add_argument("--video", type=Path, metavar="FILE", help="clip to scale and repeat (default: generated)")
-    clip.add_argument("--resolution", default="720p", help="HxW, or such as 720p (default)")
-    clip.add_argument("--gop", type=COUNT, default=250, help="keyframe interval in frames (default 250)")
-    clip.add_argument("--seconds", type=float, default=180)
-    clip.add_argument("--fps", type=COUNT, default=25)
-    what = parser.add_argument_group("measurements")
-    what.add_argument("--frames", type=COUNT, nargs="+", default=[64], help="frames to sample (default 64)")
-    what.add_argument("--sampling", nargs="+", choices=("sparse", "dense"), default=["sparse"])
-    what.add_argument("--stages", nargs="+", choices=STAGES, default=list(STAGES))
-    what.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
-    what.add_argument("--hosts", type=COUNT, nargs="+", default=[1], help="number of hosts (default 1)")
-    what.add_argument("--threads", type=COUNT, default=1, help="threads per host (default 1)")
-    what.add_argument("--max-pixels", type=COUNT, help="per frame, for the vision tower (default: all)")
-    what.add_argument("--vision-depth", type=COUNT, default=32)
-    what.add_argument("--vision-hidden", type=COUNT, default=64)
-    add_shared(what, "pinned", "dtype", "json", rounds=3)
+    parser = parser_of("video", __doc__, {"preset": PRESETS, "stages": STAGES, "ways": WAYS})
     parser.set_defaults(**PRESETS.get(parser.parse_known_args(arguments)[0].preset, {}))
     options = parser.parse_args(arguments)
     options.dtype = options.dtype or DEFAULT_DTYPES["cuda" if torch.cuda.is_available() else "cpu"]
@@ -212,7 +183,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     try:
         options = parse_arguments(arguments)
-        rows = report(options, records(options), COLUMNS)
+        rows = report(options, records(options), columns_of("video"))
     except (ValueError, AssertionError, HostError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -24,6 +24,7 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "helpers"))
 from odd_files import KINDS
 
+from support.arguments import parser_of
 from support.records import markdown_table
 
 # All frames by number, and their times.
@@ -110,10 +111,7 @@ def rows(kinds: list[str], readers: list[str]) -> Iterator[list[str]]:
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--readers", nargs="+", choices=READERS, default=list(READERS))
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), metavar="KIND")
-    return parser.parse_args(arguments)
+    return parser_of("video_kinds", __doc__, {"readers": READERS, "kinds": KINDS}).parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -156,20 +156,7 @@ def overall(score: Score) -> float | None:
 
 
 BENCHMARK = Benchmark(
-    "videomme",
-    __doc__.splitlines()[0],
-    {
-        "questions": "the questions: .parquet, .json or .jsonl",
-        "videos": "the videos (default: data next to the questions)",
-        "subtitles": "the subtitles (default: go without)",
-    },
-    "questions",
-    read,
-    template=TEMPLATE,
-    parse=first_of_four,
-    max_new_tokens=16,
-    request=request,
-    overall=overall,
+    "videomme", __doc__, read, template=TEMPLATE, parse=first_of_four, request=request, overall=overall
 )
 parse_arguments, main = BENCHMARK.parse_arguments, BENCHMARK.main
 

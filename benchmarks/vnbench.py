@@ -76,16 +76,7 @@ def overall(score: Score) -> float | None:
     return statistics.fmean(map(statistics.fmean, shares.values())) if shares else None
 
 
-BENCHMARK = Benchmark(
-    "vnbench",
-    __doc__.splitlines()[0],
-    {"questions": "VNBench-main-4try.json", "videos": "the videos (default: next to the questions)"},
-    "questions",
-    read,
-    parse=first_letter_by_alphabet,
-    max_new_tokens=16,
-    overall=overall,
-)
+BENCHMARK = Benchmark("vnbench", __doc__, read, parse=first_letter_by_alphabet, overall=overall)
 parse_arguments, main = BENCHMARK.parse_arguments, BENCHMARK.main
 
 if __name__ == "__main__":

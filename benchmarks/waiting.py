@@ -28,10 +28,10 @@ from PIL import Image
 from apbv import Engine, HostGroup
 from apbv.serve.settings import ServerSettings
 
-from support.arguments import COUNT, add_shared
+from support.arguments import parser_of
 from support.clients import Answer, is_healthy, serve_while, stream_answer
 from support.clips import write_mp4
-from support.records import measure_on_hosts
+from support.records import columns_of, measure_on_hosts
 from support.summaries import percentiles
 
 _TILE = 112  # pixels per side of a small picture
@@ -164,32 +164,12 @@ def measure(options: argparse.Namespace, hosts: HostGroup) -> Iterator[dict]:
     yield from records
 
 
-COLUMNS = {
-    "beside": "{heavy}",
-    "short requests": lambda row: len(row["samples"]["wait_ms"]),
-    "alone, p50 ms": "{undisturbed_ms[p50]:.0f}",
-    "p50 ms": "{wait_ms[p50]:.0f}",
-    "worst ms": "{worst_wait_ms:.0f}",
-    "heavy TTFT alone ms": "{heavy_alone_ms[p50]:.0f}",
-    "beside them ms": "{heavy_beside_ms[p50]:.0f}",
-    "growth, minima": "{growth:.2f}",
-    "503": "{num_unhealthy}",
-}
-
-
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--heavy", nargs="+", choices=HEAVY, default=[*HEAVY], help="default: all of them")
-    parser.add_argument("--side", type=COUNT, default=12000, help="pixels per side of a large picture")
-    parser.add_argument("--pictures", type=COUNT, default=300, help="number of small pictures (default 300)")
-    parser.add_argument("--words", type=COUNT, default=5000, help="a text of three times as many (default 5000)")
-    add_shared(parser, "model", "pinned", "json", dtype="float32", rounds=1, max_new_tokens=4, timeout=300.0)
-    add_shared(parser, frames=40)
-    return parser.parse_args(arguments)
+    return parser_of("waiting", __doc__, {"heavy": HEAVY}).parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    return measure_on_hosts(parse_arguments(arguments), measure, COLUMNS)
+    return measure_on_hosts(parse_arguments(arguments), measure, columns_of("waiting"))
 
 
 if __name__ == "__main__":

@@ -1,17 +1,20 @@
-"""The command-line options that several benchmarks share."""
+"""Reads the command-line options of the benchmarks, which options.toml describes, and their presets."""
 
 import argparse
+import re
 import tempfile
 import tomllib
+from collections.abc import Collection, Mapping
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
+from apbv.config import REUSE_MODES
 from apbv.launch.options import PREFILL, add_settings, positive
 
 from . import clips
 
 DEFAULT_DTYPES = {"cpu": "float32", "cuda": "bfloat16"}  # by device
-DTYPES = ("float32", "bfloat16", "float16")
 COUNT = positive(int)
 
 
@@ -22,63 +25,101 @@ def _plot_path(text: str) -> Path:
     return Path(text)
 
 
-_TEMPORARY = Path(tempfile.gettempdir(), "apbv-demo-clips")
-_SHARED = {
-    "model": {"default": "demo", "help": "demo, a directory or a hub id"},
-    "tokens": {"type": COUNT, "nargs": "+", "help": "prompt lengths"},
-    "frames": {"type": COUNT, "help": "frames of a video (default %(default)s)"},
-    "tasks": {"nargs": "+", "choices": clips.TASKS, "help": "tasks on the demo's clips"},
-    "keep_ratio": {"type": float, "nargs": "+", "default": [0.1], "help": "share of visual tokens (default 0.1)"},
-    "seed": {"type": int, "default": 0},
-    "json": {"type": Path, "metavar": "FILE", "help": "append the results as JSON lines"},
-    "plot": {"type": _plot_path, "metavar": "PNG", "help": "plot the results; needs matplotlib"},
-    "table": {"type": Path, "nargs": "+", "metavar": "FILE", "help": "only print results from these files"},
-    "rounds": {"type": COUNT, "help": "interleaved repetitions of each measurement"},
-    "warmup": {"type": int, "help": "warm-up rounds, not measured"},
-    "pinned": {"action": "store_true", "help": "pin each host to cores of its own, one per thread"},
-    "dtype": {"choices": DTYPES, "help": "weight dtype (default: bfloat16 on a GPU)"},
-    "timeout": {"type": float, "help": "seconds to wait for a host (default %(default)g)"},
-    "max_new_tokens": {"type": COUNT, "help": "longest answer (default %(default)s tokens)"},
-    # Prompts, and simulated hosts.
-    "query_len": {"type": COUNT, "default": 32, "help": "question tokens (default 32)"},
-    "hosts": {"type": COUNT, "nargs": "+", "help": "numbers of simulated hosts (default %(default)s)"},
-    "bandwidth": {"type": float, "default": 200e9, "help": "of simulated links, bytes/s (default: NVLink's)"},
-    "latency": {"type": float, "default": 10e-6, "help": "of simulated links, seconds"},
-    # The demo's clips.
-    "clips": {"type": COUNT, "help": "number of clips"},
-    "shots": {"type": COUNT, "help": "shots per clip"},
-    "split": {"choices": clips.SPLITS, "default": "test"},
-    "grid": {"type": int, "choices": clips.GRIDS, "default": 2, "help": "tokens per side of a frame (default 2)"},
-    "folder": {"type": Path, "default": _TEMPORARY, "help": "directory for the clips"},
-}
+def _template(text: str) -> str:
+    if "{question}" not in text:
+        raise argparse.ArgumentTypeError("must contain {question}, and may contain {options}")
+    return text.replace("\\n", "\n")
+
+
+def _shard(text: str) -> tuple[int, int]:
+    found = re.fullmatch(r"(\d+)/(\d+)", text)
+    if not found or not 1 <= int(found[1]) <= int(found[2]):
+        raise argparse.ArgumentTypeError(f"expected I/N with 1 ≤ I ≤ N, such as 1/4, not {text!r}")
+    return int(found[1]), int(found[2])
+
+
+_TYPES = {"int": int, "float": float, "path": Path, "count": COUNT, "plot": _plot_path, "template": _template}
+_TYPES |= {"positive": positive(float), "share": positive(float, 1.0), "I/N": _shard}
+_TYPES |= {"N|all": lambda text: None if text == "all" else COUNT(text)}
+_TYPES |= {"FILE|none": lambda text: None if text == "none" else text}
+_CHOICES = {"tasks": clips.TASKS, "split": clips.SPLITS, "grid": clips.GRIDS, "needles": clips.NEEDLES}
+_CHOICES |= {"reuse": ("off", *REUSE_MODES)}
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Read a TOML file."""
+    return tomllib.loads(path.read_text(encoding="utf-8"))
+
+
+_TABLES = read_toml(Path(__file__).with_name("options.toml"))
+_TABLES["shared"]["folder"]["default"] = Path(tempfile.gettempdir(), "apbv-demo-clips")
 
 
 def presets_of(benchmark: str) -> dict[str, dict]:
     """Read a benchmark's presets, by name."""
-    path = Path(__file__).with_name("presets.toml")
-    return tomllib.loads(path.read_text(encoding="utf-8"))[benchmark]
+    return read_toml(Path(__file__).with_name("presets.toml"))[benchmark]
+
+
+def parser_of(
+    benchmark: str, description: str, choices: Mapping[str, Collection] | None = None
+) -> argparse.ArgumentParser:
+    """Make the parser of a benchmark's options.
+
+    Args:
+        benchmark: a table of options.toml.
+        description: what the benchmark is for, in its first line.
+        choices: what can be chosen from, by the names of options, where that is known to the script alone.
+    """
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
+    add_options(parser, benchmark, choices)
+    return parser
+
+
+def add_options(
+    parser: argparse._ActionsContainer, benchmark: str, choices: Mapping[str, Collection] | None = None
+) -> None:
+    """Add the options of a table of options.toml; see :func:`parser_of`."""
+    for name, option in _with_others(benchmark).items():
+        if name == "settings":
+            add_settings(parser, [each for each in PREFILL if each.field in option], with_defaults=True)
+        else:
+            _add(parser, name, option, _CHOICES | (choices or {}))
+
+
+def _with_others(benchmark: str) -> dict[str, Any]:
+    """Return a table's options, with those of the tables that it is like."""
+    own = dict(_TABLES[benchmark])
+    others = own.pop("like", [])
+    return {name: option for other in others for name, option in _with_others(other).items()} | own
+
+
+def _add(parser: argparse._ActionsContainer, name: str, option: Any, choices: Mapping[str, Collection]) -> None:
+    if not isinstance(option, dict):
+        option = _TABLES["shared"][name] | {"default": option}
+    option = dict(option or _TABLES["shared"][name])
+    if name in choices:
+        option["choices"] = choices[name]
+    if option.pop("all", False):
+        option["default"] = list(option["choices"])
+    if "type" in option:
+        option["type"] = _TYPES[option["type"]]
+    parser.add_argument(f"--{name}", **option)
 
 
 def add_shared(parser: argparse._ActionsContainer, *names: str, **defaults) -> None:
-    """Add options that are described here, those with a default by keyword."""
-    for name in (*names, *defaults):
-        own = {"default": defaults[name]} if name in defaults else {}
-        parser.add_argument(f"--{name.replace('_', '-')}", **_SHARED[name] | own)
+    """Add shared options, those with another default by keyword."""
+    for name in names:
+        _add(parser, name.replace("_", "-"), {}, _CHOICES)
+    for name, default in defaults.items():
+        _add(parser, name.replace("_", "-"), default, _CHOICES)
 
 
 def add_clip_options(parser: argparse._ActionsContainer, clips: int, shots: int) -> None:
     """Add the options that define an exam, with the default number and length of its clips."""
-    add_shared(parser, "split", "grid", "folder", clips=clips, shots=shots)
-
-
-def add_prefill_settings(parser: argparse._ActionsContainer, *fields: str) -> None:
-    """Add options that are fields of :class:`apbv.PrefillConfig`."""
-    add_settings(parser, [each for each in PREFILL if each.field in fields], with_defaults=True)
+    add_options(parser, "exam")
+    add_shared(parser, clips=clips, shots=shots)
 
 
 def add_pair(parser: argparse.ArgumentParser) -> None:
     """Add options that define a target, its prefill and its draft; see :func:`.drafting.build_ways`."""
-    add_shared(parser, "model")
-    parser.add_argument("--draft-model", help="demo, a directory or a hub id (demo: the bundled draft)")
-    parser.add_argument("--scale", type=COUNT, default=1, help="copies of each target layer (Qwen2.5-VL)")
-    add_prefill_settings(parser, "method", "kv")
+    add_options(parser, "pair")

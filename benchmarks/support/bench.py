@@ -2,7 +2,7 @@
 
 import argparse
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 
@@ -39,25 +39,26 @@ class Case:
 
     Attributes:
         label: its name in tables and plots.
-        network: of simulated hosts; None for a single host.
     """
 
     label: str
     config: PrefillConfig
     hosts: int = 1
-    network: Network | None = None
 
 
 class Bench:
     """A model that prefills workloads on real or simulated hosts.
 
     Args:
-        options: the command line: ``model``, ``dtype``, ``query_len``.
+        options: the command line: ``model``, ``dtype``, ``query_len``, and ``bandwidth`` and ``latency`` of links.
         hosts: the hosts that torchrun started, or this process alone, which simulates hosts.
+        num_runs: how often it will run, which it shows.
     """
 
-    def __init__(self, options: argparse.Namespace, hosts: HostGroup):
+    def __init__(self, options: argparse.Namespace, hosts: HostGroup, num_runs: int):
+        self._bar = tqdm(total=num_runs, unit="prefill", disable=None if hosts.rank == 0 else True)
         self._query_len, self.hosts = options.query_len, hosts
+        self.network = Network(options.bandwidth, options.latency)
         if hosts.device.type == "cpu":
             keep_freed_memory()
         self.simulated = hosts.size == 1
@@ -101,6 +102,12 @@ class Bench:
             job: what :meth:`prepare` returned.
             paces: see :func:`support.simulated.simulate`.
         """
+        self._bar.set_postfix_str(f"{case.label}, {case.hosts} hosts", refresh=True)
+        found = self._run(case, job, paces)
+        self._bar.update()
+        return found
+
+    def _run(self, case: Case, job: Job, paces) -> dict:
         config = replace(case.config, kv="sharded")
         if self.hosts.device.type == "cpu" and not self.simulated:
             return_freed_memory()  # so that peak memory is that of one run
@@ -114,7 +121,7 @@ class Bench:
             return job(hosts, twins[hosts.rank], config), hosts.laps
 
         device = self.hosts.device
-        made = simulate(case.hosts, host_job, network=case.network, device=device, paces=paces)
+        made = simulate(case.hosts, host_job, network=self.network, device=device, paces=paces)
         busy = [
             [1e3 * sum(times) for times in zip(*laps[found["first_lap"] :], strict=True)] for found, laps in made
         ]
@@ -144,22 +151,12 @@ class Bench:
         return result
 
 
-def measure(
-    bench: Bench, workload: Workload, cases: list[Case], rounds: int, warmup: int, bar: tqdm
-) -> list[list[dict]]:
+def measure(bench: Bench, workload: Workload, cases: list[Case], rounds: int, warmup: int) -> list[list[dict]]:
     """Run all cases of a workload in turn, round after round; return each case's figures, on host 0."""
     job = bench.prepare(workload)
     samples: list[list[dict]] = [[] for _ in cases]
     for index in range(warmup + rounds):
         for case, own in zip(cases, samples, strict=True):
-            bar.set_postfix_str(f"{case.label}, {case.hosts} hosts", refresh=True)
             found = bench.run(case, job)
             own += [found] if index >= warmup else []
-            bar.update()
     return samples
-
-
-def network_fields(network: Network) -> dict:
-    """Return a network's fields for JSON, where an infinite bandwidth is null."""
-    is_infinite = network.bandwidth == float("inf")
-    return {"link": asdict(network) | ({"bandwidth": None} if is_infinite else {})}

@@ -185,6 +185,12 @@ def questions(clip: ClipSpec) -> list[tuple[str, str, str]]:
     ]
 
 
+def asked_apart(clip: ClipSpec) -> tuple[list[tuple[str, str, str]], list[tuple[str, str, str]]]:
+    """Return the retrievals among a clip's questions, and the others."""
+    asked, number = questions(clip), len(clip.needles)
+    return asked[:number], asked[number:]
+
+
 def render(clip: ClipSpec) -> np.ndarray:
     """Render the pixels of a clip.
 
@@ -237,9 +243,8 @@ def write_mp4(
         stream = container.add_stream("libx264", rate=fps, options=options or {"crf": "18", "threads": "1"})
         stream.pix_fmt = "yuv420p"
         for number, frame in enumerate(frames):
-            frame = (
-                frame if isinstance(frame, av.VideoFrame) else av.VideoFrame.from_ndarray(frame, format="rgb24")
-            )
+            if not isinstance(frame, av.VideoFrame):
+                frame = av.VideoFrame.from_ndarray(frame, format="rgb24")
             if number == 0:
                 stream.height, stream.width = frame.height, frame.width
             frame.pts, frame.time_base = number, Fraction(1, fps)

@@ -272,23 +272,23 @@ def _host_cost(shape, method, layout, host, separate, video) -> HostCost:
 def _scores(shape, method, layout, host, separate) -> dict[str, int]:
     """Count the (query head, query row, key) triples of one layer on one host, by part."""
     if method == "full":
-        return {"block_to_self": shape.heads * sum(_causal(len(span)) for span in layout.local_spans(host))}
+        return {"block_to_self": shape.heads * sum(causal_pairs(len(span)) for span in layout.local_spans(host))}
     heads, blocks = shape.heads, layout.virtual_hosts(host)
     if method == "ulysses":  # a share of the heads, over all tokens
         heads, blocks = len(_query_heads(shape, layout)[host]), range(layout.num_hosts)
     rows = {v: len(layout.blocks[v]) for v in blocks}
-    pairs = {"block_to_self": sum(map(_causal, rows.values()))}
+    pairs = {"block_to_self": sum(map(causal_pairs, rows.values()))}
     if method in _SHARED_OUT:
         pairs["block_to_earlier"] = sum(rows[v] * layout.blocks[v].start for v in blocks)
     else:
         anchor, query, last = layout.anchor_len, len(layout.query), len(layout.blocks) - 1
-        pairs["anchor"] = _causal(anchor)
+        pairs["anchor"] = causal_pairs(anchor)
         # A copy in front of the prompt's first block would repeat what the block begins with.
         pairs["block_to_anchor"] = anchor * sum(rows[v] for v in blocks if v or not layout.anchor_copy)
         pairs["block_to_passing"] = sum(rows[v] * sum(map(layout.num_passed, range(v))) for v in blocks)
         pairs["query"] = query * (len(layout.anchor_slice(host)) + sum(rows.values()))
-        pairs["query"] += _causal(query) if host == 0 else 0  # host 0 keeps the query's own KV
-        pairs["query"] += query * anchor + _causal(query) if separate else 0
+        pairs["query"] += causal_pairs(query) if host == 0 else 0  # host 0 keeps the query's own KV
+        pairs["query"] += query * anchor + causal_pairs(query) if separate else 0
         # The last block passes nothing on, and one that passes on all of itself need not choose.
         chosen = [rows[v] for v in blocks if v != last and 0 < layout.num_passed(v) < rows[v]]
         pairs["scoring"] = query * sum(chosen)
@@ -326,7 +326,8 @@ def _received(shape, method, layout, host, video) -> Counter:
     return received
 
 
-def _causal(rows: int) -> int:
+def causal_pairs(rows: int) -> int:
+    """Count the (query, key) pairs of causal attention among these rows."""
     return rows * (rows + 1) // 2
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 
 # isort: split
-import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from apbv import Engine, HostGroup, PrefillConfig, SpeculativeConfig, demo
@@ -54,24 +54,19 @@ def scale_model(model: PreTrainedModel, times: int) -> PreTrainedModel:
     """
     if times < 1:
         raise ValueError(f"a model can be scaled by 1 or more, not by {times}")
-    config = copy.deepcopy(model.config)
-    config.text_config.num_hidden_layers *= times
-    config.text_config.layer_types = None  # filled in again, for the new number of layers
-    config = type(config).from_dict(config.to_dict())
-    scaled = type(model)(config).to(model.device, model.dtype).eval()
-    weights = {}
-    for name, value in model.state_dict().items():
-        prefix, found, rest = name.partition("language_model.layers.")
-        if not found:
-            weights[name] = value
-            continue
-        layer, _, parameter = rest.partition(".")
-        silent = parameter in ("self_attn.o_proj.weight", "mlp.down_proj.weight")
-        for number in range(times):
-            copied = torch.zeros_like(value) if silent and number < times - 1 else value
-            weights[f"{prefix}{found}{int(layer) * times + number}.{parameter}"] = copied
-    scaled.load_state_dict(weights)
-    scaled.generation_config = model.generation_config
+    scaled = copy.deepcopy(model)
+    text, decoder, layers = scaled.config.text_config, scaled.model.language_model, nn.ModuleList()
+    text.num_hidden_layers *= times
+    text.layer_types = [kind for kind in text.layer_types for _ in range(times)]
+    for layer in decoder.layers:
+        silent = [copy.deepcopy(layer) for _ in range(times - 1)]
+        for each in silent:
+            nn.init.zeros_(each.self_attn.o_proj.weight)
+            nn.init.zeros_(each.mlp.down_proj.weight)
+        for each in (*silent, layer):
+            each.self_attn.layer_idx = len(layers)
+            layers.append(each)
+    decoder.layers = layers
     return scaled
 
 

@@ -2,13 +2,13 @@
 
 import argparse
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TypeVar
+from typing import Any, TypeVar
 from unittest.mock import patch
 
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
@@ -28,6 +28,7 @@ from apbv import (
     PrefillResult,
     ReduceConfig,
     SamplingParams,
+    SparseConfig,
     SpeculativeConfig,
     prefill,
 )
@@ -39,6 +40,7 @@ from apbv.input.video import probe
 from apbv.input.visual import VisualInput
 from apbv.model.parts import ModelParts, inspect_model
 from apbv.prefilling.encode import VisualRows, encode_visual
+from apbv.prefilling.methods import METHODS
 from apbv.prefilling.prefiller import ReadRequest
 from apbv.prefilling.reduction import REDUCERS
 from apbv.prefilling.reduction.choosing import keep_best
@@ -51,7 +53,6 @@ from . import clips
 from .simulated import share_weights, simulate
 
 T = TypeVar("T")
-RETRIEVALS_PER_CLIP = 2
 # Answers to them are right or wrong as a whole; of a description the right tokens count.
 EXACT_TASKS = ("retrieval", "ordering", "counting")
 
@@ -109,10 +110,9 @@ class Exam:
 
     def questions(self, seed: int) -> list[tuple[str, str, str]]:
         """Return (task, question, answer) of the first and last needle's retrieval and of all other questions."""
-        asked = [item for item in clips.questions(self.clip(seed)) if item[0] in self.tasks]
-        retrievals = [item for item in asked if item[0] == "retrieval"]
-        others = [item for item in asked if item[0] != "retrieval"]
-        return retrievals[:: max(1, len(retrievals) - 1)][:RETRIEVALS_PER_CLIP] + others
+        retrievals, others = clips.asked_apart(self.clip(seed))
+        asked = [retrievals[0], retrievals[-1], *others]
+        return [item for item in asked if item[0] in self.tasks]
 
     def start(self, seed: int, task: str) -> str:
         """Return the beginning of an answer that is given with a task's question."""
@@ -127,6 +127,27 @@ def load_demo(checkpoint: str | Path = "demo", hosts: HostGroup | None = None, d
     """Load a model, by default in float32, as the demo's accuracy was measured; show no progress."""
     disable_progress_bar()
     return Engine.from_pretrained(checkpoint, hosts=hosts or HostGroup.single(), dtype=dtype or "float32")
+
+
+def numbers_of_hosts(method: str, options: argparse.Namespace, hosts: HostGroup) -> list[int]:
+    """Return on how many hosts a method is compared: those that were started, else one, or the simulated ones."""
+    if hosts.size > 1:
+        return [hosts.size]
+    return sorted({*options.hosts} - {1}) if METHODS[method].splits else [1]
+
+
+def with_reference(
+    left: Mapping[int, Mapping[str, T]], reference: Mapping[str, T]
+) -> Iterator[tuple[int, dict[str, T], set[str]]]:
+    """Yield the ways that are left on each number of hosts, and the labels of those that count.
+
+    Args:
+        left: the ways by label, by number of hosts.
+        reference: the one with which all others are compared, which runs first, and once.
+    """
+    for number in sorted(left):
+        first = reference if number == min(left) else {}
+        yield number, {**first, **left[number]}, set(left[number])
 
 
 def run_on(
@@ -288,6 +309,23 @@ class Way:
     def settings(self) -> dict:
         """All settings, for a record."""
         return json.loads(json.dumps(asdict(self)))
+
+
+def ways_of(preset: Mapping[str, Mapping[str, Any]], num_tokens: int) -> dict[str, Way]:
+    """Return a preset's ways by label (presets.toml); ``num_tokens`` is that of which lengths are parts."""
+    kinds = {"sparse": SparseConfig, "reduce": ReduceConfig, "speculate": SpeculativeConfig}
+
+    def value_of(name: str, value: Any) -> Any:
+        if name in kinds:
+            return kinds[name](**value)
+        return value[0] * -(-num_tokens // value[1]) if isinstance(value, list) else value
+
+    found = {}
+    for label, settings in preset.items():
+        values = {name: value_of(name, value) for name, value in settings.items()}
+        own = {name: values.pop(name) for name in ("speculate", "keeps") if name in values}
+        found[label] = Way(PrefillConfig(**values), **own)
+    return found
 
 
 def ranked_by(scores: Tensor, reduce: ReduceConfig) -> AbstractContextManager:

@@ -19,6 +19,7 @@ from apbv.kernels.library_attention import choose_attention
 from apbv.layout import FEWEST_ANCHOR, FEWEST_PASSING
 
 from .arguments import presets_of
+from .cost_model import causal_pairs
 
 Outputs = tuple[Tensor, ...]
 Drawn = tuple[tuple, dict[str, Any]]  # an operator's positional and keyword arguments
@@ -140,10 +141,6 @@ class Case:
         return choose(backend, tree_leaves(operands)[0])
 
 
-def _causal(rows: int) -> int:
-    return rows * (rows + 1) // 2
-
-
 def _segmented(s: Sizes, label: str, queries: int, keys: list[int], segments=None, rows_alone: int = 0) -> Case:
     """Build a case whose last segment is causal, and at least as long as there are queries.
 
@@ -152,7 +149,7 @@ def _segmented(s: Sizes, label: str, queries: int, keys: list[int], segments=Non
         segments: function that draws their keys and values; None: they are as projections leave them.
     """
     last, before = keys[-1], sum(keys[:-1])
-    seen = (queries - rows_alone) * before + queries * (last - queries) + _causal(queries)
+    seen = (queries - rows_alone) * before + queries * (last - queries) + causal_pairs(queries)
     numbers = 2 * (queries * s.heads + sum(keys) * s.kv_heads) * s.head_dim
 
     def make(draw: Draw) -> Drawn:
@@ -202,7 +199,7 @@ def verify(s: Sizes, queries: int) -> Case:
         return (draw.queries(s, queries), *kv, s.scale), {}
 
     label = f"{queries} {'token' if queries == 1 else 'tokens'}"
-    flops = 4 * s.head_dim * s.heads * (queries * (s.tokens - queries) + _causal(queries))
+    flops = 4 * s.head_dim * s.heads * (queries * (s.tokens - queries) + causal_pairs(queries))
     numbers = 2 * (queries * s.heads + s.tokens * s.kv_heads) * s.head_dim
     return Case(s, "verify_attention", label, flops, numbers, 0, make)
 
@@ -252,7 +249,7 @@ def listed_blocks(s: Sizes, share: float) -> Case:
     # Of i blocks before the i-th, counting from 0.
     counts = [round(share * i) for i in range(blocks)]
     rows = [min(_BLOCK, s.tokens - i * _BLOCK) for i in range(blocks)]
-    scores = sum(n * _BLOCK * count + _causal(n) for n, count in zip(rows, counts, strict=True))
+    scores = sum(n * _BLOCK * count + causal_pairs(n) for n, count in zip(rows, counts, strict=True))
 
     def make(draw: Draw) -> Drawn:
         order = draw.randn(1, s.heads, blocks, blocks, dtype=torch.float32)

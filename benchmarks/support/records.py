@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import statistics
 import string
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -13,9 +14,12 @@ import torch
 from apbv import HostGroup
 from apbv.allocator import keep_freed_memory
 from apbv.hosts import run_on_hosts
+from apbv.hosts.devices import choose_device
 from apbv.stats import append_json_lines, device_name, provenance
 
+from .arguments import read_toml
 from .processes import pin_host
+from .summaries import percent_cell
 
 # By its header what a column shows of a record: a format, such as "{ttft_ms[p50]:.1f}", or a function.
 Columns = Mapping[str, str | Callable[[dict], object]]
@@ -25,10 +29,14 @@ Curves = Mapping[str, Sequence[tuple[float, float]]]
 
 def made_by() -> dict:
     """Return how a record is made now: the command, the device, the date, versions, and a checkout's commit."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     command = " ".join([f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
-    where = {"device": device_name(torch.device(device)), "threads": torch.get_num_threads()}
+    where = {"device": device_name(choose_device()), "threads": torch.get_num_threads()}
     return {"command": command, **where, **provenance()}
+
+
+def fields_of(source: object, *names: str) -> dict:
+    """Return some of an object's attributes, or of a mapping's entries, for a record."""
+    return {name: source[name] if isinstance(source, Mapping) else getattr(source, name) for name in names}
 
 
 def keep(records: Iterable[dict], path: Path | None) -> list[dict]:
@@ -137,11 +145,24 @@ def measure_on_hosts(
     return run_on_hosts(lambda hosts: report(options, measure(options, hosts), columns, hosts), **waiting)
 
 
+# What tables.toml lets a column compute of a value.
+_COMPUTED = {"sum": sum, "mean": statistics.mean, "len": len, "percent": lambda counts: percent_cell(*counts)}
+_COMPUTED |= {"mega": lambda value: value / 1e6, "mebi": lambda value: value / 2**20}
+_COMPUTED |= {"mark": lambda value: "yes" if value else ""}
+
+
 class _Cells(string.Formatter):
     def format_field(self, value, spec: str) -> str:
         if value is None:
             raise TypeError("no value to format")
-        return format(value, spec)
+        for word in spec.split():
+            value = _COMPUTED[word](value) if word in _COMPUTED else format(value, word)
+        return str(value)
+
+
+def columns_of(name: str) -> Columns:
+    """Read the columns of a table of tables.toml."""
+    return read_toml(Path(__file__).with_name("tables.toml"))[name]
 
 
 def table(records: Iterable[dict], columns: Columns) -> str:

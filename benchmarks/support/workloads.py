@@ -1,6 +1,5 @@
 """Makes what benchmarks run: models with random weights, which do not affect times, and prompts."""
 
-import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,9 +18,11 @@ from transformers import (
 
 from apbv import Engine, HostGroup
 
+from .arguments import read_toml
+
 PATCH, MERGE, FRAMES_PER_PATCH, CHANNELS = 14, 2, 2, 3  # of Qwen2.5-VL
 PREFIX_LEN = 16  # tokens before the video, such as a system message
-_MODELS = tomllib.loads(Path(__file__).with_name("models.toml").read_text(encoding="utf-8"))
+_MODELS = read_toml(Path(__file__).with_name("models.toml"))
 
 
 def config_like(name: str, text: dict | None = None, vision: dict | None = None) -> PreTrainedConfig:

@@ -27,7 +27,7 @@ from apbv.speculate.strategies import require_consistent
 from patience import HANGING, wait_for
 from scripts import BENCHMARKS, assert_one_line_error
 from support import clips
-from support.exams import Candidate, Exam, load_demo, ranked_by
+from support.exams import Candidate, Exam, load_demo, ranked_by, ways_of
 from support.simulated import simulate
 from support.summaries import mean_cell, student_t
 from support.workloads import CONFIGS, build_model, config_like, config_of, text_prompt, video_prompt
@@ -178,7 +178,7 @@ def test_presets_cover_the_papers_sweeps():
         *[n for n in (2, 4, 6, 8) for _ in range(5)],
     ]
     for name in accuracy.PRESETS:
-        assert len(accuracy.ways_of(name, 1024)) > 1, name
+        assert len(ways_of(accuracy.PRESETS[name], 1024)) > 1, name
     for name in speculative.PRESETS:
         configs = speculative.configs_of(name, 0.3)
         assert len(configs) > 1, name

@@ -280,14 +280,12 @@ class BatchMaker:
 
     def _choose(self, clip: clips.ClipSpec, describe: bool) -> list[tuple[str, str, str]]:
         """Choose a few retrievals and every other question once; descriptions end after MOST_DESCRIBED shots."""
-        asked = clips.questions(clip)
-        retrievals = [item for item in asked if item[0] == "retrieval"]
+        retrievals, (*others, description) = clips.asked_apart(clip)
         count = len(retrievals) if len(clip.shots) <= 16 else 2
         chosen = [retrievals[index] for index in self.rng.choice(len(retrievals), size=count, replace=False)]
-        others = [item for item in asked if item[0] in ("ordering", "counting")]
         if not describe:
             return chosen + others
-        task, question, answer = asked[-1]
+        task, question, answer = description
         if len(clip.shots) > clips.MOST_DESCRIBED:
             answer = "".join(f"{shot}, " for shot in answer.split(", ")[: clips.MOST_DESCRIBED]).rstrip()
         return [*chosen, *others, (task, question, answer)]

@@ -23,7 +23,6 @@ the visual tokens, as it will when it drafts on pruned KV; the target sees all o
 
 import json
 import time
-import tomllib
 from pathlib import Path
 
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
@@ -44,11 +43,12 @@ from transformers import (
 from apbv import demo
 
 from .. import clips
+from ..arguments import read_toml
 from ..records import plot
 from .data import COLOUR_IDS, KEY_WEIGHT, LETTER_IDS, Batch, BatchMaker
 from .vision import ATTENTION, FrozenVision, answer_logits, encode_shots
 
-RECIPE = tomllib.loads(Path(__file__).with_name("recipe.toml").read_text(encoding="utf-8"))
+RECIPE = read_toml(Path(__file__).with_name("recipe.toml"))
 DENSE_WEIGHT = 0.5
 
 FREEZING_BEGINS = 0.6  # share of the training time

@@ -1,7 +1,6 @@
 """The command line of the benchmarks that ask a user's own questions."""
 
 import argparse
-import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,7 +15,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from apbv import Engine, GenerateResult, HostGroup, ReuseConfig, SamplingParams
-from apbv.config import REUSE_MODES, DecodeConfig
+from apbv.config import DecodeConfig
 from apbv.hosts import HostError, run_on_hosts
 from apbv.launch.options import (
     OptionParser,
@@ -30,7 +29,7 @@ from apbv.launch.options import (
 )
 
 from .. import records
-from ..arguments import COUNT, add_shared
+from ..arguments import add_options
 from ..exams import run_on
 from ..records import read_records
 from ..simulated import share_weights
@@ -54,60 +53,31 @@ class Benchmark:
 
     Attributes:
         name: its name, in the results.
-        description: one line for ``--help``.
-        files: what the options of its own name, by which :attr:`read` finds the files; of those in ``needs`` each
-            must be given.
-        read: returns its samples; raises ValueError if a file is wrong.
+        description: what it is, in its first line.
+        read: returns its samples, by its options (options.toml); raises ValueError if a file is wrong.
+        needs: the one of these options that must be given.
         template: the prompt of a question with options; see :func:`.samples.fill`.
         parse: the benchmark's own rule of which option an answer names.
-        max_new_tokens: the default; None: the model's.
         request: returns a sample's prompt and files as arguments of :meth:`apbv.Engine.generate`, from the sample,
             the template, the options and the engine.
         guess: see :func:`.answers.judged`.
         overall: the benchmark's own figure of a score, where that is not the share of all right answers.
-        subtitles: the choices of ``--subtitles``, the first being the default, if it is not a path.
     """
 
     name: str
     description: str
-    files: Mapping[str, str]
-    needs: str
     read: Callable[[argparse.Namespace], list[Sample]]
+    needs: str = "questions"
     template: str = LETTERED
     parse: Parse = choose_option
-    max_new_tokens: int | None = None
     request: Request = lambda sample, template, options, engine: request_of(sample, fill(template, sample))
     guess: Callable[[Sample], int] | None = None
     overall: Callable[[Score], float | None] = lambda score: None
-    subtitles: tuple[str, ...] = ()
 
     def parse_arguments(self, arguments: list[str] | None = None) -> argparse.Namespace:
         """Read and check the options, which ends the process where one is wrong."""
-        parser = OptionParser(description=self.description)
-        parser.add_argument("--model", help='"demo", a directory, or a hub id')
-        for name, told in self.files.items():
-            parser.add_argument(f"--{name}", type=Path, metavar="PATH", help=told)
-        if self.subtitles:
-            told = "subtitle placement (default: interleaved with frames, as images)"
-            parser.add_argument("--subtitles", choices=self.subtitles, default=self.subtitles[0], help=told)
-        parser.add_argument("--template", type=_template, help="prompt template with {question} and {options}")
-        rule = "any usual form" if self.parse is choose_option else "the benchmark's official rule"
-        found = f"how to parse the answer's letter: own, {rule} (default); any, every usual form"
-        parser.add_argument("--parse", choices=("own", "any"), default="own", help=found)
-        parser.add_argument("--max-new-tokens", type=COUNT, default=self.max_new_tokens, help="per answer")
-        reused = "cache for further questions about a video (default exact: embeddings)"
-        parser.add_argument("--reuse", choices=("off", *REUSE_MODES), default="exact", help=reused)
-        parser.add_argument("--hosts", type=COUNT, help="number of simulated hosts; not under torchrun")
-        run = parser.add_argument_group("the run")
-        run.add_argument("--limit", type=COUNT, help="ask only the first N questions")
-        run.add_argument(
-            "--together", type=COUNT, default=8, help="answers that a host decodes at a time (default 8)"
-        )
-        run.add_argument("--shard", type=_shard, metavar="I/N", help="ask part I of N of the questions")
-        kept = "file for the answers, of any settings (default: in results/)"
-        run.add_argument("--json", type=Path, metavar="FILE", help=kept)
-        run.add_argument("--allow-missing", action="store_true", help="count questions without files as failed")
-        add_shared(run, "table")
+        parser = OptionParser(description=self.description.splitlines()[0])
+        add_options(parser, self.name)
         add_prefill_options(parser)
         add_draft_options(parser)
         add_host_options(parser)
@@ -315,16 +285,3 @@ def figures_of(answer: GenerateResult) -> dict:
     if answer.stats.get("speculation"):
         found["tokens_per_target_forward"] = answer.stats["speculation"].get("tokens_per_target_forward")
     return found
-
-
-def _template(text: str) -> str:
-    if "{question}" not in text:
-        raise argparse.ArgumentTypeError("must contain {question}, and may contain {options}")
-    return text.replace("\\n", "\n")
-
-
-def _shard(text: str) -> tuple[int, int]:
-    found = re.fullmatch(r"(\d+)/(\d+)", text)
-    if not found or not 1 <= int(found[1]) <= int(found[2]):
-        raise argparse.ArgumentTypeError(f"expected I/N with 1 ≤ I ≤ N, such as 1/4, not {text!r}")
-    return int(found[1]), int(found[2])

@@ -4,31 +4,17 @@ import math
 import string
 from random import Random
 
-from .task import Budget, Task, distinct
+from .task import TEXTS, Budget, Task, distinct
 from .words import ADJECTIVES, NOUNS, draw_words
 
+_COMMON, _CODED = TEXTS["common_words"], TEXTS["coded_words"]
 COMMON = 10  # words that are asked for
 LONG = 4096  # tokens, from which on words are repeated more often
 # How often the common words, and the others, appear.
 REPEATS, SHORT_REPEATS, EXAMPLE_REPEATS = (30, 3), (6, 1), (3, 1)
-COMMON_INSTRUCTION = (
-    "Below is a numbered list of words. In these words, some appear more often than others. Memorize the ones "
-    "that appear most often."
-)
-QUESTION = "Question: What are the 10 most common words in the above list?"
-ANSWER_START = "Answer: The top 10 words that appear most often in the list are:"
 
 CODED, LETTERS = 3, 6  # words that are asked for, and letters of a word
 FEWEST_CODED = 64  # enough that the fifth word appears less often than the fourth
-CODED_INSTRUCTION = (
-    "Read the following coded text and track the frequency of each coded word. Find the three most frequently "
-    "appeared coded words."
-)
-CODED_QUESTION = (
-    "Question: Do not provide any explanation. Please ignore the dots '...'. What are the three most frequently "
-    "appeared words in the above coded text?"
-)
-CODED_ANSWER_START = "Answer: According to the coded text above, the three most frequently appeared words are:"
 
 
 def make_common_words(rng: Random, budget: Budget) -> Task:
@@ -45,7 +31,7 @@ def make_common_words(rng: Random, budget: Budget) -> Task:
     words = rng.sample(single, number) if number <= len(single) else draw_words(rng, number)
     example, words = words[:20], words[20:]
     shown = _listed(Random(rng.getrandbits(64)), example, *EXAMPLE_REPEATS)
-    solved = f"{shown}\n{QUESTION}\n{ANSWER_START} {_numbered(example[:COMMON])}"
+    solved = f"{shown}\n{_COMMON['question']}\n{_COMMON['answer_start']} {_numbered(example[:COMMON])}"
     seed = rng.getrandbits(64)
 
     def text(number: int) -> str:
@@ -53,13 +39,13 @@ def make_common_words(rng: Random, budget: Budget) -> Task:
 
     per_unit = seldom * budget.count(" 100. " + words[0])
     context = text(budget.fill(text, per_unit, "the list", fewest=1, most=most))
-    return Task(context, QUESTION, tuple(words[:COMMON]), ANSWER_START, max_new_tokens=120)
+    return Task(context, _COMMON["question"], tuple(words[:COMMON]), _COMMON["answer_start"], max_new_tokens=120)
 
 
 def _listed(rng: Random, words: list[str], often: int, seldom: int) -> str:
     listed = words[:COMMON] * often + words[COMMON:] * seldom
     rng.shuffle(listed)
-    return f"{COMMON_INSTRUCTION}\n{_numbered(listed)}"
+    return f"{_COMMON['instruction']}\n{_numbered(listed)}"
 
 
 def _numbered(words: list[str]) -> str:
@@ -82,9 +68,9 @@ def make_frequent_words(rng: Random, budget: Budget) -> Task:
         counts = [int(number * 6 / math.pi**2 / rank**2) for rank in range(1, len(vocabulary) + 1)]
         words = [word for word, often in zip(vocabulary, counts, strict=True) for _ in range(often)]
         Random(seed).shuffle(words)
-        return f"{CODED_INSTRUCTION} {' '.join(words)}"
+        return f"{_CODED['instruction']} {' '.join(words)}"
 
     per_unit = budget.count(" " + " ".join(vocabulary[1:4])) / 4
     context = text(budget.fill(text, per_unit, "the coded text", fewest=FEWEST_CODED))
     answers = tuple(vocabulary[1 : 1 + CODED])
-    return Task(context, CODED_QUESTION, answers, CODED_ANSWER_START, max_new_tokens=50)
+    return Task(context, _CODED["question"], answers, _CODED["answer_start"], max_new_tokens=50)

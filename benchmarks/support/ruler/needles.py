@@ -4,17 +4,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from random import Random
 
-from .task import Budget, Task, draw_places, inserted, pad
+from .task import TEXTS, Budget, Task, draw_places, inserted, pad
 from .words import NOISE, draw_numbers, draw_sentence, draw_uuids, draw_words
 
-INSTRUCTION = (
-    "Some special magic {kind}s are hidden within the following text. Make sure to memorize them. "
-    "I will quiz you about the {kind}s afterwards."
-)
-NEEDLE = "One of the special magic {kind}s for {key} is: {value}."
-QUESTION = "What are all the special magic {kind}s for {key} mentioned in the provided text?"
-ANSWER_START = "The special magic {kind}s for {key} mentioned in the provided text are"
-
+_TEXTS = TEXTS["needles"]
 LONGEST_ANSWER = 128  # tokens, as RULER has it
 
 Draw = Callable[[Random, int], list[str]]
@@ -49,7 +42,8 @@ def make_needles(
     filler = Random(rng.getrandbits(64))
     keys, values = draw_keys(rng, num_keys), draw_values(rng, num_keys * num_values)
     by_key = {key: values[n * num_values : (n + 1) * num_values] for n, key in enumerate(keys)}
-    needles = [NEEDLE.format(kind=kind, key=key, value=value) for key, its in by_key.items() for value in its]
+    needle = partial(_TEXTS["needle"].format, kind=kind)
+    needles = [needle(key=key, value=value) for key, its in by_key.items() for value in its]
     rng.shuffle(needles)
     most = budget.tokens if haystack == "noise" else budget.tokens // 8  # tokens of a longer sentence
     drawn = []
@@ -57,7 +51,7 @@ def make_needles(
         avoided = {*keys, *values}
         number = most + len(avoided) + 1
         pairs = zip(draw_keys(filler, number), draw_values(filler, number), strict=True)
-        drawn = [NEEDLE.format(kind=kind, key=k, value=v) for k, v in pairs if avoided.isdisjoint((k, v))]
+        drawn = [needle(key=k, value=v) for k, v in pairs if avoided.isdisjoint((k, v))]
 
     def sentences(number: int) -> list[str]:
         """Return a number of sentences of the haystack, always the same."""
@@ -67,7 +61,7 @@ def make_needles(
         return drawn[:number]
 
     def text(body: Sequence[str]) -> str:
-        return ("\n" if haystack == "needles" else " ").join([INSTRUCTION.format(kind=kind), *body])
+        return ("\n" if haystack == "needles" else " ").join([_TEXTS["instruction"].format(kind=kind), *body])
 
     number = budget.fill(
         lambda n: text([*sentences(n), *needles]),
@@ -89,9 +83,9 @@ def make_needles(
     named = asked[0] if num_asked == 1 else f"{', '.join(asked[:-1])}, and {asked[-1]}"
     return Task(
         context=context,
-        question=QUESTION.format(kind=kind, key=named),
+        question=_TEXTS["question"].format(kind=kind, key=named),
         answers=tuple(value for key in asked for value in by_key[key]),
-        answer_start=ANSWER_START.format(kind=kind, key=named),
+        answer_start=_TEXTS["answer_start"].format(kind=kind, key=named),
         max_new_tokens=LONGEST_ANSWER,
     )
 

@@ -3,8 +3,12 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
+from pathlib import Path
 from random import Random
 
+from ..arguments import read_toml
+
+TEXTS = read_toml(Path(__file__).with_name("texts.toml"))  # by kind of task
 Count = Callable[[str], int]
 
 

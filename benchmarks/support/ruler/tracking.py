@@ -4,15 +4,10 @@ import string
 from itertools import pairwise
 from random import Random
 
-from .task import Budget, Task, distinct, draw_places, inserted, pad
+from .task import TEXTS, Budget, Task, distinct, draw_places, inserted, pad
 from .words import NOISE
 
-INSTRUCTION = "Memorize and track the chain of variable assignments that is hidden in the following text."
-QUESTION = "Question: Find all variables that are assigned the value {value} in the text above."
-ANSWER_START = (
-    "Answer: According to the chain of variable assignments in the text above, {number} variables are assigned "
-    "the value {value}, they are:"
-)
+_TEXTS = TEXTS["chain"]
 EXAMPLE_SENTENCES = 15
 HOPS = 4  # variables after the first
 
@@ -29,8 +24,8 @@ def make_chain(rng: Random, budget: Budget) -> Task:
     values = [str(value) for value in rng.sample(range(10_000, 100_000), 2)]
     example, asked = names[: HOPS + 1], names[HOPS + 1 :]
     shown = _text(Random(rng.getrandbits(64)), example, values[0], EXAMPLE_SENTENCES, "")
-    questions = [QUESTION.format(value=value) for value in values]
-    starts = [ANSWER_START.format(number=HOPS + 1, value=value) for value in values]
+    questions = [_TEXTS["question"].format(value=value) for value in values]
+    starts = [_TEXTS["answer_start"].format(number=HOPS + 1, value=value) for value in values]
     solved = f"{shown}\n{questions[0]}\n{starts[0]} {' '.join(example)}"
     seed = rng.getrandbits(64)
 
@@ -53,4 +48,4 @@ def _text(rng: Random, names: list[str], value: str, number: int, rest: str) -> 
     chain += [f"VAR {name} = VAR {before}." for before, name in pairwise(names)]
     noise = [NOISE[place % len(NOISE)] for place in range(number)]
     body = inserted(noise, chain, draw_places(rng, len(chain), number))
-    return f"{INSTRUCTION}\n\n{' '.join([*body, rest] if rest else body)}"
+    return f"{_TEXTS['instruction']}\n\n{' '.join([*body, rest] if rest else body)}"
