@@ -373,11 +373,7 @@ class Engine:
                 is_closed.set()
 
     def generate_all(
-        self,
-        questions: Iterable[Mapping[str, Any]],
-        *,
-        sampling: SamplingParams | None = None,
-        max_together: int = 8,
+        self, questions: Iterable[Mapping[str, Any]], *, sampling: SamplingParams | None = None, max_together: int = 8
     ) -> Iterator[tuple[int, GenerateResult | Exception]]:
         """Answer questions; every host decodes a batch of the answers, with drafts or without; collective.
 
@@ -488,11 +484,7 @@ class Engine:
         return self._result(read.request, state, answered, read.videos)
 
     def _result(
-        self,
-        request: Request,
-        state: PrefillResult | None,
-        answered: Answered,
-        videos: tuple[SampledVideo, ...] = (),
+        self, request: Request, state: PrefillResult | None, answered: Answered, videos: tuple[SampledVideo, ...] = ()
     ) -> GenerateResult:
         """Return the result of a request, collective; on a draft host, which has prefilled nothing, its own."""
         tokens, sampling = answered.tokens, request.sampling

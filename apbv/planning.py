@@ -270,9 +270,7 @@ def video_size(config: PreTrainedConfig, num_frames: int, height: int, width: in
     """
     if processor is None:
         raise ValueError(f"a video plan needs the processor of the {config.model_type} model, not only its config")
-    told = num_frames_told(
-        prompts_like(config.model_type), num_frames, getattr(processor, "temporal_patch_size", 1)
-    )
+    told = num_frames_told(prompts_like(config.model_type), num_frames, getattr(processor, "temporal_patch_size", 1))
     frames = torch.empty(told, 3, height, width, dtype=torch.uint8, device="meta")
     # What VideoLLaMA 3's leaves out is not known without pixels: it is counted, too.
     options = {"use_token_compression": False} if hasattr(processor, "use_token_compression") else {}
@@ -310,9 +308,7 @@ def _draft(settings: SpeculativeConfig | None, dtype: str | torch.dtype) -> Call
     return num_bytes
 
 
-def _describe(
-    model: str | Path | PreTrainedConfig, demo_path: Callable[[], Path]
-) -> tuple[str, PreTrainedConfig, Any]:
+def _describe(model: str | Path | PreTrainedConfig, demo_path: Callable[[], Path]) -> tuple[str, PreTrainedConfig, Any]:
     """Return a model's name, its config, and its video processor where there is one to be read."""
     if isinstance(model, PreTrainedConfig):
         require_supported(model)

@@ -94,9 +94,7 @@ def summarise(records: list[dict]) -> list[dict]:
             row[name] = mean_cell(found, ".3f") if found else None
         rows.append({**row, **medians, "kept": kept, "right": sum_counts(record["right"] for record in of_way)})
     full = {row["clip"]: row["ttft_ms"] for row in rows if row["label"] == "full"}
-    return [
-        {**row, "speedup": full[row["clip"]] / row["ttft_ms"] if row["clip"] in full else None} for row in rows
-    ]
+    return [{**row, "speedup": full[row["clip"]] / row["ttft_ms"] if row["clip"] in full else None} for row in rows]
 
 
 def show(options: argparse.Namespace, records: list[dict]) -> None:

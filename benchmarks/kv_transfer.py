@@ -108,9 +108,7 @@ def made_up_prefill(hosts: HostGroup, num_layers: int, num_kv_heads: int, num_to
     random, size = torch.Generator().manual_seed(hosts.rank), (2, 1, num_kv_heads, num_rows, HEAD_DIM)
     layers = [tuple(torch.randn(size, generator=random, dtype=torch.bfloat16).unbind()) for _ in range(num_layers)]
     positions = torch.arange(num_tokens)[None]
-    identity = ModelIdentity(
-        model="made up", revision=None, family="qwen2_5_vl", config_sha256="", weights_sha256=""
-    )
+    identity = ModelIdentity(model="made up", revision=None, family="qwen2_5_vl", config_sha256="", weights_sha256="")
     return PrefillResult(
         logits=torch.zeros(1, 1),
         layout=layout,

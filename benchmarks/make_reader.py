@@ -49,9 +49,7 @@ NUM_MARKS = len({*captions.MARKS.values()})
 PEAK_LEARNING_RATE = 1e-3
 
 
-def build_model(
-    decoder: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
-) -> LlavaOnevisionForConditionalGeneration:
+def build_model(decoder: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> LlavaOnevisionForConditionalGeneration:
     """Build the model, with the decoder's own modules and an untrained vision tower.
 
     Raises:

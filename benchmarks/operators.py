@@ -142,9 +142,7 @@ def check(case: Case, operands: Drawn, dtype: torch.dtype, entries: list[Contend
     for entry in entries:
         try:
             draw = kernels.Draw(tree_leaves(operands)[0].device, dtype)
-            entry.error = max(
-                kernels.error_of(case.op, each, entry.backend) for each in kernels.CASES[case.op](draw)
-            )
+            entry.error = max(kernels.error_of(case.op, each, entry.backend) for each in kernels.CASES[case.op](draw))
             outputs = [output.double() for output in entry.run(operands)]
         except Exception as error:  # a kernel may raise anything, which is then the result of this check
             entry.wrong = f"{type(error).__name__}: {error}".splitlines()[0]

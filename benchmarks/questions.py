@@ -22,16 +22,7 @@ import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 
 # isort: split
 from support.evaluation.command import Benchmark
-from support.evaluation.samples import (
-    LETTERS,
-    Sample,
-    made_of,
-    option_named,
-    options_of,
-    read_json,
-    text_of,
-    texts_of,
-)
+from support.evaluation.samples import LETTERS, Sample, made_of, option_named, options_of, read_json, text_of, texts_of
 
 FIELDS = {"id", "video", "image", "audio", "question", "options", "answer", "category", "groups"}
 

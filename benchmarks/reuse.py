@@ -68,9 +68,7 @@ def measure(options: argparse.Namespace, hosts: HostGroup) -> Iterator[dict]:
                 "ttft_ms": statistics.median(times),
                 "speedup": statistics.median(plain) / statistics.median(times),
                 "reused": sum(answer["reused"] is not None for answer in answers),
-                "same_answer": sum(
-                    a["token_ids"] == b["token_ids"] for a, b in zip(answers, baseline, strict=True)
-                ),
+                "same_answer": sum(a["token_ids"] == b["token_ids"] for a, b in zip(answers, baseline, strict=True)),
                 "total": len(answers),
                 "tasks": {task: [sum(rights), len(rights)] for task, rights in of_task.items()},
                 "samples": {"ttft_ms": times},

@@ -117,9 +117,7 @@ class Sample:
             )
         return found
 
-    def find_pairs(
-        self, hosts: HostGroup, model: PreTrainedModel, pairs: AnswersPairs, config: PrefillConfig
-    ) -> None:
+    def find_pairs(self, hosts: HostGroup, model: PreTrainedModel, pairs: AnswersPairs, config: PrefillConfig) -> None:
         """Find the pairs of the right answer; collective."""
         parts = inspect_model(model)
         pairs.find(parts, self._inputs(parts, hosts), self.expected, hosts, config)
@@ -210,9 +208,7 @@ def measure(options: argparse.Namespace, hosts: HostGroup, known: list[dict]) ->
     yield from chain.from_iterable(tqdm(answered, total=len(jobs), unit="sample", disable=hosts.rank != 0 or None))
 
 
-def in_turn(
-    options: argparse.Namespace, hosts: HostGroup, jobs: list[Job], stop: float
-) -> Iterator[Iterable[dict]]:
+def in_turn(options: argparse.Namespace, hosts: HostGroup, jobs: list[Job], stop: float) -> Iterator[Iterable[dict]]:
     """Yield the records of one job after the other, until a time."""
     examinee = Examinee(options, hosts, timed=True)
     for job in jobs:

@@ -119,14 +119,11 @@ def decode_together(engine: Engine, batch: Batch, questions: Sequence[dict], max
     """Prefill questions, and decode their answers in a batch, on host 0; collective."""
     sampling = SamplingParams(max_new_tokens=max_new_tokens)
     begun = [
-        engine.begin(Request(Question(**given), StageTimer(engine.hosts), sampling=sampling))
-        for given in questions
+        engine.begin(Request(Question(**given), StageTimer(engine.hosts), sampling=sampling)) for given in questions
     ]
     began = time.perf_counter()
     with engine.attention():
-        members = [
-            batch.join(state, read.request, *draft) for read, state, draft in begun if engine.hosts.is_leader
-        ]
+        members = [batch.join(state, read.request, *draft) for read, state, draft in begun if engine.hosts.is_leader]
         prompt_lens = [member.answer.prompt_len for member in members]
         while len(batch):
             batch.step()
@@ -279,9 +276,7 @@ def measure_batches(options: argparse.Namespace, hosts: HostGroup) -> Iterator[d
     """
     asked = list(questions(options, hosts))
     if max(options.batch) > len(asked):
-        raise ValueError(
-            f"--batch {max(options.batch)} needs as many questions, but there are {len(asked)}: --clips"
-        )
+        raise ValueError(f"--batch {max(options.batch)} needs as many questions, but there are {len(asked)}: --clips")
     ways = build_ways(options, configurations(options), hosts)
     for size in tqdm(options.batch, unit="batch", disable=None if hosts.rank == 0 else True):
         yield from batch_records(options, ways, [given for _, given in asked[:size]])
@@ -300,9 +295,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add_shared(amount, "keep_ratio")
     amount.add_argument("--keep-tokens", type=int, nargs="+", metavar="N", help="prompt tokens, text included")
     parser.add_argument("--prune", nargs="+", choices=PRUNINGS, default=["prompt"])
-    parser.add_argument(
-        "--prompts", type=Path, metavar="FILE", help="use these prompts instead of the demo's clips"
-    )
+    parser.add_argument("--prompts", type=Path, metavar="FILE", help="use these prompts instead of the demo's clips")
     add_clip_options(parser, 4, 32)
     add_shared(parser, "json", rounds=1, dtype="float32", max_new_tokens=160, tasks=["describe"])
     options = parser.parse_args(arguments)

@@ -103,8 +103,7 @@ def records(
             "ttft_ms": ttft,
             "request_throughput": 1e3 / ttft["p50"],
             "stages_ms": {
-                name: statistics.median(sample["stages_ms"][name] for sample in samples)
-                for name in last["stages_ms"]
+                name: statistics.median(sample["stages_ms"][name] for sample in samples) for name in last["stages_ms"]
             },
             # On a GPU: whichever is more sets the pace, the CPU that launches or the GPU.
             "busy_ms": last.get("busy_ms"),

@@ -45,21 +45,13 @@ def answer(requests: Path, out: Path, shard: tuple[int, int], processes: int, op
 
     with out.open("ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # processes of an attempt whose worker was lost may still be ending
-    torchrun = [
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc-per-node={processes}",
-        "-m",
-        "apbv.launch.batch",
-    ]
+    torchrun = ["torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "-m", "apbv.launch.batch"]
     batch = [str(requests), f"--out={out}", f"--shard={shard[0]}/{shard[1]}", "--retry-errors", *options]
     command = [sys.executable, "-m", *torchrun, *batch]
     ended = subprocess.run(command, stderr=subprocess.PIPE, text=True, preexec_fn=_end_with_parent, check=False)
     answers = [json.loads(line) for line in out.read_bytes().splitlines()] if ended.returncode else []
     if ended.returncode and len(answers) < Requests(requests, shard).count():
-        raise RuntimeError(
-            f"shard {shard[0]} has {len(answers)} answers and is not complete:\n{ended.stderr[-4000:]}"
-        )
+        raise RuntimeError(f"shard {shard[0]} has {len(answers)} answers and is not complete:\n{ended.stderr[-4000:]}")
     return sum(each["error"] is not None or each["response"]["status_code"] != 200 for each in answers)
 
 

@@ -18,15 +18,7 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .backends import (
-    BackendError,
-    capability,
-    drawn_numbers,
-    mistake_of,
-    num_processors,
-    requested,
-    why_not_triton,
-)
+from .backends import BackendError, capability, drawn_numbers, mistake_of, num_processors, requested, why_not_triton
 from .runs import Segment
 
 # Takes (q, k, v, scale, causal) and returns (out, lse); see above.

@@ -82,9 +82,7 @@ def antidiagonal_scores(q: Tensor, k: Tensor, scale: float, stride: int, block: 
     shares = sums.masked_fill(later, float("-inf")).softmax(dim=-1)
     cuts = range(0, shares.shape[2], block // stride)
     rows = [shares[:, :, cut : cut + block // stride].mean(dim=2) for cut in cuts]
-    columns = [
-        torch.stack([row[..., cut : cut + block // stride].sum(dim=-1) for cut in cuts], -1) for row in rows
-    ]
+    columns = [torch.stack([row[..., cut : cut + block // stride].sum(dim=-1) for cut in cuts], -1) for row in rows]
     return torch.stack(columns, dim=2).float()
 
 
@@ -130,9 +128,7 @@ def kv_importance(
     return functional.max_pool1d(importance, pool, stride=1, padding=pool // 2).float()
 
 
-def select_topk(
-    scores: Tensor, k: Tensor, v: Tensor, count: int, out: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def select_topk(scores: Tensor, k: Tensor, v: Tensor, count: int, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Copy the best rows of each KV head, found by a stable sort."""
     scores = scores.masked_fill(scores.isnan(), float("-inf"))
     chosen = scores.argsort(dim=-1, descending=True, stable=True)[..., :count].sort(dim=-1).values

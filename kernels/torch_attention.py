@@ -12,14 +12,7 @@ from torch.nn import functional
 
 from . import reference
 from .backends import capability, drawn_numbers, implementation, mistake_of
-from .library_attention import (
-    Attend,
-    attend_masked,
-    attend_with,
-    is_bottom_right,
-    why_not_library,
-    with_positive_scale,
-)
+from .library_attention import Attend, attend_masked, attend_with, is_bottom_right, why_not_library, with_positive_scale
 from .runs import PackedSequences, Segment, in_rows
 from .torch_merging import merge_finite
 

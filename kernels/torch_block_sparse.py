@@ -30,9 +30,7 @@ def block_sparse_attention(
     return merge_finite(*zip(own, earlier, strict=True), out=out)
 
 
-def _attend_diagonal(
-    q: Tensor, k: Tensor, v: Tensor, rows: int, scale: float, attend: Attend
-) -> tuple[Tensor, Tensor]:
+def _attend_diagonal(q: Tensor, k: Tensor, v: Tensor, rows: int, scale: float, attend: Attend) -> tuple[Tensor, Tensor]:
     """Attend from every block of queries to its own keys, causally."""
     whole = q.shape[2] // rows * rows
     pieces = []
@@ -53,9 +51,7 @@ def _cut(states: Tensor, rows: int) -> Tensor:
     return states.unflatten(2, (-1, rows)).transpose(1, 2).flatten(0, 1)
 
 
-def _attend_listed(
-    q: Tensor, k: Tensor, v: Tensor, blocks: ListedBlocks, scale: float
-) -> tuple[Tensor, Tensor] | None:
+def _attend_listed(q: Tensor, k: Tensor, v: Tensor, blocks: ListedBlocks, scale: float) -> tuple[Tensor, Tensor] | None:
     """Attend from every block of queries to the blocks that it lists; None if none lists any."""
     counts = blocks.counts.flatten().cpu()
     if not counts.any():

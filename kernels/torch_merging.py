@@ -25,9 +25,7 @@ def merge_states(
     return merge_finite(outs, lses, out=out)
 
 
-def merge_finite(
-    outs: Sequence[Tensor], lses: Sequence[Tensor], *, out: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def merge_finite(outs: Sequence[Tensor], lses: Sequence[Tensor], *, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Merge N partial results that hold neither NaN nor +inf, accumulating in the lse's dtype.
 
     With L_i the sum of exponentials up to partial result i, the mean of the first i is that of the first i - 1
@@ -83,9 +81,7 @@ def _pieces(firsts: list[int], queries: int, width: int) -> list[tuple[int, int]
     length = max(1, _PIECE // max(1, width))
     borders = sorted({0, *firsts, queries})
     return [
-        (start, min(start + length, stop))
-        for first, stop in pairwise(borders)
-        for start in range(first, stop, length)
+        (start, min(start + length, stop)) for first, stop in pairwise(borders) for start in range(first, stop, length)
     ]
 
 

@@ -154,9 +154,9 @@ def block_means_kernel(
         o_r = i_r + tl.arange(0, BR)
         m_rows = (o_r < stop)[:, None] & (o_d < D)[None, :]
         # [BR, BD]
-        b_rows = tl.load(
-            p_states + (o_r.to(tl.int64) * strides[2])[:, None] + o_d[None, :], mask=m_rows, other=0.0
-        ).to(tl.float32)
+        b_rows = tl.load(p_states + (o_r.to(tl.int64) * strides[2])[:, None] + o_d[None, :], mask=m_rows, other=0.0).to(
+            tl.float32
+        )
         b_rows = tl.where(m_rows, b_rows - b_center[None, :], 0.0)
         b_norm = tl.sqrt(tl.sum(b_rows * b_rows, axis=1))
         b_mean += tl.sum(b_rows, axis=0)

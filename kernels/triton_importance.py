@@ -29,9 +29,7 @@ def _importance_kernel(
     m_t = o_t < num_keys
     p_k += i_b * k_strides[0] + i_h * k_strides[1]
     # [BT, BD]
-    b_k = tl.load(
-        p_k + (o_t * k_strides[2])[:, None] + o_d[None, :], mask=m_t[:, None] & (o_d < D)[None, :], other=0.0
-    )
+    b_k = tl.load(p_k + (o_t * k_strides[2])[:, None] + o_d[None, :], mask=m_t[:, None] & (o_d < D)[None, :], other=0.0)
     b_out = tl.full([BT], float("-inf") if PEAK else 0.0, tl.float32)
     for i_r in range(0, num_rows, BR):
         o_r = (i_r + tl.arange(0, BR)).to(tl.int64)

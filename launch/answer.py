@@ -134,9 +134,7 @@ def table(answer: GenerateResult, options: argparse.Namespace, num_hosts: int) -
         sampled = f"{len(video.frames)} of {video.info.num_frames} frames, {video.info.duration:.1f} s"
         rows.append((name, sampled))
     heard = f", {stats['num_audio_tokens']} audio" if stats["num_audio_tokens"] else ""
-    rows.append(
-        ("prompt", f"{stats['num_input_tokens']} tokens, {stats['num_video_tokens']} of them visual{heard}")
-    )
+    rows.append(("prompt", f"{stats['num_input_tokens']} tokens, {stats['num_video_tokens']} of them visual{heard}"))
     if stats["anchor_len"] or stats["passing_len"]:
         rows.append(("anchor / passing", f"{stats['anchor_len']} / {stats['passing_len']} tokens"))
     if (reduction := stats["reduction"]) is not None:
@@ -158,9 +156,7 @@ def table(answer: GenerateResult, options: argparse.Namespace, num_hosts: int) -
     return "\n".join(f"  {name:<20} {value}" for name, value in rows)
 
 
-def _speculation(
-    figures: dict[str, Any], options: argparse.Namespace, on_draft_host: bool
-) -> list[tuple[str, str]]:
+def _speculation(figures: dict[str, Any], options: argparse.Namespace, on_draft_host: bool) -> list[tuple[str, str]]:
     """Format the metrics of speculative decoding."""
     rows = [("drafting", f"{figures['strategy']}, {'on the draft host' if on_draft_host else 'on host 0'}")]
     if figures.get("lost_draft"):

@@ -24,13 +24,7 @@ from apbv.launch.options import (
     load_engine,
     prepare_process,
 )
-from apbv.launch.serve import (
-    add_request_options,
-    add_reuse_options,
-    check_requests,
-    request_settings,
-    reuse_config,
-)
+from apbv.launch.serve import add_request_options, add_reuse_options, check_requests, request_settings, reuse_config
 
 if TYPE_CHECKING:
     from apbv import HostGroup

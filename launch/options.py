@@ -139,9 +139,7 @@ class OptionParser(argparse.ArgumentParser):
             self.error(str(error))
 
 
-def add_settings(
-    group: argparse._ActionsContainer, settings: Sequence[Setting], with_defaults: bool = False
-) -> None:
+def add_settings(group: argparse._ActionsContainer, settings: Sequence[Setting], with_defaults: bool = False) -> None:
     """Add options for config fields.
 
     Args:

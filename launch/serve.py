@@ -45,9 +45,7 @@ _NEEDED = ("starlette", "uvicorn", "pydantic", "prometheus_client")
 _LAST_PORT = 65_535
 _KEY = reading(str, "be a key, or the option left out", bool)
 _ORIGIN = reading(str, "be * or as https://example.com", re.compile(r"\*|https?://[^/\s]+").fullmatch)
-_GRACE = reading(
-    float, "lie in 0 .. 86400 seconds", lambda value: isinstance(value, float) and 0 <= value <= 86_400
-)
+_GRACE = reading(float, "lie in 0 .. 86400 seconds", lambda value: isinstance(value, float) and 0 <= value <= 86_400)
 
 
 def parse_arguments(arguments: list[str] | None = None, prog: str | None = None) -> argparse.Namespace:

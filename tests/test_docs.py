@@ -193,9 +193,7 @@ def test_every_code_block_says_how_it_is_tested():
         assert page.read_text(encoding="utf-8").count("\n```") == 2 * len(blocks_in(page)), f"{page}: not closed"
     unknown = [f"{block}: {block.info!r}" for block in BLOCKS if block.mark not in MARKS[block.language]]
     assert not unknown, "\n".join(unknown)
-    assert {block.info for block in BLOCKS} == {
-        f"{name} {mark}" for name, marks in MARKS.items() for mark in marks
-    }
+    assert {block.info for block in BLOCKS} == {f"{name} {mark}" for name, marks in MARKS.items() for mark in marks}
 
 
 @pytest.mark.parametrize("block", marked("bash run"), ids=str)

@@ -68,9 +68,7 @@ class Shown:
 
 def collect(path: Path) -> None:
     """Write to a file what the marked tests show, the thorough ones too."""
-    marked = [
-        path for path in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.shows(" in path.read_text("utf-8")
-    ]
+    marked = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.shows(" in path.read_text("utf-8")]
     plugin, options = Shown(), ["--collect-only", "-q", "-m", "shows", "-p", "no:cacheprovider"]
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
         status = pytest.main([*options, *map(str, marked)], plugins=[plugin])

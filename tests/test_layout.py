@@ -126,9 +126,7 @@ def test_local_spans_are_what_a_host_computes_in_token_order(request):
     if request.fits:
         upper = [(2 * request.num_hosts - 1 - host,) * request.zigzag for host in range(request.num_hosts)]
         assert layout.zigzag == request.zigzag
-        assert [layout.virtual_hosts(h) for h in range(request.num_hosts)] == [
-            (h, *v) for h, v in enumerate(upper)
-        ]
+        assert [layout.virtual_hosts(h) for h in range(request.num_hosts)] == [(h, *v) for h, v in enumerate(upper)]
     for host in range(request.num_hosts):
         spans, kept = layout.local_spans(host), layout.cache_spans(host)
         local = tokens(spans)

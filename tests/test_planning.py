@@ -117,10 +117,7 @@ def test_short_passing_blocks_are_warned_of():
     assert "full attention's, and took longer, with l_p = 625" in warning(20_000)
     assert warning(20_000, passing_len=625) is None
     pruned = plan(
-        "demo",
-        num_frames=40_000,
-        hosts=2,
-        prefill=PrefillConfig(reduce=ReduceConfig(method="fastvid", ratio=0.25)),
+        "demo", num_frames=40_000, hosts=2, prefill=PrefillConfig(reduce=ReduceConfig(method="fastvid", ratio=0.25))
     )
     assert f"l_p = {-(-pruned.num_left // 32):,}" in pruned.warning and pruned.num_left < pruned.num_tokens / 3
     assert warning(4096) is warning(300, passing_len=64) is warning(4096, method="star", anchor_len=32) is None

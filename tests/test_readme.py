@@ -38,14 +38,10 @@ def test_it_is_read_in_one_sitting():
 
 def test_the_versions_that_it_names_are_those_that_pip_and_the_package_know():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    needs = next(
-        line for line in README.read_text(encoding="utf-8").splitlines() if line.startswith("- **Needs**")
-    )
+    needs = next(line for line in README.read_text(encoding="utf-8").splitlines() if line.startswith("- **Needs**"))
     assert project["requires-python"] == f">={re.search('Python ([0-9.]+)', needs)[1]}"
     for package, newest in versions._NEWEST_TRIED.items():
-        tried = re.search(
-            rf"{'PyAV' if package == 'av' else package} ([0-9.]+)", needs.partition("tried up to")[2]
-        )
+        tried = re.search(rf"{'PyAV' if package == 'av' else package} ([0-9.]+)", needs.partition("tried up to")[2])
         assert tried[1].rstrip(".") == ".".join(map(str, newest))
         oldest = re.search(rf"{package} ([0-9.]+)", needs.partition("tried")[0])
         assert oldest is None or f"{package}>={oldest[1]}" in project["dependencies"]

@@ -71,9 +71,7 @@ class SamplingParams(Checked):
     repetition_penalty: float | None = number("lie in (0, 10]", lambda factor: 0 < factor <= 10, None)
     presence_penalty: float = number("lie in -2 .. 2", lambda penalty: -2 <= penalty <= 2, 0.0)
     frequency_penalty: float = number("lie in -2 .. 2", lambda penalty: -2 <= penalty <= 2, 0.0)
-    logit_bias: tuple[tuple[int, float], ...] = instance_of(
-        tuple, says="be a tuple of (token, number)", default=()
-    )
+    logit_bias: tuple[tuple[int, float], ...] = instance_of(tuple, says="be a tuple of (token, number)", default=())
     logprobs: int | None = integer(0, 20, None)
     json_schema: str | None = instance_of(str, says="be a text")
     grammar: str | None = instance_of(str, says="be a text")

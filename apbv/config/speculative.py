@@ -76,9 +76,7 @@ class SpeculativeConfig(Checked):
     prune: str = one_of(PRUNINGS, "prompt")
     uv_layer: int = integer(1, 2**31 - 1, 20)
     ensemble: str = setting(
-        "MT*",
-        f"be different letters of {CONTEXTS}, with a * after at least two to adapt their weights",
-        _is_ensemble,
+        "MT*", f"be different letters of {CONTEXTS}, with a * after at least two to adapt their weights", _is_ensemble
     )
     num_tree_nodes: int | None = integer(1, 256, None)
     draft_host: bool = False

@@ -184,9 +184,7 @@ class Answer:
             AgreedError: the token is :data:`NO_TOKEN`.
         """
         if token == NO_TOKEN:
-            raise AgreedError(
-                f"the model gave NaN or infinite logits after {len(self.tokens)} tokens of its answer"
-            )
+            raise AgreedError(f"the model gave NaN or infinite logits after {len(self.tokens)} tokens of its answer")
 
 
 def finish_reason(tokens: Sequence[int], sampling: SamplingParams, eos_token_ids: Sequence[int]) -> str:

@@ -166,8 +166,7 @@ class _Step(Step):
     def compute(self) -> Tensor:
         """Run the model on these inputs, write the new KV into the buffers, and return logits ``[R, V]``."""
         tables = [
-            BufferTable(places, self._lengths, self._most_rows, self._starts, self._most_new)
-            for places in self._places
+            BufferTable(places, self._lengths, self._most_rows, self._starts, self._most_new) for places in self._places
         ]
         attention = BatchAttention(self._parts.backend, tables)
         return forward(self._parts, self._ids, self._positions, None, attention, last_only=False)

@@ -63,9 +63,7 @@ class ModelRunner:
         states: those of a hybrid's linear attention, which are changed.
     """
 
-    def __init__(
-        self, parts: ModelParts, cache, hosts: HostGroup | None = None, states: LinearStates | None = None
-    ):
+    def __init__(self, parts: ModelParts, cache, hosts: HostGroup | None = None, states: LinearStates | None = None):
         self._parts, self._cache, self._hosts, self._states = parts, cache, hosts, states
         self._recorded = RecordedSteps(parts) if may_record(parts, hosts) else None
         self._buffers: list[tuple[Tensor, Tensor]] = []  # of the recorded steps
@@ -122,11 +120,7 @@ class _Step(Step):
     """Step of one shape: its inputs at fixed addresses, and the forward pass over them."""
 
     def __init__(
-        self,
-        parts: ModelParts,
-        cache: DynamicCache,
-        kind: tuple[int, bool, int | None],
-        states: LinearStates | None,
+        self, parts: ModelParts, cache: DynamicCache, kind: tuple[int, bool, int | None], states: LinearStates | None
     ):
         """Allocate the inputs of ``kind``: S, whether only the last logits are wanted, the mask's N.
 

@@ -176,11 +176,7 @@ class Penalties:
         self._is_in_prompt = to_device(is_in_prompt, device)
 
     def penalised(
-        self,
-        logits: Tensor,
-        tokens: Sequence[int],
-        drafted: Tensor | Sequence[int] = (),
-        precede: Tensor | None = None,
+        self, logits: Tensor, tokens: Sequence[int], drafted: Tensor | Sequence[int] = (), precede: Tensor | None = None
     ) -> Tensor:
         """Return logits ``[S, V']`` with the penalties for earlier tokens, in fp32 at least; V' <= V.
 

@@ -89,8 +89,7 @@ def processor() -> Found:
     text += f"{free_host_memory_bytes() / _GIBIBYTE:.0f} GiB free; {platform.platform()}"
     if shared is not None and shared < _FEWEST_SHARED_BYTES and torch.cuda.device_count() > 1:
         raise CheckFailed(
-            f"{text}; /dev/shm has {shared / 2**20:.0f} MiB, too little for NCCL (docker: --shm-size 1g, or "
-            "--ipc host)"
+            f"{text}; /dev/shm has {shared / 2**20:.0f} MiB, too little for NCCL (docker: --shm-size 1g, or --ipc host)"
         )
     return text, {}
 

@@ -173,9 +173,7 @@ class HostGroup:
                 if chosen.type == "cuda" and owns_group:
                     torch.cuda.set_device(chosen)
                 # The caller's group already has the backends that the caller chose.
-                may_use_nccl = (owns_group and dist.is_nccl_available()) or "nccl" in dist.get_backend_config(
-                    group
-                )
+                may_use_nccl = (owns_group and dist.is_nccl_available()) or "nccl" in dist.get_backend_config(group)
                 mine = Place(device_identity(chosen), chosen.type == "cuda" and may_use_nccl)
             places = [Place(*place) for place in processes.gather_json(mine)]
             hosts = cls(
@@ -202,11 +200,7 @@ class HostGroup:
                 self._watch.wait(PendingCall(in_thread(partial(self._groups.connect, self.device))))
 
     def subgroup(
-        self,
-        members: Sequence[int],
-        timeout: float | None = None,
-        waits_for_work: bool = True,
-        has_data: bool = True,
+        self, members: Sequence[int], timeout: float | None = None, waits_for_work: bool = True, has_data: bool = True
     ) -> "HostGroup | None":
         """Make a group of some of these hosts, which fails independently; collective over all of them.
 
@@ -391,9 +385,7 @@ class HostGroup:
             for process, (_, theirs) in enumerate(found):
                 for (what, value), (_, other) in zip(found[0][1], theirs, strict=True):
                     if value != other:
-                        raise HostError(
-                            f"{what} of {self.name_of(process)} differs from that of {self.name_of(0)}"
-                        )
+                        raise HostError(f"{what} of {self.name_of(process)} differs from that of {self.name_of(0)}")
 
     @property
     def is_broken(self) -> bool:

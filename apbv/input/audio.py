@@ -99,9 +99,7 @@ class AudioInput(RowStarts):
                 yield spectrogram[:, (part.start - start) * self.unit : (part.stop - start) * self.unit]
 
 
-def audio_from_batch(
-    parts: ModelParts, batch: Mapping[str, Any], input_ids: Tensor, hosts: HostGroup
-) -> AudioInput:
+def audio_from_batch(parts: ModelParts, batch: Mapping[str, Any], input_ids: Tensor, hosts: HostGroup) -> AudioInput:
     """Take a prompt's audio out of a processor's batch.
 
     Args:
@@ -129,9 +127,7 @@ def audio_from_batch(
         units=tuple(split_evenly(range(len(row_starts) - 1), hosts.size)),
         host=hosts.rank,
         row_starts=tuple(row_starts),
-        spectrograms=tuple(
-            spectrogram[:, :length] for spectrogram, length in zip(spectrograms, lengths, strict=True)
-        ),
+        spectrograms=tuple(spectrogram[:, :length] for spectrogram, length in zip(spectrograms, lengths, strict=True)),
     )
 
 
@@ -194,9 +190,7 @@ def read_audio(
             if count > most:
                 break
     if count > most and (seconds is None or seconds > max_seconds):
-        raise AudioError(
-            f"{path}: has more audio than the {max_seconds:,.0f} seconds that the prompt has room for"
-        )
+        raise AudioError(f"{path}: has more audio than the {max_seconds:,.0f} seconds that the prompt has room for")
     if not count:
         raise AudioError(f"{path}: its audio track is empty", is_missing=True)
     return np.concatenate(pieces)[:most]

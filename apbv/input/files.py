@@ -80,9 +80,7 @@ class KnownVideos:
         return info
 
 
-def probe_once(
-    videos: KnownVideos, paths: Sequence[str], hosts: HostGroup, timer: StageTimer
-) -> tuple[VideoInfo, ...]:
+def probe_once(videos: KnownVideos, paths: Sequence[str], hosts: HostGroup, timer: StageTimer) -> tuple[VideoInfo, ...]:
     """Probe a prompt's videos on the leader, and broadcast the result; collective.
 
     Args:

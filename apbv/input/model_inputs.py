@@ -212,9 +212,7 @@ def _positions(parts: ModelParts, input_ids: Tensor, batch: Mapping[str, Any]) -
         raise PromptError(str(error)) from error
 
 
-def visual_from_batch(
-    parts: ModelParts, batch: Mapping[str, Any], input_ids: Tensor, hosts: HostGroup
-) -> VisualInput:
+def visual_from_batch(parts: ModelParts, batch: Mapping[str, Any], input_ids: Tensor, hosts: HostGroup) -> VisualInput:
     """Take a prompt's videos and images out of a processor's batch.
 
     Args:
@@ -272,9 +270,7 @@ def _items(parts: ModelParts, batch: Mapping[str, Any], kind: str, num_rows: int
                 side = int(merges[number])
                 num_rows = count // side**2
                 if kind == "video":
-                    left = (
-                        torch.ones(len(pixels), dtype=torch.bool) if left is None else torch.as_tensor(left).cpu()
-                    )
+                    left = torch.ones(len(pixels), dtype=torch.bool) if left is None else torch.as_tensor(left).cpu()
                     kept, left = left[:num_rows].view(num_patches, *(grid[1:] // side)), left[num_rows:]
                     num_rows = int(kept.sum())
             num_bytes = PIXEL_COPIES * own.nbytes // num_patches

@@ -287,10 +287,7 @@ def preprocess_frames(processor, frames: Tensor, grid: Tensor | None, compares: 
         _, height, width = (grid[0] * video_processor.patch_size).tolist()
         # The base class's resize goes to a given size; the families' own would compute one from the piece.
         frames = BaseVideoProcessor.resize(
-            video_processor,
-            frames[None],
-            size=SizeDict(height=height, width=width),
-            resample=video_processor.resample,
+            video_processor, frames[None], size=SizeDict(height=height, width=width), resample=video_processor.resample
         )[0]
     if hasattr(video_processor, "use_token_compression"):
         options["use_token_compression"] = compares

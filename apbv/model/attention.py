@@ -177,6 +177,4 @@ def _merge_here(states: Sequence[tuple[Tensor, Tensor]], out: Tensor, backend: s
 def _unpack(packed: Tensor, *like: Tensor) -> list[Tensor]:
     """View bytes ``[..., n]`` as tensors that follow each other, with the shapes and dtypes of others."""
     chunks = packed.split([tensor.nbytes for tensor in like], dim=-1)
-    return [
-        chunk.view(tensor.dtype).unflatten(-1, tensor.shape) for chunk, tensor in zip(chunks, like, strict=True)
-    ]
+    return [chunk.view(tensor.dtype).unflatten(-1, tensor.shape) for chunk, tensor in zip(chunks, like, strict=True)]

@@ -182,8 +182,7 @@ def _plan(inputs: ModelInputs, hosts: HostGroup, config: PrefillConfig, watcher:
     method = method_type(layout, hosts, config)
     if watcher is not None and layout.is_split and not len(layout.query):
         raise ValueError(
-            f"cannot observe the question's attention with {method.name}: "
-            "the question is split across the hosts, too"
+            f"cannot observe the question's attention with {method.name}: the question is split across the hosts, too"
         )
     return method
 

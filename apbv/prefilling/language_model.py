@@ -108,8 +108,6 @@ def _move_copy(positions: Tensor, prompt: Tensor, copied: Sequence[range]) -> No
         prompt: of all tokens.
         copied: prefix, question and start of the context, as in :class:`~apbv.layout.ContextLayout`.
     """
-    question, context = positions.split([*map(len, copied), positions.shape[-1] - sum(map(len, copied))], dim=-1)[
-        1:3
-    ]
+    question, context = positions.split([*map(len, copied), positions.shape[-1] - sum(map(len, copied))], dim=-1)[1:3]
     context += question[..., -1:] - question[..., :1] + 1
     question += prompt[..., copied[0].stop, None] - question[..., :1]

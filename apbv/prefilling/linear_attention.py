@@ -133,9 +133,7 @@ def _run(inputs: Sequence[Tensor], function: Rule, out: Tensor | None, rows: ran
 
 
 def _parts(rows: range) -> list[range]:
-    return [
-        range(start, min(start + MOST_TOKENS, rows.stop)) for start in range(rows.start, rows.stop, MOST_TOKENS)
-    ]
+    return [range(start, min(start + MOST_TOKENS, rows.stop)) for start in range(rows.start, rows.stop, MOST_TOKENS)]
 
 
 def _with_inputs(before: Tensor, mixed: Tensor, rows: range) -> Tensor:

@@ -64,9 +64,7 @@ def load(
     )
 
 
-def _read_latest(
-    path: Path, parts: ModelParts | None, hosts: HostGroup, kv: str
-) -> tuple[Manifest, dict[str, Any]]:
+def _read_latest(path: Path, parts: ModelParts | None, hosts: HostGroup, kv: str) -> tuple[Manifest, dict[str, Any]]:
     """Read a directory's contents, again if another save has replaced it meanwhile."""
     while True:
         before = _content_of(path / MANIFEST_NAME)

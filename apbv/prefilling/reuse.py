@@ -62,9 +62,7 @@ class ByteBoundedCache:
             self.num_bytes -= freed
 
 
-def stored_rows(
-    rows: Tensor, visual: VisualInput, device: torch.device, chunks: Sequence[range]
-) -> Iterator[Tensor]:
+def stored_rows(rows: Tensor, visual: VisualInput, device: torch.device, chunks: Sequence[range]) -> Iterator[Tensor]:
     """Yield cached embeddings; see :data:`~apbv.prefilling.encode.VisualRows`.
 
     Args:
@@ -152,9 +150,7 @@ class Reuse:
             self._cache.put(key, replace(state, kv=kv), num_bytes)
 
 
-def prefill_question(
-    parts: ModelParts, inputs: ModelInputs, before: PrefillResult, timer: StageTimer
-) -> PrefillResult:
+def prefill_question(parts: ModelParts, inputs: ModelInputs, before: PrefillResult, timer: StageTimer) -> PrefillResult:
     """Prefill a prompt's question on top of the cached KV of the tokens before it; collective.
 
     Args:

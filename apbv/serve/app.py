@@ -26,14 +26,7 @@ from .. import __version__
 from .bodies import Bodies
 from .job import Event, Finished, Job, Piece
 from .replies import Replies
-from .requests import (
-    ApiError,
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    GenerationRequest,
-    TokenizeRequest,
-)
+from .requests import ApiError, ChatRequest, CompletionRequest, DetokenizeRequest, GenerationRequest, TokenizeRequest
 from .scheduler import Scheduler
 from .settings import ServerSettings
 from .worker import Worker
@@ -147,9 +140,7 @@ class _Endpoints:
             if asked.stream:
                 stream = replies.stream(first, events)
                 is_streamed = True
-                return StreamingResponse(
-                    stream, media_type="text/event-stream", headers={"Cache-Control": "no-store"}
-                )
+                return StreamingResponse(stream, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
             return JSONResponse(await replies.whole(first, events))
         except StopAsyncIteration:  # cancelled
             return Response(status_code=_CLIENT_CLOSED_REQUEST)

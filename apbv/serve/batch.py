@@ -49,9 +49,7 @@ class Batch:
         stopped_by: the signal that it got; None: none.
     """
 
-    def __init__(
-        self, requests: Requests, answers: Answers, settings: ServerSettings, show: Callable[["Batch"], None]
-    ):
+    def __init__(self, requests: Requests, answers: Answers, settings: ServerSettings, show: Callable[["Batch"], None]):
         self._requests, self._answers, self._settings, self._show = requests, answers, settings, show
         self.total: int | None = None
         self.num_answered, self.num_failed, self.num_left = 0, answers.num_failed, 0

@@ -147,9 +147,7 @@ def follow(executor: Executor, folder: Path | None, private_files: PrivateFiles,
     def opened(order: Order, sent: Iterator[bytes]) -> Iterator[list[Path]]:
         with ExitStack() as stack:
             yield [
-                stack.enter_context(private_files.holding(next(sent)))
-                if file is None
-                else find_in_folder(folder, file)
+                stack.enter_context(private_files.holding(next(sent))) if file is None else find_in_folder(folder, file)
                 for file in order.files
             ]
 

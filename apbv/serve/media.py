@@ -253,9 +253,7 @@ def _host_of(url: str, settings: ServerSettings) -> str:
 
 
 @contextmanager
-def _connected(
-    url: str, host: str, settings: ServerSettings, deadline: float
-) -> Iterator[http.client.HTTPConnection]:
+def _connected(url: str, host: str, settings: ServerSettings, deadline: float) -> Iterator[http.client.HTTPConnection]:
     """Connect to the host's first address, if all of them are allowed, until the deadline."""
     secure = urlsplit(url).scheme == "https"
     port = urlsplit(url).port or (443 if secure else 80)

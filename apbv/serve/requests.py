@@ -107,17 +107,13 @@ class _Strict(BaseModel):
             # Of the alternatives that a value fits none of, the one that it fits best.
             found = error.errors(include_url=False, include_input=False)
             worst = max(found, key=lambda each: (len(each["loc"]), each["type"] == "too_long"))
-            steps = [
-                step for step in worst["loc"] if isinstance(step, int) or not _NAMES_AN_ALTERNATIVE.search(step)
-            ]
+            steps = [step for step in worst["loc"] if isinstance(step, int) or not _NAMES_AN_ALTERNATIVE.search(step)]
             message = worst["msg"]
             if worst["type"] == "refused":
                 steps.append(worst["ctx"]["param"])
             elif steps:
                 message = f"{steps[-1]}: {message}"
-            raise ApiError(
-                400, message, param=".".join(str(step) for step, _ in groupby(steps)) or None
-            ) from error
+            raise ApiError(400, message, param=".".join(str(step) for step, _ in groupby(steps)) or None) from error
 
 
 def _is_neutral(name: str, value: Any) -> bool:
@@ -217,10 +213,7 @@ class Tool(_Strict):
     def described(self) -> dict[str, Any]:
         """The tool as a chat template gets it from vLLM."""
         unset = {"strict"} if self.function.strict is None else set()
-        return {
-            "type": self.type,
-            "function": self.function.model_dump(include=set(Function.model_fields) - unset),
-        }
+        return {"type": self.type, "function": self.function.model_dump(include=set(Function.model_fields) - unset)}
 
 
 _Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
@@ -323,8 +316,7 @@ class GenerationRequest(_Strict):
     def _check_kv_transfer(self) -> None:
         if self.kv_transfer_params is not None and self.kv_transfer_params.do_remote_prefill:
             message = (
-                "this server is a prefill instance and cannot load KV: send do_remote_prefill to the decode "
-                "instance"
+                "this server is a prefill instance and cannot load KV: send do_remote_prefill to the decode instance"
             )
             raise _refused("kv_transfer_params", message)
         if self.hands_over and self.stream:

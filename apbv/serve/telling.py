@@ -45,9 +45,7 @@ class Telling:
             self._output.tell(self._choice, len(tokens), self._piece(text, tokens) if has_news else None)
         return self._output.is_cancelled or self._text.stopped
 
-    def finish(
-        self, tokens: Sequence[int], reason: FinishReason, speculation: dict[str, Any] | None = None
-    ) -> bool:
+    def finish(self, tokens: Sequence[int], reason: FinishReason, speculation: dict[str, Any] | None = None) -> bool:
         """End the answer, and with the last one the request; False if that is known to have ended before.
 
         Args:

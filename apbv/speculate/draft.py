@@ -24,12 +24,7 @@ from .drafters import Drafter, ModelDrafter
 
 @torch.no_grad()
 def prefill_draft(
-    parts: ModelParts,
-    inputs: ModelInputs,
-    kept_visual: Tensor,
-    hosts: HostGroup,
-    rows: Tensor | None,
-    home: int = 0,
+    parts: ModelParts, inputs: ModelInputs, kept_visual: Tensor, hosts: HostGroup, rows: Tensor | None, home: int = 0
 ) -> DynamicCache | None:
     """Draft prefill on the prompt's text and audio and some of its visual tokens, on one host; collective.
 

@@ -97,9 +97,7 @@ def read_contexts(task: DraftTask, kept_visual: Tensor, rows: Tensor | None) -> 
     return contexts if hosts.is_leader else []
 
 
-def as_text(
-    input_ids: Sequence[int], is_placeholder: Sequence[bool], first: list[int], others: list[int]
-) -> list[int]:
+def as_text(input_ids: Sequence[int], is_placeholder: Sequence[bool], first: list[int], others: list[int]) -> list[int]:
     """Replace the first run of placeholders in a prompt by ``first``, and every further run by ``others``.
 
     The paper's prompts have one placeholder per image, which becomes one "\\n" (Appendix I.2); here it is the run

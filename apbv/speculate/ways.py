@@ -145,9 +145,7 @@ class TakingTurns:
         }
         return Answered(tokens, figures)
 
-    def _build(
-        self, read: ReadRequest, state: PrefillResult, watcher: Watcher | None, caption: str | None
-    ) -> Draft:
+    def _build(self, read: ReadRequest, state: PrefillResult, watcher: Watcher | None, caption: str | None) -> Draft:
         """Build the draft. The target's own reads what the target has read, others the whole prompt."""
         config, runs_target = self._config, STRATEGIES[self._config.strategy].runs_target
         scores = watcher and watcher.result

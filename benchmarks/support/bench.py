@@ -122,9 +122,7 @@ class Bench:
 
         device = self.hosts.device
         made = simulate(case.hosts, host_job, network=self.network, device=device, paces=paces)
-        busy = [
-            [1e3 * sum(times) for times in zip(*laps[found["first_lap"] :], strict=True)] for found, laps in made
-        ]
+        busy = [[1e3 * sum(times) for times in zip(*laps[found["first_lap"] :], strict=True)] for found, laps in made]
         return {
             **made[0][0],
             "laps": [laps for _, laps in made],

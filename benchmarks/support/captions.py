@@ -87,9 +87,7 @@ def make_clip(seed: int, num_frames: int, split: str, words: tuple[str, ...]) ->
     names = rng.permutation(words)[:total].tolist()
     numbers = [tuple(str(number)) for number in rng.permutation(np.arange(10, 100))[: NUM_PAIRS + 1]]
     values = [*numbers, *((name,) for name in names[NUM_PAIRS:-1])]
-    made = [
-        Caption(int(rng.integers(GRID)), (name, "=", *value)) for name, value in zip(names, values, strict=True)
-    ]
+    made = [Caption(int(rng.integers(GRID)), (name, "=", *value)) for name, value in zip(names, values, strict=True)]
     pairs, chain = made[:NUM_PAIRS], made[NUM_PAIRS:]
     in_chain = set(rng.choice(total, CHAIN, replace=False).tolist())
     rest, linked = iter(pairs), iter(chain)

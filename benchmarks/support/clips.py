@@ -174,9 +174,7 @@ def questions(clip: ClipSpec) -> list[tuple[str, str, str]]:
     Returns:
         (task, question, answer) triples; tasks are retrieval (one per needle), ordering, counting and describe.
     """
-    asked = [
-        ("retrieval", RETRIEVAL_QUESTION.format(colour=needle.colour), needle.letter) for needle in clip.needles
-    ]
+    asked = [("retrieval", RETRIEVAL_QUESTION.format(colour=needle.colour), needle.letter) for needle in clip.needles]
     return [
         *asked,
         ("ordering", ORDERING_QUESTION, " ".join(needle.letter for needle in clip.needles)),

@@ -127,10 +127,7 @@ class Shape(DecoderSizes):
             projections += self.kv_layers * self.hidden * self.heads * self.head_dim
             widths = self.linear.channels + 2 * values + 2 * self.linear.value_heads
             projections += len(self.linear.layers) * self.hidden * widths
-        return {
-            "projections": projections,
-            "mlp": self.layers * self.hidden * (3 * self.intermediate + self.experts),
-        }
+        return {"projections": projections, "mlp": self.layers * self.hidden * (3 * self.intermediate + self.experts)}
 
     def rule_macs(self, is_map: bool) -> int:
         """Count the multiply-adds of linear attention for one token in all layers, by transformers' rule.
@@ -219,11 +216,7 @@ def cost(
 
 
 def cost_of_prompt(
-    shape: Shape,
-    hosts: int,
-    prompt: tuple[int, int, int, Video | None],
-    config: PrefillConfig,
-    density: float = 1.0,
+    shape: Shape, hosts: int, prompt: tuple[int, int, int, Video | None], config: PrefillConfig, density: float = 1.0
 ) -> tuple[ContextLayout, list[HostCost]]:
     """Return the layout of a prefill, and its cost on every host.
 

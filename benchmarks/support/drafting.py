@@ -70,9 +70,7 @@ def scale_model(model: PreTrainedModel, times: int) -> PreTrainedModel:
     return scaled
 
 
-def build_ways(
-    options: argparse.Namespace, configs: Mapping[str, SpeculativeConfig], hosts: HostGroup
-) -> list[Way]:
+def build_ways(options: argparse.Namespace, configs: Mapping[str, SpeculativeConfig], hosts: HostGroup) -> list[Way]:
     """Build the ways to decode, on one target and one draft; autoregressive decoding comes first."""
     prefill = PrefillConfig(method=options.method, kv=options.kv)
     # A layer of the target lies --scale times as deep in the scaled one.

@@ -151,11 +151,7 @@ def with_reference(
 
 
 def run_on(
-    num_hosts: int,
-    hosts: HostGroup,
-    model: PreTrainedModel,
-    job: Callable[[HostGroup, PreTrainedModel], T],
-    **options,
+    num_hosts: int, hosts: HostGroup, model: PreTrainedModel, job: Callable[[HostGroup, PreTrainedModel], T], **options
 ) -> T:
     """Run a job on a number of hosts: the real ones, or simulated ones if there is only one.
 
@@ -214,11 +210,7 @@ class Candidate:
     """
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        processor: ProcessorMixin,
-        hosts: HostGroup,
-        draft: PreTrainedModel | None = None,
+        self, model: PreTrainedModel, processor: ProcessorMixin, hosts: HostGroup, draft: PreTrainedModel | None = None
     ):
         self.processor, self.tokenizer, self.hosts = processor, processor.tokenizer, hosts
         self.parts, self.draft = inspect_model(model), draft and inspect_model(draft)
@@ -346,11 +338,7 @@ def ranked_by(scores: Tensor, reduce: ReduceConfig) -> AbstractContextManager:
 
 
 def sit(
-    candidate: Candidate,
-    exam: Exam,
-    seed: int,
-    ways: Mapping[str, Way],
-    references: dict[str, Reference] | None = None,
+    candidate: Candidate, exam: Exam, seed: int, ways: Mapping[str, Way], references: dict[str, Reference] | None = None
 ) -> list[dict]:
     """Answer the questions about one clip in each way, in turn for every question.
 

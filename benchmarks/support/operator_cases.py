@@ -274,9 +274,7 @@ def antidiagonals(s: Sizes, stride: int) -> Case:
 
     flops = s.heads * groups * (groups + 1) * stride * s.head_dim
     numbers = s.tokens * (s.heads + s.kv_heads) * s.head_dim
-    return Case(
-        s, "antidiagonal_scores", f"a stride of {stride}", flops, numbers, _FP32 * s.heads * blocks**2, make
-    )
+    return Case(s, "antidiagonal_scores", f"a stride of {stride}", flops, numbers, _FP32 * s.heads * blocks**2, make)
 
 
 def means(s: Sizes) -> Case:

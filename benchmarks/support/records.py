@@ -128,9 +128,7 @@ def report(
 
 
 def measure_on_hosts(
-    options: argparse.Namespace,
-    measure: Callable[[argparse.Namespace, HostGroup], Iterable[dict]],
-    columns: Columns,
+    options: argparse.Namespace, measure: Callable[[argparse.Namespace, HostGroup], Iterable[dict]], columns: Columns
 ) -> int:
     """Measure on the hosts that torchrun started, report it, and return the exit status.
 

@@ -41,9 +41,7 @@ def test_an_answer_names_an_option_in_any_usual_form(text, choice):
     assert choose_option(text, COLOURS) == choice
 
 
-@pytest.mark.parametrize(
-    ("text", "choice"), [("3", 2), ("There are 3.", 2), ("13", None), ("C", 2), ("2 or 3", None)]
-)
+@pytest.mark.parametrize(("text", "choice"), [("3", 2), ("There are 3.", 2), ("13", None), ("C", 2), ("2 or 3", None)])
 def test_options_that_are_numbers(text, choice):
     assert choose_option(text, NUMBERS) == choice
 

@@ -29,9 +29,7 @@ def prefill(records: list[dict]) -> str:
     for (tokens,), rows in grouped(of(records, "throughput"), "num_input_tokens").items():
         ms = {row["label"]: min(row["samples"]["ttft_ms"]) for row in rows}
         cells = [f"{ms[label]:,.0f} ms" if label in ms else "–" for label in PREFILLS]
-        over = [
-            f"{ms[label] / ms['apbv']:.2f}x" if {label, "apbv"} <= ms.keys() else "–" for label in PREFILLS[:2]
-        ]
+        over = [f"{ms[label] / ms['apbv']:.2f}x" if {label, "apbv"} <= ms.keys() else "–" for label in PREFILLS[:2]]
         lines.append([f"{tokens:,}", *cells, *over])
     header = ["tokens", "`full`, 1 host", "`zigzag_ring`, 8", "`apbv`, 8", "over `full`", "over the ring"]
     return markdown_table(header, lines)
@@ -144,9 +142,7 @@ def test_what_the_page_says_of_them():
 def test_the_readme_and_the_predictions_show_these_figures(capsys):
     records, readme = read_records([RECORDS]), (ROOT / "README.md").read_text(encoding="utf-8")
     ms = {
-        r["label"]: min(r["samples"]["ttft_ms"])
-        for r in of(records, "throughput")
-        if r["num_input_tokens"] == 131_072
+        r["label"]: min(r["samples"]["ttft_ms"]) for r in of(records, "throughput") if r["num_input_tokens"] == 131_072
     }
     tokens = [r["tokens_per_s"] for r in of(records, "batch_decoding") if r["num_answers"] == 16][1:]
     token = {r["way"]: r["ms"] for r in of(records, "decoding")}

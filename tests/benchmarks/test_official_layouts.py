@@ -136,9 +136,7 @@ def test_videomme_is_the_same_in_all_its_layouts(videomme_rows, tmp_path):
     (tmp_path / "t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     first, *others = (
         videomme.read(
-            videomme.parse_arguments(
-                ["--model", "demo", "--questions", str(path), "--videos", str(folder / "data")]
-            )
+            videomme.parse_arguments(["--model", "demo", "--questions", str(path), "--videos", str(folder / "data")])
         )
         for path in (folder / "t.json", *(tmp_path / name for name in ("t.parquet", "t.jsonl")))
     )

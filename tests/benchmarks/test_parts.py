@@ -122,9 +122,7 @@ def test_a_prefill_is_predicted_by_its_parts(capsys):
     assert float(gpu) == pytest.approx(sum(full.values()), abs=1) and full["element-wise"] > 0.1
     assert float(larger) == max(float(gpu), float(cpu)) and relative == "1.00x"
     # A short prompt's kernels end before the CPU has launched them.
-    assert roofline.launching_ms(shape, "apbv") > sum(
-        roofline.prefill_parts(shape, 2048, "apbv", 8, "H200").values()
-    )
+    assert roofline.launching_ms(shape, "apbv") > sum(roofline.prefill_parts(shape, 2048, "apbv", 8, "H200").values())
 
 
 def test_drafts_are_predicted_by_what_they_read(capsys):
@@ -165,18 +163,13 @@ def test_a_presets_random_tokens_stand_for_nothing_but_text(name):
     for prompt in prompts:
         inputs = ModelInputs.from_processor(parts, prompt.batch, hosts, query_start=prompt.query_start)
         state = apbv.prefill(parts, inputs, hosts=hosts, config=PrefillConfig(method="full"))
-        assert (
-            state.logits.isfinite().all() and len(Decoder(parts, state.kv, state.next_position).advance([5])) == 1
-        )
+        assert state.logits.isfinite().all() and len(Decoder(parts, state.kv, state.next_position).advance([5])) == 1
 
 
 def test_presets_cover_the_papers_sweeps():
     options = throughput.parse_arguments(["--preset", "table5"])
     workloads, cases = throughput.plan(options, HostGroup.single("cpu"))
-    assert len(workloads) == 6 and [case.hosts for case in cases] == [
-        1,
-        *[n for n in (2, 4, 6, 8) for _ in range(5)],
-    ]
+    assert len(workloads) == 6 and [case.hosts for case in cases] == [1, *[n for n in (2, 4, 6, 8) for _ in range(5)]]
     for name in accuracy.PRESETS:
         assert len(ways_of(accuracy.PRESETS[name], 1024)) > 1, name
     for name in speculative.PRESETS:

@@ -31,9 +31,7 @@ def clips(tmp_path_factory) -> Path:
 def said(clips) -> dict[str, str]:
     """What the engine says by itself to each question."""
     engine = Engine.from_pretrained("demo")
-    return {
-        asked["id"]: engine.generate(asked["question"], video=clips / asked["video"]).text for asked in read(clips)
-    }
+    return {asked["id"]: engine.generate(asked["question"], video=clips / asked["video"]).text for asked in read(clips)}
 
 
 def read(clips: Path) -> list[dict]:

@@ -89,9 +89,7 @@ def test_what_does_not_fit_is_refused(tokenizer):
 def test_rows_are_compared_on_the_same_samples(tmp_path):
     """The exact one with itself, one that passes most pairs, and one that passes none; nothing is done twice."""
     path, rows = tmp_path / "r.jsonl", ["full", "apbv, l_p = 128, no anchor", "apbv, no passing"]
-    rows += [f"apbv, n/64, n/128{other}" for other in (RANDOM, OF_THE_ANSWER)] + [
-        f"apbv, l_p = n/32{IN_QUARTERS[0]}"
-    ]
+    rows += [f"apbv, n/64, n/128{other}" for other in (RANDOM, OF_THE_ANSWER)] + [f"apbv, l_p = n/32{IN_QUARTERS[0]}"]
     options = ["--model", "demo", "--tasks", "niah_multikey_1", "--tokens", 700, "--samples", 2, "--rows"]
     records, output = figures_of("ruler", path, *options, *rows[:2], hosts=2)
     assert [record["label"] for record in records] == 2 * rows[:2]
@@ -150,9 +148,7 @@ def test_the_page_shows_its_records():
     assert f"{cells['star'][2].lstrip('+')} higher" in said
     assert f"less than the default on each of {cells['apbv, l_p = n/32'][1]} samples" in said
     assert f"{cells['apbv, no passing'][2].lstrip('+')} higher" in said
-    assert (
-        f"{cells['apbv'][4].lstrip('-')} points worse than with `full`, over {cells['apbv'][3]} questions" in said
-    )
+    assert f"{cells['apbv'][4].lstrip('-')} points worse than with `full`, over {cells['apbv'][3]} questions" in said
 
 
 @torch.no_grad()

@@ -58,9 +58,7 @@ def test_a_profile_shows_what_every_stage_and_host_computes(run, tmp_path):
     # Each layer multiplies seven times, and the last token's logits are one more.
     calls = [[(stage.strip("| "), int(count)) for stage, _, count, *_ in table] for table in tables[1:]]
     assert calls == [[("prefill", 4 * 7 + 1)], [("prefill", 2 * (4 * 7 + 1))]]
-    traces = [
-        json.loads((tmp_path / f"{name}-300.json").read_text())["traceEvents"] for name in ("full-1", "apbv-2")
-    ]
+    traces = [json.loads((tmp_path / f"{name}-300.json").read_text())["traceEvents"] for name in ("full-1", "apbv-2")]
     stages = [
         [event["tid"] for event in trace if event["name"] == "apbv.prefill" and "dur" in event] for trace in traces
     ]
@@ -112,12 +110,7 @@ def test_reuse_beside_none(run, tmp_path):
 def test_methods_differ_where_they_should(run, tmp_path):
     options = ["--preset", "methods", "--clips", 2, "--shots", 64, "--split", "validation"]
     records, _ = run("accuracy", *options, "--folder", tmp_path / "clips")
-    assert {r["label"] for r in records} == {
-        *METHODS,
-        "apbv, default lengths",
-        "apbv, dot",
-        "apbv, as its authors",
-    }
+    assert {r["label"] for r in records} == {*METHODS, "apbv, default lengths", "apbv, dot", "apbv, as its authors"}
     assert all((r["hosts"] == 8) == r["simulated"] == METHODS[r["method"]].splits for r in records)
 
     def right(label: str) -> int:

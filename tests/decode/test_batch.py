@@ -26,9 +26,7 @@ SAMPLED += [SamplingParams(max_new_tokens=STEPS, temperature=0.7, seed=7, top_k=
 PENALTIES = {"repetition_penalty": 1.5, "presence_penalty": 0.3, "frequency_penalty": -0.2}
 SAMPLED += [SamplingParams(max_new_tokens=STEPS, logit_bias=((3, 0.5), (5, -9.0)), min_tokens=2, **PENALTIES)]
 # A token gives way once it came too often: none can be chosen before the one before it is known.
-SAMPLED += [
-    SamplingParams(max_new_tokens=STEPS, logit_bias=((3, 91.0), (5, 90.0), (7, 89.0)), frequency_penalty=2.0)
-]
+SAMPLED += [SamplingParams(max_new_tokens=STEPS, logit_bias=((3, 91.0), (5, 90.0), (7, 89.0)), frequency_penalty=2.0)]
 
 
 def prompt(family: str, number: int) -> tuple[dict, int | None]:

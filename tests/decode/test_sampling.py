@@ -110,9 +110,7 @@ def test_top_p_of_a_long_vocabulary_is_that_of_sorting_it(spread, top_p):
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize(
-    ("top_k", "min_p", "top_p"), [(5, 0.0, 1.0), (0, 0.2, 1.0), (7, 0.05, 0.8), (10**4, 0.0, 0.5)]
-)
+@pytest.mark.parametrize(("top_k", "min_p", "top_p"), [(5, 0.0, 1.0), (0, 0.2, 1.0), (7, 0.05, 0.8), (10**4, 0.0, 0.5)])
 def test_what_is_cut_is_what_transformers_cuts(top_k, min_p, top_p):
     """In vLLM's order: min-p, top-k, top-p, of the distribution at the temperature."""
     logits = random_logits(2, (4, 300), spread=3.0)
@@ -146,11 +144,7 @@ def test_each_drafted_place_is_penalised_for_the_tokens_before_it():
     prompt, tokens, drafted = torch.tensor([4, 7, 9, 60]), [7, 3, 49], [3, 5, 5]
     penalties, logits = Penalties(settings, prompt, 50, prompt.device), random_logits(3, (4, 50), spread=4.0)
     is_ancestor = torch.tensor([[0, 0, 0], [1, 0, 0], [0, 1, 0], [1, 0, 1]]).bool()
-    cases = [
-        (4, None, [[], [0], [0, 1], [0, 1, 2]]),
-        (1, None, [[0, 1, 2]]),
-        (4, is_ancestor, [[], [0], [1], [0, 2]]),
-    ]
+    cases = [(4, None, [[], [0], [0, 1], [0, 1, 2]]), (1, None, [[0, 1, 2]]), (4, is_ancestor, [[], [0], [1], [0, 2]])]
     for vocab_size, (num_rows, precede, before) in itertools.product((50, 40), cases):
         rows = logits[:num_rows, :vocab_size]
         found = penalties.penalised(rows, tokens, torch.tensor(drafted), precede)
@@ -189,9 +183,7 @@ def test_every_row_is_chosen_by_its_own_settings():
     logits, positions = random_logits(4, (5, 1000), 0.5), [3, 3, 9, 3, 4]
     for order in itertools.permutations(range(5)):
         rows = list(order)
-        chosen = choose_each(logits[rows], [configs[row] for row in rows], [positions[row] for row in rows])[
-            0
-        ].read()
+        chosen = choose_each(logits[rows], [configs[row] for row in rows], [positions[row] for row in rows])[0].read()
         assert chosen == [sample(logits[row], configs[row], positions[row]) for row in rows]
 
 

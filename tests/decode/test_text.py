@@ -38,9 +38,7 @@ LETTERS = "aab🙂é"
     least=st.sampled_from([0, 0, 1, 3]),
     stop_token=st.none() | st.integers(0, 9),
 )
-def test_text_ends_where_something_ends_it_and_never_inside_a_character(
-    text, stop, widths, missing, least, stop_token
-):
+def test_text_ends_where_something_ends_it_and_never_inside_a_character(text, stop, widths, missing, least, stop_token):
     """Tokens are any pieces of UTF-8, as byte-level tokenizers have them; the last may be cut off."""
     data, pieces = text.encode()[: len(text.encode()) - missing], []
     while data:

@@ -19,16 +19,8 @@ def test_a_lost_node_costs_no_request_and_none_is_answered_twice(tmp_path):
     pytest.importorskip("ray")
     from ray.cluster_utils import Cluster
 
-    content = [
-        {"type": "video_url", "video_url": {"url": "clip.mp4"}},
-        {"type": "text", "text": "name the letters"},
-    ]
-    body = {
-        "model": "demo",
-        "messages": [{"role": "user", "content": content}],
-        "max_tokens": 200,
-        "ignore_eos": True,
-    }
+    content = [{"type": "video_url", "video_url": {"url": "clip.mp4"}}, {"type": "text", "text": "name the letters"}]
+    body = {"model": "demo", "messages": [{"role": "user", "content": content}], "max_tokens": 200, "ignore_eos": True}
     names = [f"request {number}" for number in range(80)]
     line = {"method": "POST", "url": "/v1/chat/completions", "body": body}
     source, out = tmp_path / "in.jsonl", tmp_path / "out"

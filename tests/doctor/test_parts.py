@@ -159,13 +159,7 @@ def test_the_page_names_the_hosts_that_differ():
     parts["machine"] = [Check("alike", finding(f, f, f, f)), Check("each", finding(f, s, f, s))]
     Examination(hosts, 600.0, file).run(parts)
     words = " ".join(file.getvalue().split())
-    expected = [
-        "skipped a none",
-        "ok alike f",
-        "ok each host 0, host 2: f",
-        "ok each host 1, host 3: s",
-        "ok first f",
-    ]
+    expected = ["skipped a none", "ok alike f", "ok each host 0, host 2: f", "ok each host 1, host 3: s", "ok first f"]
     expected += ["ok one host 0, host 1, host 3: f", "failed one host 2: x x"]
     assert all(line in words for line in expected), words
     assert "3 ok, 1 skipped, 1 failed" in words

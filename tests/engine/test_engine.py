@@ -144,9 +144,7 @@ def test_models_that_are_missing_or_unsupported_are_refused():
     config.layer_types = ["full_attention", "sliding_attention", "full_attention"]
     with pytest.raises(UnsupportedModelError, match="sliding_window=4096"):
         require_supported(transformers.MistralConfig())  # as in its first release
-    with pytest.raises(
-        UnsupportedModelError, match="molmo2 models are not supported; visual tokens attend to later"
-    ):
+    with pytest.raises(UnsupportedModelError, match="molmo2 models are not supported; visual tokens attend to later"):
         require_supported(transformers.Molmo2Config())
     with pytest.raises(UnsupportedModelError, match=r"layer 1 .* sliding_attention"):
         inspect_model(transformers.Qwen2ForCausalLM(config))

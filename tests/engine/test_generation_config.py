@@ -25,13 +25,7 @@ CONFIGS = {
     "almost greedy": {"do_sample": True, "temperature": 1e-6, "repetition_penalty": 1.3},
     "sampling": SAMPLED,
     "a length": {"max_new_tokens": 5, "repetition_penalty": 0.6},
-    "neutral values": {
-        "num_beams": 1,
-        "no_repeat_ngram_size": 0,
-        "typical_p": 1.0,
-        "top_k": 50,
-        "temperature": 1.0,
-    },
+    "neutral values": {"num_beams": 1, "no_repeat_ngram_size": 0, "typical_p": 1.0, "top_k": 50, "temperature": 1.0},
 }
 
 
@@ -106,12 +100,7 @@ def test_the_server_takes_the_temperature_too(checkpoints, tmp_path):
             body = {"prompt": prompt, "max_tokens": STEPS, "seed": 3, "ignore_eos": True, "return_token_ids": True}
             meant = {"max_new_tokens": STEPS, "seed": 3, "ignore_eos": True}
             meant |= {"temperature": temperature, "top_p": top_p, "top_k": 20, "repetition_penalty": 1.1}
-            for more in (
-                {},
-                {"temperature": 1.4},
-                {"temperature": 1e-7},
-                {"top_k": -1, "repetition_penalty": 1.0},
-            ):
+            for more in ({}, {"temperature": 1.4}, {"temperature": 1e-7}, {"top_k": -1, "repetition_penalty": 1.0}):
                 (choice,) = post(app, "/v1/completions", **body, **more).json()["choices"]
                 sampling = SamplingParams(**meant | {name: max(value, 0) for name, value in more.items()})
                 request = Request(question, StageTimer(engine.hosts), sampling=sampling)

@@ -59,9 +59,7 @@ DRAFTS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("num_hosts", "ways", "value", "after"), DRAFTS, ids=["one host", "beside one", "beside two"]
-)
+@pytest.mark.parametrize(("num_hosts", "ways", "value", "after"), DRAFTS, ids=["one host", "beside one", "beside two"])
 def test_a_draft_without_finite_logits_is_dropped(pool, clip, num_hosts, ways, value, after):
     request = {"video": str(clip), **REQUEST, **SAMPLED}
     plain = engine_of(HostGroup.single(), None).generate(QUESTION, **request).token_ids

@@ -161,8 +161,7 @@ def table() -> str:
     lines = [f"| operation | {' | '.join(counts)} |", "|---|" + "---:|" * len(counts)]
     lines += [f"| {name} | {' | '.join(str(c[name] or '') for c in counts.values())} |" for name in names]
     sums = [
-        sum(n for name, n in c.items() if not name.startswith(("synchronization", "copy")))
-        for c in counts.values()
+        sum(n for name, n in c.items() if not name.startswith(("synchronization", "copy"))) for c in counts.values()
     ]
     lines.append(f"| **total without copies and synchronizations** | {' | '.join(f'**{n}**' for n in sums)} |")
     return "\n".join(lines)

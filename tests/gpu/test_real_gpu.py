@@ -73,9 +73,9 @@ def test_answers_are_those_of_the_cpu(index):
 @pytest.mark.parametrize("strategy", [None, "vanilla", "std"])
 def test_answers_in_a_batch_by_recorded_steps_are_those_of_the_cpu(strategy):
     options = {"speculate": SpeculativeConfig(strategy=strategy)} if strategy else {}
-    assert answers(
-        HostGroup.single("cuda"), batched=True, prefill=PrefillConfig(method="full"), **options
-    ) == expected(0)
+    assert answers(HostGroup.single("cuda"), batched=True, prefill=PrefillConfig(method="full"), **options) == expected(
+        0
+    )
 
 
 def shared_job(hosts: HostGroup, **prefill) -> tuple[list[list[int]], list[list[int]]]:

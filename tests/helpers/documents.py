@@ -65,9 +65,7 @@ class Block:
 def blocks_in(page: Path, text: str | None = None) -> list[Block]:
     """The code blocks of a page, in order."""
     text = page.read_text(encoding="utf-8") if text is None else text
-    return [
-        Block(page, text.count("\n", 0, found.start()) + 1, found[1], found[2]) for found in _BLOCK.finditer(text)
-    ]
+    return [Block(page, text.count("\n", 0, found.start()) + 1, found[1], found[2]) for found in _BLOCK.finditer(text)]
 
 
 BLOCKS = [block for page in PAGES for block in blocks_in(page)]

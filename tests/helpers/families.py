@@ -123,9 +123,7 @@ def build_processor(family: str):
         )
     processor = getattr(tf, f"{classes['name']}Processor")(**parts)
     if family == OMNI:
-        processor.videos_kwargs = {
-            "size": own["video"]["size"]
-        }  # of its own it makes 128 tokens of a frame at least
+        processor.videos_kwargs = {"size": own["video"]["size"]}  # of its own it makes 128 tokens of a frame at least
     return processor
 
 
@@ -159,12 +157,7 @@ def build_config(
         text |= {"n_routed_experts": 5, "n_shared_experts": 1, "first_k_dense_replace": 1, "norm_topk_prob": True}
         text |= {"num_experts_per_tok": 2, "moe_intermediate_size": HIDDEN}
     elif family.endswith("_moe") or decoder.endswith("_moe"):
-        text |= {
-            "num_experts": 5,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": HIDDEN,
-            "norm_topk_prob": True,
-        }
+        text |= {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": HIDDEN, "norm_topk_prob": True}
     if family in HYBRID_FAMILIES:
         text["rope_parameters"]["partial_rotary_factor"] = 0.5
         text["layer_types"] = ["full_attention" if index % 2 else "linear_attention" for index in range(layers)]
@@ -204,9 +197,7 @@ def build_config(
     )
 
 
-def build_model(
-    family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **sizes: int
-) -> tf.PreTrainedModel:
+def build_model(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **sizes: int) -> tf.PreTrainedModel:
     """The family's own model class with random weights, in eval mode, with sdpa attention.
 
     ``sizes`` are those of ``build_config``, of the text model. The same arguments give the same weights;

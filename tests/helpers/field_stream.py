@@ -81,12 +81,7 @@ def _picture(planes: list[np.ndarray], number: int, bottom: int | None, idr: boo
 
 
 def write(
-    path,
-    n: int = 12,
-    frames: tuple[int, ...] = (),
-    scaling: bool = False,
-    late: bool = False,
-    together: bool = False,
+    path, n: int = 12, frames: tuple[int, ...] = (), scaling: bool = False, late: bool = False, together: bool = False
 ) -> str:
     """Write n frames of 25 a second, each as two packets, or with both fields together in one.
 

@@ -131,9 +131,7 @@ KINDS = {
     "intra refresh": (lambda d: encode(d / "a.mp4", n=60, gop=15, bframes=0, x264=REFRESH), constant(60)),
     "intra refresh, cut": (
         lambda d: remux(
-            encode(d / "b.mp4", n=60, gop=15, bframes=0, x264=REFRESH),
-            d / "a.mkv",
-            lambda i, p: p if i > 20 else None,
+            encode(d / "b.mp4", n=60, gop=15, bframes=0, x264=REFRESH), d / "a.mkv", lambda i, p: p if i > 20 else None
         ),
         None,
     ),
@@ -168,10 +166,7 @@ KINDS = {
     ),
     "last frame stays": (lambda d: lasting(encode(d / "b.mp4", n=30, bframes=0), d / "a.mp4", 16), constant(30)),
     "picture first": (thumbnail_first, constant(30)),
-    "two recordings": (
-        lambda d: joined(d / "a.ts", encode(d / "b.ts", n=20), encode(d / "c.ts", n=60)),
-        constant(80),
-    ),
+    "two recordings": (lambda d: joined(d / "a.ts", encode(d / "b.ts", n=20), encode(d / "c.ts", n=60)), constant(80)),
     "size grows": (
         lambda d: joined(d / "a.ts", encode(d / "b.ts", n=20), encode(d / "c.ts", n=20, size=(96, 128))),
         constant(40),

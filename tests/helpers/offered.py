@@ -32,10 +32,7 @@ def a_ticket(**changes) -> Ticket:
     """A ticket for KV of 12 tokens, two layers and three KV heads of eight numbers."""
     n = changes.get("num_tokens", 12)
     values = {"transfer": new_transfer(), "token": new_token(), "sources": (("127.0.0.1", 9),), "num_tokens": n}
-    values |= {
-        "tokens_sha256": digest_of_tokens(range(n)),
-        "positions_sha256": digest_of_positions(torch.arange(n)),
-    }
+    values |= {"tokens_sha256": digest_of_tokens(range(n)), "positions_sha256": digest_of_positions(torch.arange(n))}
     values |= {"position_rule": "vllm", "model": "demo", "config_sha256": "c", "weights_sha256": "w"}
     values |= {"revision": None, "family": "llama"}
     values |= {"dtype": "bfloat16", "num_layers": 2, "num_kv_heads": 3, "head_dim": 8, "method": "apbv"}

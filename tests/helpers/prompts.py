@@ -123,9 +123,7 @@ def kv_of(cache):
 
 def _states_of(layer) -> tuple:
     """A layer's keys and values, or what linear attention has instead."""
-    return (
-        (layer.keys, layer.values) if hasattr(layer, "keys") else (layer.conv_states[0], layer.recurrent_states[0])
-    )
+    return (layer.keys, layer.values) if hasattr(layer, "keys") else (layer.conv_states[0], layer.recurrent_states[0])
 
 
 def prefilled(hosts, family: str, batch: dict, query_start: int | None, settings: dict, dtype=torch.float64):

@@ -34,10 +34,7 @@ def run_hosts(
     everything. What torchrun itself does, such as ending all hosts when one fails, is for the tests that run it.
     """
     arguments = [str(option) for option in options]
-    with (
-        tempfile.TemporaryDirectory() as outputs,
-        started_hosts(script, arguments, hosts, outputs, folders) as started,
-    ):
+    with tempfile.TemporaryDirectory() as outputs, started_hosts(script, arguments, hosts, outputs, folders) as started:
         statuses = exit_statuses(started, timeout)
         return [
             CompletedProcess(

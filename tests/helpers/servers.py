@@ -154,14 +154,7 @@ class InProcess:
     """
 
     def __init__(
-        self,
-        max_queue=4,
-        hands_over=False,
-        model="demo",
-        max_model_len=48,
-        max_running=None,
-        split_tokens=0,
-        **media,
+        self, max_queue=4, hands_over=False, model="demo", max_model_len=48, max_running=None, split_tokens=0, **media
     ):
         self.loop = asyncio.new_event_loop()
         if not isinstance(model, Engine):

@@ -91,9 +91,7 @@ def edit_list(source, target, segments):
     content[at : at + 12] = b"".join(entries)
     for box in (b"elst", b"edts", b"trak", b"moov"):
         size_at = content.index(box) - 4
-        struct.pack_into(
-            ">I", content, size_at, struct.unpack_from(">I", content, size_at)[0] + 12 * len(entries) - 12
-        )
+        struct.pack_into(">I", content, size_at, struct.unpack_from(">I", content, size_at)[0] + 12 * len(entries) - 12)
     target.write_bytes(content)
     return str(target)
 

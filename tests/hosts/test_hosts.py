@@ -79,9 +79,7 @@ def uneven_groups_job(hosts: HostGroup) -> list[list[int] | None]:
     for _ in range(hosts.rank):
         dist.new_group([dist.get_rank()], use_local_synchronization=True)
     first, second = (hosts.subgroup(members) for members in ([0, 1], [0, 2]))
-    return [
-        some and some.all_gather(torch.tensor([hosts.rank])).wait().flatten().tolist() for some in (first, second)
-    ]
+    return [some and some.all_gather(torch.tensor([hosts.rank])).wait().flatten().tolist() for some in (first, second)]
 
 
 def test_subgroups_of_processes_that_are_in_different_numbers_of_groups(pool):

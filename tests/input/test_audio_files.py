@@ -21,15 +21,12 @@ def assert_sounds_like(samples, expected):
     assert samples.dtype == np.float32
     assert abs(len(samples) - len(expected)) < 0.1 * RATE  # of the last packet
     count = min(len(samples), len(expected)) // _WINDOW
-    loud, wanted = (
-        np.abs(each[: count * _WINDOW].reshape(count, _WINDOW)).max(axis=1) for each in (samples, expected)
-    )
+    loud, wanted = (np.abs(each[: count * _WINDOW].reshape(count, _WINDOW)).max(axis=1) for each in (samples, expected))
     assert np.quantile(np.abs(loud - wanted), 0.75) < 0.006
 
 
 @pytest.mark.parametrize(
-    ("name", "codec", "rate"),
-    [("a.wav", "pcm_s16le", 44100), ("a.mp3", "libmp3lame", 48000), ("a.m4a", "aac", 44100)],
+    ("name", "codec", "rate"), [("a.wav", "pcm_s16le", 44100), ("a.mp3", "libmp3lame", 48000), ("a.m4a", "aac", 44100)]
 )
 def test_a_file_is_read_in_one_channel_at_the_rate_that_is_wanted(tmp_path, name, codec, rate):
     path = write(tmp_path / name, [(0, 2)], codec, rate, channels=(1.0, 0.5))

@@ -118,9 +118,7 @@ def test_a_long_video_is_resized_as_a_whole():
     """Qwen3-VL's frame size depends on the number of frames; a piece must not get a size of its own."""
     processor = families.build_processor("qwen3_vl")
     frames = families.synthetic_video(40, 160, 224).permute(0, 2, 3, 1)
-    whole = processor.video_processor(
-        videos=[frames.permute(0, 3, 1, 2)], do_sample_frames=False, return_tensors="pt"
-    )
+    whole = processor.video_processor(videos=[frames.permute(0, 3, 1, 2)], do_sample_frames=False, return_tensors="pt")
     grid = whole["video_grid_thw"]
     parts = [preprocess_frames(processor, frames[r.start : r.stop], grid) for r in split_evenly(range(40), 4)]
     assert torch.equal(torch.cat([p["pixel_values_videos"] for p in parts]), whole["pixel_values_videos"])

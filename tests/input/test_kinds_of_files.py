@@ -39,10 +39,7 @@ def _fragments(path, options={"movflags": "frag_keyframe+empty_moov+default_base
 
 
 SOUNDS = {
-    "starts in the middle of a group": (
-        lambda d: cut_at_the_middle(_sound(d / "b.ts"), d / "a.ts", 16),
-        [(None, 3.0)],
-    ),
+    "starts in the middle of a group": (lambda d: cut_at_the_middle(_sound(d / "b.ts"), d / "a.ts", 16), [(None, 3.0)]),
     "picture first, and a late video": (
         lambda d: streams(
             d / "a.mkv",
@@ -61,9 +58,7 @@ SOUNDS = {
         [(0.0, 3.0), (0.4, 3.0)],  # FFmpeg leaves out the second recording's first group
     ),
     "negative times": (
-        lambda d: streams(
-            d / "a.mkv", shifted(-1.5), _sound(d / "b.mkv"), options={"avoid_negative_ts": "disabled"}
-        ),
+        lambda d: streams(d / "a.mkv", shifted(-1.5), _sound(d / "b.mkv"), options={"avoid_negative_ts": "disabled"}),
         [(0.0, 3.0)],
     ),
     "negative times and late sound": (
@@ -101,8 +96,7 @@ def scaled(frames: list[np.ndarray], path: str) -> list[np.ndarray]:
         stream = container.streams.best("video")
         size = frames[0].shape[1::-1]
         return [
-            frame.reformat(*size, "rgb24", interpolation="BICUBIC").to_ndarray()
-            for frame in container.decode(stream)
+            frame.reformat(*size, "rgb24", interpolation="BICUBIC").to_ndarray() for frame in container.decode(stream)
         ]
 
 
@@ -212,9 +206,7 @@ def test_what_follows_the_last_frame_of_an_mp3_is_no_damage(tmp_path):
     assert len(read_audio(path, RATE, 10)) == pytest.approx(len(whole), abs=0.06 * RATE)
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"), [("a.webp", "a WebP picture, or an animation"), ("a.tiff", "Invalid")]
-)
+@pytest.mark.parametrize(("name", "reason"), [("a.webp", "a WebP picture, or an animation"), ("a.tiff", "Invalid")])
 def test_what_is_no_video_is_told(tmp_path, name, reason):
     path = animation(tmp_path / name)
     if "webp_anim" in av.formats_available:  # which reads the animation

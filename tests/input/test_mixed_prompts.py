@@ -65,9 +65,7 @@ def batch_of(family: str, messages: list[dict], nested: bool = True) -> dict:
     content = messages[0]["content"]
     videos = [sampled(part["video"], FRAMES) for part in content if part["type"] == "video"]
     images = [Image.open(part["image"]).convert("RGB") for part in content if part["type"] == "image"]
-    return by_processor(
-        families.build_processor(family), content, videos, [images] if nested and images else images
-    )
+    return by_processor(families.build_processor(family), content, videos, [images] if nested and images else images)
 
 
 @torch.no_grad()
@@ -83,9 +81,7 @@ def logits_by_transformers(family: str, messages: list[dict], nested: bool = Tru
         base.get_image_features(batch["pixel_values"], batch["image_grid_thw"], return_dict=True).pooler_output
     )
     embeds[types == 2] = torch.cat(
-        base.get_video_features(
-            batch["pixel_values_videos"], batch["video_grid_thw"], return_dict=True
-        ).pooler_output
+        base.get_video_features(batch["pixel_values_videos"], batch["video_grid_thw"], return_dict=True).pooler_output
     )
     grids = {name: batch[name] for name in ("image_grid_thw", "video_grid_thw")}
     positions, _ = base.get_rope_index(batch["input_ids"], types, **grids)

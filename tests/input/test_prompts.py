@@ -19,8 +19,7 @@ import families
 HOSTS = HostGroup.single("cpu")
 # What three kinds of templates do with a content: read strings only, read both, or read lists only.
 STRING = (
-    "{%- for m in messages %}[{{ m.role }}]{{ m.content | trim }}{% endfor %}"
-    "{% if add_generation_prompt %}>{% endif %}"
+    "{%- for m in messages %}[{{ m.role }}]{{ m.content | trim }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
 )
 BOTH = (
     "{%- for m in messages %}[{{ m.role }}]{% if m.content is string %}{{ m.content }}{% else %}"
@@ -56,12 +55,7 @@ def rendered(template: str, messages: list[dict], **options) -> str:
 )
 def test_text_parts_reach_a_template_as_it_reads_them(template, expected):
     """As in vLLM: a list to a template that reads lists, else one string, a part a line."""
-    chat = [
-        turn("system", "be brief"),
-        turn("user", "one", "two"),
-        turn("assistant", "yes"),
-        turn("user", "three"),
-    ]
+    chat = [turn("system", "be brief"), turn("user", "one", "two"), turn("assistant", "yes"), turn("user", "three")]
     assert rendered(template, chat) == expected
     as_strings = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "yes"}, turn("user", "x")]
     assert rendered(template, as_strings) == "[user]one[assistant]yes[user]x>"
@@ -115,12 +109,7 @@ def test_a_chat_about_an_earlier_picture_has_the_templates_tokens(family):
     processor = families.build_processor(family)
     parts = inspect_model(families.build_model(family))
     picture = families.synthetic_image(84, 112)
-    said = [
-        turn("system", "be brief"),
-        turn("user", "before", "after"),
-        turn("assistant", "a"),
-        turn("user", "and?"),
-    ]
+    said = [turn("system", "be brief"), turn("user", "before", "after"), turn("assistant", "a"), turn("user", "and?")]
     said[1]["content"].insert(1, {"type": "image"})
     expected = processor(
         text=[processor.apply_chat_template(said, add_generation_prompt=True, tokenize=False)],
@@ -247,19 +236,12 @@ def test_calls_of_tools_and_what_they_tell_are_rendered_by_the_template():
             assert rendered(CALLS, chat) == "[user]x[assistant]seek(3)[tool]a\nb1>"
     for nothing in ("", None, "{}"):
         call = {"function": {"name": "seek", "arguments": nothing}}
-        assert rendered(CALLS, [turn("user", "x"), {"role": "assistant", "tool_calls": [call]}]).endswith(
-            "seek()>"
-        )
+        assert rendered(CALLS, [turn("user", "x"), {"role": "assistant", "tool_calls": [call]}]).endswith("seek()>")
     both = BOTH.replace("m.content is string", "m.content is string and m.role == 'tool'")
     assert rendered(both, [turn("user", "a", "b"), told]) == "[user]ab[tool]a\nb>"
     no_calls = [turn("user", "x"), {**turn("assistant", "y"), "tool_calls": []}]
     assert rendered(CALLS + "{{ messages[1] }}", no_calls).endswith(">{'role': 'assistant', 'content': 'y'}")
-    for wrong in (
-        {"name": "seek", "arguments": "[]"},
-        {"name": "seek", "arguments": "{"},
-        {"arguments": "{}"},
-        None,
-    ):
+    for wrong in ({"name": "seek", "arguments": "[]"}, {"name": "seek", "arguments": "{"}, {"arguments": "{}"}, None):
         with pytest.raises(PromptError, match="a JSON object, got"):
             rendered(CALLS, [turn("user", "x"), {"role": "assistant", "tool_calls": [{"function": wrong}]}])
     with pytest.raises(PromptError, match="needs a role and a content"):

@@ -122,9 +122,7 @@ def test_a_prompt_has_the_tokens_that_the_processor_keeps(pool, clips, num_hosts
     batch = batch_of(clips, picture, compresses)
     expected, mask = expected_logits(batch), batch["video_compression_mask"]
     assert bool(mask.all()) != compresses
-    for ids, logits, lengths, shares in pool.run(
-        num_hosts, prompts_job, chat(clips, picture), compresses, EXACT[way]
-    ):
+    for ids, logits, lengths, shares in pool.run(num_hosts, prompts_job, chat(clips, picture), compresses, EXACT[way]):
         assert torch.equal(ids, batch["input_ids"])
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
         assert sum(lengths) == int(mask.sum()) + (batch["image_grid_thw"].prod() if has_image else 0)
@@ -220,9 +218,7 @@ def test_drafts_read_what_is_left(pool, clips):
         {"strategy": "tabed", "ensemble": "MTP"},
     ):
         assert pool.run(2, drafted_job, messages, SpeculativeConfig(**settings))[0] == plain
-    refused = pool.run(
-        2, drafted_job, messages, SpeculativeConfig(strategy="specvlm", keep="hippo", keep_ratio=0.4)
-    )
+    refused = pool.run(2, drafted_job, messages, SpeculativeConfig(strategy="specvlm", keep="hippo", keep_ratio=0.4))
     assert all("set use_token_compression to false" in each for each in refused)
 
 

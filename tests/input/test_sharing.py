@@ -30,9 +30,7 @@ BYTES = st.integers(1, 2**27)
 ITEMS = st.lists(
     st.one_of(
         st.builds(VisualItem, st.just("image"), st.just(1), patch_bytes=BYTES),
-        st.builds(
-            VisualItem, st.just("video"), st.just(40), st.integers(1, 40), patch_bytes=st.integers(1, 2**27)
-        ),
+        st.builds(VisualItem, st.just("video"), st.just(40), st.integers(1, 40), patch_bytes=st.integers(1, 2**27)),
     ),
     min_size=1,
     max_size=6,

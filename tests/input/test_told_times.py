@@ -47,9 +47,7 @@ def test_qwen3_vl_reads_the_times(recording):
     assert told == pytest.approx((of_frames[::2] + of_frames[1::2]) / 2, abs=0.0501)
 
 
-@pytest.mark.parametrize(
-    ("family", "is_heard"), [("qwen2_5_vl", False), (families.OMNI, False), (families.OMNI, True)]
-)
+@pytest.mark.parametrize(("family", "is_heard"), [("qwen2_5_vl", False), (families.OMNI, False), (families.OMNI, True)])
 def test_other_models_space_frames_evenly(recording, family, is_heard):
     """As transformers does; audio is a 25th of a second each, from the same start."""
     options = {"audio_in_video": is_heard} if family == families.OMNI else {}

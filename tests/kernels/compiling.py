@@ -98,12 +98,7 @@ def compile_launches(capability: int, call: Callable[[], object]) -> list[tuple[
 
 
 def prefill(
-    dim: int,
-    dtype: torch.dtype = _HALF,
-    tokens: int = 4096,
-    passed: int = 512,
-    senders: int = 3,
-    anchor: int = 128,
+    dim: int, dtype: torch.dtype = _HALF, tokens: int = 4096, passed: int = 512, senders: int = 3, anchor: int = 128
 ) -> None:
     """Attend to passing blocks as two exchanges leave them, and to anchor and block, the anchor to itself."""
     heads_of_all = (_QUERY_HEADS, _KV_HEADS, _KV_HEADS)
@@ -252,9 +247,7 @@ def cases() -> Iterator[tuple[int, str, Callable]]:
     yield from ((90, case, call) for case, call in CALLS.items())
     yield 90, "many prompts", many_prompts
     yield from ((90, f"tree of {n}", partial(verify, 128, n, tree=True)) for n in (2, 4, 8))
-    yield from (
-        (100, case, CALLS[case]) for case in ("tokens in a row", "8 tokens in a row", "windows of a batch")
-    )
+    yield from ((100, case, CALLS[case]) for case in ("tokens in a row", "8 tokens in a row", "windows of a batch"))
     yield 80, "prefill", CALLS["prefill"]
     yield 89, "fp32, D=256", partial(prefill, 256, torch.float32)
     yield 89, "tree, D=256", partial(verify, 256, 26, tree=True)

@@ -129,8 +129,7 @@ def test_the_first_that_works_is_chosen(hopper):
         hopper.choose("flash_attn")
     hopper.kernels["flash_attn"] = by_definition
     assert (
-        hopper.choose("flash_attn")[0] == hopper.choose()[0] == "flash_attn"
-        and hopper.choose(queries=1)[0] == "triton"
+        hopper.choose("flash_attn")[0] == hopper.choose()[0] == "flash_attn" and hopper.choose(queries=1)[0] == "triton"
     )
     assert hopper.choose(dtype=torch.float32)[0] == "triton" and hopper.choose(dtype=torch.float64)[0] == "torch"
     hopper.triton_fails[0] = "there is no C compiler"

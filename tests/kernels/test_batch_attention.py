@@ -15,11 +15,7 @@ from pairs import each_choice
 
 def make(lengths, *, dim=64, group=2, kv_heads=2, dtype=torch.float32, counts=None):
     """Queries, newest keys and values, and buffers with NaN behind their rows."""
-    heads, rows, room = (
-        (kv_heads * group, kv_heads, kv_heads),
-        sum(counts or [1] * len(lengths)),
-        max(counts or [3]),
-    )
+    heads, rows, room = ((kv_heads * group, kv_heads, kv_heads), sum(counts or [1] * len(lengths)), max(counts or [3]))
     q, k, v = (randn(1, n, rows, dim, dtype=dtype, seed=seed) for seed, n in enumerate(heads))
     buffers = [[randn(1, kv_heads, n + room, dim, dtype=dtype, seed=n + s) for n in lengths] for s in (3, 4)]
     for buffer, length in zip(buffers[0] + buffers[1], lengths * 2, strict=True):

@@ -68,6 +68,4 @@ def test_a_kernel_computes_its_definition(name, dtype, shape):
     for each, expected, like in results:
         assert each.dtype == dtype and each.shape == like.shape
         # Each is rounded up to three times.
-        torch.testing.assert_close(
-            each.double(), expected.view(each.shape), rtol=3 * torch.finfo(dtype).eps, atol=1e-5
-        )
+        torch.testing.assert_close(each.double(), expected.view(each.shape), rtol=3 * torch.finfo(dtype).eps, atol=1e-5)

@@ -56,9 +56,7 @@ def of_case(kernels, *words):
 def test_none_is_missing(kernels):
     """Functions that are launched are named so; the others are part of them."""
     sources = "".join(path.read_text(encoding="utf-8") for path in ROOT.glob("kernels/triton_*.py"))
-    assert {kernel["kernel"] for kernel in kernels} == set(
-        re.findall(r"^def (\w+_kernel)\(", sources, re.MULTILINE)
-    )
+    assert {kernel["kernel"] for kernel in kernels} == set(re.findall(r"^def (\w+_kernel)\(", sources, re.MULTILINE))
     assert {kernel["capability"] for kernel in of_case(kernels)} == {80, 89, 90, 100, 120}
 
 

@@ -143,14 +143,7 @@ def test_no_keys_have_no_importance_and_what_cannot_be_is_refused():
         (kv_importance, q, k, 1.0, {"reduce": "magic"}, "reduce must be one of peak, softmax, dot, not 'magic'"),
         (kv_importance, q, k, 1.0, {"pool": 2}, "pool must be odd"),
         (block_means, k, 0, {}, "a block must have at least one row, not 0"),
-        (
-            kv_importance,
-            q,
-            k.expand(3, 2, 9, 16),
-            1.0,
-            {},
-            r"k must have the shape \[B = 1, Hkv, T, D = 16\], not",
-        ),
+        (kv_importance, q, k.expand(3, 2, 9, 16), 1.0, {}, r"k must have the shape \[B = 1, Hkv, T, D = 16\], not"),
         (kv_importance, q[:, :3], k, 1.0, {}, "3 query heads are not a multiple of 2"),
         (kv_importance, q[:, :, :0], k, 1.0, {}, "no tokens"),
         (

@@ -150,10 +150,7 @@ SPOILS = {
         lambda path: change_manifest(path, lambda r: r.update(num_kv_heads=10**30)),
         "every token",
     ),
-    "the folder above": (
-        lambda path: change_manifest(path, lambda r: r.update(generation="..")),
-        "not in its folder",
-    ),
+    "the folder above": (lambda path: change_manifest(path, lambda r: r.update(generation="..")), "not in its folder"),
     "nothing": (lambda path: (path / "manifest.json").unlink(), "no saved KV"),
 }
 

@@ -48,10 +48,7 @@ def terminal() -> Iterator[SimpleNamespace]:
 
 @contextmanager
 def progress_on(terminal, delay: float = 0.0) -> Iterator[ProgressBars]:
-    with (
-        redirect_stderr(terminal.file),
-        closing(ProgressBars(sys.stderr.isatty(), delay, interval=0.0)) as progress,
-    ):
+    with redirect_stderr(terminal.file), closing(ProgressBars(sys.stderr.isatty(), delay, interval=0.0)) as progress:
         yield progress
 
 

@@ -108,8 +108,7 @@ def test_an_adapter_brings_its_own_tokenizer_or_processor(checkpoints, saved, tm
 
 def refused_job(hosts: HostGroup, cases: list[tuple[str, str | None]]) -> list[str]:
     return [
-        described(lambda each=each: Engine.from_pretrained(each[0], adapter=each[1], hosts=hosts))
-        for each in cases
+        described(lambda each=each: Engine.from_pretrained(each[0], adapter=each[1], hosts=hosts)) for each in cases
     ]
 
 
@@ -133,10 +132,7 @@ def test_what_cannot_be_merged_is_refused_before_weights_are_loaded(pool, checkp
         (changed(base_model_name_or_path=None), None): "names no model: give its model and adapter=",
         (saved["llama"], saved["llama"]): "has an adapter_config.json itself",
         (str(both), None): "has an adapter_config.json itself",
-        (
-            save_adapter("llama", base, tmp_path / "prompt", prompt_tuning),
-            None,
-        ): "PROMPT_TUNING changes no weights",
+        (save_adapter("llama", base, tmp_path / "prompt", prompt_tuning), None): "PROMPT_TUNING changes no weights",
         (changed(r=8), None): "size mismatch for base_model.model.model.layers.0.self_attn.q_proj",
         (changed(target_modules=["q_proj", "up_proj"]), None): "its weights are not those of the model's modules",
         (changed(target_modules=["nothing"]), None): "nothing",

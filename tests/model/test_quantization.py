@@ -47,9 +47,7 @@ def save_quantized(family: str, base: Path, path: Path, name: str) -> Path:
     shutil.copytree(base, path)
     if name.startswith(("torchao", "bitsandbytes")):
         auto = (
-            transformers.AutoModelForCausalLM
-            if family in TEXT_FAMILIES
-            else transformers.AutoModelForImageTextToText
+            transformers.AutoModelForCausalLM if family in TEXT_FAMILIES else transformers.AutoModelForImageTextToText
         )
         auto.from_pretrained(base, quantization_config=_own_config(name)).save_pretrained(path)
         return path
@@ -245,14 +243,10 @@ def refused_job(processes: HostGroup, path: str, tensor_parallel: int, **setting
 def test_what_cannot_run_is_refused_before_weights_are_loaded(pool, quantized, checkpoints, tmp_path):
     path = str(quantized("llama", PLAIN))
     for failure in pool.run(2, refused_job, path, 2):
-        assert (
-            failure == "ValueError: quantized weights are not split across the processes of a host: use more hosts"
-        )
+        assert failure == "ValueError: quantized weights are not split across the processes of a host: use more hosts"
     assert "are not split" in described(lambda: plan(path, tokens=9, tensor_parallel=2))
     (tmp_path / "adapter_config.json").write_text("{}")
-    assert "would round quantized weights again" in described(
-        lambda: Engine.from_pretrained(path, adapter=tmp_path)
-    )
+    assert "would round quantized weights again" in described(lambda: Engine.from_pretrained(path, adapter=tmp_path))
     without = tmp_path / "without"
     shutil.copytree(checkpoints("llama"), without)
     config = json.loads((without / "config.json").read_text())

@@ -60,8 +60,7 @@ def by_definition(family: str, batch: dict, query_start: int, prefix: int, setti
         grids = {name: batch[name] for name in ("video_grid_thw", "second_per_grid_ts")}
         kinds, orders = batch["mm_token_type_ids"], (first, range(num_tokens))
         of_copy, of_prompt = (
-            model.model.get_rope_index(ids[:, order], mm_token_type_ids=kinds[:, order], **grids)[0]
-            for order in orders
+            model.model.get_rope_index(ids[:, order], mm_token_type_ids=kinds[:, order], **grids)[0] for order in orders
         )
         of_copy = of_copy[..., : len(copy)]
     else:
@@ -126,9 +125,7 @@ def test_the_copied_anchor_equals_a_dense_mask(on_hosts, family, settings, num_h
     check_prefill(results, expected, zip(keys, values, strict=True), tolerance)
     assert not results[0].exact
     if family == "qwen2":  # the switch is not idle, and what is sparse is
-        plain = run_oracle(
-            build(family, torch.float64), batch, DenseOracle(ANCHOR_LEN, query_start, num_blocks, 3)
-        )
+        plain = run_oracle(build(family, torch.float64), batch, DenseOracle(ANCHOR_LEN, query_start, num_blocks, 3))
         assert relative_error(expected, plain) > 1e-4
     if "sparse" in settings:
         dense, *_ = by_definition(family, batch, query_start, prefix, {"passing_len": 3}, num_blocks)
@@ -136,9 +133,6 @@ def test_the_copied_anchor_equals_a_dense_mask(on_hosts, family, settings, num_h
 
 
 def test_no_anchor_to_put_the_question_into():
-    for settings, reason in (
-        ({"method": "full"}, "not method full"),
-        ({"anchor_len": 0}, "not without an anchor"),
-    ):
+    for settings, reason in (({"method": "full"}, "not method full"), ({"anchor_len": 0}, "not without an anchor")):
         with pytest.raises(ValueError, match=f"^anchor_query .*: {reason}$"):
             PrefillConfig(anchor_query=True, **settings)

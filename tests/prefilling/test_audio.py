@@ -173,9 +173,7 @@ def test_what_cannot_be_heard_is_one_error_on_every_host(pool, files, tmp_path):
     broken.write_bytes(b"RIFF")
     reasons = {
         "AudioError: .*mute.mp4: has no audio track": Question(ASKED, video=mute, audio_in_video=True),
-        "AudioError: .*f.mkv: its audio track is empty": Question(
-            ASKED, video=files["silent"], audio_in_video=True
-        ),
+        "AudioError: .*f.mkv: its audio track is empty": Question(ASKED, video=files["silent"], audio_in_video=True),
         "AudioError: .*broken.wav: the audio cannot be decoded": Question(ASKED, audio=str(broken)),
         "PromptError: .*mute.mp4: .*audio_in_video": Question(ASKED, video=[files["as long"], mute]),
     }

@@ -82,16 +82,10 @@ EXPERTS |= {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size
 # Qwen3.5-9B's, of which every fourth layer attends.
 HYBRID = {"vocab_size": 248320, "hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 16}
 HYBRID |= {"num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 2**20}
-CONFIGS = {
-    "dense": (Qwen2Config, WIDTHS),
-    "experts": (Qwen3MoeConfig, EXPERTS),
-    "hybrid": (Qwen3_5TextConfig, HYBRID),
-}
+CONFIGS = {"dense": (Qwen2Config, WIDTHS), "experts": (Qwen3MoeConfig, EXPERTS), "hybrid": (Qwen3_5TextConfig, HYBRID)}
 
 
-def measure(
-    monkeypatch, num_layers: int, num_tokens: int, num_hosts: int, kind: str = "dense", **settings
-) -> list:
+def measure(monkeypatch, num_layers: int, num_tokens: int, num_hosts: int, kind: str = "dense", **settings) -> list:
     """Of every host the peak in bytes, and the estimate, of a model that has shapes and no numbers."""
     shapes, counted = FakeTensorMode(allow_non_fake_inputs=True), threading.local()
 

@@ -13,9 +13,7 @@ from prompts import video_batch
 LAYERS, FRAMES, SIZE = 6, 50, (56, 70)
 
 
-@each_choice(
-    name=REDUCER_NAMES, method=["apbv", "star", "zigzag_ring", "full"], ratio=[0.6, 0.3], num_hosts=[1, 2, 2]
-)
+@each_choice(name=REDUCER_NAMES, method=["apbv", "star", "zigzag_ring", "full"], ratio=[0.6, 0.3], num_hosts=[1, 2, 2])
 def test_about_as_many_tokens_are_left_and_as_much_kv(pool, tmp_path, name, method, ratio, num_hosts):
     reduce = ReduceConfig(method=name, ratio=ratio)
     config = PrefillConfig(method=method, kv="sharded", on_single_host=True, reduce=reduce)

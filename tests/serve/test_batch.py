@@ -218,11 +218,7 @@ def test_more_prompts_than_may_wait_are_answered_one_after_the_other(run):
 
 
 def test_what_may_pass_is_asked_again_and_the_rest_is_not(run, media, tmp_path):
-    lines = [
-        line("text"),
-        line("wrong", temperature=3),
-        line("file", [part("video", "later/clip.mp4"), text("x")]),
-    ]
+    lines = [line("text"), line("wrong", temperature=3), line("file", [part("video", "later/clip.mp4"), text("x")])]
     folder = tmp_path / "media"
     folder.symlink_to(tmp_path / "unmounted")
     _, first = run(lines, media_dir=folder)

@@ -40,10 +40,7 @@ FORMAT = {"type": "json_schema", "json_schema": {"name": "told", "schema": SCHEM
 # What is asked of one video, sampled from the model where a seed is given, and up to a string.
 ASKED = [
     ("name the letters in order", {}),
-    (
-        "describe the clip shot by shot",
-        {"temperature": 1.4, "seed": 3, "n": 2, "logprobs": True, "top_logprobs": 2},
-    ),
+    ("describe the clip shot by shot", {"temperature": 1.4, "seed": 3, "n": 2, "logprobs": True, "top_logprobs": 2}),
     ("describe the clip shot by shot", {"temperature": 0.9, "seed": 5, "presence_penalty": 0.5, "stop": [" "]}),
 ]
 
@@ -154,9 +151,7 @@ def answers_job(hosts: HostGroup) -> tuple | None:
                 whole = [post(app, CHAT, **asking_for(question, **fields)).json() for question, fields in ASKED]
                 streamed = chunks(post(app, CHAT, **asking_for(ASKED[0][0], stream=True)))
                 text = "".join(event["choices"][0]["delta"].get("content") or "" for event in streamed)
-                by_schema = post(
-                    app, CHAT, **asking_for(ASKED[0][0], ignore_eos=False, response_format=FORMAT)
-                ).json()
+                by_schema = post(app, CHAT, **asking_for(ASKED[0][0], ignore_eos=False, response_format=FORMAT)).json()
                 answers = [[*map(of_choice, each["choices"])] for each in (*whole, by_schema)]
                 found.append((answers[:-1], text, len(streamed), answers[-1][0][0]))
             wait_for(lambda: not app.scheduler._running)
@@ -271,9 +266,7 @@ def held_up_job(hosts: HostGroup, folder: Path) -> tuple | None:
 
         async def ask() -> tuple:
             async def answer(body: dict) -> str:
-                reply = await app.client.post(
-                    CHAT, json={"max_tokens": 3, "ignore_eos": True, **body}, timeout=None
-                )
+                reply = await app.client.post(CHAT, json={"max_tokens": 3, "ignore_eos": True, **body}, timeout=None)
                 assert reply.status_code == 200, reply.text
                 return reply.json()["choices"][0]["message"]["content"]
 
@@ -368,9 +361,7 @@ def test_a_host_that_fails_ends_the_server_and_every_request(tmp_path, dies):
     first, second = run_fresh(Store(tmp_path), 2, failing_job, dies)
     replies, reason = first.result
     assert replies == [(503, "a host has failed")] * 2
-    assert reason == "host 1 failed in decoding: SystemExit: out of order" or (
-        dies and "another host ended" in reason
-    )
+    assert reason == "host 1 failed in decoding: SystemExit: out of order" or (dies and "another host ended" in reason)
     assert second.exit_status
 
 

@@ -74,9 +74,7 @@ def test_a_home_is_the_host_with_the_most_room_and_what_is_transferred_needs_roo
     for tokens, home in ((60, 2), (30, 1), (10, 0), (10, 0), (75, 0), (50, 1)):  # of equal ones the last
         jobs.append(ready(books, tokens - 1))
         assert books.take(0) is jobs[-1] and jobs[-1].home == home
-    per_host = [
-        [figure(books, f"host_{name}", host=host) for host in "012"] for name in ("kv_cache_bytes", "answers")
-    ]
+    per_host = [[figure(books, f"host_{name}", host=host) for host in "012"] for name in ("kv_cache_bytes", "answers")]
     assert per_host == [[8 * 95, 8 * 80, 8 * 60], [3, 2, 1]]
     assert figure(books, "kv_cache_bytes") == 8 * 235
     assert figure(books, "kv_cache_usage_perc") == pytest.approx(235 / 300)

@@ -346,11 +346,7 @@ REFUSED = [
     ({"tools": TOOLS * 43}, "tools"),
     ({"tools": [BAD], "tool_choice": "required"}, "tools"),
     ({"tool_choice": "required"}, "tool_choice", "needs tools"),
-    (
-        {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}},
-        "tool_choice",
-        "names one",
-    ),
+    ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice", "names one"),
     ({"tools": TOOLS, "tool_choice": "some"}, "tool_choice"),
     ({"tools": TOOLS, "tool_choice": "required", "ignore_eos": True}, "tool_choice", "excludes"),
     ({"tools": TOOLS, "functions": [{"name": "x"}]}, "functions"),
@@ -370,9 +366,7 @@ def test_what_is_wrong_with_tools_is_named(app, fields, param, message):
 
 
 def test_a_model_whose_template_knows_no_tools_takes_none(engine, monkeypatch):
-    monkeypatch.setattr(
-        engine.processor, "chat_template", engine.processor.chat_template.replace("tools", "others")
-    )
+    monkeypatch.setattr(engine.processor, "chat_template", engine.processor.chat_template.replace("tools", "others"))
     with closing(InProcess(model=engine)) as app:
         for path, fields in ((CHAT, {}), (CHAT, {"tool_choice": "none"}), ("/tokenize", {})):
             error = post(app, path, **ASK, tools=TOOLS, **fields).json()["error"]

@@ -79,9 +79,7 @@ def test_auto_follows_costs_and_acceptance():
 def test_the_number_of_an_answer_by_itself_does_not_depend_on_time():
     """But for passes without drafted tokens, at fixed places; of a draft that is never judged there are none."""
     assert set(rounds_of(Pace(3), 200, 0.0, 9.0, 1.0)[2]) == {Pace(3).most} == {3}
-    of_two = [
-        rounds_of(Pace(3, keep_losing_draft=False), 200, 0.9, *costs)[2] for costs in ((0.1, 1.0), (0.0, 7.0))
-    ]
+    of_two = [rounds_of(Pace(3, keep_losing_draft=False), 200, 0.9, *costs)[2] for costs in ((0.1, 1.0), (0.0, 7.0))]
     assert of_two[0] == of_two[1] and set(of_two[0]) == {0, 3}
     assert [place for place, window in enumerate(of_two[0]) if not window] == [1, 2, 65, 66, 129, 130, 193, 194]
 

@@ -102,8 +102,6 @@ def test_rows_that_differ_by_rounding_alone_or_are_not_finite():
         with pytest.raises(NotFiniteError):
             verify_sampled(drafted, None, rows, [0.1, 0.0], [0.0, 0.0, 0.0])
     assert verify_sampled([0], None, p[:1], [0.1], [0.0]) == Verdict(1, None)
-    unknown = torch.full(
-        (1, 1), torch.nan, dtype=torch.float64
-    )  # of a draft: the token is rejected, and p drawn from
+    unknown = torch.full((1, 1), torch.nan, dtype=torch.float64)  # of a draft: the token is rejected, and p drawn from
     for number, token in ((0.1, 0), (0.9, 1)):
         assert verify_sampled([0], unknown, p[:1], [0.0], [number]) == Verdict(0, token)

@@ -251,9 +251,7 @@ class _Chunks:
             del chunk
 
 
-def _decoded(
-    info: VideoInfo, wanted: list[int], chunk_len: int, threads: int, at_work: AtWork
-) -> Iterator[np.ndarray]:
+def _decoded(info: VideoInfo, wanted: list[int], chunk_len: int, threads: int, at_work: AtWork) -> Iterator[np.ndarray]:
     """Yield the chunks of :func:`iter_frames`, decoded by up to ``threads`` threads."""
     runs = plan_runs(info, wanted)
     todo = iter(runs)  # of which every thread takes the next

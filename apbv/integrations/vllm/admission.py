@@ -74,9 +74,7 @@ class Admission:
         """Raise ValueError unless vLLM's model computed the KV, whose sizes are untrusted."""
         config = self._model_config
         if facts.config_sha256 != self._config_sha256:
-            raise ValueError(
-                f"the KV is of the model {facts.model}, whose config differs from that of {config.model}"
-            )
+            raise ValueError(f"the KV is of the model {facts.model}, whose config differs from that of {config.model}")
         if facts.weights_sha256 != self._weights_sha256:
             raise ValueError(f"the KV is of the model {facts.model}, whose weights differ")
         own_dtype = str(config.dtype).removeprefix("torch.")

@@ -12,15 +12,7 @@ from .zigzag_ring import ZigzagRingMethod
 _SPARSE_METHODS = [type(name, (FullMethod,), {"name": name}) for name in SPARSE_NAMES]
 METHODS: dict[str, type[PrefillMethod]] = {
     method.name: method
-    for method in (
-        FullMethod,
-        *_SPARSE_METHODS,
-        ZigzagRingMethod,
-        UlyssesMethod,
-        StarMethod,
-        ApbMethod,
-        ApbvMethod,
-    )
+    for method in (FullMethod, *_SPARSE_METHODS, ZigzagRingMethod, UlyssesMethod, StarMethod, ApbMethod, ApbvMethod)
 }
 
 

@@ -50,8 +50,7 @@ def flexprefill_blocks(q: Tensor, k: Tensor, scale: float, config: SparseConfig,
     last, padding = q[:, :, -block:], -q.shape[2] % block
     columns, diagonals = _line_shares(last, k, scale, backend)
     in_columns, in_diagonals = (
-        functional.pad(shares, (0, padding)).unflatten(2, (-1, block)).sum(dim=3)
-        for shares in (columns, diagonals)
+        functional.pad(shares, (0, padding)).unflatten(2, (-1, block)).sum(dim=3) for shares in (columns, diagonals)
     )
     queries, keys = (block_means(states, block, backend=backend)[0] for states in (q, k))
     estimated = _scores(last.mean(dim=2, keepdim=True, dtype=queries.dtype), keys, scale).softmax(dim=-1)[:, :, 0]

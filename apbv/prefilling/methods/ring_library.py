@@ -22,9 +22,7 @@ _MISSING = "it is not installed"
 
 
 @cache
-def usable_ring(
-    hosts: HostGroup, device: torch.device, dtype: torch.dtype, head_dim: int, groups: int
-) -> Ring | None:
+def usable_ring(hosts: HostGroup, device: torch.device, dtype: torch.dtype, head_dim: int, groups: int) -> Ring | None:
     """Return ring-flash-attn's function if it is correct on all hosts; else warn with the reason.
 
     Collective, and tried once: all hosts call it with the same arguments, so all cache the same result.

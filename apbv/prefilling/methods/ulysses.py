@@ -36,9 +36,7 @@ class UlyssesMethod(PrefillMethod):
             for heads, shared in zip(query_heads, kv_heads, strict=True)
         ]
         width = len(own) + 2 * len(own_kv)
-        received = self.hosts.all_to_all(
-            outgoing, [(batch, width, length, dim) for length in self._lengths]
-        ).wait()
+        received = self.hosts.all_to_all(outgoing, [(batch, width, length, dim) for length in self._lengths]).wait()
         states = torch.cat(received, dim=2).split([len(own), len(own_kv), len(own_kv)], dim=1)
         out = self._attend(*states, own, group, scale)
 

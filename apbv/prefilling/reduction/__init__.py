@@ -9,8 +9,4 @@ from .fastvid import keep_by_fastvid
 from .frames import Reducer
 from .slowfast import keep_slow_and_fast
 
-REDUCERS: dict[str, Reducer] = {
-    "slowfast": keep_slow_and_fast,
-    "fastvid": keep_by_fastvid,
-    "dycoke": keep_by_dycoke,
-}
+REDUCERS: dict[str, Reducer] = {"slowfast": keep_slow_and_fast, "fastvid": keep_by_fastvid, "dycoke": keep_by_dycoke}

@@ -74,9 +74,7 @@ def build_model(size: str) -> Qwen2_5_VLForConditionalGeneration:
     return model
 
 
-def save_checkpoint(
-    model: Qwen2_5_VLForConditionalGeneration, processor: Qwen2_5_VLProcessor, folder: Path
-) -> None:
+def save_checkpoint(model: Qwen2_5_VLForConditionalGeneration, processor: Qwen2_5_VLProcessor, folder: Path) -> None:
     """Write model, tokenizer and processor as an ordinary Hugging Face checkpoint.
 
     The weights are stored in bfloat16, to be small; the configuration says float32, in which they are loaded.

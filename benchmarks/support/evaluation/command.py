@@ -152,14 +152,10 @@ class Benchmark:
         missing = [] if options.allow_missing else [path for path in files if not path.is_file()]
         if missing:
             named = ", ".join(map(str, missing[:_MOST_NAMED])) + (", …" if len(missing) > _MOST_NAMED else "")
-            raise ValueError(
-                f"{len(missing)} files are missing: {named}; --allow-missing asks the other questions"
-            )
+            raise ValueError(f"{len(missing)} files are missing: {named}; --allow-missing asks the other questions")
         return samples
 
-    def _settings(
-        self, options: argparse.Namespace, samples: Sequence[Sample], hosts: HostGroup
-    ) -> dict[str, Any]:
+    def _settings(self, options: argparse.Namespace, samples: Sequence[Sample], hosts: HostGroup) -> dict[str, Any]:
         """Return all on which answers depend, without what was not given."""
         parser = argparse.ArgumentParser(add_help=False)
         add_prefill_options(parser)

@@ -183,9 +183,7 @@ def option_named(options: Sequence[str], answer: Any) -> int:
         }
     if len(found) != 1:
         many = "could be several" if found else "is none"
-        raise ValueError(
-            f"the answer {answer!r} {many} of the {len(options)} options; its number, from 0, is clear"
-        )
+        raise ValueError(f"the answer {answer!r} {many} of the {len(options)} options; its number, from 0, is clear")
     return found.pop()
 
 

@@ -43,9 +43,7 @@ class Budget:
     tokens: int
     count: Count
 
-    def fill(
-        self, make: Callable[[int], str], per_unit: float, what: str, fewest: int = 0, most: int = 2**62
-    ) -> int:
+    def fill(self, make: Callable[[int], str], per_unit: float, what: str, fewest: int = 0, most: int = 2**62) -> int:
         """Return the largest number of units whose text fits.
 
         Args:
