@@ -229,7 +229,7 @@ def record(options: argparse.Namespace, hosts: HostGroup, way: Way, answers: lis
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = parser_of("serving", __doc__, {"speculate": ("off", *STRATEGIES)})
-    parser.set_defaults(video=str(demo.video_path()), draft_host=False, preset=None)
+    parser.set_defaults(video=str(demo.video_path()), draft_host=False, preset=None, reuse="off")
     return parser.parse_args(arguments)
 
 

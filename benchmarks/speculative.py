@@ -26,7 +26,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import NamedTuple
 
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
@@ -42,7 +41,7 @@ from apbv.input.video import probe
 from apbv.speculate import STRATEGIES, prunes
 from apbv.stats import StageTimer
 
-from support.arguments import COUNT, add_clip_options, add_pair, add_shared, presets_of
+from support.arguments import parser_of, presets_of
 from support.drafting import Way, build_ways
 from support.exams import Exam
 from support.records import columns_of, fields_of, measure_on_hosts, read_records
@@ -58,11 +57,6 @@ def configs_of(preset: str, keep_ratio: float) -> dict[str, SpeculativeConfig]:
         amount = {"keep_ratio": keep_ratio} if prunes_some else {}
         found[label] = SpeculativeConfig(**settings | amount)
     return found
-
-
-def draft_tokens(text: str) -> int | str:
-    """Read a number, or ``auto``."""
-    return text if text == "auto" else int(text)
 
 
 def configurations(options: argparse.Namespace) -> dict[str, SpeculativeConfig]:
@@ -166,6 +160,7 @@ def task_records(options: argparse.Namespace, ways: list[Way]) -> Iterator[dict]
         forwards = new_tokens - len(alone)  # the first token of every answer comes out of the prefill
         decode_ms, total_ms = sum(s["stages_ms"]["decode"] for s in alone), sum(s["total_ms"] for s in alone)
         target_ms = decode_ms / max(1, forwards)
+        is_whole = options.reuse == "off"  # else the ways' prefills are not alike
         for way in ways:
             runs = way.stats[task]
             identical = all(a["token_ids"] == b["token_ids"] for a, b in zip(runs, alone, strict=True))
@@ -188,7 +183,7 @@ def task_records(options: argparse.Namespace, ways: list[Way]) -> Iterator[dict]
                 **times,
                 "target_ms_per_token": target_ms,
                 "decode_speedup": decode_ms / sum(times["decode_ms"]) if identical else None,
-                "end_to_end_speedup": total_ms / sum(times["total_ms"]) if identical else None,
+                "end_to_end_speedup": total_ms / sum(times["total_ms"]) if identical and is_whole else None,
                 "speculation": figures,
             }
 
@@ -283,29 +278,14 @@ def measure_batches(options: argparse.Namespace, hosts: HostGroup) -> Iterator[d
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add_pair(parser)
-    parser.add_argument("--preset", choices=PRESETS, help="a paper's table, instead of --strategies")
-    parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, help="default: all applicable")
-    parser.add_argument("--num-draft-tokens", type=draft_tokens, nargs="+", default=[5], metavar="N|auto")
-    parser.add_argument("--draft-host", action="store_true", help="also draft in parallel on the last host")
-    parser.add_argument("--batch", type=COUNT, nargs="+", default=[], help="answer as many questions together")
-    parser.add_argument("--keep", nargs="+", choices=KEEP_POLICIES, default=["specvlm"])
-    amount = parser.add_mutually_exclusive_group()
-    add_shared(amount, "keep_ratio")
-    amount.add_argument("--keep-tokens", type=int, nargs="+", metavar="N", help="prompt tokens, text included")
-    parser.add_argument("--prune", nargs="+", choices=PRUNINGS, default=["prompt"])
-    parser.add_argument("--prompts", type=Path, metavar="FILE", help="use these prompts instead of the demo's clips")
-    add_clip_options(parser, 4, 32)
-    add_shared(parser, "json", rounds=1, dtype="float32", max_new_tokens=160, tasks=["describe"])
+    choices = {"preset": PRESETS, "strategies": STRATEGIES, "keep": KEEP_POLICIES, "prune": PRUNINGS}
+    parser = parser_of("speculative", __doc__, choices)
     options = parser.parse_args(arguments)
     try:
         if options.preset is not None:
             options.draft_host = any(config.draft_host for config in configurations(options).values())
     except ValueError as error:
         parser.error(str(error))
-    if options.strategies is None:
-        options.strategies = list(STRATEGIES)
     return options
 
 

@@ -41,6 +41,7 @@ def _shard(text: str) -> tuple[int, int]:
 _TYPES = {"int": int, "float": float, "path": Path, "count": COUNT, "plot": _plot_path, "template": _template}
 _TYPES |= {"positive": positive(float), "share": positive(float, 1.0), "I/N": _shard}
 _TYPES |= {"N|all": lambda text: None if text == "all" else COUNT(text)}
+_TYPES |= {"N|auto": lambda text: text if text == "auto" else COUNT(text)}
 _TYPES |= {"FILE|none": lambda text: None if text == "none" else text}
 _CHOICES = {"tasks": clips.TASKS, "split": clips.SPLITS, "grid": clips.GRIDS, "needles": clips.NEEDLES}
 _CHOICES |= {"reuse": ("off", *REUSE_MODES)}
@@ -104,22 +105,3 @@ def _add(parser: argparse._ActionsContainer, name: str, option: Any, choices: Ma
     if "type" in option:
         option["type"] = _TYPES[option["type"]]
     parser.add_argument(f"--{name}", **option)
-
-
-def add_shared(parser: argparse._ActionsContainer, *names: str, **defaults) -> None:
-    """Add shared options, those with another default by keyword."""
-    for name in names:
-        _add(parser, name.replace("_", "-"), {}, _CHOICES)
-    for name, default in defaults.items():
-        _add(parser, name.replace("_", "-"), default, _CHOICES)
-
-
-def add_clip_options(parser: argparse._ActionsContainer, clips: int, shots: int) -> None:
-    """Add the options that define an exam, with the default number and length of its clips."""
-    add_options(parser, "exam")
-    add_shared(parser, clips=clips, shots=shots)
-
-
-def add_pair(parser: argparse.ArgumentParser) -> None:
-    """Add options that define a target, its prefill and its draft; see :func:`.drafting.build_ways`."""
-    add_options(parser, "pair")

@@ -11,7 +11,7 @@ import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 from torch import nn
 from transformers import PreTrainedModel
 
-from apbv import Engine, HostGroup, PrefillConfig, SpeculativeConfig, demo
+from apbv import Engine, HostGroup, PrefillConfig, ReuseConfig, SpeculativeConfig, demo
 from apbv.input.rendering import RenderedPrompt
 from apbv.input.video import probe
 from apbv.speculate import STRATEGIES
@@ -71,8 +71,12 @@ def scale_model(model: PreTrainedModel, times: int) -> PreTrainedModel:
 
 
 def build_ways(options: argparse.Namespace, configs: Mapping[str, SpeculativeConfig], hosts: HostGroup) -> list[Way]:
-    """Build the ways to decode, on one target and one draft; autoregressive decoding comes first."""
+    """Build the ways to decode, on one target and one draft; autoregressive decoding comes first.
+
+    They share what ``--reuse`` caches of the target.
+    """
     prefill = PrefillConfig(method=options.method, kv=options.kv)
+    reuse = None if options.reuse == "off" else ReuseConfig(mode=options.reuse)
     # A layer of the target lies --scale times as deep in the scaled one.
     wanted = {label: replace(each, uv_layer=options.scale * each.uv_layer) for label, each in configs.items()}
     if options.draft_host and options.preset is None:
@@ -109,6 +113,12 @@ def build_ways(options: argparse.Namespace, configs: Mapping[str, SpeculativeCon
         if group is None:
             return Way(label, config, None)
         own = draft if not beside or hosts.rank == last else None
-        return Way(label, config, Engine(model, processor, group, prefill, options.model, config, own, caption))
+        engine = Engine(model, processor, group, prefill, options.model, config, own, caption, reuse)
+        return Way(label, config, engine)
 
-    return [way("autoregressive", None), *(way(label, config) for label, config in wanted.items())]
+    ways = [way("autoregressive", None), *(way(label, config) for label, config in wanted.items())]
+    cache = ways[0].engine and ways[0].engine._prefiller.reuse
+    for each in ways[1:]:
+        if each.engine is not None:
+            each.engine._prefiller = replace(each.engine._prefiller, reuse=cache)
+    return ways

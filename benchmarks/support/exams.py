@@ -78,7 +78,7 @@ class Exam:
 
     @classmethod
     def of(cls, options: argparse.Namespace, tasks: tuple[str, ...] = EXACT_TASKS) -> "Exam":
-        """Return the exam that the options of :func:`support.arguments.add_clip_options` define."""
+        """Return the exam that the options of the table [exam] define."""
         return cls(options.grid, options.shots, options.folder, tasks, options.split)
 
     def needles(self, seed: int) -> str:

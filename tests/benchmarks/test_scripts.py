@@ -191,6 +191,14 @@ def test_a_papers_table_of_drafts(run, tmp_path):
         assert figures["config"]["keep_losing_draft"] is True and figures["accepted_in_a_row"] >= 0
 
 
+def test_drafts_behind_one_prefill_of_the_target(run, tmp_path):
+    """The ways' totals are not comparable, as all but the first find the video's KV in the cache."""
+    options = of_clip(tmp_path, "--strategies", "ngram", "--tasks", "describe", "ordering", "--reuse", "kv")
+    records, _ = run("speculative", *options)
+    assert [record["task"] for record in records] == ["describe"] * 2 + ["ordering"] * 2
+    assert all(record["identical"] and record["end_to_end_speedup"] is None for record in records)
+
+
 def test_drafts_in_batches(run, tmp_path):
     options = of_clip(tmp_path, "--clips", 2, "--batch", 1, 2, "--strategies", "vanilla", "--scale", 2)
     records, _ = run("speculative", *options, hosts=2)
