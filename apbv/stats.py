@@ -108,8 +108,10 @@ class StageTimer:
         This waits for what a GPU still works on of them.
         """
         with self._lock:
-            names, *edges = zip(*self._runs, strict=True) if self._runs else ((), (), ())
-        return list(zip(names, *map(self._seconds_until, edges), strict=True))
+            runs = list(self._runs)
+        # In one call, whose error, the delay until the host sees what its GPU has done, is that of begins and ends.
+        edges = iter(self._seconds_until([moment for _, *edges in runs for moment in edges]))
+        return [(name, next(edges), next(edges)) for name, *_ in runs]
 
     def summary(self, num_new_tokens: int = 0) -> dict:
         """Return the request's metrics, equal on every host; collective.

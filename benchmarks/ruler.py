@@ -261,23 +261,24 @@ def show(options: argparse.Namespace, records: list[dict]) -> None:
 
 
 def draw(path: Path, records: list[dict]) -> None:
-    """Plot the divergence by length for each number of hosts, and by TTFT at the longest length that has times.
+    """Plot the divergence by length for each number of hosts, and by TTFT at the length with times of most rows.
 
-    By length only the rows that have all samples are drawn.
+    By length only the rows are drawn that have more than half of the samples.
     """
     panels: dict[str, dict[str, list[tuple]]] = {}
     split = [record for record in records if record["label"] != "full"]
     for (hosts, num_tokens), together in sorted(grouped(split, "hosts", "num_tokens").items()):
         rows = grouped(together, "label").values()
-        whole = [record for of_row in rows if len(of_row) == max(map(len, rows)) for record in of_row]
+        whole = [record for of_row in rows if 2 * len(of_row) > max(map(len, rows)) for record in of_row]
         for label, of_row in on_shared_samples(whole).items():
             curves = panels.setdefault(f"tokens, {hosts} hosts", {})
             curves.setdefault(label, []).append((num_tokens, statistics.fmean(r["kl"] for r in of_row)))
     timed = [record for record in split if record.get("ttft_ms")]  # full takes ten times as long
     if timed:
-        hosts, longest = max(r["hosts"] for r in timed), max(r["num_tokens"] for r in timed)
-        compared = [r for r in timed if r["num_tokens"] == longest and r["hosts"] in (1, hosts)]
-        panels[f"TTFT in ms, {longest:,} tokens, {hosts} hosts"] = {
+        hosts, of_length = max(r["hosts"] for r in timed), grouped(timed, "num_tokens")
+        compared = max(of_length.values(), key=lambda records: len(grouped(records, "label")))
+        compared = [r for r in compared if r["hosts"] in (1, hosts)]
+        panels[f"TTFT in ms, {compared[0]['num_tokens']:,} tokens, {hosts} hosts"] = {
             label: [tuple(statistics.fmean(r[name] for r in of_row) for name in ("ttft_ms", "kl"))]
             for label, of_row in on_shared_samples(compared).items()
         }

@@ -37,7 +37,7 @@ def run(options: argparse.Namespace, hosts: HostGroup, progress_delay: float = 2
     prepare_process(options, hosts)
     with hosts.local_stage("reading the options"):
         context = read_sources(options)
-        if hosts.is_leader and options.json:
+        if hosts.is_leader and options.json is not None:
             require_writable(Path(options.json))
     progress = ProgressBars(enabled=hosts.is_leader and sys.stderr.isatty(), delay=progress_delay)
     with closing(progress):  # removes the bars from the screen, also on errors
@@ -113,7 +113,11 @@ def read_sources(options: argparse.Namespace) -> str | None:
 
 
 def require_writable(path: Path) -> None:
-    """Check before the work starts, and without leaving a file, that the metrics can be written."""
+    """Check before the work starts, and without leaving a file, that the metrics can be written.
+
+    Raises:
+        ValueError: they cannot.
+    """
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
         raise ValueError(f"--json {path} cannot be written")
 

@@ -72,6 +72,24 @@ def test_a_gpus_time_is_measured_without_waiting_for_it(monkeypatch):
     assert figures["overlap_ms"] == pytest.approx(2000.0)
 
 
+def test_that_the_host_sees_late_what_its_gpu_has_done_lengthens_no_stage(monkeypatch):
+    hosts = ClockedHosts("cuda:0")
+    gpu, wait, lags = Gpu(hosts, monkeypatch), hosts.wait_for_device, iter(range(100))
+
+    def late(event) -> None:
+        wait(event)
+        hosts.now += next(lags)
+
+    monkeypatch.setattr(hosts, "wait_for_device", late)
+    timer = StageTimer(hosts)
+    for seconds in (2.0, 3.0):
+        with timer.stage("exchange"):
+            gpu.launch(seconds)
+    for _ in range(2):
+        figures = timer.summary()
+        assert figures["stages_ms"]["exchange"] == pytest.approx(5000.0) and not figures["overlap_ms"]
+
+
 def test_the_first_token_ends_when_the_host_knows_it(monkeypatch):
     """The host has read the token then: nothing that the GPU does later belongs to it."""
     hosts = ClockedHosts("cuda:0")

@@ -14,7 +14,7 @@ FIRST_AUTO_DRAFT_TOKENS = 4  # the window before anything is measured
 TRIAL_PASSES = 8  # the loss, in forward passes of the target, at which a draft is switched off
 _REST = 1024  # steps of a batch size without drafts, until they are tried again: their costs may have changed
 _PERIOD = 64  # rounds, after the first of which passes without drafted tokens are measured
-_FEWEST = 2  # such passes, and rounds with drafted tokens, that are measured before any is judged: one may be slow
+_FEWEST = 3  # such passes, and rounds with drafted tokens, that are measured before any is judged: one may be slow
 _MEMORY = 0.95  # the weight of a round's acceptance decays by this factor per round
 _SHORTEST_SECONDS = 1e-9  # a clock may be coarse
 
@@ -70,11 +70,11 @@ class Pace:
     """Chooses the draft lengths of one answer, or of a batch at one size, by the seconds of its rounds; on host 0.
 
     Drafts are judged against passes of the target without drafted tokens. After the first round, which is slow
-    everywhere, two are measured, and two in every 64 rounds: they cost no more than decoding without drafts.
+    everywhere, three are measured, and three in every 64 rounds: they cost no more than decoding without drafts.
 
     Args:
-        num_draft_tokens: the largest length, and the only one of an answer by itself, whose tokens then do not
-            depend on time; ``"auto"``: at most the limit of that.
+        num_draft_tokens: the largest length, and the only one of an answer by itself, whose tokens do not depend on
+            time then, as long as it has its draft; ``"auto"``: at most the limit of that.
         keep_losing_draft: whether drafts go on that do not pay; with a number always as long as it says.
         size: how many answers the batch has; None for an answer by itself.
 
@@ -115,6 +115,8 @@ class Pace:
         self._num_rested += 1
         if self._num_rested % _REST == 0:
             self._costs.clear()
+            self._plain.clear()
+            self._num_rounds = 0
         return None
 
     def learn(self, num_drafted: int, draft: float, verify: float, num_new: int = 1) -> None:

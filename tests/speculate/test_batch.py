@@ -274,7 +274,7 @@ def test_windows_of_the_highest_goodput():
     for _ in range(60):
         rates, cost = [chance.random() for _ in range(3)], chance.choice([0.05, 0.2, 0.6])
         pace = Pace(4, keep_losing_draft=False, size=3)
-        for count in (12, 0, 0, 12, 12):
+        for count in (12, 0, 0, 0, 12, 12, 12):
             pace.learn(count, 0.0, 1 + cost * count)
         found = pace.windows(rates)
         best = max(product(range(5), repeat=3), key=lambda each: goodput(rates, each, 1, cost))
@@ -300,9 +300,9 @@ def test_a_draft_is_dropped_at_a_batch_size_and_comes_back_at_a_smaller_one_or_l
 
     assert rounds(1, 9)[1] == [4]
     drafted, last = rounds(4, 9)
-    assert last is None and drafted == [16, 0, 0, 16, 16]
+    assert last is None and drafted == [16, 0, 0, 0, 16, 16, 16]
     assert rounds(1, 9)[1] == [4]
-    seconds[4] = seconds[1]  # the first rounds were slow ones
+    seconds[4] = lambda count: 4 + 0.5 * count  # now the target is slower, whose contexts have grown
     assert any(pace(4).windows([0.7] * 4) for _ in range(2000)) and any(rounds(4, 9)[1])
     assert Pace(3, size=2).windows([0.1, 0.1]) == [3, 3]
 
@@ -310,8 +310,9 @@ def test_a_draft_is_dropped_at_a_batch_size_and_comes_back_at_a_smaller_one_or_l
 def test_one_slow_round_drops_no_draft():
     """Nor do two, the first of which is slow everywhere."""
     pace = Pace("auto", keep_losing_draft=False, size=4)
-    for count, seconds in ((16, 1000), (0, 1), (0, 1), (16, 1000)):
+    for count, seconds in ((16, 1000), (0, 1), (0, 1), (0, 1), (16, 1000)):
         pace.learn(count, 0.0, seconds)
     assert pace.windows([0.7] * 4) == [4] * 4
-    pace.learn(16, 0.0, 1 + 0.1 * 16)
+    for _ in range(2):
+        pace.learn(16, 0.0, 1 + 0.1 * 16)
     assert any(pace.windows([0.7] * 4))
