@@ -174,7 +174,7 @@ def task_records(options: argparse.Namespace, ways: list[Way]) -> Iterator[dict]
                 "benchmark": "speculative",
                 "label": way.label,
                 "task": task,
-                **fields_of(options, "preset", "model", "scale", "kv"),
+                **fields_of(options, "preset", "model", "scale", "kv", "reuse"),
                 **fields_of(runs[0], "hosts", "method", "dtype"),
                 "num_input_tokens": statistics.mean(stats["num_input_tokens"] for stats in runs),
                 "answers": len(runs),
@@ -281,6 +281,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     choices = {"preset": PRESETS, "strategies": STRATEGIES, "keep": KEEP_POLICIES, "prune": PRUNINGS}
     parser = parser_of("speculative", __doc__, choices)
     options = parser.parse_args(arguments)
+    if options.keep_tokens and options.keep_ratio:
+        parser.error("--keep-tokens and --keep-ratio exclude each other")
+    options.keep_ratio = options.keep_ratio or [0.1]
     try:
         if options.preset is not None:
             options.draft_host = any(config.draft_host for config in configurations(options).values())

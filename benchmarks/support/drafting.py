@@ -59,7 +59,8 @@ def scale_model(model: PreTrainedModel, times: int) -> PreTrainedModel:
     text.num_hidden_layers *= times
     text.layer_types = [kind for kind in text.layer_types for _ in range(times)]
     for layer in decoder.layers:
-        silent = [copy.deepcopy(layer) for _ in range(times - 1)]
+        # By its config, which all layers share, a prefill watches a layer or lets its attention see other hosts' KV.
+        silent = [copy.deepcopy(layer, {id(text): text}) for _ in range(times - 1)]
         for each in silent:
             nn.init.zeros_(each.self_attn.o_proj.weight)
             nn.init.zeros_(each.mlp.down_proj.weight)

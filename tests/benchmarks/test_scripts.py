@@ -200,9 +200,9 @@ def test_drafts_behind_one_prefill_of_the_target(run, tmp_path):
 
 
 def test_drafts_in_batches(run, tmp_path):
-    options = of_clip(tmp_path, "--clips", 2, "--batch", 1, 2, "--strategies", "vanilla", "--scale", 2)
+    options = of_clip(tmp_path, "--clips", 2, "--batch", 1, 2, "--strategies", "std", "--scale", 2)
     records, _ = run("speculative", *options, hosts=2)
-    labels = ["autoregressive", "vanilla, γ = 5"]
+    labels = ["autoregressive", "std, 0.1, γ = 5"]
     assert [(r["answers"], r["label"]) for r in records] == [(size, each) for size in (1, 2) for each in labels]
     for alone, drafted in zip(records[::2], records[1::2], strict=True):
         assert alone["speedup"] == 1 and alone["drafted_per_token"] == 0 and alone["acceptance_rate"] is None
