@@ -13,13 +13,15 @@ from apbv import HostGroup, ModelInputs, PrefillConfig, demo
 from apbv.model.parts import inspect_model
 
 import families
+from documents import require_table
 from prompts import text_batch
 from scripts import ROOT, figures_of, run_benchmark, valid_records
 from support.passed_pairs import IN_QUARTERS, OF_THE_ANSWER, RANDOM, AnswersPairs
-from support.records import read_records
+from support.records import markdown_table, read_records
 from support.ruler import TASKS, make_task
 from support.ruler.tables import difference_table, kl_table
 from support.simulated import share_weights, simulate
+from support.summaries import grouped
 
 
 @pytest.fixture(scope="module")
@@ -149,6 +151,19 @@ def test_the_page_shows_its_records():
     assert f"less than the default on each of {cells['apbv, l_p = n/32'][1]} samples" in said
     assert f"{cells['apbv, no passing'][2].lstrip('+')} higher" in said
     assert f"{cells['apbv'][4].lstrip('-')} points worse than with `full`, over {cells['apbv'][3]} questions" in said
+
+
+def test_the_notes_show_in_which_layers_longer_passing_blocks_are_closer():
+    records = read_records([ROOT / "docs" / "records" / f"{name}.jsonl" for name in ("ruler", "ruler-layers")])
+    names = {"apbv": "none", "apbv, l_p = n/32": "all"}
+    names |= {f"apbv, l_p = n/32{quarter}": quarter[5:].partition(" of")[0] for quarter in IN_QUARTERS}
+    samples = {(r["task"], r["index"]) for r in records if r["label"].endswith(IN_QUARTERS)}
+    of_samples = [r for r in records if r["num_tokens"] == 16384 and r["hosts"] == 8 and r["label"] in names]
+    of_samples = [r for r in of_samples if (r["task"], r["index"]) in samples]
+    rows = grouped(of_samples, "label")
+    lines = [[name, *(f"{r['kl']:.4f}" for r in rows[label,])] for label, name in names.items()]
+    header = ["longer in", *(f"{r['task']}, {r['index'] + 1}" for r in rows["apbv",])]
+    require_table(ROOT / "docs" / "records" / "notes-accuracy.md", markdown_table(header, lines))
 
 
 @torch.no_grad()
