@@ -241,7 +241,7 @@ class ModelParts:
             "row_width": (1 + sizes.deepstack) * sizes.hidden,
             "num_rows_ending_video": int(family == "llava_onevision"),
             "rows_per_tile": config.image_seq_length if family == "internvl" else None,
-            "patches_per_row": config.vision_config.spatial_merge_size**2 if "mrope" in _FAMILIES[family] else None,
+            "patches_per_row": config.vision_config.spatial_merge_size**2 if uses_mrope else None,
             "packed_vision_tower": _packed_vision_tower(self.model.model, family),
             "audio_tower": None if self.audio_token_id is None else self.model.model.audio_tower,
         }
