@@ -14,7 +14,6 @@ import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from io import BytesIO
 from itertools import groupby
 from pathlib import Path
 
@@ -224,19 +223,16 @@ def needle_tokens(shot: Shot, grid: int) -> np.ndarray:
     return rows[:, None] * columns >= TOKEN_SIZE**2 / 4
 
 
-def write_mp4(
-    frames: Iterable[np.ndarray | av.VideoFrame], path: str | Path | BytesIO, fps: int = FPS, **options: str
-) -> None:
+def write_mp4(frames: Iterable[np.ndarray | av.VideoFrame], path: str | Path, fps: int = FPS, **options: str) -> None:
     """Write frames as an H.264 file (yuv420p).
 
     Args:
         frames: uint8 RGB [H, W, 3] each, or frames of PyAV.
-        path: file to write, or a buffer.
+        path: file to write.
         fps: frames per second.
         options: of the encoder (default: constant rate factor 18).
     """
-    target = path if isinstance(path, BytesIO) else str(path)
-    with av.open(target, "w", format="mp4") as container:
+    with av.open(str(path), "w", format="mp4") as container:
         # With one thread the encoder makes the same decisions, and hence the same file, everywhere.
         stream = container.add_stream("libx264", rate=fps, options=options or {"crf": "18", "threads": "1"})
         stream.pix_fmt = "yuv420p"
@@ -248,12 +244,6 @@ def write_mp4(
             frame.pts, frame.time_base = number, Fraction(1, fps)
             container.mux(stream.encode(frame))
         container.mux(stream.encode())
-
-
-def read_mp4(path: str | Path | BytesIO) -> np.ndarray:
-    """Read all frames of a video file as uint8 RGB [T, H, W, 3]."""
-    with av.open(path if isinstance(path, BytesIO) else str(path)) as container:
-        return np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
 
 
 class _Scene:

@@ -14,8 +14,8 @@ from apbv import Engine
 from asked import run_in
 from documents import commands_in, marked, output_of, read_command
 from scripts import ROOT, run_benchmark, run_hosts
-from support.clips import read_mp4
 from support.evaluation.scoring import ALL, score
+from video_files import decode_all
 
 FILE = "questions.jsonl"
 
@@ -168,7 +168,7 @@ def test_files_of_others_are_not_written_to(clips, tmp_path, capsys):
 
 def test_a_question_may_be_about_several_files(clips, prompts, tmp_path):
     picture = tmp_path / "still.png"
-    Image.fromarray(read_mp4(clips / "clip-0.mp4")[0]).save(picture)
+    Image.fromarray(decode_all(clips / "clip-0.mp4")[0]).save(picture)
     files = {"video": [str(clips / "clip-0.mp4"), str(clips / "clip-1.mp4")], "image": str(picture)}
     (tmp_path / FILE).write_text(json.dumps({**files, "question": "how many letters are shown", "answer": 7}))
     (record,) = ask(tmp_path, tmp_path / "r.jsonl", "--hosts", 2, "--method", "apbv").values()

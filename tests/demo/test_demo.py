@@ -1,24 +1,16 @@
 """The packaged model answers about held-out clips, from H.264 file to text, prefilled by two hosts with APB-V."""
 
-import itertools
-import json
 import re
-from types import SimpleNamespace
-from unittest import mock
 
-import numpy as np
 import pytest
 import torch
-import train_demo
 from transformers import AutoModelForImageTextToText, AutoProcessor
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLForConditionalGeneration
-from transformers.video_utils import VideoMetadata, load_video
+from transformers.video_utils import load_video
 
 from apbv import Engine, HostGroup, PrefillConfig, demo
 
 from support import clips
-from support.demo_training import data, vision
-from support.demo_training import trainer as training
 from support.drafting import scale_model
 from support.exams import Candidate, Exam, Way, sit
 
@@ -103,74 +95,3 @@ def test_a_scaled_model_computes_the_same_with_more_layers(target, processor):
     ids = processor.tokenizer("name the letters in order", return_tensors="pt").input_ids
     with torch.no_grad():
         assert torch.equal(scaled(ids).logits, target(ids).logits)
-
-
-@pytest.fixture(scope="module")
-def shot_pool():
-    """As few shots as a pool may hold, which are not encoded: that takes longest."""
-    with mock.patch.multiple(clips, write_mp4=lambda frames, file: np.save(file, frames), read_mp4=np.load):
-        return data.ShotPool(seed=9, size=1024, grid=2)
-
-
-def test_training_sequences_equal_what_the_processor_makes(target, processor):
-    """A packed training row holds, per question, the tokens and positions that inference would see."""
-    maker, grid = data.BatchMaker({}, seed=7), 6
-    clip = clips.make_clip(0, 10, "train", grid)
-    frames = clips.render(clip)
-    pixels = processor.video_processor(videos=[frames], return_tensors="pt")
-    patches = maker.normalise(data.patchify(frames, grid))
-    torch.testing.assert_close(patches.flatten(0, 1), pixels["pixel_values_videos"])
-    with torch.no_grad():
-        ours = vision.encode_shots(target.model.visual, patches).flatten(0, 1)
-        genuine = target.model.visual(pixels["pixel_values_videos"], grid_thw=pixels["video_grid_thw"])
-    torch.testing.assert_close(ours, genuine.pooler_output)
-
-    asked = clips.questions(clip)
-    row = maker.row(clip, torch.arange(10) * data.STRIDE, None, asked)
-    metadata = VideoMetadata(total_num_frames=20, fps=float(clips.FPS), frames_indices=list(range(20)))
-    before = len(row["ids"]) - len(row["labels"])
-    for number, (_, question, answer) in enumerate(asked, start=1):
-        inputs = inputs_of(processor, question, answer, frames, metadata)
-        inputs.pop("pixel_values_videos")
-        chosen = torch.cat([torch.ones(before, dtype=torch.bool), row["segments"] == number])
-        torch.testing.assert_close(row["ids"][chosen], inputs["input_ids"][0])
-        positions, _ = target.model.get_rope_index(**inputs)
-        torch.testing.assert_close(row["positions"][:, chosen], positions[:, 0])
-
-
-def test_questions_of_a_drawn_batch_do_not_see_each_other(shot_pool):
-    """Other words in the first question change its own logits, and no other question's."""
-    maker = data.BatchMaker({2: shot_pool}, seed=9)
-    model = load(demo.model_path())
-    model.set_attn_implementation(vision.ATTENTION)
-    batch = maker.draw(num_clips=2, num_shots=12, grid=2)
-    chosen = (batch.labels != -100).flatten().nonzero()[:, 0]
-    tasks = batch.tasks.flatten()[chosen]
-    counting, retrieval = (clips.TASKS.index(task) for task in ("counting", "retrieval"))
-    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
-        visual = vision.encode_shots(model.model.visual, maker.pixels(2, batch.places))
-        before = vision.answer_logits(model, batch, visual, chosen)
-        first = batch.input_ids.shape[1] - batch.labels.shape[1]
-        batch.input_ids[:, first + 1 : first + 6] = maker.tokenizer(" end").input_ids[0]
-        after = vision.answer_logits(model, batch, visual, chosen)
-    assert torch.equal(before[tasks == counting], after[tasks == counting])
-    assert not torch.equal(before[tasks == retrieval], after[tasks == retrieval])
-
-
-@pytest.mark.thorough
-def test_a_short_training_learns_and_saves(tmp_path, monkeypatch, shot_pool):
-    """A few steps of the real thing: the loss falls."""
-    monkeypatch.setattr(train_demo, "ShotPool", lambda *_: shot_pool)
-    monkeypatch.setattr(train_demo, "POOL_SIZES", {2: 1024})
-    # Every step takes half a second by this clock: as many steps on every machine.
-    clock = SimpleNamespace(monotonic=itertools.count(step=0.5).__next__)
-    small = {"GRID_SHARES": {2: 1.0}, "WARMUP_STEPS": 5, "LOG_SECONDS": 1, "time": clock}
-    small |= dict.fromkeys(("VISION_TOKENS_PER_STEP", "VISUAL_TOKENS_PER_STEP"), 384)
-    for name, value in small.items():
-        monkeypatch.setattr(training, name, value)
-    command = ["target", "--out", str(tmp_path), "--threads", "1"]
-    assert train_demo.main([*command, "--minutes", "0.2"]) == 0
-    history = [json.loads(line) for line in (tmp_path / "history.jsonl").read_text().splitlines()]
-    assert history[-1]["step"] > 20 and history[-1]["dense"] < history[0]["dense"]
-    assert (tmp_path / "curves.png").exists()
-    assert load(tmp_path / "model").num_parameters() > 3_000_000

@@ -8,6 +8,7 @@ import pytest
 
 from scripts import BENCHMARKS
 from support import clips
+from video_files import decode_all
 
 
 def test_splits_share_no_scene_no_needle_and_no_placement():
@@ -86,7 +87,7 @@ def test_the_render_command_writes_what_it_says(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("sys.argv", ["render", *options])
     runpy.run_path(str(BENCHMARKS / "render.py"), run_name="__main__")
     clip = clips.make_clip(7, 10, "test", 6)
-    decoded, frames = clips.read_mp4(tmp_path / "clip.mp4"), clips.render(clip)
+    decoded, frames = np.stack(decode_all(tmp_path / "clip.mp4")), clips.render(clip)
     assert decoded.shape == frames.shape and np.abs(decoded.astype(int) - frames).mean() < 8
     said = [line.strip() for line in capsys.readouterr().out.splitlines()[1:]]
     assert said == [line for _, question, answer in clips.questions(clip) for line in (question, answer)]

@@ -1,1 +1,0 @@
-"""Trains the demo's target and its draft."""
