@@ -506,6 +506,7 @@ class Engine:
                 "num_audio_tokens": int(self.parts.is_audio(state.inputs.input_ids).sum()),
                 "anchor_len": state.layout.anchor_len,
                 "passing_len": state.layout.passing_len,
+                "early_passing_len": state.layout.early.passing_len,
                 "reused": state.reused,
                 "reduction": None if state.reduction is None else state.reduction.figures,
                 "attention_density": state.density,

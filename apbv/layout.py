@@ -48,6 +48,7 @@ class ContextLayout:
         anchor_copy: prompt tokens that every host computes once more, in front of its own, as the anchor of all
             blocks but the first: the prefix, the question, and the start of the context. Nothing of it is kept.
             Empty where ``anchor`` is the anchor, which else is empty.
+        early_passing_len: l_p in the first quarter of the layers, where it is more.
     """
 
     num_hosts: int
@@ -56,6 +57,7 @@ class ContextLayout:
     query: range
     passing_len: int
     anchor_copy: tuple[range, ...] = ()
+    early_passing_len: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -98,6 +100,11 @@ class ContextLayout:
     def max_passed(self) -> int:
         """The rows of an exchange buffer: the largest k_v of all virtual hosts."""
         return min(self.passing_len, self.longest_block)
+
+    @property
+    def early(self) -> "ContextLayout":
+        """The layout in the first quarter of the layers, which may pass on more."""
+        return replace(self, passing_len=max(self.passing_len, self.early_passing_len))
 
     @property
     def passes_all(self) -> bool:
@@ -152,6 +159,7 @@ def plan_layout(
     anchor_len: int | None,
     passing_len: int | None,
     zigzag: bool,
+    early_passing_len: int | None = None,
 ) -> ContextLayout:
     """Split ``[prefix | context | query]`` over the hosts.
 
@@ -164,6 +172,7 @@ def plan_layout(
             n = 512 the floor alone would leave nothing to split). 0 makes the prefix context too.
         passing_len: l_p. None takes ``max(256, ceil(n / 128))``, or ``ceil(n / 64)`` without zigzag.
         zigzag: cut the context into 2H blocks; else into H.
+        early_passing_len: l_p in the first quarter of the layers, where it is more.
 
     Returns:
         The layout; it has no blocks where the context is too short to give every virtual host a token.
@@ -195,6 +204,7 @@ def plan_layout(
         blocks=tuple(split_evenly(range(anchor.stop, query_start), num_blocks)),
         query=range(query_start, num_tokens),
         passing_len=passing_len,
+        early_passing_len=early_passing_len or 0,
     )
 
 

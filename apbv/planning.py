@@ -91,8 +91,9 @@ class Plan:
             return None
         if layout.anchor_len < FEWEST_ANCHOR or layout.passing_len < FEWEST_PASSING:
             return f"answers were less accurate with l_a below {FEWEST_ANCHOR} or l_p below {FEWEST_PASSING}"
-        if layout.passing_len < (more := -(-layout.num_tokens // ACCURATE_PASSING)):
-            return f"answers were closer to full attention's, and took longer, with l_p = {more:,}"
+        if layout.early.passing_len < (more := -(-layout.num_tokens // ACCURATE_PASSING)):
+            closer = "answers were closer to full attention's, and took longer, with early_passing_len ="
+            return f"{closer} {more:,}, and more so with passing_len = {more:,}"
         return None
 
     def __str__(self) -> str:

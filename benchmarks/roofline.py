@@ -36,7 +36,7 @@ from apbv.model.parts import DecoderSizes
 from support.arguments import parser_of, presets_of
 from support.cost_model import ATTENTION, HostCost, Shape, cost_of_prompt
 from support.operator_cases import cases, sizes_of
-from support.records import markdown_table
+from support.records import fields_of, markdown_table
 from support.workloads import config_of
 
 GPUS = presets_of("roofline")
@@ -149,11 +149,11 @@ def milliseconds(cost: HostCost, gpu: str, element_wise: float, others: float) -
 
 
 def prefill_parts(
-    config: PreTrainedConfig, num_tokens: int, method: str, hosts: int, gpu: str, passing_len: int | None = None
+    config: PreTrainedConfig, num_tokens: int, method: str, hosts: int, gpu: str, **lengths: int | None
 ) -> dict[str, float]:
     """Predict the milliseconds of a text's prefill on the busiest host, by parts."""
     shape, prompt = Shape.from_config(config), (num_tokens, 0, num_tokens - 40, None)
-    layout, costs = cost_of_prompt(shape, hosts, prompt, PrefillConfig(method=method, passing_len=passing_len))
+    layout, costs = cost_of_prompt(shape, hosts, prompt, PrefillConfig(method=method, **lengths))
     host = max(range(hosts), key=lambda each: costs[each].flops.total())
     rows = sum(map(len, layout.local_spans(host)))
     moved = shape.layers * element_wise_bytes(config, rows, requested() != "torch")
@@ -169,9 +169,10 @@ def launching_ms(config: PreTrainedConfig, method: str) -> float:
 def prefill(options: argparse.Namespace, gpu: str) -> str:
     """Format the predicted times of a prefill's parts, for every method."""
     config, columns, launching = config_of(options.prefill), {}, []
+    lengths = fields_of(options, "passing_len", "early_passing_len")
     for method, hosts in (("full", 1), ("zigzag_ring", options.hosts), ("apbv", options.hosts)):
         what = config, options.tokens, method, hosts, gpu
-        columns[f"`{method}`, {hosts}"] = prefill_parts(*what, options.passing_len)
+        columns[f"`{method}`, {hosts}"] = prefill_parts(*what, **lengths)
         launching.append(launching_ms(config, method))
     busy = [sum(parts.values()) for parts in columns.values()]
     totals = list(map(max, busy, launching))

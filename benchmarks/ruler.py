@@ -6,14 +6,13 @@
     python benchmarks/ruler.py --table ruler.jsonl
 
 The eleven tasks of RULER (Hsieh et al.) are needles in a haystack (single_1 to _3, multikey_1 to _3, multivalue,
-multiquery), variable tracking (vt), common words (cwe) and frequent words (fwe). As in RULER the answer's
-beginning is given, and the score is the share of expected strings that the answer contains. The texts are
-generated here. Rows are also compared by the token distributions of a right answer given their KV: the mean KL
-divergence from ``full``, which separates rows with far fewer samples. Some rows pass on other pairs than ``apbv``
-does: drawn at random, those that the answer attends to most, or more in a quarter of the layers
-(support.passed_pairs). Hosts are simulated (support.simulated), or those of torchrun. Several --processes share a
-GPU that one leaves idle; times are then not recorded. With --json every sample is written as soon as it is done,
-and samples that the file already has are skipped.
+multiquery), variable tracking (vt), common words (cwe) and frequent words (fwe). As in RULER the answer's beginning is
+given, and the score is the share of expected strings that the answer contains. The texts are generated here. Rows are
+also compared by the token distributions of a right answer given their KV: the mean KL divergence from ``full``, which
+separates rows with far fewer samples. Some rows pass on other pairs than ``apbv`` does: drawn at random, or those that
+the answer attends to most (support.passed_pairs). Hosts are simulated (support.simulated), or those of torchrun.
+Several --processes share a GPU that one leaves idle; times are then not recorded. With --json every sample is written
+as soon as it is done, and samples that the file already has are skipped.
 """
 
 import argparse
@@ -44,7 +43,7 @@ from apbv.model.parts import ModelParts, inspect_model
 
 from support.arguments import DEFAULT_DTYPES, parser_of, presets_of
 from support.exams import Reference, answer_greedily, numbers_of_hosts, run_on, ways_of, with_reference
-from support.passed_pairs import IN_QUARTERS, OF_THE_ANSWER, RANDOM, AnswersPairs, drawn, more_in_quarter
+from support.passed_pairs import OF_THE_ANSWER, RANDOM, AnswersPairs, drawn
 from support.records import markdown_table, measure_what_is_left, plot
 from support.ruler import TASKS, Task, make_task
 from support.ruler.tables import difference_table, kl_table
@@ -156,7 +155,7 @@ class Examinee:
 
     def _answer_all(self, sample: Sample, number: int, rows: dict[str, PrefillConfig]) -> Iterator[dict]:
         """Yield a record of each row, last of all of those that pass on other pairs."""
-        others = [label for label in rows if label.endswith((RANDOM, OF_THE_ANSWER, *IN_QUARTERS))]
+        others = [label for label in rows if label.endswith((RANDOM, OF_THE_ANSWER))]
         clock = {} if self._timed else {"clock": None}
         ask = partial(run_on, number, self._hosts, self._engine.model, **clock)
         if usual := {label: config for label, config in rows.items() if label not in others}:
@@ -166,11 +165,7 @@ class Examinee:
             if label.endswith(OF_THE_ANSWER):
                 with pairs.finding(len(sample.expected)):
                     ask(partial(sample.find_pairs, pairs=pairs, config=config))
-                passing = pairs.passing()
-            else:
-                num_layers = self._engine.model.config.get_text_config().num_hidden_layers
-                passing = drawn() if label.endswith(RANDOM) else more_in_quarter(label, num_layers)
-            with passing:
+            with pairs.passing() if label.endswith(OF_THE_ANSWER) else drawn():
                 yield from ask(partial(sample.answer, rows={label: config}))
 
 

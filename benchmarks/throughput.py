@@ -97,7 +97,9 @@ def records(
             "threads_per_host": bench.threads * (bench.hosts.size if case.hosts == 1 else 1),
             "dtype": str(bench.model.dtype).removeprefix("torch."),
             **asdict(workload),
-            **fields_of(last, "method", "num_input_tokens", "num_video_tokens", "anchor_len", "passing_len"),
+            **fields_of(
+                last, "method", "num_input_tokens", "num_video_tokens", "anchor_len", "passing_len", "early_passing_len"
+            ),
             **fields_of(last, "comm_bytes"),
             **fields_of(case.config, "importance", *SWITCHES),
             "ttft_ms": ttft,

@@ -66,6 +66,7 @@ PREFILL = _of(
     anchor_len="anchor tokens (default: max(128, n/64), at most n/4)",
     anchor_query="prepend the question to the anchor, as in APB (apb, apbv)",
     passing_len="KV pairs passed on per block (default: max(256, n/128); apb: n/64)",
+    early_passing_len="the same in the first quarter of the layers, where it is more",
     query_len="without --context: trailing tokens that form the question",
     importance="score that selects passing KV pairs; the APB-V authors use dot with --anchor-query",
     kv="gather the KV cache on host 0, or keep it sharded",

@@ -15,7 +15,7 @@ from apbv.launch.options import PREFILL, REDUCE, OptionParser, add_settings, exi
 
 # Options that are arguments of apbv.plan, and those that are prefill settings.
 _OF_PLAN = ("tokens", "resolution", "hosts", "tensor_parallel", "dtype")
-_OF_PREFILL = ("method", "anchor_len", "passing_len", "kv")
+_OF_PREFILL = ("method", "anchor_len", "passing_len", "early_passing_len", "kv")
 
 
 def parse_arguments(arguments: list[str] | None = None, prog: str | None = None) -> argparse.Namespace:

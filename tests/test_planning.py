@@ -108,18 +108,26 @@ def test_what_cannot_be_planned_is_refused(settings, message):
         plan(LLAMA, **settings)
 
 
+def test_longer_passing_blocks_in_some_layers_need_the_memory_of_such_a_layer():
+    def of_passing(**lengths: int) -> list[int]:
+        planned = plan(LLAMA, tokens=20_000, hosts=2, prefill=PrefillConfig(**lengths))
+        return [host.stages["prefill"]["passing KV"] for host in planned.hosts]
+
+    assert of_passing(early_passing_len=625) == of_passing(passing_len=625) > of_passing()
+
+
 def test_short_passing_blocks_are_warned_of():
     def warning(num_tokens: int, **settings) -> str | None:
         return plan(LLAMA, tokens=num_tokens, hosts=2, prefill=PrefillConfig(**settings)).warning
 
     assert "l_p below 256" in warning(4096, passing_len=128)
     assert "l_a below 128" in warning(4096, anchor_len=32)
-    assert "full attention's, and took longer, with l_p = 625" in warning(20_000)
-    assert warning(20_000, passing_len=625) is None
+    assert "with early_passing_len = 625, and more so with passing_len = 625" in warning(20_000)
+    assert warning(20_000, passing_len=625) is warning(20_000, early_passing_len=625) is None
     pruned = plan(
         "demo", num_frames=40_000, hosts=2, prefill=PrefillConfig(reduce=ReduceConfig(method="fastvid", ratio=0.25))
     )
-    assert f"l_p = {-(-pruned.num_left // 32):,}" in pruned.warning and pruned.num_left < pruned.num_tokens / 3
+    assert f"passing_len = {-(-pruned.num_left // 32):,}" in pruned.warning and pruned.num_left < pruned.num_tokens / 3
     assert warning(4096) is warning(300, passing_len=64) is warning(4096, method="star", anchor_len=32) is None
 
 

@@ -138,6 +138,8 @@ class PrefillConfig(Checked):
         passing_len: KV pairs that each context block passes on, l_p, per layer and KV head. None:
             ``max(256, ceil(n / 128))`` (``ceil(n / 64)`` without zigzag and for ``"apb"``). 0: no passing blocks
             (Tables 3, 8).
+        early_passing_len: l_p in the first quarter of the layers, where it is more: for answers closer to full
+            attention's at a part of the cost of as many pairs in all layers (this project's own). None: as in others.
         query_len: how many tokens at the end of a text are the query block, which every host computes, where the
             question is not given apart from the text (as with ``context=``); in a chat at most the last message's.
         importance: how the l_p pairs are ranked; see :func:`apbv.prefilling.methods.importance.importance_of`.
@@ -167,6 +169,7 @@ class PrefillConfig(Checked):
     anchor_len: int | None = integer(0, _MOST_TOKENS, None)
     anchor_query: bool = False
     passing_len: int | None = integer(0, _MOST_TOKENS, None)
+    early_passing_len: int | None = integer(0, _MOST_TOKENS, None)
     query_len: int = integer(1, _MOST_TOKENS, DEFAULT_QUERY_LEN)
     importance: str = one_of(IMPORTANCE_NAMES, "peak")
     overlap: bool = True

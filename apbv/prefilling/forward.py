@@ -105,7 +105,7 @@ def prefill(
 
     # Plan.
     with hosts.local_stage("prefill planning"), timer.stage("preprocess"):
-        method = _plan(inputs, hosts, config, watcher)
+        method = _plan(inputs, hosts, config, parts.sizes.layers, watcher)
         memory = host_memory(
             parts.sizes,
             method.layout,
@@ -163,7 +163,9 @@ def ready_for_prefills(parts: ModelParts) -> Iterator[None]:
         yield
 
 
-def _plan(inputs: ModelInputs, hosts: HostGroup, config: PrefillConfig, watcher: Watcher | None) -> PrefillMethod:
+def _plan(
+    inputs: ModelInputs, hosts: HostGroup, config: PrefillConfig, num_layers: int, watcher: Watcher | None
+) -> PrefillMethod:
     """Choose the method and its layout for a prompt.
 
     Raises:
@@ -179,7 +181,7 @@ def _plan(inputs: ModelInputs, hosts: HostGroup, config: PrefillConfig, watcher:
                 + (", exactly" if config.sparse is None else "")
             )
         method_type = method_alone(config)
-    method = method_type(layout, hosts, config)
+    method = method_type(layout, hosts, config, num_layers)
     if watcher is not None and layout.is_split and not len(layout.query):
         raise ValueError(
             f"cannot observe the question's attention with {method.name}: the question is split across the hosts, too"

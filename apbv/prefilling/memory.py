@@ -128,7 +128,7 @@ def _passing(layout: ContextLayout, host: int, query: int, kv: int) -> int:
         return 0
     if len(layout.query) or len(layout.anchor):
         buffers = layout.num_hosts + 1  # all hosts', and its own
-        return len(layout.virtual_hosts(host)) * buffers * layout.max_passed * kv
+        return len(layout.virtual_hosts(host)) * buffers * layout.early.max_passed * kv
     num_rows = sum(map(len, layout.local_spans(host)))
     if layout.zigzag:  # a ring: what is attended to, what comes, and a partial result
         return num_rows * (2 * kv + query)

@@ -88,6 +88,7 @@ class Bench:
                 "num_video_tokens": state.inputs.num_visual_tokens,
                 "anchor_len": state.layout.anchor_len,
                 "passing_len": state.layout.passing_len,
+                "early_passing_len": state.layout.early.passing_len,
             }
 
         return job

@@ -249,9 +249,11 @@ def _host_cost(shape, method, layout, host, separate, video) -> HostCost:
     flops["linear"] = 2 * rows * shape.rule_macs(False)
     if layout.num_hosts > 1:
         flops["linear"] += 2 * sum(map(len, layout.block_rows(host)[:-1])) * shape.rule_macs(True)
-    for part, scores in _scores(shape, method, layout, host, separate).items():
-        # Attention multiplies by K and by V, the scoring by K only.
-        flops[part] = (2 if part == "scoring" else 4) * layers * shape.head_dim * scores
+    early = -(-layers // 4)
+    for of_layers, num_layers in ((layout.early, early), (layout, layers - early)):
+        for part, scores in _scores(shape, method, of_layers, host, separate).items():
+            # Attention multiplies by K and by V, the scoring by K only.
+            flops[part] += (2 if part == "scoring" else 4) * num_layers * shape.head_dim * scores
     if layout.last_token_host in (None, host):
         flops["lm_head"] = 2 * shape.hidden * shape.vocab
     if video is not None:
@@ -302,7 +304,9 @@ def _received(shape, method, layout, host, video) -> Counter:
         received["all_to_all"] = layers * (states + outputs) * shape.head_dim * size
     elif method != "full":
         # All buffers are as long as the longest, and the last block sends an empty one.
-        received["passing"] = shape.kv_bytes * others * len(layout.virtual_hosts(host)) * layout.max_passed
+        early = -(-layers // 4)
+        passed = early * layout.early.max_passed + (layers - early) * layout.max_passed
+        received["passing"] = shape.kv_bytes // layers * others * len(layout.virtual_hosts(host)) * passed
         row = shape.heads * (shape.head_dim * size + max(4, size))  # the output and its log-sum-exp
         received["query_merge"] = layers * others * len(layout.query) * row
     if (linear := shape.linear) is not None:  # maps of blocks, or the states of a prompt that host 0 computes

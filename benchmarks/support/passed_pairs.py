@@ -1,7 +1,7 @@
-"""Lets blocks pass on other pairs than ``apbv`` would: random ones, those of the answer, or more in some layers.
+"""Lets blocks pass on other pairs than ``apbv`` would: random ones, or those of the answer.
 
-What a ranking is worth shows beside the first two: they pass on as many pairs. One that knows the answer shows
-about what this number of pairs allows.
+What a ranking is worth shows beside these: they pass on as many pairs. One that knows the answer shows about what
+this number of pairs allows.
 """
 
 from contextlib import AbstractContextManager
@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from apbv import HostGroup, ModelInputs, PrefillConfig, prefill
-from apbv.layout import FEWEST_PASSING
 from apbv.model.parts import ModelParts
 from apbv.prefilling.methods import METHODS
 from apbv.prefilling.methods.apbv import ApbvMethod, States
@@ -23,7 +22,6 @@ from apbv.prefilling.methods.importance import importance_of
 
 # How the labels of such rows end.
 RANDOM, OF_THE_ANSWER = ", random pairs", ", pairs of the answer"
-IN_QUARTERS = tuple(f", in quarter {quarter} of the layers" for quarter in (1, 2, 3, 4))
 
 
 class _Random(ApbvMethod):
@@ -36,23 +34,6 @@ class _Random(ApbvMethod):
 def drawn() -> AbstractContextManager:
     """Let ``apbv`` pass on pairs that are drawn at random."""
     return patch.dict(METHODS, {"apbv": _Random})
-
-
-def more_in_quarter(label: str, num_layers: int) -> AbstractContextManager:
-    """Let ``apbv`` pass on the config's l_p pairs in the layers that a label names, in others as many as usual."""
-    (chosen,) = (number for number, quarter in enumerate(IN_QUARTERS) if label.endswith(quarter))
-
-    class MoreInQuarter(ApbvMethod):
-        def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float, layer: int) -> Tensor:
-            asked = self.layout
-            if layer * len(IN_QUARTERS) // num_layers != chosen:
-                self.layout = replace(asked, passing_len=max(FEWEST_PASSING, -(-asked.num_tokens // 128)))
-            try:
-                return super().__call__(q, k, v, scale, layer)
-            finally:
-                self.layout = asked
-
-    return patch.dict(METHODS, {"apbv": MoreInQuarter})
 
 
 class AnswersPairs:

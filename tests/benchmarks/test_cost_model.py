@@ -77,6 +77,7 @@ def prefill_job(hosts: HostGroup, options: dict, dtype: torch.dtype):
         (3, {"method": "apb"}, torch.float32),
         (3, {}, torch.bfloat16),
         (3, {"method": "star"}, torch.float32),
+        (3, {"early_passing_len": 7}, torch.float32),
         (3, {"anchor_len": 139}, torch.float32),  # a context too short for blocks
     ],
     ids=str,

@@ -89,7 +89,7 @@ def test_attention_writes_its_results_where_they_are_wanted(method, most):
 
     def moved_per_output(hosts) -> float:
         config, kind = PrefillConfig(method=method), METHODS[method]
-        attention = kind(kind.plan(hosts.size, 4096, 0, 4096 - 40, config), hosts, config)
+        attention = kind(kind.plan(hosts.size, 4096, 0, 4096 - 40, config), hosts, config, 1)
         rows = sum(map(len, attention.layout.local_spans(hosts.rank)))
         states = [torch.randn(1, rows, heads, 64).transpose(1, 2) for heads in (8, 2, 2)]
         with torch.no_grad(), roofline.Traffic() as traffic:

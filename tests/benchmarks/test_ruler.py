@@ -16,7 +16,7 @@ import families
 from documents import require_table
 from prompts import text_batch
 from scripts import ROOT, figures_of, run_benchmark, valid_records
-from support.passed_pairs import IN_QUARTERS, OF_THE_ANSWER, RANDOM, AnswersPairs
+from support.passed_pairs import OF_THE_ANSWER, RANDOM, AnswersPairs
 from support.records import markdown_table, read_records
 from support.ruler import TASKS, make_task
 from support.ruler.tables import difference_table, kl_table
@@ -91,7 +91,7 @@ def test_what_does_not_fit_is_refused(tokenizer):
 def test_rows_are_compared_on_the_same_samples(tmp_path):
     """The exact one with itself, one that passes most pairs, and one that passes none; nothing is done twice."""
     path, rows = tmp_path / "r.jsonl", ["full", "apbv, l_p = 128, no anchor", "apbv, no passing"]
-    rows += [f"apbv, n/64, n/128{other}" for other in (RANDOM, OF_THE_ANSWER)] + [f"apbv, l_p = n/32{IN_QUARTERS[0]}"]
+    rows += [f"apbv, n/64, n/128{other}" for other in (RANDOM, OF_THE_ANSWER)] + ["apbv, early l_p = n/16"]
     options = ["--model", "demo", "--tasks", "niah_multikey_1", "--tokens", 700, "--samples", 2, "--rows"]
     records, output = figures_of("ruler", path, *options, *rows[:2], hosts=2)
     assert [record["label"] for record in records] == 2 * rows[:2]
@@ -155,9 +155,9 @@ def test_the_page_shows_its_records():
 
 def test_the_notes_show_in_which_layers_longer_passing_blocks_are_closer():
     records = read_records([ROOT / "docs" / "records" / f"{name}.jsonl" for name in ("ruler", "ruler-layers")])
-    names = {"apbv": "none", "apbv, l_p = n/32": "all"}
-    names |= {f"apbv, l_p = n/32{quarter}": quarter[5:].partition(" of")[0] for quarter in IN_QUARTERS}
-    samples = {(r["task"], r["index"]) for r in records if r["label"].endswith(IN_QUARTERS)}
+    names = {"apbv": "none", "apbv, l_p = n/32": "all", "apbv, early l_p = n/32": "quarter 1"}
+    names |= {f"apbv, l_p = n/32, in quarter {number} of the layers": f"quarter {number}" for number in (2, 3, 4)}
+    samples = {(r["task"], r["index"]) for r in records if "quarter" in r["label"]}
     of_samples = [r for r in records if r["num_tokens"] == 16384 and r["hosts"] == 8 and r["label"] in names]
     of_samples = [r for r in of_samples if (r["task"], r["index"]) in samples]
     rows = grouped(of_samples, "label")

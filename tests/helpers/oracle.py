@@ -26,6 +26,8 @@ class DenseOracle:
         importance: ``peak``, ``softmax`` or ``dot``.
         separate_query: the query sees only the anchor and itself here, and runs again afterwards.
         sparse: which parts of a block's attention to itself are computed; None: all.
+        early_passing_len: l_p in the first quarter of the layers, where it is more.
+        num_passed: l_p in the layer that runs.
         keys, values: what each layer saw, ``[1, Hkv, n, D]``.
     """
 
@@ -36,6 +38,8 @@ class DenseOracle:
     importance: str = "peak"
     separate_query: bool = False
     sparse: SparseConfig | None = None
+    early_passing_len: int = 0
+    num_passed: int = 0
     keys: list = field(default_factory=list)
     values: list = field(default_factory=list)
 
@@ -80,7 +84,7 @@ class DenseOracle:
             visible[:, block[0] : block[-1] + 1, block[0] : block[-1] + 1] = True
             for kv_head in range(key.shape[1]):
                 best = self.scores(query, key, block, kv_head, group, scale)
-                best = best.argsort(descending=True, stable=True)[: self.passing_len]  # of equal keys the earlier
+                best = best.argsort(descending=True, stable=True)[: self.num_passed]  # of equal keys the earlier
                 passed[kv_head, torch.tensor(block)[best]] = True
         visible[:, self.query_start :] = True
         if self.separate_query:
@@ -92,6 +96,8 @@ class DenseOracle:
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         self.keys.append(key)
         self.values.append(value)
+        is_early = module.layer_idx in range(-(-module.config.num_hidden_layers // 4))
+        self.num_passed = max(self.passing_len, is_early * self.early_passing_len)
         visible = self.visible(query, key, scale) & torch.ones(n, n, dtype=torch.bool).tril()
         visible = visible.repeat_interleave(group, dim=0)[None]
         if self.sparse is not None:
@@ -154,7 +160,8 @@ def oracle_of(settings: dict, num_hosts: int, query_start: int, prefix: int) -> 
     num_blocks = num_hosts * (1 if method == "apb" or settings.get("zigzag") is False else 2)
     is_separate = method == "apb" or settings.get("fused_query") is False
     passed = settings["passing_len"], settings.get("importance", "peak")
-    return DenseOracle(anchor_len, query_start, num_blocks, *passed, is_separate, sparse)
+    early = settings.get("early_passing_len", 0)
+    return DenseOracle(anchor_len, query_start, num_blocks, *passed, is_separate, sparse, early)
 
 
 def as_double(batch: dict) -> dict:

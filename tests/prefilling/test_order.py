@@ -34,7 +34,7 @@ def order_job(hosts: HostGroup, settings: dict) -> list[tuple]:
     """What one layer does: transfers, and attention as (queries, keys of each segment, causal)."""
     config = PrefillConfig(**CONFIG, **settings)
     kind, events = METHODS["apbv"], []
-    method = kind(kind.plan(hosts.size, TOKENS, 0, TOKENS - QUERY, config), hosts, config)
+    method = kind(kind.plan(hosts.size, TOKENS, 0, TOKENS - QUERY, config), hosts, config, 1)
     attend = method.attend
 
     def noted(q, segments, scale, **options):

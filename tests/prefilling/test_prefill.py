@@ -124,6 +124,8 @@ VARIANTS = {
     "anchor 0": {"anchor_len": 0},
     "passing 0": {"passing_len": 0},
     "passing 1": {"passing_len": 1},
+    "early": {"early_passing_len": 8},
+    "early alone": {"passing_len": 0, "early_passing_len": 3, "method": "apb"},
     "softmax": {"importance": "softmax"},
     "dot": {"importance": "dot"},
     "no overlap": {"overlap": False},
@@ -166,10 +168,10 @@ def check_against_oracle(on_hosts, num_hosts, family, batch, query_start, settin
     check_prefill(results, expected, zip(oracle.keys, oracle.values, strict=True), tolerance)
 
 
-@pytest.mark.parametrize(("passing_len", "exact"), [(20, True), (19, False)])
-def test_only_what_passes_whole_blocks_on_is_exact(pool, passing_len, exact):
+@pytest.mark.parametrize(("passing_len", "early", "exact"), [(20, None, True), (19, None, False), (19, 20, False)])
+def test_only_what_passes_whole_blocks_on_is_exact(pool, passing_len, early, exact):
     """Two blocks of 20 tokens lie between the anchor and the question."""
-    settings = {"method": "apb", "anchor_len": 8, "passing_len": passing_len}
+    settings = {"method": "apb", "anchor_len": 8, "passing_len": passing_len, "early_passing_len": early}
     for result in pool.run(2, prefill_job, "llama", text_batch(60), 48, settings):
         assert result.exact == exact
 
@@ -177,9 +179,8 @@ def test_only_what_passes_whole_blocks_on_is_exact(pool, passing_len, exact):
 def ring_job(hosts: HostGroup, states: torch.Tensor) -> tuple[list[int], torch.Tensor]:
     """Which tokens this host has, and their attention."""
     config, tokens = PrefillConfig(method="zigzag_ring"), states.shape[3]
-    method = METHODS["zigzag_ring"](
-        METHODS["zigzag_ring"].plan(hosts.size, tokens, 0, tokens - 1, config), hosts, config
-    )
+    layout = METHODS["zigzag_ring"].plan(hosts.size, tokens, 0, tokens - 1, config)
+    method = METHODS["zigzag_ring"](layout, hosts, config, 1)
     rows = [token for span in method.layout.local_spans(hosts.rank) for token in span]
     return rows, method(*states[:, :, :, rows], 0.25, 0)
 

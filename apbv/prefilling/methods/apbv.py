@@ -29,11 +29,11 @@ class ApbvMethod(PrefillMethod):
     passes_on = True
     settings: ClassVar[dict[str, bool]] = {}  # what it fixes of the config
 
-    def __init__(self, layout: ContextLayout, hosts: HostGroup, config: PrefillConfig):
+    def __init__(self, layout: ContextLayout, hosts: HostGroup, config: PrefillConfig, num_layers: int):
         config = replace(config, **self.settings)
-        super().__init__(layout, hosts, config)
+        super().__init__(layout, hosts, config, num_layers)
         self.separate_query = not config.fused_query
-        blocks = layout.virtual_hosts(hosts.rank)
+        self._early, blocks = layout.early, layout.virtual_hosts(hosts.rank)
         self._anchor = range(layout.anchor_len)
         *places, self._query = layout.block_rows(hosts.rank)
         self._blocks = dict(zip(blocks, places, strict=True))
@@ -55,6 +55,7 @@ class ApbvMethod(PrefillMethod):
             anchor_len=0 if config.anchor_query else config.anchor_len,
             passing_len=config.passing_len,
             zigzag=config.zigzag,
+            early_passing_len=config.early_passing_len,
         )
         if not config.anchor_query:
             return layout
@@ -113,7 +114,7 @@ class ApbvMethod(PrefillMethod):
             return
         rows = range(self._anchor.start, self._anchor.stop + len(self._blocks[block]))
         q, own, target = _rows(states.q, rows), states.pair(rows), _rows(out, rows)
-        if block > 0 and self.layout.max_passed > 0 and self.config.overlap:
+        if block > 0 and sent[0] is not None and self.config.overlap:
             triangle = self.attend(q, [own], states.scale, causal_last=True)
             q_block, passing = _rows(states.q, self._blocks[block]), self._passing_segments(block, sent)
             passed = self.attend(q_block, passing, states.scale, causal_last=False)
@@ -129,13 +130,14 @@ class ApbvMethod(PrefillMethod):
         Args:
             seen: gets the query's attention to this block, if its lse was needed to rank the pairs.
         """
-        if self.layout.max_passed == 0:
+        layout = self._early if 4 * states.layer < self.num_layers else self.layout
+        if layout.max_passed == 0:
             return None
         k, scale = states.k, states.scale
         # No host reads more rows of it than its block passes on.
-        buffer = k.new_empty(2, *k.shape[:2], self.layout.max_passed, k.shape[3])
-        rows, count = self._blocks[block], self.layout.num_passed(block)
-        if block < len(self.layout.blocks) - 1:  # no block comes after the last one: its buffer is a dummy
+        buffer = k.new_empty(2, *k.shape[:2], layout.max_passed, k.shape[3])
+        rows, count = self._blocks[block], layout.num_passed(block)
+        if block < len(layout.blocks) - 1:  # no block comes after the last one: its buffer is a dummy
             k_block, v_block = states.pair(rows)
             if count < len(rows):
                 q_query, lse = _rows(states.q, self._query), None
@@ -171,7 +173,7 @@ class ApbvMethod(PrefillMethod):
             of_hosts = (states.unbind() for states in exchange.wait().unbind(1))
             for sender, k, v in zip(senders, *of_hosts, strict=True):
                 if sender < block:
-                    count = self.layout.num_passed(sender)
+                    count = min(k.shape[2], len(self.layout.blocks[sender]))
                     segments.append((k, v) if count == k.shape[2] else (k[:, :, :count], v[:, :, :count]))
         return segments
 

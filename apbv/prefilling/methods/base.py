@@ -26,6 +26,7 @@ class PrefillMethod(ABC):
         splits: whether hosts share a prompt; else host 0 computes it.
         zigzag: whether the default :meth:`plan` gives each host two blocks, an early and a late one.
         blocks: computes chosen blocks of attention, as the config says; None if attention is dense.
+        num_layers: the decoder's.
         separate_query: whether the query runs in a second forward pass, after the context's.
         passes_on: whether context blocks pass KV pairs on to other hosts.
         attend: :func:`apbv.kernels.segmented_attention` with the configured backend.
@@ -38,8 +39,8 @@ class PrefillMethod(ABC):
     passes_on: ClassVar[bool] = False
     separate_query: bool = False
 
-    def __init__(self, layout: ContextLayout, hosts: HostGroup, config: PrefillConfig):
-        self.layout, self.hosts, self.config = layout, hosts, config
+    def __init__(self, layout: ContextLayout, hosts: HostGroup, config: PrefillConfig, num_layers: int):
+        self.layout, self.hosts, self.config, self.num_layers = layout, hosts, config, num_layers
         self.attend = partial(segmented_attention, backend=config.backend)
         sparse = config.sparse_attention
         is_dense = sparse is None or sparse.computes_all

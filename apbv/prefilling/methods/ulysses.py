@@ -20,8 +20,8 @@ class UlyssesMethod(PrefillMethod):
     name = "ulysses"
     is_exact = True
 
-    def __init__(self, layout: ContextLayout, hosts: HostGroup, config: PrefillConfig):
-        super().__init__(layout, hosts, config)
+    def __init__(self, layout: ContextLayout, hosts: HostGroup, config: PrefillConfig, num_layers: int):
+        super().__init__(layout, hosts, config, num_layers)
         self._lengths = [len(block) for block in layout.blocks]
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float, layer: int) -> Tensor:

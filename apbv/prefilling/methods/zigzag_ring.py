@@ -22,8 +22,8 @@ class ZigzagRingMethod(PrefillMethod):
     is_exact = True
     zigzag = True
 
-    def __init__(self, layout: ContextLayout, hosts: HostGroup, config: PrefillConfig):
-        super().__init__(layout, hosts, config)
+    def __init__(self, layout: ContextLayout, hosts: HostGroup, config: PrefillConfig, num_layers: int):
+        super().__init__(layout, hosts, config, num_layers)
         # The numbers of rows of every host's two chunks.
         self._cuts = [[len(layout.blocks[v]) for v in layout.virtual_hosts(host)] for host in range(hosts.size)]
         self._equal_chunks = len({len(block) for block in layout.blocks}) == 1
