@@ -16,7 +16,7 @@ from .config import DTYPE_NAMES, PrefillConfig, SpeculativeConfig
 from .config.checks import require_types
 from .hosts.devices import choose_device
 from .input.visual import FRAME_COPIES, PIXEL_COPIES, most_in_a_chunk, num_frames_told
-from .layout import ACCURATE_PASSING, FEWEST_ANCHOR, FEWEST_PASSING, ContextLayout, LayoutError
+from .layout import ContextLayout, LayoutError
 from .model.loading import read_config, read_video_processor
 from .model.parts import VIDEO_FAMILIES, DecoderSizes, hybrid_family, prompts_like, require_supported
 from .model.quantization import quantization_of
@@ -86,15 +86,7 @@ class Plan:
     @property
     def warning(self) -> str | None:
         """What is known to cost accuracy with these lengths of anchor and passing blocks; None: nothing."""
-        layout = self.layout
-        if not METHODS[self.method].passes_on or layout.passes_all:
-            return None
-        if layout.anchor_len < FEWEST_ANCHOR or layout.passing_len < FEWEST_PASSING:
-            return f"answers were less accurate with l_a below {FEWEST_ANCHOR} or l_p below {FEWEST_PASSING}"
-        if layout.early.passing_len < (more := -(-layout.num_tokens // ACCURATE_PASSING)):
-            closer = "answers were closer to full attention's, and took longer, with early_passing_len ="
-            return f"{closer} {more:,}, and more so with passing_len = {more:,}"
-        return None
+        return METHODS[self.method].warning(self.layout)
 
     def __str__(self) -> str:
         busiest = self.needed.index(max(self.needed))

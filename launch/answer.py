@@ -141,6 +141,8 @@ def table(answer: GenerateResult, options: argparse.Namespace, num_hosts: int) -
     rows.append(("prompt", f"{stats['num_input_tokens']} tokens, {stats['num_video_tokens']} of them visual{heard}"))
     if stats["anchor_len"] or stats["passing_len"]:
         rows.append(("anchor / passing", f"{stats['anchor_len']} / {stats['passing_len']} tokens"))
+    if stats["warning"] is not None:
+        rows.append(("warning", stats["warning"]))
     if (reduction := stats["reduction"]) is not None:
         before, after = reduction["num_video_tokens_before"], reduction["num_video_tokens_after"]
         rows.append(("kept by " + reduction["method"], f"{after} of {before} visual tokens"))

@@ -42,17 +42,19 @@ def test_every_family_is_loaded_and_answers_about_files(checkpoints, clip, famil
 def test_the_command_line_prints_an_answer_and_writes_its_figures(checkpoints, clip, tmp_path):
     figures = tmp_path / "figures.jsonl"
     options = ["--model", checkpoints("qwen2_5_vl"), "--video", clip, "--prompt", QUESTION, "--json", figures]
-    options += ["--frames", 20, "--passing-len", 4, "--anchor-len", 12, "--max-new-tokens", 5]
+    options += ["--frames", 20, "--passing-len", 4, "--early-passing-len", 5, "--anchor-len", 12, "--max-new-tokens", 5]
     for hosts in (2, 1):
         result = infer(*options, hosts=hosts)
         assert result.returncode == 0, result.stderr
+        assert ("answers were less accurate with l_a below 128" in result.stderr) == (hosts == 2)
     two, one = map(json.loads, figures.read_text().splitlines())
     assert (two["method"], two["hosts"], one["method"], one["hosts"]) == ("apbv", 2, "full", 1)
     for record in (two, one):
         assert (record["num_video_tokens"], len(record["token_ids"])) == (10 * 2 * 3, 5)
         assert record["output_throughput"] > 0 and set(record["stages_ms"]) == set(STAGES)
         assert all(peak > 50 * 2**20 for peak in record["peak_memory_bytes"])
-    assert two["anchor_len"] >= 12 and two["passing_len"] == 4
+    assert two["anchor_len"] >= 12 and (two["passing_len"], two["early_passing_len"]) == (4, 5)
+    assert "l_p below 256" in two["warning"] and one["warning"] is None
     assert one["comm_bytes"] == [0] and min(two["comm_bytes"]) > 0
     assert two["comm_bytes_total"] == sum(two["comm_bytes"])
 

@@ -11,7 +11,14 @@ from ...config import PrefillConfig
 from ...hosts import HostGroup
 from ...kernels import merge_states, segmented_attention
 from ...kernels.runs import Segment
-from ...layout import ContextLayout, shared_out_layout, single_host_layout
+from ...layout import (
+    ACCURATE_PASSING,
+    FEWEST_ANCHOR,
+    FEWEST_PASSING,
+    ContextLayout,
+    shared_out_layout,
+    single_host_layout,
+)
 from .block_attention import BlockAttention
 
 State = tuple[Tensor, Tensor]  # a partial result: out [B, Hq, S, D], lse [B, Hq, S]
@@ -72,6 +79,18 @@ class PrefillMethod(ABC):
         if not cls.splits:
             return single_host_layout(num_hosts, num_tokens)
         return shared_out_layout(num_hosts, num_tokens, cls.zigzag)
+
+    @classmethod
+    def warning(cls, layout: ContextLayout) -> str | None:
+        """Return what is known to cost accuracy with these lengths of anchor and passing blocks; None: nothing."""
+        if not cls.passes_on or layout.passes_all:
+            return None
+        if layout.anchor_len < FEWEST_ANCHOR or layout.passing_len < FEWEST_PASSING:
+            return f"answers were less accurate with l_a below {FEWEST_ANCHOR} or l_p below {FEWEST_PASSING}"
+        if layout.early.passing_len < (more := -(-layout.num_tokens // ACCURATE_PASSING)):
+            closer = "answers were closer to full attention's, and took longer, with early_passing_len ="
+            return f"{closer} {more:,}, and more so with passing_len = {more:,}"
+        return None
 
     @abstractmethod
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float, layer: int) -> Tensor:
