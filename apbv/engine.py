@@ -32,7 +32,7 @@ from .model.parts import ModelParts, hybrid_family
 from .prefilling.cancelling import RequestCancelled
 from .prefilling.forward import ready_for_prefills
 from .prefilling.memory import NotEnoughMemoryError
-from .prefilling.methods import METHODS, resolve_method
+from .prefilling.methods import resolve_method
 from .prefilling.prefiller import Prefiller, ReadRequest
 from .prefilling.reduction.pruning import require_usable
 from .prefilling.result import PrefillResult
@@ -507,7 +507,7 @@ class Engine:
                 "anchor_len": state.layout.anchor_len,
                 "passing_len": state.layout.passing_len,
                 "early_passing_len": state.layout.early.passing_len,
-                "warning": METHODS[state.method].warning(state.layout),
+                "warning": state.warning,
                 "reused": state.reused,
                 "reduction": None if state.reduction is None else state.reduction.figures,
                 "attention_density": state.density,

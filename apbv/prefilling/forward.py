@@ -148,6 +148,7 @@ def prefill(
         kv=kv,
         model=partial(identify, parts),
         reduction=reduction,
+        warning=method.warning(method.layout),
     )
 
 

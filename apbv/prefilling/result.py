@@ -77,6 +77,7 @@ class PrefillResult:
         reduction: which visual tokens were pruned; None if none was.
         density: fraction of the causal scores that was computed, of those from which blocks were selected (see
             :class:`apbv.SparseConfig`), on all hosts together; None if attention is dense.
+        warning: what is known to cost accuracy with the prefill's lengths; None: nothing, or KV that was loaded.
         reused: cache that was hit: ``"embeddings"``, or ``"kv"`` if only the question was run; else None.
         timer: stage times so far; ``timer.summary()`` is collective.
         kv: the KV, gathered on one host (host 0 unless asked otherwise) or sharded.
@@ -95,6 +96,7 @@ class PrefillResult:
     reused: str | None = None
     reduction: Reduction | None = field(repr=False, default=None)
     density: float | None = None
+    warning: str | None = None
 
     @property
     def num_tokens(self) -> int:
