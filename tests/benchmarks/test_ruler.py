@@ -176,6 +176,14 @@ def test_the_page_shows_its_records():
     cells, said = {row[0].strip(): row for row in rows}, " ".join(page.read_text(encoding="utf-8").split())
     assert f"{cells['star'][2].lstrip('+')} higher" in said
     assert f"less than the default on each of {cells['apbv, l_p = n/32'][1]} samples" in said
+    usual, early, longer = (
+        {(r["task"], r["num_tokens"], r["index"]): r["kl"] for r in records if (r["label"], r["hosts"]) == (label, 8)}
+        for label in ("apbv", "apbv, early l_p = n/32", "apbv, l_p = n/32")
+    )
+    assert f"to {sum(longer.values()) / sum(usual[place] for place in longer):.1f} of it on average" in said
+    assert f"n/32, to {sum(early.values()) / sum(usual[place] for place in early):.1f}." in said
+    gains = [sum(usual[place] - kl[place] for place in early) for kl in (early, longer)]
+    assert f"keeps {gains[0] / gains[1]:.2f} of this gain" in said
     assert f"{cells['apbv, no passing'][2].lstrip('+')} higher" in said
     assert f"{cells['apbv'][4].lstrip('-')} points worse than with `full`, over {cells['apbv'][3]} questions" in said
 

@@ -82,7 +82,7 @@ class PrefillMethod(ABC):
 
     @classmethod
     def warning(cls, layout: ContextLayout) -> str | None:
-        """Return what is known to cost accuracy with these lengths of anchor and passing blocks; None: nothing."""
+        """Say which lengths of anchor and passing blocks are known to cost accuracy; None: these are not."""
         if not cls.passes_on or layout.passes_all:
             return None
         if layout.anchor_len < FEWEST_ANCHOR or layout.passing_len < FEWEST_PASSING:
