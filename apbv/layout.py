@@ -106,6 +106,10 @@ class ContextLayout:
         """The layout in the first quarter of the layers, which may pass on more."""
         return replace(self, passing_len=max(self.passing_len, self.early_passing_len))
 
+    def in_layer(self, layer: int, num_layers: int) -> "ContextLayout":
+        """Return the layout that one of the decoder's layers has."""
+        return self.early if 4 * layer < num_layers else self
+
     @property
     def passes_all(self) -> bool:
         """Whether l_p is at least a block, and the anchor no copy: such blocks make up full attention."""

@@ -113,6 +113,7 @@ def test_longer_passing_blocks_in_some_layers_need_the_memory_of_such_a_layer():
         planned = plan(LLAMA, tokens=20_000, hosts=2, prefill=PrefillConfig(**lengths))
         return [host.stages["prefill"]["passing KV"] for host in planned.hosts]
 
+    assert "activations" in str(plan("demo", num_frames=256, resolution="1080p", hosts=2, device_memory=4 * 10**9))
     assert of_passing(early_passing_len=625) == of_passing(passing_len=625) > of_passing()
 
 

@@ -141,6 +141,11 @@ class Shape(DecoderSizes):
         head = RULE_CHUNK * (3 * keys + 2 * values) + 3 * keys * values
         return len(self.linear.layers) * self.linear.value_heads * head
 
+    def layouts(self, layout: ContextLayout) -> Counter[ContextLayout]:
+        """Count the layers with attention that have each layout of a prompt."""
+        linear = () if self.linear is None else self.linear.layers
+        return Counter(layout.in_layer(layer, self.layers) for layer in range(self.layers) if layer not in linear)
+
     @property
     def kv_bytes(self) -> int:
         """Count the bytes of one token's K and V in all layers."""
@@ -241,7 +246,7 @@ def cost_of_prompt(
 
 
 def _host_cost(shape, method, layout, host, separate, video) -> HostCost:
-    flops, layers = Counter(), shape.kv_layers
+    flops = Counter()
     rows = sum(map(len, layout.local_spans(host)))
     for part, weights in shape.token_weights.items():
         flops[part] = 2 * rows * weights
@@ -249,8 +254,7 @@ def _host_cost(shape, method, layout, host, separate, video) -> HostCost:
     flops["linear"] = 2 * rows * shape.rule_macs(False)
     if layout.num_hosts > 1:
         flops["linear"] += 2 * sum(map(len, layout.block_rows(host)[:-1])) * shape.rule_macs(True)
-    early = -(-layers // 4)
-    for of_layers, num_layers in ((layout.early, early), (layout, layers - early)):
+    for of_layers, num_layers in shape.layouts(layout).items():
         for part, scores in _scores(shape, method, of_layers, host, separate).items():
             # Attention multiplies by K and by V, the scoring by K only.
             flops[part] += (2 if part == "scoring" else 4) * num_layers * shape.head_dim * scores
@@ -304,8 +308,7 @@ def _received(shape, method, layout, host, video) -> Counter:
         received["all_to_all"] = layers * (states + outputs) * shape.head_dim * size
     elif method != "full":
         # All buffers are as long as the longest, and the last block sends an empty one.
-        early = -(-layers // 4)
-        passed = early * layout.early.max_passed + (layers - early) * layout.max_passed
+        passed = sum(of_layers.max_passed * count for of_layers, count in shape.layouts(layout).items())
         received["passing"] = shape.kv_bytes // layers * others * len(layout.virtual_hosts(host)) * passed
         row = shape.heads * (shape.head_dim * size + max(4, size))  # the output and its log-sum-exp
         received["query_merge"] = layers * others * len(layout.query) * row

@@ -17,5 +17,6 @@ def test_the_page_shows_its_records():
     header = ["task", "tokens", "`vanilla`: accepted", "tokens per pass", "`ngram`: accepted", "tokens per pass"]
     require_table(PAGE, markdown_table(header, lines))
     speeds = [1e3 * record["new_tokens"] / record["decode_ms"][0] for record in records[:3]]
-    said = "8,806 tokens are repeated at {1:.1f} tokens/s with `vanilla` and {2:.1f} with `ngram`, instead of {0:.1f}".format(*speeds)
+    said = "8,806 tokens are repeated at {1:.1f} tokens/s with `vanilla` and {2:.1f} with `ngram`, instead of {0:.1f}"
+    said = said.format(*speeds)
     assert said in " ".join(PAGE.read_text(encoding="utf-8").split())

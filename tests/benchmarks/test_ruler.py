@@ -19,7 +19,7 @@ from documents import require_table
 from prompts import text_batch
 from scripts import ROOT, figures_of, run_benchmark, valid_records
 from support.passed_pairs import OF_THE_ANSWER, RANDOM, AnswersPairs
-from support.records import markdown_table, read_records
+from support.records import fields_of, markdown_table, read_records
 from support.ruler import TASKS, make_task
 from support.ruler.tables import difference_table, kl_table
 from support.simulated import share_weights, simulate
@@ -145,14 +145,9 @@ def test_rows_are_compared_on_samples_that_both_have():
 
 def time_table(records: list[dict]) -> str:
     """TTFT of ways with shorter and longer passing blocks: measured, and predicted for another model on H200."""
-    ways = {"full": ("full", 1, lambda n: {}), "zigzag_ring": ("zigzag_ring", 8, lambda n: {})}
-    ways |= {"apbv, n/64, n/128": ("apbv", 8, lambda n: {"anchor_len": n // 64, "passing_len": n // 128})}
-    ways |= {"apbv": ("apbv", 8, lambda n: {})}
-    ways |= {"apbv, early l_p = n/32": ("apbv", 8, lambda n: {"early_passing_len": n // 32})}
-    ways |= {"apbv, l_p = n/32": ("apbv", 8, lambda n: {"passing_len": n // 32})}
-    lines = []
-    for label, (method, hosts, lengths) in ways.items():
-        cells = [label]
+    lines, ways = [], ("full", "zigzag_ring", "apbv, n/64, n/128", "apbv", "apbv, early l_p = n/32", "apbv, l_p = n/32")
+    for label in ways:
+        cells, hosts = [label], 1 if label == "full" else 8
         for num_tokens in (16384, 32000):
             # At 32,000 tokens the default was timed with another ranking only.
             timed = "apbv, dot" if (label, num_tokens) == ("apbv", 32000) else label
@@ -160,8 +155,10 @@ def time_table(records: list[dict]) -> str:
             of_row = [r for r in records if (r["label"], r["num_tokens"], r["hosts"]) == where and r.get("ttft_ms")]
             cells.append(f"{statistics.fmean(r['ttft_ms'] for r in of_row) / 1e3:.1f}" if of_row else "")
         for num_tokens in (32768, 131072):
-            predicted = config_of("qwen2.5-vl-7b"), num_tokens, method, hosts, "H200"
-            cells.append(f"{sum(roofline.prefill_parts(*predicted, **lengths(num_tokens)).values()):,.0f}")
+            way = ruler.rows_of(num_tokens)[label]
+            predicted = config_of("qwen2.5-vl-7b"), num_tokens, way.method, hosts, "H200"
+            lengths = fields_of(way, "anchor_len", "passing_len", "early_passing_len")
+            cells.append(f"{sum(roofline.prefill_parts(*predicted, **lengths).values()):,.0f}")
         lines.append(cells)
     header = ["row", "16,384 tokens, s", "32,000 tokens, s", "32,768 on H200, ms", "131,072 on H200, ms"]
     return markdown_table(header, lines)

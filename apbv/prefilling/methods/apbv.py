@@ -33,7 +33,7 @@ class ApbvMethod(PrefillMethod):
         config = replace(config, **self.settings)
         super().__init__(layout, hosts, config, num_layers)
         self.separate_query = not config.fused_query
-        self._early, blocks = layout.early, layout.virtual_hosts(hosts.rank)
+        blocks = layout.virtual_hosts(hosts.rank)
         self._anchor = range(layout.anchor_len)
         *places, self._query = layout.block_rows(hosts.rank)
         self._blocks = dict(zip(blocks, places, strict=True))
@@ -130,7 +130,7 @@ class ApbvMethod(PrefillMethod):
         Args:
             seen: gets the query's attention to this block, if its lse was needed to rank the pairs.
         """
-        layout = self._early if 4 * states.layer < self.num_layers else self.layout
+        layout = self.layout.in_layer(states.layer, self.num_layers)
         if layout.max_passed == 0:
             return None
         k, scale = states.k, states.scale
