@@ -185,6 +185,18 @@ def test_the_page_shows_its_records():
     assert f"{cells['apbv'][4].lstrip('-')} points worse than with `full`, over {cells['apbv'][3]} questions" in said
 
 
+def test_the_notes_show_which_tasks_the_model_can_do():
+    rows = grouped(read_records([ROOT / "docs" / "records" / "ruler-tasks.jsonl"]), "task")
+    assert {task for (task,) in rows} == set(TASKS)
+    lines = [
+        [task, len(found), f"{100 * statistics.fmean(r['right'] for r in found):.0f}"]
+        for (task,), found in rows.items()
+    ]
+    require_table(
+        ROOT / "docs" / "records" / "notes-accuracy.md", markdown_table(["task", "samples", "% right"], lines)
+    )
+
+
 def test_the_notes_show_in_which_layers_longer_passing_blocks_are_closer():
     records = read_records([ROOT / "docs" / "records" / f"{name}.jsonl" for name in ("ruler", "ruler-layers")])
     names = {"apbv": "none", "apbv, l_p = n/32": "all", "apbv, early l_p = n/32": "quarter 1"}
