@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, ExitStack, closing, contextmanage
 from copy import copy
 from dataclasses import replace
 from functools import cached_property, partial
+from operator import attrgetter
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Event
@@ -16,7 +17,7 @@ from transformers import PreTrainedModel
 
 from . import demo
 from .config import DecodeConfig, PrefillConfig, ReuseConfig, SamplingParams, SpeculativeConfig
-from .config.checks import require_types
+from .config.checks import require_type
 from .decode.answer import finish_reason
 from .decode.batch import Batch, why_not_together
 from .decode.text import AnswerText
@@ -319,12 +320,11 @@ class Engine:
             Exception: what a callback raised, which ends the answer; on the other hosts a HostError.
         """
         with self.hosts.local_stage("reading the settings"):
-            calls = {"on_token": on_token, "on_stage": on_stage, "on_progress": on_progress, "stop": stop}
-            require_types(**{name: (call, Callable) for name, call in calls.items()})
+            require_type(Callable, on_token=on_token, on_stage=on_stage, on_progress=on_progress, stop=stop)
             given = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
             given = SamplingParams(**given)
             if sampling is not None:
-                require_types(sampling=(sampling, SamplingParams))
+                require_type(SamplingParams, sampling=sampling)
                 if given != SamplingParams():
                     raise ValueError("pass sampling or max_new_tokens, temperature, top_p and seed, not both")
             sampling = sampling or given
@@ -407,7 +407,7 @@ class Engine:
                 try:
                     with hosts.local_stage("reading the settings"):
                         given = {"sampling": sampling, **question}
-                        require_types(sampling=(given["sampling"], SamplingParams))
+                        require_type(SamplingParams, sampling=given["sampling"])
                         timer, by = StageTimer(hosts), given.pop("sampling")
                         request = Request(Question(**given), timer, sampling=by, home=home)
                     if not self.num_homes:
@@ -636,7 +636,7 @@ class Engine:
         """Warn on the leader if the demo model is asked something it was not trained for."""
         if self.name != "demo" or not self.hosts.is_leader:
             return
-        if not demo.understands(read.rendered.text, {(each.info.height, each.info.width) for each in read.videos}):
+        if not demo.understands(read.rendered.text, set(map(attrgetter("info.height", "info.width"), read.videos))):
             examples = ", ".join(map(repr, demo.EXAMPLE_QUESTIONS))
             warn_caller(
                 f"the demo model understands questions such as {examples}, about clips like the packaged one, and "
@@ -683,10 +683,8 @@ class Engine:
 
 def _require_types(hosts: Any, prefill: Any, speculate: Any, reuse: Any, decode: Any) -> None:
     """Raise ValueError if a settings object has the wrong type."""
-    require_types(
-        hosts=(hosts, HostGroup),
-        prefill=(prefill, PrefillConfig),
-        speculate=(speculate, SpeculativeConfig),
-        reuse=(reuse, ReuseConfig),
-        decode=(decode, DecodeConfig),
-    )
+    require_type(HostGroup, hosts=hosts)
+    require_type(PrefillConfig, prefill=prefill)
+    require_type(SpeculativeConfig, speculate=speculate)
+    require_type(ReuseConfig, reuse=reuse)
+    require_type(DecodeConfig, decode=decode)

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 
 from . import demo
 from .config import DTYPE_NAMES, PrefillConfig, SpeculativeConfig
-from .config.checks import require_types
+from .config.checks import require_type
 from .hosts.devices import choose_device
 from .input.visual import FRAME_COPIES, PIXEL_COPIES, most_in_a_chunk, num_frames_told
 from .layout import ContextLayout, LayoutError
@@ -146,7 +146,8 @@ def plan(
         ValueError: the model is unknown or not supported; neither frames nor tokens were given, or both; or visual
             tokens are to be pruned from a text.
     """
-    require_types(prefill=(prefill, PrefillConfig), speculate=(speculate, SpeculativeConfig))
+    require_type(PrefillConfig, prefill=prefill)
+    require_type(SpeculativeConfig, speculate=speculate)
     prefill = prefill or PrefillConfig()
     if (num_frames is None) == (tokens is None):
         raise ValueError("give either the frames of a video or the tokens of a text")

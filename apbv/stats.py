@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from functools import cache
 from importlib.metadata import version
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -93,11 +94,6 @@ class StageTimer:
         """End the TTFT, as long as no token is chosen: the KV is there, and handed over."""
         self.prefilled = self._hosts.moment()
 
-    @property
-    def comm_bytes(self) -> int:
-        """The payload bytes received from other hosts since the request began."""
-        return self._hosts.bytes_received - self._bytes_before
-
     def mark_first_token(self) -> None:
         """End the TTFT: this process knows the token, and its caller is about to."""
         self._first_token = self._hosts.moment(on_device=False)
@@ -128,9 +124,9 @@ class StageTimer:
         for name, began, ended in runs:
             busy[name] += ended - began
         ends = [self._first_token or self.prefilled, self._hosts.moment(on_device=False)]
-        overlap = overlapping_seconds(run[1:] for run in runs)
-        times = [*busy.values(), overlap, *self._seconds_until(ends)]
-        everybody = self._hosts.gather_floats([*times, self.comm_bytes, peak_memory_bytes(self._hosts.device)])
+        times = [*busy.values(), overlapping_seconds(runs), *self._seconds_until(ends)]
+        received = self._hosts.bytes_received - self._bytes_before
+        everybody = self._hosts.gather_floats([*times, received, peak_memory_bytes(self._hosts.device)])
         *slowest, received, peaks = zip(*everybody, strict=True)
         *stages, overlap, ttft, total = [max(column) * 1e3 for column in slowest]
         stages = dict(zip(STAGES, stages, strict=True))
@@ -181,15 +177,11 @@ class Recorder:
             self.seconds[name] += self._clock() - began
 
 
-def overlapping_seconds(runs: Iterable[tuple[float, float]]) -> float:
-    """Compute by how much the sum of the runs' seconds exceeds the time in which any of them went on.
-
-    Args:
-        runs: when each began and ended.
-    """
+def overlapping_seconds(runs: Iterable[tuple[str, float, float]]) -> float:
+    """Compute by how much the sum of runs' seconds exceeds the time in which any went on; see StageTimer.runs."""
     busy = covered = 0.0
     end = float("-inf")
-    for began, ended in sorted(runs):
+    for _, began, ended in sorted(runs, key=itemgetter(1)):
         busy += ended - began
         covered += max(0.0, ended - max(began, end))
         end = max(end, ended)
@@ -213,23 +205,23 @@ def peak_memory_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 if highest is None else highest
 
 
-def free_memory_bytes(device: torch.device) -> int:
-    """Return the bytes that can still be allocated on a device, including what its allocator caches."""
+def free_memory_bytes(device: torch.device, swaps: bool = False) -> int:
+    """Return the bytes that can still be allocated on a device, including what its allocator caches.
+
+    Args:
+        swaps: count what a machine's kernel can swap out, too; a GPU's cannot.
+    """
     if device.type == "cuda":
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + kept
-    return free_host_memory_bytes()
+    swap = _kernels_figure("SwapFree") if swaps else None
+    return free_host_memory_bytes() + (swap or 0)
 
 
 def free_host_memory_bytes() -> int:
     """Return the bytes that the machine can still allocate without swapping, according to its kernel."""
     free = _kernels_figure("MemAvailable")
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2 if free is None else free
-
-
-def unused_swap_bytes() -> int:
-    """Return the bytes that the machine's kernel could swap out."""
-    return _kernels_figure("SwapFree") or 0
 
 
 def _kernels_figure(name: str, of: str = "meminfo") -> int | None:

@@ -25,6 +25,5 @@ def untried() -> str | None:
     return ", ".join(newer) or None
 
 
-def cache_argument() -> str:
-    """Return the name by which the forward of transformers' models takes a KV cache."""
-    return "cache" if release("transformers") >= (5, 24) else "past_key_values"
+# The name by which the forward of transformers' models takes a KV cache.
+CACHE_ARGUMENT = "cache" if release("transformers") >= (5, 24) else "past_key_values"

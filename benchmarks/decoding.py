@@ -37,7 +37,7 @@ from apbv.kv.placement import GatheredKV
 from apbv.model.attention import apbv_attention
 from apbv.model.parts import ModelParts, inspect_model
 from apbv.stats import StageTimer
-from apbv.versions import cache_argument
+from apbv.versions import CACHE_ARGUMENT
 from apbv.warn import report_error
 
 from support.arguments import parser_of
@@ -119,7 +119,7 @@ def with_transformers(
                 inputs_embeds=parts.embed_tokens(tokens),
                 position_ids=position_ids.expand(3, -1, -1) if parts.uses_mrope else position_ids,
                 attention_mask=None if mask is None else mask[:, : past + tokens.shape[1]],
-                **{cache_argument(): cache},
+                **{CACHE_ARGUMENT: cache},
                 use_cache=True,
             ).last_hidden_state
             logits = parts.lm_head(hidden)

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
-from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -57,6 +56,7 @@ def choose(backend: str, tensor: Tensor) -> str:
     return "torch" if obstacle else "triton"
 
 
+@cache
 def implementation(operator: str, backend: str) -> Callable:
     """Return the function that computes an operator with a backend.
 
@@ -70,13 +70,8 @@ def implementation(operator: str, backend: str) -> Callable:
         # A library attends over one segment; torch code splits the problem and merges the results.
         return partial(implementation(operator, "torch"), library=backend)
     family, name = operator.split(".")
-    function = getattr(_module(f".{backend}_{family}"), name)
+    function = getattr(import_module(f".{backend}_{family}", __package__), name)
     return partial(_on_its_device, function) if backend == "triton" else function
-
-
-@cache
-def _module(name: str) -> ModuleType:
-    return import_module(name, __package__)
 
 
 def _on_its_device(function: Callable, operand: Tensor | Sequence[Tensor], *operands, **options):

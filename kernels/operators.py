@@ -418,8 +418,7 @@ def require_shapes(*, sizes: Mapping[str, int] | None = None, **operands: tuple[
         letters = shape.split()
         if tensor is None:
             continue
-        fits = tensor.dim() == len(letters)
-        if not fits or any(known.setdefault(x, n) != n for x, n in zip(letters, tensor.shape, strict=True)):
+        if tensor.dim() != len(letters) or [*map(known.setdefault, letters, tensor.shape)] != [*tensor.shape]:
             wanted = ", ".join(f"{x} = {known[x]}" if x in known else x for x in letters)
             raise ValueError(f"{name} must have the shape [{wanted}], not {list(tensor.shape)}")
     if "Hkv" in known and "Hq" in known and known["Hq"] % known["Hkv"]:

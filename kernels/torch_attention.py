@@ -113,7 +113,7 @@ def verify_attention(
     attend = attend_with("torch", q, k)
     if num_keys is not None:
         k, v = (states[:, :, : int(num_keys)] for states in (k, v))
-    q, k, v = (in_rows(x) for x in (q, k, v))
+    q, k, v = map(in_rows, (q, k, v))
     if visible is None:
         if q.shape[2] == 1:  # it sees everything
             return _attend_all(q, k, v, scale, attend)
@@ -159,8 +159,7 @@ def _is_worth_joining(segments: list[Segment], q: Tensor) -> bool:
 
     APB-V's context blocks see an anchor and passing blocks that are short compared with the block itself.
     """
-    num_rows = sum(k.shape[1] * k.shape[2] for k, _ in segments)
-    return len(segments) > 1 and num_rows < q.shape[1] * q.shape[2]
+    return len(segments) > 1 and sum(k.shape[1] * k.shape[2] for k, _ in segments) < q.shape[1] * q.shape[2]
 
 
 def _joined(segments: list[Segment]) -> Segment:

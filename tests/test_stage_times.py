@@ -46,7 +46,7 @@ OVERLAPS = [([], 0), ([(0, 2), (2, 3), (5, 6)], 0), ([(3, 6), (0, 4)], 1), ([(0,
 
 @pytest.mark.parametrize(("runs", "seconds"), OVERLAPS, ids=str)
 def test_the_overlap_is_what_the_sum_has_more_than_the_time(runs, seconds):
-    assert overlapping_seconds(runs) == seconds
+    assert overlapping_seconds([("encode", *run) for run in runs]) == seconds
 
 
 # ---- on a GPU ----

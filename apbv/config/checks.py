@@ -69,9 +69,9 @@ def instance_of(*kinds: type, says: str | None = None, default: Any = None):
     return setting(default, says or f"be a {kinds[0].__name__}", lambda value: isinstance(value, kinds))
 
 
-def require_types(**given: tuple[Any, type]) -> None:
-    """Raise ValueError unless arguments, by name, are of these classes, or None."""
-    for name, (value, kind) in given.items():
+def require_type(kind: type, **given: Any) -> None:
+    """Raise ValueError unless arguments, by name, are of a class, or None."""
+    for name, value in given.items():
         if value is not None and not isinstance(value, kind):
             raise ValueError(f"{name} must be a {kind.__name__}, not {value!r:.80}")
 

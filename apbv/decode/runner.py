@@ -13,7 +13,7 @@ from ..model.attention import LayerAttention, NewTokenAttention, apbv_attention
 from ..model.linear_attention import LinearStates
 from ..model.parts import ModelParts
 from ..transfer import fill, to_device
-from ..versions import cache_argument
+from ..versions import CACHE_ARGUMENT
 from .graphs import MOST_CAPTURED, RecordedSteps, Step, may_record
 
 
@@ -44,7 +44,7 @@ def forward(
             position_ids=position_ids.expand(3, -1, -1) if parts.uses_mrope else position_ids,
             use_cache=cache is not None,
             apbv=attention,
-            **{cache_argument(): cache},
+            **{CACHE_ARGUMENT: cache},
             **extra,
         ).last_hidden_state
     return parts.lm_head(hidden[:, -1:] if last_only else hidden)[0]

@@ -5,6 +5,7 @@ parameters, trained on synthetic clips, which `benchmarks/render.py` draws: they
 and name scenes. Pass `model_path()` and `draft_path()` to any `from_pretrained`.
 """
 
+import re
 from pathlib import Path
 
 _FOLDER = Path(__file__).parent
@@ -18,7 +19,7 @@ COUNTING_QUESTION = "how many letters are shown"
 DESCRIBE_QUESTION = "describe the clip shot by shot"
 DEMO_QUESTION = RETRIEVAL_QUESTION.format(colour=BORDERS[0])
 EXAMPLE_QUESTIONS = (DEMO_QUESTION, ORDERING_QUESTION, COUNTING_QUESTION, DESCRIBE_QUESTION)
-_QUESTIONS = EXAMPLE_QUESTIONS + tuple(RETRIEVAL_QUESTION.format(colour=colour) for colour in BORDERS)
+_QUESTIONS = re.compile("|".join([*EXAMPLE_QUESTIONS, RETRIEVAL_QUESTION.format(colour=f"({'|'.join(BORDERS)})")]))
 _SIZES = {(side * TOKEN_SIZE, side * TOKEN_SIZE) for side in range(GRIDS[0], GRIDS[1] + 1)}
 DEMO_LETTERS = "X J P H E L"  # of the bundled clip, in order
 
@@ -40,4 +41,4 @@ def video_path() -> Path:
 
 def understands(prompt: str, sizes: set[tuple[int, int]]) -> bool:
     """Return whether the demo model was trained to answer a prompt about frames of these heights and widths."""
-    return sizes <= _SIZES and any(question in prompt for question in _QUESTIONS)
+    return sizes <= _SIZES and _QUESTIONS.search(prompt) is not None

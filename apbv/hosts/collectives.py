@@ -115,16 +115,13 @@ def _asynchronous(options):
 
 
 class LocalCollectives:
-    """The same collectives of a process that is alone."""
+    """The same collectives of a process that is alone, but for a broadcast."""
 
     def all_gather(self, tensor: Tensor) -> Exchange:
         return Exchange(lambda: tensor[None])
 
     def all_to_all(self, tensors: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> Exchange:
         return Exchange(lambda: list(tensors))
-
-    def broadcast(self, tensor: Tensor, source: int) -> Exchange:
-        return Exchange(lambda: tensor)
 
     def drain(self) -> None:
         """Do nothing: there is nobody to wait for."""

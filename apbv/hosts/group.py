@@ -313,6 +313,8 @@ class HostGroup:
 
     def gather_floats(self, values: Sequence[float]) -> list[list[float]]:
         """Gather the same number of floats from every process, on every process: one list per process."""
+        if self.num_processes == 1:
+            return [list(map(float, values))]
         return self.start_gathering(torch.tensor(values, dtype=torch.float64)).wait().tolist()
 
     def gather_json(self, value: Any) -> list[Any]:
@@ -337,7 +339,7 @@ class HostGroup:
             HostError: the values differ; raised on every process. Continuing would mix two prompts.
         """
         with self.local_stage(what) as same:
-            same(what, value)
+            same[what] = value
 
     def start_gathering(self, tensor: Tensor) -> Exchange:
         """Start gathering a small tensor in CPU memory from every process; the result is ``[H * T, *shape]``."""
@@ -352,16 +354,16 @@ class HostGroup:
         return self._watch.working(stage)
 
     @contextmanager
-    def local_stage(self, name: str) -> Iterator[Callable[[str, bytes], None]]:
+    def local_stage(self, name: str) -> Iterator[dict[str, bytes]]:
         """Run a stage without collectives; at its end all hosts raise, or none does. Every host must enter it.
 
-        A host that failed raises its own error, the others a HostError that quotes it. The stage gets a function
-        that it calls with the name and the value of what must be the same on every process.
+        A host that failed raises its own error, the others a HostError that quotes it. The stage gets a dictionary,
+        in which it names what must be the same on every process.
         """
-        error, facts = None, []
+        error, facts = None, {}
         with self.on_device(), self._watch.working(name):
             try:
-                yield lambda what, value: facts.append((what, value))
+                yield facts
             except HostError:
                 raise
             except Exception as caught:
@@ -370,7 +372,7 @@ class HostGroup:
                 if error is not None:
                     raise error
                 return
-            digests = [(what, hashlib.sha256(value).hexdigest()) for what, value in facts]
+            digests = [(what, hashlib.sha256(value).hexdigest()) for what, value in facts.items()]
             mine = [None if error is None else describe_error(error)[:4096], digests]
             # A single exchange where all is well.
             whole = self.start_gathering(_bytes_tensor(hashlib.sha256(json.dumps(mine).encode()).digest())).wait()
@@ -455,8 +457,9 @@ class HostGroup:
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         """Send one host's tensor to every host, in place; shape and dtype are the same everywhere."""
-        self._data.broadcast(tensor, source).wait()
-        self.bytes_received += tensor.nbytes if self.rank != source else 0
+        if self.size > 1:
+            self._data.broadcast(tensor, source).wait()
+            self.bytes_received += tensor.nbytes if self.rank != source else 0
         return tensor
 
     def barrier(self) -> None:

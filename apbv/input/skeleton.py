@@ -316,5 +316,8 @@ def process_apart(
 
 def _placeholders(processor, kinds: Sequence[str] = ("image", "video", "audio")) -> dict[str, int]:
     """The texts that stand for tokens of these kinds, with their ids; InternVL has one, for images and video."""
-    names = [f"{kind}_token" for kind in kinds if hasattr(processor, f"{kind}_token_id")]
-    return {getattr(processor, name): getattr(processor, f"{name}_id") for name in names}
+    found = {}
+    for kind in kinds:
+        if (token_id := getattr(processor, f"{kind}_token_id", None)) is not None:
+            found[getattr(processor, f"{kind}_token")] = token_id
+    return found

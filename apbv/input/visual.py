@@ -202,7 +202,7 @@ class VisualInput(RowStarts):
         """Return which tokens of an item's adjacent temporal patches are rows, bool ``[tokens]``; None: all."""
         number = self.item_of(patches.start)
         item, first = self.items[number], self.item_patches[number].start
-        return None if item.is_whole else item.kept[patches.start - first : patches.stop - first].flatten()
+        return None if item.kept is None else item.kept[patches.start - first : patches.stop - first].flatten()
 
     def ending_rows_of(self, patches: range) -> int:
         """Count the rows after the last frame of adjacent temporal patches of an item; 0 unless they end it."""
@@ -259,7 +259,7 @@ def share_out(items: Sequence[VisualItem], hosts: HostGroup) -> VisualInput:
     Args:
         items: the videos and images, in prompt order.
     """
-    row_starts = accumulate(chain.from_iterable(item.rows_of_patches for item in items), initial=0)
+    row_starts = accumulate(chain.from_iterable(map(attrgetter("rows_of_patches"), items)), initial=0)
     return VisualInput(tuple(items), split_by_cost(_costs(items), hosts.size), hosts.rank, tuple(row_starts))
 
 

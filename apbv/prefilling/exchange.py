@@ -7,6 +7,7 @@ request.
 """
 
 from collections import deque
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +23,7 @@ from ..layout import ContextLayout, intersect
 from ..model.parts import ModelParts
 from ..stats import StageTimer
 from ..transfer import to_device
-from .cancelling import RequestCancelled, Stop
+from .cancelling import RequestCancelled, Stop, require_going_on
 from .encode import VisualRows, agree_on_chunks
 from .encode_audio import audio_rows
 
@@ -100,17 +101,46 @@ def encode_and_exchange(
     """
     local, tokens = LocalVisual(), inputs.input_ids[0]
     audio, visual = inputs.audio, inputs.visual
+
+    def encode(shown: VisualInput | AudioInput, is_row: Tensor, by: VisualRows, *limit: int, num_streams: int = 1):
+        chunks = [shown.chunks(host, *limit) for host in range(hosts.size)]
+        if hosts.num_processes == 1:
+            return _encode_alone(parts, shown, chunks[0], by, hosts, stop, num_streams)
+        return _Rounds(parts, shown, is_row, chunks, layout, hosts, num_streams).run(by, timer, stop)
+
     if audio is not None:
-        chunks = [audio.chunks(host) for host in range(hosts.size)]
-        rounds = _Rounds(parts, audio, parts.is_audio(tokens), chunks, layout, hosts)
-        (local.audio,) = rounds.run(partial(audio_rows, parts, audio, timer), timer, stop)
+        (local.audio,) = encode(audio, parts.is_audio(tokens), partial(audio_rows, parts, audio, timer))
     if visual is not None:
-        num_bytes = visual.chunk_bytes or agree_on_chunks(hosts, parts.device, chunk_bytes)
-        chunks = [visual.chunks(host, num_bytes) for host in range(hosts.size)]
-        num_streams = 1 + parts.sizes.deepstack
-        rounds = _Rounds(parts, visual, parts.is_visual(tokens), chunks, layout, hosts, num_streams)
-        local.streams = rounds.run(source, timer, stop)
+        limit = visual.chunk_bytes or agree_on_chunks(hosts, parts.device, chunk_bytes)
+        local.streams = encode(visual, parts.is_visual(tokens), source, limit, num_streams=1 + parts.sizes.deepstack)
     return local
+
+
+def _encode_alone(
+    parts: ModelParts,
+    shown: VisualInput | AudioInput,
+    chunks: Sequence[range],
+    source: VisualRows,
+    hosts: HostGroup,
+    stop: Stop | None,
+    num_streams: int,
+) -> list[Tensor]:
+    """Encode everything in a process that is alone, which has all tokens and nobody to tell; as :class:`_Rounds`."""
+    nothing = torch.empty(0, num_streams * parts.hidden_size, dtype=parts.dtype, device=parts.device)
+    streams = [nothing.new_empty(shown.num_rows, parts.hidden_size) for _ in range(num_streams)]
+    with hosts.local_stage("encode"), closing(source(chunks)) as encoded:
+        for chunk in chunks:
+            require_going_on(hosts, stop)
+            rows, made = next(encoded, nothing), shown.rows_of(chunk)
+            _require_as_many(rows, made)
+            for stream, part in zip(streams, rows.split(parts.hidden_size, dim=-1), strict=True):
+                stream[made.start : made.stop] = part
+    return streams
+
+
+def _require_as_many(rows: Tensor, made: range) -> None:
+    if len(rows) != len(made):
+        raise ValueError(f"the model's tower returned {len(rows)} embeddings for {len(made)} placeholders")
 
 
 class _Rounds:
@@ -180,8 +210,7 @@ class _Rounds:
     def _outgoing(self, number: int, rows: Tensor) -> list[Tensor]:
         """Sort the rows of this host's chunk by receiver."""
         rank, made = self._hosts.rank, self._made[self._hosts.rank][number]
-        if len(rows) != len(made):
-            raise ValueError(f"the model's tower returned {len(rows)} embeddings for {len(made)} placeholders")
+        _require_as_many(rows, made)
         outgoing = []
         for host in range(self._hosts.size):
             sent = [rows[run.start - made.start : run.stop - made.start] for run in self._sent(rank, number, host)]

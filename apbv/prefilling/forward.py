@@ -97,8 +97,8 @@ def prefill(
         inputs.require_room(parts.max_position_embeddings)
         if reduce is not None:
             require_reducible(reduce, inputs)
-        same("the prompt", inputs.input_ids.numpy().tobytes())
-        same("the prefill configuration or the model", f"{config} {parts.config_text}".encode())
+        same["the prompt"] = inputs.input_ids.numpy().tobytes()
+        same["the prefill configuration or the model"] = f"{config} {parts.config_text}".encode()
     encoded = encoded or partial(tower_rows, parts, inputs.visual, timer)
     if reduce is not None:
         inputs, encoded, reduction = reduce_prompt(parts, inputs, encoded, hosts, config, timer)
@@ -210,7 +210,7 @@ def _forward(
     if watcher is not None:
         watcher.begin(prompt)
     states = None if parts.sizes.linear is None else LinearStates(parts.sizes.linear.layers)
-    with apbv_attention(parts.language_model), rows_in_chunks(parts, len(prompt.local[hosts.rank])):
+    with apbv_attention(parts.language_model), rows_in_chunks(parts, len(prompt.local)):
         hidden = run_language_model(prompt, parts, inputs, visual, cache, stop, watcher, states)
     if states is not None and not layout.is_split:  # host 0 has computed alone
         share_states(states, parts, hosts)

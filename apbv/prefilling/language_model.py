@@ -12,7 +12,7 @@ from ..model.attention import NewTokenAttention
 from ..model.linear_attention import LinearStates
 from ..model.parts import ModelParts
 from ..transfer import to_device
-from ..versions import cache_argument
+from ..versions import CACHE_ARGUMENT
 from .cancelling import Stop, asking_before_each, require_going_on
 from .exchange import LocalVisual
 from .linear_attention import SplitLinearAttention
@@ -42,7 +42,7 @@ def run_language_model(
         The output ``[1, S, d]`` of the last norm, in the pass with the question; None on a host without tokens.
     """
     method, hosts, layout = prompt.method, prompt.hosts, prompt.layout
-    decoder, local = parts.language_model, prompt.local[prompt.hosts.rank]
+    decoder, local = parts.language_model, prompt.local
     if not len(local):  # host 0 computes the prompt alone
         for _ in cache.layers:
             require_going_on(hosts, stop)
@@ -91,7 +91,7 @@ def _run(parts: ModelParts, held: list[Tensor], positions: Tensor, cache: Sharde
         return (held.pop(), *args[1:]) if get_ident() == thread else args
 
     hook = decoder.layers[0].register_forward_pre_hook(hand_over, prepend=True)
-    options |= {"position_ids": to_device(positions, parts.device), "use_cache": True, cache_argument(): cache}
+    options |= {"position_ids": to_device(positions, parts.device), "use_cache": True, CACHE_ARGUMENT: cache}
     try:
         return decoder(inputs_embeds=stand_in, **options).last_hidden_state
     finally:

@@ -17,7 +17,7 @@ from ..hosts import HostError, HostGroup
 from ..layout import ContextLayout, intersect
 from ..model.parts import RULE_CHUNK, DecoderSizes, LinearSizes
 from ..model.row_chunks import chunk_rows, mlp_row_bytes
-from ..stats import free_memory_bytes, unused_swap_bytes
+from ..stats import free_memory_bytes
 from .linear_attention import MOST_TOKENS
 
 _ADVICE = {
@@ -177,7 +177,7 @@ class Room:
         device, certain = self.hosts.device, self.memory.certain
         stage = max(certain, key=certain.get)
         for _ in range(2):
-            free = free_memory_bytes(device) + (0 if device.type == "cuda" else unused_swap_bytes())
+            free = free_memory_bytes(device, swaps=True)
             rows = self.hosts.gather_floats([certain[stage], _STAGES.index(stage), free])
             short = [process for process, (least, _, there) in enumerate(rows) if least > there]
             if not short:

@@ -85,7 +85,7 @@ class Prefiller:
                 rendered = reader.render(request.question) if known is None else known.rendered
                 sources = [picture.source for picture in rendered.pictures]
             sizes = [source.file.size for source in sources if source is not None]
-            same("the number of videos, or an image file,", f"{len(rendered.videos)} {sizes}".encode())
+            same["the number of videos, or an image file,"] = f"{len(rendered.videos)} {sizes}".encode()
         infos = probe_once(reader.videos, rendered.videos, self.hosts, timer)
         with self.hosts.local_stage("reading the prompt"), timer.stage("preprocess"):
             if known is not None and [video.info for video in known.videos] != list(infos):
@@ -101,7 +101,7 @@ class Prefiller:
             if self.require_readable is not None:
                 self.require_readable(inputs)
             heard = [] if inputs.audio is None else [each.file.size for each in inputs.audio.sources]
-            same("the files that are heard", repr(heard).encode())
+            same["the files that are heard"] = repr(heard).encode()
         prefix = kept = None
         is_encoded = False
         if self.reuse is not None:

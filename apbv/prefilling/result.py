@@ -29,7 +29,7 @@ from ..model.parts import ModelParts
 from ..refusals import refuse
 from ..stats import StageTimer
 from ..transfer import to_device
-from ..versions import cache_argument
+from ..versions import CACHE_ARGUMENT
 from .reduction.choosing import Reduction
 
 
@@ -158,7 +158,7 @@ class PrefillResult:
             "input_ids": input_ids,
             "attention_mask": torch.ones_like(input_ids),
             "position_ids": position_ids,
-            cache_argument(): first_tokens(cache, num_handed, HandoffCache(num_handed)),
+            CACHE_ARGUMENT: first_tokens(cache, num_handed, HandoffCache(num_handed)),
         }
 
     def begin_answer(self, parts: ModelParts, request: Request) -> Answer:

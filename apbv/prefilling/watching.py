@@ -26,7 +26,7 @@ class SplitPrompt:
         layout: the method's.
         hosts: the hosts that compute.
         num_tokens: n.
-        local: the tokens that each host computes, in the order of its rows.
+        local: the tokens that this host computes, in the order of its rows.
     """
 
     method: PrefillMethod
@@ -36,7 +36,7 @@ class SplitPrompt:
     def __post_init__(self):
         self.layout, self.hosts = self.method.layout, self.method.hosts
         self.num_tokens = self.layout.num_tokens
-        self.local = [_numbers(self.layout.local_spans(host)) for host in range(self.hosts.size)]
+        self.local = _numbers(self.layout.local_spans(self.hosts.rank))
 
     @property
     def question(self) -> Tensor:
@@ -55,9 +55,8 @@ class SplitPrompt:
 
     def rows_of(self, tokens: Tensor) -> Tensor:
         """Return the indices of tokens among this host's local ones."""
-        local = self.local[self.hosts.rank]
         place = torch.zeros(self.num_tokens, dtype=torch.long)
-        place[local] = torch.arange(len(local))
+        place[self.local] = torch.arange(len(self.local))
         return place[tokens]
 
 

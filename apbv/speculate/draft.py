@@ -18,7 +18,7 @@ from ..prefilling.encode_audio import encode_audio
 from ..prefilling.exchange import LocalVisual
 from ..prefilling.moving import move_rows
 from ..prefilling.result import PrefillResult
-from ..versions import cache_argument
+from ..versions import CACHE_ARGUMENT
 from .drafters import Drafter, ModelDrafter
 
 
@@ -72,7 +72,7 @@ def run_prompt(
         inputs_embeds=embeds,
         position_ids=position_ids.to(parts.device),
         use_cache=True,
-        **{cache_argument(): cache},
+        **{CACHE_ARGUMENT: cache},
         **extra,
     )
     return cache

@@ -19,7 +19,7 @@ from ..model.parts import ModelParts
 from ..prefilling.reduction.choosing import means_of_groups
 from ..prefilling.reduction.frames import frame_shape
 from ..transfer import to_device
-from ..versions import cache_argument
+from ..versions import CACHE_ARGUMENT
 from .draft import DraftTask, prefill_draft, run_prompt
 from .drafters import ModelDrafter
 
@@ -226,6 +226,6 @@ class EnsembleDrafter(ModelDrafter):
                 attention_mask=functional.pad(self._is_prompt, (0, self._num_cached + count), value=True).long(),
                 position_ids=position_ids.expand(3, -1, -1) if parts.uses_mrope else position_ids,
                 use_cache=True,
-                **{cache_argument(): self.cache},
+                **{CACHE_ARGUMENT: self.cache},
             ).last_hidden_state
         return parts.lm_head(hidden)[..., : self.vocab_size]

@@ -76,7 +76,7 @@ def crowded_job(hosts: HostGroup, clip: str):
     engine = build_engine(hosts, "qwen2_5_vl")
     batch, most = engine.batch(), 0
 
-    def free_memory_bytes(device) -> int:
+    def free_memory_bytes(device, swaps) -> int:
         nonlocal most
         most = max(most, len(batch))
         return 0 if batch else 2**40

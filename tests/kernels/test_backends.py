@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from apbv.kernels import BackendError, segmented_attention, triton_merging, verify_attention
 from apbv.kernels import library_attention as libraries
-from apbv.kernels.backends import ENVIRONMENT_VARIABLE, LIBRARIES, choose, failed_launch, requested
+from apbv.kernels.backends import ENVIRONMENT_VARIABLE, LIBRARIES, choose, failed_launch, implementation, requested
 from apbv.kernels.library_attention import attend_natively
 
 from wrong_attention import WRONG, base_2, by_definition, raising
@@ -197,4 +197,5 @@ def test_triton_is_tried_before_it_is_trusted(monkeypatch):
         lambda outs, lses: (outs[0] * math.nan, lses[0]): "its first kernel failed: it is off by nan and 0.69",
     }.items():
         monkeypatch.setattr(triton_merging, "merge_states", broken)
+        monkeypatch.setattr("apbv.kernels.backends.implementation", implementation.__wrapped__)
         assert failed_launch.__wrapped__(CPU) == reason

@@ -26,8 +26,7 @@ def ended_job(hosts: HostGroup, is_video: bool, settings: dict, free_bytes: dict
     config, features, encoded = PrefillConfig(**{**SHORT, **settings}), encode._features, []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(encode, "_features", lambda *args: encoded.append(1) or features(*args))
-        patch.setattr(memory, "unused_swap_bytes", lambda: 0)
-        patch.setattr(memory, "free_memory_bytes", lambda device: free_bytes.get(hosts.rank, 2**40))
+        patch.setattr(memory, "free_memory_bytes", lambda device, swaps: free_bytes.get(hosts.rank, 2**40))
         ended = described(lambda: prefill(model, batch, hosts=hosts, config=config))
     method = None if is_video else prefill(model, batch, hosts=hosts, config=config).method
     return ended, len(encoded), method
@@ -59,8 +58,7 @@ def test_frames_that_do_not_fit_before_a_reduction_are_refused_on_every_host(poo
 
 def test_what_waits_to_be_collected_counts_as_free(monkeypatch):
     free = iter([1, 2**40])
-    monkeypatch.setattr(memory, "free_memory_bytes", lambda device: next(free))
-    monkeypatch.setattr(memory, "unused_swap_bytes", lambda: 0)
+    monkeypatch.setattr(memory, "free_memory_bytes", lambda device, swaps: next(free))
     assert prefill(build("llama", torch.float32), text_batch(TOKENS), hosts=HostGroup.single("cpu")).num_tokens
 
 

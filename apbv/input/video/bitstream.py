@@ -24,11 +24,13 @@ class PacketReader:
 
     Attributes:
         refreshes: whether a picture was refreshed part by part ("intra refresh") in the packets that were read.
+        has_fields: whether packets may hold only one field of a frame.
         most_pixels: of the largest picture that the headers of H.264, VP8 and VP9 announced so far; else 0.
     """
 
     def __init__(self, codec: str, extradata: bytes | None):
-        self._codec, self.most_pixels, self.refreshes, data = codec, 0, False, bytes(extradata or b"")
+        self._codec, self.most_pixels, data = codec, 0, bytes(extradata or b"")
+        self.refreshes = self.has_fields = False
         self._frame_nums: dict[int, tuple[int, bool, bool]] = {}  # by sequence parameter set: see _read_sps
         self._sets: dict[int, int] = {}  # of each picture parameter set its sequence parameter set
         self._field: tuple[int, int] | None = None  # number and parity of the field that waits for its second
@@ -43,11 +45,6 @@ class PacketReader:
                     self._read_set(unit)
             except (ValueError, IndexError):
                 pass  # what is damaged, the decoder will say
-
-    @property
-    def has_fields(self) -> bool:
-        """Whether a packet may hold only one field of a frame."""
-        return any(may for _, may, _ in self._frame_nums.values())
 
     def restart(self) -> None:
         """Forget the packet before, as after a seek."""
@@ -64,7 +61,7 @@ class PacketReader:
         if self._codec not in ("h264", "hevc") or not (is_key or self.has_fields):
             return is_key, False
         try:
-            units = [unit for unit in self._units(bytes(packet)) if unit]
+            units = list(filter(None, self._units(bytes(packet))))
             if self._codec == "hevc":
                 first = next((kind for unit in units if (kind := unit[0] >> 1 & 63) < 32), None)
                 return is_key and (first is None or 16 <= first < 24), False
@@ -105,6 +102,7 @@ class PacketReader:
         if unit[0] & 31 == _SPS:
             number, pixels, *values = _read_sps(unit)
             self._frame_nums[number], self.most_pixels = tuple(values), max(self.most_pixels, pixels)
+            self.has_fields |= values[1]
         elif unit[0] & 31 == _PPS:
             bits = _Bits(unit[1:_HEADER_BYTES])
             self._sets[bits.ue()] = bits.ue()

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields
 from fractions import Fraction
 from itertools import chain
+from operator import attrgetter
 
 import av
 import numpy as np
@@ -167,8 +168,9 @@ class VideoFile(AbstractContextManager):
             # VP8 has packets that are only referred to; a bit of the header says whether to show them.
             is_hidden = codec.name == "vp8" and not memoryview(packet)[0] & 0x10
             shown = not (packet.is_discard or is_hidden or is_second)
-            times = (_NO_TIME if time is None else time for time in (packet.pts, packet.dts))
-            rows.append((*times, is_key, shown, packet.duration or 0))
+            pts = _NO_TIME if packet.pts is None else packet.pts
+            dts = _NO_TIME if packet.dts is None else packet.dts
+            rows.append((pts, dts, is_key, shown, packet.duration or 0))
         end = max((entry.pos + entry.size for entry in self.stream.index_entries), default=0)
         if container.format.name.startswith("mov") and end > container.size:
             raise self.error(f"is cut short: {container.size} of at least {end} bytes")
@@ -269,7 +271,7 @@ class VideoFile(AbstractContextManager):
             for packet in packets:
                 if packet.pts == key[0] and packet.is_keyframe:
                     yield packet
-                    yield from (packet for packet in packets if packet.size)
+                    yield from filter(attrgetter("size"), packets)
                     return
                 if target is not None and packet.is_keyframe and (packet.pts is None or packet.pts > key[0]):
                     break
