@@ -567,12 +567,12 @@ class Engine:
                     return function(argument)
                 except Exception as error:
                     errors.append(error)
-            return None
+            return bool(errors)
 
         guarded = replace(
             request,
             on_token=partial(call, request.on_token),
-            stop=lambda tokens: bool(call(request.stop, tokens) or errors),
+            stop=partial(call, request.stop),
             may_cancel=request.stop is not None and request.may_cancel,
         )
         try:

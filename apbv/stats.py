@@ -8,7 +8,7 @@ import subprocess
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from functools import cache
@@ -17,6 +17,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from .hosts import HostGroup, Moment
@@ -103,11 +104,16 @@ class StageTimer:
 
         This waits for what a GPU still works on of them.
         """
+        return self._measured()[0]
+
+    def _measured(self, *moments: Moment) -> tuple[list[tuple[str, float, float]], list[float]]:
+        """Return :meth:`runs`, and the seconds from the request's beginning to some moments."""
         with self._lock:
-            runs = list(self._runs)
-        # In one call, whose error, the delay until the host sees what its GPU has done, is that of begins and ends.
-        edges = iter(self._seconds_until([moment for _, *edges in runs for moment in edges]))
-        return [(name, next(edges), next(edges)) for name, *_ in runs]
+            names, begins, ends = zip(*self._runs, strict=True) if self._runs else ((), (), ())
+        # In one call, whose error, the delay until the host sees what its GPU has done, is the same for all.
+        times = np.array(self._hosts.seconds_at([self._began, *begins, *ends, *moments]))
+        begins, ends, others = np.split(times[1:] - times[0], [len(names), 2 * len(names)])
+        return list(zip(names, begins.tolist(), ends.tolist(), strict=True)), others.tolist()
 
     def summary(self, num_new_tokens: int = 0) -> dict:
         """Return the request's metrics, equal on every host; collective.
@@ -120,11 +126,11 @@ class StageTimer:
         Args:
             num_new_tokens: tokens of the answer, for ``output_throughput``.
         """
-        runs, busy = self.runs(), dict.fromkeys(STAGES, 0.0)
+        first = self._first_token or self.prefilled
+        (runs, ends), busy = self._measured(first, self._hosts.moment()), dict.fromkeys(STAGES, 0.0)
         for name, began, ended in runs:
             busy[name] += ended - began
-        ends = [self._first_token or self.prefilled, self._hosts.moment(on_device=False)]
-        times = [*busy.values(), overlapping_seconds(runs), *self._seconds_until(ends)]
+        times = [*busy.values(), overlapping_seconds(runs), *ends]
         received = self._hosts.bytes_received - self._bytes_before
         everybody = self._hosts.gather_floats([*times, received, peak_memory_bytes(self._hosts.device)])
         *slowest, received, peaks = zip(*everybody, strict=True)
@@ -142,11 +148,6 @@ class StageTimer:
             "comm_bytes_total": int(sum(received)),
             "peak_memory_bytes": [int(peak) for peak in peaks],
         }
-
-    def _seconds_until(self, moments: Sequence[Moment]) -> list[float]:
-        """Return the seconds from the request's beginning to moments; waits until the GPU has come to them."""
-        began, *times = self._hosts.seconds_at([self._began, *moments])
-        return [seconds - began for seconds in times]
 
 
 class Recorder:

@@ -1,10 +1,15 @@
-"""Asynchronous copies of a few numbers between CPU and GPU, and side streams."""
+"""Numbers in ranges, asynchronous copies of a few numbers between CPU and GPU, and side streams."""
 
 from collections.abc import Callable, Sequence
 from functools import cache
 
 import torch
 from torch import Tensor
+
+
+def numbers_in(*ranges: range) -> Tensor:
+    """Return the numbers in some ranges, one range after the other, int64 in CPU memory."""
+    return torch.cat([torch.empty(0, dtype=torch.long), *(torch.arange(each.start, each.stop) for each in ranges)])
 
 
 @cache

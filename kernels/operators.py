@@ -411,16 +411,18 @@ def require_shapes(*, sizes: Mapping[str, int] | None = None, **operands: tuple[
 
     Args:
         sizes: of letters that are known.
-        operands: of each the tensor, or None, and its letters, as in ``"B Hq S D"``.
+        operands: of each the tensor, or None, and its letters, all different, as in ``"B Hq S D"``.
     """
     known = dict(sizes or {})
     for name, (tensor, shape) in operands.items():
         letters = shape.split()
         if tensor is None:
             continue
-        if tensor.dim() != len(letters) or [*map(known.setdefault, letters, tensor.shape)] != [*tensor.shape]:
+        found = dict(zip(letters, tensor.shape, strict=False))
+        if tensor.dim() != len(letters) or known | found != found | known:
             wanted = ", ".join(f"{x} = {known[x]}" if x in known else x for x in letters)
             raise ValueError(f"{name} must have the shape [{wanted}], not {list(tensor.shape)}")
+        known |= found
     if "Hkv" in known and "Hq" in known and known["Hq"] % known["Hkv"]:
         raise ValueError(f"{known['Hq']} query heads are not a multiple of {known['Hkv']} key/value heads")
 

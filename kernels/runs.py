@@ -146,7 +146,7 @@ class PackedSequences:
         Where the boundaries are on a GPU, this waits for it.
         """
         lengths = self.boundaries.diff().cpu()
-        starts, distinct = lengths.cumsum(0) - lengths, [n for n in lengths.unique().tolist() if n]
+        starts, distinct = lengths.cumsum(0) - lengths, list(filter(None, lengths.unique().tolist()))
         if len(distinct) == 1:
             return [(distinct[0], None)]
         rows = [(starts[lengths == n][:, None] + torch.arange(n)).flatten() for n in distinct]

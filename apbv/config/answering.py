@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from math import inf
 
-from .checks import Checked, instance_of, integer, number, one_of, setting
+from .checks import Checked, instance_of, integer, number, one_of
 from .names import CUDA_GRAPH_MODES, GENERATION_CONFIGS, REUSE_MODES
 
 # Logits divided by less may overflow, and give the most probable token anyway.
@@ -76,7 +76,7 @@ class SamplingParams(Checked):
     json_schema: str | None = instance_of(str, says="be a text")
     grammar: str | None = instance_of(str, says="be a text")
     seed: int = integer(0, 2**64 - 1, 0)
-    ignore_eos: bool = setting(False, "be True or False", lambda value: isinstance(value, bool))
+    ignore_eos: bool = instance_of(bool, says="be True or False", default=False)
     min_tokens: int = integer(0, 2**20, 0)
 
     def __post_init__(self):

@@ -1,7 +1,7 @@
 """Config fields with their constraints, from which the command line builds its options."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import MISSING, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 
@@ -21,6 +21,18 @@ class Checked:
             may_be_none = may_be is None or (value is None and each.default is None)
             if not (may_be_none or may_be(value)):
                 raise ValueError(f"{self._prefix}{each.name} must {each.metadata['says']}, not {value!r:.200}")
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """Which values a field may have: those of some classes that pass a test. True and False do not count as numbers."""
+
+    kinds: tuple[type, ...]
+    test: Callable[[Any], bool] | None = None
+
+    def __call__(self, value: Any) -> bool:
+        is_of_kind = isinstance(value, self.kinds) and (type(value) is not bool or bool in self.kinds)
+        return is_of_kind and (self.test is None or self.test(value))
 
 
 def setting(
@@ -48,7 +60,7 @@ def one_of(known: Sequence[str | int], default: Any = MISSING):
     """Make a field that takes one of these values."""
     kind = type(known[0])
     says = f"be one of {', '.join(map(str, known))}"
-    return setting(default, says, lambda value: type(value) is kind and value in known, kind, known)
+    return setting(default, says, Allowed((kind,), known.__contains__), kind, known)
 
 
 def integer(low: int, high: int, default: int | None, **about):
@@ -56,17 +68,17 @@ def integer(low: int, high: int, default: int | None, **about):
     power = (high + 1).bit_length() - 1
     limit = f"2^{power}-1" if high > 2**20 else "2^20" if high == 2**20 else high
     says = f"be an integer in {low} .. {limit}"
-    return setting(default, says, lambda value: type(value) is int and low <= value <= high, int, **about)
+    return setting(default, says, Allowed((int,), lambda value: low <= value <= high), int, **about)
 
 
 def number(says: str, may_be: Callable[[float], bool], default: float | None, **about):
     """Make a field with a number."""
-    return setting(default, says, lambda value: is_number(value) and may_be(value), float, **about)
+    return setting(default, says, Allowed((int, float), may_be), float, **about)
 
 
 def instance_of(*kinds: type, says: str | None = None, default: Any = None):
     """Make a field with an object of one of these classes."""
-    return setting(default, says or f"be a {kinds[0].__name__}", lambda value: isinstance(value, kinds))
+    return setting(default, says or f"be a {kinds[0].__name__}", Allowed(kinds))
 
 
 def require_type(kind: type, **given: Any) -> None:
@@ -74,8 +86,3 @@ def require_type(kind: type, **given: Any) -> None:
     for name, value in given.items():
         if value is not None and not isinstance(value, kind):
             raise ValueError(f"{name} must be a {kind.__name__}, not {value!r:.80}")
-
-
-def is_number(value: Any) -> bool:
-    """Return whether a value is a number, as True and False are not."""
-    return isinstance(value, int | float) and type(value) is not bool

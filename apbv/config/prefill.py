@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from ..refusals import refuse
-from .checks import Checked, instance_of, integer, is_number, number, one_of
+from .checks import Allowed, Checked, instance_of, integer, number, one_of
 from .names import (
     BACKEND_NAMES,
     DEFAULT_QUERY_LEN,
@@ -17,7 +17,7 @@ from .names import (
 
 _MOST_TOKENS = 2**31 - 1
 # The requirement on a frame rate, and its check.
-FRAME_RATE = f"lie in 0 < fps <= {MAX_FPS:g}", lambda fps: is_number(fps) and 0 < fps <= MAX_FPS
+FRAME_RATE = f"lie in 0 < fps <= {MAX_FPS:g}", Allowed((int, float), lambda fps: 0 < fps <= MAX_FPS)
 _THRESHOLDS = {"xattention": 0.9, "spargeattn": 0.96, "flexprefill": 0.95}
 
 

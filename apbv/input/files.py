@@ -64,7 +64,7 @@ class KnownVideos:
         self._lock = threading.Lock()
         self._found: dict[FileIdentity, VideoInfo] = {}  # from the least recently used on
 
-    def probe(self, path: str | Path, check: Callable[[int], None] = lambda number: None) -> VideoInfo:
+    def probe(self, path: str | Path, check: Callable[[int], None] | None = None) -> VideoInfo:
         """See :func:`apbv.input.video.probe`; the same object again for a file that is known by this path."""
         identity = FileIdentity.of(path)
         with self._lock:

@@ -291,9 +291,11 @@ def apply_template(
         chat = _without_developers(chat)
     reads_parts = has_parts or _reads_parts(processor)
     for place, message in enumerate(chat):
+        if reads_parts and message["role"] != "tool":
+            continue
         texts = text_parts(message)
         # vLLM gives every template the text of a tool as a string.
-        if not reads_parts or (message["role"] == "tool" and len(texts) == len(message["content"])):
+        if not reads_parts or len(texts) == len(message["content"]):
             chat[place] = {**message, "content": "\n".join(filter(None, texts))}
     options = {"add_generation_prompt": True, **options}
     if options["add_generation_prompt"] and options.get("continue_final_message"):

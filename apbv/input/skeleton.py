@@ -235,13 +235,10 @@ def process(
     replace, placeholders = replace or processor.get_text_with_replacements, _placeholders(processor)
     run, counts = re.compile(rf"({'|'.join(map(re.escape, placeholders))})\1*"), []
 
-    def first(found: re.Match) -> str:
-        counts.append(len(found[0]) // len(found[1]))
-        return found[1]
-
     def shortened(*args, **kwargs) -> tuple[list[str], list]:
         (expanded,), offsets = replace(*args, **kwargs)
-        return [run.sub(first, expanded)], offsets
+        counts.extend(len(found[0]) // len(found[1]) for found in run.finditer(expanded))
+        return [run.sub(r"\1", expanded)], offsets
 
     one_of_each = copy.copy(processor)
     one_of_each.get_text_with_replacements = shortened

@@ -7,6 +7,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from ..hosts import HostGroup
+from ..transfer import numbers_in
 from .cache import ShardedCache
 
 
@@ -36,8 +37,7 @@ def collect_kv(shards: ShardedCache, chosen: Sequence[Tensor], hosts: HostGroup)
     length = shards.get_seq_length()
     owner, row = torch.empty(length, dtype=torch.long), torch.empty(length, dtype=torch.long)
     for host in range(hosts.size):
-        spans = [torch.arange(span.start, span.stop) for span in shards.owned_spans(host)]
-        tokens = torch.cat([*spans, torch.empty(0, dtype=torch.long)])
+        tokens = numbers_in(*shards.owned_spans(host))
         owner[tokens], row[tokens] = host, torch.arange(len(tokens))
     copy = DynamicCache()
     for index, (layer, tokens) in enumerate(zip(shards.layers, chosen, strict=True)):

@@ -43,7 +43,7 @@ def _attention(
         sequences = PackedSequences(cu_seq_lens_q.to(query.device), max_length_q)
         apbv_packing[id(cu_seq_lens_q)] = cu_seq_lens_q, sequences
     _, sequences = apbv_packing[id(cu_seq_lens_q)]
-    q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))  # [T, H, D]
+    q, k, v = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)  # [T, H, D]
     return varlen_attention(q, k, v, sequences, scale)[None], None
 
 

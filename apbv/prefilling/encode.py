@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 
 from ..hosts import HostGroup
+from ..input.audio import AudioInput
 from ..input.pixels import PixelChunk
 from ..input.visual import VisualInput
 from ..model.parts import ModelParts
 from ..model.vision_attention import packed_attention
 from ..stats import StageTimer, free_host_memory_bytes, free_memory_bytes
 from ..transfer import to_device
+from .cancelling import Stop, require_going_on
 
 _MOST_CHUNK_BYTES = 2**28  # by default: some 5,000 of a Qwen tower's patches, which keep a GPU busy
 _SHARE_OF_MEMORY = 16
@@ -71,29 +73,49 @@ def encode_visual(parts: ModelParts, visual: VisualInput | None) -> Tensor | Non
     """
     if visual is None:
         return None
-    tower = partial(tower_rows, parts, visual, None)
-    return all_rows(parts, visual, tower, visual.chunk_bytes or _MOST_CHUNK_BYTES)
+    chunks = visual.chunks(visual.host, visual.chunk_bytes or _MOST_CHUNK_BYTES)
+    (rows,) = all_rows(parts, visual, chunks, partial(tower_rows, parts, visual, None), [parts.row_width])
+    return rows
 
 
-def all_rows(parts: ModelParts, visual: VisualInput, source: VisualRows, num_bytes: int) -> Tensor:
-    """Encode this host's share, chunk by chunk, to ``[rows, (1 + L) * d]``; none for an empty share.
+def all_rows(
+    parts: ModelParts,
+    shown: VisualInput | AudioInput,
+    chunks: Sequence[range],
+    source: VisualRows,
+    widths: Sequence[int],
+    hosts: HostGroup | None = None,
+    stop: Stop | None = None,
+) -> list[Tensor]:
+    """Encode a share, chunk by chunk, to rows that are cut into several tensors: ``[rows, width]`` of each width.
 
     Args:
-        num_bytes: memory limit of a chunk.
+        shown: says which rows belong to temporal patches, or to units of audio.
+        chunks: the patches or units of its chunks, adjacent ones.
+        source: makes their rows.
+        hosts, stop: as of :func:`~apbv.prefilling.cancelling.require_going_on`, before each chunk.
 
     Raises:
-        ValueError: their number differs from that of the prompt's placeholders for this share.
+        ValueError: a chunk's number of rows differs from that of the prompt's placeholders for it.
+        RequestCancelled: ``stop`` was true.
     """
-    expected, done = len(visual.pieces[visual.host]), 0
-    rows = torch.empty(expected, parts.row_width, dtype=parts.dtype, device=parts.device)
-    with closing(source(visual.chunks(visual.host, num_bytes))) as chunks:
+    num_rows, done = sum(map(len, map(shown.rows_of, chunks))), 0
+    streams = [torch.empty(num_rows, width, dtype=parts.dtype, device=parts.device) for width in widths]
+    with closing(source(chunks)) as encoded:
         for chunk in chunks:
-            start, done = done, done + len(chunk)
-            if done <= expected:
-                rows[start:done] = chunk
-    if done != expected:
-        raise ValueError(f"the vision tower returned {done} embeddings for {expected} placeholders")
-    return rows
+            require_going_on(hosts, stop)
+            rows = next(encoded, streams[0][:0])
+            require_as_many(rows, len(shown.rows_of(chunk)))
+            for stream, part in zip(streams, rows.split(widths, dim=-1), strict=True):
+                stream[done : done + len(rows)] = part
+            done += len(rows)
+    return streams
+
+
+def require_as_many(rows: Tensor, wanted: int) -> None:
+    """Raise ValueError unless a chunk has as many rows as the prompt has placeholders for it."""
+    if len(rows) != wanted:
+        raise ValueError(f"the model's tower returned {len(rows)} embeddings for {wanted} placeholders")
 
 
 def agree_on_chunks(hosts: HostGroup, device: torch.device, chunk_bytes: int | None = None) -> int:

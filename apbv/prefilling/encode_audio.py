@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from ..input.audio import AudioInput
 from ..model.parts import ModelParts
 from ..model.vision_attention import packed_attention
 from ..stats import StageTimer
+from .encode import all_rows
 
 
 def audio_rows(
@@ -45,5 +47,6 @@ def encode_audio(parts: ModelParts, audio: AudioInput) -> Tensor:
     Returns:
         Rows ``[len(piece), d]`` in the model's dtype, none for an empty piece.
     """
-    nothing = torch.empty(0, parts.hidden_size, dtype=parts.dtype, device=parts.device)
-    return torch.cat([nothing, *audio_rows(parts, audio, None, audio.chunks(audio.host))])
+    source = partial(audio_rows, parts, audio, None)
+    (rows,) = all_rows(parts, audio, audio.chunks(audio.host), source, [parts.hidden_size])
+    return rows

@@ -7,7 +7,6 @@ request.
 """
 
 from collections import deque
-from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -19,13 +18,14 @@ from ..hosts import Exchange, HostError, HostGroup
 from ..input.audio import AudioInput
 from ..input.model_inputs import ModelInputs
 from ..input.visual import VisualInput
-from ..layout import ContextLayout, intersect
+from ..layout import ContextLayout
 from ..model.parts import ModelParts
 from ..stats import StageTimer
-from ..transfer import to_device
-from .cancelling import RequestCancelled, Stop, require_going_on
-from .encode import VisualRows, agree_on_chunks
+from ..transfer import numbers_in, to_device
+from .cancelling import RequestCancelled, Stop
+from .encode import VisualRows, agree_on_chunks, all_rows, require_as_many
 from .encode_audio import audio_rows
+from .moving import start_moving
 
 _MOST_ROUNDS_UNDER_WAY = 4  # rounds by which a host with cheaper frames may run ahead of the slowest
 
@@ -103,9 +103,11 @@ def encode_and_exchange(
     audio, visual = inputs.audio, inputs.visual
 
     def encode(shown: VisualInput | AudioInput, is_row: Tensor, by: VisualRows, *limit: int, num_streams: int = 1):
+        if hosts.num_processes == 1:  # it has all tokens, and nobody to tell
+            widths = [parts.hidden_size] * num_streams
+            with hosts.local_stage("encode"):
+                return all_rows(parts, shown, shown.chunks(0, *limit), by, widths, hosts, stop)
         chunks = [shown.chunks(host, *limit) for host in range(hosts.size)]
-        if hosts.num_processes == 1:
-            return _encode_alone(parts, shown, chunks[0], by, hosts, stop, num_streams)
         return _Rounds(parts, shown, is_row, chunks, layout, hosts, num_streams).run(by, timer, stop)
 
     if audio is not None:
@@ -114,33 +116,6 @@ def encode_and_exchange(
         limit = visual.chunk_bytes or agree_on_chunks(hosts, parts.device, chunk_bytes)
         local.streams = encode(visual, parts.is_visual(tokens), source, limit, num_streams=1 + parts.sizes.deepstack)
     return local
-
-
-def _encode_alone(
-    parts: ModelParts,
-    shown: VisualInput | AudioInput,
-    chunks: Sequence[range],
-    source: VisualRows,
-    hosts: HostGroup,
-    stop: Stop | None,
-    num_streams: int,
-) -> list[Tensor]:
-    """Encode everything in a process that is alone, which has all tokens and nobody to tell; as :class:`_Rounds`."""
-    nothing = torch.empty(0, num_streams * parts.hidden_size, dtype=parts.dtype, device=parts.device)
-    streams = [nothing.new_empty(shown.num_rows, parts.hidden_size) for _ in range(num_streams)]
-    with hosts.local_stage("encode"), closing(source(chunks)) as encoded:
-        for chunk in chunks:
-            require_going_on(hosts, stop)
-            rows, made = next(encoded, nothing), shown.rows_of(chunk)
-            _require_as_many(rows, made)
-            for stream, part in zip(streams, rows.split(parts.hidden_size, dim=-1), strict=True):
-                stream[made.start : made.stop] = part
-    return streams
-
-
-def _require_as_many(rows: Tensor, made: range) -> None:
-    if len(rows) != len(made):
-        raise ValueError(f"the model's tower returned {len(rows)} embeddings for {len(made)} placeholders")
 
 
 class _Rounds:
@@ -163,15 +138,15 @@ class _Rounds:
         hosts: HostGroup,
         num_streams: int = 1,
     ):
-        self._hosts, self._chunks = hosts, chunks[hosts.rank]
-        # before[t]: rows before token t, so that a span of tokens maps to a run of rows.
-        before = torch.nn.functional.pad(is_row.long().cumsum(0), (1, 0)).tolist()
-        num_rounds, no_rows = max(map(len, chunks)), range(0)
-        self._needed, self._made = [], []  # of every host, by local span; by round
+        self._hosts, self._chunks, self._num_rows = hosts, chunks[hosts.rank], shown.num_rows
+        num_rounds, number = max(map(len, chunks)), is_row.cumsum(0) - 1  # of the row that a token is
+        self._needed, self._made = [], []  # of every host, the rows of its local tokens; by round, those it makes
         for host, of_host in enumerate(chunks):
-            self._needed.append([range(before[run.start], before[run.stop]) for run in layout.local_spans(host)])
-            self._made.append([*map(shown.rows_of, of_host), *[no_rows] * (num_rounds - len(of_host))])
-        num_rows, width = sum(map(len, self._needed[hosts.rank])), parts.hidden_size
+            local = numbers_in(*layout.local_spans(host))
+            self._needed.append(number[local[is_row[local]]])
+            runs = [*map(shown.rows_of, of_host), *[range(0)] * (num_rounds - len(of_host))]
+            self._made.append([*map(numbers_in, runs)])
+        num_rows, width = len(self._needed[hosts.rank]), parts.hidden_size
         self._nothing = torch.empty(0, num_streams * width, dtype=parts.dtype, device=parts.device)
         # Of this host's tokens; streams are separate tensors, so that they can be freed separately.
         self._local = [self._nothing.new_empty(num_rows, width) for _ in range(num_streams)]
@@ -180,17 +155,18 @@ class _Rounds:
         """Encode and exchange everything; return the rows of this host's tokens, ``[rows, d]`` by stream."""
         hosts, self._error = self._hosts, None
         with hosts.collective_stage("encode"), closing(source(self._chunks)) as chunks:
-            under_way: deque[tuple[int, Exchange, Exchange]] = deque()
+            under_way: deque[tuple[Tensor, Exchange, Exchange]] = deque()
             for number in range(len(self._made[0])):
-                outgoing = None
+                rows = None
                 if self._error is None:
                     try:
                         if stop is not None and hosts.is_leader and stop():
                             raise RequestCancelled
-                        outgoing = self._outgoing(number, next(chunks, self._nothing))
+                        rows = next(chunks, self._nothing)
+                        require_as_many(rows, len(self._made[hosts.rank][number]))
                     except Exception as caught:
                         self._error = caught
-                under_way.append((number, *self._start(number, outgoing)))
+                under_way.append(self._start(number, None if self._error else rows))
                 is_full = len(under_way) == _MOST_ROUNDS_UNDER_WAY
                 if is_full and not self._finish(*under_way.popleft(), timer):
                     break
@@ -203,51 +179,34 @@ class _Rounds:
                 raise self._error
         return self._local
 
-    def _sent(self, sender: int, number: int, receiver: int) -> list[range]:
-        """Return those rows of a host's chunk that another one needs, of each of its runs."""
-        return [intersect(self._made[sender][number], run) for run in self._needed[receiver]]
+    def _start(self, number: int, rows: Tensor | None) -> tuple[Tensor, Exchange, Exchange]:
+        """Send a round's rows, or after a failure as many zeros.
 
-    def _outgoing(self, number: int, rows: Tensor) -> list[Tensor]:
-        """Sort the rows of this host's chunk by receiver."""
-        rank, made = self._hosts.rank, self._made[self._hosts.rank][number]
-        _require_as_many(rows, made)
-        outgoing = []
-        for host in range(self._hosts.size):
-            sent = [rows[run.start - made.start : run.stop - made.start] for run in self._sent(rank, number, host)]
-            outgoing.append(torch.cat([rows[:0], *sent]))
-        return outgoing
+        Returns:
+            Which of this host's rows the round brings, the rows to come, and the failures to come.
+        """
+        failures = self._hosts.start_gathering(torch.tensor([rows is None], dtype=torch.uint8))
+        held, rank = [of_host[number] for of_host in self._made], self._hosts.rank
+        if rows is None:
+            rows = self._nothing.new_zeros(len(held[rank]), self._nothing.shape[1])
+        is_made = torch.zeros(self._num_rows, dtype=torch.bool)
+        is_made[torch.cat(held)] = True
+        wanted = [needed[is_made[needed]] for needed in self._needed]
+        places = is_made[self._needed[rank]].nonzero().flatten()
+        return places, start_moving(rows, held, wanted, self._hosts), failures
 
-    def _start(self, number: int, outgoing: list[Tensor] | None) -> tuple[Exchange, Exchange]:
-        """Send a round's rows, or after a failure as many zeros; return the incoming rows and failures."""
-        rank, width = self._hosts.rank, self._nothing.shape[1]
-        failures = self._hosts.start_gathering(torch.tensor([outgoing is None], dtype=torch.uint8))
-        if outgoing is None:
-            outgoing = self._outgoing(number, self._nothing.new_zeros(len(self._made[rank][number]), width))
-        shapes = [(sum(map(len, self._sent(host, number, rank))), width) for host in range(self._hosts.size)]
-        return self._hosts.all_to_all(outgoing, shapes), failures
-
-    def _finish(self, number: int, rows: Exchange, failures: Exchange, timer: StageTimer) -> bool:
+    def _finish(self, places: Tensor, rows: Exchange, failures: Exchange, timer: StageTimer) -> bool:
         """Store a round's rows; return whether all hosts continue."""
         try:
             with timer.stage("exchange"):
                 received = rows.wait()
                 if not failures.wait().any():
-                    for host, of_host in enumerate(received):
-                        self._place(self._sent(host, number, self._hosts.rank), of_host)
+                    places = to_device(places, received.device)
+                    for local, stream in zip(self._local, received.chunk(len(self._local), dim=-1), strict=True):
+                        local.index_copy_(0, places, stream)
         except HostError:
             raise
         except Exception as caught:  # such as the caller's on_stage: sent in the next round
             self._error = self._error or caught
         rows.wait()
         return not failures.wait().any()
-
-    def _place(self, sent: list[range], rows: Tensor) -> None:
-        taken = place = 0
-        for part, run in zip(sent, self._needed[self._hosts.rank], strict=True):
-            if part:
-                start = place + part.start - run.start
-                streams = rows[taken : taken + len(part)].split(self._local[0].shape[1], dim=-1)
-                for local, stream in zip(self._local, streams, strict=True):
-                    local[start : start + len(part)] = stream
-                taken += len(part)
-            place += len(run)

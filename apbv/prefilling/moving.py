@@ -5,12 +5,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..hosts import HostGroup
+from ..hosts import Exchange, HostGroup
 from ..transfer import to_device
 
 
 def move_rows(rows: Tensor, held: Sequence[Tensor], wanted: Sequence[Tensor], hosts: HostGroup) -> Tensor:
-    """Send every host the rows of the tokens that it needs; collective, and without cost if all have them.
+    """Send every host the rows of the tokens that it needs; collective; see :func:`start_moving`."""
+    return start_moving(rows, held, wanted, hosts).wait()
+
+
+def start_moving(rows: Tensor, held: Sequence[Tensor], wanted: Sequence[Tensor], hosts: HostGroup) -> Exchange:
+    """Start sending every host the rows of the tokens that it needs; collective, and without cost if all have them.
 
     A host that has a token's row, as all have an anchor's, uses its own. Otherwise exactly one host has it.
 
@@ -19,8 +24,7 @@ def move_rows(rows: Tensor, held: Sequence[Tensor], wanted: Sequence[Tensor], ho
         held: for every host the tokens whose rows it has, in their order; int64.
         wanted: for every host the tokens that it wants, in the order that it wants them in.
 
-    Returns:
-        ``[tokens wanted here, ...]``.
+    The result is ``[tokens wanted here, ...]``.
     """
     here, num_tokens = hosts.rank, max((int(own.max()) + 1 for own in held if len(own)), default=0)
     sender = torch.zeros(num_tokens, dtype=torch.long)
@@ -33,7 +37,8 @@ def move_rows(rows: Tensor, held: Sequence[Tensor], wanted: Sequence[Tensor], ho
     place = torch.zeros(num_tokens, dtype=torch.long)
     place[held[here]] = torch.arange(len(held[here]))
     if not any(mask.any() for mask in missing):
-        return rows[to_device(place[wanted[here]], rows.device)]
+        found = rows[to_device(place[wanted[here]], rows.device)]
+        return Exchange(lambda: found)
     asked, mask = wanted[here], missing[here]
     result = rows.new_empty(len(asked), *rows.shape[1:])
     kept = (~mask).nonzero().flatten()
@@ -43,8 +48,11 @@ def move_rows(rows: Tensor, held: Sequence[Tensor], wanted: Sequence[Tensor], ho
         tokens = theirs[lacking]
         outgoing.append(rows[to_device(place[tokens[sender[tokens] == here]], rows.device)])
     coming = [(mask & (sender[asked] == host)).nonzero().flatten() for host in range(hosts.size)]
-    received = hosts.all_to_all(outgoing, [(len(places), *rows.shape[1:]) for places in coming]).wait()
-    for places, arrived in zip(coming, received, strict=True):
-        if len(places):
-            result[to_device(places, rows.device)] = arrived
-    return result
+
+    def completed(received: list[Tensor]) -> Tensor:
+        for places, arrived in zip(coming, received, strict=True):
+            if len(places):
+                result[to_device(places, rows.device)] = arrived
+        return result
+
+    return hosts.all_to_all(outgoing, [(len(places), *rows.shape[1:]) for places in coming]).then(completed)

@@ -83,8 +83,7 @@ class Prefiller:
             with timer.stage("preprocess"):
                 known = request.prompt
                 rendered = reader.render(request.question) if known is None else known.rendered
-                sources = [picture.source for picture in rendered.pictures]
-            sizes = [source.file.size for source in sources if source is not None]
+            sizes = [each.source.file.size for each in rendered.pictures if each.source is not None]
             same["the number of videos, or an image file,"] = f"{len(rendered.videos)} {sizes}".encode()
         infos = probe_once(reader.videos, rendered.videos, self.hosts, timer)
         with self.hosts.local_stage("reading the prompt"), timer.stage("preprocess"):
@@ -97,7 +96,8 @@ class Prefiller:
             if request.positions == "vllm":
                 inputs = inputs.at_vllm_positions(reader.parts)
             inputs.require_room(max_positions, request.num_wanted)
-            require_reducible(self.config.reduce, inputs)  # before a draft host begins
+            if self.config.reduce is not None:  # before a draft host begins
+                require_reducible(self.config.reduce, inputs)
             if self.require_readable is not None:
                 self.require_readable(inputs)
             heard = [] if inputs.audio is None else [each.file.size for each in inputs.audio.sources]

@@ -164,7 +164,7 @@ class PrefillResult:
     def begin_answer(self, parts: ModelParts, request: Request) -> Answer:
         """Begin an answer to this prompt, without tokens."""
         return Answer(
-            decoder=Decoder(parts, self.kv, self.next_position),
+            decoder=Decoder(parts, self.kv, self.inputs.next_position),
             logits=self.logits[0],
             prompt_len=self.num_tokens,
             sampling=request.sampling,

@@ -1,6 +1,6 @@
 """Observes the language model in a prefill: the question's attention, and hidden states."""
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..model.attention import LayerAttention
-from ..transfer import to_device
+from ..transfer import numbers_in, to_device
 from .methods import PrefillMethod
 
 
@@ -36,7 +36,7 @@ class SplitPrompt:
     def __post_init__(self):
         self.layout, self.hosts = self.method.layout, self.method.hosts
         self.num_tokens = self.layout.num_tokens
-        self.local = _numbers(self.layout.local_spans(self.hosts.rank))
+        self.local = numbers_in(*self.layout.local_spans(self.hosts.rank))
 
     @property
     def question(self) -> Tensor:
@@ -46,7 +46,7 @@ class SplitPrompt:
     @cached_property
     def owned(self) -> list[Tensor]:
         """The tokens whose KV each host keeps, in cache order."""
-        return [_numbers(self.layout.cache_spans(host)) for host in range(self.hosts.size)]
+        return [numbers_in(*self.layout.cache_spans(host)) for host in range(self.hosts.size)]
 
     @cached_property
     def visual_rows(self) -> Tensor:
@@ -168,8 +168,3 @@ def shown_to(
             hook = decoder.layers[layer].register_forward_pre_hook(show, with_kwargs=True)
             hooks.callback(hook.remove)
         yield watched if has_question and watcher.wants_attention else attention
-
-
-def _numbers(spans: Sequence[range]) -> Tensor:
-    """Return the tokens of some spans, concatenated."""
-    return torch.cat([torch.empty(0, dtype=torch.long), *(torch.arange(s.start, s.stop) for s in spans)])

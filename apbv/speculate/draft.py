@@ -18,6 +18,7 @@ from ..prefilling.encode_audio import encode_audio
 from ..prefilling.exchange import LocalVisual
 from ..prefilling.moving import move_rows
 from ..prefilling.result import PrefillResult
+from ..transfer import numbers_in
 from ..versions import CACHE_ARGUMENT
 from .drafters import Drafter, ModelDrafter
 
@@ -46,8 +47,8 @@ def prefill_draft(
     tokens = torch.cat([text, visual]).sort().values
 
     def at_home(rows: Tensor, source: VisualInput | AudioInput, kept: Tensor) -> Tensor:
-        held = [torch.arange(piece.start, piece.stop) for piece in source.pieces]
-        return move_rows(rows, held, [kept if host == home else kept[:0] for host in range(hosts.size)], hosts)
+        wanted = [kept if host == home else kept[:0] for host in range(hosts.size)]
+        return move_rows(rows, [*map(numbers_in, source.pieces)], wanted, hosts)
 
     merged = LocalVisual()
     if len(kept_visual):

@@ -65,7 +65,7 @@ def prefill_job(hosts: HostGroup, options: dict, dtype: torch.dtype):
         flops[name.split(".")[-1]] += sum(counts.values())
     flops["attention"] = counter.flop_counts["Global"][FLASH]
     kept = sum(layer.keys.nbytes + layer.values.nbytes for layer in state.kv.cache.layers)
-    return flops, model.config, state.layout, state.timer.comm_bytes, kept
+    return flops, model.config, state.layout, state.timer.summary()["comm_bytes"][hosts.rank], kept
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def hybrid_job(hosts: HostGroup, method: str):
     counts = counter.get_flop_counts().get("Global", Counter())  # none on a host that computes nothing
     rule = counts[torch.ops.aten.bmm] + counts[torch.ops.aten.linalg_solve_triangular]
     kept = sum(layer.keys.nbytes + layer.values.nbytes for layer in state.kv.cache.layers)
-    return rule, model.config, state.layout, state.timer.comm_bytes, kept
+    return rule, model.config, state.layout, state.timer.summary()["comm_bytes"][hosts.rank], kept
 
 
 @pytest.mark.parametrize("method", ["apbv", "zigzag_ring", "full"])
@@ -149,7 +149,14 @@ def video_job(hosts: HostGroup, family: str, options: dict):
     state = prefill(model, inputs, hosts=hosts, config=config)
     where = parts.is_visual(inputs.input_ids[0]).nonzero().flatten().tolist()
     frames = len(inputs.visual.frames)
-    return model.config, state.layout, where, frames, counter.get_total_flops(), state.timer.comm_bytes
+    return (
+        model.config,
+        state.layout,
+        where,
+        frames,
+        counter.get_total_flops(),
+        state.timer.summary()["comm_bytes"][hosts.rank],
+    )
 
 
 @pytest.mark.parametrize(

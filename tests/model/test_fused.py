@@ -7,6 +7,7 @@ import torch
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from apbv.kernels import triton_elementwise
+from apbv.kernels.backends import implementation
 from apbv.model import row_chunks
 from apbv.model.linear_attention import LinearStates
 from apbv.model.parts import inspect_model
@@ -77,6 +78,7 @@ def test_what_is_wrong_is_left_out_with_a_warning(monkeypatch, wrong):
         "Gemma": ("rms_norm", triton_elementwise.rms_norm, "off by"),
     }[wrong]
     monkeypatch.setattr(triton_elementwise, kernel, function)
+    monkeypatch.setattr("apbv.model.fused.implementation", implementation.__wrapped__)
     model = families.build_model("llama", layers=2)
     if wrong == "Gemma":
         for layer in model.get_decoder().layers:

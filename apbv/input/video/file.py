@@ -49,6 +49,7 @@ class VideoInfo:
         most_pixels: of the largest frame, as far as keyframes tell; frames are scaled to the first one's size.
         fps: frames per second on average: (num_frames - 1) / (last - first time); of a single frame what the
             container says.
+        has_constant_rate: whether every frame is shown at its number / ``fps``, to 50 ms.
         transpose, flip_vertical, flip_horizontal: how a stored image is displayed: transposed first, then flipped.
         duration: the length in seconds, with the last frame shown as long as the container says, else for a usual
             frame interval.
@@ -67,6 +68,7 @@ class VideoInfo:
     width: int
     most_pixels: int
     fps: float
+    has_constant_rate: bool
     duration: float
     clock: np.ndarray = field(repr=False)
     transpose: bool
@@ -79,11 +81,6 @@ class VideoInfo:
     def num_frames(self) -> int:
         """The number of frames that can be decoded."""
         return len(self.timestamps)
-
-    @property
-    def has_constant_rate(self) -> bool:
-        """Whether every frame is shown at its number / ``fps``, to 50 ms."""
-        return is_constant(self.timestamps, self.fps)
 
     def to_bytes(self) -> bytes:
         """Serialise it, for :meth:`from_bytes` on another host."""
@@ -143,7 +140,7 @@ class VideoFile(AbstractContextManager):
             self._can_skip = len(header) > 22 and header[0] == 1 and header[21] >> 3 & 7 == 1
         self.reader = PacketReader(codec.name, codec.extradata)
 
-    def list_times(self, check: Callable[[int], None]) -> tuple[np.ndarray, np.ndarray, float]:
+    def list_times(self, check: Callable[[int], None] | None) -> tuple[np.ndarray, np.ndarray, float]:
         """Read all packets for the frames' times and the keyframes'; none where these packets do not tell them.
 
         Args:
@@ -158,7 +155,8 @@ class VideoFile(AbstractContextManager):
         """
         container, codec, rows = self._container, self.stream.codec_context, []
         for packet in container.demux(self.stream):
-            check(len(rows))
+            if check is not None:
+                check(len(rows))
             if not packet.size:
                 continue  # the end of the stream, or a repeated frame in avi
             # In a broadcast a lost packet is normal, and the decoder tells which frames it hurts.
@@ -203,7 +201,7 @@ class VideoFile(AbstractContextManager):
         return listed, keys[keys[:, 0].argsort(kind="stable")], last
 
     def frames_from(
-        self, key: np.ndarray, wanted: Mapping[int, int], check: Callable[[], None] = lambda: None
+        self, key: np.ndarray, wanted: Mapping[int, int], check: Callable[[], None] | None = None
     ) -> Iterator[tuple[int, av.VideoFrame]]:
         """Decode from a keyframe on, and skip frames that are neither wanted nor needed.
 
@@ -222,7 +220,8 @@ class VideoFile(AbstractContextManager):
         key_time, unfed, seen, needed, has_begun = int(key[0]), dict(wanted), Counter(), True, False
         missing = total = sum(wanted.values())
         for packet in chain(self._packets_from(key), (None,)):
-            check()
+            if check is not None:
+                check()
             is_second = packet is not None and self.reader.read(packet, False)[1]
             # Nothing more is fed once the last wanted frame is in: the decoder is drained.
             if not unfed and not is_second:
@@ -304,7 +303,7 @@ class VideoFile(AbstractContextManager):
         yield from self.decode(None)
 
 
-def probe(path: str | os.PathLike, check: Callable[[int], None] = lambda number: None) -> VideoInfo:
+def probe(path: str | os.PathLike, check: Callable[[int], None] | None = None) -> VideoInfo:
     """List the frames of a file's video stream: of several the one that FFmpeg takes, but never a cover.
 
     This reads all packets and decodes one frame; it decodes all where packet times cannot be trusted (see
@@ -333,7 +332,8 @@ def probe(path: str | os.PathLike, check: Callable[[int], None] = lambda number:
         if first is None:
             times, lengths, most_pixels = [], [], 0
             for number, frame in enumerate(file.decode_all(threads=0)):
-                check(number)
+                if check is not None:
+                    check(number)
                 first = first or frame
                 times.append(frame.pts)
                 most_pixels = max(most_pixels, frame.width * frame.height)
@@ -353,8 +353,8 @@ def probe(path: str | os.PathLike, check: Callable[[int], None] = lambda number:
         if not timestamps[-1]:  # all the same: they tell nothing
             timestamps = np.arange(len(times)) / float(rate)
         fps = (len(times) - 1) / float(timestamps[-1]) if timestamps[-1] > 0 else float(rate)
-        interval, shown = 1 / fps, last * float(unit)
-        if is_constant(timestamps, fps):  # some containers' lengths are imprecise, or those of fields
+        interval, shown, has_constant_rate = 1 / fps, last * float(unit), is_constant(timestamps, fps)
+        if has_constant_rate:  # some containers' lengths are imprecise, or those of fields
             shown = shown if shown > 1.5 * interval else interval
         elif shown <= 0:
             shown = float(np.median(np.diff(timestamps)))
@@ -367,6 +367,7 @@ def probe(path: str | os.PathLike, check: Callable[[int], None] = lambda number:
             width=first.height if transpose else first.width,
             most_pixels=max(most_pixels, first.width * first.height),
             fps=fps,
+            has_constant_rate=has_constant_rate,
             duration=float(timestamps[-1]) + shown,
             clock=clock * float(unit),
             transpose=transpose,

@@ -14,7 +14,7 @@ from ...hosts import HostGroup
 from ...input.model_inputs import ModelInputs
 from ...input.visual import PromptError
 from ...model.parts import ModelParts
-from ...transfer import to_device
+from ...transfer import numbers_in, to_device
 from ..moving import move_rows
 
 
@@ -79,8 +79,8 @@ class SharedVideo:
         Returns:
             ``[frames that this host wants, h * w, x]``.
         """
-        held = [torch.arange(share.start, share.stop) for share in self.shares]
-        return move_rows(rows, held, [torch.tensor([*frames], dtype=torch.long) for frames in wanted], self.hosts)
+        wanted = [torch.tensor([*frames], dtype=torch.long) for frames in wanted]
+        return move_rows(rows, [*map(numbers_in, self.shares)], wanted, self.hosts)
 
     def kept(self, places: Tensor) -> KeptRows:
         """Keep rows as they are.

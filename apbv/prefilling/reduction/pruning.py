@@ -19,7 +19,7 @@ from ...input.visual import PromptError, VisualInput
 from ...model.parts import VIDEO_FAMILIES, ModelParts, hybrid_family
 from ...refusals import refuse
 from ...stats import StageTimer
-from ...transfer import to_device
+from ...transfer import numbers_in, to_device
 from ..encode import VisualRows, agree_on_chunks, all_rows
 from ..memory import HostMemory, Room
 from ..moving import move_rows
@@ -44,13 +44,13 @@ def require_usable(config: ReduceConfig | None, model: PreTrainedConfig, reuse: 
     refuse(hybrid=hybrid_family(model), kv_reuse=kv_reuse, reduction=config and config.method)
 
 
-def require_reducible(config: ReduceConfig | None, inputs: ModelInputs) -> None:
+def require_reducible(config: ReduceConfig, inputs: ModelInputs) -> None:
     """Reject a prompt that cannot be pruned.
 
     Raises:
         PromptError: frames are to be reduced, and the prompt has no video, or lacks tokens of its frames.
     """
-    if config is None or config.leaves_all:
+    if config.leaves_all:
         return
     if inputs.visual is None or all(item.kind == "image" for item in inputs.visual.items):
         has = "no video" if inputs.visual is None else "images only"
@@ -92,7 +92,7 @@ def reduce_prompt(
     room.require()
     num_bytes = visual.chunk_bytes or agree_on_chunks(hosts, parts.device, config.video.chunk_bytes)
     with hosts.local_stage("encode"), room.explained("encoding"):
-        rows = all_rows(parts, visual, source, num_bytes)
+        (rows,) = all_rows(parts, visual, visual.chunks(hosts.rank, num_bytes), source, [parts.row_width])
     with hosts.collective_stage("reduction"), room.explained("reduction"), timer.stage("exchange"):
         count = count_of(settings.ratio, num_in_frames(parts, inputs))
         stays, patches, values = choose_rows(parts, inputs, rows, hosts, REDUCERS[settings.method], count)
@@ -133,7 +133,7 @@ def choose_rows(
     mine[torch.cat([unreduced, *chosen])] = 1
     has = hosts.all_gather(mine.to(rows.device)).wait().bool().cpu()
     # A video's ending rows go to the host that has its last frame now, or stay if no host has any of it.
-    held = [torch.arange(piece.start, piece.stop) for piece in visual.pieces]
+    held = [*map(numbers_in, visual.pieces)]
     ending = [torch.arange(0)] * hosts.size
     for video in videos:
         frame, end = visual.frames[video.patches[-1]], slice(video.ending.start, video.ending.stop)
