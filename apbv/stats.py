@@ -133,8 +133,8 @@ class StageTimer:
         times = [*busy.values(), overlapping_seconds(runs), *ends]
         received = self._hosts.bytes_received - self._bytes_before
         everybody = self._hosts.gather_floats([*times, received, peak_memory_bytes(self._hosts.device)])
-        *slowest, received, peaks = zip(*everybody, strict=True)
-        *stages, overlap, ttft, total = [max(column) * 1e3 for column in slowest]
+        *slowest, received, peaks = np.array(everybody).T
+        *stages, overlap, ttft, total = (1e3 * np.max(slowest, axis=1)).tolist()
         stages = dict(zip(STAGES, stages, strict=True))
         decode = stages["decode"]
         return {
@@ -144,9 +144,9 @@ class StageTimer:
             "output_throughput": num_new_tokens * 1e3 / decode if num_new_tokens and decode else None,
             "stages_ms": stages,
             "overlap_ms": overlap,
-            "comm_bytes": [int(size) for size in received],
-            "comm_bytes_total": int(sum(received)),
-            "peak_memory_bytes": [int(peak) for peak in peaks],
+            "comm_bytes": received.astype(int).tolist(),
+            "comm_bytes_total": int(received.sum()),
+            "peak_memory_bytes": peaks.astype(int).tolist(),
         }
 
 

@@ -27,32 +27,25 @@ def start_moving(rows: Tensor, held: Sequence[Tensor], wanted: Sequence[Tensor],
     The result is ``[tokens wanted here, ...]``.
     """
     here, num_tokens = hosts.rank, max((int(own.max()) + 1 for own in held if len(own)), default=0)
-    sender = torch.zeros(num_tokens, dtype=torch.long)
-    missing = []  # for every host a mask of the wanted tokens that it has not
-    for host, (own, asked) in enumerate(zip(held, wanted, strict=True)):
-        sender[own] = host
-        has = torch.zeros(num_tokens, dtype=torch.bool)
-        has[own] = True
-        missing.append(~has[asked])
-    place = torch.zeros(num_tokens, dtype=torch.long)
+    place, anybody = torch.zeros(2, num_tokens, dtype=torch.long)
     place[held[here]] = torch.arange(len(held[here]))
-    if not any(mask.any() for mask in missing):
-        found = rows[to_device(place[wanted[here]], rows.device)]
-        return Exchange(lambda: found)
-    asked, mask = wanted[here], missing[here]
-    result = rows.new_empty(len(asked), *rows.shape[1:])
-    kept = (~mask).nonzero().flatten()
-    result[to_device(kept, rows.device)] = rows[to_device(place[asked[kept]], rows.device)]
-    outgoing = []
-    for theirs, lacking in zip(wanted, missing, strict=True):
-        tokens = theirs[lacking]
-        outgoing.append(rows[to_device(place[tokens[sender[tokens] == here]], rows.device)])
-    coming = [(mask & (sender[asked] == host)).nonzero().flatten() for host in range(hosts.size)]
+    for host, own in enumerate(held):
+        anybody[own] = host
+    # Of what each host wants.
+    senders = [anybody.index_fill(0, own, host)[wanted[host]] for host, own in enumerate(held)]
+    sent = [place[asked[by == here]] for asked, by in zip(wanted, senders, strict=True)]
+    outgoing = [rows[to_device(places, rows.device)] for places in sent]
+    mine = outgoing[here]
+    if all(bool((by == host).all()) for host, by in enumerate(senders)):
+        return Exchange(lambda: mine)
+    outgoing[here] = rows[:0]
+    coming = [(senders[here] == host).nonzero().flatten() for host in range(hosts.size)]
 
     def completed(received: list[Tensor]) -> Tensor:
-        for places, arrived in zip(coming, received, strict=True):
-            if len(places):
-                result[to_device(places, rows.device)] = arrived
+        result = rows.new_empty(len(wanted[here]), *rows.shape[1:])
+        for host, places in enumerate(coming):
+            result[to_device(places, rows.device)] = mine if host == here else received[host]
         return result
 
-    return hosts.all_to_all(outgoing, [(len(places), *rows.shape[1:]) for places in coming]).then(completed)
+    shapes = [(0 if host == here else len(places), *rows.shape[1:]) for host, places in enumerate(coming)]
+    return hosts.all_to_all(outgoing, shapes).then(completed)
