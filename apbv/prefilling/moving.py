@@ -17,29 +17,24 @@ def move_rows(rows: Tensor, held: Sequence[Tensor], wanted: Sequence[Tensor], ho
 def start_moving(rows: Tensor, held: Sequence[Tensor], wanted: Sequence[Tensor], hosts: HostGroup) -> Exchange:
     """Start sending every host the rows of the tokens that it needs; collective, and without cost if all have them.
 
-    A host that has a token's row, as all have an anchor's, uses its own. Otherwise exactly one host has it.
-
     Args:
         rows: ``[T, ...]`` of this host.
-        held: for every host the tokens whose rows it has, in their order; int64.
+        held: for every host the tokens whose rows it alone has, in their order; int64.
         wanted: for every host the tokens that it wants, in the order that it wants them in.
 
     The result is ``[tokens wanted here, ...]``.
     """
     here, num_tokens = hosts.rank, max((int(own.max()) + 1 for own in held if len(own)), default=0)
-    place, anybody = torch.zeros(2, num_tokens, dtype=torch.long)
-    place[held[here]] = torch.arange(len(held[here]))
+    place, sender = torch.zeros(2, num_tokens, dtype=torch.long)
     for host, own in enumerate(held):
-        anybody[own] = host
-    # Of what each host wants.
-    senders = [anybody.index_fill(0, own, host)[wanted[host]] for host, own in enumerate(held)]
-    sent = [place[asked[by == here]] for asked, by in zip(wanted, senders, strict=True)]
+        place[own], sender[own] = torch.arange(len(own)), host
+    sent = [place[asked[sender[asked] == here]] for asked in wanted]
     outgoing = [rows[to_device(places, rows.device)] for places in sent]
     mine = outgoing[here]
-    if all(bool((by == host).all()) for host, by in enumerate(senders)):
+    if all(bool((sender[asked] == host).all()) for host, asked in enumerate(wanted)):
         return Exchange(lambda: mine)
     outgoing[here] = rows[:0]
-    coming = [(senders[here] == host).nonzero().flatten() for host in range(hosts.size)]
+    coming = [(sender[wanted[here]] == host).nonzero().flatten() for host in range(hosts.size)]
 
     def completed(received: list[Tensor]) -> Tensor:
         result = rows.new_empty(len(wanted[here]), *rows.shape[1:])

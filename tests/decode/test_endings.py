@@ -116,7 +116,7 @@ def test_a_request_ends_on_every_host_between_chunks_and_layers(pool, hosts, fai
 
 
 def fails_at_token_job(hosts: HostGroup, way: str, rank: int) -> tuple:
-    """What is raised where a callback fails on one host at its second token, and how many tokens it heard."""
+    """What is raised where a callback fails on one host at its second token, how many it heard, and how many came."""
     engine, heard = engine_of(way, hosts), []
 
     def on_token(token: int) -> None:
@@ -126,12 +126,14 @@ def fails_at_token_job(hosts: HostGroup, way: str, rank: int) -> tuple:
 
     with pytest.raises((KeyError, HostError), match="of the caller") as raised:
         engine.generate(QUESTION, **VIDEO, on_token=on_token)
-    assert not hosts.is_broken and engine.generate(QUESTION, **VIDEO).token_ids
-    return raised.type.__name__, len(heard)
+    assert not hosts.is_broken
+    return raised.type.__name__, len(heard), len(engine.generate(QUESTION, **VIDEO).token_ids)
 
 
 @pytest.mark.parametrize(("way", "hosts", "rank"), [("plain", 2, 0), ("tree", 2, 1)])
 def test_a_callback_that_fails_ends_its_answer_and_no_more(pool, way, hosts, rank):
     found = pool.run(hosts, fails_at_token_job, way, rank)
-    assert [name for name, _ in found] == ["KeyError" if host == rank else "HostError" for host in range(hosts)]
+    assert [name for name, *_ in found] == ["KeyError" if host == rank else "HostError" for host in range(hosts)]
     assert found[rank][1] == 2
+    if rank == 0:  # which says where an answer ends
+        assert all(num_heard < num_tokens for _, num_heard, num_tokens in found)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from apbv import HostGroup, PrefillConfig, ReduceConfig, prefill
+from apbv import HostGroup, PrefillConfig, ReduceConfig, prefill, stats
 from apbv.kv.placement import ShardedKV
 from apbv.model.parts import inspect_model
 from apbv.prefilling import encode, memory
@@ -60,6 +60,14 @@ def test_what_waits_to_be_collected_counts_as_free(monkeypatch):
     free = iter([1, 2**40])
     monkeypatch.setattr(memory, "free_memory_bytes", lambda device, swaps: next(free))
     assert prefill(build("llama", torch.float32), text_batch(TOKENS), hosts=HostGroup.single("cpu")).num_tokens
+
+
+@pytest.mark.parametrize(("swap", "ended"), [(0, "NotEnoughMemoryError: "), (2**40, "nothing raised")])
+def test_what_the_machine_can_swap_out_counts_as_free(monkeypatch, swap, ended):
+    figures = {"MemAvailable": 1, "SwapFree": swap}
+    monkeypatch.setattr(stats, "_kernels_figure", lambda name, of="meminfo": figures.get(name))
+    model, batch = build("llama", torch.float32), text_batch(TOKENS)
+    assert described(lambda: prefill(model, batch, hosts=HostGroup.single("cpu"))).startswith(ended)
 
 
 STAGES = {"encoding": (encode, "_features"), "reduction": (pruning, "choose_rows")}

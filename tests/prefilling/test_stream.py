@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from apbv import Engine, HostGroup, PrefillConfig, SpeculativeConfig, VideoConfig
+from apbv import Engine, HostError, HostGroup, PrefillConfig, SpeculativeConfig, VideoConfig
 from apbv.input.pixels import KeptPixels, SourcePixels, VideoReader, ahead
 from apbv.input.skeleton import SampledVideo
 from apbv.input.video import VideoError, probe
@@ -100,6 +100,30 @@ def test_a_failure_on_one_host_fails_all_and_breaks_nothing(pool, checkpoints, c
         assert tokens == others == first[0][2]
     assert "broken.mp4" in last[0][0]
     assert all(left <= 0 for _, left, _ in first + last), "threads go on after the request"
+
+
+def too_few_job(hosts: HostGroup, clip: str) -> str:
+    """What is raised where the last host's tower makes a row too few, before a prompt that succeeds."""
+    model = families.build_model("qwen2_5_vl")
+    engine = Engine(model, families.build_processor("qwen2_5_vl"), hosts, PREFILL)
+    encode = model.model.get_video_features
+
+    def shortened(*args, **kwargs):
+        features = encode(*args, **kwargs)
+        features.pooler_output = [rows[: len(rows) - (hosts.rank == hosts.size - 1)] for rows in features.pooler_output]
+        return features
+
+    model.model.get_video_features = shortened
+    with pytest.raises((ValueError, HostError), match="the model's tower returned 5 embeddings for 6 pl") as raised:
+        engine.prefill(QUESTION, video=clip, num_frames=FRAMES)
+    model.model.get_video_features = encode
+    engine.prefill(QUESTION, video=clip, num_frames=FRAMES)
+    return raised.typename
+
+
+@pytest.mark.parametrize("num_hosts", [1, 2])
+def test_a_tower_has_to_make_a_row_for_every_placeholder(pool, clip, num_hosts):
+    assert pool.run(num_hosts, too_few_job, str(clip)) == ["HostError", "ValueError"][-num_hosts:]
 
 
 def pixels_of(clip: Path | str, first: int = 0, num_patches: int = 6) -> tuple[SourcePixels, list[range]]:
