@@ -166,7 +166,7 @@ class _Rounds:
                         require_as_many(rows, len(self._made[hosts.rank][number]))
                     except Exception as caught:
                         self._error = caught
-                under_way.append(self._start(number, None if self._error else rows))
+                under_way.append(self._start(number, rows if self._error is None else None))
                 is_full = len(under_way) == _MOST_ROUNDS_UNDER_WAY
                 if is_full and not self._finish(*under_way.popleft(), timer):
                     break
@@ -201,9 +201,10 @@ class _Rounds:
             with timer.stage("exchange"):
                 received = rows.wait()
                 if not failures.wait().any():
-                    places = to_device(places, received.device)
-                    for local, stream in zip(self._local, received.chunk(len(self._local), dim=-1), strict=True):
-                        local.index_copy_(0, places, stream)
+                    for which, of_host in received:
+                        at, streams = to_device(places[which], of_host.device), of_host.chunk(len(self._local), dim=-1)
+                        for local, stream in zip(self._local, streams, strict=True):
+                            local.index_copy_(0, at, stream)
         except HostError:
             raise
         except Exception as caught:  # such as the caller's on_stage: sent in the next round
