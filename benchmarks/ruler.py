@@ -214,7 +214,7 @@ def in_turn(options: argparse.Namespace, hosts: HostGroup, jobs: list[Job], stop
 
 def in_processes(options: argparse.Namespace, jobs: list[Job], stop: float) -> Iterator[list[dict]]:
     """Yield the records of jobs that processes answer at the same time, until a time, as they are done."""
-    arguments = (options.processes, get_context("spawn"), _begin, (options,))
+    arguments = (options.processes, get_context("forkserver"), _begin, (options,))
     with ProcessPoolExecutor(*arguments) as pool:
         for done in as_completed([pool.submit(_answer, job, stop) for job in jobs]):
             yield done.result()

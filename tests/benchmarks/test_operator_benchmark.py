@@ -4,20 +4,19 @@ import json
 import statistics
 from functools import partial
 
-import jsonschema
 import operators
 import pytest
 import torch
 
 from apbv.kernels import reference
 
-from scripts import figures_of, schema_of
+from scripts import figures_of, validator_of
 
 
 @pytest.fixture
 def benchmark(tmp_path):
     """Runs the benchmark in this process: its exit status and records."""
-    schema = schema_of("operators")
+    validator = validator_of("operators")
 
     def run(*options):
         path = tmp_path / "figures.jsonl"
@@ -25,7 +24,7 @@ def benchmark(tmp_path):
         status = operators.main([str(argument) for argument in arguments])
         records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
         for record in records:
-            jsonschema.validate(record, schema)
+            validator.validate(record)
         return status, records
 
     return run

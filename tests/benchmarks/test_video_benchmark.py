@@ -4,13 +4,12 @@ import json
 import statistics
 from types import SimpleNamespace
 
-import jsonschema
 import numpy as np
 import pytest
 import video
 import video_kinds
 
-from scripts import schema_of
+from scripts import validator_of
 from support.videos.worker import STAGES, Job
 
 
@@ -20,7 +19,7 @@ def run(tmp_path):
 
     In this process, because those that scripts run in for tests may have none of their own.
     """
-    schema = schema_of("video")
+    validator = validator_of("video")
 
     def run(*options):
         path = tmp_path / "figures.jsonl"
@@ -28,7 +27,7 @@ def run(tmp_path):
         status = video.main([str(argument) for argument in arguments])
         records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
         for record in records:
-            jsonschema.validate(record, schema)
+            validator.validate(record)
         return status, records
 
     return run

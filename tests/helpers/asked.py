@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from types import ModuleType
 
-import jsonschema
+from jsonschema import Draft202012Validator
 
 from scripts import BENCHMARKS
 from support.evaluation.scoring import Run, runs_of
@@ -37,8 +37,8 @@ def answered(benchmark: ModuleType, results: Path, *options, status: int = 0) ->
 def run_in(path: Path) -> Run:
     """The only run in a file of answers, which keep to their schema."""
     records = read_records([path])
-    schema = json.loads((BENCHMARKS / "schemas" / "answers.json").read_text())
+    validator = Draft202012Validator(json.loads((BENCHMARKS / "schemas" / "answers.json").read_text()))
     for record in records:
-        jsonschema.validate(record, schema)
+        validator.validate(record)
     (run,) = runs_of(records)
     return run

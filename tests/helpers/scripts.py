@@ -9,12 +9,14 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from multiprocessing import Process
 from pathlib import Path
 from subprocess import CompletedProcess
 
-import jsonschema
 import torch.distributed as dist
+from jsonschema import Draft202012Validator
+from jsonschema.protocols import Validator
 
 from patience import limit
 from pool import exit_statuses, start
@@ -120,14 +122,17 @@ def valid_records(name: str, path: Path) -> list[dict]:
     records = [json.loads(line) for line in path.read_text().splitlines()]
     for record in records:
         assert record["benchmark"] in (name, f"batch_{name}")
-        jsonschema.validate(record, schema_of(record["benchmark"]))
+        validator_of(record["benchmark"]).validate(record)
     return records
 
 
-def schema_of(name: str) -> dict:
-    """The schema of a benchmark's records."""
+@cache
+def validator_of(name: str) -> Validator:
+    """The schema of a benchmark's records, which is checked itself only once."""
     schemas = json.loads((BENCHMARKS / "schemas" / "benchmarks.json").read_text())
-    return {**schemas, "$ref": f"#/$defs/{name}"}
+    schema = {**schemas, "$ref": f"#/$defs/{name}"}
+    Draft202012Validator.check_schema(schema)
+    return Draft202012Validator(schema)
 
 
 def assert_one_line_error(name: str, options: list, message: str, capsys) -> None:
