@@ -125,7 +125,6 @@ def test_methods_differ_where_they_should(run, tmp_path):
     assert right("apbv") >= full - 1 > right("star")
 
 
-@pytest.mark.thorough
 def test_accuracy_goes_on_where_its_file_ends(tmp_path):
     labels = ["full", "star", "apbv", "slowfast, 0.5", "full, draft by hippo, 0.1"]
     labels[4:4] = dropped = ["dycoke, 0.25", "dycoke, random, 0.25", "dycoke, needles kept, 0.25"]
@@ -179,7 +178,6 @@ def of_clip(tmp_path, *options) -> list:
     return ["--clips", 1, "--shots", 16, "--max-new-tokens", 12, "--folder", tmp_path / "clips", *options]
 
 
-@pytest.mark.thorough
 def test_a_papers_table_of_drafts(run, tmp_path):
     options = of_clip(tmp_path, "--preset", "hippo3", "--tasks", "describe")
     records, _ = run("speculative", *options, hosts=2)
@@ -201,7 +199,6 @@ def test_drafts_behind_one_prefill_of_the_target(run, tmp_path):
     assert all(record["identical"] and record["end_to_end_speedup"] is None for record in records)
 
 
-@pytest.mark.thorough
 def test_drafts_in_batches(run, tmp_path):
     options = of_clip(tmp_path, "--clips", 2, "--batch", 1, 2, "--strategies", "std", "--scale", 2)
     records, _ = run("speculative", *options, hosts=2)
@@ -232,7 +229,6 @@ def test_views_of_a_draft(run, tmp_path):
 # ---- the server, and KV on its way to another process ----
 
 
-@pytest.mark.thorough
 def test_the_server_beside_the_engine(run):
     options = ["--requests", 3, "--concurrency", 1, 3, "--frames", 16, "--max-new-tokens", 6, "--ignore-eos"]
     records, _ = run("serving", *options, "--max-running", 1, "all", "--batch", hosts=2)
@@ -262,7 +258,6 @@ def test_servers_at_a_rate_of_requests(run):
         assert record["goodput"] == record["request_throughput"] and record["concurrency"] in (1, None)
 
 
-@pytest.mark.thorough
 def test_short_requests_beside_heavy_ones(run):
     """It fails where answers differ."""
     options = ["--side", 96, "--frames", 8, "--pictures", 3, "--words", 300]
@@ -273,7 +268,6 @@ def test_short_requests_beside_heavy_ones(run):
         assert len(record["samples"]["heavy_alone_ms"]) == len(record["samples"]["heavy_beside_ms"]) == 1
 
 
-@pytest.mark.thorough
 def test_kv_to_another_process(run):
     """It compares what arrives with what was sent, and fails where they differ."""
     options = ["--tokens", 200, "--rounds", 1, "--shapes", "qwen2.5-vl-3b"]
