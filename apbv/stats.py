@@ -126,8 +126,8 @@ class StageTimer:
         Args:
             num_new_tokens: tokens of the answer, for ``output_throughput``.
         """
-        first = self._first_token or self.prefilled
-        (runs, ends), busy = self._measured(first, self._hosts.moment()), dict.fromkeys(STAGES, 0.0)
+        runs, ends = self._measured(self._first_token or self.prefilled, self._hosts.moment())
+        busy = dict.fromkeys(STAGES, 0.0)
         for name, began, ended in runs:
             busy[name] += ended - began
         times = [*busy.values(), overlapping_seconds(runs), *ends]

@@ -1,12 +1,9 @@
 """The demo model asked by the benchmarks of questions, about clips of its kind."""
 
-import json
 from pathlib import Path
 from types import ModuleType
 
-from jsonschema import Draft202012Validator
-
-from scripts import BENCHMARKS
+from scripts import validator_of
 from support.evaluation.scoring import Run, runs_of
 from support.records import read_records
 
@@ -37,8 +34,7 @@ def answered(benchmark: ModuleType, results: Path, *options, status: int = 0) ->
 def run_in(path: Path) -> Run:
     """The only run in a file of answers, which keep to their schema."""
     records = read_records([path])
-    validator = Draft202012Validator(json.loads((BENCHMARKS / "schemas" / "answers.json").read_text()))
     for record in records:
-        validator.validate(record)
+        validator_of(None, "answers.json").validate(record)
     (run,) = runs_of(records)
     return run

@@ -127,10 +127,10 @@ def valid_records(name: str, path: Path) -> list[dict]:
 
 
 @cache
-def validator_of(name: str) -> Validator:
-    """The schema of a benchmark's records, which is checked itself only once."""
-    schemas = json.loads((BENCHMARKS / "schemas" / "benchmarks.json").read_text())
-    schema = {**schemas, "$ref": f"#/$defs/{name}"}
+def validator_of(name: str | None, file: str = "benchmarks.json") -> Validator:
+    """The schema of a benchmark's records, or a whole file's, which is checked itself only once."""
+    schema = json.loads((BENCHMARKS / "schemas" / file).read_text())
+    schema |= {} if name is None else {"$ref": f"#/$defs/{name}"}
     Draft202012Validator.check_schema(schema)
     return Draft202012Validator(schema)
 

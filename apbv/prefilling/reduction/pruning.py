@@ -140,7 +140,7 @@ def choose_rows(
         has_last = has[:, frame.start : frame.stop].any(dim=1)
         for host, share in enumerate(visual.patches):
             if has_last[host] or (not has_last.any() and video.patches[-1] in share):
-                ending[host] = torch.cat([ending[host], torch.arange(end.start, end.stop)])
+                ending[host] = torch.cat([ending[host], numbers_in(video.ending)])
                 has[host, end] = True
     values = [rows[to_device(unreduced - first, rows.device)], *values, move_rows(rows, held, ending, hosts)]
     values, order = torch.cat(values), torch.cat([unreduced, *chosen, ending[hosts.rank]]).argsort()
