@@ -107,7 +107,12 @@ class ContextLayout:
         return replace(self, passing_len=max(self.passing_len, self.early_passing_len))
 
     def in_layer(self, layer: int, num_layers: int) -> "ContextLayout":
-        """Return the layout that one of the decoder's layers has."""
+        """Return the layout that one of the decoder's layers has.
+
+        Args:
+            layer: its number among all layers, from 0.
+            num_layers: how many there are.
+        """
         return self.early if 4 * layer < num_layers else self
 
     @property

@@ -157,10 +157,16 @@ class DecoderSizes:
         """Count the numbers of one token's K and V in all layers."""
         return 2 * self.kv_layers * self.kv_heads * self.head_dim
 
+    @cached_property
+    def attention_layers(self) -> tuple[int, ...]:
+        """The numbers, among all of the decoder, of the layers that have attention, and thus KV."""
+        linear_layers = () if self.linear is None else self.linear.layers
+        return tuple(layer for layer in range(self.layers) if layer not in linear_layers)
+
     @property
     def kv_layers(self) -> int:
         """How many layers have attention, and thus KV."""
-        return self.layers - (0 if self.linear is None else len(self.linear.layers))
+        return len(self.attention_layers)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from ..kv.cache import ShardedCache
 from ..kv.placement import ShardedKV
 from ..model.attention import apbv_attention
 from ..model.linear_attention import LinearStates
-from ..model.parts import ModelParts, inspect_model
+from ..model.parts import DecoderSizes, ModelParts, inspect_model
 from ..model.row_chunks import rows_in_chunks
 from ..model.vision_attention import packed_attention
 from ..stats import StageTimer, reset_peak_memory
@@ -105,7 +105,7 @@ def prefill(
 
     # Plan.
     with hosts.local_stage("prefill planning"), timer.stage("preprocess"):
-        method = _plan(inputs, hosts, config, parts.sizes.layers, watcher)
+        method = _plan(inputs, hosts, config, parts.sizes, watcher)
         memory = host_memory(
             parts.sizes,
             method.layout,
@@ -165,7 +165,7 @@ def ready_for_prefills(parts: ModelParts) -> Iterator[None]:
 
 
 def _plan(
-    inputs: ModelInputs, hosts: HostGroup, config: PrefillConfig, num_layers: int, watcher: Watcher | None
+    inputs: ModelInputs, hosts: HostGroup, config: PrefillConfig, sizes: DecoderSizes, watcher: Watcher | None
 ) -> PrefillMethod:
     """Choose the method and its layout for a prompt.
 
@@ -182,7 +182,7 @@ def _plan(
                 + (", exactly" if config.sparse is None else "")
             )
         method_type = method_alone(config)
-    method = method_type(layout, hosts, config, num_layers)
+    method = method_type(layout, hosts, config, sizes)
     if watcher is not None and layout.is_split and not len(layout.query):
         raise ValueError(
             f"cannot observe the question's attention with {method.name}: the question is split across the hosts, too"

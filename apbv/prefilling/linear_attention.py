@@ -33,14 +33,16 @@ class SplitLinearAttention:
         layout: the tokens that each host computes.
         hosts: the hosts that compute.
         states: gets the states after the last token.
-        has_query: whether the query is among the tokens; else the states are those after the context.
+        keeps_query: whether the states are those after the query; else they are those after the context: the query
+            then only ranks KV pairs, and runs again after this pass.
     """
 
-    def __init__(self, layout: ContextLayout, hosts: HostGroup, states: LinearStates, has_query: bool):
+    def __init__(self, layout: ContextLayout, hosts: HostGroup, states: LinearStates, keeps_query: bool):
         self._layout, self._hosts, self._states = layout, hosts, states
+        self._keeps_query = keeps_query
         *blocks, query = layout.block_rows(hosts.rank) if layout.is_split else (range(layout.num_tokens),)
         self._blocks = dict(zip(layout.virtual_hosts(hosts.rank), blocks, strict=True))
-        self._query = query if has_query else range(query.start, query.start)
+        self._query = query
         self._copy, self._anchor = range(0), range(layout.anchor_len)
         if layout.anchor_copy:
             self._copy, self._anchor = self._anchor, range(layout.anchor_len, layout.anchor_len)
@@ -71,7 +73,7 @@ class SplitLinearAttention:
                 inputs = torch.cat([earlier, mixed[:, :, part.start : part.stop]], dim=2)
                 out[:, :, part.start : part.stop] = function(inputs)[:, :, width:]
                 earlier = inputs[:, :, -width:]
-        self._last_inputs[layer] = _with_inputs(before, mixed, self._query)
+        self._last_inputs[layer] = _with_inputs(before, mixed, self._query) if self._keeps_query else before
         return out
 
     def attend(self, layer: int, inputs: tuple[Tensor, ...], function: Rule) -> Tensor:
@@ -88,7 +90,9 @@ class SplitLinearAttention:
                 run(self._blocks[block], state)
             bias, transition = maps[place].split([v.shape[3], k.shape[3]], dim=-1)
             state = transition @ state + bias
-        self._states.put(layer, self._last_inputs.pop(layer), run(self._query, state))
+        after_query = run(self._query, state)
+        last_state = after_query if self._keeps_query else state
+        self._states.put(layer, self._last_inputs.pop(layer), last_state)
         return out
 
     def _start_exchange(self, inputs: tuple[Tensor, ...], function: Rule, nothing: Tensor) -> Exchange | None:

@@ -29,6 +29,7 @@ class DenseOracle:
         early_passing_len: l_p in the first quarter of the layers, where it is more.
         num_passed: l_p in the layer that runs.
         keys, values: what each layer saw, ``[1, Hkv, n, D]``.
+        masks: which keys each token saw in each layer, bool ``[Hq, n, n]``.
     """
 
     anchor_len: int
@@ -42,6 +43,7 @@ class DenseOracle:
     num_passed: int = 0
     keys: list = field(default_factory=list)
     values: list = field(default_factory=list)
+    masks: list = field(default_factory=list)
 
     def blocks(self) -> list[list[int]]:
         context = list(range(self.anchor_len, self.query_start))
@@ -104,13 +106,37 @@ class DenseOracle:
             for block in map(torch.tensor, filter(None, self.blocks())):
                 own = query[0, :, block], key[0, :, block]
                 visible[0, :, block[:, None], block] &= chosen_pairs(*own, scale, self.sparse)
-        k, v = (states.repeat_interleave(group, dim=1) for states in (key, value))
-        weights = (query @ k.transpose(-1, -2) * scale).masked_fill(~visible, float("-inf")).softmax(dim=-1)
-        return (weights @ v).transpose(1, 2).contiguous(), None
+        self.masks.append(visible[0])
+        return masked_attention(query, key, value, visible, scale), None
+
+
+@dataclass
+class ContextOracle:
+    """Attention for the context alone, with the masks that its tokens had beside the query.
+
+    Attributes:
+        masks: those of the next layers.
+    """
+
+    masks: list
+
+    def attend(self, module, query, key, value, attention_mask, scaling=None, **kwargs):
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        n = query.shape[2]
+        visible = self.masks.pop(0)[None, :, :n, :n]
+        return masked_attention(query, key, value, visible, scale), None
+
+
+def masked_attention(query, key, value, visible, scale):
+    """Attention ``[1, n, Hq, D]`` to the visible keys, bool ``[1, Hq, n, n]``."""
+    group = query.shape[1] // key.shape[1]
+    k, v = (states.repeat_interleave(group, dim=1) for states in (key, value))
+    weights = (query @ k.transpose(-1, -2) * scale).masked_fill(~visible, float("-inf")).softmax(dim=-1)
+    return (weights @ v).transpose(1, 2).contiguous()
 
 
 @contextmanager
-def with_attention(model, oracle: DenseOracle):
+def with_attention(model, oracle: DenseOracle | ContextOracle):
     """Give the language model the oracle's attention."""
     AttentionInterface.register("dense_oracle", oracle.attend)
     config = model.get_decoder().config
@@ -136,17 +162,19 @@ def run_oracle(model, batch, oracle: DenseOracle):
     """Logits ``[1, V]`` of the last token with the oracle's attention in every layer of the language model.
 
     With a separate query pass (text models only) the query runs a second time, with the model's own
-    attention, over the context's keys and values of the first.
+    attention, after the context alone: over its keys and values, and a hybrid's states after it.
     """
     with with_attention(model, oracle):
         logits = model(**batch, use_cache=False).logits[:, -1]
     if not oracle.separate_query:
         return logits
-    cache = DynamicCache()
-    for layer, states in enumerate(zip(oracle.keys, oracle.values, strict=True)):
-        cache.update(*(s[:, :, : oracle.query_start] for s in states), layer)
-    logits = model(input_ids=batch["input_ids"][:, oracle.query_start :], past_key_values=cache).logits
-    oracle.keys, oracle.values = ([getattr(layer, n) for layer in cache.layers] for n in ("keys", "values"))
+    cache = DynamicCache(config=model.config)
+    context, query = batch["input_ids"].tensor_split([oracle.query_start], dim=1)
+    with with_attention(model, ContextOracle(oracle.masks)):
+        model(input_ids=context, past_key_values=cache)
+    logits = model(input_ids=query, past_key_values=cache).logits
+    attending = [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]
+    oracle.keys, oracle.values = ([getattr(layer, name) for layer in attending] for name in ("keys", "values"))
     return logits[:, -1]
 
 

@@ -1,6 +1,7 @@
 """Tiny models and their prompts, and what Hugging Face's own attention makes of them."""
 
 import threading
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -126,15 +127,22 @@ def _states_of(layer) -> tuple:
     return (layer.keys, layer.values) if hasattr(layer, "keys") else (layer.conv_states[0], layer.recurrent_states[0])
 
 
+@contextmanager
+def unwritten_memory_is_nan():
+    """Let PyTorch fill tensors with NaN, or with their largest integer, until they are written."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def prefilled(hosts, family: str, batch: dict, query_start: int | None, settings: dict, dtype=torch.float64):
     """A state, and what of it travels, made where memory holds NaN until it is written."""
     inputs = as_inputs(family, batch, query_start, hosts, dtype)
     config = PrefillConfig(**{"on_single_host": True, **settings})
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
+    with unwritten_memory_is_nan():
         state = prefill(build(family, dtype), inputs, hosts=hosts, config=config)
-    finally:
-        torch.use_deterministic_algorithms(False)
     names = ("logits", "num_tokens", "exact", "method", "density", "reduction")
     facts = {name: getattr(state, name) for name in names} | {"start": inputs.context_start}
     return state, SimpleNamespace(kv=kv_of(state.to_dynamic_cache()), query_start=inputs.query_start, **facts)

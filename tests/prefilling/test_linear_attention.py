@@ -10,6 +10,7 @@ import apbv
 from apbv import (
     Engine,
     HostGroup,
+    ModelInputs,
     PrefillConfig,
     PrefillResult,
     ReduceConfig,
@@ -19,11 +20,12 @@ from apbv import (
     plan,
 )
 from apbv.kv.facts import StorageError
+from apbv.model.parts import inspect_model
 from apbv.prefilling import linear_attention
 
 import families
 from answers import plain_tokens
-from oracle import DenseOracle, as_double, run_oracle, with_attention
+from oracle import DenseOracle, as_double, oracle_of, run_oracle, with_attention
 from prompts import (
     UNCOMPRESSED,
     batch_of,
@@ -38,6 +40,7 @@ from prompts import (
     relative_error,
     reset_rope,
     text_batch,
+    unwritten_memory_is_nan,
     video_batch,
 )
 
@@ -101,6 +104,42 @@ def test_attention_is_compressed_and_linear_attention_is_not(on_hosts, family, n
         assert relative_error(result.logits, expected) < CLOSE
     exact, _ = hugging_face(family, torch.float64, as_double(batch))
     assert relative_error(expected, exact) > 10 * CLOSE  # something was compressed
+
+
+# Layers of attention among those of the decoder: 1, 3, 5 and 7 of eight, so only the first is an early one.
+COMPRESSED = {
+    "a separate query": {"fused_query": False},
+    "APB": {"method": "apb"},
+    "early": {"early_passing_len": 8},
+    "early, a separate query": {"passing_len": 0, "early_passing_len": 5, "method": "apb"},
+}
+
+
+def deep_model():
+    return families.build_model("qwen3_next", dtype=torch.float64, layers=8)
+
+
+def deep_job(hosts: HostGroup, batch: dict, query_start: int, settings: dict) -> torch.Tensor:
+    model = deep_model()
+    inputs = ModelInputs.from_processor(inspect_model(model), batch, hosts, query_start)
+    with unwritten_memory_is_nan():
+        return apbv.prefill(model, inputs, hosts=hosts, config=PrefillConfig(**settings)).logits
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("variant", "num_hosts"), [(name, 2 + row % 2) for row, name in enumerate(COMPRESSED)])
+def test_what_ranks_and_passes_pairs_is_that_of_the_dense_oracle(on_hosts, variant, num_hosts):
+    """Also where the query runs on its own after the context, in whose pass it only ranks."""
+    settings = {"passing_len": 3, "anchor_len": 11, **COMPRESSED[variant]}
+    batch = text_batch(131 + num_hosts)
+    results = on_hosts(num_hosts, deep_job, batch, 121, settings)
+    model = deep_model()
+    oracle = oracle_of(settings, num_hosts, 121, 0)
+    expected = run_oracle(model, batch, oracle)
+    for logits in results:
+        assert relative_error(logits, expected) < CLOSE
+    exact = model(**batch).logits[:, -1]
+    assert relative_error(expected, exact) > 10 * CLOSE
 
 
 @torch.no_grad()

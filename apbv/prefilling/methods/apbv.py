@@ -18,6 +18,7 @@ from ...kernels.runs import Segment
 from ...kernels.torch_attention import empty_output
 from ...layout import ContextLayout, plan_layout, with_question_in_anchor
 from ...model.attention import gather_and_merge
+from ...model.parts import DecoderSizes
 from .base import PrefillMethod, State
 from .importance import RANKED_BY_PROBABILITY, importance_of
 
@@ -29,9 +30,9 @@ class ApbvMethod(PrefillMethod):
     passes_on = True
     settings: ClassVar[dict[str, bool]] = {}  # what it fixes of the config
 
-    def __init__(self, layout: ContextLayout, hosts: HostGroup, config: PrefillConfig, num_layers: int):
+    def __init__(self, layout: ContextLayout, hosts: HostGroup, config: PrefillConfig, sizes: DecoderSizes):
         config = replace(config, **self.settings)
-        super().__init__(layout, hosts, config, num_layers)
+        super().__init__(layout, hosts, config, sizes)
         self.separate_query = not config.fused_query
         blocks = layout.virtual_hosts(hosts.rank)
         self._anchor = range(layout.anchor_len)
@@ -130,7 +131,7 @@ class ApbvMethod(PrefillMethod):
         Args:
             seen: gets the query's attention to this block, if its lse was needed to rank the pairs.
         """
-        layout = self.layout.in_layer(states.layer, self.num_layers)
+        layout = self.layout_in(states.layer)
         if layout.max_passed == 0:
             return None
         k, scale = states.k, states.scale

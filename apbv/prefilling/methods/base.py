@@ -19,6 +19,7 @@ from ...layout import (
     shared_out_layout,
     single_host_layout,
 )
+from ...model.parts import DecoderSizes
 from .block_attention import BlockAttention
 
 State = tuple[Tensor, Tensor]  # a partial result: out [B, Hq, S, D], lse [B, Hq, S]
@@ -33,7 +34,7 @@ class PrefillMethod(ABC):
         splits: whether hosts share a prompt; else host 0 computes it.
         zigzag: whether the default :meth:`plan` gives each host two blocks, an early and a late one.
         blocks: computes chosen blocks of attention, as the config says; None if attention is dense.
-        num_layers: the decoder's.
+        sizes: the decoder's.
         separate_query: whether the query runs in a second forward pass, after the context's.
         passes_on: whether context blocks pass KV pairs on to other hosts.
         attend: :func:`apbv.kernels.segmented_attention` with the configured backend.
@@ -46,8 +47,11 @@ class PrefillMethod(ABC):
     passes_on: ClassVar[bool] = False
     separate_query: bool = False
 
-    def __init__(self, layout: ContextLayout, hosts: HostGroup, config: PrefillConfig, num_layers: int):
-        self.layout, self.hosts, self.config, self.num_layers = layout, hosts, config, num_layers
+    def __init__(self, layout: ContextLayout, hosts: HostGroup, config: PrefillConfig, sizes: DecoderSizes):
+        self.layout = layout
+        self.hosts = hosts
+        self.config = config
+        self.sizes = sizes
         self.attend = partial(segmented_attention, backend=config.backend)
         sparse = config.sparse_attention
         is_dense = sparse is None or sparse.computes_all
@@ -57,6 +61,15 @@ class PrefillMethod(ABC):
     def gives_exact_kv(self) -> bool:
         """Whether this prompt's KV is that of full attention, which a copy in front of blocks changes."""
         return self.blocks is None and (self.is_exact or (self.passes_on and self.layout.passes_all))
+
+    def layout_in(self, layer: int) -> ContextLayout:
+        """Return the layout that a layer of attention has: the first quarter of the decoder may pass on more.
+
+        Args:
+            layer: its number among the layers of attention. A hybrid's decoder has others between them, which
+                count for the quarter, too.
+        """
+        return self.layout.in_layer(self.sizes.attention_layers[layer], self.sizes.layers)
 
     def attend_within(self, q: Tensor, own: Segment, scale: float) -> State:
         """Attend causally within a run of tokens: to all of it, or to the blocks that the config chooses."""
@@ -100,7 +113,7 @@ class PrefillMethod(ABC):
             q: ``[1, Hq, S, D]``, post-RoPE.
             k, v: ``[1, Hkv, S, D]``, post-RoPE.
             scale: the factor of q·k.
-            layer: the decoder layer, from 0.
+            layer: the layer's number among those of attention, from 0.
 
         Returns:
             ``[1, Hq, S, D]``

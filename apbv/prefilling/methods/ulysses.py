@@ -6,6 +6,7 @@ from torch import Tensor
 from ...config import PrefillConfig
 from ...hosts import HostGroup
 from ...layout import ContextLayout, split_evenly
+from ...model.parts import DecoderSizes
 from .base import PrefillMethod
 
 
@@ -20,8 +21,8 @@ class UlyssesMethod(PrefillMethod):
     name = "ulysses"
     is_exact = True
 
-    def __init__(self, layout: ContextLayout, hosts: HostGroup, config: PrefillConfig, num_layers: int):
-        super().__init__(layout, hosts, config, num_layers)
+    def __init__(self, layout: ContextLayout, hosts: HostGroup, config: PrefillConfig, sizes: DecoderSizes):
+        super().__init__(layout, hosts, config, sizes)
         self._lengths = [len(block) for block in layout.blocks]
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float, layer: int) -> Tensor:

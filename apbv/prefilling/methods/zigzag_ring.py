@@ -11,6 +11,7 @@ from ...config import PrefillConfig
 from ...hosts import HostGroup
 from ...kernels.torch_attention import empty_output
 from ...layout import ContextLayout
+from ...model.parts import DecoderSizes
 from .base import PrefillMethod, State
 from .ring_library import Ring, usable_ring
 
@@ -22,8 +23,8 @@ class ZigzagRingMethod(PrefillMethod):
     is_exact = True
     zigzag = True
 
-    def __init__(self, layout: ContextLayout, hosts: HostGroup, config: PrefillConfig, num_layers: int):
-        super().__init__(layout, hosts, config, num_layers)
+    def __init__(self, layout: ContextLayout, hosts: HostGroup, config: PrefillConfig, sizes: DecoderSizes):
+        super().__init__(layout, hosts, config, sizes)
         # The numbers of rows of every host's two chunks.
         self._cuts = [[len(layout.blocks[v]) for v in layout.virtual_hosts(host)] for host in range(hosts.size)]
         self._equal_chunks = len({len(block) for block in layout.blocks}) == 1
