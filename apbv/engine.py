@@ -673,6 +673,7 @@ class Engine:
             ValueError: visual tokens are pruned from prompts, which a consumer would read whole.
         """
         refuse(handing_over="handing_over()", **self.prefill_config.features)
+        refuse(offering="handing_over()", rope_by_length=self.parts.rope_by_length)
         engine = copy(self)
         engine.prefill_config = replace(self.prefill_config, kv="sharded")
         reuse = None if self.reuse_config is None or self.reuse_config.mode == "kv" else self._prefiller.reuse

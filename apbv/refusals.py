@@ -10,6 +10,13 @@ REFUSALS = {
     ("sparse", "other_sparse_method"): "{other_sparse_method} cannot select blocks as {sparse}",
     ("kv_reuse", "reduction"): "{reduction} selects visual tokens anew for every prompt: use reuse='exact'",
     ("kv_reuse", "watching_draft"): "{watching_draft} watches the prefill of the whole prompt: use reuse='exact'",
+    ("rope_by_length", "kv_reuse"): (
+        "the rotary frequencies of keys depend on the length of the prompt ({rope_by_length}): use reuse='exact'"
+    ),
+    ("rope_by_length", "offering"): (
+        "{offering} transfers keys to vLLM, whose rotary frequencies ({rope_by_length}) do not depend on the length "
+        "of the prompt"
+    ),
     ("hybrid", "kv_reuse"): "{hybrid} models keep no state from before the question: use reuse='exact'",
     ("hybrid", "drafting"): (
         "{drafting} rolls back rejected tokens, which the linear attention of {hybrid} models cannot"

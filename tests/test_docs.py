@@ -162,6 +162,8 @@ FEATURES = {
     "watching_draft": "a draft that uses the target's prefill scores",
     "handing_over": "`--kv-transfer`",
     "hybrid": "a hybrid model",
+    "rope_by_length": "rotary frequencies of the type `dynamic` or `longrope`",
+    "offering": "`--kv-transfer`",
     "drafting": "`--speculate`",
     "context": "`--context`",
     "source": "`--video`, `--image` or `--audio`",

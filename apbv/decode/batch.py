@@ -20,9 +20,6 @@ from .answer import NO_TOKEN, Answer, finish_reason
 from .batch_steps import BatchRunner, OwnKV
 from .sampling import Choice, choose_each
 
-# Their frequencies depend on the sequence length, and one set of them is kept for all.
-_ROPE_BY_LENGTH = ("dynamic", "longrope")
-
 
 class PrefilledPrompt(Protocol):
     """A prompt whose KV is computed, such as :class:`apbv.PrefillResult`."""
@@ -287,7 +284,6 @@ def why_not_together(parts: ModelParts) -> str | None:
         return "a host's processes have a share of the model each, and take every step together"
     if parts.sizes.linear is not None:
         return "linear attention layers keep a state for every answer, and these are not batched"
-    rope = getattr(parts.language_model.config, "rope_parameters", None) or {}
-    if rope.get("rope_type") in _ROPE_BY_LENGTH:
-        return f"the model's rotary frequencies depend on the length of a sequence ({rope['rope_type']})"
+    if parts.rope_by_length is not None:
+        return f"the model's rotary frequencies depend on the length of a sequence ({parts.rope_by_length})"
     return None

@@ -158,6 +158,8 @@ def why_not_captured(parts: ModelParts, hosts: HostGroup | None) -> str | None:
         return "the KV is sharded, and hosts exchange results in every layer"
     if parts.tensor_parallel[1] > 1:
         return "the members of a host exchange results in every layer"
+    if parts.rope_by_length is not None:
+        return f"rotary frequencies that depend on the length of a sequence ({parts.rope_by_length}) wait for it"
     if parts.capture_failures:
         return parts.capture_failures[0]
     backend = choose(parts.backend, torch.empty(0, dtype=parts.dtype, device=parts.device))

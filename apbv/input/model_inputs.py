@@ -15,6 +15,7 @@ from torch import Tensor
 from ..config import DEFAULT_QUERY_LEN
 from ..hosts import HostGroup
 from ..model.parts import ModelParts
+from ..refusals import refuse
 from .audio import AudioInput, audio_from_batch
 from .pixels import GivenPixels, Pixels
 from .visual import PIXEL_COPIES, PromptError, VisualInput, VisualItem, share_out
@@ -97,7 +98,9 @@ class ModelInputs:
 
         Raises:
             PromptError: the prompt has audio, whose positions are those of transformers only.
+            ValueError: vLLM has other rotary frequencies.
         """
+        refuse(offering='positions="vllm"', rope_by_length=parts.rope_by_length)
         if self.audio is not None:
             raise PromptError("vLLM cannot continue a prompt with audio: use the positions of transformers")
         visual = parts.is_visual(self.input_ids[0])

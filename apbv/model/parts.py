@@ -2,6 +2,7 @@
 
 import tomllib
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from ..warn import warn_caller
 from .digest import SAMPLED_PROJECTIONS, weights_digest
 from .fused import with_fused_kernels
 from .linear_attention import is_linear, with_linear_attention
+from .rotary import RotaryByLength, rope_by_length, with_rotary_by_length
 
 _TABLE = tomllib.loads(Path(__file__).with_name("families.toml").read_text(encoding="utf-8"))
 TEXT_FAMILIES, VIDEO_FAMILIES = (tuple(_TABLE[kind]) for kind in ("text", "video"))
@@ -279,6 +281,20 @@ class ModelParts:
         original = rope.get("original_max_position_embeddings") or config.max_position_embeddings
         return max(config.max_position_embeddings, int(original * rope["factor"]))
 
+    @property
+    def rope_by_length(self) -> str | None:
+        """The type of rotary embedding, if its frequencies depend on the length of a sequence; else None."""
+        return rope_by_length(self.language_model.config)
+
+    def rotary_of_prompt(self, length: int) -> AbstractContextManager[None]:
+        """Return a context in which this thread runs the language model on tokens of one prompt.
+
+        Args:
+            length: one past the largest rotary position in the whole prompt, of which it may run a part.
+        """
+        rotary = self.language_model.rotary_emb
+        return rotary.of_prompt(length) if isinstance(rotary, RotaryByLength) else nullcontext()
+
     def is_visual(self, input_ids: Tensor) -> Tensor:
         """Find the placeholders of images or video: bool, shaped like ``input_ids``."""
         return torch.isin(input_ids, self._placeholders[:2])
@@ -386,6 +402,7 @@ def inspect_model(model: PreTrainedModel, backend: str = "auto", decode: DecodeC
     language_model = model.get_decoder()
     if hybrid_family(model.config):
         language_model = with_linear_attention(language_model)
+    language_model = with_rotary_by_length(language_model)
     parts = ModelParts(
         model=model,
         family=family,

@@ -64,13 +64,15 @@ def run_language_model(
     leaves = method.config.kv == "gathered" and method.config.overlap
     if leaves and hosts.size > 1 and layout.is_split and not method.separate_query:
         attention = cache.gather_behind_each(attention, hosts)
-    with shown_to(watcher, prompt, decoder, attention, has_question=not method.separate_query) as attention:
+    rotary = parts.rotary_of_prompt(int(inputs.position_ids.max()) + 1)
+    with rotary, shown_to(watcher, prompt, decoder, attention, has_question=not method.separate_query) as attention:
         hidden = _run(parts, held, positions, cache, apbv=attention, **extra)
     if not method.separate_query:
         return hidden
     # The question can see the whole context only now.
     attention = NewTokenAttention(parts.backend, hosts=hosts)
-    with shown_to(watcher, prompt, decoder, attention, has_context=False) as attention:
+    rotary = parts.rotary_of_prompt(int(inputs.position_ids.max()) + 1)
+    with rotary, shown_to(watcher, prompt, decoder, attention, has_context=False) as attention:
         held = [parts.embed_tokens(to_device(inputs.input_ids[:, inputs.query_start :], parts.device))]
         positions = inputs.position_ids[..., inputs.query_start :]
         extra = {} if states is None else {"linear": states}

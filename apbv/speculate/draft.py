@@ -69,13 +69,14 @@ def run_prompt(
     """Run a model over a prompt ``[1, n]`` with rows in place of visual and audio tokens; return its KV."""
     embeds, extra = (merged or LocalVisual()).merge_into(parts, input_ids)
     cache = DynamicCache()
-    parts.language_model(
-        inputs_embeds=embeds,
-        position_ids=position_ids.to(parts.device),
-        use_cache=True,
-        **{CACHE_ARGUMENT: cache},
-        **extra,
-    )
+    with parts.rotary_of_prompt(int(position_ids.max()) + 1):
+        parts.language_model(
+            inputs_embeds=embeds,
+            position_ids=position_ids.to(parts.device),
+            use_cache=True,
+            **{CACHE_ARGUMENT: cache},
+            **extra,
+        )
     return cache
 
 

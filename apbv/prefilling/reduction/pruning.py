@@ -17,6 +17,7 @@ from ...hosts import HostGroup
 from ...input.model_inputs import ModelInputs
 from ...input.visual import PromptError, VisualInput
 from ...model.parts import VIDEO_FAMILIES, ModelParts, hybrid_family
+from ...model.rotary import rope_by_length
 from ...refusals import refuse
 from ...stats import StageTimer
 from ...transfer import numbers_in, to_device
@@ -41,7 +42,12 @@ def require_usable(config: ReduceConfig | None, model: PreTrainedConfig, reuse: 
     if config is not None and model.model_type not in VIDEO_FAMILIES:
         raise ValueError(f"{config.method} prunes visual tokens, but {model.model_type} models read only text")
     kv_reuse = reuse is not None and reuse.mode == "kv"
-    refuse(hybrid=hybrid_family(model), kv_reuse=kv_reuse, reduction=config and config.method)
+    refuse(
+        hybrid=hybrid_family(model),
+        rope_by_length=rope_by_length(model.get_text_config()),
+        kv_reuse=kv_reuse,
+        reduction=config and config.method,
+    )
 
 
 def require_reducible(config: ReduceConfig, inputs: ModelInputs) -> None:
