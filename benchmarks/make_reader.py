@@ -35,6 +35,7 @@ from transformers import (
 )
 
 from apbv import HostGroup, demo
+from apbv.model.checkpoints import load_weights
 
 from support import captions, clips
 from support.arguments import parser_of, presets_of
@@ -162,8 +163,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
-    tokenizer = AutoTokenizer.from_pretrained(options.decoder)
-    model = build_model(AutoModelForCausalLM.from_pretrained(options.decoder, dtype="auto"), tokenizer)
+    tokenizer = AutoTokenizer.from_pretrained(options.decoder, trust_remote_code=False)
+    model = build_model(load_weights(AutoModelForCausalLM, options.decoder, dtype="auto"), tokenizer)
     processor = build_processor(tokenizer)
     train(model, processor, options.steps)
     model.save_pretrained(options.out)

@@ -178,6 +178,36 @@ def test_no_module_rebinds_its_globals():
     assert not rebinding
 
 
+# Of these, ``from_pretrained`` runs no code of a checkpoint.
+RUN_NO_CODE = {"Engine", "PeftConfig"}
+
+
+def calls_that_may_run_code(tree: ast.Module) -> list[int]:
+    """The lines of calls by which transformers may run code of a checkpoint, or ask whether it should."""
+    lines = []
+    for node in ast.walk(tree):
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+            continue
+        receiver = getattr(node.func.value, "id", None)
+        if node.func.attr != "from_pretrained" or receiver in RUN_NO_CODE:
+            continue
+        given = {keyword.arg: getattr(keyword.value, "value", None) for keyword in node.keywords}
+        if given.get("trust_remote_code") is not False:
+            lines.append(node.lineno)
+    return lines
+
+
+def test_no_call_may_run_code_of_a_checkpoint():
+    may_run = {}
+    for name, path in modules(FOLDERS | {"benchmarks": "benchmarks"}).items():
+        lines = calls_that_may_run_code(ast.parse(path.read_text(encoding="utf-8")))
+        if lines:
+            may_run[name] = lines
+    assert may_run == {}
+    for call in ("AutoModel.from_pretrained(path)", "model_class.from_pretrained(path, trust_remote_code=None)"):
+        assert calls_that_may_run_code(ast.parse(call)) == [1]
+
+
 def test_scripts_import_apbv_before_transformers():
     """Which may fail otherwise (see apbv.torchvision_guard), but not in these tests, where apbv comes first.
 

@@ -341,6 +341,19 @@ class HostGroup:
         with self.local_stage(what) as same:
             same[what] = value
 
+    def require_same_on_ranks(self, what: str, value: bytes) -> None:
+        """Check that each process holds the value of host 0's process of the same TP rank; collective.
+
+        Raises:
+            HostError: the values differ; raised on every process.
+        """
+        digest = hashlib.sha256(value).digest()
+        every = self.start_gathering(_bytes_tensor(digest)).wait()
+        for process in range(self.num_processes):
+            first = process % self.tensor_parallel_size
+            if not torch.equal(every[process], every[first]):
+                raise HostError(f"{what} of {self.name_of(process)} differs from that of {self.name_of(first)}")
+
     def start_gathering(self, tensor: Tensor) -> Exchange:
         """Start gathering a small tensor in CPU memory from every process; the result is ``[H * T, *shape]``."""
         return self._control.all_gather(tensor)

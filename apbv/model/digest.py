@@ -1,8 +1,8 @@
-"""Model digests, over everything that determines the numbers in its KV."""
+"""Model digests: over what determines the numbers in its KV, and over a sample of all of its weights."""
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -20,6 +20,10 @@ _CONFIG_FIELDS = (
 SAMPLED_PROJECTIONS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
 
 
+# Of a row of weights: enough to tell random numbers apart from trained ones, and one training from another.
+_SAMPLED_NUMBERS = 4
+
+
 def config_digest(config) -> str:
     """Hash the fields of a transformers configuration that decide the KV of its language model (SHA-256)."""
     text = config.get_text_config().to_dict()
@@ -35,3 +39,34 @@ def weights_digest(rows: Iterable[Tensor]) -> str:
     """
     sample = torch.cat([row.detach().float().flatten() for row in rows])  # which a GPU is waited for once
     return hashlib.sha256(sample.cpu().numpy().tobytes()).hexdigest()
+
+
+def sample_digest(tensors: Iterable[Tensor]) -> bytes:
+    """Hash a few numbers of every weight, to compare the models of several hosts (SHA-256).
+
+    Args:
+        tensors: all weights of a model, or this process's shards of them.
+    """
+    samples = [sample for tensor in tensors for sample in _samples(tensor.detach())]
+    whole = torch.cat(samples) if samples else torch.empty(0, dtype=torch.uint8)  # which a GPU is waited for once
+    return hashlib.sha256(whole.cpu().numpy().tobytes()).digest()
+
+
+def _samples(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield the bytes of a weight's first numbers, and of its last."""
+    if hasattr(tensor, "to_local"):
+        tensor = tensor.to_local()
+    if hasattr(tensor, "__tensor_flatten__"):  # a quantized weight, which consists of several tensors
+        names, _ = tensor.__tensor_flatten__()
+        for name in names:
+            yield from _samples(getattr(tensor, name))
+        return
+    if not tensor.numel():
+        return
+    first_row = tensor
+    last_row = tensor
+    while first_row.dim() > 1:
+        first_row = first_row[0]
+        last_row = last_row[-1]
+    for numbers in (first_row.reshape(-1)[:_SAMPLED_NUMBERS], last_row.reshape(-1)[-_SAMPLED_NUMBERS:]):
+        yield numbers.contiguous().view(torch.uint8)

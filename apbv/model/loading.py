@@ -1,6 +1,7 @@
 """Loads models and their processors from a directory or the hub."""
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from ..hosts import HostGroup
 from ..refusals import refuse
 from ..warn import raised_as, warn_caller
 from .adapters import find_adapter, is_absent, merged, processor_path, require_mergeable
+from .checkpoints import load_weights
 from .parts import OMNI_THINKER, VIDEO_FAMILIES, require_supported
 from .quantization import load_quantized, quantization_of, require_quantization
 from .tensor_parallel import load_sharded
@@ -58,7 +60,7 @@ def load_model(
         adapter: an adapter to merge into the model.
 
     Raises:
-        ValueError: there is no such model, or no such dtype.
+        ValueError: there is no such model or dtype, or the checkpoint lacks weights.
     """
     if isinstance(dtype, str) and dtype not in DTYPE_NAMES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPE_NAMES)}, not {dtype!r}")
@@ -70,10 +72,10 @@ def load_model(
         elif with_model and quantization_of(config) is not None:
             model = load_quantized(auto, base, config, dtype, hosts.device).eval()
         elif with_model:
-            model = auto.from_pretrained(base, config=config, dtype=dtype).to(hosts.device)
+            model = load_weights(auto, base, config=config, dtype=dtype).to(hosts.device)
             model = (model if adapter is None else merged(model, adapter)).eval()
         reader = AutoProcessor if is_video else AutoTokenizer
-        processor = reader.from_pretrained(processor_path(base, adapter, is_video))
+        processor = reader.from_pretrained(processor_path(base, adapter, is_video), trust_remote_code=False)
         if config.model_type == OMNI_THINKER and model is not None:
             # A checkpoint of several models may not say at which token the one that writes ends its answer.
             model.generation_config.eos_token_id = (
@@ -126,7 +128,7 @@ def _described(
     if is_absent(base):
         meant = " (did you mean demo?)" if get_close_matches(str(path), ["demo"]) else ""
         raise ValueError(f"there is no such directory{f' as its base, {base}' if base != path else meant}")
-    config = AutoConfig.from_pretrained(base)
+    config = AutoConfig.from_pretrained(base, trust_remote_code=False)
     if config.model_type != "qwen2_5_omni":
         return base, adapter, config
     thinker = config.thinker_config  # it also has a talker, which would speak the answer
@@ -142,14 +144,22 @@ def read_video_processor(path: str | Path) -> Any:
     """
     with _described_errors(path):
         source = processor_path(*find_adapter(path), is_video=True)
-        processor = AutoVideoProcessor.from_pretrained(source)
+        processor = AutoVideoProcessor.from_pretrained(source, trust_remote_code=False)
         if read_config(path).model_type == OMNI_THINKER:  # the whole processor gives it other limits than its own
-            processor.size = AutoProcessor.from_pretrained(source).videos_kwargs["size"]
+            whole = AutoProcessor.from_pretrained(source, trust_remote_code=False)
+            processor.size = whole.videos_kwargs["size"]
         return processor
 
 
-def _described_errors(path: str | Path) -> AbstractContextManager[None]:
-    return raised_as(ValueError, f"cannot load the model {path}", OSError, ValueError, KeyError)
+@contextmanager
+def _described_errors(path: str | Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error)
+        if "trust_remote_code" in reason:
+            reason = "it has code of its own, which is never run: transformers itself has to know the model"
+        raise ValueError(f"cannot load the model {path}: {reason}") from error
 
 
 def default_num_frames(processor: Any) -> int:

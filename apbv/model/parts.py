@@ -17,7 +17,7 @@ from ..kernels.library_attention import require_usable
 from ..layout import split_evenly
 from ..versions import release, untried
 from ..warn import warn_caller
-from .digest import SAMPLED_PROJECTIONS, weights_digest
+from .digest import SAMPLED_PROJECTIONS, sample_digest, weights_digest
 from .fused import with_fused_kernels
 from .linear_attention import is_linear, with_linear_attention
 from .rotary import RotaryByLength, rope_by_length, with_rotary_by_length
@@ -380,6 +380,11 @@ class ModelParts:
         """The tokens that end an answer, from the generation config."""
         eos = self.model.generation_config.eos_token_id
         return (eos,) if isinstance(eos, int) else tuple(eos or ())
+
+    @cached_property
+    def weights_sample(self) -> bytes:
+        """A digest of a few numbers of every weight on this process, to compare with other hosts'; made once."""
+        return sample_digest(weight for weight in self.model.state_dict().values() if torch.is_tensor(weight))
 
     def weights_digest(self) -> str:
         """Compute :func:`apbv.model.digest.weights_digest` of the weights on this process."""

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from .checkpoints import load_weights
+
 # Scale and zero point of a group of weights, or of a row.
 _SCALE_BYTES = 4
 
@@ -50,7 +52,7 @@ def load_quantized(
 ) -> PreTrainedModel:
     """Load a quantized checkpoint onto a device, for which its kernels are chosen."""
     with _alone(quantization_of(config)):
-        model = auto.from_pretrained(path, config=config, dtype=dtype, device_map={"": device})
+        model = load_weights(auto, path, config=config, dtype=dtype, device_map={"": device})
         if hasattr(model, "ct_decompress_hook"):  # of the whole model's forward, which apbv does not call
             model.hf_quantizer.compressor.decompress_model(model)
     return model

@@ -19,6 +19,7 @@ from ..hosts import HostGroup
 from ..refusals import refuse
 from ..versions import release
 from .adapters import merged
+from .checkpoints import load_weights
 from .parts import VIDEO_FAMILIES, UnsupportedModelError, hybrid_family
 from .quantization import quantization_of, weight_size
 
@@ -75,11 +76,11 @@ def load_sharded(
     loading = type(kind.__name__, (kind,), members)
     plan = DistributedConfig(tp_plan=plan_of(whole), tp_size=hosts.tensor_parallel_size)
     if adapter is None:
-        model = loading.from_pretrained(path, dtype=dtype, distributed_config=plan)
+        model = load_weights(loading, path, dtype=dtype, distributed_config=plan)
     else:
-        whole = merged(auto.from_pretrained(path, config=config, dtype=dtype), adapter)
+        whole = merged(load_weights(auto, path, config=config, dtype=dtype), adapter)
         loaded = {"config": whole.config, "state_dict": whole.state_dict(), "dtype": whole.dtype}
-        model = loading.from_pretrained(None, **loaded, distributed_config=plan)
+        model = load_weights(loading, None, **loaded, distributed_config=plan)
         model.generation_config = whole.generation_config
     model.__class__ = kind
     return model

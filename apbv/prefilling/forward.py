@@ -31,6 +31,8 @@ from .reduction.pruning import reduce_prompt, require_reducible
 from .result import PrefillResult, identify
 from .watching import SplitPrompt, Watcher
 
+_WEIGHTS = "a sample of the model's weights"
+
 
 @torch.no_grad()
 def prefill(
@@ -99,6 +101,10 @@ def prefill(
             require_reducible(reduce, inputs)
         same["the prompt"] = inputs.input_ids.numpy().tobytes()
         same["the prefill configuration or the model"] = f"{config} {parts.config_text}".encode()
+        if hosts.num_processes > 1 and hosts.tensor_parallel_size == 1:
+            same[_WEIGHTS] = parts.weights_sample
+    if hosts.tensor_parallel_size > 1:  # each process has weights of its own
+        hosts.require_same_on_ranks(_WEIGHTS, parts.weights_sample)
     encoded = encoded or partial(tower_rows, parts, inputs.visual, timer)
     if reduce is not None:
         inputs, encoded, reduction = reduce_prompt(parts, inputs, encoded, hosts, config, timer)

@@ -46,7 +46,7 @@ def config_of(model: str) -> PreTrainedConfig:
         ValueError: there is no such model.
     """
     try:
-        return CONFIGS.get(model) or AutoConfig.from_pretrained(model)
+        return CONFIGS.get(model) or AutoConfig.from_pretrained(model, trust_remote_code=False)
     except OSError as error:
         raise ValueError(f"cannot load the configuration of {model}: {error}") from error
 

@@ -33,7 +33,7 @@ class Admission:
             raise ValueError("ApbvConnector cannot identify a model changed by hf_overrides")
         # vLLM edits its own copy of the configuration, so the digest needs the one that transformers reads.
         config = AutoConfig.from_pretrained(
-            model_config.hf_config_path or model_config.model, revision=model_config.revision
+            model_config.hf_config_path or model_config.model, revision=model_config.revision, trust_remote_code=False
         )
         self._config_sha256 = config_digest(config)
         self._weights_sha256 = weights_digest(_sampled_rows(model_config, vllm_config.load_config.download_dir))

@@ -194,7 +194,7 @@ class Model:
 
     def __init__(self, job: Job, hosts: HostGroup):
         self._job, self._hosts, chosen = job, hosts, job.settings
-        self._processor = AutoProcessor.from_pretrained(demo.model_path())
+        self._processor = AutoProcessor.from_pretrained(demo.model_path(), trust_remote_code=False)
         self._processor.video_processor.size = SizeDict(shortest_edge=56 * 56, longest_edge=chosen.max_pixels)
         depth, hidden = chosen.vision_depth, chosen.vision_hidden
         whole_frames = list(range(min(8, depth) - 1, depth, 8))

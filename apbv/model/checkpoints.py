@@ -1,0 +1,68 @@
+"""Reads a checkpoint's weights: all that the model has, of the right shapes, and no code of the checkpoint's own."""
+
+from pathlib import Path
+from traceback import walk_tb
+from typing import Any
+
+from transformers import PreTrainedModel
+
+_MOST_NAMED = 3  # of weights that are not there
+
+
+def load_weights(model_class: type, path: str | Path | None, **options: Any) -> PreTrainedModel:
+    """Load a model by transformers, which would put random numbers in place of weights that are not there.
+
+    Args:
+        model_class: a class of transformers that has ``from_pretrained``.
+        path: a directory, or a hub id; None if ``options`` have a ``state_dict``.
+        options: further arguments of ``from_pretrained``.
+
+    Raises:
+        ValueError: weights are missing, or have other shapes than the model's config says; the message names them.
+    """
+    try:
+        model, report = model_class.from_pretrained(
+            path,
+            trust_remote_code=False,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # which are refused below, with the others
+            **options,
+        )
+    except RuntimeError as error:
+        incomplete = _names_of_incomplete(error)
+        if not incomplete:
+            raise
+        message = f"the checkpoint lacks weights, or parts of them, of which the model's are made: {_named(incomplete)}"
+        raise ValueError(message) from error
+    if report["missing_keys"]:
+        raise ValueError(f"the checkpoint lacks weights of the model: {_named(report['missing_keys'])}")
+    if report["mismatched_keys"]:
+        shapes = [
+            f"{name} is {_shown(stored)}, not {_shown(expected)}"
+            for name, stored, expected in report["mismatched_keys"]
+        ]
+        raise ValueError(f"the checkpoint's weights have other shapes than its config says: {_named(shapes)}")
+    return model
+
+
+def _names_of_incomplete(error: RuntimeError) -> list[str]:
+    """Return which weights transformers could not put together, such as those of experts, of which one is missing.
+
+    Its error does not name them; the report about the checkpoint, which it has at hand where it raises, does.
+    """
+    for frame, _ in walk_tb(error.__traceback__):
+        report = frame.f_locals.get("loading_info")
+        if report is not None and getattr(report, "conversion_errors", None):
+            return list(report.conversion_errors)
+    return []
+
+
+def _named(names: set[str] | list[str]) -> str:
+    """Return the first names in alphabetical order, and how many more there are."""
+    first = sorted(names)[:_MOST_NAMED]
+    num_others = len(names) - len(first)
+    return ", ".join(first) + (f", and {num_others} more" if num_others else "")
+
+
+def _shown(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape))
