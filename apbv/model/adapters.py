@@ -2,13 +2,20 @@
 
 import json
 import warnings
+from collections.abc import Sequence
+from copy import deepcopy
 from pathlib import Path
 
 import torch
+from huggingface_hub import constants, get_session, try_to_load_from_cache
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import cached_file, is_peft_available
 
+from .adapter_names import fit_names, resize_vocabulary
+
 _CONFIG, _BASE = "adapter_config.json", "base_model_name_or_path"
+_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 # One of these is there where a tokenizer or a processor was saved.
 _TOKENIZER_FILES = ("tokenizer_config.json",)
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
@@ -30,14 +37,22 @@ def find_adapter(path: str | Path, adapter: str | Path | None = None) -> tuple[s
             return path, None
         # A model beside it is the one that it belongs to, for transformers, too.
         base = path if Path(path, "config.json").is_file() else json.loads(Path(config).read_text()).get(_BASE)
-        if not base:
+        if not base or not isinstance(base, str | Path):
             raise ValueError(f"the adapter {path} names no model: give its model and adapter={str(path)!r}")
         path, adapter, config = base, path, _find(base, _CONFIG)
     elif _find(adapter, _CONFIG) is None:
-        raise ValueError(f"{adapter} is not a PEFT adapter: it has no {_CONFIG}")
+        raise ValueError(_why_no_adapter(adapter))
     if config is not None:
         raise ValueError(f"{path}, the model of the adapter {adapter}, has an {_CONFIG} itself: merge that first")
     return path, adapter
+
+
+def _why_no_adapter(adapter: str | Path) -> str:
+    if is_absent(adapter):
+        return f"the adapter {adapter} does not exist: there is no such directory"
+    if not Path(adapter).is_dir() and constants.HF_HUB_OFFLINE:
+        return f"the adapter {adapter} is not in the local cache, and HF_HUB_OFFLINE forbids to ask the hub"
+    return f"{adapter} is not a PEFT adapter: it has no {_CONFIG}"
 
 
 def processor_path(base: str | Path, adapter: str | Path | None, is_video: bool) -> str | Path:
@@ -52,13 +67,17 @@ def require_mergeable(auto: type, config: PreTrainedConfig, adapter: str | Path)
     Raises:
         ValueError: peft is not installed, or the adapter is rejected; the message says why.
     """
+    if Path(adapter).is_dir() and not any(Path(adapter, name).is_file() for name in _WEIGHTS):
+        raise ValueError(f"the adapter {adapter} has no weights: neither {' nor '.join(_WEIGHTS)}")
     if not is_peft_available():
         raise ValueError(f"{adapter} is an adapter, which needs peft: pip install 'apbv[adapters]'")
     with torch.device("meta"):
-        model = auto.from_config(config)
+        model = auto.from_config(deepcopy(config))
     try:
         with warnings.catch_warnings(action="ignore"):  # what is copied to no storage
-            merged(model, adapter)
+            _merge(model, adapter, has_weights=False)
+    except NotImplementedError:
+        pass  # its method looks at the model's weights: that it can be merged is seen when there are some
     except Exception as error:  # of many types, by method
         reason = " ".join(str(error).split("\n")[:2])  # which may have a line for every layer
         raise ValueError(f"cannot merge the adapter {adapter} into its model: {reason}") from error
@@ -70,16 +89,64 @@ def merged(model: PreTrainedModel, adapter: str | Path) -> PreTrainedModel:
     Raises:
         ValueError: the adapter's method cannot be merged, or it was made for a model of other modules.
     """
+    return _merge(model, adapter, has_weights=True)
+
+
+def _merge(model: PreTrainedModel, adapter: str | Path, has_weights: bool) -> PreTrainedModel:
+    """Merge an adapter into a model; one without weights only shows whether that can be done."""
     from peft import PeftConfig, PeftModel
+    from peft.utils import load_peft_weights
 
     config = PeftConfig.from_pretrained(str(adapter))
-    adapted = None if config.is_prompt_learning else PeftModel(model, config)
+    config.megatron_config = None  # with which peft would import a module that the adapter names
+    weights = load_peft_weights(str(adapter), device="cpu")
+    if not has_weights and hasattr(config, "init_lora_weights"):
+        config.init_lora_weights = True  # others, such as PiSSA, decompose the model's weights
+    adapted = None
+    if not config.is_prompt_learning:
+        resize_vocabulary(model, weights)
+        key_mapping = fit_names(config, weights, model)
+        adapted = PeftModel(model, config)
     if not hasattr(getattr(adapted, "base_model", None), "merge_and_unload"):
         raise ValueError(f"{getattr(config.peft_type, 'value', config.peft_type)} changes no weights")
-    keys = adapted.load_adapter(str(adapter), "default", torch_device="cpu")
-    if wrong := keys.missing_keys + keys.unexpected_keys:
+    keys = adapted.load_adapter(str(adapter), "default", torch_device="cpu", key_mapping=key_mapping)
+    wrong = _missing(adapted, keys.missing_keys) + keys.unexpected_keys
+    if wrong:
         raise ValueError(f"its weights are not those of the model's modules: {wrong[0]} and {len(wrong) - 1} more")
-    return adapted.merge_and_unload()
+    _untie(model)
+    merged_model = adapted.merge_and_unload()
+    head = merged_model.get_output_embeddings()
+    if isinstance(head, nn.Linear):  # peft may have made it of an embedding, whose sizes are the other way round
+        head.out_features, head.in_features = head.weight.shape
+    return merged_model
+
+
+def _missing(adapted: nn.Module, names: Sequence[str]) -> list[str]:
+    """Return those of the missing weights that are not loaded under another name, as one that modules share."""
+    parameters = dict(adapted.named_parameters(remove_duplicate=False))
+    loaded = {id(parameter) for name, parameter in parameters.items() if name not in names}
+    return [name for name in names if id(parameters.get(name)) not in loaded]
+
+
+def _untie(model: PreTrainedModel) -> None:
+    """Give the head weights of its own if it shares them with the embedding, and an adapter adds to one of them.
+
+    What is added while the model runs changes one of the two; merged into the weights it would change both.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    embedding = model.get_input_embeddings()
+    head = model.get_output_embeddings()
+    if not any(isinstance(module, BaseTunerLayer) for module in (embedding, head)):
+        return
+    of_embedding, of_head = (
+        module.get_base_layer() if isinstance(module, BaseTunerLayer) else module for module in (embedding, head)
+    )
+    if of_head.weight is not of_embedding.weight:
+        return
+    of_head.weight = nn.Parameter(of_head.weight.detach().clone(), requires_grad=False)
+    model.config.tie_word_embeddings = False
+    model.config.get_text_config().tie_word_embeddings = False
 
 
 def is_absent(path: str | Path) -> bool:
@@ -89,6 +156,26 @@ def is_absent(path: str | Path) -> bool:
     return is_no_id and not Path(path).is_dir()
 
 
+def require_reachable(path: str | Path) -> None:
+    """Raise OSError at once if a model is neither here nor in the cache, and the hub cannot be asked.
+
+    Its own client would try each file six times, for half a minute.
+    """
+    names = ("config.json", _CONFIG)
+    is_cached = any(isinstance(try_to_load_from_cache(str(path), name), str) for name in names)
+    if constants.HF_HUB_OFFLINE or is_cached:
+        return
+    try:
+        get_session().head(constants.ENDPOINT, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+    except Exception as error:  # of the client's own types
+        message = f"it is not in the local cache, and the hub, {constants.ENDPOINT}, cannot be reached: {error}"
+        raise OSError(message) from error
+
+
 def _find(path: str | Path, name: str) -> str | None:
+    if is_absent(path):
+        return None
+    if not Path(path).is_dir():
+        require_reachable(path)
     quietly = {f"_raise_exceptions_for_{each}": False for each in ("missing_entries", "connection_errors")}
-    return None if is_absent(path) else cached_file(str(path), name, **quietly)
+    return cached_file(str(path), name, **quietly)

@@ -18,6 +18,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from .. import demo
 from ..config import DTYPE_NAMES, SamplingParams
 from ..hosts import HostGroup
 from ..refusals import refuse
@@ -26,7 +27,7 @@ from .adapters import find_adapter, is_absent, merged, processor_path, require_m
 from .checkpoints import load_weights
 from .parts import OMNI_THINKER, VIDEO_FAMILIES, require_supported
 from .quantization import load_quantized, quantization_of, require_quantization
-from .tensor_parallel import load_sharded
+from .tensor_parallel import load_sharded, require_shardable
 
 # Defaults if a checkpoint has none.
 NUM_FRAMES = 64
@@ -96,8 +97,9 @@ def require_loadable(
     with _described_errors(path):
         _, adapter, config = _described(path, adapter)
     require_supported(config)
-    require_quantization(config, device)
     refuse(quantized=quantization_of(config) is not None, tensor_parallel=tensor_parallel > 1, adapter=adapter)
+    require_shardable(config, tensor_parallel)
+    require_quantization(config, device)
     if adapter is not None:
         require_mergeable(_auto_class(config), config, adapter)
     return config
@@ -159,7 +161,8 @@ def _described_errors(path: str | Path) -> Iterator[None]:
         reason = str(error)
         if "trust_remote_code" in reason:
             reason = "it has code of its own, which is never run: transformers itself has to know the model"
-        raise ValueError(f"cannot load the model {path}: {reason}") from error
+        name = "demo" if path == demo.model_path() else path
+        raise ValueError(f"cannot load the model {name}: {reason}") from error
 
 
 def default_num_frames(processor: Any) -> int:

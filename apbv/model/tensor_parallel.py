@@ -45,19 +45,15 @@ def load_sharded(
 ) -> PreTrainedModel:
     """Load this process's share of a model, and no more, from the checkpoint; collective within a host.
 
+    Call :func:`require_shardable` before, which needs no other process: an error here leaves the group broken.
+
     Args:
         auto: the class of :mod:`transformers.models.auto` that would load the whole model.
         adapter: merged into the whole model, which every process then has in CPU memory until it has its share.
 
     Raises:
-        UnsupportedModelError: the model's heads or its MLP cannot be shared out evenly.
-        ValueError: the model cannot be loaded, transformers is too old, or accelerate is not installed.
+        ValueError: the checkpoint lacks weights, or the adapter cannot be merged.
     """
-    if release("transformers") < FIRST_VERSION:
-        raise ValueError(f"tensor parallelism needs transformers 5.19 or later, not {transformers.__version__}")
-    if not is_accelerate_available():
-        raise ValueError("tensor parallelism needs accelerate: pip install 'apbv[tp]'")
-    require_divisible(config, hosts.tensor_parallel_size)
     with torch.device("meta"):
         whole = auto.from_config(config)
     kind = type(whole)
@@ -95,6 +91,22 @@ def plan_of(model: PreTrainedModel) -> dict[str, str]:
         **{f"{decoder}.layers.*.{name}": style for name, style in LAYER_PLAN.items()},
         names[model.get_output_embeddings()]: "colwise_gather_output",
     }
+
+
+def require_shardable(config: PreTrainedConfig, tensor_parallel: int) -> None:
+    """Reject a model that cannot be loaded by T processes of a host.
+
+    Raises:
+        UnsupportedModelError: the model's heads or its MLP cannot be shared out evenly.
+        ValueError: transformers is too old, or accelerate is not installed.
+    """
+    if tensor_parallel == 1:
+        return
+    if release("transformers") < FIRST_VERSION:
+        raise ValueError(f"tensor parallelism needs transformers 5.19 or later, not {transformers.__version__}")
+    if not is_accelerate_available():
+        raise ValueError("tensor parallelism needs accelerate: pip install 'apbv[tp]'")
+    require_divisible(config, tensor_parallel)
 
 
 def require_divisible(config: PreTrainedConfig, tensor_parallel: int) -> None:

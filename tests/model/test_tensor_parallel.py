@@ -130,12 +130,15 @@ def test_tokens_are_left_out_and_drafted_as_by_whole_hosts(pool, checkpoints, cl
 def refused_job(processes: HostGroup, path: str):
     hosts = joined(processes, 2)
     whole = Engine.from_pretrained(path, hosts=HostGroup.single("cpu"))
+    too_many = joined(processes, 4)
     refused = [
         described(Engine(whole.model, whole.processor, hosts).prefill, QUESTION),
         described(joined, processes, 3),
-        described(lambda: Engine.from_pretrained(path, hosts=joined(processes, 4))),
+        described(lambda: Engine.from_pretrained(path, hosts=too_many)),
         described(hosts.subgroup, [0]),
     ]
+    assert not too_many.is_broken  # it was refused before the processes worked together
+    assert too_many.gather_json(too_many.tensor_parallel_rank) == [0, 1, 2, 3]
     for speculate in ({"strategy": "std"}, {"strategy": "vanilla", "draft_model": path, "draft_host": True}):
         config = SpeculativeConfig(**speculate)
         refused.append(described(lambda config=config: Engine(None, whole.processor, hosts, None, None, config)))
