@@ -19,6 +19,7 @@ WAYS = [{"strategy": "vanilla"}, {**HIPPO, "prune": "kv"}, {"strategy": "text_on
 WAYS += [{**HIPPO, "num_draft_tokens": "auto"}]
 # Whatever the clip shows, tokens that came before come again.
 PENALISED = SamplingParams(max_new_tokens=9, presence_penalty=-2.0, frequency_penalty=-2.0)
+REPEATING = SamplingParams(max_new_tokens=9, repetition_penalty=1.6)
 
 
 def engine_of(hosts: HostGroup, way: dict | None, draft_seed: int = 1, kv: str = "gathered", **prefill) -> Engine:
@@ -77,13 +78,18 @@ def test_a_prompt_that_cannot_be_pruned_does_not_cost_the_draft_host(pool, reque
     assert draft["num_drafted"] > 0 and target["speculation"]["lost_draft"] is None
 
 
-def test_a_draft_host_penalises_as_the_target_does(pool, request_, plain):
-    """So that a draft that is the target is always right."""
-    request = dict(request_, sampling=PENALISED)
+@pytest.mark.parametrize("num_frames", [10, 12])
+@pytest.mark.parametrize("sampling", [PENALISED, REPEATING], ids=["wanted again", "unwanted"])
+def test_a_draft_host_penalises_as_the_target_does(pool, request_, num_frames, sampling):
+    """So that a draft that is the target is always right: in double precision no two tokens nearly tie."""
+    request = dict(request_, sampling=sampling, num_frames=num_frames)
     del request["max_new_tokens"]
-    expected = engine_of(HostGroup.single(), None).generate(QUESTION, **request).token_ids
+    engine = engine_of(HostGroup.single(), None)
+    expected = engine.generate(QUESTION, **request).token_ids
+    plain = engine.generate(QUESTION, **{**request, "sampling": SamplingParams(max_new_tokens=9)}).token_ids
     (stats, _), _ = pool.run(2, own_draft_job, WAYS[0], request)
-    assert stats["token_ids"] == expected != plain
+    assert stats["token_ids"] == expected
+    assert sampling is not PENALISED or expected != plain
     assert stats["speculation"]["num_accepted"] == stats["speculation"]["num_drafted"] > 0
 
 
