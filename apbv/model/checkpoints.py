@@ -1,5 +1,6 @@
 """Reads a checkpoint's weights: all that the model has, of the right shapes, and no code of the checkpoint's own."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from traceback import walk_tb
 from typing import Any
@@ -32,32 +33,36 @@ def load_weights(model_class: type, path: str | Path | None, **options: Any) -> 
         incomplete = _names_of_incomplete(error)
         if not incomplete:
             raise
-        message = f"the checkpoint lacks weights, or parts of them, of which the model's are made: {_named(incomplete)}"
+        message = f"the checkpoint lacks weights, or parts of them, of which the model's are made: {named(incomplete)}"
         raise ValueError(message) from error
     if report["missing_keys"]:
-        raise ValueError(f"the checkpoint lacks weights of the model: {_named(report['missing_keys'])}")
+        raise ValueError(f"the checkpoint lacks weights of the model: {named(report['missing_keys'])}")
     if report["mismatched_keys"]:
         shapes = [
             f"{name} is {_shown(stored)}, not {_shown(expected)}"
             for name, stored, expected in report["mismatched_keys"]
         ]
-        raise ValueError(f"the checkpoint's weights have other shapes than its config says: {_named(shapes)}")
+        raise ValueError(f"the checkpoint's weights have other shapes than its config says: {named(shapes)}")
     return model
 
 
 def _names_of_incomplete(error: RuntimeError) -> list[str]:
-    """Return which weights transformers could not put together, such as those of experts, of which one is missing.
+    """Return which weights transformers could not put together, or not fill with random numbers.
 
+    Those are of experts, for instance, of which one is missing; these of integers, which no random numbers are for.
     Its error does not name them; the report about the checkpoint, which it has at hand where it raises, does.
     """
     for frame, _ in walk_tb(error.__traceback__):
         report = frame.f_locals.get("loading_info")
-        if report is not None and getattr(report, "conversion_errors", None):
-            return list(report.conversion_errors)
+        if report is None:
+            continue
+        if isinstance(error, NotImplementedError):
+            return list(report.missing_keys)
+        return list(report.conversion_errors)
     return []
 
 
-def _named(names: set[str] | list[str]) -> str:
+def named(names: Iterable[str]) -> str:
     """Return the first names in alphabetical order, and how many more there are."""
     first = sorted(names)[:_MOST_NAMED]
     num_others = len(names) - len(first)

@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
+from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from .checkpoints import load_weights
+from .checkpoints import load_weights, named
 
 # Scale and zero point of a group of weights, or of a row.
 _SCALE_BYTES = 4
@@ -51,11 +53,42 @@ def load_quantized(
     auto: type, path: str | Path, config: PreTrainedConfig, dtype: str | torch.dtype, device: torch.device
 ) -> PreTrainedModel:
     """Load a quantized checkpoint onto a device, for which its kernels are chosen."""
-    with _alone(quantization_of(config)):
+    settings = quantization_of(config)
+    with _alone(settings):
         model = load_weights(auto, path, config=config, dtype=dtype, device_map={"": device})
         if hasattr(model, "ct_decompress_hook"):  # of the whole model's forward, which apbv does not call
             model.hf_quantizer.compressor.decompress_model(model)
+    if is_made_dense(settings, device):
+        _require_scales(path)
+        # What the scales made of the weights may have another dtype than the layers around them.
+        model.to(model.config.dtype)
     return model
+
+
+def _require_scales(path: str | Path) -> None:
+    """Reject an fp8 checkpoint without scales, whose weights transformers would take for plain numbers.
+
+    Raises:
+        ValueError: scales are missing; the message names them.
+    """
+    folder = Path(path)
+    if not folder.is_dir():  # a hub id, which is in the cache now
+        folder = Path(snapshot_download(str(path), allow_patterns="*.safetensors", local_files_only=True))
+    names: set[str] = set()
+    in_fp8: list[str] = []
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as tensors:
+            in_file = list(tensors.keys())
+            names.update(in_file)
+            in_fp8 += [name for name in in_file if tensors.get_slice(name).get_dtype().startswith("F8")]
+    missing = [f"{name}_scale_inv" for name in in_fp8 if f"{name}_scale_inv" not in names]
+    if missing:
+        raise ValueError(f"the checkpoint lacks weights of the model: {named(missing)}")
+
+
+def is_made_dense(settings: dict[str, Any], device: torch.device) -> bool:
+    """Return whether transformers makes plain weights of a checkpoint, as there are no kernels for it on a device."""
+    return settings["quant_method"] == "fp8" and device.type == "cpu"
 
 
 def _alone(settings: dict[str, Any]) -> AbstractContextManager:
@@ -91,6 +124,6 @@ def weight_size(
         "torchao": (4, 32) if "Int4" in str(settings) else (8, row),
         "gptq": packed,
         "awq": packed,
-        "fp8": dense if device.type == "cpu" else (8, row),
+        "fp8": dense if is_made_dense(settings, device) else (8, row),
     }.get(settings["quant_method"], dense)  # which compressed-tensors makes of all
     return bits / 8 + _SCALE_BYTES / (group if group > 0 else row)

@@ -235,6 +235,40 @@ def test_a_draft_may_be_quantized(quantized, checkpoints, name):
         assert counts["num_accepted"] == counts["num_drafted"] or target != draft
 
 
+@pytest.mark.parametrize("stored", ["bfloat16", "float32", None])
+def test_weights_that_are_made_dense_have_the_dtype_of_the_model(quantized, tmp_path, stored):
+    """Whatever dtype the config names, and the scales have."""
+    path = tmp_path / "fp8"
+    shutil.copytree(quantized("llama", "fp8"), path)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "dtype": stored}))
+    for dtype in ("auto", "bfloat16", "float32"):
+        engine = Engine.from_pretrained(path, dtype=dtype)
+        expected = stored or "float32" if dtype == "auto" else dtype
+        assert {weight.dtype for weight in engine.model.parameters()} == {getattr(torch, expected)}
+        assert len(engine.generate("What?", max_new_tokens=4).token_ids) == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("fp8", "weight_scale_inv"),
+        ("fp8", "layers.0.mlp.up_proj"),
+        ("compressed-tensors-fp8", "layers.1.mlp.up_proj.weight_scale"),
+        ("compressed-tensors-int8", "layers.1.mlp.up_proj.weight"),
+    ],
+)
+def test_a_quantized_checkpoint_that_lacks_something_is_refused(quantized, tmp_path, name, part):
+    path = tmp_path / name
+    shutil.copytree(quantized("llama", name), path)
+    weights = load_file(path / "model.safetensors")
+    kept = {name: weight for name, weight in weights.items() if part not in name}
+    assert len(kept) < len(weights)
+    save_file(kept, path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match="the checkpoint lacks weights"):
+        Engine.from_pretrained(path)
+
+
 def refused_job(processes: HostGroup, path: str, tensor_parallel: int, **settings) -> str:
     hosts = HostGroup.from_process_group(processes._groups.data, "cpu", 60, tensor_parallel=tensor_parallel)
     return described(lambda: Engine.from_pretrained(path, hosts=hosts, **settings))
@@ -261,6 +295,9 @@ def test_what_cannot_run_is_refused_before_weights_are_loaded(pool, quantized, c
         (without / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
         if settings["quant_method"] == "gptq" and all(map(_is_installed, FORMATS["gptq"])):
             continue
+        if settings["quant_method"] == "gptq":  # that it cannot be merged comes before what has to be installed for it
+            merge = described(lambda: Engine.from_pretrained(without, adapter=tmp_path))
+            assert "would round quantized weights again" in merge
         for failure in pool.run(2, refused_job, str(without), 1):
             assert failure.startswith(f"ValueError: cannot load weights quantized by {reason} on cpu: "), failure
 
