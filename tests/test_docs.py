@@ -279,6 +279,22 @@ def test_every_benchmark_that_writes_figures_is_in_the_results():
     assert "All benchmarks" in results
 
 
+def test_every_script_under_all_benchmarks_takes_a_file_for_figures(monkeypatch):
+    results = ROOT / "docs" / "results.md"
+    assert "These scripts take `--json FILE`" in results.read_text(encoding="utf-8")
+    first = next(block for block in blocks_in(results) if block.mark == "parse")
+    for command in commands_in(first.code):
+        script = command.partition("#")[0].strip()
+        options = parse_command(f"{script} --json figures.jsonl", monkeypatch)
+        assert str(options.json) == "figures.jsonl", command
+
+
+def test_pages_agree_on_how_long_the_tests_take():
+    pages = [page.read_text(encoding="utf-8") for page in (README, ROOT / "CONTRIBUTING.md")]
+    said = [set(re.findall(r"(\w+) minutes on two", page)) for page in pages]
+    assert said[0] == said[1] and len(said[0]) == 1
+
+
 def test_the_architecture_names_what_there_is():
     code = places_named(prose(ARCHITECTURE.read_text(encoding="utf-8")))
     assert len(code) > 40
