@@ -98,7 +98,8 @@ def prefill(
         if reduce is not None:
             require_reducible(reduce, inputs)
         same["the prompt"] = inputs.input_ids.numpy().tobytes()
-        same["the prefill configuration or the model"] = f"{config} {parts.config_text}".encode()
+        same["the prefill configuration"] = config.shared
+        same["the model's configuration"] = parts.config_values
     encoded = encoded or partial(tower_rows, parts, inputs.visual, timer)
     if reduce is not None:
         inputs, encoded, reduction = reduce_prompt(parts, inputs, encoded, hosts, config, timer)
