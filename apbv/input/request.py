@@ -67,6 +67,11 @@ class Request(Checked):
         }
 
     @property
+    def shared_with_draft(self) -> dict[str, Any]:
+        """The settings that a draft host must have, too: it never asks whether to stop."""
+        return {name: value for name, value in self.settings.items() if name != "stop"}
+
+    @property
     def cancels(self) -> Callable[[], bool] | None:
         """The function that cancels the request before its first token; None if it cannot be cancelled."""
         return (lambda: self.stop(())) if self.stop is not None and self.may_cancel else None
