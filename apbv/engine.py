@@ -4,7 +4,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from copy import copy
-from dataclasses import replace
+from dataclasses import asdict, fields, replace
 from functools import cached_property, partial
 from operator import attrgetter
 from pathlib import Path
@@ -99,7 +99,8 @@ class Engine:
         _require_types(hosts, prefill, speculate, reuse, decode)
         config = prefill or PrefillConfig()
         drafting = Drafting(speculate, hosts, captioner)
-        with hosts.local_stage("inspecting the models"):
+        with hosts.local_stage("inspecting the models") as same:
+            same["the engine's settings"] = _settings(config, speculate, reuse, decode)
             models = drafting.inspect_models(model, draft, config, decode)
         require_usable(config.reduce, models.reading.model.config, reuse)
         refuse(
@@ -176,7 +177,9 @@ class Engine:
         hosts, is_demo = hosts or HostGroup.from_env(), str(name) == "demo"
         config, path = prefill or PrefillConfig(), demo.model_path() if is_demo else name
         drafting = Drafting(speculate, hosts, captioner)
-        with hosts.local_stage("reading the settings"):  # reject what can be rejected before weights are loaded
+        with hosts.local_stage("reading the settings") as same:  # reject what can be rejected before loading weights
+            # Not the model's path: it may lie elsewhere on another machine, and its weights are compared.
+            same["the engine's settings"] = {"dtype": str(dtype), **_settings(config, speculate, reuse, decode)}
             draft_model = drafting.find_model(config, is_demo)
             described = require_loadable(path, hosts.device, adapter, hosts.tensor_parallel_size)
             require_usable(config.reduce, described, reuse)
@@ -244,9 +247,10 @@ class Engine:
         if self.model is None:
             raise ValueError("a draft host does not prefill; call this on the target's hosts")
         named = {"audio": audio, "audio_in_video": audio_in_video, "tools": tools}
-        with self.hosts.local_stage("reading the settings"):
+        with self.hosts.local_stage("reading the settings") as same:
             question = Question(prompt, video, images, context, messages, num_frames, fps, **named)
             request = Request(question, StageTimer(self.hosts), positions)
+            same["the request"] = request.settings
         with closing(self._prefiller.read(request)) as read:
             return self._prefiller.run(read)
 
@@ -319,7 +323,7 @@ class Engine:
             HostError: another host failed.
             Exception: what a callback raised, which ends the answer; on the other hosts a HostError.
         """
-        with self.hosts.local_stage("reading the settings"):
+        with self.hosts.local_stage("reading the settings") as same:
             require_type(Callable, on_token=on_token, on_stage=on_stage, on_progress=on_progress, stop=stop)
             given = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
             given = SamplingParams(**given)
@@ -328,16 +332,17 @@ class Engine:
                 if given != SamplingParams():
                     raise ValueError("pass sampling or max_new_tokens, temperature, top_p and seed, not both")
             sampling = sampling or given
-        named = {"audio": audio, "audio_in_video": audio_in_video, "tools": tools}
-        question = Question(prompt, video, images, context, messages, num_frames, fps, **named)
-        request = Request(
-            question,
-            StageTimer(self.hosts, on_stage, on_progress),
-            sampling=sampling,
-            num_wanted=sampling.max_new_tokens or 1,
-            on_token=on_token,
-            stop=stop,
-        )
+            named = {"audio": audio, "audio_in_video": audio_in_video, "tools": tools}
+            question = Question(prompt, video, images, context, messages, num_frames, fps, **named)
+            request = Request(
+                question,
+                StageTimer(self.hosts, on_stage, on_progress),
+                sampling=sampling,
+                num_wanted=sampling.max_new_tokens or 1,
+                on_token=on_token,
+                stop=stop,
+            )
+            same["the request"] = request.settings
         return self.answer(request)
 
     def stream(self, prompt: str | None = None, **given: Any) -> Generator[str, None, GenerateResult]:
@@ -382,8 +387,8 @@ class Engine:
         (:attr:`why_one_by_one`) follow one another.
 
         Args:
-            questions: of each the arguments of :meth:`generate` up to ``audio_in_video``, and its own ``sampling``
-                if it has one; the same on every host.
+            questions: a dict for each, of the arguments of :meth:`generate` up to ``audio_in_video``, and its own
+                ``sampling`` if it has one; the same on every host.
             sampling: sampling parameters; by default greedy, with :attr:`max_new_tokens`.
             max_together: largest number of answers that a host decodes at a time.
 
@@ -392,12 +397,17 @@ class Engine:
             the error instead.
 
         Raises:
-            ValueError: ``max_together`` is less than 1.
+            ValueError: ``max_together`` is less than 1, or a question of a list is not such a dict, before any is
+                answered. One that an iterator yields is answered by the error.
             HostError: the hosts can no longer work together.
         """
         if max_together < 1:
             raise ValueError(f"max_together must be at least 1, not {max_together}")
         sampling, hosts = sampling or SamplingParams(), self.hosts
+        if isinstance(questions, Sequence):  # others are read as they are answered
+            with hosts.local_stage("reading the questions"):
+                for number, question in enumerate(questions):
+                    _require_question(number, question)
         batch = self.batch() if hosts.rank < self.num_homes else None
         numbered, running = enumerate(questions), {}
         coming = next(numbered, None)
@@ -405,11 +415,13 @@ class Engine:
             while coming and (home := self._emptiest_home(running, max_together)) is not None:
                 number, question = coming
                 try:
-                    with hosts.local_stage("reading the settings"):
+                    with hosts.local_stage("reading the settings") as same:
+                        _require_question(number, question)
                         given = {"sampling": sampling, **question}
                         require_type(SamplingParams, sampling=given["sampling"])
                         timer, by = StageTimer(hosts), given.pop("sampling")
                         request = Request(Question(**given), timer, sampling=by, home=home)
+                        same["the request"] = {"max_together": max_together, **request.settings}
                     if not self.num_homes:
                         yield number, self.answer(request)
                     else:
@@ -543,10 +555,11 @@ class Engine:
         """
         state = replace(state, timer=StageTimer(self.hosts))
         max_positions = self.parts.max_position_embeddings
-        with self.hosts.local_stage("reading the settings"):
+        with self.hosts.local_stage("reading the settings") as same:
             given = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
             sampling = SamplingParams(**given)
             request = Request(Question(), state.timer, sampling=sampling, on_token=on_token, stop=stop)
+            same["the request"] = request.settings
             state.inputs.require_room(max_positions, max_new_tokens or 1)
             request = self._completed(request).within(max_positions, state.inputs)
         with self._guarded(request) as guarded:
@@ -680,6 +693,32 @@ class Engine:
         engine._prefiller = Prefiller(self._prefiller.reader, self.hosts, engine.prefill_config, reuse)
         engine._way = Autoregressive(self.parts, self.hosts)
         return engine
+
+
+def _settings(
+    prefill: PrefillConfig, speculate: SpeculativeConfig | None, reuse: ReuseConfig | None, decode: DecodeConfig | None
+) -> dict[str, Any]:
+    """Return an engine's settings JSON-ready: they must be the same on every host."""
+    return {
+        "prefill": prefill.shared,
+        "speculate": speculate and asdict(speculate),
+        "reuse": reuse and reuse.mode,  # the limit fits the machine
+        "decode": asdict(decode or DecodeConfig()),
+    }
+
+
+def _require_question(number: int, question: Any) -> None:
+    """Raise ValueError unless a question is a dict of arguments that :meth:`Engine.generate_all` takes."""
+    known = [*(each.name for each in fields(Question)), "sampling"]
+    example = "such as {'prompt': 'What happens?', 'video': 'clip.mp4'}"
+    if not isinstance(question, Mapping):
+        raise ValueError(f"question {number} must be a dict of generate's arguments, {example}, not {question!r:.80}")
+    unknown = [name for name in question if name not in known]
+    if unknown:
+        raise ValueError(
+            f"question {number} has unknown arguments: {', '.join(map(str, unknown))}; a question takes "
+            f"{', '.join(known)}"
+        )
 
 
 def _require_types(hosts: Any, prefill: Any, speculate: Any, reuse: Any, decode: Any) -> None:

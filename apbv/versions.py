@@ -25,5 +25,10 @@ def untried() -> str | None:
     return ", ".join(newer) or None
 
 
+def how_to_install(extra: str) -> str:
+    """Return the command that installs one of apbv's extras; apbv is on no package index, only in its checkout."""
+    return f'pip install -c constraints.txt -e ".[{extra}]" in apbv\'s checkout'
+
+
 # The name by which the forward of transformers' models takes a KV cache.
 CACHE_ARGUMENT = "cache" if release("transformers") >= (5, 24) else "past_key_values"

@@ -44,7 +44,7 @@ from apbv.model.parts import ModelParts, inspect_model
 from support.arguments import DEFAULT_DTYPES, parser_of, presets_of
 from support.exams import Reference, answer_greedily, numbers_of_hosts, run_on, ways_of, with_reference
 from support.passed_pairs import OF_THE_ANSWER, RANDOM, AnswersPairs, drawn
-from support.records import markdown_table, measure_what_is_left, plot
+from support.records import Curves, markdown_table, measure_what_is_left, plot
 from support.ruler import TASKS, Task, make_task
 from support.ruler.tables import difference_table, kl_table
 from support.summaries import grouped, mean_cell, percent_cell
@@ -256,38 +256,50 @@ def show(options: argparse.Namespace, records: list[dict]) -> None:
 
 
 def draw(path: Path, records: list[dict]) -> None:
-    """Plot the divergence by length for each number of hosts, and by TTFT at the length with times of most rows.
-
-    By length only the rows are drawn that have more than half of the samples.
-    """
-    panels: dict[str, dict[str, list[tuple]]] = {}
-    split = [record for record in records if record["label"] != "full"]
-    for (hosts, num_tokens), together in sorted(grouped(split, "hosts", "num_tokens").items()):
-        rows = grouped(together, "label").values()
-        whole = [record for of_row in rows if 2 * len(of_row) > max(map(len, rows)) for record in of_row]
-        for label, of_row in on_shared_samples(whole).items():
-            curves = panels.setdefault(f"tokens, {hosts} hosts", {})
-            curves.setdefault(label, []).append((num_tokens, statistics.fmean(r["kl"] for r in of_row)))
-    timed = [record for record in split if record.get("ttft_ms")]  # full takes ten times as long
-    if timed:
-        hosts, of_length = max(r["hosts"] for r in timed), grouped(timed, "num_tokens")
-        compared = max(of_length.values(), key=lambda records: len(grouped(records, "label")))
-        compared = [r for r in compared if r["hosts"] in (1, hosts)]
-        panels[f"TTFT in ms, {compared[0]['num_tokens']:,} tokens, {hosts} hosts"] = {
-            label: [tuple(statistics.fmean(r[name] for r in of_row) for name in ("ttft_ms", "kl"))]
-            for label, of_row in on_shared_samples(compared).items()
-        }
+    """Plot what :func:`curves_of` returns, with the divergence on a logarithmic axis."""
+    panels = curves_of(records)
     if panels:
-        plot(path, panels, "KL divergence from full attention (nats per token)")
+        plot(path, panels, "KL divergence from full attention (nats per token)", yscale="log")
 
 
-def on_shared_samples(records: list[dict]) -> dict[str, list[dict]]:
-    """Return the records of each row that are of samples which all rows have."""
+def curves_of(records: list[dict]) -> dict[str, Curves]:
+    """Return the plot's panels: the divergence by length for each number of hosts, and by TTFT at one length.
+
+    A point is the mean over all samples of its row, as in :func:`support.ruler.tables.kl_table`. Rows with no more
+    than half as many samples as others at the same length are left out, and so is ``full``. The last panel shows the
+    length with times of most rows, on the largest number of hosts.
+    """
+    panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    approximate = [record for record in records if record["label"] != "full"]
+    for (hosts, num_tokens), of_place in sorted(grouped(approximate, "hosts", "num_tokens").items()):
+        curves = panels.setdefault(f"tokens, {hosts} hosts", {})
+        for label, of_row in rows_with_most_samples(of_place).items():
+            curves.setdefault(label, []).append((num_tokens, mean_of(of_row, "kl")))
+
+    timed = [record for record in approximate if record.get("ttft_ms")]
+    if timed:
+        hosts = max(record["hosts"] for record in timed)
+        of_length = grouped(timed, "num_tokens")
+        (num_tokens,) = max(of_length, key=lambda length: len(grouped(of_length[length], "label")))
+        at_this_place = [r for r in approximate if (r["num_tokens"], r["hosts"]) == (num_tokens, hosts)]
+        curves = panels.setdefault(f"TTFT in s, {num_tokens:,} tokens, {hosts} hosts", {})
+        for label, of_row in rows_with_most_samples(at_this_place).items():
+            with_time = [record for record in of_row if record.get("ttft_ms")]
+            if with_time:
+                curves[label] = [(mean_of(with_time, "ttft_ms") / 1e3, mean_of(of_row, "kl"))]
+    return panels
+
+
+def rows_with_most_samples(records: list[dict]) -> dict[str, list[dict]]:
+    """Return all records of the rows that have more than half as many samples as the row with most."""
     rows = {label: of_row for (label,), of_row in grouped(records, "label").items()}
-    samples = [{(r["task"], r["index"]) for r in of_row} for of_row in rows.values()]
-    shared = set.intersection(*samples)
-    kept = {label: [r for r in of_row if (r["task"], r["index"]) in shared] for label, of_row in rows.items()}
-    return kept if shared else {}
+    most = max(map(len, rows.values()))
+    return {label: of_row for label, of_row in rows.items() if 2 * len(of_row) > most}
+
+
+def mean_of(records: list[dict], name: str) -> float:
+    """Return the mean of a figure of some records."""
+    return statistics.fmean(record[name] for record in records)
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:

@@ -23,6 +23,7 @@ import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 # isort: split
 from apbv import Engine
 from apbv.input.video import sample_fps, sample_uniform
+from apbv.versions import how_to_install
 
 from support.evaluation.answers import first_of_four
 from support.evaluation.command import Benchmark
@@ -74,7 +75,7 @@ def read_parquet(path: Path) -> list[dict]:
         from pyarrow import ArrowException
         from pyarrow.parquet import read_table
     except ImportError as error:
-        raise ValueError(f'{path} needs pyarrow: pip install -e ".[eval]"') from error
+        raise ValueError(f"{path} needs pyarrow: {how_to_install('eval')}") from error
     try:
         return read_table(path).to_pylist()
     except (OSError, ArrowException) as error:

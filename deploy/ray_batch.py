@@ -17,8 +17,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import ray
-
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
@@ -63,6 +61,11 @@ def _end_with_parent() -> None:
 def main(arguments: list[str] | None = None) -> int:
     """Answer all shards; return the exit status."""
     options, of_batch = parse_arguments(arguments)
+    try:
+        import ray
+    except ImportError:
+        print('error: needs ray: pip install -c constraints.txt -e ".[ray]" in apbv\'s checkout', file=sys.stderr)
+        return 2
     requests, out = options.requests.resolve(), options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     ray.init()  # the cluster that RAY_ADDRESS names, or the one of this machine

@@ -14,6 +14,7 @@ from apbv.launch.options import (
     ANSWER_LENGTH,
     SAMPLING,
     OptionParser,
+    YesOrNoOnce,
     add_draft_options,
     add_host_options,
     add_prefill_options,
@@ -36,7 +37,7 @@ def parse_arguments(arguments: list[str] | None = None, prog: str | None = None)
         parser.add_argument(option, metavar=metavar, action="append", help=f"{about}; can be repeated")
     parser.add_argument(
         "--audio-in-video",
-        action=argparse.BooleanOptionalAction,
+        action=YesOrNoOnce,
         help="use the videos' audio tracks (default: if the model takes audio and they have one)",
     )
     parser.add_argument("--context", metavar="FILE", help="text file that the question is about")

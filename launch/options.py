@@ -123,8 +123,45 @@ SAMPLING = _of(
 _SETTINGS = (*PREFILL, *DECODE, *VIDEO, *THREADS, *REDUCE, *SPARSE, *DRAFT, *ANSWER_LENGTH, *SAMPLING)
 
 
+class _StoreOnce(argparse.Action):
+    """Stores an option's value; the parser is an :class:`OptionParser`."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        parser.require_once(self, option_string)
+        setattr(namespace, self.dest, values)
+
+
+class YesOrNoOnce(argparse.BooleanOptionalAction):
+    """Stores whether ``--option`` or ``--no-option`` was given; the parser is an :class:`OptionParser`."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        parser.require_once(self, option_string)
+        super().__call__(parser, namespace, values, option_string)
+
+
 class OptionParser(argparse.ArgumentParser):
-    """Argument parser with one-line errors, because every host prints them."""
+    """Argument parser with one-line errors, because every host prints them.
+
+    An option with one value, given twice, is an error: argparse would silently take the last.
+    """
+
+    def __init__(self, *args: Any, **settings: Any):
+        super().__init__(*args, **settings)
+        self._given: set[str] = set()
+        # What options without an action do.
+        self.register("action", None, _StoreOnce)
+        self.register("action", "store", _StoreOnce)
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None):
+        """Parse as argparse does; see the class."""
+        self._given.clear()
+        return super().parse_known_args(args, namespace)
+
+    def require_once(self, action: argparse.Action, option: str | None) -> None:
+        """Exit with a one-line error if an option has been given before."""
+        if option is not None and action.dest in self._given:
+            self.error(f"{option} was given twice; give it once")
+        self._given.add(action.dest)
 
     def error(self, message: str) -> NoReturn:
         """Print the error and exit with status 2."""

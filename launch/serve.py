@@ -36,6 +36,7 @@ from apbv.launch.options import (
 from apbv.refusals import refuse
 from apbv.serve.log import LOG_FORMATS
 from apbv.serve.settings import ServerSettings
+from apbv.versions import how_to_install
 
 if TYPE_CHECKING:
     from apbv import HostGroup
@@ -135,7 +136,7 @@ def check_requests(options: argparse.Namespace) -> None:
         ValueError: an option is rejected, or a package that answers requests is not installed.
     """
     if missing := [name for name in _NEEDED if find_spec(name) is None]:
-        raise ValueError(f'the server needs {", ".join(missing)}: pip install "apbv[serve]"')
+        raise ValueError(f"the server needs {', '.join(missing)}: {how_to_install('serve')}")
     if options.media_dir is not None and not options.media_dir.is_dir():
         raise ValueError(f"--media-dir {options.media_dir} is not a directory")
     refuse(reduction=options.reduce, kv_reuse=options.reuse == "kv")

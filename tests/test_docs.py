@@ -7,6 +7,7 @@ import json
 import re
 import runpy
 import shlex
+import subprocess
 from importlib.metadata import metadata
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import pytest
 from apbv import demo
 from apbv.refusals import REFUSALS
 from apbv.speculate import STRATEGIES
+from apbv.versions import how_to_install
 from tests.test_structure import LAYERS
 
 from documents import (
@@ -279,6 +281,41 @@ def test_every_benchmark_that_writes_figures_is_in_the_results():
     described = {name.removeprefix("batch_") for name in schemas["$defs"]}
     assert named == {"doctor", *described} - {"fields"}
     assert "All benchmarks" in results
+
+
+def test_extras_are_installed_from_a_checkout():
+    """Nothing installs apbv by its name, which no package index knows; so say the pages, and the scripts' errors."""
+    scripts = [*(ROOT / "launch").glob("*.py"), *(ROOT / "benchmarks").rglob("*.py"), *(ROOT / "deploy").glob("*")]
+    for path in [*PAGES, *(each for each in scripts if each.is_file())]:
+        named = re.findall(r"pip install [^`\n]*apbv\[\w+\]", path.read_text(encoding="utf-8"))
+        assert not named, f"{path}: {named}"
+    assert how_to_install("serve").startswith('pip install -c constraints.txt -e ".[serve]"')
+
+
+def test_what_the_pages_commands_write_is_ignored_by_git():
+    if not (ROOT / ".git").exists():
+        pytest.skip("needs a checkout")
+    written = ["kv/manifest.json", "clips/questions.jsonl", "clip-7.mp4", "results/answers.jsonl"]
+    told = subprocess.run(["git", "check-ignore", *written], cwd=ROOT, capture_output=True, text=True)
+    assert told.stdout.split() == written
+    tracked = subprocess.run(["git", "check-ignore", "docs/ruler.png"], cwd=ROOT, capture_output=True)
+    assert tracked.returncode == 1
+
+
+def test_every_script_under_all_benchmarks_takes_a_file_for_figures(monkeypatch):
+    results = ROOT / "docs" / "results.md"
+    assert "These scripts take `--json FILE`" in results.read_text(encoding="utf-8")
+    first = next(block for block in blocks_in(results) if block.mark == "parse")
+    for command in commands_in(first.code):
+        script = command.partition("#")[0].strip()
+        options = parse_command(f"{script} --json figures.jsonl", monkeypatch)
+        assert str(options.json) == "figures.jsonl", command
+
+
+def test_pages_agree_on_how_long_the_tests_take():
+    pages = [page.read_text(encoding="utf-8") for page in (README, ROOT / "CONTRIBUTING.md")]
+    said = [set(re.findall(r"(\w+) minutes on two", page)) for page in pages]
+    assert said[0] == said[1] and len(said[0]) == 1
 
 
 def test_the_architecture_names_what_there_is():

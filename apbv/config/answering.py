@@ -53,7 +53,7 @@ class SamplingParams(Checked):
         logit_bias: pairs of a token and the number added to its logit.
         logprobs: number of most probable tokens to return with every token of the answer, with the model's log
             probabilities before any of these settings; None: none, not even the token's own.
-        json_schema: JSON schema that the answer must follow (needs the extra ``apbv[json]``).
+        json_schema: JSON schema that the answer must follow (needs the extra ``json``).
         grammar: a grammar that it must follow instead, in llguidance's variant of Lark (the same extra).
         seed: the same seed, prompt and model give the same tokens.
         ignore_eos: treat end tokens like other tokens; they do not end the answer.

@@ -1,6 +1,7 @@
 """Settings for video reading, prefill, sparse attention and visual-token pruning."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from ..refusals import refuse
 from .checks import Allowed, Checked, instance_of, integer, number, one_of
@@ -185,6 +186,13 @@ class PrefillConfig(Checked):
     def __post_init__(self):
         super().__post_init__()
         refuse(**self.features)
+
+    @property
+    def shared(self) -> dict[str, Any]:
+        """The settings that must be the same on every host, JSON-ready: all but ``video``, which fits the machine."""
+        settings = asdict(self)
+        del settings["video"]
+        return settings
 
     @property
     def features(self) -> dict[str, str | bool | None]:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..warn import report_error, warn_caller
+from .agreement import Fact, comparable, describe_difference
 from .collectives import Collectives, LocalCollectives, StagedCollectives
 from .devices import Moment, choose_device, device_identity, record_event, sharing
 from .exchange import Exchange, HostError, describe_error, in_thread
@@ -168,7 +169,8 @@ class HostGroup:
         groups = ProcessGroups.of(group, timeout)
         processes = cls(groups, device=torch.device("cpu"), timeout=timeout, owns_group=owns_group)
         try:
-            with processes.local_stage("choosing a device"):
+            with processes.local_stage("choosing a device") as same:
+                same["the number of processes"] = {"tensor_parallel": tensor_parallel}
                 chosen = choose_device(device)
                 if chosen.type == "cuda" and owns_group:
                     torch.cuda.set_device(chosen)
@@ -367,11 +369,12 @@ class HostGroup:
         return self._watch.working(stage)
 
     @contextmanager
-    def local_stage(self, name: str) -> Iterator[dict[str, bytes]]:
+    def local_stage(self, name: str) -> Iterator[dict[str, Fact]]:
         """Run a stage without collectives; at its end all hosts raise, or none does. Every host must enter it.
 
         A host that failed raises its own error, the others a HostError that quotes it. The stage gets a dictionary,
-        in which it names what must be the same on every process.
+        in which it names what must be the same on every process: bytes, or settings by name, JSON-ready, whose
+        values the error quotes.
         """
         error, facts = None, {}
         with self.on_device(), self._watch.working(name):
@@ -385,8 +388,7 @@ class HostGroup:
                 if error is not None:
                     raise error
                 return
-            digests = [(what, hashlib.sha256(value).hexdigest()) for what, value in facts.items()]
-            mine = [None if error is None else describe_error(error)[:4096], digests]
+            mine = [None if error is None else describe_error(error)[:4096], comparable(facts)]
             # A single exchange where all is well.
             whole = self.start_gathering(_bytes_tensor(hashlib.sha256(json.dumps(mine).encode()).digest())).wait()
             if error is None and bool((whole == whole[0]).all()):
@@ -398,9 +400,9 @@ class HostGroup:
                 if message is not None:
                     raise HostError(f"{self.name_of(process)} failed in {name}: {message}")
             for process, (_, theirs) in enumerate(found):
-                for (what, value), (_, other) in zip(found[0][1], theirs, strict=True):
-                    if value != other:
-                        raise HostError(f"{what} of {self.name_of(process)} differs from that of {self.name_of(0)}")
+                difference = describe_difference(found[0][1], theirs, self.name_of(0), self.name_of(process))
+                if difference is not None:
+                    raise HostError(difference)
 
     @property
     def is_broken(self) -> bool:

@@ -1,7 +1,8 @@
 """A request: the question and the settings for its answer."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 from ..config import SamplingParams
 from ..config.checks import Checked, one_of
@@ -50,6 +51,25 @@ class Request(Checked):
     grammar: Grammar | None = None
     prompt: Skeleton | None = None
     home: int = 0
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What must be the same on every host, JSON-ready, but for files and texts, which are compared once read."""
+        question = self.question
+        return {
+            "prompt": question.prompt,
+            "num_frames": question.num_frames,
+            "fps": question.fps,
+            "audio_in_video": question.audio_in_video,
+            "positions": self.positions,
+            "stop": None if self.stop is None else "given",
+            "sampling": asdict(self.sampling),
+        }
+
+    @property
+    def shared_with_draft(self) -> dict[str, Any]:
+        """The settings that a draft host must have, too: it never asks whether to stop."""
+        return {name: value for name, value in self.settings.items() if name != "stop"}
 
     @property
     def cancels(self) -> Callable[[], bool] | None:

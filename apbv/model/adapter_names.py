@@ -76,7 +76,7 @@ def _module_of(path: str, modules: Mapping[str, nn.Module], decoder: str) -> tup
 
 
 def _module_by_older_name(path: str, modules: Mapping[str, nn.Module], decoder: str) -> tuple[str | None, str, str]:
-    """Return what :func:`_module_of` does for a name of another release, or of a text model; and the older name."""
+    """Return the module that another release, or a text model, calls otherwise, the rest, and its older name."""
     path_in_thinker = path.removeprefix("thinker.")  # Qwen2.5-Omni's whole model
     prefix = path[: len(path) - len(path_in_thinker)]
     decoders = [("language_model.model.", f"{decoder}."), ("model.", f"{decoder}."), ("", "")]

@@ -1,5 +1,6 @@
 """Takes a Hugging Face model apart. Only this file reads a model's config."""
 
+import json
 import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -257,9 +258,10 @@ class ModelParts:
             object.__setattr__(self, name, value)
 
     @cached_property
-    def config_text(self) -> str:
+    def config_values(self) -> dict[str, Any]:
         """The model's whole configuration, to compare with other hosts'; made once, as it takes milliseconds."""
-        return str(self.model.config)
+        config = self.model.config
+        return {"class": type(config).__name__, **json.loads(config.to_json_string())}
 
     @property
     def audio_unit(self) -> int:

@@ -100,7 +100,8 @@ def prefill(
         if reduce is not None:
             require_reducible(reduce, inputs)
         same["the prompt"] = inputs.input_ids.numpy().tobytes()
-        same["the prefill configuration or the model"] = f"{config} {parts.config_text}".encode()
+        same["the prefill configuration"] = config.shared
+        same["the model's configuration"] = parts.config_values
         if hosts.num_processes > 1 and hosts.tensor_parallel_size == 1:
             same[_WEIGHTS] = parts.weights_sample
     if hosts.tensor_parallel_size > 1:  # each process has weights of its own

@@ -34,7 +34,8 @@ class BesideDraft:
         self.hosts = pair.hosts
 
     def answer(self, request: Request, prefiller: Prefiller) -> Outcome:
-        with self._pair.beginning(self._config, self._target.vocab_size, not request.sampling.is_greedy):
+        drawn = not request.sampling.is_greedy
+        with self._pair.beginning(self._config, self._target.vocab_size, drawn, request.shared_with_draft):
             read = prefiller.read(request)
         with closing(read):
             try:
@@ -74,7 +75,8 @@ class DraftHost:
 
     def answer(self, request: Request, prefiller: Prefiller) -> Outcome:
         request = replace(request, stop=None)  # this host receives the answer's end
-        with self._pair.beginning(self._config, self._model.vocab_size, not request.sampling.is_greedy):
+        drawn = not request.sampling.is_greedy
+        with self._pair.beginning(self._config, self._model.vocab_size, drawn, request.shared_with_draft):
             read = prefiller.read(request)
         request = read.request
         # If the target continues alone, this host waits for it after the request.

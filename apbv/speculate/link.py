@@ -5,9 +5,10 @@ which may arrive at any time and stops the draft. Each channel is a process grou
 breaks no other communication.
 """
 
+import hashlib
 import json
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -44,6 +45,7 @@ class Link:
         shared_vocab: the size of the smaller vocabulary of target and draft.
         drawn_vocab: the length of the distributions that are sent with drawn tokens; 0 where decoding is greedy.
         answer: whether the other end can begin the request, and the size of its vocabulary.
+        settings_differ: whether the other end has begun the request with other settings.
         is_settled: whether no request is under way, or the draft has been told that it has ended.
         owes_report: whether the draft has still to send its report of the ended request.
 
@@ -60,8 +62,9 @@ class Link:
         self._lacks_first = True  # of the current window, on the draft host
         self.shared_vocab = self.drawn_vocab = 0
         self.is_settled, self.owes_report = True, False
+        self.settings_differ = False
 
-    def begin(self, is_ready: bool, most: int, vocab_size: int, drawn: bool) -> None:
+    def begin(self, is_ready: bool, most: int, vocab_size: int, drawn: bool, settings: int = 0) -> None:
         """Send the other end whether this end can begin a request; :meth:`other_is_ready` returns its answer.
 
         Args:
@@ -69,21 +72,24 @@ class Link:
             most: γ, the tokens of a window.
             vocab_size: the vocabulary size of the model at this end.
             drawn: whether tokens are drawn, so that distributions over the shared vocabulary are sent, too.
+            settings: a digest of the request's settings, 64 bits with a sign.
         """
         self._lacks_first = True
-        self.send(torch.tensor([int(is_ready), vocab_size]))
-        self.answer = self._expect(torch.zeros(2, dtype=torch.int64))
-        self._begun = is_ready, most, vocab_size, drawn
+        self.settings_differ = False
+        self.send(torch.tensor([int(is_ready), vocab_size, settings]))
+        self.answer = self._expect(torch.zeros(3, dtype=torch.int64))
+        self._begun = is_ready, most, vocab_size, drawn, settings
 
     def other_is_ready(self) -> bool:
-        """Wait for the other end's answer, and return whether it has begun the request, too."""
-        is_ready, most, vocab_size, drawn = self._begun
-        ready, theirs = self.answer.wait().tolist()
+        """Wait for the other end's answer, and return whether it has begun the request, too, with the same settings."""
+        is_ready, most, vocab_size, drawn, settings = self._begun
+        ready, theirs, their_settings = self.answer.wait().tolist()
+        self.settings_differ = bool(is_ready and ready) and settings != their_settings
         self.most, self._usual_most = STARTUP_WINDOWS * most, most
         self.shared_vocab = min(vocab_size, theirs)
         self.drawn_vocab = self.shared_vocab if drawn else 0
-        self.is_settled = not (is_ready and ready)
-        return bool(ready)
+        self.is_settled = not (is_ready and ready) or self.settings_differ
+        return bool(ready) and not self.settings_differ
 
     def send(self, tensor: Tensor) -> None:
         """Send a tensor to the other end, for :meth:`receive`, without waiting until it is received."""
@@ -256,15 +262,19 @@ class Pair:
         return cls(members, is_draft, link)
 
     @contextmanager
-    def beginning(self, config: SpeculativeConfig, vocab_size: int, drawn: bool) -> Iterator[None]:
+    def beginning(
+        self, config: SpeculativeConfig, vocab_size: int, drawn: bool, settings: Mapping[str, Any] | None = None
+    ) -> Iterator[None]:
         """Begin a request, which the body reads; then the two sides exchange whether they take part.
 
         The draft then waits for the target's answer; the target reads the draft's when it needs the draft.
 
         Args:
             vocab_size, drawn: see :meth:`Link.begin`.
+            settings: of the request; both sides must have the same.
 
         Raises:
+            ValueError: on the draft host, if its settings differ from the target's.
             HostError: on the draft host, if the target's hosts cannot read the request or have ended.
         """
         if self.is_draft and self.link is None:
@@ -275,16 +285,27 @@ class Pair:
             is_ready = True
         finally:
             self._other_takes_part, self._has_sent_scores = None if is_ready else False, False
-            self._with_link(lambda link: link.begin(is_ready, config.most_draft_tokens, vocab_size, drawn))
+            digest = hashlib.sha256(json.dumps(settings).encode()).digest()
+            number = int.from_bytes(digest[:8], "little", signed=True)
+            self._with_link(lambda link: link.begin(is_ready, config.most_draft_tokens, vocab_size, drawn, number))
             if not is_ready:
                 self._with_link(lambda link: link.other_is_ready())
         if self.is_draft and self.open_link() is None:
             raise HostError(self.lost or "the target's hosts cannot answer this request")
 
     def open_link(self) -> Link | None:
-        """Return the link if the other end takes part in this request, else None; wait until that is known."""
+        """Return the link if the other end takes part in this request, else None; wait until that is known.
+
+        Raises:
+            ValueError: the other end has other settings for this request; raised there, too.
+        """
         if self._other_takes_part is None:
             self._other_takes_part = bool(self._with_link(lambda link: link.other_is_ready()))
+            if self.link is not None and self.link.settings_differ:
+                raise ValueError(
+                    "the draft host has other settings for this request than the target's hosts: pass the same prompt, "
+                    "frames and sampling parameters on every host"
+                )
             if not self._other_takes_part and self.link is not None and not self.is_draft:
                 warn_caller("answering without the draft host, which cannot read this request")
         return self.link if self._other_takes_part else None

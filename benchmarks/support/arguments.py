@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from apbv.config import REUSE_MODES
-from apbv.launch.options import PREFILL, add_settings, positive
+from apbv.launch.options import PREFILL, OptionParser, add_settings, positive
+from apbv.versions import how_to_install
 
 from . import clips
 
@@ -21,7 +22,7 @@ COUNT = positive(int)
 def _plot_path(text: str) -> Path:
     """Parse --plot and check for matplotlib before anything is measured."""
     if find_spec("matplotlib") is None:
-        raise argparse.ArgumentTypeError("needs matplotlib: pip install matplotlib")
+        raise argparse.ArgumentTypeError(f"needs matplotlib: {how_to_install('plot')}")
     return Path(text)
 
 
@@ -71,7 +72,7 @@ def parser_of(
         description: what the benchmark is for, in its first line.
         choices: what can be chosen from, by the names of options, where that is known to the script alone.
     """
-    parser = argparse.ArgumentParser(description=description.splitlines()[0])
+    parser = OptionParser(description=description.splitlines()[0])
     add_options(parser, benchmark, choices)
     return parser
 

@@ -181,8 +181,13 @@ def markdown_table(header: Collection, rows: Iterable[Sequence], align: str = "-
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
 
 
-def plot(path: Path, panels: Mapping[str, Curves], ylabel: str) -> None:
+def plot(path: Path, panels: Mapping[str, Curves], ylabel: str, yscale: str = "linear") -> None:
     """Plot curves side by side as a PNG, in panels that are called by what their x is.
+
+    The points are also the PNG's text ``Description``, as JSON: a test can compare them with the records.
+
+    Args:
+        yscale: matplotlib's name of the y axis's scale.
 
     Raises:
         ValueError: the file cannot be written.
@@ -203,12 +208,13 @@ def plot(path: Path, panels: Mapping[str, Curves], ylabel: str) -> None:
         axis.set_xlabel(xlabel)
         axis.grid(alpha=0.3)
     axes[0][0].set_ylabel(ylabel)
+    axes[0][0].set_yscale(yscale)  # the panels share the axis
     lines = [drawn[label] for label in labels]
     axes[0][-1].legend(
         lines, labels, loc="upper left", bbox_to_anchor=(1.01, 1), borderaxespad=0, fontsize=8, frameon=False
     )
     try:
-        figure.savefig(path, dpi=150, bbox_inches="tight")
+        figure.savefig(path, dpi=150, bbox_inches="tight", metadata={"Description": json.dumps(panels)})
     except OSError as error:
         raise ValueError(f"cannot write {path}: {error}") from error
     finally:

@@ -23,14 +23,23 @@ def name_of_gpu(records: list[dict]) -> str | None:
     return next((gpu for gpu in roofline.PEAKS if gpu in names), None)
 
 
+def ranged(values: list[float], form: str, unit: str) -> str:
+    """Format the least and the most of some values; once if there is only one."""
+    return " to ".join(f"{value:{form}}" for value in sorted({min(values), max(values)})) + unit
+
+
 def prefill(records: list[dict]) -> str:
-    """TTFT by method, the fastest run of each."""
+    """TTFT by method, its fastest and slowest run, and the ratios that these allow."""
     lines = []
     for (tokens,), rows in grouped(of(records, "throughput"), "num_input_tokens").items():
-        ms = {row["label"]: min(row["samples"]["ttft_ms"]) for row in rows}
-        cells = [f"{ms[label]:,.0f} ms" if label in ms else "–" for label in PREFILLS]
-        over = [f"{ms[label] / ms['apbv']:.2f}x" if {label, "apbv"} <= ms.keys() else "–" for label in PREFILLS[:2]]
-        lines.append([f"{tokens:,}", *cells, *over])
+        runs = {row["label"]: row["samples"]["ttft_ms"] for row in rows}
+        cells = [f"{tokens:,}"]
+        for label in PREFILLS:
+            cells.append(ranged(runs[label], ",.0f", " ms"))
+        for label in PREFILLS[:2]:
+            ratios = [other / ours for other in runs[label] for ours in runs["apbv"]]
+            cells.append(ranged(ratios, ".2f", "x"))
+        lines.append(cells)
     header = ["tokens", "`full`, 1 host", "`zigzag_ring`, 8", "`apbv`, 8", "over `full`", "over the ring"]
     return markdown_table(header, lines)
 
@@ -134,7 +143,13 @@ def test_what_the_page_says_of_them():
     page, records = PAGE.read_text(encoding="utf-8"), read_records([RECORDS])
     about, doctor, memcheck, tests = records[:4]
     assert doctor["healthy"] and memcheck["healthy"] and not tests["failed"]
-    assert f"{tests['passed']} passed" in page and f"{doctor['worst_error']:.2f} of" in page
+    assert f"{tests['passed']} passed, {tests['skipped']} skipped" in page
+    assert f"{doctor['worst_error']:.2f} of" in page
+    (longest,) = {r["git_sha"] for r in of(records, "throughput") if len(r["samples"]["ttft_ms"]) == 1}
+    (steps_of,) = {r["git_sha"] for r in of(records, "decoding")}
+    said = " ".join(page.split())
+    assert f"131,072 tokens are one run each, of revision {longest}." in said
+    assert f"Qwen2.5-VL-7B's language model, of revision {steps_of}. *transformers* is its uncompiled loop" in said
     for name, version in about["versions"].items():
         assert name == "apbv" or version in page, name
 
@@ -154,6 +169,13 @@ def test_the_readme_and_the_predictions_show_these_figures(capsys):
     ):
         cells = [f"{each:.1f}" if each < 100 else f"{each:,.0f}" for each in (ours, theirs)]
         assert " | ".join(f"{cell}{unit}" for cell in cells) in readme
+    single = [r for r in of(records, "throughput") if r["num_input_tokens"] == 131_072]
+    assert {len(record["samples"]["ttft_ms"]) for record in single} == {1}
+    (revision,) = {record["git_sha"] for record in [*single, *of(records, "decoding")]}
+    assert f"simulated, one run of revision {revision}" in readme and f"measured, revision {revision}" in readme
+    without_graphs = token["transformers"] / token["apbv, no graphs"]
+    gain = f"{token['transformers'] / token['apbv']:.1f}x; {without_graphs:.2f}x without CUDA graphs"
+    assert f"transformers, uncompiled | {gain} |" in readme
     assert f"TTFT {ms['apbv'] / 1e3:.2f} s, {ms['full'] / ms['apbv']:.1f}x" in readme
     for model, page in (("qwen2.5-vl-7b", "results-prefill.md"), ("qwen3.5-9b", "records/notes.md")):
         roofline.main(["--prefill", model, "--gpus", "H200"])

@@ -1,5 +1,6 @@
 """The RULER-shaped tasks of benchmarks/ruler.py, and their scoring."""
 
+import json
 import re
 import statistics
 from collections import Counter
@@ -9,13 +10,14 @@ import pytest
 import roofline
 import ruler
 import torch
+from PIL import Image
 from transformers import AttentionInterface, AutoTokenizer
 
 from apbv import HostGroup, ModelInputs, PrefillConfig, demo
 from apbv.model.parts import inspect_model
 
 import families
-from documents import require_table
+from documents import blocks_in, commands_in, read_command, require_table
 from prompts import text_batch
 from scripts import ROOT, figures_of, run_benchmark, valid_records
 from support.passed_pairs import OF_THE_ANSWER, RANDOM, AnswersPairs
@@ -25,6 +27,8 @@ from support.ruler.tables import difference_table, kl_table
 from support.simulated import share_weights, simulate
 from support.summaries import grouped
 from support.workloads import config_of
+
+ACCURACY = ROOT / "docs" / "accuracy.md"
 
 
 @pytest.fixture(scope="module")
@@ -164,9 +168,13 @@ def time_table(records: list[dict]) -> str:
     return markdown_table(header, lines)
 
 
+def place_of(record: dict) -> tuple:
+    return record["label"], record["num_tokens"], record["hosts"]
+
+
 def test_the_page_shows_its_records():
     records = read_records([ROOT / "docs" / "records" / "ruler.jsonl"])
-    page = ROOT / "docs" / "accuracy.md"
+    page = ACCURACY
     for table in (kl_table(records), difference_table(records), time_table(records)):
         require_table(page, table)
     rows = [line.strip("| ").split(" | ") for line in difference_table(records).splitlines()]
@@ -182,7 +190,51 @@ def test_the_page_shows_its_records():
     gains = [sum(usual[place] - kl[place] for place in early) for kl in (early, longer)]
     assert f"keeps {gains[0] / gains[1]:.2f} of this gain" in said
     assert f"{cells['apbv, no passing'][2].lstrip('+')} higher" in said
+    few = {task: rows for (task,), rows in grouped(records, "task").items() if task in ("cwe", "fwe")}
+    assert [[r["label"] for r in rows] for rows in few.values()] == [["full"], ["full"]]
+    assert "of `cwe` and `fwe` one sample each, with `full` alone" in said
+    for task in {record["task"] for record in records}:
+        assert f"`{task}`" in said
+    assert not any(f"`{task}`" in said for task in TASKS if task not in {record["task"] for record in records})
+    no_anchor = {(r["task"], r["index"]): r["kl"] for r in records if place_of(r) == ("apbv, no anchor", 32000, 8)}
+    same = [r["kl"] for r in records if place_of(r) == ("apbv", 32000, 8) and (r["task"], r["index"]) in no_anchor]
+    means = f"{statistics.fmean(no_anchor.values()):.3f} instead of {statistics.fmean(same):.3f}"
+    assert len(no_anchor) == len(same) == 5 and f"of five samples at 32,000 tokens is {means}" in said
     assert f"{cells['apbv'][4].lstrip('-')} points worse than with `full`, over {cells['apbv'][3]} questions" in said
+
+
+def test_the_plot_shows_the_means_of_the_table():
+    """The picture keeps its points as text; so do the rows of the table that stands below it."""
+    command = next(c for b in blocks_in(ACCURACY) for c in commands_in(b.code) if "--plot docs/ruler.png" in c)
+    options = ruler.parse_arguments(read_command(command).options)
+    records = [r for r in read_records([ROOT / path for path in options.table]) if r["label"] in options.rows]
+    drawn = json.loads(Image.open(ROOT / options.plot).text["Description"])
+    assert drawn == json.loads(json.dumps(ruler.curves_of(records))), "draw docs/ruler.png again"
+
+    header, _, *lines = [line.strip("| ").split(" | ") for line in kl_table(records).splitlines()]
+    cells = {(line[0], column): cell for line in lines for column, cell in zip(header[1:], line[1:], strict=False)}
+    by_length = {panel: curves for panel, curves in drawn.items() if panel.startswith("tokens, ")}
+    assert list(by_length) == ["tokens, 4 hosts", "tokens, 8 hosts"]
+    for panel, curves in by_length.items():
+        for label, points in curves.items():
+            for num_tokens, kl in points:
+                cell = cells[label, f"{num_tokens:,}{panel.removeprefix('tokens')}"]
+                assert cell.startswith(f"{kl:.3f} ")
+    (by_time,) = [curves for panel, curves in drawn.items() if panel not in by_length]
+    for label, ((_, kl),) in by_time.items():
+        assert [16384, kl] in by_length["tokens, 8 hosts"][label]
+
+
+def test_a_row_with_few_samples_is_not_drawn_and_others_with_all_of_theirs():
+    def record(label, index, kl):
+        return {"task": "vt", "num_tokens": 64, "hosts": 8, "label": label, "index": index, "kl": kl, "ttft_ms": 2e3}
+
+    records = [record("apbv", index, 1.0 + index) for index in range(4)]
+    records += [record("star", index, 5.0) for index in range(1, 4)]
+    records += [record("apb", index, 7.0) for index in range(2)] + [record("full", 0, 0.0)]
+    curves = {"apbv": [(64, 2.5)], "star": [(64, 5.0)]}
+    timed = {"apbv": [(2.0, 2.5)], "star": [(2.0, 5.0)]}
+    assert ruler.curves_of(records) == {"tokens, 8 hosts": curves, "TTFT in s, 64 tokens, 8 hosts": timed}
 
 
 def test_the_notes_show_which_tasks_the_model_can_do():

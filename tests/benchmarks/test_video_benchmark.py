@@ -81,6 +81,18 @@ def test_every_row_is_compared(tmp_path):
             difference(values, stage=stage)
 
 
+def test_readers_that_are_not_installed_are_left_out(capsys, monkeypatch):
+    monkeypatch.setattr(video_kinds, "MODULES", {"torchcodec": "no_such_module", "decord2": "no_such_module_either"})
+    monkeypatch.setattr(video_kinds, "rows", lambda kinds, readers: [[kind, *readers] for kind in kinds])
+    kind = next(iter(video_kinds.KINDS))
+    video_kinds.main(["--readers", "torchcodec", "apbv", "decord2", "--kinds", kind])
+    said = capsys.readouterr()
+    assert said.out.splitlines()[0] == "| file | apbv |"
+    assert said.err == "note: not installed and skipped: torchcodec, decord2\n"
+    assert video_kinds.main(["--readers", "decord2"]) == 1
+    assert capsys.readouterr().err.endswith("error: no reader is installed\n")
+
+
 @pytest.mark.thorough
 def test_kinds_of_files(capsys):
     assert video_kinds.main(["--readers", "apbv", "--kinds", *list(video_kinds.KINDS)[:1]]) == 0

@@ -2,6 +2,7 @@
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from collections import Counter
@@ -12,6 +13,14 @@ from apbv import demo
 
 from patience import limit, wait_for
 from scripts import ROOT
+
+
+def test_without_ray_there_is_one_line(monkeypatch, capsys, tmp_path):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    main = runpy.run_path(str(ROOT / "deploy" / "ray_batch.py"))["main"]
+    assert main(["requests.jsonl", "--out", str(tmp_path / "out"), "--shards", "2"]) == 2
+    assert capsys.readouterr().err.startswith('error: needs ray: pip install -c constraints.txt -e ".[ray]"')
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.thorough

@@ -83,8 +83,10 @@ def test_one_host_with_an_unreadable_video_fails_all_and_breaks_nothing(pool, ch
 
 def different_prompts_job(hosts: HostGroup, path: str):
     engine = Engine.from_pretrained(path, hosts=hosts)
+    with pytest.raises(HostError, match=r"prompt is 'What is 1\?' on host 1, but 'What is 0\?' on host 0"):
+        engine.generate(f"What is {hosts.rank}?", context="word " * 60)
     with pytest.raises(HostError, match="the prompt of host 1 differs from that of host 0"):
-        engine.generate(f"What is number {hosts.rank}?", context="word " * 60)
+        engine.generate("What?", context=f"word {hosts.rank} " * 60)
     long = PrefillConfig(anchor_len=10**6)
     with pytest.raises(LayoutError, match="anchor_len=1000000 leaves no context"):
         Engine.from_pretrained(path, hosts=hosts, prefill=long).generate("What?", context="word " * 60)

@@ -153,3 +153,36 @@ def different_job(hosts: HostGroup):
 
 def test_values_that_differ_are_refused_on_every_host(pool):
     assert pool.run(3, different_job) == ["HostError: the prompt of host 2 differs from that of host 0"] * 3
+
+
+def different_settings_job(hosts: HostGroup) -> tuple[str, str]:
+    def stage(**settings):
+        with hosts.local_stage("reading the settings") as same:
+            same["the request"] = settings
+
+    last = hosts.rank == hosts.size - 1
+    nested = {"prefill": {"method": "star" if last else "apbv", "kv": "gathered"}, "seed": 7 if last else None}
+    missing = {} if last else {"seed": 7}
+    failures = described(lambda: stage(**nested)), described(lambda: stage(**missing))
+    stage(seed=7, text="x" * 10**4)  # the group stays usable
+    return failures
+
+
+def test_settings_that_differ_are_named_with_both_values_on_every_host(pool):
+    start = "HostError: the request must be the same on every host: "
+    several = "prefill.method is 'star' on host 2, but 'apbv' on host 0; seed is 7 on host 2, but None on host 0"
+    missing = "seed is None on host 2, but 7 on host 0"
+    assert pool.run(3, different_settings_job) == [(start + several, start + missing)] * 3
+
+
+def different_calls_job(hosts: HostGroup) -> str:
+    def stage():
+        with hosts.local_stage("a stage") as same:
+            if hosts.rank == 0:
+                same["the prompt"] = b"a"
+
+    return described(stage)
+
+
+def test_hosts_that_make_different_calls_are_told(pool):
+    assert pool.run(2, different_calls_job) == ["HostError: host 1 makes another call than host 0"] * 2

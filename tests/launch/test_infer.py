@@ -1,5 +1,6 @@
 """launch/infer.py: what it refuses before the work is done, and what it says of it."""
 
+import importlib
 import json
 import os
 import re
@@ -103,6 +104,36 @@ def test_options_without_effect_are_refused(infer):
     for options, message in WITHOUT_EFFECT.items():
         status, (line,) = infer("--model", "some/model", "--prompt", "Why?", *options.split())
         assert status == 2 and line.startswith(f"error: {message}"), options
+
+
+GIVEN_TWICE = [
+    ("infer", "--model demo --prompt a --prompt b", "--prompt"),
+    ("infer", "--model demo --frames 4 --num-frames 8", "--num-frames"),
+    ("infer", "--model demo --method star --method apb", "--method"),
+    ("infer", "--model demo --audio-in-video --video demo --no-audio-in-video", "--no-audio-in-video"),
+    ("infer", "--model demo --tensor-parallel 2 --tensor-parallel=2", "--tensor-parallel"),
+    ("batch", "requests.jsonl --out a --model demo --out b", "--out"),
+    ("serve", "demo --port 1 --port 2", "--port"),
+    ("plan", "--model demo --tokens 2 --tokens 3", "--tokens"),
+    ("doctor", "--json a --json b", "--json"),
+]
+
+
+@pytest.mark.parametrize(("command", "options", "twice"), GIVEN_TWICE)
+def test_an_option_with_one_value_is_given_once(capsys, command, options, twice):
+    module = "apbv.doctor.__main__" if command == "doctor" else f"apbv.launch.{command}"
+    with pytest.raises(SystemExit) as end:
+        importlib.import_module(module).parse_arguments(options.split())
+    said = f"error: {twice} was given twice; give it once (--help lists the options)"
+    assert end.value.code == 2 and capsys.readouterr().err.splitlines() == [said]
+
+
+def test_options_that_can_be_repeated_and_defaults_are_not_given_twice():
+    videos = ["--video", "a.mp4", "--video", "b.mp4", "--keep-losing-draft", "--keep-losing-draft"]
+    parse = importlib.import_module("apbv.launch.infer").parse_arguments
+    for _ in range(2):
+        options = parse(["--model", "demo", "--speculate", "vanilla", *videos])
+        assert options.video == ["a.mp4", "b.mp4"] and options.method == "apbv"
 
 
 def rows(lines: list[str]) -> dict[str, str]:

@@ -29,7 +29,8 @@ def test_options_that_make_no_sense_are_refused(monkeypatch, capsys):
 
 def test_a_server_without_what_it_needs_or_without_a_model_says_so(monkeypatch, capsys):
     monkeypatch.setattr("apbv.launch.serve._NEEDED", ("uvicorn", "no_such_package"))
-    for arguments, message in ((["demo"], 'needs no_such_package: pip install "apbv[serve]"'), ([], "give a model")):
+    missing = 'needs no_such_package: pip install -c constraints.txt -e ".[serve]" in'
+    for arguments, message in ((["demo"], missing), ([], "give a model")):
         with pytest.raises(SystemExit):
             parse_arguments(arguments)
         assert message in capsys.readouterr().err

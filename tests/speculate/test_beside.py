@@ -116,6 +116,23 @@ def test_a_draft_that_is_the_target_is_always_right(pool, request_, begins):
     assert figures["mean_accepted_tokens"] == figures["num_accepted"] and figures["draft_seconds"] > 0
 
 
+DIFFERENT = [{"temperature": 0.7}, {"seed": 4, "temperature": 0.7}, {"max_new_tokens": 3}, {"num_frames": 4}]
+
+
+def different_job(hosts: HostGroup, request: dict) -> None:
+    for settings in DIFFERENT:
+        engine = engine_of(hosts, WAYS[0])
+        given = request | (settings if hosts.rank else {})
+        with pytest.raises(ValueError, match="the draft host has other settings for this request"):
+            engine.generate(QUESTION, **given)
+        assert engine.generate(QUESTION, **request).stats["num_drafted" if hosts.rank else "speculation"]
+
+
+def test_a_draft_host_with_other_settings_is_an_error_on_both_sides(pool, request_):
+    """Distributions that only one side sends would be read as others; the next request is answered."""
+    pool.run(2, different_job, request_)
+
+
 # ---- drafts that are lost ----
 
 
