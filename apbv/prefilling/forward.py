@@ -189,7 +189,7 @@ def _plan(
                 + (", exactly" if config.sparse is None else "")
             )
         method_type = method_alone(config)
-    method = method_type(layout, hosts, config, sizes)
+    method = method_type(layout, hosts, config, sizes.layers, sizes.attention_layers)
     if watcher is not None and layout.is_split and not len(layout.query):
         raise ValueError(
             f"cannot observe the question's attention with {method.name}: the question is split across the hosts, too"

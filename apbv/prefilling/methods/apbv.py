@@ -5,7 +5,7 @@ Legend: A anchor, B(v) context block of virtual host v, Q query; q_A, k_A, v_A t
 and start of the context, as in APB, which is dropped after the prefill.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -18,7 +18,6 @@ from ...kernels.runs import Segment
 from ...kernels.torch_attention import empty_output
 from ...layout import ContextLayout, plan_layout, with_question_in_anchor
 from ...model.attention import gather_and_merge
-from ...model.parts import DecoderSizes
 from .base import PrefillMethod, State
 from .importance import RANKED_BY_PROBABILITY, importance_of
 
@@ -30,9 +29,16 @@ class ApbvMethod(PrefillMethod):
     passes_on = True
     settings: ClassVar[dict[str, bool]] = {}  # what it fixes of the config
 
-    def __init__(self, layout: ContextLayout, hosts: HostGroup, config: PrefillConfig, sizes: DecoderSizes):
+    def __init__(
+        self,
+        layout: ContextLayout,
+        hosts: HostGroup,
+        config: PrefillConfig,
+        num_layers: int,
+        attention_layers: Sequence[int] | None = None,
+    ):
         config = replace(config, **self.settings)
-        super().__init__(layout, hosts, config, sizes)
+        super().__init__(layout, hosts, config, num_layers, attention_layers)
         self.separate_query = not config.fused_query
         blocks = layout.virtual_hosts(hosts.rank)
         self._anchor = range(layout.anchor_len)

@@ -19,7 +19,6 @@ from ...layout import (
     shared_out_layout,
     single_host_layout,
 )
-from ...model.parts import DecoderSizes
 from .block_attention import BlockAttention
 
 State = tuple[Tensor, Tensor]  # a partial result: out [B, Hq, S, D], lse [B, Hq, S]
@@ -34,7 +33,8 @@ class PrefillMethod(ABC):
         splits: whether hosts share a prompt; else host 0 computes it.
         zigzag: whether the default :meth:`plan` gives each host two blocks, an early and a late one.
         blocks: computes chosen blocks of attention, as the config says; None if attention is dense.
-        sizes: the decoder's.
+        num_layers: the decoder's.
+        attention_layers: the numbers, among these, of those that have attention; by default all.
         separate_query: whether the query runs in a second forward pass, after the context's.
         passes_on: whether context blocks pass KV pairs on to other hosts.
         attend: :func:`apbv.kernels.segmented_attention` with the configured backend.
@@ -47,11 +47,19 @@ class PrefillMethod(ABC):
     passes_on: ClassVar[bool] = False
     separate_query: bool = False
 
-    def __init__(self, layout: ContextLayout, hosts: HostGroup, config: PrefillConfig, sizes: DecoderSizes):
+    def __init__(
+        self,
+        layout: ContextLayout,
+        hosts: HostGroup,
+        config: PrefillConfig,
+        num_layers: int,
+        attention_layers: Sequence[int] | None = None,
+    ):
         self.layout = layout
         self.hosts = hosts
         self.config = config
-        self.sizes = sizes
+        self.num_layers = num_layers
+        self.attention_layers = range(num_layers) if attention_layers is None else attention_layers
         self.attend = partial(segmented_attention, backend=config.backend)
         sparse = config.sparse_attention
         is_dense = sparse is None or sparse.computes_all
@@ -69,7 +77,7 @@ class PrefillMethod(ABC):
             layer: its number among the layers of attention. A hybrid's decoder has others between them, which
                 count for the quarter, too.
         """
-        return self.layout.in_layer(self.sizes.attention_layers[layer], self.sizes.layers)
+        return self.layout.in_layer(self.attention_layers[layer], self.num_layers)
 
     def attend_within(self, q: Tensor, own: Segment, scale: float) -> State:
         """Attend causally within a run of tokens: to all of it, or to the blocks that the config chooses."""
