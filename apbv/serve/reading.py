@@ -8,8 +8,8 @@ import json
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -160,16 +160,15 @@ class Reader:
             return {"json_schema": schema}
         answer = None if schema is None or request.must_call else json.loads(schema)
         added = self._light.tokenizer.get_added_vocab()
-        grammar = self._call_format.grammar(request.functions, added, request.makes_one_call, answer)
+        with _rejecting("tools"):
+            grammar = self._call_format.grammar(request.functions, added, request.makes_one_call, answer)
         self._require_valid("tools", json_schema=None, grammar=grammar)
         return {"grammar": grammar}
 
     def _require_valid(self, field: str, **constraint: str | None) -> None:
         """Reject a JSON schema or a grammar that cannot be compiled."""
-        try:
+        with _rejecting(field):
             self._engine.grammars.begin(**constraint)
-        except ValueError as error:
-            raise ApiError(400, str(error), param=field) from error
 
     def _require_tools_known(self, request: ChatRequest | TokenizeRequest) -> None:
         """Reject tools that the chat template does not show, or calls that could not be parsed."""
@@ -323,6 +322,15 @@ class Reader:
             raise
         except Exception as error:  # chat templates and decoders raise nearly anything
             raise ApiError(400, client_message(str(error) or type(error).__name__, media), param=field) from error
+
+
+@contextmanager
+def _rejecting(field: str) -> Iterator[None]:
+    """Reject a request whose schema or grammar cannot be compiled."""
+    try:
+        yield
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, str(error), param=field) from error
 
 
 def _weigh(request: GenerationRequest | TokenizeRequest) -> tuple[int, bool]:
