@@ -26,7 +26,8 @@ from .media import FolderError, Media, MediaError, PrivateFiles, open_media
 from .order import Order
 from .requests import ApiError, ChatRequest, CompletionRequest, GenerationRequest, TokenizeRequest
 from .settings import ServerSettings
-from .tools import CallFormat, call_format
+from .thoughts import CLOSING_TAGS, opened_thought
+from .tools import CallFormat, ToolCallParser, call_format
 
 # Fields of requests that the engine takes as they are.
 _SAMPLING = {"temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"}
@@ -53,6 +54,7 @@ class ReadyRequest:
         request: its body.
         prompt: what was read of its prompt; the engine of host 0 need not read it again.
         call_format: how the model writes calls of tools; None: it calls none.
+        thought: the tag of the thought in which the prompt ends; None: in none.
     """
 
     order: Order
@@ -61,6 +63,18 @@ class ReadyRequest:
     request: GenerationRequest
     prompt: Skeleton | None = None
     call_format: CallFormat | None = None
+    thought: str | None = None
+
+    def call_parser(self) -> ToolCallParser:
+        """Return a parser for an answer that may call tools."""
+        request = self.request
+        return ToolCallParser(
+            self.call_format,
+            max_calls=1 if request.makes_one_call else None,
+            names={function["name"] for function in request.functions},
+            thought=self.thought,
+            has_thoughts=not request.is_constrained,
+        )
 
     @property
     def paths(self) -> AbstractContextManager[list[Path]]:
@@ -145,11 +159,17 @@ class Reader:
         ).filled(self._engine.sampling)
         told = bool(request.stream), request.stop_strings, request.stop_token_ids or ()
         files = [file.relative for file in media]
-        calls, tokenizer = self._call_format if request.may_call else None, prompts.tokenizer
-        special = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
-        shown = [special[tag] for tag in (calls.opening, calls.closing) if tag in special] if calls else []
+        calls = self._call_format if request.may_call else None
+        shown = self._shown_token_ids(calls, prompts.tokenizer) if calls else []
+        thought = opened_thought(prompt.rendered.text, request.continued_texts) if calls else None
         order = Order(asked, files, sampling, request.hands_over, request.num_answers, *told, shown)
-        return ReadyRequest(order, num_tokens, media, request, prompt, calls)
+        return ReadyRequest(order, num_tokens, media, request, prompt, calls, thought)
+
+    def _shown_token_ids(self, calls: CallFormat, tokenizer) -> list[int]:
+        """Return the special tokens that a parser of calls has to see in the text."""
+        special = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
+        tags = (calls.opening, calls.closing, *CLOSING_TAGS.keys(), *CLOSING_TAGS.values())
+        return [special[tag] for tag in tags if tag in special]
 
     def _constraint(self, request: GenerationRequest) -> dict[str, str]:
         """Return the JSON schema or grammar that an answer has to follow; ApiError if that is invalid."""
@@ -175,7 +195,10 @@ class Reader:
         if getattr(request, "tools", None) and not self._shows_tools:
             raise ApiError(400, "the model's chat template knows no tools", param="tools")
         if getattr(request, "may_call", False) and self._call_format is None:
-            message = "the format in which this model calls tools is not supported, only tool_choice none"
+            message = (
+                "the chat template tells the model to call tools in a format that is not supported by this server, "
+                "which leaves tool_choice none"
+            )
             raise ApiError(400, message, param="tools")
 
     def _require_known(self, token_ids: Iterable[int], field: str) -> None:

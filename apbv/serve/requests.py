@@ -193,6 +193,13 @@ class Message(_Strict):
         return self
 
     @property
+    def texts(self) -> list[str]:
+        """The texts of its content."""
+        if isinstance(self.content, str):
+            return [self.content]
+        return [part.text for part in self.content or () if part.type == "text"]
+
+    @property
     def rest(self) -> dict[str, Any]:
         """The fields besides ``content`` that are given."""
         return self.model_dump(include=set(Message.model_fields) - {"content"}, exclude_none=True)
@@ -242,6 +249,9 @@ class GenerationRequest(_Strict):
         id_prefix: prefix of the answers' ids.
         may_call: whether calls of tools are looked for in the answer.
         makes_one_call: whether it has one call at most.
+        functions: the functions that may be called.
+        must_call: whether the answer has to consist of calls.
+        continued_texts: the texts of the message that the answer continues, if it continues one.
         kv_transfer_params: with ``do_remote_decode`` the prompt's KV is exported for another server, and this one
             answers with a single token.
     """
@@ -251,6 +261,9 @@ class GenerationRequest(_Strict):
     id_prefix: ClassVar[str]
     may_call: ClassVar[bool] = False
     makes_one_call: ClassVar[bool] = False
+    functions: ClassVar[list[dict[str, Any]]] = []
+    must_call: ClassVar[bool] = False
+    continued_texts: ClassVar[list[str]] = []
 
     model: str | None = None
     max_tokens: _Count | None = None
@@ -346,6 +359,11 @@ class GenerationRequest(_Strict):
         return _ANY_OBJECT if asked.get("type") == "json_object" else None
 
     @property
+    def is_constrained(self) -> bool:
+        """Whether a schema or a grammar says what the whole answer consists of."""
+        return self.must_call or self.json_schema is not None
+
+    @property
     def stop_strings(self) -> list[str]:
         """The strings that end the answer."""
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
@@ -422,6 +440,11 @@ class ChatRequest(_ChatOptions, GenerationRequest):
         functions = [tool.described["function"] for tool in self.tools or ()]
         chosen = self.tool_choice.function.name if isinstance(self.tool_choice, ToolCall) else None
         return [function for function in functions if chosen in (None, function["name"])]
+
+    @property
+    def continued_texts(self) -> list[str]:
+        """As of every request."""
+        return self.messages[-1].texts if self.continue_final_message else []
 
     @property
     def makes_one_call(self) -> bool:
