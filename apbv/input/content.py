@@ -5,7 +5,8 @@ from typing import Any
 
 _FILES = ("image", "video", "audio")
 # A type as people write it: the one that OpenAI's API has for it, or vLLM's server.
-_TYPES = {"text": "text", "input_text": "text", "input_audio": "input_audio"}
+_TYPES = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "text", "thinking": "text"}
+_TYPES |= {"input_audio": "input_audio"}
 _TYPES |= {name: f"{kind}_url" for kind in _FILES for name in (kind, f"{kind}_url", f"input_{kind}")} | _TYPES
 
 
@@ -14,7 +15,8 @@ def in_openais_form(part: Mapping[str, Any] | str) -> dict[str, Any]:
 
     Taken are also ``{"type": "video", "video": FILE}`` as in Qwen's and transformers' examples, there also with
     ``url``, ``path`` or ``base64``, a URL as a plain string, parts without a type if one key says it, and plain
-    texts. A part in no such form is returned as it is.
+    texts. What an earlier answer consists of (``output_text``, ``refusal``, ``thinking``) is text, as in vLLM. A part
+    in no such form is returned as it is.
     """
     part = {"type": "text", "text": part} if isinstance(part, str) else dict(part)
     name = part.get("type")

@@ -33,6 +33,8 @@ MOST_SOURCES = 4096
 Message = dict[str, Any]
 
 _PROBE = "probe"
+# What an assistant's message has thought: vLLM's name for it, and the older one. The first that is given counts.
+_REASONING = ("reasoning", "reasoning_content")
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,8 @@ def render_prompt(parts: ModelParts, processor, asked: Question) -> RenderedProm
 
     Raises:
         PromptError: an empty prompt, a text beside videos, images or audio clips, too many of these, a source the
-            model cannot read, an unreadable image, a chat that the template rejects, tools that it does not show.
+            model cannot read, an unreadable image, a chat that the template rejects, tools that it does not show, a
+            chat for a model without a template, a lone surrogate.
     """
     prompt, context = asked.prompt, asked.context
     if asked.messages is None:
@@ -160,6 +163,9 @@ def render_prompt(parts: ModelParts, processor, asked: Question) -> RenderedProm
                 raise PromptError(f"{what} must be a file, not of type {type(source).__name__}")
     options = asked.template or {}
     rendered, has_template = apply_template(processor, messages, parts.is_video_model, options, asked.tools)
+    if asked.messages is not None and not has_template:
+        raise PromptError("the model has no chat template, which messages need: pass a prompt instead")
+    _require_characters(rendered)
     if asked.tools and tool_instructions(processor) is None:
         raise PromptError("the model's chat template knows no tools")
     query_char = None if question is None else _find_question(rendered, question)
@@ -176,15 +182,26 @@ def render_prompt(parts: ModelParts, processor, asked: Question) -> RenderedProm
     )
 
 
+def _require_characters(text: str) -> None:
+    """Reject a text with half of a surrogate pair: UTF-16's halves are not characters, and have no tokens."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        around = text[max(error.start - 20, 0) : error.end + 20]
+        raise PromptError(f"the prompt has half of a surrogate pair, in {around!r}") from error
+
+
 def _collect_sources(messages: Sequence[Message]) -> tuple[list[Message], list[Any], list[Any], list[Any]]:
     """Replace a chat's files by placeholders; return the chat, its videos, images and audio files, in order."""
     plain, files = [], {"video": [], "image": [], "audio": []}
     for message in messages:
-        calls = message.get("tool_calls") if isinstance(message, dict) else None
-        if not isinstance(message, dict) or "role" not in message or ("content" not in message and not calls):
+        if not isinstance(message, dict) or "role" not in message:
+            raise PromptError(f"a message needs a role and a content, got {message!r:.200}")
+        calls, thought = message.get("tool_calls"), _thought(message)
+        if "content" not in message and not calls and not thought:
             raise PromptError(f"a message needs a role and a content, got {message!r:.200}")
         content = message.get("content")
-        if content is None and calls:
+        if content is None and (calls or thought):
             content = []
         if isinstance(content, str):
             content = [{"type": "text", "text": content}]
@@ -207,11 +224,26 @@ def _collect_sources(messages: Sequence[Message]) -> tuple[list[Message], list[A
                 warn_caller(f"ignored in a content part of type {kind}: {', '.join(sorted(ignored))}")
             files[kind].append(_local(kind, source["url"]))
             parts.append({"type": kind})
-        rest = {name: value for name, value in message.items() if name != "tool_calls"}
-        plain.append({**rest, "content": parts, **({"tool_calls": list(map(_parsed, calls))} if calls else {})})
+        kept = {name: value for name, value in message.items() if name not in ("tool_calls", *_REASONING)}
+        kept |= {"content": parts, **thought}
+        if calls:
+            kept["tool_calls"] = [_parsed(call) for call in calls]
+        plain.append(kept)
     if not any(text.strip() for message in plain for text in text_parts(message)):
         raise PromptError("the chat is empty")
     return plain, files["video"], files["image"], files["audio"]
+
+
+def _thought(message: Message) -> dict[str, str]:
+    """Return the reasoning of an assistant's message by both names that templates read, as vLLM passes it."""
+    if message["role"] != "assistant":
+        return {}
+    given = [message[name] for name in _REASONING if message.get(name) is not None]
+    if not given:
+        return {}
+    if not isinstance(given[0], str):
+        raise PromptError(f"a message's reasoning must be a text, got {given[0]!r:.200}")
+    return dict.fromkeys(_REASONING, given[0])
 
 
 def _local(kind: str, source: Any) -> Any:
@@ -239,6 +271,13 @@ def _parsed(call: Mapping[str, Any]) -> dict[str, Any]:
         raise PromptError(
             f"a tool call needs a function with a name, and arguments that are a JSON object, got {call!r:.200}"
         ) from None
+    try:
+        json.dumps(arguments, ensure_ascii=False, allow_nan=False).encode()
+    except ValueError:
+        message = "a tool call's arguments have NaN, Infinity or half of a surrogate pair, which JSON has not"
+        raise PromptError(f"{message}, got {call!r:.200}") from None
+    except (RecursionError, TypeError):
+        pass  # another object than JSON has; the template decides
     return {**call, "function": {**function, "arguments": arguments}}
 
 

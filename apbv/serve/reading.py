@@ -365,6 +365,7 @@ def _weigh(request: GenerationRequest | TokenizeRequest) -> tuple[int, bool]:
     parts = [part for content in contents if not isinstance(content, str) for part in content]
     texts = [content for content in contents if isinstance(content, str)]
     texts += [part.text for part in parts if part.type == "text"]
+    texts += [text for message in messages for text in (message.reasoning, message.reasoning_content) if text]
     options = [getattr(request, name, None) for name in ("chat_template_kwargs", "response_format", "tools")]
     options += [message.tool_calls for message in messages]
     num_chars = sum(map(len, texts)) + sum(len(str(each)) for each in options if each)

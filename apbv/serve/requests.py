@@ -183,12 +183,15 @@ class Message(_Strict):
     name: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
 
     @model_validator(mode="after")
     def _check_calls(self) -> "Message":
         if self.tool_calls and self.role != "assistant":
             raise _refused("tool_calls", "only the assistant calls tools")
-        if self.content is None and not self.tool_calls:
+        thought = self.role == "assistant" and (self.reasoning or self.reasoning_content)
+        if self.content is None and not self.tool_calls and not thought:
             raise _refused("content", "a message needs a content, or tool_calls")
         return self
 
