@@ -19,12 +19,12 @@ from PIL import Image
 from ..config import SamplingParams
 from ..engine import Engine
 from ..input.reading import PromptReader
-from ..input.rendering import tool_instructions
+from ..input.rendering import template_words, tool_instructions
 from ..input.skeleton import Skeleton
 from ..input.visual import PromptError
 from .media import FolderError, Media, MediaError, PrivateFiles, open_media
 from .order import Order
-from .requests import ApiError, ChatRequest, CompletionRequest, GenerationRequest, TokenizeRequest
+from .requests import ApiError, ChatRequest, CompletionRequest, GenerationRequest, TokenizeRequest, warn_of_ignored
 from .settings import ServerSettings
 from .thoughts import CLOSING_TAGS, opened_thought
 from .tools import CallFormat, ToolCallParser, call_format
@@ -107,6 +107,7 @@ class Reader:
         )
         instructions = tool_instructions(engine.processor)
         self._shows_tools, self._call_format = instructions is not None, call_format(instructions)
+        self._template_words = template_words(engine.processor)
         self._settings, self._private_files = settings, private_files
         self._max_new_tokens = settings.max_new_tokens or engine.max_new_tokens
         self.max_model_len = min(settings.max_model_len or self._parts.max_position_embeddings, max_tokens)
@@ -286,8 +287,10 @@ class Reader:
                     raise ApiError(400, str(error), param=where) from error
                 except FolderError as error:
                     raise ApiError(503, str(error)) from error
-                parts.append({"type": part.type.removesuffix("_url").removeprefix("input_"), "file": len(media)})
+                kind = part.type.removesuffix("_url").removeprefix("input_")
+                parts.append({"type": kind, "file": len(media), **part.sampling})
                 media.append(file)
+        warn_of_ignored("chat_template_kwargs", (request.chat_template_kwargs or {}).keys() - self._template_words)
         num_frames = request.num_frames or min(self._num_frames, settings.max_frames)
         if num_frames > settings.max_frames:
             raise ApiError(400, f"num_frames may be at most {settings.max_frames}", param="num_frames")
@@ -328,7 +331,8 @@ class Reader:
             question = Order(asked, [], SamplingParams()).question([file.path for file in media])
             rendered = prompts.render(question)
             self._require_fits(prompts, rendered.text, field)
-            videos = prompts.sample([self._videos.probe(path, check) for path in rendered.videos], question)
+            infos = [self._videos.probe(path, check) for path in rendered.videos]
+            videos = prompts.sample(infos, question, rendered.sampling)
             num_frames = len(sizes) + sum(len(video.frames) for video in videos)
             if num_frames > self._settings.max_frames:
                 raise ApiError(

@@ -8,7 +8,7 @@ import json
 import logging
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pydantic_core import PydanticCustomError
 
 from ..config import MAX_FPS
-from ..input.content import in_openais_form
+from ..input.content import OTHER_FILE_OPTIONS, SAMPLING_OPTIONS, in_openais_form
 
 
 def _names(text: str) -> frozenset[str]:
@@ -28,9 +28,11 @@ _FIELDS = tomllib.loads(Path(__file__).with_name("fields.toml").read_text(encodi
 _WITHOUT_EFFECT, _OF_THE_DECODER = (_names(_FIELDS[name]) for name in ("without_effect", "of_the_decoder"))
 # By value, the fields for which it is as good as none.
 _NEUTRAL = [(value, _names(names)) for value, names in _FIELDS["neutral"]]
-_REFUSED = _names(_FIELDS["refused"]).union(*(names for _, names in _NEUTRAL))
+_REFUSED = _names(_FIELDS["refused"]).union(OTHER_FILE_OPTIONS, *(names for _, names in _NEUTRAL))
 # Steps of pydantic's path to an error that are not fields: "str", "constrained-str", "list[...]".
 _NAMES_AN_ALTERNATIVE = re.compile(r"\[|(^|-)(str|int)$")
+# What a client may use in place of a field that is not supported.
+_INSTEAD: dict[str, str] = _FIELDS["instead"]
 _MAX_STOP_LENGTH = 1000  # characters; what may become a stop string is looked at again with every token
 _MAX_TOKENS = 2**20
 _MAX_TOOLS = 128  # OpenAI's limit
@@ -87,12 +89,18 @@ class _Strict(BaseModel):
 
     @model_validator(mode="after")
     def _refuse_what_is_not_served(self) -> "_Strict":
-        for name, value in (self.model_extra or {}).items():
-            if name in _REFUSED and not _is_neutral(name, value):
-                raise _refused(name, f"{name} is not supported by this server")
-            if name not in _REFUSED | _WITHOUT_EFFECT:
-                _logger.warning("ignored an unknown request field: %.100r", name)
+        extra = self.model_extra or {}
+        refused = [name for name, value in extra.items() if name in _REFUSED and not _is_neutral(name, value)]
+        if refused:
+            raise _refused(refused[0], self._why_refused(refused))
+        warn_of_ignored("request", extra.keys() - _REFUSED - _WITHOUT_EFFECT)
         return self
+
+    def _why_refused(self, names: list[str]) -> str:
+        """Return why fields are not supported, naming all of them."""
+        hints = [f"{name}: {_INSTEAD[name]}" for name in names if name in _INSTEAD]
+        verb = "is" if len(names) == 1 else "are"
+        return "; ".join([f"{', '.join(names)} {verb} not supported by this server", *hints])
 
     @classmethod
     def parse(cls: type[_Body], body: bytes) -> _Body:
@@ -116,6 +124,12 @@ class _Strict(BaseModel):
             raise ApiError(400, message, param=".".join(str(step) for step, _ in groupby(steps)) or None) from error
 
 
+def warn_of_ignored(where: str, names: Iterable[str]) -> None:
+    """Name ignored fields in the log, each in a line of its own."""
+    for name in sorted(names):
+        _logger.warning("ignored an unknown %s field: %.100r", where, name)
+
+
 def _is_neutral(name: str, value: Any) -> bool:
     """Return whether a field's value has no effect; 0 is not False."""
     same = (neutral for neutral, names in _NEUTRAL if name in names and value == neutral)
@@ -126,6 +140,9 @@ def _is_neutral(name: str, value: Any) -> bool:
 def _refused(param: str, message: str) -> PydanticCustomError:
     """Make the error that an object's validator raises about one of its fields."""
     return PydanticCustomError("refused", "{message}", {"message": message, "param": param})
+
+
+_CONTENTS = ("text", "image_url", "video_url", "audio_url", "input_audio")  # the fields of a part, by its type
 
 
 class MediaUrl(_Strict):
@@ -143,7 +160,7 @@ class InputAudio(_Strict):
 
 
 class Part(_Strict):
-    """A part of a message, with the field that its type names."""
+    """A part of a message, with the field that its type names; a video also with options of its own."""
 
     type: Literal["text", "image_url", "video_url", "audio_url", "input_audio"]
     text: str | None = None
@@ -151,6 +168,15 @@ class Part(_Strict):
     video_url: MediaUrl | None = None
     audio_url: MediaUrl | None = None
     input_audio: InputAudio | None = None
+    fps: Annotated[float, Field(gt=0, le=MAX_FPS)] | None = None
+    nframes: _Count | None = None
+    num_frames: _Count | None = None
+    max_frames: _Count | None = None
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """How a video's frames are sampled, as far as it says."""
+        return self.model_dump(include=set(SAMPLING_OPTIONS), exclude_none=True)
 
     @model_validator(mode="before")
     @classmethod
@@ -161,7 +187,19 @@ class Part(_Strict):
     def _check_content(self) -> "Part":
         if getattr(self, self.type) is None:
             raise _refused(self.type, f"a part of the type {self.type} needs a field {self.type}")
+        for name in _CONTENTS:
+            if name != self.type and getattr(self, name):
+                raise _refused(name, f"a part of the type {self.type} has no {name}: send it in a part of its own")
+        if self.sampling and self.type != "video_url":
+            name = next(iter(self.sampling))
+            raise _refused(name, f"{name} applies to videos only")
+        if len(self.sampling.keys() - {"max_frames"}) > 1:
+            raise _refused("fps", f"{' and '.join(self.sampling)} exclude each other beside a video")
         return self
+
+    def _why_refused(self, names: list[str]) -> str:
+        given = [*self.sampling, *names]
+        return f"of {', '.join(given)} beside a file, {', '.join(names)} cannot be followed by this server"
 
 
 class CalledFunction(_Strict):
@@ -390,9 +428,14 @@ class _ChatOptions(_Strict):
 
     @model_validator(mode="after")
     def _check_template(self) -> "_ChatOptions":
+        variables = self.chat_template_kwargs or {}
         for name in ("add_generation_prompt", "continue_final_message"):
-            if name in (self.chat_template_kwargs or {}):
+            if name in variables:
                 raise _refused("chat_template_kwargs", f"chat_template_kwargs: {name} is a top-level field")
+        options = [name for name in variables if name in SAMPLING_OPTIONS or name in OTHER_FILE_OPTIONS]
+        if options:
+            message = f"chat_template_kwargs: {', '.join(options)} cannot be followed: a chat template samples no files"
+            raise _refused("chat_template_kwargs", message)
         return self
 
     @property

@@ -11,6 +11,7 @@ from PIL import Image
 from apbv import HostGroup, PrefillConfig
 from apbv.input.reading import PromptReader
 from apbv.input.request import Question
+from apbv.input.video import probe, sample_fps, sample_uniform
 from apbv.input.visual import PromptError
 from apbv.model.parts import inspect_model
 from apbv.stats import StageTimer
@@ -175,6 +176,30 @@ def test_parts_are_read_as_people_write_them(tmp_path):
     content = [{"type": "image", "image": "data:image/png;base64,AAAA"}, "what?"]
     with pytest.raises(PromptError, match="cannot read 'data:image/png;base64,AAAA' as an image"):
         reader.render(Question(messages=[{"role": "user", "content": content}]))
+
+
+def test_a_video_may_say_how_its_frames_are_sampled(clip):
+    """Beside the file, or with its URL; the others are sampled as the question says."""
+    reader, info = reader_of("qwen2_5_vl"), probe(clip)
+    content = [
+        {"type": "video", "video": str(clip), "fps": 1, "max_frames": 3},
+        {"type": "video_url", "video_url": {"url": str(clip), "nframes": 2}},
+        {"type": "video", "video": str(clip)},
+        "what?",
+    ]
+    question = Question(messages=[{"role": "user", "content": content}], num_frames=4)
+    prompt = reader.render(question)
+    videos = reader.sample([info] * 3, question, prompt.sampling)
+    expected = [sample_fps(info, 1, max_frames=3), sample_uniform(info, 2), sample_uniform(info, 4)]
+    assert [list(video.frames) for video in videos] == expected
+    for wrong, message in (
+        ({"fps": 0}, "fps of a video must"),
+        ({"nframes": 1.5}, "nframes of a video must be an integer"),
+        ({"max_frames": True}, "max_frames of a video must be an integer"),
+        ({"fps": 1, "nframes": 2}, "either fps or nframes"),
+    ):
+        with pytest.raises(PromptError, match=message):
+            reader.render(Question(messages=[{"role": "user", "content": [{**content[2], **wrong}, "what?"]}]))
 
 
 @pytest.mark.parametrize(
