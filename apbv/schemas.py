@@ -73,6 +73,27 @@ def prepared(json_schema: str) -> Schema:
     return root
 
 
+def fixed_texts(json_schema: str) -> Iterator[str]:
+    """Yield the texts that a schema prescribes: in constants, and as the names of properties."""
+    root = json.loads(json_schema)
+    if not isinstance(root, dict):
+        return
+    schemas, _ = _applied(root, _References(root))
+    for schema, _ in schemas.values():
+        waiting = [schema.get("const"), schema.get("enum"), schema.get("required")]
+        properties = schema.get("properties")
+        if isinstance(properties, dict):
+            waiting += list(properties)
+        while waiting:
+            value = waiting.pop()
+            if isinstance(value, str):
+                yield value
+            elif isinstance(value, list):
+                waiting += value
+            elif isinstance(value, dict):
+                waiting += [*value.keys(), *value.values()]
+
+
 def _below(schema: Schema) -> Iterator[tuple[str, str, Schema]]:
     """Yield each subschema that is an object, with its keyword and its place below the schema."""
     for keyword, value in schema.items():

@@ -8,7 +8,7 @@ import torch
 
 from apbv import Engine, HostGroup
 from apbv.grammar import Grammars, json_rule
-from apbv.schemas import prepared
+from apbv.schemas import fixed_texts, prepared
 
 
 @pytest.fixture(scope="module")
@@ -163,3 +163,18 @@ def test_references_that_lead_back_and_have_an_end_are_followed(allows):
         assert allows(chain, {"next": {"next": value}})
     long = {f"d{number}": {"$ref": f"#/$defs/d{number + 1}"} for number in range(500)}
     assert prepared(json.dumps({"$ref": "#/$defs/d0", "$defs": {**long, "d500": {"type": "null"}}}))
+
+
+def test_texts_that_a_schema_prescribes_are_found():
+    """In constants and names, wherever these are applied, and not in what only describes."""
+    schema = {
+        "properties": {"a": {"const": {"b": ["c"]}}, "d": {"anyOf": [{"enum": ["e", 1, None]}]}},
+        "required": ["f"],
+        "items": {"$ref": "#/elsewhere/x"},
+        "elsewhere": {"x": {"const": "g"}},
+        "description": "h",
+        "default": "i",
+        "examples": ["j"],
+    }
+    assert sorted(fixed_texts(json.dumps(schema))) == [*"abcdefg"]
+    assert list(fixed_texts("true")) == []

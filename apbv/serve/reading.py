@@ -22,6 +22,7 @@ from ..input.reading import PromptReader
 from ..input.rendering import template_words, tool_instructions
 from ..input.skeleton import Skeleton
 from ..input.visual import PromptError
+from ..schemas import fixed_texts
 from .media import FolderError, Media, MediaError, PrivateFiles, open_media
 from .order import Order
 from .requests import ApiError, ChatRequest, CompletionRequest, GenerationRequest, TokenizeRequest, warn_of_ignored
@@ -177,14 +178,29 @@ class Reader:
         schema = request.json_schema
         if schema is not None:
             self._require_valid("response_format", json_schema=schema)
+            self._require_writable("response_format", schema)
         if not request.may_call or (schema is None and not request.must_call):
             return {"json_schema": schema}
         answer = None if schema is None or request.must_call else json.loads(schema)
         added = self._light.tokenizer.get_added_vocab()
+        for function in request.functions:
+            self._require_writable("tools", json.dumps(function["parameters"]))
         with _rejecting("tools"):
             grammar = self._call_format.grammar(request.functions, added, request.makes_one_call, answer)
         self._require_valid("tools", json_schema=None, grammar=grammar)
         return {"grammar": grammar}
+
+    def _require_writable(self, field: str, json_schema: str) -> None:
+        """Reject a schema that prescribes the text of a special token: no answer can have it."""
+        added = self._light.tokenizer.added_tokens_decoder.values()
+        special = [token.content for token in added if token.special]
+        for text in fixed_texts(json_schema):
+            for token in special:
+                if token in text:
+                    message = (
+                        f"a constant or a property's name has the special token {token!r}, which no answer can have"
+                    )
+                    raise ApiError(400, message, param=field)
 
     def _require_valid(self, field: str, **constraint: str | None) -> None:
         """Reject a JSON schema or a grammar that cannot be compiled."""

@@ -6,6 +6,7 @@ ignored, with a warning in the log.
 
 import json
 import logging
+import math
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -13,11 +14,25 @@ from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from ..config import MAX_FPS
 from ..input.content import OTHER_FILE_OPTIONS, SAMPLING_OPTIONS, in_openais_form
+
+
+def _require_finite(value: Any) -> Any:
+    """Return an object of JSON; reject NaN and Infinity, which parsers of JSON let through."""
+    waiting = [value]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, float) and not math.isfinite(part):
+            raise PydanticCustomError("finite", "NaN and Infinity are not JSON")
+        if isinstance(part, dict):
+            waiting += part.values()
+        elif isinstance(part, list):
+            waiting += part
+    return value
 
 
 def _names(text: str) -> frozenset[str]:
@@ -39,6 +54,7 @@ _MAX_TOOLS = 128  # OpenAI's limit
 _MAX_PROMPTS = 1024  # of a request; each becomes one of its own, in the thread that speaks HTTP
 _ANY_OBJECT = '{"type": "object"}'  # the schema of OpenAI's json_object
 
+_Object = Annotated[dict[str, Any], AfterValidator(_require_finite)]
 _Count = Annotated[int, Field(ge=1, le=_MAX_TOKENS)]
 _TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**63)]], Field(fail_fast=True)]
 _TokenId = Annotated[int, Field(ge=0, lt=2**63, strict=False)]  # as a key of JSON it is a text
@@ -247,9 +263,9 @@ class Message(_Strict):
 
 
 class Function(_Strict):
-    name: Annotated[str, Field(min_length=1, max_length=256)]
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]  # as OpenAI's
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: _Object | None = None
     strict: bool | None = None
 
 
@@ -320,7 +336,7 @@ class GenerationRequest(_Strict):
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     logit_bias: _LogitBias | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
-    response_format: dict[str, Any] | None = None
+    response_format: _Object | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     stop: _StopString | Annotated[list[_StopString], Field(max_length=4, fail_fast=True)] | None = None
     stop_token_ids: _TokenIds | None = None
@@ -420,7 +436,7 @@ class _ChatOptions(_Strict):
 
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: _Object | None = None
     tools: Annotated[list[Tool], Field(max_length=_MAX_TOOLS, fail_fast=True)] | None = None
     num_frames: _Count | None = None
     fps: Annotated[float, Field(gt=0, le=MAX_FPS)] | None = None

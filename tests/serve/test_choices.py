@@ -191,6 +191,7 @@ def test_what_no_answer_can_follow_is_refused(app):
     with pytest.raises(ValueError, match="grammar is not supported"):
         app.engine.generate("x", sampling=SamplingParams(grammar="start: other"))
     schemas = [{"type": 7}, {"$ref": "#/none"}, {"type": "string", "pattern": "("}, {"$ref": "#"}, False]
+    schemas += [{"const": "a<|im_end|>b"}, {"properties": {"<|video_pad|>": {}}}, {"enum": [["<|im_end|>"]]}]
     formats = [{**FORMAT, "json_schema": {"name": "x", "schema": schema}} for schema in schemas]
     for form in (*formats, {"type": "json_schema"}, {"type": "grammar"}):
         error = post(app, RAW, prompt="x", response_format=form).json()["error"]

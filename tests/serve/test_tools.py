@@ -27,7 +27,7 @@ COUNT = {"type": "object", "properties": {"count": {"type": "integer", "minimum"
 COUNT |= {"required": ["count"]}
 SCHEMAS = {
     "first": COUNT,
-    'a "b"/ü.é': {"properties": {"at": {"$ref": "#/$defs/place"}}, "$defs": {"place": {"enum": ["x", "y"]}}},
+    "place_2-B": {"properties": {"at": {"$ref": "#/$defs/place"}}, "$defs": {"place": {"enum": ["x", "y"]}}},
     "now": None,
 }
 TOOLS = [
@@ -178,8 +178,11 @@ def engine() -> Engine:
 def test_a_grammar_allows_what_is_parsed_as_calls_that_fit(engine, form):
     grammars = Grammars(engine.tokenizer, engine.parts.vocab_size, engine.parts.eos_token_ids)
 
+    functions = [tool["function"] for tool in TOOLS]
+    quoted_name = {"name": 'a "b"/ü.é', "parameters": SCHEMAS["place_2-B"]}
+
     def allows(said: str, is_single: bool = False, schema: dict | None = None) -> bool:
-        grammar = form.grammar([tool["function"] for tool in TOOLS], (), is_single, schema)
+        grammar = form.grammar([*functions, quoted_name], (), is_single, schema)
         matcher = grammars.begin(None, grammar)
         for token in (*engine.tokenizer.encode(said), engine.parts.eos_token_ids[0]):
             if not matcher.masked(torch.zeros(1, engine.parts.vocab_size))[0, token].isfinite():
@@ -435,12 +438,19 @@ def test_openais_client_goes_through_a_loop_of_tools_about_a_video(app, script, 
 
 
 BAD = {"type": "function", "function": {"name": "bad", "parameters": {"properties": {"x": {"type": 7}}}}}
+ENDING = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"x": {"const": "a<|im_end|>"}}}}}
+LOOP = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"x": {"$ref": "#/properties/x"}}}}}
 SAID = {"id": "1", "type": "function", "function": {"name": "now", "arguments": "{]"}}
 OTHER = {"type": "function", "function": {"name": "other"}}
 REFUSED = [
     ({"tools": [{"type": "function"}]}, "tools.0.function"),
     ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools.0.type"),
-    ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools.0.function.name"),
+    *(
+        ({"tools": [{"type": "function", "function": {"name": name}}]}, "tools.0.function.name")
+        for name in ("", "<|im_end|>", "a b", "a.b", "ü", "a\n", "x" * 65)
+    ),
+    ({"tools": [ENDING], "tool_choice": "required"}, "tools", "special token"),
+    ({"tools": [LOOP], "tool_choice": "required"}, "tools", "back to themselves"),
     ({"tools": TOOLS * 43}, "tools"),
     ({"tools": [BAD], "tool_choice": "required"}, "tools"),
     ({"tool_choice": "required"}, "tool_choice", "needs tools"),
