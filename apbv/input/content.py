@@ -9,12 +9,11 @@ _TYPES = {"text": "text", "input_text": "text", "output_text": "text", "refusal"
 _TYPES |= {"input_audio": "input_audio"}
 _TYPES |= {name: f"{kind}_url" for kind in _FILES for name in (kind, f"{kind}_url", f"input_{kind}")} | _TYPES
 
-# Options beside a file, as in qwen-vl-utils: how a video's frames are sampled, and others, which nothing here reads.
-SAMPLING_OPTIONS = ("fps", "nframes", "num_frames", "max_frames")
+# Options beside a file, as in qwen-vl-utils: how a video's frames are sampled and how large they are, and others, which
+# nothing here reads.
+VIDEO_OPTIONS = ("fps", "nframes", "num_frames", "max_frames", "min_pixels", "max_pixels")
 OTHER_FILE_OPTIONS = (
     "min_frames",
-    "min_pixels",
-    "max_pixels",
     "total_pixels",
     "resized_height",
     "resized_width",
@@ -59,7 +58,7 @@ def in_openais_form(part: Mapping[str, Any] | str) -> dict[str, Any]:
     elif not isinstance(source, Mapping):
         part[kind] = {"url": source}
     else:
-        inside = {name for name in (*SAMPLING_OPTIONS, *OTHER_FILE_OPTIONS) if name in source and name not in part}
+        inside = {name for name in (*VIDEO_OPTIONS, *OTHER_FILE_OPTIONS) if name in source and name not in part}
         part[kind] = {name: value for name, value in source.items() if name not in inside}
         part |= {name: source[name] for name in inside}
     return part

@@ -24,6 +24,7 @@ from .model_inputs import ModelInputs
 from .pixels import ImageReader, SourcePixels, VideoReader
 from .rendering import Question, RenderedPrompt, VideoSampling, render_prompt
 from .repeats import kept_tokens, may_leave_out
+from .sizes import PixelLimits
 from .skeleton import SampledVideo, Skeleton, lay_out
 from .video import VideoInfo, sample_fps, sample_uniform
 from .visual import PromptError, share_out
@@ -86,7 +87,8 @@ class PromptReader:
         """Sample frames of a prompt's videos, each as if it were the only one, ascending, and read their audio.
 
         Args:
-            sampling: how the frames of each video are sampled, where it says so; empty: all as the question says.
+            sampling: how the frames of each video are sampled and how large they are, where it says so; empty: all
+                as the question says.
 
         Raises:
             VideoError: one cannot be sampled like this.
@@ -106,7 +108,8 @@ class PromptReader:
                 except AudioError as error:
                     if is_wanted or not error.is_missing:
                         raise
-            videos.append(SampledVideo(info, tuple(frames), sound))
+            limits = PixelLimits(own.min_pixels, own.max_pixels)
+            videos.append(SampledVideo(info, tuple(frames), sound, limits=limits))
         return tuple(videos)
 
     def _sample_frames(self, info: VideoInfo, question: Question, own: VideoSampling) -> list[int]:

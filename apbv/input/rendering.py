@@ -24,7 +24,7 @@ from ..config.checks import Checked, instance_of, integer, number
 from ..model.parts import ModelParts
 from ..refusals import refuse
 from ..warn import raised_as, warn_caller
-from .content import SAMPLING_OPTIONS, in_openais_form
+from .content import VIDEO_OPTIONS, in_openais_form
 from .images import Picture
 from .visual import PromptError
 
@@ -33,7 +33,7 @@ MOST_SOURCES = 4096
 Message = dict[str, Any]
 
 _PROBE = "probe"
-_FRAME_COUNT = "be an integer of at least 1", lambda given: type(given) is int and given >= 1
+_COUNT = "be an integer of at least 1", lambda given: type(given) is int and given >= 1
 # What an assistant's message has thought: vLLM's name for it, and the older one. The first that is given counts.
 _REASONING = ("reasoning", "reasoning_content")
 
@@ -89,17 +89,20 @@ class Question(Checked):
 
 @dataclass(frozen=True)
 class VideoSampling:
-    """How the frames of one video are sampled, where its part of a message says so.
+    """How the frames of one video are sampled, and how large they are, where its part of a message says so.
 
     Attributes:
         num_frames: this many, evenly spaced.
         fps: at this rate instead.
         max_frames: the most frames, with either.
+        min_pixels, max_pixels: the least and most pixels of a frame.
     """
 
     num_frames: int | None = None
     fps: float | None = None
     max_frames: int | None = None
+    min_pixels: int | None = None
+    max_pixels: int | None = None
 
     @classmethod
     def of(cls, part: Mapping[str, Any]) -> "VideoSampling":
@@ -108,15 +111,23 @@ class VideoSampling:
         Raises:
             PromptError: one is out of range, or they contradict each other.
         """
-        given = {name: part[name] for name in SAMPLING_OPTIONS if part.get(name) is not None}
+        given = {name: part[name] for name in VIDEO_OPTIONS if part.get(name) is not None}
         for name, value in given.items():
-            says, may_be = FRAME_RATE if name == "fps" else _FRAME_COUNT
+            says, may_be = FRAME_RATE if name == "fps" else _COUNT
             if not may_be(value):
                 raise PromptError(f"{name} of a video must {says}, not {value!r:.50}")
         if len(given.keys() & {"fps", "nframes", "num_frames"}) > 1:
             raise PromptError("a video takes either fps or nframes (or num_frames), not both")
-        num_frames = given.get("nframes", given.get("num_frames"))
-        return cls(num_frames, given.get("fps"), given.get("max_frames"))
+        least, most = given.get("min_pixels"), given.get("max_pixels")
+        if least is not None and most is not None and least > most:
+            raise PromptError(f"min_pixels of a video is {least}, but max_pixels is {most}")
+        return cls(
+            num_frames=given.get("nframes", given.get("num_frames")),
+            fps=given.get("fps"),
+            max_frames=given.get("max_frames"),
+            min_pixels=least,
+            max_pixels=most,
+        )
 
 
 @dataclass(frozen=True)
@@ -134,7 +145,7 @@ class RenderedPrompt:
         has_template: whether a chat template was applied, special tokens included.
         token_ids: the prompt as the caller gave it, where that was as token ids.
         sounds: paths of the audio files, in prompt order.
-        sampling: how the frames of each video are sampled; empty: all as the question says.
+        sampling: how the frames of each video are sampled and how large they are; empty: all as the question says.
     """
 
     text: str
@@ -266,7 +277,7 @@ def _collect_sources(
             read = {"type", told["type"]}
             if kind == "video":
                 sampling.append(VideoSampling.of(told))
-                read.update(SAMPLING_OPTIONS)
+                read.update(VIDEO_OPTIONS)
             if ignored := told.keys() - read:
                 warn_caller(f"ignored in a content part of type {kind}: {', '.join(sorted(ignored))}")
             files[kind].append(_local(kind, source["url"]))

@@ -18,7 +18,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from pydantic_core import PydanticCustomError
 
 from ..config import MAX_FPS
-from ..input.content import OTHER_FILE_OPTIONS, SAMPLING_OPTIONS, in_openais_form
+from ..input.content import OTHER_FILE_OPTIONS, VIDEO_OPTIONS, in_openais_form
 
 
 def _require_finite(value: Any) -> Any:
@@ -56,6 +56,7 @@ _ANY_OBJECT = '{"type": "object"}'  # the schema of OpenAI's json_object
 
 _Object = Annotated[dict[str, Any], AfterValidator(_require_finite)]
 _Count = Annotated[int, Field(ge=1, le=_MAX_TOKENS)]
+_NumPixels = Annotated[int, Field(ge=1, lt=2**31)]
 _TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**63)]], Field(fail_fast=True)]
 _TokenId = Annotated[int, Field(ge=0, lt=2**63, strict=False)]  # as a key of JSON it is a text
 _StopString = Annotated[str, Field(min_length=1, max_length=_MAX_STOP_LENGTH)]
@@ -188,11 +189,13 @@ class Part(_Strict):
     nframes: _Count | None = None
     num_frames: _Count | None = None
     max_frames: _Count | None = None
+    min_pixels: _NumPixels | None = None
+    max_pixels: _NumPixels | None = None
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """How a video's frames are sampled, as far as it says."""
-        return self.model_dump(include=set(SAMPLING_OPTIONS), exclude_none=True)
+        """How a video's frames are sampled and how large they are, as far as it says."""
+        return self.model_dump(include=set(VIDEO_OPTIONS), exclude_none=True)
 
     @model_validator(mode="before")
     @classmethod
@@ -207,10 +210,14 @@ class Part(_Strict):
             if name != self.type and getattr(self, name):
                 raise _refused(name, f"a part of the type {self.type} has no {name}: send it in a part of its own")
         if self.sampling and self.type != "video_url":
-            name = next(iter(self.sampling))
-            raise _refused(name, f"{name} applies to videos only")
-        if len(self.sampling.keys() - {"max_frames"}) > 1:
-            raise _refused("fps", f"{' and '.join(self.sampling)} exclude each other beside a video")
+            names = [*self.sampling]
+            raise _refused(names[0], f"{', '.join(names)}: only videos have such options")
+        if len(self.sampling.keys() & {"fps", "nframes", "num_frames"}) > 1:
+            raise _refused(
+                "fps", f"of {', '.join(self.sampling)} a video takes only one of fps, nframes and num_frames"
+            )
+        if (self.min_pixels or 0) > (self.max_pixels or 2**31):
+            raise _refused("min_pixels", f"min_pixels is {self.min_pixels}, but max_pixels is {self.max_pixels}")
         return self
 
     def _why_refused(self, names: list[str]) -> str:
@@ -448,7 +455,7 @@ class _ChatOptions(_Strict):
         for name in ("add_generation_prompt", "continue_final_message"):
             if name in variables:
                 raise _refused("chat_template_kwargs", f"chat_template_kwargs: {name} is a top-level field")
-        options = [name for name in variables if name in SAMPLING_OPTIONS or name in OTHER_FILE_OPTIONS]
+        options = [name for name in variables if name in VIDEO_OPTIONS or name in OTHER_FILE_OPTIONS]
         if options:
             message = f"chat_template_kwargs: {', '.join(options)} cannot be followed: a chat template samples no files"
             raise _refused("chat_template_kwargs", message)

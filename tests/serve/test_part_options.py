@@ -60,8 +60,21 @@ def test_each_video_is_sampled_as_its_part_says(app, media, sampled):
     assert [*map(len, sampled.pop())] == [2, len(sample_fps(info, 0.25, max_frames=3)), 3]
 
 
+def test_frames_are_as_large_as_their_part_says(app):
+    """A visual token is 28 pixels square: 784."""
+
+    def num_tokens(video) -> int:
+        tokens = post(app, "/tokenize", **chat(video)).json()["tokens"]
+        return tokens.count(app.engine.parts.video_token_id)
+
+    for video, usual in zip(forms(fps=0.25, max_pixels=784), forms(fps=0.25), strict=True):
+        assert post(app, CHAT, **chat(video)).status_code == 200
+        assert 0 < num_tokens(video) < num_tokens(usual)
+    assert num_tokens(forms(fps=0.25, max_pixels=10**6)[0]) == num_tokens(forms(fps=0.25)[0])
+
+
 def test_options_that_are_not_followed_are_all_named(app):
-    for options in ({"fps": 0.25, "max_pixels": 784}, dict.fromkeys(OTHER_FILE_OPTIONS, 1), {"video_start": 0.0}):
+    for options in ({"fps": 0.25, "total_pixels": 784}, dict.fromkeys(OTHER_FILE_OPTIONS, 1), {"video_start": 0.0}):
         for video in forms(**options):
             reply = post(app, CHAT, **chat(video))
             error = reply.json()["error"]
@@ -80,7 +93,10 @@ def test_options_that_are_not_followed_are_all_named(app):
         ({**part("video", "clip.mp4"), "fps": 0}, "fps"),
         ({**part("video", "clip.mp4"), "nframes": 0}, "nframes"),
         ({**part("video", "clip.mp4"), "max_frames": "4"}, "max_frames"),
+        ({**part("video", "clip.mp4"), "max_pixels": 0}, "max_pixels"),
+        ({**part("video", "clip.mp4"), "min_pixels": 9, "max_pixels": 8}, "min_pixels"),
         ({**part("image", "picture.png"), "fps": 1}, "fps"),
+        ({**part("image", "picture.png"), "max_pixels": 9000}, "max_pixels"),
         ({**text("x"), "nframes": 1}, "nframes"),
         ({**text("x"), **part("image", "picture.png"), "type": "text"}, "image_url"),
         ({**part("image", "picture.png"), "text": "x"}, "text"),
