@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from apbv import HostGroup
+from apbv import Engine, HostGroup, PrefillConfig
 from apbv.input.reading import PromptReader
 from apbv.input.request import Question
 from apbv.input.video import probe
@@ -45,6 +45,30 @@ def test_frames_have_the_size_that_the_processor_makes_of_these_limits(family, c
     assert torch.equal(inputs.input_ids, expected["input_ids"])
     (chunk,) = inputs.with_pixels(pixels).visual.pixels.chunks([inputs.visual.patches[0]])
     assert torch.equal(chunk.values["pixel_values_videos"], expected["pixel_values_videos"])
+
+
+def logits_job(hosts: HostGroup, family: str, messages: list[dict]) -> torch.Tensor:
+    engine = Engine(
+        families.build_model(family, dtype=torch.float64),
+        families.build_processor(family),
+        hosts,
+        PrefillConfig(method="zigzag_ring"),
+    )
+    return engine.prefill(messages=messages, num_frames=4).logits
+
+
+@torch.no_grad()
+def test_hosts_that_share_a_resized_video_prefill_as_transformers(pool, clip):
+    """Which gets the limits as those of its processor."""
+    family, limits = "qwen2_5_vl", {"min_pixels": 1, "max_pixels": 2000}
+    frames, told = sampled(clip, 4)
+    processor = families.build_processor(family)
+    processor.video_processor.size = {"shortest_edge": 1, "longest_edge": 2000}
+    content = [{"type": "video", "video": str(clip), **limits}, {"type": "text", "text": QUESTION}]
+    batch = by_processor(processor, content, [(frames, told)])
+    expected = families.build_model(family, dtype=torch.float64)(**batch).logits[:, -1]
+    for logits in pool.run(2, logits_job, family, [{"role": "user", "content": content}]):
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("family", WITH_GRIDS)
