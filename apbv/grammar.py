@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .schemas import prepared
 from .transfer import to_device
 from .warn import raised_as
 
@@ -46,29 +47,19 @@ class Grammar:
         self._matcher.consume_token(token)
 
 
-def _closed(json_schema: str) -> str:
-    """Forbid properties that a schema does not name, unless it allows them explicitly.
-
-    OpenAI's strict schemas say so of every object, and vLLM takes all to mean it; else a weak model adds one after
-    the other. What ``allOf`` puts together is left as it is: no part of it names all properties.
-    """
-
-    def close(part: dict[str, Any]) -> dict[str, Any]:
-        names_all = isinstance(part.get("properties"), dict) and "type" in part
-        return {"additionalProperties": False, **part} if names_all else part
-
-    return json_schema if "allOf" in json_schema else json.dumps(json.loads(json_schema, object_hook=close))
-
-
 def quoted(text: str) -> str:
     """Return a text as a string of JSON, and of llguidance's grammars."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def json_rule(schema: dict[str, Any] | bool) -> str:
-    """Return the right side of a grammar's rule for JSON that follows a schema."""
-    closed = {} if isinstance(schema, bool) else json.loads(_closed(json.dumps(schema)))
-    return f"%json {json.dumps({**closed, 'x-guidance': _SPACING})}"
+    """Return the right side of a grammar's rule for JSON that follows a schema.
+
+    Raises:
+        ValueError: as of :func:`apbv.schemas.prepared`.
+    """
+    ready = prepared(json.dumps(schema))
+    return f"%json {json.dumps({**ready, 'x-guidance': _SPACING})}"
 
 
 class Grammars:
@@ -103,7 +94,7 @@ class Grammars:
             raise ValueError(f"a {what} may have at most {_MAX_SCHEMA_CHARS} characters")
         with raised_as(ValueError, f"not a valid {what}", ValueError, RecursionError):
             if grammar is None:
-                given = LLMatcher.grammar_from_json_schema(_closed(given), defaults=_SPACING)
+                given = LLMatcher.grammar_from_json_schema(json.dumps(prepared(given)), defaults=_SPACING)
             else:
                 given = LLMatcher.grammar_from_lark(given)
             matcher = LLMatcher(self._tokenizer, given)

@@ -45,8 +45,30 @@ _MIB = 2**20
 _NEEDED = ("starlette", "uvicorn", "pydantic", "prometheus_client")
 _LAST_PORT = 65_535
 _KEY = reading(str, "be a key, or the option left out", bool)
-_ORIGIN = reading(str, "be * or as https://example.com", re.compile(r"\*|https?://[^/\s]+").fullmatch)
+# As browsers send origins: a scheme, a host in lower case, and a port unless it is the scheme's own.
+_HOST = r"[a-z0-9_-]+(\.[a-z0-9_-]+)*|\[[0-9a-f:.]+\]"
+_AN_ORIGIN = re.compile(rf"(?P<scheme>[a-z][a-z0-9+.-]*)://({_HOST})(:(?P<port>[1-9]\d{{0,4}}))?")
+_OWN_PORTS = {"http": 80, "https": 443}
 _GRACE = reading(float, "lie in 0 .. 86400 seconds", lambda value: isinstance(value, float) and 0 <= value <= 86_400)
+
+
+def _is_origin(text: str) -> bool:
+    """Return whether a browser may send this origin; ``*`` stands for all, ``null`` for pages without one."""
+    if text in ("*", "null"):
+        return True
+    found = _AN_ORIGIN.fullmatch(text)
+    if found is None:
+        return False
+    port = int(found["port"] or 0)
+    return port <= _LAST_PORT and port != _OWN_PORTS.get(found["scheme"])
+
+
+_ORIGIN = reading(
+    str,
+    "be *, null or an origin as browsers send it: as https://example.com or http://localhost:3000, in lower case, "
+    "without a wildcard, a path or the scheme's own port",
+    _is_origin,
+)
 
 
 def parse_arguments(arguments: list[str] | None = None, prog: str | None = None) -> argparse.Namespace:

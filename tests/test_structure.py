@@ -21,6 +21,7 @@ LAYERS = (
         "apbv.config",
         "apbv.layout",
         "apbv.logprobs",
+        "apbv.schemas",
         "apbv.transfer",
         "apbv.versions",
         "apbv.warn",

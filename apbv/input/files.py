@@ -48,10 +48,12 @@ class Source:
     Attributes:
         file: the video, image or audio file, as it was when it was read.
         part: of a video the indices of the sampled frames, of audio how many samples.
+        size: height and width of a video's frames in patches, where a request limits them.
     """
 
     file: FileIdentity
     part: tuple[int, ...] = ()
+    size: tuple[int, int] | None = None
 
 
 class KnownVideos:

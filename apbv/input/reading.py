@@ -22,8 +22,9 @@ from .files import FileIdentity, KnownVideos, Source
 from .images import Picture
 from .model_inputs import ModelInputs
 from .pixels import ImageReader, SourcePixels, VideoReader
-from .rendering import Question, RenderedPrompt, render_prompt
+from .rendering import Question, RenderedPrompt, VideoSampling, render_prompt
 from .repeats import kept_tokens, may_leave_out
+from .sizes import PixelLimits
 from .skeleton import SampledVideo, Skeleton, lay_out
 from .video import VideoInfo, sample_fps, sample_uniform
 from .visual import PromptError, share_out
@@ -80,23 +81,25 @@ class PromptReader:
             return self._take_token_ids(question)
         return render_prompt(self.parts, self.processor, question)
 
-    def sample(self, infos: Sequence[VideoInfo], question: Question) -> tuple[SampledVideo, ...]:
+    def sample(
+        self, infos: Sequence[VideoInfo], question: Question, sampling: Sequence[VideoSampling] = ()
+    ) -> tuple[SampledVideo, ...]:
         """Sample frames of a prompt's videos, each as if it were the only one, ascending, and read their audio.
+
+        Args:
+            sampling: how the frames of each video are sampled and how large they are, where it says so; empty: all
+                as the question says.
 
         Raises:
             VideoError: one cannot be sampled like this.
             AudioError: its audio cannot be heard, or all together have more than the model can take.
             PromptError: the model takes no audio, and is asked to.
         """
-        num_frames = self._num_frames if question.num_frames is None else question.num_frames
         is_wanted, hears, videos, heard = question.audio_in_video, self.parts.hears, [], []
         if is_wanted and infos and not hears:
             raise PromptError(f"{self.parts.family} models take no audio: audio_in_video does not apply")
-        for info in infos:
-            if question.fps is None:
-                frames = sample_uniform(info, num_frames)
-            else:
-                frames = sample_fps(info, question.fps, max_frames=num_frames)
+        for info, own in zip(infos, sampling or [VideoSampling()] * len(infos), strict=True):
+            frames = self._sample_frames(info, question, own)
             sound = None
             if hears and is_wanted is not False:
                 try:
@@ -105,8 +108,20 @@ class PromptReader:
                 except AudioError as error:
                     if is_wanted or not error.is_missing:
                         raise
-            videos.append(SampledVideo(info, tuple(frames), sound))
+            limits = PixelLimits(own.min_pixels, own.max_pixels)
+            videos.append(SampledVideo(info, tuple(frames), sound, limits=limits))
         return tuple(videos)
+
+    def _sample_frames(self, info: VideoInfo, question: Question, own: VideoSampling) -> list[int]:
+        """Sample one video as its part of a message says, else as the question says, else by default."""
+        default = self._num_frames if question.num_frames is None else question.num_frames
+        most = default if own.max_frames is None else own.max_frames
+        if own.num_frames is not None:
+            return sample_uniform(info, min(own.num_frames, own.max_frames or own.num_frames))
+        fps = question.fps if own.fps is None else own.fps
+        if fps is not None:
+            return sample_fps(info, fps, max_frames=most)
+        return sample_uniform(info, min(default, most))
 
     def _hear(self, path: str, heard: Sequence[Sound], **clip) -> Sound:
         """Decode audio at the model's rate, if the model has room for it after the earlier audio.

@@ -24,7 +24,7 @@ from ..config.checks import Checked, instance_of, integer, number
 from ..model.parts import ModelParts
 from ..refusals import refuse
 from ..warn import raised_as, warn_caller
-from .content import in_openais_form
+from .content import VIDEO_OPTIONS, in_openais_form
 from .images import Picture
 from .visual import PromptError
 
@@ -33,6 +33,9 @@ MOST_SOURCES = 4096
 Message = dict[str, Any]
 
 _PROBE = "probe"
+_COUNT = "be an integer of at least 1", lambda given: type(given) is int and given >= 1
+# What an assistant's message has thought: vLLM's name for it, and the older one. The first that is given counts.
+_REASONING = ("reasoning", "reasoning_content")
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,49 @@ class Question(Checked):
 
 
 @dataclass(frozen=True)
+class VideoSampling:
+    """How the frames of one video are sampled, and how large they are, where its part of a message says so.
+
+    Attributes:
+        num_frames: this many, evenly spaced.
+        fps: at this rate instead.
+        max_frames: the most frames, with either.
+        min_pixels, max_pixels: the least and most pixels of a frame.
+    """
+
+    num_frames: int | None = None
+    fps: float | None = None
+    max_frames: int | None = None
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+
+    @classmethod
+    def of(cls, part: Mapping[str, Any]) -> "VideoSampling":
+        """Read the options of a content part.
+
+        Raises:
+            PromptError: one is out of range, or they contradict each other.
+        """
+        given = {name: part[name] for name in VIDEO_OPTIONS if part.get(name) is not None}
+        for name, value in given.items():
+            says, may_be = FRAME_RATE if name == "fps" else _COUNT
+            if not may_be(value):
+                raise PromptError(f"{name} of a video must {says}, not {value!r:.50}")
+        if len(given.keys() & {"fps", "nframes", "num_frames"}) > 1:
+            raise PromptError("a video takes either fps or nframes (or num_frames), not both")
+        least, most = given.get("min_pixels"), given.get("max_pixels")
+        if least is not None and most is not None and least > most:
+            raise PromptError(f"min_pixels of a video is {least}, but max_pixels is {most}")
+        return cls(
+            num_frames=given.get("nframes", given.get("num_frames")),
+            fps=given.get("fps"),
+            max_frames=given.get("max_frames"),
+            min_pixels=least,
+            max_pixels=most,
+        )
+
+
+@dataclass(frozen=True)
 class RenderedPrompt:
     """Prompt as text, and the files it refers to.
 
@@ -99,6 +145,7 @@ class RenderedPrompt:
         has_template: whether a chat template was applied, special tokens included.
         token_ids: the prompt as the caller gave it, where that was as token ids.
         sounds: paths of the audio files, in prompt order.
+        sampling: how the frames of each video are sampled and how large they are; empty: all as the question says.
     """
 
     text: str
@@ -109,6 +156,7 @@ class RenderedPrompt:
     has_template: bool
     token_ids: tuple[int, ...] | None = None
     sounds: tuple[str, ...] = ()
+    sampling: tuple[VideoSampling, ...] = ()
 
 
 def render_prompt(parts: ModelParts, processor, asked: Question) -> RenderedPrompt:
@@ -119,9 +167,11 @@ def render_prompt(parts: ModelParts, processor, asked: Question) -> RenderedProm
 
     Raises:
         PromptError: an empty prompt, a text beside videos, images or audio clips, too many of these, a source the
-            model cannot read, an unreadable image, a chat that the template rejects, tools that it does not show.
+            model cannot read, an unreadable image, a chat that the template rejects, tools that it does not show, a
+            chat for a model without a template, a lone surrogate.
     """
     prompt, context = asked.prompt, asked.context
+    sampling: list[VideoSampling] = []
     if asked.messages is None:
         videos, images, sounds = asked.video, asked.images, asked.audio
         shown = "video" if videos else "images" if images else "audio" if sounds else None
@@ -142,7 +192,7 @@ def render_prompt(parts: ModelParts, processor, asked: Question) -> RenderedProm
     else:
         if prompt is not None or context is not None or asked.video or asked.images or asked.audio:
             raise PromptError("pass either messages or prompt, video, images, audio and context, not both")
-        messages, videos, images, sounds = _collect_sources(asked.messages)
+        messages, videos, images, sounds, sampling = _collect_sources(asked.messages)
         is_text_chat = len(messages) > 1 and not (videos or images or sounds)
         question = [text.strip() for text in text_parts(messages[-1])] if is_text_chat else None
     if (videos or images) and not parts.is_video_model:
@@ -160,6 +210,9 @@ def render_prompt(parts: ModelParts, processor, asked: Question) -> RenderedProm
                 raise PromptError(f"{what} must be a file, not of type {type(source).__name__}")
     options = asked.template or {}
     rendered, has_template = apply_template(processor, messages, parts.is_video_model, options, asked.tools)
+    if asked.messages is not None and not has_template:
+        raise PromptError("the model has no chat template, which messages need: pass a prompt instead")
+    _require_characters(rendered)
     if asked.tools and tool_instructions(processor) is None:
         raise PromptError("the model's chat template knows no tools")
     query_char = None if question is None else _find_question(rendered, question)
@@ -173,18 +226,36 @@ def render_prompt(parts: ModelParts, processor, asked: Question) -> RenderedProm
         has_context=context is not None,
         has_template=has_template,
         sounds=tuple(map(str, sounds)),
+        sampling=tuple(sampling),
     )
 
 
-def _collect_sources(messages: Sequence[Message]) -> tuple[list[Message], list[Any], list[Any], list[Any]]:
-    """Replace a chat's files by placeholders; return the chat, its videos, images and audio files, in order."""
-    plain, files = [], {"video": [], "image": [], "audio": []}
+def _require_characters(text: str) -> None:
+    """Reject a text with half of a surrogate pair: UTF-16's halves are not characters, and have no tokens."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        around = text[max(error.start - 20, 0) : error.end + 20]
+        raise PromptError(f"the prompt has half of a surrogate pair, in {around!r}") from error
+
+
+def _collect_sources(
+    messages: Sequence[Message],
+) -> tuple[list[Message], list[Any], list[Any], list[Any], list[VideoSampling]]:
+    """Replace a chat's files by placeholders.
+
+    Returns:
+        The chat; its videos, images and audio files, in order; and how the frames of each video are sampled.
+    """
+    plain, files, sampling = [], {"video": [], "image": [], "audio": []}, []
     for message in messages:
-        calls = message.get("tool_calls") if isinstance(message, dict) else None
-        if not isinstance(message, dict) or "role" not in message or ("content" not in message and not calls):
+        if not isinstance(message, dict) or "role" not in message:
+            raise PromptError(f"a message needs a role and a content, got {message!r:.200}")
+        calls, thought = message.get("tool_calls"), _thought(message)
+        if "content" not in message and not calls and not thought:
             raise PromptError(f"a message needs a role and a content, got {message!r:.200}")
         content = message.get("content")
-        if content is None and calls:
+        if content is None and (calls or thought):
             content = []
         if isinstance(content, str):
             content = [{"type": "text", "text": content}]
@@ -203,15 +274,34 @@ def _collect_sources(messages: Sequence[Message]) -> tuple[list[Message], list[A
                     "a content part must be a dictionary of type 'text' with a 'text', or of type 'image', 'video'"
                     f" or 'audio' with a local file under that key, got {part!r:.200}"
                 )
-            if ignored := told.keys() - {"type", told["type"]}:
+            read = {"type", told["type"]}
+            if kind == "video":
+                sampling.append(VideoSampling.of(told))
+                read.update(VIDEO_OPTIONS)
+            if ignored := told.keys() - read:
                 warn_caller(f"ignored in a content part of type {kind}: {', '.join(sorted(ignored))}")
             files[kind].append(_local(kind, source["url"]))
             parts.append({"type": kind})
-        rest = {name: value for name, value in message.items() if name != "tool_calls"}
-        plain.append({**rest, "content": parts, **({"tool_calls": list(map(_parsed, calls))} if calls else {})})
+        kept = {name: value for name, value in message.items() if name not in ("tool_calls", *_REASONING)}
+        kept |= {"content": parts, **thought}
+        if calls:
+            kept["tool_calls"] = [_parsed(call) for call in calls]
+        plain.append(kept)
     if not any(text.strip() for message in plain for text in text_parts(message)):
         raise PromptError("the chat is empty")
-    return plain, files["video"], files["image"], files["audio"]
+    return plain, files["video"], files["image"], files["audio"], sampling
+
+
+def _thought(message: Message) -> dict[str, str]:
+    """Return the reasoning of an assistant's message by both names that templates read, as vLLM passes it."""
+    if message["role"] != "assistant":
+        return {}
+    given = [message[name] for name in _REASONING if message.get(name) is not None]
+    if not given:
+        return {}
+    if not isinstance(given[0], str):
+        raise PromptError(f"a message's reasoning must be a text, got {given[0]!r:.200}")
+    return dict.fromkeys(_REASONING, given[0])
 
 
 def _local(kind: str, source: Any) -> Any:
@@ -239,6 +329,13 @@ def _parsed(call: Mapping[str, Any]) -> dict[str, Any]:
         raise PromptError(
             f"a tool call needs a function with a name, and arguments that are a JSON object, got {call!r:.200}"
         ) from None
+    try:
+        json.dumps(arguments, ensure_ascii=False, allow_nan=False).encode()
+    except ValueError:
+        message = "a tool call's arguments have NaN, Infinity or half of a surrogate pair, which JSON has not"
+        raise PromptError(f"{message}, got {call!r:.200}") from None
+    except (RecursionError, TypeError):
+        pass  # another object than JSON has; the template decides
     return {**call, "function": {**function, "arguments": arguments}}
 
 
@@ -281,9 +378,7 @@ def apply_template(
         PromptError: an option is not a chat-template variable but an argument of transformers' call, or the
             template rejects the chat.
     """
-    template = getattr(processor, "chat_template", None)
-    if isinstance(template, Mapping):  # of several
-        template = template.get("default")
+    template = _template(processor)
     if template is None:
         return "\n\n".join("".join(text_parts(message)) for message in messages), False
     chat = list(messages)
@@ -303,12 +398,23 @@ def apply_template(
     variables = options.keys() - {"add_generation_prompt", "continue_final_message"}
     if reserved := variables & inspect.signature(processor.apply_chat_template).parameters.keys():
         raise PromptError(f"chat_template_kwargs: {min(reserved)!r} is not a chat-template variable")
-    for unknown in variables.difference(re.findall(r"\w+", template)):
+    for unknown in variables - template_words(processor):
         del options[unknown]
     if tools:
         options["tools"] = list(tools)
     with raised_as(PromptError, "the chat template rejects the chat", Exception):  # templates may raise anything
         return processor.apply_chat_template(chat, tokenize=False, **options), True
+
+
+def _template(processor) -> str | None:
+    """Return a processor's chat template; None: it has none."""
+    template = getattr(processor, "chat_template", None)
+    return template.get("default") if isinstance(template, Mapping) else template  # the first kind has several
+
+
+def template_words(processor) -> set[str]:
+    """Return all words of a chat template, its variables among them."""
+    return set(re.findall(r"\w+", _template(processor) or ""))
 
 
 def tool_instructions(processor) -> str | None:

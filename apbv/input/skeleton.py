@@ -24,6 +24,7 @@ from .audio import Sound
 from .files import FileIdentity, Source
 from .images import Picture
 from .rendering import RenderedPrompt
+from .sizes import PixelLimits
 from .video import VideoInfo
 from .visual import FRAME_COPIES, PIXEL_COPIES, PromptError, VisualItem, num_frames_told
 
@@ -44,6 +45,7 @@ class SampledVideo:
         sound: what is heard with them; None: nothing.
         kept: see :class:`~apbv.input.visual.VisualItem`; None also where that is not known yet.
         grid: ``[1, 3]`` patches (time, height, width), where the model has such a grid and it is known.
+        limits: on the size of a frame.
     """
 
     info: VideoInfo
@@ -51,6 +53,7 @@ class SampledVideo:
     sound: Sound | None = None
     kept: Tensor | None = field(default=None, repr=False, compare=False)
     grid: Tensor | None = field(default=None, repr=False, compare=False)
+    limits: PixelLimits = field(default_factory=PixelLimits)
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,8 @@ def lay_out(
         tokenizing: entered while the processor is used.
 
     Raises:
-        PromptError: the text has other placeholders, or some videos are heard and others are not.
+        PromptError: the text has other placeholders, some videos are heard and others are not, or frames cannot
+            have a size within their limits.
     """
     silent, pictures = [video.info.path for video in videos if video.sound is None], rendered.pictures
     if silent and len(silent) < len(videos):
@@ -139,7 +143,8 @@ def lay_out(
                 num_patches = int(source.grid[0, 0])
             frame_bytes = 3 * source.info.height * source.info.width * len(source.frames)
             num_bytes = FRAME_COPIES * frame_bytes // num_patches + PIXEL_COPIES * pixels.nbytes // num_patches
-            identity = Source(FileIdentity.of(source.info.path), source.frames)
+            size = None if source.limits == PixelLimits() else tuple(source.grid[0, 1:].tolist())
+            identity = Source(FileIdentity.of(source.info.path), source.frames, size)
             item = VisualItem("video", num_tokens, num_patches, num_ending, num_bytes, identity, source.kept)
         else:
             num_bytes = PIXEL_COPIES * batches[-1]["pixel_values"].nbytes * num_tokens // of_images
@@ -203,6 +208,10 @@ def _video_arguments(parts: ModelParts, processor, video: SampledVideo) -> dict[
         frames_indices=np.rint(info.timestamps[frames] * fps).astype(int).tolist(),
     )
     arguments = {"videos": [pixels], "video_metadata": [metadata], "do_sample_frames": False}
+    size = video.limits.size(processor.video_processor, pixels, metadata)
+    if size is not None:  # the grid then says so, and the pixels follow it (pixels.py)
+        resized = torch.empty(told, 3, *size, dtype=torch.uint8, device="meta")
+        arguments |= {"videos": [resized], "do_resize": False}
     if video.kept is not None:
         arguments |= {"use_token_compression": False, "kept": video.kept}
     if parts.hears:  # its frames lie at this rate in time; the others' processors ask the metadata

@@ -89,7 +89,10 @@ class Prefiller:
         with self.hosts.local_stage("reading the prompt"), timer.stage("preprocess"):
             if known is not None and [video.info for video in known.videos] != list(infos):
                 known = None  # a file has been replaced since
-            videos = reader.sample(infos, request.question) if known is None else known.videos
+            if known is None:
+                videos = reader.sample(infos, request.question, rendered.sampling)
+            else:
+                videos = known.videos
         videos = reader.without_repeats(videos, self.hosts, timer)
         with self.hosts.local_stage("reading the prompt") as same:
             inputs, pixels = reader.read(rendered, videos, self.hosts, timer, known)

@@ -48,22 +48,26 @@ def log_to_stderr(form: str = "text") -> None:
 
 
 class OncePerPeriod(logging.Filter):
-    """Filter that lets each warning through once per period.
+    """Filter that lets each warning through once per period, up to a number of different ones.
 
     Args:
         seconds: the period.
+        most: warnings in a period. Clients choose part of their text, and must not fill the log.
     """
 
-    def __init__(self, seconds: float):
+    def __init__(self, seconds: float, most: int = 100):
         super().__init__()
-        self._seconds = seconds
-        self._said: dict[str, float] = {}  # when each was last let through; by message template, so there are few
+        self._seconds, self._most = seconds, most
+        self._said: dict[str, float] = {}  # when each was last let through, from the earliest on
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Return whether a record passes."""
-        if record.levelno == logging.WARNING:
-            text, now = str(record.msg), time.monotonic()
-            if text in self._said and now - self._said[text] < self._seconds:
-                return False
-            self._said[text] = now
+        if record.levelno != logging.WARNING:
+            return True
+        text, now = record.getMessage(), time.monotonic()
+        while self._said and now - next(iter(self._said.values())) >= self._seconds:
+            del self._said[next(iter(self._said))]
+        if text in self._said or len(self._said) >= self._most:
+            return False
+        self._said[text] = now
         return True

@@ -48,16 +48,10 @@ class Order:
         Args:
             files: paths on this host, or other stand-ins for the order's files.
         """
-        messages = [
-            {
-                **message,
-                "content": [
-                    {"type": part["type"], part["type"]: files[part["file"]]} if "file" in part else part
-                    for part in message["content"]
-                ],
-            }
-            for message in self.asked.get("messages") or ()
-        ]
+        messages = []
+        for message in self.asked.get("messages") or ():
+            parts = [_with_file(part, files) if "file" in part else part for part in message["content"]]
+            messages.append({**message, "content": parts})
         return Question(**{**self.asked, "messages": messages or None})
 
     def request(self, hosts: HostGroup, files: Sequence[Any], prompt: Skeleton | None = None) -> Request:
@@ -78,6 +72,12 @@ class Order:
             prompt=prompt,
             home=self.home if hosts.size > 1 else 0,
         )
+
+
+def _with_file(part: dict[str, Any], files: Sequence[Any]) -> dict[str, Any]:
+    """Return a content part with its file in place of its number."""
+    options = {name: value for name, value in part.items() if name != "file"}
+    return {**options, part["type"]: files[part["file"]]}
 
 
 def encode_order(order: Order) -> bytes:

@@ -8,8 +8,8 @@ import json
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,14 +19,16 @@ from PIL import Image
 from ..config import SamplingParams
 from ..engine import Engine
 from ..input.reading import PromptReader
-from ..input.rendering import tool_instructions
+from ..input.rendering import template_words, tool_instructions
 from ..input.skeleton import Skeleton
 from ..input.visual import PromptError
+from ..schemas import fixed_texts
 from .media import FolderError, Media, MediaError, PrivateFiles, open_media
 from .order import Order
-from .requests import ApiError, ChatRequest, CompletionRequest, GenerationRequest, TokenizeRequest
+from .requests import ApiError, ChatRequest, CompletionRequest, GenerationRequest, TokenizeRequest, warn_of_ignored
 from .settings import ServerSettings
-from .tools import CallFormat, call_format
+from .thoughts import CLOSING_TAGS, opened_thought
+from .tools import CallFormat, ToolCallParser, call_format
 
 # Fields of requests that the engine takes as they are.
 _SAMPLING = {"temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"}
@@ -53,6 +55,7 @@ class ReadyRequest:
         request: its body.
         prompt: what was read of its prompt; the engine of host 0 need not read it again.
         call_format: how the model writes calls of tools; None: it calls none.
+        thought: the tag of the thought in which the prompt ends; None: in none.
     """
 
     order: Order
@@ -61,6 +64,18 @@ class ReadyRequest:
     request: GenerationRequest
     prompt: Skeleton | None = None
     call_format: CallFormat | None = None
+    thought: str | None = None
+
+    def call_parser(self) -> ToolCallParser:
+        """Return a parser for an answer that may call tools."""
+        request = self.request
+        return ToolCallParser(
+            self.call_format,
+            max_calls=1 if request.makes_one_call else None,
+            names={function["name"] for function in request.functions},
+            thought=self.thought,
+            has_thoughts=not request.is_constrained,
+        )
 
     @property
     def paths(self) -> AbstractContextManager[list[Path]]:
@@ -93,6 +108,7 @@ class Reader:
         )
         instructions = tool_instructions(engine.processor)
         self._shows_tools, self._call_format = instructions is not None, call_format(instructions)
+        self._template_words = template_words(engine.processor)
         self._settings, self._private_files = settings, private_files
         self._max_new_tokens = settings.max_new_tokens or engine.max_new_tokens
         self.max_model_len = min(settings.max_model_len or self._parts.max_position_embeddings, max_tokens)
@@ -145,38 +161,61 @@ class Reader:
         ).filled(self._engine.sampling)
         told = bool(request.stream), request.stop_strings, request.stop_token_ids or ()
         files = [file.relative for file in media]
-        calls, tokenizer = self._call_format if request.may_call else None, prompts.tokenizer
-        special = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
-        shown = [special[tag] for tag in (calls.opening, calls.closing) if tag in special] if calls else []
+        calls = self._call_format if request.may_call else None
+        shown = self._shown_token_ids(calls, prompts.tokenizer) if calls else []
+        thought = opened_thought(prompt.rendered.text, request.continued_texts) if calls else None
         order = Order(asked, files, sampling, request.hands_over, request.num_answers, *told, shown)
-        return ReadyRequest(order, num_tokens, media, request, prompt, calls)
+        return ReadyRequest(order, num_tokens, media, request, prompt, calls, thought)
+
+    def _shown_token_ids(self, calls: CallFormat, tokenizer) -> list[int]:
+        """Return the special tokens that a parser of calls has to see in the text."""
+        special = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
+        tags = (calls.opening, calls.closing, *CLOSING_TAGS.keys(), *CLOSING_TAGS.values())
+        return [special[tag] for tag in tags if tag in special]
 
     def _constraint(self, request: GenerationRequest) -> dict[str, str]:
         """Return the JSON schema or grammar that an answer has to follow; ApiError if that is invalid."""
         schema = request.json_schema
         if schema is not None:
             self._require_valid("response_format", json_schema=schema)
+            self._require_writable("response_format", schema)
         if not request.may_call or (schema is None and not request.must_call):
             return {"json_schema": schema}
         answer = None if schema is None or request.must_call else json.loads(schema)
         added = self._light.tokenizer.get_added_vocab()
-        grammar = self._call_format.grammar(request.functions, added, request.makes_one_call, answer)
+        for function in request.functions:
+            self._require_writable("tools", json.dumps(function["parameters"]))
+        with _rejecting("tools"):
+            grammar = self._call_format.grammar(request.functions, added, request.makes_one_call, answer)
         self._require_valid("tools", json_schema=None, grammar=grammar)
         return {"grammar": grammar}
 
+    def _require_writable(self, field: str, json_schema: str) -> None:
+        """Reject a schema that prescribes the text of a special token: no answer can have it."""
+        added = self._light.tokenizer.added_tokens_decoder.values()
+        special = [token.content for token in added if token.special]
+        for text in fixed_texts(json_schema):
+            for token in special:
+                if token in text:
+                    message = (
+                        f"a constant or a property's name has the special token {token!r}, which no answer can have"
+                    )
+                    raise ApiError(400, message, param=field)
+
     def _require_valid(self, field: str, **constraint: str | None) -> None:
         """Reject a JSON schema or a grammar that cannot be compiled."""
-        try:
+        with _rejecting(field):
             self._engine.grammars.begin(**constraint)
-        except ValueError as error:
-            raise ApiError(400, str(error), param=field) from error
 
     def _require_tools_known(self, request: ChatRequest | TokenizeRequest) -> None:
         """Reject tools that the chat template does not show, or calls that could not be parsed."""
         if getattr(request, "tools", None) and not self._shows_tools:
             raise ApiError(400, "the model's chat template knows no tools", param="tools")
         if getattr(request, "may_call", False) and self._call_format is None:
-            message = "the format in which this model calls tools is not supported, only tool_choice none"
+            message = (
+                "the chat template tells the model to call tools in a format that is not supported by this server, "
+                "which leaves tool_choice none"
+            )
             raise ApiError(400, message, param="tools")
 
     def _require_known(self, token_ids: Iterable[int], field: str) -> None:
@@ -264,8 +303,10 @@ class Reader:
                     raise ApiError(400, str(error), param=where) from error
                 except FolderError as error:
                     raise ApiError(503, str(error)) from error
-                parts.append({"type": part.type.removesuffix("_url").removeprefix("input_"), "file": len(media)})
+                kind = part.type.removesuffix("_url").removeprefix("input_")
+                parts.append({"type": kind, "file": len(media), **part.sampling})
                 media.append(file)
+        warn_of_ignored("chat_template_kwargs", (request.chat_template_kwargs or {}).keys() - self._template_words)
         num_frames = request.num_frames or min(self._num_frames, settings.max_frames)
         if num_frames > settings.max_frames:
             raise ApiError(400, f"num_frames may be at most {settings.max_frames}", param="num_frames")
@@ -306,7 +347,8 @@ class Reader:
             question = Order(asked, [], SamplingParams()).question([file.path for file in media])
             rendered = prompts.render(question)
             self._require_fits(prompts, rendered.text, field)
-            videos = prompts.sample([self._videos.probe(path, check) for path in rendered.videos], question)
+            infos = [self._videos.probe(path, check) for path in rendered.videos]
+            videos = prompts.sample(infos, question, rendered.sampling)
             num_frames = len(sizes) + sum(len(video.frames) for video in videos)
             if num_frames > self._settings.max_frames:
                 raise ApiError(
@@ -325,6 +367,15 @@ class Reader:
             raise ApiError(400, client_message(str(error) or type(error).__name__, media), param=field) from error
 
 
+@contextmanager
+def _rejecting(field: str) -> Iterator[None]:
+    """Reject a request whose schema or grammar cannot be compiled."""
+    try:
+        yield
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, str(error), param=field) from error
+
+
 def _weigh(request: GenerationRequest | TokenizeRequest) -> tuple[int, bool]:
     """Count the characters of a request's texts, and say whether it names files."""
     messages = getattr(request, "messages", None) or ()
@@ -334,6 +385,7 @@ def _weigh(request: GenerationRequest | TokenizeRequest) -> tuple[int, bool]:
     parts = [part for content in contents if not isinstance(content, str) for part in content]
     texts = [content for content in contents if isinstance(content, str)]
     texts += [part.text for part in parts if part.type == "text"]
+    texts += [text for message in messages for text in (message.reasoning, message.reasoning_content) if text]
     options = [getattr(request, name, None) for name in ("chat_template_kwargs", "response_format", "tools")]
     options += [message.tool_calls for message in messages]
     num_chars = sum(map(len, texts)) + sum(len(str(each)) for each in options if each)

@@ -25,7 +25,7 @@ class Replies:
         self._with_usage = bool(options.include_usage)
         self._usage_in_all = self._with_usage and bool(options.continuous_usage_stats)
         self._num_told = 0
-        self._may_call, self._max_calls = request.may_call, 1 if request.makes_one_call else None
+        self._may_call = request.may_call
         self._parsers: dict[int, ToolCallParser] = {}  # of each answer that may call tools
         self._num_chars = Counter()  # of each answer's tokens so far
 
@@ -85,7 +85,7 @@ class Replies:
         if not self._may_call:
             return piece.text, []
         if piece.choice not in self._parsers:
-            self._parsers[piece.choice] = ToolCallParser(self._jobs[0].read.call_format, self._max_calls)
+            self._parsers[piece.choice] = self._jobs[0].read.call_parser()
         return self._parsers[piece.choice].add(piece.text, is_last=piece.reason is not None)
 
     def _object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:

@@ -6,18 +6,33 @@ ignored, with a warning in the log.
 
 import json
 import logging
+import math
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from ..config import MAX_FPS
-from ..input.content import in_openais_form
+from ..input.content import OTHER_FILE_OPTIONS, VIDEO_OPTIONS, in_openais_form
+
+
+def _require_finite(value: Any) -> Any:
+    """Return an object of JSON; reject NaN and Infinity, which parsers of JSON let through."""
+    waiting = [value]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, float) and not math.isfinite(part):
+            raise PydanticCustomError("finite", "NaN and Infinity are not JSON")
+        if isinstance(part, dict):
+            waiting += part.values()
+        elif isinstance(part, list):
+            waiting += part
+    return value
 
 
 def _names(text: str) -> frozenset[str]:
@@ -28,16 +43,20 @@ _FIELDS = tomllib.loads(Path(__file__).with_name("fields.toml").read_text(encodi
 _WITHOUT_EFFECT, _OF_THE_DECODER = (_names(_FIELDS[name]) for name in ("without_effect", "of_the_decoder"))
 # By value, the fields for which it is as good as none.
 _NEUTRAL = [(value, _names(names)) for value, names in _FIELDS["neutral"]]
-_REFUSED = _names(_FIELDS["refused"]).union(*(names for _, names in _NEUTRAL))
+_REFUSED = _names(_FIELDS["refused"]).union(OTHER_FILE_OPTIONS, *(names for _, names in _NEUTRAL))
 # Steps of pydantic's path to an error that are not fields: "str", "constrained-str", "list[...]".
 _NAMES_AN_ALTERNATIVE = re.compile(r"\[|(^|-)(str|int)$")
+# What a client may use in place of a field that is not supported.
+_INSTEAD: dict[str, str] = _FIELDS["instead"]
 _MAX_STOP_LENGTH = 1000  # characters; what may become a stop string is looked at again with every token
 _MAX_TOKENS = 2**20
 _MAX_TOOLS = 128  # OpenAI's limit
 _MAX_PROMPTS = 1024  # of a request; each becomes one of its own, in the thread that speaks HTTP
 _ANY_OBJECT = '{"type": "object"}'  # the schema of OpenAI's json_object
 
+_Object = Annotated[dict[str, Any], AfterValidator(_require_finite)]
 _Count = Annotated[int, Field(ge=1, le=_MAX_TOKENS)]
+_NumPixels = Annotated[int, Field(ge=1, lt=2**31)]
 _TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**63)]], Field(fail_fast=True)]
 _TokenId = Annotated[int, Field(ge=0, lt=2**63, strict=False)]  # as a key of JSON it is a text
 _StopString = Annotated[str, Field(min_length=1, max_length=_MAX_STOP_LENGTH)]
@@ -87,12 +106,18 @@ class _Strict(BaseModel):
 
     @model_validator(mode="after")
     def _refuse_what_is_not_served(self) -> "_Strict":
-        for name, value in (self.model_extra or {}).items():
-            if name in _REFUSED and not _is_neutral(name, value):
-                raise _refused(name, f"{name} is not supported by this server")
-            if name not in _REFUSED | _WITHOUT_EFFECT:
-                _logger.warning("ignored an unknown request field: %.100r", name)
+        extra = self.model_extra or {}
+        refused = [name for name, value in extra.items() if name in _REFUSED and not _is_neutral(name, value)]
+        if refused:
+            raise _refused(refused[0], self._why_refused(refused))
+        warn_of_ignored("request", extra.keys() - _REFUSED - _WITHOUT_EFFECT)
         return self
+
+    def _why_refused(self, names: list[str]) -> str:
+        """Return why fields are not supported, naming all of them."""
+        hints = [f"{name}: {_INSTEAD[name]}" for name in names if name in _INSTEAD]
+        verb = "is" if len(names) == 1 else "are"
+        return "; ".join([f"{', '.join(names)} {verb} not supported by this server", *hints])
 
     @classmethod
     def parse(cls: type[_Body], body: bytes) -> _Body:
@@ -116,6 +141,12 @@ class _Strict(BaseModel):
             raise ApiError(400, message, param=".".join(str(step) for step, _ in groupby(steps)) or None) from error
 
 
+def warn_of_ignored(where: str, names: Iterable[str]) -> None:
+    """Name ignored fields in the log, each in a line of its own."""
+    for name in sorted(names):
+        _logger.warning("ignored an unknown %s field: %.100r", where, name)
+
+
 def _is_neutral(name: str, value: Any) -> bool:
     """Return whether a field's value has no effect; 0 is not False."""
     same = (neutral for neutral, names in _NEUTRAL if name in names and value == neutral)
@@ -126,6 +157,9 @@ def _is_neutral(name: str, value: Any) -> bool:
 def _refused(param: str, message: str) -> PydanticCustomError:
     """Make the error that an object's validator raises about one of its fields."""
     return PydanticCustomError("refused", "{message}", {"message": message, "param": param})
+
+
+_CONTENTS = ("text", "image_url", "video_url", "audio_url", "input_audio")  # the fields of a part, by its type
 
 
 class MediaUrl(_Strict):
@@ -143,7 +177,7 @@ class InputAudio(_Strict):
 
 
 class Part(_Strict):
-    """A part of a message, with the field that its type names."""
+    """A part of a message, with the field that its type names; a video also with options of its own."""
 
     type: Literal["text", "image_url", "video_url", "audio_url", "input_audio"]
     text: str | None = None
@@ -151,6 +185,17 @@ class Part(_Strict):
     video_url: MediaUrl | None = None
     audio_url: MediaUrl | None = None
     input_audio: InputAudio | None = None
+    fps: Annotated[float, Field(gt=0, le=MAX_FPS)] | None = None
+    nframes: _Count | None = None
+    num_frames: _Count | None = None
+    max_frames: _Count | None = None
+    min_pixels: _NumPixels | None = None
+    max_pixels: _NumPixels | None = None
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """How a video's frames are sampled and how large they are, as far as it says."""
+        return self.model_dump(include=set(VIDEO_OPTIONS), exclude_none=True)
 
     @model_validator(mode="before")
     @classmethod
@@ -161,7 +206,23 @@ class Part(_Strict):
     def _check_content(self) -> "Part":
         if getattr(self, self.type) is None:
             raise _refused(self.type, f"a part of the type {self.type} needs a field {self.type}")
+        for name in _CONTENTS:
+            if name != self.type and getattr(self, name):
+                raise _refused(name, f"a part of the type {self.type} has no {name}: send it in a part of its own")
+        if self.sampling and self.type != "video_url":
+            names = [*self.sampling]
+            raise _refused(names[0], f"{', '.join(names)}: only videos have such options")
+        if len(self.sampling.keys() & {"fps", "nframes", "num_frames"}) > 1:
+            raise _refused(
+                "fps", f"of {', '.join(self.sampling)} a video takes only one of fps, nframes and num_frames"
+            )
+        if (self.min_pixels or 0) > (self.max_pixels or 2**31):
+            raise _refused("min_pixels", f"min_pixels is {self.min_pixels}, but max_pixels is {self.max_pixels}")
         return self
+
+    def _why_refused(self, names: list[str]) -> str:
+        given = [*self.sampling, *names]
+        return f"of {', '.join(given)} beside a file, {', '.join(names)} cannot be followed by this server"
 
 
 class CalledFunction(_Strict):
@@ -183,14 +244,24 @@ class Message(_Strict):
     name: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
 
     @model_validator(mode="after")
     def _check_calls(self) -> "Message":
         if self.tool_calls and self.role != "assistant":
             raise _refused("tool_calls", "only the assistant calls tools")
-        if self.content is None and not self.tool_calls:
+        thought = self.role == "assistant" and (self.reasoning or self.reasoning_content)
+        if self.content is None and not self.tool_calls and not thought:
             raise _refused("content", "a message needs a content, or tool_calls")
         return self
+
+    @property
+    def texts(self) -> list[str]:
+        """The texts of its content."""
+        if isinstance(self.content, str):
+            return [self.content]
+        return [part.text for part in self.content or () if part.type == "text"]
 
     @property
     def rest(self) -> dict[str, Any]:
@@ -199,9 +270,9 @@ class Message(_Strict):
 
 
 class Function(_Strict):
-    name: Annotated[str, Field(min_length=1, max_length=256)]
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]  # as OpenAI's
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: _Object | None = None
     strict: bool | None = None
 
 
@@ -242,6 +313,9 @@ class GenerationRequest(_Strict):
         id_prefix: prefix of the answers' ids.
         may_call: whether calls of tools are looked for in the answer.
         makes_one_call: whether it has one call at most.
+        functions: the functions that may be called.
+        must_call: whether the answer has to consist of calls.
+        continued_texts: the texts of the message that the answer continues, if it continues one.
         kv_transfer_params: with ``do_remote_decode`` the prompt's KV is exported for another server, and this one
             answers with a single token.
     """
@@ -251,6 +325,9 @@ class GenerationRequest(_Strict):
     id_prefix: ClassVar[str]
     may_call: ClassVar[bool] = False
     makes_one_call: ClassVar[bool] = False
+    functions: ClassVar[list[dict[str, Any]]] = []
+    must_call: ClassVar[bool] = False
+    continued_texts: ClassVar[list[str]] = []
 
     model: str | None = None
     max_tokens: _Count | None = None
@@ -266,7 +343,7 @@ class GenerationRequest(_Strict):
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     logit_bias: _LogitBias | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
-    response_format: dict[str, Any] | None = None
+    response_format: _Object | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     stop: _StopString | Annotated[list[_StopString], Field(max_length=4, fail_fast=True)] | None = None
     stop_token_ids: _TokenIds | None = None
@@ -346,6 +423,11 @@ class GenerationRequest(_Strict):
         return _ANY_OBJECT if asked.get("type") == "json_object" else None
 
     @property
+    def is_constrained(self) -> bool:
+        """Whether a schema or a grammar says what the whole answer consists of."""
+        return self.must_call or self.json_schema is not None
+
+    @property
     def stop_strings(self) -> list[str]:
         """The strings that end the answer."""
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
@@ -361,7 +443,7 @@ class _ChatOptions(_Strict):
 
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: _Object | None = None
     tools: Annotated[list[Tool], Field(max_length=_MAX_TOOLS, fail_fast=True)] | None = None
     num_frames: _Count | None = None
     fps: Annotated[float, Field(gt=0, le=MAX_FPS)] | None = None
@@ -369,9 +451,14 @@ class _ChatOptions(_Strict):
 
     @model_validator(mode="after")
     def _check_template(self) -> "_ChatOptions":
+        variables = self.chat_template_kwargs or {}
         for name in ("add_generation_prompt", "continue_final_message"):
-            if name in (self.chat_template_kwargs or {}):
+            if name in variables:
                 raise _refused("chat_template_kwargs", f"chat_template_kwargs: {name} is a top-level field")
+        options = [name for name in variables if name in VIDEO_OPTIONS or name in OTHER_FILE_OPTIONS]
+        if options:
+            message = f"chat_template_kwargs: {', '.join(options)} cannot be followed: a chat template samples no files"
+            raise _refused("chat_template_kwargs", message)
         return self
 
     @property
@@ -422,6 +509,11 @@ class ChatRequest(_ChatOptions, GenerationRequest):
         functions = [tool.described["function"] for tool in self.tools or ()]
         chosen = self.tool_choice.function.name if isinstance(self.tool_choice, ToolCall) else None
         return [function for function in functions if chosen in (None, function["name"])]
+
+    @property
+    def continued_texts(self) -> list[str]:
+        """As of every request."""
+        return self.messages[-1].texts if self.continue_final_message else []
 
     @property
     def makes_one_call(self) -> bool:

@@ -169,10 +169,31 @@ def limits_of(engine: Engine, settings: ServerSettings) -> Limits:
     )
 
 
+class _Connection(h11.Connection):
+    """HTTP that rejects requests which give their body's length in two ways.
+
+    A proxy may have read such a request as two (request smuggling), so the connection must end (RFC 9112, 6.1).
+    """
+
+    def next_event(self):
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            names = {name.lower() for name, _ in event.headers}
+            if {b"content-length", b"transfer-encoding"} <= names:
+                raise h11.RemoteProtocolError("both Content-Length and Transfer-Encoding")
+        return event
+
+
 class _Protocol(H11Protocol):
-    """HTTP with a timeout for request headers, which uvicorn lacks."""
+    """HTTP with a timeout for request headers, and stricter about lengths, which uvicorn is not."""
 
     _timer: asyncio.TimerHandle | None = None
+
+    def __init__(self, config: uvicorn.Config, *arguments, **named):
+        super().__init__(config, *arguments, **named)
+        most_bytes = config.h11_max_incomplete_event_size
+        sizes = {} if most_bytes is None else {"max_incomplete_event_size": most_bytes}
+        self.conn = _Connection(h11.SERVER, **sizes)
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)

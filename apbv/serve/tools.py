@@ -1,6 +1,7 @@
 """Tool calls as models write them: parsed from the text of an answer, or required by a grammar."""
 
 import json
+import re
 import uuid
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -8,6 +9,7 @@ from typing import Any
 
 from ..decode.text import overlap
 from ..grammar import json_rule, quoted
+from .thoughts import CLOSING_TAGS
 
 _decode_json = json.JSONDecoder().raw_decode
 
@@ -63,31 +65,58 @@ HERMES = CallFormat("arguments", "<tool_call>", "</tool_call>", "\n", "\n")
 LLAMA = CallFormat("parameters", separator="; ")
 
 
+# A call as a template explains it, with the braces as Qwen2.5 writes them, too.
+_EXPLAINED_CALL = re.compile(r"<tool_call>\s*(\{+.*?\}+)\s*</tool_call>", re.DOTALL)
+# What stands inside the same tags in formats that are not JSON: Qwen3-Coder's, and GLM's.
+_INSIDE_OTHER_TAGS = ("<function=", "<arg_key>")
+
+
 def call_format(instructions: str | None) -> CallFormat | None:
-    """Return the format that a prompt tells a model to use (:func:`apbv.input.rendering.tool_instructions`)."""
-    if HERMES.opening in (instructions or "") and "<function=" not in instructions:
-        return HERMES
-    return LLAMA if '{"name": function name, "parameters":' in (instructions or "") else None
+    """Return the format that a prompt tells a model to use (:func:`apbv.input.rendering.tool_instructions`).
+
+    None: it tells of none, or of another one. The tags alone do not tell: several formats share them.
+    """
+    if instructions is None or any(tag in instructions for tag in _INSIDE_OTHER_TAGS):
+        return None
+    for explained in _EXPLAINED_CALL.findall(instructions):
+        if re.search(r"""["']name["']\s*:""", explained) and re.search(r"""["']arguments["']\s*:""", explained):
+            return HERMES
+    return LLAMA if '{"name": function name, "parameters":' in instructions else None
 
 
 class ToolCallParser:
     """Separates the calls in a growing answer from its text.
 
-    Anything but valid calls remains text. White space before a call, and after the last one, is dropped.
+    Anything but valid calls of the offered functions remains text, and so does a thought with all that is in it.
+    White space before a call, and after the last one, is dropped.
 
     Args:
         max_calls: further calls are dropped; None: none are.
+        names: the functions that are offered; None: any.
+        thought: the tag of the thought in which the prompt ended (:data:`~.thoughts.CLOSING_TAGS`); None: in none.
+        has_thoughts: whether the answer may have thoughts; not if a grammar lets it consist of calls only.
 
     Attributes:
         num_calls: the calls so far.
     """
 
-    def __init__(self, form: CallFormat, max_calls: int | None = None):
+    def __init__(
+        self,
+        form: CallFormat,
+        max_calls: int | None = None,
+        names: Collection[str] | None = None,
+        thought: str | None = None,
+        has_thoughts: bool = True,
+    ):
         self.num_calls, self._max_calls = 0, max_calls
         self._form, self._between = form, form.separator + " \t\r\n"
+        self._names = names
         self._held = ""  # text that is or may become a call
         self._space = ""  # white space before it
-        self._is_fresh = True  # no text yet, or none since the latest call
+        self._is_fresh = True  # no text yet, or none since the latest call; thoughts do not count
+        self._thoughts = CLOSING_TAGS if has_thoughts else {}
+        self._thought_end = self._thoughts.get(thought)  # the tag that ends the current thought; None: there is none
+        self._was_fresh = True  # before the current thought
 
     def add(self, text: str, is_last: bool = False) -> tuple[str, list[dict[str, Any]]]:
         """Process more of the answer; return the newly final text and the newly complete calls."""
@@ -96,9 +125,19 @@ class ToolCallParser:
         # Else no call can become complete; to read a long one again with every token would take too long.
         may_end = is_last or (self._form.closing or "}")[-1] in text
         while self._held:
-            start, begins = self._find()
+            if self._thought_end is not None:
+                said += self._think()
+                if self._thought_end is not None:
+                    break
+                continue
+            start, found = self._find()
             said += self._say(start)
-            call, end = self._read(may_end, is_last) if begins else (None, 0)
+            if found in self._thoughts:
+                self._was_fresh = self._is_fresh
+                self._thought_end = self._thoughts[found]
+                said += self._say(len(found))
+                continue
+            call, end = self._read(may_end, is_last) if found is not None else (None, 0)
             if not end:
                 break
             if call is None:
@@ -113,14 +152,26 @@ class ToolCallParser:
             said += "" if self._is_fresh and self.num_calls else self._space
         return said, calls
 
-    def _find(self) -> tuple[int, bool]:
-        """Return where in the held text a call begins or may begin, and whether it does begin."""
-        if self._form.opening:
-            start = self._held.find(self._form.opening)
-            may_begin = len(self._held) - overlap(self._held, self._form.opening)
-            return (start, True) if start >= 0 else (may_begin, False)
-        begins = self._is_fresh and self._held.lstrip(self._between)[:1] in ("", "{")
-        return (0, True) if begins else (len(self._held), False)
+    def _find(self) -> tuple[int, str | None]:
+        """Return where in the held text a call or a thought begins or may begin, and the tag that begins it."""
+        if not self._form.opening and self._is_fresh and self._held.lstrip(self._between)[:1] in ("", "{"):
+            return 0, ""
+        tags = [tag for tag in (self._form.opening, *self._thoughts) if tag]
+        found = [(self._held.find(tag), tag) for tag in tags if tag in self._held]
+        if found:
+            return min(found)
+        may_begin = max(overlap(self._held, tag) for tag in tags) if tags else 0
+        return len(self._held) - may_begin, None
+
+    def _think(self) -> str:
+        """Take the current thought off the held text, as far as it is certain; return its final part."""
+        end = self._held.find(self._thought_end)
+        if end < 0:
+            return self._say(len(self._held) - overlap(self._held, self._thought_end))
+        said = self._say(end + len(self._thought_end))
+        self._thought_end = None
+        self._is_fresh = self._was_fresh
+        return said
 
     def _say(self, end: int) -> str:
         """Take text up to ``end`` off the held text; return its final part."""
@@ -145,9 +196,12 @@ class ToolCallParser:
             return None, 0
         try:
             value, length = _decode_json(body)
-            call = self._call(value)
-        except (AttributeError, RecursionError, ValueError):
+        except (RecursionError, ValueError):
             return no_call if is_last else (None, 0)
+        try:
+            call = self._call(value)
+        except (AttributeError, ValueError):
+            return no_call
         end = len(held) - len(body) + length
         rest = held[end:].lstrip()
         if not rest.startswith(closing):
@@ -160,6 +214,8 @@ class ToolCallParser:
         """Return a call as OpenAI's API has it; AttributeError or ValueError if the value is none."""
         name, arguments = value.get("name"), value.get(self._form.key, value.get("arguments"))
         if not isinstance(name, str) or not isinstance(arguments, dict):
+            raise ValueError
+        if self._names is not None and name not in self._names:
             raise ValueError
         function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False, allow_nan=False)}
         "".join(function.values()).encode()  # which escaped halves of a character cannot be

@@ -1,6 +1,7 @@
 """Prompts as text and as token ids: chats of several turns, templates of several kinds, raw token ids."""
 
 import base64
+import json
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ from PIL import Image
 from apbv import HostGroup, PrefillConfig
 from apbv.input.reading import PromptReader
 from apbv.input.request import Question
+from apbv.input.video import probe, sample_fps, sample_uniform
 from apbv.input.visual import PromptError
 from apbv.model.parts import inspect_model
 from apbv.stats import StageTimer
@@ -176,6 +178,30 @@ def test_parts_are_read_as_people_write_them(tmp_path):
         reader.render(Question(messages=[{"role": "user", "content": content}]))
 
 
+def test_a_video_may_say_how_its_frames_are_sampled(clip):
+    """Beside the file, or with its URL; the others are sampled as the question says."""
+    reader, info = reader_of("qwen2_5_vl"), probe(clip)
+    content = [
+        {"type": "video", "video": str(clip), "fps": 1, "max_frames": 3},
+        {"type": "video_url", "video_url": {"url": str(clip), "nframes": 2}},
+        {"type": "video", "video": str(clip)},
+        "what?",
+    ]
+    question = Question(messages=[{"role": "user", "content": content}], num_frames=4)
+    prompt = reader.render(question)
+    videos = reader.sample([info] * 3, question, prompt.sampling)
+    expected = [sample_fps(info, 1, max_frames=3), sample_uniform(info, 2), sample_uniform(info, 4)]
+    assert [list(video.frames) for video in videos] == expected
+    for wrong, message in (
+        ({"fps": 0}, "fps of a video must"),
+        ({"nframes": 1.5}, "nframes of a video must be an integer"),
+        ({"max_frames": True}, "max_frames of a video must be an integer"),
+        ({"fps": 1, "nframes": 2}, "either fps or nframes"),
+    ):
+        with pytest.raises(PromptError, match=message):
+            reader.render(Question(messages=[{"role": "user", "content": [{**content[2], **wrong}, "what?"]}]))
+
+
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
@@ -246,6 +272,75 @@ def test_calls_of_tools_and_what_they_tell_are_rendered_by_the_template():
             rendered(CALLS, [turn("user", "x"), {"role": "assistant", "tool_calls": [{"function": wrong}]}])
     with pytest.raises(PromptError, match="needs a role and a content"):
         rendered(CALLS, [turn("user", "x"), {"role": "assistant", "tool_calls": []}])
+
+
+THINKING = STRING.replace("]{{", "]{% if m.reasoning %}({{ m.reasoning }}|{{ m.reasoning_content }}){% endif %}{{")
+
+
+def test_what_an_answer_thought_reaches_a_template_by_both_names():
+    """As in vLLM: of an assistant's message, which may have nothing else."""
+    for given, expected in (
+        ({"reasoning": "a"}, "(a|a)"),
+        ({"reasoning_content": "a"}, "(a|a)"),
+        ({"reasoning": "a", "reasoning_content": "b"}, "(a|a)"),
+        ({"reasoning": None, "reasoning_content": "b"}, "(b|b)"),
+        ({"reasoning": None}, ""),
+    ):
+        chat = [turn("user", "x"), {**turn("assistant", "y"), **given}, turn("user", "z")]
+        assert rendered(THINKING, chat) == f"[user]x[assistant]{expected}y[user]z>"
+        assert rendered(THINKING, [{**turn("user", "x"), **given}]) == "[user]x>"
+        if expected:
+            for content in ({}, {"content": None}):
+                alone = [turn("user", "x"), {"role": "assistant", **content, **given}]
+                assert rendered(THINKING, alone) == f"[user]x[assistant]{expected}>"
+    with pytest.raises(PromptError, match="reasoning must be a text, got 5"):
+        rendered(THINKING, [turn("user", "x"), {**turn("assistant", "y"), "reasoning": 5}])
+
+
+def test_parts_of_earlier_answers_are_text():
+    for part in (
+        {"type": "output_text", "text": "no"},
+        {"type": "refusal", "refusal": "no"},
+        {"type": "input_text", "text": "no"},
+        {"type": "thinking", "thinking": "no"},
+    ):
+        chat = [turn("user", "x"), {"role": "assistant", "content": [part, "b"]}]
+        assert rendered(STRING, chat) == "[user]x[assistant]no\nb>"
+
+
+def test_a_model_without_a_chat_template_takes_no_messages():
+    """Their roles would be lost; a prompt has none."""
+    reader = reader_of("qwen3")
+    reader.processor.chat_template = None
+    for chat in ([turn("user", "x")], [turn("system", "a"), turn("user", "x")]):
+        with pytest.raises(PromptError, match="no chat template"):
+            reader.render(Question(messages=chat))
+    assert reader.render(Question(prompt="x")).text == "x"
+
+
+@pytest.mark.parametrize(
+    "value", ["NaN", "Infinity", "-Infinity", "1e999", '"\\ud800"', '["\\udfff"]', '{"\\ud800": 1}']
+)
+def test_arguments_of_a_call_are_json(value):
+    for arguments in (f'{{"at": {value}}}', {"at": json.loads(value)}):
+        call = {**CALL, "function": {"name": "seek", "arguments": arguments}}
+        with pytest.raises(PromptError, match="half of a surrogate pair, which JSON has not"):
+            rendered(CALLS, [turn("user", "x"), {"role": "assistant", "tool_calls": [call]}])
+
+
+def test_half_of_a_surrogate_pair_is_named():
+    half = "a\ud83d"
+    tool = {"type": "function", "function": {"name": "seek", "description": half}}
+    reader = reader_of("qwen3", CALLS.replace("t.function.name", "t.function.description"))
+    for asked in ({"prompt": half}, {"messages": [turn("user", half)]}, {"prompt": "x", "tools": [tool]}):
+        with pytest.raises(PromptError, match="half of a surrogate pair"):
+            reader.render(Question(**asked))
+    call = {**CALL, "function": {"name": half, "arguments": '{"at": "\\ud83d\\ude00"}'}}
+    with pytest.raises(PromptError, match="half of a surrogate pair"):
+        reader.render(Question(messages=[turn("user", "x"), {"role": "assistant", "tool_calls": [call]}]))
+    call["function"]["name"] = "seek"
+    asked = Question(messages=[turn("user", "x"), {"role": "assistant", "tool_calls": [call]}])
+    assert "seek(\N{GRINNING FACE})" in reader.render(asked).text
 
 
 def test_tools_are_shown_by_templates_that_know_them():

@@ -168,6 +168,17 @@ def test_openais_client_parses_an_answer(app):
         jsonschema.validate(json.loads(choice["text"]), SCHEMA)
 
 
+def test_an_answer_is_a_constant_that_looks_like_a_schema(app):
+    constant = {"type": "t", "properties": {}}
+    schema = {"type": "object", "properties": {"v": {"const": constant}}, "required": ["v"]}
+    for form, expected in ((schema, {"v": constant}), (True, None)):
+        asked = {**FORMAT, "json_schema": {"name": "x", "schema": form}}
+        reply = post(app, RAW, prompt=PROMPT, response_format=asked, max_tokens=60)
+        assert reply.status_code == 200, reply.text
+        (choice,) = reply.json()["choices"]
+        assert expected is None or json.loads(choice["text"]) == expected
+
+
 def test_what_no_answer_can_follow_is_refused(app):
     with pytest.raises(ValueError, match="at most 65536 characters"):
         app.engine.generate("x", sampling=SamplingParams(json_schema=json.dumps({"enum": ["x" * 70_000]})))
@@ -179,7 +190,8 @@ def test_what_no_answer_can_follow_is_refused(app):
             SamplingParams(**settings)
     with pytest.raises(ValueError, match="grammar is not supported"):
         app.engine.generate("x", sampling=SamplingParams(grammar="start: other"))
-    schemas = [{"type": 7}, {"$ref": "#/none"}, {"type": "string", "pattern": "("}]
+    schemas = [{"type": 7}, {"$ref": "#/none"}, {"type": "string", "pattern": "("}, {"$ref": "#"}, False]
+    schemas += [{"const": "a<|im_end|>b"}, {"properties": {"<|video_pad|>": {}}}, {"enum": [["<|im_end|>"]]}]
     formats = [{**FORMAT, "json_schema": {"name": "x", "schema": schema}} for schema in schemas]
     for form in (*formats, {"type": "json_schema"}, {"type": "grammar"}):
         error = post(app, RAW, prompt="x", response_format=form).json()["error"]

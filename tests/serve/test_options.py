@@ -27,6 +27,37 @@ def test_options_that_make_no_sense_are_refused(monkeypatch, capsys):
         assert message in capsys.readouterr().err, options
 
 
+def test_origins_are_as_browsers_send_them(capsys):
+    right = ["*", "null", "https://example.com", "http://localhost:3000", "http://127.0.0.1:8080", "http://[::1]:8"]
+    right += ["https://a-b.example.co.uk", "chrome-extension://abcdef", "https://x:80"]
+    for origin in right:
+        assert parse_arguments(["demo", "--cors-origin", origin]).cors_origin == [origin]
+    wrong = ["https://*.x", "https://*", "https://x/", "https://x/path", "x.com", "//x", "https://", "https://x y", "x"]
+    wrong += [
+        "https://X.com",
+        "HTTPS://x.com",
+        "https://x:443",
+        "http://x:80",
+        "https://x:",
+        "https://x:0",
+        "https://x:99999",
+    ]
+    wrong += [
+        "https://u@x",
+        "https://x?q",
+        "https://x#f",
+        "https://x,https://y",
+        "https://ü.ch",
+        "",
+        "https://x..y",
+        "NULL",
+    ]
+    for origin in wrong:
+        with pytest.raises(SystemExit):
+            parse_arguments(["demo", f"--cors-origin={origin}"])
+        assert "--cors-origin: must be *, null or an origin" in capsys.readouterr().err, origin
+
+
 def test_a_server_without_what_it_needs_or_without_a_model_says_so(monkeypatch, capsys):
     monkeypatch.setattr("apbv.launch.serve._NEEDED", ("uvicorn", "no_such_package"))
     missing = 'needs no_such_package: pip install -c constraints.txt -e ".[serve]" in'

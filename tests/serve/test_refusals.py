@@ -91,6 +91,25 @@ def test_what_is_no_request(app):
         assert (reply.status_code, reply.json()["error"]["param"]) == (400, "model" if b"NaN" in body else None)
 
 
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ('"chat_template_kwargs": {"x": [%s]}', "chat_template_kwargs"),
+        ('"response_format": {"type": "json_schema", "json_schema": {"schema": {"const": %s}}}', "response_format"),
+        (
+            '"tools": [{"type": "function", "function": {"name": "f", "parameters": {"minimum": %s}}}]',
+            "tools.0.function.parameters",
+        ),
+        ('"temperature": %s', "temperature"),
+    ],
+)
+def test_numbers_that_json_has_not_are_refused(app, fields, number, param):
+    content = '{"messages": [{"role": "user", "content": "x"}], ' + fields % number + "}"
+    error = app.request("POST", CHAT, content=content).json()["error"]
+    assert error["param"] == param and ("not JSON" in error["message"] or "finite" in error["message"]), error
+
+
 @pytest.mark.parametrize("field", ["messages", "stop"])
 def test_of_many_errors_few_are_looked_for(field):
     with pytest.raises(ApiError) as error:

@@ -116,6 +116,7 @@ def test_stop_tokens_end_an_answer_and_are_no_part_of_its_text(app):
 def test_a_hand_over_makes_one_token_and_what_is_for_the_other_server_is_left_to_it(handing_over):
     """Whatever says how tokens are chosen; but not what changes the prompt."""
     of_the_decoder = {"top_k": 5, "structured_outputs": {"choice": ["a", "b"]}, "stop": ["e" * 2000]}
+    of_the_decoder |= {"regex": "a", "no_repeat_ngram_size": 3}
     tools = [{"type": "function", "function": {"name": "f"}}]
     for (path, prompt), logprobs in zip(ENDPOINTS.items(), (True, 3), strict=True):
         asked = {**prompt, **of_the_decoder, "max_tokens": 1, "logprobs": logprobs}

@@ -45,11 +45,13 @@ def test_half_read_bodies_take_no_place_and_give_way_to_others(app: InProcess, m
     assert set(statuses[1 + dropped :]) <= {200, 429}
 
 
-def test_headers_have_to_come_within_a_time(monkeypatch):
-    """Also behind an answer, on a connection that is kept."""
-    monkeypatch.setattr("apbv.serve.server._HEADER_SECONDS", 0.2)
+@pytest.fixture
+def address():
+    """A server on this machine that has nothing to say."""
 
     async def app(scope, receive, send):
+        while (await receive()).get("more_body"):
+            pass
         await send({"type": "http.response.start", "status": 204, "headers": []})
         await send({"type": "http.response.body"})
 
@@ -58,14 +60,45 @@ def test_headers_have_to_come_within_a_time(monkeypatch):
     thread.start()
     try:
         wait_for(lambda: server.started)
-        address = server.servers[0].sockets[0].getsockname()
-        for begun in (b"", b"GET / HTTP/1.1\r\nHost:", b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"):
-            with socket.create_connection(address, HANGING) as client:
-                client.sendall(begun)
-                if begun.endswith(b"\r\n\r\n"):
-                    assert client.recv(1000).startswith(b"HTTP/1.1 204")
-                    client.sendall(b"GET /")
-                assert client.recv(1000) in (b"", b"HTTP/1.1 400 Bad Request")
+        yield server.servers[0].sockets[0].getsockname()
     finally:
         server.should_exit = True
         thread.join(HANGING)
+
+
+def test_headers_have_to_come_within_a_time(monkeypatch, address):
+    """Also behind an answer, on a connection that is kept."""
+    monkeypatch.setattr("apbv.serve.server._HEADER_SECONDS", 0.2)
+    for begun in (b"", b"GET / HTTP/1.1\r\nHost:", b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"):
+        with socket.create_connection(address, HANGING) as client:
+            client.sendall(begun)
+            if begun.endswith(b"\r\n\r\n"):
+                assert client.recv(1000).startswith(b"HTTP/1.1 204")
+                client.sendall(b"GET /")
+            assert client.recv(1000) in (b"", b"HTTP/1.1 400 Bad Request")
+
+
+LENGTH, CHUNKED, BODY = b"Content-Length: 13\r\n", b"Transfer-Encoding: chunked\r\n", b"3\r\nabc\r\n0\r\n\r\n"
+
+
+def reply_to(address, headers: bytes, body: bytes) -> bytes:
+    """All that the server says until it hangs up, or has answered the same again on a connection that it keeps."""
+    request, said = b"POST / HTTP/1.1\r\nHost: x\r\n%s\r\n%s" % (headers, body), b""
+    with socket.create_connection(address, HANGING) as client:
+        client.sendall(request + request)
+        while said.count(b"HTTP/1.1 204") < 2:
+            piece = client.recv(1000)
+            if not piece:
+                break
+            said += piece
+    return said
+
+
+def test_a_request_with_two_lengths_ends_its_connection(address):
+    """What follows may be part of it, or not: nothing of that is read."""
+    for headers in (LENGTH + CHUNKED, CHUNKED + LENGTH, (LENGTH + CHUNKED).lower(), CHUNKED + b"X: y\r\n" + LENGTH):
+        said = reply_to(address, headers, BODY)
+        assert said.startswith(b"HTTP/1.1 400") and b"connection: close" in said.lower()
+        assert said.count(b"HTTP/1.1") == 1
+    for headers, body in ((CHUNKED, BODY), (LENGTH, b"x" * 13)):
+        assert reply_to(address, headers, body).count(b"HTTP/1.1 204") == 2

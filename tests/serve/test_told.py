@@ -151,3 +151,18 @@ def test_a_warning_is_logged_once_per_period(monkeypatch):
         if second < 2:
             logger.error("worse")
     assert messages == ["bad request", "worse", "worse", "bad request", "bad request"]
+
+
+def test_different_warnings_are_logged_up_to_a_number_per_period(monkeypatch):
+    """What they say differs, though the template is the same."""
+    now, messages = 0.0, []
+    monkeypatch.setattr("apbv.serve.log.time", SimpleNamespace(monotonic=lambda: now))
+    logger, handler = logging.Logger("a server's"), logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logger.addFilter(OncePerPeriod(60.0, most=3))
+    logger.addHandler(handler)
+    for moment in (0.0, 1.0, 61.0):
+        now = moment
+        for name in "abcd":
+            logger.warning("ignored %r", name)
+    assert messages == ["ignored 'a'", "ignored 'b'", "ignored 'c'"] * 2

@@ -16,6 +16,7 @@ from apbv.serve.job import Piece
 from apbv.serve.order import Order
 from apbv.serve.reading import Reader
 from apbv.serve.telling import Telling
+from apbv.serve.thoughts import CLOSING_TAGS, opened_thought
 from apbv.serve.tools import HERMES, LLAMA, ToolCallParser, call_format
 
 import families
@@ -26,7 +27,7 @@ COUNT = {"type": "object", "properties": {"count": {"type": "integer", "minimum"
 COUNT |= {"required": ["count"]}
 SCHEMAS = {
     "first": COUNT,
-    'a "b"/ü.é': {"properties": {"at": {"$ref": "#/$defs/place"}}, "$defs": {"place": {"enum": ["x", "y"]}}},
+    "place_2-B": {"properties": {"at": {"$ref": "#/$defs/place"}}, "$defs": {"place": {"enum": ["x", "y"]}}},
     "now": None,
 }
 TOOLS = [
@@ -56,6 +57,7 @@ def parsed(form, pieces: list[str], **options) -> tuple[str, list[tuple[str, str
 
 F, G = written(HERMES, "f", {"x": "ü"}), '<tool_call>{"arguments":{"of":[1,{}]},"name":"g"}</tool_call>'
 LF, LG = written(LLAMA, "f", {"x": "ü"}), '{"parameters":{"of":[1,{}]},"name":"g"}'
+THOUGHT = '<think>I could call <tool_call>{"name": "rm_all", "arguments": {"p": "/"}}</tool_call> but no.</think>'
 AS_F, AS_G = ("f", '{"x": "ü"}'), ("g", '{"of": [1, {}]}')
 TAGS = written(HERMES, "f", {"x": "</tool_call> <tool_call>{}"})
 ANSWERS = [
@@ -71,6 +73,17 @@ ANSWERS = [
     (HERMES, f"<tool_call>x</tool_call>\n{F}", "<tool_call>x</tool_call>", [AS_F]),
     (HERMES, TAGS, "", [("f", '{"x": "</tool_call> <tool_call>{}"}')]),
     (HERMES, LF, LF, []),
+    (HERMES, f"{THOUGHT}The answer is 12.", f"{THOUGHT}The answer is 12.", []),
+    (HERMES, f"{THOUGHT}\n\n{F}\n", THOUGHT, [AS_F]),
+    (HERMES, f"{F}\n{THOUGHT}\n{G}", f"\n{THOUGHT}", [AS_F, AS_G]),
+    (HERMES, f"so <think>{F}", f"so <think>{F}", []),
+    (HERMES, f"[THINK]{F}</think>[/THINK]{G}", f"[THINK]{F}</think>[/THINK]", [AS_G]),
+    (HERMES, f"<thinking>{F}</think></thinking>{G}", f"<thinking>{F}</think></thinking>", [AS_G]),
+    (HERMES, f"</think>{F}", "</think>", [AS_F]),
+    (HERMES, written(HERMES, "f", {"x": "<think>"}), "", [("f", '{"x": "<think>"}')]),
+    (LLAMA, f"<think>{LF}</think>\n\n{LG}", f"<think>{LF}</think>", [AS_G]),
+    (LLAMA, f"\n<think>{LF}</think> so {LG}", f"\n<think>{LF}</think> so {LG}", []),
+    (LLAMA, f"so <think> </think>{LG}", f"so <think> </think>{LG}", []),
     (LLAMA, LF, "", [AS_F]),
     (LLAMA, f" {LF}; {LG}\n", "", [AS_F, AS_G]),
     (LLAMA, f"{LF}\nso {LG}", f"\nso {LG}", [AS_F]),
@@ -103,6 +116,39 @@ def test_calls_are_parsed_the_same_however_an_answer_comes_in_pieces(form, answe
         assert parsed(form, pieces) == (content, calls), pieces
 
 
+@pytest.mark.parametrize("form", HOW, ids=["hermes", "llama"])
+@pytest.mark.parametrize("tag", CLOSING_TAGS)
+def test_a_thought_that_the_prompt_began_has_no_calls(form, tag):
+    call, later = written(form, "f", {}), written(form, "g", {})
+    for thought in (f"so {call}", call, " "):
+        for answer, content, calls in (
+            (f"{thought}{CLOSING_TAGS[tag]}\n{later}", f"{thought}{CLOSING_TAGS[tag]}", [("g", "{}")]),
+            (thought, thought, []),
+        ):
+            for pieces in ([answer], [*answer]):
+                assert parsed(form, pieces, thought=tag) == (content, calls), pieces
+
+
+def test_a_prompt_ends_in_a_thought_or_not():
+    for tag, end in CLOSING_TAGS.items():
+        assert opened_thought(f"x{end} {tag}\n") == tag
+        assert opened_thought("x", ["a", f"b {tag}c"]) == tag and opened_thought("x", [f"{end}{tag}"]) == tag
+        assert opened_thought(f"{tag}x{end}\n\n") is None and opened_thought(f"what is {tag}?\nassistant:") is None
+        assert opened_thought("x", [f"{tag}b{end}c"]) is None
+    assert opened_thought("x") is None
+
+
+@pytest.mark.parametrize("form", HOW, ids=["hermes", "llama"])
+def test_only_functions_that_are_offered_are_called(form):
+    asked = [written(form, name, {"age": 2}) for name in ("Bob", "f")]
+    assert parsed(form, asked[:1], names={"f"}) == (asked[0], [])
+    assert parsed(form, [*asked[0]], names={"f"}) == (asked[0], [])
+    assert parsed(form, asked[1:], names={"f"}) == ("", [("f", '{"age": 2}')])
+    parser = ToolCallParser(form, names={"f"})
+    said, calls = parser.add(asked[0])
+    assert asked[0].startswith(said) and said and not calls, "text that is not a call is not held back"
+
+
 def test_text_that_only_mentions_a_tag_is_not_held_back():
     parser = ToolCallParser(HERMES)
     pieces = ["a", " <tool", "_call", ">", " b", " <tool_call>", "{", '"x"}', " c"]
@@ -132,8 +178,11 @@ def engine() -> Engine:
 def test_a_grammar_allows_what_is_parsed_as_calls_that_fit(engine, form):
     grammars = Grammars(engine.tokenizer, engine.parts.vocab_size, engine.parts.eos_token_ids)
 
+    functions = [tool["function"] for tool in TOOLS]
+    quoted_name = {"name": 'a "b"/ü.é', "parameters": SCHEMAS["place_2-B"]}
+
     def allows(said: str, is_single: bool = False, schema: dict | None = None) -> bool:
-        grammar = form.grammar([tool["function"] for tool in TOOLS], (), is_single, schema)
+        grammar = form.grammar([*functions, quoted_name], (), is_single, schema)
         matcher = grammars.begin(None, grammar)
         for token in (*engine.tokenizer.encode(said), engine.parts.eos_token_ids[0]):
             if not matcher.masked(torch.zeros(1, engine.parts.vocab_size))[0, token].isfinite():
@@ -182,16 +231,30 @@ def test_tags_with_tokens_of_their_own_are_these_tokens():
 
 def test_the_format_is_the_one_that_a_template_explains():
     assert [call_format(how) for how in HOW.values()] == list(HOW)
-    for unknown in (None, "[TOOL_CALLS]", "<tool_call>\n<function=name>\n</function>\n</tool_call>"):
-        assert call_format(unknown) is None
+    doubled = 'within <tool_call></tool_call> tags:\n<tool_call>\n{{"arguments": <args>, "name": <name>}}\n</tool_call>'
+    assert call_format(doubled) == HERMES
+    for unknown in (
+        None,
+        "[TOOL_CALLS]",
+        "<tool_call>\n<function=name>\n</function>\n</tool_call>",
+        "<tool_call>{function-name}\n<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n</tool_call>",
+        '<tool_call>{"name": n, "arguments": {<arg_key>k</arg_key>}}</tool_call>',
+        '<tool_call>\n{"name": <name>, "parameters": <object>}\n</tool_call>',
+        "<tool_call>[name(key=value)]</tool_call>",
+        'the tools are {"name": "f", "arguments": {}}: write <tool_call>NAME</tool_call>',
+        'Write <|tool_call|>{"name": n, "arguments": {}}<|/tool_call|>',
+        "<tools></tools>",
+    ):
+        assert call_format(unknown) is None, unknown
 
 
 def explaining(template: str, how: str) -> str:
     """A template of the demo model's kind that shows tools and calls."""
     shown = "{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}" + how
     call = "[{{ call.function.name }}{% for name in call.function.arguments %} {{ name }}{% endfor %}]"
+    begun = "{{ '<think>\\n' if add_generation_prompt and thinks }}"
     end = "{% for call in message.tool_calls or () %}" + call + "{% endfor %}<|im_end|>"
-    return "{% if tools %}" + shown + "{% endif %}" + template.replace("<|im_end|>", end)
+    return "{% if tools %}" + shown + "{% endif %}" + template.replace("<|im_end|>", end) + begun
 
 
 @pytest.fixture(scope="module", params=HOW, ids=["hermes", "llama"])
@@ -277,6 +340,44 @@ def test_an_answer_of_calls_alone_has_no_content_and_one_cut_short_is_text(app, 
     assert handed.json()["choices"][0]["message"]["content"] == call.split("no")[0]
 
 
+def test_a_thought_calls_no_tool(app, script, form):
+    """Whether the model began it, or the prompt did."""
+    call = written(form, "now", {})
+    inside = f"I could call {call} or {written(HERMES, 'now', {})} but no.</think>"
+    thinking = {"chat_template_kwargs": {"thinks": True}}
+    continued = {"add_generation_prompt": False, "continue_final_message": True}
+    continued["messages"] = [*ASK["messages"], {"role": "assistant", "content": "<think>Well."}]
+    for fields, answer in (
+        ({}, f"<think>{inside}"),
+        (thinking, inside),
+        (thinking, f"{call}</think>"),
+        (continued, inside),
+    ):
+        for rest, calls in (("It is 12.", 0), (call, 1)):
+            script += [answer + rest] * 2
+            (choice,) = ask(app, **fields)["choices"]
+            content = answer if calls else answer + rest
+            assert (choice["message"]["content"], len(functions_of(choice["message"]))) == (content, calls)
+            assert choice["finish_reason"] == ("tool_calls" if calls else "stop")
+            streamed = chunks(post(app, CHAT, **{**ASK, **fields}, tools=TOOLS, max_tokens=400, stream=True))
+            deltas = [chunk["choices"][0]["delta"] for chunk in streamed]
+            assert "".join(delta.get("content", "") for delta in deltas) == content
+            assert sum(len(delta.get("tool_calls", ())) for delta in deltas) == calls
+
+
+def test_a_required_call_is_made_also_where_the_prompt_began_a_thought(app):
+    (choice,) = ask(app, tool_choice="required", chat_template_kwargs={"thinks": True})["choices"]
+    assert functions_of(choice["message"]) and choice["finish_reason"] == "tool_calls"
+
+
+def test_an_answer_by_a_schema_that_looks_like_a_call_is_content(app, form):
+    said = {"name": "Bob", form.key: {"age": 2}}
+    described = {"type": "json_schema", "json_schema": {"name": "told", "schema": {"const": said}}}
+    bias = {app.engine.tokenizer.encode("{")[0]: 50}
+    (choice,) = ask(app, response_format=described, logit_bias=bias)["choices"]
+    assert (json.loads(choice["message"]["content"]), choice["finish_reason"]) == (said, "stop")
+
+
 def test_a_call_that_is_required_is_made(app, script):
     asked = {"temperature": 1.5, "seed": 3}
     for choice in ask(app, tool_choice="required", n=2, **asked)["choices"]:
@@ -337,12 +438,19 @@ def test_openais_client_goes_through_a_loop_of_tools_about_a_video(app, script, 
 
 
 BAD = {"type": "function", "function": {"name": "bad", "parameters": {"properties": {"x": {"type": 7}}}}}
+ENDING = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"x": {"const": "a<|im_end|>"}}}}}
+LOOP = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"x": {"$ref": "#/properties/x"}}}}}
 SAID = {"id": "1", "type": "function", "function": {"name": "now", "arguments": "{]"}}
 OTHER = {"type": "function", "function": {"name": "other"}}
 REFUSED = [
     ({"tools": [{"type": "function"}]}, "tools.0.function"),
     ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools.0.type"),
-    ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools.0.function.name"),
+    *(
+        ({"tools": [{"type": "function", "function": {"name": name}}]}, "tools.0.function.name")
+        for name in ("", "<|im_end|>", "a b", "a.b", "ü", "a\n", "x" * 65)
+    ),
+    ({"tools": [ENDING], "tool_choice": "required"}, "tools", "special token"),
+    ({"tools": [LOOP], "tool_choice": "required"}, "tools", "back to themselves"),
     ({"tools": TOOLS * 43}, "tools"),
     ({"tools": [BAD], "tool_choice": "required"}, "tools"),
     ({"tool_choice": "required"}, "tool_choice", "needs tools"),

@@ -1,0 +1,254 @@
+"""JSON schemas, made ready to be compiled into a grammar.
+
+A schema is walked as a schema: only where JSON Schema has subschemas. Constants, defaults and examples are values,
+whatever they look like, and a property may be named like a keyword.
+"""
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import unquote, urldefrag, urljoin
+
+Schema = dict[str, Any]
+
+# Keywords by what is below them: one schema, a list of schemas, or schemas by name.
+_WITH_ONE = frozenset(
+    [
+        "additionalItems",
+        "additionalProperties",
+        "contains",
+        "contentSchema",
+        "else",
+        "if",
+        "items",
+        "not",
+        "propertyNames",
+        "then",
+        "unevaluatedItems",
+        "unevaluatedProperties",
+    ]
+)
+_WITH_A_LIST = frozenset(["allOf", "anyOf", "items", "oneOf", "prefixItems"])
+_WITH_NAMES = frozenset(["$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties", "properties"])
+_DEFINITIONS = frozenset(("$defs", "definitions"))  # which apply only where a reference leads to them
+# Keywords whose schemas describe the same value as the schema that has them.
+_ABOUT_THE_SAME_VALUE = frozenset(
+    ["allOf", "anyOf", "dependencies", "dependentSchemas", "else", "if", "not", "oneOf", "then"]
+)
+# Those that llguidance enforces. A format is an annotation: one that is not known here has no effect.
+_KNOWN_FORMATS = frozenset(
+    ["date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid"]
+)
+
+
+def prepared(json_schema: str) -> Schema:
+    """Return a schema that is ready to be compiled.
+
+    Objects have only the properties that their schema names, unless it sets ``additionalProperties``: OpenAI's
+    strict schemas say so of every object, and vLLM takes all to mean it; else a weak model adds one property after
+    the other. Left as they are: objects that several schemas describe together, as with ``allOf`` or a reference
+    beside ``properties``, because none of these names all properties. Formats that are not known are left out.
+
+    Raises:
+        ValueError: it is not a schema, allows no value, or has references that lead back to themselves without
+            an end. RecursionError: it is too deep.
+    """
+    root = json.loads(json_schema)
+    if root is True:
+        return {}
+    if root is False:
+        raise ValueError("the schema false allows no answer")
+    if not isinstance(root, dict):
+        raise ValueError("a schema must be an object or true")
+    references = _References(root)
+    schemas, shared = _applied(root, references)
+    _require_an_end(schemas, references)
+    for key, (schema, _) in schemas.items():
+        if isinstance(schema.get("format"), str) and schema["format"] not in _KNOWN_FORMATS:
+            del schema["format"]
+        names_all = isinstance(schema.get("properties"), dict) and "type" in schema and key not in shared
+        if names_all:
+            schema.setdefault("additionalProperties", False)
+    return root
+
+
+def fixed_texts(json_schema: str) -> Iterator[str]:
+    """Yield the texts that a schema prescribes: in constants, and as the names of properties."""
+    root = json.loads(json_schema)
+    if not isinstance(root, dict):
+        return
+    schemas, _ = _applied(root, _References(root))
+    for schema, _ in schemas.values():
+        waiting = [schema.get("const"), schema.get("enum"), schema.get("required")]
+        properties = schema.get("properties")
+        if isinstance(properties, dict):
+            waiting += list(properties)
+        while waiting:
+            value = waiting.pop()
+            if isinstance(value, str):
+                yield value
+            elif isinstance(value, list):
+                waiting += value
+            elif isinstance(value, dict):
+                waiting += [*value.keys(), *value.values()]
+
+
+def _below(schema: Schema) -> Iterator[tuple[str, str, Schema]]:
+    """Yield each subschema that is an object, with its keyword and its place below the schema."""
+    for keyword, value in schema.items():
+        if keyword in _WITH_NAMES and isinstance(value, dict):
+            for name, part in value.items():
+                if isinstance(part, dict):
+                    yield keyword, f"{keyword}/{name}", part
+        elif keyword in _WITH_A_LIST and isinstance(value, list):
+            for number, part in enumerate(value):
+                if isinstance(part, dict):
+                    yield keyword, f"{keyword}/{number}", part
+        elif keyword in _WITH_ONE and isinstance(value, dict):
+            yield keyword, keyword, value
+
+
+class _References:
+    """Finds what the references in a schema lead to.
+
+    Args:
+        root: the whole schema.
+    """
+
+    def __init__(self, root: Schema):
+        self._root, self._base = root, _text(root.get("$id"))
+        self._named: dict[str, Schema] = {}  # by identifier, or by anchor
+        waiting = [root]
+        while waiting:
+            schema = waiting.pop()
+            if identifier := _text(schema.get("$id")):
+                self._named[urljoin(self._base, identifier)] = schema
+            if anchor := _text(schema.get("$anchor")):
+                self._named[f"#{anchor}"] = schema
+            waiting += [part for _, _, part in _below(schema)]
+
+    def target(self, schema: Schema) -> Schema | None:
+        """Return the schema that another refers to; None if it refers to none, or to none that can be found."""
+        if not isinstance(schema.get("$ref"), str):
+            return None
+        url, fragment = urldefrag(urljoin(self._base, schema["$ref"]))
+        is_here = url in ("", urldefrag(self._base).url)
+        resource = self._root if is_here else self._named.get(url)
+        if resource is None or not fragment:
+            return resource
+        if not fragment.startswith("/"):
+            return self._named.get(f"#{fragment}")
+        found = resource
+        for step in unquote(fragment).split("/")[1:]:
+            name = step.replace("~1", "/").replace("~0", "~")
+            if isinstance(found, list) and name.isdecimal() and int(name) < len(found):
+                found = found[int(name)]
+            elif isinstance(found, dict) and name in found:
+                found = found[name]
+            else:
+                return None
+        return found if isinstance(found, dict) else None
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else ""
+
+
+def _applied(root: Schema, references: _References) -> tuple[dict[int, tuple[Schema, str]], set[int]]:
+    """Find all schemas, also those that only a reference leads to.
+
+    Returns:
+        By the schema's identity each with its place; and the identities of those that describe a value, or
+            something inside it, together with others.
+    """
+    schemas: dict[int, tuple[Schema, str]] = {}
+    shared: set[int] = set()
+    waiting = [(root, "#", False)]
+    while waiting:
+        schema, place, is_shared = waiting.pop()
+        is_shared = is_shared or _shares_its_value(schema)
+        is_news = id(schema) not in schemas or (is_shared and id(schema) not in shared)
+        if not is_news:
+            continue
+        schemas.setdefault(id(schema), (schema, place))
+        if is_shared:
+            shared.add(id(schema))
+        for keyword, where, part in _below(schema):
+            waiting.append((part, f"{place}/{where}", is_shared and keyword not in _DEFINITIONS))
+        target = references.target(schema)
+        if target is not None:
+            waiting.append((target, schema["$ref"], is_shared))
+    return schemas, shared
+
+
+def _shares_its_value(schema: Schema) -> bool:
+    """Return whether other schemas may name properties of the same object as this one."""
+    if "allOf" in schema:
+        return True
+    if "properties" not in schema:
+        return False
+    others = [part for keyword, _, part in _below(schema) if keyword in _ABOUT_THE_SAME_VALUE]
+    name_some = [part for part in others if part.keys() & {"properties", "$ref", *_ABOUT_THE_SAME_VALUE}]
+    return "$ref" in schema or bool(name_some)
+
+
+def _require_an_end(schemas: dict[int, tuple[Schema, str]], references: _References) -> None:
+    """Reject a schema of which no value is finite: its references lead back to itself, whatever a value has.
+
+    Raises:
+        ValueError: there is one; the message names its place.
+    """
+    needs = {key: _needs(schema, references) for key, (schema, _) in schemas.items()}
+    needed_by = defaultdict(list)
+    for key, groups in needs.items():
+        for group in groups:
+            for alternative in group:
+                needed_by[alternative].append(key)
+    # Those that need nothing have an end, then those that need only such, and so on.
+    ending: set[int] = set()
+    waiting = list(schemas)
+    while waiting:
+        key = waiting.pop()
+        if key in ending:
+            continue
+        if all(any(alternative in ending for alternative in group) for group in needs[key]):
+            ending.add(key)
+            waiting += needed_by[key]
+    endless = [place for key, (_, place) in schemas.items() if key not in ending]
+    if endless:
+        raise ValueError(f"its references lead back to themselves without an end, at {endless[0]:.200}")
+
+
+def _needs(schema: Schema, references: _References) -> list[list[int]]:
+    """Return groups of schemas, by identity: a value of the schema contains one of each group."""
+    groups = []
+    for part in _list(schema.get("allOf")):
+        groups.append([part])
+    for keyword in ("anyOf", "oneOf"):
+        if _list(schema.get(keyword)):
+            groups.append(schema[keyword])
+    target = references.target(schema)
+    if target is not None:
+        groups.append([target])
+    kind = schema.get("type")
+    properties = schema.get("properties")
+    if kind in ("object", ["object"]) and isinstance(properties, dict):
+        for name in _list(schema.get("required")):
+            if isinstance(name, str) and name in properties:
+                groups.append([properties[name]])
+    fewest = schema.get("minItems")
+    if kind in ("array", ["array"]) and isinstance(fewest, int | float):
+        first = _list(schema.get("prefixItems"))
+        for number, part in enumerate(first):
+            if number < fewest:
+                groups.append([part])
+        if fewest > len(first) and "items" in schema:
+            groups.append([schema["items"]])
+    # Anything else, as true, has an end or is rejected elsewhere.
+    with_objects = [group for group in groups if all(isinstance(part, dict) for part in group)]
+    return [[id(part) for part in group] for group in with_objects]
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []

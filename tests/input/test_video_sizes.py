@@ -1,0 +1,100 @@
+"""Limits on the pixels of a video's frames, as its part of a message gives them."""
+
+import pytest
+import torch
+
+from apbv import Engine, HostGroup, PrefillConfig
+from apbv.input.reading import PromptReader
+from apbv.input.request import Question
+from apbv.input.video import probe
+from apbv.input.visual import PromptError
+from apbv.model.parts import inspect_model
+from apbv.stats import StageTimer
+
+import families
+from prompts import by_processor, sampled
+
+HOSTS, QUESTION = HostGroup.single("cpu"), "What happens?"
+WITH_GRIDS = [
+    family for family in families.VIDEO_FAMILIES if family not in ("internvl", "llava_onevision", "video_llama_3")
+]
+
+
+def read(reader: PromptReader, clip, *options: dict):
+    """The inputs of a chat about a clip, several times, each with its own options."""
+    content = [{"type": "video", "video": str(clip), **each} for each in options]
+    question = Question(messages=[{"role": "user", "content": [*content, QUESTION]}], num_frames=4)
+    prompt = reader.render(question)
+    videos = reader.sample([probe(clip)] * len(options), question, prompt.sampling)
+    return reader.read(prompt, videos, HOSTS, StageTimer(HOSTS))
+
+
+def reader_of(family: str) -> PromptReader:
+    return PromptReader(inspect_model(families.build_model(family)), families.build_processor(family), 8)
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])
+@pytest.mark.parametrize(("least", "most"), [(1, 2000), (1, 784), (9000, 12000)])
+def test_frames_have_the_size_that_the_processor_makes_of_these_limits(family, clip, least, most):
+    """The processor's own limits are those of a frame, too."""
+    frames, told = sampled(clip, 4)
+    processor = families.build_processor(family)
+    processor.video_processor.size = {"shortest_edge": least, "longest_edge": most}
+    expected = by_processor(processor, [{"type": "video"}, {"type": "text", "text": QUESTION}], [(frames, told)])
+    inputs, pixels = read(reader_of(family), clip, {"min_pixels": least, "max_pixels": most})
+    assert torch.equal(inputs.input_ids, expected["input_ids"])
+    (chunk,) = inputs.with_pixels(pixels).visual.pixels.chunks([inputs.visual.patches[0]])
+    assert torch.equal(chunk.values["pixel_values_videos"], expected["pixel_values_videos"])
+
+
+def logits_job(hosts: HostGroup, family: str, messages: list[dict]) -> torch.Tensor:
+    engine = Engine(
+        families.build_model(family, dtype=torch.float64),
+        families.build_processor(family),
+        hosts,
+        PrefillConfig(method="zigzag_ring"),
+    )
+    return engine.prefill(messages=messages, num_frames=4).logits
+
+
+@torch.no_grad()
+def test_hosts_that_share_a_resized_video_prefill_as_transformers(pool, clip):
+    """Which gets the limits as those of its processor."""
+    family, limits = "qwen2_5_vl", {"min_pixels": 1, "max_pixels": 2000}
+    frames, told = sampled(clip, 4)
+    processor = families.build_processor(family)
+    processor.video_processor.size = {"shortest_edge": 1, "longest_edge": 2000}
+    content = [{"type": "video", "video": str(clip), **limits}, {"type": "text", "text": QUESTION}]
+    batch = by_processor(processor, content, [(frames, told)])
+    expected = families.build_model(family, dtype=torch.float64)(**batch).logits[:, -1]
+    for logits in pool.run(2, logits_job, family, [{"role": "user", "content": content}]):
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", WITH_GRIDS)
+def test_no_frame_has_more_pixels_than_its_limit(family, clip):
+    """Others of the same prompt keep the model's size; a wide limit changes nothing."""
+    reader = reader_of(family)
+    side = reader.processor.video_processor.patch_size * reader.processor.video_processor.merge_size
+    most = {"max_pixels": side * side}
+    usual, limited = read(reader, clip, {})[0], read(reader, clip, most)[0]
+    both, wide = read(reader, clip, {}, most)[0], read(reader, clip, {"max_pixels": 10**6, "min_pixels": 1})[0]
+    rows = [[item.num_rows for item in inputs.visual.items] for inputs in (usual, limited, both, wide)]
+    assert rows[1][0] < rows[0][0] and rows[2] == [rows[0][0], rows[1][0]] and rows[3] == rows[0]
+    assert limited.visual.items[0].num_rows == limited.visual.items[0].num_patches  # a token each
+    assert usual.visual.identity != limited.visual.identity
+    assert torch.equal(usual.input_ids, wide.input_ids)
+
+
+def test_what_no_frame_can_be_is_named(clip):
+    reader = reader_of("qwen2_5_vl")
+    for options, message in (
+        ({"max_pixels": 783}, "cannot have .* to 783 pixels: the sides are multiples of 28"),
+        ({"min_pixels": 2000, "max_pixels": 1000}, "min_pixels of a video is 2000, but max_pixels is 1000"),
+        ({"max_pixels": 0}, "max_pixels of a video must be an integer of at least 1"),
+    ):
+        with pytest.raises(PromptError, match=message):
+            read(reader, clip, options)
+    for family in ("internvl", "llava_onevision", "video_llama_3"):
+        with pytest.raises(PromptError, match="do not apply to this model"):
+            read(reader_of(family), clip, {"max_pixels": 784})
