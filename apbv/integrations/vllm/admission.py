@@ -14,6 +14,8 @@ from vllm.v1.request import Request
 
 from ...kv.facts import KVFacts, digest_of_positions, digest_of_tokens
 from ...model.digest import SAMPLED_PROJECTIONS, config_digest, weights_digest
+from ...model.rotary import rope_by_length
+from ...refusals import refuse
 from .sources import Load, Offered, Saved
 
 _PROJECTION = re.compile(rf".*\.layers\.(?P<layer>\d+)\.(?P<name>{'|'.join(SAMPLED_PROJECTIONS)})\.weight")
@@ -35,6 +37,7 @@ class Admission:
         config = AutoConfig.from_pretrained(
             model_config.hf_config_path or model_config.model, revision=model_config.revision, trust_remote_code=False
         )
+        refuse(offering="ApbvConnector", rope_by_length=rope_by_length(config.get_text_config()))
         self._config_sha256 = config_digest(config)
         self._weights_sha256 = weights_digest(_sampled_rows(model_config, vllm_config.load_config.download_dir))
         self._model = None
