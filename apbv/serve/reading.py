@@ -18,6 +18,7 @@ from PIL import Image
 
 from ..config import SamplingParams
 from ..engine import Engine
+from ..grammar_checks import GrammarCheckError
 from ..input.reading import PromptReader
 from ..input.rendering import tool_instructions
 from ..input.skeleton import Skeleton
@@ -104,7 +105,7 @@ class Reader:
         """Open a request's files, for as long as the stack lasts, and check its lengths.
 
         Args:
-            is_wanted: asked before each file, as fetching many may take long.
+            is_wanted: asked before each file, as fetching many may take long, and while a JSON schema is checked.
 
         Raises:
             ApiError: with status 400 where something is not allowed, unreadable or too long, with 503 where the
@@ -113,7 +114,7 @@ class Reader:
         settings, field, prompts = self._settings, request.prompt_field, self._prompts_for(request)
         media, asked = [], {}
         self._require_tools_known(request)
-        constraint = self._constraint(request)
+        constraint = self._constraint(request, is_wanted)
         if isinstance(request, CompletionRequest):
             given = request.prompt
             is_text = isinstance(given, str)
@@ -151,25 +152,31 @@ class Reader:
         order = Order(asked, files, sampling, request.hands_over, request.num_answers, *told, shown)
         return ReadyRequest(order, num_tokens, media, request, prompt, calls)
 
-    def _constraint(self, request: GenerationRequest) -> dict[str, str]:
+    def _constraint(self, request: GenerationRequest, is_wanted: Callable[[], bool]) -> dict[str, str]:
         """Return the JSON schema or grammar that an answer has to follow; ApiError if that is invalid."""
         schema = request.json_schema
         if schema is not None:
-            self._require_valid("response_format", json_schema=schema)
+            self._require_valid("response_format", is_wanted, json_schema=schema)
         if not request.may_call or (schema is None and not request.must_call):
             return {"json_schema": schema}
         answer = None if schema is None or request.must_call else json.loads(schema)
         added = self._light.tokenizer.get_added_vocab()
         grammar = self._call_format.grammar(request.functions, added, request.makes_one_call, answer)
-        self._require_valid("tools", json_schema=None, grammar=grammar)
+        self._require_valid("tools", is_wanted, json_schema=None, grammar=grammar)
         return {"grammar": grammar}
 
-    def _require_valid(self, field: str, **constraint: str | None) -> None:
-        """Reject a JSON schema or a grammar that cannot be compiled."""
+    def _require_valid(self, field: str, is_wanted: Callable[[], bool], **constraint: str | None) -> None:
+        """Reject a JSON schema or a grammar that no answer can follow.
+
+        Raises:
+            ApiError: with status 400; or with 503: it could not be checked.
+        """
         try:
-            self._engine.grammars.begin(**constraint)
+            self._engine.grammars.check(**constraint, is_wanted=is_wanted)
         except ValueError as error:
             raise ApiError(400, str(error), param=field) from error
+        except GrammarCheckError as error:
+            raise ApiError(503, str(error), param=field, headers={"Retry-After": "1"}) from error
 
     def _require_tools_known(self, request: ChatRequest | TokenizeRequest) -> None:
         """Reject tools that the chat template does not show, or calls that could not be parsed."""

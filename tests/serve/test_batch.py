@@ -20,6 +20,7 @@ from apbv.serve.batch_files import Answers, Requests
 from apbv.serve.server import run_worker
 from apbv.serve.settings import ServerSettings
 
+from hard_schemas import many_patterns
 from patience import wait_for
 from pool import exit_statuses
 from scripts import ROOT, run_hosts, started_hosts
@@ -30,6 +31,7 @@ URL = "/v1/chat/completions"
 QUESTIONS = ("name the letters in order", "which letter has the border: red", "how many letters are shown")
 CLIP, TWO = [part("video", "clip.mp4")], [part("video", "clip.mp4"), part("video", "clips/a clip.mp4")]
 ENDLESS = {"max_tokens": 4000, "ignore_eos": True}
+TOO_COMPLEX = {"name": "x", "schema": many_patterns()}
 
 
 def line(custom_id: str, content="hi", url: str = URL, method: str = "POST", **fields) -> dict:
@@ -56,6 +58,7 @@ REFUSED = {
     "no body": {"custom_id": "no body", "method": "POST", "url": URL},
     "half a character": line("half a character", "\ud800"),
     "not a number": line("not a number", temperature=float("nan")),
+    "too complex": line("too complex", response_format={"type": "json_schema", "json_schema": TOO_COMPLEX}),
 }
 ELSEWHERE = {
     "other place": (line("other place", url="/v1/embeddings"), 404),
