@@ -120,6 +120,8 @@ class Reader:
             is_text = isinstance(given, str)
             if is_text:
                 self._require_fits(prompts, given, field)
+            elif len(given) > self.max_model_len:
+                raise self._too_long(f"{len(given)} tokens", field)
             asked["token_ids"] = prompts.tokenize(given, request.add_special_tokens) if is_text else given
         else:
             media, asked = self._open_chat(request, stack, is_wanted)

@@ -33,6 +33,7 @@ _REFUSED = _names(_FIELDS["refused"]).union(*(names for _, names in _NEUTRAL))
 _NAMES_AN_ALTERNATIVE = re.compile(r"\[|(^|-)(str|int)$")
 _MAX_STOP_LENGTH = 1000  # characters; what may become a stop string is looked at again with every token
 _MAX_TOKENS = 2**20
+_MAX_UNKNOWN = 256  # fields of an object that this server does not know, each of which is a warning
 _MAX_TOOLS = 128  # OpenAI's limit
 _MAX_PROMPTS = 1024  # of a request; each becomes one of its own, in the thread that speaks HTTP
 _ANY_OBJECT = '{"type": "object"}'  # the schema of OpenAI's json_object
@@ -87,7 +88,10 @@ class _Strict(BaseModel):
 
     @model_validator(mode="after")
     def _refuse_what_is_not_served(self) -> "_Strict":
-        for name, value in (self.model_extra or {}).items():
+        others = self.model_extra or {}
+        if len(others) > _MAX_UNKNOWN:
+            raise PydanticCustomError("too_many", f"more than {_MAX_UNKNOWN} unknown fields")
+        for name, value in others.items():
             if name in _REFUSED and not _is_neutral(name, value):
                 raise _refused(name, f"{name} is not supported by this server")
             if name not in _REFUSED | _WITHOUT_EFFECT:
@@ -95,7 +99,7 @@ class _Strict(BaseModel):
         return self
 
     @classmethod
-    def parse(cls: type[_Body], body: bytes) -> _Body:
+    def parse(cls: type[_Body], body: bytes | bytearray) -> _Body:
         """Read a request from its JSON.
 
         Raises:
