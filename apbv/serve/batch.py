@@ -17,7 +17,7 @@ from .batch_files import Answers, Requests
 from .metrics import Metrics
 from .requests import ApiError
 from .scheduler import Scheduler
-from .server import SIGNALS
+from .server import SAME_SIGNAL_SECONDS, SIGNALS
 from .settings import ServerSettings
 from .worker import Worker
 
@@ -26,8 +26,6 @@ _LOOK_AHEAD = 32  # requests that are read while others run; a body may have --m
 _LINE_BYTES = 2**16  # of a line, beside its body
 _RETRY_SECONDS = 0.2
 _SHOW_SECONDS = 0.5
-# Ctrl-C reaches the processes from the terminal and from torchrun: that is one signal.
-_SAME_SIGNAL_SECONDS = 1.0
 
 _logger = logging.getLogger(__name__)
 
@@ -221,7 +219,7 @@ class Batch:
     def _on_signal(self, number: int) -> None:
         if self.stopped_by is None:
             self._stop(number)
-        elif time.monotonic() - self._stopped_at > _SAME_SIGNAL_SECONDS:
+        elif time.monotonic() - self._stopped_at > SAME_SIGNAL_SECONDS:
             self._scheduler.cut_short()
 
     def _stop(self, number: int) -> None:

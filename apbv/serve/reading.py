@@ -154,6 +154,10 @@ class Reader:
         order = Order(asked, files, sampling, request.hands_over, request.num_answers, *told, shown)
         return ReadyRequest(order, num_tokens, media, request, prompt, calls)
 
+    def close(self) -> None:
+        """Delete the files that requests brought; none can be read any more that has some."""
+        self._private_files.close()
+
     def _constraint(self, request: GenerationRequest, is_wanted: Callable[[], bool]) -> dict[str, str]:
         """Return the JSON schema or grammar that an answer has to follow; ApiError if that is invalid."""
         schema = request.json_schema

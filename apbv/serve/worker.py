@@ -123,6 +123,11 @@ class Worker:
             self._scheduler.cut_short()
         self._thread.join()
 
+    def cut_short(self) -> None:
+        """Abort running requests while :meth:`finish` waits for them, and delete clients' files."""
+        self._scheduler.cut_short()
+        self.reader.close()
+
     def _run(self) -> None:
         try:
             with self._executor.hosts.on_device(), self._decoding or nullcontext(), self._alone:

@@ -207,7 +207,7 @@ def test_a_second_signal_ends_what_runs(run):
 
 def test_a_signal_that_arrives_twice_is_one(run, monkeypatch):
     """As Ctrl-C does under torchrun, from the terminal and from torchrun; however slow the machine is."""
-    monkeypatch.setattr(serve_batch, "_SAME_SIGNAL_SECONDS", 3600.0)
+    monkeypatch.setattr(serve_batch, "SAME_SIGNAL_SECONDS", 3600.0)
     batch, found = run([line("long", max_tokens=300, ignore_eos=True)], once_running(signal.SIGINT, signal.SIGINT))
     assert batch.stopped_by == signal.SIGINT and found["long"]["status_code"] == 200
 

@@ -3,11 +3,12 @@
 import asyncio
 import socket
 import threading
+from functools import partial
 
 import pytest
 import uvicorn
 
-from apbv.serve.server import _Protocol
+from apbv.serve.connections import Connections, HttpProtocol
 
 from patience import HANGING, wait_for
 from servers import InProcess, asking
@@ -47,13 +48,14 @@ def test_half_read_bodies_take_no_place_and_give_way_to_others(app: InProcess, m
 
 def test_headers_have_to_come_within_a_time(monkeypatch):
     """Also behind an answer, on a connection that is kept."""
-    monkeypatch.setattr("apbv.serve.server._HEADER_SECONDS", 0.2)
+    monkeypatch.setattr("apbv.serve.connections._HEADER_SECONDS", 0.2)
 
     async def app(scope, receive, send):
         await send({"type": "http.response.start", "status": 204, "headers": []})
         await send({"type": "http.response.body"})
 
-    server = uvicorn.Server(uvicorn.Config(app, http=_Protocol, port=0, lifespan="off", log_config=None))
+    protocol = partial(HttpProtocol, connections=Connections(8))
+    server = uvicorn.Server(uvicorn.Config(app, http=protocol, port=0, lifespan="off", log_config=None))
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
