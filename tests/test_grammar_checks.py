@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 
@@ -124,9 +125,17 @@ def test_whoever_leaves_waits_no_longer(grammars):
     grammars.check('{"type": "object"}')
 
 
-def test_a_wait_for_others_ends(grammars, monkeypatch):
-    monkeypatch.setattr("apbv.grammar_checks.checks._MAX_WAIT", 0.0)
+def test_a_wait_for_others_ends(grammars):
+    lanes = [replace(lane, max_wait=0.0) for lane in grammars._checks._lanes]
+    grammars._checks._lanes = lanes
     with full(grammars), pytest.raises(GrammarCheckError, match="try again later"):
+        grammars.check('{"type": "object"}')
+
+
+def test_more_than_may_wait_are_told_so_at_once(grammars):
+    lanes = [replace(lane, queue=threading.Semaphore(0)) for lane in grammars._checks._lanes]
+    grammars._checks._lanes = lanes
+    with pytest.raises(GrammarCheckError, match="try again later"):
         grammars.check('{"type": "object"}')
 
 

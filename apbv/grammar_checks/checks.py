@@ -23,14 +23,18 @@ from .process import STARTED
 _SCRIPT = Path(__file__).with_name("process.py")
 _MEMORY_BYTES = 2**28  # that a check may take
 _NUM_VERDICTS = 1024  # that are remembered
-_MAX_WAIT = 10.0  # seconds to wait for others' checks
 _POLL_SECONDS = 0.1  # between two looks at whether a verdict is still wanted
 _MAX_STARTS = 2  # of the other process, for a check that it did not begin
+_BUSY = "too many JSON schemas and grammars are being checked; try again later"
 _TOO_COMPLEX = "is too complex: it takes too long, or too much memory, to compile"
 
 
 class GrammarCheckError(RuntimeError):
     """Raised where a grammar could not be checked, which is not its fault."""
+
+
+class GrammarChecksBusyError(GrammarCheckError):
+    """Raised where too many other grammars are being checked."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +43,15 @@ class Lane:
 
     Attributes:
         cpu_seconds: the limit.
-        places: how many run at once; on the decode hosts' CPUs, beside all else.
+        places: how many run at once, beside all else that the CPU has to do.
+        queue: as many as may run or wait for a place.
+        max_wait: seconds to wait for a place.
     """
 
     cpu_seconds: float
     places: threading.Semaphore
+    queue: threading.Semaphore
+    max_wait: float
 
 
 class GrammarChecks:
@@ -61,7 +69,9 @@ class GrammarChecks:
     def __init__(self, tokenizer: str, vocab_size: int, eos_tokens: list[int] | int | None):
         described = {"tokenizer": tokenizer, "vocab_size": vocab_size, "eos_tokens": eos_tokens}
         self._described = json.dumps(described).encode()
-        self._lanes = (Lane(0.1, threading.Semaphore(4)), Lane(2.0, threading.Semaphore(2)))
+        quick = Lane(0.1, places=threading.Semaphore(4), queue=threading.Semaphore(32), max_wait=5.0)
+        slow = Lane(2.0, places=threading.Semaphore(2), queue=threading.Semaphore(4), max_wait=5.0)
+        self._lanes = (quick, slow)
         self._verdicts: OrderedDict[bytes, str] = OrderedDict()
         self._lock = threading.Lock()  # of the verdicts, and of what is below
         self._process: subprocess.Popen | None = None
@@ -76,8 +86,8 @@ class GrammarChecks:
             is_wanted: asked several times a second whether to go on.
 
         Raises:
-            GrammarCheckError: other checks take too long, this one is not wanted any more, or the other process does
-                not start.
+            GrammarCheckError: this one is not wanted any more, or the other process does not start.
+            GrammarChecksBusyError: there are too many others.
         """
         key = sha256(grammar.encode("utf-8", "surrogatepass")).digest()
         reason = None
@@ -163,16 +173,21 @@ def _place_in(lane: Lane, is_wanted: Callable[[], bool]) -> Iterator[None]:
     """Hold a place in a lane.
 
     Raises:
-        GrammarCheckError: it takes too long, or is not wanted any more.
+        GrammarChecksBusyError: too many wait, or this one has waited too long, or is not wanted any more.
     """
-    deadline = time.monotonic() + _MAX_WAIT
-    while not lane.places.acquire(timeout=_POLL_SECONDS):
-        if not is_wanted() or time.monotonic() > deadline:
-            raise GrammarCheckError("too many JSON schemas and grammars are being checked; try again later")
+    deadline = time.monotonic() + lane.max_wait
+    if not lane.queue.acquire(blocking=False):
+        raise GrammarChecksBusyError(_BUSY)
     try:
-        yield
+        while not lane.places.acquire(timeout=_POLL_SECONDS):
+            if not is_wanted() or time.monotonic() > deadline:
+                raise GrammarChecksBusyError(_BUSY)
+        try:
+            yield
+        finally:
+            lane.places.release()
     finally:
-        lane.places.release()
+        lane.queue.release()
 
 
 @contextmanager

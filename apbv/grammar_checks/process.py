@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import Any
 
 STARTED = b"+"  # the first byte of every reply; a reply without a verdict is that of a child that a limit ended
-_WALL_FACTOR = 10.0  # seconds on the clock for each second of CPU time, after which a child ends in any case
+_WALL_FACTOR = 4.0  # seconds on the clock for each second of CPU time, after which a child ends in any case
 # An answer is begun, as some grammars compile and then allow no token, or have too many rules for the second one.
 _NUM_STEPS = 64
 _ENDINGS = ('"', "}", "]", ",", ", ")  # preferred half of the time, so that the answer comes past its first text

@@ -18,7 +18,7 @@ from PIL import Image
 
 from ..config import SamplingParams
 from ..engine import Engine
-from ..grammar_checks import GrammarCheckError
+from ..grammar_checks import GrammarCheckError, GrammarChecksBusyError
 from ..input.reading import PromptReader
 from ..input.rendering import tool_instructions
 from ..input.skeleton import Skeleton
@@ -175,14 +175,16 @@ class Reader:
         """Reject a JSON schema or a grammar that no answer can follow.
 
         Raises:
-            ApiError: with status 400; or with 503: it could not be checked.
+            ApiError: with status 400; with 429 where too many others are being checked; or with 503 where it could
+                not be checked.
         """
         try:
             self._engine.grammars.check(**constraint, is_wanted=is_wanted)
         except ValueError as error:
             raise ApiError(400, str(error), param=field) from error
         except GrammarCheckError as error:
-            raise ApiError(503, str(error), param=field, headers={"Retry-After": "1"}) from error
+            status = 429 if isinstance(error, GrammarChecksBusyError) else 503
+            raise ApiError(status, str(error), param=field, headers={"Retry-After": "1"}) from error
 
     def _require_tools_known(self, request: ChatRequest | TokenizeRequest) -> None:
         """Reject tools that the chat template does not show, or calls that could not be parsed."""

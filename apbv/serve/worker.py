@@ -109,6 +109,8 @@ class Worker:
                 self._scheduler.end(job, None, "cancelled")
             elif self._scheduler.is_stopping:
                 self._scheduler.end(job, ApiError(503, "the server is stopping"), "rejected")
+            elif error.status == 429:
+                self._scheduler.end(job, error, "rejected")
             else:
                 self._scheduler.end(job, error, "invalid" if error.status < 500 else "failed")
 

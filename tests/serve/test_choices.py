@@ -203,12 +203,11 @@ def test_a_schema_is_checked_once_and_compiled_once(app, monkeypatch):
 
 
 def test_a_schema_that_cannot_be_checked_now_may_be_sent_again(app, monkeypatch):
-    monkeypatch.setattr("apbv.grammar_checks.checks._MAX_WAIT", 0.0)
-    lanes = app.engine.grammars._checks._lanes
-    monkeypatch.setattr(app.engine.grammars._checks, "_lanes", [replace(lanes[0], places=Semaphore(0))])
+    checks = app.engine.grammars._checks
+    monkeypatch.setattr(checks, "_lanes", [replace(checks._lanes[0], places=Semaphore(0), max_wait=0.0)])
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": "never seen before"}}}
     reply = post(app, RAW, prompt="x", response_format=form)
-    assert reply.status_code == 503 and reply.headers["Retry-After"] == "1"
+    assert reply.status_code == 429 and reply.headers["Retry-After"] == "1"
 
 
 def test_no_more_answers_are_asked_for_than_may_run(app):
