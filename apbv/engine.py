@@ -642,7 +642,8 @@ class Engine:
         hosts = self.hosts
         with hosts.local_stage("reading the grammar"):
             decodes = hosts.rank == request.home and hosts.tensor_parallel_rank == 0
-            grammar = self.grammars.begin(sampling.json_schema, sampling.grammar) if decodes else None
+            begin = self.grammars.compile if request.has_checked_grammar else self.grammars.begin
+            grammar = begin(sampling.json_schema, sampling.grammar) if decodes else None
         return replace(request, grammar=grammar)
 
     def _note_what_the_demo_cannot(self, read: ReadRequest) -> None:

@@ -1,12 +1,15 @@
 """Constrained decoding by a JSON schema or a grammar, with llguidance (an extra)."""
 
 import json
+from collections.abc import Callable
+from copy import copy
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from .grammar_checks import GrammarChecks
 from .schemas import prepared
 from .transfer import to_device
 from .warn import raised_as
@@ -38,7 +41,8 @@ class Grammar:
         """
         mask = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         if self._matcher.is_error():
-            raise RuntimeError(f"the grammar cannot be followed: {self._matcher.get_error():.200}")
+            reason = self._matcher.get_error().partition("\n")[0]  # without the parser's state
+            raise RuntimeError(f"the answer cannot follow its JSON schema or grammar any further: {reason:.200}")
         may_come = torch.from_numpy(np.unpackbits(mask, count=logits.shape[1], bitorder="little"))
         return logits.masked_fill(to_device(may_come == 0, logits.device), -torch.inf)
 
@@ -65,6 +69,9 @@ def json_rule(schema: dict[str, Any] | bool) -> str:
 class Grammars:
     """Compiles grammars for one model.
 
+    What would take seconds or much memory to compile is found in another process (:mod:`.grammar_checks`), and never
+    compiled in this one.
+
     Args:
         tokenizer: a fast one of transformers.
         vocab_size: how many logits the model has.
@@ -79,25 +86,68 @@ class Grammars:
             from llguidance import hf
         except ImportError as error:
             raise ValueError("JSON schemas need llguidance: pip install 'apbv[json]'") from error
-        self._tokenizer = hf.from_tokenizer(tokenizer, vocab_size, list(eos_token_ids) or None)
+        eos_tokens = list(eos_token_ids) or tokenizer.eos_token_id
+        self._tokenizer = hf.from_tokenizer(tokenizer, vocab_size, eos_tokens)
+        plain = copy(tokenizer.backend_tokenizer)  # as hf.from_tokenizer passes it on
+        plain.no_padding()
+        plain.no_truncation()
+        self._checks = GrammarChecks(plain.to_str(), vocab_size, eos_tokens)
 
     def begin(self, json_schema: str | None, grammar: str | None = None) -> Grammar:
-        """Compile a schema, or a grammar instead, for an answer that has no tokens yet.
+        """Check and compile a schema, or a grammar instead, for an answer that has no tokens yet.
 
         Raises:
-            ValueError: it is invalid, too long, or uses unsupported features.
+            ValueError, GrammarCheckError: as of :meth:`check`.
+        """
+        self.check(json_schema, grammar)
+        return self.compile(json_schema, grammar)
+
+    def check(
+        self, json_schema: str | None, grammar: str | None = None, is_wanted: Callable[[], bool] = lambda: True
+    ) -> None:
+        """Reject a schema, or a grammar instead, that answers cannot follow.
+
+        Args:
+            is_wanted: asked several times a second whether to go on.
+
+        Raises:
+            ValueError: it is invalid, too long, too complex, or uses unsupported features.
+            GrammarCheckError: it could not be checked.
+        """
+        reason = self._checks.reason_against(_for_matcher(json_schema, grammar), is_wanted)
+        if reason:
+            raise ValueError(f"this {_kind(grammar)} {reason}")
+
+    def compile(self, json_schema: str | None, grammar: str | None = None) -> Grammar:
+        """Compile a schema, or a grammar instead, that :meth:`check` found good, on this host or another.
+
+        Raises:
+            ValueError: it is not good.
         """
         from llguidance import LLMatcher
 
-        what, given = ("JSON schema", json_schema) if grammar is None else ("grammar", grammar)
-        if len(given) > _MAX_SCHEMA_CHARS:
-            raise ValueError(f"a {what} may have at most {_MAX_SCHEMA_CHARS} characters")
-        with raised_as(ValueError, f"not a valid {what}", ValueError, RecursionError):
-            if grammar is None:
-                given = LLMatcher.grammar_from_json_schema(json.dumps(prepared(given)), defaults=_SPACING)
-            else:
-                given = LLMatcher.grammar_from_lark(given)
-            matcher = LLMatcher(self._tokenizer, given)
+        matcher = LLMatcher(self._tokenizer, _for_matcher(json_schema, grammar), log_level=0)
         if matcher.is_error():
-            raise ValueError(f"this {what} is not supported: {matcher.get_error():.200}")
+            raise ValueError(f"this {_kind(grammar)} is not supported: {matcher.get_error():.200}")
         return Grammar(matcher)
+
+
+def _kind(grammar: str | None) -> str:
+    return "JSON schema" if grammar is None else "grammar"
+
+
+def _for_matcher(json_schema: str | None, grammar: str | None) -> str:
+    """Return a schema, or a grammar instead, in the form that llguidance's ``LLMatcher`` takes.
+
+    Raises:
+        ValueError: it is too long, or no JSON.
+    """
+    from llguidance import LLMatcher
+
+    kind, given = _kind(grammar), json_schema if grammar is None else grammar
+    if len(given) > _MAX_SCHEMA_CHARS:
+        raise ValueError(f"a {kind} may have at most {_MAX_SCHEMA_CHARS} characters")
+    with raised_as(ValueError, f"not a valid {kind}", ValueError, RecursionError):
+        if grammar is None:
+            return LLMatcher.grammar_from_json_schema(json.dumps(prepared(given)), defaults=_SPACING)
+        return LLMatcher.grammar_from_lark(given)

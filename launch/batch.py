@@ -25,6 +25,7 @@ from apbv.launch.options import (
     prepare_process,
 )
 from apbv.launch.serve import add_request_options, add_reuse_options, check_requests, request_settings, reuse_config
+from apbv.warn import report_error
 
 if TYPE_CHECKING:
     from apbv import HostGroup
@@ -105,9 +106,22 @@ def main(arguments: list[str] | None = None, prog: str | None = None) -> int:
             batch = Batch(requests, answers, settings, show)
             run_worker(engine, hosts, settings, batch.open)
         print(summary(batch), file=sys.stderr, flush=True)
+        if batch.num_failed:
+            report_error(failures(batch, options.out))
         statuses.append(128 + batch.stopped_by if batch.was_stopped else int(batch.num_failed > 0))
 
     return run_on_hosts(run, options.timeout, options.tensor_parallel, options.device) or sum(statuses)
+
+
+def failures(batch: "Batch", out: Path) -> str:
+    """Format why the first requests failed, and how many did.
+
+    Args:
+        out: the file of answers.
+    """
+    lines = [f"  {reason}" for reason in batch.reasons]
+    lines.append(f"{batch.num_failed} of {batch.num_in_file} requests were answered with errors: see {out}")
+    return "\n".join(lines)
 
 
 def summary(batch: "Batch") -> str:

@@ -268,7 +268,7 @@ def add_host_options(parser: argparse.ArgumentParser) -> None:
     )
     members = {"type": int, "default": 1, "metavar": "T", "help": "tensor-parallel GPUs per host (default 1)"}
     hosts.add_argument("--tensor-parallel", "--tensor-parallel-size", **members)
-    patience = {"type": positive(), "default": 300.0, "metavar": "X"}
+    patience = {"type": positive(float, 10**6), "default": 300.0, "metavar": "X"}
     hosts.add_argument("--timeout", **patience, help="seconds to wait for an unresponsive host (default 300)")
     add_settings(hosts, THREADS)
 

@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 _MIB = 2**20
 _NEEDED = ("starlette", "uvicorn", "pydantic", "prometheus_client")
 _LAST_PORT = 65_535
+_MOST, _MOST_SECONDS = 10**12, 86_400  # of a limit, as a number of things or MiB
+_PORT = reading(int, f"lie in 0 .. {_LAST_PORT}", lambda value: isinstance(value, int) and 0 <= value <= _LAST_PORT)
 _KEY = reading(str, "be a key, or the option left out", bool)
 # As browsers send origins: a scheme, a host in lower case, and a port unless it is the scheme's own.
 _HOST = r"[a-z0-9_-]+(\.[a-z0-9_-]+)*|\[[0-9a-f:.]+\]"
@@ -78,7 +80,7 @@ def parse_arguments(arguments: list[str] | None = None, prog: str | None = None)
     parser.add_argument("--model", help='"demo", a directory, or a hub id')
     http = parser.add_argument_group("HTTP")
     http.add_argument("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
-    http.add_argument("--port", type=int, default=8000, help="port; 0: any free one (default %(default)s)")
+    http.add_argument("--port", type=_PORT, default=8000, help="port; 0: any free one (default %(default)s)")
     http.add_argument(
         "--api-key", type=_KEY, metavar="KEY", help="required of clients (default: $APBV_API_KEY, or none)"
     )
@@ -101,7 +103,7 @@ def parse_arguments(arguments: list[str] | None = None, prog: str | None = None)
     transfer.add_argument("--kv-transfer", choices=["tcp"], help="transfer KV from each process's memory over TCP")
     transfer.add_argument("--kv-host", metavar="ADDRESS", help="address of this machine (default: detected)")
     transfer.add_argument("--kv-port", type=int, metavar="BASE", help="process p uses BASE + p (default: any)")
-    transfer.add_argument("--kv-seconds", type=positive(float, 86_400), help="KV lifetime (default 120)")
+    transfer.add_argument("--kv-seconds", type=positive(float, _MOST_SECONDS), help="KV lifetime (default 120)")
     add_host_options(parser)
     options = parser.parse_args(arguments)
     if (options.name is None) == (options.model is None):
@@ -132,13 +134,16 @@ def add_reuse_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of :func:`reuse_config`."""
     reuse = parser.add_argument_group("prefix and embedding cache")
     reuse.add_argument("--reuse", choices=REUSE_MODES, help="cache embeddings (exact) or KV (default: neither)")
-    reuse.add_argument("--reuse-mib", type=positive(int), default=4096, help="MiB per process (default 4096)")
+    reuse.add_argument("--reuse-mib", type=positive(int, _MOST), default=4096, help="MiB per process (default 4096)")
 
 
 def _add_limit(group: argparse._ActionsContainer, name: str, default: float | None, about: str) -> None:
     """Add an option for a positive number; byte limits are given in MiB."""
     is_bytes = name.endswith("_bytes")
-    read = positive(float if is_bytes or name.endswith("_seconds") else int)
+    if name.endswith("_seconds"):
+        read = positive(float, _MOST_SECONDS)
+    else:
+        read = positive(float if is_bytes else int, _MOST)
     shown = default if default is None or not is_bytes else default // _MIB
     names = ["--" + name.replace("_bytes", "_mib").replace("_", "-")]
     group.add_argument(

@@ -19,6 +19,7 @@ LAYERS = (
         "apbv.torchvision_guard",
         "apbv.allocator",
         "apbv.config",
+        "apbv.grammar_checks",
         "apbv.layout",
         "apbv.logprobs",
         "apbv.schemas",

@@ -35,7 +35,7 @@ class VideoConfig(Checked):
         ValueError: a number is not positive.
     """
 
-    threads: int | None = integer(1, 2**63 - 1, None)
+    threads: int | None = integer(1, 2**12, None)
     chunk_bytes: int | None = integer(1, 2**63 - 1, None)
 
 

@@ -30,6 +30,7 @@ class Request(Checked):
         may_cancel: whether ``stop`` is asked before the first token, too; the same on all hosts.
         logprobs: of the answer's tokens, where ``sampling`` asks for them; filled on host 0.
         grammar: what the schema or grammar of ``sampling`` allows, before the first token; on host 0.
+        has_checked_grammar: whether that schema or grammar was found good (:meth:`apbv.grammar.Grammars.check`).
         home: the host that gathers the prompt's KV and decodes the answer, if one does alone; it takes host 0's
             part above once the prompt is prefilled. Cached KV stays where it is.
         prompt: the part of the question already read by this host's :class:`~apbv.input.reading.PromptReader`;
@@ -49,6 +50,7 @@ class Request(Checked):
     may_cancel: bool = True
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     grammar: Grammar | None = None
+    has_checked_grammar: bool = False
     prompt: Skeleton | None = None
     home: int = 0
 

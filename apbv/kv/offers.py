@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..hosts import HostGroup
+from ..warn import raised_as
 from .facts import StorageError
 from .sending import Listener, Share
 from .ticket import Ticket
@@ -117,9 +118,12 @@ class Offers(AbstractContextManager):
         self._actions = {"fetch": self._fetch, "done": self._done, "drop": self._told, "end": self._told}
         with ExitStack() as undo:
             with hosts.local_stage("listening for consumers of KV"):
-                reachable = advertised or reachable_address(host)
                 process = hosts.rank * hosts.tensor_parallel_size + hosts.tensor_parallel_rank
-                listener = Listener((host, port and port + process), self._serve, _IDLE_SECONDS)
+                own_port = port and port + process
+                what = f"cannot listen on {host}:{own_port} for consumers of KV"
+                with raised_as(ValueError, what, OSError, OverflowError, UnicodeError):
+                    reachable = advertised or reachable_address(host)
+                    listener = Listener((host, own_port), self._serve, _IDLE_SECONDS)
                 undo.callback(listener.close)  # if another process cannot listen
             undo.pop_all()
         self._listener, self.address = listener, (reachable, listener.server_address[1])

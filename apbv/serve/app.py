@@ -23,7 +23,9 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .. import __version__
+from ..allocator import return_freed_memory
 from .bodies import Bodies
+from .counting import JsonLimits
 from .job import Event, Finished, Job, Piece
 from .replies import Replies
 from .requests import ApiError, ChatRequest, CompletionRequest, DetokenizeRequest, GenerationRequest, TokenizeRequest
@@ -33,6 +35,7 @@ from .worker import Worker
 
 _PARSERS = 4  # bodies parsed concurrently
 _TOKENIZERS = 4  # prompts tokenized concurrently for tokenize requests
+_LARGE_BODY = 2**24  # bytes; what such a body took is given back to the operating system
 _REQUEST_ID, _FITTING = "X-Request-Id", re.compile(r"[!-~]{1,256}")
 _CLIENT_CLOSED_REQUEST = 499  # not sent to anyone
 _Body = TypeVar("_Body", GenerationRequest, TokenizeRequest, DetokenizeRequest)
@@ -72,7 +75,11 @@ def build_app(worker: Worker, scheduler: Scheduler, settings: ServerSettings) ->
             Route("/load", endpoints.load),
             Route("/metrics", endpoints.metrics),
         ],
-        middleware=[*(cors if settings.cors_origins else ()), Middleware(_with_request_ids)],
+        middleware=[
+            *(cors if settings.cors_origins else ()),
+            Middleware(_with_request_ids),
+            Middleware(_giving_memory_back),
+        ],
         exception_handlers=dict.fromkeys((ApiError, HTTPException, Exception), _error),
     )
 
@@ -83,6 +90,7 @@ class _Endpoints:
     def __init__(self, worker: Worker, scheduler: Scheduler, settings: ServerSettings):
         self._worker, self._scheduler = worker, scheduler
         self._model, self._bodies = settings.model, Bodies(settings.max_body_bytes)
+        self._json_limits = JsonLimits.for_requests(worker.reader.max_model_len, settings.max_frames)
         self._max_model_len, self._started = worker.reader.max_model_len, int(time.time())
         self._num_answering = 0  # answers that are asked for now
         self._parsers = ThreadPoolExecutor(_PARSERS, thread_name_prefix="parser")
@@ -178,9 +186,13 @@ class _Endpoints:
     async def _read(self, request: Request, kind: type[_Body]) -> _Body:
         """Read and parse a body."""
         body = await self._bodies.read(request)
-        asked = await asyncio.get_running_loop().run_in_executor(self._parsers, kind.parse, body)
+        asked = await asyncio.get_running_loop().run_in_executor(self._parsers, self._parse, kind, body)
         self._require_model(asked.model)
         return asked
+
+    def _parse(self, kind: type[_Body], body: bytearray) -> _Body:
+        self._json_limits.require(body)
+        return kind.parse(body)
 
     async def _cancel_when_gone(self, request: Request, jobs: list[Job]) -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -238,6 +250,19 @@ def _with_request_ids(app: ASGIApp) -> ASGIApp:
             await send(message)
 
         await app(scope, receive, send_with_id)
+
+    return call
+
+
+def _giving_memory_back(app: ASGIApp) -> ASGIApp:
+    """Return the memory that a large body took, its objects and files included, once its reply is sent."""
+
+    async def call(scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await app(scope, receive, send)
+        finally:
+            if scope["state"].get("num_body_bytes", 0) > _LARGE_BODY:
+                await asyncio.get_running_loop().run_in_executor(None, return_freed_memory)
 
     return call
 

@@ -14,10 +14,11 @@ from typing import Any
 
 from .app import build_app
 from .batch_files import Answers, Requests
+from .log import in_one_line, reason_in_one_line
 from .metrics import Metrics
 from .requests import ApiError
 from .scheduler import Scheduler
-from .server import SIGNALS
+from .server import SAME_SIGNAL_SECONDS, SIGNALS
 from .settings import ServerSettings
 from .worker import Worker
 
@@ -26,8 +27,7 @@ _LOOK_AHEAD = 32  # requests that are read while others run; a body may have --m
 _LINE_BYTES = 2**16  # of a line, beside its body
 _RETRY_SECONDS = 0.2
 _SHOW_SECONDS = 0.5
-# Ctrl-C reaches the processes from the terminal and from torchrun: that is one signal.
-_SAME_SIGNAL_SECONDS = 1.0
+_NUM_REASONS = 5  # of errors that are told
 
 _logger = logging.getLogger(__name__)
 
@@ -45,6 +45,7 @@ class Batch:
         total: the number of requests; None: unknown (yet).
         num_answered: of them, also with errors.
         num_failed: errors in the file of answers, of earlier runs, too.
+        reasons: why the first requests of this run failed, a line each.
         num_left: requests that were read and not answered, because the batch was stopped.
         stopped_by: the signal that it got; None: none.
     """
@@ -54,6 +55,7 @@ class Batch:
         self.total: int | None = None
         self.num_answered, self.num_failed, self.num_left = 0, answers.num_failed, 0
         self.stopped_by: int | None = None
+        self.reasons: list[str] = []
         self._seen: set[str] = set()
         self._asking: set[Future] = set()
         self._has_read_all, self._failure = False, None  # a ValueError
@@ -80,6 +82,11 @@ class Batch:
     def seconds(self) -> float:
         """Seconds since the first request."""
         return time.monotonic() - self._began
+
+    @property
+    def num_in_file(self) -> int:
+        """How many requests the file of answers has an answer or an error for."""
+        return len(self._answers.ids) + len(self._answers.lines) + self.num_answered
 
     @property
     def was_stopped(self) -> bool:
@@ -216,12 +223,16 @@ class Batch:
         add = partial(self._answers.add, request_id, custom_id, response, error)
         await self._loop.run_in_executor(self._writer, add)
         self.num_answered += 1
-        self.num_failed += error is not None or response["status_code"] != 200
+        if error is None and response["status_code"] == 200:
+            return
+        self.num_failed += 1
+        if len(self.reasons) < _NUM_REASONS:
+            self.reasons.append(_reason(custom_id, response, error))
 
     def _on_signal(self, number: int) -> None:
         if self.stopped_by is None:
             self._stop(number)
-        elif time.monotonic() - self._stopped_at > _SAME_SIGNAL_SECONDS:
+        elif time.monotonic() - self._stopped_at > SAME_SIGNAL_SECONDS:
             self._scheduler.cut_short()
 
     def _stop(self, number: int) -> None:
@@ -229,3 +240,15 @@ class Batch:
         if self.stopped_by is None:
             self.stopped_by, self._stopped_at = number, time.monotonic()
             self._scheduler.stop()
+
+
+def _reason(custom_id: str | None, response: dict[str, Any] | None, error: dict[str, Any] | None) -> str:
+    """Return in one line which request failed, and why.
+
+    Args:
+        custom_id, response, error: as in the line of answers.
+    """
+    if error is not None:
+        return in_one_line(error["message"])
+    told = response["body"]["error"]
+    return f"{in_one_line(custom_id)}: {response['status_code']}, {reason_in_one_line(told['message'], told['param'])}"

@@ -28,8 +28,8 @@ class Bodies:
         # The data so far and the client, by the body's time limit, in order of arrival.
         self._reading: dict[asyncio.Timeout, tuple[bytearray, str]] = {}
 
-    async def read(self, request: Request) -> bytes:
-        """Read a whole body.
+    async def read(self, request: Request) -> bytearray:
+        """Read a whole body, and note its size in the request's state as ``num_body_bytes``.
 
         Returns:
             Its bytes, without a byte order mark. JSON is in UTF-8 (RFC 8259), whatever charset the headers name.
@@ -59,7 +59,10 @@ class Bodies:
             raise ApiError(408, message, headers={"Connection": "close"}) from error
         finally:
             self._reading.pop(limit, None)
-        return bytes(data).removeprefix(BOM_UTF8)
+            request.state.num_body_bytes = len(data)
+        if data.startswith(BOM_UTF8):
+            del data[: len(BOM_UTF8)]
+        return data
 
     def _make_room(self) -> None:
         """Drop half-read bodies while they are too many or too large."""

@@ -36,6 +36,7 @@ class RequestRecord:
         last_token: the last token was available.
         ended: the last event was sent to its client.
         status: HTTP status of its reply; 499 if the client had disconnected.
+        error, param: the message of its error and the field at fault, as its reply has them; None: there is none.
         outcome: answered up to a ``stop`` or the ``length`` asked for, ``cancelled`` by the client, ``rejected``
             because of a full queue or a stopping server, ``invalid``, or ``failed``.
         prompt_tokens, completion_tokens: tokens that were prefilled, and of the answer so far.
@@ -51,6 +52,8 @@ class RequestRecord:
     last_token: float | None = None
     ended: float | None = None
     status: int = 200
+    error: str | None = None
+    param: str | None = None
     outcome: str = "stop"
     prompt_tokens: int = 0
     completion_tokens: int = 0

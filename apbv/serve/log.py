@@ -6,6 +6,7 @@ import time
 from datetime import UTC, datetime
 
 LOG_FORMATS = ("text", "json")
+_MAX_CHARS = 300  # of a reason, which may quote a request
 FIELDS = "fields"  # of a record: a dictionary with the same content as its message
 
 
@@ -45,6 +46,25 @@ def log_to_stderr(form: str = "text") -> None:
         handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
     logging.getLogger().addHandler(handler)
     logging.getLogger("apbv.serve").setLevel(logging.INFO)
+
+
+def in_one_line(text: str) -> str:
+    """Return a text for one line of a log: bounded, without line breaks and control characters."""
+    line = " ".join(text[: 2 * _MAX_CHARS].split())
+    line = "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in line)
+    return line if len(line) <= _MAX_CHARS else f"{line[:_MAX_CHARS]}…"
+
+
+def reason_in_one_line(message: str, param: str | None) -> str:
+    """Return an error's field and message for one line of a log.
+
+    Args:
+        message, param: of an error reply. A message may begin with the last step of the field's path.
+    """
+    if param is None:
+        return in_one_line(message)
+    own_name = param.rpartition(".")[2]
+    return in_one_line(f"{param}: {message.removeprefix(f'{own_name}: ')}")
 
 
 class OncePerPeriod(logging.Filter):

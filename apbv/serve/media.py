@@ -28,6 +28,7 @@ from .settings import ServerSettings
 
 _MAX_REDIRECTS = 3
 _CHUNK = 2**16
+_BASE64_PIECE = 2**22  # characters, a multiple of four
 _REDIRECTS = (301, 302, 303, 307, 308)
 
 
@@ -184,6 +185,20 @@ def _path_of(url: str) -> str:
         raise MediaError(f"{url!r:.200} is not a usable path") from error
 
 
+def _decode_base64(data: str | bytes) -> bytes:
+    """Decode base64 in pieces, between which other threads have their turn.
+
+    Raises:
+        ValueError: it is not valid.
+    """
+    pieces = [data[at : at + _BASE64_PIECE] for at in range(0, len(data), _BASE64_PIECE)]
+    decoded = [base64.b64decode(piece, validate=True) for piece in pieces]
+    whole_length = _BASE64_PIECE // 4 * 3
+    if any(len(piece) < whole_length for piece in decoded[:-1]):
+        raise ValueError("padding before the end")
+    return b"".join(decoded)
+
+
 def _decode_data(url: str, max_bytes: int) -> bytes:
     header, comma, data = url.partition(",")
     if not comma or not header.lower().endswith(";base64"):
@@ -191,7 +206,7 @@ def _decode_data(url: str, max_bytes: int) -> bytes:
     if len(data) > 2 * max_bytes:  # before anything is copied; percent escapes make it longer than 4/3
         raise MediaError(f"inline data may have at most {max_bytes} bytes")
     with raised_as(MediaError, "a data: URL is not valid base64", binascii.Error, ValueError):
-        decoded = base64.b64decode(unquote_to_bytes(data) if "%" in data else data, validate=True)
+        decoded = _decode_base64(unquote_to_bytes(data) if "%" in data else data)
     if len(decoded) > max_bytes:
         raise MediaError(f"inline data may have at most {max_bytes} bytes, not {len(decoded)}")
     return decoded

@@ -69,6 +69,7 @@ class Order:
             sampling=self.sampling,
             num_wanted=self.sampling.max_new_tokens,
             stop=lambda _: False,
+            has_checked_grammar=True,  # host 0 reads no other requests
             prompt=prompt,
             home=self.home if hosts.size > 1 else 0,
         )

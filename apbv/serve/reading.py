@@ -18,6 +18,7 @@ from PIL import Image
 
 from ..config import SamplingParams
 from ..engine import Engine
+from ..grammar_checks import GrammarCheckError, GrammarChecksBusyError
 from ..input.reading import PromptReader
 from ..input.rendering import template_words, tool_instructions
 from ..input.skeleton import Skeleton
@@ -120,7 +121,7 @@ class Reader:
         """Open a request's files, for as long as the stack lasts, and check its lengths.
 
         Args:
-            is_wanted: asked before each file, as fetching many may take long.
+            is_wanted: asked before each file, as fetching many may take long, and while a JSON schema is checked.
 
         Raises:
             ApiError: with status 400 where something is not allowed, unreadable or too long, with 503 where the
@@ -129,12 +130,14 @@ class Reader:
         settings, field, prompts = self._settings, request.prompt_field, self._prompts_for(request)
         media, asked = [], {}
         self._require_tools_known(request)
-        constraint = self._constraint(request)
+        constraint = self._constraint(request, is_wanted)
         if isinstance(request, CompletionRequest):
             given = request.prompt
             is_text = isinstance(given, str)
             if is_text:
                 self._require_fits(prompts, given, field)
+            elif len(given) > self.max_model_len:
+                raise self._too_long(f"{len(given)} tokens", field)
             asked["token_ids"] = prompts.tokenize(given, request.add_special_tokens) if is_text else given
         else:
             media, asked = self._open_chat(request, stack, is_wanted)
@@ -173,11 +176,15 @@ class Reader:
         tags = (calls.opening, calls.closing, *CLOSING_TAGS.keys(), *CLOSING_TAGS.values())
         return [special[tag] for tag in tags if tag in special]
 
-    def _constraint(self, request: GenerationRequest) -> dict[str, str]:
+    def close(self) -> None:
+        """Delete the files that requests brought; none can be read any more that has some."""
+        self._private_files.close()
+
+    def _constraint(self, request: GenerationRequest, is_wanted: Callable[[], bool]) -> dict[str, str]:
         """Return the JSON schema or grammar that an answer has to follow; ApiError if that is invalid."""
         schema = request.json_schema
         if schema is not None:
-            self._require_valid("response_format", json_schema=schema)
+            self._require_valid("response_format", is_wanted, json_schema=schema)
             self._require_writable("response_format", schema)
         if not request.may_call or (schema is None and not request.must_call):
             return {"json_schema": schema}
@@ -187,7 +194,7 @@ class Reader:
             self._require_writable("tools", json.dumps(function["parameters"]))
         with _rejecting("tools"):
             grammar = self._call_format.grammar(request.functions, added, request.makes_one_call, answer)
-        self._require_valid("tools", json_schema=None, grammar=grammar)
+        self._require_valid("tools", is_wanted, json_schema=None, grammar=grammar)
         return {"grammar": grammar}
 
     def _require_writable(self, field: str, json_schema: str) -> None:
@@ -202,10 +209,19 @@ class Reader:
                     )
                     raise ApiError(400, message, param=field)
 
-    def _require_valid(self, field: str, **constraint: str | None) -> None:
-        """Reject a JSON schema or a grammar that cannot be compiled."""
-        with _rejecting(field):
-            self._engine.grammars.begin(**constraint)
+    def _require_valid(self, field: str, is_wanted: Callable[[], bool], **constraint: str | None) -> None:
+        """Reject a JSON schema or a grammar that no answer can follow.
+
+        Raises:
+            ApiError: with status 400; with 429 where too many others are being checked; or with 503 where it could
+                not be checked.
+        """
+        try:
+            with _rejecting(field):
+                self._engine.grammars.check(**constraint, is_wanted=is_wanted)
+        except GrammarCheckError as error:
+            status = 429 if isinstance(error, GrammarChecksBusyError) else 503
+            raise ApiError(status, str(error), param=field, headers={"Retry-After": "1"}) from error
 
     def _require_tools_known(self, request: ChatRequest | TokenizeRequest) -> None:
         """Reject tools that the chat template does not show, or calls that could not be parsed."""

@@ -50,6 +50,7 @@ _NAMES_AN_ALTERNATIVE = re.compile(r"\[|(^|-)(str|int)$")
 _INSTEAD: dict[str, str] = _FIELDS["instead"]
 _MAX_STOP_LENGTH = 1000  # characters; what may become a stop string is looked at again with every token
 _MAX_TOKENS = 2**20
+_MAX_UNKNOWN = 256  # fields of an object that this server does not know, each of which is a warning
 _MAX_TOOLS = 128  # OpenAI's limit
 _MAX_PROMPTS = 1024  # of a request; each becomes one of its own, in the thread that speaks HTTP
 _ANY_OBJECT = '{"type": "object"}'  # the schema of OpenAI's json_object
@@ -107,6 +108,8 @@ class _Strict(BaseModel):
     @model_validator(mode="after")
     def _refuse_what_is_not_served(self) -> "_Strict":
         extra = self.model_extra or {}
+        if len(extra) > _MAX_UNKNOWN:
+            raise PydanticCustomError("too_many", f"more than {_MAX_UNKNOWN} unknown fields")
         refused = [name for name, value in extra.items() if name in _REFUSED and not _is_neutral(name, value)]
         if refused:
             raise _refused(refused[0], self._why_refused(refused))
@@ -120,7 +123,7 @@ class _Strict(BaseModel):
         return "; ".join([f"{', '.join(names)} {verb} not supported by this server", *hints])
 
     @classmethod
-    def parse(cls: type[_Body], body: bytes) -> _Body:
+    def parse(cls: type[_Body], body: bytes | bytearray) -> _Body:
         """Read a request from its JSON.
 
         Raises:

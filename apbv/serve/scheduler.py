@@ -198,6 +198,8 @@ class Scheduler:
         record = job.record
         record.ended, record.outcome = time.monotonic(), outcome
         record.status = 200 if isinstance(event, Finished) else _CLIENT_LEFT if event is None else event.status
+        if isinstance(event, ApiError):
+            record.error, record.param = str(event), event.param
         report(record, self.metrics)
         if event is not None:
             job.send(event)

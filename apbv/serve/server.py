@@ -6,14 +6,13 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 
-import h11
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ..engine import Engine
 from ..hosts import HostGroup
@@ -24,6 +23,14 @@ from ..speculate import STRATEGIES
 from ..stats import free_memory_bytes
 from ..warn import raised_as
 from .app import build_app
+from .connections import (
+    ACCEPTED_AT_ONCE,
+    WAITING_IN_SYSTEM,
+    Connections,
+    HttpProtocol,
+    log_in_one_line,
+    most_connections,
+)
 from .executor import Executor, follow
 from .links import connect_hosts
 from .log import OncePerPeriod
@@ -34,9 +41,12 @@ from .scheduler import Limits, Scheduler
 from .settings import ServerSettings
 from .worker import Worker
 
+LAST_PORT = 65_535
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# Ctrl-C reaches the processes from the terminal and from torchrun: that is one signal.
+SAME_SIGNAL_SECONDS = 1.0
+_AT_ONCE_SECONDS = 3.0  # to tell clients and other hosts, after a second signal
 _LAST_RESPONSES_SECONDS = 5
-_HEADER_SECONDS = 10.0
 _FEWEST_TOKENS = 64  # of a prompt and its answer, without an explicit limit
 _WARNING_SECONDS = 60.0  # clients can cause these warnings at any rate
 
@@ -47,7 +57,9 @@ def bind(host: str, port: int) -> socket.socket:
     Raises:
         ValueError: the address does not exist or is in use.
     """
-    with raised_as(ValueError, f"cannot listen on {host}:{port}", OSError, OverflowError):
+    if not 0 <= port <= LAST_PORT:  # others would be taken modulo 65536
+        raise ValueError(f"cannot listen on {host}:{port}: ports lie in 0 .. {LAST_PORT}")
+    with raised_as(ValueError, f"cannot listen on {host}:{port}", OSError, OverflowError, UnicodeError):
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
@@ -125,9 +137,26 @@ def run_worker(
                 raise worker.failure
             return
         wants_to_stop = threading.Event()
+        stop = _StopAfterSignals(wants_to_stop, private_files)
         for number in SIGNALS:
-            signal.signal(number, lambda *_: wants_to_stop.set())
+            signal.signal(number, stop)
         follow(executor, settings.media_dir, private_files, wants_to_stop)
+
+
+class _StopAfterSignals:
+    """Signal handler of the hosts that follow: the first signal asks them to stop, a second one ends this process."""
+
+    def __init__(self, wants_to_stop: threading.Event, private_files: PrivateFiles):
+        self._wants_to_stop, self._private_files = wants_to_stop, private_files
+        self._since = 0.0
+
+    def __call__(self, number: int, _) -> None:
+        if not self._wants_to_stop.is_set():
+            self._since = time.monotonic()
+            self._wants_to_stop.set()
+        elif time.monotonic() - self._since > SAME_SIGNAL_SECONDS:
+            # In a thread: this one may hold the lock that closing needs.
+            threading.Thread(target=end_at_once, args=(number, self._private_files.close), daemon=True).start()
 
 
 def _least_free_bytes(hosts: HostGroup) -> int:
@@ -169,55 +198,6 @@ def limits_of(engine: Engine, settings: ServerSettings) -> Limits:
     )
 
 
-class _Connection(h11.Connection):
-    """HTTP that rejects requests which give their body's length in two ways.
-
-    A proxy may have read such a request as two (request smuggling), so the connection must end (RFC 9112, 6.1).
-    """
-
-    def next_event(self):
-        event = super().next_event()
-        if isinstance(event, h11.Request):
-            names = {name.lower() for name, _ in event.headers}
-            if {b"content-length", b"transfer-encoding"} <= names:
-                raise h11.RemoteProtocolError("both Content-Length and Transfer-Encoding")
-        return event
-
-
-class _Protocol(H11Protocol):
-    """HTTP with a timeout for request headers, and stricter about lengths, which uvicorn is not."""
-
-    _timer: asyncio.TimerHandle | None = None
-
-    def __init__(self, config: uvicorn.Config, *arguments, **named):
-        super().__init__(config, *arguments, **named)
-        most_bytes = config.h11_max_incomplete_event_size
-        sizes = {} if most_bytes is None else {"max_incomplete_event_size": most_bytes}
-        self.conn = _Connection(h11.SERVER, **sizes)
-
-    def connection_made(self, transport: asyncio.Transport) -> None:
-        super().connection_made(transport)
-        self._await_headers()
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        self._await_headers()
-
-    def connection_lost(self, error: Exception | None) -> None:
-        super().connection_lost(error)
-        if self._timer is not None:
-            self._timer.cancel()
-
-    def _await_headers(self) -> None:
-        """Close the connection if request headers do not arrive in time."""
-        is_waiting = self.conn.their_state is h11.IDLE
-        if is_waiting and self._timer is None:
-            self._timer = self.loop.call_later(_HEADER_SECONDS, self.transport.close)
-        elif not is_waiting and self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-
 class _Server(uvicorn.Server):
     """Uvicorn server that keeps replying during shutdown, with errors that say so."""
 
@@ -225,7 +205,8 @@ class _Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
-                http=_Protocol,
+                http=partial(HttpProtocol, connections=Connections(most_connections())),
+                backlog=ACCEPTED_AT_ONCE,
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -235,7 +216,7 @@ class _Server(uvicorn.Server):
                 timeout_graceful_shutdown=_LAST_RESPONSES_SECONDS,
             )
         )
-        for name in ("uvicorn.error", "apbv.serve.fields"):
+        for name in ("uvicorn.error", "apbv.serve.connections", "apbv.serve.fields"):
             logging.getLogger(name).addFilter(OncePerPeriod(_WARNING_SECONDS))
         self._worker, self._grace = worker, settings.grace
         host, port = sock.getsockname()[:2]
@@ -247,17 +228,40 @@ class _Server(uvicorn.Server):
             + (f"\none answer at a time: {why_one_by_one}" if why_one_by_one else "")
         )
         self._ending: threading.Thread | None = None
+        self._ending_since = 0.0
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        asyncio.get_running_loop().set_exception_handler(log_in_one_line)
         self._worker.start(on_stop=self.end, on_end=partial(setattr, self, "should_exit", True))
         await super().startup(sockets)
+        for sock in sockets or ():
+            sock.listen(WAITING_IN_SYSTEM)
         print(self._greeting, flush=True)
 
     def handle_exit(self, sig: int, frame) -> None:
-        self.end()
+        """Finish running requests after the first signal; end at once after a second one."""
+        if self._ending is None:
+            self.end()
+        elif time.monotonic() - self._ending_since > SAME_SIGNAL_SECONDS:
+            self.force_exit = True
+            threading.Thread(target=end_at_once, args=(sig, self._worker.cut_short), daemon=True).start()
 
     def end(self) -> None:
         """Finish running requests, then exit. Callable from any thread, returns at once; idempotent."""
         if self._ending is None:
+            self._ending_since = time.monotonic()
             self._ending = threading.Thread(target=self._worker.finish, args=(self._grace,), daemon=True)
             self._ending.start()
+
+
+def end_at_once(number: int, prepare: Callable[[], None]) -> None:
+    """End this process within seconds, whatever its other threads do.
+
+    Args:
+        number: the signal that asks for it.
+        prepare: what is to be done before; it may end the process by itself.
+    """
+    timer = threading.Timer(_AT_ONCE_SECONDS, os._exit, [128 + number])
+    timer.daemon = True
+    timer.start()
+    prepare()

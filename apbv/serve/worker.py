@@ -109,6 +109,8 @@ class Worker:
                 self._scheduler.end(job, None, "cancelled")
             elif self._scheduler.is_stopping:
                 self._scheduler.end(job, ApiError(503, "the server is stopping"), "rejected")
+            elif error.status == 429:
+                self._scheduler.end(job, error, "rejected")
             else:
                 self._scheduler.end(job, error, "invalid" if error.status < 500 else "failed")
 
@@ -122,6 +124,11 @@ class Worker:
         if self._thread.is_alive():
             self._scheduler.cut_short()
         self._thread.join()
+
+    def cut_short(self) -> None:
+        """Abort running requests while :meth:`finish` waits for them, and delete clients' files."""
+        self._scheduler.cut_short()
+        self.reader.close()
 
     def _run(self) -> None:
         try:

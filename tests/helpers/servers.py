@@ -161,7 +161,7 @@ class InProcess:
             model = Engine.from_pretrained(model, hosts=HostGroup.single("cpu"), dtype="float32")
         self.engine = engine = model
         self.private_files, limited = PrivateFiles(), {"num_frames": 8, "max_frames": 16, "max_body_bytes": 2**20}
-        settings = ServerSettings(max_model_len=max_model_len, max_new_tokens=1, **limited, **media)
+        settings = ServerSettings(max_model_len=max_model_len, max_new_tokens=1, **limited | media)
         limited = {"max_queue": max_queue, "max_running": max_running, "split_tokens": split_tokens}
         limits = Limits(max_kv_bytes=2**30, token_bytes=2**10, **limited)
         reader = Reader(engine, settings, self.private_files, limits.max_tokens)

@@ -143,7 +143,7 @@ def test_the_ticket_has_an_address_by_which_this_machine_is_reached():
 
 
 def port_job(hosts: HostGroup, port: int) -> str:
-    with pytest.raises((OSError, HostError)) as error:
+    with pytest.raises((ValueError, HostError)) as error:
         Offers(hosts, port=port)
     return str(error.value)
 

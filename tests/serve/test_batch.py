@@ -13,13 +13,14 @@ import httpx
 import pytest
 
 from apbv import HostGroup
-from apbv.launch.batch import parse_arguments, summary
+from apbv.launch.batch import failures, parse_arguments, summary
 from apbv.serve import batch as serve_batch
 from apbv.serve.batch import Batch
 from apbv.serve.batch_files import Answers, Requests
 from apbv.serve.server import run_worker
 from apbv.serve.settings import ServerSettings
 
+from hard_schemas import many_patterns
 from patience import wait_for
 from pool import exit_statuses
 from scripts import ROOT, run_hosts, started_hosts
@@ -30,6 +31,7 @@ URL = "/v1/chat/completions"
 QUESTIONS = ("name the letters in order", "which letter has the border: red", "how many letters are shown")
 CLIP, TWO = [part("video", "clip.mp4")], [part("video", "clip.mp4"), part("video", "clips/a clip.mp4")]
 ENDLESS = {"max_tokens": 4000, "ignore_eos": True}
+TOO_COMPLEX = {"name": "x", "schema": many_patterns()}
 
 
 def line(custom_id: str, content="hi", url: str = URL, method: str = "POST", **fields) -> dict:
@@ -56,6 +58,7 @@ REFUSED = {
     "no body": {"custom_id": "no body", "method": "POST", "url": URL},
     "half a character": line("half a character", "\ud800"),
     "not a number": line("not a number", temperature=float("nan")),
+    "too complex": line("too complex", response_format={"type": "json_schema", "json_schema": TOO_COMPLEX}),
 }
 ELSEWHERE = {
     "other place": (line("other place", url="/v1/embeddings"), 404),
@@ -138,6 +141,8 @@ def test_a_batch_that_is_killed_answers_each_line_once_and_as_the_server_does(tm
             reply = server.http.post(server.root + URL, content=body, timeout=httpx.Timeout(60))
             assert (response["status_code"], said(response["body"])) == (reply.status_code, said(reply.json()))
     assert {found[name]["status_code"] for name in REFUSED} == {400, 404}
+    num_failed = len(REFUSED) + len(ELSEWHERE) + len(BROKEN)
+    assert f"{num_failed} of {num_failed + 12} requests were answered with errors: see {out}\n" in results[0].stderr
     assert f"failed               {len(REFUSED) + len(ELSEWHERE) + len(BROKEN)}\n" in results[0].stderr
 
 
@@ -204,7 +209,7 @@ def test_a_second_signal_ends_what_runs(run):
 
 def test_a_signal_that_arrives_twice_is_one(run, monkeypatch):
     """As Ctrl-C does under torchrun, from the terminal and from torchrun; however slow the machine is."""
-    monkeypatch.setattr(serve_batch, "_SAME_SIGNAL_SECONDS", 3600.0)
+    monkeypatch.setattr(serve_batch, "SAME_SIGNAL_SECONDS", 3600.0)
     batch, found = run([line("long", max_tokens=300, ignore_eos=True)], once_running(signal.SIGINT, signal.SIGINT))
     assert batch.stopped_by == signal.SIGINT and found["long"]["status_code"] == 200
 
@@ -231,6 +236,18 @@ def test_what_may_pass_is_asked_again_and_the_rest_is_not(run, media, tmp_path):
     batch, third = run(lines, retry=True, media_dir=folder)
     assert third["file"]["status_code"] == 200 and batch.num_answered == batch.num_failed == 1
     assert {**third, "file": None} == {**first, "file": None}
+
+
+def test_why_requests_failed_is_told(run):
+    lines = [line("good"), line("wrong", temperature=3), line("better")]
+    batch, _ = run(lines)
+    reason, number = failures(batch, Path("answers.jsonl")).splitlines()
+    assert reason == "  wrong: 400, temperature: Input should be less than or equal to 2"
+    assert number == "1 of 3 requests were answered with errors: see answers.jsonl"
+    lines += [line(f"nowhere {number}", url="/x") for number in range(9)]
+    batch, _ = run(lines)
+    told = failures(batch, Path("answers.jsonl")).splitlines()
+    assert len(told) == 6 and told[-1] == "10 of 12 requests were answered with errors: see answers.jsonl"
 
 
 def test_a_full_disk_leaves_whole_lines(run, tmp_path):

@@ -2,6 +2,8 @@
 
 import json
 from contextlib import closing
+from dataclasses import replace
+from threading import Semaphore
 from typing import Literal
 
 import jsonschema
@@ -13,6 +15,7 @@ from pydantic import BaseModel, Field
 from apbv import Engine, HostGroup, SamplingParams, SpeculativeConfig
 from apbv.grammar import Grammars
 
+from hard_schemas import many_patterns
 from servers import InProcess, chunks, post
 
 CHAT, RAW, PROMPT = "/v1/chat/completions", "/v1/completions", "name the letters in order"
@@ -192,12 +195,32 @@ def test_what_no_answer_can_follow_is_refused(app):
         app.engine.generate("x", sampling=SamplingParams(grammar="start: other"))
     schemas = [{"type": 7}, {"$ref": "#/none"}, {"type": "string", "pattern": "("}, {"$ref": "#"}, False]
     schemas += [{"const": "a<|im_end|>b"}, {"properties": {"<|video_pad|>": {}}}, {"enum": [["<|im_end|>"]]}]
+    schemas += [many_patterns()]
     formats = [{**FORMAT, "json_schema": {"name": "x", "schema": schema}} for schema in schemas]
     for form in (*formats, {"type": "json_schema"}, {"type": "grammar"}):
-        error = post(app, RAW, prompt="x", response_format=form).json()["error"]
-        assert error["param"] == "response_format", form
+        reply = post(app, RAW, prompt="x", response_format=form)
+        error = reply.json()["error"]
+        assert (reply.status_code, error["param"]) == (400, "response_format"), form
     for fields in ({"min_tokens": 1}, {"ignore_eos": True}):
         assert post(app, RAW, prompt="x", response_format=FORMAT, **fields).status_code == 400
+
+
+def test_a_schema_is_checked_once_and_compiled_once(app, monkeypatch):
+    """By the reader and by the home of its answers."""
+    check, compiled = Grammars.check, Grammars.compile
+    calls = []
+    monkeypatch.setattr(Grammars, "check", lambda *given, **named: calls.append("check") or check(*given, **named))
+    monkeypatch.setattr(Grammars, "compile", lambda *given: calls.append("compile") or compiled(*given))
+    assert post(app, RAW, prompt="x", response_format=FORMAT, n=2, max_tokens=3).status_code == 200
+    assert calls == ["check", "compile"]
+
+
+def test_a_schema_that_cannot_be_checked_now_may_be_sent_again(app, monkeypatch):
+    checks = app.engine.grammars._checks
+    monkeypatch.setattr(checks, "_lanes", [replace(checks._lanes[0], places=Semaphore(0), max_wait=0.0)])
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": "never seen before"}}}
+    reply = post(app, RAW, prompt="x", response_format=form)
+    assert reply.status_code == 429 and reply.headers["Retry-After"] == "1"
 
 
 def test_no_more_answers_are_asked_for_than_may_run(app):

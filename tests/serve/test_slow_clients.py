@@ -3,11 +3,12 @@
 import asyncio
 import socket
 import threading
+from functools import partial
 
 import pytest
 import uvicorn
 
-from apbv.serve.server import _Protocol
+from apbv.serve.connections import Connections, HttpProtocol
 
 from patience import HANGING, wait_for
 from servers import InProcess, asking
@@ -55,7 +56,8 @@ def address():
         await send({"type": "http.response.start", "status": 204, "headers": []})
         await send({"type": "http.response.body"})
 
-    server = uvicorn.Server(uvicorn.Config(app, http=_Protocol, port=0, lifespan="off", log_config=None))
+    protocol = partial(HttpProtocol, connections=Connections(8))
+    server = uvicorn.Server(uvicorn.Config(app, http=protocol, port=0, lifespan="off", log_config=None))
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
@@ -68,7 +70,7 @@ def address():
 
 def test_headers_have_to_come_within_a_time(monkeypatch, address):
     """Also behind an answer, on a connection that is kept."""
-    monkeypatch.setattr("apbv.serve.server._HEADER_SECONDS", 0.2)
+    monkeypatch.setattr("apbv.serve.connections._HEADER_SECONDS", 0.2)
     for begun in (b"", b"GET / HTTP/1.1\r\nHost:", b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"):
         with socket.create_connection(address, HANGING) as client:
             client.sendall(begun)

@@ -28,7 +28,8 @@ ANSWERED = RequestRecord(
     completion_tokens=20,
     speculation={"rounds": 5, "num_drafted": 25, "num_accepted": 14},
 )
-REFUSED = RequestRecord(id="cmpl-8", status=400, outcome="invalid", arrived=1.0, ended=1.25)
+WHY = {"error": "it is wrong:\n\x1b[31m " + "x" * 1000, "param": "prompt"}
+REFUSED = RequestRecord(id="cmpl-8", status=400, outcome="invalid", arrived=1.0, ended=1.25, **WHY)
 PHASES = {"read": 0.5, "queue": 1.75, "prefill": 4.25, "decode": 8.0}  # the seconds of each
 # The sums of an answer's histograms, in seconds and tokens.
 SUMS = {f"request_{name}_time_seconds": PHASES[name] for name in ("queue", "prefill", "decode")}
@@ -121,6 +122,16 @@ def test_a_request_is_an_object_with_all_its_times(log):
     told |= {"time_to_first_token_seconds": 6.5, "total_seconds": 15.0}
     assert told.items() <= answered.items()
     assert refused["outcome"] == "invalid" and refused["queue_seconds"] is None
+    assert refused["param"] == "prompt" and "error" not in answered
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_why_a_request_failed_is_told_in_a_line_that_is_not_too_long(log, form):
+    written = log(form)
+    report(REFUSED, Metrics("a model"))
+    (line,) = written()
+    assert "it is wrong: \N{REPLACEMENT CHARACTER}[31m xxx" in line and len(line) < 1200
+    assert ("400 invalid (prompt: it is wrong" in line) and "\x1b" not in line and "u001b" not in line
 
 
 def test_what_libraries_warn_of_and_an_error_with_its_traceback_are_each_a_line_of_the_same_form(log):

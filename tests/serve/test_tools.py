@@ -276,10 +276,10 @@ def script(app, monkeypatch):
     """What the model is made to say, request by request, unless it has to call."""
     said, constraint = [], Reader._constraint
 
-    def scripted(reader, request):
+    def scripted(reader, request, is_wanted):
         if request.tool_choice in (None, "auto", "none"):
             return {"grammar": f"start: {quoted(said.pop(0))}"}
-        return constraint(reader, request)
+        return constraint(reader, request, is_wanted)
 
     monkeypatch.setattr(Reader, "_constraint", scripted)
     return said

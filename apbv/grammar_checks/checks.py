@@ -1,0 +1,232 @@
+"""Checks grammars in another process before they are compiled in this one, where nothing could stop that.
+
+Some of a few hundred characters would take hours to compile, and all memory. The other process
+(:mod:`.process`) starts with the first check, and ends with this one.
+"""
+
+import json
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+
+from .process import STARTED
+
+_SCRIPT = Path(__file__).with_name("process.py")
+_MEMORY_BYTES = 2**28  # that a check may take
+_NUM_VERDICTS = 1024  # that are remembered
+_POLL_SECONDS = 0.1  # between two looks at whether a verdict is still wanted
+_MAX_STARTS = 2  # of the other process, for a check that it did not begin
+_BUSY = "too many JSON schemas and grammars are being checked; try again later"
+_TOO_COMPLEX = "is too complex: it takes too long, or too much memory, to compile"
+
+
+class GrammarCheckError(RuntimeError):
+    """Raised where a grammar could not be checked, which is not its fault."""
+
+
+class GrammarChecksBusyError(GrammarCheckError):
+    """Raised where too many other grammars are being checked."""
+
+
+@dataclass(frozen=True)
+class Lane:
+    """Checks with the same limit of time.
+
+    Attributes:
+        cpu_seconds: the limit.
+        places: how many run at once, beside all else that the CPU has to do.
+        queue: as many as may run or wait for a place.
+        max_wait: seconds to wait for a place.
+    """
+
+    cpu_seconds: float
+    places: threading.Semaphore
+    queue: threading.Semaphore
+    max_wait: float
+
+
+class GrammarChecks:
+    """Checks grammars for one tokenizer; any thread may call it.
+
+    What takes longer than a moment is checked again in a second lane, so that nobody waits long for the many that do
+    not. Verdicts are remembered.
+
+    Args:
+        tokenizer: the JSON of the tokenizers library.
+        vocab_size: how many logits the model has.
+        eos_tokens: tokens that are allowed once an answer is complete; None: as the tokenizer has it.
+    """
+
+    def __init__(self, tokenizer: str, vocab_size: int, eos_tokens: list[int] | int | None):
+        described = {"tokenizer": tokenizer, "vocab_size": vocab_size, "eos_tokens": eos_tokens}
+        self._described = json.dumps(described).encode()
+        quick = Lane(0.1, places=threading.Semaphore(4), queue=threading.Semaphore(32), max_wait=5.0)
+        slow = Lane(2.0, places=threading.Semaphore(2), queue=threading.Semaphore(4), max_wait=5.0)
+        self._lanes = (quick, slow)
+        self._verdicts: OrderedDict[bytes, str] = OrderedDict()
+        self._lock = threading.Lock()  # of the verdicts, and of what is below
+        self._process: subprocess.Popen | None = None
+        self._requests: socket.socket | None = None  # to the process; None: it has not started
+        self._end: Callable[[], None] = lambda: None
+
+    def reason_against(self, grammar: str, is_wanted: Callable[[], bool] = lambda: True) -> str:
+        """Return why a grammar cannot be used, as the end of a sentence; empty if it can.
+
+        Args:
+            grammar: as of llguidance's ``LLMatcher``.
+            is_wanted: asked several times a second whether to go on.
+
+        Raises:
+            GrammarCheckError: this one is not wanted any more, or the other process does not start.
+            GrammarChecksBusyError: there are too many others.
+        """
+        key = sha256(grammar.encode("utf-8", "surrogatepass")).digest()
+        reason = None
+        for lane in self._lanes:
+            reason = self._remembered(key)
+            if reason is not None:
+                return reason
+            with _place_in(lane, is_wanted):
+                # Another thread may have had the same grammar checked while this one waited.
+                reason = self._remembered(key)
+                if reason is None:
+                    reason = self._check(grammar, lane.cpu_seconds, is_wanted)
+            if reason is not None:
+                break
+        if reason is None:
+            reason = _TOO_COMPLEX
+        self._remember(key, reason)
+        return reason
+
+    def _remembered(self, key: bytes) -> str | None:
+        with self._lock:
+            if key in self._verdicts:
+                self._verdicts.move_to_end(key)
+            return self._verdicts.get(key)
+
+    def _remember(self, key: bytes, reason: str) -> None:
+        with self._lock:
+            self._verdicts[key] = reason
+            if len(self._verdicts) > _NUM_VERDICTS:
+                self._verdicts.popitem(last=False)
+
+    def _check(self, grammar: str, cpu_seconds: float, is_wanted: Callable[[], bool]) -> str | None:
+        """Return the other process's verdict; None if a limit ended the check."""
+        asked = {"grammar": grammar, "cpu_seconds": cpu_seconds, "memory_bytes": _MEMORY_BYTES}
+        encoded = json.dumps(asked).encode()
+        for _ in range(_MAX_STARTS):
+            requests = self._started()
+            try:
+                with _sent_channel(requests) as channel:
+                    reply = _reply_of(channel, encoded, is_wanted)
+            except OSError:
+                reply = b""
+            if reply:
+                verdict = reply.removeprefix(STARTED)
+                return json.loads(verdict) if verdict else None
+            self._restart_after(requests)
+        raise GrammarCheckError("the process that checks JSON schemas and grammars does not work")
+
+    def _started(self) -> socket.socket:
+        """Return the socket to the other process, which is started if there is none.
+
+        Raises:
+            GrammarCheckError: it cannot be started.
+        """
+        with self._lock:
+            if self._requests is not None:
+                return self._requests
+            ours, theirs = socket.socketpair()
+            # Without the script's own folder on the path, where apbv's modules would hide others of the same name.
+            command = [sys.executable, "-P", str(_SCRIPT)]
+            try:
+                with theirs:
+                    self._process = subprocess.Popen(command, stdin=theirs, stdout=subprocess.DEVNULL)
+                with _sent_channel(ours) as channel:
+                    channel.sendall(self._described)
+            except OSError as error:
+                ours.close()
+                raise GrammarCheckError(f"cannot check JSON schemas and grammars: {error}") from error
+            self._requests = ours
+            self._end = weakref.finalize(self, _end_process, ours, self._process)
+            return ours
+
+    def _restart_after(self, requests: socket.socket) -> None:
+        """Forget a process that has ended, unless another thread did."""
+        with self._lock:
+            if self._requests is requests:
+                self._requests = None
+                self._end()
+
+
+@contextmanager
+def _place_in(lane: Lane, is_wanted: Callable[[], bool]) -> Iterator[None]:
+    """Hold a place in a lane.
+
+    Raises:
+        GrammarChecksBusyError: too many wait, or this one has waited too long, or is not wanted any more.
+    """
+    deadline = time.monotonic() + lane.max_wait
+    if not lane.queue.acquire(blocking=False):
+        raise GrammarChecksBusyError(_BUSY)
+    try:
+        while not lane.places.acquire(timeout=_POLL_SECONDS):
+            if not is_wanted() or time.monotonic() > deadline:
+                raise GrammarChecksBusyError(_BUSY)
+        try:
+            yield
+        finally:
+            lane.places.release()
+    finally:
+        lane.queue.release()
+
+
+@contextmanager
+def _sent_channel(requests: socket.socket) -> Iterator[socket.socket]:
+    """Send one end of a new pair of sockets to the other process, and hold the other end."""
+    ours, theirs = socket.socketpair()
+    with ours:
+        with theirs:
+            socket.send_fds(requests, [b"-"], [theirs.fileno()])
+        yield ours
+
+
+def _reply_of(channel: socket.socket, asked: bytes, is_wanted: Callable[[], bool]) -> bytes:
+    """Return a check's whole reply; nothing if the other process has ended before.
+
+    Raises:
+        GrammarCheckError: the verdict is not wanted any more; its process ends by itself.
+    """
+    channel.sendall(asked)
+    channel.shutdown(socket.SHUT_WR)
+    channel.settimeout(_POLL_SECONDS)
+    reply = b""
+    while True:
+        try:
+            piece = channel.recv(2**16)
+        except TimeoutError:
+            if is_wanted():
+                continue
+            raise GrammarCheckError("the verdict is not wanted any more") from None
+        if not piece:
+            return reply
+        reply += piece
+
+
+def _end_process(requests: socket.socket, process: subprocess.Popen) -> None:
+    """Let the other process end, and wait for it."""
+    requests.close()
+    try:
+        process.wait(timeout=1.0)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
