@@ -122,7 +122,7 @@ def host_memory(
         in_linear = {
             "KV": (num_before - 1) * gathered_row + of_layer if leaving else num_before * of_layer,
             "layers on their way": max(gathered_row, num_kept * kv_row) if leaving else 0,
-            "activations": num_rows * hidden + _linear_attention(sizes.linear, layout, host, hidden, itemsize),
+            "activations": residual + _linear_attention(sizes.linear, layout, host, hidden, itemsize),
             "passing KV": 0,
             # Those of a layer are put when it has run.
             "states": (len(sizes.linear.layers) - 1) * _layer_states(sizes.linear, itemsize),
@@ -149,7 +149,7 @@ def _passing(layout: ContextLayout, host: int, query: int, kv: int) -> int:
 
 
 def _linear_attention(sizes: LinearSizes, layout: ContextLayout, host: int, hidden: int, itemsize: int) -> int:
-    """Return the bytes that a layer of linear attention holds at once on one host, besides the residual.
+    """Return the bytes that a layer of linear attention holds at once on one host, besides the residual and positions.
 
     As :class:`.linear_attention.SplitLinearAttention` has transformers' own functions compute it: the maps of this
     host's blocks, then the blocks themselves, then the norm of all rows.
