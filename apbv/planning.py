@@ -159,7 +159,8 @@ def plan(
             raise ValueError(f"{name} must be a whole number of at least 1, not {count!r}")
     name, config, processor = _describe(model, demo.model_path)
     require_usable(prefill.reduce, config, None)
-    require_divisible(config, tensor_parallel)
+    if tensor_parallel > 1:
+        require_divisible(config, tensor_parallel)
     device, itemsize = choose_device(), _itemsize(config, dtype)
     sizes = DecoderSizes.from_config(config)
     refuse(hybrid=hybrid_family(config), drafting=speculate and speculate.strategy)
@@ -213,6 +214,8 @@ def plan(
     def is_too_much(count: int) -> bool:
         try:
             return not of(count).fits
+        except _TooManyFramesError:
+            return True
         except LayoutError:  # too short for the lengths that were asked for
             return False
 
@@ -232,6 +235,10 @@ def parse_resolution(text: str) -> tuple[int, int]:
         raise ValueError(f"{text!r} is not a resolution: use HxW, or such as 720p")
     height, width = int(found[1]), found[2]
     return height, 2 * round(height * 8 / 9) if width is None else int(width)
+
+
+class _TooManyFramesError(ValueError):
+    """Raised if a model's processor leaves no pixel for each frame of a video."""
 
 
 class VideoSize(NamedTuple):
@@ -260,7 +267,7 @@ def video_size(config: PreTrainedConfig, num_frames: int, height: int, width: in
         processor: transformers' for this model.
 
     Raises:
-        ValueError: the model reads no video, or its processor is not there.
+        ValueError: the model reads no video, its processor is not there, or it cannot read this number of frames.
     """
     if processor is None:
         raise ValueError(f"a video plan needs the processor of the {config.model_type} model, not only its config")
@@ -268,7 +275,12 @@ def video_size(config: PreTrainedConfig, num_frames: int, height: int, width: in
     frames = torch.empty(told, 3, height, width, dtype=torch.uint8, device="meta")
     # What VideoLLaMA 3's leaves out is not known without pixels: it is counted, too.
     options = {"use_token_compression": False} if hasattr(processor, "use_token_compression") else {}
-    batch = processor(videos=[frames], do_sample_frames=False, return_tensors="pt", **options)
+    try:
+        batch = processor(videos=[frames], do_sample_frames=False, return_tensors="pt", **options)
+    except ZeroDivisionError as error:  # VideoLLaMA 3's shares out a number of pixels among the frames
+        raise _TooManyFramesError(
+            f"the video processor of the {config.model_type} model leaves no pixel for each of {num_frames:,} frames"
+        ) from error
     pixels, vision = batch["pixel_values_videos"], config.vision_config
     num_patches = pixels.shape[1]
     if "video_grid_thw" in batch:

@@ -5,9 +5,11 @@ from functools import partial
 import av
 import pytest
 import torch
+import transformers
+from transformers import CONFIG_MAPPING
 from transformers.video_utils import VideoMetadata
 
-from apbv import Engine, HostGroup, PrefillConfig, ReduceConfig, SpeculativeConfig, demo, plan
+from apbv import Engine, HostGroup, PrefillConfig, ReduceConfig, SpeculativeConfig, demo, plan, planning
 from apbv.input.model_inputs import ModelInputs
 from apbv.launch.plan import main
 from apbv.model.parts import inspect_model
@@ -64,6 +66,42 @@ def test_the_packaged_model_is_planned_as_it_is_prefilled():
     per_token = sum(layer.keys[:, :, :1].nbytes + layer.values[:, :, :1].nbytes for layer in layers)
     assert planned.hosts[0].kv == per_token * planned.num_tokens
     assert planned.fits
+
+
+@pytest.mark.parametrize("family", [*VIDEO_FAMILIES, *TEXT_FAMILIES])
+def test_a_familys_default_config_is_planned(family):
+    """Which may lack fields that the tests' own configs have."""
+    config = CONFIG_MAPPING[family]()
+    if family == "mistral":
+        config.sliding_window = None
+    config.get_text_config().num_hidden_layers = 4
+    planned = plan(config, tokens=1_000, hosts=2)
+    assert planned.weights > 0 and min(planned.needed) > planned.weights
+
+
+@pytest.mark.parametrize("family", VIDEO_FAMILIES)
+def test_any_number_of_frames_is_planned_or_refused(family):
+    """With the sizes that transformers gives the processor; the search for how many fit tries millions."""
+    name = families._OWN[family]["processor"]["video"]
+    processor = getattr(transformers, f"{name}VideoProcessor")()
+    config = CONFIG_MAPPING[family]()
+    assert video_size(config, 64, 720, 1280, processor).num_rows > 0
+    for frames in (2**20, 2**24 - 1):
+        try:
+            assert video_size(config, frames, 720, 1280, processor).num_rows > 0
+        except ValueError as error:
+            assert f"leaves no pixel for each of {frames:,} frames" in str(error)
+
+
+def test_no_more_frames_fit_than_the_processor_can_read(monkeypatch, tmp_path):
+    path = families.save_checkpoint("video_llama_3", tmp_path)
+    processor = transformers.VideoLlama3VideoProcessor()
+    monkeypatch.setattr(planning, "read_video_processor", lambda path: processor)
+    most = processor.size["longest_edge"]
+    planned = plan(path, num_frames=64, device_memory=2**62)
+    assert planned.fits and 64 < planned.most <= most
+    with pytest.raises(ValueError, match=r"video_llama_3 model leaves no pixel for each of 2,000,000 frames"):
+        plan(path, num_frames=2_000_000)
 
 
 @each_choice(hosts=[1, 4], kv=["gathered", "sharded"])

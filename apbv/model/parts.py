@@ -61,6 +61,7 @@ class LinearSizes:
         key_heads, value_heads: the heads of q and k, and of v and the state.
         key_dim, value_dim: Dk and Dv, the widths of these.
         kernel: K, the inputs of the short convolution.
+        is_joint: whether one projection gives q, k, v and the gate, and is thus in memory as long as any of them.
     """
 
     layers: tuple[int, ...]
@@ -69,6 +70,7 @@ class LinearSizes:
     key_dim: int
     value_dim: int
     kernel: int
+    is_joint: bool = False
 
     @property
     def channels(self) -> int:
@@ -95,8 +97,11 @@ class LinearSizes:
         """Read the sizes from a text model's config; None if all of its layers have attention."""
         types = enumerate(getattr(text, "layer_types", None) or ())
         layers = tuple(index for index, layer_type in types if layer_type == "linear_attention")
+        if not layers:
+            return None
         names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
-        return cls(layers, *(getattr(text, f"linear_{name}") for name in names)) if layers else None
+        sizes = [getattr(text, f"linear_{name}") for name in names]
+        return cls(layers, *sizes, is_joint=text.model_type == "qwen3_next")
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from math import ceil
 import torch
 
 from ..hosts import HostError, HostGroup
+from ..kv.cache import GROWTH_ROWS
 from ..layout import ContextLayout, intersect
 from ..model.parts import RULE_CHUNK, DecoderSizes, LinearSizes
 from ..model.row_chunks import chunk_rows, mlp_row_bytes
@@ -101,21 +102,33 @@ def host_memory(
     mlp_row = mlp_row_bytes(sizes, itemsize, tensor_parallel)
     mlp = 3 * num_rows * hidden + min(num_rows, chunk_rows(device, mlp_row)) * (mlp_row + hidden)
     residual = num_rows * (hidden + 2 * sizes.head_dim * itemsize)
-    longest = num_rows if layout.num_hosts == 1 else max(map(len, spans), default=0)
-    linear = 0 if sizes.linear is None else _linear_attention(sizes.linear, num_rows, longest, hidden, itemsize)
-    layer = residual + max(num_rows * (hidden + kv_row + 4 * query), mlp, linear) + sizes.vocab * (itemsize + 4)
+    layer = residual + max(num_rows * (hidden + kv_row + 4 * query), mlp) + sizes.vocab * (itemsize + 4)
     kept, passing = sizes.kv_layers * num_kept * kv_row, _passing(layout, host, query, kv_row)
-    states_of = 0 if sizes.linear is None else _states(sizes.linear, layout, itemsize)
     encoding = {"embeddings": max(num_visual, num_encoded) * hidden * (1 + sizes.deepstack)}
     encoding["a video chunk"] = chunk
     # A layer that has come and the next, which is coming; on other hosts copies of what they send.
     gathered = {"KV": max(sizes.kv_layers * gathered_row, kept)}
     gathered["layers on their way"] = 2 * (gathered_row or num_kept * kv_row) * leaves
-    stages = {
-        "encoding": encoding,
-        "prefill": {**gathered, "activations": layer, "passing KV": passing, "states": states_of},
-        "handoff": gathered,
-    }
+    prefill = {**gathered, "activations": layer, "passing KV": passing, "states": 0}
+    if sizes.linear is not None:
+        if not num_rows:  # it receives the logits, and the states, with a layer's on their way and the one before
+            prefill["activations"] = sizes.vocab * itemsize + 2 * _layer_states(sizes.linear, itemsize)
+        prefill["states"] = len(sizes.linear.layers) * _layer_states(sizes.linear, itemsize)
+        # Of the KV, what there is in the last layer of linear attention: that of the layers before, of which the
+        # last one is on its way.
+        num_before = sum(1 for index in range(sizes.linear.layers[-1]) if index not in sizes.linear.layers)
+        of_layer = (num_kept + GROWTH_ROWS) * kv_row
+        leaving = leaves and num_before > 0
+        in_linear = {
+            "KV": (num_before - 1) * gathered_row + of_layer if leaving else num_before * of_layer,
+            "layers on their way": max(gathered_row, num_kept * kv_row) if leaving else 0,
+            "activations": residual + _linear_attention(sizes.linear, layout, host, hidden, itemsize),
+            "passing KV": 0,
+            # Those of a layer are put when it has run.
+            "states": (len(sizes.linear.layers) - 1) * _layer_states(sizes.linear, itemsize),
+        }
+        prefill = max(prefill, in_linear, key=lambda parts: sum(parts.values()))
+    stages = {"encoding": encoding, "prefill": prefill, "handoff": gathered}
     states = num_rows * (hidden + query + kv_row)
     stays = (sizes.kv_layers - 1) * num_kept * kv_row * (not leaves or host == home)
     certain = {"prefill": stays + states, "handoff": sizes.kv_layers * gathered_row}
@@ -135,23 +148,85 @@ def _passing(layout: ContextLayout, host: int, query: int, kv: int) -> int:
     return 3 * num_rows * (query + kv)  # all-to-all: sent, received, joined
 
 
-def _linear_attention(sizes: LinearSizes, num_rows: int, longest: int, hidden: int, itemsize: int) -> int:
-    """Return the bytes that a layer of linear attention holds at once, in transformers' own functions.
+def _linear_attention(sizes: LinearSizes, layout: ContextLayout, host: int, hidden: int, itemsize: int) -> int:
+    """Return the bytes that a layer of linear attention holds at once on one host, besides the residual and positions.
 
-    Of every row the convolution's output, the gate, and the output of the rule. Then either two copies of this in
-    fp32, for its norm; or a dozen tensors like q, k and v in fp32, of the rows of a run (``longest``) for which
-    the rule is computed at once.
+    As :class:`.linear_attention.SplitLinearAttention` has transformers' own functions compute it: the maps of this
+    host's blocks, then the blocks themselves, then the norm of all rows.
     """
+    num_rows = sum(map(len, layout.local_spans(host)))
+    if not num_rows:
+        return 0
     values = sizes.value_heads * sizes.value_dim
-    rule = sizes.value_heads * (11 * sizes.key_dim + 5 * sizes.value_dim + RULE_CHUNK) * 4
-    more = max(num_rows * values * (itemsize + 2 * 4), min(longest, MOST_TOKENS) * rule)
-    return num_rows * (hidden + (sizes.channels + 2 * values) * itemsize) + more
+    state = 4 * sizes.state
+    block_map = 4 * sizes.block_map
+
+    # All the time: the layer's input, the convolution's output, the gate, the layer's output, and numbers of heads.
+    row = hidden + (sizes.channels + 2 * values) * itemsize + sizes.value_heads * (4 * itemsize + 8)
+    if sizes.is_joint:
+        row += (sizes.channels + values) * itemsize
+    # Of the convolution the last inputs of this layer, and those of blocks on their way.
+    always = num_rows * row + 4 * sizes.last_inputs * itemsize
+
+    # The runs for which the rule is computed.
+    *blocks, query = layout.block_rows(host) if layout.is_split else (range(num_rows),)
+    anchor, runs = layout.anchor_len, [*map(len, blocks), len(query)]
+    if layout.num_hosts == 1:
+        anchor, runs = query.start, [len(query)]
+    has_maps = layout.num_hosts > 1 and len(blocks) > 0
+    num_maps = len(layout.blocks) if has_maps else 0
+
+    # While maps are computed: the maps before, and all values with zeros behind them.
+    most = 0
+    if has_maps:
+        width = sizes.value_dim + sizes.key_dim
+        joined = num_rows * sizes.value_heads * width * itemsize
+        for number, block in enumerate(blocks):
+            most = max(most, joined + state + number * block_map + _rule(sizes, len(block), width, itemsize))
+
+    # While the anchor is computed, maps of this host's blocks are on their way to all, and those of all to it.
+    own_maps = len(blocks) * has_maps * block_map
+    most = max(most, own_maps + num_maps * block_map + state + _rule(sizes, anchor, sizes.value_dim, itemsize))
+    # Then the runs: the maps of all blocks are there.
+    for run in runs:
+        most = max(most, num_maps * block_map + state + _rule(sizes, run, sizes.value_dim, itemsize))
+
+    # The norm: its input, and copies in fp32.
+    norm = num_rows * values * (itemsize + 2 * 4)
+    return always + max(most, norm)
 
 
-def _states(sizes: LinearSizes, layout: ContextLayout, itemsize: int) -> int:
-    """Return the bytes of all layers' states, and of a layer's maps of all blocks."""
-    states = len(sizes.layers) * (4 * sizes.state + sizes.last_inputs * itemsize)
-    return states + (len(layout.blocks) + 2) * 4 * sizes.block_map * (layout.num_hosts > 1)
+def _rule(sizes: LinearSizes, num_rows: int, width: int, itemsize: int) -> int:
+    """Return the bytes that the rule holds at once for a run of rows, in fp32, besides its inputs.
+
+    Args:
+        width: of the values.
+    """
+    if not num_rows:
+        return 0
+    rows = min(num_rows, MOST_TOKENS)
+    num_chunks = ceil(rows / RULE_CHUNK)
+    padded = num_chunks * RULE_CHUNK
+    state = sizes.value_heads * sizes.key_dim * width
+
+    # Of every row: q, k, k with beta, with its decay, and what the old state already predicts; values, values with
+    # beta, new values, and the output; three matrices of a chunk; the decay, and beta.
+    row = 5 * sizes.key_dim + 4 * width + 3 * RULE_CHUNK + 3
+    rows_of_all = padded * sizes.value_heads * row
+    # Of the newest chunk: its output and its new values.
+    of_chunk = 2 * RULE_CHUNK * sizes.value_heads * width
+    # In the last chunk: the first state, that before it, decayed, what is added to it, and the sum.
+    in_last_chunk = (4 if num_chunks == 1 else 5) * state
+    # Behind it: the first state, the last, and the output once more, without its padding.
+    behind = padded * sizes.value_heads * width + 2 * state
+    # The output of the part before is still there.
+    before = MOST_TOKENS * sizes.value_heads * width * itemsize if num_rows > MOST_TOKENS else 0
+    return 4 * (rows_of_all + of_chunk + max(in_last_chunk, behind)) + before
+
+
+def _layer_states(sizes: LinearSizes, itemsize: int) -> int:
+    """Return the bytes of a layer's states: the rule's in fp32, and the convolution's last inputs."""
+    return 4 * sizes.state + sizes.last_inputs * itemsize
 
 
 @dataclass(frozen=True)

@@ -174,8 +174,8 @@ def test_decoding_steps_and_batches(run):
         assert len(record["samples"]["ms"]) == 2 and record["error"] <= record["tolerance"]
 
 
-def of_clip(tmp_path, *options) -> list:
-    return ["--clips", 1, "--shots", 16, "--max-new-tokens", 12, "--folder", tmp_path / "clips", *options]
+def of_clip(tmp_path, *options, clips: int = 1) -> list:
+    return ["--clips", clips, "--shots", 16, "--max-new-tokens", 12, "--folder", tmp_path / "clips", *options]
 
 
 def test_a_papers_table_of_drafts(run, tmp_path):
@@ -200,7 +200,7 @@ def test_drafts_behind_one_prefill_of_the_target(run, tmp_path):
 
 
 def test_drafts_in_batches(run, tmp_path):
-    options = of_clip(tmp_path, "--clips", 2, "--batch", 1, 2, "--strategies", "std", "--scale", 2)
+    options = of_clip(tmp_path, "--batch", 1, 2, "--strategies", "std", "--scale", 2, clips=2)
     records, _ = run("speculative", *options, hosts=2)
     labels = ["autoregressive", "std, 0.1, γ = 5"]
     assert [(r["answers"], r["label"]) for r in records] == [(size, each) for size in (1, 2) for each in labels]

@@ -166,6 +166,9 @@ def build_config(
         if family not in ("qwen3_5", "qwen3_5_text"):
             text |= {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": HIDDEN}
             text["shared_expert_intermediate_size"] = HIDDEN // 2
+    own_class = type(tf.AutoConfig.for_model(family).get_text_config())
+    if family in HYBRID_FAMILIES and not hasattr(own_class(), "intermediate_size"):
+        del text["intermediate_size"]  # as in checkpoints, whose layers all have experts
     if family == "mistral":
         text["sliding_window"] = None  # as in the releases from 0.2 on
     if family == "smollm3":
