@@ -12,6 +12,7 @@ from torch import Tensor
 from .grammar_checks import GrammarChecks
 from .schemas import prepared
 from .transfer import to_device
+from .versions import how_to_install
 from .warn import raised_as
 
 # JSON as models write it on one line; where blanks are free, a weak model writes nothing else.
@@ -85,7 +86,7 @@ class Grammars:
         try:
             from llguidance import hf
         except ImportError as error:
-            raise ValueError("JSON schemas need llguidance: pip install 'apbv[json]'") from error
+            raise ValueError(f"JSON schemas need llguidance: {how_to_install('json')}") from error
         eos_tokens = list(eos_token_ids) or tokenizer.eos_token_id
         self._tokenizer = hf.from_tokenizer(tokenizer, vocab_size, eos_tokens)
         plain = copy(tokenizer.backend_tokenizer)  # as hf.from_tokenizer passes it on

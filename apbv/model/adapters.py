@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import cached_file, is_peft_available
 
+from ..versions import how_to_install
 from .adapter_names import fit_names, resize_vocabulary
 
 _CONFIG, _BASE = "adapter_config.json", "base_model_name_or_path"
@@ -70,7 +71,7 @@ def require_mergeable(auto: type, config: PreTrainedConfig, adapter: str | Path)
     if Path(adapter).is_dir() and not any(Path(adapter, name).is_file() for name in _WEIGHTS):
         raise ValueError(f"the adapter {adapter} has no weights: neither {' nor '.join(_WEIGHTS)}")
     if not is_peft_available():
-        raise ValueError(f"{adapter} is an adapter, which needs peft: pip install 'apbv[adapters]'")
+        raise ValueError(f"{adapter} is an adapter, which needs peft: {how_to_install('adapters')}")
     with torch.device("meta"):
         model = auto.from_config(deepcopy(config))
     try:

@@ -17,7 +17,7 @@ from transformers.utils import is_accelerate_available
 
 from ..hosts import HostGroup
 from ..refusals import refuse
-from ..versions import release
+from ..versions import how_to_install, release
 from .adapters import merged
 from .checkpoints import load_weights
 from .parts import VIDEO_FAMILIES, UnsupportedModelError, hybrid_family
@@ -105,7 +105,7 @@ def require_shardable(config: PreTrainedConfig, tensor_parallel: int) -> None:
     if release("transformers") < FIRST_VERSION:
         raise ValueError(f"tensor parallelism needs transformers 5.19 or later, not {transformers.__version__}")
     if not is_accelerate_available():
-        raise ValueError("tensor parallelism needs accelerate: pip install 'apbv[tp]'")
+        raise ValueError(f"tensor parallelism needs accelerate: {how_to_install('tp')}")
     require_divisible(config, tensor_parallel)
 
 

@@ -152,7 +152,7 @@ def test_what_cannot_be_merged_is_refused_before_weights_are_loaded(pool, checkp
         (path / name).write_text("{")
         cases[str(path), None] = "cannot "
     with mock.patch.object(adapters, "is_peft_available", return_value=False):
-        assert "pip install 'apbv[adapters]'" in described(Engine.from_pretrained, saved["llama"])
+        assert '-e ".[adapters]"' in described(Engine.from_pretrained, saved["llama"])
     for found in pool.run(2, refused_job, list(cases)):
         for case, failure, reason in zip(cases, found, cases.values(), strict=True):
             assert "\n" not in str(failure), case
