@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -34,6 +35,19 @@ from support.records import markdown_table, read_records
 ROOT = Path(__file__).parents[1]
 
 
+def with_options(words: Sequence[str], others: Sequence[str]) -> list[str]:
+    """Return a command line with other options, instead of those of the same names, whose values follow them."""
+    replaced = {word for word in others if word.startswith("--")}
+    kept: list[str] = []
+    is_replaced = False
+    for word in words:
+        if word.startswith("--"):
+            is_replaced = word in replaced
+        if not is_replaced:
+            kept.append(word)
+    return [*kept, *others]
+
+
 @dataclass(frozen=True)
 class Stage:
     """One measurement; see support/gpu_stages.toml."""
@@ -48,7 +62,9 @@ class Stage:
     def arguments(self, options: argparse.Namespace) -> list[str]:
         """Return the command line, split."""
         places = {"python": sys.executable, "{out}": str(options.out.resolve()), "{model}": options.pretrained}
-        words = shlex.split(self.command) + (shlex.split(self.tiny) if options.rehearse else [])
+        words = shlex.split(self.command)
+        if options.rehearse:
+            words = with_options(words, shlex.split(self.tiny))
         kept = ["--json", f"{options.out.resolve() / self.name}.jsonl"] if self.records else []
         return [places.get(word, word) for word in words] + kept
 
