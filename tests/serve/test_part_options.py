@@ -49,6 +49,7 @@ def test_each_video_is_sampled_as_its_part_says(app, media, sampled):
         ({"nframes": 4}, {"fps": 0.25}, sample_uniform(info, 4)),
         ({"num_frames": 4}, {"num_frames": 2}, sample_uniform(info, 4)),
         ({"max_frames": 2}, {}, sample_uniform(info, 2)),
+        ({"fps": 0.25, "min_frames": 6}, {"num_frames": 3}, sample_uniform(info, 6)),
         ({"fps": None, "max_pixels": None}, {}, sample_uniform(info, 8)),
     ):
         for video in forms(**options):
@@ -74,29 +75,36 @@ def test_frames_are_as_large_as_their_part_says(app):
 
 
 def test_options_that_are_not_followed_are_all_named(app):
-    for options in ({"fps": 0.25, "total_pixels": 784}, dict.fromkeys(OTHER_FILE_OPTIONS, 1), {"video_start": 0.0}):
+    for options in ({"fps": 0.25, "sample_fps": 2}, dict.fromkeys(OTHER_FILE_OPTIONS, 1), {"start": 0.0}):
         for video in forms(**options):
             reply = post(app, CHAT, **chat(video))
             error = reply.json()["error"]
             assert reply.status_code == 400 and error["param"].startswith("messages.0.content.0"), error
             assert all(name in error["message"] for name in options), error
-    image = {"type": "image_url", "image_url": {"url": "picture.png", "max_pixels": 9}, "resized_width": 28}
+    image = {"type": "image_url", "image_url": {"url": "picture.png", "total_pixels": 9}, "video_start": 28}
     error = post(app, CHAT, **chat(image)).json()["error"]
-    assert "max_pixels" in error["message"] and "resized_width" in error["message"]
+    assert "total_pixels" in error["message"] and "video_start" in error["message"]
 
 
 @pytest.mark.parametrize(
     ("content", "param"),
     [
         ({**part("video", "clip.mp4"), "fps": 1, "nframes": 2}, "fps"),
-        ({**part("video", "clip.mp4"), "nframes": 2, "num_frames": 2}, "fps"),
+        ({**part("video", "clip.mp4"), "nframes": 2, "num_frames": 2}, "nframes"),
         ({**part("video", "clip.mp4"), "fps": 0}, "fps"),
         ({**part("video", "clip.mp4"), "nframes": 0}, "nframes"),
         ({**part("video", "clip.mp4"), "max_frames": "4"}, "max_frames"),
         ({**part("video", "clip.mp4"), "max_pixels": 0}, "max_pixels"),
         ({**part("video", "clip.mp4"), "min_pixels": 9, "max_pixels": 8}, "min_pixels"),
         ({**part("image", "picture.png"), "fps": 1}, "fps"),
-        ({**part("image", "picture.png"), "max_pixels": 9000}, "max_pixels"),
+        ({**part("video", "clip.mp4"), "video_start": 2, "video_end": 2}, "video_start"),
+        ({**part("video", "clip.mp4"), "video_start": -1}, "video_start"),
+        ({**part("video", "clip.mp4"), "video_end": "2"}, "video_end"),
+        ({**part("video", "clip.mp4"), "min_frames": 3, "max_frames": 2}, "min_frames"),
+        ({**part("video", "clip.mp4"), "resized_height": 28}, "resized_height"),
+        ({**part("video", "clip.mp4"), "resized_height": 28, "resized_width": 28, "total_pixels": 1}, "total_pixels"),
+        ({**part("image", "picture.png"), "total_pixels": 9000}, "total_pixels"),
+        ({**part("image", "picture.png"), "min_pixels": 9, "max_pixels": 8}, "min_pixels"),
         ({**text("x"), "nframes": 1}, "nframes"),
         ({**text("x"), **part("image", "picture.png"), "type": "text"}, "image_url"),
         ({**part("image", "picture.png"), "text": "x"}, "text"),
