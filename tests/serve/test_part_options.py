@@ -61,6 +61,27 @@ def test_each_video_is_sampled_as_its_part_says(app, media, sampled):
     assert [*map(len, sampled.pop())] == [2, len(sample_fps(info, 0.25, max_frames=3)), 3]
 
 
+def test_only_the_asked_part_of_a_video_is_sampled(app, media, sampled):
+    """Of 32 seconds at 4 frames per second; the same file may come again, with another part."""
+    whole = forms()[0]
+    for options, expected in (
+        ({"video_start": 10, "video_end": 12.5, "nframes": 3}, [40, 45, 50]),
+        ({"video_start": 30.0, "fps": 1}, [120, 124]),
+        ({"video_end": 2, "fps": 0.5}, [0, 8]),
+    ):
+        for video in forms(**options):
+            reply = post(app, CHAT, **chat(video, whole, num_frames=4))
+            assert reply.status_code == 200, reply.text
+            assert sampled.pop() == [tuple(expected), tuple(sample_uniform(probe(media / "clip.mp4"), 4))]
+    for options, message in (
+        ({"video_start": 32}, "clip.mp4: video_start is 32 s, but the video lasts 32.000 s"),
+        ({"video_start": 3, "video_end": 1}, "video_start of a video is 3.0, but video_end is 1.0"),
+        ({"video_start": 1.1, "video_end": 1.2}, "no frame between video_start 1.1 s and video_end 1.2 s"),
+    ):
+        reply = post(app, CHAT, **chat(forms(**options)[1]))
+        assert reply.status_code == 400 and message in reply.json()["error"]["message"], reply.text
+
+
 def test_frames_are_as_large_as_their_part_says(app):
     """A visual token is 28 pixels square: 784."""
 
@@ -72,6 +93,24 @@ def test_frames_are_as_large_as_their_part_says(app):
         assert post(app, CHAT, **chat(video)).status_code == 200
         assert 0 < num_tokens(video) < num_tokens(usual)
     assert num_tokens(forms(fps=0.25, max_pixels=10**6)[0]) == num_tokens(forms(fps=0.25)[0])
+    # A token of 2 frames each; all pixels for 8 frames; 2 x 3 tokens.
+    assert num_tokens(forms(nframes=8, total_pixels=4 * 784)[0]) == 4
+    assert num_tokens(forms(nframes=8, total_pixels=10**9)[0]) == num_tokens(forms(nframes=8)[0])
+    assert num_tokens(forms(nframes=8, resized_height=56, resized_width=80)[0]) == 4 * 6
+
+
+def test_an_image_is_as_large_as_its_part_says(app):
+    def num_tokens(**options) -> int:
+        picture = {"type": "image_url", "image_url": {"url": "picture.png"}, **options}
+        assert post(app, CHAT, **chat(picture)).status_code == 200
+        return post(app, "/tokenize", **chat(picture)).json()["tokens"].count(app.engine.parts.image_token_id)
+
+    usual = num_tokens()
+    assert num_tokens(max_pixels=784) == 1 and num_tokens(min_pixels=784 * 4 * usual) >= 4 * usual
+    assert num_tokens(resized_height=30, resized_width=84) == 3
+    picture = {"type": "image", "image": "picture.png", "min_pixels": 10**9}
+    error = post(app, CHAT, **chat(picture)).json()["error"]
+    assert "may be enlarged to" in error["message"], error
 
 
 def test_options_that_are_not_followed_are_all_named(app):
@@ -119,6 +158,7 @@ def test_options_that_are_wrong_are_named(app, content, param):
 def test_fields_that_would_change_an_answer_are_refused(app):
     named = {"no_repeat_ngram_size": 3, "enable_thinking": False, "regex": "a", "max_pixels": 784, "nframes": 4}
     named |= {"max_new_tokens": 5, "do_sample": True, "video_start": 1.0, "num_beams": 4, "json_schema": "{}"}
+    named |= {"total_pixels": 784, "min_frames": 2, "videos_kwargs": {"fps": 1}, "resized_width": 28}
     for name, value in named.items():
         error = post(app, CHAT, **chat(**{name: value})).json()["error"]
         assert error["param"] == name and name in error["message"]
@@ -130,6 +170,9 @@ def test_fields_that_would_change_an_answer_are_refused(app):
     ):
         (name,) = fields
         assert post(app, CHAT, **chat(**fields)).json()["error"]["param"] == name
+    of_message = chat()
+    of_message["messages"][0]["fps"] = 1
+    assert post(app, CHAT, **of_message).json()["error"]["param"] == "messages.0.fps"
     assert post(app, CHAT, **chat(no_repeat_ngram_size=0, num_beams=1, enable_thinking=None)).status_code == 200
 
 
