@@ -7,9 +7,9 @@ from torch import Tensor
 
 from .visual import PromptError
 
-# As in qwen-vl-utils: tokens that an image, or a frame, may have where a request enlarges it.
+# The tokens that an image or a frame may have where a request enlarges it, as in qwen-vl-utils.
 _MOST_TOKENS = 16384
-# Also as there: total_pixels leaves every frame so many times the least pixels of one.
+# Every frame may have its least pixels times this, however few total_pixels leaves it, as in qwen-vl-utils.
 _ABOVE_LEAST = 1.05
 _NAMES = "min_pixels, max_pixels, total_pixels, resized_height and resized_width"
 
@@ -66,6 +66,8 @@ class PixelLimits:
             found = smart_resize(*frames.shape[-2:], factor=factor, min_pixels=least, max_pixels=most)
         except ValueError as error:
             raise PromptError(f"a video's frames cannot be resized: {error}") from error
+        # As in qwen-vl-utils, total_pixels goes before min_pixels.
+        least = least if self.total is None else 1
         self._require_within(found, least, most, factor, "a video's frames")
         return found
 
