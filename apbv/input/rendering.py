@@ -282,6 +282,8 @@ def _collect_sources(
     for message in messages:
         if not isinstance(message, dict) or "role" not in message:
             raise PromptError(f"a message needs a role and a content, got {message!r:.200}")
+        if misplaced := sorted(message.keys() & {*VIDEO_OPTIONS, *OTHER_FILE_OPTIONS}):
+            raise PromptError(f"options of files stand beside the file, not in its message: {', '.join(misplaced)}")
         calls, thought = message.get("tool_calls"), _thought(message)
         if "content" not in message and not calls and not thought:
             raise PromptError(f"a message needs a role and a content, got {message!r:.200}")
@@ -407,8 +409,8 @@ def apply_template(
         The prompt, and whether there is a template; without one the texts stand below one another.
 
     Raises:
-        PromptError: an option is not a chat-template variable but an argument of transformers' call, or the
-            template rejects the chat.
+        PromptError: an option is not a chat-template variable but an argument of transformers' call, or an option of
+            a file, or the template rejects the chat.
     """
     template = _template(processor)
     if template is None:
@@ -430,6 +432,8 @@ def apply_template(
     variables = options.keys() - {"add_generation_prompt", "continue_final_message"}
     if reserved := variables & inspect.signature(processor.apply_chat_template).parameters.keys():
         raise PromptError(f"chat_template_kwargs: {min(reserved)!r} is not a chat-template variable")
+    if misplaced := sorted(variables & {*VIDEO_OPTIONS, *OTHER_FILE_OPTIONS}):
+        raise PromptError(f"a chat template samples no files: {', '.join(misplaced)} cannot be followed")
     for unknown in variables - template_words(processor):
         del options[unknown]
     if tools:

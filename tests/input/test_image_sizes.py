@@ -16,7 +16,7 @@ import families
 from prompts import by_processor
 
 HOSTS, QUESTION = HostGroup.single("cpu"), "What is it?"
-WITH_LIMITS = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", families.OMNI, "glm4v", "video_llama_3"]
+WITH_LIMITS = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", families.OMNI, "glm4v", "glm46v", "video_llama_3"]
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def processed(family: str, messages: list[dict], **size) -> dict:
 @pytest.mark.parametrize(("least", "most"), [(1, 2500), (9000, 16000), (20000, 40000)])
 def test_images_are_those_of_the_processor_with_these_limits(family, pictures, least, most):
     """GLM's counts each pixel of an image twice."""
-    counted = 2 if family == "glm4v" else 1
+    counted = 2 if family.startswith("glm") else 1
     messages = chat(*[(path, {"min_pixels": least, "max_pixels": most}) for path in pictures[:2]])
     batch = processed(family, messages, shortest_edge=least * counted, longest_edge=most * counted)
     reader = reader_of(family)
@@ -111,7 +111,7 @@ def test_hosts_that_share_images_of_several_sizes_prefill_as_transformers(pool, 
     """Each with its own options, or none, between others."""
     options = [{"max_pixels": 2500}, {}, {"min_pixels": 20000}, {}, {"resized_height": 56, "resized_width": 84}]
     messages = chat(*zip([*pictures, *pictures], options, strict=False))
-    counted = 2 if family == "glm4v" else 1
+    counted = 2 if family.startswith("glm") else 1
     images = [Image.open(path).convert("RGB") for path in [*pictures, *pictures]]
     processor, made = families.build_processor(family), []
     own = dict(processor.image_processor.size)

@@ -183,6 +183,12 @@ def test_parts_are_read_as_people_write_them(tmp_path):
     ):
         with pytest.raises(PromptError, match=message):
             reader.render(Question(messages=[{"role": "user", "content": [part, "what?"]}]))
+    for asked in (
+        {"messages": [{"role": "user", "content": "what?", "fps": 2}]},
+        {"messages": [{"role": "user", "content": "what?"}], "template": {"video_start": 2}},
+    ):
+        with pytest.raises(PromptError, match=r"fps|video_start"):
+            reader.render(Question(**asked))
     unset = {"type": "image_url", "image_url": {"url": str(path), "detail": "low"}, "max_pixels": None, "other": None}
     cached = {"type": "text", "text": "what?", "cache_control": {"type": "ephemeral"}}
     reader.render(Question(messages=[{"role": "user", "content": [unset, cached]}]))
