@@ -99,7 +99,7 @@ def logits_job(hosts: HostGroup, family: str, requests: list[list[dict]], **opti
         families.build_model(family, dtype=torch.float64),
         families.build_processor(family),
         hosts,
-        PrefillConfig(method="zigzag_ring"),
+        PrefillConfig(method="zigzag_ring" if hosts.size > 1 else "full"),
         **options,
     )
     return [engine.prefill(messages=messages).logits for messages in requests]
