@@ -159,7 +159,12 @@ def has_audio(path: str | Path) -> bool:
 
 
 def read_audio(
-    path: str, rate: int, max_seconds: float, seconds: float | None = None, clock: np.ndarray | None = None
+    path: str,
+    rate: int,
+    max_seconds: float,
+    seconds: float | None = None,
+    clock: np.ndarray | None = None,
+    start: float = 0.0,
 ) -> np.ndarray:
     """Decode a file's audio track: of several the one that FFmpeg takes of those that it can decode.
 
@@ -170,6 +175,7 @@ def read_audio(
         seconds: maximum length to return; None: all of it.
         clock: :attr:`~apbv.input.video.VideoInfo.clock` of a video: its audio begins with its first frame, what
             came before is left out, and silence stands for what is missing.
+        start: seconds of the beginning that are left out.
 
     Returns:
         float32 ``[samples]``, the mean of all channels.
@@ -178,15 +184,16 @@ def read_audio(
         AudioError: the track is missing, empty, damaged, or longer than ``max_seconds``.
     """
     most = round((max_seconds if seconds is None else min(seconds, max_seconds)) * rate)
-    pieces, count = [], 0
+    pieces, left_out, count = [], round(start * rate), 0
     with _described(path), open_media(path, AudioError) as container:
         stream = best_stream(container, "audio")
         if stream is None:
             which = " that can be decoded" if container.streams.audio else ""
             raise AudioError(f"{path}: has no audio track{which}", is_missing=True)
-        for piece in _placed(_from_zero(_frames(container, stream), clock), rate, most):
-            pieces.append(piece)
-            count += len(piece)
+        for piece in _placed(_from_zero(_frames(container, stream), clock), rate, left_out + most):
+            begun, left_out = piece[left_out:], max(0, left_out - len(piece))
+            pieces.append(begun)
+            count += len(begun)
             if count > most:
                 break
     if count > most and (seconds is None or seconds > max_seconds):

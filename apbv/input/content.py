@@ -9,16 +9,16 @@ _TYPES = {"text": "text", "input_text": "text", "output_text": "text", "refusal"
 _TYPES |= {"input_audio": "input_audio"}
 _TYPES |= {name: f"{kind}_url" for kind in _FILES for name in (kind, f"{kind}_url", f"input_{kind}")} | _TYPES
 
-# Options beside a file, as in qwen-vl-utils: how a video's frames are sampled and how large they are, and others, which
-# nothing here reads.
-VIDEO_OPTIONS = ("fps", "nframes", "num_frames", "max_frames", "min_pixels", "max_pixels")
+# Options beside a file, as in qwen-vl-utils: how large an image or a video's frames are, from when to when a video is
+# shown and how its frames are sampled, and others, which nothing here reads.
+_EXACT = ("resized_height", "resized_width")
+IMAGE_OPTIONS = ("min_pixels", "max_pixels", *_EXACT)
+_BOUNDS = (("min_pixels", "max_pixels"), ("min_frames", "max_frames"), ("video_start", "video_end"))
+_RATES = ("fps", "nframes", "num_frames")
+VIDEO_OPTIONS = (*_RATES, "min_frames", "max_frames", "video_start", "video_end", "total_pixels", *IMAGE_OPTIONS)
 OTHER_FILE_OPTIONS = (
-    "min_frames",
-    "total_pixels",
-    "resized_height",
-    "resized_width",
-    "video_start",
-    "video_end",
+    "audio_start",
+    "audio_end",
     "start",
     "end",
     "raw_fps",
@@ -28,6 +28,49 @@ OTHER_FILE_OPTIONS = (
     "max_dynamic_patch",
     "min_dynamic_patch",
 )
+
+
+class OptionError(ValueError):
+    """Raised where an option of a file does not apply, or contradicts another.
+
+    Attributes:
+        name: the option.
+    """
+
+    def __init__(self, name: str, message: str):
+        super().__init__(message)
+        self.name = name
+
+
+def require_consistent(kind: str, given: Mapping[str, Any]) -> None:
+    """Check the options beside a file, each of which is in range.
+
+    Args:
+        kind: of the part: ``"text"``, ``"image"``, ``"video"`` or ``"audio"``.
+        given: values of :data:`VIDEO_OPTIONS` by name, without None.
+
+    Raises:
+        OptionError: one does not apply, or two contradict each other.
+    """
+    apply = {"video": VIDEO_OPTIONS, "image": IMAGE_OPTIONS}.get(kind, ())
+    others = [name for name in given if name not in apply]
+    if others:
+        whose = "videos" if kind == "image" else "videos and images"
+        raise OptionError(others[0], f"{', '.join(others)} beside {kind} cannot be followed: options of {whose}")
+    rates = [name for name in _RATES if name in given]
+    if len(rates) > 1:
+        raise OptionError(rates[0], f"of {', '.join(rates)} a video takes only one: either fps or nframes (num_frames)")
+    for low, high in _BOUNDS:
+        least, most = given.get(low, 0), given.get(high)
+        if most is not None and (least > most or (low == "video_start" and least == most)):
+            article = "an" if kind == "image" else "a"
+            raise OptionError(low, f"{low} of {article} {kind} is {least}, but {high} is {most}")
+    exact = [name for name in _EXACT if name in given]
+    if len(exact) == 1:
+        raise OptionError(exact[0], "resized_height and resized_width are given together or not at all")
+    limits = [name for name in ("min_pixels", "max_pixels", "total_pixels") if name in given]
+    if exact and limits:
+        raise OptionError(limits[0], f"resized_height and resized_width set the size: they exclude {', '.join(limits)}")
 
 
 def in_openais_form(part: Mapping[str, Any] | str) -> dict[str, Any]:

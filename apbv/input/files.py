@@ -47,8 +47,8 @@ class Source:
 
     Attributes:
         file: the video, image or audio file, as it was when it was read.
-        part: of a video the indices of the sampled frames, of audio how many samples.
-        size: height and width of a video's frames in patches, where a request limits them.
+        part: of a video the indices of the sampled frames, of audio the first sample, and how many.
+        size: height and width of a video's frames in patches, or of an image in pixels, where a request sets them.
     """
 
     file: FileIdentity

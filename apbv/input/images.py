@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..warn import raised_as
 from .files import FileIdentity, Source
+from .sizes import PixelLimits
 from .visual import PromptError
 
 _ORIENTATION = 0x0112  # EXIF orientation tag; from 5 on height and width are swapped
@@ -25,34 +26,40 @@ class Picture:
     Attributes:
         image: a file, a PIL image, or a tensor ``[3, H, W]``, which may have a shape but no pixels.
         height, width: in pixels, as it is shown: upright.
+        limits: on its size for the model.
+        resized: the height and width to which it is resized for the model because of these; None: as the model's
+            processor does, or not known yet.
     """
 
     image: Any
     height: int
     width: int
+    limits: PixelLimits = field(default_factory=PixelLimits)
+    resized: tuple[int, int] | None = None
 
     @classmethod
-    def of(cls, image: Any) -> "Picture":
+    def of(cls, image: Any, limits: PixelLimits | None = None) -> "Picture":
         """Probe an image, reading only a file's header.
 
         Raises:
             PromptError: the file is missing, or not an image; a tensor has another shape.
         """
+        limits = limits or PixelLimits()
         if isinstance(image, Tensor):
             if image.dim() != 3 or image.shape[0] != 3:
                 raise PromptError(f"an image's tensor must be [3, H, W], not {list(image.shape)}")
-            return cls(image, *image.shape[-2:])
+            return cls(image, *image.shape[-2:], limits)
         if not isinstance(image, Image.Image | str | Path):
             kind = type(image).__name__
             raise PromptError(f"an image must be a file, a PIL image or a tensor [3, H, W], not of type {kind}")
         with _opened(image) as opened:
             size = opened.size if _orientation(opened) in range(5, 9) else (opened.height, opened.width)
-        return cls(Path(image) if isinstance(image, str) else image, *size)
+        return cls(Path(image) if isinstance(image, str) else image, *size, limits)
 
     @property
     def source(self) -> Source | None:
         """Identity of the image's content; None if it was given as pixels."""
-        return Source(FileIdentity.of(self.image)) if isinstance(self.image, Path) else None
+        return Source(FileIdentity.of(self.image), size=self.resized) if isinstance(self.image, Path) else None
 
     def load(self) -> Image.Image | Tensor:
         """Return the image in RGB, upright, what is transparent on white.
@@ -71,7 +78,7 @@ class Picture:
 
     def without_pixels(self) -> Tensor:
         """Return a tensor of the image's shape, on which alone the prompt's length depends."""
-        return torch.empty(3, self.height, self.width, dtype=torch.uint8, device="meta")
+        return torch.empty(3, *(self.resized or (self.height, self.width)), dtype=torch.uint8, device="meta")
 
 
 def _orientation(image: Image.Image) -> int:

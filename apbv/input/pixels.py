@@ -10,12 +10,13 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import count
+from itertools import count, groupby
 from threading import Lock
 from typing import Any
 
 import torch
 from torch import Tensor
+from torchvision.transforms.v2.functional import pil_to_tensor
 
 from ..allocator import return_freed_memory
 from ..config import VideoConfig
@@ -23,6 +24,7 @@ from ..layout import intersect
 from ..stats import StageTimer
 from ..transfer import side_stream
 from .images import Picture
+from .sizes import resized
 from .skeleton import SampledVideo, process
 from .video import iter_frames, read_frames
 from .visual import PixelChunk, Pixels
@@ -250,21 +252,38 @@ class ImageReader:
         """Decode images, as :meth:`VideoReader.read` does frames."""
         for chunk in chunks:
             with self.timer.stage("decode_video"):
-                images = [picture.load() for picture in self.pictures[chunk.start - first : chunk.stop - first]]
+                pictures = self.pictures[chunk.start - first : chunk.stop - first]
+                images = [(picture.load(), picture.resized) for picture in pictures]
             yield images
 
     @torch.no_grad()
-    def prepare(self, read: list[Any]) -> tuple[dict[str, Any], None]:
-        """Make pixels of images; see :meth:`SourcePixels.chunks`."""
+    def prepare(self, read: list[tuple[Any, tuple[int, int] | None]]) -> tuple[dict[str, Any], None]:
+        """Make pixels of images, each with the size that it gets; see :meth:`SourcePixels.chunks`."""
         with self.timer.stage("preprocess"):
-            shown = read * 2 if self.is_untiled and len(read) == 1 else read  # a sample of several
-            images = [shown] if self.is_untiled else shown
-            batch = process(self.processor, self.processor.image_token * len(shown), images=images)
-            names = ("pixel_values", "image_grid_thw", "image_merge_sizes", "image_sizes", "batch_num_images")
-            values = {name: batch[name] for name in names if batch.get(name) is not None}
-            if len(shown) > len(read):  # of the number in a sample the model asks only whether it is 1
-                values |= {name: values[name][: len(read)] for name in ("pixel_values", "image_sizes")}
-            return values, None
+            made = []
+            for are_resized, run in groupby(read, lambda each: each[1] is not None):
+                images = list(run)
+                made.append(self._resized(images) if are_resized else self._by_processor([each for each, _ in images]))
+            if len(made) > 1:  # of a family that has a grid for each image
+                return {name: torch.cat([each[name] for each in made]) for name in made[0]}, None
+            return made[0], None
+
+    def _resized(self, read: list[tuple[Any, tuple[int, int]]]) -> dict[str, Any]:
+        """Make pixels of images at given sizes."""
+        tensors = [(image if isinstance(image, Tensor) else pil_to_tensor(image), size) for image, size in read]
+        images = [resized(self.processor.image_processor, image, size) for image, size in tensors]
+        return self._by_processor(images, do_resize=False)
+
+    def _by_processor(self, read: list[Any], **options: Any) -> dict[str, Any]:
+        """Make pixels of images as the model's processor does."""
+        shown = read * 2 if self.is_untiled and len(read) == 1 else read  # a sample of several
+        images = [shown] if self.is_untiled else shown
+        batch = process(self.processor, self.processor.image_token * len(shown), images=images, **options)
+        names = ("pixel_values", "image_grid_thw", "image_merge_sizes", "image_sizes", "batch_num_images")
+        values = {name: batch[name] for name in names if batch.get(name) is not None}
+        if len(shown) > len(read):  # of the number in a sample the model asks only whether it is 1
+            values |= {name: values[name][: len(read)] for name in ("pixel_values", "image_sizes")}
+        return values
 
 
 def preprocess_frames(processor, frames: Tensor, grid: Tensor | None, compares: bool = False) -> dict[str, Tensor]:

@@ -24,9 +24,8 @@ from .model_inputs import ModelInputs
 from .pixels import ImageReader, SourcePixels, VideoReader
 from .rendering import Question, RenderedPrompt, VideoSampling, render_prompt
 from .repeats import kept_tokens, may_leave_out
-from .sizes import PixelLimits
 from .skeleton import SampledVideo, Skeleton, lay_out
-from .video import VideoInfo, sample_fps, sample_uniform
+from .video import VideoInfo, frames_within, length_of, sample_fps, sample_uniform
 from .visual import PromptError, share_out
 
 _MOST_KEPT = 16
@@ -99,29 +98,39 @@ class PromptReader:
         if is_wanted and infos and not hears:
             raise PromptError(f"{self.parts.family} models take no audio: audio_in_video does not apply")
         for info, own in zip(infos, sampling or [VideoSampling()] * len(infos), strict=True):
-            frames = self._sample_frames(info, question, own)
+            # As if the file had only the frames between its start and its end, where these are given.
+            shown = None if own.start is own.end is None else frames_within(info, own.start, own.end)
+            frames = self._sample_frames(info, question, own, shown)
             sound = None
             if hears and is_wanted is not False:
                 try:
-                    sound = self._hear(info.path, heard, seconds=info.duration, clock=info.clock)
+                    clip = {"seconds": info.duration}
+                    if shown is not None:
+                        clip = {"seconds": length_of(info, shown), "start": float(info.timestamps[shown.start])}
+                    sound = self._hear(info.path, heard, clock=info.clock, **clip)
                     heard.append(sound)
                 except AudioError as error:
                     if is_wanted or not error.is_missing:
                         raise
-            limits = PixelLimits(own.min_pixels, own.max_pixels)
-            videos.append(SampledVideo(info, tuple(frames), sound, limits=limits))
+            videos.append(SampledVideo(info, tuple(frames), sound, limits=own.limits, shown=shown))
         return tuple(videos)
 
-    def _sample_frames(self, info: VideoInfo, question: Question, own: VideoSampling) -> list[int]:
-        """Sample one video as its part of a message says, else as the question says, else by default."""
+    def _sample_frames(self, info: VideoInfo, question: Question, own: VideoSampling, shown: range | None) -> list[int]:
+        """Sample one video as its part of a message says, else as the question says, else by default.
+
+        Args:
+            shown: the frames among which to sample; None: all.
+        """
         default = self._num_frames if question.num_frames is None else question.num_frames
-        most = default if own.max_frames is None else own.max_frames
-        if own.num_frames is not None:
-            return sample_uniform(info, min(own.num_frames, own.max_frames or own.num_frames))
+        least, most = own.min_frames or 1, own.max_frames
+        shown = range(info.num_frames) if shown is None else shown
         fps = question.fps if own.fps is None else own.fps
-        if fps is not None:
-            return sample_fps(info, fps, max_frames=most)
-        return sample_uniform(info, min(default, most))
+        if own.num_frames is None and fps is not None:
+            most = max(default, least) if most is None else most
+            return sample_fps(info, fps, most, least, shown)
+        wanted = own.num_frames or default
+        wanted = max(wanted, least) if most is None else min(max(wanted, least), most)
+        return [shown[index] for index in sample_uniform(len(shown), wanted)]
 
     def _hear(self, path: str, heard: Sequence[Sound], **clip) -> Sound:
         """Decode audio at the model's rate, if the model has room for it after the earlier audio.
@@ -137,7 +146,8 @@ class PromptReader:
         samples = read_audio(path, rate, max(0, left) / rate, **clip)
         if len(samples) < per_token:
             raise AudioError(f"{path}: its audio of {len(samples) / rate:.3f} seconds is too short")
-        return Sound(samples, Source(FileIdentity.of(path), (len(samples),)))
+        first = round(clip.get("start", 0) * rate)
+        return Sound(samples, Source(FileIdentity.of(path), (first, len(samples))))
 
     def lay_out(self, rendered: RenderedPrompt, videos: Sequence[SampledVideo] = ()) -> Skeleton:
         """Compute a prompt's tokens and their items, without pixels.

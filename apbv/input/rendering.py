@@ -5,10 +5,11 @@ KV transfer to another server needs exactly the same tokens.
 
 import inspect
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from io import BytesIO
 from operator import itemgetter
 from pathlib import Path
@@ -23,9 +24,10 @@ from ..config import FRAME_RATE
 from ..config.checks import Checked, instance_of, integer, number
 from ..model.parts import ModelParts
 from ..refusals import refuse
-from ..warn import raised_as, warn_caller
-from .content import VIDEO_OPTIONS, in_openais_form
+from ..warn import raised_as
+from .content import OTHER_FILE_OPTIONS, VIDEO_OPTIONS, OptionError, in_openais_form, require_consistent
 from .images import Picture
+from .sizes import PixelLimits
 from .visual import PromptError
 
 # More files than a prompt of an hour's frames as single images has; every host opens all of them.
@@ -34,6 +36,10 @@ Message = dict[str, Any]
 
 _PROBE = "probe"
 _COUNT = "be an integer of at least 1", lambda given: type(given) is int and given >= 1
+_TIME = "be a number of seconds, not negative", lambda given: type(given) in (int, float) and 0 <= given < math.inf
+_MAY_BE = {"fps": FRAME_RATE, "video_start": _TIME, "video_end": _TIME}
+# OpenAI's resolution of an image: the model's processor has its own.
+_DETAIL = "detail"
 # What an assistant's message has thought: vLLM's name for it, and the older one. The first that is given counts.
 _REASONING = ("reasoning", "reasoning_content")
 
@@ -94,40 +100,61 @@ class VideoSampling:
     Attributes:
         num_frames: this many, evenly spaced.
         fps: at this rate instead.
-        max_frames: the most frames, with either.
-        min_pixels, max_pixels: the least and most pixels of a frame.
+        min_frames, max_frames: the fewest and most frames, with either.
+        start, end: the seconds of the file between which frames are sampled; None: its beginning, and its end.
+        limits: on the size of a frame.
     """
 
     num_frames: int | None = None
     fps: float | None = None
+    min_frames: int | None = None
     max_frames: int | None = None
-    min_pixels: int | None = None
-    max_pixels: int | None = None
+    start: float | None = None
+    end: float | None = None
+    limits: PixelLimits = field(default_factory=PixelLimits)
 
     @classmethod
-    def of(cls, part: Mapping[str, Any]) -> "VideoSampling":
-        """Read the options of a content part.
-
-        Raises:
-            PromptError: one is out of range, or they contradict each other.
-        """
-        given = {name: part[name] for name in VIDEO_OPTIONS if part.get(name) is not None}
-        for name, value in given.items():
-            says, may_be = FRAME_RATE if name == "fps" else _COUNT
-            if not may_be(value):
-                raise PromptError(f"{name} of a video must {says}, not {value!r:.50}")
-        if len(given.keys() & {"fps", "nframes", "num_frames"}) > 1:
-            raise PromptError("a video takes either fps or nframes (or num_frames), not both")
-        least, most = given.get("min_pixels"), given.get("max_pixels")
-        if least is not None and most is not None and least > most:
-            raise PromptError(f"min_pixels of a video is {least}, but max_pixels is {most}")
+    def of(cls, given: Mapping[str, Any]) -> "VideoSampling":
+        """Take the options of a content part, as :func:`_options` returned them."""
         return cls(
             num_frames=given.get("nframes", given.get("num_frames")),
             fps=given.get("fps"),
+            min_frames=given.get("min_frames"),
             max_frames=given.get("max_frames"),
-            min_pixels=least,
-            max_pixels=most,
+            start=given.get("video_start"),
+            end=given.get("video_end"),
+            limits=_limits(given),
         )
+
+
+def _options(kind: str, part: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that a content part has for its file.
+
+    Raises:
+        PromptError: one is out of range, unknown, or does not apply, or two contradict each other.
+    """
+    # A text may have other fields, such as those of a cache, but no options of files.
+    known = {"type", part["type"], _DETAIL, *VIDEO_OPTIONS}
+    unknown = [name for name in part if name not in known and part[name] is not None]
+    unknown = [name for name in unknown if kind != "text" or name in OTHER_FILE_OPTIONS]
+    if unknown:
+        raise PromptError(f"unknown in a content part of type {kind}: {', '.join(sorted(unknown))}")
+    given = {name: part[name] for name in VIDEO_OPTIONS if part.get(name) is not None}
+    for name, value in given.items():
+        says, may_be = _MAY_BE.get(name, _COUNT)
+        if not may_be(value):
+            raise PromptError(f"{name} of {'an' if kind == 'image' else 'a'} {kind} must {says}, not {value!r:.50}")
+    try:
+        require_consistent(kind, given)
+    except OptionError as error:
+        raise PromptError(str(error)) from None
+    return given
+
+
+def _limits(given: Mapping[str, Any]) -> PixelLimits:
+    """Take the limits on an image's or a frame's size out of a part's options."""
+    exact = (given["resized_height"], given["resized_width"]) if "resized_height" in given else None
+    return PixelLimits(given.get("min_pixels"), given.get("max_pixels"), given.get("total_pixels"), exact)
 
 
 @dataclass(frozen=True)
@@ -172,8 +199,10 @@ def render_prompt(parts: ModelParts, processor, asked: Question) -> RenderedProm
     """
     prompt, context = asked.prompt, asked.context
     sampling: list[VideoSampling] = []
+    limits: list[PixelLimits | None] = []
     if asked.messages is None:
         videos, images, sounds = asked.video, asked.images, asked.audio
+        limits = [None] * len(images)
         shown = "video" if videos else "images" if images else "audio" if sounds else None
         if context is not None:
             try:
@@ -192,7 +221,8 @@ def render_prompt(parts: ModelParts, processor, asked: Question) -> RenderedProm
     else:
         if prompt is not None or context is not None or asked.video or asked.images or asked.audio:
             raise PromptError("pass either messages or prompt, video, images, audio and context, not both")
-        messages, videos, images, sounds, sampling = _collect_sources(asked.messages)
+        messages, files, sampling, limits = _collect_sources(asked.messages)
+        videos, images, sounds = files["video"], files["image"], files["audio"]
         is_text_chat = len(messages) > 1 and not (videos or images or sounds)
         question = [text.strip() for text in text_parts(messages[-1])] if is_text_chat else None
     if (videos or images) and not parts.is_video_model:
@@ -221,7 +251,7 @@ def render_prompt(parts: ModelParts, processor, asked: Question) -> RenderedProm
     return RenderedPrompt(
         text=rendered,
         videos=list(map(str, videos)),
-        pictures=list(map(Picture.of, images)),
+        pictures=list(map(Picture.of, images, limits)),
         query_char=query_char,
         has_context=context is not None,
         has_template=has_template,
@@ -241,16 +271,19 @@ def _require_characters(text: str) -> None:
 
 def _collect_sources(
     messages: Sequence[Message],
-) -> tuple[list[Message], list[Any], list[Any], list[Any], list[VideoSampling]]:
+) -> tuple[list[Message], dict[str, list[Any]], list[VideoSampling], list[PixelLimits]]:
     """Replace a chat's files by placeholders.
 
     Returns:
-        The chat; its videos, images and audio files, in order; and how the frames of each video are sampled.
+        The chat; its videos, images and audio files by their kind, in order; how the frames of each video are
+        sampled; and the limits on each image.
     """
-    plain, files, sampling = [], {"video": [], "image": [], "audio": []}, []
+    plain, files, sampling, limits = [], {"video": [], "image": [], "audio": []}, [], []
     for message in messages:
         if not isinstance(message, dict) or "role" not in message:
             raise PromptError(f"a message needs a role and a content, got {message!r:.200}")
+        if misplaced := sorted(message.keys() & {*VIDEO_OPTIONS, *OTHER_FILE_OPTIONS}):
+            raise PromptError(f"options of files stand beside the file, not in its message: {', '.join(misplaced)}")
         calls, thought = message.get("tool_calls"), _thought(message)
         if "content" not in message and not calls and not thought:
             raise PromptError(f"a message needs a role and a content, got {message!r:.200}")
@@ -266,6 +299,7 @@ def _collect_sources(
             told = in_openais_form(part) if isinstance(part, Mapping | str) else {}
             kind = str(told.get("type")).removesuffix("_url")
             if kind == "text" and isinstance(told.get("text"), str):
+                _options(kind, told)
                 parts.append({"type": "text", "text": told["text"]})
                 continue
             source = told.get(told.get("type")) if kind in files else None
@@ -274,12 +308,12 @@ def _collect_sources(
                     "a content part must be a dictionary of type 'text' with a 'text', or of type 'image', 'video'"
                     f" or 'audio' with a local file under that key, got {part!r:.200}"
                 )
-            read = {"type", told["type"]}
+            beside = {name: value for name, value in source.items() if name != "url"}
+            options = _options(kind, {**beside, **told})
             if kind == "video":
-                sampling.append(VideoSampling.of(told))
-                read.update(VIDEO_OPTIONS)
-            if ignored := told.keys() - read:
-                warn_caller(f"ignored in a content part of type {kind}: {', '.join(sorted(ignored))}")
+                sampling.append(VideoSampling.of(options))
+            elif kind == "image":
+                limits.append(_limits(options))
             files[kind].append(_local(kind, source["url"]))
             parts.append({"type": kind})
         kept = {name: value for name, value in message.items() if name not in ("tool_calls", *_REASONING)}
@@ -289,7 +323,7 @@ def _collect_sources(
         plain.append(kept)
     if not any(text.strip() for message in plain for text in text_parts(message)):
         raise PromptError("the chat is empty")
-    return plain, files["video"], files["image"], files["audio"], sampling
+    return plain, files, sampling, limits
 
 
 def _thought(message: Message) -> dict[str, str]:
@@ -375,8 +409,8 @@ def apply_template(
         The prompt, and whether there is a template; without one the texts stand below one another.
 
     Raises:
-        PromptError: an option is not a chat-template variable but an argument of transformers' call, or the
-            template rejects the chat.
+        PromptError: an option is not a chat-template variable but an argument of transformers' call, or an option of
+            a file, or the template rejects the chat.
     """
     template = _template(processor)
     if template is None:
@@ -398,6 +432,8 @@ def apply_template(
     variables = options.keys() - {"add_generation_prompt", "continue_final_message"}
     if reserved := variables & inspect.signature(processor.apply_chat_template).parameters.keys():
         raise PromptError(f"chat_template_kwargs: {min(reserved)!r} is not a chat-template variable")
+    if misplaced := sorted(variables & {*VIDEO_OPTIONS, *OTHER_FILE_OPTIONS}):
+        raise PromptError(f"a chat template samples no files: {', '.join(misplaced)} cannot be followed")
     for unknown in variables - template_words(processor):
         del options[unknown]
     if tools:

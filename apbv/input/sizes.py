@@ -1,4 +1,4 @@
-"""Sizes of a video's frames, within limits that a request sets."""
+"""Sizes of images and of a video's frames, within limits that a request sets."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,19 +7,29 @@ from torch import Tensor
 
 from .visual import PromptError
 
+# The tokens that an image or a frame may have where a request enlarges it, as in qwen-vl-utils.
+_MOST_TOKENS = 16384
+# Every frame may have its least pixels times this, however few total_pixels leaves it, as in qwen-vl-utils.
+_ABOVE_LEAST = 1.05
+_NAMES = "min_pixels, max_pixels, total_pixels, resized_height and resized_width"
+
 
 @dataclass(frozen=True)
 class PixelLimits:
-    """Limits on the pixels of a video's frame, besides the model's own.
+    """Limits on the pixels of an image or of a video's frame, besides the model's own.
 
     Attributes:
         least, most: the limits; None: the model's.
+        total: of a video, the most pixels of all frames together, where those of a temporal patch count once.
+        exact: height and width instead, up to rounding to whole visual tokens.
     """
 
     least: int | None = None
     most: int | None = None
+    total: int | None = None
+    exact: tuple[int, int] | None = None
 
-    def size(self, video_processor, frames: Tensor, metadata: Any) -> tuple[int, int] | None:
+    def size_of_frames(self, video_processor, frames: Tensor, metadata: Any) -> tuple[int, int] | None:
         """Return the height and width to which frames are resized; None: as the model's processor does anyway.
 
         As in qwen-vl-utils, they keep about their aspect ratio and are a whole number of visual tokens.
@@ -32,18 +42,22 @@ class PixelLimits:
         Raises:
             PromptError: the model's frames all have one size, or none lies within the limits.
         """
-        if self.least is None and self.most is None:
+        if self == PixelLimits():
             return None
         # VideoLLaMA 3's tokens are compared in frames of its own size (repeats.py).
         has_sizes = hasattr(video_processor, "merge_size") and not hasattr(video_processor, "use_token_compression")
         if not has_sizes:
-            raise PromptError("min_pixels and max_pixels of a video do not apply to this model")
+            raise PromptError(f"{_NAMES} of a video do not apply to this model")
+        factor = video_processor.patch_size * video_processor.merge_size
+        self._require_reasonable(factor, "a video's frames")
+        if self.exact is not None:
+            return self._rounded(factor)
         options = {"do_sample_frames": False, "return_tensors": "pt"}
         grid = video_processor(videos=[frames], video_metadata=[metadata], **options)["video_grid_thw"]
         height, width = (grid[0, 1:] * video_processor.patch_size).tolist()
-        factor = video_processor.patch_size * video_processor.merge_size
+        most = self._most_of_a_frame(len(frames), video_processor.temporal_patch_size, factor)
         least = self.least or min(factor**2, height * width)
-        most = self.most or max(least, height * width)
+        most = most or max(least, height * width)
         if least <= height * width <= most:
             return None
         from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
@@ -52,9 +66,75 @@ class PixelLimits:
             found = smart_resize(*frames.shape[-2:], factor=factor, min_pixels=least, max_pixels=most)
         except ValueError as error:
             raise PromptError(f"a video's frames cannot be resized: {error}") from error
+        # As in qwen-vl-utils, total_pixels goes before min_pixels.
+        least = least if self.total is None else 1
+        self._require_within(found, least, most, factor, "a video's frames")
+        return found
+
+    def size_of_image(self, image_processor, image: Tensor, counted: int) -> tuple[int, int] | None:
+        """Return the height and width to which an image is resized; None: as the model's processor does anyway.
+
+        It is the one that the processor computes when it is called with these limits.
+
+        Args:
+            image_processor: of the model.
+            image: ``[3, H, W]``, which needs no storage.
+            counted: how many times the processor counts a pixel.
+
+        Raises:
+            PromptError: the model's images have no such limits, or no size lies within them.
+        """
+        if self == PixelLimits():
+            return None
+        own = getattr(image_processor, "size", None) or {}
+        of_model = own.get("shortest_edge"), own.get("longest_edge")
+        if not hasattr(image_processor, "merge_size") or None in of_model:
+            raise PromptError(f"{_NAMES} of an image do not apply to this model")
+        factor = image_processor.patch_size * image_processor.merge_size
+        self._require_reasonable(factor, "an image")
+        if self.exact is not None:
+            return self._rounded(factor)
+        least, most = of_model[0] // counted, of_model[1] // counted
+        least, most = self.least or min(least, self.most), self.most or max(most, self.least)
+        limits = {"shortest_edge": least * counted, "longest_edge": most * counted}
+        try:
+            grid = image_processor(images=[image], size=limits, return_tensors="pt")["image_grid_thw"]
+        except ValueError as error:
+            raise PromptError(f"an image cannot be resized: {error}") from error
+        found = tuple((grid[0, 1:] * image_processor.patch_size).tolist())
+        self._require_within(found, self.least or 1, self.most or found[0] * found[1], factor, "an image")
+        return found
+
+    def _most_of_a_frame(self, num_frames: int, num_merged: int, factor: int) -> float | None:
+        """Return the most pixels of a frame, by qwen-vl-utils' rule; None: the model's."""
+        if self.total is None:
+            return self.most
+        shared = max(self.total / num_frames * num_merged, int((self.least or factor**2) * _ABOVE_LEAST))
+        return shared if self.most is None else min(self.most, shared)
+
+    def _require_reasonable(self, factor: int, what: str) -> None:
+        """Reject to enlarge something beyond any use."""
+        height, width = self.exact or (1, self.least or 1)
+        if height * width > _MOST_TOKENS * factor**2:
+            raise PromptError(f"{what} may be enlarged to {_MOST_TOKENS * factor**2} pixels, not {height * width}")
+
+    def _rounded(self, factor: int) -> tuple[int, int]:
+        height, width = (max(1, round(side / factor)) * factor for side in self.exact)
+        return height, width
+
+    def _require_within(self, found: tuple[int, int], least: float, most: float, factor: int, what: str) -> None:
         if not least <= found[0] * found[1] <= most:
             raise PromptError(
-                f"a video's frames cannot have {least} to {most} pixels: the sides are multiples of {factor}, and the "
+                f"{what} cannot have {least:.0f} to {most:.0f} pixels: the sides are multiples of {factor}, and the "
                 f"nearest size is {found[0]}x{found[1]}"
             )
-        return found
+
+
+def resized(image_processor, image: Tensor, size: tuple[int, int]) -> Tensor:
+    """Resize an image ``[3, H, W]`` to a size, as the model's processor resizes to the one that it computes."""
+    from transformers.image_processing_backends import TorchvisionBackend
+    from transformers.image_utils import SizeDict
+
+    height, width = size
+    target = SizeDict(height=height, width=width)
+    return TorchvisionBackend.resize(image_processor, image, target, resample=image_processor.resample)

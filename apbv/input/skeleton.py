@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from .files import FileIdentity, Source
 from .images import Picture
 from .rendering import RenderedPrompt
 from .sizes import PixelLimits
-from .video import VideoInfo
+from .video import VideoInfo, length_of
 from .visual import FRAME_COPIES, PIXEL_COPIES, PromptError, VisualItem, num_frames_told
 
 # The unit of the times that are told at a variable rate: a millisecond.
@@ -46,6 +47,7 @@ class SampledVideo:
         kept: see :class:`~apbv.input.visual.VisualItem`; None also where that is not known yet.
         grid: ``[1, 3]`` patches (time, height, width), where the model has such a grid and it is known.
         limits: on the size of a frame.
+        shown: the frames of the file among which these were sampled; None: all.
     """
 
     info: VideoInfo
@@ -54,6 +56,12 @@ class SampledVideo:
     kept: Tensor | None = field(default=None, repr=False, compare=False)
     grid: Tensor | None = field(default=None, repr=False, compare=False)
     limits: PixelLimits = field(default_factory=PixelLimits)
+    shown: range | None = None
+
+    @property
+    def all_shown(self) -> range:
+        """The frames of the file among which the frames were sampled."""
+        return range(self.info.num_frames) if self.shown is None else self.shown
 
 
 @dataclass(frozen=True)
@@ -95,10 +103,11 @@ def lay_out(
         tokenizing: entered while the processor is used.
 
     Raises:
-        PromptError: the text has other placeholders, some videos are heard and others are not, or frames cannot
-            have a size within their limits.
+        PromptError: the text has other placeholders, some videos are heard and others are not, or an image or frames
+            cannot have a size within their limits.
     """
-    silent, pictures = [video.info.path for video in videos if video.sound is None], rendered.pictures
+    silent = [video.info.path for video in videos if video.sound is None]
+    pictures = [_sized(parts, processor, picture) for picture in rendered.pictures]
     if silent and len(silent) < len(videos):
         raise PromptError(
             f"{silent[0]}: its audio is not used, but another video's is; use audio for all videos or none "
@@ -109,15 +118,18 @@ def lay_out(
         calls.append((processor.video_token, _video_arguments(parts, processor, video), video.info.path))
     for sound in sounds:
         calls.append((processor.audio_token, _audio_arguments(processor, sound), sound.source.file.path))
-    if pictures:
-        files = [str(picture.image) for picture in pictures if isinstance(picture.image, Path)]
-        images = [picture.without_pixels() for picture in pictures]
+    first_image = len(calls)
+    for are_resized, adjacent in groupby(pictures, lambda picture: picture.resized is not None):
+        run = list(adjacent)
+        files = [str(picture.image) for picture in run if isinstance(picture.image, Path)]
+        images = [picture.without_pixels() for picture in run]
         # As in transformers' own chats: all images of a prompt are one sample, not one each.
         images = [images] if parts.family == "llava_onevision" else images
-        text = processor.image_token * len(pictures)
-        calls.append((text, {"images": images}, ", ".join(files) or "an image"))
+        arguments = {"images": images, **({"do_resize": False} if are_resized else {})}
+        calls.append((processor.image_token * len(run), arguments, ", ".join(files) or "an image"))
     with tokenizing:
         batches, found = process_apart(processor, rendered.text, calls)
+    image_bytes = sum(batch["pixel_values"].nbytes for batch in batches[first_image:])
     of_images = sum(num_tokens for kind, num_tokens in found if kind == "image")
     left = {
         "video": zip(videos, batches, strict=False),
@@ -147,7 +159,7 @@ def lay_out(
             identity = Source(FileIdentity.of(source.info.path), source.frames, size)
             item = VisualItem("video", num_tokens, num_patches, num_ending, num_bytes, identity, source.kept)
         else:
-            num_bytes = PIXEL_COPIES * batches[-1]["pixel_values"].nbytes * num_tokens // of_images
+            num_bytes = PIXEL_COPIES * image_bytes * num_tokens // of_images
             num_bytes += FRAME_COPIES * 3 * source.height * source.width
             item = VisualItem("image", num_tokens, patch_bytes=num_bytes, source=source.source)
         items.append(item)
@@ -173,6 +185,15 @@ def lay_out(
     )
 
 
+def _sized(parts: ModelParts, processor, picture: Picture) -> Picture:
+    """Return an image with the size that it gets because of its limits."""
+    image_processor = getattr(processor, "image_processor", None)
+    # GLM's counts the pixels of a whole temporal patch.
+    counted = image_processor.temporal_patch_size if prompts_like(parts.family) == "glm4v" else 1
+    size = picture.limits.size_of_image(image_processor, picture.without_pixels(), counted)
+    return dataclasses.replace(picture, resized=size)
+
+
 def _audio_arguments(processor, sound: Sound) -> dict[str, Any]:
     """Return the processor's arguments for audio: no truncation, and no padding to the maximum length.
 
@@ -196,19 +217,20 @@ def _video_arguments(parts: ModelParts, processor, video: SampledVideo) -> dict[
     told = num_frames_told(prompts_like(parts.family), len(video.frames), num_merged)
     frames = [*video.frames, *video.frames[-1:] * (told - len(video.frames))]
     pixels = torch.empty(told, 3, info.height, info.width, dtype=torch.uint8, device="meta")
-    fps, length = info.fps, info.num_frames
+    # As in qwen-vl-utils, the times of a part of a file are those of the file, and its length is its own.
+    fps, length, seconds = info.fps, len(video.all_shown), length_of(info, video.all_shown)
     if not info.has_constant_rate:
-        fps, length = _TICKS, max(1, round(info.duration * _TICKS))
+        fps, length = _TICKS, max(1, round(seconds * _TICKS))
     metadata = VideoMetadata(
         total_num_frames=length,
         fps=fps,
         width=info.width,
         height=info.height,
-        duration=info.duration,
+        duration=seconds,
         frames_indices=np.rint(info.timestamps[frames] * fps).astype(int).tolist(),
     )
     arguments = {"videos": [pixels], "video_metadata": [metadata], "do_sample_frames": False}
-    size = video.limits.size(processor.video_processor, pixels, metadata)
+    size = video.limits.size_of_frames(processor.video_processor, pixels, metadata)
     if size is not None:  # the grid then says so, and the pixels follow it (pixels.py)
         resized = torch.empty(told, 3, *size, dtype=torch.uint8, device="meta")
         arguments |= {"videos": [resized], "do_resize": False}

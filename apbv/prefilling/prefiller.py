@@ -85,6 +85,8 @@ class Prefiller:
                 rendered = reader.render(request.question) if known is None else known.rendered
             sizes = [each.source.file.size for each in rendered.pictures if each.source is not None]
             same["the number of videos, or an image file,"] = f"{len(rendered.videos)} {sizes}".encode()
+            options = rendered.sampling, [picture.limits for picture in rendered.pictures]
+            same["the options beside videos and images"] = repr(options).encode()
         infos = probe_once(reader.videos, rendered.videos, self.hosts, timer)
         with self.hosts.local_stage("reading the prompt"), timer.stage("preprocess"):
             if known is not None and [video.info for video in known.videos] != list(infos):

@@ -190,6 +190,8 @@ def _prefix_key(inputs: ModelInputs) -> Hashable:
         return None
     if audio is not None and audio.sources is None:
         return None
+    # Positions too: the same frames of a longer part of a video lie further apart.
     prefix = inputs.input_ids[0, : inputs.query_start].numpy().tobytes()
+    prefix += inputs.position_ids[..., : inputs.query_start].numpy().tobytes()
     sources = (visual and visual.identity, audio and audio.sources)
     return hashlib.sha256(prefix).digest(), inputs.position_rule, *sources

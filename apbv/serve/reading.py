@@ -320,7 +320,7 @@ class Reader:
                 except FolderError as error:
                     raise ApiError(503, str(error)) from error
                 kind = part.type.removesuffix("_url").removeprefix("input_")
-                parts.append({"type": kind, "file": len(media), **part.sampling})
+                parts.append({"type": kind, "file": len(media), **part.options})
                 media.append(file)
         warn_of_ignored("chat_template_kwargs", (request.chat_template_kwargs or {}).keys() - self._template_words)
         num_frames = request.num_frames or min(self._num_frames, settings.max_frames)

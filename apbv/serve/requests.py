@@ -18,7 +18,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from pydantic_core import PydanticCustomError
 
 from ..config import MAX_FPS
-from ..input.content import OTHER_FILE_OPTIONS, VIDEO_OPTIONS, in_openais_form
+from ..input.content import OTHER_FILE_OPTIONS, VIDEO_OPTIONS, OptionError, in_openais_form, require_consistent
 
 
 def _require_finite(value: Any) -> Any:
@@ -43,7 +43,7 @@ _FIELDS = tomllib.loads(Path(__file__).with_name("fields.toml").read_text(encodi
 _WITHOUT_EFFECT, _OF_THE_DECODER = (_names(_FIELDS[name]) for name in ("without_effect", "of_the_decoder"))
 # By value, the fields for which it is as good as none.
 _NEUTRAL = [(value, _names(names)) for value, names in _FIELDS["neutral"]]
-_REFUSED = _names(_FIELDS["refused"]).union(OTHER_FILE_OPTIONS, *(names for _, names in _NEUTRAL))
+_REFUSED = _names(_FIELDS["refused"]).union(VIDEO_OPTIONS, OTHER_FILE_OPTIONS, *(names for _, names in _NEUTRAL))
 # Steps of pydantic's path to an error that are not fields: "str", "constrained-str", "list[...]".
 _NAMES_AN_ALTERNATIVE = re.compile(r"\[|(^|-)(str|int)$")
 # What a client may use in place of a field that is not supported.
@@ -57,7 +57,8 @@ _ANY_OBJECT = '{"type": "object"}'  # the schema of OpenAI's json_object
 
 _Object = Annotated[dict[str, Any], AfterValidator(_require_finite)]
 _Count = Annotated[int, Field(ge=1, le=_MAX_TOKENS)]
-_NumPixels = Annotated[int, Field(ge=1, lt=2**31)]
+_NumPixels = Annotated[int, Field(ge=1, lt=2**40)]
+_Seconds = Annotated[float, Field(ge=0)]
 _TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**63)]], Field(fail_fast=True)]
 _TokenId = Annotated[int, Field(ge=0, lt=2**63, strict=False)]  # as a key of JSON it is a text
 _StopString = Annotated[str, Field(min_length=1, max_length=_MAX_STOP_LENGTH)]
@@ -180,7 +181,7 @@ class InputAudio(_Strict):
 
 
 class Part(_Strict):
-    """A part of a message, with the field that its type names; a video also with options of its own."""
+    """A part of a message, with the field that its type names; a video or an image also with options of its own."""
 
     type: Literal["text", "image_url", "video_url", "audio_url", "input_audio"]
     text: str | None = None
@@ -191,13 +192,19 @@ class Part(_Strict):
     fps: Annotated[float, Field(gt=0, le=MAX_FPS)] | None = None
     nframes: _Count | None = None
     num_frames: _Count | None = None
+    min_frames: _Count | None = None
     max_frames: _Count | None = None
+    video_start: _Seconds | None = None
+    video_end: _Seconds | None = None
     min_pixels: _NumPixels | None = None
     max_pixels: _NumPixels | None = None
+    total_pixels: _NumPixels | None = None
+    resized_height: _Count | None = None
+    resized_width: _Count | None = None
 
     @property
-    def sampling(self) -> dict[str, Any]:
-        """How a video's frames are sampled and how large they are, as far as it says."""
+    def options(self) -> dict[str, Any]:
+        """The options of its file that are given."""
         return self.model_dump(include=set(VIDEO_OPTIONS), exclude_none=True)
 
     @model_validator(mode="before")
@@ -212,19 +219,14 @@ class Part(_Strict):
         for name in _CONTENTS:
             if name != self.type and getattr(self, name):
                 raise _refused(name, f"a part of the type {self.type} has no {name}: send it in a part of its own")
-        if self.sampling and self.type != "video_url":
-            names = [*self.sampling]
-            raise _refused(names[0], f"{', '.join(names)}: only videos have such options")
-        if len(self.sampling.keys() & {"fps", "nframes", "num_frames"}) > 1:
-            raise _refused(
-                "fps", f"of {', '.join(self.sampling)} a video takes only one of fps, nframes and num_frames"
-            )
-        if (self.min_pixels or 0) > (self.max_pixels or 2**31):
-            raise _refused("min_pixels", f"min_pixels is {self.min_pixels}, but max_pixels is {self.max_pixels}")
+        try:
+            require_consistent(self.type.removesuffix("_url").removeprefix("input_"), self.options)
+        except OptionError as error:
+            raise _refused(error.name, str(error)) from None
         return self
 
     def _why_refused(self, names: list[str]) -> str:
-        given = [*self.sampling, *names]
+        given = [*self.options, *names]
         return f"of {', '.join(given)} beside a file, {', '.join(names)} cannot be followed by this server"
 
 

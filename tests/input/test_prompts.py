@@ -170,9 +170,28 @@ def test_parts_are_read_as_people_write_them(tmp_path):
     for form in ({"type": "video", "video": str(path)}, {"video_url": path.as_uri()}, {"video": path}):
         (found,) = reader.render(Question(messages=[{"role": "user", "content": [form, "what?"]}])).videos
         assert found == str(path)
-    content = [{"type": "image", "image": picture, "max_pixels": 9}, "what?"]
-    with pytest.warns(UserWarning, match="ignored in a content part of type image: max_pixels"):
-        reader.render(Question(messages=[{"role": "user", "content": content}]))
+    for part, message in (
+        (
+            {"type": "image", "image": picture, "max_pixel": 9, "b": 1},
+            "unknown in a content part of type image: b, max_p",
+        ),
+        ({"type": "image", "image": {"url": path, "first": 9}}, "unknown in a content part of type image: first"),
+        ({"type": "image", "image": picture, "fps": 2}, "fps beside image cannot be followed: options of videos"),
+        ({"type": "video", "video": path, "sample_fps": 9}, "unknown in a content part of type video: sample_fps"),
+        ({"type": "audio", "audio": path, "audio_start": 9}, "unknown in a content part of type audio: audio_start"),
+        ({"type": "text", "text": "x", "max_pixels": 9}, "max_pixels beside text cannot be followed"),
+    ):
+        with pytest.raises(PromptError, match=message):
+            reader.render(Question(messages=[{"role": "user", "content": [part, "what?"]}]))
+    for asked in (
+        {"messages": [{"role": "user", "content": "what?", "fps": 2}]},
+        {"messages": [{"role": "user", "content": "what?"}], "template": {"video_start": 2}},
+    ):
+        with pytest.raises(PromptError, match=r"fps|video_start"):
+            reader.render(Question(**asked))
+    unset = {"type": "image_url", "image_url": {"url": str(path), "detail": "low"}, "max_pixels": None, "other": None}
+    cached = {"type": "text", "text": "what?", "cache_control": {"type": "ephemeral"}}
+    reader.render(Question(messages=[{"role": "user", "content": [unset, cached]}]))
     content = [{"type": "image", "image": "data:image/png;base64,AAAA"}, "what?"]
     with pytest.raises(PromptError, match="cannot read 'data:image/png;base64,AAAA' as an image"):
         reader.render(Question(messages=[{"role": "user", "content": content}]))

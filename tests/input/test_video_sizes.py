@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torchvision.transforms.v2 import functional as tvF
 
 from apbv import Engine, HostGroup, PrefillConfig
 from apbv.input.reading import PromptReader
@@ -45,6 +46,40 @@ def test_frames_have_the_size_that_the_processor_makes_of_these_limits(family, c
     assert torch.equal(inputs.input_ids, expected["input_ids"])
     (chunk,) = inputs.with_pixels(pixels).visual.pixels.chunks([inputs.visual.patches[0]])
     assert torch.equal(chunk.values["pixel_values_videos"], expected["pixel_values_videos"])
+
+
+@pytest.mark.parametrize("family", WITH_GRIDS)
+def test_total_pixels_are_shared_by_the_frames_as_in_qwens_tools(family, clip):
+    """The frames of a temporal patch count once; every frame may have one token, or what min_pixels says."""
+    reader = reader_of(family)
+    video_processor = reader.processor.video_processor
+    factor = video_processor.patch_size * video_processor.merge_size
+    for total, own in (
+        (2 * 2 * factor**2, {}),
+        (1, {}),
+        (1, {"min_pixels": 2 * factor**2}),
+        (10**9, {"max_pixels": 2000}),
+    ):
+        least, most = own.get("min_pixels", factor**2), own.get("max_pixels", 10**9)
+        shared = min(most, max(total / 4 * 2, int(least * 1.05)))
+        expected = read(reader, clip, {"max_pixels": int(shared)})[0]
+        assert torch.equal(read(reader, clip, {**own, "total_pixels": total})[0].input_ids, expected.input_ids)
+
+
+@pytest.mark.parametrize("family", WITH_GRIDS)
+def test_frames_have_exactly_the_size_that_is_asked_for(family, clip):
+    """Up to whole tokens; the pixels are those of frames resized before the processor, which leaves their size."""
+    reader = reader_of(family)
+    video_processor = reader.processor.video_processor
+    factor = video_processor.patch_size * video_processor.merge_size
+    inputs, pixels = read(reader, clip, {"resized_height": 2 * factor + 3, "resized_width": 1})
+    frames, told = sampled(clip, 4)
+    frames = tvF.resize(frames, [2 * factor, factor], tvF.InterpolationMode.BICUBIC, antialias=True)
+    options = {"video_metadata": [told], "do_sample_frames": False, "do_resize": False, "return_tensors": "pt"}
+    expected = video_processor(videos=[frames], **options)
+    (chunk,) = inputs.with_pixels(pixels).visual.pixels.chunks([inputs.visual.patches[0]])
+    assert torch.equal(chunk.values["pixel_values_videos"], expected["pixel_values_videos"])
+    assert inputs.visual.num_rows == 2 * expected["video_grid_thw"][0, 0]
 
 
 def logits_job(hosts: HostGroup, family: str, messages: list[dict]) -> torch.Tensor:
@@ -92,9 +127,14 @@ def test_what_no_frame_can_be_is_named(clip):
         ({"max_pixels": 783}, "cannot have .* to 783 pixels: the sides are multiples of 28"),
         ({"min_pixels": 2000, "max_pixels": 1000}, "min_pixels of a video is 2000, but max_pixels is 1000"),
         ({"max_pixels": 0}, "max_pixels of a video must be an integer of at least 1"),
+        ({"min_pixels": 10**9}, "a video's frames may be enlarged to 12845056 pixels, not 1000000000"),
+        ({"resized_height": 10**6, "resized_width": 28}, "may be enlarged to 12845056 pixels, not 28000000"),
+        ({"resized_height": 28}, "resized_height and resized_width are given together or not at all"),
+        ({"resized_height": 28, "resized_width": 28, "max_pixels": 1}, "set the size: they exclude max_pixels"),
     ):
         with pytest.raises(PromptError, match=message):
             read(reader, clip, options)
     for family in ("internvl", "llava_onevision", "video_llama_3"):
-        with pytest.raises(PromptError, match="do not apply to this model"):
-            read(reader_of(family), clip, {"max_pixels": 784})
+        for options in ({"max_pixels": 784}, {"total_pixels": 784}, {"resized_height": 28, "resized_width": 28}):
+            with pytest.raises(PromptError, match="do not apply to this model"):
+                read(reader_of(family), clip, options)

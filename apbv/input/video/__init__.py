@@ -17,6 +17,16 @@ Rotation and mirroring metadata are applied. The sample aspect ratio is ignored:
 """
 
 from .file import VideoError, VideoInfo, probe
-from .reading import iter_frames, read_frames, sample_fps, sample_uniform
+from .reading import frames_within, iter_frames, length_of, read_frames, sample_fps, sample_uniform
 
-__all__ = ["VideoError", "VideoInfo", "iter_frames", "probe", "read_frames", "sample_fps", "sample_uniform"]
+__all__ = [
+    "VideoError",
+    "VideoInfo",
+    "frames_within",
+    "iter_frames",
+    "length_of",
+    "probe",
+    "read_frames",
+    "sample_fps",
+    "sample_uniform",
+]

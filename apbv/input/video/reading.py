@@ -16,6 +16,8 @@ from .file import NotWholeError, VideoError, VideoFile, VideoInfo
 
 # Frames after which a run of wanted frames may be split at a keyframe, for several threads to share.
 _FRAMES_PER_RUN = 64
+# Seconds by which equal times may differ: times are sums of a container's units.
+_SAME_TIME = 1e-6
 # How much larger than the first frame, in pixels, another may be that was not announced.
 MOST_TIMES_LARGER = 16
 AtWork = Callable[[], AbstractContextManager]
@@ -44,7 +46,34 @@ def sample_uniform(info_or_n: VideoInfo | int, num_frames: int) -> list[int]:
     return [(2 * i * (n - 1) + k - 1) // (2 * (k - 1)) for i in range(k)]
 
 
-def sample_fps(info: VideoInfo, fps: float, max_frames: int | None = None) -> list[int]:
+def frames_within(info: VideoInfo, start: float | None, end: float | None) -> range:
+    """Return the frames whose times, in seconds, lie from ``start`` to ``end``, both included; None: no limit.
+
+    Raises:
+        VideoError: the video ends before ``start``, or has no frame there.
+    """
+    start, end = start or 0.0, info.duration if end is None else end
+    if start >= info.duration:
+        raise VideoError(f"{info.path}: video_start is {start:g} s, but the video lasts {info.duration:.3f} s")
+    first = int(np.searchsorted(info.timestamps, start - _SAME_TIME, "left"))
+    stop = int(np.searchsorted(info.timestamps, end + _SAME_TIME, "right"))
+    if first >= stop:
+        raise VideoError(
+            f"{info.path}: has no frame between video_start {start:g} s and video_end {end:g} s "
+            f"(the video lasts {info.duration:.3f} s)"
+        )
+    return range(first, stop)
+
+
+def length_of(info: VideoInfo, frames: range) -> float:
+    """Return for how many seconds adjacent frames are shown, the last up to the next one."""
+    is_last = frames.stop == info.num_frames
+    return float((info.duration if is_last else info.timestamps[frames.stop]) - info.timestamps[frames.start])
+
+
+def sample_fps(
+    info: VideoInfo, fps: float, max_frames: int | None = None, min_frames: int = 1, within: range | None = None
+) -> list[int]:
     """Find the frames nearest to the times 0, 1/fps, 2/fps... up to the last; indices ascending, distinct.
 
     The frames are found by their timestamps, which is right for a variable frame rate too; of two equally near,
@@ -55,6 +84,8 @@ def sample_fps(info: VideoInfo, fps: float, max_frames: int | None = None) -> li
         fps: frames per second.
         max_frames: where the times make more frames than this, the result is :func:`sample_uniform` of that many
             instead.
+        min_frames: as with ``max_frames``, where they make fewer.
+        within: the frames among which to sample, from the time of their first; None: all.
 
     Raises:
         ValueError: ``fps`` is not in 0 < fps <= MAX_FPS, or ``max_frames`` < 1.
@@ -62,16 +93,20 @@ def sample_fps(info: VideoInfo, fps: float, max_frames: int | None = None) -> li
     says, may_be = FRAME_RATE
     if not may_be(fps):
         raise ValueError(f"fps must {says}, not {fps!r:.50}")
-    times = np.asarray(info.timestamps)
+    within = range(info.num_frames) if within is None else within
+    times = np.asarray(info.timestamps)[within.start : within.stop]
+    times = times - times[0]
     # A frame is nearest to the times from half way to the one before (excluded) to half way to the next, and
     # is taken if a grid time lies there. Counting the grid times up to each edge needs no grid in memory. The
     # small term makes ties, common at 2 of 25 fps, fall the same way however the times are rounded.
     edges = np.concatenate([(times[1:] + times[:-1]) / 2, times[-1:]])
     count = np.floor(edges * fps + 1e-6)
     chosen = np.flatnonzero(np.diff(count, prepend=-1) > 0).tolist()
-    if max_frames is not None and len(chosen) > max_frames:
-        return sample_uniform(info, max_frames)
-    return chosen
+    wanted = max(len(chosen), min_frames)
+    wanted = wanted if max_frames is None else min(wanted, max_frames)
+    if wanted != len(chosen):
+        chosen = sample_uniform(len(within), wanted)
+    return [within[index] for index in chosen]
 
 
 def read_frames(info: VideoInfo, indices: Sequence[int], threads: int = 0) -> np.ndarray:
