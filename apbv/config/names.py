@@ -19,4 +19,16 @@ IMPORTANCE_NAMES = ("peak", "softmax", "dot")
 BACKEND_NAMES = ("auto", "torch", "triton", "flash_attn")
 REDUCER_NAMES = ("slowfast", "fastvid", "dycoke")
 DTYPE_NAMES = ("auto", "float32", "bfloat16", "float16")
-STRATEGY_NAMES = ("vanilla", "sd_tree", "specvlm", "hippo", "parallelvlm", "text_only", "tabed", "std", "ngram")
+STRATEGY_NAMES = (
+    "vanilla",
+    "sd_tree",
+    "specvlm",
+    "hippo",
+    "parallelvlm",
+    "text_only",
+    "tabed",
+    "std",
+    "streaming",
+    "layerskip",
+    "ngram",
+)

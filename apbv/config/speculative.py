@@ -25,7 +25,8 @@ class SpeculativeConfig(Checked):
         strategy: a name in :data:`apbv.speculate.STRATEGIES`. A second model drafts in ``"vanilla"`` (on all
             visual tokens), ``"sd_tree"`` (the same, a tree), ``"specvlm"``, ``"hippo"`` and ``"parallelvlm"`` (on
             some, by ``keep``), ``"text_only"`` and ``"tabed"`` (reading the prompt in several ways, see
-            ``ensemble``); the target drafts itself in ``"std"`` (on the most attended visual KV); ``"ngram"``
+            ``ensemble``); the target drafts itself in ``"std"`` (on the most attended visual KV), ``"streaming"``
+            (on the first tokens and the latest visual KV) and ``"layerskip"`` (by its first layers); ``"ngram"``
             looks up what followed the last tokens before.
         draft_model: a directory or hub id, of the target's family and tokenizer (for ``"text_only"``, but not on a
             draft host, also a text-only model with the target's tokens); ``"demo"`` is the bundled one.
@@ -51,6 +52,8 @@ class SpeculativeConfig(Checked):
             of the target's prefill: it drafts its first window on the whole prompt.
         uv_layer: the last layer of the target that ``"uv_prune"`` observes, at most its last but one; 20 in the
             paper.
+        layer_ratio: the share of the target's layers that ``"layerskip"`` drafts with, the first ones; half of them
+            by default, as nobody trained them to be left early.
         ensemble: the contexts that ``"tabed"`` drafts from: the prompt with the visual tokens that ``keep``
             preserves (M), with line breaks instead (T), a caption (C), and pooled ones (P); ``*``: weighted by
             their divergence from the target in the answer so far, instead of equally. The paper's are MT, MT*,
@@ -75,6 +78,7 @@ class SpeculativeConfig(Checked):
     keep_tokens: int | None = integer(1, 2**31 - 1, None)
     prune: str = one_of(PRUNINGS, "prompt")
     uv_layer: int = integer(1, 2**31 - 1, 20)
+    layer_ratio: float = number("lie in (0, 1]", lambda share: 0 < share <= 1, 0.5)
     ensemble: str = setting(
         "MT*", f"be different letters of {CONTEXTS}, with a * after at least two to adapt their weights", _is_ensemble
     )

@@ -53,10 +53,12 @@ SEEN = [{"strategy": "specvlm", "keep": keep, "keep_ratio": 0.3} for keep in KEE
 SEEN += [{**HIPPO, "prune": "kv"}, {**HIPPO, "num_draft_tokens": "auto"}]
 SEEN += [{**HIPPO, "num_tree_nodes": 12}, {"strategy": "ngram"}]
 SEEN += [{"strategy": "tabed", "ensemble": "MTCP*", "keep": "full"}, {"strategy": "std", "num_tree_nodes": 12}]
+SEEN += [{"strategy": "streaming", "keep_ratio": 0.3}, {"strategy": "layerskip", "num_tree_nodes": 12}]
 SHARED = [{"strategy": name} for name in ("hippo", "parallelvlm")]
 SHARED += [{"strategy": "std", "num_tree_nodes": nodes} for nodes in (None, 12)]
+SHARED += [{"strategy": "layerskip", "layer_ratio": 0.3}, {"strategy": "streaming", "num_tree_nodes": 12}]
 SHARED += [{"strategy": "tabed", "ensemble": "MTCP*", "keep": "hippo", "keep_ratio": 0.3}]
-OF_TEXT = [{"strategy": name} for name in ("specvlm", "std", "tabed")]
+OF_TEXT = [{"strategy": name} for name in ("specvlm", "std", "tabed", "layerskip", "streaming")]
 CASES = {
     "one host": ("qwen2_5_vl", 1, "gathered", SEEN, "video"),
     "shares": ("qwen2_5_vl", 2, "sharded", SHARED, "video"),
@@ -90,6 +92,7 @@ ALL = {"keep_ratio": 1.0}
 SEES_ALL = [{"strategy": "vanilla"}, {"strategy": "std", **ALL}]
 SEES_ALL += [{"strategy": "specvlm", "keep": "even", **ALL}, {"strategy": "specvlm", "prune": "kv", **ALL}]
 SEES_ALL += [{"strategy": name, "num_tree_nodes": 25, **ALL} for name in ("specvlm", "std")]
+SEES_ALL += [{"strategy": "streaming", **ALL}, {"strategy": "layerskip", "layer_ratio": 1.0}]
 SEES_ALL += [{"strategy": "tabed", "ensemble": "M"}]
 
 
