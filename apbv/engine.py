@@ -118,6 +118,8 @@ class Engine:
         self.tokenizer, self.videos = reader.tokenizer, reader.videos
         self._way = drafting.way_to_answer(models, self.tokenizer)
         self.hosts, self.prefills = self._way.hosts, not drafting.drafts_only
+        if self.prefills and self.hosts.num_processes > 1:
+            _ = self.parts.weights_sample  # for which a prompt would wait, when the hosts compare it
         with hosts.local_stage("reading the generation config"):
             sampling = default_sampling(self.parts.model, self.parts.decode.generation_config)
         self.sampling = drafting.agree(sampling)

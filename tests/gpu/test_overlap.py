@@ -78,6 +78,7 @@ def test_simulated_hosts_wait_for_the_gpu_at_the_end_only():
         def job(hosts):
             parts = inspect_model(to_gpu(families.build_model("qwen2", layers=2), gpu))
             inputs = ModelInputs.from_processor(parts, prompt.batch, hosts, query_start=prompt.query_start)
+            assert parts.weights_sample  # which an engine has read when it is loaded
             hosts.barrier()
             gpu.mark("begin")
             state = prefill(parts, inputs, hosts=hosts, config=config)
