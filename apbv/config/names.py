@@ -6,6 +6,7 @@ REUSE_MODES = ("exact", "kv")
 CUDA_GRAPH_MODES = ("auto", "off")
 GENERATION_CONFIGS = ("auto", "neutral")
 PRUNINGS = ("kv", "prompt")
+HIPPO_TERMS = ("attention", "time", "space")
 KEEP_POLICIES = ("specvlm", "attention", "uv_prune", "hippo", "even", "random", "full")
 DEFAULT_KEEP_RATIO = 0.1
 CONTEXTS = "MTCP"

@@ -32,8 +32,11 @@ def kept_visual_tokens(task: DraftTask, rows: Tensor | None) -> Tensor:
     if keep == "random":
         return keep_random(total, count, task.sampling.seed)
     # HIPPO's Eq. 7: attention, change over time, variety in space, z-scored by frame.
-    semantics = local_semantics(task.draft, task.inputs, rows, task.hosts)
-    return keep_best(with_relevance(task.draft, task.inputs, semantics, task.scores()), count)
+    terms = task.config.hippo_terms
+    scores = local_semantics(task.draft, task.inputs, rows, task.hosts, terms)
+    if "attention" in terms:
+        scores = with_relevance(task.draft, task.inputs, scores, task.scores())
+    return keep_best(scores, count)
 
 
 def draft_by_model(task: DraftTask) -> Draft:

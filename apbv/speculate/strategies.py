@@ -16,8 +16,8 @@ from .draft import Draft, DraftTask
 from .tree import Tree
 from .watchers import HeadAttention, Relevance, SimilarityChange
 
-# Keep policies that use scores from the target's prefill.
-_BY_PREFILL = ("specvlm", "attention", "uv_prune", "hippo")
+# Keep policies that use scores from the target's prefill; HIPPO's does where it has the term of attention.
+_BY_PREFILL = ("specvlm", "attention", "uv_prune")
 
 
 @dataclass(frozen=True)
@@ -62,11 +62,17 @@ def prunes(config: SpeculativeConfig) -> bool:
     return STRATEGIES[config.strategy].prunes_kv or keep_policy(config) not in (None, "full")
 
 
+def ranks_by_prefill(config: SpeculativeConfig) -> bool:
+    """Return whether the visual tokens that the draft sees are chosen by scores of the target's prefill."""
+    keep = keep_policy(config)
+    return keep in _BY_PREFILL or (keep == "hippo" and "attention" in config.hippo_terms)
+
+
 def _for_keeping(config: SpeculativeConfig, parts: ModelParts) -> Watcher | None:
     keep = keep_policy(config)
     if keep == "uv_prune":
         return SimilarityChange(min(config.uv_layer, parts.num_layers - 1), parts.num_layers)
-    return Relevance() if keep in _BY_PREFILL else None
+    return Relevance() if ranks_by_prefill(config) else None
 
 
 _by_model = partial(Strategy, builders.draft_by_model, _for_keeping, needs_draft_model=True)
@@ -124,7 +130,7 @@ def require_consistent(
     """
     name, strategy, keep = config.strategy, STRATEGIES[config.strategy], keep_policy(config)
     drops_nothing = keep in (None, "full") or strategy.needs_verdicts
-    ranking = keep in _BY_PREFILL and f"keep={keep!r}"
+    ranking = ranks_by_prefill(config) and f"keep={keep!r}"
     refuse(
         **prefill.features,
         draft_host=config.draft_host,
@@ -162,6 +168,7 @@ def require_effective(config: SpeculativeConfig, given: Collection[str]) -> None
     for setting, applies, reason in (
         ("draft_model", strategy.needs_draft_model, "uses no draft model"),
         ("keep_ratio", prunes(config), "does not prune visual tokens by ratio"),
+        ("hippo_terms", keep == "hippo", "does not rank visual tokens by HIPPO's scores"),
         ("prune", is_pruned and not strategy.needs_verdicts, "prunes nothing from its draft's prompt or KV"),
         ("layer_ratio", name == "layerskip", "runs all layers of its draft"),
         ("ensemble", name == "tabed", "drafts from one prompt"),
