@@ -5,14 +5,13 @@ Legend: A anchor, B(v) context block of virtual host v, Q query; q_A, k_A, v_A t
 and start of the context, as in APB, which is dropped after the prefill.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
 
 from torch import Tensor
 
 from ...config import PrefillConfig
-from ...hosts import Exchange, HostGroup
+from ...hosts import Exchange
 from ...kernels import select_topk
 from ...kernels.runs import Segment
 from ...kernels.torch_attention import empty_output
@@ -27,18 +26,9 @@ class ApbvMethod(PrefillMethod):
 
     name = "apbv"
     passes_on = True
-    settings: ClassVar[dict[str, bool]] = {}  # what it fixes of the config
 
-    def __init__(
-        self,
-        layout: ContextLayout,
-        hosts: HostGroup,
-        config: PrefillConfig,
-        num_layers: int,
-        attention_layers: Sequence[int] | None = None,
-    ):
-        config = replace(config, **self.settings)
-        super().__init__(layout, hosts, config, num_layers, attention_layers)
+    def prepare(self) -> None:
+        layout, hosts, config = self.layout, self.hosts, self.config
         self.separate_query = not config.fused_query
         blocks = layout.virtual_hosts(hosts.rank)
         self._anchor = range(layout.anchor_len)

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import ClassVar
 
@@ -36,6 +37,7 @@ class PrefillMethod(ABC):
         num_layers: the decoder's.
         attention_layers: the numbers, among these, of those that have attention; by default all.
         separate_query: whether the query runs in a second forward pass, after the context's.
+        settings: what the method fixes of the config.
         passes_on: whether context blocks pass KV pairs on to other hosts.
         attend: :func:`apbv.kernels.segmented_attention` with the configured backend.
     """
@@ -46,6 +48,7 @@ class PrefillMethod(ABC):
     zigzag: ClassVar[bool] = False
     passes_on: ClassVar[bool] = False
     separate_query: bool = False
+    settings: ClassVar[dict[str, bool]] = {}
 
     def __init__(
         self,
@@ -57,13 +60,17 @@ class PrefillMethod(ABC):
     ):
         self.layout = layout
         self.hosts = hosts
-        self.config = config
+        self.config = replace(config, **self.settings)
         self.num_layers = num_layers
         self.attention_layers = range(num_layers) if attention_layers is None else attention_layers
         self.attend = partial(segmented_attention, backend=config.backend)
         sparse = config.sparse_attention
         is_dense = sparse is None or sparse.computes_all
         self.blocks = None if is_dense else BlockAttention(sparse, config.backend)
+        self.prepare()
+
+    def prepare(self) -> None:  # noqa: B027  (most methods need none)
+        """Compute what is the same in all layers; by default nothing."""
 
     @property
     def gives_exact_kv(self) -> bool:

@@ -1,13 +1,9 @@
 """DeepSpeed Ulysses, exact attention that splits the heads over the hosts."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from ...config import PrefillConfig
-from ...hosts import HostGroup
-from ...layout import ContextLayout, split_evenly
+from ...layout import split_evenly
 from .base import PrefillMethod
 
 
@@ -22,16 +18,8 @@ class UlyssesMethod(PrefillMethod):
     name = "ulysses"
     is_exact = True
 
-    def __init__(
-        self,
-        layout: ContextLayout,
-        hosts: HostGroup,
-        config: PrefillConfig,
-        num_layers: int,
-        attention_layers: Sequence[int] | None = None,
-    ):
-        super().__init__(layout, hosts, config, num_layers, attention_layers)
-        self._lengths = [len(block) for block in layout.blocks]
+    def prepare(self) -> None:
+        self._lengths = [len(block) for block in self.layout.blocks]
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float, layer: int) -> Tensor:
         batch, num_heads, rows, dim = q.shape

@@ -4,15 +4,10 @@ The prompt is cut into 2H chunks, and host h holds chunks h and 2H-1-h (zigzag),
 many (query, key) pairs to compute under the causal mask. Transfers overlap with attention.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from ...config import PrefillConfig
-from ...hosts import HostGroup
 from ...kernels.torch_attention import empty_output
-from ...layout import ContextLayout
 from .base import PrefillMethod, State
 from .ring_library import Ring, usable_ring
 
@@ -24,15 +19,8 @@ class ZigzagRingMethod(PrefillMethod):
     is_exact = True
     zigzag = True
 
-    def __init__(
-        self,
-        layout: ContextLayout,
-        hosts: HostGroup,
-        config: PrefillConfig,
-        num_layers: int,
-        attention_layers: Sequence[int] | None = None,
-    ):
-        super().__init__(layout, hosts, config, num_layers, attention_layers)
+    def prepare(self) -> None:
+        layout, hosts = self.layout, self.hosts
         # The numbers of rows of every host's two chunks.
         self._cuts = [[len(layout.blocks[v]) for v in layout.virtual_hosts(host)] for host in range(hosts.size)]
         self._equal_chunks = len({len(block) for block in layout.blocks}) == 1
