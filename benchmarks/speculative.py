@@ -55,7 +55,8 @@ def configs_of(preset: str, keep_ratio: float) -> dict[str, SpeculativeConfig]:
     for label, settings in PRESETS[preset].items():
         prunes_some = prunes(SpeculativeConfig(strategy=settings["strategy"])) and "keep_tokens" not in settings
         amount = {"keep_ratio": keep_ratio} if prunes_some else {}
-        found[label] = SpeculativeConfig(**settings | amount)
+        terms = {"hippo_terms": tuple(settings["hippo_terms"])} if "hippo_terms" in settings else {}
+        found[label] = SpeculativeConfig(**settings | amount | terms)
     return found
 
 

@@ -51,7 +51,7 @@ class Setting(NamedTuple):
 
 # Options that are not named as their fields, and further arguments of argparse.
 _NAMES = {"block_size": "sparse_block", "chunk_bytes": "video_chunk_mib"}
-_MORE = {"draft_model": {"metavar": "PATH"}, "num_draft_tokens": {"metavar": "N|auto"}}
+_MORE = {"draft_model": {"metavar": "PATH"}, "num_draft_tokens": {"metavar": "N|auto"}, "hippo_terms": {"nargs": "+"}}
 
 
 def _of(config: type, prefix: str = "", **helps: str) -> tuple[Setting, ...]:
@@ -108,6 +108,8 @@ DRAFT = _of(
     prune="prune the draft's prompt, or its KV after draft prefill",
     keep_ratio="share of visual tokens that the draft sees (default 0.1)",
     keep_tokens="total prompt tokens for the draft, text included; replaces --keep-ratio",
+    hippo_terms="terms of HIPPO's score (default: all)",
+    layer_ratio="share of the target's layers that layerskip drafts with (default 0.5)",
     ensemble="contexts of tabed's ensemble: MT, MT*, MTCP, MTCP*, …",
 )
 ANSWER_LENGTH = _of(SamplingParams, max_new_tokens="tokens to generate at most (default: the model's, or 128)")
@@ -331,7 +333,10 @@ def speculative_config(options: argparse.Namespace) -> SpeculativeConfig | None:
     """Build the speculative-decoding config, if any; ValueError if options are incompatible."""
     if options.speculate == "off":
         return None
-    return SpeculativeConfig(strategy=options.speculate, **given(options, SpeculativeConfig))
+    settings = given(options, SpeculativeConfig)
+    if "hippo_terms" in settings:
+        settings["hippo_terms"] = tuple(settings["hippo_terms"])
+    return SpeculativeConfig(strategy=options.speculate, **settings)
 
 
 def load_engine(options: argparse.Namespace, hosts: "HostGroup", reuse: ReuseConfig | None = None) -> "Engine":

@@ -6,6 +6,7 @@ REUSE_MODES = ("exact", "kv")
 CUDA_GRAPH_MODES = ("auto", "off")
 GENERATION_CONFIGS = ("auto", "neutral")
 PRUNINGS = ("kv", "prompt")
+HIPPO_TERMS = ("attention", "time", "space")
 KEEP_POLICIES = ("specvlm", "attention", "uv_prune", "hippo", "even", "random", "full")
 DEFAULT_KEEP_RATIO = 0.1
 CONTEXTS = "MTCP"
@@ -19,4 +20,16 @@ IMPORTANCE_NAMES = ("peak", "softmax", "dot")
 BACKEND_NAMES = ("auto", "torch", "triton", "flash_attn")
 REDUCER_NAMES = ("slowfast", "fastvid", "dycoke")
 DTYPE_NAMES = ("auto", "float32", "bfloat16", "float16")
-STRATEGY_NAMES = ("vanilla", "sd_tree", "specvlm", "hippo", "parallelvlm", "text_only", "tabed", "std", "ngram")
+STRATEGY_NAMES = (
+    "vanilla",
+    "sd_tree",
+    "specvlm",
+    "hippo",
+    "parallelvlm",
+    "text_only",
+    "tabed",
+    "std",
+    "streaming",
+    "layerskip",
+    "ngram",
+)

@@ -4,12 +4,24 @@ from dataclasses import dataclass
 
 from ..refusals import refuse
 from .checks import Checked, integer, number, one_of, setting
-from .names import CONTEXTS, DEFAULT_KEEP_RATIO, KEEP_POLICIES, MOST_AUTO_DRAFT_TOKENS, PRUNINGS, STRATEGY_NAMES
+from .names import (
+    CONTEXTS,
+    DEFAULT_KEEP_RATIO,
+    HIPPO_TERMS,
+    KEEP_POLICIES,
+    MOST_AUTO_DRAFT_TOKENS,
+    PRUNINGS,
+    STRATEGY_NAMES,
+)
 
 
 def longest_window(num_draft_tokens: int | str) -> int:
     """Return the maximum number of tokens per draft: γ, or the limit of ``"auto"``."""
     return MOST_AUTO_DRAFT_TOKENS if num_draft_tokens == "auto" else num_draft_tokens
+
+
+def _are_terms(terms: tuple[str, ...]) -> bool:
+    return isinstance(terms, tuple) and bool(terms) and set(terms) <= set(HIPPO_TERMS)
 
 
 def _is_ensemble(letters: str) -> bool:
@@ -25,7 +37,8 @@ class SpeculativeConfig(Checked):
         strategy: a name in :data:`apbv.speculate.STRATEGIES`. A second model drafts in ``"vanilla"`` (on all
             visual tokens), ``"sd_tree"`` (the same, a tree), ``"specvlm"``, ``"hippo"`` and ``"parallelvlm"`` (on
             some, by ``keep``), ``"text_only"`` and ``"tabed"`` (reading the prompt in several ways, see
-            ``ensemble``); the target drafts itself in ``"std"`` (on the most attended visual KV); ``"ngram"``
+            ``ensemble``); the target drafts itself in ``"std"`` (on the most attended visual KV), ``"streaming"``
+            (on the first tokens and the latest visual KV) and ``"layerskip"`` (by its first layers); ``"ngram"``
             looks up what followed the last tokens before.
         draft_model: a directory or hub id, of the target's family and tokenizer (for ``"text_only"``, but not on a
             draft host, also a text-only model with the target's tokens); ``"demo"`` is the bundled one.
@@ -40,17 +53,21 @@ class SpeculativeConfig(Checked):
         keep: selects the visual tokens that a pruned draft sees: by the question's attention to them ``"specvlm"``
             (SpecVLM's: the fewest that hold 40 % of it, and others evenly spaced) and ``"attention"`` (the
             highest); ``"uv_prune"`` (ParallelVLM's: what comes closer to the text in the target's first layers),
-            ``"hippo"`` (by attention, change over time and variety in space), ``"even"`` (evenly spaced),
-            ``"random"``, ``"full"``; None: as the strategy's paper does.
+            ``"hippo"`` (see ``hippo_terms``), ``"even"`` (evenly spaced), ``"random"``, ``"full"``; None: as the
+            strategy's paper does.
         keep_ratio: share of visual tokens that a pruned draft sees; 0.1 if ``keep_tokens`` is not given.
         keep_tokens: number of prompt tokens that a pruned draft sees, instead of a ratio: all text tokens, and
             visual ones for the rest, at least one. With ``"std"`` that is the paper's K + m_t, of each layer and
             KV head; 1024 there.
+        hippo_terms: the terms of HIPPO's scores (its Eq. 7): attention, change over time, variety in space. The paper's
+            ablations leave one out.
         prune: ``"prompt"``: the draft reads the kept tokens only. ``"kv"``: it reads everything, and the KV of
             what is not kept is dropped; its prefill costs more. Then a draft host does not wait for the scores
             of the target's prefill: it drafts its first window on the whole prompt.
         uv_layer: the last layer of the target that ``"uv_prune"`` observes, at most its last but one; 20 in the
             paper.
+        layer_ratio: the share of the target's layers that ``"layerskip"`` drafts with, the first ones; half of them
+            by default, as nobody trained them to be left early.
         ensemble: the contexts that ``"tabed"`` drafts from: the prompt with the visual tokens that ``keep``
             preserves (M), with line breaks instead (T), a caption (C), and pooled ones (P); ``*``: weighted by
             their divergence from the target in the answer so far, instead of equally. The paper's are MT, MT*,
@@ -73,8 +90,12 @@ class SpeculativeConfig(Checked):
     keep: str | None = one_of(KEEP_POLICIES, None)
     keep_ratio: float | None = number("lie in (0, 1]", lambda share: 0 < share <= 1, None)
     keep_tokens: int | None = integer(1, 2**31 - 1, None)
+    hippo_terms: tuple[str, ...] = setting(
+        HIPPO_TERMS, f"be some of {', '.join(HIPPO_TERMS)}", _are_terms, choices=HIPPO_TERMS
+    )
     prune: str = one_of(PRUNINGS, "prompt")
     uv_layer: int = integer(1, 2**31 - 1, 20)
+    layer_ratio: float = number("lie in (0, 1]", lambda share: 0 < share <= 1, 0.5)
     ensemble: str = setting(
         "MT*", f"be different letters of {CONTEXTS}, with a * after at least two to adapt their weights", _is_ensemble
     )

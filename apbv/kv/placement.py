@@ -6,6 +6,7 @@ Callers use the interface :class:`PlacedKV` for both.
 from collections.abc import Sequence
 from itertools import chain
 
+import torch
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -110,6 +111,13 @@ class GatheredKV(PlacedKV):
         """
         return None if self.cache is None else select_kv(self.whole, chosen)
 
+    def first_layers(self, count: int) -> DynamicCache | None:
+        """Return the first layers' KV of all tokens on host 0, None elsewhere; collective. It may share memory."""
+        cache = self.whole
+        if cache is not None:
+            cache.layers = cache.layers[:count]
+        return cache
+
 
 class ShardedKV(PlacedKV):
     """KV sharded over all hosts, whose partial attention results are merged (APB-V, Eq. 5).
@@ -146,6 +154,11 @@ class ShardedKV(PlacedKV):
 
     def select(self, chosen: Sequence[Tensor]) -> DynamicCache | None:
         return collect_kv(self.cache, chosen, self.hosts)
+
+    def first_layers(self, count: int) -> DynamicCache | None:
+        num_heads = self.cache.layers[0].keys.shape[1]
+        all_tokens = torch.arange(self.num_tokens).expand(num_heads, -1)
+        return self.select([all_tokens] * count)
 
     def _rows(self, count: int | None) -> Layers:
         return [(layer.keys[:, :, :count], layer.values[:, :, :count]) for layer in self.cache.layers]

@@ -16,10 +16,11 @@ def select_kv(cache: DynamicCache, chosen: Sequence[Tensor]) -> DynamicCache:
 
     Args:
         cache: ``[1, Hkv, n, D]`` per layer.
-        chosen: per layer ``[Hkv, T]``, ascending token numbers, which may differ between KV heads.
+        chosen: per layer ``[Hkv, T]``, ascending token numbers, which may differ between KV heads. For fewer layers
+            than the cache has, the copy has only the first ones.
     """
     copy = DynamicCache()
-    for index, (layer, tokens) in enumerate(zip(cache.layers, chosen, strict=True)):
+    for index, (layer, tokens) in enumerate(zip(cache.layers[: len(chosen)], chosen, strict=True)):
         rows = tokens.to(layer.keys.device)[None, :, :, None].expand(-1, -1, -1, layer.keys.shape[3])
         copy.update(layer.keys.gather(2, rows), layer.values.gather(2, rows), index)
     return copy
@@ -40,7 +41,7 @@ def collect_kv(shards: ShardedCache, chosen: Sequence[Tensor], hosts: HostGroup)
         tokens = numbers_in(*shards.owned_spans(host))
         owner[tokens], row[tokens] = host, torch.arange(len(tokens))
     copy = DynamicCache()
-    for index, (layer, tokens) in enumerate(zip(shards.layers, chosen, strict=True)):
+    for index, (layer, tokens) in enumerate(zip(shards.layers[: len(chosen)], chosen, strict=True)):
         heads, places = (owner[tokens] == hosts.rank).nonzero(as_tuple=True)
         rows = row[tokens[heads, places]]
         share = torch.stack([states[0, heads, rows] for states in (layer.keys, layer.values)])

@@ -1,5 +1,6 @@
 """Takes a Hugging Face model apart. Only this file reads a model's config."""
 
+import copy
 import json
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -244,6 +245,7 @@ class ModelParts:
             "dtype": embed_tokens.weight.dtype,
             "device": embed_tokens.weight.device,
             "_placeholders": placeholders,
+            "_shallow": {},
             "is_video_model": family in VIDEO_FAMILIES,
             "hears": self.audio_token_id is not None,
             "uses_mrope": uses_mrope,
@@ -392,6 +394,20 @@ class ModelParts:
     def weights_sample(self) -> bytes:
         """A digest of a few numbers of every weight on this process, to compare with other hosts'; made once."""
         return sample_digest(weight for weight in self.model.state_dict().values() if torch.is_tensor(weight))
+
+    def with_first_layers(self, count: int) -> "ModelParts":
+        """Return a model of the first layers of this one, its last norm and its head; they share all weights.
+
+        It is made once for each number of layers.
+        """
+        if count not in self._shallow:
+            decoder = copy.copy(self.language_model)
+            first_layers = nn.ModuleList(list(self.language_model.layers)[:count])
+            decoder._modules = {**self.language_model._modules, "layers": first_layers}
+            shallow = replace(self, language_model=decoder)
+            object.__setattr__(shallow, "num_layers", count)
+            self._shallow[count] = shallow
+        return self._shallow[count]
 
     def weights_digest(self) -> str:
         """Compute :func:`apbv.model.digest.weights_digest` of the weights on this process."""

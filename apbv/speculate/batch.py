@@ -1,6 +1,6 @@
 """Speculative decoding in a batch: answers draft and are verified together, each with its own window.
 
-A round is one pass of the draft model per drafted position, over the answers that draft there, and one of the
+A round is one pass of each draft model per drafted position, over the answers that draft there, and one of the
 target over every answer's last token and drafted ones. All of it is queued on the device, and waited for once.
 """
 
@@ -36,7 +36,7 @@ class DraftingMember(Member):
     Attributes:
         draft: its draft, which has read the prompt; None if it has none, or no longer.
         draft_kv: the KV of a draft model; None before the prefill is done, and if the draft has no model.
-        num_copied: if the target drafts itself: of how many tokens the draft has the target's KV.
+        num_copied: if the target itself drafts: of how many tokens the draft has the target's KV.
         acceptance: how often drafted tokens were accepted.
         stats: speculation metrics.
     """
@@ -98,7 +98,6 @@ class SpeculativeBatch(Batch):
     Args:
         parts: the target.
         config: how many tokens are drafted.
-        draft: the draft model; None: the target drafts itself, or drafts need no model.
 
     Raises:
         ValueError: answers cannot be batched, or not with these drafts: see :func:`.strategies.why_drafts_alone`.
@@ -107,14 +106,13 @@ class SpeculativeBatch(Batch):
     _member = DraftingMember
     _members: list[DraftingMember]
 
-    def __init__(self, parts: ModelParts, config: SpeculativeConfig, draft: ModelParts | None = None):
+    def __init__(self, parts: ModelParts, config: SpeculativeConfig):
         super().__init__(parts)
         if obstacle := why_drafts_alone(config):
             raise ValueError(f"cannot batch answers with drafts: {obstacle}")
         self._pace = cache(partial(Pace, config.num_draft_tokens, config.keep_losing_draft))  # of each batch size
         self._acceptance = Acceptance()  # of all drafts
-        self._drafts_itself = draft is None
-        self._draft_runner = self._runner if draft is None else BatchRunner(draft)
+        self._draft_runners: dict[int, BatchRunner] = {}  # by the identity of the parts of a model that drafts
 
     def join(self, state: PrefilledPrompt, request: Request, draft: Draft | None = None) -> DraftingMember:
         """Add a prefilled prompt as :meth:`Batch.join` does.
@@ -200,7 +198,7 @@ class SpeculativeBatch(Batch):
     def _draft(self, windows: Windows) -> dict[DraftingMember, Drafted]:
         """Draft for members; of those that are left out the draft failed."""
         found: dict[DraftingMember, Drafted] = {}
-        together: Windows = {}
+        by_runner: dict[BatchRunner, Windows] = {}
         for member, window in windows.items():
             draft, kv, known = member.draft, member.draft_kv, len(member.tokens) - 1
             try:
@@ -213,12 +211,23 @@ class SpeculativeBatch(Batch):
             except (NotFiniteError, RuntimeError) as error:  # the latter out of memory
                 member.drop_draft(f"it gave {error}")
                 continue
-            if self._drafts_itself:
+            if draft.runs(self._parts):
                 kv.num_run = member.num_copied
                 kv.copy_newest(member.kv, known - kv.num_run)
                 member.num_copied = known
-            together[member] = window
-        return found | _draft_chains(self._draft_runner, together) if together else found
+            runner = self._runner_of(draft.drafter.parts)
+            by_runner.setdefault(runner, {})[member] = window
+        for runner, together in by_runner.items():
+            found |= _draft_chains(runner, together)
+        return found
+
+    def _runner_of(self, parts: ModelParts) -> BatchRunner:
+        """Return the runner of a model over the newest tokens of the answers that it drafts for."""
+        if parts is self._parts:
+            return self._runner
+        if id(parts) not in self._draft_runners:
+            self._draft_runners[id(parts)] = BatchRunner(parts)
+        return self._draft_runners[id(parts)]
 
 
 def _draft_chains(runner: BatchRunner, windows: Windows) -> dict[DraftingMember, Drafted]:

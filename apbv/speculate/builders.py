@@ -9,7 +9,7 @@ from torch import Tensor
 from ..prefilling.encode import encode_visual
 from ..prefilling.reduction.choosing import keep_best, keep_even
 from .draft import Draft, DraftTask, prefill_draft, run_prompt
-from .drafters import NgramDrafter
+from .drafters import Drafter, NgramDrafter
 from .ensemble import EnsembleDrafter, read_contexts
 from .hippo import local_semantics, with_relevance
 
@@ -32,8 +32,11 @@ def kept_visual_tokens(task: DraftTask, rows: Tensor | None) -> Tensor:
     if keep == "random":
         return keep_random(total, count, task.sampling.seed)
     # HIPPO's Eq. 7: attention, change over time, variety in space, z-scored by frame.
-    semantics = local_semantics(task.draft, task.inputs, rows, task.hosts)
-    return keep_best(with_relevance(task.draft, task.inputs, semantics, task.scores()), count)
+    terms = task.config.hippo_terms
+    scores = local_semantics(task.draft, task.inputs, rows, task.hosts, terms)
+    if "attention" in terms:
+        scores = with_relevance(task.draft, task.inputs, scores, task.scores())
+    return keep_best(scores, count)
 
 
 def draft_by_model(task: DraftTask) -> Draft:
@@ -97,10 +100,34 @@ def draft_on_attended_kv(task: DraftTask) -> Draft:
     scores, count = task.scores() if task.inputs.num_visual_tokens else [], task.num_kept
     nothing = torch.empty(task.target.num_kv_heads, 0, dtype=torch.long)
     best = [layer.topk(count, dim=1).indices for layer in scores] or [nothing] * task.target.num_layers
-    visual, text = task.is_visual.nonzero().flatten(), (~task.is_visual).nonzero().flatten()
-    text = text.expand(task.target.num_kv_heads, -1)
-    chosen = [torch.cat([text, visual[places]], dim=1).sort(dim=1).values for places in best]
-    return Draft(task.drafter(task.target, task.state.kv.select(chosen)), count)
+    return Draft(_own_kv_drafter(task, best), count)
+
+
+def draft_on_latest_kv(task: DraftTask) -> Draft:
+    """Draft with the target on all text, which has the first tokens, and the latest visual KV (StreamingLLM)."""
+    num_visual = task.inputs.num_visual_tokens
+    latest = torch.arange(num_visual - min(task.num_kept, num_visual), num_visual)
+    of_every_head = latest.expand(task.target.num_kv_heads, -1)
+    drafter = _own_kv_drafter(task, [of_every_head] * task.target.num_layers)
+    return Draft(drafter, len(latest), latest)
+
+
+def _own_kv_drafter(task: DraftTask, visual: list[Tensor]) -> Drafter | None:
+    """Return a drafter of the target on all text and, per layer and KV head, these visual tokens ``[Hkv, T]``."""
+    visual_tokens = task.is_visual.nonzero().flatten()
+    text_tokens = (~task.is_visual).nonzero().flatten().expand(task.target.num_kv_heads, -1)
+    chosen = [torch.cat([text_tokens, visual_tokens[places]], dim=1).sort(dim=1).values for places in visual]
+    return task.drafter(task.target, task.state.kv.select(chosen))
+
+
+def draft_by_first_layers(task: DraftTask) -> Draft:
+    """Draft with the target's first layers and its head, on the KV that these layers have (LayerSkip).
+
+    The authors train a model for that; here, as in STD's paper, it is any model.
+    """
+    num_layers = max(1, round(task.config.layer_ratio * task.target.num_layers))
+    cache = task.state.kv.first_layers(num_layers)
+    return Draft(task.drafter(task.target.with_first_layers(num_layers), cache), task.inputs.num_visual_tokens)
 
 
 def draft_by_ngrams(task: DraftTask) -> Draft:

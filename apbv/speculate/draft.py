@@ -180,3 +180,10 @@ class Draft:
     kept: Tensor | None = None
     successor: "Callable[[], Draft] | None" = None
     awaited: Exchange | None = None
+
+    def runs(self, parts: ModelParts) -> bool:
+        """Return whether the drafter on this host runs this very model, the target.
+
+        It then sees less of the prompt, and the target's KV of verified tokens replaces its own (STD).
+        """
+        return isinstance(self.drafter, ModelDrafter) and self.drafter.parts is parts

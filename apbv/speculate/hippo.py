@@ -4,9 +4,12 @@ Source: *HIPPO: Accelerating Video Large Language Models Inference via Holistic-
 Decoding*, Section 5.1.
 """
 
+from collections.abc import Collection
+
 import torch
 from torch import Tensor
 
+from ..config import HIPPO_TERMS
 from ..hosts import HostGroup
 from ..input.model_inputs import ModelInputs
 from ..kernels import spatial_variety, temporal_change
@@ -14,7 +17,9 @@ from ..model.parts import ModelParts
 from ..prefilling.reduction.frames import shared_video, videos_of
 
 
-def local_semantics(parts: ModelParts, inputs: ModelInputs, rows: Tensor, hosts: HostGroup) -> Tensor:
+def local_semantics(
+    parts: ModelParts, inputs: ModelInputs, rows: Tensor, hosts: HostGroup, terms: Collection[str] = HIPPO_TERMS
+) -> Tensor:
     """Add HIPPO's s_temp (Eq. 4) and s_spa (Eq. 6) of all visual tokens, each z-scored within a frame; collective.
 
     Every host scores the frames that it has, for which it needs one frame of either neighbouring host. A row that
@@ -22,6 +27,7 @@ def local_semantics(parts: ModelParts, inputs: ModelInputs, rows: Tensor, hosts:
 
     Args:
         rows: ``[rows of this host's share, d]``, the vision tower's output.
+        terms: ``"time"`` for s_temp, ``"space"`` for s_spa; another one is added elsewhere.
 
     Returns:
         ``[visual tokens]`` on every host, in CPU memory.
@@ -35,9 +41,13 @@ def local_semantics(parts: ModelParts, inputs: ModelInputs, rows: Tensor, hosts:
             for share in video.shares
         ]
         beside = dict(zip(neighbours[hosts.rank], video.fetch(neighbours, frames), strict=True))
-        change = temporal_change(frames, beside.get(mine.start - 1), beside.get(mine.stop))
-        variety = spatial_variety(frames, video.height, video.width)
-        scores = standardised(change, unit=1.0) + standardised(variety, unit=1.0)
+        scores = torch.zeros(frames.shape[:2], device=frames.device)
+        if "time" in terms:
+            change = temporal_change(frames, beside.get(mine.start - 1), beside.get(mine.stop))
+            scores = scores + standardised(change, unit=1.0)
+        if "space" in terms:
+            variety = spatial_variety(frames, video.height, video.width)
+            scores = scores + standardised(variety, unit=1.0)
         result[place.in_frames.start : place.in_frames.stop] = video.gather(scores).flatten()
     return result
 

@@ -16,8 +16,8 @@ from .draft import Draft, DraftTask
 from .tree import Tree
 from .watchers import HeadAttention, Relevance, SimilarityChange
 
-# Keep policies that use scores from the target's prefill.
-_BY_PREFILL = ("specvlm", "attention", "uv_prune", "hippo")
+# Keep policies that use scores from the target's prefill; HIPPO's does where it has the term of attention.
+_BY_PREFILL = ("specvlm", "attention", "uv_prune")
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,9 @@ class Strategy:
         build: builds the draft from a prefilled prompt; collective.
         watcher: makes the strategy's watcher of the target's prefill; returns None if it needs none.
         needs_draft_model: whether a second model drafts.
-        runs_target: whether the target drafts itself, on a share of its visual KV, and the target's KV of verified
-            tokens replaces the draft's own. Tensor parallelism excludes that: TP ranks of a host would not be
-            forced to draft the same tokens.
+        runs_target: whether the target drafts itself. Tensor parallelism excludes that: TP ranks of a host would not
+            be forced to draft the same tokens.
+        prunes_kv: whether ``keep_ratio`` or ``keep_tokens`` limits the visual KV of a target that drafts itself.
         needs_verdicts: whether the draft learns from every verification before it drafts on, so that it has to
             take turns with the target.
         keep: the default policy that chooses the visual tokens which the draft sees; None if none can be chosen.
@@ -44,6 +44,7 @@ class Strategy:
     watcher: Callable[[SpeculativeConfig, ModelParts], Watcher | None] = lambda config, parts: None
     needs_draft_model: bool = False
     runs_target: bool = False
+    prunes_kv: bool = False
     needs_verdicts: bool = False
     keep: str | None = None
     drafts_trees: bool = True
@@ -58,14 +59,20 @@ def keep_policy(config: SpeculativeConfig) -> str | None:
 
 def prunes(config: SpeculativeConfig) -> bool:
     """Return whether ``keep_ratio`` or ``keep_tokens`` limits the visual tokens that the draft sees."""
-    return STRATEGIES[config.strategy].runs_target or keep_policy(config) not in (None, "full")
+    return STRATEGIES[config.strategy].prunes_kv or keep_policy(config) not in (None, "full")
+
+
+def ranks_by_prefill(config: SpeculativeConfig) -> bool:
+    """Return whether the visual tokens that the draft sees are chosen by scores of the target's prefill."""
+    keep = keep_policy(config)
+    return keep in _BY_PREFILL or (keep == "hippo" and "attention" in config.hippo_terms)
 
 
 def _for_keeping(config: SpeculativeConfig, parts: ModelParts) -> Watcher | None:
     keep = keep_policy(config)
     if keep == "uv_prune":
         return SimilarityChange(min(config.uv_layer, parts.num_layers - 1), parts.num_layers)
-    return Relevance() if keep in _BY_PREFILL else None
+    return Relevance() if ranks_by_prefill(config) else None
 
 
 _by_model = partial(Strategy, builders.draft_by_model, _for_keeping, needs_draft_model=True)
@@ -84,7 +91,9 @@ STRATEGIES: dict[str, Strategy] = {
         keep="full",
         drafts_trees=False,
     ),
-    "std": Strategy(builders.draft_on_attended_kv, lambda *_: HeadAttention(), runs_target=True),
+    "std": Strategy(builders.draft_on_attended_kv, lambda *_: HeadAttention(), runs_target=True, prunes_kv=True),
+    "streaming": Strategy(builders.draft_on_latest_kv, runs_target=True, prunes_kv=True),
+    "layerskip": Strategy(builders.draft_by_first_layers, runs_target=True),
     "ngram": Strategy(builders.draft_by_ngrams, drafts_trees=False),
 }
 
@@ -121,7 +130,7 @@ def require_consistent(
     """
     name, strategy, keep = config.strategy, STRATEGIES[config.strategy], keep_policy(config)
     drops_nothing = keep in (None, "full") or strategy.needs_verdicts
-    ranking = keep in _BY_PREFILL and f"keep={keep!r}"
+    ranking = ranks_by_prefill(config) and f"keep={keep!r}"
     refuse(
         **prefill.features,
         draft_host=config.draft_host,
@@ -159,7 +168,9 @@ def require_effective(config: SpeculativeConfig, given: Collection[str]) -> None
     for setting, applies, reason in (
         ("draft_model", strategy.needs_draft_model, "uses no draft model"),
         ("keep_ratio", prunes(config), "does not prune visual tokens by ratio"),
+        ("hippo_terms", keep == "hippo", "does not rank visual tokens by HIPPO's scores"),
         ("prune", is_pruned and not strategy.needs_verdicts, "prunes nothing from its draft's prompt or KV"),
+        ("layer_ratio", name == "layerskip", "runs all layers of its draft"),
         ("ensemble", name == "tabed", "drafts from one prompt"),
         ("captioner", config.needs_caption, "uses no caption"),
     ):

@@ -122,7 +122,7 @@ class TakingTurns:
         return read, state, self.answered(begun, tokens, stats.summary(len(tokens)))
 
     def batch(self) -> SpeculativeBatch:
-        return SpeculativeBatch(self._target, self._config, self._draft)
+        return SpeculativeBatch(self._target, self._config)
 
     def begin(self, request: Request, prefiller: Prefiller) -> Begun:
         config = self._config
@@ -175,7 +175,7 @@ class TakingTurns:
     def _decode(self, draft: Draft, state: PrefillResult, request: Request):
         config = self._config
         answer = state.begin_answer(self._target, request)
-        if STRATEGIES[config.strategy].runs_target and draft.drafter is not None:
+        if draft.runs(self._target):
             draft.drafter.newest_kv = answer.decoder.newest_kv
         pace = Pace(config.num_draft_tokens, config.keep_losing_draft)
         return generate_speculatively(answer, draft.drafter, pace, self._tree)

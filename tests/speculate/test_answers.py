@@ -51,12 +51,15 @@ def on_one_host(clip, way: dict | None, draft_seed: int = 1, **request):
 HIPPO = {"strategy": "hippo", "keep_ratio": 0.3}
 SEEN = [{"strategy": "specvlm", "keep": keep, "keep_ratio": 0.3} for keep in KEEP_POLICIES]
 SEEN += [{**HIPPO, "prune": "kv"}, {**HIPPO, "num_draft_tokens": "auto"}]
+SEEN += [{**HIPPO, "hippo_terms": (term,), "prune": "kv"} for term in ("time", "attention")]
 SEEN += [{**HIPPO, "num_tree_nodes": 12}, {"strategy": "ngram"}]
 SEEN += [{"strategy": "tabed", "ensemble": "MTCP*", "keep": "full"}, {"strategy": "std", "num_tree_nodes": 12}]
+SEEN += [{"strategy": "streaming", "keep_ratio": 0.3}, {"strategy": "layerskip", "num_tree_nodes": 12}]
 SHARED = [{"strategy": name} for name in ("hippo", "parallelvlm")]
 SHARED += [{"strategy": "std", "num_tree_nodes": nodes} for nodes in (None, 12)]
+SHARED += [{"strategy": "layerskip", "layer_ratio": 0.3}, {"strategy": "streaming", "num_tree_nodes": 12}]
 SHARED += [{"strategy": "tabed", "ensemble": "MTCP*", "keep": "hippo", "keep_ratio": 0.3}]
-OF_TEXT = [{"strategy": name} for name in ("specvlm", "std", "tabed")]
+OF_TEXT = [{"strategy": name} for name in ("specvlm", "std", "tabed", "layerskip", "streaming")]
 CASES = {
     "one host": ("qwen2_5_vl", 1, "gathered", SEEN, "video"),
     "shares": ("qwen2_5_vl", 2, "sharded", SHARED, "video"),
@@ -90,6 +93,7 @@ ALL = {"keep_ratio": 1.0}
 SEES_ALL = [{"strategy": "vanilla"}, {"strategy": "std", **ALL}]
 SEES_ALL += [{"strategy": "specvlm", "keep": "even", **ALL}, {"strategy": "specvlm", "prune": "kv", **ALL}]
 SEES_ALL += [{"strategy": name, "num_tree_nodes": 25, **ALL} for name in ("specvlm", "std")]
+SEES_ALL += [{"strategy": "streaming", **ALL}, {"strategy": "layerskip", "layer_ratio": 1.0}]
 SEES_ALL += [{"strategy": "tabed", "ensemble": "M"}]
 
 
@@ -196,6 +200,7 @@ def test_a_captioner_that_fails_is_one_clear_error_everywhere(pool, clip):
 REFUSED = [
     ({"draft_host": True}, "qwen2_5_vl", "at least two hosts"),
     ({"strategy": "std", "keep": "random"}, None, "keep does not apply"),
+    ({"hippo_terms": ("time", "weight")}, None, "hippo_terms must be some of"),
     ({"strategy": "tabed", "prune": "kv"}, None, "prune='kv' does not apply"),
     ({"strategy": "tabed", "ensemble": "MM"}, None, "ensemble must be different letters of MTCP"),
     ({"strategy": "tabed", "ensemble": "MTCP*"}, "qwen2_5_vl", "from a caption: it needs a captioner"),

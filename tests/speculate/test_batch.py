@@ -51,6 +51,8 @@ def parts_of(kind: str = "target"):
         for weight in model.parameters():
             weight.data += 0.03 * weight.std() * torch.randn(weight.shape, generator=generator)
         return inspect_model(model)
+    if kind == "layerskip":
+        return target.with_first_layers(1)
     if kind == "nan":
         model = families.build_model("llama", dtype=torch.float64)
         model.lm_head.weight.data *= torch.nan
@@ -79,6 +81,8 @@ def draft_prompt(kind: str, number: int) -> DynamicCache:
         cache = DynamicCache()
         parts_of(kind).language_model(input_ids=state.inputs.input_ids, past_key_values=cache)
         return cache
+    if kind == "layerskip":
+        return state.kv.first_layers(1)
     rows = torch.arange(0 if kind == "target" else 1, state.num_tokens, 1 if kind == "target" else 2)
     return select_kv(state.kv.whole, [rows.expand(parts_of().num_kv_heads, -1)] * parts_of().num_layers)
 
@@ -99,7 +103,8 @@ def draft_of(kind: str, number: int, sampling: SamplingParams) -> Draft | None:
         return Draft(Broken([]), 0)
     if kind in PATTERNS:
         return Draft(ScriptedDrafter(expected(number, sampling), PATTERNS[kind]), 0)
-    parts, state = parts_of("target" if kind == "own KV" else kind), prefilled(number)
+    parts = parts_of() if kind == "own KV" else parts_of(kind)
+    state = prefilled(number)
     cache = DynamicCache()
     for index, layer in enumerate(draft_prompt(kind, number).layers):
         cache.update(layer.keys, layer.values, index)
@@ -137,12 +142,7 @@ def out_of_memory(*_):
     raise MemoryError
 
 
-def batch_of(kind: str, config: SpeculativeConfig = FIXED) -> SpeculativeBatch:
-    """A batch of answers whose draft model is of this kind, or the target on a part of its KV."""
-    return SpeculativeBatch(parts_of(), config, None if kind == "own KV" else parts_of(kind))
-
-
-MODELS = ["nan", "target", "noisy", "own KV"]
+MODELS = ["nan", "target", "noisy", "own KV", "layerskip"]
 
 
 @pytest.mark.filterwarnings("ignore:decoding continues without the draft")
@@ -153,9 +153,9 @@ def test_answers_that_come_and_go_are_those_of_each_alone(config, monkeypatch):
     chance, accepted = random.Random(config.num_draft_tokens == "auto"), 0
     is_fixed = config is FIXED
     for _ in range(NUM_BATCHES // 2):
-        model = chance.choice(MODELS)
-        kinds = ["none", "ngram", "broken", *[model] * 4, *PATTERNS]
-        batch, waiting, going, left = batch_of(model, config), chance.randint(1, 4), {}, {}
+        models = chance.sample(MODELS, 2)
+        kinds = ["none", "ngram", "broken", *models * 2, *PATTERNS]
+        batch, waiting, going, left = SpeculativeBatch(parts_of(), config), chance.randint(1, 4), {}, {}
         batch._runs_ahead = chance.random() < 0.3
         if rests := not is_fixed and chance.random() < 0.1:
             batch._pace = lambda size: SimpleNamespace(windows=lambda rates: None)
@@ -165,7 +165,7 @@ def test_answers_that_come_and_go_are_those_of_each_alone(config, monkeypatch):
                 kind, number = chance.choice(kinds), chance.randrange(NUM_PROMPTS)
                 sampling = chance.choice(SAMPLINGS if is_fixed else SAMPLINGS[:1])
                 if kind in PATTERNS and sampling.temperature:
-                    kind = model
+                    kind = models[0]
                 sampling = replace(sampling, max_new_tokens=chance.randint(max(1, sampling.min_tokens), STEPS))
                 stop = chance.choice([STEPS, chance.randint(1, STEPS)])
                 request = asked(sampling, stop=lambda tokens, stop=stop: len(tokens) == stop)
@@ -173,7 +173,7 @@ def test_answers_that_come_and_go_are_those_of_each_alone(config, monkeypatch):
                 going[member] = kind, number, sampling, stop, request.logprobs
             if chance.random() < 0.1:  # a pass that fails may be taken again
                 with suppress(MemoryError), monkeypatch.context() as patch:
-                    failing = chance.choice([batch._runner, batch._draft_runner])
+                    failing = chance.choice([batch._runner, *batch._draft_runners.values()])
                     patch.setattr(failing, "run", out_of_memory)
                     batch.step()
             batch.step()
@@ -203,7 +203,7 @@ def test_answers_that_come_and_go_are_those_of_each_alone(config, monkeypatch):
 @pytest.mark.parametrize(("kind", "is_good"), [("target", True), ("own KV", False)])
 def test_a_new_draft_is_expected_to_be_as_good_as_the_others(kind, is_good):
     """But not so bad that it would never be tried."""
-    batch, sampling = batch_of(kind), SAMPLINGS[0]
+    batch, sampling = SpeculativeBatch(parts_of(), FIXED), SAMPLINGS[0]
     rates = []
     for number in (0, 1):
         member = batch.join(state_of(number), asked(sampling), draft_of(kind, number, sampling))
