@@ -106,7 +106,9 @@ def host_memory(
     mlp = 3 * num_rows * hidden + min(num_rows, chunk_rows(device, mlp_row)) * (mlp_row + hidden)
     # Of every token its number and its position, in int64; and of the whole prompt which tokens are visual.
     residual = num_rows * (hidden + 2 * sizes.head_dim * itemsize + 2 * 8) + layout.num_tokens
-    layer = residual + max(num_rows * (hidden + kv_row + 4 * query), mlp) + sizes.vocab * (itemsize + 4)
+    # Where queries have a norm, there are these and two copies in fp32 before any K and V.
+    queries = max(kv_row + 4 * query, query + 2 * 4 * query // itemsize)
+    layer = residual + max(num_rows * (hidden + queries), mlp) + sizes.vocab * (itemsize + 4)
     kept, passing = sizes.kv_layers * num_kept * kv_row, _passing(layout, host, query, kv_row)
     encoding = {"embeddings": max(num_visual, num_encoded) * hidden * (1 + sizes.deepstack)}
     encoding["a video chunk"] = chunk
