@@ -173,6 +173,7 @@ def plan(
     method = resolve_method(prefill, hosts)
     ratio = 1.0 if prefill.reduce is None else prefill.reduce.ratio
     of_model = {"itemsize": itemsize, "device": device, "tensor_parallel": tensor_parallel}
+    of_model["by_layer"] = method.gathers_by_layer(prefill)
 
     def of(count: int) -> Plan:
         """Plan for a number of frames, or of tokens of a text."""

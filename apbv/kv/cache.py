@@ -323,6 +323,7 @@ def _send_each(
             exchange = start(index + 1)
         if hosts.rank == to_host:
             gathered.layers.append(_in_position_order(shares, spans))
+        del shares  # while the next layer runs
 
 
 def _in_position_order(shares: list[Tensor], spans: list[list[range]]) -> GrowingLayer:

@@ -121,6 +121,7 @@ def prefill(
             itemsize=parts.dtype.itemsize,
             device=parts.device,
             home=home,
+            by_layer=method.gathers_by_layer(config),
             tensor_parallel=parts.tensor_parallel[1],
             visual=range(inputs.context_start, inputs.query_start) if inputs.num_visual_tokens else range(0),
         )

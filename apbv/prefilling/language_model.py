@@ -61,8 +61,7 @@ def run_language_model(
     if layout.anchor_copy:
         _move_copy(positions, inputs.position_ids, layout.anchor_copy)
     attention = asking_before_each(method, hosts, stop) if stop is not None else method
-    leaves = method.config.kv == "gathered" and method.config.overlap
-    if leaves and hosts.size > 1 and layout.is_split and not method.separate_query:
+    if method.gathers_by_layer(method.config) and hosts.size > 1 and layout.is_split:
         attention = cache.gather_behind_each(attention, hosts)
     rotary = parts.rotary_of_prompt(int(inputs.position_ids.max()) + 1)
     with rotary, shown_to(watcher, prompt, decoder, attention, has_question=not method.separate_query) as attention:

@@ -133,6 +133,7 @@ def _run(inputs: Sequence[Tensor], function: Rule, out: Tensor | None, rows: ran
         made, state = function(q, k, v, g=g, beta=beta, initial_state=state, output_final_state=True)
         if out is not None:
             out[:, part.start : part.stop] = made
+        del made  # before the next part is computed
     return state
 
 

@@ -69,6 +69,7 @@ def host_memory(
     itemsize: int,
     device: torch.device,
     home: int = 0,
+    by_layer: bool = True,
     tensor_parallel: int = 1,
     visual: range = range(0),
     num_encoded: int = 0,
@@ -83,6 +84,7 @@ def host_memory(
         itemsize: bytes per number.
         device: its device, which decides the sizes of row chunks.
         home: the host that gets gathered KV.
+        by_layer: whether gathered KV leaves layer by layer; see :meth:`.PrefillMethod.gathers_by_layer`.
         tensor_parallel: T, the processes that shard a host's model.
         visual: from the first visual token to the last.
         num_encoded: of how many visual tokens the host has embeddings before pruning.
@@ -96,36 +98,45 @@ def host_memory(
     num_rows, num_kept = sum(map(len, spans)), sum(map(len, layout.cache_spans(host)))
     num_visual = sum(len(intersect(span, visual)) for span in spans)
     leaves = kv == "gathered" and layout.num_hosts > 1
+    leaves_by_layer = leaves and by_layer and layout.is_split
     gathered_row = kv_row * layout.num_tokens if leaves and host == home else 0
     # Beside the residual and the positions: normed rows, K and V, and the queries, turned by their positions in
     # four steps, which are as large as what comes after; or the layer's input, an MLP's, its output, and a chunk.
     mlp_row = mlp_row_bytes(sizes, itemsize, tensor_parallel)
     mlp = 3 * num_rows * hidden + min(num_rows, chunk_rows(device, mlp_row)) * (mlp_row + hidden)
-    residual = num_rows * (hidden + 2 * sizes.head_dim * itemsize)
-    layer = residual + max(num_rows * (hidden + kv_row + 4 * query), mlp) + sizes.vocab * (itemsize + 4)
+    # Of every token its number and its position, in int64; and of the whole prompt which tokens are visual.
+    residual = num_rows * (hidden + 2 * sizes.head_dim * itemsize + 2 * 8) + layout.num_tokens
+    # Where queries have a norm, there are these and two copies in fp32 before any K and V.
+    queries = max(kv_row + 4 * query, query + 2 * 4 * query // itemsize)
+    layer = residual + max(num_rows * (hidden + queries), mlp) + sizes.vocab * (itemsize + 4)
     kept, passing = sizes.kv_layers * num_kept * kv_row, _passing(layout, host, query, kv_row)
     encoding = {"embeddings": max(num_visual, num_encoded) * hidden * (1 + sizes.deepstack)}
     encoding["a video chunk"] = chunk
     # A layer that has come and the next, which is coming; on other hosts copies of what they send.
     gathered = {"KV": max(sizes.kv_layers * gathered_row, kept)}
     gathered["layers on their way"] = 2 * (gathered_row or num_kept * kv_row) * leaves
-    prefill = {**gathered, "activations": layer, "passing KV": passing, "states": 0}
+    # A layer's KV has room for an answer on the host that decodes.
+    of_layer = (num_kept + GROWTH_ROWS * (host == 0 and num_kept > 0)) * kv_row
+    staying = {"KV": sizes.kv_layers * of_layer, "layers on their way": 0}
+    in_prefill = gathered if leaves_by_layer else staying
+    prefill = {**in_prefill, "activations": layer, "passing KV": passing, "states": 0}
     if sizes.linear is not None:
-        if not num_rows:  # it receives the logits, and the states, with a layer's on their way and the one before
-            prefill["activations"] = sizes.vocab * itemsize + 2 * _layer_states(sizes.linear, itemsize)
-        prefill["states"] = len(sizes.linear.layers) * _layer_states(sizes.linear, itemsize)
-        # Of the KV, what there is in the last layer of linear attention: that of the layers before, of which the
-        # last one is on its way.
+        num_linear, layer_states = len(sizes.linear.layers), _layer_states(sizes.linear, itemsize)
+        if not num_rows:  # it receives a layer's states, and copies them; then the logits
+            prefill["activations"] = layout.num_tokens + max(layer_states, sizes.vocab * itemsize)
+        prefill["states"] = gathered["states"] = num_linear * layer_states
+        # Of the KV, what there is in the last layer of linear attention: that of the layers before. Where it leaves,
+        # the last one of these is on its way: its rows, a copy that is sent, and what the home receives.
         num_before = sum(1 for index in range(sizes.linear.layers[-1]) if index not in sizes.linear.layers)
-        of_layer = (num_kept + GROWTH_ROWS) * kv_row
-        leaving = leaves and num_before > 0
+        num_leaving = min(num_before, 1) * leaves_by_layer
+        there = (num_before - 1) * (gathered_row + GROWTH_ROWS * kv_row * (gathered_row > 0))
         in_linear = {
-            "KV": (num_before - 1) * gathered_row + of_layer if leaving else num_before * of_layer,
-            "layers on their way": max(gathered_row, num_kept * kv_row) if leaving else 0,
+            "KV": there + of_layer if num_leaving else num_before * of_layer,
+            "layers on their way": num_leaving * (num_kept * kv_row + gathered_row),
             "activations": residual + _linear_attention(sizes.linear, layout, host, hidden, itemsize),
             "passing KV": 0,
             # Those of a layer are put when it has run.
-            "states": (len(sizes.linear.layers) - 1) * _layer_states(sizes.linear, itemsize),
+            "states": (num_linear - 1) * layer_states,
         }
         prefill = max(prefill, in_linear, key=lambda parts: sum(parts.values()))
     stages = {"encoding": encoding, "prefill": prefill, "handoff": gathered}
@@ -158,70 +169,81 @@ def _linear_attention(sizes: LinearSizes, layout: ContextLayout, host: int, hidd
     if not num_rows:
         return 0
     values = sizes.value_heads * sizes.value_dim
-    state = 4 * sizes.state
+    # A state without tokens is there all the time.
+    state = nothing = 4 * sizes.state
     block_map = 4 * sizes.block_map
 
-    # All the time: the layer's input, the convolution's output, the gate, the layer's output, and numbers of heads.
-    row = hidden + (sizes.channels + 2 * values) * itemsize + sizes.value_heads * (4 * itemsize + 8)
-    if sizes.is_joint:
-        row += (sizes.channels + values) * itemsize
-    # Of the convolution the last inputs of this layer, and those of blocks on their way.
-    always = num_rows * row + 4 * sizes.last_inputs * itemsize
+    # All the time: the layer's input, the convolution's output, the gate, the layer's output; and of every head two
+    # projections, beta, and the decay in fp32.
+    row = hidden + (sizes.channels + 2 * values) * itemsize + sizes.value_heads * (3 * itemsize + 4)
+    if sizes.is_joint:  # copies were cut out of the projections
+        row += (sizes.channels + values + 2 * sizes.value_heads) * itemsize
+    # The convolution's last inputs before this layer's last rows, and after them.
+    always = num_rows * row + nothing + 2 * sizes.last_inputs * itemsize
 
     # The runs for which the rule is computed.
     *blocks, query = layout.block_rows(host) if layout.is_split else (range(num_rows),)
-    anchor, runs = layout.anchor_len, [*map(len, blocks), len(query)]
+    copied, anchor = (layout.anchor_len, 0) if layout.anchor_copy else (0, layout.anchor_len)
     if layout.num_hosts == 1:
-        anchor, runs = query.start, [len(query)]
-    has_maps = layout.num_hosts > 1 and len(blocks) > 0
-    num_maps = len(layout.blocks) if has_maps else 0
+        blocks, anchor = [], query.start - copied
+    own_maps = len(blocks) * block_map
+    maps = len(layout.blocks) * block_map if blocks else 0
 
-    # While maps are computed: the maps before, and all values with zeros behind them.
+    # While maps are computed: the maps before, the state that this one begins with, and all values with zeros.
     most = 0
-    if has_maps:
+    if blocks:
         width = sizes.value_dim + sizes.key_dim
-        joined = num_rows * sizes.value_heads * width * itemsize
+        joined = num_rows * sizes.value_heads * width * itemsize + 4 * sizes.key_dim**2
         for number, block in enumerate(blocks):
-            most = max(most, joined + state + number * block_map + _rule(sizes, len(block), width, itemsize))
+            most = max(most, joined + (number + 1) * block_map + _rule(sizes, len(block), width))
+        # Then they are joined, to be sent to all, and there is room for all hosts'.
+        most = max(most, joined + 2 * own_maps + maps)
 
-    # While the anchor is computed, maps of this host's blocks are on their way to all, and those of all to it.
-    own_maps = len(blocks) * has_maps * block_map
-    most = max(most, own_maps + num_maps * block_map + state + _rule(sizes, anchor, sizes.value_dim, itemsize))
-    # Then the runs: the maps of all blocks are there.
-    for run in runs:
-        most = max(most, num_maps * block_map + state + _rule(sizes, run, sizes.value_dim, itemsize))
+    # The copy and the anchor are computed while maps are on their way.
+    most = max(most, own_maps + maps + max(_rule(sizes, rows, sizes.value_dim) for rows in (copied, anchor)))
+    # Then the runs begin with a state, unless they begin the prompt.
+    runs = [*zip(layout.virtual_hosts(host), blocks), (len(layout.blocks), query)]  # noqa: B905
+    for number, run in runs:
+        begins = state if anchor or number else 0
+        most = max(most, maps + begins + _rule(sizes, len(run), sizes.value_dim))
 
     # The norm: its input, and copies in fp32.
-    norm = num_rows * values * (itemsize + 2 * 4)
+    norm = num_rows * values * (itemsize + 2 * 4) - nothing
     return always + max(most, norm)
 
 
-def _rule(sizes: LinearSizes, num_rows: int, width: int, itemsize: int) -> int:
-    """Return the bytes that the rule holds at once for a run of rows, in fp32, besides its inputs.
+def _rule(sizes: LinearSizes, num_rows: int, width: int) -> int:
+    """Return the bytes that the rule holds at once for a run of rows, besides its inputs and the state before them.
 
     Args:
         width: of the values.
     """
-    if not num_rows:
-        return 0
-    rows = min(num_rows, MOST_TOKENS)
-    num_chunks = ceil(rows / RULE_CHUNK)
+    # Later parts begin with the state behind the part before.
+    parts = [(min(num_rows, MOST_TOKENS), 0), (min(num_rows - MOST_TOKENS, MOST_TOKENS), 1)]
+    state = 4 * sizes.value_heads * sizes.key_dim * width
+    sums = [_rule_of_part(sizes, rows, width) + num_states * state for rows, num_states in parts if rows > 0]
+    return max(sums, default=0)
+
+
+def _rule_of_part(sizes: LinearSizes, num_rows: int, width: int) -> int:
+    """Return the same of rows that are computed at once, all in fp32."""
+    num_chunks = ceil(num_rows / RULE_CHUNK)
     padded = num_chunks * RULE_CHUNK
     state = sizes.value_heads * sizes.key_dim * width
 
     # Of every row: q, k, k with beta, with its decay, and what the old state already predicts; values, values with
-    # beta, new values, and the output; three matrices of a chunk; the decay, and beta.
+    # beta, new values, and the output; three matrices of a chunk; the decay, its sums, and beta.
     row = 5 * sizes.key_dim + 4 * width + 3 * RULE_CHUNK + 3
     rows_of_all = padded * sizes.value_heads * row
+    # Of every chunk its decay, and of all the mask.
+    of_chunks = num_chunks * sizes.value_heads + RULE_CHUNK**2 // 4
     # Of the newest chunk: its output and its new values.
-    of_chunk = 2 * RULE_CHUNK * sizes.value_heads * width
-    # In the last chunk: the first state, that before it, decayed, what is added to it, and the sum.
-    in_last_chunk = (4 if num_chunks == 1 else 5) * state
-    # Behind it: the first state, the last, and the output once more, without its padding.
-    behind = padded * sizes.value_heads * width + 2 * state
-    # The output of the part before is still there.
-    before = MOST_TOKENS * sizes.value_heads * width * itemsize if num_rows > MOST_TOKENS else 0
-    return 4 * (rows_of_all + of_chunk + max(in_last_chunk, behind)) + before
+    newest = 2 * RULE_CHUNK * sizes.value_heads * width
+    # In the last chunk: the state before, if a chunk has made it, decayed, what is added to it, and the sum.
+    in_last_chunk = (3 if num_chunks == 1 else 4) * state
+    # Behind it: the last state, and the output once more, in order.
+    behind = padded * sizes.value_heads * width + state
+    return 4 * (rows_of_all + of_chunks + newest + max(in_last_chunk, behind))
 
 
 def _layer_states(sizes: LinearSizes, itemsize: int) -> int:

@@ -58,6 +58,11 @@ class ApbvMethod(PrefillMethod):
             return layout
         return with_question_in_anchor(layout, context_start, config.anchor_len)
 
+    @classmethod
+    def gathers_by_layer(cls, config: PrefillConfig) -> bool:
+        config = replace(config, **cls.settings)
+        return config.fused_query and super().gathers_by_layer(config)
+
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float, layer: int) -> Tensor:
         states, out = States(q, k, v, scale, layer), empty_output(q)
         # Every transfer starts as soon as its data exists, and is waited for only when it is needed (Figure 5).

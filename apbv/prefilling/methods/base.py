@@ -109,6 +109,11 @@ class PrefillMethod(ABC):
         return shared_out_layout(num_hosts, num_tokens, cls.zigzag)
 
     @classmethod
+    def gathers_by_layer(cls, config: PrefillConfig) -> bool:
+        """Return whether each layer's KV leaves for its home while the next layers run, and not after the last."""
+        return config.kv == "gathered" and config.overlap
+
+    @classmethod
     def warning(cls, layout: ContextLayout) -> str | None:
         """Say which lengths of anchor and passing blocks are known to cost accuracy; None: these are not."""
         if not cls.passes_on or layout.passes_all:
