@@ -212,7 +212,9 @@ def test_the_predicted_peak_is_that_of_the_tensors(monkeypatch, settings):
 HYBRIDS = [
     ("joint hybrid", 130, 2, {"method": "star", "kv": "gathered"}),
     ("joint hybrid", 700, 1, {"method": "full", "kv": "sharded"}),
-    ("joint hybrid", 10_000, 2, {"method": "apbv", "kv": "gathered", "zigzag": False}),
+    pytest.param(
+        *("joint hybrid", 10_000, 2, {"method": "apbv", "kv": "gathered", "zigzag": False}), marks=pytest.mark.thorough
+    ),
     ("hybrid", 130, 2, {"method": "full", "kv": "gathered"}),
     ("hybrid", 500, 2, {"method": "apbv", "kv": "gathered", "fused_query": False, "anchor_query": True}),
     ("hybrid", 900, 2, {"method": "ulysses", "kv": "gathered"}),
