@@ -1,4 +1,5 @@
-"""apbv: sequence-parallel prefill for long-video vision-language models on unmodified transformers models."""
+"""apbv: sequence-parallel prefill for long-video vision-language models on unmodified transformers
+models."""
 
 import sys
 from importlib import import_module
@@ -34,7 +35,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.2.0"
 
-# The submodules of what needs torch and transformers, which take seconds to import: on first use (PEP 562).
+# The submodules of what needs torch and transformers, which take seconds to import: on first use
+# (PEP 562).
 _HOMES = {
     "Engine": "engine",
     "GenerateResult": "generated",
@@ -55,7 +57,14 @@ _HOMES = {
 }
 
 __all__ = [
-    *("DecodeConfig", "PrefillConfig", "ReduceConfig", "ReuseConfig", "SamplingParams", "SparseConfig"),
+    *(
+        "DecodeConfig",
+        "PrefillConfig",
+        "ReduceConfig",
+        "ReuseConfig",
+        "SamplingParams",
+        "SparseConfig",
+    ),
     *("SpeculativeConfig", "VideoConfig"),
     *_HOMES,
 ]

@@ -1,4 +1,5 @@
-"""The installed command ``apbv``, which runs ``apbv infer``, ``batch``, ``plan``, ``serve`` and ``doctor``.
+"""The installed command ``apbv``, which runs ``apbv infer``, ``batch``, ``plan``, ``serve`` and
+``doctor``.
 
 torchrun --nproc-per-node 2 -m apbv infer --model demo
 apbv infer --model demo          (one host)
@@ -22,7 +23,9 @@ COMMANDS = {
 def run(arguments: list[str] | None = None) -> int:
     """Run a command with the arguments that follow its name; return its exit status."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    parser = OptionParser("apbv", description="Sequence-parallel prefill for long-video vision-language models.")
+    parser = OptionParser(
+        "apbv", description="Sequence-parallel prefill for long-video vision-language models."
+    )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, summary in COMMANDS.items():

@@ -10,18 +10,20 @@ _M_ARENA_MAX, _M_MMAP_MAX, _M_TRIM_THRESHOLD = -8, -4, -1
 def keep_freed_memory() -> bool:
     """Reuse large freed blocks of memory instead of returning them to the operating system.
 
-    A forward pass over thousands of tokens allocates and frees tens of megabytes for every operation. The C
-    library returns such blocks at once, and touching fresh pages then costs several times what an element-wise
-    operation on them does. Call it once, early, in a process that exists for inference: what it frees no longer
-    is free for others.
+    A forward pass over thousands of tokens allocates and frees tens of megabytes for every
+    operation. The C library returns such blocks at once, and touching fresh pages then costs
+    several times what an element-wise operation on them does. Call it once, early, in a process
+    that exists for inference: what it frees no longer is free for others.
 
     Returns:
-        Whether it took effect: only glibc has these settings (others have allocators of their own to preload).
+        Whether it took effect: only glibc has these settings (others have allocators of their own
+        to preload).
     """
     mallopt = _from_libc("mallopt")
     if mallopt is None:
         return False
-    # One arena, as the others cannot grow beyond 64 MiB in one piece; nothing mapped or trimmed block by block.
+    # One arena, as the others cannot grow beyond 64 MiB in one piece; nothing mapped or trimmed
+    # block by block.
     settings = {_M_ARENA_MAX: 1, _M_MMAP_MAX: 0, _M_TRIM_THRESHOLD: 2**31 - 1}
     return all([mallopt(parameter, value) == 1 for parameter, value in settings.items()])
 

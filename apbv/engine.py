@@ -1,4 +1,5 @@
-"""Defines Engine, which answers questions about videos, images, audio and texts on all hosts together."""
+"""Defines Engine, which answers questions about videos, images, audio and texts on all hosts
+together."""
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -57,30 +58,32 @@ class Engine:
     Every method is collective: it is called on all hosts with the same arguments.
 
     Args:
-        model: an unmodified transformers model in eval mode on ``hosts.device``; the same on every host. None on a
-            draft host (``speculate.draft_host``), which needs only ``draft``; the others then need only ``model``.
+        model: an unmodified transformers model in eval mode on ``hosts.device``; the same on every
+            host. None on a draft host (``speculate.draft_host``), which needs only ``draft``; the
+            others then need only ``model``.
         processor: the model's processor; for a text-only model its tokenizer.
         hosts: the hosts that take part.
         prefill: how prompts are prefilled.
         name: the model's name in the figures.
         speculate: how answers are decoded speculatively; None: one token at a time.
         draft: the draft model, for strategies that need one; on every host that drafts.
-        captioner: returns a caption of a prompt's video or images, for drafts that read one; called on host 0 when
-            the target has prefilled.
-        reuse: embedding or prefix cache for further questions about the same video or text; None: no cache.
+        captioner: returns a caption of a prompt's video or images, for drafts that read one; called
+            on host 0 when the target has prefilled.
+        reuse: embedding or prefix cache for further questions about the same video or text; None:
+            no cache.
         decode: decoding settings.
 
     Attributes:
         parts: the model that reads prompts on this host, taken apart.
         hosts: the hosts that answer together: all but a draft host, or a draft host alone.
         prefills: whether this host runs the target.
-        num_frames, sampling, max_new_tokens: the defaults of requests, taken from the checkpoint (see
-            :mod:`apbv.model.loading`); the last is one of the sampling parameters.
+        num_frames, sampling, max_new_tokens: the defaults of requests, taken from the checkpoint
+            (see :mod:`apbv.model.loading`); the last is one of the sampling parameters.
         videos: remembers what was found in the video files that were asked about.
 
     Raises:
-        ValueError: the model is not supported, the strategy unknown, or the draft does not fit the model or
-            needs to watch a prefill that ``reuse`` would skip.
+        ValueError: the model is not supported, the strategy unknown, or the draft does not fit the
+            model or needs to watch a prefill that ``reuse`` would skip.
     """
 
     def __init__(
@@ -119,7 +122,9 @@ class Engine:
         self._way = drafting.way_to_answer(models, self.tokenizer)
         self.hosts, self.prefills = self._way.hosts, not drafting.drafts_only
         if self.prefills and self.hosts.num_processes > 1:
-            _ = self.parts.weights_sample  # for which a prompt would wait, when the hosts compare it
+            _ = (
+                self.parts.weights_sample
+            )  # for which a prompt would wait, when the hosts compare it
         with hosts.local_stage("reading the generation config"):
             sampling = default_sampling(self.parts.model, self.parts.decode.generation_config)
         self.sampling = drafting.agree(sampling)
@@ -134,7 +139,11 @@ class Engine:
         )
 
     def __repr__(self) -> str:
-        drafting = "" if self.speculative_config is None else f", speculate={self.speculative_config.strategy!r}"
+        drafting = (
+            ""
+            if self.speculative_config is None
+            else f", speculate={self.speculative_config.strategy!r}"
+        )
         settings = f"method={self.prefill_config.method!r}, kv={self.prefill_config.kv!r}{drafting}"
         return f"Engine({self.name!r}, {self.parts.family}, {settings}, {self.hosts})"
 
@@ -160,17 +169,20 @@ class Engine:
         """Load a model and its processor on every host; collective.
 
         Args:
-            name: ``"demo"`` (the small model in this package), a directory, or a hub id; of a model, or of a PEFT
-                adapter, which is merged into the model that its config names.
-            speculate: with it the draft model that it names is loaded, too; for ``"demo"`` it needs no name.
-            hosts: by default those that torchrun started, or this process alone. With several processes per host,
-                every process loads its share of the model, and all of the draft model.
+            name: ``"demo"`` (the small model in this package), a directory, or a hub id; of a
+                model, or of a PEFT adapter, which is merged into the model that its config names.
+            speculate: with it the draft model that it names is loaded, too; for ``"demo"`` it needs
+                no name.
+            hosts: by default those that torchrun started, or this process alone. With several
+                processes per host, every process loads its share of the model, and all of the draft
+                model.
             dtype: the weights' dtype; ``"auto"`` takes the checkpoint's.
             captioner, reuse, decode: see :class:`Engine`.
             adapter: a directory or hub id of a PEFT adapter to merge into the model ``name``.
 
         Raises:
-            ValueError: the model does not exist or is not supported, or its adapter cannot be merged.
+            ValueError: the model does not exist or is not supported, or its adapter cannot be
+                merged.
             HostError: another host failed to load it.
         """
         _require_types(hosts, prefill, speculate, reuse, decode)
@@ -179,9 +191,15 @@ class Engine:
         hosts, is_demo = hosts or HostGroup.from_env(), str(name) == "demo"
         config, path = prefill or PrefillConfig(), demo.model_path() if is_demo else name
         drafting = Drafting(speculate, hosts, captioner)
-        with hosts.local_stage("reading the settings") as same:  # reject what can be rejected before loading weights
-            # Not the model's path: it may lie elsewhere on another machine, and its weights are compared.
-            same["the engine's settings"] = {"dtype": str(dtype), **_settings(config, speculate, reuse, decode)}
+        with hosts.local_stage(
+            "reading the settings"
+        ) as same:  # reject what can be rejected before loading weights
+            # Not the model's path: it may lie elsewhere on another machine, and its weights are
+            # compared.
+            same["the engine's settings"] = {
+                "dtype": str(dtype),
+                **_settings(config, speculate, reuse, decode),
+            }
             draft_model = drafting.find_model(config, is_demo)
             described = require_loadable(path, hosts.device, adapter, hosts.tensor_parallel_size)
             require_usable(config.reduce, described, reuse)
@@ -190,15 +208,21 @@ class Engine:
         stage = hosts.collective_stage if hosts.tensor_parallel_size > 1 else hosts.local_stage
         with stage(f"loading {name}"):
             has_model = not drafting.drafts_only
-            model, processor = load_model(path, dtype, hosts, with_model=has_model, sharded=True, adapter=adapter)
+            model, processor = load_model(
+                path, dtype, hosts, with_model=has_model, sharded=True, adapter=adapter
+            )
         draft = drafting.load_model(draft_model, dtype, processor)
         name = str(name) if adapter is None else f"{name}+{adapter}"
-        return cls(model, processor, hosts, config, name, speculate, draft, captioner, reuse, decode)
+        return cls(
+            model, processor, hosts, config, name, speculate, draft, captioner, reuse, decode
+        )
 
     def warm_up(self, in_batch: bool = False) -> None:
-        """Run a warm-up request about the bundled clip, or about a text for text-only models; collective.
+        """Run a warm-up request about the bundled clip, or about a text for text-only models;
+        collective.
 
-        On a GPU this compiles kernels and loads libraries, for which the first request would otherwise wait.
+        On a GPU this compiles kernels and loads libraries, for which the first request would
+        otherwise wait.
 
         Args:
             in_batch: decode the answer on each of the :attr:`num_homes` hosts as a batch of one.
@@ -211,7 +235,9 @@ class Engine:
             about = {"context": "one two three " * _WARM_UP_WORDS}
         engine = copy(self)
         if self.prefill_config.anchor_len:  # one for long prompts would leave nothing to split
-            engine._prefiller = replace(self._prefiller, config=replace(self.prefill_config, anchor_len=None))
+            engine._prefiller = replace(
+                self._prefiller, config=replace(self.prefill_config, anchor_len=None)
+            )
         sampling = SamplingParams(max_new_tokens=_WARM_UP_TOKENS)
         question = {"prompt": demo.DEMO_QUESTION, "sampling": sampling, **about}
         if not in_batch:
@@ -241,7 +267,8 @@ class Engine:
         """Prefill a question; the arguments up to ``audio_in_video`` are those of :meth:`generate`.
 
         Args:
-            positions: ``"vllm"`` where vLLM is to continue (see :meth:`apbv.ModelInputs.at_vllm_positions`).
+            positions: ``"vllm"`` where vLLM is to continue (see
+                :meth:`apbv.ModelInputs.at_vllm_positions`).
 
         Raises:
             ValueError, HostError: as :meth:`generate`.
@@ -283,38 +310,42 @@ class Engine:
 
         Args:
             prompt: the question.
-            video: a video file, or several, in the prompt in this order; each host decodes and encodes only its
-                share of the sampled frames and images.
+            video: a video file, or several, in the prompt in this order; each host decodes and
+                encodes only its share of the sampled frames and images.
             images: an image file or a PIL image, or several; after the videos.
             context: a long text; it is split over the hosts, the question is the query block.
-            messages: a chat in transformers' format, instead of all these; with videos and images in any order,
-                ``tool_calls`` and the role ``tool``.
-            tools: functions that the model may call, as transformers' chat templates take them: schemas, or Python
-                functions with type hints and docstrings. Calls are in the answer's text, as the model writes them.
-            num_frames: how many frames of each video are sampled, evenly; with ``fps`` the largest number. By
-                default :attr:`num_frames`.
+            messages: a chat in transformers' format, instead of all these; with videos and images
+                in any order, ``tool_calls`` and the role ``tool``.
+            tools: functions that the model may call, as transformers' chat templates take them:
+                schemas, or Python functions with type hints and docstrings. Calls are in the
+                answer's text, as the model writes them.
+            num_frames: how many frames of each video are sampled, evenly; with ``fps`` the largest
+                number. By default :attr:`num_frames`.
             fps: sample at this rate instead.
             audio: an audio file, or several, for models that take audio; after the images.
-            audio_in_video: whether videos are heard, too, their audio among their frames; None: where the model
-                hears and they have any.
+            audio_in_video: whether videos are heard, too, their audio among their frames; None:
+                where the model hears and they have any.
             max_new_tokens: the largest number of tokens, the end token included. By default
                 :attr:`max_new_tokens`, or as many as the model has positions left.
             temperature: None, as 0, is greedy.
-            top_p: nucleus sampling, where temperature > 0; by default the checkpoint's, as all parameters that are
-                left open (:class:`apbv.SamplingParams`).
-            seed: the same seed draws the same tokens; where a draft's windows depend on time (a losing draft is
-                dropped, ``num_draft_tokens`` is ``"auto"``, or there is a draft host) it draws others of the same
-                distribution.
+            top_p: nucleus sampling, where temperature > 0; by default the checkpoint's, as all
+                parameters that are left open (:class:`apbv.SamplingParams`).
+            seed: the same seed draws the same tokens; where a draft's windows depend on time (a
+                losing draft is dropped, ``num_draft_tokens`` is ``"auto"``, or there is a draft
+                host) it draws others of the same distribution.
             sampling: instead of these four.
-            on_token: called on every host with each token as soon as it is decoded; on a draft host at the end.
-            on_stage: called on every host as a stage begins, with its name in :data:`apbv.stats.STAGES`; a stage
-                may be repeated.
-            on_progress: called on every host with a stage, how much of it is done there, and of how much:
-                ``"decode_video"`` counts frames and images, ``"encode"`` temporal patches. Neither this nor
+            on_token: called on every host with each token as soon as it is decoded; on a draft host
+                at the end.
+            on_stage: called on every host as a stage begins, with its name in
+                :data:`apbv.stats.STAGES`; a stage may be repeated.
+            on_progress: called on every host with a stage, how much of it is done there, and of how
+                much: ``"decode_video"`` counts frames and images, ``"encode"`` temporal patches.
+                    Neither this nor
                 ``on_stage`` is always called in the caller's thread, but never while the other is.
-            stop: called on host 0 after each token with all tokens so far; true ends the answer there. Also called
-                while the prompt is read and prefilled, between chunks and layers, with no tokens; true then
-                cancels the request. Give it on every host, or on none.
+            stop: called on host 0 after each token with all tokens so far; true ends the answer
+                there. Also called while the prompt is read and prefilled, between chunks and
+                layers, with no tokens; true then cancels the request. Give it on every host, or on
+                none.
 
         Returns:
             The answer, the same on every host; on a draft host ``stats`` are the draft host's own.
@@ -323,16 +354,26 @@ class Engine:
             RequestCancelled: ``stop`` returned true before the first token.
             ValueError: the prompt, the file or a length cannot be handled; the message says why.
             HostError: another host failed.
-            Exception: what a callback raised, which ends the answer; on the other hosts a HostError.
+            Exception: what a callback raised, which ends the answer; on the other hosts a
+                HostError.
         """
         with self.hosts.local_stage("reading the settings") as same:
-            require_type(Callable, on_token=on_token, on_stage=on_stage, on_progress=on_progress, stop=stop)
-            given = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
+            require_type(
+                Callable, on_token=on_token, on_stage=on_stage, on_progress=on_progress, stop=stop
+            )
+            given = {
+                "max_new_tokens": max_new_tokens,
+                "temperature": temperature,
+                "top_p": top_p,
+                "seed": seed,
+            }
             given = SamplingParams(**given)
             if sampling is not None:
                 require_type(SamplingParams, sampling=sampling)
                 if given != SamplingParams():
-                    raise ValueError("pass sampling or max_new_tokens, temperature, top_p and seed, not both")
+                    raise ValueError(
+                        "pass sampling or max_new_tokens, temperature, top_p and seed, not both"
+                    )
             sampling = sampling or given
             named = {"audio": audio, "audio_in_video": audio_in_video, "tools": tools}
             question = Question(prompt, video, images, context, messages, num_frames, fps, **named)
@@ -347,11 +388,15 @@ class Engine:
             same["the request"] = request.settings
         return self.answer(request)
 
-    def stream(self, prompt: str | None = None, **given: Any) -> Generator[str, None, GenerateResult]:
-        """Answer a question as :meth:`generate` does, and yield the text in pieces as it is decoded; collective.
+    def stream(
+        self, prompt: str | None = None, **given: Any
+    ) -> Generator[str, None, GenerateResult]:
+        """Answer a question as :meth:`generate` does, and yield the text in pieces as it is
+        decoded; collective.
 
-        The arguments are those of :meth:`generate` but ``on_token`` and ``stop``. Iterate on every host, even if
-        only one uses the text. Closing host 0's iterator ends the answer; closing another's waits for its end.
+        The arguments are those of :meth:`generate` but ``on_token`` and ``stop``. Iterate on every
+        host, even if only one uses the text. Closing host 0's iterator ends the answer; closing
+        another's waits for its end.
 
         Returns:
             The answer, as the value of ``yield from``.
@@ -366,7 +411,9 @@ class Engine:
         def run() -> GenerateResult:
             try:
                 with self.hosts.on_device():  # a new thread has another
-                    return self.generate(prompt, **given, on_token=tell, stop=lambda _: is_closed.is_set())
+                    return self.generate(
+                        prompt, **given, on_token=tell, stop=lambda _: is_closed.is_set()
+                    )
             finally:
                 pieces.put(text.finish(tokens))
                 pieces.put(None)
@@ -380,27 +427,32 @@ class Engine:
                 is_closed.set()
 
     def generate_all(
-        self, questions: Iterable[Mapping[str, Any]], *, sampling: SamplingParams | None = None, max_together: int = 8
+        self,
+        questions: Iterable[Mapping[str, Any]],
+        *,
+        sampling: SamplingParams | None = None,
+        max_together: int = 8,
     ) -> Iterator[tuple[int, GenerateResult | Exception]]:
-        """Answer questions; every host decodes a batch of the answers, with drafts or without; collective.
+        """Answer questions; every host decodes a batch of the answers, with drafts or without;
+        collective.
 
-        The next prompt is prefilled, by all hosts, as soon as one of them decodes fewer than ``max_together``
-        answers. If there is no memory for it, it waits until an answer has ended. Answers that cannot be batched
-        (:attr:`why_one_by_one`) follow one another.
+        The next prompt is prefilled, by all hosts, as soon as one of them decodes fewer than
+        ``max_together`` answers. If there is no memory for it, it waits until an answer has ended.
+        Answers that cannot be batched (:attr:`why_one_by_one`) follow one another.
 
         Args:
-            questions: a dict for each, of the arguments of :meth:`generate` up to ``audio_in_video``, and its own
-                ``sampling`` if it has one; the same on every host.
+            questions: a dict for each, of the arguments of :meth:`generate` up to
+                ``audio_in_video``, and its own ``sampling`` if it has one; the same on every host.
             sampling: sampling parameters; by default greedy, with :attr:`max_new_tokens`.
             max_together: largest number of answers that a host decodes at a time.
 
         Yields:
-            The index of a question and its answer, as soon as that ends; if this question or answer failed alone,
-            the error instead.
+            The index of a question and its answer, as soon as that ends; if this question or answer
+            failed alone, the error instead.
 
         Raises:
-            ValueError: ``max_together`` is less than 1, or a question of a list is not such a dict, before any is
-                answered. One that an iterator yields is answered by the error.
+            ValueError: ``max_together`` is less than 1, or a question of a list is not such a dict,
+                before any is answered. One that an iterator yields is answered by the error.
             HostError: the hosts can no longer work together.
         """
         if max_together < 1:
@@ -447,18 +499,29 @@ class Engine:
                     yield number, AgreedError(failure)
                     continue
                 answered = self._way.answered(begun, tokens, summary)
-                yield number, self._result(begun.read.request, begun.state, answered, videos=begun.read.videos)
+                yield (
+                    number,
+                    self._result(
+                        begun.read.request, begun.state, answered, videos=begun.read.videos
+                    ),
+                )
 
     def _emptiest_home(self, running: Mapping[int, tuple], max_together: int) -> int | None:
-        """Return the host whose answers have the least KV; None if each decodes ``max_together``."""
+        """Return the host whose answers have the least KV; None if each decodes
+        ``max_together``."""
         prompts = [[] for _ in range(self.num_homes or 1)]
         for begun, *_ in running.values():
             prompts[begun.read.request.home].append(begun.state.num_tokens)
-        fitting = [(sum(each), home) for home, each in enumerate(prompts) if len(each) < max_together]
+        fitting = [
+            (sum(each), home) for home, each in enumerate(prompts) if len(each) < max_together
+        ]
         return min(fitting, default=(0, None))[1]
 
-    def _decode_until_one_ends(self, batch: Batch | None, running: Mapping[int, tuple]) -> list[list]:
-        """Decode on all homes; return number, tokens, summary and failure of the answers that have ended."""
+    def _decode_until_one_ends(
+        self, batch: Batch | None, running: Mapping[int, tuple]
+    ) -> list[list]:
+        """Decode on all homes; return number, tokens, summary and failure of the answers that have
+        ended."""
         ended: list[list] = []
         mine = {number: member for number, (_, member, _) in running.items() if member is not None}
         with self.hosts.collective_stage("decode"):
@@ -476,10 +539,13 @@ class Engine:
 
     @property
     def num_homes(self) -> int:
-        """How many hosts, the first ones, decode batches of answers; 0: all decode one answer together."""
+        """How many hosts, the first ones, decode batches of answers; 0: all decode one answer
+        together."""
         if self.why_one_by_one is not None:
             return 0
-        caches_kv = self.reuse_config is not None and self.reuse_config.mode == "kv"  # on the host that decodes
+        caches_kv = (
+            self.reuse_config is not None and self.reuse_config.mode == "kv"
+        )  # on the host that decodes
         return 1 if caches_kv else self.hosts.size
 
     @property
@@ -498,9 +564,14 @@ class Engine:
         return self._result(read.request, state, answered, read.videos)
 
     def _result(
-        self, request: Request, state: PrefillResult | None, answered: Answered, videos: tuple[SampledVideo, ...] = ()
+        self,
+        request: Request,
+        state: PrefillResult | None,
+        answered: Answered,
+        videos: tuple[SampledVideo, ...] = (),
     ) -> GenerateResult:
-        """Return the result of a request, collective; on a draft host, which has prefilled nothing, its own."""
+        """Return the result of a request, collective; on a draft host, which has prefilled nothing,
+        its own."""
         tokens, sampling = answered.tokens, request.sampling
         text = self.tokenizer.decode(tokens, skip_special_tokens=True)
         reason = finish_reason(tokens, sampling, self.parts.eos_token_ids)
@@ -550,17 +621,25 @@ class Engine:
         on_token: Callable[[int], None] | None = None,
         stop: Callable[[Sequence[int]], bool] | None = None,
     ) -> GenerateResult:
-        """Answer from a prefill that :meth:`prefill` or :func:`apbv.load` returned, without a draft.
+        """Answer from a prefill that :meth:`prefill` or :func:`apbv.load` returned, without a
+        draft.
 
-        The arguments are those of :meth:`generate`. The figures are those of this answer alone; those of the
-        prefill, or of loading, are ``state.timer``'s.
+        The arguments are those of :meth:`generate`. The figures are those of this answer alone;
+        those of the prefill, or of loading, are ``state.timer``'s.
         """
         state = replace(state, timer=StageTimer(self.hosts))
         max_positions = self.parts.max_position_embeddings
         with self.hosts.local_stage("reading the settings") as same:
-            given = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
+            given = {
+                "max_new_tokens": max_new_tokens,
+                "temperature": temperature,
+                "top_p": top_p,
+                "seed": seed,
+            }
             sampling = SamplingParams(**given)
-            request = Request(Question(), state.timer, sampling=sampling, on_token=on_token, stop=stop)
+            request = Request(
+                Question(), state.timer, sampling=sampling, on_token=on_token, stop=stop
+            )
             same["the request"] = request.settings
             state.inputs.require_room(max_positions, max_new_tokens or 1)
             request = self._completed(request).within(max_positions, state.inputs)
@@ -599,12 +678,15 @@ class Engine:
                 raise errors[0]
 
     def begin(self, request: Request) -> Begun:
-        """Prefill a request's prompt, and build its draft if there are any, for an answer in a batch of its home.
+        """Prefill a request's prompt, and build its draft if there are any, for an answer in a
+        batch of its home.
 
-        Call it on the hosts of :attr:`hosts` alone, with the same request. :meth:`batch` returns a batch.
+        Call it on the hosts of :attr:`hosts` alone, with the same request. :meth:`batch` returns a
+        batch.
 
         Returns:
-            The request, whose answer is no longer than the model has positions for, the prompt and the draft.
+            The request, whose answer is no longer than the model has positions for, the prompt and
+            the draft.
 
         Raises:
             RequestCancelled, ValueError, HostError: as :meth:`generate`.
@@ -614,15 +696,18 @@ class Engine:
         return begun
 
     def batch(self) -> Batch:
-        """Return an empty batch for answers that have begun. Run its steps within :meth:`attention`."""
+        """Return an empty batch for answers that have begun. Run its steps within
+        :meth:`attention`."""
         return self._way.batch()
 
     def attention(self) -> ExitStack:
-        """Put apbv's attention in force in the models that decode, until the returned context ends."""
+        """Put apbv's attention in force in the models that decode, until the returned context
+        ends."""
         return self._in_force(lambda parts: apbv_attention(parts.language_model))
 
     def prefilling_in_threads(self) -> ExitStack:
-        """Keep in force what a prefill changes in the models, for several threads, until the context ends."""
+        """Keep in force what a prefill changes in the models, for several threads, until the
+        context ends."""
         return self._in_force(ready_for_prefills)
 
     def _in_force(self, change: Callable[[ModelParts], AbstractContextManager]) -> ExitStack:
@@ -652,21 +737,26 @@ class Engine:
         """Warn on the leader if the demo model is asked something it was not trained for."""
         if self.name != "demo" or not self.hosts.is_leader:
             return
-        if not demo.understands(read.rendered.text, set(map(attrgetter("info.height", "info.width"), read.videos))):
+        if not demo.understands(
+            read.rendered.text, set(map(attrgetter("info.height", "info.width"), read.videos))
+        ):
             examples = ", ".join(map(repr, demo.EXAMPLE_QUESTIONS))
             warn_caller(
-                f"the demo model understands questions such as {examples}, about clips like the packaged one, and "
+                f"the demo model understands questions such as {examples}, about clips like the "
+                "packaged one, and "
                 "makes up an answer to all others"
             )
 
     @property
     def can_work_alone(self) -> bool:
-        """Whether each host can answer :meth:`alone`: it needs no caches, shards or pairs of the others."""
+        """Whether each host can answer :meth:`alone`: it needs no caches, shards or pairs of the
+        others."""
         shares = self.reuse_config is not None or self.hosts.tensor_parallel_size > 1
         return self.num_homes == self.hosts.size and not shares
 
     def alone(self) -> "Engine":
-        """Return an engine with the same model in which this host answers without the others; not collective.
+        """Return an engine with the same model in which this host answers without the others; not
+        collective.
 
         It may be used in another thread, inside :meth:`prefilling_in_threads`.
         """
@@ -680,10 +770,11 @@ class Engine:
         return engine
 
     def handing_over(self) -> "Engine":
-        """Return an engine with the same model that leaves a prompt's KV on the hosts that computed it.
+        """Return an engine with the same model that leaves a prompt's KV on the hosts that computed
+        it.
 
-        It is for KV that goes elsewhere: it has no draft, and does not reuse KV, which a former question may have
-        shaped, but embeddings it does.
+        It is for KV that goes elsewhere: it has no draft, and does not reuse KV, which a former
+        question may have shaped, but embeddings it does.
 
         Raises:
             ValueError: visual tokens are pruned from prompts, which a consumer would read whole.
@@ -692,14 +783,23 @@ class Engine:
         refuse(offering="handing_over()", rope_by_length=self.parts.rope_by_length)
         engine = copy(self)
         engine.prefill_config = replace(self.prefill_config, kv="sharded")
-        reuse = None if self.reuse_config is None or self.reuse_config.mode == "kv" else self._prefiller.reuse
-        engine._prefiller = Prefiller(self._prefiller.reader, self.hosts, engine.prefill_config, reuse)
+        reuse = (
+            None
+            if self.reuse_config is None or self.reuse_config.mode == "kv"
+            else self._prefiller.reuse
+        )
+        engine._prefiller = Prefiller(
+            self._prefiller.reader, self.hosts, engine.prefill_config, reuse
+        )
         engine._way = Autoregressive(self.parts, self.hosts)
         return engine
 
 
 def _settings(
-    prefill: PrefillConfig, speculate: SpeculativeConfig | None, reuse: ReuseConfig | None, decode: DecodeConfig | None
+    prefill: PrefillConfig,
+    speculate: SpeculativeConfig | None,
+    reuse: ReuseConfig | None,
+    decode: DecodeConfig | None,
 ) -> dict[str, Any]:
     """Return an engine's settings JSON-ready: they must be the same on every host."""
     return {
@@ -711,15 +811,20 @@ def _settings(
 
 
 def _require_question(number: int, question: Any) -> None:
-    """Raise ValueError unless a question is a dict of arguments that :meth:`Engine.generate_all` takes."""
+    """Raise ValueError unless a question is a dict of arguments that :meth:`Engine.generate_all`
+    takes."""
     known = [*(each.name for each in fields(Question)), "sampling"]
     example = "such as {'prompt': 'What happens?', 'video': 'clip.mp4'}"
     if not isinstance(question, Mapping):
-        raise ValueError(f"question {number} must be a dict of generate's arguments, {example}, not {question!r:.80}")
+        raise ValueError(
+            f"question {number} must be a dict of generate's arguments, {example}, not "
+            f"{question!r:.80}"
+        )
     unknown = [name for name in question if name not in known]
     if unknown:
         raise ValueError(
-            f"question {number} has unknown arguments: {', '.join(map(str, unknown))}; a question takes "
+            f"question {number} has unknown arguments: {', '.join(map(str, unknown))}; a question "
+            "takes "
             f"{', '.join(known)}"
         )
 

@@ -19,7 +19,8 @@ class GenerateResult:
         token_ids: the generated tokens, the end token included.
         finish_reason: ``"length"`` where ``max_new_tokens`` cut it off, else ``"stop"``.
         stats: the request's metrics; the fields of ``launch/infer.py --json``.
-        videos: the videos that were asked about, as they were probed, with the numbers of their sampled frames.
+        videos: the videos that were asked about, as they were probed, with the numbers of their
+            sampled frames.
         logprobs: of each token, where ``sampling.logprobs`` asks for them; on host 0.
     """
 
@@ -31,6 +32,13 @@ class GenerateResult:
     logprobs: Sequence[TokenLogprobs] = ()
 
     def __repr__(self) -> str:
-        text = self.text if len(self.text) <= _SHOWN_CHARACTERS else f"{self.text[:_SHOWN_CHARACTERS]}…"
+        text = (
+            self.text
+            if len(self.text) <= _SHOWN_CHARACTERS
+            else f"{self.text[:_SHOWN_CHARACTERS]}…"
+        )
         taken = f"ttft_ms={self.stats['ttft_ms']:.1f}, total_ms={self.stats['total_ms']:.1f}"
-        return f"GenerateResult({text!r}, {len(self.token_ids)} tokens, {self.finish_reason!r}, {taken})"
+        return (
+            f"GenerateResult({text!r}, {len(self.token_ids)} tokens, {self.finish_reason!r}, "
+            f"{taken})"
+        )

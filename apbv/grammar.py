@@ -43,7 +43,9 @@ class Grammar:
         mask = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         if self._matcher.is_error():
             reason = self._matcher.get_error().partition("\n")[0]  # without the parser's state
-            raise RuntimeError(f"the answer cannot follow its JSON schema or grammar any further: {reason:.200}")
+            raise RuntimeError(
+                f"the answer cannot follow its JSON schema or grammar any further: {reason:.200}"
+            )
         may_come = torch.from_numpy(np.unpackbits(mask, count=logits.shape[1], bitorder="little"))
         return logits.masked_fill(to_device(may_come == 0, logits.device), -torch.inf)
 
@@ -70,8 +72,8 @@ def json_rule(schema: dict[str, Any] | bool) -> str:
 class Grammars:
     """Compiles grammars for one model.
 
-    What would take seconds or much memory to compile is found in another process (:mod:`.grammar_checks`), and never
-    compiled in this one.
+    What would take seconds or much memory to compile is found in another process
+    (:mod:`.grammar_checks`), and never compiled in this one.
 
     Args:
         tokenizer: a fast one of transformers.
@@ -104,7 +106,10 @@ class Grammars:
         return self.compile(json_schema, grammar)
 
     def check(
-        self, json_schema: str | None, grammar: str | None = None, is_wanted: Callable[[], bool] = lambda: True
+        self,
+        json_schema: str | None,
+        grammar: str | None = None,
+        is_wanted: Callable[[], bool] = lambda: True,
     ) -> None:
         """Reject a schema, or a grammar instead, that answers cannot follow.
 
@@ -120,7 +125,8 @@ class Grammars:
             raise ValueError(f"this {_kind(grammar)} {reason}")
 
     def compile(self, json_schema: str | None, grammar: str | None = None) -> Grammar:
-        """Compile a schema, or a grammar instead, that :meth:`check` found good, on this host or another.
+        """Compile a schema, or a grammar instead, that :meth:`check` found good, on this host or
+        another.
 
         Raises:
             ValueError: it is not good.
@@ -150,5 +156,7 @@ def _for_matcher(json_schema: str | None, grammar: str | None) -> str:
         raise ValueError(f"a {kind} may have at most {_MAX_SCHEMA_CHARS} characters")
     with raised_as(ValueError, f"not a valid {kind}", ValueError, RecursionError):
         if grammar is None:
-            return LLMatcher.grammar_from_json_schema(json.dumps(prepared(given)), defaults=_SPACING)
+            return LLMatcher.grammar_from_json_schema(
+                json.dumps(prepared(given)), defaults=_SPACING
+            )
         return LLMatcher.grammar_from_lark(given)

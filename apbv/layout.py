@@ -7,10 +7,11 @@ A run of consecutive token positions is a ``range`` with step 1.
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-# The shortest default anchor and passing block of a prompt that is split: with shorter ones a pretrained model's
-# answers were less accurate (docs/accuracy.md).
+# The shortest default anchor and passing block of a prompt that is split: with shorter ones a
+# pretrained model's answers were less accurate (docs/accuracy.md).
 FEWEST_ANCHOR, FEWEST_PASSING = 128, 256
-# A passing block of n / 32 was closer to full attention than the default at 16,384 and 32,000 tokens on 8 hosts.
+# A passing block of n / 32 was closer to full attention than the default at 16,384 and 32,000
+# tokens on 8 hosts.
 ACCURATE_PASSING = 32
 
 
@@ -19,7 +20,8 @@ class LayoutError(ValueError):
 
 
 def split_evenly(items: range, num_runs: int) -> list[range]:
-    """Cut a run into consecutive runs whose lengths differ by at most one, longer ones first (Eq. 6)."""
+    """Cut a run into consecutive runs whose lengths differ by at most one, longer ones first (Eq.
+    6)."""
     base, longer = divmod(len(items), num_runs)
     starts = [items.start + place * base + min(place, longer) for place in range(num_runs + 1)]
     return [range(a, b) for a, b in pairwise(starts)]
@@ -33,21 +35,25 @@ def intersect(a: range, b: range) -> range:
 
 @dataclass(frozen=True)
 class ContextLayout:
-    """A ContextLayout splits n prompt tokens over H hosts: ``[anchor | context block 0 .. V-1 | query]``.
+    """A ContextLayout splits n prompt tokens over H hosts:
+    ``[anchor | context block 0 .. V-1 | query]``.
 
-    With zigzag there are V = 2H virtual hosts, and host h holds blocks h and 2H-1-h; without, V = H and
-    host h holds block h. A layout without blocks is a prompt that host 0 computes alone, all of it "query".
-    Methods that give every token of the prompt to one host have blocks only: no anchor, and an empty query at n.
+    With zigzag there are V = 2H virtual hosts, and host h holds blocks h and 2H-1-h; without, V = H
+    and host h holds block h. A layout without blocks is a prompt that host 0 computes alone, all of
+    it "query". Methods that give every token of the prompt to one host have blocks only: no anchor,
+    and an empty query at n.
 
     Attributes:
         num_hosts: H.
         anchor: token positions of the anchor block, replicated on every host.
         blocks: token positions of the context block of every virtual host.
         query: token positions of the query block, replicated on every host; ends at n.
-        passing_len: l_p, the largest number of KV pairs that a block passes on, per layer and KV head.
-        anchor_copy: prompt tokens that every host computes once more, in front of its own, as the anchor of all
-            blocks but the first: the prefix, the question, and the start of the context. Nothing of it is kept.
-            Empty where ``anchor`` is the anchor, which else is empty.
+        passing_len: l_p, the largest number of KV pairs that a block passes on, per layer and KV
+            head.
+        anchor_copy: prompt tokens that every host computes once more, in front of its own, as the
+            anchor of all blocks but the first: the prefix, the question, and the start of the
+            context. Nothing of it is kept. Empty where ``anchor`` is the anchor, which else is
+            empty.
         early_passing_len: l_p in the first quarter of the layers, where it is more.
     """
 
@@ -82,7 +88,8 @@ class ContextLayout:
         return len(self.blocks) == 2 * self.num_hosts
 
     def virtual_hosts(self, host: int) -> tuple[int, ...]:
-        """Return the virtual hosts of a host, in token order: (h, 2H-1-h) with zigzag, (h,) without."""
+        """Return the virtual hosts of a host, in token order: (h, 2H-1-h) with zigzag, (h,)
+        without."""
         if not self.is_split:
             return ()
         return (host, len(self.blocks) - 1 - host) if self.zigzag else (host,)
@@ -117,7 +124,8 @@ class ContextLayout:
 
     @property
     def passes_all(self) -> bool:
-        """Whether l_p is at least a block, and the anchor no copy: such blocks make up full attention."""
+        """Whether l_p is at least a block, and the anchor no copy: such blocks make up full
+        attention."""
         return self.passing_len >= self.longest_block and not self.anchor_copy
 
     @property
@@ -126,18 +134,21 @@ class ContextLayout:
         return sum(map(len, self.anchor_copy or (self.anchor,)))
 
     def anchor_slice(self, host: int) -> range:
-        """Return the slice of the anchor that a host shows to the query (Appendix B.2) and caches."""
+        """Return the slice of the anchor that a host shows to the query (Appendix B.2) and
+        caches."""
         return split_evenly(self.anchor, self.num_hosts)[host]
 
     def local_spans(self, host: int) -> tuple[range, ...]:
-        """Return the tokens that a host computes: anchor, its blocks, query; in token order, but for a copy."""
+        """Return the tokens that a host computes: anchor, its blocks, query; in token order, but
+        for a copy."""
         if not self.is_split:
             return (self.query,) if host == 0 else ()
         anchor = self.anchor_copy or (self.anchor,)
         return (*anchor, *(self.blocks[v] for v in self.virtual_hosts(host)), self.query)
 
     def cache_spans(self, host: int) -> tuple[range, ...]:
-        """Return the tokens whose KV a host keeps, in token order; over all hosts each token occurs once."""
+        """Return the tokens whose KV a host keeps, in token order; over all hosts each token occurs
+        once."""
         if not self.is_split:
             return (self.query,) if host == 0 else ()
         spans = (self.anchor_slice(host), *(self.blocks[v] for v in self.virtual_hosts(host)))
@@ -152,7 +163,8 @@ class ContextLayout:
         return tuple(rows)
 
     def cache_rows(self, host: int) -> tuple[range, ...]:
-        """Return where the tokens of :meth:`cache_spans` lie among its local tokens, span by span."""
+        """Return where the tokens of :meth:`cache_spans` lie among its local tokens, span by
+        span."""
         if not self.is_split:
             return self.cache_spans(host)
         rows = self.block_rows(host)
@@ -177,26 +189,31 @@ def plan_layout(
         num_tokens: n, the whole prompt.
         context_start: the first visual token; all tokens before it belong to the anchor.
         query_start: first token of the query block, after the last visual token.
-        anchor_len: l_a. None takes ``max(128, ceil(n / 64))``, at most a quarter of the prompt (below
-            n = 512 the floor alone would leave nothing to split). 0 makes the prefix context too.
-        passing_len: l_p. None takes ``max(256, ceil(n / 128))``, or ``ceil(n / 64)`` without zigzag.
+        anchor_len: l_a. None takes ``max(128, ceil(n / 64))``, at most a quarter of the prompt
+            (below n = 512 the floor alone would leave nothing to split). 0 makes the prefix context
+            too.
+        passing_len: l_p. None takes ``max(256, ceil(n / 128))``, or ``ceil(n / 64)`` without
+            zigzag.
         zigzag: cut the context into 2H blocks; else into H.
         early_passing_len: l_p in the first quarter of the layers, where it is more.
 
     Returns:
-        The layout; it has no blocks where the context is too short to give every virtual host a token.
+        The layout; it has no blocks where the context is too short to give every virtual host a
+        token.
 
     Raises:
         LayoutError: the query is empty, or an anchor length that was asked for leaves no context.
     """
     if not 0 <= context_start <= query_start < num_tokens:
         raise LayoutError(
-            f"a prompt needs 0 <= context_start <= query_start < num_tokens, or its query is empty, got "
+            "a prompt needs 0 <= context_start <= query_start < num_tokens, or its query is "
+            "empty, got "
             f"context_start={context_start}, query_start={query_start}, num_tokens={num_tokens}"
         )
     if anchor_len is not None and anchor_len >= query_start > 0:
         raise LayoutError(
-            f"anchor_len={anchor_len} leaves no context: only {query_start} of the prompt's {num_tokens} tokens "
+            f"anchor_len={anchor_len} leaves no context: only {query_start} of the prompt's "
+            f"{num_tokens} tokens "
             "come before the query"
         )
     if anchor_len is None:
@@ -222,22 +239,29 @@ def default_anchor_len(num_tokens: int) -> int:
     return min(max(FEWEST_ANCHOR, -(-num_tokens // 64)), num_tokens // 4)
 
 
-def with_question_in_anchor(layout: ContextLayout, context_start: int, anchor_len: int | None) -> ContextLayout:
-    """Give a layout without an anchor APB's own: a copy of the prompt's start with the question in front.
+def with_question_in_anchor(
+    layout: ContextLayout, context_start: int, anchor_len: int | None
+) -> ContextLayout:
+    """Give a layout without an anchor APB's own: a copy of the prompt's start with the question in
+    front.
 
-    The copy is the prefix, the question, and then the start of the context. A single block needs none.
+    The copy is the prefix, the question, and then the start of the context. A single block needs
+    none.
 
     Args:
         layout: what :func:`plan_layout` returns for ``anchor_len=0``.
         context_start: as for :func:`plan_layout`.
-        anchor_len: l_a, the copy's tokens; at least prefix and question are copied. None: as :func:`plan_layout`.
+        anchor_len: l_a, the copy's tokens; at least prefix and question are copied. None: as
+            :func:`plan_layout`.
     """
     if len(layout.blocks) < 2:
         return layout
     if anchor_len is None:
         anchor_len = default_anchor_len(layout.num_tokens)
     stop = min(max(context_start, anchor_len - len(layout.query)), layout.query.start)
-    return replace(layout, anchor_copy=(range(context_start), layout.query, range(context_start, stop)))
+    return replace(
+        layout, anchor_copy=(range(context_start), layout.query, range(context_start, stop))
+    )
 
 
 def shared_out_layout(num_hosts: int, num_tokens: int, zigzag: bool) -> ContextLayout:
@@ -253,7 +277,8 @@ def shared_out_layout(num_hosts: int, num_tokens: int, zigzag: bool) -> ContextL
 
 
 def star_layout(num_hosts: int, num_tokens: int, query_start: int) -> ContextLayout:
-    """Cut the context into Star Attention's H equal blocks, the first of which is every host's anchor.
+    """Cut the context into Star Attention's H equal blocks, the first of which is every host's
+    anchor.
 
     The layout has no blocks where there are too few tokens to give every block one.
 

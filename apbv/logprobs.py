@@ -29,13 +29,15 @@ class TokenLogprobs(NamedTuple):
 
 
 def log_probabilities(logits: Tensor, tokens: Tensor, count: int) -> Tensor:
-    """Return the logarithmic probabilities of tokens ``[S]``, and of the ``count`` most probable in their places.
+    """Return the logarithmic probabilities of tokens ``[S]``, and of the ``count`` most probable in
+    their places.
 
     Args:
         logits: ``[S, V]``.
 
     Returns:
-        ``[S, 1 + 2 count]`` in fp64: each token's own, the most probable tokens in descending order, and theirs.
+        ``[S, 1 + 2 count]`` in fp64: each token's own, the most probable tokens in descending
+        order, and theirs.
     """
     logs = logits.double().log_softmax(dim=-1)
     best = logs.topk(min(count, logs.shape[-1]), dim=-1)

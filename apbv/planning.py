@@ -18,7 +18,13 @@ from .hosts.devices import choose_device
 from .input.visual import FRAME_COPIES, PIXEL_COPIES, most_in_a_chunk, num_frames_told
 from .layout import ContextLayout, LayoutError
 from .model.loading import read_config, read_video_processor
-from .model.parts import VIDEO_FAMILIES, DecoderSizes, hybrid_family, prompts_like, require_supported
+from .model.parts import (
+    VIDEO_FAMILIES,
+    DecoderSizes,
+    hybrid_family,
+    prompts_like,
+    require_supported,
+)
 from .model.quantization import quantization_of
 from .model.tensor_parallel import require_divisible, weight_bytes
 from .prefilling.encode import chunk_bytes_within
@@ -29,11 +35,12 @@ from .refusals import refuse
 from .speculate.strategies import STRATEGIES, prunes
 from .stats import free_memory_bytes
 
-# Tokens of a chat before the video, and of a question after it; and those before each temporal patch but the
-# first: "<1234.5 seconds>", ",Time 1234.5s:" or "Frame123:", and what marks frames.
+# Tokens of a chat before the video, and of a question after it; and those before each temporal
+# patch but the first: "<1234.5 seconds>", ",Time 1234.5s:" or "Frame123:", and what marks frames.
 _TOKENS_BEFORE, _TOKENS_BEHIND = 16, 64
 _TEXT_TOKENS = {"qwen3_vl": 10, "internvl": 9, "glm4v": 5, "video_llama_3": 11}
-# Memory of a GPU's driver, library workspaces and collectives, besides tensors: assumed, not measured.
+# Memory of a GPU's driver, library workspaces and collectives, besides tensors: assumed, not
+# measured.
 _GPU_OVERHEAD = 2**30
 _MOST_SEARCHED = 2**24
 # Maximum number of copies of the embeddings while a reduction selects among them.
@@ -56,7 +63,8 @@ class Plan:
         overhead: assumed for the device's own libraries.
         hosts: memory of the prefill itself, for a process of every host.
         device_memory: memory available to each process.
-        most: maximum number of frames, or tokens of a text, that would fit; None: more than were tried.
+        most: maximum number of frames, or tokens of a text, that would fit; None: more than were
+            tried.
     """
 
     model: str
@@ -85,7 +93,8 @@ class Plan:
 
     @property
     def warning(self) -> str | None:
-        """What is known to cost accuracy with these lengths of anchor and passing blocks; None: nothing."""
+        """What is known to cost accuracy with these lengths of anchor and passing blocks; None:
+        nothing."""
         return METHODS[self.method].warning(self.layout)
 
     def __str__(self) -> str:
@@ -93,23 +102,37 @@ class Plan:
         left = f"; about {self.num_left:,} are left" if self.num_left < self.num_tokens else ""
         lines = {
             "model": self.model,
-            "method": f"{self.method} on {len(self.hosts)} host{'s' * (len(self.hosts) > 1)}, KV {self.kv}",
-            "prompt": f"about {self.num_tokens:,} tokens, {self.num_visual_tokens:,} of them visual{left}",
+            "method": f"{self.method} on {len(self.hosts)} host{'s' * (len(self.hosts) > 1)}, KV "
+            f"{self.kv}",
+            "prompt": f"about {self.num_tokens:,} tokens, {self.num_visual_tokens:,} of them "
+            f"visual{left}",
         }
         if self.layout.is_split:
-            lengths = f"anchor {self.layout.anchor_len:,}, passing {self.layout.max_passed:,} tokens"
-            lines["split"] = f"{len(self.layout.blocks)} blocks of {self.layout.longest_block:,} tokens, {lengths}"
+            lengths = (
+                f"anchor {self.layout.anchor_len:,}, passing {self.layout.max_passed:,} tokens"
+            )
+            lines["split"] = (
+                f"{len(self.layout.blocks)} blocks of {self.layout.longest_block:,} tokens, "
+                f"{lengths}"
+            )
         if self.warning is not None:
             lines["warning"] = self.warning
         lines[f"memory on host {busiest}"] = "about"
         sizes = {"weights": self.weights, "draft": self.draft, "device's libraries": self.overhead}
         for stage, parts in self.hosts[busiest].stages.items():
-            sizes |= {stage: sum(parts.values()), **{f"  {name}": size for name, size in parts.items()}}
+            sizes |= {
+                stage: sum(parts.values()),
+                **{f"  {name}": size for name, size in parts.items()},
+            }
         lines |= {f"  {name}": _readable(size) for name, size in sizes.items() if size}
-        lines["needed"] = f"  {_readable(max(self.needed))} of {_readable(self.device_memory).strip()}"
+        lines["needed"] = (
+            f"  {_readable(max(self.needed))} of {_readable(self.device_memory).strip()}"
+        )
         lines["fits"] = "yes" if self.fits else "no"
         unit = "frames" if self.num_visual_tokens else "tokens"
-        lines[f"{unit} that fit"] = "all that were tried" if self.most is None else f"about {self.most:,}"
+        lines[f"{unit} that fit"] = (
+            "all that were tried" if self.most is None else f"about {self.most:,}"
+        )
         return "\n".join(f"{name:<22}{value}" for name, value in lines.items())
 
 
@@ -129,8 +152,8 @@ def plan(
     """Estimate whether a prompt fits in memory, without loading weights or computing anything.
 
     Args:
-        model: ``"demo"``, a directory, or a hub id, whose video processor then says how large frames become; or a
-            config, for a text.
+        model: ``"demo"``, a directory, or a hub id, whose video processor then says how large
+            frames become; or a config, for a text.
         num_frames: how many frames are sampled from a video. Either this or ``tokens``.
         resolution: of the video, as (height, width), "HxW", or a name such as "720p".
         tokens: the tokens of a long text.
@@ -139,12 +162,12 @@ def plan(
         prefill: the method and its lengths, where the KV is placed, and visual-token pruning.
         speculate: its draft model, and how much of the prompt that keeps, are taken into account.
         dtype: of weights and KV; ``"auto"``: the config's.
-        device_memory: bytes available to each process. None: what is free on this process's device. On a CPU the
-            hosts are assumed to share this machine's memory.
+        device_memory: bytes available to each process. None: what is free on this process's device.
+            On a CPU the hosts are assumed to share this machine's memory.
 
     Raises:
-        ValueError: the model is unknown or not supported; neither frames nor tokens were given, or both; or visual
-            tokens are to be pruned from a text.
+        ValueError: the model is unknown or not supported; neither frames nor tokens were given, or
+            both; or visual tokens are to be pruned from a text.
     """
     require_type(PrefillConfig, prefill=prefill)
     require_type(SpeculativeConfig, speculate=speculate)
@@ -152,8 +175,15 @@ def plan(
     if (num_frames is None) == (tokens is None):
         raise ValueError("give either the frames of a video or the tokens of a text")
     if prefill.reduce is not None and num_frames is None:
-        raise ValueError(f"{prefill.reduce.method} prunes visual tokens: give the frames of a video")
-    counts = {"num_frames": num_frames, "tokens": tokens, "hosts": hosts, "tensor_parallel": tensor_parallel}
+        raise ValueError(
+            f"{prefill.reduce.method} prunes visual tokens: give the frames of a video"
+        )
+    counts = {
+        "num_frames": num_frames,
+        "tokens": tokens,
+        "hosts": hosts,
+        "tensor_parallel": tensor_parallel,
+    }
     for name, count in counts.items():
         if count is not None and not (type(count) is int and count >= 1):
             raise ValueError(f"{name} must be a whole number of at least 1, not {count!r}")
@@ -165,7 +195,9 @@ def plan(
     sizes = DecoderSizes.from_config(config)
     refuse(hybrid=hybrid_family(config), drafting=speculate and speculate.strategy)
     if device_memory is None:
-        device_memory = free_memory_bytes(device) // (1 if device.type == "cuda" else hosts * tensor_parallel)
+        device_memory = free_memory_bytes(device) // (
+            1 if device.type == "cuda" else hosts * tensor_parallel
+        )
     height, width = parse_resolution(resolution) if isinstance(resolution, str) else resolution
     refuse(quantized=quantization_of(config) is not None, tensor_parallel=tensor_parallel > 1)
     weights = weight_bytes(config, itemsize, device, tensor_parallel)
@@ -191,7 +223,11 @@ def plan(
             chunk = patch * min(share, max(1, most_in_a_chunk(share * patch, patch, most) // patch))
             if ratio < 1:
                 num_encoded = _COPIES_TO_CHOOSE * ceil(num_visual * share / video.num_patches)
-        num_left = num_tokens - num_visual + max(1, round(num_visual * ratio)) if num_visual else num_tokens
+        num_left = (
+            num_tokens - num_visual + max(1, round(num_visual * ratio))
+            if num_visual
+            else num_tokens
+        )
         stop -= num_tokens - num_left
         layout = method.plan(hosts, num_left, start, stop, prefill)
         visual = range(start, stop) if num_visual else range(0)
@@ -246,7 +282,8 @@ class VideoSize(NamedTuple):
     """Size of a video as a model reads it.
 
     Attributes:
-        num_patches: its temporal patches, each made of a frame, or of several that the model merges.
+        num_patches: its temporal patches, each made of a frame, or of several that the model
+            merges.
         num_rows: all visual tokens.
         num_text_tokens: the tokens between its frames.
         pixel_bytes: of the whole video, resized, in fp32.
@@ -258,8 +295,11 @@ class VideoSize(NamedTuple):
     pixel_bytes: int
 
 
-def video_size(config: PreTrainedConfig, num_frames: int, height: int, width: int, processor: Any) -> VideoSize:
-    """Compute a video's size by the arithmetic of the model's own video processor, on tensors without storage.
+def video_size(
+    config: PreTrainedConfig, num_frames: int, height: int, width: int, processor: Any
+) -> VideoSize:
+    """Compute a video's size by the arithmetic of the model's own video processor, on tensors
+    without storage.
 
     Args:
         config: the whole model's.
@@ -268,27 +308,44 @@ def video_size(config: PreTrainedConfig, num_frames: int, height: int, width: in
         processor: transformers' for this model.
 
     Raises:
-        ValueError: the model reads no video, its processor is not there, or it cannot read this number of frames.
+        ValueError: the model reads no video, its processor is not there, or it cannot read this
+            number of frames.
     """
     if processor is None:
-        raise ValueError(f"a video plan needs the processor of the {config.model_type} model, not only its config")
-    told = num_frames_told(prompts_like(config.model_type), num_frames, getattr(processor, "temporal_patch_size", 1))
+        raise ValueError(
+            f"a video plan needs the processor of the {config.model_type} model, not only its "
+            "config"
+        )
+    told = num_frames_told(
+        prompts_like(config.model_type), num_frames, getattr(processor, "temporal_patch_size", 1)
+    )
     frames = torch.empty(told, 3, height, width, dtype=torch.uint8, device="meta")
     # What VideoLLaMA 3's leaves out is not known without pixels: it is counted, too.
-    options = {"use_token_compression": False} if hasattr(processor, "use_token_compression") else {}
+    options = (
+        {"use_token_compression": False} if hasattr(processor, "use_token_compression") else {}
+    )
     try:
         batch = processor(videos=[frames], do_sample_frames=False, return_tensors="pt", **options)
-    except ZeroDivisionError as error:  # VideoLLaMA 3's shares out a number of pixels among the frames
+    except (
+        ZeroDivisionError
+    ) as error:  # VideoLLaMA 3's shares out a number of pixels among the frames
         raise _TooManyFramesError(
-            f"the video processor of the {config.model_type} model leaves no pixel for each of {num_frames:,} frames"
+            f"the video processor of the {config.model_type} model leaves no pixel for each of "
+            f"{num_frames:,} frames"
         ) from error
     pixels, vision = batch["pixel_values_videos"], config.vision_config
     num_patches = pixels.shape[1]
     if "video_grid_thw" in batch:
         num_patches, *sides = batch["video_grid_thw"][0].tolist()
-        merge = int(batch["video_merge_sizes"]) if "video_merge_sizes" in batch else vision.spatial_merge_size
+        merge = (
+            int(batch["video_merge_sizes"])
+            if "video_merge_sizes" in batch
+            else vision.spatial_merge_size
+        )
         num_rows = num_patches * prod(sides) // merge**2
-    elif config.model_type == "llava_onevision":  # a frame's side is halved, and a row ends the video
+    elif (
+        config.model_type == "llava_onevision"
+    ):  # a frame's side is halved, and a row ends the video
         num_rows = num_patches * ceil(pixels.shape[-1] // vision.patch_size / 2) ** 2 + 1
     else:
         num_rows = num_patches * config.image_seq_length
@@ -296,7 +353,9 @@ def video_size(config: PreTrainedConfig, num_frames: int, height: int, width: in
     return VideoSize(num_patches, num_rows, num_text, pixels.numel() * 4)
 
 
-def _draft(settings: SpeculativeConfig | None, dtype: str | torch.dtype) -> Callable[[int, int], int]:
+def _draft(
+    settings: SpeculativeConfig | None, dtype: str | torch.dtype
+) -> Callable[[int, int], int]:
     """Return a function from a prompt's tokens and visual tokens to the draft model's memory."""
     if settings is None or not STRATEGIES[settings.strategy].needs_draft_model:
         return lambda num_tokens, num_visual: 0
@@ -315,7 +374,9 @@ def _draft(settings: SpeculativeConfig | None, dtype: str | torch.dtype) -> Call
     return num_bytes
 
 
-def _describe(model: str | Path | PreTrainedConfig, demo_path: Callable[[], Path]) -> tuple[str, PreTrainedConfig, Any]:
+def _describe(
+    model: str | Path | PreTrainedConfig, demo_path: Callable[[], Path]
+) -> tuple[str, PreTrainedConfig, Any]:
     """Return a model's name, its config, and its video processor where there is one to be read."""
     if isinstance(model, PreTrainedConfig):
         require_supported(model)
@@ -335,7 +396,11 @@ def _itemsize(config: PreTrainedConfig, wanted: str | torch.dtype) -> int:
     if wanted not in DTYPE_NAMES and not isinstance(wanted, torch.dtype):
         raise ValueError(f"dtype must be one of {', '.join(DTYPE_NAMES)}, not {wanted!r}")
     if wanted == "auto":
-        wanted = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None) or "float32"
+        wanted = (
+            getattr(config, "dtype", None)
+            or getattr(config.get_text_config(), "dtype", None)
+            or "float32"
+        )
     return getattr(torch, str(wanted).removeprefix("torch.")).itemsize
 
 

@@ -1,36 +1,64 @@
-"""Incompatible features and the reasons: one table for the library, the command line and the server.
+"""Incompatible features and the reasons: one table for the library, the command line and the
+server.
 
-Configs, options and requests pass their features to :func:`refuse`. A feature without conflicts needs no entry.
+Configs, options and requests pass their features to :func:`refuse`. A feature without conflicts
+needs no entry.
 """
 
 # The reason why two features are incompatible; braces stand for the given value.
 REFUSALS = {
     ("anchor_query", "no_anchor"): "anchor_query needs the anchor of apbv or apb: not {no_anchor}",
-    ("sparse", "dense_method"): "sparse attention needs full, apbv, apb or star: {dense_method} does not have it",
+    (
+        "sparse",
+        "dense_method",
+    ): "sparse attention needs full, apbv, apb or star: {dense_method} does not have it",
     ("sparse", "other_sparse_method"): "{other_sparse_method} cannot select blocks as {sparse}",
-    ("kv_reuse", "reduction"): "{reduction} selects visual tokens anew for every prompt: use reuse='exact'",
-    ("kv_reuse", "watching_draft"): "{watching_draft} watches the prefill of the whole prompt: use reuse='exact'",
+    (
+        "kv_reuse",
+        "reduction",
+    ): "{reduction} selects visual tokens anew for every prompt: use reuse='exact'",
+    (
+        "kv_reuse",
+        "watching_draft",
+    ): "{watching_draft} watches the prefill of the whole prompt: use reuse='exact'",
     ("rope_by_length", "kv_reuse"): (
-        "the rotary frequencies of keys depend on the length of the prompt ({rope_by_length}): use reuse='exact'"
+        "the rotary frequencies of keys depend on the length of the prompt ({rope_by_length}): use "
+        "reuse='exact'"
     ),
     ("rope_by_length", "offering"): (
-        "{offering} transfers keys to vLLM, whose rotary frequencies ({rope_by_length}) do not depend on the length "
+        "{offering} transfers keys to vLLM, whose rotary frequencies ({rope_by_length}) do not "
+        "depend on the length "
         "of the prompt"
     ),
-    ("hybrid", "kv_reuse"): "{hybrid} models keep no state from before the question: use reuse='exact'",
+    (
+        "hybrid",
+        "kv_reuse",
+    ): "{hybrid} models keep no state from before the question: use reuse='exact'",
     ("hybrid", "drafting"): (
-        "{drafting} rolls back rejected tokens, which the linear attention of {hybrid} models cannot"
+        "{drafting} rolls back rejected tokens, which the linear attention of {hybrid} models "
+        "cannot"
     ),
     ("hybrid", "handing_over"): (
-        "{handing_over} runs the prompt's last token again, which the linear attention of {hybrid} models cannot "
+        "{handing_over} runs the prompt's last token again, which the linear attention of {hybrid} "
+        "models cannot "
         "undo: use to_dynamic_cache(), and append a token chosen from the logits"
     ),
-    ("hybrid", "tensor_parallel"): "tensor parallelism does not split the linear attention of {hybrid} models",
-    ("handing_over", "reduction"): "{handing_over} transfers whole prompts, but {reduction} prunes them",
+    (
+        "hybrid",
+        "tensor_parallel",
+    ): "tensor parallelism does not split the linear attention of {hybrid} models",
+    (
+        "handing_over",
+        "reduction",
+    ): "{handing_over} transfers whole prompts, but {reduction} prunes them",
     ("context", "source"): (
-        "a prompt has either a text, or videos, images and audio, but {source} and {context} were given"
+        "a prompt has either a text, or videos, images and audio, but {source} and {context} were "
+        "given"
     ),
-    ("draft_host", "one_model"): "{one_model} drafts without a second model, so a draft host would have no work",
+    (
+        "draft_host",
+        "one_model",
+    ): "{one_model} drafts without a second model, so a draft host would have no work",
     ("draft_host", "tensor_parallel"): (
         "a draft host is not supported with tensor parallelism: TP rank 0 of host 0 drafts"
     ),
@@ -38,31 +66,43 @@ REFUSALS = {
         "quantized weights are not split across the processes of a host: use more hosts"
     ),
     ("quantized", "adapter"): (
-        "merging {adapter} would round quantized weights again: merge it into the model that was quantized"
+        "merging {adapter} would round quantized weights again: merge it into the model that was "
+        "quantized"
     ),
     ("self_drafting", "tensor_parallel"): (
-        "{self_drafting}, with which the target drafts itself, is not supported with tensor parallelism: TP rank "
+        "{self_drafting}, with which the target drafts itself, is not supported with tensor "
+        "parallelism: TP rank "
         "0 of host 0 drafts"
     ),
     ("draft_host", "learning_draft"): (
-        "{learning_draft} learns from every verification before it continues drafting: not on a draft host"
+        "{learning_draft} learns from every verification before it continues drafting: not on a "
+        "draft host"
     ),
     ("draft_host", "tree"): "a draft host drafts a chain of tokens: it cannot draft a tree",
     ("tree", "chain_only"): "{chain_only} drafts a chain of tokens: it cannot draft a tree",
     ("keep", "no_choice"): "{no_choice} does not select visual tokens: keep does not apply",
     ("keep_ratio", "keep_tokens"): (
-        "keep_ratio and keep_tokens both set the number of visual tokens of a draft: give one of them"
+        "keep_ratio and keep_tokens both set the number of visual tokens of a draft: give one of "
+        "them"
     ),
     ("keep_tokens", "fixed_share"): (
-        "a draft with {fixed_share} always sees the same share of the prompt: keep_tokens does not apply"
+        "a draft with {fixed_share} always sees the same share of the prompt: keep_tokens does not "
+        "apply"
     ),
-    ("prune_kv", "drops_nothing"): "{drops_nothing} prunes no KV after draft prefill: prune='kv' does not apply",
+    (
+        "prune_kv",
+        "drops_nothing",
+    ): "{drops_nothing} prunes no KV after draft prefill: prune='kv' does not apply",
     ("ranking_on_draft_host", "reduction"): (
-        "{ranking_on_draft_host} ranks by the target's prefill, which {reduction} prunes: on a draft host choose "
+        "{ranking_on_draft_host} ranks by the target's prefill, which {reduction} prunes: on a "
+        "draft host choose "
         "another, such as keep='even'"
     ),
     ("draft_host", "one_host"): "a draft host needs at least two hosts",
-    ("caption", "no_captioner"): "the ensemble {caption} drafts from a caption: it needs a captioner",
+    (
+        "caption",
+        "no_captioner",
+    ): "the ensemble {caption} drafts from a caption: it needs a captioner",
 }
 
 
@@ -70,8 +110,8 @@ def refuse(**asked: str | bool | None) -> None:
     """Reject incompatible features.
 
     Args:
-        asked: the requested features by name: the value to show in the reason, or true; False or None if a feature
-            is not requested.
+        asked: the requested features by name: the value to show in the reason, or true; False or
+            None if a feature is not requested.
 
     Raises:
         ValueError: two features are incompatible; the message says why.

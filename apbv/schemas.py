@@ -1,7 +1,7 @@
 """JSON schemas, made ready to be compiled into a grammar.
 
-A schema is walked as a schema: only where JSON Schema has subschemas. Constants, defaults and examples are values,
-whatever they look like, and a property may be named like a keyword.
+A schema is walked as a schema: only where JSON Schema has subschemas. Constants, defaults and
+examples are values, whatever they look like, and a property may be named like a keyword.
 """
 
 import json
@@ -30,13 +30,18 @@ _WITH_ONE = frozenset(
     ]
 )
 _WITH_A_LIST = frozenset(["allOf", "anyOf", "items", "oneOf", "prefixItems"])
-_WITH_NAMES = frozenset(["$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties", "properties"])
-_DEFINITIONS = frozenset(("$defs", "definitions"))  # which apply only where a reference leads to them
+_WITH_NAMES = frozenset(
+    ["$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties", "properties"]
+)
+_DEFINITIONS = frozenset(
+    ("$defs", "definitions")
+)  # which apply only where a reference leads to them
 # Keywords whose schemas describe the same value as the schema that has them.
 _ABOUT_THE_SAME_VALUE = frozenset(
     ["allOf", "anyOf", "dependencies", "dependentSchemas", "else", "if", "not", "oneOf", "then"]
 )
-# Those that llguidance enforces. A format is an annotation: one that is not known here has no effect.
+# Those that llguidance enforces. A format is an annotation: one that is not known here has no
+# effect.
 _KNOWN_FORMATS = frozenset(
     ["date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid"]
 )
@@ -45,14 +50,15 @@ _KNOWN_FORMATS = frozenset(
 def prepared(json_schema: str) -> Schema:
     """Return a schema that is ready to be compiled.
 
-    Objects have only the properties that their schema names, unless it sets ``additionalProperties``: OpenAI's
-    strict schemas say so of every object, and vLLM takes all to mean it; else a weak model adds one property after
-    the other. Left as they are: objects that several schemas describe together, as with ``allOf`` or a reference
-    beside ``properties``, because none of these names all properties. Formats that are not known are left out.
+    Objects have only the properties that their schema names, unless it sets
+    ``additionalProperties``: OpenAI's strict schemas say so of every object, and vLLM takes all to
+    mean it; else a weak model adds one property after the other. Left as they are: objects that
+    several schemas describe together, as with ``allOf`` or a reference beside ``properties``,
+    because none of these names all properties. Formats that are not known are left out.
 
     Raises:
-        ValueError: it is not a schema, allows no value, or has references that lead back to themselves without
-            an end. RecursionError: it is too deep.
+        ValueError: it is not a schema, allows no value, or has references that lead back to
+            themselves without an end. RecursionError: it is too deep.
     """
     root = json.loads(json_schema)
     if root is True:
@@ -67,7 +73,9 @@ def prepared(json_schema: str) -> Schema:
     for key, (schema, _) in schemas.items():
         if isinstance(schema.get("format"), str) and schema["format"] not in _KNOWN_FORMATS:
             del schema["format"]
-        names_all = isinstance(schema.get("properties"), dict) and "type" in schema and key not in shared
+        names_all = (
+            isinstance(schema.get("properties"), dict) and "type" in schema and key not in shared
+        )
         if names_all:
             schema.setdefault("additionalProperties", False)
     return root
@@ -129,7 +137,8 @@ class _References:
             waiting += [part for _, _, part in _below(schema)]
 
     def target(self, schema: Schema) -> Schema | None:
-        """Return the schema that another refers to; None if it refers to none, or to none that can be found."""
+        """Return the schema that another refers to; None if it refers to none, or to none that can
+        be found."""
         if not isinstance(schema.get("$ref"), str):
             return None
         url, fragment = urldefrag(urljoin(self._base, schema["$ref"]))
@@ -155,11 +164,14 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else ""
 
 
-def _applied(root: Schema, references: _References) -> tuple[dict[int, tuple[Schema, str]], set[int]]:
+def _applied(
+    root: Schema, references: _References
+) -> tuple[dict[int, tuple[Schema, str]], set[int]]:
     """Find all schemas, also those that only a reference leads to.
 
     Returns:
-        By the schema's identity each with its place; and the identities of those that describe a value, or
+        By the schema's identity each with its place; and the identities of those that describe a
+        value, or
             something inside it, together with others.
     """
     schemas: dict[int, tuple[Schema, str]] = {}
@@ -189,12 +201,15 @@ def _shares_its_value(schema: Schema) -> bool:
     if "properties" not in schema:
         return False
     others = [part for keyword, _, part in _below(schema) if keyword in _ABOUT_THE_SAME_VALUE]
-    name_some = [part for part in others if part.keys() & {"properties", "$ref", *_ABOUT_THE_SAME_VALUE}]
+    name_some = [
+        part for part in others if part.keys() & {"properties", "$ref", *_ABOUT_THE_SAME_VALUE}
+    ]
     return "$ref" in schema or bool(name_some)
 
 
 def _require_an_end(schemas: dict[int, tuple[Schema, str]], references: _References) -> None:
-    """Reject a schema of which no value is finite: its references lead back to itself, whatever a value has.
+    """Reject a schema of which no value is finite: its references lead back to itself, whatever a
+    value has.
 
     Raises:
         ValueError: there is one; the message names its place.
@@ -217,7 +232,9 @@ def _require_an_end(schemas: dict[int, tuple[Schema, str]], references: _Referen
             waiting += needed_by[key]
     endless = [place for key, (_, place) in schemas.items() if key not in ending]
     if endless:
-        raise ValueError(f"its references lead back to themselves without an end, at {endless[0]:.200}")
+        raise ValueError(
+            f"its references lead back to themselves without an end, at {endless[0]:.200}"
+        )
 
 
 def _needs(schema: Schema, references: _References) -> list[list[int]]:

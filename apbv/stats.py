@@ -24,7 +24,16 @@ from .hosts import HostGroup, Moment
 from .warn import raised_as
 
 # Every stage of a request, in the order in which they first begin.
-STAGES = ("decode_video", "preprocess", "encode", "exchange", "prefill", "handoff", "draft", "decode")
+STAGES = (
+    "decode_video",
+    "preprocess",
+    "encode",
+    "exchange",
+    "prefill",
+    "handoff",
+    "draft",
+    "decode",
+)
 # The stage that leaves no work on a GPU, which may be busy with something else meanwhile.
 _ON_HOST = ("decode_video",)
 
@@ -32,15 +41,15 @@ _ON_HOST = ("decode_video",)
 class StageTimer:
     """Times a request's stages on this host, and its first token; any thread may begin a stage.
 
-    It causes no GPU synchronization while the request runs. A stage's work on the current stream is timed by CUDA
-    events, which are read at the end of the request: the stage lasts from when the GPU could begin with its work
-    until that work is done.
+    It causes no GPU synchronization while the request runs. A stage's work on the current stream is
+    timed by CUDA events, which are read at the end of the request: the stage lasts from when the
+    GPU could begin with its work until that work is done.
 
     Args:
         hosts: the hosts that run the request.
         on_stage: called with the name of each stage as it begins, in the thread that begins it.
-        on_progress: called with what :meth:`progress` is told, in the thread that tells it. Of both only one call
-            is under way at a time.
+        on_progress: called with what :meth:`progress` is told, in the thread that tells it. Of both
+            only one call is under way at a time.
 
     Attributes:
         prefilled: when the prefill was done; its event is None if no prefill on a GPU was timed.
@@ -61,7 +70,8 @@ class StageTimer:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Time the body as a stage, which may run several times, and concurrently with others in other threads.
+        """Time the body as a stage, which may run several times, and concurrently with others in
+        other threads.
 
         torch's profiler shows it as ``apbv.NAME``.
 
@@ -100,7 +110,8 @@ class StageTimer:
         self._first_token = self._hosts.moment(on_device=False)
 
     def runs(self) -> list[tuple[str, float, float]]:
-        """Return of each run of a stage its name, begin and end, in seconds since the request began.
+        """Return of each run of a stage its name, begin and end, in seconds since the request
+        began.
 
         This waits for what a GPU still works on of them.
         """
@@ -110,7 +121,8 @@ class StageTimer:
         """Return :meth:`runs`, and the seconds from the request's beginning to some moments."""
         with self._lock:
             names, begins, ends = zip(*self._runs, strict=True) if self._runs else ((), (), ())
-        # In one call, whose error, the delay until the host sees what its GPU has done, is the same for all.
+        # In one call, whose error, the delay until the host sees what its GPU has done, is the same
+        # for all.
         times = np.array(self._hosts.seconds_at([self._began, *begins, *ends, *moments]))
         begins, ends, others = np.split(times[1:] - times[0], [len(names), 2 * len(names)])
         return list(zip(names, begins.tolist(), ends.tolist(), strict=True)), others.tolist()
@@ -118,10 +130,11 @@ class StageTimer:
     def summary(self, num_new_tokens: int = 0) -> dict:
         """Return the request's metrics, equal on every host; collective.
 
-        Times are the slowest host's, in milliseconds; ``comm_bytes``, received from other hosts, and
-        ``peak_memory_bytes`` are lists with an entry per process. ``ttft_ms`` ends just before the caller gets the
-        first token; without an answer, when the prefill is done. ``stages_ms`` has each stage's time at work, all
-        its runs together: where stages overlap, that is more than the time that has passed, by ``overlap_ms``.
+        Times are the slowest host's, in milliseconds; ``comm_bytes``, received from other hosts,
+        and ``peak_memory_bytes`` are lists with an entry per process. ``ttft_ms`` ends just before
+        the caller gets the first token; without an answer, when the prefill is done. ``stages_ms``
+        has each stage's time at work, all its runs together: where stages overlap, that is more
+        than the time that has passed, by ``overlap_ms``.
 
         Args:
             num_new_tokens: tokens of the answer, for ``output_throughput``.
@@ -132,7 +145,9 @@ class StageTimer:
             busy[name] += ended - began
         times = [*busy.values(), overlapping_seconds(runs), *ends]
         received = self._hosts.bytes_received - self._bytes_before
-        everybody = self._hosts.gather_floats([*times, received, peak_memory_bytes(self._hosts.device)])
+        everybody = self._hosts.gather_floats(
+            [*times, received, peak_memory_bytes(self._hosts.device)]
+        )
         *slowest, received, peaks = np.array(everybody).T
         *stages, overlap, ttft, total = (1e3 * np.max(slowest, axis=1)).tolist()
         stages = dict(zip(STAGES, stages, strict=True))
@@ -141,7 +156,9 @@ class StageTimer:
             "ttft_ms": ttft,
             "total_ms": total,
             "request_throughput": 1e3 / ttft if ttft else None,
-            "output_throughput": num_new_tokens * 1e3 / decode if num_new_tokens and decode else None,
+            "output_throughput": num_new_tokens * 1e3 / decode
+            if num_new_tokens and decode
+            else None,
             "stages_ms": stages,
             "overlap_ms": overlap,
             "comm_bytes": received.astype(int).tolist(),
@@ -179,7 +196,8 @@ class Recorder:
 
 
 def overlapping_seconds(runs: Iterable[tuple[str, float, float]]) -> float:
-    """Compute by how much the sum of runs' seconds exceeds the time in which any went on; see StageTimer.runs."""
+    """Compute by how much the sum of runs' seconds exceeds the time in which any went on; see
+    StageTimer.runs."""
     busy = covered = 0.0
     end = float("-inf")
     for _, began, ended in sorted(runs, key=itemgetter(1)):
@@ -199,7 +217,8 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return the highest memory in use, in bytes: the GPU allocator's, or on a CPU the process's resident set."""
+    """Return the highest memory in use, in bytes: the GPU allocator's, or on a CPU the process's
+    resident set."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     highest = _kernels_figure("VmHWM", of="self/status")
@@ -207,7 +226,8 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def free_memory_bytes(device: torch.device, swaps: bool = False) -> int:
-    """Return the bytes that can still be allocated on a device, including what its allocator caches.
+    """Return the bytes that can still be allocated on a device, including what its allocator
+    caches.
 
     Args:
         swaps: count what a machine's kernel can swap out, too; a GPU's cannot.
@@ -220,7 +240,8 @@ def free_memory_bytes(device: torch.device, swaps: bool = False) -> int:
 
 
 def free_host_memory_bytes() -> int:
-    """Return the bytes that the machine can still allocate without swapping, according to its kernel."""
+    """Return the bytes that the machine can still allocate without swapping, according to its
+    kernel."""
     free = _kernels_figure("MemAvailable")
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2 if free is None else free
 
@@ -257,7 +278,9 @@ def _software() -> dict:
     if (checkout / ".git").exists():
         quietly = {"stderr": subprocess.DEVNULL, "text": True, "timeout": 5}
         with suppress(OSError, subprocess.SubprocessError):
-            commit = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=checkout, **quietly).strip()
+            commit = subprocess.check_output(
+                ["git", "rev-parse", "HEAD"], cwd=checkout, **quietly
+            ).strip()
     return {"versions": versions, "git_sha": commit}
 
 
@@ -267,5 +290,8 @@ def append_json_lines(path: Path, records: Iterable[dict]) -> None:
     Raises:
         ValueError: the file cannot be written.
     """
-    with raised_as(ValueError, f"cannot write {path}", OSError), open(path, "a", encoding="utf-8") as file:
+    with (
+        raised_as(ValueError, f"cannot write {path}", OSError),
+        open(path, "a", encoding="utf-8") as file,
+    ):
         file.writelines(json.dumps(record) + "\n" for record in records)

@@ -6,7 +6,8 @@ that do not exist, and that failure takes ``import transformers.models...process
 video processors need only torchvision's Python transforms (resize, normalise), which run on plain
 torch. Declaring the missing operator schemas first is enough for the import to succeed.
 
-An import hook watches for the import of torchvision, so that it is not imported unless another module does.
+An import hook watches for the import of torchvision, so that it is not imported unless another
+module does.
 """
 
 import importlib.abc
@@ -19,7 +20,8 @@ _OPERATORS = ("nms", "qnms", *_POOLING, *(f"_{name}_backward" for name in _POOLI
 
 
 def ensure_torchvision_imports() -> None:
-    """Make a later import of torchvision succeed even if its own library cannot provide its operators.
+    """Make a later import of torchvision succeed even if its own library cannot provide its
+    operators.
 
     Changes nothing where torchvision is absent, already imported, or built for this torch.
     """
@@ -29,10 +31,12 @@ def ensure_torchvision_imports() -> None:
 
 
 class _TorchvisionFinder(importlib.abc.MetaPathFinder):
-    """Import hook for torchvision, which finds it on the path as Python does, and retries a failed import."""
+    """Import hook for torchvision, which finds it on the path as Python does, and retries a failed
+    import."""
 
     def __init__(self):
-        # A torch.library.Library withdraws its definitions when it is collected, so it must stay referenced.
+        # A torch.library.Library withdraws its definitions when it is collected, so it must stay
+        # referenced.
         self._library = None
 
     def find_spec(self, fullname, path=None, target=None):
@@ -55,12 +59,15 @@ class _TorchvisionFinder(importlib.abc.MetaPathFinder):
                 del sys.modules[name]
             self._library = _declared_operators()
             execute(module)
-        if self in sys.meta_path:  # its work is done; the loader goes on holding it, and so the library
+        if (
+            self in sys.meta_path
+        ):  # its work is done; the loader goes on holding it, and so the library
             sys.meta_path.remove(self)
 
 
 def _declared_operators():
-    """Declare the operators' missing schemas, which last as long as the returned library is referenced."""
+    """Declare the operators' missing schemas, which last as long as the returned library is
+    referenced."""
     import torch  # which torchvision has imported by now
 
     library = torch.library.Library("torchvision", "FRAGMENT")

@@ -9,15 +9,20 @@ from torch import Tensor
 
 def numbers_in(*ranges: range) -> Tensor:
     """Return the numbers in some ranges, one range after the other, int64 in CPU memory."""
-    return torch.cat([torch.empty(0, dtype=torch.long), *(torch.arange(each.start, each.stop) for each in ranges)])
+    return torch.cat(
+        [
+            torch.empty(0, dtype=torch.long),
+            *(torch.arange(each.start, each.stop) for each in ranges),
+        ]
+    )
 
 
 @cache
 def side_stream(device: torch.device, purpose: str, priority: int = 0) -> torch.cuda.Stream:
     """Return a GPU's stream for one purpose.
 
-    PyTorch has a pool of 32 per priority and reuses them: a new stream for every video would soon be the one on
-    which a graph is being captured.
+    PyTorch has a pool of 32 per priority and reuses them: a new stream for every video would soon
+    be the one on which a graph is being captured.
 
     Args:
         priority: -1 comes before 0 where kernels wait for a processor.
@@ -25,11 +30,13 @@ def side_stream(device: torch.device, purpose: str, priority: int = 0) -> torch.
     return torch.cuda.Stream(device, priority)
 
 
-def to_device(values: Tensor | Sequence, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+def to_device(
+    values: Tensor | Sequence, device: torch.device, dtype: torch.dtype | None = None
+) -> Tensor:
     """Copy numbers from the CPU to a device; on a GPU the copy is queued after earlier work.
 
-    A tensor that is already on the device is returned as it is. Without pinned memory a copy could wait for the
-    GPU.
+    A tensor that is already on the device is returned as it is. Without pinned memory a copy could
+    wait for the GPU.
 
     Args:
         dtype: of the result; None: that of the tensor, or what torch makes of the values.
@@ -41,18 +48,25 @@ def to_device(values: Tensor | Sequence, device: torch.device, dtype: torch.dtyp
 
 
 def fill(tensor: Tensor, values: Tensor | Sequence) -> None:
-    """Overwrite a tensor in place with CPU numbers, without synchronization, as :func:`to_device` does."""
+    """Overwrite a tensor in place with CPU numbers, without synchronization, as :func:`to_device`
+    does."""
     values = torch.as_tensor(values, dtype=tensor.dtype)
-    tensor.copy_(values.pin_memory() if tensor.is_cuda and not values.is_cuda else values, non_blocking=True)
+    tensor.copy_(
+        values.pin_memory() if tensor.is_cuda and not values.is_cuda else values, non_blocking=True
+    )
 
 
-def fetch(numbers: Tensor, wait: Callable[[torch.cuda.Event], None] | None = None) -> Callable[[], list]:
-    """Start a copy of numbers to the CPU; the returned function waits for that copy only and returns a list.
+def fetch(
+    numbers: Tensor, wait: Callable[[torch.cuda.Event], None] | None = None
+) -> Callable[[], list]:
+    """Start a copy of numbers to the CPU; the returned function waits for that copy only and
+    returns a list.
 
     GPU work queued in between continues while the caller already reads the numbers.
 
     Args:
-        wait: waits until a GPU has come to an event, such as :meth:`apbv.HostGroup.wait_for_device`.
+        wait: waits until a GPU has come to an event, such as
+            :meth:`apbv.HostGroup.wait_for_device`.
     """
     if not numbers.is_cuda:
         return numbers.tolist

@@ -1,4 +1,5 @@
-"""Warnings that point at the line of the caller's code, and errors: what failed, and what ends a script."""
+"""Warnings that point at the line of the caller's code, and errors: what failed, and what ends a
+script."""
 
 import json
 import os
@@ -13,7 +14,8 @@ _PASSED_THROUGH = ("torch.utils._contextlib", "contextlib")
 
 
 def warn_caller(message: str) -> None:
-    """Warn as if the innermost line outside this package did; Python shows a line's warning once."""
+    """Warn as if the innermost line outside this package did; Python shows a line's warning
+    once."""
     level, frame = 1, sys._getframe()
     while frame.f_back is not None and _is_ours(frame.f_globals.get("__name__", "")):
         level, frame = level + 1, frame.f_back
@@ -38,7 +40,8 @@ def raised_as(kind: type[Exception], what: str, *caught: type[Exception]) -> Ite
 
 
 def report_error(text: str) -> None:
-    """Print the reason why this process exits; under torchrun once per machine, and in torchrun's summary, too."""
+    """Print the reason why this process exits; under torchrun once per machine, and in torchrun's
+    summary, too."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path is not None:
         with suppress(OSError), open(path, "w", encoding="utf-8") as file:

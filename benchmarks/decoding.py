@@ -1,14 +1,16 @@
-"""Measure one decoding step over a long KV cache with apbv's attention and cache, and with transformers' own.
+"""Measure one decoding step over a long KV cache with apbv's attention and cache, and with
+transformers' own.
 
     python benchmarks/decoding.py --tokens 2048 32768 --dtype bfloat16 --json decoding.jsonl
     python benchmarks/decoding.py --model qwen2.5-vl-7b --tokens 131072  # on a GPU
     python benchmarks/decoding.py --model demo --tokens 272 --batch 1 4 16
 
-A step is a forward pass over 1 token, as in autoregressive decoding, or over several, as in verification, which
-are then rolled back. The KV is random. Every round interleaves all variants. Each variant's logits are compared
-with transformers', first and last: a wrong one gets an error instead of a speed, and the exit status is 1. On a
-GPU apbv's steps are CUDA graphs, and eager steps are also reported. ``--batch`` decodes several answers instead,
-sequentially, in one batch, and in one batch of transformers, padded on the left.
+A step is a forward pass over 1 token, as in autoregressive decoding, or over several, as in
+verification, which are then rolled back. The KV is random. Every round interleaves all variants.
+Each variant's logits are compared with transformers', first and last: a wrong one gets an error
+instead of a speed, and the exit status is 1. On a GPU apbv's steps are CUDA graphs, and eager steps
+are also reported. ``--batch`` decodes several answers instead, sequentially, in one batch, and in
+one batch of transformers, padded on the left.
 """
 
 import argparse
@@ -67,7 +69,9 @@ class Way:
 
 
 @torch.no_grad()
-def measure(ways: Sequence[Way], rounds: int, warmup: int, device: torch.device, num_steps: int = 1) -> None:
+def measure(
+    ways: Sequence[Way], rounds: int, warmup: int, device: torch.device, num_steps: int = 1
+) -> None:
     """Time all ways in turn; ``num_steps`` is how many steps a run has."""
     for number in range(warmup + rounds):
         for way in ways:
@@ -83,7 +87,8 @@ def measure(ways: Sequence[Way], rounds: int, warmup: int, device: torch.device,
 def compare(ways: Sequence[Way]) -> None:
     """Compare the steps' logits with the first way's.
 
-    To be called again after the measurement: a CUDA graph does not repeat the first step, but a later one.
+    To be called again after the measurement: a CUDA graph does not repeat the first step, but a
+    later one.
     """
     expected = ways[0].run().double()
     for way in ways:
@@ -97,18 +102,29 @@ def relative_error(logits: Tensor, expected: Tensor) -> float:
 
 
 def with_transformers(
-    parts: ModelParts, cache: DynamicCache, ids: Tensor, num_steps: int = 1, pads: Tensor | None = None
+    parts: ModelParts,
+    cache: DynamicCache,
+    ids: Tensor,
+    num_steps: int = 1,
+    pads: Tensor | None = None,
 ) -> Callable[[], Tensor]:
     """Return decoding by the model as it was loaded, with a DynamicCache, as ``generate`` does it.
 
-    The first step is over ids ``[B, S]``, each other one over the most probable token behind the one before; the
-    logits are those of the first, ``[B, S, V]``.
+    The first step is over ids ``[B, S]``, each other one over the most probable token behind the
+    one before; the logits are those of the first, ``[B, S, V]``.
 
     Args:
         pads: how many tokens of padding each prompt of a batch has on its left, ``[B]``.
     """
-    num_tokens, all_tokens = cache.get_seq_length(), cache.get_seq_length() + ids.shape[1] + num_steps - 1
-    mask = None if pads is None else (torch.arange(all_tokens, device=parts.device) >= pads[:, None]).long()
+    num_tokens, all_tokens = (
+        cache.get_seq_length(),
+        cache.get_seq_length() + ids.shape[1] + num_steps - 1,
+    )
+    mask = (
+        None
+        if pads is None
+        else (torch.arange(all_tokens, device=parts.device) >= pads[:, None]).long()
+    )
 
     def run() -> Tensor:
         tokens, first = ids, None
@@ -133,7 +149,9 @@ def with_transformers(
 def with_apbv(parts: ModelParts, cache: DynamicCache, ids: Tensor) -> Callable[[], Tensor]:
     """Return the step of apbv's decoder over ids ``[1, S]``; its logits are ``[1, S, V]``."""
     num_tokens, tokens = cache.get_seq_length(), ids[0].tolist()
-    decoder = Decoder(parts, GatheredKV(cache, num_tokens, HostGroup.single(parts.device)), num_tokens)
+    decoder = Decoder(
+        parts, GatheredKV(cache, num_tokens, HostGroup.single(parts.device)), num_tokens
+    )
 
     def step() -> Tensor:
         logits = decoder.advance(tokens)
@@ -155,17 +173,22 @@ def random_cache(parts: ModelParts, num_tokens: int, seed: int = 0) -> DynamicCa
 
 
 def padded(parts: ModelParts, prompts: Sequence["Prompt"]) -> tuple[DynamicCache, Tensor]:
-    """Return the prompts' KV as one batch, padded on the left, and how many tokens of padding each has."""
+    """Return the prompts' KV as one batch, padded on the left, and how many tokens of padding each
+    has."""
     most = max(prompt.num_tokens for prompt in prompts)
     cache, own = DynamicCache(), [prompt.kv.whole.layers for prompt in prompts]
     for layer in range(parts.num_layers):
         shape = (2, len(prompts), parts.num_kv_heads, most, parts.head_dim)
         states = torch.zeros(shape, dtype=parts.dtype, device=parts.device)
         for number, each in enumerate(own):
-            for rows, padded_rows in zip((each[layer].keys, each[layer].values), states[:, number], strict=True):
+            for rows, padded_rows in zip(
+                (each[layer].keys, each[layer].values), states[:, number], strict=True
+            ):
                 padded_rows[:, most - rows.shape[2] :] = rows[0]
         cache.update(*states, layer)
-    return cache, torch.tensor([most - prompt.num_tokens for prompt in prompts], device=parts.device)
+    return cache, torch.tensor(
+        [most - prompt.num_tokens for prompt in prompts], device=parts.device
+    )
 
 
 class Prompt:
@@ -173,7 +196,9 @@ class Prompt:
 
     def __init__(self, parts: ModelParts, num_tokens: int, seed: int):
         self.num_tokens = num_tokens
-        self.kv = GatheredKV(random_cache(parts, num_tokens, seed), num_tokens, HostGroup.single(parts.device))
+        self.kv = GatheredKV(
+            random_cache(parts, num_tokens, seed), num_tokens, HostGroup.single(parts.device)
+        )
         generator = torch.Generator(parts.device).manual_seed(seed)
         self._logits = torch.randn(parts.vocab_size, generator=generator, device=parts.device)
 
@@ -185,9 +210,13 @@ class Prompt:
 
 @torch.no_grad()
 def batch_ways(parts: ModelParts, prompts: Sequence[Prompt], num_tokens: int) -> list[Way]:
-    """Return the ways to decode tokens of every answer: sequentially, in one batch, and in one of transformers."""
+    """Return the ways to decode tokens of every answer: sequentially, in one batch, and in one of
+    transformers."""
     sampling = SamplingParams(max_new_tokens=num_tokens + 1)  # the first takes no pass of the model
-    request, batch = Request(Question(), StageTimer(prompts[0].kv.hosts), sampling=sampling), Batch(parts)
+    request, batch = (
+        Request(Question(), StageTimer(prompts[0].kv.hosts), sampling=sampling),
+        Batch(parts),
+    )
 
     def one_by_one() -> None:
         with apbv_attention(parts.language_model):
@@ -209,7 +238,11 @@ def batch_ways(parts: ModelParts, prompts: Sequence[Prompt], num_tokens: int) ->
     return [
         Way("apbv, one after the other", one_by_one),
         Way("apbv, in a batch", together, relative_error(batched, alone)),
-        Way("transformers, in a batch", in_a_batch, relative_error(in_a_batch()[:, 0].double(), alone)),
+        Way(
+            "transformers, in a batch",
+            in_a_batch,
+            relative_error(in_a_batch()[:, 0].double(), alone),
+        ),
     ]
 
 
@@ -239,7 +272,11 @@ def batches(options: argparse.Namespace, parts: ModelParts) -> Iterator[dict]:
             for way in ways:
                 record = record_of(options, ways[0], way)
                 speed = None if record["ms"] is None else size / record["ms"] * 1e3
-                what = {"num_tokens": num_tokens, "num_answers": size, "answer_tokens": options.answer_tokens}
+                what = {
+                    "num_tokens": num_tokens,
+                    "num_answers": size,
+                    "answer_tokens": options.answer_tokens,
+                }
                 yield {"benchmark": "batch_decoding", **what, "tokens_per_s": speed, **record}
 
 
@@ -277,13 +314,17 @@ def record_of(options: argparse.Namespace, baseline: Way, way: Way) -> dict:
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    return parser_of("decoding", __doc__, {"model": ["demo", *sorted(CONFIGS)]}).parse_args(arguments)
+    return parser_of("decoding", __doc__, {"model": ["demo", *sorted(CONFIGS)]}).parse_args(
+        arguments
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
     keep_freed_memory()
-    parts = inspect_model(load_model(options.model, getattr(torch, options.dtype), HostGroup.single()))
+    parts = inspect_model(
+        load_model(options.model, getattr(torch, options.dtype), HostGroup.single())
+    )
     measured, name = (batches, "batch_decoding") if options.batch else (steps, "decoding")
     rows = report(options, measured(options, parts), columns_of(name))
     wrong = [row for row in rows if row["speedup"] is None]

@@ -3,10 +3,11 @@
     python benchmarks/draft_views.py --clips 40 --json views.jsonl
     python benchmarks/draft_views.py --keep full attention random --keep-ratio 0.1 0.5
 
-After HIPPO's Figure 3 (the draft's accuracy on all tokens, the most attended and random ones) and ParallelVLM's
-Figure 4 (how many of the kept tokens are in the first and last 4 % of the video). The demo model's needles also
-show how much of the question's subject is retained. The demo's draft was trained to describe clips as the target
-does; its accuracy is therefore the share of the target's description that it predicts, token by token.
+After HIPPO's Figure 3 (the draft's accuracy on all tokens, the most attended and random ones) and
+ParallelVLM's Figure 4 (how many of the kept tokens are in the first and last 4 % of the video). The
+demo model's needles also show how much of the question's subject is retained. The demo's draft was
+trained to describe clips as the target does; its accuracy is therefore the share of the target's
+description that it predicts, token by token.
 """
 
 import argparse
@@ -41,7 +42,9 @@ FULL = PrefillConfig(method="full")
 BINS = 25  # of 4 % of the video each, as in ParallelVLM's Figure 4
 
 
-def draft_of(candidate: Candidate, inputs: ModelInputs, config: SpeculativeConfig, seed: int) -> Draft:
+def draft_of(
+    candidate: Candidate, inputs: ModelInputs, config: SpeculativeConfig, seed: int
+) -> Draft:
     """Prefill a prompt as a drafting strategy does, and return its draft.
 
     Args:
@@ -49,7 +52,9 @@ def draft_of(candidate: Candidate, inputs: ModelInputs, config: SpeculativeConfi
     """
     target, draft, hosts = candidate.parts, candidate.draft, candidate.hosts
     watcher = make_watcher(config, target)
-    state = prefill(target, inputs, hosts=hosts, config=FULL, watcher=watcher, encoded=candidate.encoded)
+    state = prefill(
+        target, inputs, hosts=hosts, config=FULL, watcher=watcher, encoded=candidate.encoded
+    )
     task = DraftTask(
         target=target,
         draft=draft,
@@ -67,18 +72,24 @@ def draft_of(candidate: Candidate, inputs: ModelInputs, config: SpeculativeConfi
 
 
 @torch.no_grad()
-def predict_along(draft: Draft, model: ModelParts, inputs: ModelInputs, tokens: list[int]) -> list[int]:
+def predict_along(
+    draft: Draft, model: ModelParts, inputs: ModelInputs, tokens: list[int]
+) -> list[int]:
     """Let a draft predict each of the tokens that follow a prompt from those before it."""
     sequence = [int(inputs.input_ids[0, -1]), *tokens]
     with apbv_attention(model.language_model):
-        proposals = [draft.drafter.propose(sequence[:end], Tree.chain(1)) for end in range(1, len(sequence))]
+        proposals = [
+            draft.drafter.propose(sequence[:end], Tree.chain(1)) for end in range(1, len(sequence))
+        ]
     return [proposal.tokens[0] for proposal in proposals]
 
 
 def measure(options: argparse.Namespace) -> Iterator[dict]:
     """Yield a record for every clip, choice and share of tokens."""
     engine, exam = load_demo(dtype=options.dtype), Exam.of(options)
-    candidate = Candidate(engine.model, engine.processor, engine.hosts, load_demo(draft_path()).model)
+    candidate = Candidate(
+        engine.model, engine.processor, engine.hosts, load_demo(draft_path()).model
+    )
     ways = [
         SpeculativeConfig(strategy="specvlm", keep=name, keep_ratio=ratio)
         for name in options.keep
@@ -125,8 +136,13 @@ def summarise(records: list[dict]) -> Iterator[dict]:
     """Sum the records of every choice and share."""
     for (name, ratio), of_way in grouped(records, "keep", "keep_ratio").items():
         row = {"label": name if name == "full" else f"{name}, {ratio:g}", "clips": len(of_way)}
-        row |= {name: statistics.fmean(record[name] for record in of_way) for name in ("at_ends", "of_needles")}
-        predicted, described = (sum(record[name] for record in of_way) for name in ("predicted", "described"))
+        row |= {
+            name: statistics.fmean(record[name] for record in of_way)
+            for name in ("at_ends", "of_needles")
+        }
+        predicted, described = (
+            sum(record[name] for record in of_way) for name in ("predicted", "described")
+        )
         yield {**row, "share": predicted / described}
 
 

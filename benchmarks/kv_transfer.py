@@ -2,8 +2,9 @@
 
     torchrun --nproc-per-node 2 benchmarks/kv_transfer.py --tokens 8192
 
-The KV is synthetic, with the shapes of a real model. The consumer is a separate process without the engine, which
-copies every layer to its own memory as it arrives, one ticket a line. In an extra first round it compares digests.
+The KV is synthetic, with the shapes of a real model. The consumer is a separate process without the
+engine, which copies every layer to its own memory as it arrives, one ticket a line. In an extra
+first round it compares digests.
 """
 
 import argparse
@@ -35,7 +36,10 @@ from support.arguments import parser_of
 from support.records import columns_of, measure_on_hosts
 
 QUESTION_LEN, HEAD_DIM = 32, 128
-SHAPES = {"qwen2.5-vl-3b": (36, 2), "qwen2.5-vl-7b": (28, 4)}  # decoder layers and KV heads, in bf16
+SHAPES = {
+    "qwen2.5-vl-3b": (36, 2),
+    "qwen2.5-vl-7b": (28, 4),
+}  # decoder layers and KV heads, in bf16
 
 WAIT = 600.0  # seconds, for the consumer to end
 
@@ -53,7 +57,8 @@ def consume(ticket: Ticket, cache: dict, digests: bool) -> dict:
     """Fetch everything into memory that is kept from one call to the next, and confirm it.
 
     Returns:
-        The milliseconds until the first layer and until all layers had arrived, and a digest if requested.
+        The milliseconds until the first layer and until all layers had arrived, and a digest if
+        requested.
     """
     shape = ticket.num_layers, 2, ticket.num_kv_heads, ticket.num_tokens, ticket.head_dim
     if shape not in cache:
@@ -65,7 +70,10 @@ def consume(ticket: Ticket, cache: dict, digests: bool) -> dict:
             for states, received in zip(own, layer, strict=True):
                 states.copy_(received)
         kv.confirm()
-    times = {"first_layer_ms": 1e3 * (first - began), "fetch_ms": 1e3 * (time.perf_counter() - began)}
+    times = {
+        "first_layer_ms": 1e3 * (first - began),
+        "fetch_ms": 1e3 * (time.perf_counter() - began),
+    }
     return {**times, "digest": digest_of(kept) if digests else None}
 
 
@@ -74,7 +82,10 @@ def serve_tickets() -> None:
     cache: dict = {}
     for line in sys.stdin:
         order = json.loads(line)
-        print(json.dumps(consume(Ticket.from_params(order["params"]), cache, order["digests"])), flush=True)
+        print(
+            json.dumps(consume(Ticket.from_params(order["params"]), cache, order["digests"])),
+            flush=True,
+        )
 
 
 class Consumer:
@@ -82,7 +93,10 @@ class Consumer:
 
     def __init__(self):
         self._process = subprocess.Popen(
-            [sys.executable, __file__, "--consume"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, __file__, "--consume"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
 
     def fetch(self, ticket: Ticket, digests: bool) -> dict:
@@ -100,15 +114,31 @@ class Consumer:
         self._process.wait(WAIT)
 
 
-def made_up_prefill(hosts: HostGroup, num_layers: int, num_kv_heads: int, num_tokens: int) -> PrefillResult:
+def made_up_prefill(
+    hosts: HostGroup, num_layers: int, num_kv_heads: int, num_tokens: int
+) -> PrefillResult:
     """Return the result of a prefill on these hosts, with random KV sharded as by APB-V."""
-    lengths = {"num_tokens": num_tokens, "context_start": 0, "query_start": num_tokens - QUESTION_LEN}
-    layout = plan_layout(num_hosts=hosts.size, anchor_len=None, passing_len=None, zigzag=True, **lengths)
+    lengths = {
+        "num_tokens": num_tokens,
+        "context_start": 0,
+        "query_start": num_tokens - QUESTION_LEN,
+    }
+    layout = plan_layout(
+        num_hosts=hosts.size, anchor_len=None, passing_len=None, zigzag=True, **lengths
+    )
     num_rows = sum(map(len, layout.cache_spans(hosts.rank)))
-    random, size = torch.Generator().manual_seed(hosts.rank), (2, 1, num_kv_heads, num_rows, HEAD_DIM)
-    layers = [tuple(torch.randn(size, generator=random, dtype=torch.bfloat16).unbind()) for _ in range(num_layers)]
+    random, size = (
+        torch.Generator().manual_seed(hosts.rank),
+        (2, 1, num_kv_heads, num_rows, HEAD_DIM),
+    )
+    layers = [
+        tuple(torch.randn(size, generator=random, dtype=torch.bfloat16).unbind())
+        for _ in range(num_layers)
+    ]
     positions = torch.arange(num_tokens)[None]
-    identity = ModelIdentity(model="made up", revision=None, family="qwen2_5_vl", config_sha256="", weights_sha256="")
+    identity = ModelIdentity(
+        model="made up", revision=None, family="qwen2_5_vl", config_sha256="", weights_sha256=""
+    )
     return PrefillResult(
         logits=torch.zeros(1, 1),
         layout=layout,
@@ -121,14 +151,19 @@ def made_up_prefill(hosts: HostGroup, num_layers: int, num_kv_heads: int, num_to
     )
 
 
-def transfer(state: PrefillResult, offers: Offers, consumer: Consumer | None, digests: bool = False) -> dict:
-    """Offer the KV and have it fetched, and return the times, on the leader all of them; collective."""
+def transfer(
+    state: PrefillResult, offers: Offers, consumer: Consumer | None, digests: bool = False
+) -> dict:
+    """Offer the KV and have it fetched, and return the times, on the leader all of them;
+    collective."""
     hosts = state.kv.hosts
     hosts.barrier()
     began = hosts.clock()
     ticket = state.offer(offers)
     offered = hosts.clock()
-    consumed = consumer.fetch(ticket, digests) | {"num_bytes": ticket.num_bytes} if hosts.is_leader else {}
+    consumed = (
+        consumer.fetch(ticket, digests) | {"num_bytes": ticket.num_bytes} if hosts.is_leader else {}
+    )
     ended = hosts.clock()
     hosts.barrier()
     return {**consumed, "offer_ms": 1e3 * (offered - began), "total_ms": 1e3 * (ended - began)}
@@ -137,7 +172,10 @@ def transfer(state: PrefillResult, offers: Offers, consumer: Consumer | None, di
 def measure(hosts: HostGroup, name: str, options: argparse.Namespace) -> list[dict]:
     """Return the rounds on the leader; collective."""
     state = made_up_prefill(hosts, *SHAPES[name], options.tokens)
-    with Offers(hosts) as offers, closing(Consumer()) if hosts.is_leader else nullcontext() as consumer:
+    with (
+        Offers(hosts) as offers,
+        closing(Consumer()) if hosts.is_leader else nullcontext() as consumer,
+    ):
         whole = state.to_dynamic_cache()
         checked = transfer(state, offers, consumer, digests=True)
         sent = whole and digest_of((layer.keys[0], layer.values[0]) for layer in whole.layers)

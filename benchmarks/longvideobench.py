@@ -1,11 +1,15 @@
-"""Measure accuracy on LongVideoBench: multiple choice about videos with subtitles interleaved between frames.
+"""Measure accuracy on LongVideoBench: multiple choice about videos with subtitles interleaved
+between frames.
 
-    python benchmarks/longvideobench.py --model Qwen/Qwen2.5-VL-7B-Instruct --data LongVideoBench --frames 64
-    torchrun --nproc-per-node 8 benchmarks/longvideobench.py --model ... --data LongVideoBench --subtitles none
+    python benchmarks/longvideobench.py --model Qwen/Qwen2.5-VL-7B-Instruct \
+        --data LongVideoBench --frames 64
+    torchrun --nproc-per-node 8 benchmarks/longvideobench.py --model ... --data LongVideoBench \
+        --subtitles none
 
-DIR is the official data set (Wu et al., *LongVideoBench*): lvb_val.json, and the folders videos and subtitles. As
-in the official loader, frames are images with the subtitles between them by time; with ``--subtitles none`` a
-prompt has only the video. Answers without a letter get a random option, seeded by the question's name.
+DIR is the official data set (Wu et al., *LongVideoBench*): lvb_val.json, and the folders videos and
+subtitles. As in the official loader, frames are images with the subtitles between them by time;
+with ``--subtitles none`` a prompt has only the video. Answers without a letter get a random option,
+seeded by the question's name.
 """
 
 import argparse
@@ -41,13 +45,16 @@ from support.evaluation.samples import (
 
 
 def read(options: argparse.Namespace) -> list[Sample]:
-    """Read LongVideoBench's questions; those of the test split have no right answers, and are recorded only.
+    """Read LongVideoBench's questions; those of the test split have no right answers, and are
+    recorded only.
 
     Raises:
         ValueError: the file cannot be read, or has another form.
     """
     if options.fps is not None and options.subtitles == "interleaved":
-        raise ValueError("frames between subtitles are chosen by --frames; --fps needs --subtitles none")
+        raise ValueError(
+            "frames between subtitles are chosen by --frames; --fps needs --subtitles none"
+        )
     path = options.questions or options.data / "lvb_val.json"
     return made_of(path, read_json(path), partial(_sample, options.data, options.subtitles))
 
@@ -56,7 +63,11 @@ def _sample(folder: Path, subtitles: str, _, row: dict) -> Sample:
     choices, answer = texts_of(row["candidates"]), row.get("correct_choice", -1)
     if answer >= len(choices):
         raise ValueError(f"the answer {answer} is none of the {len(choices)} options")
-    names = {"duration": "duration_group", "question": "question_category", "topic": "topic_category"}
+    names = {
+        "duration": "duration_group",
+        "question": "question_category",
+        "topic": "topic_category",
+    }
     groups = {name: text_of(row[field]) for name, field in names.items()}
     if row.get("level") is not None:
         groups["level"] = text_of(row["level"])
@@ -74,7 +85,8 @@ def _sample(folder: Path, subtitles: str, _, row: dict) -> Sample:
 
 
 def read_subtitles(path: Path, offset: float, duration: float) -> list[Subtitle]:
-    """Read a file of LongVideoBench, which has one of two forms, by what the video was transcribed with.
+    """Read a file of LongVideoBench, which has one of two forms, by what the video was transcribed
+    with.
 
     Args:
         offset: the video's begin in the subtitles' time, in seconds.
@@ -105,8 +117,8 @@ def _clock(text: str) -> float:
 def interleaved(times: Sequence[float], subtitles: Sequence[Subtitle]) -> list[int | str]:
     """Put subtitles between frames as LongVideoBench's loader does.
 
-    A subtitle stands after the frames up to the middle of its time. One during which no frame was sampled is left
-    out; a time of less than a second counts as a second around its middle.
+    A subtitle stands after the frames up to the middle of its time. One during which no frame was
+    sampled is left out; a time of less than a second counts as a second around its middle.
 
     Args:
         times: of the sampled frames, ascending, in seconds.
@@ -128,22 +140,35 @@ def interleaved(times: Sequence[float], subtitles: Sequence[Subtitle]) -> list[i
     return [*found, *range(placed, len(times))]
 
 
-def request(sample: Sample, template: str, options: argparse.Namespace, engine: Engine) -> Mapping[str, Any]:
-    """Return the prompt: frames and subtitles in turn, then the question; or the video and the question."""
+def request(
+    sample: Sample, template: str, options: argparse.Namespace, engine: Engine
+) -> Mapping[str, Any]:
+    """Return the prompt: frames and subtitles in turn, then the question; or the video and the
+    question."""
     prompt = fill(template, sample)
     if sample.subtitles is None:
         return request_of(sample, prompt)
     info, duration = engine.videos.probe(sample.videos[0]), sample.extra["duration"]
     frames = sampled_frames(info, duration, options.frames or engine.num_frames)
     lines = read_subtitles(sample.subtitles, sample.extra["offset"], duration)
-    images = [{"type": "image", "image": Image.fromarray(picture)} for picture in read_frames(info, frames)]
+    images = [
+        {"type": "image", "image": Image.fromarray(picture)}
+        for picture in read_frames(info, frames)
+    ]
     placed = interleaved(info.timestamps[frames].tolist(), lines)
-    content = [images[i] if isinstance(i, int) else {"type": "text", "text": f"\n{i}\n"} for i in placed]
-    return {"messages": [{"role": "user", "content": [*content, {"type": "text", "text": f"\n{prompt}"}]}]}
+    content = [
+        images[i] if isinstance(i, int) else {"type": "text", "text": f"\n{i}\n"} for i in placed
+    ]
+    return {
+        "messages": [
+            {"role": "user", "content": [*content, {"type": "text", "text": f"\n{prompt}"}]}
+        ]
+    }
 
 
 def sampled_frames(info: VideoInfo, duration: float, most: int) -> list[int]:
-    """Choose frames as the official loader does: at equal steps from the first, at most one a second.
+    """Choose frames as the official loader does: at equal steps from the first, at most one a
+    second.
 
     Args:
         duration: in seconds, as the data set has it.

@@ -1,13 +1,16 @@
-"""Make a video model of a text model, whose visual tokens are words: LLaVA-OneVision with a pretrained decoder.
+"""Make a video model of a text model, whose visual tokens are words: LLaVA-OneVision with a
+pretrained decoder.
 
     python benchmarks/make_reader.py --decoder Qwen/Qwen2.5-Coder-0.5B-Instruct --out DIR
 
-The decoder's weights stay as they are. A small vision tower and the projector are trained, without the decoder, to
-turn each cell of a captioned frame (support/captions.py) into the decoder's own input embedding of the cell's
-text. Of the texts in held-out H.264 files, prints the share whose visual tokens' nearest embedding of the whole
-vocabulary is the right one. Questions about such clips:
+The decoder's weights stay as they are. A small vision tower and the projector are trained, without
+the decoder, to turn each cell of a captioned frame (support/captions.py) into the decoder's own
+input embedding of the cell's text. Of the texts in held-out H.264 files, prints the share whose
+visual tokens' nearest embedding of the whole vocabulary is the right one. Questions about such
+clips:
 
-    python benchmarks/accuracy.py --preset captions --model DIR --dtype bfloat16 --shots 24 --hosts 4
+    python benchmarks/accuracy.py --preset captions --model DIR --dtype bfloat16 --shots 24 \
+        --hosts 4
 """
 
 import argparse
@@ -41,7 +44,10 @@ from support import captions, clips
 from support.arguments import parser_of, presets_of
 from support.exams import Candidate, Exam
 
-SIZE, PINPOINTS = {"height": captions.SIDE, "width": captions.SIDE}, [[captions.SIDE, captions.SIDE]]
+SIZE, PINPOINTS = (
+    {"height": captions.SIDE, "width": captions.SIDE},
+    [[captions.SIDE, captions.SIDE]],
+)
 TOWER = presets_of("make_reader")["vision_tower"]
 PATCH = captions.CELL // 2  # LLaVA-OneVision halves the sides of a video's frames
 PLACEHOLDERS = ("<|image_pad|>", "<|video_pad|>")
@@ -50,15 +56,21 @@ NUM_MARKS = len({*captions.MARKS.values()})
 PEAK_LEARNING_RATE = 1e-3
 
 
-def build_model(decoder: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> LlavaOnevisionForConditionalGeneration:
+def build_model(
+    decoder: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> LlavaOnevisionForConditionalGeneration:
     """Build the model, with the decoder's own modules and an untrained vision tower.
 
     Raises:
         ValueError: the decoder has no embeddings for the placeholders of images and videos.
     """
-    image, video, newline = (tokenizer.encode(text, add_special_tokens=False) for text in (*PLACEHOLDERS, "\n"))
+    image, video, newline = (
+        tokenizer.encode(text, add_special_tokens=False) for text in (*PLACEHOLDERS, "\n")
+    )
     if not len(image) == len(video) == len(newline) == 1:
-        raise ValueError(f"the decoder's tokenizer needs {' and '.join(PLACEHOLDERS)}, as Qwen2.5's has")
+        raise ValueError(
+            f"the decoder's tokenizer needs {' and '.join(PLACEHOLDERS)}, as Qwen2.5's has"
+        )
     config = LlavaOnevisionConfig(
         # Of one layer, as it is replaced.
         text_config={**decoder.config.to_dict(), "num_hidden_layers": 1, "layer_types": None},
@@ -72,7 +84,9 @@ def build_model(decoder: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
     model = LlavaOnevisionForConditionalGeneration(config).float().eval()
     model.model.language_model, model.lm_head = decoder.model, decoder.lm_head
     config.text_config = decoder.config
-    model.model.image_newline.data = decoder.get_input_embeddings().weight[newline[0]].detach().float().clone()
+    model.model.image_newline.data = (
+        decoder.get_input_embeddings().weight[newline[0]].detach().float().clone()
+    )
     model.generation_config = decoder.generation_config
     return model
 
@@ -93,7 +107,9 @@ def build_processor(tokenizer: PreTrainedTokenizerBase) -> LlavaOnevisionProcess
     )
 
 
-def train(model: LlavaOnevisionForConditionalGeneration, processor: LlavaOnevisionProcessor, steps: int) -> None:
+def train(
+    model: LlavaOnevisionForConditionalGeneration, processor: LlavaOnevisionProcessor, steps: int
+) -> None:
     """Train the vision tower and the projector on frames whose cells have random texts.
 
     Raises:
@@ -117,14 +133,18 @@ def train(model: LlavaOnevisionForConditionalGeneration, processor: LlavaOnevisi
         numbers = rng.integers(NUM_MARKS, len(texts), size=(BATCH, captions.GRID, captions.GRID))
         is_text = (rng.random((BATCH, captions.GRID, 1)) < 0.5) & (rng.random(numbers.shape) < 0.8)
         frames = []
-        for place, of_frame, has_text in zip(rng.choice(NUM_SCENES, BATCH), numbers, is_text, strict=True):
+        for place, of_frame, has_text in zip(
+            rng.choice(NUM_SCENES, BATCH), numbers, is_text, strict=True
+        ):
             frame = scenes[place]
             for row in has_text.any(axis=1).nonzero()[0]:
                 cells = np.where(has_text[row], np.array(texts)[of_frame[row]], "")
                 frame = captions.draw(frame, captions.Caption(row, tuple(cells.tolist())))
             frames.append(frame)
             of_frame[~has_text] = texts.index(captions.MARKS[shots[place].scene])
-        pixels = processor.video_processor([np.stack(frames)], return_tensors="pt").pixel_values_videos
+        pixels = processor.video_processor(
+            [np.stack(frames)], return_tensors="pt"
+        ).pixel_values_videos
         rows = model.model.get_video_features(pixels, return_dict=True).pooler_output[0, :-1]
         # That the nearest embedding is the right one is learned faster than the distance alone.
         apart = torch.cdist(rows / unit, wanted / unit).square() / wanted.shape[1]
@@ -141,9 +161,12 @@ def train(model: LlavaOnevisionForConditionalGeneration, processor: LlavaOnevisi
 
 @torch.no_grad()
 def share_read(
-    model: LlavaOnevisionForConditionalGeneration, processor: LlavaOnevisionProcessor, num_clips: int
+    model: LlavaOnevisionForConditionalGeneration,
+    processor: LlavaOnevisionProcessor,
+    num_clips: int,
 ) -> float:
-    """Return the share of texts in held-out files whose tokens' nearest of all embeddings is the right one."""
+    """Return the share of texts in held-out files whose tokens' nearest of all embeddings is the
+    right one."""
     candidate, right = Candidate(model, processor, HostGroup.single("cpu")), []
     table = model.get_input_embeddings().weight.float()
     with tempfile.TemporaryDirectory() as folder:
@@ -164,7 +187,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
     tokenizer = AutoTokenizer.from_pretrained(options.decoder, trust_remote_code=False)
-    model = build_model(load_weights(AutoModelForCausalLM, options.decoder, dtype="auto"), tokenizer)
+    model = build_model(
+        load_weights(AutoModelForCausalLM, options.decoder, dtype="auto"), tokenizer
+    )
     processor = build_processor(tokenizer)
     train(model, processor, options.steps)
     model.save_pretrained(options.out)

@@ -1,12 +1,14 @@
-"""Measure on one GPU what the results need, in stages that have a process and a time limit of their own.
+"""Measure on one GPU what the results need, in stages that have a process and a time limit of their
+own.
 
     python benchmarks/on_gpu.py --minutes 12 --out gpu
     python benchmarks/on_gpu.py --minutes 15 --out gpu --pretrained Qwen/Qwen2.5-Coder-0.5B-Instruct
-    python benchmarks/on_gpu.py --rehearse --out rehearsal  # the same stages at tiny sizes, on a CPU
+    python benchmarks/on_gpu.py --rehearse --out rehearsal  # at tiny sizes, on a CPU
 
-A stage that fails or takes too long is recorded, and the next one begins. Checks, whose speed says nothing, run
-beside each other, as do the parts of a stage on accuracy. In --out, stages.jsonl says how stages ended, report.md
-shows all tables; each stage has a log and records. The same command goes on with stages that have not ended.
+A stage that fails or takes too long is recorded, and the next one begins. Checks, whose speed says
+nothing, run beside each other, as do the parts of a stage on accuracy. In --out, stages.jsonl says
+how stages ended, report.md shows all tables; each stage has a log and records. The same command
+goes on with stages that have not ended.
 """
 
 import argparse
@@ -36,7 +38,8 @@ ROOT = Path(__file__).parents[1]
 
 
 def with_options(words: Sequence[str], others: Sequence[str]) -> list[str]:
-    """Return a command line with other options, instead of those of the same names, whose values follow them."""
+    """Return a command line with other options, instead of those of the same names, whose values
+    follow them."""
     replaced = {word for word in others if word.startswith("--")}
     kept: list[str] = []
     is_replaced = False
@@ -61,7 +64,11 @@ class Stage:
 
     def arguments(self, options: argparse.Namespace) -> list[str]:
         """Return the command line, split."""
-        places = {"python": sys.executable, "{out}": str(options.out.resolve()), "{model}": options.pretrained}
+        places = {
+            "python": sys.executable,
+            "{out}": str(options.out.resolve()),
+            "{model}": options.pretrained,
+        }
         words = shlex.split(self.command)
         if options.rehearse:
             words = with_options(words, shlex.split(self.tiny))
@@ -93,7 +100,13 @@ def run(stage: Stage, options: argparse.Namespace, deadline: float, num_beside: 
     with (options.out / f"{stage.name}.log").open("w") as log:
         log.write(f"{shlex.join(command)}\n")
         log.flush()
-        same = {"cwd": ROOT, "env": os.environ | own, "stdout": log, "stderr": log, "start_new_session": True}
+        same = {
+            "cwd": ROOT,
+            "env": os.environ | own,
+            "stdout": log,
+            "stderr": log,
+            "start_new_session": True,
+        }
         left = max(0.0, deadline - began)
         try:
             process = subprocess.Popen(command, **same)
@@ -111,7 +124,8 @@ def run(stage: Stage, options: argparse.Namespace, deadline: float, num_beside: 
 
 
 def end(process: subprocess.Popen) -> None:
-    """End a stage's processes: by a signal that they can answer, and for good after five seconds."""
+    """End a stage's processes: by a signal that they can answer, and for good after five
+    seconds."""
     for number, seconds in ((signal.SIGTERM, 5.0), (signal.SIGKILL, 5.0)):
         with suppress(ProcessLookupError, subprocess.TimeoutExpired):
             os.killpg(process.pid, number)
@@ -121,7 +135,10 @@ def end(process: subprocess.Popen) -> None:
 def write_report(stages: list[Stage], options: argparse.Namespace) -> str:
     """Write how the stages ended, and the tables that they printed."""
     ended = {each["stage"]: each for each in read_records([options.out / "stages.jsonl"])}
-    rows = [[name, each["status"] or "done", each["seconds"], each["limit"]] for name, each in ended.items()]
+    rows = [
+        [name, each["status"] or "done", each["seconds"], each["limit"]]
+        for name, each in ended.items()
+    ]
     parts = [markdown_table(["stage", "status", "s", "limit"], rows)]
     for stage in stages:
         log = options.out / f"{stage.name}.log"
@@ -150,7 +167,12 @@ def main(arguments: list[str] | None = None) -> int:
         if time.monotonic() < deadline:
             group = list(together)
             with ThreadPoolExecutor(len(group)) as pool:
-                list(pool.map(partial(run, options=options, deadline=deadline, num_beside=len(group)), group))
+                list(
+                    pool.map(
+                        partial(run, options=options, deadline=deadline, num_beside=len(group)),
+                        group,
+                    )
+                )
             write_report(stages, options)
     print(write_report(stages, options))
     ended = {each["stage"]: each["status"] for each in read_records([options.out / "stages.jsonl"])}

@@ -1,15 +1,18 @@
-"""Measure the speed of apbv.kernels' operators with every backend, relative to the device's ceilings.
+"""Measure the speed of apbv.kernels' operators with every backend, relative to the device's
+ceilings.
 
     python benchmarks/operators.py --preset h200 --json operators.jsonl
-    python benchmarks/operators.py --ops segmented_attention --tokens 32768 --backends torch flash_attn triton
+    python benchmarks/operators.py --ops segmented_attention --tokens 32768 --backends torch \
+        flash_attn triton
 
-Every result is compared first, with fp64 as by ``apbv.doctor``, and at the measured size with that of torch: a
-wrong one gets an error instead of a speed, and the exit status is 1. Errors are relative to what is allowed.
-Every round interleaves all backends, so that drift in the device's speed affects all equally. On a GPU the time is
-that between two events after queued work, so that it excludes launch overhead. Operands rotate, so that they come
-from memory and not from a cache. The ceilings, a large copy and a large matrix product in the same dtype, are
-measured in the same run; the share of the ceiling is the share of the lower one. Over several segments, backends
-other than Triton join the segments or merge partial results, which their time includes.
+Every result is compared first, with fp64 as by ``apbv.doctor``, and at the measured size with that
+of torch: a wrong one gets an error instead of a speed, and the exit status is 1. Errors are
+relative to what is allowed. Every round interleaves all backends, so that drift in the device's
+speed affects all equally. On a GPU the time is that between two events after queued work, so that
+it excludes launch overhead. Operands rotate, so that they come from memory and not from a cache.
+The ceilings, a large copy and a large matrix product in the same dtype, are measured in the same
+run; the share of the ceiling is the share of the lower one. Over several segments, backends other
+than Triton join the segments or merge partial results, which their time includes.
 """
 
 import argparse
@@ -70,7 +73,8 @@ class Timer:
 
     Args:
         device, dtype: where and in what precision the ceilings are measured.
-        size, side: bytes of the copy, and rows of the square matrix product, that show the ceilings.
+        size, side: bytes of the copy, and rows of the square matrix product, that show the
+            ceilings.
 
     Attributes:
         bandwidth, flops: the device's ceilings, in bytes and operations per second.
@@ -78,15 +82,27 @@ class Timer:
 
     def __init__(self, device: torch.device, dtype: torch.dtype, size: int, side: int):
         self.device = device
-        self._source, self._target = torch.zeros(2, size, dtype=torch.uint8, device=device).random_()
-        # A ceiling is the most that the device can do: the best of several rounds, the first of which warms up.
-        copies = [self(lambda _: self._target.copy_(self._source), [()]) for _ in range(_CEILING_ROUNDS)]
+        self._source, self._target = torch.zeros(
+            2, size, dtype=torch.uint8, device=device
+        ).random_()
+        # A ceiling is the most that the device can do: the best of several rounds, the first of
+        # which warms up.
+        copies = [
+            self(lambda _: self._target.copy_(self._source), [()]) for _ in range(_CEILING_ROUNDS)
+        ]
         self._copy_seconds = min(copies) / 1e3
         self.bandwidth = 2 * size / self._copy_seconds
         a, b = torch.randn(2, side, side, device=device, dtype=dtype)
-        self.flops = 2 * side**3 / min(self(lambda _: torch.mm(a, b), [()]) for _ in range(_CEILING_ROUNDS)) * 1e3
+        self.flops = (
+            2
+            * side**3
+            / min(self(lambda _: torch.mm(a, b), [()]) for _ in range(_CEILING_ROUNDS))
+            * 1e3
+        )
 
-    def __call__(self, run: Callable[[tuple], object], sets: list[tuple], launching: float = 0.0) -> float:
+    def __call__(
+        self, run: Callable[[tuple], object], sets: list[tuple], launching: float = 0.0
+    ) -> float:
         """Return the mean milliseconds of one call on each set of operands.
 
         Args:
@@ -117,7 +133,9 @@ class Timer:
         return min(32, max(2, -(-4 * cache // size)))
 
 
-def contenders(case: Case, operands: Drawn, backends: list[str], note: Callable[[str], None]) -> list[Contender]:
+def contenders(
+    case: Case, operands: Drawn, backends: list[str], note: Callable[[str], None]
+) -> list[Contender]:
     """Return the backends that can compute a case here, and note why the others cannot."""
     found = []
     for name in backends:
@@ -137,14 +155,20 @@ def contenders(case: Case, operands: Drawn, backends: list[str], note: Callable[
 
 @torch.no_grad()
 def check(case: Case, operands: Drawn, dtype: torch.dtype, entries: list[Contender]) -> None:
-    """Compare every contender with fp64, as the doctor does, and at this size with the first that is right."""
+    """Compare every contender with fp64, as the doctor does, and at this size with the first that
+    is right."""
     expected = None
     for entry in entries:
         try:
             draw = kernels.Draw(tree_leaves(operands)[0].device, dtype)
-            entry.error = max(kernels.error_of(case.op, each, entry.backend) for each in kernels.CASES[case.op](draw))
+            entry.error = max(
+                kernels.error_of(case.op, each, entry.backend)
+                for each in kernels.CASES[case.op](draw)
+            )
             outputs = [output.double() for output in entry.run(operands)]
-        except Exception as error:  # a kernel may raise anything, which is then the result of this check
+        except (
+            Exception
+        ) as error:  # a kernel may raise anything, which is then the result of this check
             entry.wrong = f"{type(error).__name__}: {error}".splitlines()[0]
             continue
         expected = expected or outputs
@@ -156,7 +180,9 @@ def check(case: Case, operands: Drawn, dtype: torch.dtype, entries: list[Contend
 
 
 @torch.no_grad()
-def measure(timer: Timer, sets: list[Drawn], entries: list[Contender], rounds: int, warmup: int) -> None:
+def measure(
+    timer: Timer, sets: list[Drawn], entries: list[Contender], rounds: int, warmup: int
+) -> None:
     """Time the correct contenders in turn, round after round."""
     launching = {}
     right = [entry for entry in entries if not entry.wrong]
@@ -166,14 +192,18 @@ def measure(timer: Timer, sets: list[Drawn], entries: list[Contender], rounds: i
             began = time.perf_counter()
             for operands in sets:
                 entry.run(operands)
-            launching[entry.backend] = time.perf_counter() - began  # until all calls are in a GPU's queue
+            launching[entry.backend] = (
+                time.perf_counter() - began
+            )  # until all calls are in a GPU's queue
         synchronize(timer.device)
     for _ in range(rounds):
         for entry in right:
             entry.ms.append(timer(entry.run, sets, launching[entry.backend]))
 
 
-def record(options: argparse.Namespace, timer: Timer, case: Case, entry: Contender, default: str) -> dict:
+def record(
+    options: argparse.Namespace, timer: Timer, case: Case, entry: Contender, default: str
+) -> dict:
     """Return a JSON-ready record, without a speed if the result is wrong."""
     dtype = getattr(torch, options.dtype)
     num_bytes = case.bytes(dtype)
@@ -195,7 +225,9 @@ def record(options: argparse.Namespace, timer: Timer, case: Case, entry: Contend
         "ceiling": {
             "tflops": timer.flops / 1e12,
             "gigabytes_per_s": timer.bandwidth / 1e9,
-            "bound": "arithmetic" if case.flops / timer.flops > num_bytes / timer.bandwidth else "memory",
+            "bound": "arithmetic"
+            if case.flops / timer.flops > num_bytes / timer.bandwidth
+            else "memory",
         },
         "share_of_ceiling": floor_ms / ms if ms else None,
         # JSON has no infinity.
@@ -213,14 +245,18 @@ def libraries() -> dict[str, str | None]:
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = parser_of("operators", __doc__, {"preset": sorted(PRESETS), "ops": OPERATORS, "backends": TIMED})
+    parser = parser_of(
+        "operators", __doc__, {"preset": sorted(PRESETS), "ops": OPERATORS, "backends": TIMED}
+    )
     options = parser.parse_args(arguments)
     options.device = choose_device()
     options.preset = options.preset or ("h200" if options.device.type == "cuda" else "cpu")
     options.dtype = options.dtype or DEFAULT_DTYPES[options.device.type]
     fewest = 64 * PRESETS[options.preset]["sizes"]["hosts"]
     if options.tokens and min(options.tokens) < fewest:
-        parser.error(f"--tokens must be at least {fewest}, so that there is something in every block")
+        parser.error(
+            f"--tokens must be at least {fewest}, so that there is something in every block"
+        )
     return options
 
 
@@ -229,7 +265,10 @@ def measured(options: argparse.Namespace) -> Iterator[dict]:
     dtype = getattr(torch, options.dtype)
     preset = PRESETS[options.preset]
     timer = Timer(options.device, dtype, preset["copy_bytes"], preset["matrix_side"])
-    print(f"ceilings: {timer.flops / 1e12:.2f} TFLOP/s in {options.dtype}, {timer.bandwidth / 1e9:.1f} GB/s")
+    print(
+        f"ceilings: {timer.flops / 1e12:.2f} TFLOP/s in {options.dtype}, "
+        f"{timer.bandwidth / 1e9:.1f} GB/s"
+    )
     every = cases(sizes_of(options.preset), options.tokens or preset["tokens"])
     chosen = [case for case in every if case.op in options.ops]
 
@@ -253,7 +292,10 @@ def main(arguments: list[str] | None = None) -> int:
     rows = report(options, measured(options), columns_of("operators"))
     for row in rows:
         if row["wrong"]:
-            print(f"error: {row['op']} ({row['case']}) with {row['backend']} {row['wrong']}", file=sys.stderr)
+            print(
+                f"error: {row['op']} ({row['case']}) with {row['backend']} {row['wrong']}",
+                file=sys.stderr,
+            )
     if not rows:
         print("error: none of these back ends can be used here", file=sys.stderr)
     return int(not rows or any(row["wrong"] for row in rows))

@@ -1,16 +1,20 @@
-"""Ask a model the questions of a JSONL file, with any prefill and decoding options, and score its answers.
+"""Ask a model the questions of a JSONL file, with any prefill and decoding options, and score its
+answers.
 
     python benchmarks/questions.py --questions clips/questions.jsonl --model demo
-    torchrun --nproc-per-node 2 benchmarks/questions.py --questions questions.jsonl --model demo --method star
+    torchrun --nproc-per-node 2 benchmarks/questions.py --questions questions.jsonl \
+        --model demo --method star
     python benchmarks/questions.py --table results/questions*.jsonl
 
 Every line of the file is a JSON object, whose files' names are relative to it:
 
-    {"video": "clip.mp4", "question": "Which letter is shown?", "options": ["J", "P", "X"], "answer": "P"}
+    {"video": "clip.mp4", "question": "Which letter is shown?", "options": ["J", "P", "X"],
+    "answer": "P"}
 
-"video", "image" and "audio" name a file, or are lists of them. Without "options" the answer is compared with the
-text, ignoring case and punctuation; with them "answer" is an option's text, letter, or number from 0. "id" names
-the question, and "category", or an object "groups", assigns it to groups.
+"video", "image" and "audio" name a file, or are lists of them. Without "options" the answer is
+compared with the text, ignoring case and punctuation; with them "answer" is an option's text,
+letter, or number from 0. "id" names the question, and "category", or an object "groups", assigns it
+to groups.
 """
 
 import argparse
@@ -22,7 +26,16 @@ import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 
 # isort: split
 from support.evaluation.command import Benchmark
-from support.evaluation.samples import LETTERS, Sample, made_of, option_named, options_of, read_json, text_of, texts_of
+from support.evaluation.samples import (
+    LETTERS,
+    Sample,
+    made_of,
+    option_named,
+    options_of,
+    read_json,
+    text_of,
+    texts_of,
+)
 
 FIELDS = {"id", "video", "image", "audio", "question", "options", "answer", "category", "groups"}
 
@@ -39,10 +52,14 @@ def read(options: argparse.Namespace) -> list[Sample]:
 
 def _sample(folder: Path, number: int, row: dict) -> Sample:
     if unknown := sorted(row.keys() - FIELDS):
-        raise ValueError(f"unknown fields {', '.join(unknown)}; known are {', '.join(sorted(FIELDS))}")
+        raise ValueError(
+            f"unknown fields {', '.join(unknown)}; known are {', '.join(sorted(FIELDS))}"
+        )
     choices = options_of(row.get("options"))
     if len(choices) == 1 or len(choices) > len(LETTERS) or len(set(choices)) < len(choices):
-        raise ValueError(f"needs 2 to {len(LETTERS)} options, no two of them the same, got {choices!r:.200}")
+        raise ValueError(
+            f"needs 2 to {len(LETTERS)} options, no two of them the same, got {choices!r:.200}"
+        )
     answer = row.get("answer")
     if answer is not None:
         answer = option_named(choices, answer) if choices else text_of(answer)

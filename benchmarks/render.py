@@ -19,7 +19,9 @@ from support import clips
 from support.arguments import parser_of
 
 
-def write_clip(options: argparse.Namespace, seed: int, needles: Sequence[str], path: Path) -> clips.ClipSpec:
+def write_clip(
+    options: argparse.Namespace, seed: int, needles: Sequence[str], path: Path
+) -> clips.ClipSpec:
     """Write a clip, whose needles are of these kinds."""
     clip = clips.make_clip(seed, options.shots, options.split, options.grid, needles)
     clips.write_mp4(clips.render(clip), path)
@@ -27,13 +29,19 @@ def write_clip(options: argparse.Namespace, seed: int, needles: Sequence[str], p
 
 
 def records(options: argparse.Namespace, folder: Path) -> Iterator[dict]:
-    """Write clips, and yield questions about each: a retrieval, which the seed chooses, ordering and counting."""
+    """Write clips, and yield questions about each: a retrieval, which the seed chooses, ordering
+    and counting."""
     for seed in count(options.seed):
         # The kinds of needle take turns, so that each of them can be scored by itself.
         needles, path = options.needles[seed % len(options.needles)], folder / f"clip-{seed}.mp4"
         retrievals, (*others, _) = clips.asked_apart(write_clip(options, seed, [needles], path))
         for task, question, answer in [retrievals[seed % len(retrievals)], *others]:
-            about = {"id": f"clip-{seed} {task}", "video": path.name, "question": question, "answer": answer}
+            about = {
+                "id": f"clip-{seed} {task}",
+                "video": path.name,
+                "question": question,
+                "answer": answer,
+            }
             yield {**about, "groups": {"task": task, "needles": needles}}
 
 
@@ -51,7 +59,10 @@ def main(arguments: list[str] | None = None) -> None:
     if options.questions is not None:
         folder = options.out or Path("clips")
         folder.mkdir(parents=True, exist_ok=True)
-        lines = [json.dumps(record) + "\n" for record in islice(records(options, folder), options.questions)]
+        lines = [
+            json.dumps(record) + "\n"
+            for record in islice(records(options, folder), options.questions)
+        ]
         (folder / "questions.jsonl").write_text("".join(lines), encoding="utf-8")
         print(f"{folder / 'questions.jsonl'}: {options.questions} questions")
         return

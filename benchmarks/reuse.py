@@ -3,9 +3,10 @@
     python benchmarks/reuse.py --hosts 1 4 --shots 256 --clips 40 --json reuse.jsonl
     torchrun --nproc-per-node 2 benchmarks/reuse.py --shots 1024 --clips 4 --passing-len 16
 
-Every clip is asked several questions, by engines that cache nothing, embeddings ("exact"), or KV ("kv"); the first
-question, which fills the cache, differs from clip to clip and is not scored. Clips are held-out, as real H.264
-files. Without torchrun the hosts are simulated (support.simulated).
+Every clip is asked several questions, by engines that cache nothing, embeddings ("exact"), or KV
+("kv"); the first question, which fills the cache, differs from clip to clip and is not scored.
+Clips are held-out, as real H.264 files. Without torchrun the hosts are simulated
+(support.simulated).
 """
 
 import argparse
@@ -43,7 +44,8 @@ def ask(engine: Engine, exam: Exam, num_clips: int) -> list[dict]:
 
 
 def measure(options: argparse.Namespace, hosts: HostGroup) -> Iterator[dict]:
-    """Yield a record for every number of hosts and way; speedups are over the engine that keeps nothing."""
+    """Yield a record for every number of hosts and way; speedups are over the engine that keeps
+    nothing."""
     engine, exam, config = load_demo(hosts=hosts), Exam.of(options), prefill_config(options)
     for number in [hosts.size] if hosts.size > 1 else options.hosts:
         baseline = None
@@ -57,7 +59,9 @@ def measure(options: argparse.Namespace, hosts: HostGroup) -> Iterator[dict]:
             answers = run_on(number, hosts, engine.model, job)
             baseline = baseline or answers
             times, plain = ([answer["ttft_ms"] for answer in each] for each in (answers, baseline))
-            of_task = {task: [a["right"] for a in answers if a["task"] == task] for task in EXACT_TASKS}
+            of_task = {
+                task: [a["right"] for a in answers if a["task"] == task] for task in EXACT_TASKS
+            }
             yield {
                 "benchmark": "reuse",
                 "way": way,
@@ -68,7 +72,9 @@ def measure(options: argparse.Namespace, hosts: HostGroup) -> Iterator[dict]:
                 "ttft_ms": statistics.median(times),
                 "speedup": statistics.median(plain) / statistics.median(times),
                 "reused": sum(answer["reused"] is not None for answer in answers),
-                "same_answer": sum(a["token_ids"] == b["token_ids"] for a, b in zip(answers, baseline, strict=True)),
+                "same_answer": sum(
+                    a["token_ids"] == b["token_ids"] for a, b in zip(answers, baseline, strict=True)
+                ),
                 "total": len(answers),
                 "tasks": {task: [sum(rights), len(rights)] for task, rights in of_task.items()},
                 "samples": {"ttft_ms": times},

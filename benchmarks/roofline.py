@@ -1,15 +1,18 @@
-"""Predict GPU times of operators, of a whole prefill and of drafts with a roofline model. Nothing runs.
+"""Predict GPU times of operators, of a whole prefill and of drafts with a roofline model. Nothing
+runs.
 
     python benchmarks/roofline.py
     python benchmarks/roofline.py --tokens 32768 --hosts 4 --gpus H100 H200
     python benchmarks/roofline.py --prefill qwen2.5-vl-7b --gpus H200
-    python benchmarks/roofline.py --draft qwen2.5-vl-3b --target qwen2.5-vl-7b --acceptance 0.8 --gpus H200
+    python benchmarks/roofline.py --draft qwen2.5-vl-3b --target qwen2.5-vl-7b \
+        --acceptance 0.8 --gpus H200
 
-Operators are those of operators.py in bf16, with the heads of Qwen2.5-VL-7B, at data-sheet peaks (of the fastest
-GPU of that name). No kernel reaches them, so measured times are longer. The prefill is of a text prompt, with
-``full`` on one GPU and the other methods on all hosts, at assumed shares of the peaks. ``APBV_BACKEND=torch``
-assumes no fused kernels outside attention and matrix products. With a draft: the speedup of decoding a batch,
-where a pass reads all weights and each answer's KV once, and the window is the best one of up to 16 tokens.
+Operators are those of operators.py in bf16, with the heads of Qwen2.5-VL-7B, at data-sheet peaks
+(of the fastest GPU of that name). No kernel reaches them, so measured times are longer. The prefill
+is of a text prompt, with ``full`` on one GPU and the other methods on all hosts, at assumed shares
+of the peaks. ``APBV_BACKEND=torch`` assumes no fused kernels outside attention and matrix products.
+With a draft: the speedup of decoding a batch, where a pass reads all weights and each answer's KV
+once, and the window is the best one of up to 16 tokens.
 """
 
 import argparse
@@ -40,12 +43,22 @@ from support.records import fields_of, markdown_table
 from support.workloads import config_of
 
 GPUS = presets_of("roofline")
-PEAKS, REACHED, LAUNCHES, MEASURED_BY = (GPUS[name] for name in ("peaks", "reached", "launches", "measured_by"))
+PEAKS, REACHED, LAUNCHES, MEASURED_BY = (
+    GPUS[name] for name in ("peaks", "reached", "launches", "measured_by")
+)
 
 
 # Calls of torch that count elsewhere, and those that move nothing.
 _PRODUCTS = ("mm", "addmm", "bmm", "linear")
-_FREE = ("empty", "new_empty", "empty_like", "empty_strided", "detach", "lift_fresh", "_unsafe_view")
+_FREE = (
+    "empty",
+    "new_empty",
+    "empty_like",
+    "empty_strided",
+    "detach",
+    "lift_fresh",
+    "_unsafe_view",
+)
 
 
 class Traffic(TorchDispatchMode):
@@ -58,15 +71,21 @@ class Traffic(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         name = func._schema.name.removeprefix("aten::")
-        is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
+        is_view = any(
+            r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns
+        )
         if name not in _FREE and not is_view:
             # What is written in place is an operand, too: it counts once.
-            tensors = {id(x): x for x in tree_leaves((args, kwargs, result)) if isinstance(x, torch.Tensor)}
+            tensors = {
+                id(x): x for x in tree_leaves((args, kwargs, result)) if isinstance(x, torch.Tensor)
+            }
             self.bytes[name] += sum(x.nbytes for x in tensors.values())
         return result
 
 
-def _rotated(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _rotated(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
     return torch.addcmul(q, cos, sin), torch.addcmul(k, cos, sin)
 
 
@@ -84,14 +103,17 @@ class _NoRule:
 
 @torch.no_grad()
 def element_wise_bytes(config: PreTrainedConfig, num_rows: int, is_fused: bool = True) -> int:
-    """Count the bytes of a layer's calls that are neither attention nor matrix products; no kernel runs.
+    """Count the bytes of a layer's calls that are neither attention nor matrix products; no kernel
+    runs.
 
     Of a hybrid it is the mean of its layers, whose rule reads q, k and v and writes its output.
 
     Args:
         is_fused: whether norms, MLPs and rotary positions are computed by fused kernels.
     """
-    AttentionInterface.register("no_attention", lambda _, q, *states, **options: (q.transpose(1, 2), None))
+    AttentionInterface.register(
+        "no_attention", lambda _, q, *states, **options: (q.transpose(1, 2), None)
+    )
     moved, is_hybrid = [], DecoderSizes.from_config(config).linear is not None
     types = config.get_text_config().layer_types if is_hybrid else ["full_attention"]
     period = types.index("full_attention") + 1
@@ -109,7 +131,13 @@ def element_wise_bytes(config: PreTrainedConfig, num_rows: int, is_fused: bool =
             rows = torch.empty(1, num_rows, text.hidden_size, dtype=torch.bfloat16)
             places, mask = torch.arange(num_rows)[None], torch.empty(1, 1, 1, 1)
             traffic.bytes.clear()
-            model(inputs_embeds=rows, attention_mask=mask, position_ids=places, use_cache=False, **options)
+            model(
+                inputs_embeds=rows,
+                attention_mask=mask,
+                position_ids=places,
+                use_cache=False,
+                **options,
+            )
         moved.append(sum(size for name, size in traffic.bytes.items() if name not in _PRODUCTS))
     return (moved[1] - moved[0]) // period
 
@@ -121,9 +149,13 @@ def operators(options: argparse.Namespace) -> str:
         num_bytes, times = case.bytes(torch.bfloat16), []
         for gpu in options.gpus:
             flops, bandwidth, _ = PEAKS[gpu]
-            least, bound = max((case.flops / flops, "arithmetic"), (num_bytes / bandwidth, "memory"))
+            least, bound = max(
+                (case.flops / flops, "arithmetic"), (num_bytes / bandwidth, "memory")
+            )
             times.append(f"{1e3 * least:.3g} ms ({bound})")
-        lines.append([case.op, case.label, f"{case.flops / 1e9:.3g}", f"{num_bytes / 1e6:.3g}", *times])
+        lines.append(
+            [case.op, case.label, f"{case.flops / 1e9:.3g}", f"{num_bytes / 1e6:.3g}", *times]
+        )
     return markdown_table(["operator", "case", "GFLOP", "MB", *options.gpus], lines)
 
 
@@ -132,7 +164,8 @@ def milliseconds(cost: HostCost, gpu: str, element_wise: float, others: float) -
 
     Args:
         element_wise: the bytes of all layers' calls that are neither attention nor matrix products.
-        others: the bytes of the last layer's KV on other hosts, which host 0 gets; the other layers' are there.
+        others: the bytes of the last layer's KV on other hosts, which host 0 gets; the other
+            layers' are there.
     """
     flops, bandwidth, link = (each / 1e3 for each in PEAKS[gpu])
     products, attention = REACHED["products"] * flops, REACHED["attention"] * flops
@@ -140,7 +173,11 @@ def milliseconds(cost: HostCost, gpu: str, element_wise: float, others: float) -
         "attention": sum(cost.flops[part] for part in ATTENTION) / attention,
         "selection of passing KV": cost.flops["scoring"] / attention,
         "projections": cost.flops["projections"] / products,
-        **({"linear attention": linear / (REACHED["linear"] * flops)} if (linear := cost.flops["linear"]) else {}),
+        **(
+            {"linear attention": linear / (REACHED["linear"] * flops)}
+            if (linear := cost.flops["linear"])
+            else {}
+        ),
         "MLP": (cost.flops["mlp"] + cost.flops["query_pass"] + cost.flops["lm_head"]) / products,
         "element-wise": element_wise / (REACHED["memory"] * bandwidth),
         "collectives": cost.received.total() / (REACHED["links"] * link),
@@ -149,7 +186,12 @@ def milliseconds(cost: HostCost, gpu: str, element_wise: float, others: float) -
 
 
 def prefill_parts(
-    config: PreTrainedConfig, num_tokens: int, method: str, hosts: int, gpu: str, **lengths: int | None
+    config: PreTrainedConfig,
+    num_tokens: int,
+    method: str,
+    hosts: int,
+    gpu: str,
+    **lengths: int | None,
 ) -> dict[str, float]:
     """Predict the milliseconds of a text's prefill on the busiest host, by parts."""
     shape, prompt = Shape.from_config(config), (num_tokens, 0, num_tokens - 40, None)
@@ -162,8 +204,14 @@ def prefill_parts(
 
 
 def launching_ms(config: PreTrainedConfig, method: str) -> float:
-    """Predict the milliseconds in which the CPU launches a prefill's kernels, while the GPU works."""
-    return 1e3 * config.get_text_config().num_hidden_layers * LAUNCHES[method] * GPUS["seconds_per_launch"]
+    """Predict the milliseconds in which the CPU launches a prefill's kernels, while the GPU
+    works."""
+    return (
+        1e3
+        * config.get_text_config().num_hidden_layers
+        * LAUNCHES[method]
+        * GPUS["seconds_per_launch"]
+    )
 
 
 def prefill(options: argparse.Namespace, gpu: str) -> str:
@@ -177,16 +225,30 @@ def prefill(options: argparse.Namespace, gpu: str) -> str:
     busy = [sum(parts.values()) for parts in columns.values()]
     totals = list(map(max, busy, launching))
     parts = zip(*(parts.items() for parts in columns.values()), strict=True)
-    lines = [[row[0][0], *(f"{ms:.1f}" for _, ms in row), MEASURED_BY.get(row[0][0], "")] for row in parts]
-    lines.append(["total of the GPU", *(f"{total:.0f}" for total in busy), "throughput.py --profile"])
-    lines.append(["launches by the CPU", *(f"{total:.0f}" for total in launching), "throughput.py, `busy_ms`"])
+    lines = [
+        [row[0][0], *(f"{ms:.1f}" for _, ms in row), MEASURED_BY.get(row[0][0], "")]
+        for row in parts
+    ]
+    lines.append(
+        ["total of the GPU", *(f"{total:.0f}" for total in busy), "throughput.py --profile"]
+    )
+    lines.append(
+        [
+            "launches by the CPU",
+            *(f"{total:.0f}" for total in launching),
+            "throughput.py, `busy_ms`",
+        ]
+    )
     lines.append(["prefill: the larger", *(f"{total:.0f}" for total in totals), "throughput.py"])
-    lines.append(["time relative to `apbv`", *(f"{total / totals[-1]:.2f}x" for total in totals), ""])
+    lines.append(
+        ["time relative to `apbv`", *(f"{total / totals[-1]:.2f}x" for total in totals), ""]
+    )
     return markdown_table([f"ms on {gpu}, {options.prefill}", *columns, "measured by"], lines)
 
 
 def step_seconds(shape: Shape, gpu: str, answers: int, rows: int, pairs: float) -> float:
-    """Predict a decoding step's seconds: it reads all weights, and each answer's pairs of keys and values, once.
+    """Predict a decoding step's seconds: it reads all weights, and each answer's pairs of keys and
+    values, once.
 
     Args:
         rows: new tokens of all answers together.
@@ -206,7 +268,9 @@ def drafts(options: argparse.Namespace, gpu: str) -> str:
         kinds = (draft, num_tokens), (draft, num_tokens / 10), (target, 1024), (None, 0)
         plain, cells = step_seconds(target, gpu, answers, answers, num_tokens), []
         for shape, pairs in kinds:
-            cost = step_seconds(shape, gpu, answers, answers, min(pairs, num_tokens)) if shape else 0.0
+            cost = (
+                step_seconds(shape, gpu, answers, answers, min(pairs, num_tokens)) if shape else 0.0
+            )
             tokens, speeds = 1.0, []
             for gamma in range(1, 17):
                 tokens += alpha**gamma
@@ -231,7 +295,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
     predict = drafts if options.draft else prefill if options.prefill else None
-    print("\n\n".join(predict(options, gpu) for gpu in options.gpus) if predict else operators(options))
+    print(
+        "\n\n".join(predict(options, gpu) for gpu in options.gpus)
+        if predict
+        else operators(options)
+    )
     return 0
 
 

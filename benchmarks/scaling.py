@@ -1,11 +1,13 @@
-"""Estimate scaling to more hosts than available, with simulated hosts or a cost model of FLOPs, bytes and memory.
+"""Estimate scaling to more hosts than available, with simulated hosts or a cost model of FLOPs,
+bytes and memory.
 
     python benchmarks/scaling.py plan --model qwen2.5-vl-3b --frames 64 --resolution 1440p --explain
     python benchmarks/scaling.py plan --tokens 32768 131072 1048576 --hosts 2 8 64
     python benchmarks/scaling.py simulate --tokens 131072 --hosts 8 --json scaling.jsonl
 
 plan      evaluates the cost model for any Hugging Face config and any number of tokens and hosts.
-simulate  computes every host's share, one after the other (support.simulated), several times, and compares the
+simulate  computes every host's share, one after the other (support.simulated), several times, and
+compares the
           speedup over full attention at each host's mean pace with the cost model's ratio of FLOPs.
 """
 
@@ -34,7 +36,9 @@ from support.workloads import MERGE, PREFIX_LEN, config_of, patch_grid
 FULL = PrefillConfig(method="full")
 
 
-def prompt_of(options: argparse.Namespace, num_tokens: int | None) -> tuple[int, int, int, Video | None]:
+def prompt_of(
+    options: argparse.Namespace, num_tokens: int | None
+) -> tuple[int, int, int, Video | None]:
     """Return n, where the context starts, where the query starts, and the video if there is one."""
     if num_tokens is not None:
         return num_tokens, 0, num_tokens - options.query_len, None
@@ -51,7 +55,9 @@ def plan(options: argparse.Namespace) -> Iterator[dict]:
     """Predict every method on every number of hosts; full attention is one host's."""
     shape = Shape.from_config(config_of(options.model))
     split = [method for method in options.methods if method != "full"]
-    runs = [(1, "full")] * ("full" in options.methods) + list(itertools.product(options.hosts, split))
+    runs = [(1, "full")] * ("full" in options.methods) + list(
+        itertools.product(options.hosts, split)
+    )
     for num_tokens in options.tokens or [None]:
         prompt = prompt_of(options, num_tokens)
         _, alone = cost_of_prompt(shape, 1, prompt, FULL)
@@ -91,10 +97,14 @@ def simulate(options: argparse.Namespace) -> Iterator[dict]:
         for number, method in ways:
             case = Case(method, replace(prefill_config(options), method=method), number)
             samples = [bench.run(case, job) for _ in range(options.rounds)]
-            # On a noisy machine the slowest host before an exchange is mostly the unluckiest one, so that the last
-            # run is at each host's mean pace: every stretch of computing is averaged over its runs.
+            # On a noisy machine the slowest host before an exchange is mostly the unluckiest one,
+            # so that the last run is at each host's mean pace: every stretch of computing is
+            # averaged over its runs.
             paces = [
-                [Lap(*map(statistics.mean, zip(*stretch, strict=True))) for stretch in zip(*laps, strict=True)]
+                [
+                    Lap(*map(statistics.mean, zip(*stretch, strict=True)))
+                    for stretch in zip(*laps, strict=True)
+                ]
                 for laps in zip(*(sample["laps"] for sample in samples), strict=True)
             ]
             last = bench.run(case, job, paces)
@@ -139,7 +149,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
     measure = {"plan": plan, "simulate": simulate}[options.kind]
-    return run_on_hosts(lambda _: report(options, measure(options), columns_of(f"scaling {options.kind}")))
+    return run_on_hosts(
+        lambda _: report(options, measure(options), columns_of(f"scaling {options.kind}"))
+    )
 
 
 if __name__ == "__main__":

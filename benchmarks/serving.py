@@ -1,19 +1,25 @@
 """Measure the server under load, a batch and the engine alone: requests/s, goodput, TTFT and ITL.
 
-    torchrun --nproc-per-node 2 benchmarks/serving.py --requests 64 --concurrency 1 4 16 --json serving.jsonl
-    torchrun --nproc-per-node 2 benchmarks/serving.py --max-running 1 all --concurrency 16 --ignore-eos
-    torchrun --nproc-per-node 2 benchmarks/serving.py --homes 1 all --rate 2 4 8 --limits 500 20 --ignore-eos
+    torchrun --nproc-per-node 2 benchmarks/serving.py --requests 64 --concurrency 1 4 16 \
+        --json serving.jsonl
+    torchrun --nproc-per-node 2 benchmarks/serving.py --max-running 1 all --concurrency 16 \
+        --ignore-eos
+    torchrun --nproc-per-node 2 benchmarks/serving.py --homes 1 all --rate 2 4 8 --limits 500 \
+        20 --ignore-eos
     torchrun --nproc-per-node 2 benchmarks/serving.py --scale 6 --speculate off vanilla --ignore-eos
-    torchrun --nproc-per-node 2 benchmarks/serving.py --batch --concurrency 16 32 --requests 200 --rounds 3
-    python benchmarks/serving.py --model Qwen/Qwen2.5-VL-7B-Instruct --video clip.mp4 --frames 256  # on a GPU
+    torchrun --nproc-per-node 2 benchmarks/serving.py --batch --concurrency 16 32 \
+        --requests 200 --rounds 3
+    python benchmarks/serving.py --model Qwen/Qwen2.5-VL-7B-Instruct --video clip.mp4 \
+        --frames 256  # on a GPU
 
-Every client repeats the same question about the same video and streams the answer; TTFT is the client's, so it
-includes queueing. With --rate requests do not wait for answers: they arrive by a Poisson process (an open loop),
-and their times count from then on. Goodput is the number of requests per second that keep both --limits. The
-engine alone answers it sequentially, an eighth as often. With --batch a file of the requests is answered without
-HTTP, too; their times count since they were read. Answers that differ from the engine's are an error.
-Servers that differ in --max-running, in --homes (how many hosts decode) or in their draft alternate, also with a
-batch, for --rounds rounds.
+Every client repeats the same question about the same video and streams the answer; TTFT is the
+client's, so it includes queueing. With --rate requests do not wait for answers: they arrive by a
+Poisson process (an open loop), and their times count from then on. Goodput is the number of
+requests per second that keep both --limits. The engine alone answers it sequentially, an eighth as
+often. With --batch a file of the requests is answered without HTTP, too; their times count since
+they were read. Answers that differ from the engine's are an error. Servers that differ in
+--max-running, in --homes (how many hosts decode) or in their draft alternate, also with a batch,
+for --rounds rounds.
 """
 
 import argparse
@@ -55,7 +61,9 @@ def ask_engine(engine: Engine, options: argparse.Namespace) -> Answer:
     """Ask the engine without the server; collective."""
     began = time.perf_counter()
     sampling = SamplingParams(max_new_tokens=options.max_new_tokens, ignore_eos=options.ignore_eos)
-    result = engine.generate(options.prompt, video=options.video, num_frames=options.frames, sampling=sampling)
+    result = engine.generate(
+        options.prompt, video=options.video, num_frames=options.frames, sampling=sampling
+    )
     first_token, end = result.stats["ttft_ms"] / 1e3, time.perf_counter() - began
     return Answer(first_token, end, result.text, len(result.token_ids))
 
@@ -84,7 +92,8 @@ class Way:
 
     Attributes:
         way: "engine", "server" or "batch".
-        concurrency: number of clients, each with one request at a time; None: requests arrive at a rate.
+        concurrency: number of clients, each with one request at a time; None: requests arrive at a
+            rate.
         rate: requests per second.
         max_running: the limit of each host's decoding batch; None: all.
         homes: how many hosts decode; None: all.
@@ -99,7 +108,8 @@ class Way:
     speculate: str | None = None
 
     def ask(self, port: int, options: argparse.Namespace) -> list[Answer]:
-        """Send all requests: each client its next after an answer, or by a Poisson process of the rate."""
+        """Send all requests: each client its next after an answer, or by a Poisson process of the
+        rate."""
         random, answers = Random(0), []
         with ThreadPoolExecutor(self.concurrency or options.requests) as pool:
             for _ in range(options.requests):
@@ -111,7 +121,11 @@ class Way:
 
 
 def ask_a_server(
-    engine: Engine, hosts: HostGroup, ways: Sequence[Way], expected: str, options: argparse.Namespace
+    engine: Engine,
+    hosts: HostGroup,
+    ways: Sequence[Way],
+    expected: str,
+    options: argparse.Namespace,
 ) -> list[tuple[Way, list[Answer], float]]:
     """Start a server, ask it in ways that differ in the load alone, and end it; collective.
 
@@ -134,7 +148,9 @@ def ask_a_server(
 
     homes = min(ways[0].homes or hosts.size, engine.num_homes)
     with mock.patch.object(Engine, "num_homes", homes):
-        serve_while(engine, hosts, ServerSettings(model="benchmark", media_dir=folder, **limits), ask)
+        serve_while(
+            engine, hosts, ServerSettings(model="benchmark", media_dir=folder, **limits), ask
+        )
     return measured
 
 
@@ -144,7 +160,8 @@ def ask_a_batch(
     """Answer a file of the requests without HTTP; collective.
 
     Returns:
-        The answers, whose times count since they were read, and the seconds that they took together; on host 0.
+        The answers, whose times count since they were read, and the seconds that they took
+        together; on host 0.
 
     Raises:
         ValueError: an answer is not the expected one.
@@ -157,7 +174,9 @@ def ask_a_batch(
     with TemporaryDirectory() as folder:
         asked, out = Path(folder, "requests.jsonl"), Path(folder, "answers.jsonl")
         line = {"method": "POST", "url": "/v1/chat/completions", "body": request_of(options)}
-        lines = [json.dumps({"custom_id": str(number), **line}) for number in range(options.requests)]
+        lines = [
+            json.dumps({"custom_id": str(number), **line}) for number in range(options.requests)
+        ]
         asked.write_text("\n".join(lines))
         with closing(Answers(out)) as answers:
             batch = Batch(Requests(asked), answers, settings, lambda _: None)
@@ -165,30 +184,45 @@ def ask_a_batch(
                 run_worker(engine, hosts, settings, batch.open)
         seconds = batch.seconds
         bodies = [json.loads(line)["response"]["body"] for line in out.read_text().splitlines()]
-    if any("error" in body or body["choices"][0]["message"]["content"] != expected for body in bodies):
+    if any(
+        "error" in body or body["choices"][0]["message"]["content"] != expected for body in bodies
+    ):
         raise ValueError("the batch is not answered as by the engine")
     num_tokens = (body["usage"]["completion_tokens"] for body in bodies)
-    told = [getattr(record, FIELDS) for record in logged.records]  # of each request, when it had finished
+    told = [
+        getattr(record, FIELDS) for record in logged.records
+    ]  # of each request, when it had finished
     times = [(each["time_to_first_token_seconds"], each["total_seconds"]) for each in told]
-    return [Answer(*each, expected, number) for each, number in zip(times, num_tokens, strict=True)], seconds
+    return [
+        Answer(*each, expected, number) for each, number in zip(times, num_tokens, strict=True)
+    ], seconds
 
 
 def measure(options: argparse.Namespace, hosts: HostGroup) -> Iterator[dict]:
     """Measure the engine and the servers; yield the records, on host 0."""
-    configs = {name: SpeculativeConfig(strategy=name) for name in options.speculate if name != "off"}
+    configs = {
+        name: SpeculativeConfig(strategy=name) for name in options.speculate if name != "off"
+    }
     built = build_ways(options, configs, hosts)
     engines = {each.label: each.engine for each in built} | {"off": built[0].engine}
     ask_engine(engines["off"], options)  # a warm-up
     began = time.perf_counter()
-    alone = [ask_engine(engines["off"], options) for _ in range(-(-options.requests // 8))]  # it takes longest
+    alone = [
+        ask_engine(engines["off"], options) for _ in range(-(-options.requests // 8))
+    ]  # it takes longest
     yield record(options, hosts, Way("engine", 1), alone, time.perf_counter() - began)
-    loads = [{"rate": rate} for rate in options.rate] or [{"concurrency": each} for each in options.concurrency]
+    loads = [{"rate": rate} for rate in options.rate] or [
+        {"concurrency": each} for each in options.concurrency
+    ]
     measured: dict[Way, tuple[list[Answer], float]] = {}
     servers = options.speculate, options.homes or [None], options.max_running or [None]
     for _ in range(options.rounds):
         figures = []
         for speculate, homes, most in itertools.product(*servers):
-            ways = [Way("server", max_running=most, homes=homes, speculate=speculate, **load) for load in loads]
+            ways = [
+                Way("server", max_running=most, homes=homes, speculate=speculate, **load)
+                for load in loads
+            ]
             figures += ask_a_server(engines[speculate], hosts, ways, alone[0].text, options)
         for speculate in options.speculate if options.batch else ():
             way = Way("batch", speculate=speculate)
@@ -200,7 +234,9 @@ def measure(options: argparse.Namespace, hosts: HostGroup) -> Iterator[dict]:
         yield from (record(options, hosts, way, *each) for way, each in measured.items())
 
 
-def record(options: argparse.Namespace, hosts: HostGroup, way: Way, answers: list[Answer], seconds: float) -> dict:
+def record(
+    options: argparse.Namespace, hosts: HostGroup, way: Way, answers: list[Answer], seconds: float
+) -> dict:
     """Return a JSON-ready record."""
     samples = {
         "ttft_ms": [answer.first_token * 1e3 for answer in answers],

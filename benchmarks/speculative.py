@@ -1,23 +1,27 @@
 """Compare speculative with autoregressive decoding on the same questions in one run.
 
     python benchmarks/speculative.py --scale 6
-    python benchmarks/speculative.py --strategies specvlm hippo --keep-ratio 0.1 0.3 --num-draft-tokens 3 5 auto
-    torchrun --nproc-per-node 2 benchmarks/speculative.py --scale 6 --strategies vanilla --draft-host
-    torchrun --nproc-per-node 2 benchmarks/speculative.py --scale 6 --preset hippo1 --tasks describe ordering
+    python benchmarks/speculative.py --strategies specvlm hippo --keep-ratio 0.1 0.3 \
+        --num-draft-tokens 3 5 auto
+    torchrun --nproc-per-node 2 benchmarks/speculative.py --scale 6 --strategies vanilla \
+        --draft-host
+    torchrun --nproc-per-node 2 benchmarks/speculative.py --scale 6 --preset hippo1 \
+        --tasks describe ordering
     python benchmarks/speculative.py --model PATH --draft-model PATH --prompts prompts.jsonl
     python benchmarks/speculative.py --scale 6 --batch 1 4 16 --clips 16 --strategies vanilla hippo
 
-Each line of such a file is an object with a "prompt", the path of a "video" or the paths of a "context" (texts one
-after the other, of which "characters" are read), relative to the file, and the "task" by which answers are summed
-up.
+Each line of such a file is an object with a "prompt", the path of a "video" or the paths of a
+"context" (texts one after the other, of which "characters" are read), relative to the file, and the
+"task" by which answers are summed up.
 
-The demo model is asked about clips of its test split; --scale repeats the target's layers without changing its
-output, so that target and draft differ in cost as real pairs do. All variants are
-interleaved on every question. Answers are greedy, and each is compared with the autoregressive one, which uses the
-same attention: a variant whose answer differs anywhere is reported without a speed. With --draft-host the last
-host drafts in parallel in some variants and idles in the others; on a single host a thread drafts. A preset is one
-of the papers' tables (support/presets.toml), at the first of --keep-ratio. With --batch the first questions
-are answered together, and drafts that do not pay are dropped.
+The demo model is asked about clips of its test split; --scale repeats the target's layers without
+changing its output, so that target and draft differ in cost as real pairs do. All variants are
+interleaved on every question. Answers are greedy, and each is compared with the autoregressive one,
+which uses the same attention: a variant whose answer differs anywhere is reported without a speed.
+With --draft-host the last host drafts in parallel in some variants and idles in the others; on a
+single host a thread drafts. A preset is one of the papers' tables (support/presets.toml), at the
+first of --keep-ratio. With --batch the first questions are answered together, and drafts that do
+not pay are dropped.
 """
 
 import argparse
@@ -50,10 +54,14 @@ PRESETS = presets_of("speculative")
 
 
 def configs_of(preset: str, keep_ratio: float) -> dict[str, SpeculativeConfig]:
-    """Return a preset's ways by label, at a share of visual tokens kept where they do not have their own."""
+    """Return a preset's ways by label, at a share of visual tokens kept where they do not have
+    their own."""
     found = {}
     for label, settings in PRESETS[preset].items():
-        prunes_some = prunes(SpeculativeConfig(strategy=settings["strategy"])) and "keep_tokens" not in settings
+        prunes_some = (
+            prunes(SpeculativeConfig(strategy=settings["strategy"]))
+            and "keep_tokens" not in settings
+        )
         amount = {"keep_ratio": keep_ratio} if prunes_some else {}
         terms = {"hippo_terms": tuple(settings["hippo_terms"])} if "hippo_terms" in settings else {}
         found[label] = SpeculativeConfig(**settings | amount | terms)
@@ -73,21 +81,36 @@ def configurations(options: argparse.Namespace) -> dict[str, SpeculativeConfig]:
             way = {"strategy": strategy, "keep": name}
             is_pruned = prunes(SpeculativeConfig(**way))
             for size, kept in sizes.items() if is_pruned else [("", {})]:
-                for prune in options.prune if is_pruned and not STRATEGIES[strategy].runs_target else ["prompt"]:
+                for prune in (
+                    options.prune
+                    if is_pruned and not STRATEGIES[strategy].runs_target
+                    else ["prompt"]
+                ):
                     for gamma in options.num_draft_tokens:
-                        kinds = [strategy, name, size, prune if prune != "prompt" else None, f"γ = {gamma}"]
-                        config = SpeculativeConfig(**way, **kept, prune=prune, num_draft_tokens=gamma)
+                        kinds = [
+                            strategy,
+                            name,
+                            size,
+                            prune if prune != "prompt" else None,
+                            f"γ = {gamma}",
+                        ]
+                        config = SpeculativeConfig(
+                            **way, **kept, prune=prune, num_draft_tokens=gamma
+                        )
                         found[", ".join(kind for kind in kinds if kind)] = config
     return found
 
 
 def questions(options: argparse.Namespace, hosts: HostGroup) -> Iterator[tuple[str, dict]]:
-    """Yield (task, what ``Engine.generate`` gets); of several questions of a task about a clip, the first."""
+    """Yield (task, what ``Engine.generate`` gets); of several questions of a task about a clip, the
+    first."""
     if options.prompts:
         for given in read_records([options.prompts]):
             folder, asked = options.prompts.parent, {"prompt": given["prompt"]}
             if "context" in given:
-                text = "\n".join((folder / path).read_text(encoding="utf-8") for path in given["context"])
+                text = "\n".join(
+                    (folder / path).read_text(encoding="utf-8") for path in given["context"]
+                )
                 asked["context"] = text[: given.get("characters")]
             else:
                 asked["video"] = folder / given["video"]
@@ -102,7 +125,8 @@ def questions(options: argparse.Namespace, hosts: HostGroup) -> Iterator[tuple[s
 
 
 class Together(NamedTuple):
-    """Answers that were decoded in one batch: their tokens, their drafts' metrics, and the seconds of decoding."""
+    """Answers that were decoded in one batch: their tokens, their drafts' metrics, and the seconds
+    of decoding."""
 
     prompt_lens: list[int]
     tokens: list[list[int]]
@@ -110,24 +134,39 @@ class Together(NamedTuple):
     seconds: float
 
 
-def decode_together(engine: Engine, batch: Batch, questions: Sequence[dict], max_new_tokens: int) -> Together:
+def decode_together(
+    engine: Engine, batch: Batch, questions: Sequence[dict], max_new_tokens: int
+) -> Together:
     """Prefill questions, and decode their answers in a batch, on host 0; collective."""
     sampling = SamplingParams(max_new_tokens=max_new_tokens)
     begun = [
-        engine.begin(Request(Question(**given), StageTimer(engine.hosts), sampling=sampling)) for given in questions
+        engine.begin(Request(Question(**given), StageTimer(engine.hosts), sampling=sampling))
+        for given in questions
     ]
     began = time.perf_counter()
     with engine.attention():
-        members = [batch.join(state, read.request, *draft) for read, state, draft in begun if engine.hosts.is_leader]
+        members = [
+            batch.join(state, read.request, *draft)
+            for read, state, draft in begun
+            if engine.hosts.is_leader
+        ]
         prompt_lens = [member.answer.prompt_len for member in members]
         while len(batch):
             batch.step()
     seconds = time.perf_counter() - began
-    return Together(prompt_lens, [each.tokens for each in members], [each.summary() for each in members], seconds)
+    return Together(
+        prompt_lens,
+        [each.tokens for each in members],
+        [each.summary() for each in members],
+        seconds,
+    )
 
 
-def batch_records(options: argparse.Namespace, ways: Sequence[Way], questions: Sequence[dict]) -> Iterator[dict]:
-    """Answer questions in one batch, in all ways in turn, after a warm-up; yield a record per way, on host 0."""
+def batch_records(
+    options: argparse.Namespace, ways: Sequence[Way], questions: Sequence[dict]
+) -> Iterator[dict]:
+    """Answer questions in one batch, in all ways in turn, after a warm-up; yield a record per way,
+    on host 0."""
     engines = [(way.engine, way.engine.batch()) for way in ways]
     rounds = [
         [decode_together(*each, questions, options.max_new_tokens) for each in engines]
@@ -136,7 +175,10 @@ def batch_records(options: argparse.Namespace, ways: Sequence[Way], questions: S
     measured = list(zip(*rounds[1:], strict=True)) if engines[0][0].hosts.is_leader else []
     for way, runs in zip(ways, measured, strict=False):
         figures = [each for run in runs for each in run.figures if each]
-        drafted, seconds = sum(each["num_drafted"] for each in figures), sum(run.seconds for run in runs)
+        drafted, seconds = (
+            sum(each["num_drafted"] for each in figures),
+            sum(run.seconds for run in runs),
+        )
         new_tokens = sum(len(tokens) for run in runs for tokens in run.tokens)
         yield {
             "benchmark": "batch_speculative",
@@ -146,7 +188,9 @@ def batch_records(options: argparse.Namespace, ways: Sequence[Way], questions: S
             "answers": len(questions),
             "new_tokens": new_tokens,
             "identical": [run.tokens for run in runs] == [run.tokens for run in measured[0]],
-            "acceptance_rate": sum(each["num_accepted"] for each in figures) / drafted if drafted else None,
+            "acceptance_rate": sum(each["num_accepted"] for each in figures) / drafted
+            if drafted
+            else None,
             "drafted_per_token": drafted / new_tokens,
             "tokens_per_s": new_tokens / seconds,
             "speedup": sum(run.seconds for run in measured[0]) / seconds,
@@ -158,19 +202,28 @@ def task_records(options: argparse.Namespace, ways: list[Way]) -> Iterator[dict]
     """Yield a record per task and way; speedups are ratios of sums over the same questions."""
     for task, alone in ways[0].stats.items():
         new_tokens = sum(len(stats["token_ids"]) for stats in alone)
-        forwards = new_tokens - len(alone)  # the first token of every answer comes out of the prefill
-        decode_ms, total_ms = sum(s["stages_ms"]["decode"] for s in alone), sum(s["total_ms"] for s in alone)
+        forwards = new_tokens - len(
+            alone
+        )  # the first token of every answer comes out of the prefill
+        decode_ms, total_ms = (
+            sum(s["stages_ms"]["decode"] for s in alone),
+            sum(s["total_ms"] for s in alone),
+        )
         target_ms = decode_ms / max(1, forwards)
         is_whole = options.reuse == "off"  # else the ways' prefills are not alike
         for way in ways:
             runs = way.stats[task]
-            identical = all(a["token_ids"] == b["token_ids"] for a, b in zip(runs, alone, strict=True))
+            identical = all(
+                a["token_ids"] == b["token_ids"] for a, b in zip(runs, alone, strict=True)
+            )
             times = {
                 "decode_ms": [stats["stages_ms"]["decode"] for stats in runs],
                 "draft_prefill_ms": [stats["stages_ms"]["draft"] for stats in runs],
                 "total_ms": [stats["total_ms"] for stats in runs],
             }
-            figures = None if way.config is None else speculation(way.config, runs, target_ms, forwards)
+            figures = (
+                None if way.config is None else speculation(way.config, runs, target_ms, forwards)
+            )
             yield {
                 "benchmark": "speculative",
                 "label": way.label,
@@ -184,12 +237,16 @@ def task_records(options: argparse.Namespace, ways: list[Way]) -> Iterator[dict]
                 **times,
                 "target_ms_per_token": target_ms,
                 "decode_speedup": decode_ms / sum(times["decode_ms"]) if identical else None,
-                "end_to_end_speedup": total_ms / sum(times["total_ms"]) if identical and is_whole else None,
+                "end_to_end_speedup": total_ms / sum(times["total_ms"])
+                if identical and is_whole
+                else None,
                 "speculation": figures,
             }
 
 
-def speculation(config: SpeculativeConfig, runs: list[dict], target_ms: float, num_tokens: int) -> dict:
+def speculation(
+    config: SpeculativeConfig, runs: list[dict], target_ms: float, num_tokens: int
+) -> dict:
     """Return drafted and accepted tokens, the costs on both sides, and the predicted speedup.
 
     Args:
@@ -203,7 +260,10 @@ def speculation(config: SpeculativeConfig, runs: list[dict], target_ms: float, n
 
     drafted, accepted, rounds = (total(name) for name in ("num_drafted", "num_accepted", "rounds"))
     # A draft host writes more tokens than are ever verified.
-    written, seconds = total("num_written") if config.draft_host else drafted, total("draft_seconds")
+    written, seconds = (
+        total("num_written") if config.draft_host else drafted,
+        total("draft_seconds"),
+    )
     draft_ms = None if seconds is None else 1e3 * seconds / max(1, written)
     ratio = target_ms / draft_ms if draft_ms else None
     in_a_row = accepted / (total("num_rejections") + len(runs))
@@ -211,7 +271,9 @@ def speculation(config: SpeculativeConfig, runs: list[dict], target_ms: float, n
     gamma = drafted / max(1, rounds)  # a lookup may find fewer tokens than requested
     predicted = None
     if ratio and config.draft_host:  # Theorem 6 takes the chance that one more token is accepted
-        predicted = beside_speedup(gamma, ratio, accepted / max(1, accepted + total("num_rejections")))
+        predicted = beside_speedup(
+            gamma, ratio, accepted / max(1, accepted + total("num_rejections"))
+        )
     elif ratio:  # Theorem 4 the share of accepted tokens
         predicted = in_turn_speedup(gamma, ratio, accepted / max(1, drafted))
     return {
@@ -228,7 +290,8 @@ def speculation(config: SpeculativeConfig, runs: list[dict], target_ms: float, n
 
 
 def in_turn_speedup(gamma: float, c: float, tau: float) -> float:
-    """Predict what drafting and verifying in turn gains over autoregressive decoding (ParallelVLM, Theorem 4).
+    """Predict what drafting and verifying in turn gains over autoregressive decoding (ParallelVLM,
+    Theorem 4).
 
     Args:
         gamma: tokens drafted per round.
@@ -239,18 +302,28 @@ def in_turn_speedup(gamma: float, c: float, tau: float) -> float:
 
 
 def beside_speedup(gamma: float, c: float, tau: float) -> float:
-    """Predict what drafting while verifying gains, with the rounds that rejections cost (Theorem 6, Lemma 1)."""
+    """Predict what drafting while verifying gains, with the rounds that rejections cost (Theorem 6,
+    Lemma 1)."""
     accepted = gamma if tau == 1 else tau * (1 - tau**gamma) / (1 - tau)
     return c * (1 + tau**gamma) * accepted / (2 * max(gamma, c))
 
 
 def measure(options: argparse.Namespace, hosts: HostGroup) -> Iterator[dict]:
-    """Answer every question in all ways in turn, after a warm-up with the first; yield the records, on host 0."""
+    """Answer every question in all ways in turn, after a warm-up with the first; yield the records,
+    on host 0."""
     # A way that loses must be seen to lose.
-    configs = {label: replace(each, keep_losing_draft=True) for label, each in configurations(options).items()}
+    configs = {
+        label: replace(each, keep_losing_draft=True)
+        for label, each in configurations(options).items()
+    }
     ways, asked = build_ways(options, configs, hosts), list(questions(options, hosts))
-    rounds = [(asked[0], False), *((question, True) for _ in range(options.rounds) for question in asked)]
-    with tqdm(total=len(rounds) * len(ways), unit="answer", disable=None if hosts.rank == 0 else True) as bar:
+    rounds = [
+        (asked[0], False),
+        *((question, True) for _ in range(options.rounds) for question in asked),
+    ]
+    with tqdm(
+        total=len(rounds) * len(ways), unit="answer", disable=None if hosts.rank == 0 else True
+    ) as bar:
         for (task, given), counts in rounds:
             for way in ways:
                 bar.set_postfix_str(way.label, refresh=True)
@@ -265,21 +338,30 @@ def measure(options: argparse.Namespace, hosts: HostGroup) -> Iterator[dict]:
 
 
 def measure_batches(options: argparse.Namespace, hosts: HostGroup) -> Iterator[dict]:
-    """Answer the first questions in batches of all sizes, in all ways; yield the records, on host 0.
+    """Answer the first questions in batches of all sizes, in all ways; yield the records, on host
+    0.
 
     Raises:
         ValueError: there are fewer questions than a batch has answers.
     """
     asked = list(questions(options, hosts))
     if max(options.batch) > len(asked):
-        raise ValueError(f"--batch {max(options.batch)} needs as many questions, but there are {len(asked)}: --clips")
+        raise ValueError(
+            f"--batch {max(options.batch)} needs as many questions, but there are {len(asked)}: "
+            "--clips"
+        )
     ways = build_ways(options, configurations(options), hosts)
     for size in tqdm(options.batch, unit="batch", disable=None if hosts.rank == 0 else True):
         yield from batch_records(options, ways, [given for _, given in asked[:size]])
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    choices = {"preset": PRESETS, "strategies": STRATEGIES, "keep": KEEP_POLICIES, "prune": PRUNINGS}
+    choices = {
+        "preset": PRESETS,
+        "strategies": STRATEGIES,
+        "keep": KEEP_POLICIES,
+        "prune": PRUNINGS,
+    }
     parser = parser_of("speculative", __doc__, choices)
     options = parser.parse_args(arguments)
     if options.keep_tokens and options.keep_ratio:
@@ -287,7 +369,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     options.keep_ratio = options.keep_ratio or [0.1]
     try:
         if options.preset is not None:
-            options.draft_host = any(config.draft_host for config in configurations(options).values())
+            options.draft_host = any(
+                config.draft_host for config in configurations(options).values()
+            )
     except ValueError as error:
         parser.error(str(error))
     return options
@@ -295,7 +379,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
-    run, name = (measure_batches, "batch_speculative") if options.batch else (measure, "speculative")
+    run, name = (
+        (measure_batches, "batch_speculative") if options.batch else (measure, "speculative")
+    )
     return measure_on_hosts(options, run, columns_of(name))
 
 

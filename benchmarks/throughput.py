@@ -4,14 +4,14 @@
     torchrun --nproc-per-node 8 benchmarks/throughput.py --preset table5 --json table5.jsonl
     python benchmarks/throughput.py --preset table5  # no torchrun: the hosts are simulated
 
-All methods do the same work outside attention: the same vision encoding, logits of the last token only, and KV
-that stays where it was computed. Every round interleaves all methods, so that drift in the machine's speed affects
-all equally. `full` uses one host with the CPU threads of all hosts together; on GPUs it uses one GPU. Weights are
-random, unless --model is a checkpoint.
+All methods do the same work outside attention: the same vision encoding, logits of the last token
+only, and KV that stays where it was computed. Every round interleaves all methods, so that drift in
+the machine's speed affects all equally. `full` uses one host with the CPU threads of all hosts
+together; on GPUs it uses one GPU. Weights are random, unless --model is a checkpoint.
 
-Simulated hosts (support.simulated) compute one at a time, each with the whole machine, and data arrives after
---latency plus size over --bandwidth. Their times are real computation on virtual clocks, and are marked as
-simulated.
+Simulated hosts (support.simulated) compute one at a time, each with the whole machine, and data
+arrives after --latency plus size over --bandwidth. Their times are real computation on virtual
+clocks, and are marked as simulated.
 """
 
 import argparse
@@ -57,7 +57,9 @@ def plan(options: argparse.Namespace, hosts: HostGroup) -> tuple[list[Workload],
         small = "llama-small" if options.tokens else "qwen2.5-vl-small"
         options.model = "qwen2.5-vl-3b" if is_large else small
     if hosts.size > 1 and options.hosts not in (None, [hosts.size]):
-        raise ValueError(f"--hosts {options.hosts} is for simulated hosts; torchrun started {hosts.size}")
+        raise ValueError(
+            f"--hosts {options.hosts} is for simulated hosts; torchrun started {hosts.size}"
+        )
     numbers = [hosts.size] if hosts.size > 1 else options.hosts or usual["hosts"]
     if min(numbers) < 2:
         raise ValueError(f"--hosts {min(numbers)}: 2 hosts at least; `full` always runs on one")
@@ -65,8 +67,13 @@ def plan(options: argparse.Namespace, hosts: HostGroup) -> tuple[list[Workload],
     if options.tokens:
         workloads = [Workload(tokens=length) for length in options.tokens]
     else:
-        frames, sizes = options.frames or usual["frames"], options.resolutions or ["720p" if is_large else "240p"]
-        workloads = [Workload(None, count, *parse_resolution(size)) for size in sizes for count in frames]
+        frames, sizes = (
+            options.frames or usual["frames"],
+            options.resolutions or ["720p" if is_large else "240p"],
+        )
+        workloads = [
+            Workload(None, count, *parse_resolution(size)) for size in sizes for count in frames
+        ]
 
     base = prefill_config(options)
     methods = options.methods or [name for name in METHOD_NAMES if name not in SPARSE_NAMES]
@@ -79,15 +86,25 @@ def plan(options: argparse.Namespace, hosts: HostGroup) -> tuple[list[Workload],
 
 
 def records(
-    options: argparse.Namespace, bench: Bench, workload: Workload, cases: list[Case], measured: list[list[dict]]
+    options: argparse.Namespace,
+    bench: Bench,
+    workload: Workload,
+    cases: list[Case],
+    measured: list[list[dict]],
 ) -> Iterator[dict]:
-    """Yield one record per case of a workload; speedups are ratios of medians within the same run."""
+    """Yield one record per case of a workload; speedups are ratios of medians within the same
+    run."""
     times = [[sample["ttft_ms"] for sample in samples] for samples in measured]
-    medians = {(case.label, case.hosts): statistics.median(ms) for case, ms in zip(cases, times, strict=True)}
+    medians = {
+        (case.label, case.hosts): statistics.median(ms)
+        for case, ms in zip(cases, times, strict=True)
+    }
     for case, samples, ttft_ms in zip(cases, measured, times, strict=True):
         last, ttft = samples[-1], percentiles(ttft_ms)
         simulated = bench.simulated and case.hosts > 1
-        baselines = {name: medians.get((name, case.hosts), medians.get((name, 1))) for name in BASELINES}
+        baselines = {
+            name: medians.get((name, case.hosts), medians.get((name, 1))) for name in BASELINES
+        }
         yield {
             "benchmark": "throughput",
             **fields_of(options, "preset", "model", "warmup"),
@@ -98,18 +115,26 @@ def records(
             "dtype": str(bench.model.dtype).removeprefix("torch."),
             **asdict(workload),
             **fields_of(
-                last, "method", "num_input_tokens", "num_video_tokens", "anchor_len", "passing_len", "early_passing_len"
+                last,
+                "method",
+                "num_input_tokens",
+                "num_video_tokens",
+                "anchor_len",
+                "passing_len",
+                "early_passing_len",
             ),
             **fields_of(last, "comm_bytes"),
             **fields_of(case.config, "importance", *SWITCHES),
             "ttft_ms": ttft,
             "request_throughput": 1e3 / ttft["p50"],
             "stages_ms": {
-                name: statistics.median(sample["stages_ms"][name] for sample in samples) for name in last["stages_ms"]
+                name: statistics.median(sample["stages_ms"][name] for sample in samples)
+                for name in last["stages_ms"]
             },
             # On a GPU: whichever is more sets the pace, the CPU that launches or the GPU.
             "busy_ms": last.get("busy_ms"),
-            # Simulated hosts share one process's memory, which does not tell what each of them would need.
+            # Simulated hosts share one process's memory, which does not tell what each of them
+            # would need.
             "peak_memory_bytes": None if simulated else last["peak_memory_bytes"],
             **{f"speedup_vs_{name}": ms and ms / ttft["p50"] for name, ms in baselines.items()},
             "samples": {"ttft_ms": ttft_ms},
@@ -137,14 +162,21 @@ def measured_records(options: argparse.Namespace, hosts: HostGroup) -> Iterator[
 
 
 def write_profiles(folder: Path, bench: Bench, workload: Workload, cases: list[Case]) -> None:
-    """Run every case once more, and write and show what host 0 did; of simulated hosts what all of them did."""
-    job, length = bench.prepare(workload), workload.tokens or f"{workload.frames}x{workload.height}p"
+    """Run every case once more, and write and show what host 0 did; of simulated hosts what all of
+    them did."""
+    job, length = (
+        bench.prepare(workload),
+        workload.tokens or f"{workload.frames}x{workload.height}p",
+    )
     for case in cases:
         with bench.hosts.collective_stage("profiling"):
             if bench.hosts.rank == 0:
                 folder.mkdir(parents=True, exist_ok=True)
                 path = folder / f"{case.label}-{case.hosts}-{length}.json".replace(" ", "_")
-                print(f"{path}:\n\n{write_trace(path, lambda case=case: bench.run(case, job))}\n", flush=True)
+                print(
+                    f"{path}:\n\n{write_trace(path, lambda case=case: bench.run(case, job))}\n",
+                    flush=True,
+                )
             else:
                 bench.run(case, job)
 
@@ -174,7 +206,8 @@ def write_trace(path: Path, run: Callable[[], object]) -> str:
 
 
 def kernel_table(events: Iterable[dict], least: float = 0.002) -> str:
-    """Format the kernels of a trace by stage; without a GPU torch's operators, without what these call.
+    """Format the kernels of a trace by stage; without a GPU torch's operators, without what these
+    call.
 
     Args:
         events: of a trace by torch's profiler.
@@ -197,19 +230,26 @@ def kernel_table(events: Iterable[dict], least: float = 0.002) -> str:
     rows = [
         [stage, name, len(each), f"{sum(each) / 1e3:.2f}", f"{100 * sum(each) / whole:.1f}%"]
         for stage, by_name in times.items()
-        for name, each in sorted(by_name.items(), key=lambda item: (item[0] == "others", -sum(item[1])))
+        for name, each in sorted(
+            by_name.items(), key=lambda item: (item[0] == "others", -sum(item[1]))
+        )
     ]
-    return markdown_table(["stage", "kernel" if kernels else "operator", "calls", "ms", "share"], rows)
+    return markdown_table(
+        ["stage", "kernel" if kernels else "operator", "calls", "ms", "share"], rows
+    )
 
 
 def _on_cpu(events: list[dict]) -> tuple[dict[int, str], list[tuple[str, str, float]]]:
-    """Return the stage of every launch by its number, and operators with their stage and own microseconds."""
+    """Return the stage of every launch by its number, and operators with their stage and own
+    microseconds."""
     launched_in, operators = {}, []
     threads = defaultdict(list)
     for event in events:
         threads[event["pid"], event["tid"]].append(event)
     for thread in threads.values():
-        inside: list[tuple[float, str, list]] = []  # of those around an event: end, stage, what is counted
+        inside: list[
+            tuple[float, str, list]
+        ] = []  # of those around an event: end, stage, what is counted
         for event in sorted(thread, key=lambda event: (event["ts"], -event["dur"])):
             while inside and inside[-1][0] <= event["ts"]:
                 inside.pop()

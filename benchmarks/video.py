@@ -3,15 +3,16 @@
     python benchmarks/video.py --preset readers --json video.jsonl
     python benchmarks/video.py --preset road --video film.mp4 --hosts 1 2
 
-The stages are its sampled frames in memory, the vision tower's embeddings, and the logits of the first token; each
-is timed from the opening of the file. `apbv` runs an engine's request pipeline on one or several real hosts.
-`transformers` runs processor and model on the whole video at once. OpenCV, decord2 and torchcodec, if installed,
-and PyAV's plain decoding read only the frames.
+The stages are its sampled frames in memory, the vision tower's embeddings, and the logits of the
+first token; each is timed from the opening of the file. `apbv` runs an engine's request pipeline on
+one or several real hosts. `transformers` runs processor and model on the whole video at once.
+OpenCV, decord2 and torchcodec, if installed, and PyAV's plain decoding read only the frames.
 
-Every measurement has its own processes, in which libraries are imported, the model is loaded and a tiny video is
-read before the clock starts. Every round interleaves all variants. The model has random weights and Qwen2.5-VL's
-layout, with a vision tower of full depth but narrow. In the first round, each variant's output is compared with
-that of transformers on plainly decoded frames, if one host made it; if `apbv`'s differs, no results are reported.
+Every measurement has its own processes, in which libraries are imported, the model is loaded and a
+tiny video is read before the clock starts. Every round interleaves all variants. The model has
+random weights and Qwen2.5-VL's layout, with a vision tower of full depth but narrow. In the first
+round, each variant's output is compared with that of transformers on plainly decoded frames, if one
+host made it; if `apbv`'s differs, no results are reported.
 """
 
 import argparse
@@ -58,24 +59,31 @@ def max_difference(job: Job, made: Path, reference: Path) -> float:
     """Compare what a job made with the reference.
 
     Returns:
-        The largest difference: of frames in levels, else as a share of the reference's largest value.
+        The largest difference: of frames in levels, else as a share of the reference's largest
+        value.
 
     Raises:
         AssertionError: apbv's differ by more than rounding, or are not as many.
     """
     values, expected = (np.load(path, mmap_mode="r") for path in (made, reference))
     if values.shape != expected.shape:
-        raise AssertionError(f"{job.way} makes {job.stage} of other shapes: {values.shape}, {expected.shape}")
+        raise AssertionError(
+            f"{job.way} makes {job.stage} of other shapes: {values.shape}, {expected.shape}"
+        )
     scale = 1.0 if job.stage == "frames" else float(np.abs(expected).max())
     rows = zip(values, expected, strict=True)
-    difference = float(np.max([np.abs(ours.astype(np.float64) - its).max() for ours, its in rows])) / scale
+    difference = (
+        float(np.max([np.abs(ours.astype(np.float64) - its).max() for ours, its in rows])) / scale
+    )
     allowed = presets_of("video_tolerances")[job.settings.dtype][job.stage]
     if job.way == "apbv" and not difference <= allowed:
         raise AssertionError(f"{job.stage} of apbv differ by {difference:.3g}, not {allowed}")
     return difference
 
 
-def measure_jobs(jobs: list[Job], spec: ClipSpec, rounds: int, folder: Path, bar: tqdm) -> Iterator[dict]:
+def measure_jobs(
+    jobs: list[Job], spec: ClipSpec, rounds: int, folder: Path, bar: tqdm
+) -> Iterator[dict]:
     """Compare all jobs with what they should make, time them in turn, and yield their figures."""
     samples: dict[Job, list[list[Measured]]] = {}
     differences: dict[Job, float | None] = {}
@@ -94,7 +102,10 @@ def measure_jobs(jobs: list[Job], spec: ClipSpec, rounds: int, folder: Path, bar
                     raise
                 samples.pop(job, None)
                 reason = str(error).strip().partition("\n")[0]
-                tqdm.write(f"note: {job.way} cannot be used here, and is left out: {reason}", file=sys.stderr)
+                tqdm.write(
+                    f"note: {job.way} cannot be used here, and is left out: {reason}",
+                    file=sys.stderr,
+                )
             bar.update()
     for _ in range(rounds - 1):
         for job, measured in samples.items():
@@ -136,7 +147,8 @@ def figures_of(job: Job, spec: ClipSpec, samples: list[list[Measured]]) -> dict:
 
 
 def plan_jobs(options: argparse.Namespace, ways: list[str]) -> Iterator[list[Job]]:
-    """Yield the ways through every stage, for every choice of frames; of dense ones only through the first stage.
+    """Yield the ways through every stage, for every choice of frames; of dense ones only through
+    the first stage.
 
     Questions are about spread frames.
     """
@@ -155,13 +167,19 @@ def plan_jobs(options: argparse.Namespace, ways: list[str]) -> Iterator[list[Job
 def records(options: argparse.Namespace) -> Iterator[dict]:
     """Make the clip, and yield the figures of all ways that can be used here."""
     packages = {way: PACKAGES.get(way, way) for way in options.ways if way in READERS}
-    versions = {each.name: each.version for each in distributions() if each.name in packages.values()}
+    versions = {
+        each.name: each.version for each in distributions() if each.name in packages.values()
+    }
     ways = [way for way in options.ways if packages.get(way, "") in ("", *versions)]
     if missing := set(packages.values()) - versions.keys():
-        tqdm.write(f"note: not installed and skipped: {', '.join(sorted(missing))}", file=sys.stderr)
+        tqdm.write(
+            f"note: not installed and skipped: {', '.join(sorted(missing))}", file=sys.stderr
+        )
     with TemporaryDirectory() as temporary:
         folder, length = Path(temporary), round(options.seconds * options.fps)
-        spec = ClipSpec(*parse_resolution(options.resolution), options.gop, length, options.fps, options.video)
+        spec = ClipSpec(
+            *parse_resolution(options.resolution), options.gop, length, options.fps, options.video
+        )
         options.clip = write_clip(spec, folder / "clip.mp4")
         options.warm_up = write_clip(ClipSpec(64, 128, 8, 16, 25), folder / "warm-up.mp4")
         options.max_pixels = options.max_pixels or spec.height * spec.width

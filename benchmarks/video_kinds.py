@@ -2,10 +2,11 @@
 
     python benchmarks/video_kinds.py --readers apbv torchcodec decord2
 
-The files are those of `tests/helpers/odd_files.py`. A reader is right if all frames, and single ones in random
-order, are those of the whole file, and its times are the file's to 50 ms. Readers that are not installed are left
-out. Readers may make RGB in another way: a
-frame may differ by two levels of 255 on average. Every reader has a process of its own for each file.
+The files are those of `tests/helpers/odd_files.py`. A reader is right if all frames, and single
+ones in random order, are those of the whole file, and its times are the file's to 50 ms. Readers
+that are not installed are left out. Readers may make RGB in another way: a
+frame may differ by two levels of 255 on average. Every reader has a process of its own for each
+file.
 """
 
 import argparse
@@ -53,7 +54,9 @@ def open_decord(path: str) -> Opened:
     import decord
 
     reader = decord.VideoReader(path, num_threads=1)
-    return lambda index: reader[index].asnumpy(), reader.get_frame_timestamp(range(len(reader)))[:, 0]
+    return lambda index: reader[index].asnumpy(), reader.get_frame_timestamp(range(len(reader)))[
+        :, 0
+    ]
 
 
 def open_opencv(path: str) -> Opened:
@@ -72,7 +75,12 @@ def open_opencv(path: str) -> Opened:
 
 # The module that a reader needs, where it is not part of apbv.
 MODULES = {"torchcodec": "torchcodec", "decord2": "decord", "opencv": "cv2"}
-READERS = {"apbv": open_apbv, "torchcodec": open_torchcodec, "decord2": open_decord, "opencv": open_opencv}
+READERS = {
+    "apbv": open_apbv,
+    "torchcodec": open_torchcodec,
+    "decord2": open_decord,
+    "opencv": open_opencv,
+}
 
 
 def verdict(reader: str, path: str, wanted: np.ndarray | None) -> str:
@@ -81,7 +89,9 @@ def verdict(reader: str, path: str, wanted: np.ndarray | None) -> str:
     with av.open(f"file:{path}") as container:
         frames = list(container.decode(container.streams.best("video")))
         size = frames[0].width, frames[0].height
-        whole = [frame.reformat(*size, "rgb24", interpolation="BICUBIC").to_ndarray() for frame in frames]
+        whole = [
+            frame.reformat(*size, "rgb24", interpolation="BICUBIC").to_ndarray() for frame in frames
+        ]
     singles = np.random.default_rng(0).permutation(len(whole))[:_SINGLES]
     try:
         read, times = READERS[reader](path)
@@ -115,12 +125,18 @@ def rows(kinds: list[str], readers: list[str]) -> Iterator[list[str]]:
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    return parser_of("video_kinds", __doc__, {"readers": READERS, "kinds": KINDS}).parse_args(arguments)
+    return parser_of("video_kinds", __doc__, {"readers": READERS, "kinds": KINDS}).parse_args(
+        arguments
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
-    missing = [reader for reader in options.readers if reader in MODULES and find_spec(MODULES[reader]) is None]
+    missing = [
+        reader
+        for reader in options.readers
+        if reader in MODULES and find_spec(MODULES[reader]) is None
+    ]
     readers = [reader for reader in options.readers if reader not in missing]
     if missing:
         tqdm.write(f"note: not installed and skipped: {', '.join(missing)}", file=sys.stderr)

@@ -1,12 +1,15 @@
-"""Measure accuracy on Video-MME: multiple choice about short and long videos, with or without subtitles.
+"""Measure accuracy on Video-MME: multiple choice about short and long videos, with or without
+subtitles.
 
-    python benchmarks/videomme.py --model Qwen/Qwen2.5-VL-7B-Instruct --questions test.parquet --videos data
-    torchrun --nproc-per-node 8 benchmarks/videomme.py --model ... --questions ... --subtitles subtitle
+    python benchmarks/videomme.py --model Qwen/Qwen2.5-VL-7B-Instruct --questions test.parquet \
+        --videos data
+    torchrun --nproc-per-node 8 benchmarks/videomme.py --model ... --questions ... \
+        --subtitles subtitle
 
-The questions (Fu et al., *Video-MME*) come as the Parquet file of the data set's page, which needs pyarrow (pip
-install -e ".[eval]"), or as JSON of that form. A video is DIR/VIDEOID.mp4. The prompt has those subtitles
-(DIR/VIDEOID.srt) that are shown with a sampled frame. The overall score is the official one, which excludes
-answers without a letter; everywhere else they count as wrong.
+The questions (Fu et al., *Video-MME*) come as the Parquet file of the data set's page, which needs
+pyarrow (pip install -e ".[eval]"), or as JSON of that form. A video is DIR/VIDEOID.mp4. The prompt
+has those subtitles (DIR/VIDEOID.srt) that are shown with a sampled frame. The overall score is the
+official one, which excludes answers without a letter; everywhere else they count as wrong.
 """
 
 import argparse
@@ -40,7 +43,8 @@ from support.evaluation.samples import (
 )
 from support.evaluation.scoring import ALL, Score
 
-TEMPLATE = """{subtitles}Select the best answer to the following multiple-choice question based on the video. \
+TEMPLATE = """{subtitles}Select the best answer to the following multiple-choice question based on \
+the video. \
 Respond with only the letter (A, B, C, or D) of the correct option.
 {question}
 {options}
@@ -92,8 +96,13 @@ def _sample(videos: Path, subtitles: Path | None, _, row: dict) -> Sample:
         answer=None if right is None else option_lettered(choices, right),
         options=choices,
         videos=(next((path for path in places if path.is_file()), places[0]),),
-        groups={field: text_of(row[field]) for field in ("duration", "domain", "sub_category", "task_type")},
-        subtitles=lines if lines is not None and lines.is_file() else None,  # a sixth of the videos have none
+        groups={
+            field: text_of(row[field])
+            for field in ("duration", "domain", "sub_category", "task_type")
+        },
+        subtitles=lines
+        if lines is not None and lines.is_file()
+        else None,  # a sixth of the videos have none
     )
 
 
@@ -110,7 +119,9 @@ def read_srt(path: Path) -> list[Subtitle]:
     found = []
     for block in re.split(r"\n\s*\n", text.replace("\r\n", "\n").strip()):
         lines = block.split("\n")
-        place = next((number for number, line in enumerate(lines[:2]) if _TIMES.match(line.strip())), None)
+        place = next(
+            (number for number, line in enumerate(lines[:2]) if _TIMES.match(line.strip())), None
+        )
         if place is None:
             continue
         times = [int(number) for number in _TIMES.match(lines[place].strip()).groups()]
@@ -138,26 +149,40 @@ def shown_at(subtitles: Sequence[Subtitle], times: Sequence[float]) -> list[str]
     return found
 
 
-def request(sample: Sample, template: str, options: argparse.Namespace, engine: Engine) -> Mapping[str, Any]:
-    """Return the prompt, with the subtitles that are shown with the frames that the engine will sample."""
+def request(
+    sample: Sample, template: str, options: argparse.Namespace, engine: Engine
+) -> Mapping[str, Any]:
+    """Return the prompt, with the subtitles that are shown with the frames that the engine will
+    sample."""
     listed = ""
     if sample.subtitles is not None:
         info, most = engine.videos.probe(sample.videos[0]), options.frames or engine.num_frames
-        frames = sample_fps(info, options.fps, max_frames=most) if options.fps else sample_uniform(info, most)
+        frames = (
+            sample_fps(info, options.fps, max_frames=most)
+            if options.fps
+            else sample_uniform(info, most)
+        )
         lines = shown_at(read_srt(sample.subtitles), info.timestamps[frames].tolist())
         listed = LISTED.format("\n".join(lines)) if lines else ""
     return request_of(sample, fill(template, sample, listed))
 
 
 def overall(score: Score) -> float | None:
-    """Return the share of right answers among those that name an option, as the official script does."""
+    """Return the share of right answers among those that name an option, as the official script
+    does."""
     right, total = score.groups[ALL]
     answered = total - score.others["unanswered"]
     return right / answered if answered else None
 
 
 BENCHMARK = Benchmark(
-    "videomme", __doc__, read, template=TEMPLATE, parse=first_of_four, request=request, overall=overall
+    "videomme",
+    __doc__,
+    read,
+    template=TEMPLATE,
+    parse=first_of_four,
+    request=request,
+    overall=overall,
 )
 parse_arguments, main = BENCHMARK.parse_arguments, BENCHMARK.main
 

@@ -1,12 +1,15 @@
-"""Measure accuracy on VNBench: retrieving, ordering and counting needles in videos, with four tries per question.
+"""Measure accuracy on VNBench: retrieving, ordering and counting needles in videos, with four tries
+per question.
 
-    python benchmarks/vnbench.py --model OpenGVLab/InternVL3-2B-hf --questions VNBench-main-4try.json
-    torchrun --nproc-per-node 8 benchmarks/vnbench.py --model ... --questions ... --videos ... --frames 128
+    python benchmarks/vnbench.py --model OpenGVLab/InternVL3-2B-hf \
+        --questions VNBench-main-4try.json
+    torchrun --nproc-per-node 8 benchmarks/vnbench.py --model ... --questions ... --videos ... \
+        --frames 128
     python benchmarks/vnbench.py --table results/vnbench-*.jsonl
 
-The file and the videos are the official ones (Zhao et al., *Needle In A Video Haystack*). A question counts as
-right if all four tries are; the options are permuted between tries. The overall score is the mean of retrieval,
-ordering and counting, each of which is the mean of its three types.
+The file and the videos are the official ones (Zhao et al., *Needle In A Video Haystack*). A
+question counts as right if all four tries are; the options are permuted between tries. The overall
+score is the mean of retrieval, ordering and counting, each of which is the mean of its three types.
 """
 
 import argparse
@@ -20,7 +23,14 @@ import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 # isort: split
 from support.evaluation.answers import first_letter_by_alphabet
 from support.evaluation.command import Benchmark
-from support.evaluation.samples import Sample, made_of, option_lettered, read_json, text_of, texts_of
+from support.evaluation.samples import (
+    Sample,
+    made_of,
+    option_lettered,
+    read_json,
+    text_of,
+    texts_of,
+)
 from support.evaluation.scoring import Score
 
 TRIES = 4
@@ -29,7 +39,8 @@ LENGTHS = (60, 120, 180)  # seconds
 
 
 def read(options: argparse.Namespace) -> list[Sample]:
-    """Read VNBench's file: a list of objects with video, question, options, gt, gt_option, type and try.
+    """Read VNBench's file: a list of objects with video, question, options, gt, gt_option, type and
+    try.
 
     Raises:
         ValueError: the file cannot be read, or has another form.

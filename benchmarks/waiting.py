@@ -3,9 +3,9 @@
     torchrun --nproc-per-node 2 benchmarks/waiting.py --json waiting.jsonl
     torchrun --nproc-per-node 2 benchmarks/waiting.py --heavy pictures --pictures 2000 --rounds 3
 
-Every heavy request is answered alone, and then beside a client that asks the server to answer "hi", again as soon
-as it has the answer. The wait counts from a request to its whole answer. Meanwhile another client asks for
-/health: a host that only works must not count as one that has failed.
+Every heavy request is answered alone, and then beside a client that asks the server to answer "hi",
+again as soon as it has the answer. The wait counts from a request to its whole answer. Meanwhile
+another client asks for /health: a host that only works must not count as one that has failed.
 """
 
 import argparse
@@ -46,8 +46,15 @@ def _file(kind: str, path: Path) -> dict:
 
 def _drawn(height: int, width: int, number: int = 0) -> Image.Image:
     """Draw a picture with gradients and edges, different for each number."""
-    rows, columns = np.arange(height, dtype=np.uint16)[:, None], np.arange(width, dtype=np.uint16)[None]
-    channels = (columns // 47 + rows * 0 + number, rows // 47 + columns * 0, (columns // 64) ^ (rows // 64))
+    rows, columns = (
+        np.arange(height, dtype=np.uint16)[:, None],
+        np.arange(width, dtype=np.uint16)[None],
+    )
+    channels = (
+        columns // 47 + rows * 0 + number,
+        rows // 47 + columns * 0,
+        (columns // 64) ^ (rows // 64),
+    )
     return Image.fromarray(np.stack([channel.astype(np.uint8) for channel in channels], axis=-1))
 
 
@@ -72,7 +79,10 @@ def _gif(options: argparse.Namespace, folder: Path) -> Content:
 
 
 def _frames(options: argparse.Namespace, folder: Path) -> Content:
-    path, (height, width) = folder / "wide.mp4", (options.side // 4 // 2 * 2, options.side * 2 // 3 // 2 * 2)
+    path, (height, width) = (
+        folder / "wide.mp4",
+        (options.side // 4 // 2 * 2, options.side * 2 // 3 // 2 * 2),
+    )
     drawn = (np.asarray(_drawn(height, width, number)) for number in range(options.frames))
     write_mp4(drawn, path, 25, preset="ultrafast", g="5")
     return [_file("video", path)]
@@ -125,13 +135,18 @@ def measure(options: argparse.Namespace, hosts: HostGroup) -> Iterator[dict]:
 
             undisturbed = [say_hi() for _ in range(20)][4:]
             for heavy in options.heavy:
-                content = [*HEAVY[heavy](options, folder), {"type": "text", "text": "what is this?"}]
+                content = [
+                    *HEAVY[heavy](options, folder),
+                    {"type": "text", "text": "what is this?"},
+                ]
                 alone, beside, waits, num_ill = [], [], [], 0
                 answer(content, 1)  # a warm-up
                 for _ in range(options.rounds):
                     alone.append(answer(content, 1))
                     is_over = threading.Event()
-                    asking, watching = (pool.submit(until, is_over, each) for each in (say_hi, is_ill))
+                    asking, watching = (
+                        pool.submit(until, is_over, each) for each in (say_hi, is_ill)
+                    )
                     try:
                         beside.append(answer(content, 1))
                     finally:
@@ -143,9 +158,14 @@ def measure(options: argparse.Namespace, hosts: HostGroup) -> Iterator[dict]:
                 if len({each.text for each in (*alone, *beside)}) > 1:
                     raise ValueError(f"the answers to {heavy} differ")
                 times = {"undisturbed_ms": undisturbed, "wait_ms": waits}
-                samples = {name: [1e3 * each.end for each in answers] for name, answers in times.items()}
+                samples = {
+                    name: [1e3 * each.end for each in answers] for name, answers in times.items()
+                }
                 times = {"heavy_alone_ms": alone, "heavy_beside_ms": beside}
-                samples |= {name: [1e3 * each.first_token for each in answers] for name, answers in times.items()}
+                samples |= {
+                    name: [1e3 * each.first_token for each in answers]
+                    for name, answers in times.items()
+                }
                 records.append(
                     {
                         "benchmark": "waiting",

@@ -20,19 +20,26 @@ PALE = ("#eef5fc", "#fdf1ee")
 FONT = "font-family='Helvetica, Arial, sans-serif'"
 
 
-def box(x: float, y: float, width: float, height: float, fill: str, label: str = "", radius: int = 3) -> str:
+def box(
+    x: float, y: float, width: float, height: float, fill: str, label: str = "", radius: int = 3
+) -> str:
     """A rectangle with a label in its middle."""
     shape = (
         f"<rect x='{x:g}' y='{y:g}' width='{width:g}' height='{height:g}' rx='{radius}' "
         f"fill='{fill}' stroke='{INK}' stroke-width='1'/>"
     )
-    return shape + (text(x + width / 2, y + height / 2 + 5, label, anchor="middle") if label else "")
+    return shape + (
+        text(x + width / 2, y + height / 2 + 5, label, anchor="middle") if label else ""
+    )
 
 
-def text(x: float, y: float, words: str, *, size: int = 14, anchor: str = "start", colour: str = INK) -> str:
+def text(
+    x: float, y: float, words: str, *, size: int = 14, anchor: str = "start", colour: str = INK
+) -> str:
     """One line of text, whose baseline is at ``y``."""
     return (
-        f"<text x='{x:g}' y='{y:g}' {FONT} font-size='{size}' text-anchor='{anchor}' fill='{colour}'>"
+        f"<text x='{x:g}' y='{y:g}' {FONT} font-size='{size}' text-anchor='{anchor}' "
+        f"fill='{colour}'>"
         f"{escape(words)}</text>"
     )
 
@@ -59,7 +66,8 @@ def draw() -> str:
         f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {WIDTH} {HEIGHT}' width='{WIDTH}' "
         f"height='{HEIGHT}' role='img'>",
         "<title>From a video to an answer on two hosts</title>",
-        "<defs><marker id='head' viewBox='0 0 10 10' refX='9' refY='5' markerWidth='7' markerHeight='7' "
+        "<defs><marker id='head' viewBox='0 0 10 10' refX='9' refY='5' markerWidth='7' "
+        "markerHeight='7' "
         f"orient='auto-start-reverse'><path d='M0 0 L10 5 L0 10 z' fill='{INK}'/></marker></defs>",
         f"<rect width='{WIDTH}' height='{HEIGHT}' rx='8' fill='{PAPER}'/>",
     ]
@@ -72,7 +80,9 @@ def draw() -> str:
     parts += [box(768, 35, 12, 12, HOST[0]), box(768, 53, 12, 12, HOST[1])]
 
     parts.append(arrow(536, 76, 536, 108))
-    parts += step(2, 132, "Cut the prompt", "The context becomes 2H blocks;", "H is the number of hosts.")
+    parts += step(
+        2, 132, "Cut the prompt", "The context becomes 2H blocks;", "H is the number of hosts."
+    )
     widths = (72, 110, 110, 110, 110, 88)
     labels = ("anchor", "block 0", "block 1", "block 2", "block 3", "question")
     fills = (ANCHOR, HOST[0], HOST[1], HOST[1], HOST[0], QUESTION)
@@ -106,13 +116,25 @@ def draw() -> str:
             parts.append(box(x, 228, width, 36, fill, label))
             x += width
         parts.append(text(left + 12, 290, "attention of anchor, blocks and", size=13, colour=GREY))
-        parts.append(text(left + 12, 308, "question; keeps its own tokens' KV", size=13, colour=GREY))
+        parts.append(
+            text(left + 12, 308, "question; keeps its own tokens' KV", size=13, colour=GREY)
+        )
     parts.append(arrow(590, 246, 634, 246, both_ways=True))
     parts.append(arrow(590, 300, 634, 300, both_ways=True))
 
     parts += [arrow(450, 334, 450, 370), arrow(768, 334, 768, 370)]
-    parts += step(4, 396, "First token", "Every host has it. The KV of every", "token lies on exactly one host.")
-    parts.append(box(300, 374, 624, 44, "#f5f7fa", "logits of the last token, and the KV of the whole prompt"))
+    parts += step(
+        4,
+        396,
+        "First token",
+        "Every host has it. The KV of every",
+        "token lies on exactly one host.",
+    )
+    parts.append(
+        box(
+            300, 374, 624, 44, "#f5f7fa", "logits of the last token, and the KV of the whole prompt"
+        )
+    )
 
     parts.append(arrow(612, 422, 612, 452))
     parts += step(5, 474, "Answer", "Decode, with a draft if you like;", "or hand the KV on.")

@@ -1,13 +1,15 @@
 """Attention over sharded keys and values, and selection of important keys.
 
-It imports torch and, in the files named ``triton_*``, triton; it imports nothing else of apbv. The folder is
-installed and imported as ``apbv.kernels``:
+It imports torch and, in the files named ``triton_*``, triton; it imports nothing else of apbv. The
+folder is installed and imported as ``apbv.kernels``:
 
 - ``operators.py`` documents and checks the public functions;
-- for each family of operators ``torch_<family>.py`` and ``triton_<family>.py`` implement them with the same
-  signatures, except ``varlen_attention``, which needs no kernel of ours;
-- ``triton_elementwise.py`` has a decoder's element-wise operators, defined by transformers' modules;
-- ``visual_scores.py`` has the scores of visual tokens, which need none either, nor a choice of backends;
+- for each family of operators ``torch_<family>.py`` and ``triton_<family>.py`` implement them with
+  the same signatures, except ``varlen_attention``, which needs no kernel of ours;
+- ``triton_elementwise.py`` has a decoder's element-wise operators, defined by transformers'
+  modules;
+- ``visual_scores.py`` has the scores of visual tokens, which need none either, nor a choice of
+  backends;
 - :mod:`apbv.kernels.reference` defines in fp64 what every implementation of the others must return.
 
 :mod:`apbv.kernels.backends` decides which implementation runs.

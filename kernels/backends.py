@@ -36,7 +36,8 @@ def requested(backend: str = "auto") -> str:
 def choose(backend: str, tensor: Tensor) -> str:
     """Choose ``"torch"`` or ``"triton"`` for an operator other than segmented attention.
 
-    Libraries of attention kernels do not have these operators: naming one is the same as ``"auto"`` here.
+    Libraries of attention kernels do not have these operators: naming one is the same as ``"auto"``
+    here.
 
     Args:
         backend: see :func:`requested`.
@@ -64,7 +65,8 @@ def implementation(operator: str, backend: str) -> Callable:
 
     Args:
         operator: a public function of :mod:`apbv.kernels`, by its family and its name.
-        backend: what :func:`choose` or :func:`apbv.kernels.library_attention.choose_attention` returned.
+        backend: what :func:`choose` or :func:`apbv.kernels.library_attention.choose_attention`
+            returned.
     """
     if backend in LIBRARIES:
         # A library attends over one segment; torch code splits the problem and merges the results.
@@ -75,7 +77,8 @@ def implementation(operator: str, backend: str) -> Callable:
 
 
 def _on_its_device(function: Callable, operand: Tensor | Sequence[Tensor], *operands, **options):
-    """Call a function while the GPU of its first operand is the current one, on which Triton launches.
+    """Call a function while the GPU of its first operand is the current one, on which Triton
+    launches.
 
     It need not be so: a thread begins with the first GPU, and a group of hosts may be given any.
     """
@@ -97,7 +100,10 @@ def why_not_triton(device: torch.device, dtype: torch.dtype) -> str | None:
             return "Triton's interpreter (TRITON_INTERPRET=1) computes bfloat16 products wrongly"
         return None
     if device.type != "cuda":
-        return f"it compiles for GPUs, and the tensors are on {device.type} (TRITON_INTERPRET=1 runs it anywhere)"
+        return (
+            f"it compiles for GPUs, and the tensors are on {device.type} (TRITON_INTERPRET=1 "
+            "runs it anywhere)"
+        )
     major, minor = capability(device)
     if major < 8:
         return f"it needs a GPU of compute capability 8.0, and this one has {major}.{minor}"
@@ -115,7 +121,9 @@ def drawn_numbers(device: torch.device, dtype: torch.dtype) -> Callable[..., Ten
     return lambda *shape: torch.randn(shape, generator=generator, device="cpu").to(device, dtype)
 
 
-def mistake_of(call: Callable[[], Sequence[Tensor]], exact: Sequence[Tensor], most: Sequence[float]) -> str | None:
+def mistake_of(
+    call: Callable[[], Sequence[Tensor]], exact: Sequence[Tensor], most: Sequence[float]
+) -> str | None:
     """Return a call's error, or None if its result is right.
 
     Args:
@@ -138,13 +146,16 @@ def mistake_of(call: Callable[[], Sequence[Tensor]], exact: Sequence[Tensor], mo
 def failed_launch(device: torch.device) -> str | None:
     """Compile and run one small Triton kernel; return the error, or None if there is none.
 
-    An installed Triton is not enough: it also needs a C compiler and a driver that accepts its code.
+    An installed Triton is not enough: it also needs a C compiler and a driver that accepts its
+    code.
     """
     ones = torch.ones(2, 1, 1, 1, 16, device=device)
     partials = torch.cat([ones[:1], 3 * ones[1:]]), ones[..., 0]
     # Two partial results of equal weight must give their mean, and the lse of both.
     exact = 2 * ones[0], (1 + math.log(2)) * ones[0, ..., 0]
-    mistake = mistake_of(lambda: implementation("merging.merge_states", "triton")(*partials), exact, (1e-5, 1e-5))
+    mistake = mistake_of(
+        lambda: implementation("merging.merge_states", "triton")(*partials), exact, (1e-5, 1e-5)
+    )
     return mistake and f"its first kernel failed: {mistake}"
 
 
@@ -163,4 +174,8 @@ def capability(device: torch.device) -> tuple[int, int]:
 def num_processors(device: torch.device) -> int:
     """Return the minimum number of programs that a device runs concurrently."""
     # An interpreted kernel has none; 8 makes it split keys in some of the tests.
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
+    return (
+        torch.cuda.get_device_properties(device).multi_processor_count
+        if device.type == "cuda"
+        else 8
+    )

@@ -1,11 +1,12 @@
-"""Attention over one segment with torch's or a library's kernels, and the choice among them and Triton.
+"""Attention over one segment with torch's or a library's kernels, and the choice among them and
+Triton.
 
-Every function of type :data:`Attend` computes ``attend(q, k, v, scale, causal) -> (out, lse)`` with q
-``[B, Hq, S, D]``, k and v ``[B, Hkv, T, D]``, neighbouring numbers along D, T > 0, and causal only where S = T;
-out ``[B, Hq, S, D]`` and lse ``[B, Hq, S]`` in fp32, natural logarithm.
+Every function of type :data:`Attend` computes ``attend(q, k, v, scale, causal) -> (out, lse)`` with
+q ``[B, Hq, S, D]``, k and v ``[B, Hkv, T, D]``, neighbouring numbers along D, T > 0, and causal
+only where S = T; out ``[B, Hq, S, D]`` and lse ``[B, Hq, S]`` in fp32, natural logarithm.
 
-A library's capabilities depend on its version, the GPU and its build, so none is used before it has solved small
-problems correctly on the device.
+A library's capabilities depend on its version, the GPU and its build, so none is used before it has
+solved small problems correctly on the device.
 """
 
 import math
@@ -18,7 +19,15 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .backends import BackendError, capability, drawn_numbers, mistake_of, num_processors, requested, why_not_triton
+from .backends import (
+    BackendError,
+    capability,
+    drawn_numbers,
+    mistake_of,
+    num_processors,
+    requested,
+    why_not_triton,
+)
 from .runs import Segment
 
 # Takes (q, k, v, scale, causal) and returns (out, lse); see above.
@@ -26,17 +35,22 @@ Attend = Callable[[Tensor, Tensor, Tensor, float, bool], tuple[Tensor, Tensor]]
 
 # Libraries do not split the keys: a program has this many queries of a head, and all keys.
 _QUERIES_PER_PROGRAM = 128
-# The share of a GPU's SMs that must be occupied for a library to be faster than Triton's kernel, which splits the
-# keys over all of them. Its inner loop reaches an estimated 60 % of the libraries' speed.
+# The share of a GPU's SMs that must be occupied for a library to be faster than Triton's kernel,
+# which splits the keys over all of them. Its inner loop reaches an estimated 60 % of the libraries'
+# speed.
 _BUSY = 0.6
 _HALF = (torch.float16, torch.bfloat16)
-# Queries, keys and causality of the problems on which a library is tried. No length is a multiple of a tile;
-# decoding and short passing blocks have lengths such as these.
+# Queries, keys and causality of the problems on which a library is tried. No length is a multiple
+# of a tile; decoding and short passing blocks have lengths such as these.
 _LENGTHS = ((129, 129, True), (63, 200, False), (1, 129, False), (129, 5, False))
 _FEWER_QUERIES = ((129, 200, True), (63, 330, True))
-# FlashAttention's modules by version, and the versions by major compute capability, the fastest first. Version
-# 3 has one name as its authors build it, and another in the package fa3-fwd.
-FLASH_MODULES = {2: ("flash_attn",), 3: ("flash_attn_interface", "fa3_fwd_interface"), 4: ("flash_attn.cute",)}
+# FlashAttention's modules by version, and the versions by major compute capability, the fastest
+# first. Version 3 has one name as its authors build it, and another in the package fa3-fwd.
+FLASH_MODULES = {
+    2: ("flash_attn",),
+    3: ("flash_attn_interface", "fa3_fwd_interface"),
+    4: ("flash_attn.cute",),
+}
 _FLASH_VERSIONS = {8: (2,), 9: (3, 4, 2), 10: (4, 2)}
 
 
@@ -66,7 +80,9 @@ def choose_attention(backend: str, q: Tensor, segments: list[Segment]) -> str:
     return next((name for name in names if not _obstacle(name, q, groups)), "torch")
 
 
-def require_usable(backend: str, device: torch.device, dtype: torch.dtype, head_dim: int, groups: int) -> None:
+def require_usable(
+    backend: str, device: torch.device, dtype: torch.dtype, head_dim: int, groups: int
+) -> None:
     """Reject at start-up a backend that :func:`choose_attention` would reject in the first layer.
 
     Args:
@@ -92,7 +108,9 @@ def preferred(dtype: torch.dtype, programs: float) -> tuple[str, ...]:
     if dtype not in _HALF:
         return ("triton",) if dtype == torch.float32 else ()
     # Kernels that do not split the keys would leave too much of the GPU without work.
-    return ("triton", "flash_attn", "torch") if programs < _BUSY else ("flash_attn", "torch", "triton")
+    return (
+        ("triton", "flash_attn", "torch") if programs < _BUSY else ("flash_attn", "torch", "triton")
+    )
 
 
 def attend_with(name: str, q: Tensor, k: Tensor) -> Attend:
@@ -109,7 +127,9 @@ def _obstacle(name: str, q: Tensor, groups: int) -> str | None:
 
 
 @cache
-def usable(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, groups: int) -> str | None:
+def usable(
+    name: str, device: torch.device, dtype: torch.dtype, head_dim: int, groups: int
+) -> str | None:
     """Return why a library, or torch's flash kernel, cannot attend like this, or None if it can.
 
     Args:
@@ -124,24 +144,36 @@ def usable(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, g
     return obstacle or probe(ATTEND[name], device, dtype, head_dim, groups)
 
 
-def why_not_library(name: str, capability: tuple[int, int], dtype: torch.dtype, head_dim: int) -> str | None:
-    """Return why a library cannot attend like this according to its documentation, or None if it can."""
+def why_not_library(
+    name: str, capability: tuple[int, int], dtype: torch.dtype, head_dim: int
+) -> str | None:
+    """Return why a library cannot attend like this according to its documentation, or None if it
+    can."""
     if dtype not in _HALF:
-        return f"it computes in float16 and bfloat16, and not in {str(dtype).removeprefix('torch.')}"
+        return (
+            f"it computes in float16 and bfloat16, and not in {str(dtype).removeprefix('torch.')}"
+        )
     if capability < (8, 0):
-        return "it needs a GPU of compute capability 8.0, and this one has {}.{}".format(*capability)
+        return "it needs a GPU of compute capability 8.0, and this one has {}.{}".format(
+            *capability
+        )
     # FlashAttention 4 takes 256 on Hopper only.
     largest = 128 if name == "flash_attn" and capability[0] == 10 else 256
     if head_dim % 8 or head_dim > largest:
-        return f"it takes head dimensions that are multiples of 8 up to {largest}, and this one is {head_dim}"
+        return (
+            f"it takes head dimensions that are multiples of 8 up to {largest}, and this one is "
+            f"{head_dim}"
+        )
     return None
 
 
 @cache
 def is_bottom_right(name: str, *problem) -> bool:
-    """Return whether a library's causal mask of fewer queries than keys lets the last query see all keys.
+    """Return whether a library's causal mask of fewer queries than keys lets the last query see all
+    keys.
 
-    Some libraries do, and others let the first query see the first key only: the actual behaviour is tested.
+    Some libraries do, and others let the first query see the first key only: the actual behaviour
+    is tested.
 
     Args:
         problem: as for :func:`usable`.
@@ -160,20 +192,24 @@ def probe(
 ) -> str | None:
     """Run a function on small problems, and return its error, or None if there is none.
 
-    The memory layout is that of a prefill: q as a projection leaves it, k and v as rows of a longer buffer.
+    The memory layout is that of a prefill: q as a projection leaves it, k and v as rows of a longer
+    buffer.
 
     Args:
         attend: the function.
         device, dtype: of the tensors.
         head_dim: D.
         groups: query heads per KV head.
-        lengths: the numbers of queries and keys of each problem, and whether it is causal, bottom-right.
+        lengths: the numbers of queries and keys of each problem, and whether it is causal,
+            bottom-right.
     """
     heads, scale, randn = 2, head_dim**-0.5, drawn_numbers(device, dtype)
     for queries, keys, causal in lengths:
         q = randn(2, queries, heads * groups, head_dim).transpose(1, 2)
         buffers = q.new_full((2, 2, heads, keys + 7, head_dim), math.nan)
-        k, v = (buffer[:, :, 3 : 3 + keys].copy_(randn(2, heads, keys, head_dim)) for buffer in buffers)
+        k, v = (
+            buffer[:, :, 3 : 3 + keys].copy_(randn(2, heads, keys, head_dim)) for buffer in buffers
+        )
         exact = reference.segmented_attention(q.double(), [(k.double(), v.double())], scale, causal)
         call = partial(attend, q, k, v, scale, causal)
         # Out averages numbers of about 1, so that rounding to `dtype` costs about its epsilon.
@@ -185,13 +221,16 @@ def probe(
 
 @cache
 def _flash_attention(major: int) -> tuple[int, Callable]:
-    """Import the FlashAttention that serves this generation of GPUs best; return its version and function.
+    """Import the FlashAttention that serves this generation of GPUs best; return its version and
+    function.
 
     Raises:
         ImportError: none is installed, or none can be imported.
     """
     problems = []
-    for version, module in ((n, module) for n in _FLASH_VERSIONS.get(major, (2,)) for module in FLASH_MODULES[n]):
+    for version, module in (
+        (n, module) for n in _FLASH_VERSIONS.get(major, (2,)) for module in FLASH_MODULES[n]
+    ):
         try:
             return version, import_module(module).flash_attn_func
         except Exception as error:  # a package built for another torch fails in many ways
@@ -201,14 +240,16 @@ def _flash_attention(major: int) -> tuple[int, Callable]:
 
 @cache
 def flash_version(major: int) -> int | None:
-    """Return which FlashAttention (2, 3 or 4) runs on GPUs of this major compute capability; None: none does."""
+    """Return which FlashAttention (2, 3 or 4) runs on GPUs of this major compute capability; None:
+    none does."""
     with suppress(ImportError):
         return _flash_attention(major)[0]
     return None
 
 
 def better_flash(major: int) -> int | None:
-    """Return the FlashAttention made for GPUs of this major compute capability, unless it or a later one runs.
+    """Return the FlashAttention made for GPUs of this major compute capability, unless it or a
+    later one runs.
 
     Version 2 is part of torch.
     """
@@ -216,27 +257,35 @@ def better_flash(major: int) -> int | None:
     return best if (flash_version(major) or 2) < best else None
 
 
-def attend_natively(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    """Attend by torch alone: on a CPU with its fused kernel, on a GPU (fp64 and the like) by definition."""
+def attend_natively(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """Attend by torch alone: on a CPU with its fused kernel, on a GPU (fp64 and the like) by
+    definition."""
     if q.device.type != "cpu":
         visible = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
         out, lse = attend_masked(q, k, v, visible.tril() if causal else visible, scale)
         return out.to(q.dtype), lse
     q, scale = with_positive_scale(q, scale)
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, causal, scale=scale
+    )
 
 
 def with_positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
     """Return queries and a scale that give the same scores, the scale above 0.
 
-    Fused kernels multiply a mask by the scale, or a maximum of scores without it: at or below 0 they give NaN.
+    Fused kernels multiply a mask by the scale, or a maximum of scores without it: at or below 0
+    they give NaN.
     """
     if scale > 0:
         return q, scale
     return (-q, -scale) if scale else (torch.zeros_like(q), 1.0)
 
 
-def attend_masked(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def attend_masked(
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
     """Attend under a bool mask ``[S, T]`` by definition, in fp32 at least; S and T should be small.
 
     No fused kernel takes a mask and returns the lse.
@@ -250,7 +299,9 @@ def attend_masked(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float
     return (weights @ v).flatten(1, 2), lse.flatten(1, 2)
 
 
-def _attend_flash_attn(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+def _attend_flash_attn(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool
+) -> tuple[Tensor, Tensor]:
     version, flash_attn_func = _flash_attention(capability(q.device)[0])
     wants_lse = {"return_lse" if version == 4 else "return_attn_probs": True}
     q, scale = with_positive_scale(q, scale)
@@ -259,9 +310,13 @@ def _attend_flash_attn(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bo
     return out.transpose(1, 2), lse
 
 
-def _attend_torch_flash(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+def _attend_torch_flash(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool
+) -> tuple[Tensor, Tensor]:
     q, scale = with_positive_scale(q, scale)
-    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
+        q, k, v, 0.0, causal, False, scale=scale
+    )
     return out, lse
 
 

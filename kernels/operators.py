@@ -1,12 +1,13 @@
 """The operators: segmented attention, merging, sparse attention, and key selection.
 
-Each checks its operands, and calls the implementation that :mod:`apbv.kernels.backends` chooses. Shapes: B batch,
-Hq query heads, Hkv key/value heads (Hq a multiple of Hkv), S queries, T keys, D head dimension, R sequences, nq
-and nk blocks of queries and of keys, the last of which may be shorter. lse is the natural-log sum of exponentials
-of the scaled scores, -inf where nothing was visible.
+Each checks its operands, and calls the implementation that :mod:`apbv.kernels.backends` chooses.
+Shapes: B batch, Hq query heads, Hkv key/value heads (Hq a multiple of Hkv), S queries, T keys, D
+head dimension, R sequences, nq and nk blocks of queries and of keys, the last of which may be
+shorter. lse is the natural-log sum of exponentials of the scaled scores, -inf where nothing was
+visible.
 
-The APB-V paper (Section 3.3) says only that query-to-context attention scores choose the l_p KV pairs that are
-passed on.
+The APB-V paper (Section 3.3) says only that query-to-context attention scores choose the l_p KV
+pairs that are passed on.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,18 +36,19 @@ def segmented_attention(
 ) -> tuple[Tensor, Tensor]:
     """Attend over the concatenation of several key/value segments without concatenating them.
 
-    Every segment is fully visible to every query, except the last one where ``causal_last`` is set: there
-    query i of S sees the first T - S + i + 1 of its T keys (bottom-right causality, as in decoding).
+    Every segment is fully visible to every query, except the last one where ``causal_last`` is set:
+    there query i of S sees the first T - S + i + 1 of its T keys (bottom-right causality, as in
+    decoding).
 
     Args:
         q: ``[B, Hq, S, D]``.
         segments: (k, v) pairs, each ``[B, Hkv, T_i, D]``; a T_i may be 0.
         scale: factor of the scores, usually ``D ** -0.5``.
         causal_last: whether the last segment is causal.
-        rows_alone: number of leading queries that see the last segment only: APB-V's anchor, which precedes its
-            block and sees no passing blocks.
-        out: ``[B, Hq, S, D]`` in q's dtype, of any strides with neighbouring numbers along D: filled and returned
-            in place of a new tensor.
+        rows_alone: number of leading queries that see the last segment only: APB-V's anchor, which
+            precedes its block and sees no passing blocks.
+        out: ``[B, Hq, S, D]`` in q's dtype, of any strides with neighbouring numbers along D:
+            filled and returned in place of a new tensor.
         backend: see :mod:`apbv.kernels.backends`.
 
     Returns:
@@ -68,11 +70,14 @@ def segmented_attention(
     chosen = choose_attention(backend, q, segments)
     options = {"rows_alone": rows_alone, "out": out}
     if chosen == "triton":
-        # A layer hands its output on with the heads of a token side by side: no copy is needed then.
+        # A layer hands its output on with the heads of a token side by side: no copy is needed
+        # then.
         options["out"] = empty_output(q) if out is None else out
     else:
         options["merging"] = choose(backend, q)
-    return implementation("attention.segmented_attention", chosen)(q, segments, scale, causal_last, **options)
+    return implementation("attention.segmented_attention", chosen)(
+        q, segments, scale, causal_last, **options
+    )
 
 
 def verify_attention(
@@ -91,12 +96,13 @@ def verify_attention(
         q: ``[B, Hq, S, D]``; fast for S of 1 to 16, correct for any.
         k, v: ``[B, Hkv, T, D]``.
         scale: factor of the scores.
-        visible: bool ``[S, N]``, 0 <= N <= T: which of the last N keys a query sees; in a tree itself and its
-            ancestors. None: the last S keys are the queries' own, and each sees those before it and itself.
-        num_keys: int32 ``[1]`` on q's device: the number of leading rows of k and v that count, at least N; later
-            rows are not read. "The last" keys above are the last of those. So a CUDA graph, in which shapes are
-            fixed, serves all lengths up to T. None: all T rows. Only Triton reads it on the GPU; ``torch`` waits
-            for it.
+        visible: bool ``[S, N]``, 0 <= N <= T: which of the last N keys a query sees; in a tree
+            itself and its ancestors. None: the last S keys are the queries' own, and each sees
+            those before it and itself.
+        num_keys: int32 ``[1]`` on q's device: the number of leading rows of k and v that count, at
+            least N; later rows are not read. "The last" keys above are the last of those. So a CUDA
+            graph, in which shapes are fixed, serves all lengths up to T. None: all T rows. Only
+            Triton reads it on the GPU; ``torch`` waits for it.
         backend: see :mod:`apbv.kernels.backends`.
 
     Returns:
@@ -104,8 +110,8 @@ def verify_attention(
         lse ``[B, Hq, S]`` in fp32 (fp64 for fp64 input).
 
     Raises:
-        ValueError: Hq is not a multiple of Hkv, the mask covers more keys than there are, or num_keys is not
-            one int32.
+        ValueError: Hq is not a multiple of Hkv, the mask covers more keys than there are, or
+            num_keys is not one int32.
         BackendError: the backend cannot be used here.
     """
     require_shapes(q=(q, "B Hq S D"), k=(k, "B Hkv T D"), v=(v, "B Hkv T D"))
@@ -113,7 +119,9 @@ def verify_attention(
     if masked > k.shape[2]:
         raise ValueError(f"the mask covers the last {masked} keys, but there are only {k.shape[2]}")
     if num_keys is not None and (num_keys.dtype != torch.int32 or num_keys.shape != (1,)):
-        raise ValueError(f"num_keys must be one int32, not {num_keys.dtype} of shape {list(num_keys.shape)}")
+        raise ValueError(
+            f"num_keys must be one int32, not {num_keys.dtype} of shape {list(num_keys.shape)}"
+        )
     if q.shape[2] == 0 or k.shape[2] == 0:
         return result_without_keys(q)
     compute = implementation("attention.verify_attention", choose(backend, q))
@@ -121,20 +129,29 @@ def verify_attention(
 
 
 def batch_decode_attention(
-    q: Tensor, k: Tensor, v: Tensor, buffers: SequenceBuffers | BufferTable, scale: float, *, backend: str = "auto"
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    buffers: SequenceBuffers | BufferTable,
+    scale: float,
+    *,
+    backend: str = "auto",
 ) -> Tensor:
-    """Append the newest keys and values of each of R sequences to its own buffers, and attend to all rows there.
+    """Append the newest keys and values of each of R sequences to its own buffers, and attend to
+    all rows there.
 
-    No other row is moved: sequences of any length share a call, wherever their buffers are. A sequence's keys are
-    read once for all of its new tokens, each of which sees the rows up to its own.
+    No other row is moved: sequences of any length share a call, wherever their buffers are. A
+    sequence's keys are read once for all of its new tokens, each of which sees the rows up to its
+    own.
 
     Args:
-        q: ``[1, Hq, S, D]``: the newest tokens of every sequence, one after the other: one of each (S = R), or as
-            many as ``buffers`` says.
-        k, v: ``[1, Hkv, S, D]``, Hq a multiple of Hkv: written from row ``lengths[r]`` of sequence r's buffers on.
-        buffers: storage of the sequences' rows. A table is for ``triton`` only, which then need not be told of
-            other buffers or lengths from call to call; of a sequence that is not there the result is 0, and
-            undefined in rows after the last sequence's.
+        q: ``[1, Hq, S, D]``: the newest tokens of every sequence, one after the other: one of each
+            (S = R), or as many as ``buffers`` says.
+        k, v: ``[1, Hkv, S, D]``, Hq a multiple of Hkv: written from row ``lengths[r]`` of sequence
+            r's buffers on.
+        buffers: storage of the sequences' rows. A table is for ``triton`` only, which then need not
+            be told of other buffers or lengths from call to call; of a sequence that is not there
+            the result is 0, and undefined in rows after the last sequence's.
         scale: factor of the scores.
         backend: see :mod:`apbv.kernels.backends`.
 
@@ -142,7 +159,8 @@ def batch_decode_attention(
         ``[1, Hq, S, D]`` in q's dtype.
 
     Raises:
-        ValueError: Hq is not a multiple of Hkv, a buffer is full, or another backend is given a table.
+        ValueError: Hq is not a multiple of Hkv, a buffer is full, or another backend is given a
+            table.
         BackendError: the backend cannot be used here.
     """
     require_shapes(q=(q, "B Hq R D"), k=(k, "B Hkv R D"), v=(v, "B Hkv R D"))
@@ -154,7 +172,9 @@ def batch_decode_attention(
     return implementation("batch_attention.batch_decode_attention", chosen)(q, k, v, buffers, scale)
 
 
-def varlen_attention(q: Tensor, k: Tensor, v: Tensor, sequences: PackedSequences, scale: float) -> Tensor:
+def varlen_attention(
+    q: Tensor, k: Tensor, v: Tensor, sequences: PackedSequences, scale: float
+) -> Tensor:
     """Attend within each sequence: every query sees all keys of its own sequence, and no others.
 
     Args:
@@ -185,21 +205,22 @@ def block_sparse_attention(
     out: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Causal block-sparse attention: every token attends to its own block and to the blocks listed for it.
+    """Causal block-sparse attention: every token attends to its own block and to the blocks listed
+    for it.
 
     Args:
         q: ``[B, Hq, S, D]``.
         k, v: ``[B, Hkv, S, D]``, of the same tokens.
         blocks: which blocks each query head computes.
         scale: factor of the scores, usually ``D ** -0.5``.
-        out: ``[B, Hq, S, D]`` in q's dtype, of any strides with neighbouring numbers along D: filled and returned
-            in place of a new tensor.
+        out: ``[B, Hq, S, D]`` in q's dtype, of any strides with neighbouring numbers along D:
+            filled and returned in place of a new tensor.
         backend: see :mod:`apbv.kernels.backends`. ``torch`` waits for the lists on a GPU.
 
     Returns:
-        out ``[B, Hq, S, D]`` in q's dtype and lse ``[B, Hq, S]`` in fp32 (fp64 for fp64 input), the natural-log
-        sum of exponentials of the scaled scores that were computed; :func:`apbv.kernels.merge_states` merges them
-        with those over other keys.
+        out ``[B, Hq, S, D]`` in q's dtype and lse ``[B, Hq, S]`` in fp32 (fp64 for fp64 input), the
+        natural-log sum of exponentials of the scaled scores that were computed;
+        :func:`apbv.kernels.merge_states` merges them with those over other keys.
 
     Raises:
         ValueError: shapes do not fit together, or the lists are of another number of blocks.
@@ -228,11 +249,12 @@ def antidiagonal_scores(
 ) -> Tensor:
     """Estimate each query block's attention mass on each key block, by antidiagonals.
 
-    This is the score of XAttention (Xu et al., 2025, Algorithm 1). ``stride`` neighbouring tokens are a group. A
-    group of queries scores a group of keys by the sum of q·k along the antidiagonal of their square of scores (the
-    last query with the first key, and so on), times scale / stride. A softmax over the groups up to its own makes
-    shares of a query group's scores, and the shares of a block's groups are summed. As in the released code,
-    tokens that the last group lacks count as zeros, and the group on the diagonal counts with all of its square.
+    This is the score of XAttention (Xu et al., 2025, Algorithm 1). ``stride`` neighbouring tokens
+    are a group. A group of queries scores a group of keys by the sum of q·k along the antidiagonal
+    of their square of scores (the last query with the first key, and so on), times scale / stride.
+    A softmax over the groups up to its own makes shares of a query group's scores, and the shares
+    of a block's groups are summed. As in the released code, tokens that the last group lacks count
+    as zeros, and the group on the diagonal counts with all of its square.
 
     Args:
         q: ``[B, Hq, S, D]``.
@@ -262,9 +284,9 @@ def block_means(
 ) -> tuple[Tensor, Tensor]:
     """Compute the mean of each block's rows, and how similar they are to each other.
 
-    SpargeAttn (Zhang et al., 2025) lets a mean stand for its block where the block is similar to itself. The
-    similarity is the mean cosine of all pairs of rows, a row with itself included: the squared length of the mean
-    unit vector. A row of zeros is similar to nothing.
+    SpargeAttn (Zhang et al., 2025) lets a mean stand for its block where the block is similar to
+    itself. The similarity is the mean cosine of all pairs of rows, a row with itself included: the
+    squared length of the mean unit vector. A row of zeros is similar to nothing.
 
     Args:
         states: ``[B, H, S, D]``, queries or keys.
@@ -273,8 +295,8 @@ def block_means(
         backend: see :mod:`apbv.kernels.backends`.
 
     Returns:
-        means ``[B, H, n, D]``, of the rows without ``center``, and similarities ``[B, H, n]``, both in fp32 (fp64
-        for fp64 input).
+        means ``[B, H, n, D]``, of the rows without ``center``, and similarities ``[B, H, n]``, both
+        in fp32 (fp64 for fp64 input).
 
     Raises:
         ValueError: the block is not positive, or ``center`` is of another shape.
@@ -296,31 +318,38 @@ def merge_states(
 ) -> tuple[Tensor, Tensor]:
     """Merge partial attention results of the same queries over disjoint sets of keys.
 
-    out = sum_i exp(lse_i - lse) out_i with lse = log sum_i exp(lse_i): the online softmax by which APB-V
-    merges the hosts' query attention (Eq. 5).
+    out = sum_i exp(lse_i - lse) out_i with lse = log sum_i exp(lse_i): the online softmax by which
+    APB-V merges the hosts' query attention (Eq. 5).
 
     Args:
-        outs: N partial results ``[B, H, S_i, D]``, in one tensor ``[N, B, H, S, D]`` or in several. One of fewer
-            than S queries is of the last S_i ones: the others saw none of its keys.
-        lses: ``[B, H, S_i]`` of each; +inf, which some libraries report for no visible key, counts as -inf.
-        out: ``[B, H, S, D]``, of any strides with neighbouring numbers along D and any dtype: filled and returned
-            in place of a new tensor. It may be the first of ``outs``.
+        outs: N partial results ``[B, H, S_i, D]``, in one tensor ``[N, B, H, S, D]`` or in several.
+            One of fewer than S queries is of the last S_i ones: the others saw none of its keys.
+        lses: ``[B, H, S_i]`` of each; +inf, which some libraries report for no visible key, counts
+            as -inf.
+        out: ``[B, H, S, D]``, of any strides with neighbouring numbers along D and any dtype:
+            filled and returned in place of a new tensor. It may be the first of ``outs``.
         backend: see :mod:`apbv.kernels.backends`.
 
     Returns:
-        out ``[B, H, S, D]`` in the dtype of ``out``, by default fp32 (fp64 for fp64 input), and lse ``[B, H, S]``
-        in fp32 (fp64 for fp64 input). A query that saw nothing has zeros and an lse of -inf.
+        out ``[B, H, S, D]`` in the dtype of ``out``, by default fp32 (fp64 for fp64 input), and lse
+        ``[B, H, S]`` in fp32 (fp64 for fp64 input). A query that saw nothing has zeros and an lse
+        of -inf.
 
     Raises:
-        ValueError: outs and lses do not have the same shapes, the head dimension aside, or out is too short.
+        ValueError: outs and lses do not have the same shapes, the head dimension aside, or out is
+            too short.
         BackendError: the backend cannot be used here.
     """
-    for partial, lse in [(outs, lses)] if isinstance(outs, Tensor) else zip(outs, lses, strict=True):
+    for partial, lse in (
+        [(outs, lses)] if isinstance(outs, Tensor) else zip(outs, lses, strict=True)
+    ):
         shape, of_lse = list(partial.shape), list(lse.shape)
         if shape[:-1] != of_lse:
             raise ValueError(f"partial results of shape {shape} do not have lses of shape {of_lse}")
         if out is not None and shape[-2] > out.shape[2]:
-            raise ValueError(f"partial results of {shape[-2]} queries do not fit into {out.shape[2]} rows")
+            raise ValueError(
+                f"partial results of {shape[-2]} queries do not fit into {out.shape[2]} rows"
+            )
     return implementation("merging.merge_states", choose(backend, lses[0]))(outs, lses, out=out)
 
 
@@ -334,18 +363,20 @@ def kv_importance(
     lse: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Score each key, per KV head, by how much the question's tokens attend to it: higher is more important.
+    """Score each key, per KV head, by how much the question's tokens attend to it: higher is more
+    important.
 
     Args:
         q_query: ``[B, Hq, n_q, D]``, the query block; n_q > 0.
         k: ``[B, Hkv, T, D]``, the keys of one context block.
         scale: factor of the scores, usually ``D ** -0.5``.
-        reduce: ``"peak"``: attention probability over these T keys, highest over query tokens and the heads of a
-            group. ``"softmax"``: its mean. ``"dot"``: the mean of the scaled scores themselves, which is the score
-            of the mean query.
+        reduce: ``"peak"``: attention probability over these T keys, highest over query tokens and
+            the heads of a group. ``"softmax"``: its mean. ``"dot"``: the mean of the scaled scores
+            themselves, which is the score of the mean query.
         pool: width, odd, of a max-pooling over neighbouring keys; 1: none.
-        lse: ``[B, Hq, n_q]``, natural-log sum of exponentials of the scaled scores over exactly these T keys, as
-            attention over them returns it; saves a pass over the keys. None: computed here. Unused by ``"dot"``.
+        lse: ``[B, Hq, n_q]``, natural-log sum of exponentials of the scaled scores over exactly
+            these T keys, as attention over them returns it; saves a pass over the keys. None:
+            computed here. Unused by ``"dot"``.
         backend: see :mod:`apbv.kernels.backends`.
 
     Returns:
@@ -353,7 +384,8 @@ def kv_importance(
         by a rounding, as matrix products do from column to column.
 
     Raises:
-        ValueError: ``reduce`` is unknown, ``pool`` is even, the question is empty, or shapes do not fit together.
+        ValueError: ``reduce`` is unknown, ``pool`` is even, the question is empty, or shapes do not
+            fit together.
         BackendError: the backend cannot be used here.
     """
     if reduce not in REDUCTIONS:
@@ -364,13 +396,27 @@ def kv_importance(
     if q_query.shape[2] == 0:
         raise ValueError("the question has no tokens")
     if k.shape[2] == 0:
-        return torch.empty(k.shape[:3], dtype=torch.promote_types(k.dtype, torch.float32), device=k.device)
-    importance = implementation("importance.kv_importance", choose(backend, k))(q_query, k, scale, reduce, lse=lse)
-    return importance if pool == 1 else functional.max_pool1d(importance, pool, stride=1, padding=pool // 2)
+        return torch.empty(
+            k.shape[:3], dtype=torch.promote_types(k.dtype, torch.float32), device=k.device
+        )
+    importance = implementation("importance.kv_importance", choose(backend, k))(
+        q_query, k, scale, reduce, lse=lse
+    )
+    return (
+        importance
+        if pool == 1
+        else functional.max_pool1d(importance, pool, stride=1, padding=pool // 2)
+    )
 
 
 def select_topk(
-    scores: Tensor, k: Tensor, v: Tensor, count: int, out: Tensor | None = None, *, backend: str = "auto"
+    scores: Tensor,
+    k: Tensor,
+    v: Tensor,
+    count: int,
+    out: Tensor | None = None,
+    *,
+    backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Copy the rows of each KV head with the highest scores, in their original order.
 
@@ -380,9 +426,9 @@ def select_topk(
         scores: ``[B, Hkv, T]``; NaN counts as -inf.
         k, v: ``[B, Hkv, T, D]``.
         count: rows per KV head, 0 <= count <= T.
-        out: ``[2, B, Hkv, N, D]`` with N >= count, K's dtype and device, and neighbouring numbers along D: the
-            rows of K and V are written straight to the first ``count`` places of each head, and the rest is left
-            alone. None: allocated, N = count.
+        out: ``[2, B, Hkv, N, D]`` with N >= count, K's dtype and device, and neighbouring numbers
+            along D: the rows of K and V are written straight to the first ``count`` places of each
+            head, and the rest is left alone. None: allocated, N = count.
         backend: see :mod:`apbv.kernels.backends`.
 
     Returns:
@@ -406,7 +452,9 @@ def select_topk(
     return implementation("importance.select_topk", choose(backend, k))(scores, k, v, count, out)
 
 
-def require_shapes(*, sizes: Mapping[str, int] | None = None, **operands: tuple[Tensor | None, str]) -> None:
+def require_shapes(
+    *, sizes: Mapping[str, int] | None = None, **operands: tuple[Tensor | None, str]
+) -> None:
     """Raise ValueError unless operands have their shapes, in which a letter stands for one size.
 
     Args:
@@ -424,7 +472,9 @@ def require_shapes(*, sizes: Mapping[str, int] | None = None, **operands: tuple[
             raise ValueError(f"{name} must have the shape [{wanted}], not {list(tensor.shape)}")
         known |= found
     if "Hkv" in known and "Hq" in known and known["Hq"] % known["Hkv"]:
-        raise ValueError(f"{known['Hq']} query heads are not a multiple of {known['Hkv']} key/value heads")
+        raise ValueError(
+            f"{known['Hq']} query heads are not a multiple of {known['Hkv']} key/value heads"
+        )
 
 
 def require_dtype(tensor: Tensor | None, like: Tensor) -> None:

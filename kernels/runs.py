@@ -20,8 +20,8 @@ class Run:
         k, v: the first piece, ``[B, Hkv, piece_len, D]``.
         num_rows: rows of all pieces together.
         piece_len: rows of one piece.
-        k_strides, v_strides: distances in elements from batch to batch, head to head, row to row, and what every
-            further piece adds to that.
+        k_strides, v_strides: distances in elements from batch to batch, head to head, row to row,
+            and what every further piece adds to that.
     """
 
     k: Tensor
@@ -32,19 +32,27 @@ class Run:
     v_strides: tuple[int, int, int, int]
 
     @classmethod
-    def of(cls, k: Tensor, v: Tensor, num_pieces: int = 1, k_step: int = 0, v_step: int = 0) -> "Run":
-        """Describe pieces like (k, v), each ``k_step`` and ``v_step`` elements after the one before it."""
+    def of(
+        cls, k: Tensor, v: Tensor, num_pieces: int = 1, k_step: int = 0, v_step: int = 0
+    ) -> "Run":
+        """Describe pieces like (k, v), each ``k_step`` and ``v_step`` elements after the one before
+        it."""
         length = k.shape[2]
         k_strides, v_strides = (
-            (*head, step, 0) if length == 1 else (*head, row, step - length * row if num_pieces > 1 else 0)
+            (*head, step, 0)
+            if length == 1
+            else (*head, row, step - length * row if num_pieces > 1 else 0)
             for (*head, row), step in ((row_strides(k), k_step), (row_strides(v), v_step))
         )
         # Pieces of one row are rows of one piece.
-        return cls(k, v, num_pieces * length, num_pieces if length == 1 else length, k_strides, v_strides)
+        return cls(
+            k, v, num_pieces * length, num_pieces if length == 1 else length, k_strides, v_strides
+        )
 
     @property
     def form(self) -> "RunForm":
-        """What decides how a kernel reads it, besides where it lies; of equal forms plans can be shared."""
+        """What decides how a kernel reads it, besides where it lies; of equal forms plans can be
+        shared."""
         return self.num_rows, self.piece_len, self.k_strides, self.v_strides
 
 
@@ -52,7 +60,8 @@ RunForm = tuple[int, int, tuple[int, int, int, int], tuple[int, int, int, int]]
 
 
 def divisor(length: int) -> tuple[int, int]:
-    """Return magic and shift so that ``(row * magic >> 32) >> shift`` is ``row // length`` of a row below 2 ** 31.
+    """Return magic and shift so that ``(row * magic >> 32) >> shift`` is ``row // length`` of a row
+    below 2 ** 31.
 
     A processor has no division of integers (Granlund and Montgomery, 1994).
     """
@@ -98,8 +107,11 @@ class SequenceBuffers:
 
     @property
     def places(self) -> list[list[int]]:
-        """The addresses of keys, those of values, and the capacities: :attr:`BufferTable.places`."""
-        addresses = [[buffer.data_ptr() for buffer in buffers] for buffers in (self.keys, self.values)]
+        """The addresses of keys, those of values, and the capacities:
+        :attr:`BufferTable.places`."""
+        addresses = [
+            [buffer.data_ptr() for buffer in buffers] for buffers in (self.keys, self.values)
+        ]
         return [*addresses, [keys.shape[2] for keys in self.keys]]
 
 
@@ -107,14 +119,17 @@ class SequenceBuffers:
 class BufferTable:
     """Addresses of the buffers of R sequences, on a device, for kernels that look them up.
 
-    The memory must be kept by others. A kernel that is given the same table later finds what it holds then.
+    The memory must be kept by others. A kernel that is given the same table later finds what it
+    holds then.
 
     Attributes:
         places: int64 ``[3, R]``, addresses of keys and of values, multiples of 16, and capacities.
         lengths: int64 ``[R]``: how many rows of each are in use; -1: the slot is empty.
         most_rows: no sequence is longer, which tells how far it is worth splitting.
-        starts: int64 ``[R + 1]``: the new rows of sequence r are starts[r] .. starts[r + 1] - 1; None: one each.
-        most_new: no sequence gets more new rows; a power of 2, for each of which kernels are compiled.
+        starts: int64 ``[R + 1]``: the new rows of sequence r are starts[r] .. starts[r + 1] - 1;
+            None: one each.
+        most_new: no sequence gets more new rows; a power of 2, for each of which kernels are
+            compiled.
     """
 
     places: Tensor
@@ -131,7 +146,8 @@ class PackedSequences:
     What is worked out of the boundaries is kept, so that all layers of a model can share it.
 
     Attributes:
-        boundaries: int32 ``[N + 1]``, ascending from 0 to T: where each sequence begins, and the last one ends.
+        boundaries: int32 ``[N + 1]``, ascending from 0 to T: where each sequence begins, and the
+            last one ends.
         longest: the number of rows of the longest sequence.
     """
 
@@ -140,27 +156,40 @@ class PackedSequences:
 
     @cached_property
     def by_length(self) -> list[tuple[int, Tensor | None]]:
-        """Sequences of equal length together, as (length, rows), shortest first; empty sequences are left out.
+        """Sequences of equal length together, as (length, rows), shortest first; empty sequences
+        are left out.
 
-        Rows are int64 indices along the first dimension, one sequence after the other; None stands for all rows.
-        Where the boundaries are on a GPU, this waits for it.
+        Rows are int64 indices along the first dimension, one sequence after the other; None stands
+        for all rows. Where the boundaries are on a GPU, this waits for it.
         """
         lengths = self.boundaries.diff().cpu()
-        starts, distinct = lengths.cumsum(0) - lengths, list(filter(None, lengths.unique().tolist()))
+        starts, distinct = (
+            lengths.cumsum(0) - lengths,
+            list(filter(None, lengths.unique().tolist())),
+        )
         if len(distinct) == 1:
             return [(distinct[0], None)]
         rows = [(starts[lengths == n][:, None] + torch.arange(n)).flatten() for n in distinct]
-        return [(n, of_length.to(self.boundaries.device)) for n, of_length in zip(distinct, rows, strict=True)]
+        return [
+            (n, of_length.to(self.boundaries.device))
+            for n, of_length in zip(distinct, rows, strict=True)
+        ]
 
 
 def find_runs(segments: list[Segment]) -> list[Run]:
-    """Join segments to runs, in order: neighbours of one shape at equal distances become one run."""
-    runs: list[tuple[Segment, list[tuple[int, int]]]] = []  # the first of each, and where all of them lie
+    """Join segments to runs, in order: neighbours of one shape at equal distances become one
+    run."""
+    runs: list[
+        tuple[Segment, list[tuple[int, int]]]
+    ] = []  # the first of each, and where all of them lie
     before = step = None
     for k, v in segments:
         if not k.shape[2]:
             continue
-        form, (at_k, at_v) = (k.shape, k.stride(), v.shape, v.stride()), (k.data_ptr(), v.data_ptr())
+        form, (at_k, at_v) = (
+            (k.shape, k.stride(), v.shape, v.stride()),
+            (k.data_ptr(), v.data_ptr()),
+        )
         if form == before:
             places = runs[-1][1]
             from_k, from_v = places[-1]
@@ -178,7 +207,8 @@ def find_runs(segments: list[Segment]) -> list[Run]:
 
 
 def row_strides(states: Tensor) -> tuple[int, ...]:
-    """Return the strides of batch, head and row; 0 where there is only one, whose stride may be anything."""
+    """Return the strides of batch, head and row; 0 where there is only one, whose stride may be
+    anything."""
     return strides_of(states.shape[:3], states.stride()[:3])
 
 
@@ -188,12 +218,14 @@ def strides_of(sizes: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
 
 
 def in_rows(states: Tensor) -> Tensor:
-    """Return a tensor whose last dimension is contiguous, as kernels read it; copy only where necessary."""
+    """Return a tensor whose last dimension is contiguous, as kernels read it; copy only where
+    necessary."""
     return states if states.stride(-1) == 1 else states.contiguous()
 
 
 def alignment(element_size: int, strides: Iterable[int]) -> int:
-    """Count the elements to which all rows are known to be aligned, at most as many as a load of 16 bytes has."""
+    """Count the elements to which all rows are known to be aligned, at most as many as a load of 16
+    bytes has."""
     return gcd(16 // element_size, *strides)
 
 
@@ -201,9 +233,10 @@ def alignment(element_size: int, strides: Iterable[int]) -> int:
 class ListedBlocks:
     """The keys that each query of one causal sequence attends to, block by block, for every head.
 
-    The queries are cut into blocks of ``query_block`` rows, and the keys into blocks of ``key_block``, from the
-    first token on; the last block may be shorter. A query sees its own block of rows up to itself, whatever is
-    listed, and of the keys before that the blocks that are listed.
+    The queries are cut into blocks of ``query_block`` rows, and the keys into blocks of
+    ``key_block``, from the first token on; the last block may be shorter. A query sees its own
+    block of rows up to itself, whatever is listed, and of the keys before that the blocks that are
+    listed.
 
     Attributes:
         counts: int32 ``[B, Hq, nq]``, how many blocks are listed for each block of queries.
@@ -222,17 +255,22 @@ class ListedBlocks:
         """List the blocks of a mask, without waiting for the device.
 
         Args:
-            kept: bool ``[B, Hq, nq, nk]``. What it says of blocks that are not wholly before the queries is not
-                looked at.
+            kept: bool ``[B, Hq, nq, nk]``. What it says of blocks that are not wholly before the
+                queries is not looked at.
             query_block, key_block: see the class.
 
         Raises:
-            ValueError: the blocks' rows are not powers of two of at least 16, or blocks of keys are longer.
+            ValueError: the blocks' rows are not powers of two of at least 16, or blocks of keys are
+                longer.
         """
         # A kernel's tiles are powers of two: then a block is one tile, or several whole ones.
-        if any(rows < 16 or rows & (rows - 1) for rows in (query_block, key_block)) or key_block > query_block:
+        if (
+            any(rows < 16 or rows & (rows - 1) for rows in (query_block, key_block))
+            or key_block > query_block
+        ):
             raise ValueError(
-                f"invalid blocks of {query_block} queries and {key_block} keys: not 16, 32, 64, …, or more keys"
+                f"invalid blocks of {query_block} queries and {key_block} keys: not 16, 32, 64, …, "
+                "or more keys"
             )
         rows, columns = (torch.arange(n, device=kept.device) for n in kept.shape[2:])
         kept = kept & (columns < rows[:, None] * (query_block // key_block))
@@ -241,19 +279,30 @@ class ListedBlocks:
         targets = torch.where(kept, places - 1, len(columns)).long()
         indices = places.new_zeros(*kept.shape[:3], len(columns) + 1)
         indices.scatter_(3, targets, columns.int().expand_as(targets))
-        return cls(kept.sum(dim=-1, dtype=torch.int32), indices[..., :-1].contiguous(), query_block, key_block)
+        return cls(
+            kept.sum(dim=-1, dtype=torch.int32),
+            indices[..., :-1].contiguous(),
+            query_block,
+            key_block,
+        )
 
     @property
     def kept(self) -> Tensor:
-        """The mask of the listed blocks, bool ``[B, Hq, nq, nk]``; none is on the diagonal or after it."""
-        is_listed = torch.arange(self.indices.shape[3], device=self.indices.device) < self.counts[..., None]
+        """The mask of the listed blocks, bool ``[B, Hq, nq, nk]``; none is on the diagonal or after
+        it."""
+        is_listed = (
+            torch.arange(self.indices.shape[3], device=self.indices.device) < self.counts[..., None]
+        )
         kept = torch.zeros_like(is_listed)
         # Of equal places the listed one must win: what is not listed is added as nothing.
         return kept.int().scatter_add_(3, self.indices.long(), is_listed.int()).bool()
 
     def num_scores(self, num_tokens: int) -> Tensor:
         """Count the scores that are computed for a number of tokens, in fp64 on the device."""
-        last = torch.arange(self.counts.shape[2], device=self.counts.device) == self.counts.shape[2] - 1
+        last = (
+            torch.arange(self.counts.shape[2], device=self.counts.device)
+            == self.counts.shape[2] - 1
+        )
         short = num_tokens - self.query_block * (self.counts.shape[2] - 1)
         rows = torch.where(last, short, self.query_block).double()
         return (self.counts * self.key_block * rows + rows * (rows + 1) / 2).sum()

@@ -1,9 +1,9 @@
 """Chooses the tiles of attention kernels from tiles.json.
 
-It has, by GPU (its name, its kind: see :func:`kind_of`, or any) and by use, lists of ``[largest head_dim, most
-rows or null, rows, keys, warps, stages]``, of which the first that fits is taken. Uses are ``few`` rows of
-queries, where reading the keys takes the time; ``masked``, the same with a mask that is read, too; ``many``,
-which a prefill has; and the ``importance`` of keys.
+It has, by GPU (its name, its kind: see :func:`kind_of`, or any) and by use, lists of
+``[largest head_dim, most rows or null, rows, keys, warps, stages]``, of which the first that fits
+is taken. Uses are ``few`` rows of queries, where reading the keys takes the time; ``masked``, the
+same with a mask that is read, too; ``many``, which a prefill has; and the ``importance`` of keys.
 """
 
 import json
@@ -22,7 +22,8 @@ _FEW_ROWS = 64  # with more, arithmetic takes the time
 
 @dataclass(frozen=True)
 class Tile:
-    """The rows and keys that a program computes at a time, its padded head_dim, warps and pipeline stages."""
+    """The rows and keys that a program computes at a time, its padded head_dim, warps and pipeline
+    stages."""
 
     rows: int
     keys: int
@@ -43,7 +44,9 @@ def tile_of(use: str, rows: int, dim: int, element_size: int, device: torch.devi
         use = "few"
     uses = (use,) if use in ("few", "importance") else (use, "few")
     gpus = ("float32",) if element_size == 4 else gpu_of(device)
-    entries = (entry for gpu, each in product(gpus, uses) for entry in _table().get(gpu, {}).get(each, ()))
+    entries = (
+        entry for gpu, each in product(gpus, uses) for entry in _table().get(gpu, {}).get(each, ())
+    )
     for most_dim, most_rows, most_tile_rows, keys, num_warps, num_stages in entries:
         if dim <= most_dim and rows <= (most_rows or rows):
             return Tile(min(rows, most_tile_rows), keys, dim, num_warps, num_stages)
@@ -57,17 +60,24 @@ def _table() -> dict[str, dict[str, list[list]]]:
 
 @cache
 def gpu_of(device: torch.device) -> tuple[str, str, str]:
-    """List what a GPU is called in the table; without one, as a GPU that compiled kernels could be for."""
+    """List what a GPU is called in the table; without one, as a GPU that compiled kernels could be
+    for."""
     if device.type != "cuda":
         return "none", kind_of(9, 227 * 1024), "any"
     properties = torch.cuda.get_device_properties(device)
-    return properties.name, kind_of(properties.major, properties.shared_memory_per_block_optin), "any"
+    return (
+        properties.name,
+        kind_of(properties.major, properties.shared_memory_per_block_optin),
+        "any",
+    )
 
 
 def kind_of(major: int, shared_memory: int) -> str:
-    """Name a GPU's kind: its compute capability, or ``"small"`` for the GPUs with less shared memory.
+    """Name a GPU's kind: its compute capability, or ``"small"`` for the GPUs with less shared
+    memory.
 
-    Those are Ada, and Blackwell's GeForce and RTX PRO, whose operands come from registers, as Ampere's.
+    Those are Ada, and Blackwell's GeForce and RTX PRO, whose operands come from registers, as
+    Ampere's.
 
     Args:
         major: of the compute capability.

@@ -1,6 +1,7 @@
 """Segmented attention by attending over one segment at a time and merging.
 
-Within packed sequences torch's FlashAttention attends in one call where it works, else torch length by length.
+Within packed sequences torch's FlashAttention attends in one call where it works, else torch length
+by length.
 """
 
 from collections.abc import Callable
@@ -12,11 +13,19 @@ from torch.nn import functional
 
 from . import reference
 from .backends import capability, drawn_numbers, implementation, mistake_of
-from .library_attention import Attend, attend_masked, attend_with, is_bottom_right, why_not_library, with_positive_scale
+from .library_attention import (
+    Attend,
+    attend_masked,
+    attend_with,
+    is_bottom_right,
+    why_not_library,
+    with_positive_scale,
+)
 from .runs import PackedSequences, Segment, in_rows
 from .torch_merging import merge_finite
 
-# With so few queries, reading K and V once for all heads of a group is worth rearranging the queries.
+# With so few queries, reading K and V once for all heads of a group is worth rearranging the
+# queries.
 _FEW_QUERIES = 64
 
 
@@ -31,7 +40,8 @@ def segmented_attention(
     library: str = "torch",
     merging: str = "torch",
 ) -> tuple[Tensor, Tensor]:
-    """Attend as :func:`apbv.kernels.segmented_attention` does, by the kernels of torch or of another library.
+    """Attend as :func:`apbv.kernels.segmented_attention` does, by the kernels of torch or of
+    another library.
 
     Args:
         library: what attends to one segment.
@@ -45,18 +55,24 @@ def segmented_attention(
     if is_block and is_bottom_right(library, q.device, q.dtype, q.shape[3], groups):
         segments = join_for_one_call(q, segments)
         if len(segments) == 1 and segments[0][0].shape[2] > q.shape[2]:
-            return _merged(q, [attend(in_rows(q), *map(in_rows, segments[0]), scale, True)], merge, out)
-    return attend_segments(q, segments, scale, causal_last, attend, merge, rows_alone=rows_alone, out=out)
+            return _merged(
+                q, [attend(in_rows(q), *map(in_rows, segments[0]), scale, True)], merge, out
+            )
+    return attend_segments(
+        q, segments, scale, causal_last, attend, merge, rows_alone=rows_alone, out=out
+    )
 
 
 def join_for_one_call(q: Tensor, segments: list[Segment]) -> list[Segment]:
-    """Join segments where one call under a causal mask costs less than a call for each part, and their merge.
+    """Join segments where one call under a causal mask costs less than a call for each part, and
+    their merge.
 
-    The mask's diagonal ends at the bottom right. One call saves writing a second partial result and reading both
-    back; for it, those keys and values are copied that would not be in any case.
+    The mask's diagonal ends at the bottom right. One call saves writing a second partial result and
+    reading both back; for it, those keys and values are copied that would not be in any case.
     """
     *earlier, (k, v) = segments
-    # An empty last segment stays: without it the mask would be of the one before, which all queries see.
+    # An empty last segment stays: without it the mask would be of the one before, which all queries
+    # see.
     segments = [*(segment for segment in earlier if segment[0].shape[2]), (k, v)]
     *earlier, _ = segments
     queries, past = q.shape[2], k.shape[2] - q.shape[2]
@@ -65,8 +81,11 @@ def join_for_one_call(q: Tensor, segments: list[Segment]) -> list[Segment]:
     visible = [*earlier, (k[:, :, :past], v[:, :, :past])] if past else earlier
     num_seen = sum(keys.shape[2] for keys, _ in visible)
     num_copied = queries + (0 if _is_worth_joining(visible, q) else num_seen)
-    # In rows of D numbers: K and V are read and written; a partial result is written, and one more of two read.
-    return [_joined(segments)] if 4 * num_copied * k.shape[1] < 2 * queries * q.shape[1] else segments
+    # In rows of D numbers: K and V are read and written; a partial result is written, and one more
+    # of two read.
+    return (
+        [_joined(segments)] if 4 * num_copied * k.shape[1] < 2 * queries * q.shape[1] else segments
+    )
 
 
 def attend_segments(
@@ -80,16 +99,18 @@ def attend_segments(
     rows_alone: int = 0,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attend over several segments with one call of ``attend`` for each, or for several joined ones.
+    """Attend over several segments with one call of ``attend`` for each, or for several joined
+    ones.
 
-    A partial result of fewer queries than there are is of the last ones: those after ``rows_alone``, or those of a
-    triangle of fewer keys than queries.
+    A partial result of fewer queries than there are is of the last ones: those after
+    ``rows_alone``, or those of a triangle of fewer keys than queries.
     """
     q, segments = in_rows(q), [(in_rows(k), in_rows(v)) for k, v in segments]
     *earlier, (k, v) = segments
     queries, keys = q.shape[2], k.shape[2]
-    # Fused kernels disagree on where the diagonal of a non-square causal mask lies; a square one has only one. So
-    # causal keys are cut into those that all queries see, and the last ones, at most as many as the queries.
+    # Fused kernels disagree on where the diagonal of a non-square causal mask lies; a square one
+    # has only one. So causal keys are cut into those that all queries see, and the last ones, at
+    # most as many as the queries.
     past = max(0, keys - queries) if causal_last and queries > 1 else keys
     last = [(k[:, :, :past], v[:, :, :past])]
     partials = []
@@ -107,7 +128,13 @@ def attend_segments(
 
 
 def verify_attention(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, *, visible: Tensor | None = None, num_keys: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    *,
+    visible: Tensor | None = None,
+    num_keys: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend as :func:`apbv.kernels.verify_attention` does; a length is waited for."""
     attend = attend_with("torch", q, k)
@@ -141,13 +168,17 @@ def _merged(
 
 
 def empty_output(q: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Make room for an output like q, ``[B, Hq, S, D]``, with the heads of a query side by side in memory."""
+    """Make room for an output like q, ``[B, Hq, S, D]``, with the heads of a query side by side in
+    memory."""
     batch, heads, queries, dim = q.shape
     return q.new_empty((batch, queries, heads, dim), dtype=dtype).transpose(1, 2)
 
 
-def _attend_all(q: Tensor, k: Tensor, v: Tensor, scale: float, attend: Attend) -> tuple[Tensor, Tensor]:
-    """Attend where every query sees every key, so that a group's heads can be more queries of one head."""
+def _attend_all(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, attend: Attend
+) -> tuple[Tensor, Tensor]:
+    """Attend where every query sees every key, so that a group's heads can be more queries of one
+    head."""
     if q.shape[2] > _FEW_QUERIES:
         return attend(q, k, v, scale, False)
     out, lse = attend(q.reshape(q.shape[0], k.shape[1], -1, q.shape[3]), k, v, scale, False)
@@ -155,11 +186,16 @@ def _attend_all(q: Tensor, k: Tensor, v: Tensor, scale: float, attend: Attend) -
 
 
 def _is_worth_joining(segments: list[Segment], q: Tensor) -> bool:
-    """Return whether copying segments' rows to join them costs less than merging another partial result.
+    """Return whether copying segments' rows to join them costs less than merging another partial
+    result.
 
-    APB-V's context blocks see an anchor and passing blocks that are short compared with the block itself.
+    APB-V's context blocks see an anchor and passing blocks that are short compared with the block
+    itself.
     """
-    return len(segments) > 1 and sum(k.shape[1] * k.shape[2] for k, _ in segments) < q.shape[1] * q.shape[2]
+    return (
+        len(segments) > 1
+        and sum(k.shape[1] * k.shape[2] for k, _ in segments) < q.shape[1] * q.shape[2]
+    )
 
 
 def _joined(segments: list[Segment]) -> Segment:
@@ -174,17 +210,24 @@ def result_without_keys(q: Tensor, out: Tensor | None = None) -> tuple[Tensor, T
     return torch.zeros_like(q) if out is None else out.zero_(), lse
 
 
-def varlen_attention(q: Tensor, k: Tensor, v: Tensor, sequences: PackedSequences, scale: float) -> Tensor:
-    """Attend within each sequence, in one call where FlashAttention works, else in one for each length."""
+def varlen_attention(
+    q: Tensor, k: Tensor, v: Tensor, sequences: PackedSequences, scale: float
+) -> Tensor:
+    """Attend within each sequence, in one call where FlashAttention works, else in one for each
+    length."""
     q, scale = with_positive_scale(q, scale)
     if not varlen_obstacle(q.device, q.dtype, q.shape[2]):
         return varlen_flash(q, k, v, sequences, scale)
     outs = []
     for length, rows in sequences.by_length:
         batch = (x if rows is None else x.index_select(0, rows) for x in (q, k, v))
-        q_, k_, v_ = (x.unflatten(0, (-1, length)).transpose(1, 2) for x in batch)  # [N, H, length, D]
+        q_, k_, v_ = (
+            x.unflatten(0, (-1, length)).transpose(1, 2) for x in batch
+        )  # [N, H, length, D]
         enable_gqa = q.shape[1] != k.shape[1]
-        out = functional.scaled_dot_product_attention(q_, k_, v_, scale=scale, enable_gqa=enable_gqa)
+        out = functional.scaled_dot_product_attention(
+            q_, k_, v_, scale=scale, enable_gqa=enable_gqa
+        )
         outs.append((rows, out.transpose(1, 2).flatten(0, 1)))
     if outs[0][0] is None:
         return outs[0][1].contiguous()
@@ -204,23 +247,31 @@ def varlen_obstacle(device: torch.device, dtype: torch.dtype, head_dim: int) -> 
     """
     if device.type != "cuda":
         return f"it runs on CUDA devices, and the tensors are on {device.type}"
-    return why_not_library("torch", capability(device), dtype, head_dim) or probe_varlen(device, dtype, head_dim)
+    return why_not_library("torch", capability(device), dtype, head_dim) or probe_varlen(
+        device, dtype, head_dim
+    )
 
 
 @torch.no_grad()
 def probe_varlen(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    """Run :func:`varlen_flash` on a small problem, and return its error, or None if there is none."""
+    """Run :func:`varlen_flash` on a small problem, and return its error, or None if there is
+    none."""
     lengths = [129, 5, 64, 1, 63]  # none fills a whole number of tiles
     boundaries = torch.tensor([0, *lengths], device="cpu").cumsum(0, dtype=torch.int32).to(device)
     sequences, scale = PackedSequences(boundaries, max(lengths)), head_dim**-0.5
     q, k, v = drawn_numbers(device, dtype)(3, sum(lengths), 2, head_dim)
     exact = reference.varlen_attention(q.double(), k.double(), v.double(), sequences, scale)
     # Out averages numbers of about 1, so that rounding to `dtype` costs about its epsilon.
-    return mistake_of(lambda: [varlen_flash(q, k, v, sequences, scale)], [exact], [8 * torch.finfo(dtype).eps])
+    return mistake_of(
+        lambda: [varlen_flash(q, k, v, sequences, scale)], [exact], [8 * torch.finfo(dtype).eps]
+    )
 
 
-def varlen_flash(q: Tensor, k: Tensor, v: Tensor, sequences: PackedSequences, scale: float) -> Tensor:
-    """Attend within each sequence by the FlashAttention that torch has built in, on a GPU in half precision."""
+def varlen_flash(
+    q: Tensor, k: Tensor, v: Tensor, sequences: PackedSequences, scale: float
+) -> Tensor:
+    """Attend within each sequence by the FlashAttention that torch has built in, on a GPU in half
+    precision."""
     ends, longest = sequences.boundaries, sequences.longest
     return torch.ops.aten._flash_attention_forward(
         q, k, v, ends, ends, longest, longest, 0.0, False, False, scale=scale

@@ -8,7 +8,9 @@ from .runs import SequenceBuffers
 from .torch_attention import verify_attention
 
 
-def batch_decode_attention(q: Tensor, k: Tensor, v: Tensor, buffers: SequenceBuffers, scale: float) -> Tensor:
+def batch_decode_attention(
+    q: Tensor, k: Tensor, v: Tensor, buffers: SequenceBuffers, scale: float
+) -> Tensor:
     """Attend as :func:`apbv.kernels.batch_decode_attention` does."""
     if buffers.counts is not None:
         return _attend_in_windows(q, k, v, buffers, scale)
@@ -27,7 +29,9 @@ def batch_decode_attention(q: Tensor, k: Tensor, v: Tensor, buffers: SequenceBuf
     return torch.cat(outs).flatten(1, 2).transpose(0, 1)[None]
 
 
-def _attend_in_windows(q: Tensor, k: Tensor, v: Tensor, buffers: SequenceBuffers, scale: float) -> Tensor:
+def _attend_in_windows(
+    q: Tensor, k: Tensor, v: Tensor, buffers: SequenceBuffers, scale: float
+) -> Tensor:
     """Attend where sequences have several new tokens."""
     outs, newest = [], (states.split(buffers.counts, dim=2) for states in (q, k, v))
     for query, key, value, keys, values, length in zip(

@@ -9,16 +9,21 @@ _MOST_SCORES, _MOST_NUMBERS = 2**22, 2**20
 
 
 def antidiagonal_scores(q: Tensor, k: Tensor, scale: float, stride: int, block: int) -> Tensor:
-    """Score blocks as :func:`apbv.kernels.antidiagonal_scores` does, a few blocks of queries at a time."""
+    """Score blocks as :func:`apbv.kernels.antidiagonal_scores` does, a few blocks of queries at a
+    time."""
     wide = torch.promote_types(q.dtype, torch.float32)
     heads, of_head = k.shape[1], q.shape[1] // k.shape[1]
-    # A row of a product's operand is a group: its tokens' numbers, the queries' from the last token to the first.
+    # A row of a product's operand is a group: its tokens' numbers, the queries' from the last token
+    # to the first.
     columns = _groups(k.to(wide), stride).flatten(3).transpose(2, 3)
     groups, of_block = columns.shape[3], block // stride
     blocks = -(-groups // of_block)
     shares = columns.new_zeros(*q.shape[:2], blocks, blocks)
     queries = q.shape[0] * q.shape[1] * of_block  # groups of a block, in all heads
-    most = min(_MOST_SCORES // max(1, queries * groups), _MOST_NUMBERS // max(1, queries * stride * q.shape[3]))
+    most = min(
+        _MOST_SCORES // max(1, queries * groups),
+        _MOST_NUMBERS // max(1, queries * stride * q.shape[3]),
+    )
     step = max(1, most) * of_block
     for first in range(0, groups, step):
         last = min(first + step, groups)
@@ -29,7 +34,9 @@ def antidiagonal_scores(q: Tensor, k: Tensor, scale: float, stride: int, block: 
         scores.masked_fill_(places > places[first:, None], float("-inf"))
         scores = scores.softmax(dim=-1)
         scores = functional.pad(scores, (0, -last % of_block, 0, -(last - first) % of_block))
-        sums = scores.unflatten(3, (-1, of_block)).sum(dim=4).unflatten(2, (-1, of_block)).sum(dim=3)
+        sums = (
+            scores.unflatten(3, (-1, of_block)).sum(dim=4).unflatten(2, (-1, of_block)).sum(dim=3)
+        )
         shares[:, :, first // of_block : first // of_block + sums.shape[2], : sums.shape[3]] = sums
     return per_group(shares, groups, of_block)
 
@@ -40,8 +47,11 @@ def per_group(sums: Tensor, groups: int, of_block: int) -> Tensor:
     return sums / (groups - firsts).clamp_max(of_block)[:, None]
 
 
-def block_means(states: Tensor, block: int, *, center: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Compute means and similarities as :func:`apbv.kernels.block_means` does, some blocks at a time."""
+def block_means(
+    states: Tensor, block: int, *, center: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Compute means and similarities as :func:`apbv.kernels.block_means` does, some blocks at a
+    time."""
     batch, heads, _, dim = states.shape
     rows = max(1, _MOST_NUMBERS // max(1, batch * heads * block * dim)) * block
     parts = [_means(part, block, center) for part in states.split(rows, dim=2)]

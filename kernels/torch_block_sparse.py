@@ -1,7 +1,8 @@
 """Block-sparse attention with torch: blocks that are not listed are not computed.
 
-The blocks on the diagonal are small triangles, all of which one call computes. Before them, blocks of queries with
-equally many listed blocks are computed together, from copies of the keys and values that they list.
+The blocks on the diagonal are small triangles, all of which one call computes. Before them, blocks
+of queries with equally many listed blocks are computed together, from copies of the keys and values
+that they list.
 """
 
 from collections.abc import Iterator
@@ -13,7 +14,8 @@ from .library_attention import Attend, attend_with
 from .runs import ListedBlocks, in_rows
 from .torch_merging import merge_finite
 
-# Numbers of K, and as many of V, that are copied at a time: with their scores they stay near the processor.
+# Numbers of K, and as many of V, that are copied at a time: with their scores they stay near the
+# processor.
 _MOST_COPIED = 2**20
 
 
@@ -30,16 +32,22 @@ def block_sparse_attention(
     return merge_finite(*zip(own, earlier, strict=True), out=out)
 
 
-def _attend_diagonal(q: Tensor, k: Tensor, v: Tensor, rows: int, scale: float, attend: Attend) -> tuple[Tensor, Tensor]:
+def _attend_diagonal(
+    q: Tensor, k: Tensor, v: Tensor, rows: int, scale: float, attend: Attend
+) -> tuple[Tensor, Tensor]:
     """Attend from every block of queries to its own keys, causally."""
     whole = q.shape[2] // rows * rows
     pieces = []
     if whole:
         cut = (_cut(states[:, :, :whole], rows) for states in (q, k, v))
         o, lse = attend(*cut, scale, True)
-        pieces.append(tuple(x.unflatten(0, (q.shape[0], -1)).transpose(1, 2).flatten(2, 3) for x in (o, lse)))
+        pieces.append(
+            tuple(x.unflatten(0, (q.shape[0], -1)).transpose(1, 2).flatten(2, 3) for x in (o, lse))
+        )
     if whole < q.shape[2]:
-        pieces.append(attend(*(states[:, :, whole:] for states in (q, k, v)), scale, q.shape[2] - whole > 1))
+        pieces.append(
+            attend(*(states[:, :, whole:] for states in (q, k, v)), scale, q.shape[2] - whole > 1)
+        )
     if len(pieces) == 1:
         return pieces[0]
     out, lse = (torch.cat(parts, dim=2) for parts in zip(*pieces, strict=True))
@@ -51,7 +59,9 @@ def _cut(states: Tensor, rows: int) -> Tensor:
     return states.unflatten(2, (-1, rows)).transpose(1, 2).flatten(0, 1)
 
 
-def _attend_listed(q: Tensor, k: Tensor, v: Tensor, blocks: ListedBlocks, scale: float) -> tuple[Tensor, Tensor] | None:
+def _attend_listed(
+    q: Tensor, k: Tensor, v: Tensor, blocks: ListedBlocks, scale: float
+) -> tuple[Tensor, Tensor] | None:
     """Attend from every block of queries to the blocks that it lists; None if none lists any."""
     counts = blocks.counts.flatten().cpu()
     if not counts.any():
@@ -83,8 +93,11 @@ def _attend_listed(q: Tensor, k: Tensor, v: Tensor, blocks: ListedBlocks, scale:
     return out, lse.view(batch, heads, tokens)
 
 
-def _groups(counts: Tensor, tokens: int, query_block: int, most: int) -> Iterator[tuple[Tensor, int]]:
-    """Yield blocks of queries with equally many listed blocks and rows, as ``[N, 2]`` (head of all, block).
+def _groups(
+    counts: Tensor, tokens: int, query_block: int, most: int
+) -> Iterator[tuple[Tensor, int]]:
+    """Yield blocks of queries with equally many listed blocks and rows, as ``[N, 2]`` (head of all,
+    block).
 
     Args:
         counts: ``[B * Hq, nq]``, on the CPU.

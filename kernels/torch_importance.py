@@ -9,7 +9,9 @@ from torch import Tensor
 _MAX_SCORES = 2**22
 
 
-def kv_importance(q_query: Tensor, k: Tensor, scale: float, reduce: str, *, lse: Tensor | None = None) -> Tensor:
+def kv_importance(
+    q_query: Tensor, k: Tensor, scale: float, reduce: str, *, lse: Tensor | None = None
+) -> Tensor:
     """Score keys as :func:`apbv.kernels.kv_importance` does, without pooling."""
     rows = group_rows(q_query, k)
     if reduce == "dot":
@@ -26,13 +28,19 @@ def kv_importance(q_query: Tensor, k: Tensor, scale: float, reduce: str, *, lse:
     return importance if reduce == "peak" else importance / rows.shape[2]
 
 
-def select_topk(scores: Tensor, k: Tensor, v: Tensor, count: int, out: Tensor) -> tuple[Tensor, Tensor]:
+def select_topk(
+    scores: Tensor, k: Tensor, v: Tensor, count: int, out: Tensor
+) -> tuple[Tensor, Tensor]:
     """Copy rows as :func:`apbv.kernels.select_topk` does, for a count of at least 1."""
     scores, lowest, num_lowest = find_threshold(scores, count)
     equal = scores == lowest
     kept = (scores > lowest) | (equal & (equal.cumsum(dim=-1, dtype=torch.int32) <= num_lowest))
     # The i-th kept row is where the number of rows kept so far becomes i.
-    ordinals = torch.arange(1, count + 1, dtype=torch.int32, device=k.device).expand(*k.shape[:2], -1).contiguous()
+    ordinals = (
+        torch.arange(1, count + 1, dtype=torch.int32, device=k.device)
+        .expand(*k.shape[:2], -1)
+        .contiguous()
+    )
     indices = torch.searchsorted(kept.cumsum(dim=-1, dtype=torch.int32), ordinals)
     places = indices[..., None].expand(-1, -1, -1, k.shape[3])
     for states, rows in zip((k, v), out[:, :, :, :count], strict=True):
@@ -48,9 +56,11 @@ def find_threshold(scores: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
         count: 1 <= count <= T.
 
     Returns:
-        The scores without NaN; the lowest kept score and how many kept rows equal it, both ``[B, Hkv, 1]``.
+        The scores without NaN; the lowest kept score and how many kept rows equal it, both
+        ``[B, Hkv, 1]``.
     """
-    # topk ranks NaN highest and leaves open which of equal scores it takes, so only its values are used.
+    # topk ranks NaN highest and leaves open which of equal scores it takes, so only its values are
+    # used.
     scores = scores.nan_to_num(nan=float("-inf"), posinf=float("inf"), neginf=float("-inf"))
     best = scores.topk(count, dim=-1, sorted=False).values
     lowest = best.amin(dim=-1, keepdim=True)
@@ -58,7 +68,8 @@ def find_threshold(scores: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def group_rows(q: Tensor, k: Tensor) -> Tensor:
-    """Reshape queries ``[B, Hq, S, D]`` to ``[B, Hkv, G * S, D]``, the rows that score the keys of one KV head."""
+    """Reshape queries ``[B, Hq, S, D]`` to ``[B, Hkv, G * S, D]``, the rows that score the keys of
+    one KV head."""
     return q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])
 
 
@@ -71,8 +82,8 @@ def chunked_scores(rows: Tensor, k: Tensor, scale: float) -> Iterator[tuple[slic
         scale: factor of the scores.
 
     Yields:
-        Which R' rows these are, and their scores ``[B, Hkv, R', T]`` in fp32 (fp64 for fp64 input), which the
-        caller may overwrite.
+        Which R' rows these are, and their scores ``[B, Hkv, R', T]`` in fp32 (fp64 for fp64 input),
+        which the caller may overwrite.
     """
     step = max(1, _MAX_SCORES // (k.shape[1] * k.shape[2]))
     k = k.to(_wide(k))

@@ -7,7 +7,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-# Numbers of one piece: a piece of every partial result, widened, fits into a core's second-level cache.
+# Numbers of one piece: a piece of every partial result, widened, fits into a core's second-level
+# cache.
 _PIECE = 2**17
 
 
@@ -18,18 +19,21 @@ def merge_states(
     outs, lses = list(outs), [torch.where(lse == math.inf, -math.inf, lse) for lse in lses]
     for part, lse in enumerate(lses):
         nothing = lse == -math.inf
-        # Results of queries that saw nothing may be anything, including NaN: they must not be multiplied in. On a
-        # CPU the check needs no synchronization, and saves a copy.
+        # Results of queries that saw nothing may be anything, including NaN: they must not be
+        # multiplied in. On a CPU the check needs no synchronization, and saves a copy.
         if not lse.is_cpu or nothing.any():
             outs[part] = outs[part].masked_fill(nothing[..., None], 0.0)
     return merge_finite(outs, lses, out=out)
 
 
-def merge_finite(outs: Sequence[Tensor], lses: Sequence[Tensor], *, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def merge_finite(
+    outs: Sequence[Tensor], lses: Sequence[Tensor], *, out: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Merge N partial results that hold neither NaN nor +inf, accumulating in the lse's dtype.
 
-    With L_i the sum of exponentials up to partial result i, the mean of the first i is that of the first i - 1
-    moved towards result i by exp(lse_i) / L_i of the way: one pass over each, and none over copies.
+    With L_i the sum of exponentials up to partial result i, the mean of the first i is that of the
+    first i - 1 moved towards result i by exp(lse_i) / L_i of the way: one pass over each, and none
+    over copies.
     """
     wide = lses[0].dtype
     if out is None:
@@ -44,7 +48,9 @@ def merge_finite(outs: Sequence[Tensor], lses: Sequence[Tensor], *, out: Tensor 
     steps = (weights / sums.clamp_min_(torch.finfo(wide).tiny))[..., None]
 
     if out.numel() <= _PIECE and all(partial.shape == out.shape for partial in outs):
-        _merge_piece(out, outs, steps)  # a few new tokens: cutting them would take longer than merging
+        _merge_piece(
+            out, outs, steps
+        )  # a few new tokens: cutting them would take longer than merging
         return out, lse
     # Partial result i is of the queries from firsts[i] on.
     firsts = [queries - partial.shape[2] for partial in outs]
@@ -81,12 +87,15 @@ def _pieces(firsts: list[int], queries: int, width: int) -> list[tuple[int, int]
     length = max(1, _PIECE // max(1, width))
     borders = sorted({0, *firsts, queries})
     return [
-        (start, min(start + length, stop)) for first, stop in pairwise(borders) for start in range(first, stop, length)
+        (start, min(start + length, stop))
+        for first, stop in pairwise(borders)
+        for start in range(first, stop, length)
     ]
 
 
 def _padded(lses: Sequence[Tensor], queries: int) -> Tensor:
-    """Stack lses to ``[N, B, H, S]``; those of fewer queries are of the last ones, and -inf before."""
+    """Stack lses to ``[N, B, H, S]``; those of fewer queries are of the last ones, and -inf
+    before."""
     if all(lse.shape[2] == queries for lse in lses):
         return torch.stack(list(lses))
     stacked = lses[0].new_full((len(lses), *lses[0].shape[:2], queries), -math.inf)

@@ -1,7 +1,7 @@
 """Batch decode attention in Triton, in one launch plus one for merging.
 
-The kernel reads the addresses and lengths of the sequences' buffers from GPU memory, so that one CUDA graph serves
-any sequences.
+The kernel reads the addresses and lengths of the sequences' buffers from GPU memory, so that one
+CUDA graph serves any sequences.
 """
 
 from dataclasses import replace
@@ -16,7 +16,14 @@ from .backends import num_processors
 from .runs import BufferTable, SequenceBuffers, alignment, cdiv, in_rows, next_power_of_2
 from .tiles import tile_of
 from .torch_attention import empty_output
-from .triton_attention_kernels import _attend_tile, _factors, _load_queries, _load_tile, _nothing_seen, _store_rows
+from .triton_attention_kernels import (
+    _attend_tile,
+    _factors,
+    _load_queries,
+    _load_tile,
+    _nothing_seen,
+    _store_rows,
+)
 from .triton_merging import merge_states
 
 _FEWEST_KEYS = 256  # fewer are not worth a program of their own
@@ -33,8 +40,8 @@ def batch_decode_attention(
     table = _table_of(buffers, q.device) if isinstance(buffers, SequenceBuffers) else buffers
     block = tile_of("few", group * table.most_new, dim, q.element_size(), q.device)
     tiles = cdiv(group * table.most_new, block.rows)
-    # The CPU does not know which sequences are long: each could occupy all SMs. The extra programs of short ones
-    # exit at once.
+    # The CPU does not know which sequences are long: each could occupy all SMs. The extra programs
+    # of short ones exit at once.
     splits = min(num_processors(q.device) * 2 // k.shape[1], cdiv(table.most_rows, _FEWEST_KEYS))
     splits = min(max(1, splits), _MOST_SPLITS)
     out = empty_output(q)
@@ -45,17 +52,38 @@ def batch_decode_attention(
     strides += [parts.stride(0), *parts.stride()[2:4]]
     align = alignment(q.element_size(), [*strides, dim])
     batch_decode_kernel[(len(table.lengths) * tiles, k.shape[1], splits)](
-        q, k, v, parts, lse, table.places, table.lengths, table.starts, scale,
-        *(stride // align for stride in strides), table.places.stride(0), rows,
-        GROUP=group, NEW=table.most_new, TILES=tiles, D=dim, BR=block.rows, BT=block.keys, BD=block.dim,
-        ALIGN=align, FEWEST=_FEWEST_KEYS, num_warps=block.num_warps, num_stages=block.num_stages,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        parts,
+        lse,
+        table.places,
+        table.lengths,
+        table.starts,
+        scale,
+        *(stride // align for stride in strides),
+        table.places.stride(0),
+        rows,
+        GROUP=group,
+        NEW=table.most_new,
+        TILES=tiles,
+        D=dim,
+        BR=block.rows,
+        BT=block.keys,
+        BD=block.dim,
+        ALIGN=align,
+        FEWEST=_FEWEST_KEYS,
+        num_warps=block.num_warps,
+        num_stages=block.num_stages,
+    )
     return out if splits == 1 else merge_states(parts, lse, out=out)[0]
 
 
 def _table_of(buffers: SequenceBuffers, device: torch.device) -> BufferTable:
     """Copy the addresses of buffers to a device."""
-    numbers = torch.tensor([*buffers.places, list(buffers.lengths)], dtype=torch.int64, device=device)
+    numbers = torch.tensor(
+        [*buffers.places, list(buffers.lengths)], dtype=torch.int64, device=device
+    )
     table = BufferTable(numbers[:3], numbers[3], max(keys.shape[2] for keys in buffers.keys))
     if buffers.counts is None:
         return table
@@ -65,20 +93,55 @@ def _table_of(buffers: SequenceBuffers, device: torch.device) -> BufferTable:
 
 @triton.jit(
     do_not_specialize=[
-        "q_h", "q_r", "k_h", "k_r", "v_h", "v_r", "out_n", "out_h", "out_r", "places_n", "num_rows",
+        "q_h",
+        "q_r",
+        "k_h",
+        "k_r",
+        "v_h",
+        "v_r",
+        "out_n",
+        "out_h",
+        "out_r",
+        "places_n",
+        "num_rows",
     ]
-)  # fmt: skip
+)
 def batch_decode_kernel(
-    p_q, p_k, p_v, p_out, p_lse, p_places, p_lengths, p_starts, scale, q_h, q_r, k_h, k_r, v_h, v_r, out_n, out_h,
-    out_r, places_n, num_rows,
-    GROUP: tl.constexpr, NEW: tl.constexpr, TILES: tl.constexpr, D: tl.constexpr, BR: tl.constexpr,
-    BT: tl.constexpr, BD: tl.constexpr, ALIGN: tl.constexpr, FEWEST: tl.constexpr,
-):  # fmt: skip
+    p_q,
+    p_k,
+    p_v,
+    p_out,
+    p_lse,
+    p_places,
+    p_lengths,
+    p_starts,
+    scale,
+    q_h,
+    q_r,
+    k_h,
+    k_r,
+    v_h,
+    v_r,
+    out_n,
+    out_h,
+    out_r,
+    places_n,
+    num_rows,
+    GROUP: tl.constexpr,
+    NEW: tl.constexpr,
+    TILES: tl.constexpr,
+    D: tl.constexpr,
+    BR: tl.constexpr,
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+    ALIGN: tl.constexpr,
+    FEWEST: tl.constexpr,
+):
     """One program attends from a tile of a sequence's newest tokens to a range of one head's keys.
 
-    The newest keys and values come from the layer's input; the programs that have the first of them in their range
-    attend to all, and that of the first tile appends them to the buffers, where no program reads those rows. A
-    program whose range is empty writes an lse of -inf.
+    The newest keys and values come from the layer's input; the programs that have the first of them
+    in their range attend to all, and that of the first tile appends them to the buffers, where no
+    program reads those rows. A program whose range is empty writes an lse of -inf.
     """
     i_r = tl.program_id(0).to(tl.int64) // TILES
     i_tile = tl.program_id(0) % TILES
@@ -102,7 +165,9 @@ def batch_decode_kernel(
     p_keys = tl.load(p_places + i_r).to(tl.pointer_type(p_k.dtype.element_ty))
     p_values = tl.load(p_places + places_n + i_r).to(tl.pointer_type(p_v.dtype.element_ty))
     p_keys, p_values = tl.multiple_of(p_keys, 16) + head, tl.multiple_of(p_values, 16) + head
-    keys_per_split = tl.maximum(tl.cdiv(tl.cdiv(length + count, tl.num_programs(2)), BT) * BT, FEWEST)
+    keys_per_split = tl.maximum(
+        tl.cdiv(tl.cdiv(length + count, tl.num_programs(2)), BT) * BT, FEWEST
+    )
     first_key = (i_split * keys_per_split).to(tl.int32)
     stop_key = first_key + keys_per_split
     b_acc, b_max, b_sum = _nothing_seen(BR, BD)
@@ -113,17 +178,48 @@ def batch_decode_kernel(
     for i_t in range(first_key, whole, BT):
         o_t = (i_t + o_tile).to(tl.int64) * D
         b_acc, b_max, b_sum = _attend_tile(
-            b_acc, b_max, b_sum, b_q, p_keys, p_values, o_t, o_t, o_t, o_t, scale, False, False, D, BD
+            b_acc,
+            b_max,
+            b_sum,
+            b_q,
+            p_keys,
+            p_values,
+            o_t,
+            o_t,
+            o_t,
+            o_t,
+            scale,
+            False,
+            False,
+            D,
+            BD,
         )
     if whole < stop:
         o_t = (whole + o_tile).to(tl.int64) * D
         m_t = whole + o_tile < stop
         b_acc, b_max, b_sum = _attend_tile(
-            b_acc, b_max, b_sum, b_q, p_keys, p_values, o_t, o_t, m_t, m_t[None, :], scale, True, True, D, BD
+            b_acc,
+            b_max,
+            b_sum,
+            b_q,
+            p_keys,
+            p_values,
+            o_t,
+            o_t,
+            m_t,
+            m_t[None, :],
+            scale,
+            True,
+            True,
+            D,
+            BD,
         )
     has_new = (first_key <= length) & (length < stop_key)
     if NEW > 1:
-        p_k, p_v = p_k + (i_h * k_h + i_first * k_r) * ALIGN, p_v + (i_h * v_h + i_first * v_r) * ALIGN
+        p_k, p_v = (
+            p_k + (i_h * k_h + i_first * k_r) * ALIGN,
+            p_v + (i_h * v_h + i_first * v_r) * ALIGN,
+        )
         for i_t in range(0, tl.where(has_new, count, 0), BT):
             o_t = i_t + o_tile
             m_t, m_seen = o_t < count, (o_t[None, :] <= o_s[:, None]) & (o_t < count)[None, :]

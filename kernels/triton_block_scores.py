@@ -1,8 +1,9 @@
 """Block scores in Triton.
 
-The scores of groups are never stored: one pass over the keys finds each query group's log-sum-exp, a second one
-computes the scores again and sums up the shares of blocks. With a stride s each pass costs 1/s of the products of
-queries and keys. Names: a *group* is ``STRIDE`` tokens; strides of tensors are those of (batch, head, row).
+The scores of groups are never stored: one pass over the keys finds each query group's log-sum-exp,
+a second one computes the scores again and sums up the shares of blocks. With a stride s each pass
+costs 1/s of the products of queries and keys. Names: a *group* is ``STRIDE`` tokens; strides of
+tensors are those of (batch, head, row).
 """
 
 import torch
@@ -23,16 +24,23 @@ def antidiagonal_scores(q: Tensor, k: Tensor, scale: float, stride: int, block: 
     groups, of_block = cdiv(tokens, stride), block // stride
     # fp32 products take more registers.
     tile, warps = (32, 4) if q.dtype == torch.float32 else (64, 8)
-    # A part is a tile's portion of a block: parts are summed up afterwards. Tiles are powers of two.
+    # A part is a tile's portion of a block: parts are summed up afterwards. Tiles are powers of
+    # two.
     part = min(of_block & -of_block, tile)
     lse = torch.empty(batch * heads, groups, dtype=torch.float32, device=q.device)
     parts = cdiv(groups, part)
     sums = torch.zeros(batch * heads, parts, parts, dtype=torch.float32, device=q.device)
     operands = (q.stride()[:3], k.stride()[:3], scale / stride, groups, tokens)
     constants = {
-        "HEADS": heads, "GROUP": heads // k.shape[1], "STRIDE": stride, "D": dim, "BG": tile,
-        "BD": max(16, next_power_of_2(dim)), "num_warps": warps, "num_stages": 3,
-    }  # fmt: skip
+        "HEADS": heads,
+        "GROUP": heads // k.shape[1],
+        "STRIDE": stride,
+        "D": dim,
+        "BG": tile,
+        "BD": max(16, next_power_of_2(dim)),
+        "num_warps": warps,
+        "num_stages": 3,
+    }
     grid = (cdiv(groups, tile), batch * heads)
     antidiagonal_lse_kernel[grid](q, k, lse, *operands, **constants)
     antidiagonal_sum_kernel[grid](q, k, lse, sums, *operands, parts, PART=part, **constants)
@@ -40,11 +48,18 @@ def antidiagonal_scores(q: Tensor, k: Tensor, scale: float, stride: int, block: 
     if part < of_block:
         short = -parts % (of_block // part)
         sums = torch.nn.functional.pad(sums, (0, short, 0, short))
-        sums = sums.unflatten(3, (-1, of_block // part)).sum(dim=4).unflatten(2, (-1, of_block // part)).sum(dim=3)
+        sums = (
+            sums.unflatten(3, (-1, of_block // part))
+            .sum(dim=4)
+            .unflatten(2, (-1, of_block // part))
+            .sum(dim=3)
+        )
     return per_group(sums, groups, of_block)
 
 
-def block_means(states: Tensor, block: int, *, center: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def block_means(
+    states: Tensor, block: int, *, center: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Compute means and similarities as :func:`apbv.kernels.block_means` does, in one pass."""
     states = in_rows(states)
     batch, heads, tokens, dim = states.shape
@@ -52,19 +67,40 @@ def block_means(states: Tensor, block: int, *, center: Tensor | None = None) -> 
     means = torch.empty(batch, heads, blocks, dim, dtype=torch.float32, device=states.device)
     similarities = torch.empty(batch, heads, blocks, dtype=torch.float32, device=states.device)
     block_means_kernel[(blocks, batch * heads)](
-        states, states if center is None else center.contiguous(), means, similarities, states.stride()[:3],
-        tokens, block, HEADS=heads, D=dim, HAS_CENTER=center is not None, BR=_ROWS_AT_ONCE,
-        BD=next_power_of_2(dim), num_warps=4,
-    )  # fmt: skip
+        states,
+        states if center is None else center.contiguous(),
+        means,
+        similarities,
+        states.stride()[:3],
+        tokens,
+        block,
+        HEADS=heads,
+        D=dim,
+        HAS_CENTER=center is not None,
+        BR=_ROWS_AT_ONCE,
+        BD=next_power_of_2(dim),
+        num_warps=4,
+    )
     return means, similarities
 
 
 @triton.jit
 def _antidiagonals(
-    p_q, p_k, i_i, i_j, q_row, k_row, num_groups, num_tokens,
-    STRIDE: tl.constexpr, D: tl.constexpr, BG: tl.constexpr, BD: tl.constexpr,
-):  # fmt: skip
-    """Sum up q·k along the antidiagonals of BG x BG squares; -inf where keys are after the queries, or none."""
+    p_q,
+    p_k,
+    i_i,
+    i_j,
+    q_row,
+    k_row,
+    num_groups,
+    num_tokens,
+    STRIDE: tl.constexpr,
+    D: tl.constexpr,
+    BG: tl.constexpr,
+    BD: tl.constexpr,
+):
+    """Sum up q·k along the antidiagonals of BG x BG squares; -inf where keys are after the queries,
+    or none."""
     o_i, o_j, o_d = i_i + tl.arange(0, BG), i_j + tl.arange(0, BG), tl.arange(0, BD)
     b_s = tl.zeros([BG, BG], tl.float32)
     for i in range(STRIDE):
@@ -75,15 +111,28 @@ def _antidiagonals(
         b_q = tl.load(p_q + (o_q.to(tl.int64) * q_row)[:, None] + o_d[None, :], mask=m_q, other=0.0)
         b_k = tl.load(p_k + (o_k.to(tl.int64) * k_row)[:, None] + o_d[None, :], mask=m_k, other=0.0)
         b_s = tl.dot(b_q, tl.trans(b_k), b_s, input_precision="tf32x3")
-    return tl.where((o_j[None, :] <= o_i[:, None]) & (o_j < num_groups)[None, :], b_s, float("-inf"))
+    return tl.where(
+        (o_j[None, :] <= o_i[:, None]) & (o_j < num_groups)[None, :], b_s, float("-inf")
+    )
 
 
 @triton.jit(do_not_specialize=["num_groups", "num_tokens"])
 def antidiagonal_lse_kernel(
-    p_q, p_k, p_lse, q_strides, k_strides, scale, num_groups, num_tokens,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, STRIDE: tl.constexpr, D: tl.constexpr, BG: tl.constexpr,
+    p_q,
+    p_k,
+    p_lse,
+    q_strides,
+    k_strides,
+    scale,
+    num_groups,
+    num_tokens,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    STRIDE: tl.constexpr,
+    D: tl.constexpr,
+    BG: tl.constexpr,
     BD: tl.constexpr,
-):  # fmt: skip
+):
     """One program sums the exponentials of the scores of BG groups of one head's queries."""
     i_i = tl.program_id(0) * BG
     i_bh = tl.program_id(1).to(tl.int64)
@@ -95,7 +144,18 @@ def antidiagonal_lse_kernel(
     for i_j in range(0, tl.minimum(i_i + BG, num_groups), BG):
         # [BG, BG]; every group sees the first one, so that the maximum is never that of nothing
         b_s = scale * _antidiagonals(
-            p_q, p_k, i_i, i_j, q_strides[2], k_strides[2], num_groups, num_tokens, STRIDE, D, BG, BD
+            p_q,
+            p_k,
+            i_i,
+            i_j,
+            q_strides[2],
+            k_strides[2],
+            num_groups,
+            num_tokens,
+            STRIDE,
+            D,
+            BG,
+            BD,
         )
         b_new_max = tl.maximum(b_max, tl.max(b_s, axis=1))
         b_sum = b_sum * tl.exp(b_max - b_new_max) + tl.sum(tl.exp(b_s - b_new_max[:, None]), axis=1)
@@ -106,11 +166,26 @@ def antidiagonal_lse_kernel(
 
 @triton.jit(do_not_specialize=["num_groups", "num_tokens", "num_parts"])
 def antidiagonal_sum_kernel(
-    p_q, p_k, p_lse, p_out, q_strides, k_strides, scale, num_groups, num_tokens, num_parts,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, STRIDE: tl.constexpr, D: tl.constexpr, BG: tl.constexpr,
-    BD: tl.constexpr, PART: tl.constexpr,
-):  # fmt: skip
-    """One program sums the shares of BG groups of one head's queries over squares of PART x PART groups."""
+    p_q,
+    p_k,
+    p_lse,
+    p_out,
+    q_strides,
+    k_strides,
+    scale,
+    num_groups,
+    num_tokens,
+    num_parts,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    STRIDE: tl.constexpr,
+    D: tl.constexpr,
+    BG: tl.constexpr,
+    BD: tl.constexpr,
+    PART: tl.constexpr,
+):
+    """One program sums the shares of BG groups of one head's queries over squares of PART x PART
+    groups."""
     i_i = tl.program_id(0) * BG
     i_bh = tl.program_id(1).to(tl.int64)
     i_b, i_h = i_bh // HEADS, i_bh % HEADS
@@ -123,7 +198,18 @@ def antidiagonal_sum_kernel(
     p_out += i_bh * num_parts * num_parts
     for i_j in range(0, tl.minimum(i_i + BG, num_groups), BG):
         b_s = scale * _antidiagonals(
-            p_q, p_k, i_i, i_j, q_strides[2], k_strides[2], num_groups, num_tokens, STRIDE, D, BG, BD
+            p_q,
+            p_k,
+            i_i,
+            i_j,
+            q_strides[2],
+            k_strides[2],
+            num_groups,
+            num_tokens,
+            STRIDE,
+            D,
+            BG,
+            BD,
         )
         b_p = tl.exp(b_s - b_lse[:, None])
         # [BG // PART, BG // PART]
@@ -131,15 +217,28 @@ def antidiagonal_sum_kernel(
         b_out = tl.sum(tl.reshape(b_out, [BG // PART, PART, BG // PART]), axis=1)
         o_key = i_j // PART + tl.arange(0, BG // PART)
         m_out = (o_part < num_parts)[:, None] & (o_key < num_parts)[None, :]
-        tl.store(p_out + (o_part.to(tl.int64) * num_parts)[:, None] + o_key[None, :], b_out, mask=m_out)
+        tl.store(
+            p_out + (o_part.to(tl.int64) * num_parts)[:, None] + o_key[None, :], b_out, mask=m_out
+        )
 
 
 @triton.jit(do_not_specialize=["num_tokens", "block"])
 def block_means_kernel(
-    p_states, p_center, p_means, p_similarities, strides, num_tokens, block,
-    HEADS: tl.constexpr, D: tl.constexpr, HAS_CENTER: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
-):  # fmt: skip
-    """One program sums up a block's rows, and their unit vectors, whose mean's square is the mean cosine."""
+    p_states,
+    p_center,
+    p_means,
+    p_similarities,
+    strides,
+    num_tokens,
+    block,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    HAS_CENTER: tl.constexpr,
+    BR: tl.constexpr,
+    BD: tl.constexpr,
+):
+    """One program sums up a block's rows, and their unit vectors, whose mean's square is the mean
+    cosine."""
     i_n = tl.program_id(0)
     i_bh = tl.program_id(1).to(tl.int64)
     p_states += (i_bh // HEADS) * strides[0] + (i_bh % HEADS) * strides[1]
@@ -154,9 +253,11 @@ def block_means_kernel(
         o_r = i_r + tl.arange(0, BR)
         m_rows = (o_r < stop)[:, None] & (o_d < D)[None, :]
         # [BR, BD]
-        b_rows = tl.load(p_states + (o_r.to(tl.int64) * strides[2])[:, None] + o_d[None, :], mask=m_rows, other=0.0).to(
-            tl.float32
-        )
+        b_rows = tl.load(
+            p_states + (o_r.to(tl.int64) * strides[2])[:, None] + o_d[None, :],
+            mask=m_rows,
+            other=0.0,
+        ).to(tl.float32)
         b_rows = tl.where(m_rows, b_rows - b_center[None, :], 0.0)
         b_norm = tl.sqrt(tl.sum(b_rows * b_rows, axis=1))
         b_mean += tl.sum(b_rows, axis=0)

@@ -1,6 +1,7 @@
 """A decoder's element-wise operators in Triton kernels that read and write once.
 
-transformers' own modules, which call torch for each step, are the definition and the other implementation.
+transformers' own modules, which call torch for each step, are the definition and the other
+implementation.
 """
 
 import torch
@@ -14,7 +15,9 @@ _BLOCK = 4096  # numbers of a program, at most where a row has no more
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def rms_norm_kernel(p_x, p_w, p_out, num_rows, eps, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):
+def rms_norm_kernel(
+    p_x, p_w, p_out, num_rows, eps, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr
+):
     """One program normalizes BR rows: in fp32 up to the product with the weights."""
     o_r, o_d = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR), tl.arange(0, BD)
     m_d = o_d < D
@@ -41,10 +44,21 @@ def silu_product_kernel(p_gate, p_up, p_out, count, BN: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_tokens", "heads", "kv_heads"])
 def rotary_kernel(
-    p_q, p_k, p_cos, p_sin, p_q_out, p_k_out, num_tokens, heads, kv_heads,
-    D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
-):  # fmt: skip
-    """One program rotates BR rows of q, or of k, each one head of a token: a pair is half of the row apart."""
+    p_q,
+    p_k,
+    p_cos,
+    p_sin,
+    p_q_out,
+    p_k_out,
+    num_tokens,
+    heads,
+    kv_heads,
+    D: tl.constexpr,
+    BR: tl.constexpr,
+    BD: tl.constexpr,
+):
+    """One program rotates BR rows of q, or of k, each one head of a token: a pair is half of the
+    row apart."""
     i_r, p_x, p_out = tl.program_id(0), p_q, p_q_out
     num_tiles = tl.cdiv(num_tokens * heads, BR)
     if i_r >= num_tiles:
@@ -65,7 +79,8 @@ def rotary_kernel(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Divide rows ``[..., D]`` by the root of their mean square, and multiply them by weights ``[D]``."""
+    """Divide rows ``[..., D]`` by the root of their mean square, and multiply them by weights
+    ``[D]``."""
     x = x.contiguous()
     out = torch.empty_like(x, dtype=torch.promote_types(x.dtype, weight.dtype))
     rows, grid, sizes = _in_rows(x)
@@ -77,24 +92,34 @@ def silu_product(gate: Tensor, up: Tensor) -> Tensor:
     """Multiply silu(gate) = gate * sigmoid(gate) by ``up``, of the same shape."""
     gate, up = gate.contiguous(), up.contiguous()
     out = torch.empty_like(gate)
-    silu_product_kernel[(cdiv(out.numel(), _BLOCK),)](gate, up, out, out.numel(), BN=_BLOCK, num_warps=8)
+    silu_product_kernel[(cdiv(out.numel(), _BLOCK),)](
+        gate, up, out, out.numel(), BN=_BLOCK, num_warps=8
+    )
     return out
 
 
 def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotate heads ``[B, H, S, D]`` by angles ``[B, S, D]``; in memory the results are ``[B, S, H, D]``."""
+    """Rotate heads ``[B, H, S, D]`` by angles ``[B, S, D]``; in memory the results are
+    ``[B, S, H, D]``."""
     q, k = (x.transpose(1, 2).contiguous() for x in (q, k))
     cos, sin = (angles.expand(*q.shape[:2], q.shape[3]).contiguous() for angles in (cos, sin))
     outs, ((rows, (tiles,), sizes), (_, (kv_tiles,), _)) = (
         [torch.empty_like(x) for x in (q, k)],
         map(_in_rows, (q, k)),
     )
-    rotary_kernel[(tiles + kv_tiles,)](q, k, cos, sin, *outs, rows // q.shape[2], q.shape[2], k.shape[2], **sizes)
+    rotary_kernel[(tiles + kv_tiles,)](
+        q, k, cos, sin, *outs, rows // q.shape[2], q.shape[2], k.shape[2], **sizes
+    )
     return tuple(out.transpose(1, 2) for out in outs)
 
 
 def _in_rows(x: Tensor) -> tuple[int, tuple[int], dict[str, int]]:
-    """Return the number of rows ``[..., D]``, the grid of programs that take whole ones, and their sizes."""
+    """Return the number of rows ``[..., D]``, the grid of programs that take whole ones, and their
+    sizes."""
     rows, padded = x.numel() // x.shape[-1], next_power_of_2(x.shape[-1])
     at_once = max(1, _BLOCK // padded)
-    return rows, (cdiv(rows, at_once),), {"D": x.shape[-1], "BR": at_once, "BD": padded, "num_warps": 8}
+    return (
+        rows,
+        (cdiv(rows, at_once),),
+        {"D": x.shape[-1], "BR": at_once, "BD": padded, "num_warps": 8},
+    )

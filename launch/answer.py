@@ -31,7 +31,8 @@ def run(options: argparse.Namespace, hosts: HostGroup, progress_delay: float = 2
         progress_delay: seconds before a progress bar is shown.
 
     Raises:
-        ValueError: a source cannot be read, a file cannot be written, or the engine rejects the request.
+        ValueError: a source cannot be read, a file cannot be written, or the engine rejects the
+            request.
         HostError: another host failed.
     """
     prepare_process(options, hosts)
@@ -91,7 +92,8 @@ def streamed(tokenizer: PreTrainedTokenizerBase, enabled: bool) -> Iterator[Call
 
 
 def read_sources(options: argparse.Namespace) -> str | None:
-    """Return the text of ``--context``, and make sure that videos, images and audio files can be opened.
+    """Return the text of ``--context``, and make sure that videos, images and audio files can be
+    opened.
 
     A video's frames are not listed yet: that takes long for long videos, and is part of answering.
 
@@ -108,7 +110,9 @@ def read_sources(options: argparse.Namespace) -> str | None:
             raise AudioError(f"{path}: has no audio track")
     if not options.context:
         return None
-    with raised_as(ValueError, f"cannot read the context {options.context}", OSError, UnicodeDecodeError):
+    with raised_as(
+        ValueError, f"cannot read the context {options.context}", OSError, UnicodeDecodeError
+    ):
         return Path(options.context).read_text(encoding="utf-8")
 
 
@@ -130,15 +134,20 @@ def table(answer: GenerateResult, options: argparse.Namespace, num_hosts: int) -
     """
     mebibyte, stats, speculation = 2**20, answer.stats, answer.stats["speculation"]
     number, size = stats["hosts"], stats["tensor_parallel_size"]
-    hosts = f"{number} host{'s' if number > 1 else ''}" + (f" of {size} processes" if size > 1 else "")
+    hosts = f"{number} host{'s' if number > 1 else ''}" + (
+        f" of {size} processes" if size > 1 else ""
+    )
     hosts += " and a draft host" if num_hosts > number else ""
     rows = [("method", f"{stats['method']} on {hosts}, {stats['device']}, {stats['dtype']}")]
     for number, video in enumerate(answer.videos, 1):
         name = "video" if len(answer.videos) == 1 else f"video {number}"
-        sampled = f"{len(video.frames)} of {video.info.num_frames} frames, {video.info.duration:.1f} s"
+        sampled = (
+            f"{len(video.frames)} of {video.info.num_frames} frames, {video.info.duration:.1f} s"
+        )
         rows.append((name, sampled))
     heard = f", {stats['num_audio_tokens']} audio" if stats["num_audio_tokens"] else ""
-    rows.append(("prompt", f"{stats['num_input_tokens']} tokens, {stats['num_video_tokens']} of them visual{heard}"))
+    num_tokens, num_visual = stats["num_input_tokens"], stats["num_video_tokens"]
+    rows.append(("prompt", f"{num_tokens} tokens, {num_visual} of them visual{heard}"))
     if stats["anchor_len"] or stats["passing_len"]:
         rows.append(("anchor / passing", f"{stats['anchor_len']} / {stats['passing_len']} tokens"))
     if stats["warning"] is not None:
@@ -147,8 +156,14 @@ def table(answer: GenerateResult, options: argparse.Namespace, num_hosts: int) -
         before, after = reduction["num_video_tokens_before"], reduction["num_video_tokens_after"]
         rows.append(("kept by " + reduction["method"], f"{after} of {before} visual tokens"))
     if stats["attention_density"] is not None:
-        rows.append(("sparse attention", f"{stats['attention_density']:.0%} of the causal scores computed"))
-    rows += [(name, f"{milliseconds:.1f} ms") for name, milliseconds in stats["stages_ms"].items() if milliseconds]
+        rows.append(
+            ("sparse attention", f"{stats['attention_density']:.0%} of the causal scores computed")
+        )
+    rows += [
+        (name, f"{milliseconds:.1f} ms")
+        for name, milliseconds in stats["stages_ms"].items()
+        if milliseconds
+    ]
     if stats["overlap_ms"] >= _SHOWN_OVERLAP_MS:
         rows.append(("overlap", f"{stats['overlap_ms']:.1f} ms of these, overlapping other stages"))
     rows.append(("time to first token", f"{stats['ttft_ms']:.1f} ms"))
@@ -158,13 +173,25 @@ def table(answer: GenerateResult, options: argparse.Namespace, num_hosts: int) -
         rows += _speculation(speculation, options, num_hosts > stats["hosts"])
     if stats["comm_bytes_total"]:
         rows.append(("communication", f"{stats['comm_bytes_total'] / mebibyte:.2f} MiB"))
-    rows.append(("peak memory", f"{max(stats['peak_memory_bytes']) / mebibyte:.0f} MiB (max over processes)"))
+    rows.append(
+        (
+            "peak memory",
+            f"{max(stats['peak_memory_bytes']) / mebibyte:.0f} MiB (max over processes)",
+        )
+    )
     return "\n".join(f"  {name:<20} {value}" for name, value in rows)
 
 
-def _speculation(figures: dict[str, Any], options: argparse.Namespace, on_draft_host: bool) -> list[tuple[str, str]]:
+def _speculation(
+    figures: dict[str, Any], options: argparse.Namespace, on_draft_host: bool
+) -> list[tuple[str, str]]:
     """Format the metrics of speculative decoding."""
-    rows = [("drafting", f"{figures['strategy']}, {'on the draft host' if on_draft_host else 'on host 0'}")]
+    rows = [
+        (
+            "drafting",
+            f"{figures['strategy']}, {'on the draft host' if on_draft_host else 'on host 0'}",
+        )
+    ]
     if figures.get("lost_draft"):
         rows.append(("", f"continued alone: {figures['lost_draft']}"))
     if figures["switched_off"]:

@@ -1,10 +1,11 @@
 """Answer a file of requests in OpenAI's batch format; a further run continues what was interrupted.
 
-    torchrun --nproc-per-node 2 launch/batch.py requests.jsonl --out answers.jsonl --model demo --media-dir clips
-    python launch/batch.py - --out answers.jsonl --model demo          (one host, requests from a pipe)
+    torchrun --nproc-per-node 2 launch/batch.py requests.jsonl --out answers.jsonl \
+        --model demo --media-dir clips
+    python launch/batch.py - --out answers.jsonl --model demo  # one host, requests from a pipe
 
-SIGINT or SIGTERM to host 0's process, or to torchrun, finishes running requests; a second one ends them. torchrun
-kills processes that still run after its --shutdown-timeout (30 s).
+SIGINT or SIGTERM to host 0's process, or to torchrun, finishes running requests; a second one ends
+them. torchrun kills processes that still run after its --shutdown-timeout (30 s).
 """
 
 import argparse
@@ -24,7 +25,13 @@ from apbv.launch.options import (
     load_engine,
     prepare_process,
 )
-from apbv.launch.serve import add_request_options, add_reuse_options, check_requests, request_settings, reuse_config
+from apbv.launch.serve import (
+    add_request_options,
+    add_reuse_options,
+    check_requests,
+    request_settings,
+    reuse_config,
+)
 from apbv.warn import report_error
 
 if TYPE_CHECKING:
@@ -35,18 +42,30 @@ _LOG_SECONDS = 30.0  # between progress messages where there is no terminal
 _STAGES = ("queue", "prefill", "decode")
 
 
-def parse_arguments(arguments: list[str] | None = None, prog: str | None = None) -> argparse.Namespace:
+def parse_arguments(
+    arguments: list[str] | None = None, prog: str | None = None
+) -> argparse.Namespace:
     """Parse and check the options; exits if one is wrong."""
     usage = "%(prog)s REQUESTS --out ANSWERS --model MODEL [options]"
     parser = OptionParser(prog, usage, description=__doc__.splitlines()[0])
-    parser.add_argument("requests", type=Path, metavar="REQUESTS", help="JSON lines, or a pipe; -: standard input")
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="answers are appended to it")
-    parser.add_argument("--model", required=True, help='"demo", a directory, or a hub id')
     parser.add_argument(
-        "--retry-errors", action="store_true", help="ask again what failed with status 408, 429 or 500 and above"
+        "requests", type=Path, metavar="REQUESTS", help="JSON lines, or a pipe; -: standard input"
     )
     parser.add_argument(
-        "--shard", type=_shard, default=(0, 1), metavar="I/N", help="only lines I, I + N, … of all, from 0"
+        "--out", type=Path, required=True, metavar="FILE", help="answers are appended to it"
+    )
+    parser.add_argument("--model", required=True, help='"demo", a directory, or a hub id')
+    parser.add_argument(
+        "--retry-errors",
+        action="store_true",
+        help="ask again what failed with status 408, 429 or 500 and above",
+    )
+    parser.add_argument(
+        "--shard",
+        type=_shard,
+        default=(0, 1),
+        metavar="I/N",
+        help="only lines I, I + N, … of all, from 0",
     )
     add_request_options(parser)
     add_prefill_options(parser)
@@ -71,8 +90,8 @@ def _shard(text: str) -> tuple[int, int]:
 def main(arguments: list[str] | None = None, prog: str | None = None) -> int:
     """Answer the requests; return the exit status.
 
-    It is 0 if all are answered, 1 if any failed, and 128 plus a signal's number if that stopped the batch before
-    its end.
+    It is 0 if all are answered, 1 if any failed, and 128 plus a signal's number if that stopped the
+    batch before its end.
     """
     options, statuses = parse_arguments(arguments, prog), []
     # Imported here because this takes seconds.
@@ -89,7 +108,10 @@ def main(arguments: list[str] | None = None, prog: str | None = None) -> int:
             if hosts.is_leader:
                 answers = Answers(options.out, options.retry_errors)
                 requests = Requests(options.requests, options.shard)
-        engine, settings = load_engine(options, hosts, reuse_config(options)), request_settings(options)
+        engine, settings = (
+            load_engine(options, hosts, reuse_config(options)),
+            request_settings(options),
+        )
         if hosts.device.type == "cuda":
             engine.warm_up(in_batch=True)
         if not hosts.is_leader:
@@ -110,7 +132,9 @@ def main(arguments: list[str] | None = None, prog: str | None = None) -> int:
             report_error(failures(batch, options.out))
         statuses.append(128 + batch.stopped_by if batch.was_stopped else int(batch.num_failed > 0))
 
-    return run_on_hosts(run, options.timeout, options.tensor_parallel, options.device) or sum(statuses)
+    return run_on_hosts(run, options.timeout, options.tensor_parallel, options.device) or sum(
+        statuses
+    )
 
 
 def failures(batch: "Batch", out: Path) -> str:
@@ -120,7 +144,9 @@ def failures(batch: "Batch", out: Path) -> str:
         out: the file of answers.
     """
     lines = [f"  {reason}" for reason in batch.reasons]
-    lines.append(f"{batch.num_failed} of {batch.num_in_file} requests were answered with errors: see {out}")
+    lines.append(
+        f"{batch.num_failed} of {batch.num_in_file} requests were answered with errors: see {out}"
+    )
     return "\n".join(lines)
 
 
@@ -128,11 +154,16 @@ def summary(batch: "Batch") -> str:
     """Format the figures of a batch as a table."""
     metrics, seconds = batch.metrics, batch.seconds
     rate = f"{batch.num_answered * 60 / seconds:.1f} a minute"
-    rows = [("answers", f"{batch.num_answered} in {seconds:.1f} s, {rate}"), ("failed", str(batch.num_failed))]
+    rows = [
+        ("answers", f"{batch.num_answered} in {seconds:.1f} s, {rate}"),
+        ("failed", str(batch.num_failed)),
+    ]
     if batch.was_stopped:
         rows.append(("stopped", "the same command continues"))
     read, generated = (int(metrics.total(f"{kind}_tokens")) for kind in ("prompt", "generation"))
-    rows.append(("tokens", f"{read} of prompts, {generated} generated, {generated / seconds:.1f} a second"))
+    rows.append(
+        ("tokens", f"{read} of prompts, {generated} generated, {generated / seconds:.1f} a second")
+    )
     means = {stage: metrics.mean(f"request_{stage}_time_seconds") for stage in _STAGES}
     times = [f"{stage} {mean * 1e3:.0f} ms" for stage, mean in means.items() if mean is not None]
     rows += [("mean times", ", ".join(times))] if times else []

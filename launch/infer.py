@@ -25,16 +25,22 @@ from apbv.launch.options import (
 from apbv.refusals import refuse
 
 
-def parse_arguments(arguments: list[str] | None = None, prog: str | None = None) -> argparse.Namespace:
+def parse_arguments(
+    arguments: list[str] | None = None, prog: str | None = None
+) -> argparse.Namespace:
     """Parse and check the options; exits if one is wrong."""
-    parser = OptionParser(prog, "%(prog)s --model MODEL [options]", description=__doc__.splitlines()[0])
+    parser = OptionParser(
+        prog, "%(prog)s --model MODEL [options]", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("--model", required=True, help='"demo", a directory, or a hub id')
     for option, metavar, about in (
         ("--video", "demo|FILE", "a video file, or the bundled clip"),
         ("--image", "FILE", "an image file, placed after the videos"),
         ("--audio", "FILE", "an audio file, placed after the images"),
     ):
-        parser.add_argument(option, metavar=metavar, action="append", help=f"{about}; can be repeated")
+        parser.add_argument(
+            option, metavar=metavar, action="append", help=f"{about}; can be repeated"
+        )
     parser.add_argument(
         "--audio-in-video",
         action=YesOrNoOnce,
@@ -57,13 +63,17 @@ def parse_arguments(arguments: list[str] | None = None, prog: str | None = None)
         if not (options.video or options.image or options.audio or options.context):
             options.video = ["demo"]
     if options.video:
-        options.video = [str(demo.video_path()) if path == "demo" else path for path in options.video]
+        options.video = [
+            str(demo.video_path()) if path == "demo" else path for path in options.video
+        ]
     if options.prompt is None:
         parser.error("--prompt is required: give the question")
     for name in ("frames", "fps", "video_chunk_mib", "audio_in_video"):
         if getattr(options, name) is not None and options.video is None:
             parser.error(f"--{name.replace('_', '-')} needs a --video")
-    shown = next((f"--{name}" for name in ("video", "image", "audio") if getattr(options, name)), None)
+    shown = next(
+        (f"--{name}" for name in ("video", "image", "audio") if getattr(options, name)), None
+    )
     with parser.rejecting():
         refuse(context=options.context and "--context", source=shown)
     check(parser, options)
@@ -77,7 +87,9 @@ def main(arguments: list[str] | None = None, prog: str | None = None) -> int:
     from apbv.hosts import run_on_hosts
     from apbv.launch.answer import run
 
-    return run_on_hosts(partial(run, options), options.timeout, options.tensor_parallel, options.device)
+    return run_on_hosts(
+        partial(run, options), options.timeout, options.tensor_parallel, options.device
+    )
 
 
 if __name__ == "__main__":

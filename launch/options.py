@@ -1,7 +1,7 @@
 """Command-line options of the engine, shared by the scripts.
 
-Options are validated before torch and transformers are imported, which takes seconds. Most correspond to a config
-field and take its type, range, choices and default.
+Options are validated before torch and transformers are imported, which takes seconds. Most
+correspond to a config field and take its type, range, choices and default.
 """
 
 import argparse
@@ -51,13 +51,22 @@ class Setting(NamedTuple):
 
 # Options that are not named as their fields, and further arguments of argparse.
 _NAMES = {"block_size": "sparse_block", "chunk_bytes": "video_chunk_mib"}
-_MORE = {"draft_model": {"metavar": "PATH"}, "num_draft_tokens": {"metavar": "N|auto"}, "hippo_terms": {"nargs": "+"}}
+_MORE = {
+    "draft_model": {"metavar": "PATH"},
+    "num_draft_tokens": {"metavar": "N|auto"},
+    "hippo_terms": {"nargs": "+"},
+}
 
 
 def _of(config: type, prefix: str = "", **helps: str) -> tuple[Setting, ...]:
     """Make the options for fields; with a prefix, ``method``'s is the prefix alone."""
-    names = {field: f"{prefix}_{field}".removesuffix("_method") if prefix else field for field in helps}
-    return tuple(Setting(config, field, _NAMES.get(field, names[field]), text) for field, text in helps.items())
+    names = {
+        field: f"{prefix}_{field}".removesuffix("_method") if prefix else field for field in helps
+    }
+    return tuple(
+        Setting(config, field, _NAMES.get(field, names[field]), text)
+        for field, text in helps.items()
+    )
 
 
 PREFILL = _of(
@@ -78,8 +87,12 @@ DECODE = _of(
     generation_config="sampling defaults: the checkpoint's (auto), or without effect (neutral)",
 )
 # The options below are None if not given.
-VIDEO = _of(VideoConfig, chunk_bytes="memory per video chunk (default: 1/16 of free memory, at most 256)")
-THREADS = _of(VideoConfig, threads="CPU threads (default: OMP_NUM_THREADS, or a share of the cores)")
+VIDEO = _of(
+    VideoConfig, chunk_bytes="memory per video chunk (default: 1/16 of free memory, at most 256)"
+)
+THREADS = _of(
+    VideoConfig, threads="CPU threads (default: OMP_NUM_THREADS, or a share of the cores)"
+)
 REDUCE = _of(
     ReduceConfig,
     prefix="reduce",
@@ -112,17 +125,30 @@ DRAFT = _of(
     layer_ratio="share of the target's layers that layerskip drafts with (default 0.5)",
     ensemble="contexts of tabed's ensemble: MT, MT*, MTCP, MTCP*, …",
 )
-ANSWER_LENGTH = _of(SamplingParams, max_new_tokens="tokens to generate at most (default: the model's, or 128)")
+ANSWER_LENGTH = _of(
+    SamplingParams, max_new_tokens="tokens to generate at most (default: the model's, or 128)"
+)
 SAMPLING = _of(
     SamplingParams,
     temperature="sampling temperature; 0: greedy (the default; apbv serve: the model's)",
     top_p="sample from the fewest tokens with this probability mass (default: the model's)",
     top_k="sample from the N most probable tokens; 0: all (default: the model's)",
     min_p="drop tokens below X times the highest probability (default: the model's)",
-    repetition_penalty="penalize tokens of the prompt and the answer; 1: off (default: the model's)",
+    repetition_penalty="penalize tokens of the prompt and the answer; 1: off "
+    "(default: the model's)",
     seed="random seed for sampling",
 )
-_SETTINGS = (*PREFILL, *DECODE, *VIDEO, *THREADS, *REDUCE, *SPARSE, *DRAFT, *ANSWER_LENGTH, *SAMPLING)
+_SETTINGS = (
+    *PREFILL,
+    *DECODE,
+    *VIDEO,
+    *THREADS,
+    *REDUCE,
+    *SPARSE,
+    *DRAFT,
+    *ANSWER_LENGTH,
+    *SAMPLING,
+)
 
 
 class _StoreOnce(argparse.Action):
@@ -134,7 +160,8 @@ class _StoreOnce(argparse.Action):
 
 
 class YesOrNoOnce(argparse.BooleanOptionalAction):
-    """Stores whether ``--option`` or ``--no-option`` was given; the parser is an :class:`OptionParser`."""
+    """Stores whether ``--option`` or ``--no-option`` was given; the parser is an
+    :class:`OptionParser`."""
 
     def __call__(self, parser, namespace, values, option_string=None):
         parser.require_once(self, option_string)
@@ -154,7 +181,9 @@ class OptionParser(argparse.ArgumentParser):
         self.register("action", None, _StoreOnce)
         self.register("action", "store", _StoreOnce)
 
-    def parse_known_args(self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None):
+    def parse_known_args(
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ):
         """Parse as argparse does; see the class."""
         self._given.clear()
         return super().parse_known_args(args, namespace)
@@ -179,7 +208,9 @@ class OptionParser(argparse.ArgumentParser):
             self.error(str(error))
 
 
-def add_settings(group: argparse._ActionsContainer, settings: Sequence[Setting], with_defaults: bool = False) -> None:
+def add_settings(
+    group: argparse._ActionsContainer, settings: Sequence[Setting], with_defaults: bool = False
+) -> None:
     """Add options for config fields.
 
     Args:
@@ -201,7 +232,9 @@ def add_settings(group: argparse._ActionsContainer, settings: Sequence[Setting],
         group.add_argument(f"--{each.name.replace('_', '-')}", **more | _MORE.get(each.field, {}))
 
 
-def reading(kind: Callable[[str], Any], says: str, may_be: Callable[[Any], bool]) -> Callable[[str], Any]:
+def reading(
+    kind: Callable[[str], Any], says: str, may_be: Callable[[Any], bool]
+) -> Callable[[str], Any]:
     """Make an argparse type that rejects invalid values.
 
     Args:
@@ -228,21 +261,32 @@ def positive(kind: type = float, most: float = sys.float_info.max) -> Callable[[
     return reading(kind, says, lambda value: isinstance(value, kind) and 0 < value <= most)
 
 
-device_name = reading(str, "be cpu, cuda, or a GPU as in cuda:0", re.compile(r"cpu|cuda(:\d+)?").fullmatch)
+device_name = reading(
+    str, "be cpu, cuda, or a GPU as in cuda:0", re.compile(r"cpu|cuda(:\d+)?").fullmatch
+)
 
 
 def add_prefill_options(parser: argparse.ArgumentParser) -> None:
     """Add the options for frame sampling, prefill and attention."""
     prefill = parser.add_argument_group("prefill")
-    frames = {"type": positive(int), "metavar": "N", "help": "frames per video (default: the model's, or 64)"}
+    frames = {
+        "type": positive(int),
+        "metavar": "N",
+        "help": "frames per video (default: the model's, or 64)",
+    }
     prefill.add_argument("--frames", "--num-frames", **frames)
     rate = reading(float, *FRAME_RATE)
-    prefill.add_argument("--fps", type=rate, metavar="X", help="sample X frames per second, at most --frames")
+    prefill.add_argument(
+        "--fps", type=rate, metavar="X", help="sample X frames per second, at most --frames"
+    )
     add_settings(prefill, [*PREFILL, *DECODE], with_defaults=True)
     add_settings(prefill, VIDEO)
     prefill.add_argument("--adapter", metavar="PATH", help="PEFT adapter to merge into the model")
     prefill.add_argument(
-        "--dtype", choices=DTYPE_NAMES, default="auto", help="weight dtype (default auto: the model's)"
+        "--dtype",
+        choices=DTYPE_NAMES,
+        default="auto",
+        help="weight dtype (default auto: the model's)",
     )
     add_settings(parser.add_argument_group("visual-token pruning"), REDUCE)
     add_settings(parser.add_argument_group("sparse attention"), SPARSE)
@@ -255,10 +299,15 @@ def add_draft_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGrou
     """
     draft = parser.add_argument_group("speculative decoding")
     draft.add_argument(
-        "--speculate", choices=("off", *STRATEGY_NAMES), default="off", help="drafting strategy (default off)"
+        "--speculate",
+        choices=("off", *STRATEGY_NAMES),
+        default="off",
+        help="drafting strategy (default off)",
     )
     add_settings(draft, DRAFT)
-    draft.add_argument("--captioner", metavar="MODULE:FUNCTION", help="captions the prompt for tabed")
+    draft.add_argument(
+        "--captioner", metavar="MODULE:FUNCTION", help="captions the prompt for tabed"
+    )
     return draft
 
 
@@ -266,12 +315,22 @@ def add_host_options(parser: argparse.ArgumentParser) -> None:
     """Add the options for the host group."""
     hosts = parser.add_argument_group("hosts (sequence-parallel ranks)")
     hosts.add_argument(
-        "--device", type=device_name, metavar="cpu|cuda|cuda:N", help="default: a GPU if any, else the CPU"
+        "--device",
+        type=device_name,
+        metavar="cpu|cuda|cuda:N",
+        help="default: a GPU if any, else the CPU",
     )
-    members = {"type": int, "default": 1, "metavar": "T", "help": "tensor-parallel GPUs per host (default 1)"}
+    members = {
+        "type": int,
+        "default": 1,
+        "metavar": "T",
+        "help": "tensor-parallel GPUs per host (default 1)",
+    }
     hosts.add_argument("--tensor-parallel", "--tensor-parallel-size", **members)
     patience = {"type": positive(float, 10**6), "default": 300.0, "metavar": "X"}
-    hosts.add_argument("--timeout", **patience, help="seconds to wait for an unresponsive host (default 300)")
+    hosts.add_argument(
+        "--timeout", **patience, help="seconds to wait for an unresponsive host (default 300)"
+    )
     add_settings(hosts, THREADS)
 
 
@@ -287,14 +346,18 @@ def check(parser: OptionParser, options: argparse.Namespace) -> None:
 
 def given(options: argparse.Namespace, config: type) -> dict[str, Any]:
     """Return the config fields that options set."""
-    found = {each.field: getattr(options, each.name, None) for each in _SETTINGS if each.config is config}
+    found = {
+        each.field: getattr(options, each.name, None) for each in _SETTINGS if each.config is config
+    }
     return {field: value for field, value in found.items() if value is not None}
 
 
 def given_for_draft(options: argparse.Namespace) -> dict[str, Any]:
     """Return the given draft options, most under their names in :class:`SpeculativeConfig`."""
     captioner = getattr(options, "captioner", None)
-    return given(options, SpeculativeConfig) | ({} if captioner is None else {"captioner": captioner})
+    return given(options, SpeculativeConfig) | (
+        {} if captioner is None else {"captioner": captioner}
+    )
 
 
 def prefill_config(options: argparse.Namespace) -> PrefillConfig:
@@ -324,7 +387,11 @@ def sparse_config(options: argparse.Namespace) -> SparseConfig | None:
     for each in SPARSE:
         owner = owners[each.field]
         if each.field in settings and (method is None or owner not in (None, method)):
-            wanted = "--sparse, or a sparse --method" if owner is None else f"--sparse or --method {owner}"
+            wanted = (
+                "--sparse, or a sparse --method"
+                if owner is None
+                else f"--sparse or --method {owner}"
+            )
             raise ValueError(f"--{each.name.replace('_', '-')} needs {wanted}")
     return SparseConfig(**{**settings, "method": method}) if settings else None
 
@@ -339,11 +406,14 @@ def speculative_config(options: argparse.Namespace) -> SpeculativeConfig | None:
     return SpeculativeConfig(strategy=options.speculate, **settings)
 
 
-def load_engine(options: argparse.Namespace, hosts: "HostGroup", reuse: ReuseConfig | None = None) -> "Engine":
+def load_engine(
+    options: argparse.Namespace, hosts: "HostGroup", reuse: ReuseConfig | None = None
+) -> "Engine":
     """Load the engine that the options describe; collective.
 
     Raises:
-        ValueError: options are incompatible, or the model does not exist or has an adapter that does not fit.
+        ValueError: options are incompatible, or the model does not exist or has an adapter that
+            does not fit.
         HostError: another host failed to load it.
     """
     from apbv import Engine
@@ -389,8 +459,9 @@ def prepare_process(options: argparse.Namespace, hosts: "HostGroup") -> None:
 def threads_wanted(given: int | None, device_type: str) -> int | None:
     """Return the number of torch CPU threads; None: torch's own choice.
 
-    By default torchrun gives each of several processes a single thread, whatever the number of cores. With a GPU
-    the CPU side has little to compute: the remaining cores are left to video decoding.
+    By default torchrun gives each of several processes a single thread, whatever the number of
+    cores. With a GPU the CPU side has little to compute: the remaining cores are left to video
+    decoding.
     """
     from apbv.hosts import fair_share_of_cores
 
@@ -429,5 +500,8 @@ def exit_with(main: Callable[[], int]) -> NoReturn:
 
 
 def _formatted_warning(message, category, *place) -> str:
-    """Format a user warning as one line, and others, such as deprecations, with their place in the code."""
-    return f"warning: {message}\n" if category is UserWarning else _FORMAT(message, category, *place)
+    """Format a user warning as one line, and others, such as deprecations, with their place in the
+    code."""
+    return (
+        f"warning: {message}\n" if category is UserWarning else _FORMAT(message, category, *place)
+    )

@@ -1,8 +1,10 @@
 """Estimate whether a prompt fits in memory, without loading weights.
 
     python launch/plan.py --model demo --frames 64
-    python launch/plan.py --model Qwen/Qwen2.5-VL-7B-Instruct --frames 512 --hosts 8 --device-memory 80
-    python launch/plan.py --model Qwen/Qwen2.5-VL-7B-Instruct --frames 512 --reduce fastvid --reduce-ratio 0.25
+    python launch/plan.py --model Qwen/Qwen2.5-VL-7B-Instruct --frames 512 --hosts 8 \
+        --device-memory 80
+    python launch/plan.py --model Qwen/Qwen2.5-VL-7B-Instruct --frames 512 --reduce fastvid \
+        --reduce-ratio 0.25
 
 The exit status is 0 if it fits, and 1 if it does not.
 """
@@ -11,30 +13,59 @@ import argparse
 import sys
 
 from apbv.config import DTYPE_NAMES, SpeculativeConfig
-from apbv.launch.options import PREFILL, REDUCE, OptionParser, add_settings, exit_with, positive, prefill_config
+from apbv.launch.options import (
+    PREFILL,
+    REDUCE,
+    OptionParser,
+    add_settings,
+    exit_with,
+    positive,
+    prefill_config,
+)
 
 # Options that are arguments of apbv.plan, and those that are prefill settings.
 _OF_PLAN = ("tokens", "resolution", "hosts", "tensor_parallel", "dtype")
 _OF_PREFILL = ("method", "anchor_len", "passing_len", "early_passing_len", "kv")
 
 
-def parse_arguments(arguments: list[str] | None = None, prog: str | None = None) -> argparse.Namespace:
+def parse_arguments(
+    arguments: list[str] | None = None, prog: str | None = None
+) -> argparse.Namespace:
     """Parse and check the options; exits if one is wrong."""
-    parser = OptionParser(prog, "%(prog)s --model MODEL [options]", description=__doc__.splitlines()[0])
-    parser.add_argument("--model", required=True, help='"demo", a directory, or a hub id; weights are not read')
+    parser = OptionParser(
+        prog, "%(prog)s --model MODEL [options]", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument(
+        "--model", required=True, help='"demo", a directory, or a hub id; weights are not read'
+    )
     prompt = parser.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--frames", type=int, help="frames sampled from a video")
     prompt.add_argument("--tokens", type=int, help="tokens of a text prompt")
-    parser.add_argument("--resolution", default="720p", help='video resolution: "HxW", or such as 720p (default)')
-    parser.add_argument("--hosts", type=int, default=1, help="sequence-parallel size (default 1)")
-    parser.add_argument("--tensor-parallel", type=int, default=1, metavar="T", help="GPUs per host (default 1)")
-    add_settings(parser, [each for each in PREFILL if each.field in _OF_PREFILL], with_defaults=True)
-    add_settings(parser, REDUCE)
-    parser.add_argument("--dtype", choices=DTYPE_NAMES, default="auto", help="weight dtype; auto: the model's")
-    parser.add_argument("--draft-model", metavar="PATH", help="draft model to include in the estimate")
-    parser.add_argument("--keep-ratio", type=float, help="share of visual tokens it sees (default 0.1)")
     parser.add_argument(
-        "--device-memory", type=positive(), metavar="GB", help="memory per process (default: what is free here)"
+        "--resolution", default="720p", help='video resolution: "HxW", or such as 720p (default)'
+    )
+    parser.add_argument("--hosts", type=int, default=1, help="sequence-parallel size (default 1)")
+    parser.add_argument(
+        "--tensor-parallel", type=int, default=1, metavar="T", help="GPUs per host (default 1)"
+    )
+    add_settings(
+        parser, [each for each in PREFILL if each.field in _OF_PREFILL], with_defaults=True
+    )
+    add_settings(parser, REDUCE)
+    parser.add_argument(
+        "--dtype", choices=DTYPE_NAMES, default="auto", help="weight dtype; auto: the model's"
+    )
+    parser.add_argument(
+        "--draft-model", metavar="PATH", help="draft model to include in the estimate"
+    )
+    parser.add_argument(
+        "--keep-ratio", type=float, help="share of visual tokens it sees (default 0.1)"
+    )
+    parser.add_argument(
+        "--device-memory",
+        type=positive(),
+        metavar="GB",
+        help="memory per process (default: what is free here)",
     )
     options = parser.parse_args(arguments)
     if options.keep_ratio is not None and options.draft_model is None:

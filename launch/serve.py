@@ -4,9 +4,10 @@ torchrun --nproc-per-node 2 launch/serve.py --model demo --media-dir clips
 torchrun --nproc-per-node 8 launch/serve.py --model Qwen/Qwen2.5-VL-7B-Instruct --api-key SECRET
 python launch/serve.py --model demo          (one host)
 
-On SIGTERM to host 0's process, whose id the startup line gives, the server finishes running requests (--grace) and
-all hosts and torchrun exit with status 0. On SIGTERM to torchrun itself, torchrun forwards the signal, kills
-processes that still run after its --shutdown-timeout (30 s; must be longer than --grace), and always exits with 1.
+On SIGTERM to host 0's process, whose id the startup line gives, the server finishes running
+requests (--grace) and all hosts and torchrun exit with status 0. On SIGTERM to torchrun itself,
+torchrun forwards the signal, kills processes that still run after its --shutdown-timeout (30 s;
+must be longer than --grace), and always exits with 1.
 """
 
 import argparse
@@ -45,17 +46,27 @@ _MIB = 2**20
 _NEEDED = ("starlette", "uvicorn", "pydantic", "prometheus_client")
 _LAST_PORT = 65_535
 _MOST, _MOST_SECONDS = 10**12, 86_400  # of a limit, as a number of things or MiB
-_PORT = reading(int, f"lie in 0 .. {_LAST_PORT}", lambda value: isinstance(value, int) and 0 <= value <= _LAST_PORT)
+_PORT = reading(
+    int,
+    f"lie in 0 .. {_LAST_PORT}",
+    lambda value: isinstance(value, int) and 0 <= value <= _LAST_PORT,
+)
 _KEY = reading(str, "be a key, or the option left out", bool)
-# As browsers send origins: a scheme, a host in lower case, and a port unless it is the scheme's own.
+# As browsers send origins: a scheme, a host in lower case, and a port unless it is the scheme's
+# own.
 _HOST = r"[a-z0-9_-]+(\.[a-z0-9_-]+)*|\[[0-9a-f:.]+\]"
 _AN_ORIGIN = re.compile(rf"(?P<scheme>[a-z][a-z0-9+.-]*)://({_HOST})(:(?P<port>[1-9]\d{{0,4}}))?")
 _OWN_PORTS = {"http": 80, "https": 443}
-_GRACE = reading(float, "lie in 0 .. 86400 seconds", lambda value: isinstance(value, float) and 0 <= value <= 86_400)
+_GRACE = reading(
+    float,
+    "lie in 0 .. 86400 seconds",
+    lambda value: isinstance(value, float) and 0 <= value <= 86_400,
+)
 
 
 def _is_origin(text: str) -> bool:
-    """Return whether a browser may send this origin; ``*`` stands for all, ``null`` for pages without one."""
+    """Return whether a browser may send this origin; ``*`` stands for all, ``null`` for pages
+    without one."""
     if text in ("*", "null"):
         return True
     found = _AN_ORIGIN.fullmatch(text)
@@ -67,22 +78,34 @@ def _is_origin(text: str) -> bool:
 
 _ORIGIN = reading(
     str,
-    "be *, null or an origin as browsers send it: as https://example.com or http://localhost:3000, in lower case, "
+    "be *, null or an origin as browsers send it: as https://example.com or http://localhost:3000, "
+    "in lower case, "
     "without a wildcard, a path or the scheme's own port",
     _is_origin,
 )
 
 
-def parse_arguments(arguments: list[str] | None = None, prog: str | None = None) -> argparse.Namespace:
+def parse_arguments(
+    arguments: list[str] | None = None, prog: str | None = None
+) -> argparse.Namespace:
     """Read and check the options, which ends the process where one is wrong."""
-    parser = OptionParser(prog, "%(prog)s --model MODEL [options]", description=__doc__.splitlines()[0])
+    parser = OptionParser(
+        prog, "%(prog)s --model MODEL [options]", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("name", nargs="?", metavar="MODEL", help="same as --model")
     parser.add_argument("--model", help='"demo", a directory, or a hub id')
     http = parser.add_argument_group("HTTP")
-    http.add_argument("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
-    http.add_argument("--port", type=_PORT, default=8000, help="port; 0: any free one (default %(default)s)")
     http.add_argument(
-        "--api-key", type=_KEY, metavar="KEY", help="required of clients (default: $APBV_API_KEY, or none)"
+        "--host", default="127.0.0.1", help="address to listen on (default %(default)s)"
+    )
+    http.add_argument(
+        "--port", type=_PORT, default=8000, help="port; 0: any free one (default %(default)s)"
+    )
+    http.add_argument(
+        "--api-key",
+        type=_KEY,
+        metavar="KEY",
+        help="required of clients (default: $APBV_API_KEY, or none)",
     )
     origins = {"type": _ORIGIN, "action": "append", "default": [], "metavar": "ORIGIN"}
     http.add_argument("--cors-origin", **origins, help="web page origin that may call; or *")
@@ -90,20 +113,31 @@ def parse_arguments(arguments: list[str] | None = None, prog: str | None = None)
         "--grace",
         type=_GRACE,
         default=20.0,
-        help="seconds to finish running requests after SIGTERM (default 20); under torchrun at most its "
+        help="seconds to finish running requests after SIGTERM (default 20); under torchrun at "
+        "most its "
         "--shutdown-timeout minus 10",
     )
-    http.add_argument("--log-format", choices=LOG_FORMATS, default="text", help="json adds timings (default text)")
+    http.add_argument(
+        "--log-format", choices=LOG_FORMATS, default="text", help="json adds timings (default text)"
+    )
 
     add_request_options(parser)
     add_prefill_options(parser)
     add_draft_options(parser)
     add_reuse_options(parser)
     transfer = parser.add_argument_group("KV transfer to another server, such as vLLM")
-    transfer.add_argument("--kv-transfer", choices=["tcp"], help="transfer KV from each process's memory over TCP")
-    transfer.add_argument("--kv-host", metavar="ADDRESS", help="address of this machine (default: detected)")
-    transfer.add_argument("--kv-port", type=int, metavar="BASE", help="process p uses BASE + p (default: any)")
-    transfer.add_argument("--kv-seconds", type=positive(float, _MOST_SECONDS), help="KV lifetime (default 120)")
+    transfer.add_argument(
+        "--kv-transfer", choices=["tcp"], help="transfer KV from each process's memory over TCP"
+    )
+    transfer.add_argument(
+        "--kv-host", metavar="ADDRESS", help="address of this machine (default: detected)"
+    )
+    transfer.add_argument(
+        "--kv-port", type=int, metavar="BASE", help="process p uses BASE + p (default: any)"
+    )
+    transfer.add_argument(
+        "--kv-seconds", type=positive(float, _MOST_SECONDS), help="KV lifetime (default 120)"
+    )
     add_host_options(parser)
     options = parser.parse_args(arguments)
     if (options.name is None) == (options.model is None):
@@ -118,13 +152,21 @@ def parse_arguments(arguments: list[str] | None = None, prog: str | None = None)
 def add_request_options(parser: argparse.ArgumentParser) -> None:
     """Add the options for requests, which are those of :func:`request_settings`."""
     requests = parser.add_argument_group("requests: limits and defaults")
-    requests.add_argument("--served-model-name", metavar="NAME", help="model name in requests (default: --model)")
+    requests.add_argument(
+        "--served-model-name", metavar="NAME", help="model name in requests (default: --model)"
+    )
     for each in fields(ServerSettings):
         if "about" in each.metadata:
             _add_limit(requests, each.name, each.default, each.metadata["about"])
-    requests.add_argument("--media-dir", type=Path, metavar="DIR", help="files for requests, on every host")
     requests.add_argument(
-        "--allow-media-host", action="append", default=[], metavar="HOST", help="to fetch from; can be repeated"
+        "--media-dir", type=Path, metavar="DIR", help="files for requests, on every host"
+    )
+    requests.add_argument(
+        "--allow-media-host",
+        action="append",
+        default=[],
+        metavar="HOST",
+        help="to fetch from; can be repeated",
     )
     add_settings(requests, ANSWER_LENGTH)
     add_settings(requests, SAMPLING[:2])
@@ -133,11 +175,20 @@ def add_request_options(parser: argparse.ArgumentParser) -> None:
 def add_reuse_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of :func:`reuse_config`."""
     reuse = parser.add_argument_group("prefix and embedding cache")
-    reuse.add_argument("--reuse", choices=REUSE_MODES, help="cache embeddings (exact) or KV (default: neither)")
-    reuse.add_argument("--reuse-mib", type=positive(int, _MOST), default=4096, help="MiB per process (default 4096)")
+    reuse.add_argument(
+        "--reuse", choices=REUSE_MODES, help="cache embeddings (exact) or KV (default: neither)"
+    )
+    reuse.add_argument(
+        "--reuse-mib",
+        type=positive(int, _MOST),
+        default=4096,
+        help="MiB per process (default 4096)",
+    )
 
 
-def _add_limit(group: argparse._ActionsContainer, name: str, default: float | None, about: str) -> None:
+def _add_limit(
+    group: argparse._ActionsContainer, name: str, default: float | None, about: str
+) -> None:
     """Add an option for a positive number; byte limits are given in MiB."""
     is_bytes = name.endswith("_bytes")
     if name.endswith("_seconds"):
@@ -183,9 +234,14 @@ def _check(options: argparse.Namespace) -> None:
                 raise ValueError(f"--{name.replace('_', '-')} needs --kv-transfer")
     last = (options.kv_port or 0) + int(os.environ.get("WORLD_SIZE", 1)) - 1
     if options.kv_port is not None and not 0 <= options.kv_port <= last <= _LAST_PORT:
-        raise ValueError(f"--kv-port must leave a port up to {_LAST_PORT} for each process, not {options.kv_port}")
+        raise ValueError(
+            f"--kv-port must leave a port up to {_LAST_PORT} for each process, not "
+            f"{options.kv_port}"
+        )
     if options.kv_port and options.kv_port <= options.port <= last:
-        raise ValueError(f"--port {options.port} is one of the ports {options.kv_port} .. {last} of --kv-port")
+        raise ValueError(
+            f"--port {options.port} is one of the ports {options.kv_port} .. {last} of --kv-port"
+        )
 
 
 def settings_of(options: argparse.Namespace) -> ServerSettings:
@@ -214,12 +270,18 @@ def request_settings(options: argparse.Namespace, **more: Any) -> ServerSettings
         "media_hosts": frozenset(host.lower() for host in options.allow_media_host),
         **more,
     }
-    return ServerSettings(**{each.name: given[each.name] for each in fields(ServerSettings) if each.name in given})
+    return ServerSettings(
+        **{each.name: given[each.name] for each in fields(ServerSettings) if each.name in given}
+    )
 
 
 def reuse_config(options: argparse.Namespace) -> ReuseConfig | None:
     """Build the config of what is kept for further requests, if anything is."""
-    return ReuseConfig(mode=options.reuse, max_bytes=options.reuse_mib * _MIB) if options.reuse else None
+    return (
+        ReuseConfig(mode=options.reuse, max_bytes=options.reuse_mib * _MIB)
+        if options.reuse
+        else None
+    )
 
 
 def main(arguments: list[str] | None = None, prog: str | None = None) -> int:

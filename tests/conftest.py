@@ -1,7 +1,7 @@
 """Fixtures and options of all tests.
 
-Nothing here imports torch, or what does, before a session collects: with pytest-xdist the process that only hands
-out the tests reads this file, too, before it starts the others.
+Nothing here imports torch, or what does, before a session collects: with pytest-xdist the process
+that only hands out the tests reads this file, too, before it starts the others.
 """
 
 from session import ON_GPU  # before torch
@@ -23,9 +23,11 @@ os.environ.setdefault("PYTEST_TIMEOUT", str(TEST_TIMEOUT))
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let pytest-xdist hand out files in their order here, in which the scripts, that take longest, come first.
+    """Let pytest-xdist hand out files in their order here, in which the scripts, that take longest,
+    come first.
 
-    By itself it begins with the files of many tests, and ends with one worker in a long file of few.
+    By itself it begins with the files of many tests, and ends with one worker in a long file of
+    few.
     """
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False
@@ -33,7 +35,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Prepare what every test module finds, in the processes that run tests."""
-    if getattr(session.config.option, "numprocesses", None) and not hasattr(session.config, "workerinput"):
+    if getattr(session.config.option, "numprocesses", None) and not hasattr(
+        session.config, "workerinput"
+    ):
         return
     import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 
@@ -41,7 +45,9 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     from hypothesis import HealthCheck, settings
 
     # How long an example takes says how busy the machine is, nothing of what is tested.
-    settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.register_profile(
+        "untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    )
     settings.load_profile("untimed")
     if not ON_GPU and find_spec("triton"):
         from interpreting import keep_replaced
@@ -50,19 +56,23 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Let no collection of garbage walk through torch, transformers and the tests themselves any more."""
+    """Let no collection of garbage walk through torch, transformers and the tests themselves any
+    more."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_unconfigure() -> None:
-    """Let it be freed as the process ends, which some extension modules complain about otherwise."""
+    """Let it be freed as the process ends, which some extension modules complain about
+    otherwise."""
     gc.unfreeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Leave out what needs the other kind of session."""
-    other, reason = ("cpu", "for sessions without a GPU") if ON_GPU else ("gpu", "for sessions on a real GPU")
+    other, reason = (
+        ("cpu", "for sessions without a GPU") if ON_GPU else ("gpu", "for sessions on a real GPU")
+    )
     for item in items:
         if item.get_closest_marker(other):
             item.add_marker(pytest.mark.skip(reason=reason))
@@ -137,4 +147,6 @@ def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
         told = (f"{reason} ({count})" for reason, count in sorted(reasons.items()))
         terminalreporter.write_line(f"Skipped: {'; '.join(told)}.")
     if "not thorough" in config.option.markexpr:
-        terminalreporter.write_line("Left out: slower tests, which pytest -n 2 --dist loadfile -m thorough runs.")
+        terminalreporter.write_line(
+            "Left out: slower tests, which pytest -n 2 --dist loadfile -m thorough runs."
+        )

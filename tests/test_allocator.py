@@ -18,9 +18,11 @@ NUMBERS = 16 * 2**20  # 64 MiB of fp32: more than the C library ever keeps by it
 
 
 def page_faults(keep: bool) -> int:
-    """Of products that are each freed before the next, once those before have touched what they need.
+    """Of products that are each freed before the next, once those before have touched what they
+    need.
 
-    The first few find holes between what the process has imported, some of which other objects take again.
+    The first few find holes between what the process has imported, some of which other objects take
+    again.
     """
     if keep:
         assert keep_freed_memory()
@@ -62,7 +64,11 @@ def send_result(pipe, job: Callable, args: tuple) -> None:
 
 @with_glibc
 def test_large_results_are_written_to_pages_that_were_touched_before():
-    assert in_a_process_of_its_own(page_faults, True) < 100 < in_a_process_of_its_own(page_faults, False)
+    assert (
+        in_a_process_of_its_own(page_faults, True)
+        < 100
+        < in_a_process_of_its_own(page_faults, False)
+    )
 
 
 @with_glibc

@@ -1,4 +1,5 @@
-"""Settings are validated once, where they are made; a message names the setting and what was given."""
+"""Settings are validated once, where they are made; a message names the setting and what was
+given."""
 
 import dataclasses
 
@@ -11,7 +12,9 @@ from apbv.prefilling.methods import METHODS, resolve_method
 from apbv.speculate import STRATEGIES
 
 # fields(): the name of every switch, so that one added later is covered.
-SWITCHES = [field.name for field in dataclasses.fields(PrefillConfig) if field.type in (bool, "bool")]
+SWITCHES = [
+    field.name for field in dataclasses.fields(PrefillConfig) if field.type in (bool, "bool")
+]
 
 
 def test_defaults_are_the_method_of_the_paper():

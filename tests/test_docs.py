@@ -1,4 +1,5 @@
-"""What the README and the pages of docs/ say, run or parsed; documents.py lists the marks of their code blocks."""
+"""What the README and the pages of docs/ say, run or parsed; documents.py lists the marks of their
+code blocks."""
 
 import argparse
 import ast
@@ -92,12 +93,17 @@ def names_in(path: Path) -> set[str]:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             names.add(node.name)
         if isinstance(node, ast.ClassDef):
-            names |= {f"{node.name}.{member.name}" for member in node.body if isinstance(member, ast.FunctionDef)}
+            names |= {
+                f"{node.name}.{member.name}"
+                for member in node.body
+                if isinstance(member, ast.FunctionDef)
+            }
     return names
 
 
 def places_named(text: str) -> list[str]:
-    """The places in the code that a text names: a file, a file with ``:name``, or a package with ``:name``."""
+    """The places in the code that a text names: a file, a file with ``:name``, or a package with
+    ``:name``."""
     return re.findall(r"`((?:[\w.]+/)*\w+\.py(?::[\w.]+)?|(?:\w+/)+\w+:[\w.]+)`", text)
 
 
@@ -109,7 +115,9 @@ def is_there(place: str) -> bool:
     path = ROOT / name
     if path.is_dir():
         imported = ast.parse((path / "__init__.py").read_text(encoding="utf-8")).body
-        aliases = [alias for node in imported if isinstance(node, ast.ImportFrom) for alias in node.names]
+        aliases = [
+            alias for node in imported if isinstance(node, ast.ImportFrom) for alias in node.names
+        ]
         return inside in [alias.name for alias in aliases]
     if "/" not in name:  # a file that the text has placed already
         return not inside and any(ROOT.glob(f"*/**/{name}"))
@@ -128,12 +136,16 @@ def anchors_of(text: str) -> set[str]:
 
 def linked_pages(page: Path) -> set[str]:
     """The paths of the pages that a page links to, without anchors."""
-    targets = {target.partition("#")[0] for target in _LINK.findall(prose(page.read_text(encoding="utf-8")))}
+    targets = {
+        target.partition("#")[0]
+        for target in _LINK.findall(prose(page.read_text(encoding="utf-8")))
+    }
     return {target for target in targets if target.endswith(".md") and ":" not in target}
 
 
 def broken_links(page: Path, text: str) -> list[str]:
-    """The relative links of a page that lead nowhere: no such file in the project, or no such heading."""
+    """The relative links of a page that lead nowhere: no such file in the project, or no such
+    heading."""
     broken = []
     for target in _LINK.findall(prose(text)):
         if re.match(r"[a-z]+:", target):
@@ -142,7 +154,9 @@ def broken_links(page: Path, text: str) -> list[str]:
         there = (page.parent / path).resolve() if path else page
         is_known = there.exists() and there.is_relative_to(ROOT)
         if is_known and anchor:
-            is_known = anchor in anchors_of(text if there == page else there.read_text(encoding="utf-8"))
+            is_known = anchor in anchors_of(
+                text if there == page else there.read_text(encoding="utf-8")
+            )
         if not is_known:
             broken.append(target)
     return broken
@@ -194,10 +208,16 @@ FEATURES = {
 
 def test_every_code_block_says_how_it_is_tested():
     for page in PAGES:
-        assert page.read_text(encoding="utf-8").count("\n```") == 2 * len(blocks_in(page)), f"{page}: not closed"
-    unknown = [f"{block}: {block.info!r}" for block in BLOCKS if block.mark not in MARKS[block.language]]
+        assert page.read_text(encoding="utf-8").count("\n```") == 2 * len(blocks_in(page)), (
+            f"{page}: not closed"
+        )
+    unknown = [
+        f"{block}: {block.info!r}" for block in BLOCKS if block.mark not in MARKS[block.language]
+    ]
     assert not unknown, "\n".join(unknown)
-    assert {block.info for block in BLOCKS} == {f"{name} {mark}" for name, marks in MARKS.items() for mark in marks}
+    assert {block.info for block in BLOCKS} == {
+        f"{name} {mark}" for name, marks in MARKS.items() for mark in marks
+    }
 
 
 @pytest.mark.parametrize("block", marked("bash run"), ids=str)
@@ -207,7 +227,9 @@ def test_commands_run(block):
         job = read_command(command)
         result = run_script(ROOT / job.script, *job.options, hosts=job.hosts)
         assert result.returncode == 0, f"{command}\n{result.stderr}"
-        prompt = job.options[job.options.index("--prompt") + 1] if "--prompt" in job.options else None
+        prompt = (
+            job.options[job.options.index("--prompt") + 1] if "--prompt" in job.options else None
+        )
         assert result.stdout.strip() == answer_to(prompt or demo.DEMO_QUESTION), command
         said.append(result.stdout)
     assert output_of(block) in (None, "".join(said))
@@ -242,11 +264,15 @@ def test_other_scripts_compile(block):
 
 def test_every_benchmark_says_how_it_is_run(monkeypatch):
     for script in (ROOT / "benchmarks").glob("*.py"):
-        commands = indented_commands(ast.get_docstring(ast.parse(script.read_text(encoding="utf-8"))))
+        commands = indented_commands(
+            ast.get_docstring(ast.parse(script.read_text(encoding="utf-8")))
+        )
         for command in commands:
             parse_command(command, monkeypatch)
         assert read_command(commands[0]).script == script.relative_to(ROOT)
-    in_the_demo = [c for c in indented_commands(DEMO_README.read_text(encoding="utf-8")) if "benchmarks/" in c]
+    in_the_demo = [
+        c for c in indented_commands(DEMO_README.read_text(encoding="utf-8")) if "benchmarks/" in c
+    ]
     assert len(in_the_demo) >= 5
     for command in in_the_demo:
         parse_command(command, monkeypatch)
@@ -269,23 +295,34 @@ def test_the_connector_that_vllm_is_told_of_exists(block):
 @pytest.mark.parametrize("block", marked("bash deploy"), ids=str)
 def test_the_files_of_other_programs_commands_exist(block):
     for command in commands_in(block.code):
-        named = [word for word in shlex.split(command) if word.startswith(("deploy/", "benchmarks/"))]
+        named = [
+            word for word in shlex.split(command) if word.startswith(("deploy/", "benchmarks/"))
+        ]
         assert all((ROOT / path).exists() for path in named), command
 
 
 def test_every_benchmark_that_writes_figures_is_in_the_results():
     results = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
-    first = next(block for block in blocks_in(ROOT / "docs" / "results.md") if block.mark == "parse")
+    first = next(
+        block for block in blocks_in(ROOT / "docs" / "results.md") if block.mark == "parse"
+    )
     named = {read_command(command).name for command in commands_in(first.code)}
-    schemas = json.loads((ROOT / "benchmarks" / "schemas" / "benchmarks.json").read_text(encoding="utf-8"))
+    schemas = json.loads(
+        (ROOT / "benchmarks" / "schemas" / "benchmarks.json").read_text(encoding="utf-8")
+    )
     described = {name.removeprefix("batch_") for name in schemas["$defs"]}
     assert named == {"doctor", *described} - {"fields"}
     assert "All benchmarks" in results
 
 
 def test_extras_are_installed_from_a_checkout():
-    """Nothing installs apbv by its name, which no package index knows; so say the pages, and the scripts' errors."""
-    scripts = [*(ROOT / "launch").glob("*.py"), *(ROOT / "benchmarks").rglob("*.py"), *(ROOT / "deploy").glob("*")]
+    """Nothing installs apbv by its name, which no package index knows; so say the pages, and the
+    scripts' errors."""
+    scripts = [
+        *(ROOT / "launch").glob("*.py"),
+        *(ROOT / "benchmarks").rglob("*.py"),
+        *(ROOT / "deploy").glob("*"),
+    ]
     for path in [*PAGES, *(each for each in scripts if each.is_file())]:
         named = re.findall(r"pip install [^`\n]*apbv\[\w+\]", path.read_text(encoding="utf-8"))
         assert not named, f"{path}: {named}"
@@ -296,9 +333,13 @@ def test_what_the_pages_commands_write_is_ignored_by_git():
     if not (ROOT / ".git").exists():
         pytest.skip("needs a checkout")
     written = ["kv/manifest.json", "clips/questions.jsonl", "clip-7.mp4", "results/answers.jsonl"]
-    told = subprocess.run(["git", "check-ignore", *written], cwd=ROOT, capture_output=True, text=True)
+    told = subprocess.run(
+        ["git", "check-ignore", *written], cwd=ROOT, capture_output=True, text=True
+    )
     assert told.stdout.split() == written
-    tracked = subprocess.run(["git", "check-ignore", "docs/ruler.png"], cwd=ROOT, capture_output=True)
+    tracked = subprocess.run(
+        ["git", "check-ignore", "docs/ruler.png"], cwd=ROOT, capture_output=True
+    )
     assert tracked.returncode == 1
 
 
@@ -327,7 +368,9 @@ def test_the_architecture_names_what_there_is():
 def test_the_architecture_has_the_layers_that_the_imports_obey():
     rows = re.findall(r"^\| (`.*?`) \|", ARCHITECTURE.read_text(encoding="utf-8"), re.MULTILINE)
     told = [set(re.findall(r"`([^`]+)`", row)) for row in rows]
-    assert told == [set(names) for names in reversed(LAYERS)], "tests/test_structure.py has other LAYERS"
+    assert told == [set(names) for names in reversed(LAYERS)], (
+        "tests/test_structure.py has other LAYERS"
+    )
 
 
 def test_the_page_about_choosing_has_the_table_of_refusals():
@@ -362,4 +405,6 @@ def test_every_page_is_reached_from_the_readme():
 
 def test_the_picture_is_what_its_script_draws():
     drawn = runpy.run_path(str(ROOT / "docs" / "draw_road.py"))["draw"]()
-    assert (ROOT / "docs" / "road.svg").read_text(encoding="utf-8") == drawn, "run python docs/draw_road.py"
+    assert (ROOT / "docs" / "road.svg").read_text(encoding="utf-8") == drawn, (
+        "run python docs/draw_road.py"
+    )

@@ -1,8 +1,10 @@
 """The table of what works with which family of models, in docs/library.md. No cell is typed in:
 
-"yes"         pytest collects a test that is marked ``shows(feature)``, for the family: the test's parameter
-              ``family``, or one of the mark's ``families``. A feature's name may have parameters, as ``{method}``.
-              Only what passes its tests is merged, so no record of outcomes is kept.
+"yes"         pytest collects a test that is marked ``shows(feature)``, for the family: the test's
+parameter
+              ``family``, or one of the mark's ``families``. A feature's name may have parameters,
+              as ``{method}``. Only what passes its tests is merged, so no record of outcomes is
+              kept.
 "no"          apbv's own check of such a model raises an error, or returns a reason.
 "not tested"  neither.
 """
@@ -48,12 +50,16 @@ COLUMNS = {
     "batches": (("batches",), lambda model: why_not_together(inspect_model(model))),
     "KV on disk": (("KV on disk",), None),
     "KV to vLLM": (("KV to vLLM",), _refused_for_hybrids("handing_over")),
-    "tensor parallelism": (("tensor parallelism",), lambda model: require_divisible(model.config, 2)),
+    "tensor parallelism": (
+        ("tensor parallelism",),
+        lambda model: require_divisible(model.config, 2),
+    ),
 }
 
 
 class Shown:
-    """A plugin of pytest that takes down which features the collected tests show of which families."""
+    """A plugin of pytest that takes down which features the collected tests show of which
+    families."""
 
     def __init__(self):
         self.pairs: set[tuple[str, str]] = set()
@@ -68,7 +74,11 @@ class Shown:
 
 def collect(path: Path) -> None:
     """Write to a file what the marked tests show, the thorough ones too."""
-    marked = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.shows(" in path.read_text("utf-8")]
+    marked = [
+        path
+        for path in sorted((ROOT / "tests").rglob("test_*.py"))
+        if "mark.shows(" in path.read_text("utf-8")
+    ]
     plugin, options = Shown(), ["--collect-only", "-q", "-m", "shows", "-p", "no:cacheprovider"]
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
         status = pytest.main([*options, *map(str, marked)], plugins=[plugin])
@@ -97,14 +107,22 @@ def refused() -> set[tuple[str, str]]:
 def test_the_page_about_the_library_has_the_table_of_families(tmp_path):
     """A process of its own collects: within a session there can be no other."""
     assert exit_statuses([start(collect, tmp_path / "shown.json")]) == [0]
-    works, fails = {tuple(pair) for pair in json.loads((tmp_path / "shown.json").read_text())}, refused()
+    works, fails = (
+        {tuple(pair) for pair in json.loads((tmp_path / "shown.json").read_text())},
+        refused(),
+    )
     alike: dict[tuple[str, ...], list[str]] = {}  # by what is known, the families
     for family in FAMILIES:
         cells = []
         for column, (features, _) in COLUMNS.items():
-            is_shown, is_refused = any((each, family) in works for each in features), (column, family) in fails
+            is_shown, is_refused = (
+                any((each, family) in works for each in features),
+                (column, family) in fails,
+            )
             assert not (is_shown and is_refused), f"{column} is shown and refused for {family}"
             cells.append("yes" if is_shown else "no" if is_refused else "not tested")
         alike.setdefault(tuple(cells), []).append(f"`{family}`")
     rows = [[", ".join(names), *cells] for cells, names in alike.items()]
-    require_table(ROOT / "docs" / "library.md", markdown_table(["`model_type`", *COLUMNS], rows, align="---"))
+    require_table(
+        ROOT / "docs" / "library.md", markdown_table(["`model_type`", *COLUMNS], rows, align="---")
+    )

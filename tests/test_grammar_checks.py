@@ -17,9 +17,15 @@ from hard_schemas import many_patterns
 from patience import HANGING, wait_for
 
 LOOP = {"$ref": "#/$defs/loop"}
-LATER = {"type": "object", "properties": {"a": {"type": "string"}, "b": LOOP}, "required": ["a", "b"]}
+LATER = {
+    "type": "object",
+    "properties": {"a": {"type": "string"}, "b": LOOP},
+    "required": ["a", "b"],
+}
 OPTIONAL = {f"p{place}": {"type": "string"} for place in range(2000)}
-ENDLESS = "its references lead back to themselves without an end"  # seen before anything is compiled
+ENDLESS = (
+    "its references lead back to themselves without an end"  # seen before anything is compiled
+)
 REFUSED = {
     "many patterns": (many_patterns(), "too complex: it takes too long, or too much memory"),
     "a wide multiple": (
@@ -102,7 +108,9 @@ def test_what_runs_too_long_holds_nobody_up(grammars):
     assert len(told) < len(threads)
     for thread in threads:
         thread.join(HANGING)
-    assert len(told) == len(threads) and all("too complex" in each or "try again" in each for each in told)
+    assert len(told) == len(threads) and all(
+        "too complex" in each or "try again" in each for each in told
+    )
 
 
 @contextmanager

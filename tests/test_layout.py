@@ -1,4 +1,5 @@
-"""The token split against its definition: integers only, nothing recomputed with the code under test."""
+"""The token split against its definition: integers only, nothing recomputed with the code under
+test."""
 
 import math
 from dataclasses import asdict, dataclass
@@ -8,7 +9,14 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from apbv.layout import LayoutError, intersect, plan_layout, shared_out_layout, single_host_layout, star_layout
+from apbv.layout import (
+    LayoutError,
+    intersect,
+    plan_layout,
+    shared_out_layout,
+    single_host_layout,
+    star_layout,
+)
 
 
 @dataclass(frozen=True)
@@ -32,7 +40,8 @@ class Request:
 
     @property
     def anchor_stop(self) -> int:
-        """l_a: 1/64 of the input, at least 128 and at most a quarter; the prefix always belongs to it."""
+        """l_a: 1/64 of the input, at least 128 and at most a quarter; the prefix always belongs to
+        it."""
         length = self.anchor_len
         if length is None:
             length = max(128, math.ceil(Fraction(self.num_tokens, 64)))
@@ -60,17 +69,23 @@ def requests(draw, max_tokens=20_000):
     num_tokens = draw(st.one_of(st.integers(1, 60), st.integers(1, max_tokens)))
     query_len = draw(st.one_of(st.integers(1, min(num_tokens, 20)), st.integers(1, num_tokens)))
     query_start = num_tokens - query_len
-    context_start = draw(st.one_of(st.integers(0, min(query_start, 20)), st.integers(0, query_start)))
+    context_start = draw(
+        st.one_of(st.integers(0, min(query_start, 20)), st.integers(0, query_start))
+    )
     lengths = st.integers(0, max(query_start - 1, 0))
     return Request(
         num_hosts=draw(st.integers(1, 9)),
         num_tokens=num_tokens,
         context_start=context_start,
         query_start=query_start,
-        anchor_len=draw(st.one_of(st.none(), st.just(0), st.integers(0, 9).filter(query_start.__gt__), lengths))
+        anchor_len=draw(
+            st.one_of(st.none(), st.just(0), st.integers(0, 9).filter(query_start.__gt__), lengths)
+        )
         if query_start
         else None,
-        passing_len=draw(st.one_of(st.none(), st.just(0), st.integers(0, 40), st.integers(0, num_tokens))),
+        passing_len=draw(
+            st.one_of(st.none(), st.just(0), st.integers(0, 40), st.integers(0, num_tokens))
+        ),
         zigzag=draw(st.booleans()),
     )
 
@@ -89,7 +104,10 @@ def test_anchor_blocks_and_query_partition_the_prompt(request):
     layout, hosts = request.plan(), range(request.num_hosts)
     assert layout.num_tokens == request.num_tokens and layout.is_split == request.fits
     assert tokens([layout.anchor, *layout.blocks, layout.query]) == list(range(request.num_tokens))
-    slices, passed = list(map(layout.anchor_slice, hosts)), list(map(layout.num_passed, range(len(layout.blocks))))
+    slices, passed = (
+        list(map(layout.anchor_slice, hosts)),
+        list(map(layout.num_passed, range(len(layout.blocks)))),
+    )
     assert tokens(slices) == list(layout.anchor)
     assert max(map(len, slices)) - min(map(len, slices)) <= 1
     assert passed == [min(request.expected_passing_len, len(block)) for block in layout.blocks]
@@ -124,9 +142,14 @@ def test_every_token_is_kept_by_the_host_of_its_block(request):
 def test_local_spans_are_what_a_host_computes_in_token_order(request):
     layout = request.plan()
     if request.fits:
-        upper = [(2 * request.num_hosts - 1 - host,) * request.zigzag for host in range(request.num_hosts)]
+        upper = [
+            (2 * request.num_hosts - 1 - host,) * request.zigzag
+            for host in range(request.num_hosts)
+        ]
         assert layout.zigzag == request.zigzag
-        assert [layout.virtual_hosts(h) for h in range(request.num_hosts)] == [(h, *v) for h, v in enumerate(upper)]
+        assert [layout.virtual_hosts(h) for h in range(request.num_hosts)] == [
+            (h, *v) for h, v in enumerate(upper)
+        ]
     for host in range(request.num_hosts):
         spans, kept = layout.local_spans(host), layout.cache_spans(host)
         local = tokens(spans)
@@ -146,14 +169,19 @@ def test_sharing_out_gives_every_token_to_one_host(num_hosts, num_tokens, zigzag
     assert layout.num_tokens == num_tokens
     assert layout.is_split == (num_tokens >= num_hosts * (2 if zigzag else 1))
     for spans_of in (layout.local_spans, layout.cache_spans):
-        assert sorted(token for host in range(num_hosts) for token in tokens(spans_of(host))) == everything
+        assert (
+            sorted(token for host in range(num_hosts) for token in tokens(spans_of(host)))
+            == everything
+        )
     assert any(num_tokens - 1 in span for span in layout.cache_spans(layout.last_token_host))
     lengths = [len(block) for block in layout.blocks]
     assert not lengths or max(lengths) - min(lengths) <= 1
 
 
 @given(st.integers(1, 9), st.integers(1, 5000), st.integers(1, 40))
-def test_star_takes_the_first_of_equal_blocks_as_everybodys_anchor(num_hosts, query_start, query_len):
+def test_star_takes_the_first_of_equal_blocks_as_everybodys_anchor(
+    num_hosts, query_start, query_len
+):
     num_tokens = query_start + query_len
     layout = star_layout(num_hosts, num_tokens, query_start)
     kept = [tokens(layout.cache_spans(host)) for host in range(num_hosts)]
@@ -184,7 +212,9 @@ def test_impossible_requests_name_their_numbers():
         assert all(str(number) in str(raised.value) for number in numbers)
 
 
-runs = st.builds(lambda start, length: range(start, start + length), st.integers(0, 40), st.integers(0, 40))
+runs = st.builds(
+    lambda start, length: range(start, start + length), st.integers(0, 40), st.integers(0, 40)
+)
 
 
 @given(runs, runs)

@@ -9,7 +9,16 @@ import transformers
 from transformers import CONFIG_MAPPING
 from transformers.video_utils import VideoMetadata
 
-from apbv import Engine, HostGroup, PrefillConfig, ReduceConfig, SpeculativeConfig, demo, plan, planning
+from apbv import (
+    Engine,
+    HostGroup,
+    PrefillConfig,
+    ReduceConfig,
+    SpeculativeConfig,
+    demo,
+    plan,
+    planning,
+)
 from apbv.input.model_inputs import ModelInputs
 from apbv.launch.plan import main
 from apbv.model.parts import inspect_model
@@ -28,7 +37,9 @@ LLAMA = families.build_config("llama", layers=4)
 def test_a_videos_tokens_are_those_of_the_whole_processor(family, frames):
     model, processor = families.build_model(family), families.build_processor(family)
     metadata = VideoMetadata(frames, fps=2.0, frames_indices=list(range(frames)))
-    batch = by_processor(processor, [{"type": "video"}], [(families.synthetic_video(frames, 84, 112), metadata)])
+    batch = by_processor(
+        processor, [{"type": "video"}], [(families.synthetic_video(frames, 84, 112), metadata)]
+    )
     inputs = ModelInputs.from_processor(inspect_model(model), batch, HostGroup.single("cpu"))
     size = video_size(model.config, frames, 84, 112, processor.video_processor)
     assert size.num_rows == inputs.num_visual_tokens
@@ -47,7 +58,9 @@ def test_weights_are_those_of_the_model(family):
     in_layers = [m for m in model.get_decoder().layers.modules() if isinstance(m, torch.nn.Linear)]
     shared = [model.get_input_embeddings(), model.get_output_embeddings(), *in_layers]
     if family.startswith("glm4") or family.endswith("_moe") or family in HYBRID_FAMILIES:
-        with pytest.raises(ValueError, match=r"does not (share out the MLPs|split the linear attention)"):
+        with pytest.raises(
+            ValueError, match=r"does not (share out the MLPs|split the linear attention)"
+        ):
             require_divisible(model.config, 2)
         return
     saved = one(cpu) - one(cpu, 2)
@@ -57,7 +70,10 @@ def test_weights_are_those_of_the_model(family):
 def test_the_packaged_model_is_planned_as_it_is_prefilled():
     with av.open(demo.video_path()) as container:
         resolution = container.streams.video[0].height, container.streams.video[0].width
-    planned, engine = plan("demo", num_frames=8, resolution=resolution), Engine.from_pretrained("demo")
+    planned, engine = (
+        plan("demo", num_frames=8, resolution=resolution),
+        Engine.from_pretrained("demo"),
+    )
     state = engine.prefill("how many letters are shown", video=demo.video_path(), num_frames=8)
     assert planned.num_visual_tokens == state.inputs.num_visual_tokens
     assert abs(planned.num_tokens - state.num_tokens) < 100
@@ -81,7 +97,8 @@ def test_a_familys_default_config_is_planned(family):
 
 @pytest.mark.parametrize("family", VIDEO_FAMILIES)
 def test_any_number_of_frames_is_planned_or_refused(family):
-    """With the sizes that transformers gives the processor; the search for how many fit tries millions."""
+    """With the sizes that transformers gives the processor; the search for how many fit tries
+    millions."""
     name = families._OWN[family]["processor"]["video"]
     processor = getattr(transformers, f"{name}VideoProcessor")()
     config = CONFIG_MAPPING[family]()
@@ -100,7 +117,9 @@ def test_no_more_frames_fit_than_the_processor_can_read(monkeypatch, tmp_path):
     most = processor.size["longest_edge"]
     planned = plan(path, num_frames=64, device_memory=2**62)
     assert planned.fits and 64 < planned.most <= most
-    with pytest.raises(ValueError, match=r"video_llama_3 model leaves no pixel for each of 2,000,000 frames"):
+    with pytest.raises(
+        ValueError, match=r"video_llama_3 model leaves no pixel for each of 2,000,000 frames"
+    ):
         plan(path, num_frames=2_000_000)
 
 
@@ -121,7 +140,10 @@ def test_a_draft_takes_its_weights_and_the_kv_of_what_it_sees():
     def draft(**settings) -> int:
         return plan("demo", num_frames=64, speculate=SpeculativeConfig(**settings)).draft
 
-    few, all_of_it = draft(draft_model="demo", keep_ratio=0.1), draft(draft_model="demo", strategy="vanilla")
+    few, all_of_it = (
+        draft(draft_model="demo", keep_ratio=0.1),
+        draft(draft_model="demo", strategy="vanilla"),
+    )
     weights = sum(w.nbytes for w in Engine.from_pretrained(demo.draft_path()).model.parameters())
     assert weights < few < all_of_it
     assert draft(strategy="ngram") == 0
@@ -138,7 +160,10 @@ def test_a_draft_takes_its_weights_and_the_kv_of_what_it_sees():
         ({"num_frames": 5}, "needs the processor"),
         ({"num_frames": 5, "resolution": "large"}, "'large' is not a resolution"),
         ({"tokens": 5, "dtype": "int8"}, "dtype must be one of"),
-        ({"tokens": 500, "hosts": 2, "prefill": PrefillConfig(anchor_len=400)}, "leaves no context"),
+        (
+            {"tokens": 500, "hosts": 2, "prefill": PrefillConfig(anchor_len=400)},
+            "leaves no context",
+        ),
     ],
 )
 def test_what_cannot_be_planned_is_refused(settings, message):
@@ -151,7 +176,9 @@ def test_longer_passing_blocks_in_some_layers_need_the_memory_of_such_a_layer():
         planned = plan(LLAMA, tokens=20_000, hosts=2, prefill=PrefillConfig(**lengths))
         return [host.stages["prefill"]["passing KV"] for host in planned.hosts]
 
-    assert "activations" in str(plan("demo", num_frames=256, resolution="1080p", hosts=2, device_memory=4 * 10**9))
+    assert "activations" in str(
+        plan("demo", num_frames=256, resolution="1080p", hosts=2, device_memory=4 * 10**9)
+    )
     assert of_passing(early_passing_len=625) == of_passing(passing_len=625) > of_passing()
 
 
@@ -164,16 +191,29 @@ def test_short_passing_blocks_are_warned_of():
     assert "with early_passing_len = 625, and more so with passing_len = 625" in warning(20_000)
     assert warning(20_000, passing_len=625) is warning(20_000, early_passing_len=625) is None
     pruned = plan(
-        "demo", num_frames=40_000, hosts=2, prefill=PrefillConfig(reduce=ReduceConfig(method="fastvid", ratio=0.25))
+        "demo",
+        num_frames=40_000,
+        hosts=2,
+        prefill=PrefillConfig(reduce=ReduceConfig(method="fastvid", ratio=0.25)),
     )
-    assert f"passing_len = {-(-pruned.num_left // 32):,}" in pruned.warning and pruned.num_left < pruned.num_tokens / 3
-    assert warning(4096) is warning(300, passing_len=64) is warning(4096, method="star", anchor_len=32) is None
+    assert (
+        f"passing_len = {-(-pruned.num_left // 32):,}" in pruned.warning
+        and pruned.num_left < pruned.num_tokens / 3
+    )
+    assert (
+        warning(4096)
+        is warning(300, passing_len=64)
+        is warning(4096, method="star", anchor_len=32)
+        is None
+    )
 
 
 @pytest.mark.parametrize(("gigabytes", "status", "said"), [("4", 0, "yes"), ("0.02", 1, "no")])
 def test_the_command_says_so_and_ends_with_a_status(capsys, gigabytes, status, said):
     assert main(["--model", "demo", "--frames", "64", "--device-memory", gigabytes]) == status
-    table = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines() if "  " in line.strip())
+    table = dict(
+        line.split("  ", 1) for line in capsys.readouterr().out.splitlines() if "  " in line.strip()
+    )
     assert table["fits"].strip() == said
     assert main(["--model", "nowhere/at all", "--frames", "64"]) == 2
     assert capsys.readouterr().err.startswith("error: cannot load the model nowhere")

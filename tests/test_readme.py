@@ -24,9 +24,18 @@ MOST_LINES = 140
 
 def run(command: str) -> subprocess.CompletedProcess:
     """Run a command as it stands, by the shell, from the root."""
-    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    environment = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+    }
     result = subprocess.run(
-        command, shell=True, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SCRIPT_TIMEOUT
+        command,
+        shell=True,
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=SCRIPT_TIMEOUT,
     )
     assert result.returncode == 0, result.stderr
     return result
@@ -38,10 +47,17 @@ def test_it_is_read_in_one_sitting():
 
 def test_the_versions_that_it_names_are_those_that_pip_and_the_package_know():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    needs = next(line for line in README.read_text(encoding="utf-8").splitlines() if line.startswith("- **Needs**"))
+    needs = next(
+        line
+        for line in README.read_text(encoding="utf-8").splitlines()
+        if line.startswith("- **Needs**")
+    )
     assert project["requires-python"] == f">={re.search('Python ([0-9.]+)', needs)[1]}"
     for package, newest in versions._NEWEST_TRIED.items():
-        tried = re.search(rf"{'PyAV' if package == 'av' else package} ([0-9.]+)", needs.partition("tried up to")[2])
+        tried = re.search(
+            rf"{'PyAV' if package == 'av' else package} ([0-9.]+)",
+            needs.partition("tried up to")[2],
+        )
         assert tried[1].rstrip(".") == ".".join(map(str, newest))
         oldest = re.search(rf"{package} ([0-9.]+)", needs.partition("tried")[0])
         assert oldest is None or f"{package}>={oldest[1]}" in project["dependencies"]
@@ -49,7 +65,9 @@ def test_the_versions_that_it_names_are_those_that_pip_and_the_package_know():
 
 def test_a_later_version_is_used_with_a_warning(monkeypatch):
     monkeypatch.setattr(versions, "_NEWEST_TRIED", {"torch": (2, 10), "transformers": (99, 0)})
-    with pytest.warns(UserWarning, match=r"apbv was not tried yet with torch 2\..* \(tried: up to 2\.10\)$"):
+    with pytest.warns(
+        UserWarning, match=r"apbv was not tried yet with torch 2\..* \(tried: up to 2\.10\)$"
+    ):
         inspect_model(families.build_model("llama"))
 
 
@@ -62,7 +80,9 @@ def test_the_first_command_prints_what_it_says():
     assert second == 'pip install -c constraints.txt -e ".[test]" && pytest -n 2 --dist loadfile'
     (shown,) = marked("text quickstart")
     answer, *figures = shown.code.splitlines()
-    assert answer == answer_to(demo.DEMO_QUESTION) and demo.DEMO_QUESTION in README.read_text(encoding="utf-8")
+    assert answer == answer_to(demo.DEMO_QUESTION) and demo.DEMO_QUESTION in README.read_text(
+        encoding="utf-8"
+    )
     assert figures.pop().strip() == "…"  # times differ from run to run
     result = run(job)
     assert result.stdout.strip() == answer
@@ -86,7 +106,9 @@ def test_the_server_is_started_and_asked_as_it_says(tmp_path):
             return code.replace("http://127.0.0.1:8000", at_its_port)
 
         said = json.loads(run(here(ask)).stdout)
-        assert said["choices"][0]["message"]["content"] == answer_to("which letter has the border: red")
+        assert said["choices"][0]["message"]["content"] == answer_to(
+            "which letter has the border: red"
+        )
         for client in clients:
             script = tmp_path / "client.py"
             script.write_text(here(client.code))

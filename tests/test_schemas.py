@@ -1,4 +1,5 @@
-"""JSON schemas: what a grammar allows of them, whatever looks like a schema inside them, and loops of references."""
+"""JSON schemas: what a grammar allows of them, whatever looks like a schema inside them, and loops
+of references."""
 
 import json
 from copy import deepcopy
@@ -28,7 +29,9 @@ def allows():
     def check(schema, value) -> bool:
         said = json.dumps(value)
         whole = may_follow(grammars.begin(json.dumps(schema)), said)
-        inside = may_follow(grammars.begin(None, f"start: answer\nanswer: {json_rule(schema)}"), said)
+        inside = may_follow(
+            grammars.begin(None, f"start: answer\nanswer: {json_rule(schema)}"), said
+        )
         assert whole == inside
         return whole
 
@@ -49,7 +52,12 @@ VALUES = [
 @pytest.mark.parametrize("schema", VALUES)
 def test_constants_stay_as_they_are(schema):
     given = deepcopy(schema)
-    for around in ({"properties": {"v": schema}}, {"items": schema}, {"anyOf": [schema]}, {"$defs": {"v": schema}}):
+    for around in (
+        {"properties": {"v": schema}},
+        {"items": schema},
+        {"anyOf": [schema]},
+        {"$defs": {"v": schema}},
+    ):
         (kept,) = prepared(json.dumps(around)).values()
         kept = kept[0] if isinstance(kept, list) else kept.get("v", kept)
         assert kept == given and prepared(json.dumps(schema)) == given
@@ -58,7 +66,9 @@ def test_constants_stay_as_they_are(schema):
 def test_an_answer_is_a_constant_exactly(allows):
     schema = {"type": "object", "properties": {"v": {"const": TYPED}}, "required": ["v"]}
     assert allows(schema, {"v": TYPED})
-    assert not allows(schema, {"v": {**TYPED, "additionalProperties": False}}) and not allows(schema, {"v": {}})
+    assert not allows(schema, {"v": {**TYPED, "additionalProperties": False}}) and not allows(
+        schema, {"v": {}}
+    )
 
 
 OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -70,12 +80,20 @@ LISTS = ("anyOf", "oneOf", "prefixItems", "items")
 
 
 def test_objects_are_closed_wherever_a_schema_stands():
-    around = [lambda part, keyword=keyword: {keyword: {"const": part, "x": part}} for keyword in BY_NAME]
+    around = [
+        lambda part, keyword=keyword: {keyword: {"const": part, "x": part}} for keyword in BY_NAME
+    ]
     around += [lambda part, keyword=keyword: {keyword: part} for keyword in ONE]
     around += [lambda part, keyword=keyword: {keyword: [part, True]} for keyword in LISTS]
     for schema in around:
         assert prepared(json.dumps(schema(OBJECT))) == schema(CLOSED)
-    properties = {"properties": OBJECT, "type": OBJECT, "allOf": OBJECT, "enum": OBJECT, "default": OBJECT}
+    properties = {
+        "properties": OBJECT,
+        "type": OBJECT,
+        "allOf": OBJECT,
+        "enum": OBJECT,
+        "default": OBJECT,
+    }
     (kept,) = prepared(json.dumps({"properties": properties})).values()
     assert kept == dict.fromkeys(properties, CLOSED), "a property may be named like a keyword"
     explicit = {**OBJECT, "additionalProperties": {"type": "integer"}}
@@ -85,7 +103,11 @@ def test_objects_are_closed_wherever_a_schema_stands():
 
 
 def test_a_word_opens_no_object(allows):
-    schema = {**OBJECT, "description": "allOf of these", "properties": {"allOf": {"type": "integer"}}}
+    schema = {
+        **OBJECT,
+        "description": "allOf of these",
+        "properties": {"allOf": {"type": "integer"}},
+    }
     assert allows(schema, {"allOf": 1}) and not allows(schema, {"allOf": 1, "b": 2})
 
 
@@ -100,13 +122,21 @@ def test_what_several_schemas_describe_together_is_left_open(allows):
     ]
     for schema in together:
         assert allows(schema, {"a": 1, "b": 2}), schema
-        beside = {"type": "object", "properties": {"x": a, "y": schema}, "$defs": schema.pop("$defs", {})}
+        beside = {
+            "type": "object",
+            "properties": {"x": a, "y": schema},
+            "$defs": schema.pop("$defs", {}),
+        }
         assert allows(beside, {"x": {"a": 1}, "y": {"a": 1, "b": 2}}), schema
         assert not allows(beside, {"x": {"a": 1, "b": 2}, "y": {"b": 2}}), schema
     inner = {"allOf": [{"properties": {"v": a}}, {"properties": {"v": b}}], "type": "object"}
     assert allows(inner, {"v": {"a": 1, "b": 2}})
     either = {"anyOf": [a, b]}
-    assert allows(either, {"a": 1}) and allows(either, {"b": 1}) and not allows(either, {"a": 1, "b": 2})
+    assert (
+        allows(either, {"a": 1})
+        and allows(either, {"b": 1})
+        and not allows(either, {"a": 1, "b": 2})
+    )
     named = {**OBJECT, "anyOf": [{"required": ["a"]}, {"minProperties": 0}]}
     assert prepared(json.dumps(named))["additionalProperties"] is False
 
@@ -116,8 +146,15 @@ def test_unknown_formats_have_no_effect_and_known_ones_do(allows):
         for schema in ({"type": "string", "format": name}, {"format": name}):
             assert allows(schema, "x")
             assert allows({"type": "object", "properties": {"format": schema}}, {"format": "x"})
-    for name, right in (("date", "2024-02-28"), ("ipv4", "1.2.3.4"), ("email", "a@b.ch"), ("time", "12:00:00Z")):
-        assert allows({"type": "string", "format": name}, right) and not allows({"format": name}, "x")
+    for name, right in (
+        ("date", "2024-02-28"),
+        ("ipv4", "1.2.3.4"),
+        ("email", "a@b.ch"),
+        ("time", "12:00:00Z"),
+    ):
+        assert allows({"type": "string", "format": name}, right) and not allows(
+            {"format": name}, "x"
+        )
 
 
 def test_a_schema_may_be_true_and_not_false(allows):
@@ -158,7 +195,11 @@ def test_references_that_lead_back_and_have_an_end_are_followed(allows):
     rows = {"type": "array", "items": {"$ref": "#"}}
     assert allows(rows, [[], [[]]])
     for last in ({"type": "null"}, {"type": "string"}):
-        chain = {"type": "object", "properties": {"next": {"anyOf": [{"$ref": "#"}, last]}}, "required": ["next"]}
+        chain = {
+            "type": "object",
+            "properties": {"next": {"anyOf": [{"$ref": "#"}, last]}},
+            "required": ["next"],
+        }
         value = None if last["type"] == "null" else "x"
         assert allows(chain, {"next": {"next": value}})
     long = {f"d{number}": {"$ref": f"#/$defs/d{number + 1}"} for number in range(500)}

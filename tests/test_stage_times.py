@@ -24,7 +24,8 @@ class ClockedHosts(HostGroup):
 def test_stages_that_overlap_are_all_busy():
     hosts = ClockedHosts()
     timer = StageTimer(hosts)
-    # From 0 to 4 one thread reads the video, from 1 to 6 another encodes; from 6 to 7 the first prefills.
+    # From 0 to 4 one thread reads the video, from 1 to 6 another encodes; from 6 to 7 the first
+    # prefills.
     encoding = timer.stage("encode")
     with ThreadPoolExecutor(1) as other:
         with timer.stage("decode_video"):
@@ -41,7 +42,12 @@ def test_stages_that_overlap_are_all_busy():
     assert figures["total_ms"] == 7000.0 and figures["overlap_ms"] == pytest.approx(3000.0)
 
 
-OVERLAPS = [([], 0), ([(0, 2), (2, 3), (5, 6)], 0), ([(3, 6), (0, 4)], 1), ([(0, 10), (2, 3), (4, 6)], 3)]
+OVERLAPS = [
+    ([], 0),
+    ([(0, 2), (2, 3), (5, 6)], 0),
+    ([(3, 6), (0, 4)], 1),
+    ([(0, 10), (2, 3), (4, 6)], 3),
+]
 
 
 @pytest.mark.parametrize(("runs", "seconds"), OVERLAPS, ids=str)
@@ -68,7 +74,9 @@ def test_a_gpus_time_is_measured_without_waiting_for_it(monkeypatch):
     figures = timer.summary()
     measured = {name: ms for name, ms in figures["stages_ms"].items() if ms}
     assert measured == pytest.approx({"encode": 5000.0, "decode_video": 2000.0, "prefill": 4000.0})
-    assert figures["ttft_ms"] == pytest.approx(9000.0) and figures["total_ms"] == pytest.approx(9000.0)
+    assert figures["ttft_ms"] == pytest.approx(9000.0) and figures["total_ms"] == pytest.approx(
+        9000.0
+    )
     assert figures["overlap_ms"] == pytest.approx(2000.0)
 
 
@@ -87,7 +95,9 @@ def test_that_the_host_sees_late_what_its_gpu_has_done_lengthens_no_stage(monkey
             gpu.launch(seconds)
     for _ in range(2):
         figures = timer.summary()
-        assert figures["stages_ms"]["exchange"] == pytest.approx(5000.0) and not figures["overlap_ms"]
+        assert (
+            figures["stages_ms"]["exchange"] == pytest.approx(5000.0) and not figures["overlap_ms"]
+        )
 
 
 def test_the_first_token_ends_when_the_host_knows_it(monkeypatch):

@@ -1,4 +1,5 @@
-"""Import rules (imports point down, kernels stand alone, one file knows torch.distributed); phrases to avoid."""
+"""Import rules (imports point down, kernels stand alone, one file knows torch.distributed); phrases
+to avoid."""
 
 import ast
 import re
@@ -11,8 +12,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-# From the ground up. A module may import from lower layers only; a package named here stands for the modules
-# in it that are not named themselves, and these may also import one another.
+# From the ground up. A module may import from lower layers only; a package named here stands for
+# the modules in it that are not named themselves, and these may also import one another.
 LAYERS = (
     ("apbv.refusals",),
     (
@@ -67,7 +68,8 @@ ALL = OURS | modules(SCRIPTS)
 
 
 def imports(tree: ast.AST, module: str, is_package: bool) -> Iterator[Import]:
-    """Everything that a file imports, at its top or inside functions; ``from a import b`` is ``a.b``."""
+    """Everything that a file imports, at its top or inside functions; ``from a import b`` is
+    ``a.b``."""
     package = module.split(".") if is_package else module.split(".")[:-1]
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -95,7 +97,9 @@ def attributes(tree: ast.AST) -> Iterator[Import]:
 def owner(name: str, known: dict) -> str | None:
     """The longest leading part of a dotted name that is known."""
     parts = name.split(".")
-    return next((head for i in range(len(parts), 0, -1) if (head := ".".join(parts[:i])) in known), None)
+    return next(
+        (head for i in range(len(parts), 0, -1) if (head := ".".join(parts[:i])) in known), None
+    )
 
 
 def starts_with(name: str, package: str) -> bool:
@@ -127,7 +131,9 @@ def violations(module: str, is_package: bool, source: str) -> list[str]:
             if target is not None and not starts_with(target, "apbv.kernels"):
                 against(line, f"imports {target}: kernels import nothing of ours")
             if target is None and top not in {"torch", "triton", *sys.stdlib_module_names}:
-                against(line, f"imports {name}: kernels import torch, triton and the standard library")
+                against(
+                    line, f"imports {name}: kernels import torch, triton and the standard library"
+                )
         elif top == "triton" and module in OURS:
             against(line, "imports triton outside a kernel file")
         elif top == "vllm" and module in OURS and not starts_with(module, "apbv.integrations"):
@@ -158,14 +164,17 @@ def imports_among(known: dict[str, Path], root: str = "") -> dict[str, set[str]]
     """
     graph = {}
     for module, path in known.items():
-        names = imports(ast.parse(path.read_text(encoding="utf-8")), module, path.name == "__init__.py")
+        names = imports(
+            ast.parse(path.read_text(encoding="utf-8")), module, path.name == "__init__.py"
+        )
         found = {owner(name, known) or owner(root + name, known) for name, _ in names}
         graph[module] = found - {None, module}
     return graph
 
 
 def test_there_are_no_import_cycles():
-    """Within a package too, where the layers say nothing; a package's __init__ needs what it imports."""
+    """Within a package too, where the layers say nothing; a package's __init__ needs what it
+    imports."""
     tuple(TopologicalSorter(imports_among(OURS)).static_order())
     tuple(TopologicalSorter(imports_among(BENCHMARKS, "benchmarks.")).static_order())
 
@@ -175,7 +184,10 @@ def test_no_module_rebinds_its_globals():
     rebinding = {
         module
         for module, path in OURS.items()
-        if any(isinstance(node, ast.Global) for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+        if any(
+            isinstance(node, ast.Global)
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        )
     }
     assert not rebinding
 
@@ -185,7 +197,8 @@ RUN_NO_CODE = {"Engine", "PeftConfig"}
 
 
 def calls_that_may_run_code(tree: ast.Module) -> list[int]:
-    """The lines of calls by which transformers may run code of a checkpoint, or ask whether it should."""
+    """The lines of calls by which transformers may run code of a checkpoint, or ask whether it
+    should."""
     lines = []
     for node in ast.walk(tree):
         if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
@@ -206,19 +219,27 @@ def test_no_call_may_run_code_of_a_checkpoint():
         if lines:
             may_run[name] = lines
     assert may_run == {}
-    for call in ("AutoModel.from_pretrained(path)", "model_class.from_pretrained(path, trust_remote_code=None)"):
+    for call in (
+        "AutoModel.from_pretrained(path)",
+        "model_class.from_pretrained(path, trust_remote_code=None)",
+    ):
         assert calls_that_may_run_code(ast.parse(call)) == [1]
 
 
 def test_scripts_import_apbv_before_transformers():
-    """Which may fail otherwise (see apbv.torchvision_guard), but not in these tests, where apbv comes first.
+    """Which may fail otherwise (see apbv.torchvision_guard), but not in these tests, where apbv
+    comes first.
 
     The modules of launch/ are imported as part of apbv.
     """
     for module, path in BENCHMARKS.items():
-        names = imports(ast.parse(path.read_text(encoding="utf-8")), module, path.name == "__init__.py")
+        names = imports(
+            ast.parse(path.read_text(encoding="utf-8")), module, path.name == "__init__.py"
+        )
         tops = [name.split(".")[0] for name, _ in names]
-        assert [top for top in tops if top in ("apbv", "transformers")][:1] in ([], ["apbv"]), module
+        assert [top for top in tops if top in ("apbv", "transformers")][:1] in ([], ["apbv"]), (
+            module
+        )
 
 
 @pytest.mark.parametrize(
@@ -265,5 +286,9 @@ def phrases(text: str) -> list[str]:
 def test_no_phrase_to_avoid():
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "apbv").rglob("*.md")]
     paths = [*OURS.values(), *BENCHMARKS.values(), *pages]
-    found = [f"{path.relative_to(ROOT)}:{each}" for path in paths for each in phrases(path.read_text("utf-8"))]
+    found = [
+        f"{path.relative_to(ROOT)}:{each}"
+        for path in paths
+        for each in phrases(path.read_text("utf-8"))
+    ]
     assert not found, "\n".join(found)

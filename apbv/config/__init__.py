@@ -1,7 +1,7 @@
 """Settings for prefill, visual-token pruning, decoding, caching, sampling and speculative decoding.
 
-They are validated once. Nothing here imports torch or transformers, so that a command line can check its options
-before these are loaded.
+They are validated once. Nothing here imports torch or transformers, so that a command line can
+check its options before these are loaded.
 """
 
 from .answering import DecodeConfig, ReuseConfig, SamplingParams

@@ -15,12 +15,13 @@ class DecodeConfig(Checked):
     """Settings for running models on new tokens, in decoding, verification and drafting.
 
     Attributes:
-        cuda_graphs: ``"auto"``: on a GPU, the second decode step with a given token count is captured as a CUDA
-            graph, which launches all kernels at once; if that fails, a warning gives the reason. Not supported
-            with ``kv="sharded"``, tensor parallelism, or attention backends other than Triton; ensembles and
-            drafts in a thread run eagerly, too. ``"off"``: kernels are launched one by one.
-        generation_config: ``"auto"``: the checkpoint's generation config gives the sampling parameters that a
-            request leaves open. ``"neutral"``: these have no effect.
+        cuda_graphs: ``"auto"``: on a GPU, the second decode step with a given token count is
+            captured as a CUDA graph, which launches all kernels at once; if that fails, a warning
+            gives the reason. Not supported with ``kv="sharded"``, tensor parallelism, or attention
+            backends other than Triton; ensembles and drafts in a thread run eagerly, too.
+            ``"off"``: kernels are launched one by one.
+        generation_config: ``"auto"``: the checkpoint's generation config gives the sampling
+            parameters that a request leaves open. ``"neutral"``: these have no effect.
 
     Raises:
         ValueError: a mode is unknown.
@@ -34,27 +35,31 @@ class DecodeConfig(Checked):
 class SamplingParams(Checked):
     """Sampling parameters.
 
-    Logits get the bias first, then the penalties, then the temperature; the distribution is then truncated by
-    ``min_p``, ``top_k`` and ``top_p``, in this order. For what is None the engine takes the value of the
-    checkpoint's generation config (:attr:`DecodeConfig.generation_config`), but is greedy without a temperature,
-    so that figures can be compared: only the server takes that from the checkpoint, too.
+    Logits get the bias first, then the penalties, then the temperature; the distribution is then
+    truncated by ``min_p``, ``top_k`` and ``top_p``, in this order. For what is None the engine
+    takes the value of the checkpoint's generation config (:attr:`DecodeConfig.generation_config`),
+    but is greedy without a temperature, so that figures can be compared: only the server takes that
+    from the checkpoint, too.
 
     Attributes:
-        max_new_tokens: maximum tokens to generate; at least 1. If it is None, an answer may end earlier for want
-            of positions, which are otherwise required.
+        max_new_tokens: maximum tokens to generate; at least 1. If it is None, an answer may end
+            earlier for want of positions, which are otherwise required.
         temperature: below 1e-5 it counts as 0, greedy; otherwise logits are divided by it.
-        top_p: keep the smallest set of tokens whose probabilities sum to at least this (nucleus sampling).
+        top_p: keep the smallest set of tokens whose probabilities sum to at least this (nucleus
+            sampling).
         top_k: keep the k most probable tokens, and those that tie with the last of them; 0: all.
         min_p: keep tokens at least this times as probable as the most probable one.
-        repetition_penalty: logits of tokens that the prompt or the answer has are divided by it where they are
-            positive, and else multiplied (Keskar et al., 2019).
+        repetition_penalty: logits of tokens that the prompt or the answer has are divided by it
+            where they are positive, and else multiplied (Keskar et al., 2019).
         presence_penalty: subtracted from the logit of every token that the answer has (OpenAI's).
         frequency_penalty: the same, times how often the answer has it.
         logit_bias: pairs of a token and the number added to its logit.
-        logprobs: number of most probable tokens to return with every token of the answer, with the model's log
-            probabilities before any of these settings; None: none, not even the token's own.
+        logprobs: number of most probable tokens to return with every token of the answer, with the
+            model's log probabilities before any of these settings; None: none, not even the token's
+            own.
         json_schema: JSON schema that the answer must follow (needs the extra ``json``).
-        grammar: a grammar that it must follow instead, in llguidance's variant of Lark (the same extra).
+        grammar: a grammar that it must follow instead, in llguidance's variant of Lark (the same
+            extra).
         seed: the same seed, prompt and model give the same tokens.
         ignore_eos: treat end tokens like other tokens; they do not end the answer.
         min_tokens: minimum tokens before an end token may be chosen; at most ``max_new_tokens``.
@@ -68,10 +73,14 @@ class SamplingParams(Checked):
     top_p: float | None = number("lie in (0, 1]", lambda share: 0 < share <= 1, None)
     top_k: int | None = integer(0, 2**20, None)
     min_p: float | None = number("lie in 0 .. 1", lambda share: 0 <= share <= 1, None)
-    repetition_penalty: float | None = number("lie in (0, 10]", lambda factor: 0 < factor <= 10, None)
+    repetition_penalty: float | None = number(
+        "lie in (0, 10]", lambda factor: 0 < factor <= 10, None
+    )
     presence_penalty: float = number("lie in -2 .. 2", lambda penalty: -2 <= penalty <= 2, 0.0)
     frequency_penalty: float = number("lie in -2 .. 2", lambda penalty: -2 <= penalty <= 2, 0.0)
-    logit_bias: tuple[tuple[int, float], ...] = instance_of(tuple, says="be a tuple of (token, number)", default=())
+    logit_bias: tuple[tuple[int, float], ...] = instance_of(
+        tuple, says="be a tuple of (token, number)", default=()
+    )
     logprobs: int | None = integer(0, 20, None)
     json_schema: str | None = instance_of(str, says="be a text")
     grammar: str | None = instance_of(str, says="be a text")
@@ -83,17 +92,21 @@ class SamplingParams(Checked):
         super().__post_init__()
         if self.min_tokens > (self.max_new_tokens or self.min_tokens):
             raise ValueError(
-                f"min_tokens must lie in 0 .. max_new_tokens ({self.max_new_tokens}), not {self.min_tokens!r}"
+                f"min_tokens must lie in 0 .. max_new_tokens ({self.max_new_tokens}), not "
+                f"{self.min_tokens!r}"
             )
         if self.json_schema is not None and self.grammar is not None:
             raise ValueError("pass either json_schema or grammar, not both")
         if self.is_constrained and (self.min_tokens or self.ignore_eos):
-            raise ValueError("json_schema or grammar ends the answer: it excludes min_tokens and ignore_eos")
+            raise ValueError(
+                "json_schema or grammar ends the answer: it excludes min_tokens and ignore_eos"
+            )
         if self.is_greedy:
             object.__setattr__(self, "temperature", self.temperature and 0.0)
 
     def filled(self, defaults: "SamplingParams") -> "SamplingParams":
-        """Return these parameters with others for those that are left open; without a temperature it is greedy."""
+        """Return these parameters with others for those that are left open; without a temperature
+        it is greedy."""
         names = ("max_new_tokens", "top_p", "top_k", "min_p", "repetition_penalty")
         filled = {name: getattr(defaults, name) for name in names if getattr(self, name) is None}
         if "max_new_tokens" in filled:
@@ -107,7 +120,8 @@ class SamplingParams(Checked):
 
     @property
     def cuts(self) -> tuple[float, float, int, float]:
-        """Temperature, top_p, top_k and min_p, which turn logits into a distribution; equal if greedy."""
+        """Temperature, top_p, top_k and min_p, which turn logits into a distribution; equal if
+        greedy."""
         if self.is_greedy:
             return 0.0, 1.0, 0, 0.0
         return self.temperature, self.top_p or 1.0, self.top_k or 0, self.min_p or 0.0
@@ -115,7 +129,9 @@ class SamplingParams(Checked):
     @property
     def penalises(self) -> bool:
         """Whether a token's logit is penalised for the tokens before."""
-        return self.repetition_penalty not in (None, 1) or bool(self.presence_penalty or self.frequency_penalty)
+        return self.repetition_penalty not in (None, 1) or bool(
+            self.presence_penalty or self.frequency_penalty
+        )
 
     @property
     def is_constrained(self) -> bool:
@@ -125,12 +141,14 @@ class SamplingParams(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class ReuseConfig(Checked, name="reuse "):
-    """Settings of the embedding or prefix cache, for further questions about the same video or long text.
+    """Settings of the embedding or prefix cache, for further questions about the same video or long
+    text.
 
     Attributes:
-        mode: ``"exact"`` caches the vision tower's embeddings of a video, which changes no answer. ``"kv"`` caches
-            the KV of everything before the question, so that only the question is run; answers are exact with an
-            exact method, otherwise they use the KV that the first question selected.
+        mode: ``"exact"`` caches the vision tower's embeddings of a video, which changes no answer.
+            ``"kv"`` caches the KV of everything before the question, so that only the question is
+            run; answers are exact with an exact method, otherwise they use the KV that the first
+            question selected.
         max_bytes: cache limit per host; eviction is LRU.
 
     Raises:

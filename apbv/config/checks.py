@@ -6,7 +6,8 @@ from typing import Any
 
 
 class Checked:
-    """Validates every field of a dataclass on construction; a field whose default is None may be None.
+    """Validates every field of a dataclass on construction; a field whose default is None may be
+    None.
 
     Args:
         name: prefix of a field's name in errors.
@@ -20,18 +21,23 @@ class Checked:
             value, may_be = getattr(self, each.name), each.metadata.get("may_be")
             may_be_none = may_be is None or (value is None and each.default is None)
             if not (may_be_none or may_be(value)):
-                raise ValueError(f"{self._prefix}{each.name} must {each.metadata['says']}, not {value!r:.200}")
+                raise ValueError(
+                    f"{self._prefix}{each.name} must {each.metadata['says']}, not {value!r:.200}"
+                )
 
 
 @dataclass(frozen=True)
 class Allowed:
-    """Which values a field may have: those of some classes that pass a test. True and False do not count as numbers."""
+    """Which values a field may have: those of some classes that pass a test. True and False do not
+    count as numbers."""
 
     kinds: tuple[type, ...]
     test: Callable[[Any], bool] | None = None
 
     def __call__(self, value: Any) -> bool:
-        is_of_kind = isinstance(value, self.kinds) and (type(value) is not bool or bool in self.kinds)
+        is_of_kind = isinstance(value, self.kinds) and (
+            type(value) is not bool or bool in self.kinds
+        )
         return is_of_kind and (self.test is None or self.test(value))
 
 

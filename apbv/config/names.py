@@ -11,7 +11,8 @@ KEEP_POLICIES = ("specvlm", "attention", "uv_prune", "hippo", "even", "random", 
 DEFAULT_KEEP_RATIO = 0.1
 CONTEXTS = "MTCP"
 DEFAULT_QUERY_LEN = 128
-# Frames per second: more than any camera's, and small enough for times of years to be counted exactly.
+# Frames per second: more than any camera's, and small enough for times of years to be counted
+# exactly.
 MAX_FPS = 1e9
 # The names in the registries, which need torch: a command line lists them without importing it.
 SPARSE_NAMES = ("xattention", "spargeattn", "flexprefill")

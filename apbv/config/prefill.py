@@ -28,8 +28,8 @@ class VideoConfig(Checked):
 
     Attributes:
         threads: decoding threads. None: this process's fair share of the machine's cores.
-        chunk_bytes: approximate memory for frames, pixels and activations of one chunk; a few chunks are in memory
-            at a time. None: a sixteenth of the free memory, at most 256 MiB.
+        chunk_bytes: approximate memory for frames, pixels and activations of one chunk; a few
+            chunks are in memory at a time. None: a sixteenth of the free memory, at most 256 MiB.
 
     Raises:
         ValueError: a number is not positive.
@@ -41,27 +41,30 @@ class VideoConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class SparseConfig(Checked, name="sparse "):
-    """Settings for block-sparse attention: how blocks are selected, per query head and layer; the others are
-    skipped.
+    """Settings for block-sparse attention: how blocks are selected, per query head and layer; the
+    others are skipped.
 
     Attributes:
-        method: ``"xattention"`` (Xu et al., 2025), ``"spargeattn"`` (Zhang et al., 2025) or ``"flexprefill"`` (Lai
-            et al., 2025), as in their authors' code; differences are listed in
-            :mod:`apbv.prefilling.methods.block_selection` and :mod:`apbv.prefilling.methods.flexprefill`.
-        threshold: share of a query block's estimated attention mass that the selected blocks hold, τ. None: 0.9
-            for ``"xattention"`` (its authors' for video) and 0.95 for ``"flexprefill"`` (its authors' γ), and 0.96
-            for ``"spargeattn"``, as the APB-V paper has it (Section 5.1). 1: all blocks are computed: attention is
-            dense.
-        block_size: queries per block: 32, 64, 128 (all papers') or 256. A block has as many keys, or half as many
-            for ``"spargeattn"``.
-        stride: of ``"xattention"``: tokens per group, which has one score; must divide the block size.
-        similarity: of ``"spargeattn"``: blocks whose rows have a mean cosine similarity of at most this, θ, are
-            always computed; -1 .. 1. 0.3 in the APB-V paper.
-        divergence: of ``"flexprefill"``: a head is query-aware if the square root of the Jensen-Shannon divergence
-            between its last queries' attention and its estimate from block means is below this, τ; 0 .. 1. 0.1 is
-            its authors'. 0: all heads are vertical-slash, as MInference (Jiang et al., 2024) has most of them.
-        min_blocks: of ``"flexprefill"``: minimum number of vertical and slash lines of blocks computed in every
-            head. 8 blocks of 128 tokens are its authors' minimum of 1024 tokens.
+        method: ``"xattention"`` (Xu et al., 2025), ``"spargeattn"`` (Zhang et al., 2025) or
+            ``"flexprefill"`` (Lai et al., 2025), as in their authors' code; differences are listed
+            in :mod:`apbv.prefilling.methods.block_selection` and
+            :mod:`apbv.prefilling.methods.flexprefill`.
+        threshold: share of a query block's estimated attention mass that the selected blocks hold,
+            τ. None: 0.9 for ``"xattention"`` (its authors' for video) and 0.95 for
+            ``"flexprefill"`` (its authors' γ), and 0.96 for ``"spargeattn"``, as the APB-V paper
+            has it (Section 5.1). 1: all blocks are computed: attention is dense.
+        block_size: queries per block: 32, 64, 128 (all papers') or 256. A block has as many keys,
+            or half as many for ``"spargeattn"``.
+        stride: of ``"xattention"``: tokens per group, which has one score; must divide the block
+            size.
+        similarity: of ``"spargeattn"``: blocks whose rows have a mean cosine similarity of at most
+            this, θ, are always computed; -1 .. 1. 0.3 in the APB-V paper.
+        divergence: of ``"flexprefill"``: a head is query-aware if the square root of the
+            Jensen-Shannon divergence between its last queries' attention and its estimate from
+            block means is below this, τ; 0 .. 1. 0.1 is its authors'. 0: all heads are
+            vertical-slash, as MInference (Jiang et al., 2024) has most of them.
+        min_blocks: of ``"flexprefill"``: minimum number of vertical and slash lines of blocks
+            computed in every head. 8 blocks of 128 tokens are its authors' minimum of 1024 tokens.
 
     Raises:
         ValueError: the method is unknown, or a number is out of range.
@@ -71,14 +74,18 @@ class SparseConfig(Checked, name="sparse "):
     threshold: float | None = number("lie in 0 < threshold <= 1", lambda t: 0 < t <= 1, None)
     block_size: int = one_of((32, 64, 128, 256), 128)
     stride: int = integer(1, 256, 16, of="xattention")
-    similarity: float = number("lie in -1 .. 1", lambda cosine: -1 <= cosine <= 1, 0.3, of="spargeattn")
+    similarity: float = number(
+        "lie in -1 .. 1", lambda cosine: -1 <= cosine <= 1, 0.3, of="spargeattn"
+    )
     divergence: float = number("lie in 0 .. 1", lambda root: 0 <= root <= 1, 0.1, of="flexprefill")
     min_blocks: int = integer(1, _MOST_TOKENS, 8, of="flexprefill")
 
     def __post_init__(self):
         super().__post_init__()
         if self.block_size % self.stride:
-            raise ValueError(f"the stride {self.stride!r} does not divide blocks of {self.block_size} tokens")
+            raise ValueError(
+                f"the stride {self.stride!r} does not divide blocks of {self.block_size} tokens"
+            )
 
     @property
     def share(self) -> float:
@@ -98,15 +105,16 @@ class SparseConfig(Checked, name="sparse "):
 
 @dataclass(frozen=True, kw_only=True)
 class ReduceConfig(Checked, name="reduce "):
-    """Settings for visual-token pruning: which visual tokens the language model reads; the others are lost.
+    """Settings for visual-token pruning: which visual tokens the language model reads; the others
+    are lost.
 
     Tokens that are kept stay at their rotary positions.
 
     Attributes:
-        method: ``"slowfast"``, ``"fastvid"`` or ``"dycoke"``, which select from the frames alone; see
-            :mod:`apbv.prefilling.reduction`.
-        ratio: keep ratio of a video's visual tokens, rounded, and at least one token. 1: all, and the prompt is
-            prefilled as without pruning.
+        method: ``"slowfast"``, ``"fastvid"`` or ``"dycoke"``, which select from the frames alone;
+            see :mod:`apbv.prefilling.reduction`.
+        ratio: keep ratio of a video's visual tokens, rounded, and at least one token. 1: all, and
+            the prompt is prefilled as without pruning.
 
     Raises:
         ValueError: the method is unknown, or the ratio out of range.
@@ -126,44 +134,51 @@ class PrefillConfig(Checked):
     """Prefill settings.
 
     Attributes:
-        method: name in :data:`apbv.prefilling.methods.METHODS`. Exact: ``"full"`` (host 0 computes everything),
-            ``"zigzag_ring"``, ``"ulysses"``. Approximate: ``"apbv"``, ``"apb"``, ``"star"``, and on host 0 alone
-            ``"xattention"``, ``"spargeattn"``, ``"flexprefill"``, which are ``"full"`` with sparse attention. Of
-            the settings below, lengths, importance and the switches O, F, Z are for ``"apbv"``; ``"apb"`` takes
-            the lengths and the importance, ``"zigzag_ring"`` the overlap.
-        anchor_len: tokens of the anchor block l_a. None: ``max(128, ceil(n / 64))``, at most a quarter of n.
-            0: no anchor (Table 9).
-        anchor_query: put the question in front of the context in the anchor, as APB has it: the anchor is then a
-            copy of the prompt's start with the question in it, at the positions that such a prompt would have.
-            All blocks but the first see it, and nothing of it is kept. For ``"apbv"`` and ``"apb"``.
+        method: name in :data:`apbv.prefilling.methods.METHODS`. Exact: ``"full"`` (host 0 computes
+            everything), ``"zigzag_ring"``, ``"ulysses"``. Approximate: ``"apbv"``, ``"apb"``,
+            ``"star"``, and on host 0 alone ``"xattention"``, ``"spargeattn"``, ``"flexprefill"``,
+            which are ``"full"`` with sparse attention. Of the settings below, lengths, importance
+            and the switches O, F, Z are for ``"apbv"``; ``"apb"`` takes the lengths and the
+            importance, ``"zigzag_ring"`` the overlap.
+        anchor_len: tokens of the anchor block l_a. None: ``max(128, ceil(n / 64))``, at most a
+            quarter of n. 0: no anchor (Table 9).
+        anchor_query: put the question in front of the context in the anchor, as APB has it: the
+            anchor is then a copy of the prompt's start with the question in it, at the positions
+            that such a prompt would have. All blocks but the first see it, and nothing of it is
+            kept. For ``"apbv"`` and ``"apb"``.
         passing_len: KV pairs that each context block passes on, l_p, per layer and KV head. None:
-            ``max(256, ceil(n / 128))`` (``ceil(n / 64)`` without zigzag and for ``"apb"``). 0: no passing blocks
-            (Tables 3, 8).
-        early_passing_len: l_p in the first quarter of the layers, where it is more: for answers closer to full
-            attention's at a part of the cost of as many pairs in all layers (this project's own). None: as in others.
-        query_len: how many tokens at the end of a text are the query block, which every host computes, where the
-            question is not given apart from the text (as with ``context=``); in a chat at most the last message's.
-        importance: how the l_p pairs are ranked; see :func:`apbv.prefilling.methods.importance.importance_of`.
-            ``"peak"`` is this project's own; the authors of APB-V rank by ``"dot"``, with ``anchor_query``.
-        overlap: hide communication behind attention (Section 4.4; "O" of Table 4), and the KV transfer to host 0
-            behind MLPs.
+            ``max(256, ceil(n / 128))`` (``ceil(n / 64)`` without zigzag and for ``"apb"``). 0: no
+            passing blocks (Tables 3, 8).
+        early_passing_len: l_p in the first quarter of the layers, where it is more: for answers
+            closer to full attention's at a part of the cost of as many pairs in all layers (this
+            project's own). None: as in others.
+        query_len: how many tokens at the end of a text are the query block, which every host
+            computes, where the question is not given apart from the text (as with ``context=``); in
+            a chat at most the last message's.
+        importance: how the l_p pairs are ranked; see
+            :func:`apbv.prefilling.methods.importance.importance_of`. ``"peak"`` is this project's
+            own; the authors of APB-V rank by ``"dot"``, with ``anchor_query``.
+        overlap: hide communication behind attention (Section 4.4; "O" of Table 4), and the KV
+            transfer to host 0 behind MLPs.
         fused_query: run query and context in one forward pass (Section 4.2; "F").
-        zigzag: 2H context blocks, two complementary ones on each host, instead of H (Section 4.3; "Z").
-        on_single_host: run the method itself even on one host. Off, one host runs ``"full"``, which is exact, and
-            to which every method degenerates without other hosts to share the work.
-        kv: where the KV is placed after the prefill: ``"gathered"`` on host 0, or ``"sharded"`` as it was
-            computed.
+        zigzag: 2H context blocks, two complementary ones on each host, instead of H (Section 4.3;
+            "Z").
+        on_single_host: run the method itself even on one host. Off, one host runs ``"full"``, which
+            is exact, and to which every method degenerates without other hosts to share the work.
+        kv: where the KV is placed after the prefill: ``"gathered"`` on host 0, or ``"sharded"`` as
+            it was computed.
         backend: the kernels that compute attention, here and in decoding; a name in
-            :data:`apbv.kernels.backends.BACKENDS`. ``"auto"``: the environment variable ``APBV_BACKEND``, or else
-            the fastest one for the device and the shape.
+            :data:`apbv.kernels.backends.BACKENDS`. ``"auto"``: the environment variable
+            ``APBV_BACKEND``, or else the fastest one for the device and the shape.
         video: how each host reads its frames.
-        sparse: block-sparse attention: over the whole prompt with ``"full"``, and within every context block with
-            ``"apbv"``, ``"apb"`` and ``"star"``; their attention to other keys, and the question's, stays dense.
-            None: dense, except for a method that is itself sparse.
+        sparse: block-sparse attention: over the whole prompt with ``"full"``, and within every
+            context block with ``"apbv"``, ``"apb"`` and ``"star"``; their attention to other keys,
+            and the question's, stays dense. None: dense, except for a method that is itself sparse.
         reduce: visual-token pruning; None: none.
 
     Raises:
-        ValueError: a length is negative or absurd, a name is unknown, or the method has no sparse attention.
+        ValueError: a length is negative or absurd, a name is unknown, or the method has no sparse
+            attention.
     """
 
     method: str = one_of(METHOD_NAMES, "apbv")
@@ -189,7 +204,8 @@ class PrefillConfig(Checked):
 
     @property
     def shared(self) -> dict[str, Any]:
-        """The settings that must be the same on every host, JSON-ready: all but ``video``, which fits the machine."""
+        """The settings that must be the same on every host, JSON-ready: all but ``video``, which
+        fits the machine."""
         settings = asdict(self)
         del settings["video"]
         return settings
@@ -198,7 +214,9 @@ class PrefillConfig(Checked):
     def features(self) -> dict[str, str | bool | None]:
         """The requested features, in the form that :func:`apbv.refusals.refuse` takes."""
         reduce, sparse, has_anchor = self.reduce, self.sparse, self.method in ("apbv", "apb")
-        is_other = sparse is not None and self.method in SPARSE_NAMES and sparse.method != self.method
+        is_other = (
+            sparse is not None and self.method in SPARSE_NAMES and sparse.method != self.method
+        )
         without = "without an anchor" if has_anchor else f"method {self.method}"
         return {
             "anchor_query": self.anchor_query,

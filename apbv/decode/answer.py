@@ -21,7 +21,8 @@ NO_TOKEN = -1  # sent by host 0 to the others if NaN or infinite logits allow no
 
 @dataclass
 class Answer:
-    """Decoding state of one answer: the tokens so far, the same on every host, and what is needed to continue.
+    """Decoding state of one answer: the tokens so far, the same on every host, and what is needed
+    to continue.
 
     Every decoding loop takes one and adds tokens to it.
 
@@ -30,15 +31,18 @@ class Answer:
         logits: ``[V]``, from which the first token is chosen; on host 0 at least.
         prompt_len: n; a token's random number depends on the seed and on its index in the sequence.
         sampling: sampling parameters, including the maximum number of tokens.
-        eos_token_ids: tokens that end the answer, and are its last, unless ``sampling`` says otherwise.
+        eos_token_ids: tokens that end the answer, and are its last, unless ``sampling`` says
+            otherwise.
         on_token: called on every host with each token as soon as it is chosen.
         on_first_token: called on every host before the first of these calls.
         stop: called on host 0 with all new tokens so far; true ends the answer there.
         prompt_ids: the prompt's token ids, for penalties; int64 ``[n]``.
         grammar: the compiled ``sampling.json_schema`` or ``grammar``, on host 0.
-        ready: event that the GPU reaches after the prefill; None: the current stream's work comes first anyway.
+        ready: event that the GPU reaches after the prefill; None: the current stream's work comes
+            first anyway.
         tokens: the answer so far.
-        logprobs: of each token, on host 0, if ``sampling`` requests them; complete when ``stop`` is called.
+        logprobs: of each token, on host 0, if ``sampling`` requests them; complete when ``stop`` is
+            called.
     """
 
     decoder: Decoder
@@ -67,7 +71,8 @@ class Answer:
         return self.sampling.max_new_tokens - len(self.tokens)
 
     def cut(self, new: Sequence[int]) -> tuple[list[int], bool]:
-        """Return the new tokens (at least one) up to the answer's end, and whether it ends there; on host 0."""
+        """Return the new tokens (at least one) up to the answer's end, and whether it ends there;
+        on host 0."""
         if self.sampling.logprobs is not None:
             self.logprobs += map(TokenLogprobs.unpack, self._arriving.popleft()())
             del self.logprobs[len(self.tokens) + len(new) :]
@@ -114,12 +119,15 @@ class Answer:
         Args:
             drafted: as of :meth:`allowed`.
         """
-        choice, _ = choose_each(self.allowed(logits[None], [index], drafted), [self.sampling], [index])
+        choice, _ = choose_each(
+            self.allowed(logits[None], [index], drafted), [self.sampling], [index]
+        )
         self.tell_of(logits[None], choice.tokens)
         return choice
 
     def tell_of(self, logits: Tensor, tokens: Tensor | Sequence[int]) -> None:
-        """Record log probabilities of S tokens, the first of which are about to be passed to :meth:`cut`.
+        """Record log probabilities of S tokens, the first of which are about to be passed to
+        :meth:`cut`.
 
         On host 0.
 
@@ -137,12 +145,14 @@ class Answer:
         drafted: Tensor | Sequence[int] = (),
         precede: Tensor | None = None,
     ) -> Tensor:
-        """Return logits ``[S, V]`` for these indices in the sequence after bias, penalties and grammar.
+        """Return logits ``[S, V]`` for these indices in the sequence after bias, penalties and
+        grammar.
 
         With a grammar, S is 1 and the index is that of the next token.
 
         Args:
-            drafted, precede: tokens after those so far, as of :meth:`.sampling.Penalties.penalised`.
+            drafted, precede: tokens after those so far, as of
+                :meth:`.sampling.Penalties.penalised`.
         """
         if self.sampling.logit_bias:
             logits = biased(logits, self.sampling.logit_bias)
@@ -164,7 +174,8 @@ class Answer:
         return Penalties(self.sampling, self.prompt_ids, self.logits.shape[-1], self.logits.device)
 
     def agree(self, arriving: Callable[[], tuple[list[int], list[int]]] | None) -> tuple[int, bool]:
-        """Return the token that arrives from host 0's device, with the contract of :meth:`choose`; collective.
+        """Return the token that arrives from host 0's device, with the contract of :meth:`choose`;
+        collective.
 
         Args:
             arriving: what :meth:`Choice.fetch` returned, on the leader.
@@ -184,17 +195,24 @@ class Answer:
             AgreedError: the token is :data:`NO_TOKEN`.
         """
         if token == NO_TOKEN:
-            raise AgreedError(f"the model gave NaN or infinite logits after {len(self.tokens)} tokens of its answer")
+            raise AgreedError(
+                f"the model gave NaN or infinite logits after {len(self.tokens)} tokens of its "
+                "answer"
+            )
 
 
-def finish_reason(tokens: Sequence[int], sampling: SamplingParams, eos_token_ids: Sequence[int]) -> str:
-    """Return why an answer ended: ``"length"`` if ``max_new_tokens`` cut it off, else ``"stop"``."""
+def finish_reason(
+    tokens: Sequence[int], sampling: SamplingParams, eos_token_ids: Sequence[int]
+) -> str:
+    """Return why an answer ended: ``"length"`` if ``max_new_tokens`` cut it off, else
+    ``"stop"``."""
     at_end = tokens[-1] in eos_token_ids and not sampling.ignore_eos
     return "length" if len(tokens) == sampling.max_new_tokens and not at_end else "stop"
 
 
 def generate_tokens(answer: Answer) -> list[int]:
-    """Decode autoregressively until an end token (included), ``max_new_tokens``, or ``stop``; collective.
+    """Decode autoregressively until an end token (included), ``max_new_tokens``, or ``stop``;
+    collective.
 
     Returns:
         The answer's tokens.
@@ -214,17 +232,20 @@ def generate_tokens(answer: Answer) -> list[int]:
 
 
 def _generate_ahead(answer: Answer) -> list[int]:
-    """Decode the rest of an answer on host 0, queueing every step before the CPU reads the previous token.
+    """Decode the rest of an answer on host 0, queueing every step before the CPU reads the previous
+    token.
 
-    The GPU computes while the CPU processes a token and sends it to others. The extra step after an end token is
-    rolled back.
+    The GPU computes while the CPU processes a token and sends it to others. The extra step after an
+    end token is rolled back.
     """
     decoder = answer.decoder
     choice = answer.pick(decoder.advance(answer.tokens[-1:])[-1], answer.next_index)
     while True:
         arriving, ahead = choice.fetch(decoder.hosts.wait_for_device), None
         if answer.num_left > 1:
-            ahead = answer.pick(decoder.advance(choice.tokens)[-1], answer.next_index + 1, choice.tokens)
+            ahead = answer.pick(
+                decoder.advance(choice.tokens)[-1], answer.next_index + 1, choice.tokens
+            )
         token, has_ended = answer.agree(arriving)
         answer.add([token])
         if has_ended:

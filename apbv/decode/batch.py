@@ -1,7 +1,8 @@
 """Continuous batching: decodes several answers at a time, one token of each per forward pass.
 
-The newest tokens of all answers are rows of one input, ``[1, R]``, each at its own rotary position, so that the
-model's matrix products have R rows. Attention reads the KV of each row's own prompt in place.
+The newest tokens of all answers are rows of one input, ``[1, R]``, each at its own rotary position,
+so that the model's matrix products have R rows. Attention reads the KV of each row's own prompt in
+place.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,7 +34,8 @@ class Member:
 
     Attributes:
         tokens: the answer so far, an end token included.
-        finish_reason: ``"stop"`` or ``"length"`` once the answer is complete; None before, and if it was aborted.
+        finish_reason: ``"stop"`` or ``"length"`` once the answer is complete; None before, and if
+            it was aborted.
         error: why the answer failed; None if it did not.
         kv: the answer's KV; None before the prefill is done, and after the answer's end.
     """
@@ -56,7 +58,8 @@ class Member:
         return self.kv is not None and self.kv.num_run + 1 < self.answer.sampling.max_new_tokens
 
     def add(self, new: Sequence[int]) -> None:
-        """Append the next tokens, which may end the answer; :data:`~.answer.NO_TOKEN` makes it fail."""
+        """Append the next tokens, which may end the answer; :data:`~.answer.NO_TOKEN` makes it
+        fail."""
         answer = self.answer
         try:
             answer.require_token(new[-1])
@@ -92,8 +95,9 @@ class Batch:
     One thread uses it. Another may prefill with the same model meanwhile, if
     :func:`apbv.model.attention.apbv_attention` is in force around both.
 
-    On a GPU the batch has its own stream, which a prefill in another stream does not block. Each step is queued
-    before the CPU has read the tokens of the last; results after an answer's end are ignored.
+    On a GPU the batch has its own stream, which a prefill in another stream does not block. Each
+    step is queued before the CPU has read the tokens of the last; results after an answer's end are
+    ignored.
 
     Args:
         parts: the model.
@@ -112,7 +116,9 @@ class Batch:
         self._given: Given | None = None  # a step whose tokens have not been read yet
         self._runs_ahead = parts.device.type == "cuda"
         # The few small kernels of a step take precedence over a prefill's waiting kernels.
-        self._stream = side_stream(parts.device, "decoding", priority=-1) if self._runs_ahead else None
+        self._stream = (
+            side_stream(parts.device, "decoding", priority=-1) if self._runs_ahead else None
+        )
 
     def __len__(self) -> int:
         return len(self._members)
@@ -120,8 +126,9 @@ class Batch:
     def join(self, state: PrefilledPrompt, request: Request) -> Member:
         """Add a prefilled prompt, without copying its KV.
 
-        The prefill may still run on the GPU without blocking other sequences: the answer begins with the first
-        step after it. The request's ``on_token`` and ``stop`` are called in the thread that steps.
+        The prefill may still run on the GPU without blocking other sequences: the answer begins
+        with the first step after it. The request's ``on_token`` and ``stop`` are called in the
+        thread that steps.
 
         Raises:
             ValueError: the KV is not gathered on this host.
@@ -142,23 +149,30 @@ class Batch:
 
     @torch.no_grad()
     def step(self) -> list[Member]:
-        """Decode the next token of every sequence; if some have just joined, only the first tokens of these.
+        """Decode the next token of every sequence; if some have just joined, only the first tokens
+        of these.
 
-        First tokens come from a prefill's logits, the others from a forward pass over all sequences. On a GPU the
-        latter may be delivered a step late. A sequence fails alone if its logits are NaN or infinite, its KV
-        cannot grow, or one of its callbacks raises.
+        First tokens come from a prefill's logits, the others from a forward pass over all
+        sequences. On a GPU the latter may be delivered a step late. A sequence fails alone if its
+        logits are NaN or infinite, its KV cannot grow, or one of its callbacks raises.
 
         Returns:
-            The members that got a token or failed. Those that have ended are no longer in the batch.
+            The members that got a token or failed. Those that have ended are no longer in the
+            batch.
 
         Raises:
-            RuntimeError, ...: raised by the model's forward pass. No sequence got a token, and all can continue.
+            RuntimeError, ...: raised by the model's forward pass. No sequence got a token, and all
+            can continue.
         """
         with torch.cuda.stream(self._stream):  # and on its GPU; None changes nothing
             self._take_in()
-            fresh = [member for member in self._members if member.kv is not None and not member.tokens]
+            fresh = [
+                member for member in self._members if member.kv is not None and not member.tokens
+            ]
             if fresh:
-                choice = self._choose(fresh, torch.stack([member.answer.logits for member in fresh]))
+                choice = self._choose(
+                    fresh, torch.stack([member.answer.logits for member in fresh])
+                )
                 chosen, arriving = fresh, _fetch(choice)
             else:
                 chosen, arriving = self._advance()
@@ -170,14 +184,16 @@ class Batch:
         return advanced
 
     def step_or_drop(self) -> None:
-        """Decode as :meth:`step`; if it fails, the youngest sequence does: its memory may be what is missing."""
+        """Decode as :meth:`step`; if it fails, the youngest sequence does: its memory may be what
+        is missing."""
         try:
             self.step()
         except Exception as error:  # whose frames, and those of its causes, hold KV
             self._members.pop().end(RuntimeError(describe_error(error)))
 
     def _advance(self) -> tuple[list[Member], Arriving]:
-        """Queue the next work on the device; return its sequences, and a function that waits for their tokens."""
+        """Queue the next work on the device; return its sequences, and a function that waits for
+        their tokens."""
         if self._given is not None and all(member.has_ended for member in self._given[0]):
             self._given = None
         self._given = self._given or self._give()
@@ -186,7 +202,9 @@ class Batch:
         members, choice = self._given
         arriving = _fetch(choice)
         # If this raises, the arriving tokens are fetched again.
-        self._given = self._give(self._given) if self._runs_ahead and self._may_run_ahead() else None
+        self._given = (
+            self._give(self._given) if self._runs_ahead and self._may_run_ahead() else None
+        )
         return members, arriving
 
     def _may_run_ahead(self) -> bool:
@@ -195,7 +213,8 @@ class Batch:
         return not any(answer.sampling.is_constrained for answer in going)
 
     def _give(self, before: Given | None = None) -> Given | None:
-        """Run the model on every sequence's newest token and choose the next; None if none is needed.
+        """Run the model on every sequence's newest token and choose the next; None if none is
+        needed.
 
         Args:
             before: the step whose tokens the CPU does not know yet.
@@ -216,7 +235,9 @@ class Batch:
                 ids = newest[to_device([places[member] for member in going], device)]
         logits = self._runner.run(ids, [member.kv for member in going])
         try:
-            arriving = [ids[row : row + 1] if member in rows else () for row, member in enumerate(going)]
+            arriving = [
+                ids[row : row + 1] if member in rows else () for row, member in enumerate(going)
+            ]
             return going, self._choose(going, logits, arriving)
         except Exception:
             for member in going:  # the same rows are written again
@@ -235,9 +256,13 @@ class Batch:
         """Choose the next token of each sequence from its row of logits ``[R, V]``.
 
         Args:
-            arriving: of each the token before, int64 ``[1]``, if the CPU does not know it yet, else nothing.
+            arriving: of each the token before, int64 ``[1]``, if the CPU does not know it yet, else
+                nothing.
         """
-        answers, counts = [member.answer for member in members], [member.kv.num_run for member in members]
+        answers, counts = (
+            [member.answer for member in members],
+            [member.kv.num_run for member in members],
+        )
         places = [answer.prompt_len + count for answer, count in zip(answers, counts, strict=True)]
         given = logits.split(1)
         each = zip(answers, given, places, arriving or [()] * len(answers), strict=True)
@@ -251,7 +276,9 @@ class Batch:
 
     def _take_in(self) -> None:
         """Take the KV of finished prefills; wait for the first if nothing else can run."""
-        for member in [member for member in self._members if member.kv is None and not member.has_ended]:
+        for member in [
+            member for member in self._members if member.kv is None and not member.has_ended
+        ]:
             answer, ready = member.answer, member.answer.ready
             if ready is not None and not ready.query():
                 if any(other.kv is not None for other in self._members):
@@ -275,7 +302,9 @@ class Batch:
 def _fetch(choice: Choice) -> Arriving:
     """Start to copy chosen tokens to the CPU; the returned function waits for them."""
     read = choice.fetch()
-    return lambda: [[token if is_finite else NO_TOKEN] for token, is_finite in zip(*read(), strict=True)]
+    return lambda: [
+        [token if is_finite else NO_TOKEN] for token, is_finite in zip(*read(), strict=True)
+    ]
 
 
 def why_not_together(parts: ModelParts) -> str | None:
@@ -285,5 +314,8 @@ def why_not_together(parts: ModelParts) -> str | None:
     if parts.sizes.linear is not None:
         return "linear attention layers keep a state for every answer, and these are not batched"
     if parts.rope_by_length is not None:
-        return f"the model's rotary frequencies depend on the length of a sequence ({parts.rope_by_length})"
+        return (
+            "the model's rotary frequencies depend on the length of a sequence "
+            f"({parts.rope_by_length})"
+        )
     return None

@@ -30,14 +30,19 @@ class OwnKV:
         position: the rotary position of the answer's first token.
 
     Attributes:
-        num_run: number of the answer's tokens that the model has processed. Less: the last rows are taken back.
+        num_run: number of the answer's tokens that the model has processed. Less: the last rows are
+            taken back.
         place: a new object whenever the buffers change.
     """
 
     def __init__(self, layers: Sequence[GrowingLayer], position: int):
         for layer in layers:
             layer.make_room(1)
-        self._layers, self._prompt_rows, self._first_position = layers, layers[0].keys.shape[2], position
+        self._layers, self._prompt_rows, self._first_position = (
+            layers,
+            layers[0].keys.shape[2],
+            position,
+        )
         self.num_run, self.place = 0, object()
 
     @property
@@ -70,7 +75,8 @@ class OwnKV:
             layer.make_room(count)
 
     def copy_newest(self, other: "OwnKV", count: int) -> None:
-        """Append ``count`` rows that another KV has for the same tokens of the answer; there must be room."""
+        """Append ``count`` rows that another KV has for the same tokens of the answer; there must
+        be room."""
         first, theirs = self.num_rows, other.num_rows + self.num_run - other.num_run
         for layer in zip(self.buffers, other.buffers, strict=True):
             for mine, source in zip(*layer, strict=True):
@@ -81,8 +87,9 @@ class OwnKV:
 class BatchRunner:
     """Runs a language model over one new token of each of several answers, or over several.
 
-    On a GPU passes of one batch size and number of tokens are captured as a CUDA graph, which stays valid while
-    answers come and go: the addresses of their KV are looked up on the GPU. These numbers are rounded up to a few.
+    On a GPU passes of one batch size and number of tokens are captured as a CUDA graph, which stays
+    valid while answers come and go: the addresses of their KV are looked up on the GPU. These
+    numbers are rounded up to a few.
 
     Args:
         parts: the model.
@@ -102,7 +109,8 @@ class BatchRunner:
         Args:
             ids: a tensor ``[S]`` on the device is not waited for.
             kvs: those of R answers, which have room.
-            counts: how many tokens of each answer there are, one answer's after the other's; None: one of each.
+            counts: how many tokens of each answer there are, one answer's after the other's; None:
+                one of each.
         """
         counts = None if counts is None or max(counts) == 1 else counts
         run = self._run_there if self._looks_up else self._run_here
@@ -115,10 +123,14 @@ class BatchRunner:
         """Run the model with KV addresses passed by the CPU."""
         parts, lengths = self._parts, [kv.num_rows for kv in kvs]
         buffers = zip(*(kv.buffers for kv in kvs), strict=True)
-        layers = [SequenceBuffers(*zip(*of_all, strict=True), lengths, counts) for of_all in buffers]
+        layers = [
+            SequenceBuffers(*zip(*of_all, strict=True), lengths, counts) for of_all in buffers
+        ]
         positions = to_device(_positions(kvs, counts), parts.device)
         attention = BatchAttention(parts.backend, layers)
-        return forward(parts, to_device(ids, parts.device), positions, None, attention, last_only=False)
+        return forward(
+            parts, to_device(ids, parts.device), positions, None, attention, last_only=False
+        )
 
     def _run_there(self, ids: Tokens, kvs: Sequence[OwnKV], counts: Sequence[int] | None) -> Tensor:
         """Run the model with KV addresses looked up on the device."""
@@ -127,7 +139,9 @@ class BatchRunner:
         if self._recorded is not None and len(ids) <= _SIZES[-1]:
             size, num_tokens = (_rounded_up(len(each), _SIZES) for each in (kvs, ids))
             kind = size, num_tokens, most_new, _rounded_up(most_rows, _ROWS)
-            return self._recorded.run(kind, lambda: _Step(self._parts, *kind), ids, kvs, counts)[: len(ids)]
+            return self._recorded.run(kind, lambda: _Step(self._parts, *kind), ids, kvs, counts)[
+                : len(ids)
+            ]
         step = _Step(self._parts, len(kvs), len(ids), most_new, most_rows)
         step.take(ids, kvs, counts)
         return step.compute()
@@ -143,10 +157,14 @@ class _Step(Step):
         most_rows: the largest number of an answer's rows.
     """
 
-    def __init__(self, parts: ModelParts, size: int, num_tokens: int, most_new: int, most_rows: int):
+    def __init__(
+        self, parts: ModelParts, size: int, num_tokens: int, most_new: int, most_rows: int
+    ):
         super().__init__(parts, num_tokens, num_tokens + 2 * size + 1)
         self._most_rows, self._most_new = most_rows, most_new
-        self._positions, self._lengths, self._starts = self._others.split([num_tokens, size, size + 1])
+        self._positions, self._lengths, self._starts = self._others.split(
+            [num_tokens, size, size + 1]
+        )
         self._places = self._numbers.new_zeros(parts.num_layers, 3, size)
         self._held: list[object] = []
 
@@ -164,9 +182,11 @@ class _Step(Step):
             self._held = held
 
     def compute(self) -> Tensor:
-        """Run the model on these inputs, write the new KV into the buffers, and return logits ``[R, V]``."""
+        """Run the model on these inputs, write the new KV into the buffers, and return logits
+        ``[R, V]``."""
         tables = [
-            BufferTable(places, self._lengths, self._most_rows, self._starts, self._most_new) for places in self._places
+            BufferTable(places, self._lengths, self._most_rows, self._starts, self._most_new)
+            for places in self._places
         ]
         attention = BatchAttention(self._parts.backend, tables)
         return forward(self._parts, self._ids, self._positions, None, attention, last_only=False)
@@ -175,7 +195,9 @@ class _Step(Step):
 def _positions(kvs: Sequence[OwnKV], counts: Sequence[int] | None) -> list[int]:
     """Return the rotary positions of answers' next tokens."""
     counts = counts or [1] * len(kvs)
-    return [kv.position + place for kv, count in zip(kvs, counts, strict=True) for place in range(count)]
+    return [
+        kv.position + place for kv, count in zip(kvs, counts, strict=True) for place in range(count)
+    ]
 
 
 def _rounded_up(count: int, steps: Sequence[int]) -> int:

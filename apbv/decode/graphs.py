@@ -1,9 +1,10 @@
 """CUDA graphs of decode steps, which launch all kernels of a forward pass at once.
 
-A graph replays the same kernels with the same arguments. Data that changes from step to step is therefore at fixed
-addresses: tokens, positions and the number of valid KV rows in one small tensor; the KV in buffers with spare room
-(:class:`apbv.kv.cache.GrowingLayer`), which attention gets whole. A graph is valid for one step size and one set
-of buffers: a longer answer gets new buffers, and then new graphs.
+A graph replays the same kernels with the same arguments. Data that changes from step to step is
+therefore at fixed addresses: tokens, positions and the number of valid KV rows in one small tensor;
+the KV in buffers with spare room (:class:`apbv.kv.cache.GrowingLayer`), which attention gets whole.
+A graph is valid for one step size and one set of buffers: a longer answer gets new buffers, and
+then new graphs.
 """
 
 from abc import ABC, abstractmethod
@@ -25,17 +26,21 @@ class CaptureError(Exception):
     """Raised if a step cannot be captured; nothing was computed."""
 
 
-def record(function: Callable[[], Tensor], device: torch.device, pool: tuple[int, int]) -> Callable[[], Tensor]:
+def record(
+    function: Callable[[], Tensor], device: torch.device, pool: tuple[int, int]
+) -> Callable[[], Tensor]:
     """Capture the kernels that a function launches as a CUDA graph, without running them.
 
     Args:
-        pool: memory that graphs share; their results must therefore be used before another one runs.
+        pool: memory that graphs share; their results must therefore be used before another one
+            runs.
 
     Returns:
         A function that replays them and returns their result in a new tensor.
 
     Raises:
-        CaptureError: the function does something that cannot be captured, such as waiting for the GPU.
+        CaptureError: the function does something that cannot be captured, such as waiting for the
+            GPU.
     """
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.device(device):
@@ -43,7 +48,8 @@ def record(function: Callable[[], Tensor], device: torch.device, pool: tuple[int
         side = side_stream(device, "recording", torch.cuda.current_stream().priority)
         cause = None
         try:
-            # Not by torch.cuda.graph, which first waits for the whole GPU, and empties the allocator's cache.
+            # Not by torch.cuda.graph, which first waits for the whole GPU, and empties the
+            # allocator's cache.
             with torch.cuda.stream(side):
                 # Other threads continue meanwhile, and may do things that this one must not.
                 graph.capture_begin(pool, capture_error_mode="thread_local")
@@ -54,10 +60,12 @@ def record(function: Callable[[], Tensor], device: torch.device, pool: tuple[int
                     raise
                 finally:
                     graph.capture_end()
-        except Exception as error:  # torch and every library that launches kernels have errors of their own
-            # PyTorch's allocator would otherwise treat the capture as running for ever: it would not free what
-            # several streams used, and torch.cuda.empty_cache() would raise. Not every supported PyTorch ends
-            # it by itself, and no public function does.
+        except (
+            Exception
+        ) as error:  # torch and every library that launches kernels have errors of their own
+            # PyTorch's allocator would otherwise treat the capture as running for ever: it would
+            # not free what several streams used, and torch.cuda.empty_cache() would raise. Not
+            # every supported PyTorch ends it by itself, and no public function does.
             with suppress(RuntimeError):  # where it has ended
                 torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
             cause = cause or error
@@ -85,7 +93,8 @@ class Step(ABC):
         self._ids, self._others = self._numbers.split([size, num_others])
 
     def hold(self, ids: Sequence[int] | Tensor, others: Sequence[int]) -> None:
-        """Copy tokens, which may be on the device, and all other inputs, without synchronization."""
+        """Copy tokens, which may be on the device, and all other inputs, without
+        synchronization."""
         if isinstance(ids, Tensor):
             self._ids[: len(ids)].copy_(ids)
             fill(self._others, others)
@@ -104,8 +113,8 @@ class Step(ABC):
 class RecordedSteps:
     """Runs a model's steps, from the second of each shape on as CUDA graphs.
 
-    The first step of each shape runs eagerly: it compiles kernels and lets libraries allocate workspaces. If a
-    capture fails, a warning gives the reason, and all further steps run eagerly.
+    The first step of each shape runs eagerly: it compiles kernels and lets libraries allocate
+    workspaces. If a capture fails, a warning gives the reason, and all further steps run eagerly.
     """
 
     def __init__(self, parts: ModelParts):
@@ -115,7 +124,9 @@ class RecordedSteps:
     def clear(self) -> None:
         """Drop all steps; their memory pool is freed with the last graph."""
         self._steps: dict[tuple, Step] = {}
-        self._computes: dict[tuple, Callable[[], Tensor]] = {}  # of those that have run: how to do it again
+        self._computes: dict[
+            tuple, Callable[[], Tensor]
+        ] = {}  # of those that have run: how to do it again
         self._pool: tuple[int, int] | None = None
 
     def run(self, kind: tuple, make: Callable[[], Step], *inputs: Any) -> Tensor:
@@ -130,7 +141,9 @@ class RecordedSteps:
                 self._computes[kind] = record(step.compute, self._parts.device, self._pool)
             except CaptureError as error:
                 self._records, self._computes, self._pool = False, {}, None
-                if not isinstance(error.__cause__, torch.OutOfMemoryError):  # which another answer may avoid
+                if not isinstance(
+                    error.__cause__, torch.OutOfMemoryError
+                ):  # which another answer may avoid
                     self._parts.capture_failures.append(str(error))
                 warn_caller(f"decoding continues without CUDA graphs: {error}")
         logits = self._computes.get(kind, step.compute)()
@@ -159,7 +172,10 @@ def why_not_captured(parts: ModelParts, hosts: HostGroup | None) -> str | None:
     if parts.tensor_parallel[1] > 1:
         return "the members of a host exchange results in every layer"
     if parts.rope_by_length is not None:
-        return f"rotary frequencies that depend on the length of a sequence ({parts.rope_by_length}) wait for it"
+        return (
+            "rotary frequencies that depend on the length of a sequence "
+            f"({parts.rope_by_length}) wait for it"
+        )
     if parts.capture_failures:
         return parts.capture_failures[0]
     backend = choose(parts.backend, torch.empty(0, dtype=parts.dtype, device=parts.device))

@@ -31,8 +31,8 @@ def forward(
     Args:
         ids, positions: int64 ``[S]`` on the device.
         cache: what the model appends to; None if ``attention`` appends by itself.
-        attention: computes the new tokens' attention. The model's own would copy the KV heads of grouped queries,
-            and need a mask for several tokens.
+        attention: computes the new tokens' attention. The model's own would copy the KV heads of
+            grouped queries, and need a mask for several tokens.
         last_only: compute only the last token's logits, ``[1, V]``.
         states: those of a hybrid's linear attention, which go on to the last of these tokens.
     """
@@ -53,8 +53,8 @@ def forward(
 class ModelRunner:
     """Runs a language model on new tokens and appends their KV to a cache.
 
-    On a GPU, steps of one size are captured as a CUDA graph if possible (:mod:`.graphs`): launching the hundreds
-    of kernels of a 7B model's step takes longer than computing them.
+    On a GPU, steps of one size are captured as a CUDA graph if possible (:mod:`.graphs`): launching
+    the hundreds of kernels of a 7B model's step takes longer than computing them.
 
     Args:
         parts: the model.
@@ -63,7 +63,13 @@ class ModelRunner:
         states: those of a hybrid's linear attention, which are changed.
     """
 
-    def __init__(self, parts: ModelParts, cache, hosts: HostGroup | None = None, states: LinearStates | None = None):
+    def __init__(
+        self,
+        parts: ModelParts,
+        cache,
+        hosts: HostGroup | None = None,
+        states: LinearStates | None = None,
+    ):
         self._parts, self._cache, self._hosts, self._states = parts, cache, hosts, states
         self._recorded = RecordedSteps(parts) if may_record(parts, hosts) else None
         self._buffers: list[tuple[Tensor, Tensor]] = []  # of the recorded steps
@@ -79,10 +85,12 @@ class ModelRunner:
         """Run the model on S text tokens.
 
         Args:
-            ids: the tokens. A tensor ``[S]`` is on the device, and its values need not be known on the CPU.
-            positions: the rotary position of each; for M-RoPE time, height and width advance together.
-            visible: bool ``[S, N]``: which of the last N tokens in the cache, these included, each one sees; None:
-                those up to itself.
+            ids: the tokens. A tensor ``[S]`` is on the device, and its values need not be known on
+                the CPU.
+            positions: the rotary position of each; for M-RoPE time, height and width advance
+                together.
+            visible: bool ``[S, N]``: which of the last N tokens in the cache, these included, each
+                one sees; None: those up to itself.
 
         Returns:
             The logits after each token, ``[S, V]``, or after the last, ``[1, V]``.
@@ -96,13 +104,20 @@ class ModelRunner:
         return forward(parts, ids, positions, self._cache, attention, last_only, self._states)
 
     def _run_recorded(
-        self, ids: Sequence[int] | Tensor, positions: Sequence[int], visible: Tensor | None, last_only: bool
+        self,
+        ids: Sequence[int] | Tensor,
+        positions: Sequence[int],
+        visible: Tensor | None,
+        last_only: bool,
     ) -> Tensor:
         """Run a step, from the second of its size on as a CUDA graph."""
         layers, count = self._cache.layers, len(ids)
         has_room = all(layer.has_room(count) for layer in layers)
-        if not has_room or [id(layer.buffers) for layer in layers] != [id(pair) for pair in self._buffers]:
-            # Before there are new buffers: with the old ones a second copy of the KV would be in memory.
+        if not has_room or [id(layer.buffers) for layer in layers] != [
+            id(pair) for pair in self._buffers
+        ]:
+            # Before there are new buffers: with the old ones a second copy of the KV would be in
+            # memory.
             self._recorded.clear()
             self._buffers = []
         for layer in layers if not has_room else ():
@@ -110,7 +125,9 @@ class ModelRunner:
         self._buffers = [layer.buffers for layer in layers]
         kind = count, last_only, None if visible is None else visible.shape[1]
         inputs = ids, positions, visible, layers[0].keys.shape[2]
-        logits = self._recorded.run(kind, lambda: _Step(self._parts, self._cache, kind, self._states), *inputs)
+        logits = self._recorded.run(
+            kind, lambda: _Step(self._parts, self._cache, kind, self._states), *inputs
+        )
         for layer in layers:
             layer.extend(count)
         return logits
@@ -120,9 +137,14 @@ class _Step(Step):
     """Step of one shape: its inputs at fixed addresses, and the forward pass over them."""
 
     def __init__(
-        self, parts: ModelParts, cache: DynamicCache, kind: tuple[int, bool, int | None], states: LinearStates | None
+        self,
+        parts: ModelParts,
+        cache: DynamicCache,
+        kind: tuple[int, bool, int | None],
+        states: LinearStates | None,
     ):
-        """Allocate the inputs of ``kind``: S, whether only the last logits are wanted, the mask's N.
+        """Allocate the inputs of ``kind``: S, whether only the last logits are wanted, the mask's
+        N.
 
         A hybrid's states are at fixed addresses already, and change in place.
         """
@@ -135,17 +157,25 @@ class _Step(Step):
             self._visible = torch.empty(count, num_masked, dtype=torch.bool, device=parts.device)
 
     def take(
-        self, ids: Sequence[int] | Tensor, positions: Sequence[int], visible: Tensor | None, num_rows: int
+        self,
+        ids: Sequence[int] | Tensor,
+        positions: Sequence[int],
+        visible: Tensor | None,
+        num_rows: int,
     ) -> None:
-        """Copy the inputs of the next step, after ``num_rows`` rows of the cache, without synchronization."""
+        """Copy the inputs of the next step, after ``num_rows`` rows of the cache, without
+        synchronization."""
         stop = num_rows + len(ids)
         self.hold(ids, [*positions, *range(num_rows, stop), stop])
         if self._visible is not None:
             fill(self._visible, visible)
 
     def compute(self) -> Tensor:
-        """Run the model on these inputs, write the new KV into the cache's buffers, and return the logits."""
-        attention = NewTokenAttention(self._parts.backend, self._visible, num_keys=self._num_keys.int())
+        """Run the model on these inputs, write the new KV into the cache's buffers, and return the
+        logits."""
+        attention = NewTokenAttention(
+            self._parts.backend, self._visible, num_keys=self._num_keys.int()
+        )
         with writing_at(self._cache, self._places):
             inputs = self._ids, self._positions, self._cache, attention
             return forward(self._parts, *inputs, last_only=self._last_only, states=self._states)
@@ -154,8 +184,8 @@ class _Step(Step):
 class Decoder:
     """Runs the model on tokens that are already chosen, and rolls back the last ones. Collective.
 
-    Host 0 keeps the new tokens' KV. Where the prompt's KV is sharded, every host runs the new tokens against its
-    own share; else host 0 runs them alone.
+    Host 0 keeps the new tokens' KV. Where the prompt's KV is sharded, every host runs the new
+    tokens against its own share; else host 0 runs them alone.
 
     Args:
         kv: the prompt's KV, to which the new tokens' is appended.
@@ -164,8 +194,8 @@ class Decoder:
     Attributes:
         cache: the cache that tokens are appended to; None on hosts that run nothing.
         next_position: the rotary position of the next token.
-        runs_ahead: whether this process alone runs the model, on a GPU, where a step can then be queued before the
-            CPU knows the previous step's token.
+        runs_ahead: whether this process alone runs the model, on a GPU, where a step can then be
+            queued before the CPU knows the previous step's token.
     """
 
     def __init__(self, parts: ModelParts, kv: PlacedKV, next_position: int):
@@ -190,21 +220,27 @@ class Decoder:
 
         Args:
             tokens: a tensor ``[S]`` on the device is not waited for.
-            depths, visible: of tokens that form a tree; see :meth:`ModelRunner.run`. The root has depth 0 and
-                follows the sequence.
+            depths, visible: of tokens that form a tree; see :meth:`ModelRunner.run`. The root has
+                depth 0 and follows the sequence.
 
         Returns:
-            The logits after each token, ``[S, V]``, or after the last, ``[1, V]``; None on hosts that run nothing.
+            The logits after each token, ``[S, V]``, or after the last, ``[1, V]``; None on hosts
+            that run nothing.
         """
         first = self.next_position
         self.next_position += len(tokens)
         positions = range(first, self.next_position)
         if depths is not None:
             positions = [first + depth for depth in depths]
-        return None if self._runner is None else self._runner.run(tokens, positions, visible, last_only)
+        return (
+            None
+            if self._runner is None
+            else self._runner.run(tokens, positions, visible, last_only)
+        )
 
     def take_back(self, count: int, kept: Sequence[int] = ()) -> None:
-        """Roll back the last ``count`` tokens: drop their KV except that of the kept ones, such as a tree's path.
+        """Roll back the last ``count`` tokens: drop their KV except that of the kept ones, such as
+        a tree's path.
 
         Args:
             kept: their numbers in 0 .. count - 1, ascending.
@@ -214,6 +250,7 @@ class Decoder:
         self.next_position += len(kept) - count
 
     def newest_kv(self, count: int) -> list[tuple[Tensor, Tensor]]:
-        """Return the last ``count`` tokens' KV, ``[1, Hkv, count, D]`` per layer; on host 0, not collective."""
+        """Return the last ``count`` tokens' KV, ``[1, Hkv, count, D]`` per layer; on host 0, not
+        collective."""
         rows = [(layer.keys.shape[2] - count, layer) for layer in self.cache.layers]
         return [(layer.keys[:, :, start:], layer.values[:, :, start:]) for start, layer in rows]

@@ -1,6 +1,7 @@
 """Samples tokens from logits. Random numbers depend on (seed, position, purpose), not on history.
 
-Tokens are chosen on the logits' device and copied to the CPU together, with a single synchronization.
+Tokens are chosen on the logits' device and copied to the CPU together, with a single
+synchronization.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,7 +29,8 @@ class Choice(NamedTuple):
     """Tokens for R rows of logits, chosen on their device.
 
     Attributes:
-        tokens: int64 ``[R]`` on the device; any token of the vocabulary for a row that has none to choose.
+        tokens: int64 ``[R]`` on the device; any token of the vocabulary for a row that has none to
+            choose.
         are_finite: bool ``[R]``: which rows have one.
     """
 
@@ -65,31 +67,39 @@ class Choice(NamedTuple):
 
 
 def uniform(seed: int, position: int, purpose: int) -> float:
-    """Return a number in [0, 1) that depends on the arguments only (Philox counter-based generator)."""
+    """Return a number in [0, 1) that depends on the arguments only (Philox counter-based
+    generator)."""
     bits = np.random.Philox(key=seed, counter=[0, 0, purpose, position])
     return float(np.random.Generator(bits).random())
 
 
-def probabilities(logits: Tensor, temperature: float, top_p: float, top_k: int = 0, min_p: float = 0.0) -> Tensor:
-    """Return the distribution that tokens are sampled from: softmax at a temperature, cut by the three others.
+def probabilities(
+    logits: Tensor, temperature: float, top_p: float, top_k: int = 0, min_p: float = 0.0
+) -> Tensor:
+    """Return the distribution that tokens are sampled from: softmax at a temperature, cut by the
+    three others.
 
     Args:
         logits: ``[..., V]``.
         temperature: > 0.
-        top_p: only the smallest set of most probable tokens whose probabilities sum to at least top_p remains; of
-            equally probable ones the first.
-        top_k: only the k most probable ones remain, and those that tie with the last of them; 0: all.
+        top_p: only the smallest set of most probable tokens whose probabilities sum to at least
+            top_p remains; of equally probable ones the first.
+        top_k: only the k most probable ones remain, and those that tie with the last of them; 0:
+            all.
         min_p: only those of at least this times the highest probability remain.
 
     Returns:
-        ``[..., V]`` in fp64 on the logits' device, summing to 1; a row is NaN whose logits are NaN, +inf, or all
-        -inf.
+        ``[..., V]`` in fp64 on the logits' device, summing to 1; a row is NaN whose logits are NaN,
+        +inf, or all -inf.
     """
     p = torch.softmax(logits.detach().double() / temperature, dim=-1)
     if min_p > 0.0:
         p = p.where(p >= min_p * p.amax(dim=-1, keepdim=True), p.new_zeros(()))
     if 0 < top_k < p.shape[-1]:
-        p = p.where(p >= p.topk(top_k, dim=-1, sorted=False).values.amin(dim=-1, keepdim=True), p.new_zeros(()))
+        p = p.where(
+            p >= p.topk(top_k, dim=-1, sorted=False).values.amin(dim=-1, keepdim=True),
+            p.new_zeros(()),
+        )
     if min_p > 0.0 or top_k:
         p = p / p.sum(dim=-1, keepdim=True)
     if top_p < 1.0:
@@ -110,7 +120,8 @@ def most_probable(logits: Tensor) -> Choice:
 
 
 def draw(weights: Tensor, numbers: Sequence[float] | Tensor) -> Choice:
-    """Choose for each row of ``[R, V]`` a token in proportion to its weights, by a number in [0, 1) each.
+    """Choose for each row of ``[R, V]`` a token in proportion to its weights, by a number in [0, 1)
+    each.
 
     The weights need not sum to 1; a row has no token where they are NaN.
     """
@@ -122,16 +133,21 @@ def draw(weights: Tensor, numbers: Sequence[float] | Tensor) -> Choice:
 
 
 def choose_each(
-    logits: Tensor, configs: Sequence[SamplingParams], positions: Sequence[int], purpose: int = PURPOSE_NEXT_TOKEN
+    logits: Tensor,
+    configs: Sequence[SamplingParams],
+    positions: Sequence[int],
+    purpose: int = PURPOSE_NEXT_TOKEN,
 ) -> tuple[Choice, list[Tensor | None]]:
-    """Choose for each row of logits ``[R, V]`` the most probable token at temperature 0, else draw one.
+    """Choose for each row of logits ``[R, V]`` the most probable token at temperature 0, else draw
+    one.
 
     Args:
         configs: one for each row.
         positions: each token's index in its own sequence.
 
     Returns:
-        The tokens, and for each the distribution ``[V]`` that it was drawn from; None if it was not drawn.
+        The tokens, and for each the distribution ``[V]`` that it was drawn from; None if it was not
+        drawn.
     """
     alike: dict[tuple, list[int]] = {}
     for row, config in enumerate(configs):
@@ -170,21 +186,30 @@ class Penalties:
         device: of the logits.
     """
 
-    def __init__(self, config: SamplingParams, prompt_ids: Tensor, vocab_size: int, device: torch.device):
+    def __init__(
+        self, config: SamplingParams, prompt_ids: Tensor, vocab_size: int, device: torch.device
+    ):
         self._config = config
-        is_in_prompt = prompt_ids.bincount(minlength=vocab_size)[:vocab_size] > 0  # placeholders may exceed V
+        is_in_prompt = (
+            prompt_ids.bincount(minlength=vocab_size)[:vocab_size] > 0
+        )  # placeholders may exceed V
         self._is_in_prompt = to_device(is_in_prompt, device)
 
     def penalised(
-        self, logits: Tensor, tokens: Sequence[int], drafted: Tensor | Sequence[int] = (), precede: Tensor | None = None
+        self,
+        logits: Tensor,
+        tokens: Sequence[int],
+        drafted: Tensor | Sequence[int] = (),
+        precede: Tensor | None = None,
     ) -> Tensor:
-        """Return logits ``[S, V']`` with the penalties for earlier tokens, in fp32 at least; V' <= V.
+        """Return logits ``[S, V']`` with the penalties for earlier tokens, in fp32 at least; V' <=
+        V.
 
         Args:
             tokens: the answer so far.
             drafted: int64 ``[N]``, tokens that may follow it, which the CPU need not know yet.
-            precede: bool ``[S, N]``: which of these come before each row's token; None: the last row's token comes
-                after all, each row's before it after one less.
+            precede: bool ``[S, N]``: which of these come before each row's token; None: the last
+                row's token comes after all, each row's before it after one less.
         """
         config, (num_rows, vocab_size) = self._config, logits.shape
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -192,10 +217,16 @@ class Penalties:
         if precede is None:
             precede = torch.ones(num_rows, len(drafted)).tril(len(drafted) - num_rows)
         # In the last column what a draft's vocabulary lacks.
-        earlier = torch.cat([to_device(tokens, logits.device, torch.int64), drafted]).clamp(max=vocab_size)
-        counted = to_device(torch.cat([precede.new_ones(num_rows, len(tokens)), precede], dim=1), logits.device)
+        earlier = torch.cat([to_device(tokens, logits.device, torch.int64), drafted]).clamp(
+            max=vocab_size
+        )
+        counted = to_device(
+            torch.cat([precede.new_ones(num_rows, len(tokens)), precede], dim=1), logits.device
+        )
         counts = logits.new_zeros(num_rows, vocab_size + 1)
-        counts = counts.scatter_add_(1, earlier.expand(num_rows, -1), counted.to(logits))[:, :vocab_size]
+        counts = counts.scatter_add_(1, earlier.expand(num_rows, -1), counted.to(logits))[
+            :, :vocab_size
+        ]
         is_in_prompt = self._is_in_prompt[:vocab_size]
         occurs = counts > 0
         if (factor := config.repetition_penalty) not in (None, 1):

@@ -10,10 +10,11 @@ class AnswerText:
 
     Args:
         decode: token ids to text, without special tokens.
-        stop: strings that end the answer; the one that is complete first counts, of several the longest. They are
-            not part of it.
+        stop: strings that end the answer; the one that is complete first counts, of several the
+            longest. They are not part of it.
         stop_token_ids: tokens that end the answer, and are not part of its text.
-        min_tokens: a stop string that is complete within the first ``min_tokens`` tokens is ignored.
+        min_tokens: a stop string that is complete within the first ``min_tokens`` tokens is
+            ignored.
 
     Attributes:
         stopped: whether a stop string or a stop token has ended the answer.
@@ -31,8 +32,8 @@ class AnswerText:
         self._decode, self._stop = decode, stop
         self._stop_token_ids, self._min_tokens = frozenset(stop_token_ids), min_tokens
         self._tokens: list[int] = []
-        # Tokens before _read are text already; those from _context on are decoded again with every new one, as
-        # how a token reads may depend on the one before it.
+        # Tokens before _read are text already; those from _context on are decoded again with every
+        # new one, as how a token reads may depend on the one before it.
         self._context = self._read = 0
         self._held = ""  # text that is or may become part of a stop string
 
@@ -51,7 +52,8 @@ class AnswerText:
         return certain
 
     def finish(self, tokens: Sequence[int]) -> str:
-        """Return the rest, after the last token. Trailing bytes of an incomplete character are dropped."""
+        """Return the rest, after the last token. Trailing bytes of an incomplete character are
+        dropped."""
         certain = self.update(tokens)
         return certain if self.stopped else certain + self._rest()
 
@@ -66,14 +68,20 @@ class AnswerText:
         ends = []
         if len(self._tokens) > self._min_tokens:
             # What was complete before this piece came before it could end anything.
-            starts = [(string, self._held.find(string, max(before - len(string) + 1, 0))) for string in self._stop]
+            starts = [
+                (string, self._held.find(string, max(before - len(string) + 1, 0)))
+                for string in self._stop
+            ]
             ends = [(at + len(string), at) for string, at in starts if at >= 0]
         if ends:
             self.stopped = True
             certain, self._held = self._held[: min(ends)[1]], ""
             return certain
         keep = max((overlap(self._held, string) for string in self._stop), default=0)
-        certain, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        certain, self._held = (
+            self._held[: len(self._held) - keep],
+            self._held[len(self._held) - keep :],
+        )
         return certain
 
     def _undecided(self) -> str:

@@ -1,8 +1,9 @@
 """The bundled demo: a small trained video-language model, its draft, and a clip.
 
-Both are ordinary Hugging Face checkpoints of `Qwen2_5_VLForConditionalGeneration`, with 3.1 M and 0.8 M
-parameters, trained on synthetic clips, which `benchmarks/render.py` draws: they read letters in coloured borders
-and name scenes. Pass `model_path()` and `draft_path()` to any `from_pretrained`.
+Both are ordinary Hugging Face checkpoints of `Qwen2_5_VLForConditionalGeneration`, with 3.1 M and
+0.8 M parameters, trained on synthetic clips, which `benchmarks/render.py` draws: they read letters
+in coloured borders and name scenes. Pass `model_path()` and `draft_path()` to any
+`from_pretrained`.
 """
 
 import re
@@ -19,7 +20,9 @@ COUNTING_QUESTION = "how many letters are shown"
 DESCRIBE_QUESTION = "describe the clip shot by shot"
 DEMO_QUESTION = RETRIEVAL_QUESTION.format(colour=BORDERS[0])
 EXAMPLE_QUESTIONS = (DEMO_QUESTION, ORDERING_QUESTION, COUNTING_QUESTION, DESCRIBE_QUESTION)
-_QUESTIONS = re.compile("|".join([*EXAMPLE_QUESTIONS, RETRIEVAL_QUESTION.format(colour=f"({'|'.join(BORDERS)})")]))
+_QUESTIONS = re.compile(
+    "|".join([*EXAMPLE_QUESTIONS, RETRIEVAL_QUESTION.format(colour=f"({'|'.join(BORDERS)})")])
+)
 _SIZES = {(side * TOKEN_SIZE, side * TOKEN_SIZE) for side in range(GRIDS[0], GRIDS[1] + 1)}
 DEMO_LETTERS = "X J P H E L"  # of the bundled clip, in order
 
@@ -35,10 +38,12 @@ def draft_path() -> Path:
 
 
 def video_path() -> Path:
-    """Return the path of the bundled clip: H.264, 56 x 56 pixels, 4 frames per second, 32 seconds."""
+    """Return the path of the bundled clip: H.264, 56 x 56 pixels, 4 frames per second, 32
+    seconds."""
     return _FOLDER / "clip.mp4"
 
 
 def understands(prompt: str, sizes: set[tuple[int, int]]) -> bool:
-    """Return whether the demo model was trained to answer a prompt about frames of these heights and widths."""
+    """Return whether the demo model was trained to answer a prompt about frames of these heights
+    and widths."""
     return sizes <= _SIZES and _QUESTIONS.search(prompt) is not None

@@ -27,7 +27,9 @@ PARTS = {
 _REPORTING_SECONDS = 30.0  # beyond a check's limit, for its host to report to the others
 
 
-def parse_arguments(arguments: list[str] | None = None, prog: str | None = None) -> argparse.Namespace:
+def parse_arguments(
+    arguments: list[str] | None = None, prog: str | None = None
+) -> argparse.Namespace:
     """Parse and check the options; exits if one is wrong."""
     parser = OptionParser(prog or "apbv.doctor", description=__doc__.splitlines()[0])
     parser.add_argument(
@@ -37,17 +39,25 @@ def parse_arguments(arguments: list[str] | None = None, prog: str | None = None)
         metavar="PART",
         help="; ".join(f"{name}: {about}" for name, about in PARTS.items()),
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="append the results as one JSON line")
     parser.add_argument(
-        "--limit", type=positive(), default=180.0, help="seconds after which a check fails (default 180)"
+        "--json", type=Path, metavar="FILE", help="append the results as one JSON line"
+    )
+    parser.add_argument(
+        "--limit",
+        type=positive(),
+        default=180.0,
+        help="seconds after which a check fails (default 180)",
     )
     parser.add_argument(
         "--device",
         type=device_name,
         metavar="cpu|cuda|cuda:N",
-        help="device to check (default: one GPU per process, shared if too few; without GPUs the CPU)",
+        help="device to check (default: one GPU per process, shared if too few; without GPUs the "
+        "CPU)",
     )
-    parser.add_argument("--threads", type=positive(int), metavar="N", help="CPU threads per process")
+    parser.add_argument(
+        "--threads", type=positive(int), metavar="N", help="CPU threads per process"
+    )
     options = parser.parse_args(arguments)
     options.parts = [name for name in PARTS if name in (options.only or PARTS)]
     return options
@@ -91,9 +101,9 @@ def _examine(options: argparse.Namespace, hosts: "HostGroup") -> bool:
             append_json_lines(options.json, [record(results, hosts, options)])
     healthy = all(result.status != FAILED for result in results)
     if examination.stuck is not None:
-        # A normal exit would wait for the stuck check, or tear down its resources while it runs. All hosts meet
-        # here first, because torchrun stops the others once one exits; through CPU memory, because the GPU may be
-        # hanging.
+        # A normal exit would wait for the stuck check, or tear down its resources while it runs.
+        # All hosts meet here first, because torchrun stops the others once one exits; through CPU
+        # memory, because the GPU may be hanging.
         hosts.gather_json(None)
         sys.stdout.flush()
         os._exit(1)

@@ -1,4 +1,5 @@
-"""Runs checks on all hosts, even if some fail, crash or hang, and writes the results as text and JSON."""
+"""Runs checks on all hosts, even if some fail, crash or hang, and writes the results as text and
+JSON."""
 
 import argparse
 import textwrap
@@ -19,10 +20,15 @@ OK, FAILED, SKIPPED = "ok", "failed", "skipped"
 WIDTH = 100
 _NAME_WIDTH = 24
 _MOST_CHARACTERS = 400  # of a detail: some libraries' errors are pages by themselves
-_OF_EACH_HOST = ("machine", "backends")  # parts in which the page shows what every host found, where it differs
+_OF_EACH_HOST = (
+    "machine",
+    "backends",
+)  # parts in which the page shows what every host found, where it differs
 
 
-Found = tuple[str, dict[str, Any]]  # a check's result in words for the page, and in JSON-ready numbers
+Found = tuple[
+    str, dict[str, Any]
+]  # a check's result in words for the page, and in JSON-ready numbers
 
 
 class CheckFailed(Exception):
@@ -30,7 +36,8 @@ class CheckFailed(Exception):
 
 
 class CheckSkipped(Exception):
-    """Raised if a check does not apply here; the message says why. Raised on all hosts or none if collective."""
+    """Raised if a check does not apply here; the message says why. Raised on all hosts or none if
+    collective."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +66,8 @@ class Check:
     Attributes:
         name: unique within its part.
         run: examines the group that it gets; raises whatever it likes.
-        is_collective: whether hosts exchange data in it: then a failure of one is told to the others.
+        is_collective: whether hosts exchange data in it: then a failure of one is told to the
+            others.
     """
 
     name: str
@@ -83,7 +91,8 @@ class Result:
 
 
 def carry_out(check: Check, hosts: HostGroup, limit: float) -> Finding:
-    """Run a check on this host, in a thread that is abandoned after ``limit`` seconds; never raises."""
+    """Run a check on this host, in a thread that is abandoned after ``limit`` seconds; never
+    raises."""
     began, is_stuck = time.monotonic(), False
     thread = in_thread(partial(_examine, check, hosts))
     try:
@@ -94,7 +103,10 @@ def carry_out(check: Check, hosts: HostGroup, limit: float) -> Finding:
         detail, figures, status = *thread.result(), OK
     else:
         is_ours = isinstance(error, CheckFailed | CheckSkipped)
-        detail, figures = str(error) if is_ours else f"{type(error).__name__}: {error}".splitlines()[0], {}
+        detail, figures = (
+            str(error) if is_ours else f"{type(error).__name__}: {error}".splitlines()[0],
+            {},
+        )
         status = SKIPPED if isinstance(error, CheckSkipped) else FAILED
     return Finding(detail, figures, status, time.monotonic() - began, is_stuck)
 
@@ -113,9 +125,9 @@ def _examine(check: Check, hosts: HostGroup) -> Found:
 class Examination:
     """Runs checks on all hosts of a group; every method is collective.
 
-    Checks run in a separate group of the same hosts; the given group exchanges the results. A check that breaks
-    its group therefore affects nothing else: the next one gets a new group. If none can be made, as on a GPU that
-    an error has left unusable, the results so far are still reported.
+    Checks run in a separate group of the same hosts; the given group exchanges the results. A check
+    that breaks its group therefore affects nothing else: the next one gets a new group. If none can
+    be made, as on a GPU that an error has left unusable, the results so far are still reported.
 
     Args:
         hosts: the hosts, of one process each.
@@ -123,7 +135,8 @@ class Examination:
         file: where the page goes, line by line as checks end; None: nowhere.
 
     Attributes:
-        stuck: why nothing more can be examined, such as a check that was given up and may still run; None: it can.
+        stuck: why nothing more can be examined, such as a check that was given up and may still
+            run; None: it can.
     """
 
     def __init__(self, hosts: HostGroup, limit: float, file: TextIO | None = None):
@@ -135,7 +148,10 @@ class Examination:
         """Run all checks of some parts, which are the same on every host, and write the page."""
         what, size = provenance(), self._hosts.size
         commit = f", commit {what['git_sha'][:9]}" if what["git_sha"] else ""
-        of = f"{size} host{'s' if size > 1 else ''}, {device_name(self._hosts.device)}, {what['date']}"
+        of = (
+            f"{size} host{'s' if size > 1 else ''}, {device_name(self._hosts.device)}, "
+            f"{what['date']}"
+        )
         self._write(f"apbv {what['versions']['apbv']}{commit}: {of}")
         results = []
         for part, checks in parts.items():
@@ -143,7 +159,10 @@ class Examination:
             for check in checks:
                 results.append(Result(part, check.name, self._found(check)))
                 self._write_result(results[-1])
-        count = {status: sum(each.status == status for each in results) for status in (OK, SKIPPED, FAILED)}
+        count = {
+            status: sum(each.status == status for each in results)
+            for status in (OK, SKIPPED, FAILED)
+        }
         self._write("\n" + ", ".join(f"{number} {status}" for status, number in count.items()))
         return results
 
@@ -176,14 +195,18 @@ class Examination:
         """Write host 0's result, and relevant results of other hosts with their names."""
         first, groups = result.on_hosts[0], {}
         for host, found in enumerate(result.on_hosts):
-            is_like_first = found.status == first.status != FAILED and result.part not in _OF_EACH_HOST
+            is_like_first = (
+                found.status == first.status != FAILED and result.part not in _OF_EACH_HOST
+            )
             detail = first.detail if is_like_first else found.detail
             groups.setdefault((found.status, detail), []).append(self._hosts.name_of(host))
         for (status, detail), names in groups.items():
             start = f"  {status:<8} {result.name:<{_NAME_WIDTH}} "
             text = detail if len(groups) == 1 else f"{', '.join(names)}: {detail}"
             text = textwrap.shorten(text, _MOST_CHARACTERS, placeholder=" …")
-            text = textwrap.fill(text, WIDTH, initial_indent=start, subsequent_indent=" " * len(start))
+            text = textwrap.fill(
+                text, WIDTH, initial_indent=start, subsequent_indent=" " * len(start)
+            )
             self._write(text or start.rstrip())
 
     def _write(self, text: str) -> None:

@@ -41,25 +41,40 @@ def answer_checks(hosts: HostGroup) -> Iterable[Check]:
     """List the checks of answers, also in half precision, in which large models run."""
     yield Check("fused kernels", fused_kernels)
     for method in ("apbv", "full", "zigzag_ring", "ulysses"):
-        yield Check(method, partial(answer, PrefillConfig(method=method), None, "float32"), is_collective=True)
+        yield Check(
+            method,
+            partial(answer, PrefillConfig(method=method), None, "float32"),
+            is_collective=True,
+        )
     draft = SpeculativeConfig(strategy="vanilla")
-    yield Check("apbv, vanilla draft", partial(answer, PrefillConfig(), draft, "float32"), is_collective=True)
+    yield Check(
+        "apbv, vanilla draft",
+        partial(answer, PrefillConfig(), draft, "float32"),
+        is_collective=True,
+    )
     for dtype in ("bfloat16", "float16"):
-        yield Check(f"apbv, {dtype}", partial(answer, PrefillConfig(), None, dtype), is_collective=True)
+        yield Check(
+            f"apbv, {dtype}", partial(answer, PrefillConfig(), None, dtype), is_collective=True
+        )
 
 
 def fused_kernels(hosts: HostGroup) -> Found:
     """Find out which parts of the demo model's decoder have fused kernels, which are for GPUs.
 
     Raises:
-        CheckFailed: a part is not recognized in this version of transformers, or its kernel is not used on a GPU.
+        CheckFailed: a part is not recognized in this version of transformers, or its kernel is not
+            used on a GPU.
     """
     alone = HostGroup.single(hosts.device)
     parts = Engine.from_pretrained("demo", hosts=alone).parts
     found = {kind_of(module) for module in parts.model.get_decoder().modules()}
     if unknown := [kind for kind in KINDS if kind not in found]:
-        raise CheckFailed(f"transformers {version('transformers')}: {', '.join(unknown)} are not recognized")
-    fused = {kind_of(module) for module in parts.language_model.modules() if hasattr(module, "is_fused")}
+        raise CheckFailed(
+            f"transformers {version('transformers')}: {', '.join(unknown)} are not recognized"
+        )
+    fused = {
+        kind_of(module) for module in parts.language_model.modules() if hasattr(module, "is_fused")
+    }
     left_out = [kind for kind in KINDS if kind not in fused]
     if left_out and choose("auto", parts.embed_tokens.weight) == "triton":
         raise CheckFailed(f"{', '.join(left_out)} take several kernels each")
@@ -86,7 +101,9 @@ def all_to_all(hosts: HostGroup) -> Found:
         return 0 if target == source + 1 else 100 * source + 10 * target + 1
 
     for dtype in _DTYPES:
-        sent = [_numbers(hosts, hosts.rank, length(hosts.rank, to), dtype) for to in range(hosts.size)]
+        sent = [
+            _numbers(hosts, hosts.rank, length(hosts.rank, to), dtype) for to in range(hosts.size)
+        ]
         lengths = [length(source, hosts.rank) for source in range(hosts.size)]
         received = hosts.all_to_all(sent, [(length,) for length in lengths]).wait()
         expected = [_numbers(hosts, source, length, dtype) for source, length in enumerate(lengths)]
@@ -95,7 +112,8 @@ def all_to_all(hosts: HostGroup) -> Found:
 
 
 def ring(hosts: HostGroup) -> Found:
-    """Pass tensors of different lengths once round the ring, until every host has had all of them."""
+    """Pass tensors of different lengths once round the ring, until every host has had all of
+    them."""
     held = _numbers(hosts, hosts.rank, 1000 + hosts.rank, torch.bfloat16)
     for step in range(1, hosts.size + 1):
         owner = (hosts.rank - step) % hosts.size
@@ -109,12 +127,15 @@ def broadcast(hosts: HostGroup) -> Found:
     """Send tensors from every host in turn."""
     for source, dtype in product(range(hosts.size), _DTYPES):
         sent = hosts.broadcast(_numbers(hosts, hosts.rank, 1000, dtype), source)
-        _require_equal([sent], [_numbers(hosts, source, 1000, dtype)], f"what host {source} sent in {dtype}")
+        _require_equal(
+            [sent], [_numbers(hosts, source, 1000, dtype)], f"what host {source} sent in {dtype}"
+        )
     return "from every host in turn", {}
 
 
 def several_at_once(hosts: HostGroup) -> Found:
-    """Start exchanges, compute meanwhile, wait for them in another order, and compute at once with what came."""
+    """Start exchanges, compute meanwhile, wait for them in another order, and compute at once with
+    what came."""
     for turn in range(_ROUNDS):
         mine = _numbers(hosts, hosts.rank + turn, 2**18, torch.float32)
         first = hosts.all_gather(mine)
@@ -126,12 +147,15 @@ def several_at_once(hosts: HostGroup) -> Found:
         theirs = [_numbers(hosts, host + turn, 2**18, torch.float32) for host in range(hosts.size)]
         _require_equal(list(large), [2 * each for each in theirs], "the first of three exchanges")
         _require_equal([moved], [2 * (theirs[hosts.rank - 1] + 1)], "the second of three exchanges")
-        _require_equal(list(small), [2 * each[:1000] for each in theirs], "the third of three exchanges")
+        _require_equal(
+            list(small), [2 * each[:1000] for each in theirs], "the third of three exchanges"
+        )
     return f"three at a time, {_ROUNDS} times", {}
 
 
 def failing_host(hosts: HostGroup) -> Found:
-    """Let the last host fail while the others wait for its tensor on the device, and time the error's propagation.
+    """Let the last host fail while the others wait for its tensor on the device, and time the
+    error's propagation.
 
     Raises:
         CheckFailed: another host did not get the error or its reason.
@@ -147,7 +171,9 @@ def failing_host(hosts: HostGroup) -> Found:
         heard = str(error)
     seconds = time.monotonic() - began
     if planted not in heard:
-        raise CheckFailed(f"the others got {heard or 'a tensor that was never sent'} after {seconds:.1f} s")
+        raise CheckFailed(
+            f"the others got {heard or 'a tensor that was never sent'} after {seconds:.1f} s"
+        )
     return f"heard of by the others after {seconds:.1f} s", {"seconds": seconds}
 
 
@@ -167,15 +193,24 @@ def _require_equal(found: Sequence[Tensor], expected: Sequence[Tensor], what: st
             raise CheckFailed(f"{what} (no. {host}) arrived wrong")
 
 
-def answer(config: PrefillConfig, speculate: SpeculativeConfig | None, dtype: str, hosts: HostGroup) -> Found:
+def answer(
+    config: PrefillConfig, speculate: SpeculativeConfig | None, dtype: str, hosts: HostGroup
+) -> Found:
     """Ask the demo model for the letters in the bundled clip.
 
     Raises:
         CheckFailed: the answer is wrong.
     """
-    engine = Engine.from_pretrained("demo", prefill=config, speculate=speculate, hosts=hosts, dtype=dtype)
-    answer, right = engine.generate(demo.ORDERING_QUESTION, video=demo.video_path()), demo.DEMO_LETTERS
+    engine = Engine.from_pretrained(
+        "demo", prefill=config, speculate=speculate, hosts=hosts, dtype=dtype
+    )
+    answer, right = (
+        engine.generate(demo.ORDERING_QUESTION, video=demo.video_path()),
+        demo.DEMO_LETTERS,
+    )
     if answer.text != right:
         raise CheckFailed(f"answered {answer.text!r} instead of {right!r}")
-    figures = {name: answer.stats[name] for name in ("ttft_ms", "total_ms", "stages_ms", "speculation")}
+    figures = {
+        name: answer.stats[name] for name in ("ttft_ms", "total_ms", "stages_ms", "speculation")
+    }
     return f"{answer.text}, the first token after {figures['ttft_ms']:.3g} ms", figures

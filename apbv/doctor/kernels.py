@@ -12,20 +12,29 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from .. import kernels
 from ..hosts import HostGroup
-from ..kernels import ListedBlocks, PackedSequences, SequenceBuffers, library_attention, reference, torch_attention
+from ..kernels import (
+    ListedBlocks,
+    PackedSequences,
+    SequenceBuffers,
+    library_attention,
+    reference,
+    torch_attention,
+)
 from ..kernels.backends import LIBRARIES, capability, drawn_numbers, why_not_triton
 from .examination import Check, CheckFailed, CheckSkipped, Found
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BACKENDS = ("torch", "triton", *LIBRARIES)
 _TO_INSTALL = {
-    3: "pip install fa3-fwd: FlashAttention 3 takes half the time of torch's own on this GPU (H200, bf16)",
+    3: "pip install fa3-fwd: FlashAttention 3 takes half the time of torch's own on this GPU "
+    "(H200, bf16)",
     4: "pip install flash-attn-4, which is made for this GPU",
 }
 _HEADS, _KV_HEADS, _HEAD_DIM, _TOWER_HEAD_DIM = 14, 2, 128, 80
 _GROUPS, _SCALE = _HEADS // _KV_HEADS, _HEAD_DIM**-0.5
-# What a result may be off by, relative to the largest number in it, in epsilons of its dtype. Of operands in half
-# precision the weights are rounded, too, and so is the result of each segment; sums in fp32 lose a few digits.
+# What a result may be off by, relative to the largest number in it, in epsilons of its dtype. Of
+# operands in half precision the weights are rounded, too, and so is the result of each segment;
+# sums in fp32 lose a few digits.
 _ALLOWED, _ALLOWED_IN_FP32, _ALLOWED_OF_HALF = 4.0, 256.0, 2048.0
 
 
@@ -43,8 +52,8 @@ def operator_checks(hosts: HostGroup) -> Iterable[Check]:
 def obstacle(name: str, device: torch.device, dtype: torch.dtype) -> tuple[str | None, bool]:
     """Return why a backend cannot compute attention, or None, and whether that is a fault.
 
-    It is a fault where everything that the backend asks for is there, and what it computes is wrong all the same,
-    or it cannot even be loaded.
+    It is a fault where everything that the backend asks for is there, and what it computes is wrong
+    all the same, or it cannot even be loaded.
     """
     if name == "torch":
         return None, False
@@ -55,7 +64,9 @@ def obstacle(name: str, device: torch.device, dtype: torch.dtype) -> tuple[str |
     if name == "flash_attn" and not any(find_spec(module.partition(".")[0]) for module in modules):
         return "it is not installed", False
     is_gpu = device.type == "cuda"
-    if is_gpu and (why := library_attention.why_not_library(name, capability(device), dtype, _HEAD_DIM)):
+    if is_gpu and (
+        why := library_attention.why_not_library(name, capability(device), dtype, _HEAD_DIM)
+    ):
         return why, False
     why = library_attention.usable(name, device, dtype, _HEAD_DIM, _GROUPS)
     return why, why is not None and is_gpu
@@ -65,19 +76,24 @@ def back_end(name: str, hosts: HostGroup) -> Found:
     """Try a backend with every dtype.
 
     Raises:
-        CheckFailed: it has a fault. That it refuses some dtypes, for which it was not built, is none.
+        CheckFailed: it has a fault. That it refuses some dtypes, for which it was not built, is
+            none.
         CheckSkipped: it cannot be used here.
     """
     found = {dtype_name(dtype): obstacle(name, hosts.device, dtype) for dtype in DTYPES}
     works = [dtype for dtype, (why, _) in found.items() if why is None]
     faults = {dtype: why for dtype, (why, is_fault) in found.items() if is_fault}
-    if wrong := [f"{dtype}: {why}" for dtype, why in faults.items() if not works or " fails: " not in why]:
+    if wrong := [
+        f"{dtype}: {why}" for dtype, why in faults.items() if not works or " fails: " not in why
+    ]:
         raise CheckFailed("; ".join(wrong))
     others = [why for why, is_fault in found.values() if why is not None and not is_fault]
     if not works:
         raise CheckSkipped(others[-1])
     refused = [f"not built for {dtype} ({why})" for dtype, why in faults.items()]
-    return "; ".join([", ".join(works), *refused, *(f"else {why}" for why in others[:1])]), {"dtypes": works}
+    return "; ".join([", ".join(works), *refused, *(f"else {why}" for why in others[:1])]), {
+        "dtypes": works
+    }
 
 
 def chosen(hosts: HostGroup) -> Found:
@@ -88,9 +104,13 @@ def chosen(hosts: HostGroup) -> Found:
         q = torch.empty(1, _GROUPS, queries, _HEAD_DIM, device=hosts.device, dtype=dtype)
         found[kind] = library_attention.choose_attention("auto", q, [(q[:, :1], q[:, :1])])
     is_split = torch_attention.varlen_obstacle(hosts.device, dtype, _TOWER_HEAD_DIM)
-    found["a vision tower's windows"] = f"torch, {'one after the other' if is_split else 'in one call'}"
+    found["a vision tower's windows"] = (
+        f"torch, {'one after the other' if is_split else 'in one call'}"
+    )
     text = ", ".join(f"{kind}: {name}" for kind, name in found.items()) + f" ({dtype_name(dtype)})"
-    if hosts.device.type == "cuda" and (better := library_attention.better_flash(capability(hosts.device)[0])):
+    if hosts.device.type == "cuda" and (
+        better := library_attention.better_flash(capability(hosts.device)[0])
+    ):
         text += f"; {_TO_INSTALL[better]}"
     return text, {"chosen": found}
 
@@ -108,7 +128,10 @@ def compare(operator: str, hosts: HostGroup) -> Found:
             continue
         name = dtype_name(dtype)
         try:
-            off = max(error_of(operator, case, backend) for case in CASES[operator](Draw(hosts.device, dtype)))
+            off = max(
+                error_of(operator, case, backend)
+                for case in CASES[operator](Draw(hosts.device, dtype))
+            )
         except Exception as error:
             wrong.append(f"{backend} in {name}: {type(error).__name__}: {error}")
             continue
@@ -125,13 +148,16 @@ _BACKENDS_OF = {"segmented_attention": BACKENDS, "varlen_attention": ("torch",)}
 
 
 def error_of(operator: str, case: "Case", backend: str) -> float:
-    """Return how far the worst number of an operator's results is off, in units of what is allowed."""
+    """Return how far the worst number of an operator's results is off, in units of what is
+    allowed."""
     operands, settings = case
     choice = {} if operator == "varlen_attention" else {"backend": backend}
     results = tree_leaves(getattr(kernels, operator)(*operands, **settings, **choice))
     wide_operands, wide_settings = tree_map(_widened, case)
     exact = tree_leaves(getattr(reference, operator)(*wide_operands, **wide_settings))
-    is_half = any(isinstance(leaf, Tensor) and leaf.dtype in DTYPES[1:] for leaf in tree_leaves(operands))
+    is_half = any(
+        isinstance(leaf, Tensor) and leaf.dtype in DTYPES[1:] for leaf in tree_leaves(operands)
+    )
     units = dict.fromkeys(DTYPES[1:], _ALLOWED)
     units[torch.float32] = _ALLOWED_OF_HALF if is_half else _ALLOWED_IN_FP32
     worst = 0.0
@@ -140,7 +166,9 @@ def error_of(operator: str, case: "Case", backend: str) -> float:
             worst = max(worst, 0.0 if torch.equal(ours, its) else float("inf"))
             continue
         off = (ours.double() - its.double()).abs().nan_to_num(nan=float("inf")).max().item()
-        allowed = units[ours.dtype] * torch.finfo(ours.dtype).eps * max(1e-30, its.abs().max().item())
+        allowed = (
+            units[ours.dtype] * torch.finfo(ours.dtype).eps * max(1e-30, its.abs().max().item())
+        )
         worst = max(worst, off / allowed)
     return worst
 
@@ -184,7 +212,9 @@ def _case(*operands: Any, **settings: Any) -> Case:
 def _batch(draw: Draw) -> list[Case]:
     """Make the newest tokens of sequences of several lengths, of which one has no other."""
     lengths = [700, 0, 129, 256]
-    keys, values = zip(*(draw(2, 1, _KV_HEADS, length + 9, _HEAD_DIM) for length in lengths), strict=True)
+    keys, values = zip(
+        *(draw(2, 1, _KV_HEADS, length + 9, _HEAD_DIM) for length in lengths), strict=True
+    )
     newest = draw(2, 1, _KV_HEADS, len(lengths), _HEAD_DIM)
     buffers = SequenceBuffers(list(keys), list(values), lengths)
     return [_case(draw.queries(len(lengths)), *newest, buffers, _SCALE)]
@@ -194,7 +224,9 @@ def _varlen(draw: Draw) -> list[Case]:
     """Make the windows of a vision tower."""
     lengths = torch.tensor([0, 64, 64, 63, 1, 129])
     sequences = PackedSequences(lengths.cumsum(0).int().to(draw.device), 129)
-    return [_case(*draw(3, int(lengths.sum()), 4, _TOWER_HEAD_DIM), sequences, _TOWER_HEAD_DIM**-0.5)]
+    return [
+        _case(*draw(3, int(lengths.sum()), 4, _TOWER_HEAD_DIM), sequences, _TOWER_HEAD_DIM**-0.5)
+    ]
 
 
 def _merge(draw: Draw) -> list[Case]:
@@ -231,7 +263,9 @@ def _scores(draw: Draw) -> Tensor:
 # No length fills a tile.
 CASES: dict[str, Callable[[Draw], list[Case]]] = {
     "segmented_attention": lambda draw: [
-        _case(draw.queries(163), [draw.kv(37), draw.kv(40), draw.kv(40), draw.kv(163)], _SCALE, True),
+        _case(
+            draw.queries(163), [draw.kv(37), draw.kv(40), draw.kv(40), draw.kv(163)], _SCALE, True
+        ),
         _case(draw.queries(200), [draw.kv(40), draw.kv(200)], _SCALE, True, rows_alone=37),
         _case(draw.queries(21), [draw.kv(64), draw.kv(300)], _SCALE, False),
         _case(draw.queries(1), [draw.kv(700)], _SCALE, False),
@@ -240,7 +274,9 @@ CASES: dict[str, Callable[[Draw], list[Case]]] = {
     "batch_decode_attention": _batch,
     "varlen_attention": _varlen,
     "block_sparse_attention": _block_sparse,
-    "antidiagonal_scores": lambda draw: [_case(draw.queries(333), draw.kv(333)[0], _SCALE, 16, 128)],
+    "antidiagonal_scores": lambda draw: [
+        _case(draw.queries(333), draw.kv(333)[0], _SCALE, 16, 128)
+    ],
     "block_means": lambda draw: [_case(draw.kv(333)[0], 64)],
     "merge_states": _merge,
     "kv_importance": lambda draw: [

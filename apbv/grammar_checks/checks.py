@@ -1,4 +1,5 @@
-"""Checks grammars in another process before they are compiled in this one, where nothing could stop that.
+"""Checks grammars in another process before they are compiled in this one, where nothing could stop
+that.
 
 Some of a few hundred characters would take hours to compile, and all memory. The other process
 (:mod:`.process`) starts with the first check, and ends with this one.
@@ -57,19 +58,22 @@ class Lane:
 class GrammarChecks:
     """Checks grammars for one tokenizer; any thread may call it.
 
-    What takes longer than a moment is checked again in a second lane, so that nobody waits long for the many that do
-    not. Verdicts are remembered.
+    What takes longer than a moment is checked again in a second lane, so that nobody waits long for
+    the many that do not. Verdicts are remembered.
 
     Args:
         tokenizer: the JSON of the tokenizers library.
         vocab_size: how many logits the model has.
-        eos_tokens: tokens that are allowed once an answer is complete; None: as the tokenizer has it.
+        eos_tokens: tokens that are allowed once an answer is complete; None: as the tokenizer has
+            it.
     """
 
     def __init__(self, tokenizer: str, vocab_size: int, eos_tokens: list[int] | int | None):
         described = {"tokenizer": tokenizer, "vocab_size": vocab_size, "eos_tokens": eos_tokens}
         self._described = json.dumps(described).encode()
-        quick = Lane(0.1, places=threading.Semaphore(4), queue=threading.Semaphore(32), max_wait=5.0)
+        quick = Lane(
+            0.1, places=threading.Semaphore(4), queue=threading.Semaphore(32), max_wait=5.0
+        )
         slow = Lane(2.0, places=threading.Semaphore(2), queue=threading.Semaphore(4), max_wait=5.0)
         self._lanes = (quick, slow)
         self._verdicts: OrderedDict[bytes, str] = OrderedDict()
@@ -146,16 +150,21 @@ class GrammarChecks:
             if self._requests is not None:
                 return self._requests
             ours, theirs = socket.socketpair()
-            # Without the script's own folder on the path, where apbv's modules would hide others of the same name.
+            # Without the script's own folder on the path, where apbv's modules would hide others of
+            # the same name.
             command = [sys.executable, "-P", str(_SCRIPT)]
             try:
                 with theirs:
-                    self._process = subprocess.Popen(command, stdin=theirs, stdout=subprocess.DEVNULL)
+                    self._process = subprocess.Popen(
+                        command, stdin=theirs, stdout=subprocess.DEVNULL
+                    )
                 with _sent_channel(ours) as channel:
                     channel.sendall(self._described)
             except OSError as error:
                 ours.close()
-                raise GrammarCheckError(f"cannot check JSON schemas and grammars: {error}") from error
+                raise GrammarCheckError(
+                    f"cannot check JSON schemas and grammars: {error}"
+                ) from error
             self._requests = ours
             self._end = weakref.finalize(self, _end_process, ours, self._process)
             return ours
@@ -173,7 +182,8 @@ def _place_in(lane: Lane, is_wanted: Callable[[], bool]) -> Iterator[None]:
     """Hold a place in a lane.
 
     Raises:
-        GrammarChecksBusyError: too many wait, or this one has waited too long, or is not wanted any more.
+        GrammarChecksBusyError: too many wait, or this one has waited too long, or is not wanted any
+            more.
     """
     deadline = time.monotonic() + lane.max_wait
     if not lane.queue.acquire(blocking=False):

@@ -1,9 +1,10 @@
 """Process that checks grammars, each in a child of its own, which limits of time and memory end.
 
-:mod:`.checks` runs this file as a script. It imports nothing of apbv, whose libraries take seconds to
-import and would be in the memory of every child. Its standard input is a Unix socket, over which further sockets
-come: the first one brings the description of the tokenizer, and each of the others a check, whose verdict goes back
-over it. It ends when the other end of its standard input is closed.
+:mod:`.checks` runs this file as a script. It imports nothing of apbv, whose libraries take seconds
+to import and would be in the memory of every child. Its standard input is a Unix socket, over which
+further sockets come: the first one brings the description of the tokenizer, and each of the others
+a check, whose verdict goes back over it. It ends when the other end of its standard input is
+closed.
 """
 
 import json
@@ -15,24 +16,38 @@ import socket
 from contextlib import suppress
 from typing import Any
 
-STARTED = b"+"  # the first byte of every reply; a reply without a verdict is that of a child that a limit ended
-_WALL_FACTOR = 4.0  # seconds on the clock for each second of CPU time, after which a child ends in any case
-# An answer is begun, as some grammars compile and then allow no token, or have too many rules for the second one.
+# The first byte of every reply; a reply without a verdict is that of a child that a limit ended.
+STARTED = b"+"
+_WALL_FACTOR = (
+    4.0  # seconds on the clock for each second of CPU time, after which a child ends in any case
+)
+# An answer is begun, as some grammars compile and then allow no token, or have too many rules for
+# the second one.
 _NUM_STEPS = 64
-_ENDINGS = ('"', "}", "]", ",", ", ")  # preferred half of the time, so that the answer comes past its first text
+_ENDINGS = (
+    '"',
+    "}",
+    "]",
+    ",",
+    ", ",
+)  # preferred half of the time, so that the answer comes past its first text
 
 
 def main() -> None:
     """Serve checks until the socket's other end is closed."""
     from llguidance import LLTokenizer
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the parent, too, which decides
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # a terminal sends it to the parent, too, which decides
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the children
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     requests = socket.socket(fileno=0)
     with _next_channel(requests) as channel:
         described = json.loads(_read_all(channel))
-    tokenizer = LLTokenizer(described["tokenizer"], n_vocab=described["vocab_size"], eos_token=described["eos_tokens"])
+    tokenizer = LLTokenizer(
+        described["tokenizer"], n_vocab=described["vocab_size"], eos_token=described["eos_tokens"]
+    )
     while (channel := _next_channel(requests)) is not None:
         with channel:
             if os.fork() == 0:
@@ -59,7 +74,9 @@ def _serve(channel: socket.socket, tokenizer) -> None:
     try:
         channel.sendall(STARTED)
         asked = json.loads(_read_all(channel))
-        with open(os.devnull, "wb") as nowhere:  # what the allocator says when the memory is used up
+        with open(
+            os.devnull, "wb"
+        ) as nowhere:  # what the allocator says when the memory is used up
             os.dup2(nowhere.fileno(), 2)
         _limit(asked["cpu_seconds"], asked["memory_bytes"])
         reason = reason_against(tokenizer, asked["grammar"])
@@ -70,7 +87,8 @@ def _serve(channel: socket.socket, tokenizer) -> None:
 
 
 def _limit(cpu_seconds: float, memory_bytes: int) -> None:
-    """Let the kernel end this process after some CPU time, and refuse it more memory than it has now and this."""
+    """Let the kernel end this process after some CPU time, and refuse it more memory than it has
+    now and this."""
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
@@ -97,7 +115,12 @@ def reason_against(tokenizer, grammar: str) -> str:
     matcher = LLMatcher(tokenizer, grammar, log_level=0)
     if matcher.is_error():
         return f"is not supported: {_first_line(matcher)}"
-    endings = [token for text in _ENDINGS if len(tokens := tokenizer.tokenize_str(text)) == 1 for token in tokens]
+    endings = [
+        token
+        for text in _ENDINGS
+        if len(tokens := tokenizer.tokenize_str(text)) == 1
+        for token in tokens
+    ]
     draw = random.Random(0)
     for _ in range(_NUM_STEPS):
         mask = matcher.compute_bitmask()

@@ -1,4 +1,5 @@
-"""The group of hosts that compute together: what they exchange, and how a failure of one reaches the others.
+"""The group of hosts that compute together: what they exchange, and how a failure of one reaches
+the others.
 
 Only this package imports torch.distributed.
 """

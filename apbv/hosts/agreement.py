@@ -4,15 +4,20 @@ import hashlib
 from collections.abc import Mapping
 from typing import Any
 
-# What is compared: bytes by their digest, which a message cannot quote, or settings by name, which it quotes.
+# What is compared: bytes by their digest, which a message cannot quote, or settings by name, which
+# it quotes.
 Fact = bytes | Mapping[str, Any]
 
 _MOST_CHARACTERS = 120
 
 
 def comparable(facts: Mapping[str, Fact]) -> dict[str, str | Mapping[str, Any]]:
-    """Return facts as JSON-ready values, which are equal only if the facts are: bytes become their digest."""
-    return {what: hashlib.sha256(fact).hexdigest() if isinstance(fact, bytes) else fact for what, fact in facts.items()}
+    """Return facts as JSON-ready values, which are equal only if the facts are: bytes become their
+    digest."""
+    return {
+        what: hashlib.sha256(fact).hexdigest() if isinstance(fact, bytes) else fact
+        for what, fact in facts.items()
+    }
 
 
 def describe_difference(
@@ -31,7 +36,8 @@ def describe_difference(
             return f"{what} of {other_name} differs from that of {first_name}"
         names = _names_that_differ(fact, other[what])
         said = [
-            f"{name} is {_quoted(_value(other[what], name))} on {other_name}, but {_quoted(_value(fact, name))} on "
+            f"{name} is {_quoted(_value(other[what], name))} on {other_name}, but "
+            f"{_quoted(_value(fact, name))} on "
             f"{first_name}"
             for name in names
         ]
@@ -41,8 +47,11 @@ def describe_difference(
     return None
 
 
-def _names_that_differ(first: Mapping[str, Any], other: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Return the names of the settings that differ; of settings within a setting with dots: ``prefill.method``."""
+def _names_that_differ(
+    first: Mapping[str, Any], other: Mapping[str, Any], prefix: str = ""
+) -> list[str]:
+    """Return the names of the settings that differ; of settings within a setting with dots:
+    ``prefill.method``."""
     names = []
     for name in dict.fromkeys([*first, *other]):
         mine = first.get(name)

@@ -1,9 +1,9 @@
 """Collectives over one process group, and over gloo for GPU tensors, staged through CPU memory.
 
-Staging lets several hosts share a GPU, where NCCL rejects two processes. Data to send is copied to CPU memory in
-the order of the GPU's work, while the caller continues. Threads then send and receive it: one collective after the
-other, in the order in which they were started, which is the same on every host. Waiting for a collective copies
-the received data to the device.
+Staging lets several hosts share a GPU, where NCCL rejects two processes. Data to send is copied to
+CPU memory in the order of the GPU's work, while the caller continues. Threads then send and receive
+it: one collective after the other, in the order in which they were started, which is the same on
+every host. Waiting for a collective copies the received data to the device.
 """
 
 import math
@@ -43,7 +43,8 @@ class Collectives:
         self._last_exchanged: list[weakref.ref[Tensor]] = []
 
     def all_gather(self, tensor: Tensor) -> Exchange:
-        """Start gathering one contiguous tensor of the same shape from every process, to ``[N, *shape]``."""
+        """Start gathering one contiguous tensor of the same shape from every process, to
+        ``[N, *shape]``."""
         result = tensor.new_empty(self._group.size(), *tensor.shape)
         gather = getattr(self._group, "all_gather_single", None) or self._group._allgather_base
 
@@ -53,7 +54,8 @@ class Collectives:
         return self._exchange(tensor.flatten(), result.flatten(), begin, lambda: result)
 
     def all_to_all(self, tensors: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> Exchange:
-        """Start sending tensor p to every process p and receiving one of shape ``shapes[p]`` from it.
+        """Start sending tensor p to every process p and receiving one of shape ``shapes[p]`` from
+        it.
 
         They are sent as bytes, because not every backend supports every dtype.
         """
@@ -65,16 +67,21 @@ class Collectives:
         exchange = getattr(self._group, "all_to_all_single", None) or self._group.alltoall_base
 
         def begin(sent: Tensor, received: Tensor) -> dist.Work:
-            return exchange(received, sent, num_received, num_sent, _asynchronous(AllToAllOptions()))
+            return exchange(
+                received, sent, num_received, num_sent, _asynchronous(AllToAllOptions())
+            )
 
         def unpacked() -> list[Tensor]:
             parts = result.split(num_received)
-            return [part.view(dtype).view(*shape) for part, shape in zip(parts, shapes, strict=True)]
+            return [
+                part.view(dtype).view(*shape) for part, shape in zip(parts, shapes, strict=True)
+            ]
 
         return self._exchange(packed, result, begin, unpacked)
 
     def broadcast(self, tensor: Tensor, source: int) -> Exchange:
-        """Start sending a tensor from one process to all, in place; shape and dtype are the same everywhere."""
+        """Start sending a tensor from one process to all, in place; shape and dtype are the same
+        everywhere."""
         options = _asynchronous(BroadcastOptions())
         options.rootRank = source
 
@@ -83,7 +90,9 @@ class Collectives:
 
         return self._exchange(tensor, tensor, begin, lambda: tensor)
 
-    def _exchange(self, sent: Tensor, received: Tensor, begin: Begin, result: Callable[[], Any]) -> Exchange:
+    def _exchange(
+        self, sent: Tensor, received: Tensor, begin: Begin, result: Callable[[], Any]
+    ) -> Exchange:
         parts = [sent.detach(), received.detach()]  # new objects, which no caller keeps
         work = self._watch.start(lambda: begin(*parts))
         self._last_exchanged = [weakref.ref(part) for part in parts]
@@ -100,11 +109,13 @@ class Collectives:
     def drain(self) -> None:
         """Wait, for a second at most, until gloo has released the last collective's tensors.
 
-        An exchange is complete a moment before gloo's thread drops its tensors, for which it needs the
-        interpreter's lock. Where the interpreter has ended by then, that aborts the process.
+        An exchange is complete a moment before gloo's thread drops its tensors, for which it needs
+        the interpreter's lock. Where the interpreter has ended by then, that aborts the process.
         """
         deadline = time.monotonic() + _DRAINING_SECONDS
-        while any(part() is not None for part in self._last_exchanged) and time.monotonic() < deadline:
+        while (
+            any(part() is not None for part in self._last_exchanged) and time.monotonic() < deadline
+        ):
             time.sleep(_NAP_SECONDS)
 
 
@@ -132,7 +143,9 @@ class StagedCollectives(Collectives):
 
     _last: Future | None = None  # what the next exchange is sent after
 
-    def _exchange(self, sent: Tensor, received: Tensor, begin: Begin, result: Callable[[], Any]) -> Exchange:
+    def _exchange(
+        self, sent: Tensor, received: Tensor, begin: Begin, result: Callable[[], Any]
+    ) -> Exchange:
         watch, before, copied = self._watch, self._last, None
         sent_here = _host_memory(sent).copy_(sent, non_blocking=True)
         received_here = sent_here if received is sent else _host_memory(received)
@@ -169,7 +182,8 @@ def _wait_apart(work: dist.Work, watch: FailureWatch) -> None:
             return
         except RuntimeError:
             if work.is_completed():
-                work.wait()  # raises its error, unless it only ran out of time just before the work was done
+                # Raises its error, unless it only ran out of time just before the work was done.
+                work.wait()
                 return
     raise RuntimeError("the group is broken")
 

@@ -16,7 +16,8 @@ class Moment(NamedTuple):
 
     Attributes:
         seconds: by the host's clock.
-        event: what its GPU reaches when it has done the work queued there; None: the GPU does not count.
+        event: what its GPU reaches when it has done the work queued there; None: the GPU does not
+            count.
     """
 
     seconds: float
@@ -32,17 +33,21 @@ def choose_device(wanted: str | torch.device | None = None) -> torch.device:
     """Choose this process's device.
 
     Args:
-        wanted: a device by name; ``"cuda"``: any GPU; None: a GPU, or the CPU if there is none. torchrun's
-            LOCAL_RANK then selects the GPU; if a machine has more processes than GPUs, GPUs are shared. Without
-            torchrun it is the current one.
+        wanted: a device by name; ``"cuda"``: any GPU; None: a GPU, or the CPU if there is none.
+            torchrun's LOCAL_RANK then selects the GPU; if a machine has more processes than GPUs,
+            GPUs are shared. Without torchrun it is the current one.
 
     Raises:
         ValueError: the device does not exist.
     """
     try:
-        device = torch.device("cuda" if wanted is None and torch.cuda.is_available() else wanted or "cpu")
+        device = torch.device(
+            "cuda" if wanted is None and torch.cuda.is_available() else wanted or "cpu"
+        )
     except RuntimeError as error:
-        raise ValueError(f"{wanted!r} is not a device: use cpu, cuda, or a GPU such as cuda:0") from error
+        raise ValueError(
+            f"{wanted!r} is not a device: use cpu, cuda, or a GPU such as cuda:0"
+        ) from error
     if device.type != "cuda":
         return device
     num_gpus = torch.cuda.device_count()
@@ -56,7 +61,8 @@ def choose_device(wanted: str | torch.device | None = None) -> torch.device:
 
 
 def device_identity(device: torch.device) -> str:
-    """Return a GPU's unique identifier, valid across machines and processes; ``"cpu"`` for a CPU."""
+    """Return a GPU's unique identifier, valid across machines and processes; ``"cpu"`` for a
+    CPU."""
     if device.type != "cuda":
         return device.type
     # Of two processes, either may call the same GPU cuda:0, or each another one.
@@ -76,8 +82,9 @@ def sharing(identities: Sequence[str]) -> list[list[int]]:
 def fair_share_of_cores() -> int:
     """Return this process's share of the machine's CPU cores; at least 1.
 
-    They are the cores that the operating system lets this process run on, divided by the number of processes that
-    torchrun started on this machine (its LOCAL_WORLD_SIZE); without torchrun all of them.
+    They are the cores that the operating system lets this process run on, divided by the number of
+    processes that torchrun started on this machine (its LOCAL_WORLD_SIZE); without torchrun all of
+    them.
     """
     if hasattr(os, "sched_getaffinity"):
         num_cores = len(os.sched_getaffinity(0))

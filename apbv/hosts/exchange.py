@@ -15,7 +15,8 @@ class HostError(RuntimeError):
 
 
 class AgreedError(ValueError):
-    """Raised by all hosts at the same point if a request cannot be answered, so that no group breaks."""
+    """Raised by all hosts at the same point if a request cannot be answered, so that no group
+    breaks."""
 
 
 class Exchange:
@@ -54,8 +55,8 @@ class Exchange:
 def in_thread(call: Callable[[], Any]) -> Future:
     """Start a call that may never return; at exit the interpreter waits for it only a few seconds.
 
-    It waits at all because a thread that is inside C++ when the interpreter ends aborts the process, be it in
-    torch's store or freeing what the call held after its result is there.
+    It waits at all because a thread that is inside C++ when the interpreter ends aborts the
+    process, be it in torch's store or freeing what the call held after its result is there.
     """
     future: Future = Future()
 

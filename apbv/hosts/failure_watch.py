@@ -1,22 +1,23 @@
 """Waits for other processes, and reports why one of them failed.
 
-Failure propagation. A stage is either *local* (no communication: reading a video, tokenising) or *collective*
-(hosts exchange data inside it). A local stage ends with a small exchange of statuses, so that all hosts raise, or
-none does, and the group stays usable. A host that fails inside a collective stage cannot join the collectives that
-the others wait for, so it posts its error in the group's key-value store, which waiting hosts poll. The group is
-then broken and must be rebuilt. A host that dies closes its connections, which also wakes the others. If the
-network goes down, nothing wakes them, and the store does not answer either; it is therefore queried in a thread,
-and the wait for that thread is no longer than for the collective.
+Failure propagation. A stage is either *local* (no communication: reading a video, tokenising) or
+*collective* (hosts exchange data inside it). A local stage ends with a small exchange of statuses,
+so that all hosts raise, or none does, and the group stays usable. A host that fails inside a
+collective stage cannot join the collectives that the others wait for, so it posts its error in the
+group's key-value store, which waiting hosts poll. The group is then broken and must be rebuilt. A
+host that dies closes its connections, which also wakes the others. If the network goes down,
+nothing wakes them, and the store does not answer either; it is therefore queried in a thread, and
+the wait for that thread is no longer than for the collective.
 
-Timeouts. A host that works in a stage sends heartbeats to the store (see :mod:`.heartbeat`), and waiting hosts
-keep waiting; they give up once no host has sent one for the group's timeout: a host that is stopped, cut off, or
-outside every stage sends none. A single stretch of work counts for at most ten timeouts, so that a host that hangs
-ends the others, too.
+Timeouts. A host that works in a stage sends heartbeats to the store (see :mod:`.heartbeat`), and
+waiting hosts keep waiting; they give up once no host has sent one for the group's timeout: a host
+that is stopped, cut off, or outside every stage sends none. A single stretch of work counts for at
+most ten timeouts, so that a host that hangs ends the others, too.
 
-The GPU waits for NCCL collectives in its streams: the CPU keeps queueing work, and blocks only when it needs a
-result. There it polls the GPU and the store. If it blocks elsewhere (in a library, or because the GPU's queue is
-full) the heartbeat thread polls. Collectives that cannot complete are aborted, so that the GPU finishes its queue,
-with arbitrary numbers, and no wait remains.
+The GPU waits for NCCL collectives in its streams: the CPU keeps queueing work, and blocks only when
+it needs a result. There it polls the GPU and the store. If it blocks elsewhere (in a library, or
+because the GPU's queue is full) the heartbeat thread polls. Collectives that cannot complete are
+aborted, so that the GPU finishes its queue, with arbitrary numbers, and no wait remains.
 """
 
 import threading
@@ -74,7 +75,8 @@ class PendingCall:
         self.is_completed, self._future = future.done, future
 
     def wait(self, timeout: timedelta | None = None) -> None:
-        """Block until the call has returned; RuntimeError if it has not in time; else raise what it raised."""
+        """Block until the call has returned; RuntimeError if it has not in time; else raise what it
+        raised."""
         if not wait_for_futures([self._future], timeout and timeout.total_seconds()).done:
             raise RuntimeError("the call has not returned yet")
         self._future.result()
@@ -87,7 +89,8 @@ class PendingEvent:
         self.is_completed = event.query
 
     def wait(self, timeout: timedelta = timedelta.max) -> None:
-        """Block until the GPU has come to the event; RuntimeError if it has not in time, or has failed."""
+        """Block until the GPU has come to the event; RuntimeError if it has not in time, or has
+        failed."""
         began = time.monotonic()
         while not self.is_completed():
             seconds = time.monotonic() - began
@@ -97,14 +100,17 @@ class PendingEvent:
 
 
 class FailureWatch:
-    """Starts a group's collectives and waits for them; posts this process's failures and detects those of others.
+    """Starts a group's collectives and waits for them; posts this process's failures and detects
+    those of others.
 
     Args:
         name: this process's name in messages.
         timeout: seconds to wait without a heartbeat.
-        store: the key-value store that the processes of the group share; None if this process is alone.
+        store: the key-value store that the processes of the group share; None if this process is
+            alone.
         heartbeat: this process's heartbeats; None if no other process can see them.
-        waits_for_work: whether the timeout begins anew while any process works; else it bounds the whole wait.
+        waits_for_work: whether the timeout begins anew while any process works; else it bounds the
+            whole wait.
         communicators: those of NCCL, for exchanges that a GPU waits for; None: there are none.
 
     Attributes:
@@ -141,10 +147,13 @@ class FailureWatch:
 
         Args:
             stage: its name.
-            has_others: whether the group has other processes, for whom it breaks when this one fails.
+            has_others: whether the group has other processes, for whom it breaks when this one
+                fails.
         """
         if self.is_broken:
-            raise HostError(f"cannot start {stage}: the host group failed in an earlier request; restart it")
+            raise HostError(
+                f"cannot start {stage}: the host group failed in an earlier request; restart it"
+            )
         self._stages += 1
         try:
             with self.working(stage):
@@ -181,7 +190,8 @@ class FailureWatch:
         """Wait until something that depends on other processes is complete.
 
         Args:
-            work: a collective in CPU memory, as :meth:`start` returned it, or another object with its methods.
+            work: a collective in CPU memory, as :meth:`start` returned it, or another object with
+                its methods.
 
         Raises:
             HostError: a process failed, ended, or neither answered nor worked for the timeout.
@@ -202,7 +212,8 @@ class FailureWatch:
                         raise self._give_up(patience) from None
 
     def wait_for_gpu(self, event: torch.cuda.Event) -> None:
-        """Wait until the GPU has reached an event, before which it may wait for collectives of GPU memory.
+        """Wait until the GPU has reached an event, before which it may wait for collectives of GPU
+        memory.
 
         Raises:
             HostError: as :meth:`wait`; the GPU's results are then invalid.
@@ -237,7 +248,9 @@ class FailureWatch:
             HostError: it is.
         """
         if self.is_broken:
-            raise self._noticed or HostError("the host group failed in an earlier collective; restart it")
+            raise self._noticed or HostError(
+                "the host group failed in an earlier collective; restart it"
+            )
 
     def _require_sound(self) -> None:
         """Raise if the group broke meanwhile, or NCCL's watchdog reports an error."""
@@ -263,8 +276,8 @@ class FailureWatch:
     def _finish(self, work: dist.Work | PendingCall | PendingEvent) -> None:
         """Raise a completed collective's error, if it has one.
 
-        The wait before may have failed with that error, or only have run out of time just before the exchange
-        completed.
+        The wait before may have failed with that error, or only have run out of time just before
+        the exchange completed.
         """
         try:
             work.wait()
@@ -277,7 +290,10 @@ class FailureWatch:
         self._break()
         text = f"{self._name} waited more than {self._timeout:g} s for another host"
         if patience.last_heard:
-            text += f", {patience.seconds:.0f} s in all; the last sign of work was: {patience.last_heard}"
+            text += (
+                f", {patience.seconds:.0f} s in all; the last sign of work was: "
+                f"{patience.last_heard}"
+            )
         if self._question is not None:
             text += "; the hosts' key-value store does not answer either: the network may be cut"
         return HostError(text)
@@ -292,7 +308,9 @@ class FailureWatch:
         """
         question = self._question
         if question is None:
-            question = self._question = in_thread(lambda: (self._read_failure(), *self.heartbeat.heard()))
+            question = self._question = in_thread(
+                lambda: (self._read_failure(), *self.heartbeat.heard())
+            )
             wait_for_futures([question], POLL_SECONDS)
         if not question.done():
             return None
@@ -310,7 +328,11 @@ class FailureWatch:
 
     def _read_failure(self) -> str | None:
         store = self._store
-        return store.get(_FAILURE_KEY).decode(errors="replace") if store.check([_FAILURE_KEY]) else None
+        return (
+            store.get(_FAILURE_KEY).decode(errors="replace")
+            if store.check([_FAILURE_KEY])
+            else None
+        )
 
     def _reason_for(self, error: RuntimeError | str) -> HostError:
         """Return why a collective failed: the posted reason of a process, or that one ended."""

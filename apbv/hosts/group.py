@@ -26,16 +26,23 @@ from .exchange import Exchange, HostError, describe_error, in_thread
 from .failure_watch import GRACE_SECONDS, POLL_SECONDS, WORK_LIMIT, FailureWatch, PendingCall
 from .heartbeat import Heartbeat
 from .polled_group import PolledGroup
-from .process_groups import Place, ProcessGroups, join_world, leave_world, rank_and_size, require_whole_hosts
+from .process_groups import (
+    Place,
+    ProcessGroups,
+    join_world,
+    leave_world,
+    rank_and_size,
+    require_whole_hosts,
+)
 
 
 class HostGroup:
     """The hosts (sequence-parallel ranks) that prefill together: one per full replica of the model.
 
-    A host is one process, or with tensor parallelism T processes, its *members* (TP ranks): process h * T + t of
-    all is TP rank t of host h, and holds its shard of every layer. Each of them has a HostGroup, on which the TP
-    ranks of a host make the same calls; data goes to the same TP rank of the other hosts, while statuses, chosen
-    tokens and failures concern all processes.
+    A host is one process, or with tensor parallelism T processes, its *members* (TP ranks): process
+    h * T + t of all is TP rank t of host h, and holds its shard of every layer. Each of them has a
+    HostGroup, on which the TP ranks of a host make the same calls; data goes to the same TP rank of
+    the other hosts, while statuses, chosen tokens and failures concern all processes.
 
     Build it with :meth:`from_env`, :meth:`from_process_group` or :meth:`single`.
 
@@ -45,12 +52,13 @@ class HostGroup:
         tensor_parallel_rank: this process's TP rank t in 0 .. tensor_parallel_size-1.
         tensor_parallel_size: T.
         num_processes: H * T.
-        is_leader: whether this is the one process that samples, drafts and prints: TP rank 0 of host 0.
+        is_leader: whether this is the one process that samples, drafts and prints: TP rank 0 of
+            host 0.
         name: this process's name in messages.
         device: where this process computes.
         timeout: seconds to wait for other processes without a heartbeat, before giving up.
-        bytes_received: payload that this process received from other hosts since the group was built; what
-            transformers exchanges between TP ranks is not counted.
+        bytes_received: payload that this process received from other hosts since the group was
+            built; what transformers exchanges between TP ranks is not counted.
         has_own_process: whether no other host computes in this process, so that it may use threads.
     """
 
@@ -86,10 +94,14 @@ class HostGroup:
         store = None if groups.control is None else groups.control.get_group_store()
         if store is not None and heartbeat is None:
             heartbeat = Heartbeat(store, self.name, timeout, WORK_LIMIT * timeout)
-        self._watch = FailureWatch(self.name, timeout, store, heartbeat, waits_for_work, groups.communicators())
+        self._watch = FailureWatch(
+            self.name, timeout, store, heartbeat, waits_for_work, groups.communicators()
+        )
         self._data = self._control = LocalCollectives()
         if self.size > 1:
-            self._data = (StagedCollectives if groups.is_staged else Collectives)(groups.data, self._watch)
+            self._data = (StagedCollectives if groups.is_staged else Collectives)(
+                groups.data, self._watch
+            )
         if self.num_processes > 1:
             self._control = Collectives(groups.control, self._watch)
         if isinstance(groups.members, PolledGroup):
@@ -116,20 +128,28 @@ class HostGroup:
 
     @classmethod
     def from_env(
-        cls, device: str | torch.device | None = None, timeout: float = 300.0, *, tensor_parallel: int = 1
+        cls,
+        device: str | torch.device | None = None,
+        timeout: float = 300.0,
+        *,
+        tensor_parallel: int = 1,
     ) -> "HostGroup":
-        """Join the hosts that torchrun started; a process that torchrun did not start is a single host.
+        """Join the hosts that torchrun started; a process that torchrun did not start is a single
+        host.
 
         If processes share a GPU, their collectives are staged through CPU memory.
 
         Args:
-            device: this process's device. ``"cuda"``: a GPU of this machine, by LOCAL_RANK; where there are more
-                processes than GPUs they take turns. None: the same, or the CPU if there is no GPU.
-            timeout: seconds to wait for an unresponsive process; ten times as long for one that sends heartbeats.
+            device: this process's device. ``"cuda"``: a GPU of this machine, by LOCAL_RANK; where
+                there are more processes than GPUs they take turns. None: the same, or the CPU if
+                there is no GPU.
+            timeout: seconds to wait for an unresponsive process; ten times as long for one that
+                sends heartbeats.
             tensor_parallel: T, processes per host.
 
         Raises:
-            ValueError: the number of processes is not a multiple of T, or the device does not exist.
+            ValueError: the number of processes is not a multiple of T, or the device does not
+                exist.
             HostError: the rendezvous times out, or another host lacks such a device.
         """
         require_whole_hosts(int(os.environ.get("WORLD_SIZE", 1)), tensor_parallel)
@@ -151,18 +171,20 @@ class HostGroup:
         """Build the group from an existing process group; collective over its members.
 
         Args:
-            group: a torch.distributed group with a gloo backend, an NCCL backend, or both. Its own timeout bounds
-                every collective, even if a process sends heartbeats. With gloo alone, GPU tensors are staged
-                through CPU memory.
-            device: this process's device; None as in :meth:`from_env`, but without LOCAL_RANK the current GPU.
-            timeout: seconds to wait for an unresponsive process; ten times as long for one that sends heartbeats.
+            group: a torch.distributed group with a gloo backend, an NCCL backend, or both. Its own
+                timeout bounds every collective, even if a process sends heartbeats. With gloo
+                alone, GPU tensors are staged through CPU memory.
+            device: this process's device; None as in :meth:`from_env`, but without LOCAL_RANK the
+                current GPU.
+            timeout: seconds to wait for an unresponsive process; ten times as long for one that
+                sends heartbeats.
             tensor_parallel: T; the first T processes of the group are host 0, and so on.
-            owns_group: whether :meth:`close` destroys all process groups of this process, and GPUs may exchange
-                data over NCCL although the group does not.
+            owns_group: whether :meth:`close` destroys all process groups of this process, and GPUs
+                may exchange data over NCCL although the group does not.
 
         Raises:
-            ValueError: the number of processes is not a multiple of T, TP ranks of a host share a GPU, or the
-                device does not exist.
+            ValueError: the number of processes is not a multiple of T, TP ranks of a host share a
+                GPU, or the device does not exist.
             HostError: another process failed.
         """
         require_whole_hosts(dist.get_world_size(group), tensor_parallel)
@@ -175,7 +197,9 @@ class HostGroup:
                 if chosen.type == "cuda" and owns_group:
                     torch.cuda.set_device(chosen)
                 # The caller's group already has the backends that the caller chose.
-                may_use_nccl = (owns_group and dist.is_nccl_available()) or "nccl" in dist.get_backend_config(group)
+                may_use_nccl = (
+                    owns_group and dist.is_nccl_available()
+                ) or "nccl" in dist.get_backend_config(group)
                 mine = Place(device_identity(chosen), chosen.type == "cuda" and may_use_nccl)
             places = [Place(*place) for place in processes.gather_json(mine)]
             hosts = cls(
@@ -192,7 +216,10 @@ class HostGroup:
         shared = sharing([place.device for place in places])
         if shared and device in (None, "cuda") and hosts.is_leader:
             *some, last = shared[0]
-            warn_caller(f"processes {', '.join(map(str, some))} and {last} share a GPU: there are more than GPUs")
+            warn_caller(
+                f"processes {', '.join(map(str, some))} and {last} share a GPU: there are more "
+                "than GPUs"
+            )
         return hosts
 
     def _connect(self) -> None:
@@ -202,9 +229,14 @@ class HostGroup:
                 self._watch.wait(PendingCall(in_thread(partial(self._groups.connect, self.device))))
 
     def subgroup(
-        self, members: Sequence[int], timeout: float | None = None, waits_for_work: bool = True, has_data: bool = True
+        self,
+        members: Sequence[int],
+        timeout: float | None = None,
+        waits_for_work: bool = True,
+        has_data: bool = True,
     ) -> "HostGroup | None":
-        """Make a group of some of these hosts, which fails independently; collective over all of them.
+        """Make a group of some of these hosts, which fails independently; collective over all of
+        them.
 
         A heartbeat in one of these groups counts in all of them.
 
@@ -212,10 +244,10 @@ class HostGroup:
 
         Args:
             members: ranks in this group, ascending.
-            timeout: seconds to wait for each other; by default as here. Collectives that are not waited for may
-                take a day.
-            waits_for_work: heartbeats of any of these hosts restart the timeout, as here; otherwise it bounds the
-                whole wait.
+            timeout: seconds to wait for each other; by default as here. Collectives that are not
+                waited for may take a day.
+            waits_for_work: heartbeats of any of these hosts restart the timeout, as here; otherwise
+                it bounds the whole wait.
             has_data: whether it also exchanges tensors on devices, not only in CPU memory.
 
         Returns:
@@ -236,13 +268,17 @@ class HostGroup:
             timeout=timeout,
             heartbeat=self._watch.heartbeat,
             waits_for_work=waits_for_work,
-            numbers=[member if self._numbers is None else self._numbers[member] for member in members],
+            numbers=[
+                member if self._numbers is None else self._numbers[member] for member in members
+            ],
         )
         hosts._connect()
         return hosts
 
     def __repr__(self) -> str:
-        members = f" x {self.tensor_parallel_size} processes" if self.tensor_parallel_size > 1 else ""
+        members = (
+            f" x {self.tensor_parallel_size} processes" if self.tensor_parallel_size > 1 else ""
+        )
         return f"HostGroup({self.name} of {self.size}{members}, {self.device})"
 
     def tensor_parallel_mesh(self) -> DeviceMesh:
@@ -257,13 +293,15 @@ class HostGroup:
         """Note that this host is here in the code, without waiting for its GPU.
 
         Args:
-            on_device: with a GPU, the moment is when that has done the work queued so far in the current stream.
+            on_device: with a GPU, the moment is when that has done the work queued so far in the
+                current stream.
         """
         is_on_gpu = on_device and self.device.type == "cuda"
         return Moment(self.clock(), record_event(self.device) if is_on_gpu else None)
 
     def seconds_at(self, moments: Sequence[Moment]) -> list[float]:
-        """Return when moments were by :meth:`clock`; waits until the GPU has come to all of them."""
+        """Return when moments were by :meth:`clock`; waits until the GPU has come to all of
+        them."""
         events = [moment.event for moment in moments if moment.event is not None]
         if not events:
             return [moment.seconds for moment in moments]
@@ -273,7 +311,9 @@ class HostGroup:
         self.wait_for_device(latest)
         now = self.clock()
         return [
-            moment.seconds if moment.event is None else now - moment.event.elapsed_time(latest) / 1e3
+            moment.seconds
+            if moment.event is None
+            else now - moment.event.elapsed_time(latest) / 1e3
             for moment in moments
         ]
 
@@ -284,7 +324,8 @@ class HostGroup:
         return f"host {host}" + (f", member {member}" if self.tensor_parallel_size > 1 else "")
 
     def start_broadcast(self, tensor: Tensor, source: int) -> Exchange:
-        """Start sending a tensor in CPU memory from one host to all; shape and dtype are the same everywhere.
+        """Start sending a tensor in CPU memory from one host to all; shape and dtype are the same
+        everywhere.
 
         The result is the tensor. On the source it completes when all hosts take part.
         """
@@ -296,7 +337,8 @@ class HostGroup:
         return self._control.broadcast(tensor, source).then(count)
 
     def broadcast_ints(self, values: Sequence[int] | None, count: int) -> list[int]:
-        """Broadcast ``count`` 64-bit integers from the leader; only the leader's ``values`` matter."""
+        """Broadcast ``count`` 64-bit integers from the leader; only the leader's ``values``
+        matter."""
         if self.num_processes == 1:  # every token is broadcast so
             return list(values)
         tensor = torch.tensor(values if self.is_leader else [0] * count, dtype=torch.int64)
@@ -314,7 +356,8 @@ class HostGroup:
         return data if self.is_leader else tensor.numpy().tobytes()
 
     def gather_floats(self, values: Sequence[float]) -> list[list[float]]:
-        """Gather the same number of floats from every process, on every process: one list per process."""
+        """Gather the same number of floats from every process, on every process: one list per
+        process."""
         if self.num_processes == 1:
             return [list(map(float, values))]
         return self.start_gathering(torch.tensor(values, dtype=torch.float64)).wait().tolist()
@@ -329,7 +372,8 @@ class HostGroup:
         return [json.loads(row[:length].numpy().tobytes()) for row, length in rows]
 
     def mean_over_members(self, tensor: Tensor) -> Tensor:
-        """Return, on every process, the mean over host 0's TP ranks of a small fp32 tensor in CPU memory."""
+        """Return, on every process, the mean over host 0's TP ranks of a small fp32 tensor in CPU
+        memory."""
         if self.tensor_parallel_size == 1:
             return tensor
         return self.start_gathering(tensor).wait()[: self.tensor_parallel_size].mean(dim=0)
@@ -344,7 +388,8 @@ class HostGroup:
             same[what] = value
 
     def require_same_on_ranks(self, what: str, value: bytes) -> None:
-        """Check that each process holds the value of host 0's process of the same TP rank; collective.
+        """Check that each process holds the value of host 0's process of the same TP rank;
+        collective.
 
         Raises:
             HostError: the values differ; raised on every process.
@@ -354,14 +399,18 @@ class HostGroup:
         for process in range(self.num_processes):
             first = process % self.tensor_parallel_size
             if not torch.equal(every[process], every[first]):
-                raise HostError(f"{what} of {self.name_of(process)} differs from that of {self.name_of(first)}")
+                raise HostError(
+                    f"{what} of {self.name_of(process)} differs from that of {self.name_of(first)}"
+                )
 
     def start_gathering(self, tensor: Tensor) -> Exchange:
-        """Start gathering a small tensor in CPU memory from every process; the result is ``[H * T, *shape]``."""
+        """Start gathering a small tensor in CPU memory from every process; the result is
+        ``[H * T, *shape]``."""
         return self._control.all_gather(tensor)
 
     def on_device(self) -> AbstractContextManager:
-        """Return a context in which this host's GPU is the thread's current one; without a GPU it does nothing."""
+        """Return a context in which this host's GPU is the thread's current one; without a GPU it
+        does nothing."""
         return torch.cuda.device(self.device if self.device.type == "cuda" else -1)
 
     def working(self, stage: str) -> AbstractContextManager:
@@ -370,11 +419,12 @@ class HostGroup:
 
     @contextmanager
     def local_stage(self, name: str) -> Iterator[dict[str, Fact]]:
-        """Run a stage without collectives; at its end all hosts raise, or none does. Every host must enter it.
+        """Run a stage without collectives; at its end all hosts raise, or none does. Every host
+        must enter it.
 
-        A host that failed raises its own error, the others a HostError that quotes it. The stage gets a dictionary,
-        in which it names what must be the same on every process: bytes, or settings by name, JSON-ready, whose
-        values the error quotes.
+        A host that failed raises its own error, the others a HostError that quotes it. The stage
+        gets a dictionary, in which it names what must be the same on every process: bytes, or
+        settings by name, JSON-ready, whose values the error quotes.
         """
         error, facts = None, {}
         with self.on_device(), self._watch.working(name):
@@ -390,7 +440,9 @@ class HostGroup:
                 return
             mine = [None if error is None else describe_error(error)[:4096], comparable(facts)]
             # A single exchange where all is well.
-            whole = self.start_gathering(_bytes_tensor(hashlib.sha256(json.dumps(mine).encode()).digest())).wait()
+            whole = self.start_gathering(
+                _bytes_tensor(hashlib.sha256(json.dumps(mine).encode()).digest())
+            ).wait()
             if error is None and bool((whole == whole[0]).all()):
                 return
             found = self.gather_json(mine)
@@ -400,7 +452,9 @@ class HostGroup:
                 if message is not None:
                     raise HostError(f"{self.name_of(process)} failed in {name}: {message}")
             for process, (_, theirs) in enumerate(found):
-                difference = describe_difference(found[0][1], theirs, self.name_of(0), self.name_of(process))
+                difference = describe_difference(
+                    found[0][1], theirs, self.name_of(0), self.name_of(process)
+                )
                 if difference is not None:
                     raise HostError(difference)
 
@@ -413,13 +467,14 @@ class HostGroup:
     def process_group(self):
         """The torch.distributed data group, for libraries with their own collectives.
 
-        None for a single host, in a subgroup, and if hosts share a GPU, because the group cannot access GPU data
-        then.
+        None for a single host, in a subgroup, and if hosts share a GPU, because the group cannot
+        access GPU data then.
         """
         return self._groups.data if self._groups.is_known else None
 
     def all_gather(self, tensor: Tensor) -> Exchange:
-        """Start gathering one tensor of the same shape from every host; the result is ``[H, *shape]``."""
+        """Start gathering one tensor of the same shape from every host; the result is
+        ``[H, *shape]``."""
         tensor = tensor.contiguous()
         self.bytes_received += (self.size - 1) * tensor.nbytes
         return self._data.all_gather(tensor)
@@ -433,11 +488,15 @@ class HostGroup:
 
         The result is the list of H received tensors.
         """
-        num_received = sum(math.prod(shape) for host, shape in enumerate(shapes) if host != self.rank)
+        num_received = sum(
+            math.prod(shape) for host, shape in enumerate(shapes) if host != self.rank
+        )
         self.bytes_received += num_received * tensors[0].element_size()
         return self._data.all_to_all(tensors, shapes)
 
-    def gather_rows(self, rows: Tensor, counts: Sequence[int], to: int | None = None, dim: int = 0) -> Exchange:
+    def gather_rows(
+        self, rows: Tensor, counts: Sequence[int], to: int | None = None, dim: int = 0
+    ) -> Exchange:
         """Start gathering rows, whose number differs between hosts.
 
         Args:
@@ -451,18 +510,24 @@ class HostGroup:
             padded = rows.new_zeros(*rows.shape[:dim], max(counts), *rows.shape[dim + 1 :])
             padded.narrow(dim, 0, rows.shape[dim]).copy_(rows)
             return self.all_gather(padded).then(
-                lambda found: [each.narrow(dim, 0, count) for each, count in zip(found, counts, strict=True)]
+                lambda found: [
+                    each.narrow(dim, 0, count) for each, count in zip(found, counts, strict=True)
+                ]
             )
         nothing, shapes = rows.new_empty(0), [(0,)] * self.size
         if self.rank == to:
             shapes = [(*rows.shape[:dim], count, *rows.shape[dim + 1 :]) for count in counts]
-        return self.all_to_all([rows if host == to else nothing for host in range(self.size)], shapes)
+        return self.all_to_all(
+            [rows if host == to else nothing for host in range(self.size)], shapes
+        )
 
     def shift(self, tensor: Tensor, received_shape: Sequence[int]) -> Exchange:
-        """Start sending a tensor to the next host in the ring, and receiving one from the host before.
+        """Start sending a tensor to the next host in the ring, and receiving one from the host
+        before.
 
-        The result has ``received_shape`` and the tensor's dtype. It is an all-to-all with empty tensors for all
-        other hosts: with both backends that is a send to, and a receive from, the neighbours only.
+        The result has ``received_shape`` and the tensor's dtype. It is an all-to-all with empty
+        tensors for all other hosts: with both backends that is a send to, and a receive from, the
+        neighbours only.
         """
         following, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         nothing = tensor.new_empty(0)
@@ -471,7 +536,8 @@ class HostGroup:
         return self.all_to_all(tensors, shapes).then(lambda received: received[before])
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
-        """Send one host's tensor to every host, in place; shape and dtype are the same everywhere."""
+        """Send one host's tensor to every host, in place; shape and dtype are the same
+        everywhere."""
         if self.size > 1:
             self._data.broadcast(tensor, source).wait()
             self.bytes_received += tensor.nbytes if self.rank != source else 0
@@ -498,8 +564,8 @@ class HostGroup:
             event.synchronize()
 
     def settle(self) -> None:
-        """Wait for the collectives that this process's GPU has queued in the current stream, and all work before
-        them.
+        """Wait for the collectives that this process's GPU has queued in the current stream, and
+        all work before them.
 
         Call it before the CPU reads results computed from them. Without NCCL it returns at once.
 
@@ -513,9 +579,10 @@ class HostGroup:
     def collective_stage(self, name: str) -> Iterator[None]:
         """Run a stage that contains collectives, in which a failure breaks the group.
 
-        A host that fails notifies the others, which then raise a HostError. A single host has no group to break,
-        and may continue. So may hosts that all raise :class:`AgreedError`. With NCCL the stage ends when this GPU
-        has finished its work, so that a failure is known before results are used.
+        A host that fails notifies the others, which then raise a HostError. A single host has no
+        group to break, and may continue. So may hosts that all raise :class:`AgreedError`. With
+        NCCL the stage ends when this GPU has finished its work, so that a failure is known before
+        results are used.
         """
         with self.on_device(), self._watch.collective_stage(name, self.num_processes > 1):
             yield
@@ -537,7 +604,8 @@ class HostGroup:
         time.sleep(POLL_SECONDS + GRACE_SECONDS)
 
     def close(self) -> None:
-        """Leave the process group if :meth:`from_env` made it, without waiting for unresponsive hosts."""
+        """Leave the process group if :meth:`from_env` made it, without waiting for unresponsive
+        hosts."""
         if self._owns_group and dist.is_initialized():
             if self._watch.heartbeat is not None:
                 self._watch.heartbeat.stop()
@@ -552,7 +620,10 @@ def _bytes_tensor(data: bytes) -> Tensor:
 
 
 def run_on_hosts(
-    body: Callable[[HostGroup], None], timeout: float = 300.0, tensor_parallel: int = 1, device: str | None = None
+    body: Callable[[HostGroup], None],
+    timeout: float = 300.0,
+    tensor_parallel: int = 1,
+    device: str | None = None,
 ) -> int:
     """Run a script's body on this host, and return the exit status.
 

@@ -1,8 +1,10 @@
-"""Heartbeats in a group's key-value store, which distinguish a slow process from an unresponsive one.
+"""Heartbeats in a group's key-value store, which distinguish a slow process from an unresponsive
+one.
 
-A process sends heartbeats while it works in a stage, but not while it waits: if all processes wait for each other,
-or for one that is stopped, cut off, or elsewhere, there are none. All heartbeats of a group go to one counter,
-whose cost does not depend on the number of processes, and which needs no existing key.
+A process sends heartbeats while it works in a stage, but not while it waits: if all processes wait
+for each other, or for one that is stopped, cut off, or elsewhere, there are none. All heartbeats of
+a group go to one counter, whose cost does not depend on the number of processes, and which needs no
+existing key.
 """
 
 import threading
@@ -25,8 +27,8 @@ class Heartbeat:
         store: a torch.distributed store that all processes of the group share.
         name: of this process.
         timeout: seconds without a heartbeat after which the others give up.
-        longest: seconds after which a stretch of work between two collectives sends no more heartbeats: otherwise
-            a process that hangs would block the others for ever.
+        longest: seconds after which a stretch of work between two collectives sends no more
+            heartbeats: otherwise a process that hangs would block the others for ever.
     """
 
     def __init__(self, store, name: str, timeout: float, longest: float):
@@ -37,14 +39,18 @@ class Heartbeat:
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
         self._end: Callable[[], None] = lambda: None
-        self._looks: list[weakref.WeakMethod] = []  # replaced, and not changed: the thread goes through it
+        self._looks: list[
+            weakref.WeakMethod
+        ] = []  # replaced, and not changed: the thread goes through it
 
     @contextmanager
     def working(self, stage: str) -> Iterator[None]:
         """Context for work that others may wait for."""
         if self._thread is None:
             arguments = weakref.ref(self), self._stopped, self._interval
-            self._thread = threading.Thread(target=_beat, args=arguments, name="heartbeat", daemon=True)
+            self._thread = threading.Thread(
+                target=_beat, args=arguments, name="heartbeat", daemon=True
+            )
             self._thread.start()
             # Also at exit: a thread inside the store aborts the process when the interpreter ends.
             self._end = weakref.finalize(self, _end, self._thread, self._stopped)
@@ -66,8 +72,12 @@ class Heartbeat:
             self._working_since = time.monotonic() if self._stages else None
 
     def also(self, look: Callable[[], None]) -> None:
-        """Also call an object's method in the thread, before each heartbeat, while the object lives."""
-        self._looks = [*(known for known in self._looks if known() is not None), weakref.WeakMethod(look)]
+        """Also call an object's method in the thread, before each heartbeat, while the object
+        lives."""
+        self._looks = [
+            *(known for known in self._looks if known() is not None),
+            weakref.WeakMethod(look),
+        ]
 
     def heard(self) -> tuple[int, str]:
         """Return the number of heartbeats of the group, and the last one's text.
@@ -95,7 +105,9 @@ class Heartbeat:
         seconds = time.monotonic() - since
         if seconds < self._longest:
             # In this order: a counted heartbeat then always has a text.
-            self._store.set(_WORK_KEY, f"{self._name} has worked on {stages[0]} for {seconds:.0f} s")
+            self._store.set(
+                _WORK_KEY, f"{self._name} has worked on {stages[0]} for {seconds:.0f} s"
+            )
             self._store.add(_COUNT_KEY, 1)
 
 
@@ -113,7 +125,8 @@ class Patience:
         self.last_heard = ""
 
     def hear(self, count: int, work: str) -> None:
-        """Process the result of :meth:`Heartbeat.heard`. Heartbeats from before this wait do not count."""
+        """Process the result of :meth:`Heartbeat.heard`. Heartbeats from before this wait do not
+        count."""
         if self._count not in (None, count):
             self._heard, self.last_heard = time.monotonic(), work
         self._count = count

@@ -1,7 +1,8 @@
 """CPU process group whose collectives are waited for in Python.
 
-transformers' tensor parallelism runs its own collectives inside the model's layers. So that a process which fails
-there does not block the other TP ranks of its host, these wait as a HostGroup does: see :mod:`.failure_watch`.
+transformers' tensor parallelism runs its own collectives inside the model's layers. So that a
+process which fails there does not block the other TP ranks of its host, these wait as a HostGroup
+does: see :mod:`.failure_watch`.
 """
 
 from collections.abc import Callable
@@ -27,7 +28,8 @@ class PolledWork(dist.Work):
 
 
 class PolledGroup(dist.ProcessGroup):
-    """A gloo group for other libraries' collectives, which are waited for as its HostGroup waits for its own.
+    """A gloo group for other libraries' collectives, which are waited for as its HostGroup waits
+    for its own.
 
     gloo itself waits for another process until a timeout, without checking whether it has failed.
 
@@ -41,7 +43,9 @@ class PolledGroup(dist.ProcessGroup):
         self.wait_for: Callable[[dist.Work], None] = lambda work: work.wait()
         self._gloo = dist.ProcessGroup(store, rank, size)
         backend = dist.ProcessGroupGloo(store, rank, size, timeout)
-        self._gloo._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+        self._gloo._register_backend(
+            torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend
+        )
 
     def getBackendName(self) -> str:
         return "apbv_polled"

@@ -19,7 +19,8 @@ from .failure_watch import POLL_SECONDS, WORK_LIMIT, Communicators
 from .polled_group import PolledGroup
 
 _LEAVING_SECONDS = 10.0
-# Limit of gloo operations that are not waited for, such as a message to a draft host while a server is idle.
+# Limit of gloo operations that are not waited for, such as a message to a draft host while a server
+# is idle.
 _UNAWAITED = timedelta(days=1)
 
 
@@ -41,11 +42,12 @@ class ProcessGroups:
 
     Attributes:
         data: the same TP rank of every host; None if there is one host.
-        control: all processes, over gloo: statuses and tokens are in CPU memory, and neither wait for nor stall
-            the GPU there. None for a process that is alone.
+        control: all processes, over gloo: statuses and tokens are in CPU memory, and neither wait
+            for nor stall the GPU there. None for a process that is alone.
         members: the TP ranks of this host; None without tensor parallelism.
         nccl: those of them that carry GPU memory.
-        is_staged: whether the data group carries CPU memory only, so that GPU data is staged through it.
+        is_staged: whether the data group carries CPU memory only, so that GPU data is staged
+            through it.
         is_known: whether torch knows the data group, so that other libraries can use it.
         made: all groups that this process has made for these hosts.
     """
@@ -68,9 +70,14 @@ class ProcessGroups:
         return cls(control, control, made=founder.groups)
 
     def connected(
-        self, group: dist.ProcessGroup, places: Sequence[Place], tensor_parallel: int, timeout: float
+        self,
+        group: dist.ProcessGroup,
+        places: Sequence[Place],
+        tensor_parallel: int,
+        timeout: float,
     ) -> "ProcessGroups":
-        """Make the data groups, with each T successive processes one host; collective over all of them.
+        """Make the data groups, with each T successive processes one host; collective over all of
+        them.
 
         It takes as long as the slowest process.
 
@@ -88,7 +95,8 @@ class ProcessGroups:
         for first in range(0, size, tensor_parallel):
             if not on_cpu and not _can_use_nccl(places[first : first + tensor_parallel]):
                 raise ValueError(
-                    f"host {first // tensor_parallel} cannot run {tensor_parallel} tensor-parallel processes: "
+                    f"host {first // tensor_parallel} cannot run {tensor_parallel} tensor-parallel "
+                    "processes: "
                     "each needs its own GPU, and NCCL"
                 )
         is_staged = not on_cpu and not _can_use_nccl(places)
@@ -96,22 +104,35 @@ class ProcessGroups:
         data, members, founder = None, None, _Founder(self.control, self.made)
         if tensor_parallel == 1 and size > 1 and on_cpu:
             data = self.control
-        elif tensor_parallel == 1 and size > 1 and has_nccl and "nccl" in dist.get_backend_config(group):
+        elif (
+            tensor_parallel == 1
+            and size > 1
+            and has_nccl
+            and "nccl" in dist.get_backend_config(group)
+        ):
             data = group
         elif size > tensor_parallel:
             # Not the control group: staged data is sent from a thread, and statuses by others.
             backend, known_in = (_NCCL, group) if has_nccl else (_GLOO, None)
-            data = founder.found("data", range(member, size, tensor_parallel), backend, limit, known_in)
+            data = founder.found(
+                "data", range(member, size, tensor_parallel), backend, limit, known_in
+            )
         if tensor_parallel > 1:
-            # transformers' collectives on a CPU are waited for in Python; with NCCL the CPU does not wait.
+            # transformers' collectives on a CPU are waited for in Python; with NCCL the CPU does
+            # not wait.
             same_host = range(host * tensor_parallel, (host + 1) * tensor_parallel)
-            members = founder.found("members", same_host, _POLLED if on_cpu else _NCCL, limit, known_in=group)
+            members = founder.found(
+                "members", same_host, _POLLED if on_cpu else _NCCL, limit, known_in=group
+            )
         nccl = () if on_cpu else (data if has_nccl else None, members)
         nccl = tuple(found for found in nccl if found is not None)
         return ProcessGroups(data, self.control, members, nccl, is_staged, not is_staged, self.made)
 
-    def of_some(self, hosts: Sequence[int], timeout: float, has_data: bool) -> "ProcessGroups | None":
-        """Make groups of some hosts; collective over all, of which the others, and one alone, get None.
+    def of_some(
+        self, hosts: Sequence[int], timeout: float, has_data: bool
+    ) -> "ProcessGroups | None":
+        """Make groups of some hosts; collective over all, of which the others, and one alone, get
+        None.
 
         Operations that are not waited for may take a day.
         """
@@ -121,16 +142,21 @@ class ProcessGroups:
         control = founder.found("control", hosts, _GLOO, _UNAWAITED)
         if not has_data or not (self.is_staged or self.nccl):
             return ProcessGroups(control, control, is_known=False, made=self.made)
-        data = founder.found("data", hosts, _GLOO if self.is_staged else _NCCL, _exchange_limit(timeout))
+        data = founder.found(
+            "data", hosts, _GLOO if self.is_staged else _NCCL, _exchange_limit(timeout)
+        )
         nccl = () if self.is_staged else (data,)
-        return ProcessGroups(data, control, None, nccl, self.is_staged, is_known=False, made=self.made)
+        return ProcessGroups(
+            data, control, None, nccl, self.is_staged, is_known=False, made=self.made
+        )
 
     def communicators(self) -> Communicators | None:
         """Return the object that aborts the NCCL groups; None if there are none."""
         return Communicators(self.nccl) if self.nccl else None
 
     def connect(self, device: torch.device) -> None:
-        """Build the communicators with a first collective, so that the first request does not wait for that.
+        """Build the communicators with a first collective, so that the first request does not wait
+        for that.
 
         It blocks until the other processes call it, too.
         """
@@ -141,7 +167,8 @@ class ProcessGroups:
 
 
 def _can_use_nccl(places: Sequence[Place]) -> bool:
-    """Return whether NCCL can connect processes: it rejects two on one GPU. A single one needs no connection."""
+    """Return whether NCCL can connect processes: it rejects two on one GPU. A single one needs no
+    connection."""
     devices = [place.device for place in places]
     return len(places) == 1 or (all(place.has_nccl for place in places) and not sharing(devices))
 
@@ -149,14 +176,15 @@ def _can_use_nccl(places: Sequence[Place]) -> bool:
 class _Founder:
     """Makes groups of some processes of another group, in which only their members take part.
 
-    torch lets such members meet in the store under the number of groups that a process has made. That differs
-    between processes in different groups, and each more of this kind would make it differ for the caller's later
-    groups. So members meet under a number of this class. torch knows a group only where other libraries use it.
+    torch lets such members meet in the store under the number of groups that a process has made.
+    That differs between processes in different groups, and each more of this kind would make it
+    differ for the caller's later groups. So members meet under a number of this class. torch knows
+    a group only where other libraries use it.
 
     Args:
         group: the other group; creating a founder is collective over it.
-        groups: to which the new groups are added, so that they live as long as these hosts: the destructor of a
-            group waits for its collectives.
+        groups: to which the new groups are added, so that they live as long as these hosts: the
+            destructor of a group waits for its collectives.
     """
 
     def __init__(self, group: dist.ProcessGroup, groups: list[dist.ProcessGroup]):
@@ -186,24 +214,35 @@ class _Founder:
         name = f"{name} {'-'.join(map(str, members))}"
         place, description = dist.PrefixStore(name, self._store), f"{self._name} {name}"
         if known_in is None:
-            made = _make(backend, place, members.index(self._rank), len(members), limit, description)
+            made = _make(
+                backend, place, members.index(self._rank), len(members), limit, description
+            )
             made._set_group_desc(description)
         else:
             ranks = dist.get_process_group_ranks(known_in)
-            options = {"pg_options": place, "use_local_synchronization": True, "group_desc": description}
-            # If the caller bound all processes to their devices, torch would split the new communicator from
-            # theirs. Then all would have to take part, and the members would wait for the others for ever.
+            options = {
+                "pg_options": place,
+                "use_local_synchronization": True,
+                "group_desc": description,
+            }
+            # If the caller bound all processes to their devices, torch would split the new
+            # communicator from theirs. Then all would have to take part, and the members would wait
+            # for the others for ever.
             world = dist.group.WORLD
             device, world.bound_device_id = world.bound_device_id, None
             try:
-                made = dist.new_group([ranks[member] for member in members], limit, backend, **options)
+                made = dist.new_group(
+                    [ranks[member] for member in members], limit, backend, **options
+                )
             finally:
                 world.bound_device_id = device
         self.groups.append(made)
         return made
 
 
-def _make(backend: str, place: dist.Store, rank: int, size: int, limit: timedelta, name: str) -> dist.ProcessGroup:
+def _make(
+    backend: str, place: dist.Store, rank: int, size: int, limit: timedelta, name: str
+) -> dist.ProcessGroup:
     if backend == _POLLED:
         return PolledGroup(place, rank, size, limit, name)
     if backend == _GLOO:
@@ -229,21 +268,25 @@ def _make_known(backend: str, asked, place: dist.Store) -> dist.ProcessGroup:
 # torch's backends, and one for transformers' collectives.
 _GLOO, _NCCL, _POLLED = "apbv_gloo", "apbv_nccl", "apbv_polled"
 for _name, _device in ((_NCCL, "cuda"), (_POLLED, "cpu")):
-    dist.Backend.register_backend(_name, partial(_make_known, _name), extended_api=True, devices=[_device])
+    dist.Backend.register_backend(
+        _name, partial(_make_known, _name), extended_api=True, devices=[_device]
+    )
 
 
 def join_world(timeout: float) -> bool:
-    """Initialise torch.distributed from the environment that torchrun sets; False if the caller has done so.
+    """Initialise torch.distributed from the environment that torchrun sets; False if the caller has
+    done so.
 
-    All processes can then exchange CPU memory; groups for GPU memory are made once the devices are known.
+    All processes can then exchange CPU memory; groups for GPU memory are made once the devices are
+    known.
 
     Raises:
         HostError: the rendezvous takes longer than the timeout, in seconds.
     """
     if dist.is_initialized():
         return False
-    # Let NCCL's watchdog abort collectives that fail or time out, but not this process. torch reads this when it
-    # makes a group; the user's own setting takes precedence.
+    # Let NCCL's watchdog abort collectives that fail or time out, but not this process. torch reads
+    # this when it makes a group; the user's own setting takes precedence.
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
     limit = timeout + 2 * POLL_SECONDS
     # In a thread: gloo waits five times as long for hosts that exist but cannot be connected to.
@@ -254,7 +297,8 @@ def join_world(timeout: float) -> bool:
         meeting.result()
     except RuntimeError as error:
         raise HostError(
-            f"rendezvous timed out after {timeout:g} s: {error} (nodes connect over the network interface "
+            f"rendezvous timed out after {timeout:g} s: {error} (nodes connect over the network "
+            "interface "
             "GLOO_SOCKET_IFNAME if set, else over the address of the node's own name)"
         ) from error
     # Its name until torch 2.14.
@@ -270,7 +314,9 @@ def leave_world(timeout: float, groups: Sequence[dist.ProcessGroup]) -> None:
         groups: those besides the world's.
     """
     left = threading.Event()
-    threading.Thread(target=_destroy_groups, args=(left, [dist.group.WORLD, *groups]), daemon=True).start()
+    threading.Thread(
+        target=_destroy_groups, args=(left, [dist.group.WORLD, *groups]), daemon=True
+    ).start()
     left.wait(min(timeout, _LEAVING_SECONDS))
 
 
@@ -287,7 +333,8 @@ def require_whole_hosts(num_processes: int, tensor_parallel: int) -> None:
     """
     if tensor_parallel < 1 or num_processes % tensor_parallel:
         raise ValueError(
-            f"{num_processes} process(es) cannot form hosts of {tensor_parallel} each: with --tensor-parallel T, "
+            f"{num_processes} process(es) cannot form hosts of {tensor_parallel} each: with "
+            "--tensor-parallel T, "
             "start T processes per host"
         )
 
@@ -295,8 +342,8 @@ def require_whole_hosts(num_processes: int, tensor_parallel: int) -> None:
 def _destroy_groups(left: threading.Event, groups: list[dist.ProcessGroup]) -> None:
     """Destroy all process groups, but keep their objects while the process lives.
 
-    A group's destructor waits for its collectives, which never complete if a host has stopped. At exit, when the
-    last reference goes, that would block the process.
+    A group's destructor waits for its collectives, which never complete if a host has stopped. At
+    exit, when the last reference goes, that would block the process.
     """
     dist.destroy_process_group()
     left.set()
@@ -305,5 +352,6 @@ def _destroy_groups(left: threading.Event, groups: list[dist.ProcessGroup]) -> N
 
 
 def _exchange_limit(timeout: float) -> timedelta:
-    """Return the limit of a collective itself: longer than FailureWatch waits, which can report the reason."""
+    """Return the limit of a collective itself: longer than FailureWatch waits, which can report the
+    reason."""
     return timedelta(seconds=(WORK_LIMIT + 2) * timeout + 2 * POLL_SECONDS)

@@ -1,7 +1,7 @@
 """The audio of a prompt, sharded over hosts window by window.
 
-Audio is never pruned, neither by a draft nor by visual-token pruning. Its rows are therefore counted separately
-from those of images and video, even if their tokens alternate.
+Audio is never pruned, neither by a draft nor by visual-token pruning. Its rows are therefore
+counted separately from those of images and video, even if their tokens alternate.
 """
 
 from collections import deque
@@ -27,17 +27,21 @@ from .visual import PromptError, RowStarts
 
 # Spectrogram frames per token, after convolutions and pooling with two strides of two.
 FRAMES_PER_TOKEN = 4
-# Units that are encoded at a time. For Qwen2.5-Omni they are two minutes, whose activations take some 100 MB.
+# Units that are encoded at a time. For Qwen2.5-Omni they are two minutes, whose activations take
+# some 100 MB.
 _UNITS_PER_CHUNK = 64
 # FFmpeg's: the mix of all channels is not louder than one.
 _RESAMPLING = {"rematrix_maxval": "1"}
-# Seconds by which containers' clocks jitter; by which they never do, and a new recording's is behind, at least.
+# Seconds by which containers' clocks jitter; by which they never do, and a new recording's is
+# behind, at least.
 _JITTER, _ANEW = 0.015, 0.1
 # Frames in a row that are away from where the sound is by nearly the same show a gap.
 _IN_A_ROW = 4
-# Streams without a container: what is not a frame, before the first or after the last, is not part of them.
+# Streams without a container: what is not a frame, before the first or after the last, is not part
+# of them.
 _BARE = {"aac", "ac3", "dts", "eac3", "flac", "mp2", "mp3"}
-# In these, damage is left out, as by FFmpeg: broadcasts lose packets and are cut anywhere, and tags lie between.
+# In these, damage is left out, as by FFmpeg: broadcasts lose packets and are cut anywhere, and tags
+# lie between.
 _LOSSY = {"mpegts", "mp3"}
 
 
@@ -58,9 +62,10 @@ class Sound:
 class AudioInput(RowStarts):
     """Audio of a prompt, and this host's share of it.
 
-    A *unit* is the smallest piece that can be encoded by itself (:attr:`~apbv.model.parts.ModelParts.audio_unit`).
-    Units are numbered over all clips, in prompt order; the last one of a clip may be shorter. A row is an audio
-    token's embedding; rows are numbered in prompt order.
+    A *unit* is the smallest piece that can be encoded by itself
+    (:attr:`~apbv.model.parts.ModelParts.audio_unit`). Units are numbered over all clips, in prompt
+    order; the last one of a clip may be shorter. A row is an audio token's embedding; rows are
+    numbered in prompt order.
 
     Attributes:
         lengths: the spectrogram frames of every clip.
@@ -88,18 +93,26 @@ class AudioInput(RowStarts):
     def chunks(self, host: int) -> list[range]:
         """Return the units that a host encodes at a time."""
         share = self.units[host]
-        return [share[start : start + _UNITS_PER_CHUNK] for start in range(0, len(share), _UNITS_PER_CHUNK)]
+        return [
+            share[start : start + _UNITS_PER_CHUNK]
+            for start in range(0, len(share), _UNITS_PER_CHUNK)
+        ]
 
     def frames_of(self, units: range) -> Iterator[Tensor]:
-        """Cut the spectrograms of adjacent units: ``[mel bins, frames]`` for each clip that they are part of."""
+        """Cut the spectrograms of adjacent units: ``[mel bins, frames]`` for each clip that they
+        are part of."""
         ends = accumulate((-(-length // self.unit) for length in self.lengths), initial=0)
         for spectrogram, (start, stop) in zip(self.spectrograms, pairwise(ends), strict=True):
             part = intersect(range(start, stop), units)
             if part:
-                yield spectrogram[:, (part.start - start) * self.unit : (part.stop - start) * self.unit]
+                yield spectrogram[
+                    :, (part.start - start) * self.unit : (part.stop - start) * self.unit
+                ]
 
 
-def audio_from_batch(parts: ModelParts, batch: Mapping[str, Any], input_ids: Tensor, hosts: HostGroup) -> AudioInput:
+def audio_from_batch(
+    parts: ModelParts, batch: Mapping[str, Any], input_ids: Tensor, hosts: HostGroup
+) -> AudioInput:
     """Take a prompt's audio out of a processor's batch.
 
     Args:
@@ -111,15 +124,19 @@ def audio_from_batch(parts: ModelParts, batch: Mapping[str, Any], input_ids: Ten
     spectrograms, mask = batch.get("input_features"), batch.get("feature_attention_mask")
     if spectrograms is None or mask is None:
         raise PromptError(
-            "the prompt has placeholder tokens for audio, but no input_features and feature_attention_mask"
+            "the prompt has placeholder tokens for audio, but no input_features and "
+            "feature_attention_mask"
         )
     lengths = torch.as_tensor(mask).sum(dim=1).tolist()
-    of_units = [min(parts.audio_unit, n - start) for n in lengths for start in range(0, n, parts.audio_unit)]
+    of_units = [
+        min(parts.audio_unit, n - start) for n in lengths for start in range(0, n, parts.audio_unit)
+    ]
     row_starts = list(accumulate(map(num_audio_tokens, of_units), initial=0))
     num_rows = int(parts.is_audio(input_ids).sum())
     if row_starts[-1] != num_rows:
         raise PromptError(
-            f"the prompt has {num_rows} placeholder tokens for audio, but its spectrograms make {row_starts[-1]}"
+            f"the prompt has {num_rows} placeholder tokens for audio, but its spectrograms make "
+            f"{row_starts[-1]}"
         )
     return AudioInput(
         lengths=tuple(lengths),
@@ -127,7 +144,10 @@ def audio_from_batch(parts: ModelParts, batch: Mapping[str, Any], input_ids: Ten
         units=tuple(split_evenly(range(len(row_starts) - 1), hosts.size)),
         host=hosts.rank,
         row_starts=tuple(row_starts),
-        spectrograms=tuple(spectrogram[:, :length] for spectrogram, length in zip(spectrograms, lengths, strict=True)),
+        spectrograms=tuple(
+            spectrogram[:, :length]
+            for spectrogram, length in zip(spectrograms, lengths, strict=True)
+        ),
     )
 
 
@@ -166,15 +186,16 @@ def read_audio(
     clock: np.ndarray | None = None,
     start: float = 0.0,
 ) -> np.ndarray:
-    """Decode a file's audio track: of several the one that FFmpeg takes of those that it can decode.
+    """Decode a file's audio track: of several the one that FFmpeg takes of those that it can
+    decode.
 
     Args:
         path: of a video, or of an audio file.
         rate: samples per second of what is returned.
         max_seconds: the longest audio that can be used.
         seconds: maximum length to return; None: all of it.
-        clock: :attr:`~apbv.input.video.VideoInfo.clock` of a video: its audio begins with its first frame, what
-            came before is left out, and silence stands for what is missing.
+        clock: :attr:`~apbv.input.video.VideoInfo.clock` of a video: its audio begins with its first
+            frame, what came before is left out, and silence stands for what is missing.
         start: seconds of the beginning that are left out.
 
     Returns:
@@ -197,14 +218,20 @@ def read_audio(
             if count > most:
                 break
     if count > most and (seconds is None or seconds > max_seconds):
-        raise AudioError(f"{path}: has more audio than the {max_seconds:,.0f} seconds that the prompt has room for")
+        raise AudioError(
+            f"{path}: has more audio than the {max_seconds:,.0f} seconds that the prompt has room "
+            "for"
+        )
     if not count:
         raise AudioError(f"{path}: its audio track is empty", is_missing=True)
     return np.concatenate(pieces)[:most]
 
 
-def _frames(container: "av.container.InputContainer", stream: "av.AudioStream") -> Iterator["av.AudioFrame"]:
-    """Decode a track; an error is one only where sound follows, or the container counts its frames."""
+def _frames(
+    container: "av.container.InputContainer", stream: "av.AudioStream"
+) -> Iterator["av.AudioFrame"]:
+    """Decode a track; an error is one only where sound follows, or the container counts its
+    frames."""
     name, found, error = container.format.name, False, None
     for packet in container.demux(stream):
         try:
@@ -227,7 +254,8 @@ def _frames(container: "av.container.InputContainer", stream: "av.AudioStream") 
 def _from_zero(
     frames: Iterator["av.AudioFrame"], clock: np.ndarray | None
 ) -> Iterator[tuple["av.AudioFrame", float | None]]:
-    """Yield frames with the seconds since the first video frame; without a clock since the first of these frames.
+    """Yield frames with the seconds since the first video frame; without a clock since the first of
+    these frames.
 
     Where times begin anew, the clock's next recording begins; without a clock they go on.
     """
@@ -246,14 +274,19 @@ def _from_zero(
         yield frame, time
 
 
-def _placed(frames: Iterator[tuple["av.AudioFrame", float | None]], rate: int, most: int) -> Iterator[np.ndarray]:
-    """Resample frames, each at its time: silence where there are none, and nothing twice or before 0.
+def _placed(
+    frames: Iterator[tuple["av.AudioFrame", float | None]], rate: int, most: int
+) -> Iterator[np.ndarray]:
+    """Resample frames, each at its time: silence where there are none, and nothing twice or before
+    0.
 
     Args:
         most: samples after which no more are needed.
     """
     resampler, setup, begun, fed, given, ahead = None, None, 0.0, 0.0, 0, 0
-    recent: deque[float] = deque(maxlen=_IN_A_ROW)  # by how much frames are away from where the sound is
+    recent: deque[float] = deque(
+        maxlen=_IN_A_ROW
+    )  # by how much frames are away from where the sound is
 
     def resampled(frame: "av.AudioFrame | None") -> Iterator[np.ndarray]:
         nonlocal given, ahead
@@ -270,7 +303,9 @@ def _placed(frames: Iterator[tuple["av.AudioFrame", float | None]], rate: int, m
         if time is not None:
             recent.append(time - begun - fed)
             is_gap = abs(recent[-1]) > (0 if setup is None else _ANEW)
-            are_away = len(recent) == _IN_A_ROW and max(recent) - min(recent) < _JITTER < abs(np.mean(recent))
+            are_away = len(recent) == _IN_A_ROW and max(recent) - min(recent) < _JITTER < abs(
+                np.mean(recent)
+            )
             off = recent[-1] if is_gap else float(np.mean(recent)) if are_away else 0.0
         if found != setup or off:
             yield from resampled(None)

@@ -23,11 +23,13 @@ def open_media(path: str | Path, error_type: type[ValueError]) -> "av.container.
     """Open a local media file, whatever its name looks like and however its tags are encoded.
 
     Raises:
-        error_type: the file is missing, not a regular file, not readable, or not of a known format; the message
-            names it.
+        error_type: the file is missing, not a regular file, not readable, or not of a known format;
+            the message names it.
     """
     is_video = "Video" in error_type.__name__
-    refused = f"{path}: {'cannot be read as a video' if is_video else 'the audio cannot be decoded'}"
+    refused = (
+        f"{path}: {'cannot be read as a video' if is_video else 'the audio cannot be decoded'}"
+    )
     if not os.path.exists(path):
         raise error_type(f"{path}: no such file")
     if not os.path.isfile(path):
@@ -39,12 +41,17 @@ def open_media(path: str | Path, error_type: type[ValueError]) -> "av.container.
         with open(path, "rb") if os.access(path, os.R_OK) else open(os.devnull, "rb") as file:
             start = file.read(12)
         is_webp = start[:4] == b"RIFF" and start[8:] == b"WEBP"
-        reason = "a WebP picture, or an animation that this FFmpeg cannot decode" if is_webp else error.strerror
+        reason = (
+            "a WebP picture, or an animation that this FFmpeg cannot decode"
+            if is_webp
+            else error.strerror
+        )
         raise error_type(f"{refused} ({reason})") from error
 
 
 def best_stream(container: "av.container.InputContainer", kind: str) -> "av.stream.Stream | None":
-    """Return FFmpeg's choice among the streams that can be decoded, attached pictures left out; None without any.
+    """Return FFmpeg's choice among the streams that can be decoded, attached pictures left out;
+    None without any.
 
     Args:
         kind: ``"video"`` or ``"audio"``.
@@ -58,4 +65,7 @@ def best_stream(container: "av.container.InputContainer", kind: str) -> "av.stre
     if best in streams or not streams:
         return best if streams else None
     # FFmpeg's own order, which it does not tell of a part of the streams.
-    return max(streams, key=lambda stream: (bool(stream.disposition & Disposition.default), stream.bit_rate or 0))
+    return max(
+        streams,
+        key=lambda stream: (bool(stream.disposition & Disposition.default), stream.bit_rate or 0),
+    )

@@ -5,17 +5,33 @@ from typing import Any
 
 _FILES = ("image", "video", "audio")
 # A type as people write it: the one that OpenAI's API has for it, or vLLM's server.
-_TYPES = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "text", "thinking": "text"}
+_TYPES = {
+    "text": "text",
+    "input_text": "text",
+    "output_text": "text",
+    "refusal": "text",
+    "thinking": "text",
+}
 _TYPES |= {"input_audio": "input_audio"}
-_TYPES |= {name: f"{kind}_url" for kind in _FILES for name in (kind, f"{kind}_url", f"input_{kind}")} | _TYPES
+_TYPES |= {
+    name: f"{kind}_url" for kind in _FILES for name in (kind, f"{kind}_url", f"input_{kind}")
+} | _TYPES
 
-# Options beside a file, as in qwen-vl-utils: how large an image or a video's frames are, from when to when a video is
-# shown and how its frames are sampled, and others, which nothing here reads.
+# Options beside a file, as in qwen-vl-utils: how large an image or a video's frames are, from when
+# to when a video is shown and how its frames are sampled, and others, which nothing here reads.
 _EXACT = ("resized_height", "resized_width")
 IMAGE_OPTIONS = ("min_pixels", "max_pixels", *_EXACT)
 _BOUNDS = (("min_pixels", "max_pixels"), ("min_frames", "max_frames"), ("video_start", "video_end"))
 _RATES = ("fps", "nframes", "num_frames")
-VIDEO_OPTIONS = (*_RATES, "min_frames", "max_frames", "video_start", "video_end", "total_pixels", *IMAGE_OPTIONS)
+VIDEO_OPTIONS = (
+    *_RATES,
+    "min_frames",
+    "max_frames",
+    "video_start",
+    "video_end",
+    "total_pixels",
+    *IMAGE_OPTIONS,
+)
 OTHER_FILE_OPTIONS = (
     "audio_start",
     "audio_end",
@@ -56,10 +72,15 @@ def require_consistent(kind: str, given: Mapping[str, Any]) -> None:
     others = [name for name in given if name not in apply]
     if others:
         whose = "videos" if kind == "image" else "videos and images"
-        raise OptionError(others[0], f"{', '.join(others)} beside {kind} cannot be followed: options of {whose}")
+        raise OptionError(
+            others[0], f"{', '.join(others)} beside {kind} cannot be followed: options of {whose}"
+        )
     rates = [name for name in _RATES if name in given]
     if len(rates) > 1:
-        raise OptionError(rates[0], f"of {', '.join(rates)} a video takes only one: either fps or nframes (num_frames)")
+        raise OptionError(
+            rates[0],
+            f"of {', '.join(rates)} a video takes only one: either fps or nframes (num_frames)",
+        )
     for low, high in _BOUNDS:
         least, most = given.get(low, 0), given.get(high)
         if most is not None and (least > most or (low == "video_start" and least == most)):
@@ -67,19 +88,25 @@ def require_consistent(kind: str, given: Mapping[str, Any]) -> None:
             raise OptionError(low, f"{low} of {article} {kind} is {least}, but {high} is {most}")
     exact = [name for name in _EXACT if name in given]
     if len(exact) == 1:
-        raise OptionError(exact[0], "resized_height and resized_width are given together or not at all")
+        raise OptionError(
+            exact[0], "resized_height and resized_width are given together or not at all"
+        )
     limits = [name for name in ("min_pixels", "max_pixels", "total_pixels") if name in given]
     if exact and limits:
-        raise OptionError(limits[0], f"resized_height and resized_width set the size: they exclude {', '.join(limits)}")
+        raise OptionError(
+            limits[0],
+            f"resized_height and resized_width set the size: they exclude {', '.join(limits)}",
+        )
 
 
 def in_openais_form(part: Mapping[str, Any] | str) -> dict[str, Any]:
     """Return a part with the type and the field of that name that OpenAI's API has for it.
 
-    Taken are also ``{"type": "video", "video": FILE}`` as in Qwen's and transformers' examples, there also with
-    ``url``, ``path`` or ``base64``, a URL as a plain string, parts without a type if one key says it, and plain
-    texts. Options of a file stand beside it, also if they were given with its URL. What an earlier answer consists of
-    (``output_text``, ``refusal``, ``thinking``) is text, as in vLLM. A part in no such form is returned as it is.
+    Taken are also ``{"type": "video", "video": FILE}`` as in Qwen's and transformers' examples,
+    there also with ``url``, ``path`` or ``base64``, a URL as a plain string, parts without a type
+    if one key says it, and plain texts. Options of a file stand beside it, also if they were given
+    with its URL. What an earlier answer consists of (``output_text``, ``refusal``, ``thinking``) is
+    text, as in vLLM. A part in no such form is returned as it is.
     """
     part = {"type": "text", "text": part} if isinstance(part, str) else dict(part)
     name = part.get("type")
@@ -89,7 +116,12 @@ def in_openais_form(part: Mapping[str, Any] | str) -> dict[str, Any]:
     if not isinstance(name, str) or name not in _TYPES:
         return part
     part["type"] = kind = _TYPES[name]
-    keys = (kind, name, kind.removesuffix("_url"), *(("url", "path", "base64") if kind.endswith("_url") else ()))
+    keys = (
+        kind,
+        name,
+        kind.removesuffix("_url"),
+        *(("url", "path", "base64") if kind.endswith("_url") else ()),
+    )
     key = next((key for key in keys if part.get(key) is not None), None)
     if key is None:
         return part
@@ -101,7 +133,11 @@ def in_openais_form(part: Mapping[str, Any] | str) -> dict[str, Any]:
     elif not isinstance(source, Mapping):
         part[kind] = {"url": source}
     else:
-        inside = {name for name in (*VIDEO_OPTIONS, *OTHER_FILE_OPTIONS) if name in source and name not in part}
+        inside = {
+            name
+            for name in (*VIDEO_OPTIONS, *OTHER_FILE_OPTIONS)
+            if name in source and name not in part
+        }
         part[kind] = {name: value for name, value in source.items() if name not in inside}
         part |= {name: source[name] for name in inside}
     return part

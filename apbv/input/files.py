@@ -48,7 +48,8 @@ class Source:
     Attributes:
         file: the video, image or audio file, as it was when it was read.
         part: of a video the indices of the sampled frames, of audio the first sample, and how many.
-        size: height and width of a video's frames in patches, or of an image in pixels, where a request sets them.
+        size: height and width of a video's frames in patches, or of an image in pixels, where a
+            request sets them.
     """
 
     file: FileIdentity
@@ -67,7 +68,8 @@ class KnownVideos:
         self._found: dict[FileIdentity, VideoInfo] = {}  # from the least recently used on
 
     def probe(self, path: str | Path, check: Callable[[int], None] | None = None) -> VideoInfo:
-        """See :func:`apbv.input.video.probe`; the same object again for a file that is known by this path."""
+        """See :func:`apbv.input.video.probe`; the same object again for a file that is known by
+        this path."""
         identity = FileIdentity.of(path)
         with self._lock:
             info = self._found.pop(identity, None)
@@ -82,7 +84,9 @@ class KnownVideos:
         return info
 
 
-def probe_once(videos: KnownVideos, paths: Sequence[str], hosts: HostGroup, timer: StageTimer) -> tuple[VideoInfo, ...]:
+def probe_once(
+    videos: KnownVideos, paths: Sequence[str], hosts: HostGroup, timer: StageTimer
+) -> tuple[VideoInfo, ...]:
     """Probe a prompt's videos on the leader, and broadcast the result; collective.
 
     Args:

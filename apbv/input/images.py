@@ -27,8 +27,8 @@ class Picture:
         image: a file, a PIL image, or a tensor ``[3, H, W]``, which may have a shape but no pixels.
         height, width: in pixels, as it is shown: upright.
         limits: on its size for the model.
-        resized: the height and width to which it is resized for the model because of these; None: as the model's
-            processor does, or not known yet.
+        resized: the height and width to which it is resized for the model because of these; None:
+            as the model's processor does, or not known yet.
     """
 
     image: Any
@@ -51,15 +51,25 @@ class Picture:
             return cls(image, *image.shape[-2:], limits)
         if not isinstance(image, Image.Image | str | Path):
             kind = type(image).__name__
-            raise PromptError(f"an image must be a file, a PIL image or a tensor [3, H, W], not of type {kind}")
+            raise PromptError(
+                f"an image must be a file, a PIL image or a tensor [3, H, W], not of type {kind}"
+            )
         with _opened(image) as opened:
-            size = opened.size if _orientation(opened) in range(5, 9) else (opened.height, opened.width)
+            size = (
+                opened.size
+                if _orientation(opened) in range(5, 9)
+                else (opened.height, opened.width)
+            )
         return cls(Path(image) if isinstance(image, str) else image, *size, limits)
 
     @property
     def source(self) -> Source | None:
         """Identity of the image's content; None if it was given as pixels."""
-        return Source(FileIdentity.of(self.image), size=self.resized) if isinstance(self.image, Path) else None
+        return (
+            Source(FileIdentity.of(self.image), size=self.resized)
+            if isinstance(self.image, Path)
+            else None
+        )
 
     def load(self) -> Image.Image | Tensor:
         """Return the image in RGB, upright, what is transparent on white.
@@ -78,7 +88,9 @@ class Picture:
 
     def without_pixels(self) -> Tensor:
         """Return a tensor of the image's shape, on which alone the prompt's length depends."""
-        return torch.empty(3, *(self.resized or (self.height, self.width)), dtype=torch.uint8, device="meta")
+        return torch.empty(
+            3, *(self.resized or (self.height, self.width)), dtype=torch.uint8, device="meta"
+        )
 
 
 def _orientation(image: Image.Image) -> int:
@@ -90,7 +102,8 @@ def _orientation(image: Image.Image) -> int:
 
 
 def _in_rgb(image: Image.Image) -> Image.Image:
-    """Return an image in RGB: on white, where transformers ignores transparency, and the values of all depths."""
+    """Return an image in RGB: on white, where transformers ignores transparency, and the values of
+    all depths."""
     shown = image.info.get("transparency")
     if image.mode[0] == "I" and isinstance(shown, int):  # of 16-bit gray, one value
         hidden, image = Image.fromarray(np.asarray(image) == shown), image.copy()
@@ -107,7 +120,9 @@ def _in_rgb(image: Image.Image) -> Image.Image:
         low, high = finite.min(initial=0), finite.max(initial=0)
         if low == 0 and (image.mode[1:] or (image.mode == "I" and 255 < high < 65536)):
             high = 65535
-        elif low == 0 and high <= 255:  # of floats, those up to 1 or little more are of another range
+        elif (
+            low == 0 and high <= 255
+        ):  # of floats, those up to 1 or little more are of another range
             high = 255 if image.mode == "I" or high >= 16 else max(high, 1)
         values = np.nan_to_num((values - low) * (255 / max(high - low, 1e-9)), posinf=255, neginf=0)
         image = Image.fromarray(values.round().clip(0, 255).astype(np.uint8))
@@ -121,5 +136,8 @@ def _opened(image: Any) -> Iterator[Image.Image]:
         yield image
         return
     # Of a damaged file, Pillow's decoders raise nearly anything.
-    with raised_as(PromptError, f"cannot read the image {image}", Exception), Image.open(image) as opened:
+    with (
+        raised_as(PromptError, f"cannot read the image {image}", Exception),
+        Image.open(image) as opened,
+    ):
         yield opened

@@ -1,8 +1,9 @@
 """Model inputs of a question and its sources: token ids, positions and pixels.
 
-Token ids and positions are computed for the whole prompt on every host (integers are cheap); pixels only for the
-share that this host encodes. Token ids come from the model's own transformers processor, run on tensors without
-storage, so that no host has to hold the whole video to know what the prompt looks like.
+Token ids and positions are computed for the whole prompt on every host (integers are cheap); pixels
+only for the share that this host encodes. Token ids come from the model's own transformers
+processor, run on tensors without storage, so that no host has to hold the whole video to know what
+the prompt looks like.
 """
 
 from collections.abc import Iterator, Mapping
@@ -29,11 +30,12 @@ class ModelInputs:
 
     Attributes:
         input_ids: ``[1, n]``.
-        position_ids: rotary positions, ``[3, 1, n]`` (time, height, width) for M-RoPE models, else ``[1, n]``.
-        context_start: where the context begins: at the first visual or audio token, or 0. What comes before it
-            belongs to the anchor.
-        query_start: where the query block begins: after the last visual or audio token, or at a text's question.
-            From there on positions increase by one per token.
+        position_ids: rotary positions, ``[3, 1, n]`` (time, height, width) for M-RoPE models, else
+            ``[1, n]``.
+        context_start: where the context begins: at the first visual or audio token, or 0. What
+            comes before it belongs to the anchor.
+        query_start: where the query block begins: after the last visual or audio token, or at a
+            text's question. From there on positions increase by one per token.
         visual: images and videos; None for a prompt that shows nothing.
         audio: audio; None for a prompt without.
         position_rule: whose rule gave ``position_ids``, one of :data:`POSITION_RULES`.
@@ -80,21 +82,25 @@ class ModelInputs:
         needed = max(int(self.position_ids.max()) + 1, self.next_position + num_new)
         if needed > max_positions:
             raise PromptError(
-                f"the prompt's {self.num_tokens} tokens and an answer of {num_new} need {needed} positions, but "
+                f"the prompt's {self.num_tokens} tokens and an answer of {num_new} need {needed} "
+                "positions, but "
                 f"the model has {max_positions} (max_position_embeddings)"
             )
 
     def without_pixels(self) -> "ModelInputs":
         """Return the same prompt with its pixels and spectrograms released."""
         visual = self.visual and replace(self.visual, pixels=None)
-        return replace(self, visual=visual, audio=self.audio and replace(self.audio, spectrograms=None))
+        return replace(
+            self, visual=visual, audio=self.audio and replace(self.audio, spectrograms=None)
+        )
 
     def at_vllm_positions(self, parts: ModelParts) -> "ModelInputs":
         """Return the same prompt at vLLM's positions, for KV from which vLLM decodes.
 
-        There every run of text or of visual tokens begins one past the greatest position before it. In
-        transformers' Qwen2-VL and Qwen2.5-VL text after a video begins past the longer side of its frames,
-        which comes earlier where the video's time positions reach further. Other models have one rule.
+        There every run of text or of visual tokens begins one past the greatest position before it.
+        In transformers' Qwen2-VL and Qwen2.5-VL text after a video begins past the longer side of
+        its frames, which comes earlier where the video's time positions reach further. Other models
+        have one rule.
 
         Raises:
             PromptError: the prompt has audio, whose positions are those of transformers only.
@@ -102,7 +108,9 @@ class ModelInputs:
         """
         refuse(offering='positions="vllm"', rope_by_length=parts.rope_by_length)
         if self.audio is not None:
-            raise PromptError("vLLM cannot continue a prompt with audio: use the positions of transformers")
+            raise PromptError(
+                "vLLM cannot continue a prompt with audio: use the positions of transformers"
+            )
         visual = parts.is_visual(self.input_ids[0])
         edges = (visual[1:] != visual[:-1]).nonzero().flatten() + 1
         position_ids, start = self.position_ids.clone(), 0
@@ -124,20 +132,24 @@ class ModelInputs:
 
         Args:
             parts: the model.
-            batch: ``input_ids [1, n]`` and, where there are any, ``attention_mask``, ``pixel_values`` or
-                ``pixel_values_videos`` with their grids, ``input_features`` with their mask; the whole of them, on
-                every host.
-            query_start: where the query begins in a text prompt. Another prompt's query begins after its last
-                visual or audio token.
-            query_len: if ``query_start`` is not given, the number of tokens at a text's end that are its query.
+            batch: ``input_ids [1, n]`` and, where there are any, ``attention_mask``,
+                ``pixel_values`` or ``pixel_values_videos`` with their grids, ``input_features``
+                with their mask; the whole of them, on every host.
+            query_start: where the query begins in a text prompt. Another prompt's query begins
+                after its last visual or audio token.
+            query_len: if ``query_start`` is not given, the number of tokens at a text's end that
+                are its query.
 
         Raises:
-            PromptError: an empty, batched or padded prompt, or pixels of other images and videos than it shows.
+            PromptError: an empty, batched or padded prompt, or pixels of other images and videos
+                than it shows.
         """
         input_ids = _check_batch(batch)
         shows, sounds = parts.is_visual(input_ids[0]).any(), parts.is_audio(input_ids[0]).any()
         if not shows and ("pixel_values" in batch or "pixel_values_videos" in batch):
-            raise PromptError("pixels were given, but the prompt has no placeholder tokens for them")
+            raise PromptError(
+                "pixels were given, but the prompt has no placeholder tokens for them"
+            )
         if not sounds and batch.get("input_features") is not None:
             raise PromptError("audio was given, but the prompt has no placeholder tokens for it")
         if not (shows or sounds):
@@ -159,18 +171,19 @@ class ModelInputs:
         """Make a prompt with placeholders of images, video or audio.
 
         Raises:
-            PromptError: there are more or fewer placeholders than tokens, or positions need something that the
-                batch lacks.
+            PromptError: there are more or fewer placeholders than tokens, or positions need
+                something that the batch lacks.
         """
         where = parts.is_placeholder(input_ids[0]).nonzero().flatten()
         num_visual = int(parts.is_visual(input_ids[0]).sum())
         if visual is not None and visual.num_rows != num_visual:
             raise PromptError(
-                f"the prompt has {num_visual} placeholder tokens, but its images and videos have {visual.num_rows}"
+                f"the prompt has {num_visual} placeholder tokens, but its images and videos have "
+                f"{visual.num_rows}"
             )
         position_ids, behind = _positions(parts, input_ids, batch), int(where[-1]) + 1
-        # After a video that is heard, what ends its audio lies at the same position as what ends the video, and is
-        # no part of the question.
+        # After a video that is heard, what ends its audio lies at the same position as what ends
+        # the video; it does not belong to the question.
         same = position_ids[..., behind : behind + 1] == position_ids[..., behind + 1 : behind + 2]
         query_start = behind + int(same.numel() > 0 and bool(same.all()))
         return cls(input_ids, position_ids, int(where[0]), query_start, visual, audio)
@@ -191,7 +204,9 @@ def _check_batch(batch: Mapping[str, Any]) -> Tensor:
         raise PromptError("the inputs have no input_ids")
     input_ids = torch.as_tensor(batch["input_ids"]).cpu()
     if input_ids.dim() != 2 or input_ids.shape[0] != 1:
-        raise PromptError(f"one prompt at a time: input_ids must be [1, n], not {list(input_ids.shape)}")
+        raise PromptError(
+            f"one prompt at a time: input_ids must be [1, n], not {list(input_ids.shape)}"
+        )
     if input_ids.shape[1] == 0:
         raise PromptError("the prompt is empty")
     mask = batch.get("attention_mask")
@@ -210,12 +225,16 @@ def _positions(parts: ModelParts, input_ids: Tensor, batch: Mapping[str, Any]) -
     try:
         return parts.rotary_positions(input_ids, batch)
     except KeyError as error:
-        raise PromptError(f"M-RoPE positions need {error}, which the processor returns with input_ids") from error
+        raise PromptError(
+            f"M-RoPE positions need {error}, which the processor returns with input_ids"
+        ) from error
     except ValueError as error:
         raise PromptError(str(error)) from error
 
 
-def visual_from_batch(parts: ModelParts, batch: Mapping[str, Any], input_ids: Tensor, hosts: HostGroup) -> VisualInput:
+def visual_from_batch(
+    parts: ModelParts, batch: Mapping[str, Any], input_ids: Tensor, hosts: HostGroup
+) -> VisualInput:
     """Take a prompt's videos and images out of a processor's batch.
 
     Args:
@@ -224,13 +243,18 @@ def visual_from_batch(parts: ModelParts, batch: Mapping[str, Any], input_ids: Te
     Raises:
         PromptError: no pixels, or not those of the prompt's placeholders.
     """
-    # InternVL has one placeholder, which here is a video's; GLM has one, whose type tells which it is.
+    # InternVL has one placeholder, which here is a video's; GLM has one, whose type tells which it
+    # is.
     is_image = (input_ids == parts.image_token_id) & (parts.family != "internvl")
     if parts.uses_mrope and batch.get("mm_token_type_ids") is not None:
         is_image = torch.as_tensor(batch["mm_token_type_ids"]).cpu()[0] == 1
-    kinds = ["image" if image else "video" for image in is_image[parts.is_visual(input_ids)].tolist()]
+    kinds = [
+        "image" if image else "video" for image in is_image[parts.is_visual(input_ids)].tolist()
+    ]
     if batch.get("pixel_values") is None and batch.get("pixel_values_videos") is None:
-        raise PromptError("the prompt has placeholder tokens for images or video, but no pixels were given")
+        raise PromptError(
+            "the prompt has placeholder tokens for images or video, but no pixels were given"
+        )
     left = {kind: _items(parts, batch, kind, kinds.count(kind)) for kind in ("image", "video")}
     found, start = [], 0
     while start < len(kinds):
@@ -238,31 +262,45 @@ def visual_from_batch(parts: ModelParts, batch: Mapping[str, Any], input_ids: Te
         item, values = next(left[kind], (None, {}))
         if item is None or kinds[start : start + item.num_rows] != [kind] * item.num_rows:
             raise PromptError(
-                f"the prompt's {len(kinds)} placeholder tokens do not match the pixels that were given, which "
+                f"the prompt's {len(kinds)} placeholder tokens do not match the pixels that were "
+                "given, which "
                 f"have {'no' if item is None else 'another'} {kind} at placeholder {start}"
             )
         start += item.num_rows
         found.append((item, values))
     if any(next(items, None) for items in left.values()):
-        raise PromptError("pixels were given for more images or videos than the prompt has placeholders")
+        raise PromptError(
+            "pixels were given for more images or videos than the prompt has placeholders"
+        )
     visual = share_out([item for item, _ in found], hosts)
-    given = [(item.kind, own, values) for (item, values), own in zip(found, visual.item_patches, strict=True)]
+    given = [
+        (item.kind, own, values)
+        for (item, values), own in zip(found, visual.item_patches, strict=True)
+    ]
     return replace(visual, pixels=GivenPixels(given) if visual.patches[visual.host] else None)
 
 
-def _items(parts: ModelParts, batch: Mapping[str, Any], kind: str, num_rows: int) -> Iterator[tuple]:
+def _items(
+    parts: ModelParts, batch: Mapping[str, Any], kind: str, num_rows: int
+) -> Iterator[tuple]:
     """Take the images or the videos of a batch apart: what each is, and its pixels.
 
     Args:
         num_rows: of all videos together, which have equally many where they have no grids.
     """
-    is_internvl = parts.family == "internvl"  # it has one name for both, and encodes frames and tiles alike
+    is_internvl = (
+        parts.family == "internvl"
+    )  # it has one name for both, and encodes frames and tiles alike
     name = "pixel_values" if kind == "image" or is_internvl else "pixel_values_videos"
     pixels, grids = batch.get(name), batch.get(f"{kind}_grid_thw")
     if pixels is None or (kind == "image" and is_internvl):
         return
     if grids is not None:  # Qwen's patches lie side by side; a grid is (time, height, width)
-        first, left, merges = 0, batch.get("video_compression_mask"), batch.get(f"{kind}_merge_sizes")
+        first, left, merges = (
+            0,
+            batch.get("video_compression_mask"),
+            batch.get(f"{kind}_merge_sizes"),
+        )
         for number, grid in enumerate(torch.as_tensor(grids).cpu()):
             num_patches, count = int(grid[0]), int(grid.prod())
             own, kept = pixels[first : first + count], None
@@ -273,8 +311,15 @@ def _items(parts: ModelParts, batch: Mapping[str, Any], kind: str, num_rows: int
                 side = int(merges[number])
                 num_rows = count // side**2
                 if kind == "video":
-                    left = torch.ones(len(pixels), dtype=torch.bool) if left is None else torch.as_tensor(left).cpu()
-                    kept, left = left[:num_rows].view(num_patches, *(grid[1:] // side)), left[num_rows:]
+                    left = (
+                        torch.ones(len(pixels), dtype=torch.bool)
+                        if left is None
+                        else torch.as_tensor(left).cpu()
+                    )
+                    kept, left = (
+                        left[:num_rows].view(num_patches, *(grid[1:] // side)),
+                        left[num_rows:],
+                    )
                     num_rows = int(kept.sum())
             num_bytes = PIXEL_COPIES * own.nbytes // num_patches
             yield VisualItem(kind, num_rows, num_patches, patch_bytes=num_bytes, kept=kept), values
@@ -284,7 +329,10 @@ def _items(parts: ModelParts, batch: Mapping[str, Any], kind: str, num_rows: int
         for video in videos:
             num_ending, num_bytes = parts.num_rows_ending_video, PIXEL_COPIES * video[0].nbytes
             values = {"pixel_values_videos": video[None] if pixels.dim() == 5 else video}
-            yield VisualItem("video", num_rows // len(videos), len(video), num_ending, num_bytes), values
+            yield (
+                VisualItem("video", num_rows // len(videos), len(video), num_ending, num_bytes),
+                values,
+            )
     else:
         counts = torch.as_tensor(batch.get("batch_num_images", [1] * len(pixels))).tolist()
         of_sample = [count for count in counts for _ in range(count)]
@@ -296,4 +344,7 @@ def _items(parts: ModelParts, batch: Mapping[str, Any], kind: str, num_rows: int
                 "batch_num_images": torch.tensor([of_sample[number]]),
             }
             num_rows = parts.num_image_rows(size, of_sample[number] == 1)
-            yield VisualItem("image", num_rows, patch_bytes=PIXEL_COPIES * pixels[number].nbytes), values
+            yield (
+                VisualItem("image", num_rows, patch_bytes=PIXEL_COPIES * pixels[number].nbytes),
+                values,
+            )

@@ -1,8 +1,8 @@
 """Pixels for a vision tower, in chunks: given by the caller, or made from frames as these are read.
 
-A chunk is some temporal patches of a video, or some images side by side. While the tower encodes one, the next
-is preprocessed and the one after that decoded, each by a thread of its own; so no more than a few chunks are in
-memory.
+A chunk is some temporal patches of a video, or some images side by side. While the tower encodes
+one, the next is preprocessed and the one after that decoded, each by a thread of its own; so no
+more than a few chunks are in memory.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,7 +39,8 @@ class SourcePixels:
     Attributes:
         readers: of every run of temporal patches (:attr:`~apbv.input.visual.VisualInput.runs`).
         timer: gets the number of frames and images read.
-        runs_ahead: whether a thread makes chunks before they are asked for, or the caller's thread when it asks.
+        runs_ahead: whether a thread makes chunks before they are asked for, or the caller's thread
+            when it asks.
     """
 
     readers: tuple[tuple[range, "VideoReader | ImageReader"], ...]
@@ -48,7 +49,9 @@ class SourcePixels:
 
     def chunks(self, chunks: Sequence[range]) -> Iterator[PixelChunk]:
         """See :class:`Pixels`."""
-        with closing(ahead(self._read(chunks)) if self.runs_ahead else self._read(chunks)) as pixels:
+        with closing(
+            ahead(self._read(chunks)) if self.runs_ahead else self._read(chunks)
+        ) as pixels:
             yield from pixels
 
     def _read(self, chunks: Sequence[range]) -> Iterator[PixelChunk]:
@@ -104,7 +107,10 @@ class GivenPixels:
                     own = range(part.start - patches.start, part.stop - patches.start)
                     parts.append((kind, _cut(kind, values, own)))
             values = [values for _, values in parts]
-            joined = {name: torch.cat([torch.as_tensor(each[name]) for each in values]) for name in values[0]}
+            joined = {
+                name: torch.cat([torch.as_tensor(each[name]) for each in values])
+                for name in values[0]
+            }
             yield PixelChunk(joined, chunk, parts[0][0])
 
 
@@ -172,7 +178,8 @@ class VideoReader:
         num_merged: the frames of one temporal patch.
         processor: the model's transformers processor.
         timer: the request's stage times.
-        device, dtype: of the vision tower; on a GPU pixels are made there, else (None, too) in fp32 on the CPU.
+        device, dtype: of the vision tower; on a GPU pixels are made there, else (None, too) in fp32
+            on the CPU.
         config: how frames are decoded.
         runs_ahead: whether threads decode frames before they are asked for.
     """
@@ -205,7 +212,9 @@ class VideoReader:
             return
 
         with closing(
-            iter_frames(self.video.info, frames, size, threads, partial(self.timer.stage, "decode_video"))
+            iter_frames(
+                self.video.info, frames, size, threads, partial(self.timer.stage, "decode_video")
+            )
         ) as chunks:
             yield from map(torch.as_tensor, chunks)
 
@@ -215,12 +224,17 @@ class VideoReader:
         on_gpu = self.device is not None and self.device.type == "cuda"
         side = side_stream(self.device, "pixels") if on_gpu else None
         # The stage lies within the stream, whose time counts.
-        with nullcontext() if side is None else torch.cuda.stream(side), self.timer.stage("preprocess"):
+        with (
+            nullcontext() if side is None else torch.cuda.stream(side),
+            self.timer.stage("preprocess"),
+        ):
             if side is None:
                 return preprocess_frames(self.processor, read, self.video.grid), None
             read = read.pin_memory().to(self.device, non_blocking=True)
             values = preprocess_frames(self.processor, read, self.video.grid)
-            values = {name: v.to(self.dtype) if v.is_floating_point() else v for name, v in values.items()}
+            values = {
+                name: v.to(self.dtype) if v.is_floating_point() else v for name, v in values.items()
+            }
             return values, side.record_event()
 
 
@@ -232,8 +246,8 @@ class ImageReader:
         pictures: the images.
         processor: the model's transformers processor; it is used by one thread at a time.
         timer: the request's stage times.
-        is_untiled: whether the processor is not to cut images into tiles, as LLaVA-OneVision's does with an image
-            that is the only one of its sample.
+        is_untiled: whether the processor is not to cut images into tiles, as LLaVA-OneVision's does
+            with an image that is the only one of its sample.
     """
 
     kind, num_merged = "image", 1
@@ -257,20 +271,30 @@ class ImageReader:
             yield images
 
     @torch.no_grad()
-    def prepare(self, read: list[tuple[Any, tuple[int, int] | None]]) -> tuple[dict[str, Any], None]:
-        """Make pixels of images, each with the size that it gets; see :meth:`SourcePixels.chunks`."""
+    def prepare(
+        self, read: list[tuple[Any, tuple[int, int] | None]]
+    ) -> tuple[dict[str, Any], None]:
+        """Make pixels of images, each with the size that it gets; see
+        :meth:`SourcePixels.chunks`."""
         with self.timer.stage("preprocess"):
             made = []
             for are_resized, run in groupby(read, lambda each: each[1] is not None):
                 images = list(run)
-                made.append(self._resized(images) if are_resized else self._by_processor([each for each, _ in images]))
+                made.append(
+                    self._resized(images)
+                    if are_resized
+                    else self._by_processor([each for each, _ in images])
+                )
             if len(made) > 1:  # of a family that has a grid for each image
                 return {name: torch.cat([each[name] for each in made]) for name in made[0]}, None
             return made[0], None
 
     def _resized(self, read: list[tuple[Any, tuple[int, int]]]) -> dict[str, Any]:
         """Make pixels of images at given sizes."""
-        tensors = [(image if isinstance(image, Tensor) else pil_to_tensor(image), size) for image, size in read]
+        tensors = [
+            (image if isinstance(image, Tensor) else pil_to_tensor(image), size)
+            for image, size in read
+        ]
         images = [resized(self.processor.image_processor, image, size) for image, size in tensors]
         return self._by_processor(images, do_resize=False)
 
@@ -278,22 +302,35 @@ class ImageReader:
         """Make pixels of images as the model's processor does."""
         shown = read * 2 if self.is_untiled and len(read) == 1 else read  # a sample of several
         images = [shown] if self.is_untiled else shown
-        batch = process(self.processor, self.processor.image_token * len(shown), images=images, **options)
-        names = ("pixel_values", "image_grid_thw", "image_merge_sizes", "image_sizes", "batch_num_images")
+        batch = process(
+            self.processor, self.processor.image_token * len(shown), images=images, **options
+        )
+        names = (
+            "pixel_values",
+            "image_grid_thw",
+            "image_merge_sizes",
+            "image_sizes",
+            "batch_num_images",
+        )
         values = {name: batch[name] for name in names if batch.get(name) is not None}
         if len(shown) > len(read):  # of the number in a sample the model asks only whether it is 1
             values |= {name: values[name][: len(read)] for name in ("pixel_values", "image_sizes")}
         return values
 
 
-def preprocess_frames(processor, frames: Tensor, grid: Tensor | None, compares: bool = False) -> dict[str, Tensor]:
-    """Return the processor's pixels of a piece of a video, bit-equal to the same piece of the whole.
+def preprocess_frames(
+    processor, frames: Tensor, grid: Tensor | None, compares: bool = False
+) -> dict[str, Tensor]:
+    """Return the processor's pixels of a piece of a video, bit-equal to the same piece of the
+    whole.
 
     Args:
-        frames: uint8 ``[t, H, W, 3]``; t is a multiple of the temporal patch except at the video's end.
-        grid: ``[1, 3]`` patches (time, height, width) of the whole video, where the model has such a grid:
-            there the frame size depends on the whole video's length, so it is pinned.
-        compares: whether to return, instead of pixels only, which tokens differ from the frame before.
+        frames: uint8 ``[t, H, W, 3]``; t is a multiple of the temporal patch except at the video's
+            end.
+        grid: ``[1, 3]`` patches (time, height, width) of the whole video, where the model has such
+            a grid: there the frame size depends on the whole video's length, so it is pinned.
+        compares: whether to return, instead of pixels only, which tokens differ from the frame
+            before.
     """
     video_processor = processor.video_processor
     frames, options = frames.permute(0, 3, 1, 2), {}
@@ -304,13 +341,19 @@ def preprocess_frames(processor, frames: Tensor, grid: Tensor | None, compares: 
         from transformers.video_processing_utils import BaseVideoProcessor
 
         _, height, width = (grid[0] * video_processor.patch_size).tolist()
-        # The base class's resize goes to a given size; the families' own would compute one from the piece.
+        # The base class's resize goes to a given size; the families' own would compute one from the
+        # piece.
         frames = BaseVideoProcessor.resize(
-            video_processor, frames[None], size=SizeDict(height=height, width=width), resample=video_processor.resample
+            video_processor,
+            frames[None],
+            size=SizeDict(height=height, width=width),
+            resample=video_processor.resample,
         )[0]
     if hasattr(video_processor, "use_token_compression"):
         options["use_token_compression"] = compares
-    output = video_processor(videos=[frames], do_sample_frames=False, return_tensors="pt", **options)
+    output = video_processor(
+        videos=[frames], do_sample_frames=False, return_tensors="pt", **options
+    )
     names = ("pixel_values_videos", "pixel_values", "video_grid_thw", "video_merge_sizes")
     names += ("video_compression_mask",) * compares
     return {name: output[name] for name in names if name in output}

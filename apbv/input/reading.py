@@ -56,14 +56,18 @@ class PromptReader:
         self.videos = videos or KnownVideos()
         self.tokenizer = getattr(processor, "tokenizer", processor)
         # transformers warns of too long texts before they are rejected here.
-        self.tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
+        self.tokenizer.deprecation_warnings[
+            "sequence-length-is-longer-than-the-specified-maximum"
+        ] = True
         self._tokenizing = threading.Lock()  # which two threads must not do at once
         self._num_frames, self._config = num_frames, config or PrefillConfig()
         self._kept: dict[Source, Tensor] = {}  # of the latest videos
 
     def for_another_thread(self) -> "PromptReader":
         """Return a reader with a processor of its own."""
-        return PromptReader(self.parts, deepcopy(self.processor), self._num_frames, self._config, self.videos)
+        return PromptReader(
+            self.parts, deepcopy(self.processor), self._num_frames, self._config, self.videos
+        )
 
     def tokenize(self, text: str, add_special_tokens: bool) -> list[int]:
         """Return a text's tokens."""
@@ -83,30 +87,40 @@ class PromptReader:
     def sample(
         self, infos: Sequence[VideoInfo], question: Question, sampling: Sequence[VideoSampling] = ()
     ) -> tuple[SampledVideo, ...]:
-        """Sample frames of a prompt's videos, each as if it were the only one, ascending, and read their audio.
+        """Sample frames of a prompt's videos, each as if it were the only one, ascending, and read
+        their audio.
 
         Args:
-            sampling: how the frames of each video are sampled and how large they are, where it says so; empty: all
-                as the question says.
+            sampling: how the frames of each video are sampled and how large they are, where it says
+                so; empty: all as the question says.
 
         Raises:
             VideoError: one cannot be sampled like this.
-            AudioError: its audio cannot be heard, or all together have more than the model can take.
+            AudioError: its audio cannot be heard, or all together have more than the model can
+                take.
             PromptError: the model takes no audio, and is asked to.
         """
         is_wanted, hears, videos, heard = question.audio_in_video, self.parts.hears, [], []
         if is_wanted and infos and not hears:
-            raise PromptError(f"{self.parts.family} models take no audio: audio_in_video does not apply")
+            raise PromptError(
+                f"{self.parts.family} models take no audio: audio_in_video does not apply"
+            )
         for info, own in zip(infos, sampling or [VideoSampling()] * len(infos), strict=True):
-            # As if the file had only the frames between its start and its end, where these are given.
-            shown = None if own.start is own.end is None else frames_within(info, own.start, own.end)
+            # As if the file had only the frames between its start and its end, where these are
+            # given.
+            shown = (
+                None if own.start is own.end is None else frames_within(info, own.start, own.end)
+            )
             frames = self._sample_frames(info, question, own, shown)
             sound = None
             if hears and is_wanted is not False:
                 try:
                     clip = {"seconds": info.duration}
                     if shown is not None:
-                        clip = {"seconds": length_of(info, shown), "start": float(info.timestamps[shown.start])}
+                        clip = {
+                            "seconds": length_of(info, shown),
+                            "start": float(info.timestamps[shown.start]),
+                        }
                     sound = self._hear(info.path, heard, clock=info.clock, **clip)
                     heard.append(sound)
                 except AudioError as error:
@@ -115,8 +129,11 @@ class PromptReader:
             videos.append(SampledVideo(info, tuple(frames), sound, limits=own.limits, shown=shown))
         return tuple(videos)
 
-    def _sample_frames(self, info: VideoInfo, question: Question, own: VideoSampling, shown: range | None) -> list[int]:
-        """Sample one video as its part of a message says, else as the question says, else by default.
+    def _sample_frames(
+        self, info: VideoInfo, question: Question, own: VideoSampling, shown: range | None
+    ) -> list[int]:
+        """Sample one video as its part of a message says, else as the question says, else by
+        default.
 
         Args:
             shown: the frames among which to sample; None: all.
@@ -142,7 +159,9 @@ class PromptReader:
         """
         extractor = self.processor.feature_extractor
         rate, per_token = extractor.sampling_rate, extractor.hop_length * FRAMES_PER_TOKEN
-        left = self.parts.max_position_embeddings * per_token - sum(len(sound.samples) for sound in heard)
+        left = self.parts.max_position_embeddings * per_token - sum(
+            len(sound.samples) for sound in heard
+        )
         samples = read_audio(path, rate, max(0, left) / rate, **clip)
         if len(samples) < per_token:
             raise AudioError(f"{path}: its audio of {len(samples) / rate:.3f} seconds is too short")
@@ -163,7 +182,11 @@ class PromptReader:
             return Skeleton(rendered, (), {"input_ids": torch.tensor([rendered.token_ids])})
         if not (rendered.pictures or rendered.sounds or videos):
             add, text = not rendered.has_template, rendered.text
-            options = {"add_special_tokens": add, "return_offsets_mapping": True, "return_tensors": "pt"}
+            options = {
+                "add_special_tokens": add,
+                "return_offsets_mapping": True,
+                "return_tensors": "pt",
+            }
             with self._tokenizing:
                 batch = self.tokenizer(text, **options)
             return Skeleton(rendered, (), batch)
@@ -174,11 +197,16 @@ class PromptReader:
         return lay_out(self.parts, self.processor, rendered, videos, sounds, self._tokenizing)
 
     def without_repeats(
-        self, videos: Sequence[SampledVideo], hosts: HostGroup | None = None, timer: StageTimer | None = None
+        self,
+        videos: Sequence[SampledVideo],
+        hosts: HostGroup | None = None,
+        timer: StageTimer | None = None,
     ) -> tuple[SampledVideo, ...]:
-        """Find which tokens of videos a prompt has, where the processor leaves some out; collective.
+        """Find which tokens of videos a prompt has, where the processor leaves some out;
+        collective.
 
-        Every host compares its share of the frames. What host 0 knows, of an earlier prompt, it sends.
+        Every host compares its share of the frames. What host 0 knows, of an earlier prompt, it
+        sends.
 
         Args:
             videos: as :meth:`sample` returned them, the same on every host.
@@ -195,7 +223,10 @@ class PromptReader:
         found = []
         for video in videos:
             with hosts.local_stage("comparing frames"):
-                source, frames = Source(FileIdentity.of(video.info.path), video.frames), range(len(video.frames))
+                source, frames = (
+                    Source(FileIdentity.of(video.info.path), video.frames),
+                    range(len(video.frames)),
+                )
                 known = self._kept.get(source) if video.kept is None else video.kept
             shares = split_evenly(frames, hosts.size)
             if hosts.broadcast_ints([known is not None], 1)[0]:
@@ -203,7 +234,9 @@ class PromptReader:
             mine = shares[hosts.rank]
             with hosts.local_stage("comparing frames"):
                 if len(mine) < len(frames) or known is None:
-                    known = kept_tokens(self.processor, video, mine, hosts, timer, self._config.video)
+                    known = kept_tokens(
+                        self.processor, video, mine, hosts, timer, self._config.video
+                    )
             rows = known.to(hosts.device, torch.uint8)
             kept = torch.cat(hosts.gather_rows(rows, [*map(len, shares)]).wait()).bool().cpu()
             self._kept[source] = kept
@@ -227,7 +260,8 @@ class PromptReader:
             prompt: what :meth:`lay_out` returned, where that was done already.
 
         Returns:
-            The model inputs without pixels, and the source of this host's share of these; None if the prompt has
+            The model inputs without pixels, and the source of this host's share of these; None if
+            the prompt has
                 none.
 
         Raises:
@@ -236,7 +270,10 @@ class PromptReader:
         with timer.stage("preprocess"):
             skeleton, config = prompt or self.lay_out(rendered, videos), self._config
             if not (skeleton.items or skeleton.sounds):
-                asked = {"query_start": self._query_start(rendered, skeleton.batch), "query_len": config.query_len}
+                asked = {
+                    "query_start": self._query_start(rendered, skeleton.batch),
+                    "query_len": config.query_len,
+                }
                 return ModelInputs.from_processor(self.parts, skeleton.batch, hosts, **asked), None
             input_ids, visual, audio = skeleton.batch["input_ids"], None, None
             if skeleton.items:
@@ -254,7 +291,9 @@ class PromptReader:
             source = skeleton.sources[numbers[0]]
             if isinstance(source, Picture):
                 pictures = tuple(skeleton.sources[number] for number in numbers)
-                is_untiled = self.parts.family == "llava_onevision" and len(skeleton.rendered.pictures) > 1
+                is_untiled = (
+                    self.parts.family == "llava_onevision" and len(skeleton.rendered.pictures) > 1
+                )
                 reader = ImageReader(pictures, self.processor, timer, is_untiled)
             else:
                 reader = VideoReader(
@@ -280,12 +319,17 @@ class PromptReader:
             raise PromptError("the prompt is empty")
         unknown = next((token for token in token_ids if not 0 <= token < vocab_size), None)
         if unknown is not None:
-            raise PromptError(f"unknown token id {unknown}: the model's token ids go from 0 to {vocab_size - 1}")
+            raise PromptError(
+                f"unknown token id {unknown}: the model's token ids go from 0 to {vocab_size - 1}"
+            )
         if self.parts.is_placeholder(torch.tensor(token_ids)).any():
             raise PromptError(
-                "the prompt's token ids have placeholders of images or video: pass these in a chat instead"
+                "the prompt's token ids have placeholders of images or video: pass these in a chat "
+                "instead"
             )
-        return RenderedPrompt("", [], [], None, has_context=False, has_template=False, token_ids=token_ids)
+        return RenderedPrompt(
+            "", [], [], None, has_context=False, has_template=False, token_ids=token_ids
+        )
 
     def _query_start(self, rendered: RenderedPrompt, batch: Mapping[str, Any]) -> int | None:
         """Start of a text's question; None if unknown."""

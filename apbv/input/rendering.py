@@ -25,7 +25,13 @@ from ..config.checks import Checked, instance_of, integer, number
 from ..model.parts import ModelParts
 from ..refusals import refuse
 from ..warn import raised_as
-from .content import OTHER_FILE_OPTIONS, VIDEO_OPTIONS, OptionError, in_openais_form, require_consistent
+from .content import (
+    OTHER_FILE_OPTIONS,
+    VIDEO_OPTIONS,
+    OptionError,
+    in_openais_form,
+    require_consistent,
+)
 from .images import Picture
 from .sizes import PixelLimits
 from .visual import PromptError
@@ -36,11 +42,15 @@ Message = dict[str, Any]
 
 _PROBE = "probe"
 _COUNT = "be an integer of at least 1", lambda given: type(given) is int and given >= 1
-_TIME = "be a number of seconds, not negative", lambda given: type(given) in (int, float) and 0 <= given < math.inf
+_TIME = (
+    "be a number of seconds, not negative",
+    lambda given: type(given) in (int, float) and 0 <= given < math.inf,
+)
 _MAY_BE = {"fps": FRAME_RATE, "video_start": _TIME, "video_end": _TIME}
 # OpenAI's resolution of an image: the model's processor has its own.
 _DETAIL = "detail"
-# What an assistant's message has thought: vLLM's name for it, and the older one. The first that is given counts.
+# What an assistant's message has thought: vLLM's name for it, and the older one. The first that is
+# given counts.
 _REASONING = ("reasoning", "reasoning_content")
 
 
@@ -50,19 +60,21 @@ class Question(Checked):
 
     Attributes:
         prompt: the question.
-        video: a video file, or several, which come in this order; ``"demo"``: the bundled clip. Kept as a list, as
-            images and audio are.
+        video: a video file, or several, which come in this order; ``"demo"``: the bundled clip.
+            Kept as a list, as images and audio are.
         images: after the videos: an image file, a PIL image or a tensor ``[3, H, W]``, or several.
         context: a long text.
         messages: a chat in transformers' format, instead of all these.
-        num_frames: frames sampled evenly from each video; with ``fps`` the maximum; None: the model's default.
+        num_frames: frames sampled evenly from each video; with ``fps`` the maximum; None: the
+            model's default.
         fps: sample at this rate instead.
-        token_ids: a text as the model reads it, instead of prompt, sources and messages. No chat template is
-            applied, and its last tokens are the question (:attr:`apbv.PrefillConfig.query_len`).
+        token_ids: a text as the model reads it, instead of prompt, sources and messages. No chat
+            template is applied, and its last tokens are the question
+            (:attr:`apbv.PrefillConfig.query_len`).
         template: options of the chat template, see :func:`apply_template`.
         audio: after the images: an audio file, or several; of a video its audio.
-        audio_in_video: whether the videos' own audio is heard among their frames; None: where the model hears and
-            they have any.
+        audio_in_video: whether the videos' own audio is heard among their frames; None: where the
+            model hears and they have any.
         tools: functions that the model may call, as transformers' chat templates take them.
 
     Raises:
@@ -86,7 +98,9 @@ class Question(Checked):
         super().__post_init__()
         for name in ("video", "images", "audio"):
             given = getattr(self, name)
-            files = [] if given is None else list(given) if isinstance(given, list | tuple) else [given]
+            files = (
+                [] if given is None else list(given) if isinstance(given, list | tuple) else [given]
+            )
             object.__setattr__(self, name, files)
         if "demo" in self.video and not Path("demo").exists():
             videos = [demo.video_path() if video == "demo" else video for video in self.video]
@@ -95,13 +109,15 @@ class Question(Checked):
 
 @dataclass(frozen=True)
 class VideoSampling:
-    """How the frames of one video are sampled, and how large they are, where its part of a message says so.
+    """How the frames of one video are sampled, and how large they are, where its part of a message
+    says so.
 
     Attributes:
         num_frames: this many, evenly spaced.
         fps: at this rate instead.
         min_frames, max_frames: the fewest and most frames, with either.
-        start, end: the seconds of the file between which frames are sampled; None: its beginning, and its end.
+        start, end: the seconds of the file between which frames are sampled; None: its beginning,
+            and its end.
         limits: on the size of a frame.
     """
 
@@ -143,7 +159,10 @@ def _options(kind: str, part: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in given.items():
         says, may_be = _MAY_BE.get(name, _COUNT)
         if not may_be(value):
-            raise PromptError(f"{name} of {'an' if kind == 'image' else 'a'} {kind} must {says}, not {value!r:.50}")
+            raise PromptError(
+                f"{name} of {'an' if kind == 'image' else 'a'} {kind} must {says}, not "
+                f"{value!r:.50}"
+            )
     try:
         require_consistent(kind, given)
     except OptionError as error:
@@ -154,7 +173,9 @@ def _options(kind: str, part: Mapping[str, Any]) -> dict[str, Any]:
 def _limits(given: Mapping[str, Any]) -> PixelLimits:
     """Take the limits on an image's or a frame's size out of a part's options."""
     exact = (given["resized_height"], given["resized_width"]) if "resized_height" in given else None
-    return PixelLimits(given.get("min_pixels"), given.get("max_pixels"), given.get("total_pixels"), exact)
+    return PixelLimits(
+        given.get("min_pixels"), given.get("max_pixels"), given.get("total_pixels"), exact
+    )
 
 
 @dataclass(frozen=True)
@@ -162,17 +183,19 @@ class RenderedPrompt:
     """Prompt as text, and the files it refers to.
 
     Attributes:
-        text: the rendered chat template; placeholders stand for videos, images and audio clips. Empty where the
-            caller gave token ids.
+        text: the rendered chat template; placeholders stand for videos, images and audio clips.
+            Empty where the caller gave token ids.
         videos: paths of the videos, in prompt order.
         pictures: the images, in prompt order.
-        query_char: the character of ``text`` at which the question begins, after a text context, or with the last
-            message of a text chat; None otherwise.
-        has_context: whether the caller told context and question apart; the last message of a chat may hold both.
+        query_char: the character of ``text`` at which the question begins, after a text context, or
+            with the last message of a text chat; None otherwise.
+        has_context: whether the caller told context and question apart; the last message of a chat
+            may hold both.
         has_template: whether a chat template was applied, special tokens included.
         token_ids: the prompt as the caller gave it, where that was as token ids.
         sounds: paths of the audio files, in prompt order.
-        sampling: how the frames of each video are sampled and how large they are; empty: all as the question says.
+        sampling: how the frames of each video are sampled and how large they are; empty: all as the
+            question says.
     """
 
     text: str
@@ -193,9 +216,10 @@ def render_prompt(parts: ModelParts, processor, asked: Question) -> RenderedProm
         processor: the model's processor; for a text-only model its tokenizer.
 
     Raises:
-        PromptError: an empty prompt, a text beside videos, images or audio clips, too many of these, a source the
-            model cannot read, an unreadable image, a chat that the template rejects, tools that it does not show, a
-            chat for a model without a template, a lone surrogate.
+        PromptError: an empty prompt, a text beside videos, images or audio clips, too many of
+            these, a source the model cannot read, an unreadable image, a chat that the template
+            rejects, tools that it does not show, a chat for a model without a template, a lone
+            surrogate.
     """
     prompt, context = asked.prompt, asked.context
     sampling: list[VideoSampling] = []
@@ -220,18 +244,23 @@ def render_prompt(parts: ModelParts, processor, asked: Question) -> RenderedProm
         question = [f"\n\n{prompt.strip()}"] if context is not None else None
     else:
         if prompt is not None or context is not None or asked.video or asked.images or asked.audio:
-            raise PromptError("pass either messages or prompt, video, images, audio and context, not both")
+            raise PromptError(
+                "pass either messages or prompt, video, images, audio and context, not both"
+            )
         messages, files, sampling, limits = _collect_sources(asked.messages)
         videos, images, sounds = files["video"], files["image"], files["audio"]
         is_text_chat = len(messages) > 1 and not (videos or images or sounds)
         question = [text.strip() for text in text_parts(messages[-1])] if is_text_chat else None
     if (videos or images) and not parts.is_video_model:
-        raise PromptError(f"{parts.family} models read text only, but the prompt has a video or an image")
+        raise PromptError(
+            f"{parts.family} models read text only, but the prompt has a video or an image"
+        )
     if sounds and not parts.hears:
         raise PromptError(f"{parts.family} models take no audio, but the prompt has audio")
     if len(videos) + len(images) + len(sounds) > MOST_SOURCES:
         raise PromptError(
-            f"a prompt may have at most {MOST_SOURCES} videos and images, not {len(videos)} videos and "
+            f"a prompt may have at most {MOST_SOURCES} videos and images, not {len(videos)} videos "
+            "and "
             f"{len(images)} images" + (f", with {len(sounds)} audio files" if sounds else "")
         )
     for what, sources in (("a video", videos), ("audio", sounds)):
@@ -239,15 +268,21 @@ def render_prompt(parts: ModelParts, processor, asked: Question) -> RenderedProm
             if not isinstance(source, str | Path):
                 raise PromptError(f"{what} must be a file, not of type {type(source).__name__}")
     options = asked.template or {}
-    rendered, has_template = apply_template(processor, messages, parts.is_video_model, options, asked.tools)
+    rendered, has_template = apply_template(
+        processor, messages, parts.is_video_model, options, asked.tools
+    )
     if asked.messages is not None and not has_template:
-        raise PromptError("the model has no chat template, which messages need: pass a prompt instead")
+        raise PromptError(
+            "the model has no chat template, which messages need: pass a prompt instead"
+        )
     _require_characters(rendered)
     if asked.tools and tool_instructions(processor) is None:
         raise PromptError("the model's chat template knows no tools")
     query_char = None if question is None else _find_question(rendered, question)
     if query_char is None and context is not None:
-        raise PromptError("the model's chat template alters the question, so its start cannot be found")
+        raise PromptError(
+            "the model's chat template alters the question, so its start cannot be found"
+        )
     return RenderedPrompt(
         text=rendered,
         videos=list(map(str, videos)),
@@ -261,7 +296,8 @@ def render_prompt(parts: ModelParts, processor, asked: Question) -> RenderedProm
 
 
 def _require_characters(text: str) -> None:
-    """Reject a text with half of a surrogate pair: UTF-16's halves are not characters, and have no tokens."""
+    """Reject a text with half of a surrogate pair: UTF-16's halves are not characters, and have no
+    tokens."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -275,15 +311,18 @@ def _collect_sources(
     """Replace a chat's files by placeholders.
 
     Returns:
-        The chat; its videos, images and audio files by their kind, in order; how the frames of each video are
-        sampled; and the limits on each image.
+        The chat; its videos, images and audio files by their kind, in order; how the frames of each
+        video are sampled; and the limits on each image.
     """
     plain, files, sampling, limits = [], {"video": [], "image": [], "audio": []}, [], []
     for message in messages:
         if not isinstance(message, dict) or "role" not in message:
             raise PromptError(f"a message needs a role and a content, got {message!r:.200}")
         if misplaced := sorted(message.keys() & {*VIDEO_OPTIONS, *OTHER_FILE_OPTIONS}):
-            raise PromptError(f"options of files stand beside the file, not in its message: {', '.join(misplaced)}")
+            raise PromptError(
+                "options of files stand beside the file, not in its message: "
+                f"{', '.join(misplaced)}"
+            )
         calls, thought = message.get("tool_calls"), _thought(message)
         if "content" not in message and not calls and not thought:
             raise PromptError(f"a message needs a role and a content, got {message!r:.200}")
@@ -293,7 +332,9 @@ def _collect_sources(
         if isinstance(content, str):
             content = [{"type": "text", "text": content}]
         if not isinstance(content, list | tuple):
-            raise PromptError(f"a message's content must be a string or a list of parts, got {content!r:.200}")
+            raise PromptError(
+                f"a message's content must be a string or a list of parts, got {content!r:.200}"
+            )
         parts = []
         for part in content:
             told = in_openais_form(part) if isinstance(part, Mapping | str) else {}
@@ -305,7 +346,8 @@ def _collect_sources(
             source = told.get(told.get("type")) if kind in files else None
             if not isinstance(source, Mapping) or source.get("url") is None:
                 raise PromptError(
-                    "a content part must be a dictionary of type 'text' with a 'text', or of type 'image', 'video'"
+                    "a content part must be a dictionary of type 'text' with a 'text', or of type "
+                    "'image', 'video'"
                     f" or 'audio' with a local file under that key, got {part!r:.200}"
                 )
             beside = {name: value for name, value in source.items() if name != "url"}
@@ -316,7 +358,11 @@ def _collect_sources(
                 limits.append(_limits(options))
             files[kind].append(_local(kind, source["url"]))
             parts.append({"type": kind})
-        kept = {name: value for name, value in message.items() if name not in ("tool_calls", *_REASONING)}
+        kept = {
+            name: value
+            for name, value in message.items()
+            if name not in ("tool_calls", *_REASONING)
+        }
         kept |= {"content": parts, **thought}
         if calls:
             kept["tool_calls"] = [_parsed(call) for call in calls]
@@ -327,7 +373,8 @@ def _collect_sources(
 
 
 def _thought(message: Message) -> dict[str, str]:
-    """Return the reasoning of an assistant's message by both names that templates read, as vLLM passes it."""
+    """Return the reasoning of an assistant's message by both names that templates read, as vLLM
+    passes it."""
     if message["role"] != "assistant":
         return {}
     given = [message[name] for name in _REASONING if message.get(name) is not None]
@@ -339,7 +386,8 @@ def _thought(message: Message) -> dict[str, str]:
 
 
 def _local(kind: str, source: Any) -> Any:
-    """Return the path that a ``file:`` URL names, or the image in a ``data:`` URL; anything else as it is."""
+    """Return the path that a ``file:`` URL names, or the image in a ``data:`` URL; anything else as
+    it is."""
     if not isinstance(source, str) or not source.startswith(("file:", "data:")):
         return source
     with raised_as(PromptError, f"cannot read {source[:100]!r} as an image", OSError, ValueError):
@@ -352,7 +400,8 @@ def _local(kind: str, source: Any) -> Any:
 
 
 def _parsed(call: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tool call with its arguments as an object, which templates read; OpenAI's API has them as JSON."""
+    """Return a tool call with its arguments as an object, which templates read; OpenAI's API has
+    them as JSON."""
     try:
         function = call["function"]
         given = function.get("arguments") or {}
@@ -361,12 +410,16 @@ def _parsed(call: Mapping[str, Any]) -> dict[str, Any]:
             raise TypeError
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
         raise PromptError(
-            f"a tool call needs a function with a name, and arguments that are a JSON object, got {call!r:.200}"
+            "a tool call needs a function with a name, and arguments that are a JSON object, got "
+            f"{call!r:.200}"
         ) from None
     try:
         json.dumps(arguments, ensure_ascii=False, allow_nan=False).encode()
     except ValueError:
-        message = "a tool call's arguments have NaN, Infinity or half of a surrogate pair, which JSON has not"
+        message = (
+            "a tool call's arguments have NaN, Infinity or half of a surrogate pair, which "
+            "JSON has not"
+        )
         raise PromptError(f"{message}, got {call!r:.200}") from None
     except (RecursionError, TypeError):
         pass  # another object than JSON has; the template decides
@@ -374,7 +427,8 @@ def _parsed(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _find_question(rendered: str, question: Sequence[str]) -> int | None:
-    """Find the start of a question's last occurrence, whose parts may be separated; None if one is altered."""
+    """Find the start of a question's last occurrence, whose parts may be separated; None if one is
+    altered."""
     start = len(rendered)
     for part in reversed([part for part in question if part]):
         start = rendered.rfind(part, 0, start)
@@ -400,23 +454,26 @@ def apply_template(
     Args:
         processor: the model's processor; for a text-only model its tokenizer.
         messages: the chat, every content a list of parts.
-        has_parts: whether the template is known to read lists of parts, as those of models that see do.
-        options: ``add_generation_prompt`` (default True), ``continue_final_message`` (default False) as
-            transformers has them, and values of the template's own variables.
+        has_parts: whether the template is known to read lists of parts, as those of models that see
+            do.
+        options: ``add_generation_prompt`` (default True), ``continue_final_message`` (default
+            False) as transformers has them, and values of the template's own variables.
         tools: of :class:`Question`.
 
     Returns:
         The prompt, and whether there is a template; without one the texts stand below one another.
 
     Raises:
-        PromptError: an option is not a chat-template variable but an argument of transformers' call, or an option of
-            a file, or the template rejects the chat.
+        PromptError: an option is not a chat-template variable but an argument of transformers'
+            call, or an option of a file, or the template rejects the chat.
     """
     template = _template(processor)
     if template is None:
         return "\n\n".join("".join(text_parts(message)) for message in messages), False
     chat = list(messages)
-    if "developer" in map(itemgetter("role"), chat) and not re.search("""["']developer["']""", template):
+    if "developer" in map(itemgetter("role"), chat) and not re.search(
+        """["']developer["']""", template
+    ):
         chat = _without_developers(chat)
     reads_parts = has_parts or _reads_parts(processor)
     for place, message in enumerate(chat):
@@ -431,21 +488,29 @@ def apply_template(
         raise PromptError("continue_final_message needs add_generation_prompt to be false")
     variables = options.keys() - {"add_generation_prompt", "continue_final_message"}
     if reserved := variables & inspect.signature(processor.apply_chat_template).parameters.keys():
-        raise PromptError(f"chat_template_kwargs: {min(reserved)!r} is not a chat-template variable")
+        raise PromptError(
+            f"chat_template_kwargs: {min(reserved)!r} is not a chat-template variable"
+        )
     if misplaced := sorted(variables & {*VIDEO_OPTIONS, *OTHER_FILE_OPTIONS}):
-        raise PromptError(f"a chat template samples no files: {', '.join(misplaced)} cannot be followed")
+        raise PromptError(
+            f"a chat template samples no files: {', '.join(misplaced)} cannot be followed"
+        )
     for unknown in variables - template_words(processor):
         del options[unknown]
     if tools:
         options["tools"] = list(tools)
-    with raised_as(PromptError, "the chat template rejects the chat", Exception):  # templates may raise anything
+    with raised_as(
+        PromptError, "the chat template rejects the chat", Exception
+    ):  # templates may raise anything
         return processor.apply_chat_template(chat, tokenize=False, **options), True
 
 
 def _template(processor) -> str | None:
     """Return a processor's chat template; None: it has none."""
     template = getattr(processor, "chat_template", None)
-    return template.get("default") if isinstance(template, Mapping) else template  # the first kind has several
+    return (
+        template.get("default") if isinstance(template, Mapping) else template
+    )  # the first kind has several
 
 
 def template_words(processor) -> set[str]:
@@ -454,8 +519,12 @@ def template_words(processor) -> set[str]:
 
 
 def tool_instructions(processor) -> str | None:
-    """Return a prompt with the chat template's words about how to call a tool; None: it shows no tools."""
-    tool = {"type": "function", "function": {"name": _PROBE, "description": "", "parameters": {"properties": {}}}}
+    """Return a prompt with the chat template's words about how to call a tool; None: it shows no
+    tools."""
+    tool = {
+        "type": "function",
+        "function": {"name": _PROBE, "description": "", "parameters": {"properties": {}}},
+    }
     with suppress(PromptError):
         chat = [{"role": "user", "content": [{"type": "text", "text": "x"}]}]
         rendered, _ = apply_template(processor, chat, False, {}, [tool])
@@ -463,13 +532,16 @@ def tool_instructions(processor) -> str | None:
 
 
 def _reads_parts(processor) -> bool:
-    """Return whether the chat template reads a content that is a list of parts, and not a string only."""
+    """Return whether the chat template reads a content that is a list of parts, and not a string
+    only."""
     chat = [{"role": "user", "content": [{"type": "text", "text": _PROBE}]}]
     try:
         rendered = processor.apply_chat_template(chat, add_generation_prompt=False, tokenize=False)
     except Exception:  # of any kind: it wants a string
         return False
-    return _PROBE in rendered and "'type'" not in rendered  # else it left the list out, or printed it
+    return (
+        _PROBE in rendered and "'type'" not in rendered
+    )  # else it left the list out, or printed it
 
 
 def _without_developers(messages: Sequence[Message]) -> list[Message]:
@@ -477,6 +549,16 @@ def _without_developers(messages: Sequence[Message]) -> list[Message]:
     is_system = [message["role"] in ("system", "developer") for message in messages]
     if is_system.index(True) == 0 and sum(is_system) == 1:
         return [{**messages[0], "role": "system"}, *messages[1:]]
-    texts = ["\n".join(text_parts(message)) for message, system in zip(messages, is_system, strict=True) if system]
-    merged = {"role": "system", "content": [{"type": "text", "text": "\n\n".join(filter(None, texts))}]}
-    return [merged, *(message for message, system in zip(messages, is_system, strict=True) if not system)]
+    texts = [
+        "\n".join(text_parts(message))
+        for message, system in zip(messages, is_system, strict=True)
+        if system
+    ]
+    merged = {
+        "role": "system",
+        "content": [{"type": "text", "text": "\n\n".join(filter(None, texts))}],
+    }
+    return [
+        merged,
+        *(message for message, system in zip(messages, is_system, strict=True) if not system),
+    ]

@@ -21,20 +21,23 @@ class Request(Checked):
     Attributes:
         question: what is asked.
         timer: the request's stage times.
-        positions: whose rule gives the rotary positions, one of :data:`~apbv.input.model_inputs.POSITION_RULES`.
+        positions: whose rule gives the rotary positions, one of
+            :data:`~apbv.input.model_inputs.POSITION_RULES`.
         sampling: how the answer's tokens are chosen, and how many at most.
         num_wanted: answer tokens for which positions must be left.
         on_token: called on every host with each token as soon as it is chosen.
-        stop: called on host 0 with the tokens so far; true ends the answer, or cancels the request before its
-            first token. None on all hosts, or on none.
+        stop: called on host 0 with the tokens so far; true ends the answer, or cancels the request
+            before its first token. None on all hosts, or on none.
         may_cancel: whether ``stop`` is asked before the first token, too; the same on all hosts.
         logprobs: of the answer's tokens, where ``sampling`` asks for them; filled on host 0.
-        grammar: what the schema or grammar of ``sampling`` allows, before the first token; on host 0.
-        has_checked_grammar: whether that schema or grammar was found good (:meth:`apbv.grammar.Grammars.check`).
-        home: the host that gathers the prompt's KV and decodes the answer, if one does alone; it takes host 0's
-            part above once the prompt is prefilled. Cached KV stays where it is.
-        prompt: the part of the question already read by this host's :class:`~apbv.input.reading.PromptReader`;
-            None: nothing. Other hosts need not have it.
+        grammar: what the schema or grammar of ``sampling`` allows, before the first token; on host
+            0.
+        has_checked_grammar: whether that schema or grammar was found good
+            (:meth:`apbv.grammar.Grammars.check`).
+        home: the host that gathers the prompt's KV and decodes the answer, if one does alone; it
+            takes host 0's part above once the prompt is prefilled. Cached KV stays where it is.
+        prompt: the part of the question already read by this host's
+            :class:`~apbv.input.reading.PromptReader`; None: nothing. Other hosts need not have it.
 
     Raises:
         ValueError: there is no such rule of positions.
@@ -56,7 +59,8 @@ class Request(Checked):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What must be the same on every host, JSON-ready, but for files and texts, which are compared once read."""
+        """What must be the same on every host, JSON-ready, but for files and texts, which are
+        compared once read."""
         question = self.question
         return {
             "prompt": question.prompt,
@@ -75,13 +79,17 @@ class Request(Checked):
 
     @property
     def cancels(self) -> Callable[[], bool] | None:
-        """The function that cancels the request before its first token; None if it cannot be cancelled."""
+        """The function that cancels the request before its first token; None if it cannot be
+        cancelled."""
         return (lambda: self.stop(())) if self.stop is not None and self.may_cancel else None
 
     def within(self, max_positions: int, inputs: ModelInputs) -> "Request":
-        """The same request; an answer with a limit is no longer than the positions that its prompt leaves."""
+        """The same request; an answer with a limit is no longer than the positions that its prompt
+        leaves."""
         if self.sampling.max_new_tokens is None:
             return self
         most = min(self.sampling.max_new_tokens, max_positions - inputs.next_position)
         fewest = min(self.sampling.min_tokens, most)
-        return replace(self, sampling=replace(self.sampling, max_new_tokens=most, min_tokens=fewest))
+        return replace(
+            self, sampling=replace(self.sampling, max_new_tokens=most, min_tokens=fewest)
+        )

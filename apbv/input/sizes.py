@@ -9,7 +9,8 @@ from .visual import PromptError
 
 # The tokens that an image or a frame may have where a request enlarges it, as in qwen-vl-utils.
 _MOST_TOKENS = 16384
-# Every frame may have its least pixels times this, however few total_pixels leaves it, as in qwen-vl-utils.
+# Every frame may have its least pixels times this, however few total_pixels leaves it, as in
+# qwen-vl-utils.
 _ABOVE_LEAST = 1.05
 _NAMES = "min_pixels, max_pixels, total_pixels, resized_height and resized_width"
 
@@ -20,7 +21,8 @@ class PixelLimits:
 
     Attributes:
         least, most: the limits; None: the model's.
-        total: of a video, the most pixels of all frames together, where those of a temporal patch count once.
+        total: of a video, the most pixels of all frames together, where those of a temporal patch
+            count once.
         exact: height and width instead, up to rounding to whole visual tokens.
     """
 
@@ -29,10 +31,14 @@ class PixelLimits:
     total: int | None = None
     exact: tuple[int, int] | None = None
 
-    def size_of_frames(self, video_processor, frames: Tensor, metadata: Any) -> tuple[int, int] | None:
-        """Return the height and width to which frames are resized; None: as the model's processor does anyway.
+    def size_of_frames(
+        self, video_processor, frames: Tensor, metadata: Any
+    ) -> tuple[int, int] | None:
+        """Return the height and width to which frames are resized; None: as the model's processor
+        does anyway.
 
-        As in qwen-vl-utils, they keep about their aspect ratio and are a whole number of visual tokens.
+        As in qwen-vl-utils, they keep about their aspect ratio and are a whole number of visual
+        tokens.
 
         Args:
             video_processor: of the model.
@@ -45,7 +51,9 @@ class PixelLimits:
         if self == PixelLimits():
             return None
         # VideoLLaMA 3's tokens are compared in frames of its own size (repeats.py).
-        has_sizes = hasattr(video_processor, "merge_size") and not hasattr(video_processor, "use_token_compression")
+        has_sizes = hasattr(video_processor, "merge_size") and not hasattr(
+            video_processor, "use_token_compression"
+        )
         if not has_sizes:
             raise PromptError(f"{_NAMES} of a video do not apply to this model")
         factor = video_processor.patch_size * video_processor.merge_size
@@ -53,7 +61,9 @@ class PixelLimits:
         if self.exact is not None:
             return self._rounded(factor)
         options = {"do_sample_frames": False, "return_tensors": "pt"}
-        grid = video_processor(videos=[frames], video_metadata=[metadata], **options)["video_grid_thw"]
+        grid = video_processor(videos=[frames], video_metadata=[metadata], **options)[
+            "video_grid_thw"
+        ]
         height, width = (grid[0, 1:] * video_processor.patch_size).tolist()
         most = self._most_of_a_frame(len(frames), video_processor.temporal_patch_size, factor)
         least = self.least or min(factor**2, height * width)
@@ -63,7 +73,9 @@ class PixelLimits:
         from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
         try:
-            found = smart_resize(*frames.shape[-2:], factor=factor, min_pixels=least, max_pixels=most)
+            found = smart_resize(
+                *frames.shape[-2:], factor=factor, min_pixels=least, max_pixels=most
+            )
         except ValueError as error:
             raise PromptError(f"a video's frames cannot be resized: {error}") from error
         # As in qwen-vl-utils, total_pixels goes before min_pixels.
@@ -72,7 +84,8 @@ class PixelLimits:
         return found
 
     def size_of_image(self, image_processor, image: Tensor, counted: int) -> tuple[int, int] | None:
-        """Return the height and width to which an image is resized; None: as the model's processor does anyway.
+        """Return the height and width to which an image is resized; None: as the model's processor
+        does anyway.
 
         It is the one that the processor computes when it is called with these limits.
 
@@ -98,43 +111,57 @@ class PixelLimits:
         least, most = self.least or min(least, self.most), self.most or max(most, self.least)
         limits = {"shortest_edge": least * counted, "longest_edge": most * counted}
         try:
-            grid = image_processor(images=[image], size=limits, return_tensors="pt")["image_grid_thw"]
+            grid = image_processor(images=[image], size=limits, return_tensors="pt")[
+                "image_grid_thw"
+            ]
         except ValueError as error:
             raise PromptError(f"an image cannot be resized: {error}") from error
         found = tuple((grid[0, 1:] * image_processor.patch_size).tolist())
-        self._require_within(found, self.least or 1, self.most or found[0] * found[1], factor, "an image")
+        self._require_within(
+            found, self.least or 1, self.most or found[0] * found[1], factor, "an image"
+        )
         return found
 
     def _most_of_a_frame(self, num_frames: int, num_merged: int, factor: int) -> float | None:
         """Return the most pixels of a frame, by qwen-vl-utils' rule; None: the model's."""
         if self.total is None:
             return self.most
-        shared = max(self.total / num_frames * num_merged, int((self.least or factor**2) * _ABOVE_LEAST))
+        shared = max(
+            self.total / num_frames * num_merged, int((self.least or factor**2) * _ABOVE_LEAST)
+        )
         return shared if self.most is None else min(self.most, shared)
 
     def _require_reasonable(self, factor: int, what: str) -> None:
         """Reject to enlarge something beyond any use."""
         height, width = self.exact or (1, self.least or 1)
         if height * width > _MOST_TOKENS * factor**2:
-            raise PromptError(f"{what} may be enlarged to {_MOST_TOKENS * factor**2} pixels, not {height * width}")
+            raise PromptError(
+                f"{what} may be enlarged to {_MOST_TOKENS * factor**2} pixels, not {height * width}"
+            )
 
     def _rounded(self, factor: int) -> tuple[int, int]:
         height, width = (max(1, round(side / factor)) * factor for side in self.exact)
         return height, width
 
-    def _require_within(self, found: tuple[int, int], least: float, most: float, factor: int, what: str) -> None:
+    def _require_within(
+        self, found: tuple[int, int], least: float, most: float, factor: int, what: str
+    ) -> None:
         if not least <= found[0] * found[1] <= most:
             raise PromptError(
-                f"{what} cannot have {least:.0f} to {most:.0f} pixels: the sides are multiples of {factor}, and the "
+                f"{what} cannot have {least:.0f} to {most:.0f} pixels: the sides are multiples of "
+                f"{factor}, and the "
                 f"nearest size is {found[0]}x{found[1]}"
             )
 
 
 def resized(image_processor, image: Tensor, size: tuple[int, int]) -> Tensor:
-    """Resize an image ``[3, H, W]`` to a size, as the model's processor resizes to the one that it computes."""
+    """Resize an image ``[3, H, W]`` to a size, as the model's processor resizes to the one that it
+    computes."""
     from transformers.image_processing_backends import TorchvisionBackend
     from transformers.image_utils import SizeDict
 
     height, width = size
     target = SizeDict(height=height, width=width)
-    return TorchvisionBackend.resize(image_processor, image, target, resample=image_processor.resample)
+    return TorchvisionBackend.resize(
+        image_processor, image, target, resample=image_processor.resample
+    )

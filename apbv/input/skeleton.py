@@ -1,9 +1,9 @@
 """Layout of a prompt before its frames and images are decoded: token ids and items.
 
-The model's own processor runs on tensors without storage, so that no host has to hold the whole video to compute
-the prompt's layout. It writes a placeholder's text once for every visual token, and the tokenizer turns each copy
-into the same id: for 150,000 of them that takes a second, and to repeat the id a hundredth of one. So each run of
-placeholders is tokenised as if it were one.
+The model's own processor runs on tensors without storage, so that no host has to hold the whole
+video to compute the prompt's layout. It writes a placeholder's text once for every visual token,
+and the tokenizer turns each copy into the same id: for 150,000 of them that takes a second, and to
+repeat the id a hundredth of one. So each run of placeholders is tokenised as if it were one.
 """
 
 import copy
@@ -45,7 +45,8 @@ class SampledVideo:
         frames: indices of the sampled frames, ascending.
         sound: what is heard with them; None: nothing.
         kept: see :class:`~apbv.input.visual.VisualItem`; None also where that is not known yet.
-        grid: ``[1, 3]`` patches (time, height, width), where the model has such a grid and it is known.
+        grid: ``[1, 3]`` patches (time, height, width), where the model has such a grid and it is
+            known.
         limits: on the size of a frame.
         shown: the frames of the file among which these were sampled; None: all.
     """
@@ -66,7 +67,8 @@ class SampledVideo:
 
 @dataclass(frozen=True)
 class Skeleton:
-    """Prompt that was read except for its pixels, so that a request needs no further reading on this host.
+    """Prompt that was read except for its pixels, so that a request needs no further reading on
+    this host.
 
     Attributes:
         rendered: the prompt's text, and the files it refers to.
@@ -103,21 +105,26 @@ def lay_out(
         tokenizing: entered while the processor is used.
 
     Raises:
-        PromptError: the text has other placeholders, some videos are heard and others are not, or an image or frames
-            cannot have a size within their limits.
+        PromptError: the text has other placeholders, some videos are heard and others are not, or
+            an image or frames cannot have a size within their limits.
     """
     silent = [video.info.path for video in videos if video.sound is None]
     pictures = [_sized(parts, processor, picture) for picture in rendered.pictures]
     if silent and len(silent) < len(videos):
         raise PromptError(
-            f"{silent[0]}: its audio is not used, but another video's is; use audio for all videos or none "
+            f"{silent[0]}: its audio is not used, but another video's is; use audio for all videos "
+            "or none "
             "(audio_in_video)"
         )
     calls = []
     for video in videos:
-        calls.append((processor.video_token, _video_arguments(parts, processor, video), video.info.path))
+        calls.append(
+            (processor.video_token, _video_arguments(parts, processor, video), video.info.path)
+        )
     for sound in sounds:
-        calls.append((processor.audio_token, _audio_arguments(processor, sound), sound.source.file.path))
+        calls.append(
+            (processor.audio_token, _audio_arguments(processor, sound), sound.source.file.path)
+        )
     first_image = len(calls)
     for are_resized, adjacent in groupby(pictures, lambda picture: picture.resized is not None):
         run = list(adjacent)
@@ -154,10 +161,15 @@ def lay_out(
             if source.grid is not None:
                 num_patches = int(source.grid[0, 0])
             frame_bytes = 3 * source.info.height * source.info.width * len(source.frames)
-            num_bytes = FRAME_COPIES * frame_bytes // num_patches + PIXEL_COPIES * pixels.nbytes // num_patches
+            num_bytes = (
+                FRAME_COPIES * frame_bytes // num_patches
+                + PIXEL_COPIES * pixels.nbytes // num_patches
+            )
             size = None if source.limits == PixelLimits() else tuple(source.grid[0, 1:].tolist())
             identity = Source(FileIdentity.of(source.info.path), source.frames, size)
-            item = VisualItem("video", num_tokens, num_patches, num_ending, num_bytes, identity, source.kept)
+            item = VisualItem(
+                "video", num_tokens, num_patches, num_ending, num_bytes, identity, source.kept
+            )
         else:
             num_bytes = PIXEL_COPIES * image_bytes * num_tokens // of_images
             num_bytes += FRAME_COPIES * 3 * source.height * source.width
@@ -173,7 +185,9 @@ def lay_out(
     if heard:  # spectrograms, each as long as it is, and masks, as long as the longest
         masks = [batch["feature_attention_mask"][0].bool() for _, batch in heard]
         features = [batch["input_features"][0] for _, batch in heard]
-        merged["input_features"] = [each[:, mask] for each, mask in zip(features, masks, strict=True)]
+        merged["input_features"] = [
+            each[:, mask] for each, mask in zip(features, masks, strict=True)
+        ]
         merged["feature_attention_mask"] = torch.nn.utils.rnn.pad_sequence(masks, batch_first=True)
     return Skeleton(
         rendered=rendered,
@@ -195,10 +209,11 @@ def _sized(parts: ModelParts, processor, picture: Picture) -> Picture:
 
 
 def _audio_arguments(processor, sound: Sound) -> dict[str, Any]:
-    """Return the processor's arguments for audio: no truncation, and no padding to the maximum length.
+    """Return the processor's arguments for audio: no truncation, and no padding to the maximum
+    length.
 
-    A spectrogram of five minutes takes seconds. After a shorter audio there is as much silence as its last frames
-    reach into, so that they are those of the padded one.
+    A spectrogram of five minutes takes seconds. After a shorter audio there is as much silence as
+    its last frames reach into, so that they are those of the padded one.
     """
     extractor = processor.feature_extractor
     padded = min(len(sound.samples) + extractor.n_fft, max(len(sound.samples), extractor.n_samples))
@@ -208,7 +223,8 @@ def _audio_arguments(processor, sound: Sound) -> dict[str, Any]:
 def _video_arguments(parts: ModelParts, processor, video: SampledVideo) -> dict[str, Any]:
     """Return the processor's arguments for a video.
 
-    Its timestamps are frame index over frame rate. At a variable rate they are therefore told in milliseconds.
+    Its timestamps are frame index over frame rate. At a variable rate they are therefore told in
+    milliseconds.
     """
     from transformers.video_utils import VideoMetadata
 
@@ -217,7 +233,8 @@ def _video_arguments(parts: ModelParts, processor, video: SampledVideo) -> dict[
     told = num_frames_told(prompts_like(parts.family), len(video.frames), num_merged)
     frames = [*video.frames, *video.frames[-1:] * (told - len(video.frames))]
     pixels = torch.empty(told, 3, info.height, info.width, dtype=torch.uint8, device="meta")
-    # As in qwen-vl-utils, the times of a part of a file are those of the file, and its length is its own.
+    # As in qwen-vl-utils, the times of a part of a file are those of the file, and its length is
+    # its own.
     fps, length, seconds = info.fps, len(video.all_shown), length_of(info, video.all_shown)
     if not info.has_constant_rate:
         fps, length = _TICKS, max(1, round(seconds * _TICKS))
@@ -253,17 +270,23 @@ def process(
 ) -> Mapping[str, Any]:
     """Call a transformers processor on one text, and return its usual result, in tensors.
 
-    The processor is not changed: a copy of it, which shares its parts, hands a shortened text to the tokenizer,
-    and transformers checks that the tokenizer found as many placeholders as there are in that.
+    The processor is not changed: a copy of it, which shares its parts, hands a shortened text to
+    the tokenizer, and transformers checks that the tokenizer found as many placeholders as there
+    are in that.
 
     Args:
         processor: that of a video model; it is used by one thread at a time.
         text: the prompt, with one placeholder for each image, video or audio.
-        replace: what writes the placeholders out, instead of the processor's ``get_text_with_replacements``.
-        kept: bool ``[frames, h, w]``, which tokens of the only video the text has, where its pixels do not tell.
+        replace: what writes the placeholders out, instead of the processor's
+            ``get_text_with_replacements``.
+        kept: bool ``[frames, h, w]``, which tokens of the only video the text has, where its pixels
+            do not tell.
         inputs: the processor's further arguments, such as ``images`` or ``videos``.
     """
-    replace, placeholders = replace or processor.get_text_with_replacements, _placeholders(processor)
+    replace, placeholders = (
+        replace or processor.get_text_with_replacements,
+        _placeholders(processor),
+    )
     run, counts = re.compile(rf"({'|'.join(map(re.escape, placeholders))})\1*"), []
 
     def shortened(*args, **kwargs) -> tuple[list[str], list]:
@@ -294,26 +317,32 @@ def process_apart(
 ) -> tuple[list[Mapping[str, Any]], list[tuple[str, int]]]:
     """Call a transformers processor on one text and on its sources, one after the other.
 
-    Together a processor takes only videos of as many frames as one another, where it has no grid for each.
+    Together a processor takes only videos of as many frames as one another, where it has no grid
+    for each.
 
     Args:
         processor: as of :func:`process`.
         text: as of :func:`process`.
-        calls: for each source (a video, which may have its audio with it, an audio clip, or all images) a text of
-            only its placeholders, the processor's arguments, and what errors call it.
+        calls: for each source (a video, which may have its audio with it, an audio clip, or all
+            images) a text of only its placeholders, the processor's arguments, and what errors call
+            it.
 
     Returns:
-        What it returns for each source, with the whole prompt's tokens in the last; and for each image, video and
-        audio, in prompt order, its kind (``"image"``, ``"video"`` or ``"audio"``), and how many tokens of this
-        kind stand for it; those of a video's audio, which lie between, do not count.
+        What it returns for each source, with the whole prompt's tokens in the last; and for each
+        image, video and audio, in prompt order, its kind (``"image"``, ``"video"`` or ``"audio"``),
+        and how many tokens of this kind stand for it; those of a video's audio, which lie between,
+        do not count.
 
     Raises:
-        PromptError: the text has other placeholders than there are sources, or the processor rejects one.
+        PromptError: the text has other placeholders than there are sources, or the processor
+            rejects one.
     """
     collected = {"images_replacements": [], "videos_replacements": [], "audio_replacements": []}
     found, batches = [], []
 
-    def replace(texts: list[str], *args: Sequence[str], **kwargs: Sequence[str]) -> tuple[list[str], list]:
+    def replace(
+        texts: list[str], *args: Sequence[str], **kwargs: Sequence[str]
+    ) -> tuple[list[str], list]:
         for name, new in (dict(zip(collected, args, strict=False)) | kwargs).items():
             collected[name] += new
         if len(batches) < len(calls) - 1:
@@ -325,10 +354,13 @@ def process_apart(
             offsets = []
         if len(offsets) != wanted:
             raise PromptError(
-                f"the prompt has {wanted} images and videos, but its text has another number of placeholders"
+                f"the prompt has {wanted} images and videos, but its text has another number of "
+                "placeholders"
             )
         for each in offsets:
-            tokens = _placeholders(processor, ("audio",) if each["type"] == "audio" else ("image", "video"))
+            tokens = _placeholders(
+                processor, ("audio",) if each["type"] == "audio" else ("image", "video")
+            )
             found.append((each["type"], sum(map(each["replacement"].count, tokens))))
         return texts, [offsets]
 
@@ -343,7 +375,8 @@ def process_apart(
 
 
 def _placeholders(processor, kinds: Sequence[str] = ("image", "video", "audio")) -> dict[str, int]:
-    """The texts that stand for tokens of these kinds, with their ids; InternVL has one, for images and video."""
+    """The texts that stand for tokens of these kinds, with their ids; InternVL has one, for images
+    and video."""
     found = {}
     for kind in kinds:
         if (token_id := getattr(processor, f"{kind}_token_id", None)) is not None:

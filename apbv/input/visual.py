@@ -1,13 +1,15 @@
 """The videos and images of a prompt, sharded over hosts, chunk by chunk.
 
-The visual input of a prompt is a sequence of *items*, each a video or an image. Work is counted in temporal
-patches, which are numbered over all items in prompt order: hosts get adjacent ones, of about the same cost.
+The visual input of a prompt is a sequence of *items*, each a video or an image. Work is counted in
+temporal patches, which are numbered over all items in prompt order: hosts get adjacent ones, of
+about the same cost.
 
-Another kind of item needs a name for :attr:`VisualItem.kind`; what identifies its content, as :class:`Source`
-does; its place in the prompt (:func:`~apbv.input.skeleton.lay_out`); a reader of its pixels
-(:class:`~apbv.input.pixels.VideoReader`), made where :meth:`~apbv.input.reading.PromptReader.read` makes the
-others; and the call of the model that encodes it, in :mod:`apbv.prefilling.encode`. An item's temporal patches are
-adjacent: what alternates with another's, such as a video and its audio, is several items each.
+Another kind of item needs a name for :attr:`VisualItem.kind`; what identifies its content, as
+:class:`Source` does; its place in the prompt (:func:`~apbv.input.skeleton.lay_out`); a reader of
+its pixels (:class:`~apbv.input.pixels.VideoReader`), made where
+:meth:`~apbv.input.reading.PromptReader.read` makes the others; and the call of the model that
+encodes it, in :mod:`apbv.prefilling.encode`. An item's temporal patches are adjacent: what
+alternates with another's, such as a video and its audio, is several items each.
 """
 
 from bisect import bisect
@@ -25,8 +27,9 @@ from ..hosts import HostGroup
 from ..layout import intersect, split_evenly
 from .files import Source
 
-# Memory of decoding, preprocessing and the vision tower for a chunk, in multiples of its frames (decoded, waiting,
-# being resized) and of its fp32 pixels (twice over, and activations of several times their size).
+# Memory of decoding, preprocessing and the vision tower for a chunk, in multiples of its frames
+# (decoded, waiting, being resized) and of its fp32 pixels (twice over, and activations of several
+# times their size).
 FRAME_COPIES, PIXEL_COPIES = 3, 12
 # Chunks per share, so that its stages overlap, unless the chunks would be too small.
 _CHUNKS_PER_SHARE = 8
@@ -47,11 +50,14 @@ class VisualItem:
         kind: ``"video"`` or ``"image"``.
         num_rows: its visual tokens.
         num_patches: its temporal patches.
-        num_ending_rows: how many of its rows, the last, belong to no frame (LLaVA's newline after a video).
-        patch_bytes: an estimate of the memory in use while one temporal patch is encoded, and so of its cost.
+        num_ending_rows: how many of its rows, the last, belong to no frame (LLaVA's newline after a
+            video).
+        patch_bytes: an estimate of the memory in use while one temporal patch is encoded, and so of
+            its cost.
         source: identity of its content; None if the caller prepared the pixels.
-        kept: of VideoLLaMA 3's videos bool ``[num_patches, h, w]``, which tokens of the frames the prompt has: its
-            processor may leave out what repeats the frame before. None: all of them.
+        kept: of VideoLLaMA 3's videos bool ``[num_patches, h, w]``, which tokens of the frames the
+            prompt has: its processor may leave out what repeats the frame before. None: all of
+            them.
     """
 
     kind: str
@@ -69,7 +75,8 @@ class VisualItem:
 
     @property
     def rows_of_patches(self) -> list[int]:
-        """How many rows each temporal patch has; the last one's are also those that belong to no frame."""
+        """How many rows each temporal patch has; the last one's are also those that belong to no
+        frame."""
         if self.kept is not None:
             return self.kept.flatten(1).sum(dim=1).tolist()
         rows = (self.num_rows - self.num_ending_rows) // self.num_patches
@@ -84,7 +91,8 @@ class PixelChunk:
         values: keyword arguments of the model's ``get_*_features``.
         patches: which temporal patches of the prompt they are.
         kind: of the item, ``"video"`` or ``"image"``.
-        ready: where the values are made on a GPU, by kernels that another stream has to wait for: when.
+        ready: where the values are made on a GPU, by kernels that another stream has to wait for:
+            when.
     """
 
     values: dict[str, Any]
@@ -113,7 +121,8 @@ class Pixels(Protocol):
         """Return an iterator over chunks, in order; it has to be closed.
 
         Args:
-            chunks: the temporal patches of each, as :meth:`~apbv.input.visual.VisualInput.chunks` returns them.
+            chunks: the temporal patches of each, as :meth:`~apbv.input.visual.VisualInput.chunks`
+                returns them.
 
         Raises:
             VideoError, PromptError: by the iterator, where a frame or an image cannot be decoded.
@@ -143,8 +152,8 @@ class RowStarts:
 class VisualInput(RowStarts):
     """Videos and images of a prompt, and this host's share of them.
 
-    Temporal patches are numbered over all items. A row is a visual token's embedding; rows are numbered in prompt
-    order.
+    Temporal patches are numbered over all items. A row is a visual token's embedding; rows are
+    numbered in prompt order.
 
     Attributes:
         items: the videos and images, in prompt order.
@@ -199,18 +208,25 @@ class VisualInput(RowStarts):
         return bisect(self.item_patches, patch, key=attrgetter("stop"))
 
     def kept_of(self, patches: range) -> Tensor | None:
-        """Return which tokens of an item's adjacent temporal patches are rows, bool ``[tokens]``; None: all."""
+        """Return which tokens of an item's adjacent temporal patches are rows, bool ``[tokens]``;
+        None: all."""
         number = self.item_of(patches.start)
         item, first = self.items[number], self.item_patches[number].start
-        return None if item.kept is None else item.kept[patches.start - first : patches.stop - first].flatten()
+        return (
+            None
+            if item.kept is None
+            else item.kept[patches.start - first : patches.stop - first].flatten()
+        )
 
     def ending_rows_of(self, patches: range) -> int:
-        """Count the rows after the last frame of adjacent temporal patches of an item; 0 unless they end it."""
+        """Count the rows after the last frame of adjacent temporal patches of an item; 0 unless
+        they end it."""
         return self.rows_of(patches).stop - self.frames[patches.stop - 1].stop
 
     @cached_property
     def runs(self) -> tuple[tuple[range, range], ...]:
-        """The temporal patches that one reader reads, and their items: a video, or all images side by side."""
+        """The temporal patches that one reader reads, and their items: a video, or all images side
+        by side."""
         runs: list[tuple[range, range]] = []
         for number, patches in enumerate(self.item_patches):
             if number and self.items[number].kind == self.items[number - 1].kind == "image":
@@ -224,8 +240,8 @@ class VisualInput(RowStarts):
         """Return the temporal patches that a host encodes at a time, each time of one run.
 
         Args:
-            num_bytes: how much memory their frames, pixels and activations may take, if a single one does not take
-                more.
+            num_bytes: how much memory their frames, pixels and activations may take, if a single
+                one does not take more.
         """
         costs = _costs(self.items)
         longest = max(sum(costs[share.start : share.stop]) for share in self.patches)
@@ -259,8 +275,12 @@ def share_out(items: Sequence[VisualItem], hosts: HostGroup) -> VisualInput:
     Args:
         items: the videos and images, in prompt order.
     """
-    row_starts = accumulate(chain.from_iterable(map(attrgetter("rows_of_patches"), items)), initial=0)
-    return VisualInput(tuple(items), split_by_cost(_costs(items), hosts.size), hosts.rank, tuple(row_starts))
+    row_starts = accumulate(
+        chain.from_iterable(map(attrgetter("rows_of_patches"), items)), initial=0
+    )
+    return VisualInput(
+        tuple(items), split_by_cost(_costs(items), hosts.size), hosts.rank, tuple(row_starts)
+    )
 
 
 def _costs(items: Sequence[VisualItem]) -> list[int]:
@@ -279,7 +299,9 @@ def split_by_cost(costs: Sequence[int], parts: int) -> tuple[range, ...]:
     if len(set(costs)) < 2:
         return tuple(split_evenly(range(len(costs)), parts))
     everything, candidates = range(len(costs)), range(max(costs), sum(costs))
-    suffices = bisect(candidates, False, key=lambda most: len(list(_cut(everything, costs, most))) <= parts)
+    suffices = bisect(
+        candidates, False, key=lambda most: len(list(_cut(everything, costs, most))) <= parts
+    )
     cut = list(_cut(everything, costs, max(costs) + suffices))
     return (*cut, *(range(len(costs), len(costs)) for _ in range(parts - len(cut))))
 
@@ -287,8 +309,9 @@ def split_by_cost(costs: Sequence[int], parts: int) -> tuple[range, ...]:
 def num_frames_told(family: str, num_frames: int, num_merged: int) -> int:
     """Return the number of frames to pass to a processor for a video's layout in the prompt.
 
-    Where a video's last frames do not fill a temporal patch, Qwen's processors repeat the last one. Qwen3-VL's and
-    GLM's reject to compute the size of a video of fewer frames than one patch, which is told to be that long.
+    Where a video's last frames do not fill a temporal patch, Qwen's processors repeat the last one.
+    Qwen3-VL's and GLM's reject to compute the size of a video of fewer frames than one patch, which
+    is told to be that long.
 
     Args:
         num_merged: the frames of a temporal patch.

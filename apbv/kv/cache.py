@@ -1,7 +1,8 @@
-"""KV caches: one that appends in place, one that is sharded over the hosts, and edits of a cache's last rows.
+"""KV caches: one that appends in place, one that is sharded over the hosts, and edits of a cache's
+last rows.
 
-Keys and values are ``[B, Hkv, T, D]``, post-RoPE. In a sharded cache each token is owned by exactly one host;
-within a host, rows are in token order.
+Keys and values are ``[B, Hkv, T, D]``, post-RoPE. In a sharded cache each token is owned by exactly
+one host; within a host, rows are in token order.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,24 +17,29 @@ from ..hosts import Exchange, HostGroup
 from ..layout import ContextLayout, intersect
 from ..transfer import to_device
 
-# Decoding appends a few rows per step; growing the buffers by many rows at once keeps that from copying the cache.
+# Decoding appends a few rows per step; growing the buffers by many rows at once keeps that from
+# copying the cache.
 GROWTH_ROWS = 256
 
 
 class GrowingLayer(DynamicLayer):
-    """Cache layer that appends KV in place; transformers' own layer copies all of its KV for every token.
+    """Cache layer that appends KV in place; transformers' own layer copies all of its KV for every
+    token.
 
     Attributes:
-        buffers: storage of the rows, with spare room, ``[B, Hkv, capacity, D]`` each; None if rows must be copied
-            to buffers before appending.
-        places: int64 ``[S]`` on the device: the places at which ``update`` writes S rows in the buffers, which it
-            then returns whole, including rows that do not count; None: it appends. See :func:`writing_at`.
+        buffers: storage of the rows, with spare room, ``[B, Hkv, capacity, D]`` each; None if rows
+            must be copied to buffers before appending.
+        places: int64 ``[S]`` on the device: the places at which ``update`` writes S rows in the
+            buffers, which it then returns whole, including rows that do not count; None: it
+            appends. See :func:`writing_at`.
     """
 
     buffers: tuple[Tensor, Tensor] | None = None
     places: Tensor | None = None
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args, **kwargs
+    ) -> tuple[Tensor, Tensor]:
         if self.places is not None:
             for buffer, states in zip(self.buffers, (key_states, value_states), strict=True):
                 buffer.index_copy_(2, self.places, states)
@@ -49,13 +55,15 @@ class GrowingLayer(DynamicLayer):
         return self.keys, self.values
 
     def hold(self, keys: Tensor, values: Tensor) -> None:
-        """Start with these keys and values, without ever writing to them: appending copies them to a buffer."""
+        """Start with these keys and values, without ever writing to them: appending copies them to
+        a buffer."""
         self.dtype, self.device = keys.dtype, keys.device
         self.keys, self.values = keys, values
         self.is_initialized = True
 
     def reserve(self, like: Tensor, num_rows: int) -> None:
-        """Start with ``num_rows`` rows that the caller fills in, in buffers that have room for more.
+        """Start with ``num_rows`` rows that the caller fills in, in buffers that have room for
+        more.
 
         Args:
             like: ``[B, Hkv, any, D]``, of the dtype and on the device of the rows.
@@ -70,14 +78,20 @@ class GrowingLayer(DynamicLayer):
         if self.buffers is None or self.buffers[0].shape[2] < self.keys.shape[2] + count:
             return False
         keys, values = self.buffers
-        return keys.data_ptr() == self.keys.data_ptr() and values.data_ptr() == self.values.data_ptr()
+        return (
+            keys.data_ptr() == self.keys.data_ptr() and values.data_ptr() == self.values.data_ptr()
+        )
 
     def make_room(self, count: int) -> None:
-        """Copy the rows to buffers with room for ``count`` more, unless they are in such buffers."""
+        """Copy the rows to buffers with room for ``count`` more, unless they are in such
+        buffers."""
         if not self.has_room(count):
             keys, values, old = self.keys, self.values, self.keys.shape[2]
             self.reserve(keys, old + count)
-            self.keys, self.values = self.keys[:, :, :old].copy_(keys), self.values[:, :, :old].copy_(values)
+            self.keys, self.values = (
+                self.keys[:, :, :old].copy_(keys),
+                self.values[:, :, :old].copy_(values),
+            )
 
     def extend(self, count: int) -> None:
         """Count ``count`` more rows that were written into the buffers."""
@@ -90,7 +104,8 @@ def writing_at(cache: DynamicCache, places: Tensor) -> Iterator[None]:
     """Make a cache write at places that only the device knows, until the end of the block.
 
     Its layers, which have room there, return their whole buffers to attention. The rows count once
-    :meth:`GrowingLayer.extend` is called. Addresses and shapes thus stay the same across forward passes.
+    :meth:`GrowingLayer.extend` is called. Addresses and shapes thus stay the same across forward
+    passes.
 
     Args:
         places: int64 ``[S]``, one for each new token.
@@ -105,7 +120,8 @@ def writing_at(cache: DynamicCache, places: Tensor) -> Iterator[None]:
 
 
 def appending_in_place(cache: DynamicCache) -> DynamicCache:
-    """Make a cache append in place from now on, and return it; its current tensors are not modified."""
+    """Make a cache append in place from now on, and return it; its current tensors are not
+    modified."""
     for index, layer in enumerate(cache.layers):
         if not isinstance(layer, GrowingLayer):
             cache.layers[index] = GrowingLayer()
@@ -115,7 +131,8 @@ def appending_in_place(cache: DynamicCache) -> DynamicCache:
 
 
 def first_tokens(cache: DynamicCache, num_tokens: int, view: DynamicCache) -> DynamicCache:
-    """Put the first tokens of a cache into the empty cache ``view``, which shares the memory, and return it."""
+    """Put the first tokens of a cache into the empty cache ``view``, which shares the memory, and
+    return it."""
     for index, layer in enumerate(cache.layers):
         empty = layer.keys[:, :, :0]
         view.update(empty, empty, index)
@@ -125,7 +142,8 @@ def first_tokens(cache: DynamicCache, num_tokens: int, view: DynamicCache) -> Dy
 
 
 def keep_of_last(cache: Cache, count: int, chosen: Sequence[int]) -> None:
-    """Drop all of a cache's last ``count`` tokens, which a forward pass has just appended, except the chosen ones.
+    """Drop all of a cache's last ``count`` tokens, which a forward pass has just appended, except
+    the chosen ones.
 
     Only these rows are moved: accepting a branch of a draft tree copies no earlier KV.
 
@@ -146,29 +164,46 @@ def keep_of_last(cache: Cache, count: int, chosen: Sequence[int]) -> None:
 class ShardedLayer(GrowingLayer):
     """Holds this host's rows of one layer's KV.
 
-    The first ``update`` is the prefill's: it returns the keys and values of all local tokens to attention, and
-    stores the rows that this host owns. Later updates are decoding's: host 0 appends the new tokens, the other
-    hosts store nothing, and attention gets the host's own rows.
+    The first ``update`` is the prefill's: it returns the keys and values of all local tokens to
+    attention, and stores the rows that this host owns. Later updates are decoding's: host 0 appends
+    the new tokens, the other hosts store nothing, and attention gets the host's own rows.
 
     Attributes:
         holds_newest: whether new tokens are appended to these rows, as they are on host 0.
     """
 
-    def __init__(self, owned_rows: Sequence[range], num_prompt_tokens: int, num_fixed_tokens: int, appends: bool):
+    def __init__(
+        self,
+        owned_rows: Sequence[range],
+        num_prompt_tokens: int,
+        num_fixed_tokens: int,
+        appends: bool,
+    ):
         super().__init__()
         self._owned_rows = owned_rows or [range(0)]
         self._num_fixed_tokens = num_fixed_tokens
         self.holds_newest = appends
         self.num_tokens = num_prompt_tokens
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args, **kwargs
+    ) -> tuple[Tensor, Tensor]:
         if self.is_initialized:
             self.num_tokens += key_states.shape[2]
-            return super().update(key_states, value_states) if self.holds_newest else (self.keys, self.values)
+            return (
+                super().update(key_states, value_states)
+                if self.holds_newest
+                else (self.keys, self.values)
+            )
         # The rows that this host owns are copied, so that the other local rows can be freed.
         if not self.holds_newest:
             both = (key_states, value_states)
-            self.hold(*(torch.cat([x[:, :, r.start : r.stop] for r in self._owned_rows], dim=2) for x in both))
+            self.hold(
+                *(
+                    torch.cat([x[:, :, r.start : r.stop] for r in self._owned_rows], dim=2)
+                    for x in both
+                )
+            )
             return key_states, value_states
         self.reserve(key_states, sum(map(len, self._owned_rows)))
         row = 0
@@ -179,21 +214,26 @@ class ShardedLayer(GrowingLayer):
         return key_states, value_states
 
     def get_seq_length(self) -> int:
-        """Return the number of tokens of the whole sequence so far, not of this host's rows only."""
+        """Return the number of tokens of the whole sequence so far, not of this host's rows
+        only."""
         return self.num_tokens
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Drop the last ``-tokens_to_remove`` tokens of the sequence (a count <= 0, as in transformers).
+        """Drop the last ``-tokens_to_remove`` tokens of the sequence (a count <= 0, as in
+        transformers).
 
         Raises:
             ValueError: the count is positive, or reaches beyond the query into the context.
         """
         if tokens_to_remove > 0:
-            raise ValueError(f"crop needs minus the number of tokens to remove, not {tokens_to_remove}")
+            raise ValueError(
+                f"crop needs minus the number of tokens to remove, not {tokens_to_remove}"
+            )
         croppable = self.num_tokens - self._num_fixed_tokens
         if -tokens_to_remove > croppable:
             raise ValueError(
-                f"cannot remove {-tokens_to_remove} tokens: only the last {croppable} of {self.num_tokens} are "
+                f"cannot remove {-tokens_to_remove} tokens: only the last {croppable} of "
+                f"{self.num_tokens} are "
                 "kept in order on host 0"
             )
         self.num_tokens += tokens_to_remove
@@ -213,18 +253,31 @@ class ShardedCache(Cache):
         home: the host that :meth:`gather_behind_each` sends the KV to.
     """
 
-    def __init__(self, num_layers: int, layout: ContextLayout, host: int, keep_query: bool = True, home: int = 0):
+    def __init__(
+        self,
+        num_layers: int,
+        layout: ContextLayout,
+        host: int,
+        keep_query: bool = True,
+        home: int = 0,
+    ):
         rows, num_tokens, appends = layout.cache_rows(host), layout.num_tokens, host == 0
         if not keep_query:
             rows, num_tokens = rows[:-1] if appends else rows, layout.query.start
-        layers = [ShardedLayer(rows, num_tokens, layout.query.start, appends) for _ in range(num_layers)]
+        layers = [
+            ShardedLayer(rows, num_tokens, layout.query.start, appends) for _ in range(num_layers)
+        ]
         super().__init__(layers=layers)
         self.home, self.layout = home, layout
         self._leaving: tuple[DynamicCache, Iterator[None]] | None = None
 
     @classmethod
     def of_shares(
-        cls, layers: Sequence[tuple[Tensor, Tensor]], layout: ContextLayout, host: int, holds_query: bool = True
+        cls,
+        layers: Sequence[tuple[Tensor, Tensor]],
+        layout: ContextLayout,
+        host: int,
+        holds_query: bool = True,
     ) -> "ShardedCache":
         """Build the cache from a host's keys and values of every layer.
 
@@ -244,12 +297,14 @@ class ShardedCache(Cache):
         spans = [intersect(span, range(length)) for span in layout.cache_spans(host)]
         return [*spans, range(layout.num_tokens, length)] if host == 0 else spans
 
-    def gather(self, hosts: HostGroup, to_host: int = 0, releases: bool = False) -> DynamicCache | None:
+    def gather(
+        self, hosts: HostGroup, to_host: int = 0, releases: bool = False
+    ) -> DynamicCache | None:
         """Collect the whole KV on one host, in position order; collective.
 
         Args:
-            releases: free each layer's share as soon as it has been sent, so that ``to_host`` never holds much
-                more than one copy of the KV. This cache must not be used afterwards.
+            releases: free each layer's share as soon as it has been sent, so that ``to_host`` never
+                holds much more than one copy of the KV. This cache must not be used afterwards.
 
         Returns:
             A transformers cache with ``[1, Hkv, n, D]`` per layer on ``to_host``, None elsewhere.
@@ -270,11 +325,14 @@ class ShardedCache(Cache):
             pass
         return gathered if hosts.rank == to_host else None
 
-    def gather_behind_each(self, attention: Callable[..., Tensor], hosts: HostGroup) -> Callable[..., Tensor]:
-        """Wrap an attention so that each layer's KV is then sent to its home; :meth:`gather` waits for the last.
+    def gather_behind_each(
+        self, attention: Callable[..., Tensor], hosts: HostGroup
+    ) -> Callable[..., Tensor]:
+        """Wrap an attention so that each layer's KV is then sent to its home; :meth:`gather` waits
+        for the last.
 
-        For one forward pass over all layers, on every host. The transfer overlaps with the layers' MLPs, when
-        there is no other communication.
+        For one forward pass over all layers, on every host. The transfer overlaps with the layers'
+        MLPs, when there is no other communication.
         """
         self._leaving = _, transfers = self._leave(hosts, self.home, releases=True)
 
@@ -285,7 +343,9 @@ class ShardedCache(Cache):
 
         return attend
 
-    def _leave(self, hosts: HostGroup, to_host: int, releases: bool) -> tuple[DynamicCache, Iterator[None]]:
+    def _leave(
+        self, hosts: HostGroup, to_host: int, releases: bool
+    ) -> tuple[DynamicCache, Iterator[None]]:
         gathered, spans = DynamicCache(), [self.owned_spans(host) for host in range(hosts.size)]
         return gathered, _send_each(self.layers, spans, gathered, hosts, to_host, releases)
 
@@ -300,7 +360,8 @@ def _send_each(
 ) -> Iterator[None]:
     """Send layers one after the other to a cache on one host; yield while each is in transfer.
 
-    It does not refer to the cache that sends, which refers to it: a cancelled prefill's KV is freed at once.
+    It does not refer to the cache that sends, which refers to it: a cancelled prefill's KV is freed
+    at once.
 
     Args:
         spans: the token positions of each host's rows.
@@ -327,7 +388,8 @@ def _send_each(
 
 
 def _in_position_order(shares: list[Tensor], spans: list[list[range]]) -> GrowingLayer:
-    """Merge ``[2, B, Hkv, T_h, D]`` per host into one layer ``[B, Hkv, n, D]`` that has room for an answer.
+    """Merge ``[2, B, Hkv, T_h, D]`` per host into one layer ``[B, Hkv, n, D]`` that has room for an
+    answer.
 
     Args:
         spans: the token positions of each host's rows.
@@ -338,6 +400,8 @@ def _in_position_order(shares: list[Tensor], spans: list[list[range]]) -> Growin
         row = 0
         for span in owned:
             rows = share[:, :, :, row : row + len(span)]
-            layer.keys[:, :, span.start : span.stop], layer.values[:, :, span.start : span.stop] = rows
+            layer.keys[:, :, span.start : span.stop], layer.values[:, :, span.start : span.stop] = (
+                rows
+            )
             row += len(span)
     return layer

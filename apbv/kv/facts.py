@@ -1,4 +1,5 @@
-"""Description of a prompt's KV, which saved KV, tickets and consumers compare, and the rows of its parts.
+"""Description of a prompt's KV, which saved KV, tickets and consumers compare, and the rows of its
+parts.
 
 Other engines' processes import this module: it needs only torch and the standard library.
 """
@@ -33,7 +34,8 @@ class ModelIdentity:
         revision: the hub's commit; None for a directory.
         family: its ``model_type``.
         config_sha256: digest of its configuration (see :mod:`apbv.model.digest`).
-        weights_sha256: digest of its language model's weights, which differ between fine-tuned siblings.
+        weights_sha256: digest of its language model's weights, which differ between fine-tuned
+            siblings.
     """
 
     model: str
@@ -98,11 +100,14 @@ class KVFacts(ModelIdentity):
 
 def malformed(name: str) -> StorageError:
     """Return the error for a malformed field."""
-    return StorageError(f"the description of the KV is malformed: its {name} is not what it must be")
+    return StorageError(
+        f"the description of the KV is malformed: its {name} is not what it must be"
+    )
 
 
 def from_json(kind: Any, value: Any, name: str = "") -> Any:
-    """Build a value of an annotated type, such as a dataclass of tuples of dataclasses, from parsed JSON.
+    """Build a value of an annotated type, such as a dataclass of tuples of dataclasses, from parsed
+    JSON.
 
     Raises:
         StorageError: the value is of another type, or an object lacks fields or has unknown ones.
@@ -114,13 +119,17 @@ def from_json(kind: Any, value: Any, name: str = "") -> Any:
     if get_origin(kind) is tuple and isinstance(value, (list, tuple)):
         kinds = repeat(arguments[0], len(value)) if arguments[-1] is Ellipsis else arguments
         if len(value) == len(arguments) or arguments[-1] is Ellipsis:
-            return tuple(from_json(each, item, name) for each, item in zip(kinds, value, strict=True))
+            return tuple(
+                from_json(each, item, name) for each, item in zip(kinds, value, strict=True)
+            )
     if is_dataclass(kind) and isinstance(value, dict):
         known = get_type_hints(kind)
         if set(value) != set(known):
             wrong = ", ".join(sorted(set(map(str, value)) ^ set(known)))
             raise StorageError(f"the KV description has missing or unknown fields: {wrong:.200}")
-        return kind(**{field: from_json(known[field], item, field) for field, item in value.items()})
+        return kind(
+            **{field: from_json(known[field], item, field) for field, item in value.items()}
+        )
     if type(value) is not kind:
         raise malformed(name)
     return value
@@ -132,7 +141,8 @@ def digest_of_tokens(token_ids: Tensor | Sequence[int]) -> str:
 
 
 def digest_of_positions(positions: Tensor) -> str:
-    """Compute the SHA-256 of rotary positions, ``[3, n]`` or ``[n]``, row by row as little-endian int64."""
+    """Compute the SHA-256 of rotary positions, ``[3, n]`` or ``[n]``, row by row as little-endian
+    int64."""
     return _digest(positions.to(torch.int64))
 
 
@@ -165,7 +175,8 @@ def rows_of(runs: Sequence[Run], wanted: Sequence[range]) -> Iterator[tuple[slic
 
 
 def cover_once(shards: Iterable[tuple[Sequence[Run], Run]], kv_heads: range, tokens: range) -> bool:
-    """Return whether shards hold every one of some tokens, of every one of some KV heads, exactly once.
+    """Return whether shards hold every one of some tokens, of every one of some KV heads, exactly
+    once.
 
     Args:
         shards: of each the runs of tokens and the range of KV heads, all within those asked about.

@@ -1,7 +1,8 @@
-"""Exports KV: holds it until it is fetched, serves it to consumers that present its secret, and frees it.
+"""Exports KV: holds it until it is fetched, serves it to consumers that present its secret, and
+frees it.
 
-Every process of a prefill instance has an :class:`Offers`. Host 0's decides when an offer ends, and notifies the
-others.
+Every process of a prefill instance has an :class:`Offers`. Host 0's decides when an offer ends, and
+notifies the others.
 """
 
 import hmac
@@ -22,7 +23,16 @@ from ..warn import raised_as
 from .facts import StorageError
 from .sending import Listener, Share
 from .ticket import Ticket
-from .wire import ask, range_of, reachable_address, read_message, reader_of, send_message, send_rows, sever
+from .wire import (
+    ask,
+    range_of,
+    reachable_address,
+    read_message,
+    reader_of,
+    send_message,
+    send_rows,
+    sever,
+)
 
 OnEnd = Callable[[str, str, int], None]
 
@@ -31,7 +41,9 @@ _logger = logging.getLogger(__name__)
 _IDLE_SECONDS = 60.0  # timeout for a reader that takes nothing
 _REQUEST_SECONDS = 10.0  # for a request to arrive
 _TELLING_SECONDS = 5.0  # timeout for notifying another host that an offer has ended
-_GRACE_SECONDS = 1.0  # time for a current reader to be notified, between two layers, that an offer has ended
+_GRACE_SECONDS = (
+    1.0  # time for a current reader to be notified, between two layers, that an offer has ended
+)
 _REMEMBERED = 1024
 # How an offer ends, and the reason that later fetches get.
 ENDINGS = {
@@ -49,7 +61,8 @@ class Offer:
     Attributes:
         transfer, token: as in the ticket.
         held: the KV that this process holds; None once it is free.
-        lives_until: when it expires, or when readers of an ended offer are cut off, by the monotonic clock.
+        lives_until: when it expires, or when readers of an ended offer are cut off, by the
+            monotonic clock.
         ticket: on host 0, once every process has its share.
         readers: the readers that began to fetch.
         confirmed: the readers that have everything.
@@ -76,21 +89,23 @@ class Offer:
 class Offers(AbstractContextManager):
     """This process's exported KV, and the port that serves it.
 
-    An offer ends when all its readers have confirmed (``"fetched"``), when its consumer or :meth:`drop` drops it
-    (``"dropped"``), after its lifetime (``"expired"``) or at :meth:`close` (``"closed"``). Its memory is
-    then free.
+    An offer ends when all its readers have confirmed (``"fetched"``), when its consumer or
+    :meth:`drop` drops it (``"dropped"``), after its lifetime (``"expired"``) or at :meth:`close`
+    (``"closed"``). Its memory is then free.
 
     Construct it on all processes of a group; this is collective.
 
     Args:
         hosts: the group.
         host: the address to listen on.
-        port: of the first process; process p of the group listens on ``port + p``. 0 takes any that is free.
-        advertised: the address that consumers get; None: ``host``, or for a wildcard address the one by which
-            others reach the machine.
+        port: of the first process; process p of the group listens on ``port + p``. 0 takes any that
+            is free.
+        advertised: the address that consumers get; None: ``host``, or for a wildcard address the
+            one by which others reach the machine.
         seconds: lifetime of an offer; doubled once a reader has begun to fetch.
-        on_end: called on the leader with an offer's transfer, how it ended, and the bytes of its KV on all hosts,
-            once they are free here. It may be called from any thread, and must not block.
+        on_end: called on the leader with an offer's transfer, how it ended, and the bytes of its KV
+            on all hosts, once they are free here. It may be called from any thread, and must not
+            block.
 
     Attributes:
         address: where this process serves KV.
@@ -115,7 +130,12 @@ class Offers(AbstractContextManager):
         self._offers: dict[str, Offer] = {}  # the oldest first
         self._past: OrderedDict[str, Offer] = OrderedDict()  # ended offers, the latest last
         self._changed, self._is_closed = threading.Condition(), False
-        self._actions = {"fetch": self._fetch, "done": self._done, "drop": self._told, "end": self._told}
+        self._actions = {
+            "fetch": self._fetch,
+            "done": self._done,
+            "drop": self._told,
+            "end": self._told,
+        }
         with ExitStack() as undo:
             with hosts.local_stage("listening for consumers of KV"):
                 process = hosts.rank * hosts.tensor_parallel_size + hosts.tensor_parallel_rank
@@ -139,7 +159,8 @@ class Offers(AbstractContextManager):
         Raises:
             StorageError: the server is shutting down.
         """
-        # Host 0 decides, once it is published; the others expire it themselves only if they are not notified.
+        # Host 0 decides, once it is published; the others expire it themselves only if they are not
+        # notified.
         lives_until = math.inf if self._leads else time.monotonic() + 3 * self._seconds
         with self._changed:
             if self._is_closed:
@@ -199,7 +220,12 @@ class Offers(AbstractContextManager):
         if offer.ticket is None:
             return
         if offer.how != "closed":  # then all processes close theirs
-            order = {"do": "end", "transfer": offer.transfer, "token": offer.token, "how": offer.how}
+            order = {
+                "do": "end",
+                "transfer": offer.transfer,
+                "token": offer.token,
+                "how": offer.how,
+            }
             for source in offer.ticket.sources[1:]:
                 try:
                     ask(source, order, _TELLING_SECONDS)
@@ -217,7 +243,10 @@ class Offers(AbstractContextManager):
             with self._changed:
                 if self._is_closed:
                     return
-                waiting = [*self._offers.values(), *(offer for offer in self._past.values() if offer.streams)]
+                waiting = [
+                    *self._offers.values(),
+                    *(offer for offer in self._past.values() if offer.streams),
+                ]
                 now = time.monotonic()
                 late = [offer for offer in waiting if offer.lives_until <= now]
                 if not late:
@@ -241,7 +270,9 @@ class Offers(AbstractContextManager):
                 raise StorageError(f"unknown KV request {request.get('do')!r:.40}")
             offer = self._find(request)
             trust()
-            is_repeated = offer.how == "fetched" and request["do"] == "done"  # the answer may have been lost
+            is_repeated = (
+                offer.how == "fetched" and request["do"] == "done"
+            )  # the answer may have been lost
             if not is_repeated:
                 offer.require_alive()
                 action(connection, request, offer)
@@ -273,7 +304,9 @@ class Offers(AbstractContextManager):
 
     def _send(self, connection: socket.socket, request: dict[str, Any], offer: Offer) -> None:
         share = offer.held
-        tokens, kv_heads, layers = (range_of(request, name) for name in ("tokens", "kv_heads", "layers"))
+        tokens, kv_heads, layers = (
+            range_of(request, name) for name in ("tokens", "kv_heads", "layers")
+        )
         runs, heads, in_host_memory = share.part(tokens, kv_heads, layers)
         send_message(connection, {"tokens": runs, "kv_heads": heads})
         for index, states in zip(layers, in_host_memory, strict=True):

@@ -26,8 +26,10 @@ class PlacedKV:
         hosts: the hosts that prefilled the prompt.
         cache: the KV that this host holds; None if it holds none.
         num_tokens: n, the tokens of the prompt.
-        attending: the hosts over which attention to this KV has to be merged; None if one host has all of it.
-        states: those of a hybrid's linear attention after the prompt, the same on every host; None: it has none.
+        attending: the hosts over which attention to this KV has to be merged; None if one host has
+            all of it.
+        states: those of a hybrid's linear attention after the prompt, the same on every host; None:
+            it has none.
     """
 
     hosts: HostGroup
@@ -37,14 +39,19 @@ class PlacedKV:
     states: LinearStates | None
 
     def continued(self) -> DynamicCache | ShardedCache | None:
-        """Drop the tokens of an earlier answer; return the cache to which a new answer's are appended."""
-        if self.cache is not None and (surplus := self.cache.get_seq_length() - self.num_tokens) > 0:
+        """Drop the tokens of an earlier answer; return the cache to which a new answer's are
+        appended."""
+        if (
+            self.cache is not None
+            and (surplus := self.cache.get_seq_length() - self.num_tokens) > 0
+        ):
             self.cache.crop(-surplus)
         return self.cache
 
     @property
     def num_bytes(self) -> int:
-        """The bytes that this KV keeps allocated on this host; a view counts as the whole underlying tensor."""
+        """The bytes that this KV keeps allocated on this host; a view counts as the whole
+        underlying tensor."""
         layers = () if self.cache is None else self.cache.layers
         tensors = chain.from_iterable((layer.keys, layer.values) for layer in layers)
         tensors = chain(tensors, *(() if self.states is None else self.states.tensors))
@@ -52,10 +59,12 @@ class PlacedKV:
 
 
 class GatheredKV(PlacedKV):
-    """KV gathered on one host, its home, which attends to it alone. Methods that speak of host 0 mean its home.
+    """KV gathered on one host, its home, which attends to it alone. Methods that speak of host 0
+    mean its home.
 
     Args:
-        cache: ``[1, Hkv, n, D]`` per layer on the home, None elsewhere. An answer is appended to it.
+        cache: ``[1, Hkv, n, D]`` per layer on the home, None elsewhere. An answer is appended to
+            it.
         num_tokens: n.
         states: see :class:`PlacedKV`; the same on every host.
     """
@@ -63,13 +72,18 @@ class GatheredKV(PlacedKV):
     attending = None
 
     def __init__(
-        self, cache: DynamicCache | None, num_tokens: int, hosts: HostGroup, states: LinearStates | None = None
+        self,
+        cache: DynamicCache | None,
+        num_tokens: int,
+        hosts: HostGroup,
+        states: LinearStates | None = None,
     ):
         self.cache = None if cache is None else appending_in_place(cache)
         self.hosts, self.num_tokens, self.states = hosts, num_tokens, states
 
     def to_dynamic_cache(self, host: int) -> DynamicCache | None:
-        """Return a separate cache with the prompt's KV ``[1, Hkv, n, D]`` on one host, None elsewhere; collective.
+        """Return a separate cache with the prompt's KV ``[1, Hkv, n, D]`` on one host, None
+        elsewhere; collective.
 
         The cache may share memory with this KV.
 
@@ -77,16 +91,23 @@ class GatheredKV(PlacedKV):
             ValueError: the KV cannot be given to that host.
         """
         if host != 0:
-            raise ValueError(f"the KV was gathered on host 0; prefill with kv='sharded' to get it on host {host}")
+            raise ValueError(
+                f"the KV was gathered on host 0; prefill with kv='sharded' to get it on host {host}"
+            )
         return self.whole
 
     @property
     def whole(self) -> DynamicCache | None:
         """The prompt's KV without a copy; None if not all of it is on this host. Not collective."""
-        return None if self.cache is None else first_tokens(self.cache, self.num_tokens, DynamicCache())
+        return (
+            None
+            if self.cache is None
+            else first_tokens(self.cache, self.num_tokens, DynamicCache())
+        )
 
     def held(self) -> tuple[Sequence[range], Layers] | None:
-        """Return which of the prompt's tokens this host holds, in row order, and their KV; None: it holds none."""
+        """Return which of the prompt's tokens this host holds, in row order, and their KV; None: it
+        holds none."""
         if self.cache is None:
             return None
         return [range(self.num_tokens)], [(layer.keys, layer.values) for layer in self.whole.layers]
@@ -112,7 +133,8 @@ class GatheredKV(PlacedKV):
         return None if self.cache is None else select_kv(self.whole, chosen)
 
     def first_layers(self, count: int) -> DynamicCache | None:
-        """Return the first layers' KV of all tokens on host 0, None elsewhere; collective. It may share memory."""
+        """Return the first layers' KV of all tokens on host 0, None elsewhere; collective. It may
+        share memory."""
         cache = self.whole
         if cache is not None:
             cache.layers = cache.layers[:count]
@@ -130,7 +152,8 @@ class ShardedKV(PlacedKV):
         self.num_tokens = cache.layout.num_tokens
 
     def gathered(self) -> GatheredKV:
-        """Gather the KV on its home, and free the shards; collective. This KV must not be used afterwards."""
+        """Gather the KV on its home, and free the shards; collective. This KV must not be used
+        afterwards."""
         cache = self.cache.gather(self.hosts, self.cache.home, releases=True)
         return GatheredKV(cache, self.num_tokens, self.hosts, self.states)
 
@@ -146,7 +169,9 @@ class ShardedKV(PlacedKV):
     def prefix(self, num_tokens: int, layout: ContextLayout) -> "ShardedKV | None":
         if layout.query != range(num_tokens, layout.num_tokens):
             return None  # the query is split over the hosts, too
-        rows = sum(len(span) for span in layout.cache_spans(self.hosts.rank) if span != layout.query)
+        rows = sum(
+            len(span) for span in layout.cache_spans(self.hosts.rank) if span != layout.query
+        )
         return self._with_query_to_come(rows, layout)
 
     def behind(self, layout: ContextLayout) -> "ShardedKV":
@@ -161,8 +186,12 @@ class ShardedKV(PlacedKV):
         return self.select([all_tokens] * count)
 
     def _rows(self, count: int | None) -> Layers:
-        return [(layer.keys[:, :, :count], layer.values[:, :, :count]) for layer in self.cache.layers]
+        return [
+            (layer.keys[:, :, :count], layer.values[:, :, :count]) for layer in self.cache.layers
+        ]
 
     def _with_query_to_come(self, num_rows: int | None, layout: ContextLayout) -> "ShardedKV":
-        shares = ShardedCache.of_shares(self._rows(num_rows), layout, self.hosts.rank, holds_query=False)
+        shares = ShardedCache.of_shares(
+            self._rows(num_rows), layout, self.hosts.rank, holds_query=False
+        )
         return ShardedKV(shares, self.hosts)

@@ -1,4 +1,5 @@
-"""Consumer side of a KV transfer: receives the KV that a ticket names from the producers' memory, layer by layer.
+"""Consumer side of a KV transfer: receives the KV that a ticket names from the producers' memory,
+layer by layer.
 
 Consumers are other engines' processes, so it needs only torch and the standard library.
 """
@@ -14,19 +15,30 @@ from torch import Tensor
 
 from .facts import StorageError, cover_once, rows_of
 from .ticket import Ticket
-from .wire import Address, Severed, ask, ask_on, connect, read_message, receive_rows, sever, unreachable
+from .wire import (
+    Address,
+    Severed,
+    ask,
+    ask_on,
+    connect,
+    read_message,
+    receive_rows,
+    sever,
+    unreachable,
+)
 
 
 class RemoteKV(AbstractContextManager):
     """A prompt's KV that another process computed and exports.
 
-    A consumer with several processes has one in each of them; these are its readers. Use it as a context manager,
-    or call :meth:`close`.
+    A consumer with several processes has one in each of them; these are its readers. Use it as a
+    context manager, or call :meth:`close`.
 
     Args:
         ticket: its ticket.
         timeout: seconds without any progress after which a wait ends in an error.
-        num_readers: number of processes that will read and confirm; the KV is kept until all of them have.
+        num_readers: number of processes that will read and confirm; the KV is kept until all of
+            them have.
     """
 
     def __init__(self, ticket: Ticket, timeout: float = 30.0, num_readers: int = 1):
@@ -37,10 +49,11 @@ class RemoteKV(AbstractContextManager):
     def layers(
         self, tokens: range, kv_heads: range | None = None, layers: range | None = None
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Return an iterator over the layers in order, which begins to read when the first is requested.
+        """Return an iterator over the layers in order, which begins to read when the first is
+        requested.
 
-        Each is keys and values ``[H, T, D]`` in CPU memory, valid until the next is requested, which is received
-        meanwhile, from all sources in parallel.
+        Each is keys and values ``[H, T, D]`` in CPU memory, valid until the next is requested,
+        which is received meanwhile, from all sources in parallel.
 
         Args:
             tokens: a range of token numbers.
@@ -52,7 +65,11 @@ class RemoteKV(AbstractContextManager):
             StorageError: from the iterator: the KV has ended, cannot be reached, or is damaged.
         """
         ticket = self.ticket
-        sizes = {"tokens": ticket.num_tokens, "kv_heads": ticket.num_kv_heads, "layers": ticket.num_layers}
+        sizes = {
+            "tokens": ticket.num_tokens,
+            "kv_heads": ticket.num_kv_heads,
+            "layers": ticket.num_layers,
+        }
         asked = {"tokens": tokens, "kv_heads": kv_heads, "layers": layers}
         asked = {name: range(sizes[name]) if run is None else run for name, run in asked.items()}
         for name, run in asked.items():
@@ -62,17 +79,28 @@ class RemoteKV(AbstractContextManager):
         self._reading = self._received(**asked)
         return self._reading
 
-    def _received(self, tokens: range, kv_heads: range, layers: range) -> Iterator[tuple[Tensor, Tensor]]:
+    def _received(
+        self, tokens: range, kv_heads: range, layers: range
+    ) -> Iterator[tuple[Tensor, Tensor]]:
         addresses = list(dict.fromkeys(self.ticket.sources))
         shape = 2, len(kv_heads), len(tokens), self.ticket.head_dim
         # One layer is being used, the other received.
         buffers = [torch.empty(shape, dtype=self.ticket.torch_dtype) for _ in layers[:2]]
         with ExitStack() as stack:
-            pool = stack.enter_context(ThreadPoolExecutor(len(addresses), thread_name_prefix="kv-receiver"))
-            begun = [pool.submit(Source, self, stack, each, tokens, kv_heads, layers) for each in addresses]
+            pool = stack.enter_context(
+                ThreadPoolExecutor(len(addresses), thread_name_prefix="kv-receiver")
+            )
+            begun = [
+                pool.submit(Source, self, stack, each, tokens, kv_heads, layers)
+                for each in addresses
+            ]
             sources = _all_of(begun)
-            if not cover_once(((source.runs, source.kv_heads) for source in sources), kv_heads, tokens):
-                raise StorageError(f"the sources of {self.name} do not cover every token exactly once")
+            if not cover_once(
+                ((source.runs, source.kv_heads) for source in sources), kv_heads, tokens
+            ):
+                raise StorageError(
+                    f"the sources of {self.name} do not cover every token exactly once"
+                )
 
             def begin(number: int) -> list[Future]:
                 buffer = buffers[number % len(buffers)]
@@ -88,14 +116,20 @@ class RemoteKV(AbstractContextManager):
         """Confirm that this reader has all it wanted. The KV ends once all readers have confirmed.
 
         Raises:
-            StorageError: the producers cannot be reached, or the KV had already ended. Received data is still
-                valid.
+            StorageError: the producers cannot be reached, or the KV had already ended. Received
+                data is still valid.
         """
         ask(self.ticket.sources[0], self.request("done"), self.timeout)
 
     def request(self, what: str, **more: Any) -> dict[str, Any]:
         """Build a request (see :mod:`.wire`)."""
-        return {"do": what, "transfer": self.ticket.transfer, "token": self.ticket.token, **self._reader, **more}
+        return {
+            "do": what,
+            "transfer": self.ticket.transfer,
+            "token": self.ticket.token,
+            **self._reader,
+            **more,
+        }
 
     @property
     def name(self) -> str:
@@ -137,9 +171,20 @@ class Source:
     """
 
     def __init__(
-        self, remote: RemoteKV, stack: ExitStack, address: Address, tokens: range, kv_heads: range, layers: range
+        self,
+        remote: RemoteKV,
+        stack: ExitStack,
+        address: Address,
+        tokens: range,
+        kv_heads: range,
+        layers: range,
     ):
-        self._remote, self._address, self._tokens, self._first_head = remote, address, tokens, kv_heads.start
+        self._remote, self._address, self._tokens, self._first_head = (
+            remote,
+            address,
+            tokens,
+            kv_heads.start,
+        )
         wanted = {"tokens": tokens, "kv_heads": kv_heads, "layers": layers}
         ends = {name: [run.start, run.stop] for name, run in wanted.items()}
         with self._described("at once"):
@@ -148,7 +193,9 @@ class Source:
             reply = ask_on(self._connection, remote.request("fetch", **ends), remote.timeout)
         with suppress(KeyError, TypeError, ValueError):
             self.runs = tuple((start, stop) for start, stop in reply["tokens"])
-            self.kv_heads = first, last = tuple(reply["kv_heads"]) if self.runs else (kv_heads.start,) * 2
+            self.kv_heads = first, last = (
+                tuple(reply["kv_heads"]) if self.runs else (kv_heads.start,) * 2
+            )
             edges = [tokens.start, *(edge for run in self.runs for edge in run), tokens.stop]
             if edges == sorted(edges) and kv_heads.start <= first <= last <= kv_heads.stop:
                 return
@@ -167,10 +214,14 @@ class Source:
             if read_message(self._connection, timeout).get("layer") != index:
                 raise StorageError(f"layer {index} of {name} arrived out of order")
             # The order of sending: keys, values; of each head by head; and of a head run by run.
-            rows = (head[None, place] for states in buffer for head in states[heads] for place in places)
+            rows = (
+                head[None, place] for states in buffer for head in states[heads] for place in places
+            )
             checksum = receive_rows(self._connection, rows)
             if read_message(self._connection, timeout).get("crc32") != checksum:
-                raise StorageError(f"layer {index} of {name} was damaged in transfer: wrong checksum")
+                raise StorageError(
+                    f"layer {index} of {name} was damaged in transfer: wrong checksum"
+                )
 
     @contextmanager
     def _described(self, place: str) -> Iterator[None]:
@@ -186,5 +237,6 @@ class Source:
 
 
 def _all_of(futures: list[Future]) -> list[Any]:
-    """Wait until all futures are done, and return their results in any order, or raise the first error."""
+    """Wait until all futures are done, and return their results in any order, or raise the first
+    error."""
     return [future.result() for future in wait(futures, return_when=FIRST_EXCEPTION).done]

@@ -16,17 +16,21 @@ def select_kv(cache: DynamicCache, chosen: Sequence[Tensor]) -> DynamicCache:
 
     Args:
         cache: ``[1, Hkv, n, D]`` per layer.
-        chosen: per layer ``[Hkv, T]``, ascending token numbers, which may differ between KV heads. For fewer layers
-            than the cache has, the copy has only the first ones.
+        chosen: per layer ``[Hkv, T]``, ascending token numbers, which may differ between KV heads.
+            For fewer layers than the cache has, the copy has only the first ones.
     """
     copy = DynamicCache()
     for index, (layer, tokens) in enumerate(zip(cache.layers[: len(chosen)], chosen, strict=True)):
-        rows = tokens.to(layer.keys.device)[None, :, :, None].expand(-1, -1, -1, layer.keys.shape[3])
+        rows = tokens.to(layer.keys.device)[None, :, :, None].expand(
+            -1, -1, -1, layer.keys.shape[3]
+        )
         copy.update(layer.keys.gather(2, rows), layer.values.gather(2, rows), index)
     return copy
 
 
-def collect_kv(shards: ShardedCache, chosen: Sequence[Tensor], hosts: HostGroup) -> DynamicCache | None:
+def collect_kv(
+    shards: ShardedCache, chosen: Sequence[Tensor], hosts: HostGroup
+) -> DynamicCache | None:
     """Copy some tokens of a sharded KV to host 0; collective. Only the chosen rows are sent.
 
     Args:

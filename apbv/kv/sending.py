@@ -29,8 +29,8 @@ _POLL_SECONDS = 0.05  # after which a listener that ends notices
 class Share:
     """One process's share of a prompt's KV, on a GPU or in CPU memory.
 
-    It must not be modified while it is exported. On a GPU it is read after the work queued so far in the current
-    stream.
+    It must not be modified while it is exported. On a GPU it is read after the work queued so far
+    in the current stream.
 
     Args:
         tokens: ascending runs of token numbers.
@@ -53,8 +53,9 @@ class Share:
         """Return the requested part of this share, which may be empty.
 
         Returns:
-            The part's token numbers; its KV heads; and of each layer its keys and values ``[H, T, D]`` in CPU
-            memory, with contiguous rows: the share's own memory if possible, valid until the next are requested.
+            The part's token numbers; its KV heads; and of each layer its keys and values
+            ``[H, T, D]`` in CPU memory, with contiguous rows: the share's own memory if possible,
+            valid until the next are requested.
 
         Raises:
             StorageError: layers are out of range.
@@ -67,19 +68,27 @@ class Share:
         # The runs ascend, so a range of tokens maps to contiguous rows.
         rows = slice(found[0][0].start, found[-1][0].stop) if found else slice(0, 0)
         chosen = slice(heads.start - self.kv_heads.start, heads.stop - self.kv_heads.start), rows
-        states = ((keys[chosen], values[chosen]) for keys, values in self._layers[layers.start : layers.stop])
+        states = (
+            (keys[chosen], values[chosen])
+            for keys, values in self._layers[layers.start : layers.stop]
+        )
         in_host_memory = _contiguous(states) if self._computed is None else self._copied(states)
         return runs, (heads.start, heads.stop), in_host_memory
 
     def _copied(self, layers: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Copy layers from the GPU, each while the previous one is being sent, next to other GPU work."""
+        """Copy layers from the GPU, each while the previous one is being sent, next to other GPU
+        work."""
         stream = side_stream(self._device, "sending")
         stream.wait_event(self._computed)
         buffers: list[list[Tensor]] = []
 
-        def start(states: tuple[Tensor, Tensor], number: int) -> tuple[list[Tensor], torch.cuda.Event]:
+        def start(
+            states: tuple[Tensor, Tensor], number: int
+        ) -> tuple[list[Tensor], torch.cuda.Event]:
             if len(buffers) <= number % 2:
-                buffers.append([torch.empty(each.shape, dtype=each.dtype, pin_memory=True) for each in states])
+                buffers.append(
+                    [torch.empty(each.shape, dtype=each.dtype, pin_memory=True) for each in states]
+                )
             with torch.cuda.stream(stream):
                 for buffer, each in zip(buffers[number % 2], states, strict=True):
                     buffer.copy_(each, non_blocking=True)
@@ -109,12 +118,13 @@ def _contiguous(layers: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tenso
 class Listener(socketserver.ThreadingTCPServer):
     """Accepts connections, and serves each in its own thread.
 
-    Connections are untrusted until they present a secret. If there are too many, each new one closes the oldest.
+    Connections are untrusted until they present a secret. If there are too many, each new one
+    closes the oldest.
 
     Args:
         address: where to listen; port 0 takes any that is free.
-        serve: called with each connection, which is closed when it returns, and with a function that marks it as
-            trusted.
+        serve: called with each connection, which is closed when it returns, and with a function
+            that marks it as trusted.
         idle_seconds: maximum idle time of a connection.
 
     Raises:
@@ -125,7 +135,10 @@ class Listener(socketserver.ThreadingTCPServer):
     request_queue_size = 128
 
     def __init__(
-        self, address: Address, serve: Callable[[socket.socket, Callable[[], None]], None], idle_seconds: float
+        self,
+        address: Address,
+        serve: Callable[[socket.socket, Callable[[], None]], None],
+        idle_seconds: float,
     ):
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         self._serve, self._idle_seconds = serve, idle_seconds

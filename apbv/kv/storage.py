@@ -1,13 +1,15 @@
 """Saved KV: a directory that one or several hosts write and any number of hosts read.
 
-The directory holds ``manifest.json`` and, in the subfolder that the manifest names, ``prompt.safetensors`` with
-``logits [1, V]`` and ``position_ids`` (``[3, n]`` for M-RoPE models, else ``[n]``), and a hybrid's states of
-linear attention (:attr:`apbv.model.linear_attention.LinearStates.named`); and for every layer of attention and
-shard one file with ``keys`` and ``values``, ``[H_kv, T, D]``, after RoPE, in token order. A shard is one writer's
-part: runs of tokens, and a range of KV heads.
+The directory holds ``manifest.json`` and, in the subfolder that the manifest names,
+``prompt.safetensors`` with ``logits [1, V]`` and ``position_ids`` (``[3, n]`` for M-RoPE models,
+else ``[n]``), and a hybrid's states of linear attention
+(:attr:`apbv.model.linear_attention.LinearStates.named`); and for every layer of attention and shard
+one file with ``keys`` and ``values``, ``[H_kv, T, D]``, after RoPE, in token order. A shard is one
+writer's part: runs of tokens, and a range of KV heads.
 
-Sizes, checksums and digests detect truncated or changed files. A crash at any moment leaves what was saved before,
-or nothing: saving again writes another subfolder, and then replaces the manifest in one step.
+Sizes, checksums and digests detect truncated or changed files. A crash at any moment leaves what
+was saved before, or nothing: saving again writes another subfolder, and then replaces the manifest
+in one step.
 """
 
 import json
@@ -130,12 +132,12 @@ class Manifest(KVFacts):
             yield from shard.files
 
     def require_complete(self, path: Path) -> None:
-        """Check that each token of each KV head is in exactly one shard, and that each layer of a shard has a
-        file.
+        """Check that each token of each KV head is in exactly one shard, and that each layer of a
+        shard has a file.
 
         Raises:
-            StorageError: a token or a layer is missing, a token is in several shards, or the reduction does not
-                explain which visual tokens are left.
+            StorageError: a token or a layer is missing, a token is in several shards, or the
+                reduction does not explain which visual tokens are left.
         """
         is_whole = len(self.token_ids) == self.num_tokens
         is_whole = is_whole and digest_of_tokens(self.token_ids) == self.tokens_sha256
@@ -144,13 +146,19 @@ class Manifest(KVFacts):
         token_bytes = 2 * self.head_dim * self.torch_dtype.itemsize
         for shard in self.shards:
             num_bytes = sum(map(length, shard.tokens)) * length(shard.kv_heads) * token_bytes
-            if any(file.bytes < num_bytes for file in shard.files):  # nothing larger than a file is allocated
+            if any(
+                file.bytes < num_bytes for file in shard.files
+            ):  # nothing larger than a file is allocated
                 raise StorageError(f"the files for {path} are too small for their KV")
         if self.reduction is not None:
             kept, num_left = self.reduction.kept, self.visual and self.visual.num_tokens
-            ascending = all(before < after for before, after in pairwise((-1, *kept, self.reduction.num_before)))
+            ascending = all(
+                before < after for before, after in pairwise((-1, *kept, self.reduction.num_before))
+            )
             if len(kept) != num_left or not ascending:
-                raise StorageError(f"the KV in {path} does not match the tokens that its pruning retained")
+                raise StorageError(
+                    f"the KV in {path} does not match the tokens that its pruning retained"
+                )
         shards = ((shard.tokens, shard.kv_heads) for shard in self.shards)
         if not cover_once(shards, range(self.num_kv_heads), range(self.num_tokens)):
             raise StorageError(f"the shards for {path} do not cover every token exactly once")
@@ -183,19 +191,33 @@ class SavedKV:
             saved = cls(path, from_json(Manifest, record))
             saved.manifest.require_complete(path)
         except FileNotFoundError:
-            raise StorageError(f"there is no saved KV in {path}: it has no {MANIFEST_NAME}") from None
-        except (AttributeError, OSError, OverflowError, RecursionError, RuntimeError, ValueError) as error:
-            raise StorageError(f"{path / MANIFEST_NAME} is not a manifest of saved KV: {error}") from error
+            raise StorageError(
+                f"there is no saved KV in {path}: it has no {MANIFEST_NAME}"
+            ) from None
+        except (
+            AttributeError,
+            OSError,
+            OverflowError,
+            RecursionError,
+            RuntimeError,
+            ValueError,
+        ) as error:
+            raise StorageError(
+                f"{path / MANIFEST_NAME} is not a manifest of saved KV: {error}"
+            ) from error
         for file in saved.manifest.files():
             # The file may be missing, or the name invalid.
             with raised_as(StorageError, f"saved KV in {path} is incomplete", OSError, ValueError):
                 size = (saved._folder / file.name).stat().st_size
             if size != file.bytes:
-                raise StorageError(f"{saved._folder / file.name} has {size} bytes instead of {file.bytes}")
+                raise StorageError(
+                    f"{saved._folder / file.name} has {size} bytes instead of {file.bytes}"
+                )
         return saved
 
     def prompt(self) -> dict[str, Tensor]:
-        """Read ``logits [1, V]`` of the last token, ``position_ids`` ``[3, n]`` or ``[n]``, a hybrid's states.
+        """Read ``logits [1, V]`` of the last token, ``position_ids`` ``[3, n]`` or ``[n]``, a
+        hybrid's states.
 
         Raises:
             StorageError: the file was changed, or is gone.
@@ -203,9 +225,13 @@ class SavedKV:
         return self._read(self.manifest.prompt)
 
     def layer(
-        self, index: int, tokens: range | Sequence[range] | None = None, kv_heads: range | None = None
+        self,
+        index: int,
+        tokens: range | Sequence[range] | None = None,
+        kv_heads: range | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Read a layer's keys and values, each ``[H_kv, T, D]``; by default of all heads and tokens.
+        """Read a layer's keys and values, each ``[H_kv, T, D]``; by default of all heads and
+        tokens.
 
         Args:
             index: the layer, from 0.
@@ -221,8 +247,12 @@ class SavedKV:
         wanted = [tokens] if isinstance(tokens, range) else tokens
         kv_heads = range(manifest.num_kv_heads) if kv_heads is None else kv_heads
         sizes = [(run, manifest.num_tokens) for run in wanted] + [(kv_heads, manifest.num_kv_heads)]
-        if any(run.start < 0 or run.stop > size for run, size in sizes) or index not in range(manifest.num_layers):
-            raise ValueError(f"the KV in {self.path} has no layer {index}, tokens {wanted}, KV heads {kv_heads}")
+        if any(run.start < 0 or run.stop > size for run, size in sizes) or index not in range(
+            manifest.num_layers
+        ):
+            raise ValueError(
+                f"the KV in {self.path} has no layer {index}, tokens {wanted}, KV heads {kv_heads}"
+            )
         shape = len(kv_heads), sum(map(len, wanted)), manifest.head_dim
         keys, values = (torch.empty(shape, dtype=manifest.torch_dtype) for _ in range(2))
         for shard in manifest.shards:
@@ -237,9 +267,14 @@ class SavedKV:
             of_result = slice(heads.start - kv_heads.start, heads.stop - kv_heads.start)
             for name, result in (("keys", keys), ("values", values)):
                 states = stored.get(name)
-                if states is None or states.shape != expected or states.dtype != manifest.torch_dtype:
+                if (
+                    states is None
+                    or states.shape != expected
+                    or states.dtype != manifest.torch_dtype
+                ):
                     raise StorageError(
-                        f"{self._folder / file.name} does not hold the tensors that its manifest describes"
+                        f"{self._folder / file.name} does not hold the tensors that its manifest "
+                        "describes"
                     )
                 for rows, places in runs:
                     result[of_result, places] = states[of_shard, rows]
@@ -255,7 +290,8 @@ class SavedKV:
 
 
 class Writer:
-    """Saves one host's share of a prefill; all hosts have one for the same directory at the same time.
+    """Saves one host's share of a prefill; all hosts have one for the same directory at the same
+    time.
 
     Args:
         path: the directory, created if it is missing; all hosts must see the same one.
@@ -267,7 +303,11 @@ class Writer:
         self._folder, self._is_published = path / self.generation, False
 
     def write_shard(
-        self, number: int, tokens: Sequence[range], kv_heads: range, layers: Sequence[tuple[Tensor, Tensor]]
+        self,
+        number: int,
+        tokens: Sequence[range],
+        kv_heads: range,
+        layers: Sequence[tuple[Tensor, Tensor]],
     ) -> Shard:
         """Write this host's share, layer by layer.
 
@@ -301,12 +341,17 @@ class Writer:
             path = self._folder / file.name
             if not path.exists() or path.stat().st_size != file.bytes:
                 raise StorageError(
-                    f"{path} is missing: all hosts must share the directory {self.path}, and nothing else may be "
+                    f"{path} is missing: all hosts must share the directory {self.path}, and "
+                    "nothing else may be "
                     "saved there meanwhile"
                 )
         manifest.require_complete(self.path)
-        fresh = self._folder / MANIFEST_NAME  # until it is moved, a failed save removes it with the rest
-        _write_to_disk(fresh, json.dumps({"format_version": FORMAT_VERSION, **asdict(manifest)}).encode())
+        fresh = (
+            self._folder / MANIFEST_NAME
+        )  # until it is moved, a failed save removes it with the rest
+        _write_to_disk(
+            fresh, json.dumps({"format_version": FORMAT_VERSION, **asdict(manifest)}).encode()
+        )
         _sync_folder(self._folder)
         os.replace(fresh, self.path / MANIFEST_NAME)
         self._is_published = True

@@ -1,8 +1,9 @@
 """The ticket with which a consumer fetches a prompt's KV from the hosts that prefilled it.
 
-A prefill instance puts it into the ``kv_transfer_params`` of its reply, and routers forward it unchanged to the
-consumer. It has the KV's addresses and everything that a consumer's scheduler needs to decide without I/O whether
-the KV fits a request. Other engines' processes import this module: it needs only torch and the standard library.
+A prefill instance puts it into the ``kv_transfer_params`` of its reply, and routers forward it
+unchanged to the consumer. It has the KV's addresses and everything that a consumer's scheduler
+needs to decide without I/O whether the KV fits a request. Other engines' processes import this
+module: it needs only torch and the standard library.
 """
 
 import secrets
@@ -24,9 +25,10 @@ class Ticket(KVFacts):
     Attributes:
         version: of the ticket's format and of the protocol that the sources speak.
         transfer: a random 128-bit number as hex digits, which may appear in logs.
-        token: a 256-bit secret as hex digits, which readers must present; it must not appear in logs.
-        sources: address and port of every process that holds KV. The first is host 0's, which also takes the
-            confirmation, and the order to drop the KV.
+        token: a 256-bit secret as hex digits, which readers must present; it must not appear in
+            logs.
+        sources: address and port of every process that holds KV. The first is host 0's, which also
+            takes the confirmation, and the order to drop the KV.
 
     Raises:
         StorageError: a value is malformed.
@@ -40,14 +42,17 @@ class Ticket(KVFacts):
     def __post_init__(self):
         super().__post_init__()
         for name, digits in _HEX_DIGITS.items():
-            if len(value := getattr(self, name)) != digits or not set(value) <= set("0123456789abcdef"):
+            if len(value := getattr(self, name)) != digits or not set(value) <= set(
+                "0123456789abcdef"
+            ):
                 raise malformed(name)
         are_sources = all(host and 0 < port < 65536 for host, port in self.sources)
         if not 0 < len(self.sources) <= _MOST_SOURCES or not are_sources:
             raise malformed("sources")
 
     def to_params(self) -> dict[str, Any]:
-        """Return the ``kv_transfer_params`` of a reply, to be sent with the request to the consumer."""
+        """Return the ``kv_transfer_params`` of a reply, to be sent with the request to the
+        consumer."""
         return {"do_remote_prefill": True, "do_remote_decode": False, _ENTRY: asdict(self)}
 
     @classmethod
@@ -69,7 +74,9 @@ class Ticket(KVFacts):
         if not isinstance(record, dict):
             raise StorageError(f"the ticket is {type(record).__name__}, not an object")
         if (version := record.get("version")) != VERSION:
-            raise StorageError(f"the ticket has version {version!r:.40}; this version reads {VERSION}")
+            raise StorageError(
+                f"the ticket has version {version!r:.40}; this version reads {VERSION}"
+            )
         return from_json(cls, record)
 
 

@@ -1,15 +1,16 @@
 """The KV transfer protocol: JSON messages, and rows of KV as in memory.
 
-A connection carries one request and its reply. The request names the operation, the transfer, and its secret:
+A connection carries one request and its reply. The request names the operation, the transfer, and
+its secret:
 
-- ``fetch`` has also ``tokens``, ``kv_heads`` and ``layers`` (ranges ``[start, stop)``), and the reader. The reply
-  has the ranges that this source holds. For every layer there follow a message, the keys and the values, head by
-  head and row by row, and a message with their checksum.
+- ``fetch`` has also ``tokens``, ``kv_heads`` and ``layers`` (ranges ``[start, stop)``), and the
+  reader. The reply has the ranges that this source holds. For every layer there follow a message,
+  the keys and the values, head by head and row by row, and a message with their checksum.
 - ``done`` confirms that a reader has all it wanted, ``drop`` that the KV will not be fetched.
 - ``end`` notifies another source of the transfer that it has ended, and how.
 
-Every message may hold an ``error`` instead of the expected fields. Numbers are as the machines have them: both
-ends must be little-endian, as everything is that runs torch on a GPU.
+Every message may hold an ``error`` instead of the expected fields. Numbers are as the machines have
+them: both ends must be little-endian, as everything is that runs torch on a GPU.
 """
 
 import ipaddress
@@ -37,7 +38,8 @@ _HEAD = struct.Struct("<8sI")
 _LONGEST_MESSAGE = 1 << 16
 _MOST_READERS = 1024
 _HIGHEST = 2**31  # more than the tokens of any prompt
-# Small enough that checksummed data is still in the CPU's cache when it is copied to or from the network.
+# Small enough that checksummed data is still in the CPU's cache when it is copied to or from the
+# network.
 _CHUNK = 1 << 18
 
 
@@ -94,7 +96,10 @@ def read_message(connection: socket.socket, seconds: float) -> dict[str, Any]:
         connection.settimeout(before)
     try:
         message = json.loads(content)
-    except (RecursionError, ValueError) as error:  # not JSON or text, too deep, or too long a number
+    except (
+        RecursionError,
+        ValueError,
+    ) as error:  # not JSON or text, too deep, or too long a number
         raise StorageError(f"malformed KV message: {error}") from None
     if not isinstance(message, dict):
         raise StorageError("a KV message is not a JSON object")
@@ -174,7 +179,8 @@ def unreachable(address: Address, error: OSError) -> StorageError:
 
 
 def reachable_address(host: str) -> str:
-    """Return the address by which other machines reach a listener on ``host``, which may be a wildcard.
+    """Return the address by which other machines reach a listener on ``host``, which may be a
+    wildcard.
 
     Raises:
         OSError: this machine's own address cannot be determined.
@@ -183,19 +189,24 @@ def reachable_address(host: str) -> str:
         return host
     family = socket.AF_INET6 if host == "::" else socket.AF_INET
     with suppress(socket.gaierror):
-        for *_, (address, *_) in socket.getaddrinfo(socket.gethostname(), None, family, socket.SOCK_STREAM):
+        for *_, (address, *_) in socket.getaddrinfo(
+            socket.gethostname(), None, family, socket.SOCK_STREAM
+        ):
             if not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
                 return address
     # Many systems resolve their own name to a loopback address, or not at all.
-    return _address_towards(family, ("2001:db8::1" if family == socket.AF_INET6 else "192.0.2.1", 9))
+    return _address_towards(
+        family, ("2001:db8::1" if family == socket.AF_INET6 else "192.0.2.1", 9)
+    )
 
 
 def own_address(http_host: str) -> str:
-    """Guess the address under which other processes, on machines that run the group or others, reach this one.
+    """Guess the address under which other processes, on machines that run the group or others,
+    reach this one.
 
     Args:
-        http_host: the address on which the server listens for HTTP; if it is loopback, so is the result, unless
-            the group runs on several machines.
+        http_host: the address on which the server listens for HTTP; if it is loopback, so is the
+            result, unless the group runs on several machines.
 
     Raises:
         OSError: as :func:`reachable_address`.
@@ -203,7 +214,9 @@ def own_address(http_host: str) -> str:
     is_one_machine = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
     if is_one_machine:
         return LOOPBACK if _is_loopback(http_host) else reachable_address(http_host)
-    family, *_, address = socket.getaddrinfo(os.environ["MASTER_ADDR"], 9, type=socket.SOCK_DGRAM)[0]
+    family, *_, address = socket.getaddrinfo(os.environ["MASTER_ADDR"], 9, type=socket.SOCK_DGRAM)[
+        0
+    ]
     found = _address_towards(family, address)
     return reachable_address("0.0.0.0") if _is_loopback(found) else found
 

@@ -1,7 +1,9 @@
-"""Fits a PEFT adapter's names, and the size of its vocabulary, to a model of this release of transformers.
+"""Fits a PEFT adapter's names, and the size of its vocabulary, to a model of this release of
+transformers.
 
-An adapter names the modules that it changes. Earlier releases of transformers had other names for the parts of
-vision-language models, and an adapter may have been trained on the text model alone, which has its own.
+An adapter names the modules that it changes. Earlier releases of transformers had other names for
+the parts of vision-language models, and an adapter may have been trained on the text model alone,
+which has its own.
 """
 
 import re
@@ -21,17 +23,20 @@ _OLDER_NAMES = (
     ("audio_tower.", "model.audio_tower."),
     ("language_model.lm_head", "lm_head"),
 )
-# The names of a module's own weights, which stand directly behind the module's name where it is saved whole.
+# The names of a module's own weights, which stand directly behind the module's name where it is
+# saved whole.
 _OWN_WEIGHTS = ("weight", "bias")
 # A part of an embedding that is trained for a few tokens; peft finds it by other settings.
 _SOME_TOKENS = "token_adapter"
 
 
 def fit_names(config: Any, weight_names: Iterable[str], model: PreTrainedModel) -> dict[str, str]:
-    """Return how peft is to rename an adapter's weights, and let its config name the model's own modules.
+    """Return how peft is to rename an adapter's weights, and let its config name the model's own
+    modules.
 
     Args:
-        config: the adapter's, whose fields are changed where it would find other modules than have weights.
+        config: the adapter's, whose fields are changed where it would find other modules than have
+            weights.
         weight_names: those of the adapter's file.
 
     Returns:
@@ -60,12 +65,17 @@ def fit_names(config: Any, weight_names: Iterable[str], model: PreTrainedModel) 
         config.exclude_modules = None
         for patterns in ("rank_pattern", "alpha_pattern"):
             by_name = getattr(config, patterns, None) or {}
-            setattr(config, patterns, {renamed.get(name, name): value for name, value in by_name.items()})
+            setattr(
+                config,
+                patterns,
+                {renamed.get(name, name): value for name, value in by_name.items()},
+            )
     return {rf"^{re.escape(older)}(?=\.)": name for older, name in renamed.items()}
 
 
 def _module_of(path: str, modules: Mapping[str, nn.Module], decoder: str) -> tuple[str | None, str]:
-    """Return the module with weights of its own that a name begins with, and the rest of the name."""
+    """Return the module with weights of its own that a name begins with, and the rest of the
+    name."""
     steps = path.split(".")
     for count in range(len(steps) - 1, 0, -1):
         name = ".".join(steps[:count])
@@ -75,8 +85,11 @@ def _module_of(path: str, modules: Mapping[str, nn.Module], decoder: str) -> tup
     return None, ""
 
 
-def _module_by_older_name(path: str, modules: Mapping[str, nn.Module], decoder: str) -> tuple[str | None, str, str]:
-    """Return the module that another release, or a text model, calls otherwise, the rest, and its older name."""
+def _module_by_older_name(
+    path: str, modules: Mapping[str, nn.Module], decoder: str
+) -> tuple[str | None, str, str]:
+    """Return the module that another release, or a text model, calls otherwise, the rest, and its
+    older name."""
     path_in_thinker = path.removeprefix("thinker.")  # Qwen2.5-Omni's whole model
     prefix = path[: len(path) - len(path_in_thinker)]
     decoders = [("language_model.model.", f"{decoder}."), ("model.", f"{decoder}."), ("", "")]
@@ -88,18 +101,24 @@ def _module_by_older_name(path: str, modules: Mapping[str, nn.Module], decoder: 
     return None, "", ""
 
 
-def _finds_others(config: Any, changed: set[str], modules: Mapping[str, nn.Module], decoder: str) -> bool:
-    """Return whether a text model's adapter would also find modules of the towers, by names that these share."""
+def _finds_others(
+    config: Any, changed: set[str], modules: Mapping[str, nn.Module], decoder: str
+) -> bool:
+    """Return whether a text model's adapter would also find modules of the towers, by names that
+    these share."""
     from peft.tuners.tuners_utils import check_target_module_exists
 
-    if getattr(config, "target_modules", None) is None or not all(name.startswith(decoder) for name in changed):
+    if getattr(config, "target_modules", None) is None or not all(
+        name.startswith(decoder) for name in changed
+    ):
         return False
     outside = [name for name in modules if name and not name.startswith(decoder)]
     return any(check_target_module_exists(config, name) for name in outside)
 
 
 def resize_vocabulary(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> None:
-    """Give a model as many tokens as an adapter has embeddings for, where it was trained with more, or with fewer.
+    """Give a model as many tokens as an adapter has embeddings for, where it was trained with more,
+    or with fewer.
 
     Raises:
         ValueError: it has embeddings of another number of tokens, but no head for these.
@@ -113,14 +132,18 @@ def resize_vocabulary(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> 
         return
     if inputs != outputs:
         raise ValueError(
-            f"it has {inputs or 'no'} rows of the embedding and {outputs or 'no'} rows of the head, but the model has "
+            f"it has {inputs or 'no'} rows of the embedding and {outputs or 'no'} rows of the "
+            "head, but the model has "
             f"{num_tokens} tokens: without both the others would be random"
         )
     model.resize_token_embeddings(inputs, mean_resizing=False)
 
 
-def _rows_saved(model: PreTrainedModel, module: nn.Module, weights: Mapping[str, Tensor]) -> int | None:
-    """Return how many rows an adapter has for the whole weight of a module; None if it has not the whole."""
+def _rows_saved(
+    model: PreTrainedModel, module: nn.Module, weights: Mapping[str, Tensor]
+) -> int | None:
+    """Return how many rows an adapter has for the whole weight of a module; None if it has not the
+    whole."""
     name = next(name for name, each in model.named_modules() if each is module)
     for suffix in ("weight", "base_layer.weight"):
         saved = weights.get(f"{_PREFIX}{name}.{suffix}")

@@ -22,7 +22,9 @@ _TOKENIZER_FILES = ("tokenizer_config.json",)
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 
 
-def find_adapter(path: str | Path, adapter: str | Path | None = None) -> tuple[str | Path, str | Path | None]:
+def find_adapter(
+    path: str | Path, adapter: str | Path | None = None
+) -> tuple[str | Path, str | Path | None]:
     """Return the model to load, and the adapter to merge into it, if any.
 
     Args:
@@ -37,14 +39,22 @@ def find_adapter(path: str | Path, adapter: str | Path | None = None) -> tuple[s
         if config is None:
             return path, None
         # A model beside it is the one that it belongs to, for transformers, too.
-        base = path if Path(path, "config.json").is_file() else json.loads(Path(config).read_text()).get(_BASE)
+        base = (
+            path
+            if Path(path, "config.json").is_file()
+            else json.loads(Path(config).read_text()).get(_BASE)
+        )
         if not base or not isinstance(base, str | Path):
-            raise ValueError(f"the adapter {path} names no model: give its model and adapter={str(path)!r}")
+            raise ValueError(
+                f"the adapter {path} names no model: give its model and adapter={str(path)!r}"
+            )
         path, adapter, config = base, path, _find(base, _CONFIG)
     elif _find(adapter, _CONFIG) is None:
         raise ValueError(_why_no_adapter(adapter))
     if config is not None:
-        raise ValueError(f"{path}, the model of the adapter {adapter}, has an {_CONFIG} itself: merge that first")
+        raise ValueError(
+            f"{path}, the model of the adapter {adapter}, has an {_CONFIG} itself: merge that first"
+        )
     return path, adapter
 
 
@@ -52,18 +62,23 @@ def _why_no_adapter(adapter: str | Path) -> str:
     if is_absent(adapter):
         return f"the adapter {adapter} does not exist: there is no such directory"
     if not Path(adapter).is_dir() and constants.HF_HUB_OFFLINE:
-        return f"the adapter {adapter} is not in the local cache, and HF_HUB_OFFLINE forbids to ask the hub"
+        return (
+            f"the adapter {adapter} is not in the local cache, and HF_HUB_OFFLINE forbids to "
+            "ask the hub"
+        )
     return f"{adapter} is not a PEFT adapter: it has no {_CONFIG}"
 
 
 def processor_path(base: str | Path, adapter: str | Path | None, is_video: bool) -> str | Path:
-    """Return where to load a processor from: from the adapter if it has one, as it may have added tokens."""
+    """Return where to load a processor from: from the adapter if it has one, as it may have added
+    tokens."""
     names = _PROCESSOR_FILES if is_video else _TOKENIZER_FILES
     return adapter if adapter is not None and any(_find(adapter, name) for name in names) else base
 
 
 def require_mergeable(auto: type, config: PreTrainedConfig, adapter: str | Path) -> None:
-    """Reject an adapter that does not fit a model, or cannot be merged; the model is built without storage.
+    """Reject an adapter that does not fit a model, or cannot be merged; the model is built without
+    storage.
 
     Raises:
         ValueError: peft is not installed, or the adapter is rejected; the message says why.
@@ -78,7 +93,9 @@ def require_mergeable(auto: type, config: PreTrainedConfig, adapter: str | Path)
         with warnings.catch_warnings(action="ignore"):  # what is copied to no storage
             _merge(model, adapter, has_weights=False)
     except NotImplementedError:
-        pass  # its method looks at the model's weights: that it can be merged is seen when there are some
+        # Its method looks at the model's weights: that it can be merged is seen when there are
+        # some.
+        pass
     except Exception as error:  # of many types, by method
         reason = " ".join(str(error).split("\n")[:2])  # which may have a line for every layer
         raise ValueError(f"cannot merge the adapter {adapter} into its model: {reason}") from error
@@ -88,7 +105,8 @@ def merged(model: PreTrainedModel, adapter: str | Path) -> PreTrainedModel:
     """Merge an adapter into a model's weights, in place; return the model.
 
     Raises:
-        ValueError: the adapter's method cannot be merged, or it was made for a model of other modules.
+        ValueError: the adapter's method cannot be merged, or it was made for a model of other
+            modules.
     """
     return _merge(model, adapter, has_weights=True)
 
@@ -109,30 +127,42 @@ def _merge(model: PreTrainedModel, adapter: str | Path, has_weights: bool) -> Pr
         key_mapping = fit_names(config, weights, model)
         adapted = PeftModel(model, config)
     if not hasattr(getattr(adapted, "base_model", None), "merge_and_unload"):
-        raise ValueError(f"{getattr(config.peft_type, 'value', config.peft_type)} changes no weights")
-    keys = adapted.load_adapter(str(adapter), "default", torch_device="cpu", key_mapping=key_mapping)
+        raise ValueError(
+            f"{getattr(config.peft_type, 'value', config.peft_type)} changes no weights"
+        )
+    keys = adapted.load_adapter(
+        str(adapter), "default", torch_device="cpu", key_mapping=key_mapping
+    )
     wrong = _missing(adapted, keys.missing_keys) + keys.unexpected_keys
     if wrong:
-        raise ValueError(f"its weights are not those of the model's modules: {wrong[0]} and {len(wrong) - 1} more")
+        raise ValueError(
+            f"its weights are not those of the model's modules: {wrong[0]} and {len(wrong) - 1} "
+            "more"
+        )
     _untie(model)
     merged_model = adapted.merge_and_unload()
     head = merged_model.get_output_embeddings()
-    if isinstance(head, nn.Linear):  # peft may have made it of an embedding, whose sizes are the other way round
+    if isinstance(
+        head, nn.Linear
+    ):  # peft may have made it of an embedding, whose sizes are the other way round
         head.out_features, head.in_features = head.weight.shape
     return merged_model
 
 
 def _missing(adapted: nn.Module, names: Sequence[str]) -> list[str]:
-    """Return those of the missing weights that are not loaded under another name, as one that modules share."""
+    """Return those of the missing weights that are not loaded under another name, as one that
+    modules share."""
     parameters = dict(adapted.named_parameters(remove_duplicate=False))
     loaded = {id(parameter) for name, parameter in parameters.items() if name not in names}
     return [name for name in names if id(parameters.get(name)) not in loaded]
 
 
 def _untie(model: PreTrainedModel) -> None:
-    """Give the head weights of its own if it shares them with the embedding, and an adapter adds to one of them.
+    """Give the head weights of its own if it shares them with the embedding, and an adapter adds to
+    one of them.
 
-    What is added while the model runs changes one of the two; merged into the weights it would change both.
+    What is added while the model runs changes one of the two; merged into the weights it would
+    change both.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -141,7 +171,8 @@ def _untie(model: PreTrainedModel) -> None:
     if not any(isinstance(module, BaseTunerLayer) for module in (embedding, head)):
         return
     of_embedding, of_head = (
-        module.get_base_layer() if isinstance(module, BaseTunerLayer) else module for module in (embedding, head)
+        module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
+        for module in (embedding, head)
     )
     if of_head.weight is not of_embedding.weight:
         return
@@ -151,14 +182,16 @@ def _untie(model: PreTrainedModel) -> None:
 
 
 def is_absent(path: str | Path) -> bool:
-    """Return whether this is neither a directory nor what could be the id of a supported model or its adapter."""
+    """Return whether this is neither a directory nor what could be the id of a supported model or
+    its adapter."""
     # To ask the hub for what it cannot have may take half a minute.
     is_no_id = isinstance(path, Path) or path.startswith(("/", ".", "~")) or path.count("/") != 1
     return is_no_id and not Path(path).is_dir()
 
 
 def require_reachable(path: str | Path) -> None:
-    """Raise OSError at once if a model is neither here nor in the cache, and the hub cannot be asked.
+    """Raise OSError at once if a model is neither here nor in the cache, and the hub cannot be
+    asked.
 
     Its own client would try each file six times, for half a minute.
     """
@@ -169,7 +202,10 @@ def require_reachable(path: str | Path) -> None:
     try:
         get_session().head(constants.ENDPOINT, timeout=constants.HF_HUB_ETAG_TIMEOUT)
     except Exception as error:  # of the client's own types
-        message = f"it is not in the local cache, and the hub, {constants.ENDPOINT}, cannot be reached: {error}"
+        message = (
+            f"it is not in the local cache, and the hub, {constants.ENDPOINT}, cannot be "
+            f"reached: {error}"
+        )
         raise OSError(message) from error
 
 
@@ -178,5 +214,7 @@ def _find(path: str | Path, name: str) -> str | None:
         return None
     if not Path(path).is_dir():
         require_reachable(path)
-    quietly = {f"_raise_exceptions_for_{each}": False for each in ("missing_entries", "connection_errors")}
+    quietly = {
+        f"_raise_exceptions_for_{each}": False for each in ("missing_entries", "connection_errors")
+    }
     return cached_file(str(path), name, **quietly)

@@ -1,7 +1,9 @@
-"""The plug-in point in transformers: one attention function, in force only inside a context manager.
+"""The plug-in point in transformers: one attention function, in force only inside a context
+manager.
 
-The function receives the current method as the keyword argument ``apbv`` of the language model's forward, which
-transformers passes down to every layer. Nothing is therefore global, and no modeling file is copied.
+The function receives the current method as the keyword argument ``apbv`` of the language model's
+forward, which transformers passes down to every layer. Nothing is therefore global, and no modeling
+file is copied.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -58,9 +60,13 @@ def _attention(
     """transformers' attention function contract: returns (``[B, S, Hq, D]`` contiguous, None)."""
     for name in ("softcap", "s_aux", "sliding_window", "position_bias"):
         if kwargs.get(name) is not None:
-            raise ValueError(f"{type(module).__name__} needs {name}, which apbv's attention does not support")
+            raise ValueError(
+                f"{type(module).__name__} needs {name}, which apbv's attention does not support"
+            )
     if attention_mask is not None:
-        raise ValueError("apbv's attention takes no mask: padded and packed batches are not supported")
+        raise ValueError(
+            "apbv's attention takes no mask: padded and packed batches are not supported"
+        )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if apbv is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -75,12 +81,15 @@ AttentionInterface.register(_NAME, _attention)
 
 @contextmanager
 def apbv_attention(language_model: PreTrainedModel, implementation: str = _NAME) -> Iterator[None]:
-    """Use apbv's attention in the language model (never in its vision tower); restored even on errors.
+    """Use apbv's attention in the language model (never in its vision tower); restored even on
+    errors.
 
-    Not by set_attn_implementation, which takes half a millisecond, and could reject what was in force before.
+    Not by set_attn_implementation, which takes half a millisecond, and could reject what was in
+    force before.
 
     Args:
-        implementation: another attention, which the model has had before: what its config said then.
+        implementation: another attention, which the model has had before: what its config said
+            then.
     """
     config = language_model.config
     before, config._attn_implementation = config._attn_implementation, implementation
@@ -96,13 +105,15 @@ class NewTokenAttention:
 
     Attributes:
         backend: what computes it, as in :class:`apbv.PrefillConfig`.
-        visible: bool ``[S, N]``: which of the last N tokens in the cache, themselves included, the new ones see;
-            None: those up to themselves.
-        hosts: the hosts over which the KV is sharded. Host 0's share ends with the new tokens. Every host attends
-            with the new queries to its own share; the partial results are gathered and merged in host order (Eq.
-            5), so that all hosts continue with the same numbers. None: the KV is all here.
+        visible: bool ``[S, N]``: which of the last N tokens in the cache, themselves included, the
+            new ones see; None: those up to themselves.
+        hosts: the hosts over which the KV is sharded. Host 0's share ends with the new tokens.
+            Every host attends with the new queries to its own share; the partial results are
+            gathered and merged in host order (Eq. 5), so that all hosts continue with the same
+            numbers. None: the KV is all here.
         num_keys: int32 ``[1]`` on the device: how many rows of the cache count, where it has room
-            after them; see :func:`apbv.kernels.verify_attention`. None: all. Only for a KV that is all here.
+            after them; see :func:`apbv.kernels.verify_attention`. None: all. Only for a KV that is
+            all here.
     """
 
     backend: str = "auto"
@@ -114,7 +125,9 @@ class NewTokenAttention:
         holds_newest = self.hosts is None or self.hosts.rank == 0
         # Other hosts have none of the new tokens.
         visible = self.visible if holds_newest else q.new_empty(q.shape[2], 0, dtype=torch.bool)
-        own = verify_attention(q, k, v, scale, visible=visible, num_keys=self.num_keys, backend=self.backend)
+        own = verify_attention(
+            q, k, v, scale, visible=visible, num_keys=self.num_keys, backend=self.backend
+        )
         return own[0] if self.hosts is None else gather_and_merge([own], self.hosts, self.backend)()
 
 
@@ -136,15 +149,21 @@ class BatchAttention:
 
 
 def gather_and_merge(
-    states: Sequence[tuple[Tensor, Tensor]], hosts: HostGroup, backend: str = "auto", *, out: Tensor | None = None
+    states: Sequence[tuple[Tensor, Tensor]],
+    hosts: HostGroup,
+    backend: str = "auto",
+    *,
+    out: Tensor | None = None,
 ) -> Callable[[], Tensor]:
-    """Start merging all hosts' partial attention results; the returned function waits for them, and returns out.
+    """Start merging all hosts' partial attention results; the returned function waits for them, and
+    returns out.
 
     Args:
-        states: one or more of this host's, over disjoint keys: out ``[B, H, S, D]`` and lse ``[B, H, S]`` of each.
+        states: one or more of this host's, over disjoint keys: out ``[B, H, S, D]`` and lse
+            ``[B, H, S]`` of each.
         backend: what merges them; see :func:`apbv.kernels.merge_states`.
-        out: ``[B, H, S, D]``, of any strides with neighbouring numbers along D, to be filled by the function;
-            None: a new tensor in the dtype of the first partial result.
+        out: ``[B, H, S, D]``, of any strides with neighbouring numbers along D, to be filled by the
+            function; None: a new tensor in the dtype of the first partial result.
     """
     first, first_lse = states[0]
     if hosts.size == 1 and len(states) == 1 and out is None:
@@ -154,14 +173,17 @@ def gather_and_merge(
     if hosts.size == 1 or not first.numel():
         _merge_here(states, out, backend)
         return lambda: out
-    # One message instead of two: all of out and then all of lse, so that what arrives is merged where it lies.
+    # One message instead of two: all of out and then all of lse, so that what arrives is merged
+    # where it lies.
     packed = first.new_empty(first.nbytes + first_lse.nbytes, dtype=torch.uint8)
     mine, lse = _unpack(packed, first, first_lse)
     lse.copy_(_merge_here(states, mine, backend))
     exchange = hosts.all_gather(packed)
 
     def finish() -> Tensor:
-        return merge_states(*_unpack(exchange.wait(), first, first_lse), out=out, backend=backend)[0]
+        return merge_states(*_unpack(exchange.wait(), first, first_lse), out=out, backend=backend)[
+            0
+        ]
 
     return finish
 
@@ -175,6 +197,10 @@ def _merge_here(states: Sequence[tuple[Tensor, Tensor]], out: Tensor, backend: s
 
 
 def _unpack(packed: Tensor, *like: Tensor) -> list[Tensor]:
-    """View bytes ``[..., n]`` as tensors that follow each other, with the shapes and dtypes of others."""
+    """View bytes ``[..., n]`` as tensors that follow each other, with the shapes and dtypes of
+    others."""
     chunks = packed.split([tensor.nbytes for tensor in like], dim=-1)
-    return [chunk.view(tensor.dtype).unflatten(-1, tensor.shape) for chunk, tensor in zip(chunks, like, strict=True)]
+    return [
+        chunk.view(tensor.dtype).unflatten(-1, tensor.shape)
+        for chunk, tensor in zip(chunks, like, strict=True)
+    ]

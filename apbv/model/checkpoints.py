@@ -1,4 +1,5 @@
-"""Reads a checkpoint's weights: all that the model has, of the right shapes, and no code of the checkpoint's own."""
+"""Reads a checkpoint's weights: all that the model has, of the right shapes, and no code of the
+checkpoint's own."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,7 +12,8 @@ _MOST_NAMED = 3  # of weights that are not there
 
 
 def load_weights(model_class: type, path: str | Path | None, **options: Any) -> PreTrainedModel:
-    """Load a model by transformers, which would put random numbers in place of weights that are not there.
+    """Load a model by transformers, which would put random numbers in place of weights that are not
+    there.
 
     Args:
         model_class: a class of transformers that has ``from_pretrained``.
@@ -19,7 +21,8 @@ def load_weights(model_class: type, path: str | Path | None, **options: Any) -> 
         options: further arguments of ``from_pretrained``.
 
     Raises:
-        ValueError: weights are missing, or have other shapes than the model's config says; the message names them.
+        ValueError: weights are missing, or have other shapes than the model's config says; the
+            message names them.
     """
     try:
         model, report = model_class.from_pretrained(
@@ -33,24 +36,32 @@ def load_weights(model_class: type, path: str | Path | None, **options: Any) -> 
         incomplete = _names_of_incomplete(error)
         if not incomplete:
             raise
-        message = f"the checkpoint lacks weights, or parts of them, of which the model's are made: {named(incomplete)}"
+        message = (
+            "the checkpoint lacks weights, or parts of them, of which the model's are made: "
+            f"{named(incomplete)}"
+        )
         raise ValueError(message) from error
     if report["missing_keys"]:
-        raise ValueError(f"the checkpoint lacks weights of the model: {named(report['missing_keys'])}")
+        raise ValueError(
+            f"the checkpoint lacks weights of the model: {named(report['missing_keys'])}"
+        )
     if report["mismatched_keys"]:
         shapes = [
             f"{name} is {_shown(stored)}, not {_shown(expected)}"
             for name, stored, expected in report["mismatched_keys"]
         ]
-        raise ValueError(f"the checkpoint's weights have other shapes than its config says: {named(shapes)}")
+        raise ValueError(
+            f"the checkpoint's weights have other shapes than its config says: {named(shapes)}"
+        )
     return model
 
 
 def _names_of_incomplete(error: RuntimeError) -> list[str]:
     """Return which weights transformers could not put together, or not fill with random numbers.
 
-    Those are of experts, for instance, of which one is missing; these of integers, which no random numbers are for.
-    Its error does not name them; the report about the checkpoint, which it has at hand where it raises, does.
+    Those are of experts, for instance, of which one is missing; these of integers, which no random
+    numbers are for. Its error does not name them; the report about the checkpoint, which it has at
+    hand where it raises, does.
     """
     for frame, _ in walk_tb(error.__traceback__):
         report = frame.f_locals.get("loading_info")

@@ -1,11 +1,13 @@
-"""Plug-in point for the linear attention of hybrid models (Gated DeltaNet), next to the one for attention.
+"""Plug-in point for the linear attention of hybrid models (Gated DeltaNet), next to the one for
+attention.
 
-A hybrid's decoder has two kinds of layers. One attends, and keeps keys and values of every token. The other keeps
-a state of constant size: a matrix per head, and the last inputs of a short convolution. It calls two functions by
-name, the convolution and the rule that turns states into outputs; transformers takes them from causal-conv1d and
-flash-linear-attention where these are installed. Here such a layer runs its own code with two others in their
-place, which call these for one run of tokens at a time. The keyword ``linear`` of the decoder's forward, which
-transformers passes down to every layer, decides what they do: nothing is global, and no modeling code is copied.
+A hybrid's decoder has two kinds of layers. One attends, and keeps keys and values of every token.
+The other keeps a state of constant size: a matrix per head, and the last inputs of a short
+convolution. It calls two functions by name, the convolution and the rule that turns states into
+outputs; transformers takes them from causal-conv1d and flash-linear-attention where these are
+installed. Here such a layer runs its own code with two others in their place, which call these for
+one run of tokens at a time. The keyword ``linear`` of the decoder's forward, which transformers
+passes down to every layer, decides what they do: nothing is global, and no modeling code is copied.
 """
 
 import copy
@@ -23,16 +25,16 @@ from transformers.cache_utils import LinearAttentionLayer
 from .fused import with_forwards, with_globals
 
 _CONVOLUTION, _RULE = "causal_conv1d_fn", "torch_chunk_gated_delta_rule"
-# [1, C, T] before and after; and q, k, v, g, beta [1, T, H, ...], initial_state=None, output_final_state=False to
-# (out [1, T, Hv, Dv], final state [1, Hv, Dk, Dv] or None)
+# [1, C, T] before and after; and q, k, v, g, beta [1, T, H, ...], initial_state=None,
+# output_final_state=False to (out [1, T, Hv, Dv], final state [1, Hv, Dk, Dv] or None)
 Convolution, Rule = Callable[[Tensor], Tensor], Callable[..., tuple[Tensor, Tensor | None]]
 
 
 class LinearStates(Cache):
     """States of all linear attention layers after some tokens, for new tokens to start from.
 
-    A layer has the last inputs of its convolution ``[1, C, K]``, and the rule's state ``[1, Hv, Dk, Dv]`` in fp32.
-    Layers are numbered among themselves.
+    A layer has the last inputs of its convolution ``[1, C, K]``, and the rule's state
+    ``[1, Hv, Dk, Dv]`` in fp32. Layers are numbered among themselves.
 
     Args:
         places: the numbers of these layers among all of the decoder.
@@ -47,7 +49,8 @@ class LinearStates(Cache):
 
     @property
     def named(self) -> dict[str, Tensor]:
-        """All of it by name: ``linear_layers [L]``, and of every layer ``linear_inputs.i``, ``linear_state.i``."""
+        """All of it by name: ``linear_layers [L]``, and of every layer ``linear_inputs.i``,
+        ``linear_state.i``."""
         named = {"linear_layers": torch.tensor(self.places)}
         for index, (inputs, state) in enumerate(self.tensors):
             named |= {f"linear_inputs.{index}": inputs, f"linear_state.{index}": state}
@@ -59,7 +62,9 @@ class LinearStates(Cache):
         if "linear_layers" not in named:
             return None
         places = named["linear_layers"].tolist()
-        names = [(f"linear_inputs.{index}", f"linear_state.{index}") for index in range(len(places))]
+        names = [
+            (f"linear_inputs.{index}", f"linear_state.{index}") for index in range(len(places))
+        ]
         return cls(places, [tuple(named[name].to(device) for name in pair) for pair in names])
 
     def copy(self) -> "LinearStates":
@@ -67,7 +72,8 @@ class LinearStates(Cache):
         return LinearStates(self.places, self.tensors)
 
     def among(self, cache: DynamicCache) -> DynamicCache:
-        """Return the model's own cache: a copy of these states, and between them the layers of a KV cache."""
+        """Return the model's own cache: a copy of these states, and between them the layers of a KV
+        cache."""
         copied = dict(zip(self.places, self.copy().layers, strict=True))
         whole, rest = DynamicCache(), iter(cache.layers)
         for index in range(len(cache.layers) + len(copied)):
@@ -89,13 +95,15 @@ class LinearAttention(Protocol):
     """What replaces the two functions of the linear attention layers during one forward pass."""
 
     def convolve(self, layer: int, mixed: Tensor, width: int, function: Convolution) -> Tensor:
-        """Convolve the inputs ``[1, C, S]`` of a layer, K wide, by a function that takes one sequence."""
+        """Convolve the inputs ``[1, C, S]`` of a layer, K wide, by a function that takes one
+        sequence."""
 
     def attend(self, layer: int, inputs: tuple[Tensor, ...], function: Rule) -> Tensor:
         """Return a layer's output ``[1, S, Hv, Dv]``.
 
         Args:
-            inputs: q and k ``[1, S, Hk, Dk]``, v ``[1, S, Hv, Dv]``, g (log decay) and beta ``[1, S, Hv]``.
+            inputs: q and k ``[1, S, Hk, Dk]``, v ``[1, S, Hv, Dv]``, g (log decay) and beta
+                ``[1, S, Hv]``.
             function: the rule, for one sequence.
         """
 
@@ -106,10 +114,11 @@ def is_linear(layer: nn.Module) -> bool:
 
 
 def with_linear_attention(decoder: nn.Module) -> nn.Module:
-    """Return a hybrid's decoder with the same weights, whose linear layers take the keyword ``linear``.
+    """Return a hybrid's decoder with the same weights, whose linear layers take the keyword
+    ``linear``.
 
-    It is :class:`LinearStates`, which new tokens continue, or :class:`LinearAttention`. Layers of attention are
-    numbered among themselves, like those of the KV cache, and so are the others.
+    It is :class:`LinearStates`, which new tokens continue, or :class:`LinearAttention`. Layers of
+    attention are numbered among themselves, like those of the KV cache, and so are the others.
 
     Raises:
         ValueError: its layers do not call the two functions that can be replaced.
@@ -131,11 +140,17 @@ def _forward(kind: type[nn.Module]) -> Callable[..., Tensor]:
     own = kind.forward
     names = unwrap(own).__globals__
     if not {_CONVOLUTION, _RULE} <= set(unwrap(own).__code__.co_names):
-        raise ValueError(f"{kind.__name__} of this transformers release calls other functions than {_RULE}")
+        raise ValueError(
+            f"{kind.__name__} of this transformers release calls other functions than {_RULE}"
+        )
 
-    def convolve(mixed: Tensor, weight: Tensor, *args, replaced: tuple[LinearAttention, int], **kwargs) -> Tensor:
+    def convolve(
+        mixed: Tensor, weight: Tensor, *args, replaced: tuple[LinearAttention, int], **kwargs
+    ) -> Tensor:
         (linear, layer), function = replaced, names[_CONVOLUTION]
-        return linear.convolve(layer, mixed, weight.shape[-1], lambda x: function(x, weight, *args, **kwargs))
+        return linear.convolve(
+            layer, mixed, weight.shape[-1], lambda x: function(x, weight, *args, **kwargs)
+        )
 
     def attend(query, key, value, g, beta, *, replaced: tuple[LinearAttention, int], **kwargs):
         for name in ("initial_state", "output_final_state"):
@@ -145,7 +160,9 @@ def _forward(kind: type[nn.Module]) -> Callable[..., Tensor]:
 
     in_runs = with_globals(own, {_CONVOLUTION: convolve, _RULE: attend})
 
-    def forward(self, hidden_states: Tensor, *args, linear: LinearStates | LinearAttention, **kwargs) -> Tensor:
+    def forward(
+        self, hidden_states: Tensor, *args, linear: LinearStates | LinearAttention, **kwargs
+    ) -> Tensor:
         if isinstance(linear, LinearStates):
             return own(self, hidden_states, linear)
         return in_runs(self, hidden_states, replaced=(linear, self.layer_idx))

@@ -34,9 +34,11 @@ NUM_FRAMES = 64
 MAX_NEW_TOKENS = 128
 # Settings of a generation config that change the tokens of an answer, and are not supported.
 _UNSUPPORTED = (
-    "bad_words_ids begin_suppress_tokens constraints diversity_penalty encoder_no_repeat_ngram_size "
+    "bad_words_ids begin_suppress_tokens constraints diversity_penalty "
+    "encoder_no_repeat_ngram_size "
     "encoder_repetition_penalty epsilon_cutoff eta_cutoff exponential_decay_length_penalty "
-    "force_words_ids forced_bos_token_id forced_eos_token_id guidance_scale min_length min_new_tokens "
+    "force_words_ids forced_bos_token_id forced_eos_token_id guidance_scale min_length "
+    "min_new_tokens "
     "no_repeat_ngram_size num_beams penalty_alpha sequence_bias stop_strings suppress_tokens top_h "
     "typical_p watermarking_config"
 )
@@ -50,10 +52,12 @@ def load_model(
     sharded: bool = False,
     adapter: str | Path | None = None,
 ) -> tuple[PreTrainedModel | None, Any]:
-    """Load a model and its processor; of a Qwen2.5-Omni checkpoint the thinker alone, which answers in text.
+    """Load a model and its processor; of a Qwen2.5-Omni checkpoint the thinker alone, which answers
+    in text.
 
     Args:
-        path: a directory, or a hub id; of a model, or of an adapter, which is merged into the model that it names.
+        path: a directory, or a hub id; of a model, or of an adapter, which is merged into the model
+            that it names.
         dtype: the weights' type; a name in :data:`apbv.config.DTYPE_NAMES`, or torch's own.
         hosts: who loads it; the model goes to this process's device.
         with_model: False: the processor alone; None stands for the model.
@@ -76,9 +80,12 @@ def load_model(
             model = load_weights(auto, base, config=config, dtype=dtype).to(hosts.device)
             model = (model if adapter is None else merged(model, adapter)).eval()
         reader = AutoProcessor if is_video else AutoTokenizer
-        processor = reader.from_pretrained(processor_path(base, adapter, is_video), trust_remote_code=False)
+        processor = reader.from_pretrained(
+            processor_path(base, adapter, is_video), trust_remote_code=False
+        )
         if config.model_type == OMNI_THINKER and model is not None:
-            # A checkpoint of several models may not say at which token the one that writes ends its answer.
+            # A checkpoint of several models may not say at which token the one that writes ends its
+            # answer.
             model.generation_config.eos_token_id = (
                 model.generation_config.eos_token_id or processor.tokenizer.eos_token_id
             )
@@ -86,18 +93,26 @@ def load_model(
 
 
 def require_loadable(
-    path: str | Path, device: torch.device, adapter: str | Path | None = None, tensor_parallel: int = 1
+    path: str | Path,
+    device: torch.device,
+    adapter: str | Path | None = None,
+    tensor_parallel: int = 1,
 ) -> PreTrainedConfig:
-    """Read a model's config, after all checks of what :func:`load_model` would load that need no weights.
+    """Read a model's config, after all checks of what :func:`load_model` would load that need no
+    weights.
 
     Raises:
-        ValueError: there is no such model, it is not supported, its adapter cannot be merged, or its quantized
-            weights cannot be used here.
+        ValueError: there is no such model, it is not supported, its adapter cannot be merged, or
+            its quantized weights cannot be used here.
     """
     with _described_errors(path):
         _, adapter, config = _described(path, adapter)
     require_supported(config)
-    refuse(quantized=quantization_of(config) is not None, tensor_parallel=tensor_parallel > 1, adapter=adapter)
+    refuse(
+        quantized=quantization_of(config) is not None,
+        tensor_parallel=tensor_parallel > 1,
+        adapter=adapter,
+    )
     require_shardable(config, tensor_parallel)
     require_quantization(config, device)
     if adapter is not None:
@@ -106,11 +121,14 @@ def require_loadable(
 
 
 def _auto_class(config: PreTrainedConfig) -> type:
-    return AutoModelForImageTextToText if config.model_type in VIDEO_FAMILIES else AutoModelForCausalLM
+    return (
+        AutoModelForImageTextToText if config.model_type in VIDEO_FAMILIES else AutoModelForCausalLM
+    )
 
 
 def read_config(path: str | Path) -> PreTrainedConfig:
-    """Read a model's config from a directory or the hub; of a Qwen2.5-Omni checkpoint its thinker's.
+    """Read a model's config from a directory or the hub; of a Qwen2.5-Omni checkpoint its
+    thinker's.
 
     Args:
         path: a model, or an adapter, which names its model.
@@ -129,7 +147,9 @@ def _described(
     base, adapter = find_adapter(path, adapter)
     if is_absent(base):
         meant = " (did you mean demo?)" if get_close_matches(str(path), ["demo"]) else ""
-        raise ValueError(f"there is no such directory{f' as its base, {base}' if base != path else meant}")
+        raise ValueError(
+            f"there is no such directory{f' as its base, {base}' if base != path else meant}"
+        )
     config = AutoConfig.from_pretrained(base, trust_remote_code=False)
     if config.model_type != "qwen2_5_omni":
         return base, adapter, config
@@ -147,7 +167,9 @@ def read_video_processor(path: str | Path) -> Any:
     with _described_errors(path):
         source = processor_path(*find_adapter(path), is_video=True)
         processor = AutoVideoProcessor.from_pretrained(source, trust_remote_code=False)
-        if read_config(path).model_type == OMNI_THINKER:  # the whole processor gives it other limits than its own
+        if (
+            read_config(path).model_type == OMNI_THINKER
+        ):  # the whole processor gives it other limits than its own
             whole = AutoProcessor.from_pretrained(source, trust_remote_code=False)
             processor.size = whole.videos_kwargs["size"]
         return processor
@@ -160,22 +182,27 @@ def _described_errors(path: str | Path) -> Iterator[None]:
     except (OSError, ValueError, KeyError) as error:
         reason = str(error)
         if "trust_remote_code" in reason:
-            reason = "it has code of its own, which is never run: transformers itself has to know the model"
+            reason = (
+                "it has code of its own, which is never run: transformers itself has to know "
+                "the model"
+            )
         name = "demo" if path == demo.model_path() else path
         raise ValueError(f"cannot load the model {name}: {reason}") from error
 
 
 def default_num_frames(processor: Any) -> int:
-    """Return how many frames of a video are sampled: the video processor's ``num_frames``, or 64."""
+    """Return how many frames of a video are sampled: the video processor's ``num_frames``, or
+    64."""
     video_processor = getattr(processor, "video_processor", None)
     return getattr(video_processor, "num_frames", None) or NUM_FRAMES
 
 
 def default_sampling(model: PreTrainedModel, source: str = "auto") -> SamplingParams:
-    """Return the sampling parameters for what a request leaves open: those of the generation config.
+    """Return the sampling parameters for what a request leaves open: those of the generation
+    config.
 
-    As in transformers, the temperature counts with ``do_sample`` only; otherwise the default is greedy. Settings
-    that would change answers and are not supported are warned of.
+    As in transformers, the temperature counts with ``do_sample`` only; otherwise the default is
+    greedy. Settings that would change answers and are not supported are warned of.
 
     Args:
         source: one of :data:`apbv.config.GENERATION_CONFIGS`.
@@ -185,8 +212,12 @@ def default_sampling(model: PreTrainedModel, source: str = "auto") -> SamplingPa
     """
     config = model.generation_config.to_diff_dict() if source == "auto" else {}
     given = {name: value for name, value in config.items() if value is not None}
-    if unsupported := [name for name in _UNSUPPORTED.split() if given.get(name, 1) not in (0, 1, [])]:
-        warn_caller(f"settings of the model's generation config that are ignored: {', '.join(unsupported)}")
+    if unsupported := [
+        name for name in _UNSUPPORTED.split() if given.get(name, 1) not in (0, 1, [])
+    ]:
+        warn_caller(
+            f"settings of the model's generation config that are ignored: {', '.join(unsupported)}"
+        )
     with raised_as(ValueError, "the model's generation config", ValueError):
         return SamplingParams(
             temperature=given.get("temperature", 1.0) if given.get("do_sample") else 0.0,

@@ -42,7 +42,8 @@ def hybrid_family(config: PreTrainedConfig) -> str | None:
 
 
 class UnsupportedModelError(ValueError):
-    """Raised if apbv's attention would compute a part of the model wrongly; the message names it."""
+    """Raised if apbv's attention would compute a part of the model wrongly; the message names
+    it."""
 
 
 def _first_of(config: PreTrainedConfig, *names: str) -> Any:
@@ -62,7 +63,8 @@ class LinearSizes:
         key_heads, value_heads: the heads of q and k, and of v and the state.
         key_dim, value_dim: Dk and Dv, the widths of these.
         kernel: K, the inputs of the short convolution.
-        is_joint: whether one projection gives q, k, v and the gate, and is thus in memory as long as any of them.
+        is_joint: whether one projection gives q, k, v and the gate, and is thus in memory as long
+            as any of them.
     """
 
     layers: tuple[int, ...]
@@ -85,7 +87,8 @@ class LinearSizes:
 
     @property
     def block_map(self) -> int:
-        """Count the numbers in a layer's map of a block: a bias like the state, and a transition for each head."""
+        """Count the numbers in a layer's map of a block: a bias like the state, and a transition
+        for each head."""
         return self.state + self.value_heads * self.key_dim**2
 
     @property
@@ -100,7 +103,13 @@ class LinearSizes:
         layers = tuple(index for index, layer_type in types if layer_type == "linear_attention")
         if not layers:
             return None
-        names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
+        names = (
+            "num_key_heads",
+            "num_value_heads",
+            "key_head_dim",
+            "value_head_dim",
+            "conv_kernel_dim",
+        )
         sizes = [getattr(text, f"linear_{name}") for name in names]
         return cls(layers, *sizes, is_joint=text.model_type == "qwen3_next")
 
@@ -111,10 +120,12 @@ class DecoderSizes:
 
     Attributes:
         intermediate: the width of the MLP; of experts those of all that compute one token.
-        experts, chosen_experts: how many experts a layer has, and how many of them compute a token; 0: none.
-        linear: the sizes of those of the layers that have linear attention; None: all have attention.
-        deepstack: L, the number of first layers after which visual features are added to the hidden states
-            (Qwen3-VL).
+        experts, chosen_experts: how many experts a layer has, and how many of them compute a token;
+            0: none.
+        linear: the sizes of those of the layers that have linear attention; None: all have
+            attention.
+        deepstack: L, the number of first layers after which visual features are added to the hidden
+            states (Qwen3-VL).
     """
 
     layers: int
@@ -131,7 +142,8 @@ class DecoderSizes:
 
     @classmethod
     def from_config(cls, config: PreTrainedConfig, **others) -> "DecoderSizes":
-        """Read the sizes from a transformers config of a text model or of a vision-language model around one.
+        """Read the sizes from a transformers config of a text model or of a vision-language model
+        around one.
 
         Args:
             others: a subclass's further fields.
@@ -142,7 +154,10 @@ class DecoderSizes:
         if experts:
             chosen = text.num_experts_per_tok + found("n_shared_experts")
             # Some layers may have an MLP all the same.
-            has_mlp = found("mlp_only_layers", "first_k_dense_replace") or found("decoder_sparse_step") > 1
+            has_mlp = (
+                found("mlp_only_layers", "first_k_dense_replace")
+                or found("decoder_sparse_step") > 1
+            )
             shared = found("shared_expert_intermediate_size")  # one of another width
             width = max(text.moe_intermediate_size * chosen + shared, width * bool(has_mlp))
             chosen += bool(shared)
@@ -152,7 +167,8 @@ class DecoderSizes:
             intermediate=width,
             heads=text.num_attention_heads,
             kv_heads=text.num_key_value_heads,
-            head_dim=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
+            head_dim=getattr(text, "head_dim", None)
+            or text.hidden_size // text.num_attention_heads,
             vocab=text.vocab_size,
             deepstack=len(getattr(vision, "deepstack_visual_indexes", None) or ()),
             experts=experts,
@@ -185,18 +201,21 @@ class ModelParts:
     Attributes:
         model: the whole model, as the caller passed it.
         family: its ``model_type``.
-        language_model: the decoder without its head; what runs sequence-parallel. It shares weights and hooks with
-            the model's own where fused kernels can be used (:mod:`apbv.model.fused`); else it is that.
+        language_model: the decoder without its head; what runs sequence-parallel. It shares weights
+            and hooks with the model's own where fused kernels can be used
+            (:mod:`apbv.model.fused`); else it is that.
         lm_head: hidden states ``[1, S, d]`` to logits ``[1, S, V]``.
-        video_token_id, image_token_id: the placeholders in ``input_ids``; None for text-only models.
+        video_token_id, image_token_id: the placeholders in ``input_ids``; None for text-only
+            models.
         audio_token_id: the placeholder for audio; None for models that take no audio.
         backend: what computes its attention, as in :class:`apbv.PrefillConfig`.
         decode: how it is run over new tokens.
-        capture_failures: why its decoding steps could not be captured as CUDA graphs, where that was tried. It is
-            tried once: PyTorch does not give back the memory of a recording that failed.
+        capture_failures: why its decoding steps could not be captured as CUDA graphs, where that
+            was tried. It is tried once: PyTorch does not give back the memory of a recording that
+            failed.
         sizes: those of the whole decoder.
-        tensor_parallel: the share of attention and MLP that is here, as (t, T): number t of T; (0, 1) where they
-            are whole.
+        tensor_parallel: the share of attention and MLP that is here, as (t, T): number t of T; (0,
+            1) where they are whole.
         embed_tokens: the layer that turns token ids into embeddings.
         dtype, device: those of the weights.
         is_video_model: whether the model reads video and images, and not only text.
@@ -208,12 +227,15 @@ class ModelParts:
         num_kv_heads: the number of KV heads on this process, and of its cache.
         vocab_size: the number of logits, which may be more than the tokenizer has tokens.
         row_width: the number of values that the vision tower makes for one visual token.
-        num_rows_ending_video: visual tokens after a video's last frame: LLaVA-OneVision has a newline there.
-        rows_per_tile: visual tokens of each tile of an image, where these follow one another (InternVL).
+        num_rows_ending_video: visual tokens after a video's last frame: LLaVA-OneVision has a
+            newline there.
+        rows_per_tile: visual tokens of each tile of an image, where these follow one another
+            (InternVL).
         patches_per_row: patches of pixels that a tower of Qwen's merges into one visual token.
-        packed_vision_tower: the vision tower that packs windows and frames into one sequence (Qwen, GLM,
-            VideoLLaMA 3), if any.
-        audio_tower: the tower that encodes audio, with its windows packed into one sequence, if any.
+        packed_vision_tower: the vision tower that packs windows and frames into one sequence (Qwen,
+            GLM, VideoLLaMA 3), if any.
+        audio_tower: the tower that encodes audio, with its windows packed into one sequence, if
+            any.
     """
 
     model: PreTrainedModel
@@ -228,9 +250,15 @@ class ModelParts:
     capture_failures: list[str] = field(default_factory=list, repr=False, compare=False)
 
     def __post_init__(self):
-        config, family, sizes = self.model.config, self.family, DecoderSizes.from_config(self.model.config)
+        config, family, sizes = (
+            self.model.config,
+            self.family,
+            DecoderSizes.from_config(self.model.config),
+        )
         uses_mrope = "mrope" in _FAMILIES[family]
-        attention = next(layer.self_attn for layer in self.language_model.layers if not is_linear(layer))
+        attention = next(
+            layer.self_attn for layer in self.language_model.layers if not is_linear(layer)
+        )
         k_proj = attention.k_proj  # without a weight where that is packed
         mesh = getattr(getattr(k_proj, "weight", None), "device_mesh", None)
         member, num_members = (0, 1) if mesh is None else (mesh.get_local_rank(), mesh.size())
@@ -266,40 +294,51 @@ class ModelParts:
 
     @cached_property
     def config_values(self) -> dict[str, Any]:
-        """The model's whole configuration, to compare with other hosts'; made once, as it takes milliseconds."""
+        """The model's whole configuration, to compare with other hosts'; made once, as it takes
+        milliseconds."""
         config = self.model.config
         return {"class": type(config).__name__, **json.loads(config.to_json_string())}
 
     @property
     def audio_unit(self) -> int:
-        """The number of spectrogram frames in the smallest piece of audio that can be encoded apart from others.
+        """The number of spectrogram frames in the smallest piece of audio that can be encoded apart
+        from others.
 
-        It is a window of the tower's convolutions and attention; where pairs of rows are pooled across the edge of
-        windows, it is two of them.
+        It is a window of the tower's convolutions and attention; where pairs of rows are pooled
+        across the edge of windows, it is two of them.
         """
-        window = self.audio_tower.config.n_window  # half of a window's frames, which is its rows after both
+        window = (
+            self.audio_tower.config.n_window
+        )  # half of a window's frames, which is its rows after both
         return 2 * window if window % 2 == 0 else 4 * window
 
     @property
     def max_position_embeddings(self) -> int:
-        """The number of positions that the model was made for, or that YaRN and its like stretched it to."""
+        """The number of positions that the model was made for, or that YaRN and its like stretched
+        it to."""
         config = self.language_model.config
         rope = getattr(config, "rope_parameters", None) or {}
-        if rope.get("rope_type") not in ("linear", "dynamic", "yarn"):  # others state what they were stretched to
+        if rope.get("rope_type") not in (
+            "linear",
+            "dynamic",
+            "yarn",
+        ):  # others state what they were stretched to
             return config.max_position_embeddings
         original = rope.get("original_max_position_embeddings") or config.max_position_embeddings
         return max(config.max_position_embeddings, int(original * rope["factor"]))
 
     @property
     def rope_by_length(self) -> str | None:
-        """The type of rotary embedding, if its frequencies depend on the length of a sequence; else None."""
+        """The type of rotary embedding, if its frequencies depend on the length of a sequence; else
+        None."""
         return rope_by_length(self.language_model.config)
 
     def rotary_of_prompt(self, length: int) -> AbstractContextManager[None]:
         """Return a context in which this thread runs the language model on tokens of one prompt.
 
         Args:
-            length: one past the largest rotary position in the whole prompt, of which it may run a part.
+            length: one past the largest rotary position in the whole prompt, of which it may run a
+                part.
         """
         rotary = self.language_model.rotary_emb
         return rotary.of_prompt(length) if isinstance(rotary, RotaryByLength) else nullcontext()
@@ -360,22 +399,31 @@ class ModelParts:
         opened = before == config.vision_start_token_id
         heard = int((opened & (first == config.audio_start_token_id)).sum())
         if heard and bool((opened & (first == self.video_token_id)).any()):
-            raise ValueError("audio must be interleaved with the frames of all videos of a prompt, or of none")
+            raise ValueError(
+                "audio must be interleaved with the frames of all videos of a prompt, or of none"
+            )
         return heard > 0
 
     def num_image_rows(self, size: Tensor, tiled: bool) -> int:
-        """Count the visual tokens of an image that LLaVA-OneVision cuts into tiles, by the model's own arithmetic.
+        """Count the visual tokens of an image that LLaVA-OneVision cuts into tiles, by the model's
+        own arithmetic.
 
         Args:
             size: ``[2]``, height and width of the image.
             tiled: whether it is cut; it is not where several images are one sample.
         """
-        from transformers.models.llava_onevision.modeling_llava_onevision import image_size_to_num_patches
+        from transformers.models.llava_onevision.modeling_llava_onevision import (
+            image_size_to_num_patches,
+        )
 
         config = self.model.config
         side = config.vision_config.image_size
-        num_tiles = image_size_to_num_patches(size, config.image_grid_pinpoints, side) if tiled else 1
-        tiles = torch.empty(num_tiles, (side // config.vision_config.patch_size) ** 2, 1, device="meta")
+        num_tiles = (
+            image_size_to_num_patches(size, config.image_grid_pinpoints, side) if tiled else 1
+        )
+        tiles = torch.empty(
+            num_tiles, (side // config.vision_config.patch_size) ** 2, 1, device="meta"
+        )
         (packed,), _ = self.model.model.pack_image_features(
             [tiles],
             size[None],
@@ -392,11 +440,15 @@ class ModelParts:
 
     @cached_property
     def weights_sample(self) -> bytes:
-        """A digest of a few numbers of every weight on this process, to compare with other hosts'; made once."""
-        return sample_digest(weight for weight in self.model.state_dict().values() if torch.is_tensor(weight))
+        """A digest of a few numbers of every weight on this process, to compare with other hosts';
+        made once."""
+        return sample_digest(
+            weight for weight in self.model.state_dict().values() if torch.is_tensor(weight)
+        )
 
     def with_first_layers(self, count: int) -> "ModelParts":
-        """Return a model of the first layers of this one, its last norm and its head; they share all weights.
+        """Return a model of the first layers of this one, its last norm and its head; they share
+        all weights.
 
         It is made once for each number of layers.
         """
@@ -411,10 +463,14 @@ class ModelParts:
 
     def weights_digest(self) -> str:
         """Compute :func:`apbv.model.digest.weights_digest` of the weights on this process."""
-        return weights_digest(first for layer in self.language_model.layers for first in _sampled_weights(layer))
+        return weights_digest(
+            first for layer in self.language_model.layers for first in _sampled_weights(layer)
+        )
 
 
-def inspect_model(model: PreTrainedModel, backend: str = "auto", decode: DecodeConfig | None = None) -> ModelParts:
+def inspect_model(
+    model: PreTrainedModel, backend: str = "auto", decode: DecodeConfig | None = None
+) -> ModelParts:
     """Take a model apart; reject models that apbv cannot compute exactly.
 
     Raises:
@@ -426,7 +482,9 @@ def inspect_model(model: PreTrainedModel, backend: str = "auto", decode: DecodeC
     if newer := untried():
         warn_caller(f"apbv was not tried yet with {newer}")
     if lm_head is None:
-        raise UnsupportedModelError(f"{type(model).__name__} has no language-model head to generate with")
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no language-model head to generate with"
+        )
     language_model = model.get_decoder()
     if hybrid_family(model.config):
         language_model = with_linear_attention(language_model)
@@ -436,7 +494,10 @@ def inspect_model(model: PreTrainedModel, backend: str = "auto", decode: DecodeC
         family=family,
         language_model=language_model,
         lm_head=lm_head,
-        **{f"{name}_token_id": _token_id(model.config, name) for name in ("video", "image", "audio")},
+        **{
+            f"{name}_token_id": _token_id(model.config, name)
+            for name in ("video", "image", "audio")
+        },
         backend=backend,
         decode=decode or DecodeConfig(),
     )
@@ -456,27 +517,39 @@ def require_supported(config: PreTrainedConfig) -> str:
     """
     family = getattr(config, "model_type", type(config).__name__)
     if family not in _FAMILIES:
-        why = _TABLE["unsupported"].get(family, f"supported are {', '.join(VIDEO_FAMILIES + TEXT_FAMILIES)}")
+        why = _TABLE["unsupported"].get(
+            family, f"supported are {', '.join(VIDEO_FAMILIES + TEXT_FAMILIES)}"
+        )
         raise UnsupportedModelError(f"{family} models are not supported; {why}")
     first = tuple(_FAMILIES[family].get("since", (0, 0)))
     if (installed := release("transformers")) < first:
         needed, found = (".".join(map(str, each)) for each in (first, installed))
-        raise UnsupportedModelError(f"{family} models need transformers {needed} or later, not {found}")
+        raise UnsupportedModelError(
+            f"{family} models need transformers {needed} or later, not {found}"
+        )
     _refuse_unsupported_layers(family, config.get_text_config())
     return family
 
 
 def _refuse_unsupported_layers(family: str, config: PreTrainedConfig) -> None:
     # VLMs such as InternVL and LLaVA-OneVision take any language model as their text part.
-    text_families = tuple(f"{name.removesuffix('_thinker')}_text" for name in VIDEO_FAMILIES) + TEXT_FAMILIES
+    text_families = (
+        tuple(f"{name.removesuffix('_thinker')}_text" for name in VIDEO_FAMILIES) + TEXT_FAMILIES
+    )
     if config.model_type not in text_families:
-        raise UnsupportedModelError(f"{family} with a {config.model_type} language model is not supported")
+        raise UnsupportedModelError(
+            f"{family} with a {config.model_type} language model is not supported"
+        )
     layer_types = getattr(config, "layer_types", None) or ["full_attention"]
-    supported = ("full_attention", *(("linear_attention",) if "hybrid" in _FAMILIES[family] else ()))
+    supported = (
+        "full_attention",
+        *(("linear_attention",) if "hybrid" in _FAMILIES[family] else ()),
+    )
     for index, layer_type in enumerate(layer_types):
         if layer_type not in supported:
             raise UnsupportedModelError(
-                f"layer {index} of this {family} model is of type {layer_type}; only {' and '.join(supported)} is "
+                f"layer {index} of this {family} model is of type {layer_type}; only "
+                f"{' and '.join(supported)} is "
                 "supported"
             )
     if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
@@ -500,7 +573,8 @@ def _sampled_weights(layer: nn.Module) -> Iterator[Tensor]:
 
 
 def _first_weights(linear: nn.Module) -> Tensor:
-    """Return a linear module's first row of weights; of packed ones as many numbers, as they are stored."""
+    """Return a linear module's first row of weights; of packed ones as many numbers, as they are
+    stored."""
     state = linear.state_dict()  # not what bitsandbytes makes of it when it is first run
     weight = state["qweight" if "qweight" in state else "weight"]
     weight = weight.to_local() if hasattr(weight, "to_local") else weight  # this process's shard
@@ -510,7 +584,9 @@ def _first_weights(linear: nn.Module) -> Tensor:
 
 def _on_cpu(batch: Mapping[str, Any], *names: str) -> dict[str, Tensor]:
     """Return a batch's entries of these names, as tensors in CPU memory."""
-    return {name: torch.as_tensor(batch[name]).cpu() for name in names if batch.get(name) is not None}
+    return {
+        name: torch.as_tensor(batch[name]).cpu() for name in names if batch.get(name) is not None
+    }
 
 
 def _packed_vision_tower(model: nn.Module, family: str) -> nn.Module | None:

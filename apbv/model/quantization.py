@@ -1,4 +1,5 @@
-"""Quantized checkpoints: whether they can be loaded here, loading them, and the size of their weights."""
+"""Quantized checkpoints: whether they can be loaded here, loading them, and the size of their
+weights."""
 
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
@@ -19,7 +20,9 @@ _SCALE_BYTES = 4
 
 def quantization_of(config: PreTrainedConfig) -> dict[str, Any] | None:
     """Return how a model's checkpoint is quantized, as its config says; None: it is not."""
-    found = (getattr(each, "quantization_config", None) for each in (config, config.get_text_config()))
+    found = (
+        getattr(each, "quantization_config", None) for each in (config, config.get_text_config())
+    )
     found = next((each for each in found if each is not None), None)
     if not found:
         return None
@@ -37,26 +40,38 @@ def require_quantization(config: PreTrainedConfig, device: torch.device) -> None
     settings = quantization_of(config)
     if settings is None:
         return
-    from transformers.quantizers.auto import AutoHfQuantizer  # takes seconds, as it imports the packages
+    from transformers.quantizers.auto import (
+        AutoHfQuantizer,
+    )  # takes seconds, as it imports the packages
 
     try:
-        AutoHfQuantizer.from_config(deepcopy(settings)).validate_environment(device_map=None, weights_only=True)
+        AutoHfQuantizer.from_config(deepcopy(settings)).validate_environment(
+            device_map=None, weights_only=True
+        )
         _alone(settings)  # which older releases lack
         if device.type == "cpu" and "'Int4WeightOnlyConfig'" in str(settings):
             raise ValueError("its int4 weights need a GPU")
     except Exception as error:  # of many types, by method
         method = settings["quant_method"]
-        raise ValueError(f"cannot load weights quantized by {method} on {device}: {error}") from error
+        raise ValueError(
+            f"cannot load weights quantized by {method} on {device}: {error}"
+        ) from error
 
 
 def load_quantized(
-    auto: type, path: str | Path, config: PreTrainedConfig, dtype: str | torch.dtype, device: torch.device
+    auto: type,
+    path: str | Path,
+    config: PreTrainedConfig,
+    dtype: str | torch.dtype,
+    device: torch.device,
 ) -> PreTrainedModel:
     """Load a quantized checkpoint onto a device, for which its kernels are chosen."""
     settings = quantization_of(config)
     with _alone(settings):
         model = load_weights(auto, path, config=config, dtype=dtype, device_map={"": device})
-        if hasattr(model, "ct_decompress_hook"):  # of the whole model's forward, which apbv does not call
+        if hasattr(
+            model, "ct_decompress_hook"
+        ):  # of the whole model's forward, which apbv does not call
             model.hf_quantizer.compressor.decompress_model(model)
     if is_made_dense(settings, device):
         _require_scales(path)
@@ -66,33 +81,40 @@ def load_quantized(
 
 
 def _require_scales(path: str | Path) -> None:
-    """Reject an fp8 checkpoint without scales, whose weights transformers would take for plain numbers.
+    """Reject an fp8 checkpoint without scales, whose weights transformers would take for plain
+    numbers.
 
     Raises:
         ValueError: scales are missing; the message names them.
     """
     folder = Path(path)
     if not folder.is_dir():  # a hub id, which is in the cache now
-        folder = Path(snapshot_download(str(path), allow_patterns="*.safetensors", local_files_only=True))
+        folder = Path(
+            snapshot_download(str(path), allow_patterns="*.safetensors", local_files_only=True)
+        )
     names: set[str] = set()
     in_fp8: list[str] = []
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, "pt") as tensors:
             in_file = list(tensors.keys())
             names.update(in_file)
-            in_fp8 += [name for name in in_file if tensors.get_slice(name).get_dtype().startswith("F8")]
+            in_fp8 += [
+                name for name in in_file if tensors.get_slice(name).get_dtype().startswith("F8")
+            ]
     missing = [f"{name}_scale_inv" for name in in_fp8 if f"{name}_scale_inv" not in names]
     if missing:
         raise ValueError(f"the checkpoint lacks weights of the model: {named(missing)}")
 
 
 def is_made_dense(settings: dict[str, Any], device: torch.device) -> bool:
-    """Return whether transformers makes plain weights of a checkpoint, as there are no kernels for it on a device."""
+    """Return whether transformers makes plain weights of a checkpoint, as there are no kernels for
+    it on a device."""
     return settings["quant_method"] == "fp8" and device.type == "cpu"
 
 
 def _alone(settings: dict[str, Any]) -> AbstractContextManager:
-    """Keep compressed-tensors from sharing its work among all processes, of which not all may load this model."""
+    """Keep compressed-tensors from sharing its work among all processes, of which not all may load
+    this model."""
     if settings["quant_method"] != "compressed-tensors":
         return nullcontext()
     from compressed_tensors.offload import as_single_threaded
@@ -101,7 +123,11 @@ def _alone(settings: dict[str, Any]) -> AbstractContextManager:
 
 
 def weight_size(
-    name: str, module: nn.Module, settings: dict[str, Any] | None, itemsize: int, device: torch.device
+    name: str,
+    module: nn.Module,
+    settings: dict[str, Any] | None,
+    itemsize: int,
+    device: torch.device,
 ) -> float:
     """Return the bytes per number of a module's weight matrix, scales included.
 

@@ -1,10 +1,12 @@
-"""Rotary frequencies that depend on the length of a sequence: ``dynamic`` NTK scaling, and ``longrope``'s switch.
+"""Rotary frequencies that depend on the length of a sequence: ``dynamic`` NTK scaling, and
+``longrope``'s switch.
 
-transformers takes the largest position of a forward pass for the length, and remembers it in the model. Where a
-prompt is split over hosts, each of them would take its own largest position, and several sequences that one model
-computes at a time would change one another's frequencies. The module here keeps nothing: a prompt's length is told
-for its forward pass, and every new token of an answer has the frequencies of the sequence that it ends, as where a
-model generates one token at a time.
+transformers takes the largest position of a forward pass for the length, and remembers it in the
+model. Where a prompt is split over hosts, each of them would take its own largest position, and
+several sequences that one model computes at a time would change one another's frequencies. The
+module here keeps nothing: a prompt's length is told for its forward pass, and every new token of an
+answer has the frequencies of the sequence that it ends, as where a model generates one token at a
+time.
 """
 
 import copy
@@ -22,7 +24,8 @@ _BY_LENGTH = ("dynamic", "longrope")
 
 
 def rope_by_length(config: PreTrainedConfig) -> str | None:
-    """Return the type of a text model's rotary embedding if its frequencies depend on the length, else None."""
+    """Return the type of a text model's rotary embedding if its frequencies depend on the length,
+    else None."""
     parameters = getattr(config, "rope_parameters", None) or {}
     rope_type = parameters.get("rope_type")
     return rope_type if rope_type in _BY_LENGTH else None
@@ -84,7 +87,9 @@ class RotaryByLength(nn.Module):
         longest_short = config.rope_parameters["original_max_position_embeddings"]
         return lengths.clamp(longest_short, longest_short + 1)
 
-    def _with_frequencies_of(self, length: int, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+    def _with_frequencies_of(
+        self, length: int, x: Tensor, position_ids: Tensor
+    ) -> tuple[Tensor, Tensor]:
         config = self._own.config
         frequencies = ROPE_INIT_FUNCTIONS[rope_by_length(config)]
         own = copy.copy(self._own)
@@ -94,7 +99,8 @@ class RotaryByLength(nn.Module):
 
 
 def with_rotary_by_length(decoder: nn.Module) -> nn.Module:
-    """Return a decoder with the same weights whose frequencies follow :class:`RotaryByLength`, if they vary."""
+    """Return a decoder with the same weights whose frequencies follow :class:`RotaryByLength`, if
+    they vary."""
     if rope_by_length(decoder.config) is None:
         return decoder
     decoder = copy.copy(decoder)

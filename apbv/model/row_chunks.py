@@ -1,8 +1,9 @@
-"""Runs a decoder's norms and MLPs on a long prompt in chunks of rows, inside a context manager only.
+"""Runs a decoder's norms and MLPs on a long prompt in chunks of rows, inside a context manager
+only.
 
-What they compute of a row depends on that row alone, and between input and output they hold several times as much:
-an MLP three times its width, a norm two copies in fp32. Of 148,000 tokens that is 17 GB in a layer of
-Qwen2.5-VL-7B; in chunks it is :data:`CHUNK_BYTES`.
+What they compute of a row depends on that row alone, and between input and output they hold several
+times as much: an MLP three times its width, a norm two copies in fp32. Of 148,000 tokens that is 17
+GB in a layer of Qwen2.5-VL-7B; in chunks it is :data:`CHUNK_BYTES`.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,10 +16,12 @@ from torch import Tensor
 
 from .parts import DecoderSizes, ModelParts
 
-# What the rows of a chunk may hold between input and output, by type of device. On a GPU a chunk's matrix products
-# still have a thousand tiles; on a CPU what is written has a chance to be in a cache when it is read.
+# What the rows of a chunk may hold between input and output, by type of device. On a GPU a chunk's
+# matrix products still have a thousand tiles; on a CPU what is written has a chance to be in a
+# cache when it is read.
 CHUNK_BYTES = {"cuda": 512 * 2**20, "cpu": 32 * 2**20}
-# Fewer rows would make a matrix product slower than it has to be; and of a GPU's tiles none is to be cut in two.
+# Fewer rows would make a matrix product slower than it has to be; and of a GPU's tiles none is to
+# be cut in two.
 _FEWEST_ROWS, _ROWS_OF_A_TILE = 512, 256
 _FP32_COPIES_OF_NORM = 2
 
@@ -27,9 +30,9 @@ _FP32_COPIES_OF_NORM = 2
 def rows_in_chunks(parts: ModelParts, most_rows: int) -> Iterator[None]:
     """Run the decoder's norms and MLPs on a long input in chunks of rows; restored even on errors.
 
-    Modules whose chunks are as long as any input are left alone. Hooks on the modules see whole inputs and
-    outputs. With tensor parallelism every member of a host makes the same chunks, so that the sums over members
-    that end an MLP come in the same order on all of them.
+    Modules whose chunks are as long as any input are left alone. Hooks on the modules see whole
+    inputs and outputs. With tensor parallelism every member of a host makes the same chunks, so
+    that the sums over members that end an MLP come in the same order on all of them.
 
     Args:
         most_rows: the rows of the longest input.
@@ -39,7 +42,9 @@ def rows_in_chunks(parts: ModelParts, most_rows: int) -> Iterator[None]:
     norm_rows = chunk_rows(parts.device, parts.hidden_size * (4 * _FP32_COPIES_OF_NORM + itemsize))
     if getattr(decoder.norm, "is_fused", False):
         norm_rows = most_rows  # which holds nothing but its result
-    mlp_rows = chunk_rows(parts.device, mlp_row_bytes(parts.sizes, itemsize, parts.tensor_parallel[1]))
+    mlp_rows = chunk_rows(
+        parts.device, mlp_row_bytes(parts.sizes, itemsize, parts.tensor_parallel[1])
+    )
     modules = [(decoder.norm, norm_rows)]
     for layer in decoder.layers:
         modules += [(layer.input_layernorm, norm_rows), (layer.post_attention_layernorm, norm_rows)]
@@ -50,7 +55,11 @@ def rows_in_chunks(parts: ModelParts, most_rows: int) -> Iterator[None]:
             # It is one of these where another such block of this model is around.
             if most_rows > rows and not isinstance(before, _InChunks):
                 module.forward = _InChunks(module.forward, rows)
-                undo = (delattr, module, "forward") if before is None else (setattr, module, "forward", before)
+                undo = (
+                    (delattr, module, "forward")
+                    if before is None
+                    else (setattr, module, "forward", before)
+                )
                 stack.callback(*undo)
         yield
 
@@ -68,9 +77,12 @@ def chunk_rows(device: torch.device, row_bytes: int) -> int:
 def mlp_row_bytes(sizes: DecoderSizes, itemsize: int, tensor_parallel: int = 1) -> int:
     """Return an MLP's activations per row: the gate, the other projection, and their product.
 
-    Each of a row's experts has these, a copy of the row, and its own result before and after its weight.
+    Each of a row's experts has these, a copy of the row, and its own result before and after its
+    weight.
     """
-    return (3 * ceil(sizes.intermediate / tensor_parallel) + 3 * sizes.chosen_experts * sizes.hidden) * itemsize
+    return (
+        3 * ceil(sizes.intermediate / tensor_parallel) + 3 * sizes.chosen_experts * sizes.hidden
+    ) * itemsize
 
 
 @dataclass(frozen=True)
@@ -93,7 +105,8 @@ class _InChunks:
         rows = min(rows + -rows % _ROWS_OF_A_TILE, self.most_rows)
         out = None
         for start in range(0, num_rows, rows):
-            # Without the stride of the longer batch, for which torch multiplies by a batch of weights.
+            # Without the stride of the longer batch, for which torch multiplies by a batch of
+            # weights.
             made = self.forward(states[0, start : start + rows][None])
             if out is None:
                 out = made.new_empty(1, num_rows, made.shape[-1])

@@ -1,8 +1,10 @@
-"""Loading a model onto hosts of several processes: transformers' own tensor parallelism, within each host.
+"""Loading a model onto hosts of several processes: transformers' own tensor parallelism, within
+each host.
 
-Every member of a host holds 1/T of the language model's matrices: of attention its heads, of the MLP its columns,
-of the embedding and the head its part of the vocabulary. The norms are replicated, and so is the vision tower, for
-which transformers has no plan: every member encodes what its host has to encode.
+Every member of a host holds 1/T of the language model's matrices: of attention its heads, of the
+MLP its columns, of the embedding and the head its part of the vocabulary. The norms are replicated,
+and so is the vision tower, for which transformers has no plan: every member encodes what its host
+has to encode.
 """
 
 from math import ceil
@@ -11,7 +13,12 @@ from types import SimpleNamespace
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.distributed import DistributedConfig
 from transformers.utils import is_accelerate_available
 
@@ -25,7 +32,8 @@ from .quantization import quantization_of, weight_size
 
 FIRST_VERSION = (5, 19)
 
-# How transformers is to share out a decoder layer. It has such plans itself, but not for every family.
+# How transformers is to share out a decoder layer. It has such plans itself, but not for every
+# family.
 LAYER_PLAN = {
     **{f"self_attn.{name}_proj": "colwise" for name in "qkv"},
     "self_attn.o_proj": "rowwise",
@@ -43,13 +51,16 @@ def load_sharded(
     hosts: HostGroup,
     adapter: str | Path | None = None,
 ) -> PreTrainedModel:
-    """Load this process's share of a model, and no more, from the checkpoint; collective within a host.
+    """Load this process's share of a model, and no more, from the checkpoint; collective within a
+    host.
 
-    Call :func:`require_shardable` before, which needs no other process: an error here leaves the group broken.
+    Call :func:`require_shardable` before, which needs no other process: an error here leaves the
+    group broken.
 
     Args:
         auto: the class of :mod:`transformers.models.auto` that would load the whole model.
-        adapter: merged into the whole model, which every process then has in CPU memory until it has its share.
+        adapter: merged into the whole model, which every process then has in CPU memory until it
+            has its share.
 
     Raises:
         ValueError: the checkpoint lacks weights, or the adapter cannot be merged.
@@ -57,18 +68,21 @@ def load_sharded(
     with torch.device("meta"):
         whole = auto.from_config(config)
     kind = type(whole)
-    # One host's mesh, whichever transformers asks for: tensor parallelism is all that it does there. Its own must
-    # span all processes, and those that it does not split a model over hold sharded replicas (FSDP), which would
-    # have to run in step.
+    # One host's mesh, whichever transformers asks for: tensor parallelism is all that it does
+    # there. Its own must span all processes, and those that it does not split a model over hold
+    # sharded replicas (FSDP), which would have to run in step.
     of_host = hosts.tensor_parallel_mesh()
     mesh = SimpleNamespace(get_mesh=lambda dims: of_host)
 
-    # from_pretrained takes no mesh but asks its class for one: so it is called on a class that gives ours, and
-    # what it returns is then made what the caller asked for.
+    # from_pretrained takes no mesh but asks its class for one: so it is called on a class that
+    # gives ours, and what it returns is then made what the caller asked for.
     def prepare_distribute_model(cls, distributed_config, device_map=None):
         return distributed_config, hosts.device, mesh
 
-    members = {"prepare_distribute_model": classmethod(prepare_distribute_model), "__module__": kind.__module__}
+    members = {
+        "prepare_distribute_model": classmethod(prepare_distribute_model),
+        "__module__": kind.__module__,
+    }
     loading = type(kind.__name__, (kind,), members)
     plan = DistributedConfig(tp_plan=plan_of(whole), tp_size=hosts.tensor_parallel_size)
     if adapter is None:
@@ -103,7 +117,9 @@ def require_shardable(config: PreTrainedConfig, tensor_parallel: int) -> None:
     if tensor_parallel == 1:
         return
     if release("transformers") < FIRST_VERSION:
-        raise ValueError(f"tensor parallelism needs transformers 5.19 or later, not {transformers.__version__}")
+        raise ValueError(
+            f"tensor parallelism needs transformers 5.19 or later, not {transformers.__version__}"
+        )
     if not is_accelerate_available():
         raise ValueError(f"tensor parallelism needs accelerate: {how_to_install('tp')}")
     require_divisible(config, tensor_parallel)
@@ -117,8 +133,12 @@ def require_divisible(config: PreTrainedConfig, tensor_parallel: int) -> None:
     """
     text = config.get_text_config()
     refuse(hybrid=hybrid_family(config), tensor_parallel=tensor_parallel > 1)
-    if tensor_parallel > 1 and (getattr(text, "num_experts", None) or text.model_type.startswith("glm4")):
-        raise UnsupportedModelError(f"tensor parallelism does not share out the MLPs of {text.model_type} models")
+    if tensor_parallel > 1 and (
+        getattr(text, "num_experts", None) or text.model_type.startswith("glm4")
+    ):
+        raise UnsupportedModelError(
+            f"tensor parallelism does not share out the MLPs of {text.model_type} models"
+        )
     counts = {
         "attention heads": text.num_attention_heads,
         "KV heads": text.num_key_value_heads,
@@ -127,12 +147,16 @@ def require_divisible(config: PreTrainedConfig, tensor_parallel: int) -> None:
     for what, count in counts.items():
         if count % tensor_parallel:
             raise UnsupportedModelError(
-                f"the model's {count} {what} cannot be split evenly across {tensor_parallel} processes"
+                f"the model's {count} {what} cannot be split evenly across {tensor_parallel} "
+                "processes"
             )
 
 
-def weight_bytes(config: PreTrainedConfig, itemsize: int, device: torch.device, tensor_parallel: int = 1) -> int:
-    """Return the size of a whole model's weights on one of the T processes of a host, its vision tower included.
+def weight_bytes(
+    config: PreTrainedConfig, itemsize: int, device: torch.device, tensor_parallel: int = 1
+) -> int:
+    """Return the size of a whole model's weights on one of the T processes of a host, its vision
+    tower included.
 
     It builds the model without storage, which takes about a second for one of 7B.
 
@@ -140,18 +164,27 @@ def weight_bytes(config: PreTrainedConfig, itemsize: int, device: torch.device, 
         itemsize: bytes per number that is not quantized.
         device: where it will be loaded.
     """
-    auto = AutoModelForImageTextToText if config.model_type in VIDEO_FAMILIES else AutoModelForCausalLM
+    auto = (
+        AutoModelForImageTextToText if config.model_type in VIDEO_FAMILIES else AutoModelForCausalLM
+    )
     with torch.device("meta"):
         model = auto.from_config(config)
-    # Of several modules with the same weight, such as an embedding and a head that are tied, one counts.
-    modules = {id(weight): each for each in model.named_modules() for weight in each[1].parameters(False)}
+    # Of several modules with the same weight, such as an embedding and a head that are tied, one
+    # counts.
+    modules = {
+        id(weight): each for each in model.named_modules() for weight in each[1].parameters(False)
+    }
     shared_out, settings, count = tuple(plan_of(model)), quantization_of(config), 0
     for weight in model.parameters():
         name, module = modules[id(weight)]
-        of_any_layer = ".".join("*" if part.isdigit() else part for part in name.split("."))  # as in a plan
+        of_any_layer = ".".join(
+            "*" if part.isdigit() else part for part in name.split(".")
+        )  # as in a plan
         is_shared_out = weight.ndim == 2 and (name in shared_out or of_any_layer in shared_out)
         size = itemsize
         if weight.ndim == 2 and module is not model.get_output_embeddings():
             size = weight_size(name, module, settings, itemsize, device)
-        count += ceil((-(-weight.numel() // tensor_parallel) if is_shared_out else weight.numel()) * size)
+        count += ceil(
+            (-(-weight.numel() // tensor_parallel) if is_shared_out else weight.numel()) * size
+        )
     return count

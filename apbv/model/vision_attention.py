@@ -1,9 +1,10 @@
 """Packed attention of vision towers, over all windows and frames in one call.
 
-The vision towers of Qwen2-VL, Qwen2.5-VL and Qwen3-VL lay all windows or frames one after the other, and so does
-Qwen2.5-Omni's audio tower with its windows. By default transformers cuts them apart again in every layer and
-attends to each by itself: a thousand small calls where one does. It makes one call where an attention of the name
-"flash…" is in force, and tells it where the sequences end.
+The vision towers of Qwen2-VL, Qwen2.5-VL and Qwen3-VL lay all windows or frames one after the
+other, and so does Qwen2.5-Omni's audio tower with its windows. By default transformers cuts them
+apart again in every layer and attends to each by itself: a thousand small calls where one does. It
+makes one call where an attention of the name "flash…" is in force, and tells it where the sequences
+end.
 """
 
 from collections.abc import Iterator
@@ -14,7 +15,8 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from ..kernels import PackedSequences, varlen_attention
 
-# The towers pass on boundaries where they find "flash" in the name (transformers' is_flash_attention_requested).
+# The towers pass on boundaries where they find "flash" in the name (transformers'
+# is_flash_attention_requested).
 _NAME = "apbv_flash_varlen"
 _REPLACED = "sdpa"
 
@@ -37,13 +39,17 @@ def _attention(
     if attention_mask is not None or dropout:
         raise ValueError("attention of packed sequences supports neither a mask nor dropout")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    # Layers that have the same boundaries share what is worked out of them. They are known by their identity, and
-    # kept, so that no other tensor can come to have it.
+    # Layers that have the same boundaries share what is worked out of them. They are known by their
+    # identity, and kept, so that no other tensor can come to have it.
     if id(cu_seq_lens_q) not in apbv_packing:
         sequences = PackedSequences(cu_seq_lens_q.to(query.device), max_length_q)
         apbv_packing[id(cu_seq_lens_q)] = cu_seq_lens_q, sequences
     _, sequences = apbv_packing[id(cu_seq_lens_q)]
-    q, k, v = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)  # [T, H, D]
+    q, k, v = (
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+    )  # [T, H, D]
     return varlen_attention(q, k, v, sequences, scale)[None], None
 
 
@@ -54,11 +60,13 @@ AttentionInterface.register(_NAME, _attention)
 def packed_attention(tower: PreTrainedModel | None) -> Iterator[None]:
     """Make a tower attend to all its windows or frames in one call; restored even on errors.
 
-    It replaces transformers' default, sdpa, and the result is the same up to rounding. Another implementation
-    that the caller has chosen stays in force. A tower is used by one thread at a time; every model has its own.
+    It replaces transformers' default, sdpa, and the result is the same up to rounding. Another
+    implementation that the caller has chosen stays in force. A tower is used by one thread at a
+    time; every model has its own.
 
     Args:
-        tower: one that packs; None, for those that do not (InternVL's, LLaVA-OneVision's), is left alone.
+        tower: one that packs; None, for those that do not (InternVL's, LLaVA-OneVision's), is left
+            alone.
     """
     if tower is None or tower.config._attn_implementation != _REPLACED:
         yield

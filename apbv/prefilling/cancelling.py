@@ -18,7 +18,8 @@ class RequestCancelled(AgreedError):
 
 
 def require_going_on(hosts: HostGroup, stop: Stop | None) -> None:
-    """Call ``stop`` on host 0, and cancel on all hosts at the same point if it returns true; collective.
+    """Call ``stop`` on host 0, and cancel on all hosts at the same point if it returns true;
+    collective.
 
     Args:
         stop: called on host 0; None on all hosts: no cancelling, and no communication.

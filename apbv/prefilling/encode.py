@@ -1,8 +1,8 @@
 """Encodes frames in parallel (APB-V, Section 3.1): each host runs the vision tower on its share.
 
-A *row* belongs to one visual placeholder token: the vision tower's embedding and, for models with deepstack, the L
-vectors that are added to the hidden states after the first layers, concatenated: ``[rows, (1 + L) * d]``. Rows are
-numbered in prompt order.
+A *row* belongs to one visual placeholder token: the vision tower's embedding and, for models with
+deepstack, the L vectors that are added to the hidden states after the first layers, concatenated:
+``[rows, (1 + L) * d]``. Rows are numbered in prompt order.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -26,8 +26,9 @@ _MOST_CHUNK_BYTES = 2**28  # by default: some 5,000 of a Qwen tower's patches, w
 _SHARE_OF_MEMORY = 16
 
 
-# A source of the rows of one host's share of the visual input: given the temporal patches of each chunk, as
-# VisualInput.chunks returns them, it yields [rows, (1 + L) * d] of each, in order, and has to be closed.
+# A source of the rows of one host's share of the visual input: given the temporal patches of each
+# chunk, as VisualInput.chunks returns them, it yields [rows, (1 + L) * d] of each, in order, and
+# has to be closed.
 VisualRows = Callable[[Sequence[range]], Iterator[Tensor]]
 
 
@@ -57,7 +58,9 @@ def _encode(parts: ModelParts, visual: VisualInput, chunk: PixelChunk) -> Tensor
         features = _features(parts, chunk.kind, chunk.on(parts.device))
     streams = []
     for layer in (features.pooler_output, *(getattr(features, "deepstack_features", None) or ())):
-        layer = torch.cat(list(layer)) if isinstance(layer, (list, tuple)) else layer  # one tensor per item
+        layer = (
+            torch.cat(list(layer)) if isinstance(layer, (list, tuple)) else layer
+        )  # one tensor per item
         streams.append(layer.reshape(-1, layer.shape[-1]))
     if parts.family == "llava_onevision" and chunk.kind == "video":
         streams[0] = _with_newline_at_the_end_only(parts, streams[0], visual, chunk.patches)
@@ -69,12 +72,15 @@ def encode_visual(parts: ModelParts, visual: VisualInput | None) -> Tensor | Non
     """Run the vision tower on this host's share of the visual input.
 
     Returns:
-        Rows ``[len(piece), (1 + L) * d]`` in the model's dtype, none for an empty piece; None for a text prompt.
+        Rows ``[len(piece), (1 + L) * d]`` in the model's dtype, none for an empty piece; None for a
+        text prompt.
     """
     if visual is None:
         return None
     chunks = visual.chunks(visual.host, visual.chunk_bytes or _MOST_CHUNK_BYTES)
-    (rows,) = all_rows(parts, visual, chunks, partial(tower_rows, parts, visual, None), [parts.row_width])
+    (rows,) = all_rows(
+        parts, visual, chunks, partial(tower_rows, parts, visual, None), [parts.row_width]
+    )
     return rows
 
 
@@ -87,7 +93,8 @@ def all_rows(
     hosts: HostGroup | None = None,
     stop: Stop | None = None,
 ) -> list[Tensor]:
-    """Encode a share, chunk by chunk, to rows that are cut into several tensors: ``[rows, width]`` of each width.
+    """Encode a share, chunk by chunk, to rows that are cut into several tensors: ``[rows, width]``
+    of each width.
 
     Args:
         shown: says which rows belong to temporal patches, or to units of audio.
@@ -100,7 +107,9 @@ def all_rows(
         RequestCancelled: ``stop`` was true.
     """
     num_rows, done = sum(map(len, map(shown.rows_of, chunks))), 0
-    streams = [torch.empty(num_rows, width, dtype=parts.dtype, device=parts.device) for width in widths]
+    streams = [
+        torch.empty(num_rows, width, dtype=parts.dtype, device=parts.device) for width in widths
+    ]
     with closing(source(chunks)) as encoded:
         for chunk in chunks:
             require_going_on(hosts, stop)
@@ -115,7 +124,9 @@ def all_rows(
 def require_as_many(rows: Tensor, wanted: int) -> None:
     """Raise ValueError unless a chunk has as many rows as the prompt has placeholders for it."""
     if len(rows) != wanted:
-        raise ValueError(f"the model's tower returned {len(rows)} embeddings for {wanted} placeholders")
+        raise ValueError(
+            f"the model's tower returned {len(rows)} embeddings for {wanted} placeholders"
+        )
 
 
 def agree_on_chunks(hosts: HostGroup, device: torch.device, chunk_bytes: int | None = None) -> int:
@@ -136,7 +147,8 @@ def chunk_bytes_within(free: int) -> int:
 
 
 def _features(parts: ModelParts, kind: str, pixels: dict):
-    """Call the model family's own get_*_features, whose first argument's name differs between families."""
+    """Call the model family's own get_*_features, whose first argument's name differs between
+    families."""
     base = parts.model.model
     first, *rest = pixels.values()
     if parts.family == "internvl":  # its video frames are images, and so are an image's tiles
@@ -148,7 +160,9 @@ def _features(parts: ModelParts, kind: str, pixels: dict):
     return base.get_image_features(first, **named, return_dict=True)
 
 
-def _with_newline_at_the_end_only(parts: ModelParts, rows: Tensor, visual: VisualInput, patches: range) -> Tensor:
+def _with_newline_at_the_end_only(
+    parts: ModelParts, rows: Tensor, visual: VisualInput, patches: range
+) -> Tensor:
     """End every whole video, and no other chunk, with LLaVA-OneVision's learned newline row.
 
     transformers adds it to every piece, or (before 5.19) to none.

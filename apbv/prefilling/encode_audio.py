@@ -33,10 +33,14 @@ def audio_rows(
 def _encode(parts: ModelParts, pieces: Sequence[Tensor]) -> Tensor:
     lengths = torch.tensor([piece.shape[1] for piece in pieces])
     mask = torch.arange(int(lengths.max())) < lengths[:, None]
-    features = pad_sequence([piece.T for piece in pieces], batch_first=True).transpose(1, 2).contiguous()
+    features = (
+        pad_sequence([piece.T for piece in pieces], batch_first=True).transpose(1, 2).contiguous()
+    )
     with packed_attention(parts.audio_tower):
         encoded = parts.model.model.get_audio_features(
-            features.to(parts.device), feature_attention_mask=mask.to(parts.device), return_dict=True
+            features.to(parts.device),
+            feature_attention_mask=mask.to(parts.device),
+            return_dict=True,
         )
     return encoded.last_hidden_state.to(parts.dtype)
 

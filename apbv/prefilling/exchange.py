@@ -1,9 +1,9 @@
 """Exchanges embeddings of visual and audio tokens between hosts, overlapped with encoding.
 
-Every host encodes its share in chunks. In round r each host sends the rows of its chunk r to the hosts that need
-them, with a failure flag; during the transfer it encodes the next chunk. A host that failed keeps taking part,
-with rows of zeros, until all hosts know of it: no host then waits for ever, and the group can serve the next
-request.
+Every host encodes its share in chunks. In round r each host sends the rows of its chunk r to the
+hosts that need them, with a failure flag; during the transfer it encodes the next chunk. A host
+that failed keeps taking part, with rows of zeros, until all hosts know of it: no host then waits
+for ever, and the group can serve the next request.
 """
 
 from collections import deque
@@ -27,7 +27,9 @@ from .encode import VisualRows, agree_on_chunks, all_rows, require_as_many
 from .encode_audio import audio_rows
 from .moving import start_moving
 
-_MOST_ROUNDS_UNDER_WAY = 4  # rounds by which a host with cheaper frames may run ahead of the slowest
+_MOST_ROUNDS_UNDER_WAY = (
+    4  # rounds by which a host with cheaper frames may run ahead of the slowest
+)
 
 
 @dataclass
@@ -35,10 +37,11 @@ class LocalVisual:
     """Rows of a host's local tokens, until they are merged into the prompt's embeddings.
 
     Attributes:
-        streams: for every visual row, in local order, its token's embedding, ``[rows, d]``, and then the L vectors
-            that deepstack adds after the first layers; None for a prompt without visual tokens, and once merged.
-        audio: of every audio row, in local order, its token's embedding, ``[rows, d]``; None for a prompt without
-            audio, and once merged.
+        streams: for every visual row, in local order, its token's embedding, ``[rows, d]``, and
+            then the L vectors that deepstack adds after the first layers; None for a prompt without
+            visual tokens, and once merged.
+        audio: of every audio row, in local order, its token's embedding, ``[rows, d]``; None for a
+            prompt without audio, and once merged.
     """
 
     streams: list[Tensor] | None = None
@@ -48,7 +51,8 @@ class LocalVisual:
         """Embed local tokens, replacing placeholders by the rows, and drop the rows.
 
         Args:
-            input_ids: ``[1, S]`` of this host's tokens, in CPU memory, so that a GPU need not be waited for.
+            input_ids: ``[1, S]`` of this host's tokens, in CPU memory, so that a GPU need not be
+                waited for.
 
         Returns:
             Embeddings ``[1, S, d]`` and the language model's further keyword arguments.
@@ -59,7 +63,9 @@ class LocalVisual:
         is_visual = parts.is_visual(input_ids)
         for rows, mask in ((main, is_visual), (audio, parts.is_audio(input_ids))):
             if rows is not None:
-                embeds[0].index_copy_(0, to_device(mask[0].nonzero().flatten(), embeds.device), rows)
+                embeds[0].index_copy_(
+                    0, to_device(mask[0].nonzero().flatten(), embeds.device), rows
+                )
         if not deepstack:
             return embeds, {}
         mask = to_device(is_visual, parts.device)
@@ -86,35 +92,49 @@ def encode_and_exchange(
     chunk_bytes: int | None = None,
     stop: Stop | None = None,
 ) -> LocalVisual:
-    """Encode this host's share, and send every host the rows of its local tokens, and no others; collective.
+    """Encode this host's share, and send every host the rows of its local tokens, and no others;
+    collective.
 
     Args:
-        source: makes the visual rows of this host's share; those of audio come from the model's audio tower.
+        source: makes the visual rows of this host's share; those of audio come from the model's
+            audio tower.
         chunk_bytes: as in :class:`apbv.VideoConfig`, where the hosts have not agreed on chunks yet.
         stop: asked on host 0 before each chunk; true ends the encoding on all hosts.
 
     Raises:
-        ValueError: a frame cannot be read, or a tower makes another number of rows than the prompt has
-            placeholders.
+        ValueError: a frame cannot be read, or a tower makes another number of rows than the prompt
+            has placeholders.
         RequestCancelled: ``stop`` was true.
         HostError: another host failed.
     """
     local, tokens = LocalVisual(), inputs.input_ids[0]
     audio, visual = inputs.audio, inputs.visual
 
-    def encode(shown: VisualInput | AudioInput, is_row: Tensor, by: VisualRows, *limit: int, num_streams: int = 1):
+    def encode(
+        shown: VisualInput | AudioInput,
+        is_row: Tensor,
+        by: VisualRows,
+        *limit: int,
+        num_streams: int = 1,
+    ):
         if hosts.num_processes == 1:  # it has all tokens, and nobody to tell
             widths = [parts.hidden_size] * num_streams
             with hosts.local_stage("encode"):
                 return all_rows(parts, shown, shown.chunks(0, *limit), by, widths, hosts, stop)
         chunks = [shown.chunks(host, *limit) for host in range(hosts.size)]
-        return _Rounds(parts, shown, is_row, chunks, layout, hosts, num_streams).run(by, timer, stop)
+        return _Rounds(parts, shown, is_row, chunks, layout, hosts, num_streams).run(
+            by, timer, stop
+        )
 
     if audio is not None:
-        (local.audio,) = encode(audio, parts.is_audio(tokens), partial(audio_rows, parts, audio, timer))
+        (local.audio,) = encode(
+            audio, parts.is_audio(tokens), partial(audio_rows, parts, audio, timer)
+        )
     if visual is not None:
         limit = visual.chunk_bytes or agree_on_chunks(hosts, parts.device, chunk_bytes)
-        local.streams = encode(visual, parts.is_visual(tokens), source, limit, num_streams=1 + parts.sizes.deepstack)
+        local.streams = encode(
+            visual, parts.is_visual(tokens), source, limit, num_streams=1 + parts.sizes.deepstack
+        )
     return local
 
 
@@ -139,8 +159,14 @@ class _Rounds:
         num_streams: int = 1,
     ):
         self._hosts, self._chunks, self._num_rows = hosts, chunks[hosts.rank], shown.num_rows
-        num_rounds, number = max(map(len, chunks)), is_row.cumsum(0) - 1  # of the row that a token is
-        self._needed, self._made = [], []  # of every host, the rows of its local tokens; by round, those it makes
+        num_rounds, number = (
+            max(map(len, chunks)),
+            is_row.cumsum(0) - 1,
+        )  # of the row that a token is
+        self._needed, self._made = (
+            [],
+            [],
+        )  # of every host, the rows of its local tokens; by round, those it makes
         for host, of_host in enumerate(chunks):
             local = numbers_in(*layout.local_spans(host))
             self._needed.append(number[local[is_row[local]]])
@@ -152,7 +178,8 @@ class _Rounds:
         self._local = [self._nothing.new_empty(num_rows, width) for _ in range(num_streams)]
 
     def run(self, source: VisualRows, timer: StageTimer, stop: Stop | None) -> list[Tensor]:
-        """Encode and exchange everything; return the rows of this host's tokens, ``[rows, d]`` by stream."""
+        """Encode and exchange everything; return the rows of this host's tokens, ``[rows, d]`` by
+        stream."""
         hosts, self._error = self._hosts, None
         with hosts.collective_stage("encode"), closing(source(self._chunks)) as chunks:
             under_way: deque[tuple[Tensor, Exchange, Exchange]] = deque()
@@ -195,14 +222,19 @@ class _Rounds:
         places = is_made[self._needed[rank]].nonzero().flatten()
         return places, start_moving(rows, held, wanted, self._hosts), failures
 
-    def _finish(self, places: Tensor, rows: Exchange, failures: Exchange, timer: StageTimer) -> bool:
+    def _finish(
+        self, places: Tensor, rows: Exchange, failures: Exchange, timer: StageTimer
+    ) -> bool:
         """Store a round's rows; return whether all hosts continue."""
         try:
             with timer.stage("exchange"):
                 received = rows.wait()
                 if not failures.wait().any():
                     for which, of_host in received:
-                        at, streams = to_device(places[which], of_host.device), of_host.chunk(len(self._local), dim=-1)
+                        at, streams = (
+                            to_device(places[which], of_host.device),
+                            of_host.chunk(len(self._local), dim=-1),
+                        )
                         for local, stream in zip(self._local, streams, strict=True):
                             local.index_copy_(0, at, stream)
         except HostError:

@@ -47,22 +47,26 @@ def prefill(
     stop: Stop | None = None,
     home: int = 0,
 ) -> PrefillResult:
-    """Prefill one prompt over all hosts; called on every host with the same prompt, model and config.
+    """Prefill one prompt over all hosts; called on every host with the same prompt, model and
+    config.
 
     Args:
-        model: an unmodified transformers model (see :func:`apbv.model.parts.inspect_model`), the same full replica
-            on every host, on ``hosts.device``; with tensor parallelism as :class:`apbv.Engine` loads it.
-            Afterwards it is as it was before. For many prompts pass what ``inspect_model`` returns of it and
-            ``config.backend``, which then is not done anew.
-        model_inputs: prepared inputs, or what the model's transformers processor or tokenizer returned for one
-            unpadded prompt.
+        model: an unmodified transformers model (see :func:`apbv.model.parts.inspect_model`), the
+            same full replica on every host, on ``hosts.device``; with tensor parallelism as
+            :class:`apbv.Engine` loads it. Afterwards it is as it was before. For many prompts pass
+            what ``inspect_model`` returns of it and ``config.backend``, which then is not done
+            anew.
+        model_inputs: prepared inputs, or what the model's transformers processor or tokenizer
+            returned for one unpadded prompt.
         hosts: the hosts that take part; ``HostGroup.from_env()`` by default.
         config: method and lengths.
         timer: the request's stage times; a new one by default.
-        watcher: observes the question's attention, or hidden states (see :mod:`apbv.speculate.watchers`).
-        encoded: the source of this host's visual embeddings, where it is not the model's vision tower.
-        stop: asked on host 0 between chunks of the tower and between layers; true cancels the prefill. None on all
-            hosts, or on none.
+        watcher: observes the question's attention, or hidden states (see
+            :mod:`apbv.speculate.watchers`).
+        encoded: the source of this host's visual embeddings, where it is not the model's vision
+            tower.
+        stop: asked on host 0 between chunks of the tower and between layers; true cancels the
+            prefill. None on all hosts, or on none.
         home: the host on which the KV is gathered with ``kv="gathered"``.
 
     Returns:
@@ -70,8 +74,8 @@ def prefill(
 
     Raises:
         ValueError: the prompt, the model or a length cannot be handled; raised on every host.
-        NotEnoughMemoryError: a host has certainly too little memory for the prompt, which every host raises before
-            anything is computed; or this host ran out of it.
+        NotEnoughMemoryError: a host has certainly too little memory for the prompt, which every
+            host raises before anything is computed; or this host ran out of it.
         RequestCancelled: ``stop`` was true; the hosts can go on.
         HostError: another host failed.
     """
@@ -85,14 +89,20 @@ def prefill(
         if not 0 <= home < hosts.size:
             raise ValueError(f"home must be one of the {hosts.size} hosts, not {home}")
         parts = model if isinstance(model, ModelParts) else inspect_model(model, config.backend)
-        found, expected = parts.tensor_parallel, (hosts.tensor_parallel_rank, hosts.tensor_parallel_size)
+        found, expected = (
+            parts.tensor_parallel,
+            (hosts.tensor_parallel_rank, hosts.tensor_parallel_size),
+        )
         if found != expected:
             raise ValueError(
-                f"the model is shard {found[0]} of {found[1]}, but this process is TP rank {expected[0]} of "
+                f"the model is shard {found[0]} of {found[1]}, but this process is TP rank "
+                f"{expected[0]} of "
                 f"{expected[1]}: load the model with Engine.from_pretrained and these hosts"
             )
         if parts.device.type != hosts.device.type:
-            raise ValueError(f"the model is on {parts.device}, but this host computes on {hosts.device}")
+            raise ValueError(
+                f"the model is on {parts.device}, but this host computes on {hosts.device}"
+            )
         inputs = model_inputs
         if not isinstance(inputs, ModelInputs):
             inputs = ModelInputs.from_processor(parts, inputs, hosts, query_len=config.query_len)
@@ -123,7 +133,9 @@ def prefill(
             home=home,
             by_layer=method.gathers_by_layer(config),
             tensor_parallel=parts.tensor_parallel[1],
-            visual=range(inputs.context_start, inputs.query_start) if inputs.num_visual_tokens else range(0),
+            visual=range(inputs.context_start, inputs.query_start)
+            if inputs.num_visual_tokens
+            else range(0),
         )
     room = Room(memory, inputs.num_tokens, hosts)
     room.require()
@@ -162,7 +174,8 @@ def prefill(
 
 @contextmanager
 def ready_for_prefills(parts: ModelParts) -> Iterator[None]:
-    """Keep in force what a prefill changes in a model, so that several threads can prefill at the same time."""
+    """Keep in force what a prefill changes in a model, so that several threads can prefill at the
+    same time."""
     with (
         apbv_attention(parts.language_model),
         rows_in_chunks(parts, parts.max_position_embeddings),
@@ -173,19 +186,27 @@ def ready_for_prefills(parts: ModelParts) -> Iterator[None]:
 
 
 def _plan(
-    inputs: ModelInputs, hosts: HostGroup, config: PrefillConfig, sizes: DecoderSizes, watcher: Watcher | None
+    inputs: ModelInputs,
+    hosts: HostGroup,
+    config: PrefillConfig,
+    sizes: DecoderSizes,
+    watcher: Watcher | None,
 ) -> PrefillMethod:
     """Choose the method and its layout for a prompt.
 
     Raises:
-        ValueError: a length does not fit the prompt, or a watcher does not see the question with this method.
+        ValueError: a length does not fit the prompt, or a watcher does not see the question with
+            this method.
     """
     method_type = resolve_method(config, hosts.size)
-    layout = method_type.plan(hosts.size, inputs.num_tokens, inputs.context_start, inputs.query_start, config)
+    layout = method_type.plan(
+        hosts.size, inputs.num_tokens, inputs.context_start, inputs.query_start, config
+    )
     if not layout.is_split and method_type.splits:
         if hosts.is_leader:
             warn_caller(
-                f"a prompt of {inputs.num_tokens} tokens, {inputs.query_start} of them before the question, is "
+                f"a prompt of {inputs.num_tokens} tokens, {inputs.query_start} of them before the "
+                "question, is "
                 f"too short to be split over {hosts.size} hosts: host 0 computes it alone"
                 + (", exactly" if config.sparse is None else "")
             )
@@ -193,7 +214,8 @@ def _plan(
     method = method_type(layout, hosts, config, sizes.layers, sizes.attention_layers)
     if watcher is not None and layout.is_split and not len(layout.query):
         raise ValueError(
-            f"cannot observe the question's attention with {method.name}: the question is split across the hosts, too"
+            f"cannot observe the question's attention with {method.name}: the question is split "
+            "across the hosts, too"
         )
     return method
 

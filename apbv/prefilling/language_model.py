@@ -29,7 +29,8 @@ def run_language_model(
     watcher: Watcher | None = None,
     states: LinearStates | None = None,
 ) -> Tensor | None:
-    """Run all layers on this host's tokens; a question that is split off follows in a pass of its own. Collective.
+    """Run all layers on this host's tokens; a question that is split off follows in a pass of its
+    own. Collective.
 
     Args:
         visual: the embeddings that replace the placeholders of this host's tokens; dropped.
@@ -39,7 +40,8 @@ def run_language_model(
         states: gets the states of a hybrid's linear attention.
 
     Returns:
-        The output ``[1, S, d]`` of the last norm, in the pass with the question; None on a host without tokens.
+        The output ``[1, S, d]`` of the last norm, in the pass with the question; None on a host
+        without tokens.
     """
     method, hosts, layout = prompt.method, prompt.hosts, prompt.layout
     decoder, local = parts.language_model, prompt.local
@@ -48,7 +50,9 @@ def run_language_model(
             require_going_on(hosts, stop)
         if watcher is not None:
             watcher.on_nothing()
-        empty = torch.empty(1, parts.num_kv_heads, 0, parts.head_dim, dtype=parts.dtype, device=parts.device)
+        empty = torch.empty(
+            1, parts.num_kv_heads, 0, parts.head_dim, dtype=parts.dtype, device=parts.device
+        )
         for layer in cache.layers:
             layer.hold(empty, empty)
         return None
@@ -64,7 +68,12 @@ def run_language_model(
     if method.gathers_by_layer(method.config) and hosts.size > 1 and layout.is_split:
         attention = cache.gather_behind_each(attention, hosts)
     rotary = parts.rotary_of_prompt(int(inputs.position_ids.max()) + 1)
-    with rotary, shown_to(watcher, prompt, decoder, attention, has_question=not method.separate_query) as attention:
+    with (
+        rotary,
+        shown_to(
+            watcher, prompt, decoder, attention, has_question=not method.separate_query
+        ) as attention,
+    ):
         hidden = _run(parts, held, positions, cache, apbv=attention, **extra)
     if not method.separate_query:
         return hidden
@@ -72,18 +81,22 @@ def run_language_model(
     attention = NewTokenAttention(parts.backend, hosts=hosts)
     rotary = parts.rotary_of_prompt(int(inputs.position_ids.max()) + 1)
     with rotary, shown_to(watcher, prompt, decoder, attention, has_context=False) as attention:
-        held = [parts.embed_tokens(to_device(inputs.input_ids[:, inputs.query_start :], parts.device))]
+        held = [
+            parts.embed_tokens(to_device(inputs.input_ids[:, inputs.query_start :], parts.device))
+        ]
         positions = inputs.position_ids[..., inputs.query_start :]
         extra = {} if states is None else {"linear": states}
         return _run(parts, held, positions, cache, apbv=attention, **extra)
 
 
-def _run(parts: ModelParts, held: list[Tensor], positions: Tensor, cache: ShardedCache, **options) -> Tensor:
+def _run(
+    parts: ModelParts, held: list[Tensor], positions: Tensor, cache: ShardedCache, **options
+) -> Tensor:
     """Run the decoder on ``[1, S, d]``, the only item of a list; return its output.
 
-    The first layer takes it out of the list, so that it is freed after that layer. The decoder itself, which would
-    hold its input until its last layer has run, gets a tensor of the same shape that takes no memory. Another
-    thread, which may decode with the same model, is not affected.
+    The first layer takes it out of the list, so that it is freed after that layer. The decoder
+    itself, which would hold its input until its last layer has run, gets a tensor of the same shape
+    that takes no memory. Another thread, which may decode with the same model, is not affected.
     """
     decoder, thread = parts.language_model, get_ident()
     stand_in = held[0].new_empty(()).expand(held[0].shape)
@@ -92,7 +105,11 @@ def _run(parts: ModelParts, held: list[Tensor], positions: Tensor, cache: Sharde
         return (held.pop(), *args[1:]) if get_ident() == thread else args
 
     hook = decoder.layers[0].register_forward_pre_hook(hand_over, prepend=True)
-    options |= {"position_ids": to_device(positions, parts.device), "use_cache": True, CACHE_ARGUMENT: cache}
+    options |= {
+        "position_ids": to_device(positions, parts.device),
+        "use_cache": True,
+        CACHE_ARGUMENT: cache,
+    }
     try:
         return decoder(inputs_embeds=stand_in, **options).last_hidden_state
     finally:
@@ -100,15 +117,20 @@ def _run(parts: ModelParts, held: list[Tensor], positions: Tensor, cache: Sharde
 
 
 def _move_copy(positions: Tensor, prompt: Tensor, copied: Sequence[range]) -> None:
-    """Give an anchor's copy its own rotary positions: the question begins in it where the context would.
+    """Give an anchor's copy its own rotary positions: the question begins in it where the context
+    would.
 
     It shifts the context by its own length. All other tokens keep their positions in the prompt.
 
     Args:
-        positions: of this host's tokens, first of all those of the copy, ``[3, 1, S]`` or ``[1, S]``; changed.
+        positions: of this host's tokens, first of all those of the copy, ``[3, 1, S]`` or
+            ``[1, S]``; changed.
         prompt: of all tokens.
-        copied: prefix, question and start of the context, as in :class:`~apbv.layout.ContextLayout`.
+        copied: prefix, question and start of the context, as in
+            :class:`~apbv.layout.ContextLayout`.
     """
-    question, context = positions.split([*map(len, copied), positions.shape[-1] - sum(map(len, copied))], dim=-1)[1:3]
+    question, context = positions.split(
+        [*map(len, copied), positions.shape[-1] - sum(map(len, copied))], dim=-1
+    )[1:3]
     context += question[..., -1:] - question[..., :1] + 1
     question += prompt[..., copied[0].stop, None] - question[..., :1]

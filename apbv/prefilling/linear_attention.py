@@ -1,12 +1,13 @@
 """Splits the linear attention of hybrid models over the hosts, exactly.
 
-A step of a gated delta rule is affine in the state: S_t = A_t S_{t-1} + b_t. So is a run of tokens. Every host
-computes the transition A and the bias b of each of its blocks, all hosts gather all of them, and each applies
-those of the blocks before its own to the state that the anchor leaves, which all have. In that state a block
-begins; then the rule runs as in one process. The convolution takes a block's first inputs from the end of the
-block before.
+A step of a gated delta rule is affine in the state: S_t = A_t S_{t-1} + b_t. So is a run of tokens.
+Every host computes the transition A and the bias b of each of its blocks, all hosts gather all of
+them, and each applies those of the blocks before its own to the state that the anchor leaves, which
+all have. In that state a block begins; then the rule runs as in one process. The convolution takes
+a block's first inputs from the end of the block before.
 
-An anchor's copy (APB) is a sequence of its own: it begins without a state, and its last state is dropped.
+An anchor's copy (APB) is a sequence of its own: it begins without a state, and its last state is
+dropped.
 """
 
 from collections.abc import Sequence
@@ -20,7 +21,8 @@ from ..layout import ContextLayout
 from ..model.linear_attention import Convolution, LinearStates, Rule
 from ..model.parts import ModelParts
 
-# The rule is computed for at most this number of tokens at a time: of each it holds dozens of numbers per channel.
+# The rule is computed for at most this number of tokens at a time: of each it holds dozens of
+# numbers per channel.
 MOST_TOKENS = 4096
 
 
@@ -33,14 +35,18 @@ class SplitLinearAttention:
         layout: the tokens that each host computes.
         hosts: the hosts that compute.
         states: gets the states after the last token.
-        keeps_query: whether the states are those after the query; else they are those after the context: the query
-            then only ranks KV pairs, and runs again after this pass.
+        keeps_query: whether the states are those after the query; else they are those after the
+            context: the query then only ranks KV pairs, and runs again after this pass.
     """
 
-    def __init__(self, layout: ContextLayout, hosts: HostGroup, states: LinearStates, keeps_query: bool):
+    def __init__(
+        self, layout: ContextLayout, hosts: HostGroup, states: LinearStates, keeps_query: bool
+    ):
         self._layout, self._hosts, self._states = layout, hosts, states
         self._keeps_query = keeps_query
-        *blocks, query = layout.block_rows(hosts.rank) if layout.is_split else (range(layout.num_tokens),)
+        *blocks, query = (
+            layout.block_rows(hosts.rank) if layout.is_split else (range(layout.num_tokens),)
+        )
         self._blocks = dict(zip(layout.virtual_hosts(hosts.rank), blocks, strict=True))
         self._query = query
         self._copy, self._anchor = range(0), range(layout.anchor_len)
@@ -51,7 +57,9 @@ class SplitLinearAttention:
         # Of every block, in order, its host and its number among that host's.
         owners = ((host, layout.virtual_hosts(host)) for host in range(hosts.size))
         places = {block: (host, number) for host, own in owners for number, block in enumerate(own)}
-        self._places = [places[block] for block in range(len(layout.blocks))] if self._blocks else []
+        self._places = (
+            [places[block] for block in range(len(layout.blocks))] if self._blocks else []
+        )
         self._last_inputs: dict[int, Tensor] = {}
 
     def convolve(self, layer: int, mixed: Tensor, width: int, function: Convolution) -> Tensor:
@@ -61,7 +69,9 @@ class SplitLinearAttention:
         if self._blocks:
             ends = [_with_inputs(nothing, mixed, rows) for rows in self._blocks.values()]
             everywhere = self._hosts.all_gather(torch.stack(ends)).wait()
-            for block, (span, place) in enumerate(zip(self._layout.blocks, self._places, strict=True)):
+            for block, (span, place) in enumerate(
+                zip(self._layout.blocks, self._places, strict=True)
+            ):
                 if block in self._blocks:
                     begins.append((self._blocks[block], before))
                 end, count = everywhere[place], min(width, len(span))
@@ -73,7 +83,9 @@ class SplitLinearAttention:
                 inputs = torch.cat([earlier, mixed[:, :, part.start : part.stop]], dim=2)
                 out[:, :, part.start : part.stop] = function(inputs)[:, :, width:]
                 earlier = inputs[:, :, -width:]
-        self._last_inputs[layer] = _with_inputs(before, mixed, self._query) if self._keeps_query else before
+        self._last_inputs[layer] = (
+            _with_inputs(before, mixed, self._query) if self._keeps_query else before
+        )
         return out
 
     def attend(self, layer: int, inputs: tuple[Tensor, ...], function: Rule) -> Tensor:
@@ -95,10 +107,14 @@ class SplitLinearAttention:
         self._states.put(layer, self._last_inputs.pop(layer), last_state)
         return out
 
-    def _start_exchange(self, inputs: tuple[Tensor, ...], function: Rule, nothing: Tensor) -> Exchange | None:
-        """Send the maps of this host's blocks to all hosts, ``[1, Hv, Dk, Dv + Dk]`` each: bias and transition.
+    def _start_exchange(
+        self, inputs: tuple[Tensor, ...], function: Rule, nothing: Tensor
+    ) -> Exchange | None:
+        """Send the maps of this host's blocks to all hosts, ``[1, Hv, Dk, Dv + Dk]`` each: bias and
+        transition.
 
-        Both are final states: one with the values and no state, one without values that began as the identity.
+        Both are final states: one with the values and no state, one without values that began as
+        the identity.
         """
         if not self._blocks:
             return None
@@ -106,7 +122,9 @@ class SplitLinearAttention:
         values = torch.cat([v, v.new_zeros(*v.shape[:3], k.shape[3])], dim=3)
         identity = torch.eye(k.shape[3], device=v.device).expand(*nothing.shape[:3], -1)
         maps = [
-            _run((q, k, values, *gates), function, None, rows, torch.cat([nothing, identity], dim=3))
+            _run(
+                (q, k, values, *gates), function, None, rows, torch.cat([nothing, identity], dim=3)
+            )
             for rows in self._blocks.values()
         ]
         return self._hosts.all_gather(torch.stack(maps))
@@ -126,11 +144,16 @@ def share_states(states: LinearStates, parts: ModelParts, hosts: HostGroup) -> N
             states.put(index, *received)
 
 
-def _run(inputs: Sequence[Tensor], function: Rule, out: Tensor | None, rows: range, state: Tensor) -> Tensor:
-    """Apply the rule to some rows, and write the output to these if it is wanted; return the state after them."""
+def _run(
+    inputs: Sequence[Tensor], function: Rule, out: Tensor | None, rows: range, state: Tensor
+) -> Tensor:
+    """Apply the rule to some rows, and write the output to these if it is wanted; return the state
+    after them."""
     for part in _parts(rows):
         q, k, v, g, beta = (each[:, part.start : part.stop] for each in inputs)
-        made, state = function(q, k, v, g=g, beta=beta, initial_state=state, output_final_state=True)
+        made, state = function(
+            q, k, v, g=g, beta=beta, initial_state=state, output_final_state=True
+        )
         if out is not None:
             out[:, part.start : part.stop] = made
         del made  # before the next part is computed
@@ -138,11 +161,15 @@ def _run(inputs: Sequence[Tensor], function: Rule, out: Tensor | None, rows: ran
 
 
 def _parts(rows: range) -> list[range]:
-    return [range(start, min(start + MOST_TOKENS, rows.stop)) for start in range(rows.start, rows.stop, MOST_TOKENS)]
+    return [
+        range(start, min(start + MOST_TOKENS, rows.stop))
+        for start in range(rows.start, rows.stop, MOST_TOKENS)
+    ]
 
 
 def _with_inputs(before: Tensor, mixed: Tensor, rows: range) -> Tensor:
-    """Return the last K inputs after some rows of ``mixed``, which follow the K inputs ``before`` them."""
+    """Return the last K inputs after some rows of ``mixed``, which follow the K inputs ``before``
+    them."""
     width = before.shape[2]
     last = mixed[:, :, max(rows.start, rows.stop - width) : rows.stop]
     return torch.cat([before, last], dim=2)[:, :, -width:]

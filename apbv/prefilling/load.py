@@ -26,18 +26,25 @@ from .result import PrefillResult, identify, own_heads
 
 
 def load(
-    path: str | Path, model: PreTrainedModel | None = None, *, hosts: HostGroup | None = None, kv: str = "gathered"
+    path: str | Path,
+    model: PreTrainedModel | None = None,
+    *,
+    hosts: HostGroup | None = None,
+    kv: str = "gathered",
 ) -> PrefillResult:
     """Read a prefill that :meth:`PrefillResult.save` wrote, on any number of hosts; collective.
 
     Args:
         path: the directory; must be visible to every host that holds KV.
-        model: the model that will read the KV; checked to be the one that wrote it. None skips the check.
+        model: the model that will read the KV; checked to be the one that wrote it. None skips the
+            check.
         hosts: the hosts that take part; ``HostGroup.from_env()`` by default.
-        kv: where the KV goes: all of it to host 0, or its shares to every host, as in :class:`apbv.PrefillConfig`.
+        kv: where the KV goes: all of it to host 0, or its shares to every host, as in
+            :class:`apbv.PrefillConfig`.
 
     Raises:
-        StorageError: there is no saved KV, or it is incomplete, changed, or of another model; on every host.
+        StorageError: there is no saved KV, or it is incomplete, changed, or of another model; on
+            every host.
         HostError: another host failed.
     """
     hosts = hosts or HostGroup.from_env()
@@ -64,7 +71,9 @@ def load(
     )
 
 
-def _read_latest(path: Path, parts: ModelParts | None, hosts: HostGroup, kv: str) -> tuple[Manifest, dict[str, Any]]:
+def _read_latest(
+    path: Path, parts: ModelParts | None, hosts: HostGroup, kv: str
+) -> tuple[Manifest, dict[str, Any]]:
     """Read a directory's contents, again if another save has replaced it meanwhile."""
     while True:
         before = _content_of(path / MANIFEST_NAME)
@@ -99,7 +108,12 @@ def _read(saved: SavedKV, parts: ModelParts | None, hosts: HostGroup, kv: str) -
         whole = DynamicCache(_read_layers(saved, None, hosts)) if hosts.rank == 0 else None
         placed = GatheredKV(whole, manifest.num_tokens, hosts, states=states)
     inputs = _stored_inputs(manifest, prompt["position_ids"], hosts)
-    return {"logits": prompt["logits"].to(hosts.device), "layout": layout, "inputs": inputs, "kv": placed}
+    return {
+        "logits": prompt["logits"].to(hosts.device),
+        "layout": layout,
+        "inputs": inputs,
+        "kv": placed,
+    }
 
 
 def _require_written_by(parts: ModelParts, saved: SavedKV) -> None:
@@ -109,8 +123,13 @@ def _require_written_by(parts: ModelParts, saved: SavedKV) -> None:
         StorageError: the KV is rejected; the message says why.
     """
     writer, reader = saved.manifest, identify(parts)
-    compared = {"family": "a model of another family", "config_sha256": "a model with another configuration"}
-    if parts.tensor_parallel[0] == 0:  # the digest is of the first KV head, which only the first member has
+    compared = {
+        "family": "a model of another family",
+        "config_sha256": "a model with another configuration",
+    }
+    if (
+        parts.tensor_parallel[0] == 0
+    ):  # the digest is of the first KV head, which only the first member has
         compared["weights_sha256"] = "a model with other weights"
     for name, what in compared.items():
         if getattr(writer, name) != getattr(reader, name):
@@ -119,7 +138,9 @@ def _require_written_by(parts: ModelParts, saved: SavedKV) -> None:
                 f"not {reader.model} ({reader.family})"
             )
     if saved.manifest.torch_dtype != parts.dtype:
-        raise StorageError(f"the KV in {saved.path} is {saved.manifest.dtype}, but the model is {parts.dtype}")
+        raise StorageError(
+            f"the KV in {saved.path} is {saved.manifest.dtype}, but the model is {parts.dtype}"
+        )
 
 
 def _stored_inputs(manifest: Manifest, position_ids: Tensor, hosts: HostGroup) -> ModelInputs:
@@ -146,14 +167,17 @@ def _layout(manifest: Manifest, num_hosts: int) -> ContextLayout:
         num_tokens=manifest.num_tokens,
         context_start=manifest.context_start,
         query_start=query_start,
-        # An anchor of all that comes before the question, as Star Attention's on one host, leaves nothing.
+        # An anchor of all that comes before the question, as Star Attention's on one host, leaves
+        # nothing.
         anchor_len=manifest.anchor_len if manifest.anchor_len < query_start else 0,
         passing_len=manifest.passing_len,
         zigzag=True,
     )
 
 
-def _read_layers(saved: SavedKV, spans: Sequence[range] | None, hosts: HostGroup) -> list[tuple[Tensor, Tensor]]:
+def _read_layers(
+    saved: SavedKV, spans: Sequence[range] | None, hosts: HostGroup
+) -> list[tuple[Tensor, Tensor]]:
     """Read every layer's keys and values ``[1, Hkv, T, D]``, for this process's KV heads.
 
     Args:

@@ -1,8 +1,10 @@
-"""Estimates a prefill's memory on every host, rejects prompts that cannot fit, and explains out-of-memory errors.
+"""Estimates a prefill's memory on every host, rejects prompts that cannot fit, and explains
+out-of-memory errors.
 
-The estimate needs a model's config and a layout of the prompt; nothing runs. First the vision tower encodes, chunk
-by chunk, into the embeddings of the host's tokens. Then the layers run. The KV of each stays where it is computed,
-or goes to the host that decodes: while the next layer runs, or after the last one.
+The estimate needs a model's config and a layout of the prompt; nothing runs. First the vision tower
+encodes, chunk by chunk, into the embeddings of the host's tokens. Then the layers run. The KV of
+each stays where it is computed, or goes to the host that decodes: while the next layer runs, or
+after the last one.
 """
 
 import gc
@@ -37,7 +39,8 @@ _STAGES = tuple(_NEEDED_FOR)
 
 
 class NotEnoughMemoryError(ValueError):
-    """Raised if a prompt does not fit in a host's memory; the message says what needs it and how to reduce it."""
+    """Raised if a prompt does not fit in a host's memory; the message says what needs it and how to
+    reduce it."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,8 @@ def host_memory(
         itemsize: bytes per number.
         device: its device, which decides the sizes of row chunks.
         home: the host that gets gathered KV.
-        by_layer: whether gathered KV leaves layer by layer; see :meth:`.PrefillMethod.gathers_by_layer`.
+        by_layer: whether gathered KV leaves layer by layer; see
+            :meth:`.PrefillMethod.gathers_by_layer`.
         tensor_parallel: T, the processes that shard a host's model.
         visual: from the first visual token to the last.
         num_encoded: of how many visual tokens the host has embeddings before pruning.
@@ -100,11 +104,13 @@ def host_memory(
     leaves = kv == "gathered" and layout.num_hosts > 1
     leaves_by_layer = leaves and by_layer and layout.is_split
     gathered_row = kv_row * layout.num_tokens if leaves and host == home else 0
-    # Beside the residual and the positions: normed rows, K and V, and the queries, turned by their positions in
-    # four steps, which are as large as what comes after; or the layer's input, an MLP's, its output, and a chunk.
+    # Beside the residual and the positions: normed rows, K and V, and the queries, turned by their
+    # positions in four steps, which are as large as what comes after; or the layer's input, an
+    # MLP's, its output, and a chunk.
     mlp_row = mlp_row_bytes(sizes, itemsize, tensor_parallel)
     mlp = 3 * num_rows * hidden + min(num_rows, chunk_rows(device, mlp_row)) * (mlp_row + hidden)
-    # Of every token its number and its position, in int64; and of the whole prompt which tokens are visual.
+    # Of every token its number and its position, in int64; and of the whole prompt which tokens are
+    # visual.
     residual = num_rows * (hidden + 2 * sizes.head_dim * itemsize + 2 * 8) + layout.num_tokens
     # Where queries have a norm, there are these and two copies in fp32 before any K and V.
     queries = max(kv_row + 4 * query, query + 2 * 4 * query // itemsize)
@@ -125,15 +131,19 @@ def host_memory(
         if not num_rows:  # it receives a layer's states, and copies them; then the logits
             prefill["activations"] = layout.num_tokens + max(layer_states, sizes.vocab * itemsize)
         prefill["states"] = gathered["states"] = num_linear * layer_states
-        # Of the KV, what there is in the last layer of linear attention: that of the layers before. Where it leaves,
-        # the last one of these is on its way: its rows, a copy that is sent, and what the home receives.
-        num_before = sum(1 for index in range(sizes.linear.layers[-1]) if index not in sizes.linear.layers)
+        # Of the KV, what there is in the last layer of linear attention: that of the layers before.
+        # Where it leaves, the last one of these is on its way: its rows, a copy that is sent, and
+        # what the home receives.
+        num_before = sum(
+            1 for index in range(sizes.linear.layers[-1]) if index not in sizes.linear.layers
+        )
         num_leaving = min(num_before, 1) * leaves_by_layer
         there = (num_before - 1) * (gathered_row + GROWTH_ROWS * kv_row * (gathered_row > 0))
         in_linear = {
             "KV": there + of_layer if num_leaving else num_before * of_layer,
             "layers on their way": num_leaving * (num_kept * kv_row + gathered_row),
-            "activations": residual + _linear_attention(sizes.linear, layout, host, hidden, itemsize),
+            "activations": residual
+            + _linear_attention(sizes.linear, layout, host, hidden, itemsize),
             "passing KV": 0,
             # Those of a layer are put when it has run.
             "states": (num_linear - 1) * layer_states,
@@ -159,11 +169,14 @@ def _passing(layout: ContextLayout, host: int, query: int, kv: int) -> int:
     return 3 * num_rows * (query + kv)  # all-to-all: sent, received, joined
 
 
-def _linear_attention(sizes: LinearSizes, layout: ContextLayout, host: int, hidden: int, itemsize: int) -> int:
-    """Return the bytes that a layer of linear attention holds at once on one host, besides the residual and positions.
+def _linear_attention(
+    sizes: LinearSizes, layout: ContextLayout, host: int, hidden: int, itemsize: int
+) -> int:
+    """Return the bytes that a layer of linear attention holds at once on one host, besides the
+    residual and positions.
 
-    As :class:`.linear_attention.SplitLinearAttention` has transformers' own functions compute it: the maps of this
-    host's blocks, then the blocks themselves, then the norm of all rows.
+    As :class:`.linear_attention.SplitLinearAttention` has transformers' own functions compute it:
+    the maps of this host's blocks, then the blocks themselves, then the norm of all rows.
     """
     num_rows = sum(map(len, layout.local_spans(host)))
     if not num_rows:
@@ -173,8 +186,8 @@ def _linear_attention(sizes: LinearSizes, layout: ContextLayout, host: int, hidd
     state = nothing = 4 * sizes.state
     block_map = 4 * sizes.block_map
 
-    # All the time: the layer's input, the convolution's output, the gate, the layer's output; and of every head two
-    # projections, beta, and the decay in fp32.
+    # All the time: the layer's input, the convolution's output, the gate, the layer's output; and
+    # of every head two projections, beta, and the decay in fp32.
     row = hidden + (sizes.channels + 2 * values) * itemsize + sizes.value_heads * (3 * itemsize + 4)
     if sizes.is_joint:  # copies were cut out of the projections
         row += (sizes.channels + values + 2 * sizes.value_heads) * itemsize
@@ -189,7 +202,8 @@ def _linear_attention(sizes: LinearSizes, layout: ContextLayout, host: int, hidd
     own_maps = len(blocks) * block_map
     maps = len(layout.blocks) * block_map if blocks else 0
 
-    # While maps are computed: the maps before, the state that this one begins with, and all values with zeros.
+    # While maps are computed: the maps before, the state that this one begins with, and all values
+    # with zeros.
     most = 0
     if blocks:
         width = sizes.value_dim + sizes.key_dim
@@ -200,7 +214,10 @@ def _linear_attention(sizes: LinearSizes, layout: ContextLayout, host: int, hidd
         most = max(most, joined + 2 * own_maps + maps)
 
     # The copy and the anchor are computed while maps are on their way.
-    most = max(most, own_maps + maps + max(_rule(sizes, rows, sizes.value_dim) for rows in (copied, anchor)))
+    most = max(
+        most,
+        own_maps + maps + max(_rule(sizes, rows, sizes.value_dim) for rows in (copied, anchor)),
+    )
     # Then the runs begin with a state, unless they begin the prompt.
     runs = [*zip(layout.virtual_hosts(host), blocks), (len(layout.blocks), query)]  # noqa: B905
     for number, run in runs:
@@ -213,7 +230,8 @@ def _linear_attention(sizes: LinearSizes, layout: ContextLayout, host: int, hidd
 
 
 def _rule(sizes: LinearSizes, num_rows: int, width: int) -> int:
-    """Return the bytes that the rule holds at once for a run of rows, besides its inputs and the state before them.
+    """Return the bytes that the rule holds at once for a run of rows, besides its inputs and the
+    state before them.
 
     Args:
         width: of the values.
@@ -221,7 +239,11 @@ def _rule(sizes: LinearSizes, num_rows: int, width: int) -> int:
     # Later parts begin with the state behind the part before.
     parts = [(min(num_rows, MOST_TOKENS), 0), (min(num_rows - MOST_TOKENS, MOST_TOKENS), 1)]
     state = 4 * sizes.value_heads * sizes.key_dim * width
-    sums = [_rule_of_part(sizes, rows, width) + num_states * state for rows, num_states in parts if rows > 0]
+    sums = [
+        _rule_of_part(sizes, rows, width) + num_states * state
+        for rows, num_states in parts
+        if rows > 0
+    ]
     return max(sums, default=0)
 
 
@@ -231,15 +253,17 @@ def _rule_of_part(sizes: LinearSizes, num_rows: int, width: int) -> int:
     padded = num_chunks * RULE_CHUNK
     state = sizes.value_heads * sizes.key_dim * width
 
-    # Of every row: q, k, k with beta, with its decay, and what the old state already predicts; values, values with
-    # beta, new values, and the output; three matrices of a chunk; the decay, its sums, and beta.
+    # Of every row: q, k, k with beta, with its decay, and what the old state already predicts;
+    # values, values with beta, new values, and the output; three matrices of a chunk; the decay,
+    # its sums, and beta.
     row = 5 * sizes.key_dim + 4 * width + 3 * RULE_CHUNK + 3
     rows_of_all = padded * sizes.value_heads * row
     # Of every chunk its decay, and of all the mask.
     of_chunks = num_chunks * sizes.value_heads + RULE_CHUNK**2 // 4
     # Of the newest chunk: its output and its new values.
     newest = 2 * RULE_CHUNK * sizes.value_heads * width
-    # In the last chunk: the state before, if a chunk has made it, decayed, what is added to it, and the sum.
+    # In the last chunk: the state before, if a chunk has made it, decayed, what is added to it, and
+    # the sum.
     in_last_chunk = (3 if num_chunks == 1 else 4) * state
     # Behind it: the last state, and the output once more, in order.
     behind = padded * sizes.value_heads * width + state
@@ -247,7 +271,8 @@ def _rule_of_part(sizes: LinearSizes, num_rows: int, width: int) -> int:
 
 
 def _layer_states(sizes: LinearSizes, itemsize: int) -> int:
-    """Return the bytes of a layer's states: the rule's in fp32, and the convolution's last inputs."""
+    """Return the bytes of a layer's states: the rule's in fp32, and the convolution's last
+    inputs."""
     return 4 * sizes.state + sizes.last_inputs * itemsize
 
 
@@ -283,8 +308,10 @@ class Room:
         least, number, free = rows[short[0]]
         stage = _STAGES[int(number)]
         raise NotEnoughMemoryError(
-            f"a prompt of {self.num_tokens:,} tokens does not fit in memory: {self.hosts.name_of(short[0])} needs "
-            f"at least {least / 1e9:.2f} GB, for {_NEEDED_FOR[stage]}, but only {free / 1e9:.2f} GB are free; "
+            f"a prompt of {self.num_tokens:,} tokens does not fit in memory: "
+            f"{self.hosts.name_of(short[0])} needs "
+            f"at least {least / 1e9:.2f} GB, for {_NEEDED_FOR[stage]}, but only {free / 1e9:.2f} "
+            "GB are free; "
             f"{_ADVICE[stage]}"
         )
 
@@ -302,12 +329,15 @@ class Room:
             yield
         except (RuntimeError, MemoryError) as error:
             # The CPU's allocator has no error class, only a message.
-            is_out = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate" in str(error)
+            is_out = isinstance(
+                error, (torch.OutOfMemoryError, MemoryError)
+            ) or "can't allocate" in str(error)
             if isinstance(error, HostError) or not is_out:
                 raise
             parts = self.memory.stages[stage].items()
             estimate = ", ".join(f"{size / 1e9:.2f} GB of {name}" for name, size in parts if size)
             raise NotEnoughMemoryError(
-                f"{self.hosts.name} ran out of memory on {self.hosts.device} in the {stage} of a prompt of "
+                f"{self.hosts.name} ran out of memory on {self.hosts.device} in the {stage} of a "
+                "prompt of "
                 f"{self.num_tokens:,} tokens, which takes about {estimate}; {_ADVICE[stage]}"
             ) from error

@@ -54,11 +54,13 @@ class Prefiller:
     """Reads requests and prefills them with one model; every method is collective.
 
     Attributes:
-        reader: reads prompts for the model that prefills; on a draft host, which prefills nothing, for the draft.
+        reader: reads prompts for the model that prefills; on a draft host, which prefills nothing,
+            for the draft.
         hosts: the hosts that answer together.
         config: how prompts are prefilled.
         reuse: stores embeddings or KV for later requests; None: nothing is stored.
-        reads_all_frames: read pixels even if the target's embeddings are cached, for a draft's vision tower.
+        reads_all_frames: read pixels even if the target's embeddings are cached, for a draft's
+            vision tower.
         require_readable: rejects prompts that cannot be drafted for; raises ValueError.
     """
 
@@ -74,17 +76,24 @@ class Prefiller:
 
         Raises:
             RequestCancelled: ``stop`` was true.
-            ValueError: the prompt or a file cannot be read, or the model has too few positions for the answer.
+            ValueError: the prompt or a file cannot be read, or the model has too few positions for
+                the answer.
             HostError: another host failed.
         """
-        reader, timer, max_positions = self.reader, request.timer, self.reader.parts.max_position_embeddings
+        reader, timer, max_positions = (
+            self.reader,
+            request.timer,
+            self.reader.parts.max_position_embeddings,
+        )
         require_going_on(self.hosts, request.cancels)
         with self.hosts.local_stage("reading the prompt") as same:
             with timer.stage("preprocess"):
                 known = request.prompt
                 rendered = reader.render(request.question) if known is None else known.rendered
             sizes = [each.source.file.size for each in rendered.pictures if each.source is not None]
-            same["the number of videos, or an image file,"] = f"{len(rendered.videos)} {sizes}".encode()
+            same["the number of videos, or an image file,"] = (
+                f"{len(rendered.videos)} {sizes}".encode()
+            )
             options = rendered.sampling, [picture.limits for picture in rendered.pictures]
             same["the options beside videos and images"] = repr(options).encode()
         infos = probe_once(reader.videos, rendered.videos, self.hosts, timer)
@@ -105,7 +114,9 @@ class Prefiller:
                 require_reducible(self.config.reduce, inputs)
             if self.require_readable is not None:
                 self.require_readable(inputs)
-            heard = [] if inputs.audio is None else [each.file.size for each in inputs.audio.sources]
+            heard = (
+                [] if inputs.audio is None else [each.file.size for each in inputs.audio.sources]
+            )
             same["the files that are heard"] = repr(heard).encode()
         prefix = kept = None
         is_encoded = False
@@ -141,7 +152,9 @@ class Prefiller:
             config=self.config,
             timer=timer,
             watcher=watcher,
-            encoded=None if self.reuse is None else self.reuse.embeddings(inputs, self.reader.parts, timer),
+            encoded=None
+            if self.reuse is None
+            else self.reuse.embeddings(inputs, self.reader.parts, timer),
             stop=read.request.cancels,
             home=read.request.home,
         )

@@ -47,18 +47,22 @@ class HandoffCache(DynamicCache):
         self._num_tokens = num_tokens
 
     def activate_past_recording(self):
-        # Assisted decoding calls this first, plain decoding after it has run the rest of the prompt.
+        # Assisted decoding calls this first, plain decoding after it has run the rest of the
+        # prompt.
         if self.get_seq_length() <= self._num_tokens:
             raise ValueError(
-                "assistant_model and prompt_lookup_num_tokens run the prompt again on top of its KV, which gives "
-                "wrong tokens; for speculative decoding use Engine(speculate=…), or launch/infer.py --speculate"
+                "assistant_model and prompt_lookup_num_tokens run the prompt again on top of its "
+                "KV, which gives "
+                "wrong tokens; for speculative decoding use Engine(speculate=…), or "
+                "launch/infer.py --speculate"
             )
         super().activate_past_recording()
 
     def update(self, key_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         if key_states.shape[0] != 1:
             raise ValueError(
-                "the KV is of one sequence: num_beams and num_return_sequences must be 1; for another answer call "
+                "the KV is of one sequence: num_beams and num_return_sequences must be 1; for "
+                "another answer call "
                 "generate() again, with new generate_inputs()"
             )
         return super().update(key_states, *args, **kwargs)
@@ -71,18 +75,22 @@ class PrefillResult:
     Attributes:
         logits: ``[1, V]`` of the last prompt token, on every host.
         layout: which host computed and keeps which tokens.
-        method: the method that actually ran (``"full"`` if the prompt or the group did not allow another).
+        method: the method that actually ran (``"full"`` if the prompt or the group did not allow
+            another).
         exact: whether the KV is that of full attention over the whole prompt.
         inputs: the prompt, without pixels.
         reduction: which visual tokens were pruned; None if none was.
-        density: fraction of the causal scores that was computed, of those from which blocks were selected (see
-            :class:`apbv.SparseConfig`), on all hosts together; None if attention is dense.
-        warning: what is known to cost accuracy with the prefill's lengths; None: nothing, or KV that was loaded.
-        reused: cache that was hit: ``"embeddings"``, or ``"kv"`` if only the question was run; else None.
+        density: fraction of the causal scores that was computed, of those from which blocks were
+            selected (see :class:`apbv.SparseConfig`), on all hosts together; None if attention is
+            dense.
+        warning: what is known to cost accuracy with the prefill's lengths; None: nothing, or KV
+            that was loaded.
+        reused: cache that was hit: ``"embeddings"``, or ``"kv"`` if only the question was run; else
+            None.
         timer: stage times so far; ``timer.summary()`` is collective.
         kv: the KV, gathered on one host (host 0 unless asked otherwise) or sharded.
-        model: returns the identity of the model that prefilled, for saved KV; called on demand, because it reads
-            weights.
+        model: returns the identity of the model that prefilled, for saved KV; called on demand,
+            because it reads weights.
     """
 
     logits: Tensor = field(repr=False)
@@ -114,11 +122,13 @@ class PrefillResult:
         A hybrid's has copies of the states of linear attention between the layers of KV.
 
         Args:
-            host: the host that gets it. With ``kv="gathered"`` the KV is on host 0 already and no data travels.
+            host: the host that gets it. With ``kv="gathered"`` the KV is on host 0 already and no
+                data travels.
 
         Returns:
-            A DynamicCache of n tokens per layer, ``[1, Hkv, n, D]``, on ``host``; None on the others. It may
-            share memory with this result; growing or cropping it leaves this result as it is. With tensor
+            A DynamicCache of n tokens per layer, ``[1, Hkv, n, D]``, on ``host``; None on the
+            others. It may share memory with this result; growing or cropping it leaves this result
+            as it is. With tensor
                 parallelism every TP rank gets that of its KV heads.
 
         Raises:
@@ -128,16 +138,19 @@ class PrefillResult:
         return cache if None in (cache, states) else states.among(cache)
 
     def generate_inputs(self) -> dict[str, Any]:
-        """Return keyword arguments with which plain ``model.generate`` continues from this prefill, on host 0.
+        """Return keyword arguments with which plain ``model.generate`` continues from this prefill,
+        on host 0.
 
-        They are the whole prompt, an all-ones mask, explicit positions, and a cache of all tokens but the last,
-        which ``generate`` then runs itself. Collective where the KV is sharded. Empty on the other hosts. With
-        tensor parallelism all TP ranks of host 0 must call ``generate``, with the same settings.
+        They are the whole prompt, an all-ones mask, explicit positions, and a cache of all tokens
+        but the last, which ``generate`` then runs itself. Collective where the KV is sharded. Empty
+        on the other hosts. With tensor parallelism all TP ranks of host 0 must call ``generate``,
+        with the same settings.
 
-        The cache rejects with a ValueError ``assistant_model`` and ``prompt_lookup_num_tokens``, which run the
-        whole prompt again on top of this KV, several beams, and several returned sequences. ``generate`` grows the
-        cache: ask for these arguments anew for every call. If you append tokens to ``input_ids``, append to the
-        mask and, one position further for each, to ``position_ids`` as well.
+        The cache rejects with a ValueError ``assistant_model`` and ``prompt_lookup_num_tokens``,
+        which run the whole prompt again on top of this KV, several beams, and several returned
+        sequences. ``generate`` grows the cache: ask for these arguments anew for every call. If you
+        append tokens to ``input_ids``, append to the mask and, one position further for each, to
+        ``position_ids`` as well.
 
         Raises:
             ValueError: the model is a hybrid, whose states cannot take the last token back.
@@ -181,7 +194,8 @@ class PrefillResult:
     def save(self, path: str | Path) -> None:
         """Write the KV to a directory, for :func:`apbv.load` on any number of hosts; collective.
 
-        Each host writes the KV that it holds. The directory's earlier content stays until all of the new is there.
+        Each host writes the KV that it holds. The directory's earlier content stays until all of
+        the new is there.
 
         Args:
             path: the directory; all hosts have to see the same one.
@@ -191,11 +205,16 @@ class PrefillResult:
             HostError: another host failed.
         """
         path, hosts = Path(path), self.kv.hosts
-        token = hosts.broadcast_bytes(secrets.token_hex(8).encode() if hosts.is_leader else b"").decode()
+        token = hosts.broadcast_bytes(
+            secrets.token_hex(8).encode() if hosts.is_leader else b""
+        ).decode()
         writer = Writer(path, token)
         try:
             with hosts.local_stage("saving the KV"):
-                number, held = hosts.rank * hosts.tensor_parallel_size + hosts.tensor_parallel_rank, self.kv.held()
+                number, held = (
+                    hosts.rank * hosts.tensor_parallel_size + hosts.tensor_parallel_rank,
+                    self.kv.held(),
+                )
                 written = held and writer.write_shard(number, held[0], self._own_heads(), held[1])
             of_writers = hosts.gather_json(written and asdict(written))
             with hosts.local_stage("saving the KV"):
@@ -210,17 +229,18 @@ class PrefillResult:
     def offer(self, offers: Offers) -> Ticket | None:
         """Export the KV to a consumer elsewhere, such as vLLM with apbv's connector; collective.
 
-        A consumer renders the prompt itself, with all its visual tokens: a pruned prompt is rejected.
+        A consumer renders the prompt itself, with all its visual tokens: a pruned prompt is
+        rejected.
 
-        The KV stays in the memory of the processes that hold it until the offer ends, even if this result is
-        dropped, and a consumer fetches it from there.
+        The KV stays in the memory of the processes that hold it until the offer ends, even if this
+        result is dropped, and a consumer fetches it from there.
 
         Args:
             offers: this process's.
 
         Returns:
-            On the leader the ticket with which a consumer fetches it (``ticket.to_params()`` are the
-            ``kv_transfer_params`` of a request to vLLM); None on the other processes.
+            On the leader the ticket with which a consumer fetches it (``ticket.to_params()`` are
+            the ``kv_transfer_params`` of a request to vLLM); None on the other processes.
 
         Raises:
             ValueError: visual tokens were pruned from the prompt, or the model is a hybrid.
@@ -228,7 +248,11 @@ class PrefillResult:
             HostError: another host failed.
         """
         hosts = self.kv.hosts
-        refuse(handing_over="offer()", reduction=self.reduction and self.reduction.method, hybrid=self._hybrid)
+        refuse(
+            handing_over="offer()",
+            reduction=self.reduction and self.reduction.method,
+            hybrid=self._hybrid,
+        )
         drawn = f"{new_transfer()} {new_token()}".encode() if hosts.is_leader else None
         transfer, token = hosts.broadcast_bytes(drawn).decode().split()
         try:
@@ -270,7 +294,8 @@ class PrefillResult:
         )
 
     def _positions(self) -> Tensor:
-        """Return the rotary positions as consumers compare them: ``[3, n]`` for M-RoPE models, else ``[n]``."""
+        """Return the rotary positions as consumers compare them: ``[3, n]`` for M-RoPE models, else
+        ``[n]``."""
         position_ids = self.inputs.position_ids
         return position_ids[:, 0] if position_ids.dim() == 3 else position_ids[0]
 
@@ -296,7 +321,10 @@ class PrefillResult:
             density=self.density,
             reduction=reduction
             and StoredReduction(
-                reduction.method, float(reduction.ratio), reduction.num_before, tuple(reduction.kept.tolist())
+                reduction.method,
+                float(reduction.ratio),
+                reduction.num_before,
+                tuple(reduction.kept.tolist()),
             ),
             anchor_len=len(layout.anchor),
             passing_len=layout.passing_len,

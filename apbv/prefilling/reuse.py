@@ -1,9 +1,9 @@
 """Embedding and prefix caches, for further questions about the same video or long text.
 
-Mode ``"exact"`` caches the vision tower's embeddings of videos and images: a further question decodes and encodes
-none, and prefills the whole prompt. Mode ``"kv"`` caches the KV of all tokens before the question: a further
-question prefills only itself. This is exact with an exact prefill method; otherwise the cached KV depends on the
-first question's selection.
+Mode ``"exact"`` caches the vision tower's embeddings of videos and images: a further question
+decodes and encodes none, and prefills the whole prompt. Mode ``"kv"`` caches the KV of all tokens
+before the question: a further question prefills only itself. This is exact with an exact prefill
+method; otherwise the cached KV depends on the first question's selection.
 """
 
 import hashlib
@@ -62,7 +62,9 @@ class ByteBoundedCache:
             self.num_bytes -= freed
 
 
-def stored_rows(rows: Tensor, visual: VisualInput, device: torch.device, chunks: Sequence[range]) -> Iterator[Tensor]:
+def stored_rows(
+    rows: Tensor, visual: VisualInput, device: torch.device, chunks: Sequence[range]
+) -> Iterator[Tensor]:
     """Yield cached embeddings; see :data:`~apbv.prefilling.encode.VisualRows`.
 
     Args:
@@ -88,7 +90,9 @@ def _storing(
     with closing(source(chunks)) as encoded:
         for rows in encoded:
             made.append(rows.cpu())
-            if sum(map(len, made)) == num_rows:  # before the last is yielded: the consumer may not ask for more
+            if (
+                sum(map(len, made)) == num_rows
+            ):  # before the last is yielded: the consumer may not ask for more
                 store(torch.cat(made))
             yield rows
 
@@ -105,15 +109,20 @@ class Reuse:
         self._cache = ByteBoundedCache(config.max_bytes)
 
     def has_embeddings(self, inputs: ModelInputs, hosts: HostGroup) -> bool:
-        """Return whether every host has cached its frames' embeddings, or has no frames; collective."""
+        """Return whether every host has cached its frames' embeddings, or has no frames;
+        collective."""
         visual = inputs.visual
         if self.mode != "exact" or visual is None:
             return False
-        return _all_hosts_have(hosts, visual.identity in self._cache or not visual.pieces[hosts.rank])
+        return _all_hosts_have(
+            hosts, visual.identity in self._cache or not visual.pieces[hosts.rank]
+        )
 
-    def embeddings(self, inputs: ModelInputs, parts: ModelParts, timer: StageTimer) -> VisualRows | None:
-        """Return a source of this host's visual embeddings: the cache, or the vision tower, whose rows are then
-        cached.
+    def embeddings(
+        self, inputs: ModelInputs, parts: ModelParts, timer: StageTimer
+    ) -> VisualRows | None:
+        """Return a source of this host's visual embeddings: the cache, or the vision tower, whose
+        rows are then cached.
 
         Returns:
             None if embeddings are not stored.
@@ -126,10 +135,13 @@ class Reuse:
             return partial(stored_rows, rows, visual, parts.device)
         tower, num_rows = partial(tower_rows, parts, visual, timer), len(visual.pieces[visual.host])
         put = self._cache.put
-        return partial(_storing, tower, num_rows, lambda rows: put(visual.identity, rows, rows.nbytes))
+        return partial(
+            _storing, tower, num_rows, lambda rows: put(visual.identity, rows, rows.nbytes)
+        )
 
     def find_prefix(self, inputs: ModelInputs, hosts: HostGroup) -> PrefillResult | None:
-        """Return the cached prefill of an earlier prompt with the same prefix, if all hosts have it; collective.
+        """Return the cached prefill of an earlier prompt with the same prefix, if all hosts have
+        it; collective.
 
         Its KV ends before the question.
         """
@@ -150,7 +162,9 @@ class Reuse:
             self._cache.put(key, replace(state, kv=kv), num_bytes)
 
 
-def prefill_question(parts: ModelParts, inputs: ModelInputs, before: PrefillResult, timer: StageTimer) -> PrefillResult:
+def prefill_question(
+    parts: ModelParts, inputs: ModelInputs, before: PrefillResult, timer: StageTimer
+) -> PrefillResult:
     """Prefill a prompt's question on top of the cached KV of the tokens before it; collective.
 
     Args:
@@ -164,14 +178,22 @@ def prefill_question(parts: ModelParts, inputs: ModelInputs, before: PrefillResu
     position = int(inputs.position_ids[..., start].flatten()[-1])
     with hosts.collective_stage("prefill"), timer.stage("prefill"):
         kv = before.kv.behind(layout)
-        logits = Decoder(parts, kv, position).advance(inputs.input_ids[0, start:].tolist(), last_only=True)
+        logits = Decoder(parts, kv, position).advance(
+            inputs.input_ids[0, start:].tolist(), last_only=True
+        )
         if kv.attending is None:  # host 0 ran it alone
             if logits is None:
                 logits = torch.empty(1, parts.vocab_size, dtype=parts.dtype, device=parts.device)
             logits = hosts.broadcast(logits)
     timer.mark_prefilled()
     return replace(
-        before, logits=logits, layout=layout, inputs=inputs.without_pixels(), timer=timer, kv=kv, reused="kv"
+        before,
+        logits=logits,
+        layout=layout,
+        inputs=inputs.without_pixels(),
+        timer=timer,
+        kv=kv,
+        reused="kv",
     )
 
 
@@ -184,7 +206,8 @@ def _all_hosts_have(hosts: HostGroup, has_value: bool) -> bool:
 
 
 def _prefix_key(inputs: ModelInputs) -> Hashable:
-    """Return the cache key of the KV before the question; None if it is unknown, or there is no such KV."""
+    """Return the cache key of the KV before the question; None if it is unknown, or there is no
+    such KV."""
     visual, audio = inputs.visual, inputs.audio
     if not inputs.query_start or (visual is not None and visual.identity is None):
         return None

@@ -51,7 +51,9 @@ class SplitPrompt:
     @cached_property
     def visual_rows(self) -> Tensor:
         """The indices of visual tokens among those that this host keeps, on its device."""
-        return to_device(self.is_visual[self.owned[self.hosts.rank]].nonzero().flatten(), self.hosts.device)
+        return to_device(
+            self.is_visual[self.owned[self.hosts.rank]].nonzero().flatten(), self.hosts.device
+        )
 
     def rows_of(self, tokens: Tensor) -> Tensor:
         """Return the indices of tokens among this host's local ones."""
@@ -61,7 +63,8 @@ class SplitPrompt:
 
 
 class Watcher:
-    """Observer of one prompt's prefill. Every host observes the tokens that it keeps; the base class nothing.
+    """Observer of one prompt's prefill. Every host observes the tokens that it keeps; the base
+    class nothing.
 
     Attributes:
         prompt: the prompt.
@@ -77,7 +80,8 @@ class Watcher:
         self.prompt = prompt
 
     def request_early(self, offer: Callable[[Tensor], bool]) -> None:
-        """Ask for the scores as soon as they are known, if that is before the prefill ends; here it is not.
+        """Ask for the scores as soon as they are known, if that is before the prefill ends; here it
+        is not.
 
         Called on every host before the prefill, or on none.
 
@@ -94,12 +98,16 @@ class Watcher:
             rows: the indices of these, ``[T]`` in cache order.
         """
 
-    def on_hidden(self, layer: int, hidden: Tensor, question: Tensor | None, owned: Tensor | None) -> None:
-        """Observe the input ``[S, d]`` of one of :attr:`hidden_layers`, in the pass whose result is final.
+    def on_hidden(
+        self, layer: int, hidden: Tensor, question: Tensor | None, owned: Tensor | None
+    ) -> None:
+        """Observe the input ``[S, d]`` of one of :attr:`hidden_layers`, in the pass whose result is
+        final.
 
         Args:
             question: the question's rows; None in a pass without it.
-            owned: those of the tokens that this host keeps, in cache order; None in a pass without them.
+            owned: those of the tokens that this host keeps, in cache order; None in a pass without
+                them.
         """
 
     def on_nothing(self) -> None:
@@ -112,10 +120,12 @@ class Watcher:
         """Return scores ``[*lead, visual tokens]`` in fp32 on the CPU of every host; collective.
 
         Args:
-            local: ``[*lead, T]`` of the visual tokens that this host keeps; None if it has no scores.
+            local: ``[*lead, T]`` of the visual tokens that this host keeps; None if it has no
+                scores.
         """
         numbers, hosts = self.prompt.is_visual.long().cumsum(0) - 1, self.prompt.hosts
-        # Of every host the visual tokens that it keeps, in cache order, by number among all visual tokens.
+        # Of every host the visual tokens that it keeps, in cache order, by number among all visual
+        # tokens.
         owned = [numbers[tokens[self.prompt.is_visual[tokens]]] for tokens in self.prompt.owned]
         if local is None:
             local = torch.zeros(*lead, len(owned[hosts.rank]), device=hosts.device)
@@ -123,8 +133,13 @@ class Watcher:
         return torch.cat(gathered, dim=-1).cpu()[..., torch.cat(owned).argsort()]
 
     def over_hosts(self, lse: Tensor) -> Tensor:
-        """Merge a log-sum-exp over each host's keys into that over all; collective where a prompt is split."""
-        return self.prompt.hosts.all_gather(lse).wait().logsumexp(dim=0) if self.prompt.layout.is_split else lse
+        """Merge a log-sum-exp over each host's keys into that over all; collective where a prompt
+        is split."""
+        return (
+            self.prompt.hosts.all_gather(lse).wait().logsumexp(dim=0)
+            if self.prompt.layout.is_split
+            else lse
+        )
 
 
 @contextmanager
@@ -138,7 +153,8 @@ def shown_to(
 ) -> Iterator[LayerAttention]:
     """Let a watcher observe a forward pass; yield the attention to run it with.
 
-    A pass without context has only the question, and its attention gets the keys that this host keeps.
+    A pass without context has only the question, and its attention gets the keys that this host
+    keeps.
     """
     if watcher is None:
         yield attention
@@ -148,7 +164,9 @@ def shown_to(
     if has_context:
         owned = to_device(prompt.rows_of(prompt.owned[prompt.hosts.rank]), device)
     if has_question:
-        rows = prompt.rows_of(prompt.question) if has_context else prompt.question - prompt.query_start
+        rows = (
+            prompt.rows_of(prompt.question) if has_context else prompt.question - prompt.query_start
+        )
         question = to_device(rows, device)
 
     def watched(q: Tensor, k: Tensor, v: Tensor, scale: float, layer: int) -> Tensor:

@@ -14,17 +14,18 @@ from .decoding import Decoding
 from .links import Output
 from .order import Order
 
-# Multiple of a short prompt's CPU time for which its thread rests beside a long prompt, so that this takes at most
-# a fifth longer: two threads have at most 1/21 of the time each; decoding and HTTP cost twice as much again. But a
-# rest longer than this many seconds is as short as a sixth of the time for the thread allows: who is next waits.
+# Multiple of a short prompt's CPU time for which its thread rests beside a long prompt, so that
+# this takes at most a fifth longer: two threads have at most 1/21 of the time each; decoding and
+# HTTP cost twice as much again. But a rest longer than this many seconds is as short as a sixth of
+# the time for the thread allows: who is next waits.
 _REST, _LONG_REST, _SHORTEST_REST = 20, 1.0, 5
 
 
 class Alone:
     """Prefills short prompts on this host, texts in one thread, and prompts with files in another.
 
-    So a text waits neither for files that take long to decode, nor for what all hosts prefill; but it leaves most
-    of the time to them. The threads live inside a ``with`` block.
+    So a text waits neither for files that take long to decode, nor for what all hosts prefill; but
+    it leaves most of the time to them. The threads live inside a ``with`` block.
 
     Args:
         engine: of all hosts; where it cannot work alone, nothing is to be prefilled.
@@ -34,7 +35,10 @@ class Alone:
     def __init__(self, engine: Engine, decoding: Decoding | None):
         self._engine, self._decoding, self._stack = engine, decoding, ExitStack()
         self._lanes: list[tuple[Engine, ThreadPoolExecutor]] = []
-        self._num_long, self._changed = 0, threading.Condition()  # of those that the others give way to
+        self._num_long, self._changed = (
+            0,
+            threading.Condition(),
+        )  # of those that the others give way to
 
     def __enter__(self) -> "Alone":
         if self._engine.can_work_alone:

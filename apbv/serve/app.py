@@ -28,7 +28,14 @@ from .bodies import Bodies
 from .counting import JsonLimits
 from .job import Event, Finished, Job, Piece
 from .replies import Replies
-from .requests import ApiError, ChatRequest, CompletionRequest, DetokenizeRequest, GenerationRequest, TokenizeRequest
+from .requests import (
+    ApiError,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerationRequest,
+    TokenizeRequest,
+)
 from .scheduler import Scheduler
 from .settings import ServerSettings
 from .worker import Worker
@@ -47,8 +54,8 @@ def build_app(worker: Worker, scheduler: Scheduler, settings: ServerSettings) ->
 
     Args:
         worker: answers the requests that the scheduler gives it.
-        settings: with the model name in requests, their largest body, and the bearer token required for requests
-            to the model or its tokenizer.
+        settings: with the model name in requests, their largest body, and the bearer token required
+            for requests to the model or its tokenizer.
     """
     endpoints = _Endpoints(worker, scheduler, settings)
 
@@ -60,13 +67,23 @@ def build_app(worker: Worker, scheduler: Scheduler, settings: ServerSettings) ->
         return guard
 
     shared = {"allow_origins": settings.cors_origins, "expose_headers": [_REQUEST_ID]}
-    cors = [Middleware(CORSMiddleware, allow_methods=["GET", "POST"], allow_headers=["*"], **shared)]
+    cors = [
+        Middleware(CORSMiddleware, allow_methods=["GET", "POST"], allow_headers=["*"], **shared)
+    ]
     return Starlette(
         routes=[
             Route("/v1/models", guarded(endpoints.models)),
             Route("/v1/models/{name:path}", guarded(endpoints.one_model)),
-            Route("/v1/chat/completions", guarded(partial(endpoints.answer, ChatRequest)), methods=["POST"]),
-            Route("/v1/completions", guarded(partial(endpoints.answer, CompletionRequest)), methods=["POST"]),
+            Route(
+                "/v1/chat/completions",
+                guarded(partial(endpoints.answer, ChatRequest)),
+                methods=["POST"],
+            ),
+            Route(
+                "/v1/completions",
+                guarded(partial(endpoints.answer, CompletionRequest)),
+                methods=["POST"],
+            ),
             Route("/tokenize", guarded(endpoints.tokenize), methods=["POST"]),
             Route("/detokenize", guarded(endpoints.detokenize), methods=["POST"]),
             Route("/health", endpoints.health),
@@ -90,14 +107,20 @@ class _Endpoints:
     def __init__(self, worker: Worker, scheduler: Scheduler, settings: ServerSettings):
         self._worker, self._scheduler = worker, scheduler
         self._model, self._bodies = settings.model, Bodies(settings.max_body_bytes)
-        self._json_limits = JsonLimits.for_requests(worker.reader.max_model_len, settings.max_frames)
+        self._json_limits = JsonLimits.for_requests(
+            worker.reader.max_model_len, settings.max_frames
+        )
         self._max_model_len, self._started = worker.reader.max_model_len, int(time.time())
         self._num_answering = 0  # answers that are asked for now
         self._parsers = ThreadPoolExecutor(_PARSERS, thread_name_prefix="parser")
         # Two, so that short texts do not wait for long ones.
-        self._light, self._heavy = (ThreadPoolExecutor(_TOKENIZERS, thread_name_prefix="tokenizer") for _ in "12")
+        self._light, self._heavy = (
+            ThreadPoolExecutor(_TOKENIZERS, thread_name_prefix="tokenizer") for _ in "12"
+        )
         # One per queued request: waiting for another server's files does not block other requests.
-        self._readers = ThreadPoolExecutor(scheduler.limits.max_queue + 1, thread_name_prefix="reader")
+        self._readers = ThreadPoolExecutor(
+            scheduler.limits.max_queue + 1, thread_name_prefix="reader"
+        )
 
     async def models(self, _: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._describe()]})
@@ -148,7 +171,9 @@ class _Endpoints:
             if asked.stream:
                 stream = replies.stream(first, events)
                 is_streamed = True
-                return StreamingResponse(stream, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+                return StreamingResponse(
+                    stream, media_type="text/event-stream", headers={"Cache-Control": "no-store"}
+                )
             return JSONResponse(await replies.whole(first, events))
         except StopAsyncIteration:  # cancelled
             return Response(status_code=_CLIENT_CLOSED_REQUEST)
@@ -162,7 +187,11 @@ class _Endpoints:
         def tokenize() -> dict[str, Any]:
             tokens = reader.tokenize(asked)
             reply = {"count": len(tokens), "max_model_len": self._max_model_len, "tokens": tokens}
-            return {**reply, "token_strs": reader.token_strings(tokens)} if asked.return_token_strs else reply
+            return (
+                {**reply, "token_strs": reader.token_strings(tokens)}
+                if asked.return_token_strs
+                else reply
+            )
 
         threads = self._light if reader.is_light(asked) else self._heavy
         return JSONResponse(await asyncio.get_running_loop().run_in_executor(threads, tokenize))
@@ -174,8 +203,18 @@ class _Endpoints:
 
     def _describe(self) -> dict[str, Any]:
         """Describe the model, as OpenAI and vLLM do."""
-        described = {"id": self._model, "object": "model", "created": self._started, "owned_by": "apbv"}
-        return {**described, "root": self._model, "parent": None, "max_model_len": self._max_model_len}
+        described = {
+            "id": self._model,
+            "object": "model",
+            "created": self._started,
+            "owned_by": "apbv",
+        }
+        return {
+            **described,
+            "root": self._model,
+            "parent": None,
+            "max_model_len": self._max_model_len,
+        }
 
     def _require_model(self, name: str | None) -> None:
         """Raise ApiError unless a request names the served model, or none."""
@@ -186,7 +225,9 @@ class _Endpoints:
     async def _read(self, request: Request, kind: type[_Body]) -> _Body:
         """Read and parse a body."""
         body = await self._bodies.read(request)
-        asked = await asyncio.get_running_loop().run_in_executor(self._parsers, self._parse, kind, body)
+        asked = await asyncio.get_running_loop().run_in_executor(
+            self._parsers, self._parse, kind, body
+        )
         self._require_model(asked.model)
         return asked
 
@@ -202,7 +243,8 @@ class _Endpoints:
         jobs[0].send(ApiError(_CLIENT_CLOSED_REQUEST, "the client has gone"))
 
     async def _events(self, jobs: list[Job], watch: asyncio.Task) -> AsyncIterator[Event]:
-        """Yield the events of a request's jobs up to the last, or a failure; closing the iterator cancels them."""
+        """Yield the events of a request's jobs up to the last, or a failure; closing the iterator
+        cancels them."""
         self._num_answering += 1
         num_left, num_tokens = len(jobs), 0
         try:
@@ -233,11 +275,14 @@ def _require_key(request: Request, api_key: str | None) -> None:
     is_right = hmac.compare_digest(given.strip().encode("latin-1"), api_key.encode())
     if scheme.lower() != "bearer" or not is_right:
         headers = {"WWW-Authenticate": "Bearer"}
-        raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key", headers=headers)
+        raise ApiError(
+            401, "the API key is missing or wrong", code="invalid_api_key", headers=headers
+        )
 
 
 def _with_request_ids(app: ASGIApp) -> ASGIApp:
-    """Give every request an id: the client's if it is suitable for the log, else a generated one."""
+    """Give every request an id: the client's if it is suitable for the log, else a generated
+    one."""
 
     async def call(scope: Scope, receive: Receive, send: Send) -> None:
         given = Headers(scope=scope).get(_REQUEST_ID, "")
@@ -255,7 +300,8 @@ def _with_request_ids(app: ASGIApp) -> ASGIApp:
 
 
 def _giving_memory_back(app: ASGIApp) -> ASGIApp:
-    """Return the memory that a large body took, its objects and files included, once its reply is sent."""
+    """Return the memory that a large body took, its objects and files included, once its reply is
+    sent."""
 
     async def call(scope: Scope, receive: Receive, send: Send) -> None:
         try:

@@ -50,8 +50,19 @@ class Batch:
         stopped_by: the signal that it got; None: none.
     """
 
-    def __init__(self, requests: Requests, answers: Answers, settings: ServerSettings, show: Callable[["Batch"], None]):
-        self._requests, self._answers, self._settings, self._show = requests, answers, settings, show
+    def __init__(
+        self,
+        requests: Requests,
+        answers: Answers,
+        settings: ServerSettings,
+        show: Callable[["Batch"], None],
+    ):
+        self._requests, self._answers, self._settings, self._show = (
+            requests,
+            answers,
+            settings,
+            show,
+        )
         self.total: int | None = None
         self.num_answered, self.num_failed, self.num_left = 0, answers.num_failed, 0
         self.stopped_by: int | None = None
@@ -179,7 +190,9 @@ class Batch:
         if not isinstance(custom_id, str):
             return refused("no_custom_id", "it needs a custom_id, a string")
         if custom_id in self._seen:
-            return refused("duplicate_custom_id", f"an earlier line has the custom_id {custom_id!r:.200}")
+            return refused(
+                "duplicate_custom_id", f"an earlier line has the custom_id {custom_id!r:.200}"
+            )
         self._seen.add(custom_id)
         return None if custom_id in self._answers.ids else self._answer(custom_id, asked)
 
@@ -193,13 +206,17 @@ class Batch:
                 return
             await asyncio.sleep(_RETRY_SECONDS)
             status, reply = await self._ask(asked, request_id)
-        await self._write(custom_id, {"status_code": status, "request_id": request_id, "body": reply}, None)
+        await self._write(
+            custom_id, {"status_code": status, "request_id": request_id, "body": reply}, None
+        )
 
     async def _ask(self, asked: dict[str, Any], request_id: str) -> tuple[int, Any]:
         """Return the status and the body with which the HTTP API answers a request."""
         method, url, body = asked.get("method"), asked.get("url"), asked.get("body")
         if method != "POST" or url not in _URLS:
-            return 404, ApiError(404, f"use POST {' or '.join(_URLS)}, not {method!s:.20} {url!s:.200}").body
+            return 404, ApiError(
+                404, f"use POST {' or '.join(_URLS)}, not {method!s:.20} {url!s:.200}"
+            ).body
         if isinstance(body, dict) and body.get("stream"):
             return 400, ApiError(400, "a batch does not stream", param="stream").body
         scope = {"type": "http", "method": method, "path": url, "query_string": b""}
@@ -242,7 +259,9 @@ class Batch:
             self._scheduler.stop()
 
 
-def _reason(custom_id: str | None, response: dict[str, Any] | None, error: dict[str, Any] | None) -> str:
+def _reason(
+    custom_id: str | None, response: dict[str, Any] | None, error: dict[str, Any] | None
+) -> str:
     """Return in one line which request failed, and why.
 
     Args:
@@ -251,4 +270,7 @@ def _reason(custom_id: str | None, response: dict[str, Any] | None, error: dict[
     if error is not None:
         return in_one_line(error["message"])
     told = response["body"]["error"]
-    return f"{in_one_line(custom_id)}: {response['status_code']}, {reason_in_one_line(told['message'], told['param'])}"
+    return (
+        f"{in_one_line(custom_id)}: {response['status_code']}, "
+        f"{reason_in_one_line(told['message'], told['param'])}"
+    )

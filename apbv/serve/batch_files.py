@@ -1,4 +1,5 @@
-"""The files of a batch, in OpenAI's format: lines of requests, and lines of answers that a later run continues."""
+"""The files of a batch, in OpenAI's format: lines of requests, and lines of answers that a later
+run continues."""
 
 import fcntl
 import json
@@ -61,7 +62,8 @@ def _cut_lines(file: BinaryIO, max_bytes: int) -> Iterator[bytes]:
 
 
 class Answers:
-    """The file of answers, which one process at a time has open: whole lines, on disk when :meth:`add` returns.
+    """The file of answers, which one process at a time has open: whole lines, on disk when
+    :meth:`add` returns.
 
     A last line that was not completely written, as by a process that was killed, is removed.
 
@@ -91,7 +93,9 @@ class Answers:
                 if retry_errors:
                     kept.truncate(0)
                 for number, line in enumerate(file, start=1):
-                    if not line.endswith(b"\n") and (line.startswith(_HEAD) or _HEAD.startswith(line)):
+                    if not line.endswith(b"\n") and (
+                        line.startswith(_HEAD) or _HEAD.startswith(line)
+                    ):
                         break
                     if self._take(number, line, retry_errors):
                         self._size += kept.write(line) if retry_errors else len(line)
@@ -109,7 +113,9 @@ class Answers:
         said = f"line {number} of {self.path} is not an answer"
         with raised_as(ValueError, said, ValueError, LookupError, TypeError):
             answer = json.loads(line)
-            custom_id, response, error = (answer[name] for name in ("custom_id", "response", "error"))
+            custom_id, response, error = (
+                answer[name] for name in ("custom_id", "response", "error")
+            )
             status = 200 if response is None else response["status_code"]
             if retry_errors and (status in _MAY_PASS or status >= 500):
                 return False
@@ -123,7 +129,12 @@ class Answers:
         Raises:
             OSError: it cannot be written.
         """
-        answer = {"id": f"batch_req_{request_id}", "custom_id": custom_id, "response": response, "error": error}
+        answer = {
+            "id": f"batch_req_{request_id}",
+            "custom_id": custom_id,
+            "response": response,
+            "error": error,
+        }
         line = json.dumps(answer).encode() + b"\n"
         if self._file.write(line) < len(line):
             self._file.truncate(self._size)

@@ -16,8 +16,8 @@ _MOST = 256  # bodies that may be half read at once, of any size
 class Bodies:
     """Reads bodies with a bound on half-read ones; used in the event loop's thread.
 
-    If room is needed, the oldest body of the client with the most data is dropped. Slow clients therefore block no
-    others, and clients with several addresses get no more than their share.
+    If room is needed, the oldest body of the client with the most data is dropped. Slow clients
+    therefore block no others, and clients with several addresses get no more than their share.
 
     Args:
         max_bytes: the largest body that is read.
@@ -32,15 +32,22 @@ class Bodies:
         """Read a whole body, and note its size in the request's state as ``num_body_bytes``.
 
         Returns:
-            Its bytes, without a byte order mark. JSON is in UTF-8 (RFC 8259), whatever charset the headers name.
+            Its bytes, without a byte order mark. JSON is in UTF-8 (RFC 8259), whatever charset the
+            headers name.
 
         Raises:
-            ApiError: with status 413 if its header, or the data so far, shows that it is too large; with 408 if it
-                takes too long, also because others need its room; with 415 if it is compressed.
+            ApiError: with status 413 if its header, or the data so far, shows that it is too large;
+                with 408 if it takes too long, also because others need its room; with 415 if it is
+                compressed.
             ClientDisconnect: the client has gone.
         """
-        if (found := request.headers.get("content-encoding", "identity").lower()) not in ("", "identity"):
-            raise ApiError(415, f"the body must not be compressed, but its Content-Encoding is {found:.50}")
+        if (found := request.headers.get("content-encoding", "identity").lower()) not in (
+            "",
+            "identity",
+        ):
+            raise ApiError(
+                415, f"the body must not be compressed, but its Content-Encoding is {found:.50}"
+            )
         declared = request.headers.get("content-length", "")
         if declared.isdecimal() and int(declared) > self._max_bytes:
             raise self._too_large()
@@ -55,7 +62,10 @@ class Bodies:
                         raise self._too_large()
                     self._make_room()
         except TimeoutError as error:
-            message = f"the body took too long (at most {_BODY_SECONDS:g} s, less while others need the room)"
+            message = (
+                f"the body took too long (at most {_BODY_SECONDS:g} s, less while others "
+                "need the room)"
+            )
             raise ApiError(408, message, headers={"Connection": "close"}) from error
         finally:
             self._reading.pop(limit, None)
@@ -72,11 +82,16 @@ class Bodies:
             for data, client in self._reading.values():
                 held[client] += len(data) + least
             (greediest, _), *_ = held.most_common(1)
-            dropped = next(limit for limit, (_, client) in self._reading.items() if client == greediest)
+            dropped = next(
+                limit for limit, (_, client) in self._reading.items() if client == greediest
+            )
             del self._reading[dropped]
             if not dropped.expired():
                 dropped.reschedule(0.0)  # a moment that is over
 
     def _too_large(self) -> ApiError:
-        message, headers = f"the body may have at most {self._max_bytes} bytes", {"Connection": "close"}
+        message, headers = (
+            f"the body may have at most {self._max_bytes} bytes",
+            {"Connection": "close"},
+        )
         return ApiError(413, message, code="body_too_large", headers=headers)

@@ -10,7 +10,8 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-# Connections that asyncio accepts before it lets any of them close another; the system keeps more waiting.
+# Connections that asyncio accepts before it lets any of them close another; the system keeps more
+# waiting.
 ACCEPTED_AT_ONCE = 32
 WAITING_IN_SYSTEM = 2048
 _HEADER_SECONDS = 10.0
@@ -18,19 +19,25 @@ _MOST_DESCRIPTORS = 2**16  # that this process asks for; each may then be a conn
 _MOST_CONNECTIONS = 2**13
 _FEWEST_CONNECTIONS = 8
 _OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-_BUSY = b"HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\nretry-after: 1\r\ncontent-length: 0\r\n\r\n"
+_BUSY = (
+    b"HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\nretry-after: "
+    b"1\r\ncontent-length: 0\r\n\r\n"
+)
 
 logger = logging.getLogger(__name__)
 
 
 def most_connections() -> int:
-    """Raise the limit on this process's open files as far as allowed, and return how many may be connections.
+    """Raise the limit on this process's open files as far as allowed, and return how many may be
+    connections.
 
     These are half of those that are left: media files, threads and other hosts need some, too.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < _MOST_DESCRIPTORS:
-        wanted = _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MOST_DESCRIPTORS)
+        wanted = (
+            _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MOST_DESCRIPTORS)
+        )
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
             soft = wanted
@@ -46,21 +53,28 @@ class Connections:
     """The open connections of a server, used in its event loop's thread.
 
     Args:
-        most: how many there may be. For one more, the connection is closed that has waited longest for a request; if
-            all have requests, the new one is.
+        most: how many there may be. For one more, the connection is closed that has waited longest
+            for a request; if all have requests, the new one is.
     """
 
     def __init__(self, most: int):
         self.most = most
         self._num_open = 0
-        self._idle: dict[HttpProtocol, None] = {}  # those without a request, the one that waits longest first
+        self._idle: dict[
+            HttpProtocol, None
+        ] = {}  # those without a request, the one that waits longest first
 
     def open(self, connection: "HttpProtocol") -> bool:
-        """Count a new connection, which waits for a request; return False if there is no room for it."""
+        """Count a new connection, which waits for a request; return False if there is no room for
+        it."""
         self._num_open += 1
         if self._num_open > self.most:
-            logger.warning("%d connections are open, as many as may be: idle ones are closed", self.most)
-            longest = next((each for each in self._idle if each.transport.get_write_buffer_size() == 0), None)
+            logger.warning(
+                "%d connections are open, as many as may be: idle ones are closed", self.most
+            )
+            longest = next(
+                (each for each in self._idle if each.transport.get_write_buffer_size() == 0), None
+            )
             if longest is None:
                 return False
             self._idle.pop(longest)  # it counts as open until the event loop has closed it
@@ -84,7 +98,8 @@ class Connections:
 class _OneLength(h11.Connection):
     """HTTP that rejects requests which give their body's length in two ways.
 
-    A proxy may have read such a request as two (request smuggling), so the connection must end (RFC 9112, 6.1).
+    A proxy may have read such a request as two (request smuggling), so the connection must end (RFC
+    9112, 6.1).
     """
 
     def next_event(self):
@@ -97,7 +112,8 @@ class _OneLength(h11.Connection):
 
 
 class HttpProtocol(H11Protocol):
-    """HTTP with a bound on connections, a timeout for request headers, and strict lengths, all of which uvicorn lacks.
+    """HTTP with a bound on connections, a timeout for request headers, and strict lengths, all of
+    which uvicorn lacks.
 
     Args:
         connections: those of its server.
@@ -147,7 +163,8 @@ class HttpProtocol(H11Protocol):
 
 
 def log_in_one_line(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Handle an event loop's exception: as asyncio does, but without a traceback for each connection not accepted."""
+    """Handle an event loop's exception: as asyncio does, but without a traceback for each
+    connection not accepted."""
     error = context.get("exception")
     if isinstance(error, OSError) and error.errno in _OUT_OF_RESOURCES:
         logger.warning("connections cannot be accepted for a second: %s", error.strerror)

@@ -1,4 +1,5 @@
-"""Counts what a JSON text consists of before it is parsed, which takes fifty times its size and stops other threads."""
+"""Counts what a JSON text consists of before it is parsed, which takes fifty times its size and
+stops other threads."""
 
 import re
 from dataclasses import dataclass
@@ -10,7 +11,9 @@ _PIECE = 2**20
 # As much of a string as there is; possessive, so that nothing is remembered to come back to.
 _IN_STRING = re.compile(rb'(?:[^"\\]++|\\.)*+', re.DOTALL)
 _VALUES, _CONTAINERS = 2**20, 2**15
-_PER_FRAME = 4  # objects and lists for each frame that is sent as an image of its own: twice what it needs
+_PER_FRAME = (
+    4  # objects and lists for each frame that is sent as an image of its own: twice what it needs
+)
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,8 @@ class JsonLimits:
 
     @classmethod
     def for_requests(cls, max_model_len: int, max_frames: int) -> "JsonLimits":
-        """Return limits that a request within the server's other limits stays below, unless it has many long prompts.
+        """Return limits that a request within the server's other limits stays below, unless it has
+        many long prompts.
 
         Args:
             max_model_len: the most tokens of a prompt.
@@ -41,7 +45,8 @@ class JsonLimits:
         Raises:
             ApiError: with status 400.
         """
-        # Most texts have less than the limits even with all that their strings contain, which is counted faster.
+        # Most texts have less than the limits even with all that their strings contain, which is
+        # counted faster.
         if not self._excess(_count(body, 0, len(body))):
             return
         counted = (1, 0)
@@ -52,7 +57,11 @@ class JsonLimits:
             values, containers = _count(body, at, end)
             counted = (counted[0] + values, counted[1] + containers)
             if excess := self._excess(counted):
-                raise ApiError(400, f"the body has more than {excess}, which no request needs", code="body_too_large")
+                raise ApiError(
+                    400,
+                    f"the body has more than {excess}, which no request needs",
+                    code="body_too_large",
+                )
             at = end if string < 0 else _end_of_string(body, string + 1)
 
     def _excess(self, counted: tuple[int, int]) -> str:
@@ -64,7 +73,8 @@ class JsonLimits:
 
 
 def _count(body: bytes | bytearray, start: int, end: int) -> tuple[int, int]:
-    """Count the values and the containers that begin in a part of a JSON text, as if it had no strings."""
+    """Count the values and the containers that begin in a part of a JSON text, as if it had no
+    strings."""
     commas = containers = 0
     for at in range(start, end, _PIECE):
         stop = min(at + _PIECE, end)
@@ -74,7 +84,8 @@ def _count(body: bytes | bytearray, start: int, end: int) -> tuple[int, int]:
 
 
 def _end_of_string(body: bytes | bytearray, at: int) -> int:
-    """Return the place behind the quotation mark that ends a string; the text's length if there is none.
+    """Return the place behind the quotation mark that ends a string; the text's length if there is
+    none.
 
     Args:
         at: the place behind the mark that begins it.

@@ -1,4 +1,5 @@
-"""Continuous batching: decodes a host's share of the answers in a thread, concurrently with its prefill thread."""
+"""Continuous batching: decodes a host's share of the answers in a thread, concurrently with its
+prefill thread."""
 
 import copy
 import os
@@ -19,15 +20,18 @@ from .order import Order
 from .output import failure_of
 from .telling import Telling
 
-# Where both threads share a core, the prefill goes first: in every layer the other hosts wait for it.
+# Where both threads share a core, the prefill goes first: in every layer the other hosts wait for
+# it.
 _NICENESS = 10
 
 
 class Decoding:
-    """Decodes all answers whose prompts are prefilled and whose home is this host, in a thread, as one batch.
+    """Decodes all answers whose prompts are prefilled and whose home is this host, in a thread, as
+    one batch.
 
-    An answer joins the batch before its next step, and leaves it when it ends or its client disconnects. The
-    thread lives inside a ``with`` block, in which apbv's attention is in force for all threads.
+    An answer joins the batch before its next step, and leaves it when it ends or its client
+    disconnects. The thread lives inside a ``with`` block, in which apbv's attention is in force for
+    all threads.
 
     Args:
         on_step: called in the thread after the outputs got a step's tokens.
@@ -61,7 +65,8 @@ class Decoding:
         self._attention.close()
 
     def add(self, output: Output, order: Order, begun: Begun | Exception) -> None:
-        """Add the answers of a prefilled request; from then on this thread ends it, and releases its KV.
+        """Add the answers of a prefilled request; from then on this thread ends it, and releases
+        its KV.
 
         Args:
             begun: the request, with its KV on this host; or the error that the prefill ended with.
@@ -95,14 +100,18 @@ class Decoding:
         return True
 
     def _join(self, batch: Batch, output: Output, order: Order, begun: Begun | Exception) -> None:
-        """Add a request's answers to the batch, the first with its draft; it fails alone if its KV cannot grow."""
+        """Add a request's answers to the batch, the first with its draft; it fails alone if its KV
+        cannot grow."""
         try:
             if isinstance(begun, Exception):
                 raise begun
             read, state, draft = begun
             for choice in range(order.num_answers):
                 telling = Telling(output, order, self._decode, choice)
-                self._members[batch.join(state, telling.asked(read.request), *draft)] = output, telling
+                self._members[batch.join(state, telling.asked(read.request), *draft)] = (
+                    output,
+                    telling,
+                )
                 # The next answer copies the KV.
                 state, draft = replace(state, kv=state.kv.behind(state.layout)), ()
         except Exception as error:
@@ -123,7 +132,10 @@ class Decoding:
 
     def _end(self, member: Member) -> None:
         """End an answer, and with the last one of a request release its KV."""
-        (output, telling), failure = self._members.pop(member), None if member.error is None else str(member.error)
+        (output, telling), failure = (
+            self._members.pop(member),
+            None if member.error is None else str(member.error),
+        )
         if failure is None:
             try:
                 telling.finish(member.tokens, member.finish_reason, member.summary())
@@ -134,6 +146,7 @@ class Decoding:
         self._release(output)
 
     def _release(self, output: Output) -> None:
-        """Count a request's KV as free if no answer of it is left; a failed one's leave with the next step."""
+        """Count a request's KV as free if no answer of it is left; a failed one's leave with the
+        next step."""
         if all(output is not other for other, _ in self._members.values()):
             output.release()

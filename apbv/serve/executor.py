@@ -51,9 +51,14 @@ class Executor:
     link: Links | Link | None = None
 
     def carry_out(
-        self, order: Order, files: Files, asked: Asked = lambda request: request, prompt: Skeleton | None = None
+        self,
+        order: Order,
+        files: Files,
+        asked: Asked = lambda request: request,
+        prompt: Skeleton | None = None,
     ) -> "GenerateResult | Begun | tuple[int, Ticket] | None":
-        """Answer an order, prefill it with all KV on its home, or export its KV from the hosts that computed it.
+        """Answer an order, prefill it with all KV on its home, or export its KV from the hosts that
+        computed it.
 
         Args:
             files: provides this host's paths of the order's files.
@@ -61,8 +66,8 @@ class Executor:
             prompt: the part of the question that this host has already read.
 
         Returns:
-            The answer; or what its home goes on with; or the answer's first token and the ticket for fetching the
-            KV, on host 0.
+            The answer; or what its home goes on with; or the answer's first token and the ticket
+            for fetching the KV, on host 0.
 
         Raises:
             RuntimeError: a host has no room for the KV, which is not the request's fault.
@@ -111,7 +116,9 @@ class Executor:
         return not (self.hosts.is_broken or self.engine.hosts.is_broken)
 
 
-def exchange_commands(hosts: HostGroup, command: Command, wants_to_stop: bool) -> tuple[Command, bool]:
+def exchange_commands(
+    hosts: HostGroup, command: Command, wants_to_stop: bool
+) -> tuple[Command, bool]:
     """Broadcast host 0's command, and gather whether any host was asked to stop; collective.
 
     Every host sends data, so that each detects one that has ended.
@@ -121,19 +128,22 @@ def exchange_commands(hosts: HostGroup, command: Command, wants_to_stop: bool) -
 
 
 def require_decoding(hosts: HostGroup, decoding: Decoding | None) -> None:
-    """Raise what ended this host's decoding thread, if anything did, and break the group with the reason."""
+    """Raise what ended this host's decoding thread, if anything did, and break the group with the
+    reason."""
     if decoding is not None and decoding.failure is not None:
         with hosts.collective_stage("decoding"):
             raise decoding.failure
 
 
-def follow(executor: Executor, folder: Path | None, private_files: PrivateFiles, wants_to_stop: Event) -> None:
+def follow(
+    executor: Executor, folder: Path | None, private_files: PrivateFiles, wants_to_stop: Event
+) -> None:
     """Carry out host 0's commands until shutdown; runs on every other host.
 
     Args:
         folder: the folder that files are read from, as on host 0.
-        private_files: storage for files whose bytes are sent. wants_to_stop: set when this process was asked to
-            end; host 0 decides.
+        private_files: storage for files whose bytes are sent. wants_to_stop: set when this process
+            was asked to end; host 0 decides.
 
     Raises:
         HostError: another host ended, or failed in an exchange.
@@ -147,7 +157,9 @@ def follow(executor: Executor, folder: Path | None, private_files: PrivateFiles,
     def opened(order: Order, sent: Iterator[bytes]) -> Iterator[list[Path]]:
         with ExitStack() as stack:
             yield [
-                stack.enter_context(private_files.holding(next(sent))) if file is None else find_in_folder(folder, file)
+                stack.enter_context(private_files.holding(next(sent)))
+                if file is None
+                else find_in_folder(folder, file)
                 for file in order.files
             ]
 
@@ -174,7 +186,10 @@ def follow(executor: Executor, folder: Path | None, private_files: PrivateFiles,
         while True:
             require_decoding(hosts, decoding)
             command, _ = exchange_commands(hosts, Command.WAIT, wants_to_stop.is_set())
-            for order, error in failed:  # if it failed on host 0, too, it was reported there before this command
+            for (
+                order,
+                error,
+            ) in failed:  # if it failed on host 0, too, it was reported there before this command
                 if order.number is not None and order.home == hosts.rank:
                     decoding.add(RemoteOutput(link, order.number), order, error)
             failed.clear()

@@ -36,9 +36,10 @@ class RequestRecord:
         last_token: the last token was available.
         ended: the last event was sent to its client.
         status: HTTP status of its reply; 499 if the client had disconnected.
-        error, param: the message of its error and the field at fault, as its reply has them; None: there is none.
-        outcome: answered up to a ``stop`` or the ``length`` asked for, ``cancelled`` by the client, ``rejected``
-            because of a full queue or a stopping server, ``invalid``, or ``failed``.
+        error, param: the message of its error and the field at fault, as its reply has them; None:
+            there is none.
+        outcome: answered up to a ``stop`` or the ``length`` asked for, ``cancelled`` by the client,
+            ``rejected`` because of a full queue or a stopping server, ``invalid``, or ``failed``.
         prompt_tokens, completion_tokens: tokens that were prefilled, and of the answer so far.
         speculation: the metrics of the draft (``apbv.speculate.Answered``); None: there was none.
         transfer: id of its KV transfer to a decode instance; None: there was none.
@@ -72,7 +73,8 @@ class Finished:
 
     Attributes:
         num_tokens: the tokens of all its answers together.
-        kv_transfer_params: parameters for another server to fetch the prompt's KV; None without a KV transfer.
+        kv_transfer_params: parameters for another server to fetch the prompt's KV; None without a
+            KV transfer.
     """
 
     num_tokens: int
@@ -89,8 +91,8 @@ class Piece:
     Attributes:
         choice: the index of the request's answer.
         reason: why the answer ends here; None: it continues.
-        logprobs: for each token its text, its log probability, and the most probable alternatives with theirs;
-            empty if not requested.
+        logprobs: for each token its text, its log probability, and the most probable alternatives
+            with theirs; empty if not requested.
     """
 
     text: str
@@ -106,8 +108,9 @@ Event = Piece | Finished | ApiError
 class Job:
     """Request state, from its arrival to its last event; created in its client's event loop.
 
-    It is *admitted* (its body and files are read), then *ready* (it waits for its prefill), then *running* (it
-    holds KV). From each of these it may end: failed, answered, or cancelled, which takes effect at the next token.
+    It is *admitted* (its body and files are read), then *ready* (it waits for its prefill), then
+    *running* (it holds KV). From each of these it may end: failed, answered, or cancelled, which
+    takes effect at the next token.
 
     Args:
         request_id: its id for the client and the log; None: generated.
@@ -124,10 +127,13 @@ class Job:
         read: the request as read; None until it is ready.
         kv_bytes: maximum size of its KV, of prompt and answers.
         is_short: whether its home prefills its prompt without the other hosts.
-        home: once it runs, the host that decodes its answers and holds this KV; None: every host holds some.
+        home: once it runs, the host that decodes its answers and holds this KV; None: every host
+            holds some.
     """
 
-    def __init__(self, request_id: str | None = None, beside: "Job | None" = None, first_choice: int = 0):
+    def __init__(
+        self, request_id: str | None = None, beside: "Job | None" = None, first_choice: int = 0
+    ):
         self.record = RequestRecord(id=request_id or f"chatcmpl-{uuid.uuid4().hex}")
         self.created = int(time.time())
         self.events: asyncio.Queue[Event] = beside.events if beside else asyncio.Queue()

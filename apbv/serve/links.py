@@ -1,8 +1,9 @@
 """Connections between host 0 and the hosts that decode answers, beside the hosts' collectives.
 
-After a secret and its rank, a host sends lines of JSON: lists of ``[number, method, *arguments]``, calls of a
-request's :class:`~.output.JobOutput`. Host 0 sends lists, too: of the numbers of requests that are not wanted any
-more, or an order that the host prefills alone and the sizes of its files, which follow.
+After a secret and its rank, a host sends lines of JSON: lists of ``[number, method, *arguments]``,
+calls of a request's :class:`~.output.JobOutput`. Host 0 sends lists, too: of the numbers of
+requests that are not wanted any more, or an order that the host prefills alone and the sizes of its
+files, which follow.
 """
 
 import hmac
@@ -44,7 +45,8 @@ def _line(message: Any) -> bytes:
 
 
 class Links:
-    """Host 0's connections to the other hosts, and the outputs of requests whose answers these decode.
+    """Host 0's connections to the other hosts, and the outputs of requests whose answers these
+    decode.
 
     Attributes:
         greeting: for the constructors of the others' :class:`Link`.
@@ -56,7 +58,9 @@ class Links:
 
     def __init__(self):
         self._outputs, self._numbers, self._secret = {}, count(), secrets.token_hex().encode()
-        self._hosts: dict[int, tuple[socket.socket, Lock]] = {}  # the lock: of the two threads that send
+        self._hosts: dict[
+            int, tuple[socket.socket, Lock]
+        ] = {}  # the lock: of the two threads that send
         self.failure: HostError | None = None
         address = own_address(LOOPBACK)
         self._listener = Listener((address, 0), self._serve, _SECONDS)
@@ -70,10 +74,13 @@ class Links:
         return number
 
     def send(self, order: Order, files: Sequence[bytes]) -> None:
-        """Have an order's home prefill its prompt alone; where the connection has ended, :attr:`failure` tells."""
+        """Have an order's home prefill its prompt alone; where the connection has ended,
+        :attr:`failure` tells."""
         sock, lock = self._hosts[order.home]
         with suppress(OSError), lock:
-            sock.sendall(_line({"order": encode_order(order).decode(), "sizes": [*map(len, files)]}))
+            sock.sendall(
+                _line({"order": encode_order(order).decode(), "sizes": [*map(len, files)]})
+            )
             for data in files:
                 sock.sendall(data)
 
@@ -90,7 +97,9 @@ class Links:
         try:
             for line in lines:
                 unwanted = []
-                for number, method, *arguments in json.loads(line, object_hook=lambda fields: Piece(**fields)):
+                for number, method, *arguments in json.loads(
+                    line, object_hook=lambda fields: Piece(**fields)
+                ):
                     output = self._outputs.get(number)
                     if output is not None:
                         getattr(output, method)(*arguments)
@@ -130,7 +139,8 @@ class Link:
         self.calls: list[tuple] = []
 
     def listen(self, prefill: Callable[[Order, Iterator[bytes]], None]) -> None:
-        """Note cancellations in a thread, and call a function with each order and its files' bytes."""
+        """Note cancellations in a thread, and call a function with each order and its files'
+        bytes."""
         Thread(target=self._read, args=(prefill,), name="orders", daemon=True).start()
 
     def flush(self) -> None:
@@ -162,7 +172,8 @@ class Link:
 
 
 class RemoteOutput:
-    """The :class:`~.output.JobOutput` of a request whose answers another host decodes: passes all calls on."""
+    """The :class:`~.output.JobOutput` of a request whose answers another host decodes: passes all
+    calls on."""
 
     def __init__(self, link: Link, number: int):
         self._link, self._number, self.is_cancelled = link, number, False

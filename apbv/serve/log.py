@@ -13,8 +13,8 @@ FIELDS = "fields"  # of a record: a dictionary with the same content as its mess
 class JsonLines(logging.Formatter):
     """Formats each record as one JSON object per line.
 
-    It has ``time`` (UTC, ISO 8601), ``level``, ``logger`` and ``message``, the record's ``fields``, and for an
-    error its ``traceback``.
+    It has ``time`` (UTC, ISO 8601), ``level``, ``logger`` and ``message``, the record's ``fields``,
+    and for an error its ``traceback``.
     """
 
     def format(self, record: logging.LogRecord) -> str:
@@ -51,7 +51,9 @@ def log_to_stderr(form: str = "text") -> None:
 def in_one_line(text: str) -> str:
     """Return a text for one line of a log: bounded, without line breaks and control characters."""
     line = " ".join(text[: 2 * _MAX_CHARS].split())
-    line = "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in line)
+    line = "".join(
+        character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in line
+    )
     return line if len(line) <= _MAX_CHARS else f"{line[:_MAX_CHARS]}…"
 
 
@@ -59,7 +61,8 @@ def reason_in_one_line(message: str, param: str | None) -> str:
     """Return an error's field and message for one line of a log.
 
     Args:
-        message, param: of an error reply. A message may begin with the last step of the field's path.
+        message, param: of an error reply. A message may begin with the last step of the field's
+            path.
     """
     if param is None:
         return in_one_line(message)

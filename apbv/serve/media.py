@@ -1,7 +1,9 @@
-"""Files that requests refer to: in an allowed directory, sent inline, or fetched from an allowed network host.
+"""Files that requests refer to: in an allowed directory, sent inline, or fetched from an allowed
+network host.
 
-Where a file comes from is decided on host 0. Files of the directory are opened on every host at the same relative
-path; bytes from elsewhere travel to the other hosts, and lie in private temporary files during the request.
+Where a file comes from is decided on host 0. Files of the directory are opened on every host at the
+same relative path; bytes from elsewhere travel to the other hosts, and lie in private temporary
+files during the request.
 """
 
 import base64
@@ -56,7 +58,8 @@ class Media:
 
 
 class PrivateFiles:
-    """Files that only this user can read, in a directory that is deleted in the end; for any thread."""
+    """Files that only this user can read, in a directory that is deleted in the end; for any
+    thread."""
 
     def __init__(self):
         self._folder = tempfile.TemporaryDirectory(prefix="apbv-")
@@ -74,8 +77,8 @@ class PrivateFiles:
     def holding(self, data: bytes) -> Iterator[Path]:
         """Provide a file with this content, which is deleted after its last use.
 
-        The same bytes are always the same file, by name and date, so that :mod:`apbv.prefilling.reuse` knows it
-        again.
+        The same bytes are always the same file, by name and date, so that
+        :mod:`apbv.prefilling.reuse` knows it again.
 
         Raises:
             OSError: the file cannot be written.
@@ -111,12 +114,14 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def find_in_folder(folder: Path | None, path: str) -> Path:
-    """Return the real path, after ``..`` and symbolic links, of a file that is truly inside the directory.
+    """Return the real path, after ``..`` and symbolic links, of a file that is truly inside the
+    directory.
 
     Raises:
-        MediaError: no directory is allowed, or the file is outside it or is not a regular file. Files outside get
-            the same message whether they exist or not.
-        FolderError: the directory was removed, or became something else, since the server was started.
+        MediaError: no directory is allowed, or the file is outside it or is not a regular file.
+            Files outside get the same message whether they exist or not.
+        FolderError: the directory was removed, or became something else, since the server was
+            started.
     """
     if folder is None:
         raise MediaError("this server reads no files: it was started without --media-dir")
@@ -134,7 +139,11 @@ def find_in_folder(folder: Path | None, path: str) -> Path:
         regular = inside and stat.S_ISREG(found.stat().st_mode)
     except FileNotFoundError:
         regular = False
-    except (OSError, ValueError, RuntimeError) as error:  # too long a name, a null character, a loop of links
+    except (
+        OSError,
+        ValueError,
+        RuntimeError,
+    ) as error:  # too long a name, a null character, a loop of links
         raise MediaError(f"{path!r:.200} is not a usable path") from error
     if not inside:
         raise MediaError(f"{path!r:.200} is not in the folder that this server may read")
@@ -172,7 +181,8 @@ def open_media(
 
 
 def _path_of(url: str) -> str:
-    """Return the path in ``file:a/b``, ``file:///a/b`` or ``file://localhost/a/b``, without percent escapes."""
+    """Return the path in ``file:a/b``, ``file:///a/b`` or ``file://localhost/a/b``, without percent
+    escapes."""
     rest = url[len("file:") :]
     if rest.startswith("//"):
         host, slash, path = rest[2:].partition("/")
@@ -203,7 +213,9 @@ def _decode_data(url: str, max_bytes: int) -> bytes:
     header, comma, data = url.partition(",")
     if not comma or not header.lower().endswith(";base64"):
         raise MediaError("a data: URL must have the form data:TYPE;base64,DATA")
-    if len(data) > 2 * max_bytes:  # before anything is copied; percent escapes make it longer than 4/3
+    if (
+        len(data) > 2 * max_bytes
+    ):  # before anything is copied; percent escapes make it longer than 4/3
         raise MediaError(f"inline data may have at most {max_bytes} bytes")
     with raised_as(MediaError, "a data: URL is not valid base64", binascii.Error, ValueError):
         decoded = _decode_base64(unquote_to_bytes(data) if "%" in data else data)
@@ -215,14 +227,16 @@ def _decode_data(url: str, max_bytes: int) -> bytes:
 def fetch(url: str, settings: ServerSettings, deadline: float | None = None) -> bytes:
     """Fetch a file from an allowed host.
 
-    The address is resolved once, checked, and then connected to, so that a name cannot change its meaning in
-    between. A redirect may lead to the same host only.
+    The address is resolved once, checked, and then connected to, so that a name cannot change its
+    meaning in between. A redirect may lead to the same host only.
 
     Args:
-        deadline: when fetching must be done, by ``time.monotonic``; None: ``fetch_seconds`` from now.
+        deadline: when fetching must be done, by ``time.monotonic``; None: ``fetch_seconds`` from
+            now.
 
     Raises:
-        MediaError: the host or its address is not allowed, or the file is too large, too slow or not to be had.
+        MediaError: the host or its address is not allowed, or the file is too large, too slow or
+            not to be had.
     """
     deadline = deadline or time.monotonic() + settings.fetch_seconds
     host = _host_of(url, settings)
@@ -233,7 +247,9 @@ def fetch(url: str, settings: ServerSettings, deadline: float | None = None) -> 
             with _connected(url, host, settings, deadline) as connection:
                 parts = urlsplit(url)
                 target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-                connection.request("GET", target, headers={"User-Agent": "apbv", "Accept-Encoding": "identity"})
+                connection.request(
+                    "GET", target, headers={"User-Agent": "apbv", "Accept-Encoding": "identity"}
+                )
                 response = connection.getresponse()
                 if response.status in _REDIRECTS:
                     url = urljoin(url, response.getheader("Location", ""))
@@ -247,7 +263,8 @@ def fetch(url: str, settings: ServerSettings, deadline: float | None = None) -> 
         except (OSError, ValueError, http.client.HTTPException) as error:
             if time.monotonic() >= deadline:
                 raise MediaError(
-                    f"fetching took more than {settings.fetch_seconds:g} s; the last file came from {host}"
+                    f"fetching took more than {settings.fetch_seconds:g} s; the last file came "
+                    f"from {host}"
                 ) from error
             if isinstance(error, MediaError):
                 raise
@@ -268,7 +285,9 @@ def _host_of(url: str, settings: ServerSettings) -> str:
 
 
 @contextmanager
-def _connected(url: str, host: str, settings: ServerSettings, deadline: float) -> Iterator[http.client.HTTPConnection]:
+def _connected(
+    url: str, host: str, settings: ServerSettings, deadline: float
+) -> Iterator[http.client.HTTPConnection]:
     """Connect to the host's first address, if all of them are allowed, until the deadline."""
     secure = urlsplit(url).scheme == "https"
     port = urlsplit(url).port or (443 if secure else 80)
@@ -288,7 +307,9 @@ def _connected(url: str, host: str, settings: ServerSettings, deadline: float) -
     try:
         if secure:
             sock = ssl.create_default_context().wrap_socket(sock, server_hostname=host)
-        connection = (http.client.HTTPSConnection if secure else http.client.HTTPConnection)(host, port)
+        connection = (http.client.HTTPSConnection if secure else http.client.HTTPConnection)(
+            host, port
+        )
         connection.sock = sock
         yield connection
     finally:
@@ -297,13 +318,16 @@ def _connected(url: str, host: str, settings: ServerSettings, deadline: float) -
 
 
 def is_public(address: str) -> bool:
-    """Return whether an IP address is one of the public internet, also where it wraps an IPv4 address."""
+    """Return whether an IP address is one of the public internet, also where it wraps an IPv4
+    address."""
     ip = ipaddress.ip_address(address.partition("%")[0])
     inner = ip.version == 6 and (ip.ipv4_mapped or ip.sixtofour or (ip.teredo and ip.teredo[1]))
     if not inner and ip.version == 6 and ip in ipaddress.ip_network("64:ff9b::/96"):  # NAT64
         inner = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
     ip = inner or ip
-    is_unicast = ip.version == 4 or ip in ipaddress.ip_network("2000::/3")  # all that IANA has given out
+    is_unicast = ip.version == 4 or ip in ipaddress.ip_network(
+        "2000::/3"
+    )  # all that IANA has given out
     return is_unicast and ip.is_global and not ip.is_multicast
 
 

@@ -27,9 +27,15 @@ class Metrics:
 
     def __init__(self, model: str):
         self._registry, self.model = CollectorRegistry(), model
-        self._gauges = {name: self._new(Gauge, name, what) for name, what in _TABLE["gauges"].items()}
-        self._of_hosts = [self._new(Gauge, name, what, ["host"]) for name, what in _TABLE["host_gauges"].items()]
-        self._counters = {name: self._new(Counter, name, of["what"]) for name, of in _TABLE["counters"].items()}
+        self._gauges = {
+            name: self._new(Gauge, name, what) for name, what in _TABLE["gauges"].items()
+        }
+        self._of_hosts = [
+            self._new(Gauge, name, what, ["host"]) for name, what in _TABLE["host_gauges"].items()
+        ]
+        self._counters = {
+            name: self._new(Counter, name, of["what"]) for name, of in _TABLE["counters"].items()
+        }
         self._histograms = {
             name: self._new(Histogram, name, of["what"], buckets=_TABLE["buckets"][of["buckets"]])
             for name, of in _TABLE["histograms"].items()
@@ -37,7 +43,9 @@ class Metrics:
         values = FINISHED_REASONS.values(), REFUSALS, ENDINGS, ENDINGS
         for (name, of), each in zip(_TABLE["labelled_counters"].items(), values, strict=True):
             self._counters[name] = counter = self._new(Counter, name, of["what"], [of["label"]])
-            for value in each:  # a series that appears with its first event would hide that event from rate()
+            for value in (
+                each
+            ):  # a series that appears with its first event would hide that event from rate()
                 counter.labels(self.model, value)
 
     def set(self, **gauges: float) -> None:
@@ -57,12 +65,15 @@ class Metrics:
     def observe_end(self, record: RequestRecord) -> None:
         """Count a finished request.
 
-        Tokens and TTFT are counted for every request; the other times and lengths only for completed answers.
+        Tokens and TTFT are counted for every request; the other times and lengths only for
+        completed answers.
         """
         if record.outcome in REFUSALS:
             self._counters["requests_refused"].labels(self.model, record.outcome).inc()
         else:
-            self._counters["request_success"].labels(self.model, FINISHED_REASONS[record.outcome]).inc()
+            self._counters["request_success"].labels(
+                self.model, FINISHED_REASONS[record.outcome]
+            ).inc()
         self._counters["prompt_tokens"].inc(record.prompt_tokens)
         self._counters["generation_tokens"].inc(record.completion_tokens)
         if record.speculation is not None:
@@ -82,8 +93,8 @@ class Metrics:
         """Count a KV transfer that has ended.
 
         Args:
-            how: ``fetched`` by a decode instance, ``dropped`` because it will not be fetched, ``expired``,
-                or ``closed`` with the server.
+            how: ``fetched`` by a decode instance, ``dropped`` because it will not be fetched,
+                ``expired``, or ``closed`` with the server.
             num_bytes: its bytes on all hosts.
             seconds: how long it was available.
         """
@@ -97,9 +108,12 @@ class Metrics:
         return self._registry.get_sample_value(f"apbv:{name}_total", {"model_name": self.model})
 
     def mean(self, name: str) -> float | None:
-        """Return the mean of a histogram's observations, by its name without the prefix; None: there are none."""
+        """Return the mean of a histogram's observations, by its name without the prefix; None:
+        there are none."""
         labels = {"model_name": self.model}
-        total, count = (self._registry.get_sample_value(f"apbv:{name}_{of}", labels) for of in ("sum", "count"))
+        total, count = (
+            self._registry.get_sample_value(f"apbv:{name}_{of}", labels) for of in ("sum", "count")
+        )
         return total / count if count else None
 
     def render(self) -> bytes:
@@ -108,5 +122,7 @@ class Metrics:
 
     def _new(self, kind: type, name: str, what: str, labels: Sequence[str] = (), **options):
         """Make a metric; one without labels of its own is returned for this model."""
-        figure = kind(f"apbv:{name}", what, ["model_name", *labels], registry=self._registry, **options)
+        figure = kind(
+            f"apbv:{name}", what, ["model_name", *labels], registry=self._registry, **options
+        )
         return figure if labels else figure.labels(self.model)

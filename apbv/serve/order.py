@@ -17,8 +17,8 @@ class Order:
     """Request to the engine, the same on every host.
 
     Attributes:
-        asked: the fields of :class:`apbv.input.request.Question`; content parts of its messages refer to files by
-            number, ``{"type": "video", "file": 0}``.
+        asked: the fields of :class:`apbv.input.request.Question`; content parts of its messages
+            refer to files by number, ``{"type": "video", "file": 0}``.
         files: paths in the allowed folder, or None for files whose bytes are sent.
         sampling: how the answer's tokens are chosen.
         hands_over: whether the prompt's KV is transferred to another server.
@@ -50,11 +50,15 @@ class Order:
         """
         messages = []
         for message in self.asked.get("messages") or ():
-            parts = [_with_file(part, files) if "file" in part else part for part in message["content"]]
+            parts = [
+                _with_file(part, files) if "file" in part else part for part in message["content"]
+            ]
             messages.append({**message, "content": parts})
         return Question(**{**self.asked, "messages": messages or None})
 
-    def request(self, hosts: HostGroup, files: Sequence[Any], prompt: Skeleton | None = None) -> Request:
+    def request(
+        self, hosts: HostGroup, files: Sequence[Any], prompt: Skeleton | None = None
+    ) -> Request:
         """Build the engine's request.
 
         Args:

@@ -1,4 +1,5 @@
-"""Where the tokens, ends and failures of a request's answers go, from the host that decodes them."""
+"""Where the tokens, ends and failures of a request's answers go, from the host that decodes
+them."""
 
 import time
 from collections.abc import Iterable
@@ -13,7 +14,8 @@ from .scheduler import Scheduler
 
 
 def failure_of(error: Exception) -> tuple[str, bool]:
-    """Return the message of what a request failed of, and whether the request is to blame, not model or engine."""
+    """Return the message of what a request failed of, and whether the request is to blame, not
+    model or engine."""
     is_invalid = isinstance(error, (ValueError, HostError)) and not isinstance(error, AgreedError)
     return str(error) if is_invalid and str(error) else describe_error(error), is_invalid
 
@@ -31,7 +33,9 @@ class JobOutput:
 
     def __init__(self, job: Job, scheduler: Scheduler):
         self._job, self._scheduler = job, scheduler
-        self._newest: dict[int, tuple[int, float]] = {}  # of each answer: its number of tokens, and since when
+        self._newest: dict[
+            int, tuple[int, float]
+        ] = {}  # of each answer: its number of tokens, and since when
         self._num_finished, self.kv_params, self.on_release = 0, None, lambda: None
 
     @property
@@ -45,8 +49,8 @@ class JobOutput:
         Args:
             choice: the index of the request's answer.
             num_tokens: its tokens so far.
-            piece: one with a reason is the last, and the last of all answers ends the request; None: there is no
-                new text yet.
+            piece: one with a reason is the last, and the last of all answers ends the request;
+                None: there is no new text yet.
 
         Returns:
             False if the request had ended.
@@ -61,7 +65,9 @@ class JobOutput:
         self._num_finished += piece.reason is not None
         if piece.reason is None or self._num_finished < job.read.order.num_answers:
             return True
-        return self._scheduler.end(job, Finished(job.record.completion_tokens, self.kv_params), piece.reason)
+        return self._scheduler.end(
+            job, Finished(job.record.completion_tokens, self.kv_params), piece.reason
+        )
 
     def note_draft(self, metrics: Iterable[tuple[str, Any]]) -> None:
         """Record the metrics of the request's draft, by their names."""
@@ -75,7 +81,9 @@ class JobOutput:
         """
         read, error = self._job.read, ApiError(500, failure)
         if is_invalid:
-            error = ApiError(400, client_message(failure, read.media), param=read.request.prompt_field)
+            error = ApiError(
+                400, client_message(failure, read.media), param=read.request.prompt_field
+            )
         self._scheduler.end(self._job, error, "invalid" if is_invalid else "failed")
 
     def release(self) -> None:

@@ -26,22 +26,37 @@ from ..input.visual import PromptError
 from ..schemas import fixed_texts
 from .media import FolderError, Media, MediaError, PrivateFiles, open_media
 from .order import Order
-from .requests import ApiError, ChatRequest, CompletionRequest, GenerationRequest, TokenizeRequest, warn_of_ignored
+from .requests import (
+    ApiError,
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    TokenizeRequest,
+    warn_of_ignored,
+)
 from .settings import ServerSettings
 from .thoughts import CLOSING_TAGS, opened_thought
 from .tools import CallFormat, ToolCallParser, call_format
 
 # Fields of requests that the engine takes as they are.
-_SAMPLING = {"temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"}
+_SAMPLING = {
+    "temperature",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+}
 _SAMPLING |= {"ignore_eos"}
 _IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 # Cameras and encoders write about ten. Each is a pass over all of the image, and takes a few bytes.
 _MAX_SCANS = 100
 _START_OF_SCAN = b"\xff\xda"
-# Bytes that decoding an image allocates, in multiples of it as RGB: as stored, RGB, upright, an array, a tensor.
+# Bytes that decoding an image allocates, in multiples of it as RGB: as stored, RGB, upright, an
+# array, a tensor.
 _IMAGE_COPIES = 6
-# Characters of a text that can be read without delaying others; and of a text's beginning, for each token that
-# fits, by which it is judged whether to read the rest.
+# Characters of a text that can be read without delaying others; and of a text's beginning, for each
+# token that fits, by which it is judged whether to read the rest.
 _LIGHT_CHARS, _CHARS_PER_TOKEN = 2**16, 8
 
 
@@ -92,19 +107,23 @@ class ReadyRequest:
 class Reader:
     """Reads requests; any thread may call it.
 
-    No file is read and no template is rendered under a lock. A tokenizer must not be used by two threads at once,
-    so there are two: whatever takes long, a short text does not wait for it.
+    No file is read and no template is rendered under a lock. A tokenizer must not be used by two
+    threads at once, so there are two: whatever takes long, a short text does not wait for it.
 
     Args:
         max_tokens: of a prompt and its answer that can ever run; longer prompts are rejected.
     """
 
-    def __init__(self, engine: Engine, settings: ServerSettings, private_files: PrivateFiles, max_tokens: int):
+    def __init__(
+        self, engine: Engine, settings: ServerSettings, private_files: PrivateFiles, max_tokens: int
+    ):
         self._engine = engine
         self._parts, self._videos = engine.parts, engine.videos
         self._num_frames = settings.num_frames or engine.num_frames
         self._light, self._heavy = (
-            PromptReader(self._parts, copy.deepcopy(engine.processor), self._num_frames, videos=engine.videos)
+            PromptReader(
+                self._parts, copy.deepcopy(engine.processor), self._num_frames, videos=engine.videos
+            )
             for _ in range(2)
         )
         instructions = tool_instructions(engine.processor)
@@ -112,20 +131,27 @@ class Reader:
         self._template_words = template_words(engine.processor)
         self._settings, self._private_files = settings, private_files
         self._max_new_tokens = settings.max_new_tokens or engine.max_new_tokens
-        self.max_model_len = min(settings.max_model_len or self._parts.max_position_embeddings, max_tokens)
+        self.max_model_len = min(
+            settings.max_model_len or self._parts.max_position_embeddings, max_tokens
+        )
         self._max_chars = self.max_model_len * max(map(len, self._light.tokenizer.get_vocab()))
 
     def read(
-        self, request: GenerationRequest, stack: ExitStack, is_wanted: Callable[[], bool] = lambda: True
+        self,
+        request: GenerationRequest,
+        stack: ExitStack,
+        is_wanted: Callable[[], bool] = lambda: True,
     ) -> ReadyRequest:
         """Open a request's files, for as long as the stack lasts, and check its lengths.
 
         Args:
-            is_wanted: asked before each file, as fetching many may take long, and while a JSON schema is checked.
+            is_wanted: asked before each file, as fetching many may take long, and while a JSON
+                schema is checked.
 
         Raises:
-            ApiError: with status 400 where something is not allowed, unreadable or too long, with 503 where the
-                request is not wanted any more, or the folder of media files cannot be read.
+            ApiError: with status 400 where something is not allowed, unreadable or too long, with
+                503 where the request is not wanted any more, or the folder of media files cannot be
+                read.
         """
         settings, field, prompts = self._settings, request.prompt_field, self._prompts_for(request)
         media, asked = [], {}
@@ -138,7 +164,9 @@ class Reader:
                 self._require_fits(prompts, given, field)
             elif len(given) > self.max_model_len:
                 raise self._too_long(f"{len(given)} tokens", field)
-            asked["token_ids"] = prompts.tokenize(given, request.add_special_tokens) if is_text else given
+            asked["token_ids"] = (
+                prompts.tokenize(given, request.add_special_tokens) if is_text else given
+            )
         else:
             media, asked = self._open_chat(request, stack, is_wanted)
         least, limit = request.min_tokens or 0, request.token_limit
@@ -154,7 +182,9 @@ class Reader:
             defaults["temperature"] = self._engine.sampling.temperature
         sampling = SamplingParams(
             **defaults | request.model_dump(include=_SAMPLING, exclude_none=True),
-            max_new_tokens=min(limit or max(request.default_limit or self._max_new_tokens, least), room),
+            max_new_tokens=min(
+                limit or max(request.default_limit or self._max_new_tokens, least), room
+            ),
             top_k=request.top_k and max(request.top_k, 0),
             logit_bias=tuple(bias.items()),
             logprobs=request.num_logprobs,
@@ -180,8 +210,11 @@ class Reader:
         """Delete the files that requests brought; none can be read any more that has some."""
         self._private_files.close()
 
-    def _constraint(self, request: GenerationRequest, is_wanted: Callable[[], bool]) -> dict[str, str]:
-        """Return the JSON schema or grammar that an answer has to follow; ApiError if that is invalid."""
+    def _constraint(
+        self, request: GenerationRequest, is_wanted: Callable[[], bool]
+    ) -> dict[str, str]:
+        """Return the JSON schema or grammar that an answer has to follow; ApiError if that is
+        invalid."""
         schema = request.json_schema
         if schema is not None:
             self._require_valid("response_format", is_wanted, json_schema=schema)
@@ -193,7 +226,9 @@ class Reader:
         for function in request.functions:
             self._require_writable("tools", json.dumps(function["parameters"]))
         with _rejecting("tools"):
-            grammar = self._call_format.grammar(request.functions, added, request.makes_one_call, answer)
+            grammar = self._call_format.grammar(
+                request.functions, added, request.makes_one_call, answer
+            )
         self._require_valid("tools", is_wanted, json_schema=None, grammar=grammar)
         return {"grammar": grammar}
 
@@ -205,16 +240,19 @@ class Reader:
             for token in special:
                 if token in text:
                     message = (
-                        f"a constant or a property's name has the special token {token!r}, which no answer can have"
+                        f"a constant or a property's name has the special token {token!r}, "
+                        "which no answer can have"
                     )
                     raise ApiError(400, message, param=field)
 
-    def _require_valid(self, field: str, is_wanted: Callable[[], bool], **constraint: str | None) -> None:
+    def _require_valid(
+        self, field: str, is_wanted: Callable[[], bool], **constraint: str | None
+    ) -> None:
         """Reject a JSON schema or a grammar that no answer can follow.
 
         Raises:
-            ApiError: with status 400; with 429 where too many others are being checked; or with 503 where it could
-                not be checked.
+            ApiError: with status 400; with 429 where too many others are being checked; or with 503
+                where it could not be checked.
         """
         try:
             with _rejecting(field):
@@ -229,7 +267,8 @@ class Reader:
             raise ApiError(400, "the model's chat template knows no tools", param="tools")
         if getattr(request, "may_call", False) and self._call_format is None:
             message = (
-                "the chat template tells the model to call tools in a format that is not supported by this server, "
+                "the chat template tells the model to call tools in a format that is not supported "
+                "by this server, "
                 "which leaves tool_choice none"
             )
             raise ApiError(400, message, param="tools")
@@ -260,7 +299,8 @@ class Reader:
         """Return the text of tokens, special ones included.
 
         Raises:
-            ApiError: with status 400 if a token is unknown, or there are more than the context length.
+            ApiError: with status 400 if a token is unknown, or there are more than the context
+                length.
         """
         if len(token_ids) > self.max_model_len:
             raise ApiError(400, f"at most {self.max_model_len} tokens are allowed", param="tokens")
@@ -273,24 +313,33 @@ class Reader:
         return num_chars <= _LIGHT_CHARS and not has_files
 
     def _prompts_for(self, request: GenerationRequest | TokenizeRequest) -> PromptReader:
-        """Return the reader for a request; ApiError if it is too long even in the vocabulary's longest tokens."""
+        """Return the reader for a request; ApiError if it is too long even in the vocabulary's
+        longest tokens."""
         num_chars, _ = _weigh(request)
         if num_chars > self._max_chars:
             raise self._too_long(f"{num_chars} characters", request.prompt_field)
         return self._light if self.is_light(request) else self._heavy
 
     def _too_long(self, what: str, field: str) -> ApiError:
-        message = f"the prompt has {what}, but the maximum context length is {self.max_model_len} tokens"
+        message = (
+            f"the prompt has {what}, but the maximum context length is {self.max_model_len} tokens"
+        )
         return ApiError(400, message, param=field, code="context_length_exceeded")
 
     def _require_fits(self, prompts: PromptReader, text: str, field: str) -> None:
         """Reject a text whose beginning is too long already, before all of it is tokenized."""
         head = text[: _CHARS_PER_TOKEN * self.max_model_len]
-        if len(head) < len(text) and (num_tokens := len(prompts.tokenize(head, False))) > self.max_model_len:
+        if (
+            len(head) < len(text)
+            and (num_tokens := len(prompts.tokenize(head, False))) > self.max_model_len
+        ):
             raise self._too_long(f"more than {num_tokens} tokens", field)
 
     def _open_chat(
-        self, request: ChatRequest | TokenizeRequest, stack: ExitStack, is_wanted: Callable[[], bool]
+        self,
+        request: ChatRequest | TokenizeRequest,
+        stack: ExitStack,
+        is_wanted: Callable[[], bool],
     ) -> tuple[list[Media], dict[str, Any]]:
         """Open a chat's files; return them, and the fields of an order's question."""
         settings, media = self._settings, []
@@ -313,7 +362,9 @@ class Reader:
                 is_inline = part.type == "input_audio"
                 url = f"data:audio/{sent.format};base64,{sent.data}" if is_inline else sent.url
                 try:
-                    file = stack.enter_context(open_media(url, settings, self._private_files, deadline))
+                    file = stack.enter_context(
+                        open_media(url, settings, self._private_files, deadline)
+                    )
                 except MediaError as error:
                     where = f"messages.{number}.content.{place}.{part.type}"
                     raise ApiError(400, str(error), param=where) from error
@@ -322,10 +373,15 @@ class Reader:
                 kind = part.type.removesuffix("_url").removeprefix("input_")
                 parts.append({"type": kind, "file": len(media), **part.options})
                 media.append(file)
-        warn_of_ignored("chat_template_kwargs", (request.chat_template_kwargs or {}).keys() - self._template_words)
+        warn_of_ignored(
+            "chat_template_kwargs",
+            (request.chat_template_kwargs or {}).keys() - self._template_words,
+        )
         num_frames = request.num_frames or min(self._num_frames, settings.max_frames)
         if num_frames > settings.max_frames:
-            raise ApiError(400, f"num_frames may be at most {settings.max_frames}", param="num_frames")
+            raise ApiError(
+                400, f"num_frames may be at most {settings.max_frames}", param="num_frames"
+            )
         return media, {
             "messages": messages,
             "num_frames": num_frames,
@@ -346,7 +402,8 @@ class Reader:
         """Find the prompt's tokens, and what it shows.
 
         Raises:
-            ApiError: with status 400 where the engine would reject it, except for damaged frames and images.
+            ApiError: with status 400 where the engine would reject it, except for damaged frames
+                and images.
         """
         deadline = time.monotonic() + self._settings.fetch_seconds
 
@@ -357,8 +414,17 @@ class Reader:
 
         try:
             messages = asked.get("messages", ())
-            kinds = [part["type"] for message in messages for part in message["content"] if "file" in part]
-            sizes = [_image_size(file) for file, kind in zip(media, kinds, strict=True) if kind == "image"]
+            kinds = [
+                part["type"]
+                for message in messages
+                for part in message["content"]
+                if "file" in part
+            ]
+            sizes = [
+                _image_size(file)
+                for file, kind in zip(media, kinds, strict=True)
+                if kind == "image"
+            ]
             _require_small("images", sizes, self._settings.max_image_bytes, _IMAGE_COPIES)
             question = Order(asked, [], SamplingParams()).question([file.path for file in media])
             rendered = prompts.render(question)
@@ -369,7 +435,8 @@ class Reader:
             if num_frames > self._settings.max_frames:
                 raise ApiError(
                     400,
-                    f"the videos and images have {num_frames} frames, but at most {self._settings.max_frames} are "
+                    f"the videos and images have {num_frames} frames, but at most "
+                    f"{self._settings.max_frames} are "
                     "allowed; ask for fewer with num_frames, which applies per video",
                     param="messages",
                 )
@@ -380,7 +447,9 @@ class Reader:
         except ApiError:
             raise
         except Exception as error:  # chat templates and decoders raise nearly anything
-            raise ApiError(400, client_message(str(error) or type(error).__name__, media), param=field) from error
+            raise ApiError(
+                400, client_message(str(error) or type(error).__name__, media), param=field
+            ) from error
 
 
 @contextmanager
@@ -401,8 +470,16 @@ def _weigh(request: GenerationRequest | TokenizeRequest) -> tuple[int, bool]:
     parts = [part for content in contents if not isinstance(content, str) for part in content]
     texts = [content for content in contents if isinstance(content, str)]
     texts += [part.text for part in parts if part.type == "text"]
-    texts += [text for message in messages for text in (message.reasoning, message.reasoning_content) if text]
-    options = [getattr(request, name, None) for name in ("chat_template_kwargs", "response_format", "tools")]
+    texts += [
+        text
+        for message in messages
+        for text in (message.reasoning, message.reasoning_content)
+        if text
+    ]
+    options = [
+        getattr(request, name, None)
+        for name in ("chat_template_kwargs", "response_format", "tools")
+    ]
     options += [message.tool_calls for message in messages]
     num_chars = sum(map(len, texts)) + sum(len(str(each)) for each in options if each)
     return num_chars, any(part.type != "text" for part in parts)
@@ -418,7 +495,8 @@ def _require_small(what: str, sizes: list[tuple[int, int]], most: int, copies: i
     if num_bytes > most:
         raise ApiError(
             400,
-            f"the {what} take {num_bytes} bytes to decode, but at most {most} are allowed; ask for fewer {what}",
+            f"the {what} take {num_bytes} bytes to decode, but at most {most} are allowed; ask for "
+            f"fewer {what}",
             param="messages",
         )
 
@@ -436,8 +514,8 @@ def _image_size(file: Media) -> tuple[int, int]:
     """Read the height and width of an image from its header.
 
     Raises:
-        ApiError: the file is not an image of an allowed format, or would take too long to decode. Other formats
-            have decoders that run more than a decoder.
+        ApiError: the file is not an image of an allowed format, or would take too long to decode.
+            Other formats have decoders that run more than a decoder.
     """
     try:
         with Image.open(file.path, formats=_IMAGE_FORMATS) as image:
@@ -445,7 +523,9 @@ def _image_size(file: Media) -> tuple[int, int]:
         num_scans = file.path.read_bytes().count(_START_OF_SCAN) if format in ("JPEG", "MPO") else 0
     except Exception as error:
         formats = ", ".join(_IMAGE_FORMATS)
-        raise ApiError(400, f"cannot read {file.name} as an image ({formats})", param="messages") from error
+        raise ApiError(
+            400, f"cannot read {file.name} as an image ({formats})", param="messages"
+        ) from error
     if num_scans > _MAX_SCANS:
         raise ApiError(400, f"{file.name} has more than {_MAX_SCANS} scans", param="messages")
     return size

@@ -11,15 +11,23 @@ from .tools import ToolCallParser
 
 
 class Replies:
-    """Builds the replies to one request: OpenAI's objects, with vLLM's token ids and KV transfer parameters.
+    """Builds the replies to one request: OpenAI's objects, with vLLM's token ids and KV transfer
+    parameters.
 
     Args:
         jobs: one for each of its prompts.
     """
 
     def __init__(self, jobs: list[Job], request: GenerationRequest, model: str):
-        self._jobs, self._is_chat, self._num_answers = jobs, isinstance(request, ChatRequest), request.num_answers
-        self._with_token_ids, self._with_logprobs = request.return_token_ids, request.num_logprobs is not None
+        self._jobs, self._is_chat, self._num_answers = (
+            jobs,
+            isinstance(request, ChatRequest),
+            request.num_answers,
+        )
+        self._with_token_ids, self._with_logprobs = (
+            request.return_token_ids,
+            request.num_logprobs is not None,
+        )
         self._head = {"id": jobs[0].record.id, "created": jobs[0].created, "model": model}
         options = request.stream_options or StreamOptions()
         self._with_usage = bool(options.include_usage)
@@ -30,7 +38,8 @@ class Replies:
         self._num_chars = Counter()  # of each answer's tokens so far
 
     async def whole(self, first: Event, events: AsyncIterator[Event]) -> dict[str, Any]:
-        """Wait for a job's last event, and return the reply; raises ApiError if that is an error."""
+        """Wait for a job's last event, and return the reply; raises ApiError if that is an
+        error."""
         pieces, event = {choice: [] for choice in range(len(self._jobs) * self._num_answers)}, first
         while isinstance(event, Piece):
             pieces[event.choice].append(event)
@@ -42,7 +51,9 @@ class Replies:
             text, calls = self._parsed(each)
             body = {"text": text}
             if self._is_chat:
-                content = {"content": text or None, "tool_calls": calls} if calls else {"content": text}
+                content = (
+                    {"content": text or None, "tool_calls": calls} if calls else {"content": text}
+                )
                 body = {"message": {"role": "assistant", **content, "refusal": None}}
             choices.append(self._choice(body, each))
         reply = self._object("chat.completion", choices) | {"usage": self._usage(event.num_tokens)}
@@ -57,17 +68,32 @@ class Replies:
             while isinstance(event, Piece):
                 if (self._is_chat or self._with_token_ids) and event.choice not in opened:
                     opened.add(event.choice)
-                    body = {"delta": {"role": "assistant", "content": ""}} if self._is_chat else {"text": ""}
-                    opening = {"index": event.choice, **body, "logprobs": None, "finish_reason": None}
+                    body = (
+                        {"delta": {"role": "assistant", "content": ""}}
+                        if self._is_chat
+                        else {"text": ""}
+                    )
+                    opening = {
+                        "index": event.choice,
+                        **body,
+                        "logprobs": None,
+                        "finish_reason": None,
+                    }
                     yield self._sse(self._with_prompt(self._chunk(opening)))
                 self._num_told += len(event.token_ids)
                 text, calls = self._parsed(event)
                 body = {"text": text}
                 if self._is_chat:
-                    body = {"delta": {"content": text} if text or not (event.reason or self._may_call) else {}}
+                    body = {
+                        "delta": {"content": text}
+                        if text or not (event.reason or self._may_call)
+                        else {}
+                    }
                 if calls:
                     start = self._parsers[event.choice].num_calls - len(calls)
-                    body["delta"]["tool_calls"] = [{"index": at, **call} for at, call in enumerate(calls, start)]
+                    body["delta"]["tool_calls"] = [
+                        {"index": at, **call} for at, call in enumerate(calls, start)
+                    ]
                 yield self._sse(self._chunk(self._choice(body, event)))
                 event = await anext(events)
             if not isinstance(event, Finished):
@@ -89,7 +115,11 @@ class Replies:
         return self._parsers[piece.choice].add(piece.text, is_last=piece.reason is not None)
 
     def _object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {**self._head, "object": kind if self._is_chat else "text_completion", "choices": choices}
+        return {
+            **self._head,
+            "object": kind if self._is_chat else "text_completion",
+            "choices": choices,
+        }
 
     def _chunk(self, *choices: dict[str, Any]) -> dict[str, Any]:
         return self._object("chat.completion.chunk", list(choices))
@@ -98,12 +128,18 @@ class Replies:
         """Add the prompt's tokens to a reply if requested: for a raw prompt to its choices."""
         if self._with_token_ids:
             for owner in [reply] if self._is_chat else reply["choices"]:
-                owner["prompt_token_ids"] = self._jobs[owner.get("index", 0) // self._num_answers].read.token_ids
+                owner["prompt_token_ids"] = self._jobs[
+                    owner.get("index", 0) // self._num_answers
+                ].read.token_ids
         return reply
 
     def _choice(self, body: dict[str, Any], piece: Piece) -> dict[str, Any]:
         logprobs = self._logprobs(piece) if self._with_logprobs else None
-        calls = piece.reason == "stop" and piece.choice in self._parsers and self._parsers[piece.choice].num_calls
+        calls = (
+            piece.reason == "stop"
+            and piece.choice in self._parsers
+            and self._parsers[piece.choice].num_calls
+        )
         reason = "tool_calls" if calls else piece.reason
         choice = {"index": piece.choice, **body, "logprobs": logprobs, "finish_reason": reason}
         return {**choice, "token_ids": piece.token_ids} if self._with_token_ids else choice
@@ -134,7 +170,8 @@ class Replies:
     def _sse(self, chunk: dict[str, Any]) -> str:
         """Format a chunk as an event.
 
-        It has ``usage`` only where that was asked for; null in all but the last chunk, unless for all.
+        It has ``usage`` only where that was asked for; null in all but the last chunk, unless for
+        all.
         """
         if self._with_usage:
             chunk["usage"] = self._usage(self._num_told) if self._usage_in_all else None

@@ -14,8 +14,14 @@ def report(record: RequestRecord, metrics: Metrics) -> None:
     metrics.observe_end(record)
     # Times are in seconds, None if it did not get so far.
     names = ("status", "outcome", "prompt_tokens", "completion_tokens")
-    fields = {"request_id": record.id, "model": metrics.model, **{name: getattr(record, name) for name in names}}
-    fields |= {f"{name}_seconds": (took := record.seconds(name)) and round(took, 6) for name in DURATIONS}
+    fields = {
+        "request_id": record.id,
+        "model": metrics.model,
+        **{name: getattr(record, name) for name in names},
+    }
+    fields |= {
+        f"{name}_seconds": (took := record.seconds(name)) and round(took, 6) for name in DURATIONS
+    }
     if record.error is not None:
         fields |= {"error": in_one_line(record.error), "param": record.param}
     if record.speculation is not None:

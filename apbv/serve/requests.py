@@ -1,7 +1,7 @@
 """Request bodies and errors: OpenAI's objects, with some of vLLM's fields, as far as supported.
 
-A known but unsupported field is rejected by name if ignoring it would change the answer; an unknown field is
-ignored, with a warning in the log.
+A known but unsupported field is rejected by name if ignoring it would change the answer; an unknown
+field is ignored, with a warning in the log.
 """
 
 import json
@@ -18,7 +18,13 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from pydantic_core import PydanticCustomError
 
 from ..config import MAX_FPS
-from ..input.content import OTHER_FILE_OPTIONS, VIDEO_OPTIONS, OptionError, in_openais_form, require_consistent
+from ..input.content import (
+    OTHER_FILE_OPTIONS,
+    VIDEO_OPTIONS,
+    OptionError,
+    in_openais_form,
+    require_consistent,
+)
 
 
 def _require_finite(value: Any) -> Any:
@@ -40,15 +46,21 @@ def _names(text: str) -> frozenset[str]:
 
 
 _FIELDS = tomllib.loads(Path(__file__).with_name("fields.toml").read_text(encoding="utf-8"))
-_WITHOUT_EFFECT, _OF_THE_DECODER = (_names(_FIELDS[name]) for name in ("without_effect", "of_the_decoder"))
+_WITHOUT_EFFECT, _OF_THE_DECODER = (
+    _names(_FIELDS[name]) for name in ("without_effect", "of_the_decoder")
+)
 # By value, the fields for which it is as good as none.
 _NEUTRAL = [(value, _names(names)) for value, names in _FIELDS["neutral"]]
-_REFUSED = _names(_FIELDS["refused"]).union(VIDEO_OPTIONS, OTHER_FILE_OPTIONS, *(names for _, names in _NEUTRAL))
+_REFUSED = _names(_FIELDS["refused"]).union(
+    VIDEO_OPTIONS, OTHER_FILE_OPTIONS, *(names for _, names in _NEUTRAL)
+)
 # Steps of pydantic's path to an error that are not fields: "str", "constrained-str", "list[...]".
 _NAMES_AN_ALTERNATIVE = re.compile(r"\[|(^|-)(str|int)$")
 # What a client may use in place of a field that is not supported.
 _INSTEAD: dict[str, str] = _FIELDS["instead"]
-_MAX_STOP_LENGTH = 1000  # characters; what may become a stop string is looked at again with every token
+_MAX_STOP_LENGTH = (
+    1000  # characters; what may become a stop string is looked at again with every token
+)
 _MAX_TOKENS = 2**20
 _MAX_UNKNOWN = 256  # fields of an object that this server does not know, each of which is a warning
 _MAX_TOOLS = 128  # OpenAI's limit
@@ -62,7 +74,9 @@ _Seconds = Annotated[float, Field(ge=0)]
 _TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**63)]], Field(fail_fast=True)]
 _TokenId = Annotated[int, Field(ge=0, lt=2**63, strict=False)]  # as a key of JSON it is a text
 _StopString = Annotated[str, Field(min_length=1, max_length=_MAX_STOP_LENGTH)]
-_LogitBias = Annotated[dict[_TokenId, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024)]
+_LogitBias = Annotated[
+    dict[_TokenId, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024)
+]
 _NumLogprobs = Annotated[int, Field(ge=0, le=20)]
 _Body = TypeVar("_Body", bound="_Strict")
 FinishReason = Literal["stop", "length"]
@@ -98,11 +112,14 @@ class ApiError(Exception):
         """The response's JSON."""
         others = "invalid_request_error" if self.status < 500 else "server_error"
         kind = {401: "authentication_error", 429: "rate_limit_error"}.get(self.status, others)
-        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+        return {
+            "error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        }
 
 
 class _Strict(BaseModel):
-    """An object whose values must have the declared types, whose numbers are finite and whose fields are known."""
+    """An object whose values must have the declared types, whose numbers are finite and whose
+    fields are known."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
@@ -111,7 +128,11 @@ class _Strict(BaseModel):
         extra = self.model_extra or {}
         if len(extra) > _MAX_UNKNOWN:
             raise PydanticCustomError("too_many", f"more than {_MAX_UNKNOWN} unknown fields")
-        refused = [name for name, value in extra.items() if name in _REFUSED and not _is_neutral(name, value)]
+        refused = [
+            name
+            for name, value in extra.items()
+            if name in _REFUSED and not _is_neutral(name, value)
+        ]
         if refused:
             raise _refused(refused[0], self._why_refused(refused))
         warn_of_ignored("request", extra.keys() - _REFUSED - _WITHOUT_EFFECT)
@@ -136,13 +157,19 @@ class _Strict(BaseModel):
             # Of the alternatives that a value fits none of, the one that it fits best.
             found = error.errors(include_url=False, include_input=False)
             worst = max(found, key=lambda each: (len(each["loc"]), each["type"] == "too_long"))
-            steps = [step for step in worst["loc"] if isinstance(step, int) or not _NAMES_AN_ALTERNATIVE.search(step)]
+            steps = [
+                step
+                for step in worst["loc"]
+                if isinstance(step, int) or not _NAMES_AN_ALTERNATIVE.search(step)
+            ]
             message = worst["msg"]
             if worst["type"] == "refused":
                 steps.append(worst["ctx"]["param"])
             elif steps:
                 message = f"{steps[-1]}: {message}"
-            raise ApiError(400, message, param=".".join(str(step) for step, _ in groupby(steps)) or None) from error
+            raise ApiError(
+                400, message, param=".".join(str(step) for step, _ in groupby(steps)) or None
+            ) from error
 
 
 def warn_of_ignored(where: str, names: Iterable[str]) -> None:
@@ -163,11 +190,18 @@ def _refused(param: str, message: str) -> PydanticCustomError:
     return PydanticCustomError("refused", "{message}", {"message": message, "param": param})
 
 
-_CONTENTS = ("text", "image_url", "video_url", "audio_url", "input_audio")  # the fields of a part, by its type
+_CONTENTS = (
+    "text",
+    "image_url",
+    "video_url",
+    "audio_url",
+    "input_audio",
+)  # the fields of a part, by its type
 
 
 class MediaUrl(_Strict):
-    """A file's URL. OpenAI's ``detail``, a resolution, changes nothing: the model's processor has its own."""
+    """A file's URL. OpenAI's ``detail``, a resolution, changes nothing: the model's processor has
+    its own."""
 
     url: str
     detail: Literal["auto", "low", "high"] | None = None
@@ -181,7 +215,8 @@ class InputAudio(_Strict):
 
 
 class Part(_Strict):
-    """A part of a message, with the field that its type names; a video or an image also with options of its own."""
+    """A part of a message, with the field that its type names; a video or an image also with
+    options of its own."""
 
     type: Literal["text", "image_url", "video_url", "audio_url", "input_audio"]
     text: str | None = None
@@ -218,7 +253,10 @@ class Part(_Strict):
             raise _refused(self.type, f"a part of the type {self.type} needs a field {self.type}")
         for name in _CONTENTS:
             if name != self.type and getattr(self, name):
-                raise _refused(name, f"a part of the type {self.type} has no {name}: send it in a part of its own")
+                raise _refused(
+                    name,
+                    f"a part of the type {self.type} has no {name}: send it in a part of its own",
+                )
         try:
             require_consistent(self.type.removesuffix("_url").removeprefix("input_"), self.options)
         except OptionError as error:
@@ -227,7 +265,10 @@ class Part(_Strict):
 
     def _why_refused(self, names: list[str]) -> str:
         given = [*self.options, *names]
-        return f"of {', '.join(given)} beside a file, {', '.join(names)} cannot be followed by this server"
+        return (
+            f"of {', '.join(given)} beside a file, {', '.join(names)} cannot be followed by "
+            "this server"
+        )
 
 
 class CalledFunction(_Strict):
@@ -236,7 +277,8 @@ class CalledFunction(_Strict):
 
 
 class ToolCall(_Strict):
-    """A call of an earlier answer, with its arguments as JSON, or one that has to be made, by its name."""
+    """A call of an earlier answer, with its arguments as JSON, or one that has to be made, by its
+    name."""
 
     id: str | None = None
     type: Literal["function"] = "function"
@@ -289,7 +331,10 @@ class Tool(_Strict):
     def described(self) -> dict[str, Any]:
         """The tool as a chat template gets it from vLLM."""
         unset = {"strict"} if self.function.strict is None else set()
-        return {"type": self.type, "function": self.function.model_dump(include=set(Function.model_fields) - unset)}
+        return {
+            "type": self.type,
+            "function": self.function.model_dump(include=set(Function.model_fields) - unset),
+        }
 
 
 _Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
@@ -301,7 +346,8 @@ class StreamOptions(_Strict):
 
 
 class KVTransferParams(BaseModel):
-    """What a router asks of a prefill instance; its other fields are for other kinds of instances."""
+    """What a router asks of a prefill instance; its other fields are for other kinds of
+    instances."""
 
     model_config = ConfigDict(strict=True)
 
@@ -310,10 +356,12 @@ class KVTransferParams(BaseModel):
 
 
 class GenerationRequest(_Strict):
-    """Fields of both endpoints; lists fail fast, because an error takes much more memory than its cause.
+    """Fields of both endpoints; lists fail fast, because an error takes much more memory than its
+    cause.
 
     Attributes:
-        default_limit: token limit of the answer if the request has none; None: the server's default.
+        default_limit: token limit of the answer if the request has none; None: the server's
+            default.
         prompt_field: the field with the prompt.
         id_prefix: prefix of the answers' ids.
         may_call: whether calls of tools are looked for in the answer.
@@ -321,8 +369,8 @@ class GenerationRequest(_Strict):
         functions: the functions that may be called.
         must_call: whether the answer has to consist of calls.
         continued_texts: the texts of the message that the answer continues, if it continues one.
-        kv_transfer_params: with ``do_remote_decode`` the prompt's KV is exported for another server, and this one
-            answers with a single token.
+        kv_transfer_params: with ``do_remote_decode`` the prompt's KV is exported for another
+            server, and this one answers with a single token.
     """
 
     default_limit: ClassVar[int | None] = None
@@ -350,7 +398,9 @@ class GenerationRequest(_Strict):
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     response_format: _Object | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
-    stop: _StopString | Annotated[list[_StopString], Field(max_length=4, fail_fast=True)] | None = None
+    stop: _StopString | Annotated[list[_StopString], Field(max_length=4, fail_fast=True)] | None = (
+        None
+    )
     stop_token_ids: _TokenIds | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -364,7 +414,12 @@ class GenerationRequest(_Strict):
         if not isinstance(params, dict) or params.get("do_remote_decode") is not True:
             return body
         kept = {name: value for name, value in body.items() if name not in _OF_THE_DECODER}
-        return {**kept, "tool_choice": "none", "max_tokens": 1, "min_tokens": 1 if body.get("min_tokens") else 0}
+        return {
+            **kept,
+            "tool_choice": "none",
+            "max_tokens": 1,
+            "min_tokens": 1 if body.get("min_tokens") else 0,
+        }
 
     @model_validator(mode="after")
     def _check(self) -> "GenerationRequest":
@@ -374,31 +429,47 @@ class GenerationRequest(_Strict):
         if None not in (self.max_tokens, self.max_completion_tokens) and (
             self.max_tokens != self.max_completion_tokens
         ):
-            raise _refused("max_tokens", "max_tokens and max_completion_tokens must be equal if both are given")
+            raise _refused(
+                "max_tokens", "max_tokens and max_completion_tokens must be equal if both are given"
+            )
         self._check_kv_transfer()
         limit = self.token_limit or self.default_limit
         if limit is not None and (self.min_tokens or 0) > limit:
-            raise _refused("min_tokens", f"min_tokens is {self.min_tokens}, but max_tokens is {limit}")
+            raise _refused(
+                "min_tokens", f"min_tokens is {self.min_tokens}, but max_tokens is {limit}"
+            )
         return self
 
     def _check_answer(self) -> None:
         if self.stop_token_ids and self.min_tokens:
-            raise _refused("stop_token_ids", "stop_token_ids are not supported together with min_tokens")
+            raise _refused(
+                "stop_token_ids", "stop_token_ids are not supported together with min_tokens"
+            )
         asked = self.response_format or {}
         if asked.get("type", "text") not in ("text", "json_object", "json_schema"):
-            raise _refused("response_format", "response_format: type must be text, json_object or json_schema")
+            raise _refused(
+                "response_format", "response_format: type must be text, json_object or json_schema"
+            )
         if asked.get("type") == "json_schema":
             described = asked.get("json_schema")
-            if not isinstance(described, dict) or not isinstance(described.get("schema"), dict | bool):
-                raise _refused("response_format", "response_format: json_schema.schema must be a JSON schema")
+            if not isinstance(described, dict) or not isinstance(
+                described.get("schema"), dict | bool
+            ):
+                raise _refused(
+                    "response_format", "response_format: json_schema.schema must be a JSON schema"
+                )
         if self.json_schema is not None and (self.min_tokens or self.ignore_eos):
-            message = "a JSON response_format excludes min_tokens and ignore_eos: the schema ends the answer"
+            message = (
+                "a JSON response_format excludes min_tokens and ignore_eos: the schema ends "
+                "the answer"
+            )
             raise _refused("response_format", message)
 
     def _check_kv_transfer(self) -> None:
         if self.kv_transfer_params is not None and self.kv_transfer_params.do_remote_prefill:
             message = (
-                "this server is a prefill instance and cannot load KV: send do_remote_prefill to the decode instance"
+                "this server is a prefill instance and cannot load KV: send "
+                "do_remote_prefill to the decode instance"
             )
             raise _refused("kv_transfer_params", message)
         if self.hands_over and self.stream:
@@ -408,7 +479,9 @@ class GenerationRequest(_Strict):
     @property
     def hands_over(self) -> bool:
         """Whether the prompt's KV is transferred to another server."""
-        return self.kv_transfer_params is not None and bool(self.kv_transfer_params.do_remote_decode)
+        return self.kv_transfer_params is not None and bool(
+            self.kv_transfer_params.do_remote_decode
+        )
 
     @property
     def num_answers(self) -> int:
@@ -444,7 +517,8 @@ class GenerationRequest(_Strict):
 
 
 class _ChatOptions(_Strict):
-    """Options of the chat template (:func:`apbv.input.rendering.apply_template`) and of video reading."""
+    """Options of the chat template (:func:`apbv.input.rendering.apply_template`) and of video
+    reading."""
 
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -459,22 +533,32 @@ class _ChatOptions(_Strict):
         variables = self.chat_template_kwargs or {}
         for name in ("add_generation_prompt", "continue_final_message"):
             if name in variables:
-                raise _refused("chat_template_kwargs", f"chat_template_kwargs: {name} is a top-level field")
-        options = [name for name in variables if name in VIDEO_OPTIONS or name in OTHER_FILE_OPTIONS]
+                raise _refused(
+                    "chat_template_kwargs", f"chat_template_kwargs: {name} is a top-level field"
+                )
+        options = [
+            name for name in variables if name in VIDEO_OPTIONS or name in OTHER_FILE_OPTIONS
+        ]
         if options:
-            message = f"chat_template_kwargs: {', '.join(options)} cannot be followed: a chat template samples no files"
+            message = (
+                f"chat_template_kwargs: {', '.join(options)} cannot be followed: a chat "
+                "template samples no files"
+            )
             raise _refused("chat_template_kwargs", message)
         return self
 
     @property
     def template(self) -> dict[str, Any]:
         """The options of the chat template that are given."""
-        given = self.model_dump(include={"add_generation_prompt", "continue_final_message"}, exclude_none=True)
+        given = self.model_dump(
+            include={"add_generation_prompt", "continue_final_message"}, exclude_none=True
+        )
         return {**(self.chat_template_kwargs or {}), **given}
 
 
 class ChatRequest(_ChatOptions, GenerationRequest):
-    """The body of POST /v1/chat/completions; ``num_frames``, ``fps``, ``audio_in_video`` are extensions."""
+    """The body of POST /v1/chat/completions; ``num_frames``, ``fps``, ``audio_in_video`` are
+    extensions."""
 
     prompt_field, id_prefix = "messages", "chatcmpl"
 
@@ -495,7 +579,10 @@ class ChatRequest(_ChatOptions, GenerationRequest):
         if self.tool_choice not in (None, "none", "auto") and not self.functions:
             raise _refused("tool_choice", "tool_choice needs tools, and names one of them")
         if self.must_call and (self.min_tokens or self.ignore_eos):
-            raise _refused("tool_choice", "a required call ends the answer: it excludes min_tokens and ignore_eos")
+            raise _refused(
+                "tool_choice",
+                "a required call ends the answer: it excludes min_tokens and ignore_eos",
+            )
         return self
 
     @property
@@ -594,7 +681,9 @@ class TokenizeRequest(_ChatOptions):
         if (self.prompt is None) == (self.messages is None):
             raise _refused("prompt", "either prompt or messages must be given")
         if self.messages is not None and self.add_special_tokens:
-            raise _refused("add_special_tokens", "does not apply to chats: their template adds them")
+            raise _refused(
+                "add_special_tokens", "does not apply to chats: their template adds them"
+            )
         return self
 
 

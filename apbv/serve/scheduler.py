@@ -13,8 +13,12 @@ from .report import report
 from .requests import ApiError
 
 _CLIENT_LEFT = 499  # as nginx has it
-_MOST_AHEAD = 2  # short prompts of a host at once, so that it has the next one when it has prefilled one
-_PER_TOKEN = 1e-3  # seconds that a prompt lets others go first, about what its prefill takes on a CPU
+_MOST_AHEAD = (
+    2  # short prompts of a host at once, so that it has the next one when it has prefilled one
+)
+_PER_TOKEN = (
+    1e-3  # seconds that a prompt lets others go first, about what its prefill takes on a CPU
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,13 +27,15 @@ class Limits:
 
     Attributes:
         max_queue: how many requests may be read or wait while others run.
-        max_kv_bytes: the most bytes of KV at once on each host: of answers that it decodes, prefills included, and
-            of prompts that wait to be fetched. Of the latter all bytes count on every host: no host holds more.
+        max_kv_bytes: the most bytes of KV at once on each host: of answers that it decodes,
+            prefills included, and of prompts that wait to be fetched. Of the latter all bytes count
+            on every host: no host holds more.
         token_bytes: the KV of one token, in all layers.
         spare_tokens: the most tokens that an answer's KV has room for beyond its own.
         max_running: how many answers each host may decode at once; None: as many as the KV allows.
         max_answers: how many answers a request may ask for; None: as many as may run at once.
-        split_tokens: the fewest tokens of a prompt that all hosts prefill together; shorter ones their homes do.
+        split_tokens: the fewest tokens of a prompt that all hosts prefill together; shorter ones
+            their homes do.
     """
 
     max_queue: int
@@ -58,18 +64,24 @@ class Limits:
         if count > 1 and num_bytes > self.max_kv_bytes:
             most = min(most, self.max_kv_bytes * count // num_bytes)
         if count > most:
-            raise ApiError(400, f"n is {count}, but this server allows at most {most} for this request", param="n")
+            raise ApiError(
+                400,
+                f"n is {count}, but this server allows at most {most} for this request",
+                param="n",
+            )
         return num_bytes
 
 
 class Scheduler:
     """Schedules the server's requests; thread-safe.
 
-    A prompt lets shorter ones that become ready soon after it go first, up to a time that grows with its length;
-    so none starves. Where the first does not fit on any host, those after it wait, too.
+    A prompt lets shorter ones that become ready soon after it go first, up to a time that grows
+    with its length; so none starves. Where the first does not fit on any host, those after it wait,
+    too.
 
     Args:
-        num_homes: how many hosts, the first ones, decode answers. A request's go to the one with the least KV.
+        num_homes: how many hosts, the first ones, decode answers. A request's go to the one with
+            the least KV.
 
     Attributes:
         changed: notified of what may let a thread go on.
@@ -89,9 +101,14 @@ class Scheduler:
 
     @property
     def has_stopped(self) -> bool:
-        """Whether no further request is taken, none runs, and no KV waits that may still be fetched."""
+        """Whether no further request is taken, none runs, and no KV waits that may still be
+        fetched."""
         with self.changed:
-            return self.is_stopping and not self._running and not (self._offers and self._awaits_offers)
+            return (
+                self.is_stopping
+                and not self._running
+                and not (self._offers and self._awaits_offers)
+            )
 
     @property
     def num_running(self) -> int:
@@ -107,9 +124,13 @@ class Scheduler:
         """
         with self.changed:
             if len(jobs) > (most := self.limits.max_queue + 1):
-                raise ApiError(400, f"at most {most} prompts are allowed, not {len(jobs)}", param="prompt")
+                raise ApiError(
+                    400, f"at most {most} prompts are allowed, not {len(jobs)}", param="prompt"
+                )
             if len(self._admitted) + len(jobs) > self.limits.max_queue + (not self._running):
-                raise ApiError(429, "the queue is full; try again later", headers={"Retry-After": "1"})
+                raise ApiError(
+                    429, "the queue is full; try again later", headers={"Retry-After": "1"}
+                )
             self._admitted.update(jobs)
 
     def make_ready(self, job: Job) -> None:
@@ -122,14 +143,21 @@ class Scheduler:
             if job.is_cancelled or self.is_stopping:
                 raise ApiError(503, "the server is stopping, or the client has gone")
             job.kv_bytes = self.limits.bytes_of(job.read.order, job.read.num_tokens)
-            job.is_short = job.read.num_tokens < self.limits.split_tokens and not job.read.order.hands_over
+            job.is_short = (
+                job.read.num_tokens < self.limits.split_tokens and not job.read.order.hands_over
+            )
             job.record.ready = time.monotonic()
             # Later the longer its prompt is.
-            bisect.insort(self._ready, job, key=lambda each: each.record.ready + _PER_TOKEN * each.read.num_tokens)
+            bisect.insort(
+                self._ready,
+                job,
+                key=lambda each: each.record.ready + _PER_TOKEN * each.read.num_tokens,
+            )
             self.changed.notify_all()
 
     def take(self, seconds: float, is_short: bool = False) -> Job | None:
-        """Wait for the first prompt of a kind to fit, and let it run; None if that takes longer than ``seconds``.
+        """Wait for the first prompt of a kind to fit, and let it run; None if that takes longer
+        than ``seconds``.
 
         Also None as soon as everything has stopped.
 
@@ -137,7 +165,9 @@ class Scheduler:
             is_short: take one that its home prefills alone, instead of one that all hosts prefill.
         """
         with self.changed:
-            self.changed.wait_for(lambda: self._first(is_short) is not None or self.has_stopped, seconds)
+            self.changed.wait_for(
+                lambda: self._first(is_short) is not None or self.has_stopped, seconds
+            )
             if (first := self._first(is_short)) is None:
                 return None
             job, home = first
@@ -149,7 +179,8 @@ class Scheduler:
             return job
 
     def cancel(self, job: Job) -> None:
-        """Drop a request whose client has gone: at once from the queue, or else at its next token."""
+        """Drop a request whose client has gone: at once from the queue, or else at its next
+        token."""
         with self.changed:
             job.is_cancelled = True
             is_ready = job in self._ready
@@ -184,7 +215,8 @@ class Scheduler:
         self.metrics.observe_transfer(how, num_bytes, 0.0 if began is None else now - began)
 
     def end(self, job: Job, event: Finished | ApiError | None, outcome: str) -> bool:
-        """Send a request's last event, count the request, and delete its files; a second call changes nothing.
+        """Send a request's last event, count the request, and delete its files; a second call
+        changes nothing.
 
         Returns:
             Whether the request had not ended.
@@ -197,7 +229,9 @@ class Scheduler:
             return False
         record = job.record
         record.ended, record.outcome = time.monotonic(), outcome
-        record.status = 200 if isinstance(event, Finished) else _CLIENT_LEFT if event is None else event.status
+        record.status = (
+            200 if isinstance(event, Finished) else _CLIENT_LEFT if event is None else event.status
+        )
         if isinstance(event, ApiError):
             record.error, record.param = str(event), event.param
         report(record, self.metrics)
@@ -206,7 +240,8 @@ class Scheduler:
         return True
 
     def stop(self) -> None:
-        """Reject further requests, and those that wait; what runs goes on, and KV waits to be fetched."""
+        """Reject further requests, and those that wait; what runs goes on, and KV waits to be
+        fetched."""
         with self.changed:
             self.is_stopping = True
             waiting, self._ready = self._ready, []
@@ -232,14 +267,17 @@ class Scheduler:
         with self.changed:
             self.is_stopping = True
             left = [*self._admitted, *self._running]
-        self._end_all(left, failure or "the server is stopping", "failed" if failure else "rejected")
+        self._end_all(
+            left, failure or "the server is stopping", "failed" if failure else "rejected"
+        )
 
     def _end_all(self, jobs: list[Job], reason: str, outcome: str) -> None:
         for job in jobs:
             self.end(job, ApiError(503, reason), outcome)
 
     def _first(self, is_short: bool) -> tuple[Job, int] | None:
-        """Return the first of a kind in the queue and its home; None if it, or one before it, fits nowhere yet."""
+        """Return the first of a kind in the queue and its home; None if it, or one before it, fits
+        nowhere yet."""
         for job in self._ready:
             if (home := self._home_of(job)) is None:
                 return None
@@ -257,23 +295,39 @@ class Scheduler:
         most = limits.max_running - order.num_answers if is_bounded else math.inf
         # Of equally loaded hosts the last: host 0 serves HTTP, too.
         loads = sorted(
-            (job.is_short and self._has_enough(home, job), self._used(home), self._num_answers(home), -home)
+            (
+                job.is_short and self._has_enough(home, job),
+                self._used(home),
+                self._num_answers(home),
+                -home,
+            )
             for home in self._homes
         )
         room = limits.max_kv_bytes - job.kv_bytes
-        fitting = [-home for _, used, num_answers, home in loads if used <= room and num_answers <= most]
+        fitting = [
+            -home for _, used, num_answers, home in loads if used <= room and num_answers <= most
+        ]
         is_enough = len(fitting) == len(loads) if order.hands_over else fitting
         return fitting[0] if is_enough else None
 
     def _has_enough(self, home: int, job: Job) -> bool:
-        """Return whether a host has short prompts to prefill for now, with or without files as this one."""
-        waiting = (each for each in self._running if each.is_short and each.record.first_token is None)
-        alike = [each for each in waiting if each.home == home and bool(each.read.media) == bool(job.read.media)]
+        """Return whether a host has short prompts to prefill for now, with or without files as this
+        one."""
+        waiting = (
+            each for each in self._running if each.is_short and each.record.first_token is None
+        )
+        alike = [
+            each
+            for each in waiting
+            if each.home == home and bool(each.read.media) == bool(job.read.media)
+        ]
         return len(alike) >= _MOST_AHEAD
 
     def _used(self, home: int) -> int:
         """Return the bytes of KV that count on a host."""
-        return sum(job.kv_bytes for job in self._running if job.home in (home, None)) + self._offered()
+        return (
+            sum(job.kv_bytes for job in self._running if job.home in (home, None)) + self._offered()
+        )
 
     def _offered(self) -> int:
         return sum(num_bytes for num_bytes, _ in self._offers.values())

@@ -59,7 +59,9 @@ def bind(host: str, port: int) -> socket.socket:
     """
     if not 0 <= port <= LAST_PORT:  # others would be taken modulo 65536
         raise ValueError(f"cannot listen on {host}:{port}: ports lie in 0 .. {LAST_PORT}")
-    with raised_as(ValueError, f"cannot listen on {host}:{port}", OSError, OverflowError, UnicodeError):
+    with raised_as(
+        ValueError, f"cannot listen on {host}:{port}", OSError, OverflowError, UnicodeError
+    ):
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
@@ -75,11 +77,15 @@ def listen(sock: socket.socket) -> None:
     Raises:
         ValueError: another server that bound the same address listened first.
     """
-    with raised_as(ValueError, f"cannot listen on {':'.join(map(str, sock.getsockname()[:2]))}", OSError):
+    with raised_as(
+        ValueError, f"cannot listen on {':'.join(map(str, sock.getsockname()[:2]))}", OSError
+    ):
         sock.listen()
 
 
-def serve(engine: Engine, hosts: HostGroup, sock: socket.socket | None, settings: ServerSettings) -> None:
+def serve(
+    engine: Engine, hosts: HostGroup, sock: socket.socket | None, settings: ServerSettings
+) -> None:
     """Serve HTTP requests until SIGTERM or SIGINT on any host; collective.
 
     Args:
@@ -106,8 +112,9 @@ def run_worker(
     """Answer requests until their source ends; collective.
 
     Args:
-        open_source: on host 0, returns the function that starts the worker, gives it requests, and returns when
-            the worker has ended. Signals are left to it; on other hosts they ask the worker to stop.
+        open_source: on host 0, returns the function that starts the worker, gives it requests, and
+            returns when the worker has ended. Signals are left to it; on other hosts they ask the
+            worker to stop.
 
     Raises:
         HostError: a host ended, or failed in an exchange.
@@ -120,12 +127,22 @@ def run_worker(
         scheduler = offers = None
         with hosts.local_stage("preparing the server"):
             if hosts.is_leader:
-                scheduler = Scheduler(limits_of(engine, settings), Metrics(settings.model), max(homes, 1))
-        if settings.kv_host is not None and engine.prefills:  # collective over the hosts that prefill
+                scheduler = Scheduler(
+                    limits_of(engine, settings), Metrics(settings.model), max(homes, 1)
+                )
+        if (
+            settings.kv_host is not None and engine.prefills
+        ):  # collective over the hosts that prefill
             on_end = None if scheduler is None else scheduler.end_offer
-            where = {"host": settings.kv_host, "port": settings.kv_port, "seconds": settings.kv_seconds}
+            where = {
+                "host": settings.kv_host,
+                "port": settings.kv_port,
+                "seconds": settings.kv_seconds,
+            }
             offers = stack.enter_context(Offers(engine.hosts, **where, on_end=on_end))
-        executor = Executor(engine, hosts, offers, connect_hosts(hosts, stack) if homes > 1 else None)
+        executor = Executor(
+            engine, hosts, offers, connect_hosts(hosts, stack) if homes > 1 else None
+        )
         with hosts.local_stage("opening the server"):
             if scheduler is not None:
                 reader = Reader(engine, settings, private_files, scheduler.limits.max_tokens)
@@ -144,7 +161,8 @@ def run_worker(
 
 
 class _StopAfterSignals:
-    """Signal handler of the hosts that follow: the first signal asks them to stop, a second one ends this process."""
+    """Signal handler of the hosts that follow: the first signal asks them to stop, a second one
+    ends this process."""
 
     def __init__(self, wants_to_stop: threading.Event, private_files: PrivateFiles):
         self._wants_to_stop, self._private_files = wants_to_stop, private_files
@@ -156,7 +174,9 @@ class _StopAfterSignals:
             self._wants_to_stop.set()
         elif time.monotonic() - self._since > SAME_SIGNAL_SECONDS:
             # In a thread: this one may hold the lock that closing needs.
-            threading.Thread(target=end_at_once, args=(number, self._private_files.close), daemon=True).start()
+            threading.Thread(
+                target=end_at_once, args=(number, self._private_files.close), daemon=True
+            ).start()
 
 
 def _least_free_bytes(hosts: HostGroup) -> int:
@@ -164,7 +184,11 @@ def _least_free_bytes(hosts: HostGroup) -> int:
 
     Processes on one machine's CPU have an equal part of its memory each.
     """
-    sharing = int(os.environ.get("LOCAL_WORLD_SIZE", hosts.num_processes)) if hosts.device.type == "cpu" else 1
+    sharing = (
+        int(os.environ.get("LOCAL_WORLD_SIZE", hosts.num_processes))
+        if hosts.device.type == "cpu"
+        else 1
+    )
     return int(min(hosts.gather_floats([free_memory_bytes(hosts.device) / sharing]))[0])
 
 
@@ -175,7 +199,9 @@ def limits_of(engine: Engine, settings: ServerSettings) -> Limits:
         ValueError: the KV of ``max_model_len`` tokens exceeds the KV cache limit.
     """
     models = [engine.model, *([] if engine.draft_model is None else [engine.draft_model])]
-    token_bytes = sum(DecoderSizes.from_config(model.config).kv_token * model.dtype.itemsize for model in models)
+    token_bytes = sum(
+        DecoderSizes.from_config(model.config).kv_token * model.dtype.itemsize for model in models
+    )
     speculate = engine.speculative_config
     if speculate is not None and STRATEGIES[speculate.strategy].runs_target:
         token_bytes *= 2  # at most as much of the prompt is copied for the draft
@@ -201,7 +227,9 @@ def limits_of(engine: Engine, settings: ServerSettings) -> Limits:
 class _Server(uvicorn.Server):
     """Uvicorn server that keeps replying during shutdown, with errors that say so."""
 
-    def __init__(self, app, worker: Worker, sock: socket.socket, settings: ServerSettings, num_hosts: int):
+    def __init__(
+        self, app, worker: Worker, sock: socket.socket, settings: ServerSettings, num_hosts: int
+    ):
         super().__init__(
             uvicorn.Config(
                 app,
@@ -244,13 +272,18 @@ class _Server(uvicorn.Server):
             self.end()
         elif time.monotonic() - self._ending_since > SAME_SIGNAL_SECONDS:
             self.force_exit = True
-            threading.Thread(target=end_at_once, args=(sig, self._worker.cut_short), daemon=True).start()
+            threading.Thread(
+                target=end_at_once, args=(sig, self._worker.cut_short), daemon=True
+            ).start()
 
     def end(self) -> None:
-        """Finish running requests, then exit. Callable from any thread, returns at once; idempotent."""
+        """Finish running requests, then exit. Callable from any thread, returns at once;
+        idempotent."""
         if self._ending is None:
             self._ending_since = time.monotonic()
-            self._ending = threading.Thread(target=self._worker.finish, args=(self._grace,), daemon=True)
+            self._ending = threading.Thread(
+                target=self._worker.finish, args=(self._grace,), daemon=True
+            )
             self._ending.start()
 
 

@@ -18,24 +18,27 @@ class ServerSettings:
     Attributes:
         model: the model name in requests.
         max_queue: maximum number of waiting requests.
-        max_running: maximum number of answers decoded in one batch, of which every host has one; None: limited by
-            the KV cache only.
-        min_host_tokens: a prompt with fewer tokens per host is prefilled by its home alone, beside other hosts'.
-        max_kv_bytes: KV cache limit of each host; None: half of the free memory of the host that has least.
+        max_running: maximum number of answers decoded in one batch, of which every host has one;
+            None: limited by the KV cache only.
+        min_host_tokens: a prompt with fewer tokens per host is prefilled by its home alone, beside
+            other hosts'.
+        max_kv_bytes: KV cache limit of each host; None: half of the free memory of the host that
+            has least.
         max_body_bytes: largest request body.
-        max_model_len: maximum tokens of prompt and answer together; None: the model's context length.
+        max_model_len: maximum tokens of prompt and answer together; None: the model's context
+            length.
         max_frames: maximum frames of all videos of a request, plus its images.
         max_packets: maximum packets of a video (about one per frame).
         max_media_bytes: maximum size of one file that is sent inline or fetched.
         max_decoded_bytes: maximum bytes of one request's frames as RGB, in their stored size.
-        max_image_bytes: maximum bytes to allocate for decoding one request's images. Only the first frame of an
-            animation is decoded.
+        max_image_bytes: maximum bytes to allocate for decoding one request's images. Only the first
+            frame of an animation is decoded.
         fetch_seconds: time limit for fetching all files of a request.
         fps: the default of the request's field of that name.
         temperature, top_p, max_new_tokens, num_frames: the same; None: the engine's default.
         media_dir: the directory whose files requests may name; None: no files.
-        media_hosts: network names, in lower case, from which files may be fetched. Private and local addresses are
-            allowed only if they, or ``localhost``, are listed themselves.
+        media_hosts: network names, in lower case, from which files may be fetched. Private and
+            local addresses are allowed only if they, or ``localhost``, are listed themselves.
         cors_origins: origins of the browser clients that may read responses; ``*``: any.
         grace: seconds that running requests get after SIGTERM.
         api_key: the bearer token that /v1/* requires; None: none.
@@ -45,11 +48,17 @@ class ServerSettings:
 
     model: str = "demo"
     max_queue: int = _limit(64, "maximum waiting requests")
-    max_running: int | None = _limit(None, "maximum answers per host's batch (default: limited by --max-kv-mib)")
+    max_running: int | None = _limit(
+        None, "maximum answers per host's batch (default: limited by --max-kv-mib)"
+    )
     min_host_tokens: int = _limit(256, "minimum prompt tokens per host to prefill it on all hosts")
-    max_kv_bytes: int | None = _limit(None, "KV cache limit per host in MiB (default: half of its free memory)")
+    max_kv_bytes: int | None = _limit(
+        None, "KV cache limit per host in MiB (default: half of its free memory)"
+    )
     max_body_bytes: int = _limit(96 * _MIB, "maximum request body in MiB")
-    max_model_len: int | None = _limit(None, "maximum tokens of prompt and answer (default: the model's)")
+    max_model_len: int | None = _limit(
+        None, "maximum tokens of prompt and answer (default: the model's)"
+    )
     max_frames: int = _limit(2048, "maximum frames of a request's videos, plus its images")
     max_packets: int = _limit(2**20, "maximum packets per video (about one per frame)")
     max_media_bytes: int = _limit(64 * _MIB, "maximum size in MiB of a file sent or fetched")

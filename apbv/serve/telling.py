@@ -24,7 +24,9 @@ class Telling:
 
     def __init__(self, output: Output, order: Order, decode: Callable[..., str], choice: int = 0):
         self._output, self._order, self._decode, self._choice = output, order, decode, choice
-        self._text = AnswerText(self._to_text, order.stop_strings, order.stop_token_ids, order.sampling.min_tokens)
+        self._text = AnswerText(
+            self._to_text, order.stop_strings, order.stop_token_ids, order.sampling.min_tokens
+        )
         self._told = 0
         self._logprobs: list[TokenLogprobs] = []
         # The text of an unfinished answer is needed only for streaming and for stop strings.
@@ -42,11 +44,16 @@ class Telling:
             text = self._text.update(tokens) if self._reads_along else ""
             # Streams also get tokens without text.
             has_news = text or (self._order.streams and len(tokens) > self._told)
-            self._output.tell(self._choice, len(tokens), self._piece(text, tokens) if has_news else None)
+            self._output.tell(
+                self._choice, len(tokens), self._piece(text, tokens) if has_news else None
+            )
         return self._output.is_cancelled or self._text.stopped
 
-    def finish(self, tokens: Sequence[int], reason: FinishReason, speculation: dict[str, Any] | None = None) -> bool:
-        """End the answer, and with the last one the request; False if that is known to have ended before.
+    def finish(
+        self, tokens: Sequence[int], reason: FinishReason, speculation: dict[str, Any] | None = None
+    ) -> bool:
+        """End the answer, and with the last one the request; False if that is known to have ended
+        before.
 
         Args:
             tokens: all tokens.
@@ -64,7 +71,11 @@ class Telling:
     def _piece(self, text: str, tokens: Sequence[int], reason: FinishReason | None = None) -> Piece:
         new = slice(self._told, len(tokens))
         logprobs = [
-            (self._spelt(token), told.logprob, [(self._spelt(other), value) for other, value in told.top])
+            (
+                self._spelt(token),
+                told.logprob,
+                [(self._spelt(other), value) for other, value in told.top],
+            )
             for token, told in zip(tokens[new], self._logprobs[new], strict=False)
         ]
         self._told = len(tokens)
@@ -72,7 +83,9 @@ class Telling:
 
     def _to_text(self, tokens: Sequence[int]) -> str:
         runs = groupby(tokens, self._order.shown_token_ids.__contains__)
-        return "".join(self._decode(list(run), skip_special_tokens=not shown) for shown, run in runs)
+        return "".join(
+            self._decode(list(run), skip_special_tokens=not shown) for shown, run in runs
+        )
 
     def _spelt(self, token: int) -> str:
         return self._decode([token], skip_special_tokens=False)

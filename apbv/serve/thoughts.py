@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-# By the tag that begins a thought, the one that ends it: most models', Claude's and its imitators', Mistral's,
-# Seed's, and Kimi's.
+# By the tag that begins a thought, the one that ends it: most models', Claude's and its imitators',
+# Mistral's, Seed's, and Kimi's.
 CLOSING_TAGS = {
     "<think>": "</think>",
     "<thinking>": "</thinking>",
@@ -17,8 +17,8 @@ def opened_thought(prompt: str, continued: Sequence[str] = ()) -> str | None:
     """Return the tag of a thought in which a prompt ends; None: it ends in none.
 
     Args:
-        prompt: the prompt as rendered. What users write in it about tags opens nothing: only its very end counts,
-            where a chat template begins the answer.
+        prompt: the prompt as rendered. What users write in it about tags opens nothing: only its
+            very end counts, where a chat template begins the answer.
         continued: the texts of the message that the answer continues, if it continues one.
     """
     end = prompt.rstrip()

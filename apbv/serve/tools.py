@@ -47,17 +47,36 @@ class CallFormat:
             answer_schema: the JSON schema of answers without a call; None: there are none.
         """
         more = "" if is_single else f"({quoted(self.separator)} call)*"
-        tags = [tag if tag in added_tokens else quoted(tag) for tag in (self.opening, self.closing) if tag]
+        tags = [
+            tag if tag in added_tokens else quoted(tag)
+            for tag in (self.opening, self.closing)
+            if tag
+        ]
         first, last = tags or ("", "")
         names = " | ".join(f"f{number}" for number in range(len(functions)))
-        rules = [f"calls: call {more}", "start: calls" if answer_schema is None else "start: calls | answer"]
+        rules = [
+            f"calls: call {more}",
+            "start: calls" if answer_schema is None else "start: calls | answer",
+        ]
         rules += [] if answer_schema is None else [f"answer: {json_rule(answer_schema)}"]
         rules += [f"call: {first} ({names}) {quoted('}' + self.blank)} {last}"]
         for number, function in enumerate(functions):
-            # In the pieces of which JSON consists, else it could not be told from another object that follows "{".
-            head = (f"{self.blank}{{", '"name"', ": ", quoted(function["name"]), ", ", quoted(self.key), ": ")
+            # In the pieces of which JSON consists, else it could not be told from another object
+            # that follows "{".
+            head = (
+                f"{self.blank}{{",
+                '"name"',
+                ": ",
+                quoted(function["name"]),
+                ", ",
+                quoted(self.key),
+                ": ",
+            )
             arguments = {**(function["parameters"] or {"properties": {}}), "type": "object"}
-            rules += [f"f{number}: {' '.join(map(quoted, head))} a{number}", f"a{number}: {json_rule(arguments)}"]
+            rules += [
+                f"f{number}: {' '.join(map(quoted, head))} a{number}",
+                f"a{number}: {json_rule(arguments)}",
+            ]
         return "\n".join(rules)
 
 
@@ -72,14 +91,18 @@ _INSIDE_OTHER_TAGS = ("<function=", "<arg_key>")
 
 
 def call_format(instructions: str | None) -> CallFormat | None:
-    """Return the format that a prompt tells a model to use (:func:`apbv.input.rendering.tool_instructions`).
+    """Return the format that a prompt tells a model to use
+    (:func:`apbv.input.rendering.tool_instructions`).
 
-    None: it tells of none, or of another one. The tags alone do not tell: several formats share them.
+    None: it tells of none, or of another one. The tags alone do not tell: several formats share
+    them.
     """
     if instructions is None or any(tag in instructions for tag in _INSIDE_OTHER_TAGS):
         return None
     for explained in _EXPLAINED_CALL.findall(instructions):
-        if re.search(r"""["']name["']\s*:""", explained) and re.search(r"""["']arguments["']\s*:""", explained):
+        if re.search(r"""["']name["']\s*:""", explained) and re.search(
+            r"""["']arguments["']\s*:""", explained
+        ):
             return HERMES
     return LLAMA if '{"name": function name, "parameters":' in instructions else None
 
@@ -87,14 +110,16 @@ def call_format(instructions: str | None) -> CallFormat | None:
 class ToolCallParser:
     """Separates the calls in a growing answer from its text.
 
-    Anything but valid calls of the offered functions remains text, and so does a thought with all that is in it.
-    White space before a call, and after the last one, is dropped.
+    Anything but valid calls of the offered functions remains text, and so does a thought with all
+    that is in it. White space before a call, and after the last one, is dropped.
 
     Args:
         max_calls: further calls are dropped; None: none are.
         names: the functions that are offered; None: any.
-        thought: the tag of the thought in which the prompt ended (:data:`~.thoughts.CLOSING_TAGS`); None: in none.
-        has_thoughts: whether the answer may have thoughts; not if a grammar lets it consist of calls only.
+        thought: the tag of the thought in which the prompt ended (:data:`~.thoughts.CLOSING_TAGS`);
+            None: in none.
+        has_thoughts: whether the answer may have thoughts; not if a grammar lets it consist of
+            calls only.
 
     Attributes:
         num_calls: the calls so far.
@@ -115,14 +140,17 @@ class ToolCallParser:
         self._space = ""  # white space before it
         self._is_fresh = True  # no text yet, or none since the latest call; thoughts do not count
         self._thoughts = CLOSING_TAGS if has_thoughts else {}
-        self._thought_end = self._thoughts.get(thought)  # the tag that ends the current thought; None: there is none
+        self._thought_end = self._thoughts.get(
+            thought
+        )  # the tag that ends the current thought; None: there is none
         self._was_fresh = True  # before the current thought
 
     def add(self, text: str, is_last: bool = False) -> tuple[str, list[dict[str, Any]]]:
         """Process more of the answer; return the newly final text and the newly complete calls."""
         said, calls = "", []
         self._held += text
-        # Else no call can become complete; to read a long one again with every token would take too long.
+        # Else no call can become complete; to read a long one again with every token would take too
+        # long.
         may_end = is_last or (self._form.closing or "}")[-1] in text
         while self._held:
             if self._thought_end is not None:
@@ -153,8 +181,13 @@ class ToolCallParser:
         return said, calls
 
     def _find(self) -> tuple[int, str | None]:
-        """Return where in the held text a call or a thought begins or may begin, and the tag that begins it."""
-        if not self._form.opening and self._is_fresh and self._held.lstrip(self._between)[:1] in ("", "{"):
+        """Return where in the held text a call or a thought begins or may begin, and the tag that
+        begins it."""
+        if (
+            not self._form.opening
+            and self._is_fresh
+            and self._held.lstrip(self._between)[:1] in ("", "{")
+        ):
             return 0, ""
         tags = [tag for tag in (self._form.opening, *self._thoughts) if tag]
         found = [(self._held.find(tag), tag) for tag in tags if tag in self._held]
@@ -164,7 +197,8 @@ class ToolCallParser:
         return len(self._held) - may_begin, None
 
     def _think(self) -> str:
-        """Take the current thought off the held text, as far as it is certain; return its final part."""
+        """Take the current thought off the held text, as far as it is certain; return its final
+        part."""
         end = self._held.find(self._thought_end)
         if end < 0:
             return self._say(len(self._held) - overlap(self._held, self._thought_end))
@@ -185,7 +219,8 @@ class ToolCallParser:
         """Read the call with which the held text begins.
 
         Returns:
-            The call and its length; None and the length of text that begins no call; None and 0: undecided.
+            The call and its length; None and the length of text that begins no call; None and 0:
+            undecided.
         """
         held, opening, closing = self._held, self._form.opening, self._form.closing
         no_call = None, len(opening) or len(held)
@@ -211,12 +246,16 @@ class ToolCallParser:
         return call, len(held) - len(rest) + len(closing) if closing else end
 
     def _call(self, value: Any) -> dict[str, Any]:
-        """Return a call as OpenAI's API has it; AttributeError or ValueError if the value is none."""
+        """Return a call as OpenAI's API has it; AttributeError or ValueError if the value is
+        none."""
         name, arguments = value.get("name"), value.get(self._form.key, value.get("arguments"))
         if not isinstance(name, str) or not isinstance(arguments, dict):
             raise ValueError
         if self._names is not None and name not in self._names:
             raise ValueError
-        function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False, allow_nan=False)}
+        function = {
+            "name": name,
+            "arguments": json.dumps(arguments, ensure_ascii=False, allow_nan=False),
+        }
         "".join(function.values()).encode()  # which escaped halves of a character cannot be
         return {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function}

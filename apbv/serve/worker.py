@@ -1,4 +1,5 @@
-"""The server's engine loop on host 0: takes requests from HTTP, and leads all hosts through them."""
+"""The server's engine loop on host 0: takes requests from HTTP, and leads all hosts through
+them."""
 
 import threading
 import time
@@ -21,8 +22,8 @@ from .requests import ApiError, GenerationRequest
 from .scheduler import Scheduler
 from .telling import Telling
 
-# Seconds without a request after which host 0 sends the others an idle command. This is less than the hosts' own
-# wait, so that a wait between two requests is a single one.
+# Seconds without a request after which host 0 sends the others an idle command. This is less than
+# the hosts' own wait, so that a wait between two requests is a single one.
 _IDLE_SECONDS = 0.5
 _SILENCE_SECONDS = 10.0  # without a step: another host does not answer
 
@@ -30,10 +31,10 @@ _SILENCE_SECONDS = 10.0  # without a step: another host does not answer
 class Worker:
     """Engine loop: reads requests and has all hosts carry them out, in a thread.
 
-    All collectives of the hosts happen in this thread. It prefills prompts in the scheduler's order, one after
-    another, while other threads of each host prefill short ones and decode; if answers cannot be batched, all
-    hosts decode each before it takes the next. The methods are called from the thread that speaks HTTP, or from
-    those that read requests.
+    All collectives of the hosts happen in this thread. It prefills prompts in the scheduler's
+    order, one after another, while other threads of each host prefill short ones and decode; if
+    answers cannot be batched, all hosts decode each before it takes the next. The methods are
+    called from the thread that speaks HTTP, or from those that read requests.
 
     Args:
         executor: carries orders out, together with the other hosts' executors.
@@ -46,7 +47,12 @@ class Worker:
     """
 
     def __init__(self, executor: Executor, reader: Reader, scheduler: Scheduler):
-        self._executor, self.reader, self._scheduler, self._links = executor, reader, scheduler, executor.link
+        self._executor, self.reader, self._scheduler, self._links = (
+            executor,
+            reader,
+            scheduler,
+            executor.link,
+        )
         self.why_one_by_one = executor.engine.why_one_by_one
         self._decoding = None if self.why_one_by_one else Decoding(executor.engine)
         self._alone = Alone(executor.engine, self._decoding)
@@ -78,7 +84,8 @@ class Worker:
         """Give new requests places in the queue, all or none of them.
 
         Raises:
-            ApiError: with status 503 if no request can be answered; or as :meth:`.scheduler.Scheduler.admit`.
+            ApiError: with status 503 if no request can be answered; or as
+                :meth:`.scheduler.Scheduler.admit`.
         """
         try:
             if reason := self.reason_unavailable():
@@ -91,7 +98,8 @@ class Worker:
             raise
 
     def submit(self, job: Job, request: GenerationRequest) -> None:
-        """Read a request and put it into the queue, which may take long; an error becomes its last event."""
+        """Read a request and put it into the queue, which may take long; an error becomes its last
+        event."""
 
         def is_wanted() -> bool:
             return not (job.is_cancelled or self._scheduler.is_stopping)
@@ -117,7 +125,8 @@ class Worker:
     def finish(self, seconds: float) -> None:
         """Reject waiting and new requests, finish the running ones, and shut down all hosts.
 
-        This includes waiting until exported KV has been fetched. After ``seconds``, running requests are aborted.
+        This includes waiting until exported KV has been fetched. After ``seconds``, running
+        requests are aborted.
         """
         self._scheduler.stop()
         self._thread.join(seconds)
@@ -163,7 +172,8 @@ class Worker:
             self._on_stop()
 
     def _hand_out(self) -> None:
-        """Give short prompts to their homes, in a thread: whatever all hosts prefill, these do not wait for it."""
+        """Give short prompts to their homes, in a thread: whatever all hosts prefill, these do not
+        wait for it."""
         while not self._scheduler.has_stopped and self.failure is None:
             if (job := self._scheduler.take(_IDLE_SECONDS, is_short=True)) is None:
                 continue
@@ -184,7 +194,10 @@ class Worker:
         Raises:
             RuntimeError: a temporary file cannot be read.
         """
-        order, sent = job.read.order, [file.path for file in job.read.media if is_sent and file.relative is None]
+        order, sent = (
+            job.read.order,
+            [file.path for file in job.read.media if is_sent and file.relative is None],
+        )
         try:
             files = [path.read_bytes() for path in sent]
         except OSError as error:
@@ -231,10 +244,14 @@ class Worker:
             output.fail(*failure_of(error))  # all hosts have rejected alike, or this one alone
         output.release()
 
-    def _hand_over(self, job: Job, token: int, ticket: Ticket, telling: Telling, output: JobOutput) -> None:
+    def _hand_over(
+        self, job: Job, token: int, ticket: Ticket, telling: Telling, output: JobOutput
+    ) -> None:
         """Send a client its KV ticket, or drop the KV if the client has disconnected."""
         self._scheduler.hold_offer(ticket.transfer, ticket.num_bytes)
         job.record.transfer, output.kv_params = ticket.transfer, ticket.to_params()
-        reason = finish_reason([token], job.read.order.sampling, self._executor.engine.parts.eos_token_ids)
+        reason = finish_reason(
+            [token], job.read.order.sampling, self._executor.engine.parts.eos_token_ids
+        )
         if not telling.finish([token], reason):
             self._executor.offers.drop(ticket.transfer)

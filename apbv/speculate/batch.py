@@ -1,7 +1,9 @@
-"""Speculative decoding in a batch: answers draft and are verified together, each with its own window.
+"""Speculative decoding in a batch: answers draft and are verified together, each with its own
+window.
 
-A round is one pass of each draft model per drafted position, over the answers that draft there, and one of the
-target over every answer's last token and drafted ones. All of it is queued on the device, and waited for once.
+A round is one pass of each draft model per drafted position, over the answers that draft there, and
+one of the target over every answer's last token and drafted ones. All of it is queued on the
+device, and waited for once.
 """
 
 import time
@@ -35,7 +37,8 @@ class DraftingMember(Member):
 
     Attributes:
         draft: its draft, which has read the prompt; None if it has none, or no longer.
-        draft_kv: the KV of a draft model; None before the prefill is done, and if the draft has no model.
+        draft_kv: the KV of a draft model; None before the prefill is done, and if the draft has no
+            model.
         num_copied: if the target itself drafts: of how many tokens the draft has the target's KV.
         acceptance: how often drafted tokens were accepted.
         stats: speculation metrics.
@@ -92,15 +95,17 @@ class Drafted(NamedTuple):
 class SpeculativeBatch(Batch):
     """Decoding batch whose members may each have a draft.
 
-    A member without a draft brings one token to every round. Greedy answers are those without drafts, sampled ones
-    have the target's distribution. While no draft pays, steps are those of :class:`Batch`.
+    A member without a draft brings one token to every round. Greedy answers are those without
+    drafts, sampled ones have the target's distribution. While no draft pays, steps are those of
+    :class:`Batch`.
 
     Args:
         parts: the target.
         config: how many tokens are drafted.
 
     Raises:
-        ValueError: answers cannot be batched, or not with these drafts: see :func:`.strategies.why_drafts_alone`.
+        ValueError: answers cannot be batched, or not with these drafts: see
+            :func:`.strategies.why_drafts_alone`.
     """
 
     _member = DraftingMember
@@ -110,11 +115,17 @@ class SpeculativeBatch(Batch):
         super().__init__(parts)
         if obstacle := why_drafts_alone(config):
             raise ValueError(f"cannot batch answers with drafts: {obstacle}")
-        self._pace = cache(partial(Pace, config.num_draft_tokens, config.keep_losing_draft))  # of each batch size
+        self._pace = cache(
+            partial(Pace, config.num_draft_tokens, config.keep_losing_draft)
+        )  # of each batch size
         self._acceptance = Acceptance()  # of all drafts
-        self._draft_runners: dict[int, BatchRunner] = {}  # by the identity of the parts of a model that drafts
+        self._draft_runners: dict[
+            int, BatchRunner
+        ] = {}  # by the identity of the parts of a model that drafts
 
-    def join(self, state: PrefilledPrompt, request: Request, draft: Draft | None = None) -> DraftingMember:
+    def join(
+        self, state: PrefilledPrompt, request: Request, draft: Draft | None = None
+    ) -> DraftingMember:
         """Add a prefilled prompt as :meth:`Batch.join` does.
 
         Args:
@@ -138,7 +149,9 @@ class SpeculativeBatch(Batch):
             if isinstance(drafter, ModelDrafter) and member.draft_kv is None:
                 try:
                     member.draft_kv = self._own(drafter.cache.layers, drafter.position)
-                except RuntimeError as error:  # out of memory, which on a CPU has no class of its own
+                except (
+                    RuntimeError
+                ) as error:  # out of memory, which on a CPU has no class of its own
                     member.drop_draft(str(error))
 
     def _may_run_ahead(self) -> bool:
@@ -148,13 +161,17 @@ class SpeculativeBatch(Batch):
         """Choose the length of every draft; None: none pays at this batch size."""
         going = [member for member in self._members if member.kv is not None]
         drafting = [member for member in going if member.draft is not None]
-        windows = drafting and self._pace(len(going)).windows([member.acceptance.rate for member in drafting])
+        windows = drafting and self._pace(len(going)).windows(
+            [member.acceptance.rate for member in drafting]
+        )
         return dict(zip(drafting, windows, strict=True)) if windows else None
 
     def _advance(self) -> tuple[list[Member], Arriving]:
         if self._given is not None:
             return super()._advance()
-        for member in self._members:  # take back what was drafted and not accepted, or of a round that failed
+        for member in (
+            self._members
+        ):  # take back what was drafted and not accepted, or of a round that failed
             if member.kv is not None:
                 member.kv.num_run = len(member.tokens) - 1
                 if member.draft_kv is not None:
@@ -166,24 +183,36 @@ class SpeculativeBatch(Batch):
         """Queue a round; return its sequences, and a function that waits for their tokens."""
         began, device = time.perf_counter(), self._parts.device
         # The target adds a token.
-        windows = {member: min(count, member.answer.num_left - 1) for member, count in windows.items()}
+        windows = {
+            member: min(count, member.answer.num_left - 1) for member, count in windows.items()
+        }
         going = [m for m in self._members if m.goes_on and self._has_room(m, 1 + windows.get(m, 0))]
         if not going:
             return [], list
-        drafted = dict.fromkeys(going, Drafted(*torch.empty(2, 0, dtype=torch.int64, device=device)))
+        drafted = dict.fromkeys(
+            going, Drafted(*torch.empty(2, 0, dtype=torch.int64, device=device))
+        )
         drafted |= self._draft({member: windows[member] for member in going if windows.get(member)})
         newest = to_device([member.tokens[-1] for member in going], device, torch.int64).split(1)
-        ids = [rows for m, row in zip(going, newest, strict=True) for rows in (row, drafted[m].tokens)]
+        ids = [
+            rows for m, row in zip(going, newest, strict=True) for rows in (row, drafted[m].tokens)
+        ]
         counts = [1 + len(drafted[member].tokens) for member in going]
-        logits = self._runner.run(torch.cat(ids), [member.kv for member in going], counts).split(counts)
-        decisions = [_decide(m.answer, drafted[m], rows) for m, rows in zip(going, logits, strict=True)]
+        logits = self._runner.run(torch.cat(ids), [member.kv for member in going], counts).split(
+            counts
+        )
+        decisions = [
+            _decide(m.answer, drafted[m], rows) for m, rows in zip(going, logits, strict=True)
+        ]
         read = fetch(torch.cat([*decisions, *(drafted[member].shown for member in going)]))
 
         def arrive() -> list[list[int]]:
             numbers, new = iter(read()), []
             self._pace(len(going)).learn(sum(counts) - len(going), 0.0, time.perf_counter() - began)
             decisions = [list(islice(numbers, 3)) for _ in going]
-            for member, count, (num_accepted, token, is_finite) in zip(going, counts, decisions, strict=True):
+            for member, count, (num_accepted, token, is_finite) in zip(
+                going, counts, decisions, strict=True
+            ):
                 shown = list(islice(numbers, count - 1))
                 tokens = [max(number, -1 - number) for number in shown[:num_accepted]]
                 new.append([*tokens, token] if is_finite else [NO_TOKEN])
@@ -231,11 +260,14 @@ class SpeculativeBatch(Batch):
 
 
 def _draft_chains(runner: BatchRunner, windows: Windows) -> dict[DraftingMember, Drafted]:
-    """Draft chains with the model, without synchronization; answers leave the passes by their windows."""
+    """Draft chains with the model, without synchronization; answers leave the passes by their
+    windows."""
     members = sorted(windows, key=windows.get, reverse=True)
     drafter, kvs = members[0].draft.drafter, [member.draft_kv for member in members]
     missing = [member.tokens[kv.num_run :] for member, kv in zip(members, kvs, strict=True)]
-    ids = [token if token < drafter.parts.vocab_size else 0 for tokens in missing for token in tokens]
+    ids = [
+        token if token < drafter.parts.vocab_size else 0 for tokens in missing for token in tokens
+    ]
     counts, levels = [*map(len, missing)], []
     ends = to_device([end - 1 for end in accumulate(counts)], drafter.parts.device)
     for level in range(windows[members[0]]):
@@ -249,15 +281,23 @@ def _draft_chains(runner: BatchRunner, windows: Windows) -> dict[DraftingMember,
             rows = list(logits.split(1))
             for row, answer in enumerate(answers):
                 if answer.penalties is not None:
-                    drafted = torch.cat([chosen.tokens[row : row + 1] for chosen, _ in levels]) if levels else ()
+                    drafted = (
+                        torch.cat([chosen.tokens[row : row + 1] for chosen, _ in levels])
+                        if levels
+                        else ()
+                    )
                     rows[row] = answer.penalties.penalised(rows[row], answer.tokens, drafted)
             logits = torch.cat(rows)
-        samplings, places = zip(*((answer.sampling, answer.next_index + level) for answer in answers), strict=True)
+        samplings, places = zip(
+            *((answer.sampling, answer.next_index + level) for answer in answers), strict=True
+        )
         levels.append(choose_each(logits, samplings, places, PURPOSE_DRAFT))
     found = {}
     for row, member in enumerate(members):
         choices, drawn_from = zip(*levels[: windows[member]], strict=True)
-        tokens, are_finite = (torch.stack([each[row] for each in of_all]) for of_all in zip(*choices, strict=True))
+        tokens, are_finite = (
+            torch.stack([each[row] for each in of_all]) for of_all in zip(*choices, strict=True)
+        )
         q = None if drawn_from[0][row] is None else torch.stack([each[row] for each in drawn_from])
         found[member] = Drafted(tokens, tokens.where(are_finite, -1 - tokens), q)
     return found

@@ -35,15 +35,23 @@ class BesideDraft:
 
     def answer(self, request: Request, prefiller: Prefiller) -> Outcome:
         drawn = not request.sampling.is_greedy
-        with self._pair.beginning(self._config, self._target.vocab_size, drawn, request.shared_with_draft):
+        with self._pair.beginning(
+            self._config, self._target.vocab_size, drawn, request.shared_with_draft
+        ):
             read = prefiller.read(request)
         with closing(read):
             try:
-                watcher = make_watcher(self._config, self._target) if read.inputs.visual is not None else None
+                watcher = (
+                    make_watcher(self._config, self._target)
+                    if read.inputs.visual is not None
+                    else None
+                )
                 if watcher is not None:  # the draft can use its scores before the prefill ends
                     watcher.request_early(partial(self._pair.send_scores, waits=False))
                 # It cannot be cancelled: the draft host would be lost with it.
-                state = prefiller.run(replace(read, request=replace(read.request, may_cancel=False)), watcher)
+                state = prefiller.run(
+                    replace(read, request=replace(read.request, may_cancel=False)), watcher
+                )
                 answered = self._decode(read.request, watcher, state)
             except BaseException:
                 self._pair.fail()
@@ -76,7 +84,9 @@ class DraftHost:
     def answer(self, request: Request, prefiller: Prefiller) -> Outcome:
         request = replace(request, stop=None)  # this host receives the answer's end
         drawn = not request.sampling.is_greedy
-        with self._pair.beginning(self._config, self._model.vocab_size, drawn, request.shared_with_draft):
+        with self._pair.beginning(
+            self._config, self._model.vocab_size, drawn, request.shared_with_draft
+        ):
             read = prefiller.read(request)
         request = read.request
         # If the target continues alone, this host waits for it after the request.
@@ -95,7 +105,8 @@ class DraftHost:
         return read, None, Answered(tokens, {"role": "draft", "num_drafted": report.num_drafted})
 
     def _draft_for(self, read: ReadRequest) -> tuple[list[int], DraftReport]:
-        """Read the prompt and draft while the target prefills, unless the target's scores are needed first.
+        """Read the prompt and draft while the target prefills, unless the target's scores are
+        needed first.
 
         Returns:
             The new tokens, and the report.

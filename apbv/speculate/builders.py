@@ -40,7 +40,8 @@ def kept_visual_tokens(task: DraftTask, rows: Tensor | None) -> Tensor:
 
 
 def draft_by_model(task: DraftTask) -> Draft:
-    """Draft with the draft model, on all text and sound, and the visual tokens that ``task.keep`` chooses."""
+    """Draft with the draft model, on all text and sound, and the visual tokens that ``task.keep``
+    chooses."""
     rows = encode_visual(task.draft, task.inputs.visual)
     if not task.inputs.num_visual_tokens or task.keep == "full":
         return _draft_on_tokens(task, rows, torch.arange(task.inputs.num_visual_tokens))
@@ -62,21 +63,28 @@ def _prune_kv(task: DraftTask, rows: Tensor, draft: Draft) -> Draft:
     """Prune the KV of a draft that has read the whole prompt to the kept visual tokens."""
     kept = kept_visual_tokens(task, rows)
     if draft.drafter is not None:
-        visual, text = task.is_visual.nonzero().flatten()[kept], (~task.is_visual).nonzero().flatten()
+        visual, text = (
+            task.is_visual.nonzero().flatten()[kept],
+            (~task.is_visual).nonzero().flatten(),
+        )
         text = text[: len(text) - task.leave_last]
         draft.drafter.prune_prompt(torch.cat([text, visual]).sort().values)
     return Draft(draft.drafter, len(kept), kept)
 
 
 def draft_text_only(task: DraftTask) -> Draft:
-    """Draft with the draft model, on the prompt's text alone, and on its sound where the draft hears."""
+    """Draft with the draft model, on the prompt's text alone, and on its sound where the draft
+    hears."""
     nothing = torch.empty(0, dtype=torch.long)
     if task.draft.is_video_model or not task.target.is_video_model:
         cache = prefill_draft(task.draft, task.inputs, nothing, task.hosts, None, task.home)
         return Draft(task.drafter(task.draft, cache), 0, nothing)
-    # A text-only model knows neither placeholders nor the target's positions: it reads the text as a whole prompt.
+    # A text-only model knows neither placeholders nor the target's positions: it reads the text as
+    # a whole prompt.
     text = task.text_ids[None]
-    text = text.where(text < task.draft.vocab_size, 0)  # as ModelDrafter does for tokens outside its vocabulary
+    text = text.where(
+        text < task.draft.vocab_size, 0
+    )  # as ModelDrafter does for tokens outside its vocabulary
     count, cache = text.shape[1], None
     if task.is_home:
         cache = run_prompt(task.draft, text, torch.arange(count)[None])
@@ -84,7 +92,8 @@ def draft_text_only(task: DraftTask) -> Draft:
 
 
 def draft_by_ensemble(task: DraftTask) -> Draft:
-    """Draft with one model that reads the prompt in several ways (TABED); a prompt of text as ``vanilla`` does."""
+    """Draft with one model that reads the prompt in several ways (TABED); a prompt of text as
+    ``vanilla`` does."""
     if not task.inputs.num_visual_tokens:
         return draft_by_model(task)
     rows, kept = None, torch.empty(0, dtype=torch.long)
@@ -96,15 +105,19 @@ def draft_by_ensemble(task: DraftTask) -> Draft:
 
 
 def draft_on_attended_kv(task: DraftTask) -> Draft:
-    """Draft with the target on all text and each layer's and head's most attended visual KV (STD)."""
+    """Draft with the target on all text and each layer's and head's most attended visual KV
+    (STD)."""
     scores, count = task.scores() if task.inputs.num_visual_tokens else [], task.num_kept
     nothing = torch.empty(task.target.num_kv_heads, 0, dtype=torch.long)
-    best = [layer.topk(count, dim=1).indices for layer in scores] or [nothing] * task.target.num_layers
+    best = [layer.topk(count, dim=1).indices for layer in scores] or [
+        nothing
+    ] * task.target.num_layers
     return Draft(_own_kv_drafter(task, best), count)
 
 
 def draft_on_latest_kv(task: DraftTask) -> Draft:
-    """Draft with the target on all text, which has the first tokens, and the latest visual KV (StreamingLLM)."""
+    """Draft with the target on all text, which has the first tokens, and the latest visual KV
+    (StreamingLLM)."""
     num_visual = task.inputs.num_visual_tokens
     latest = torch.arange(num_visual - min(task.num_kept, num_visual), num_visual)
     of_every_head = latest.expand(task.target.num_kv_heads, -1)
@@ -113,21 +126,29 @@ def draft_on_latest_kv(task: DraftTask) -> Draft:
 
 
 def _own_kv_drafter(task: DraftTask, visual: list[Tensor]) -> Drafter | None:
-    """Return a drafter of the target on all text and, per layer and KV head, these visual tokens ``[Hkv, T]``."""
+    """Return a drafter of the target on all text and, per layer and KV head, these visual tokens
+    ``[Hkv, T]``."""
     visual_tokens = task.is_visual.nonzero().flatten()
     text_tokens = (~task.is_visual).nonzero().flatten().expand(task.target.num_kv_heads, -1)
-    chosen = [torch.cat([text_tokens, visual_tokens[places]], dim=1).sort(dim=1).values for places in visual]
+    chosen = [
+        torch.cat([text_tokens, visual_tokens[places]], dim=1).sort(dim=1).values
+        for places in visual
+    ]
     return task.drafter(task.target, task.state.kv.select(chosen))
 
 
 def draft_by_first_layers(task: DraftTask) -> Draft:
-    """Draft with the target's first layers and its head, on the KV that these layers have (LayerSkip).
+    """Draft with the target's first layers and its head, on the KV that these layers have
+    (LayerSkip).
 
     The authors train a model for that; here, as in STD's paper, it is any model.
     """
     num_layers = max(1, round(task.config.layer_ratio * task.target.num_layers))
     cache = task.state.kv.first_layers(num_layers)
-    return Draft(task.drafter(task.target.with_first_layers(num_layers), cache), task.inputs.num_visual_tokens)
+    return Draft(
+        task.drafter(task.target.with_first_layers(num_layers), cache),
+        task.inputs.num_visual_tokens,
+    )
 
 
 def draft_by_ngrams(task: DraftTask) -> Draft:
@@ -139,9 +160,10 @@ def draft_by_ngrams(task: DraftTask) -> Draft:
 def keep_specvlm(attention: Tensor, count: int) -> Tensor:
     """Return SpecVLM's selection: the most attended tokens, and evenly spaced ones of the rest.
 
-    The first stage keeps the fewest tokens that together hold 40% of the attention (of these at most ``count``,
-    the best), as in the authors' code (github.com/zju-jiyicheng/SpecVLM). The second fills up to ``count`` with
-    tokens evenly spaced among the others. The most attended tokens are in few frames; the spaced ones cover all.
+    The first stage keeps the fewest tokens that together hold 40% of the attention (of these at
+    most ``count``, the best), as in the authors' code (github.com/zju-jiyicheng/SpecVLM). The
+    second fills up to ``count`` with tokens evenly spaced among the others. The most attended
+    tokens are in few frames; the spaced ones cover all.
 
     Args:
         attention: ``[visual tokens]``, at least 0.

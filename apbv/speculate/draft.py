@@ -25,17 +25,24 @@ from .drafters import Drafter, ModelDrafter
 
 @torch.no_grad()
 def prefill_draft(
-    parts: ModelParts, inputs: ModelInputs, kept_visual: Tensor, hosts: HostGroup, rows: Tensor | None, home: int = 0
+    parts: ModelParts,
+    inputs: ModelInputs,
+    kept_visual: Tensor,
+    hosts: HostGroup,
+    rows: Tensor | None,
+    home: int = 0,
 ) -> DynamicCache | None:
-    """Draft prefill on the prompt's text and audio and some of its visual tokens, on one host; collective.
+    """Draft prefill on the prompt's text and audio and some of its visual tokens, on one host;
+    collective.
 
-    Only the embeddings of kept visual tokens are sent, and all of the sound's: of that nothing is left out, as in
-    HIPPO's experiments with a model that hears.
+    Only the embeddings of kept visual tokens are sent, and all of the sound's: of that nothing is
+    left out, as in HIPPO's experiments with a model that hears.
 
     Args:
         parts: the draft.
         inputs: the target's prompt.
-        kept_visual: the kept visual tokens, by their numbers among all visual tokens, ascending; on every host.
+        kept_visual: the kept visual tokens, by their numbers among all visual tokens, ascending; on
+            every host.
         rows: the draft's visual embeddings of this host's frames; None if no visual token is kept.
         home: the host that drafts.
 
@@ -66,7 +73,8 @@ def prefill_draft(
 def run_prompt(
     parts: ModelParts, input_ids: Tensor, position_ids: Tensor, merged: LocalVisual | None = None
 ) -> DynamicCache:
-    """Run a model over a prompt ``[1, n]`` with rows in place of visual and audio tokens; return its KV."""
+    """Run a model over a prompt ``[1, n]`` with rows in place of visual and audio tokens; return
+    its KV."""
     embeds, extra = (merged or LocalVisual()).merge_into(parts, input_ids)
     cache = DynamicCache()
     with parts.rotary_of_prompt(int(position_ids.max()) + 1):
@@ -88,18 +96,21 @@ class DraftTask:
         target, draft: the models; draft is None for strategies without one.
         inputs: the prompt with its pixels.
         state: the target's prefill; None on a draft host.
-        scores: returns the scores from the target's prefill that the strategy needs, if any; collective.
+        scores: returns the scores from the target's prefill that the strategy needs, if any;
+            collective.
         hosts: the hosts that compute: the target's hosts, or a draft host alone.
         home: the one of them that drafts.
         config: the speculative configuration.
-        keep: the policy that chooses the visual tokens which the draft sees; None if none can be chosen.
+        keep: the policy that chooses the visual tokens which the draft sees; None if none can be
+            chosen.
         sampling: how tokens are drawn.
         vocab_size: the target's; on a draft host the smaller of target and draft.
-        awaited: on a draft host the message that arrives when the target knows the scores; None if none are
-            needed.
+        awaited: on a draft host the message that arrives when the target knows the scores; None if
+            none are needed.
         leave_last: whether the drafter must run the prompt's last token itself, to get its logits.
         drafts_tree: whether the drafter drafts trees.
-        tokenize: turns text into token ids, without special tokens, for drafts that read other text.
+        tokenize: turns text into token ids, without special tokens, for drafts that read other
+            text.
         caption: a caption of what is to be seen, on the leader, if the strategy needs one.
     """
 
@@ -170,8 +181,10 @@ class Draft:
     Attributes:
         drafter: the drafter on the host that drafts; None on the others.
         num_visual: how many visual tokens it sees.
-        kept: which ones, by their numbers among the visual tokens, where all layers and heads see the same.
-        successor: builds the replacement of a provisional draft, which drafts until the target's scores arrive.
+        kept: which ones, by their numbers among the visual tokens, where all layers and heads see
+            the same.
+        successor: builds the replacement of a provisional draft, which drafts until the target's
+            scores arrive.
         awaited: the message that arrives with them.
     """
 
@@ -184,6 +197,7 @@ class Draft:
     def runs(self, parts: ModelParts) -> bool:
         """Return whether the drafter on this host runs this very model, the target.
 
-        It then sees less of the prompt, and the target's KV of verified tokens replaces its own (STD).
+        It then sees less of the prompt, and the target's KV of verified tokens replaces its own
+        (STD).
         """
         return isinstance(self.drafter, ModelDrafter) and self.drafter.parts is parts

@@ -1,8 +1,8 @@
 """Drafters, which propose tokens for the target to verify. They run on host 0.
 
-A drafter is not told which of its tokens were accepted: it gets all tokens so far, keeps the KV that it has
-already computed for them, and rolls the rest back. There is thus no second record of accepted tokens that could be
-wrong.
+A drafter is not told which of its tokens were accepted: it gets all tokens so far, keeps the KV
+that it has already computed for them, and rolls the rest back. There is thus no second record of
+accepted tokens that could be wrong.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -32,8 +32,8 @@ class Proposal:
 
     Attributes:
         tokens: of nodes 1, 2, … of the requested tree; for a chain possibly fewer than requested.
-        q: ``[len(tokens), Vq]`` in fp64, on any device, the distributions that the tokens were drawn from; None if
-            they were not drawn.
+        q: ``[len(tokens), Vq]`` in fp64, on any device, the distributions that the tokens were
+            drawn from; None if they were not drawn.
     """
 
     tokens: list[int]
@@ -41,7 +41,8 @@ class Proposal:
 
 
 def pack_tokens(tokens: Sequence[int], most: int) -> list[int]:
-    """Encode at most ``most`` tokens as a message of ``1 + most`` numbers: their count, the tokens, and zeros."""
+    """Encode at most ``most`` tokens as a message of ``1 + most`` numbers: their count, the tokens,
+    and zeros."""
     return [len(tokens), *tokens, *[0] * (most - len(tokens))]
 
 
@@ -61,42 +62,48 @@ class Drafter:
     """Interface of a drafter."""
 
     def propose(self, tokens: Sequence[int], tree: Tree) -> Proposal:
-        """Draft the continuation of all new ``tokens`` (at least one) since the prompt; the last is the root.
+        """Draft the continuation of all new ``tokens`` (at least one) since the prompt; the last is
+        the root.
 
         Raises:
-            NotFiniteError: the draft's logits are NaN or infinite; then the draft is useless for this prompt.
+            NotFiniteError: the draft's logits are NaN or infinite; then the draft is useless for
+                this prompt.
         """
         raise NotImplementedError
 
     def learn(self, tokens: Sequence[int], logits: Tensor) -> None:
-        """Learn from the S tokens that a round has added, and the target's logits ``[S, V]``; by default nothing.
+        """Learn from the S tokens that a round has added, and the target's logits ``[S, V]``; by
+        default nothing.
 
-        The first new token, which the prefill chose, is never among them. Only with sequential drafting.
+        The first new token, which the prefill chose, is never among them. Only with sequential
+        drafting.
         """
 
 
 class ModelDrafter(Drafter):
     """Drafts with a language model, on its own KV of the prompt.
 
-    In a chain every token is drawn as the answer's are. In another tree the children of a node are its most
-    probable next tokens. A batch of answers takes the model and :attr:`cache`, to which it appends, and drafts by
-    itself.
+    In a chain every token is drawn as the answer's are. In another tree the children of a node are
+    its most probable next tokens. A batch of answers takes the model and :attr:`cache`, to which it
+    appends, and drafts by itself.
 
     Attributes:
         parts, cache, position, vocab_size: as below; the position is that of the first new token.
-        newest_kv: if the draft is the target itself on less of the prompt, returns the target's KV of verified
-            tokens, which replaces this drafter's own (STD: dense KV for sparse).
+        newest_kv: if the draft is the target itself on less of the prompt, returns the target's KV
+            of verified tokens, which replaces this drafter's own (STD: dense KV for sparse).
 
     Args:
         parts: the model; it may be the target itself on a smaller KV.
-        cache: plain transformers cache of the prompt. New tokens are appended and rolled back; the prompt's KV
-            stays.
-        next_position: rotary position of the first new token, which may exceed the number of cached tokens.
-        prompt_len: the prompt's tokens before the new ones, on which random numbers depend: n, or one less where
-            the prompt's last token is run again.
+        cache: plain transformers cache of the prompt. New tokens are appended and rolled back; the
+            prompt's KV stays.
+        next_position: rotary position of the first new token, which may exceed the number of cached
+            tokens.
+        prompt_len: the prompt's tokens before the new ones, on which random numbers depend: n, or
+            one less where the prompt's last token is run again.
         config: how tokens are drawn.
-        vocab_size: only tokens below it are drafted: the target has no others. The draft reads the target's tokens
-            beyond its own vocabulary as token 0, which can cost acceptance, but keeps decoding lossless.
+        vocab_size: only tokens below it are drafted: the target has no others. The draft reads the
+            target's tokens beyond its own vocabulary as token 0, which can cost acceptance, but
+            keeps decoding lossless.
         drafts_trees: whether trees are drafted, level by level, and not chains.
         prompt_ids: the prompt's tokens, for penalties, int64 ``[1, n]``.
     """
@@ -115,22 +122,37 @@ class ModelDrafter(Drafter):
         self.parts, self.position, self._drafts_trees = parts, next_position, drafts_trees
         self._continue(cache)
         self._prompt_len, self._config, self.vocab_size = prompt_len, config, vocab_size
-        self._penalties, self._answer_start = None, 0  # the place among the new tokens at which the answer begins
+        self._penalties, self._answer_start = (
+            None,
+            0,
+        )  # the place among the new tokens at which the answer begins
         if config.penalises:
             self._penalties = Penalties(config, prompt_ids[0], vocab_size, parts.device)
             self._answer_start = prompt_ids.shape[1] - prompt_len
-        self._cached: list[int] = []  # the new tokens whose KV the cache holds, of a tree up to its root
-        self._num_cached = 0  # their number, also while a window is drafted whose tokens are not read yet
+        self._cached: list[
+            int
+        ] = []  # the new tokens whose KV the cache holds, of a tree up to its root
+        self._num_cached = (
+            0  # their number, also while a window is drafted whose tokens are not read yet
+        )
         self._tree, self._drafted = Tree.chain(0), [-1]
-        self._nodes_in_cache: list[int] = []  # the nodes of the last tree whose KV follows that of these tokens
+        self._nodes_in_cache: list[
+            int
+        ] = []  # the nodes of the last tree whose KV follows that of these tokens
         self.newest_kv: NewestKV | None = None
         self._num_replaced = 0
 
     def propose(self, tokens: Sequence[int], tree: Tree) -> Proposal:
         missing = self._roll_back(tokens)
-        return self._branches(tokens, missing, tree) if self._drafts_trees else self._chain(tokens, missing, tree)
+        return (
+            self._branches(tokens, missing, tree)
+            if self._drafts_trees
+            else self._chain(tokens, missing, tree)
+        )
 
-    def _chain(self, tokens: Sequence[int], missing: Sequence[int] | Tensor, tree: Tree) -> Proposal:
+    def _chain(
+        self, tokens: Sequence[int], missing: Sequence[int] | Tensor, tree: Tree
+    ) -> Proposal:
         choices, rows = [], []
         for _ in range(tree.depth):
             choice, row = self._next(missing, tokens, [choice.tokens for choice in choices])
@@ -147,33 +169,49 @@ class ModelDrafter(Drafter):
         for depth, nodes in enumerate(tree.inner_levels):
             if depth:
                 self._nodes_in_cache += nodes
-                above = tree.children[tree.inner_levels[depth - 1][0]][0]  # the first node of their level
-                ids = levels[-1].tokens.index_select(0, self._indices(node - above for node in nodes))
+                above = tree.children[tree.inner_levels[depth - 1][0]][
+                    0
+                ]  # the first node of their level
+                ids = levels[-1].tokens.index_select(
+                    0, self._indices(node - above for node in nodes)
+                )
                 visible = tree.visible[list(nodes)][:, self._nodes_in_cache]
                 positions = [self.position + self._num_cached + depth - 1] * len(nodes)
                 logits = self._runner.run(ids, positions, visible)[:, : self.vocab_size]
             if self._penalties is not None:
                 drafted = torch.cat([level.tokens for level in levels]) if levels else ()
                 precede = tree.visible[list(nodes), 1 : 1 + len(drafted)]
-                logits = self._penalties.penalised(logits, tokens[self._answer_start :], drafted, precede)
-            levels.append(self._choose_children(logits, [len(tree.children[node]) for node in nodes]))
+                logits = self._penalties.penalised(
+                    logits, tokens[self._answer_start :], drafted, precede
+                )
+            levels.append(
+                self._choose_children(logits, [len(tree.children[node]) for node in nodes])
+            )
         drafted = Choice.joined(levels).read() if levels else []
         self._drafted = [tokens[-1], *drafted]
         return Proposal(drafted)
 
     def _choose_children(self, logits: Tensor, counts: Sequence[int]) -> Choice:
-        """Choose for each row of logits ``[S, V]`` a number of most probable tokens, concatenated."""
+        """Choose for each row of logits ``[S, V]`` a number of most probable tokens,
+        concatenated."""
         most = max(counts)
         best = logits.topk(most, dim=-1)
-        is_finite = best.values[:, :1].isfinite().expand(-1, most)  # NaN counts as the largest number
-        wanted = self._indices(row * most + rank for row, count in enumerate(counts) for rank in range(count))
-        return Choice(*(each.flatten().index_select(0, wanted) for each in (best.indices, is_finite)))
+        is_finite = (
+            best.values[:, :1].isfinite().expand(-1, most)
+        )  # NaN counts as the largest number
+        wanted = self._indices(
+            row * most + rank for row, count in enumerate(counts) for rank in range(count)
+        )
+        return Choice(
+            *(each.flatten().index_select(0, wanted) for each in (best.indices, is_finite))
+        )
 
     def _indices(self, numbers: Iterable[int]) -> Tensor:
         return to_device(list(numbers), self.parts.device)
 
     def stream(self, tokens: Sequence[int]) -> Iterator[tuple[int, Tensor | None]]:
-        """Yield drafted tokens, each with the distribution ``[Vq]`` it was drawn from, or None if greedy."""
+        """Yield drafted tokens, each with the distribution ``[Vq]`` it was drawn from, or None if
+        greedy."""
         sequence, missing = list(tokens), self._roll_back(tokens)
         while True:
             choice, row = self._next(missing, sequence)
@@ -183,7 +221,8 @@ class ModelDrafter(Drafter):
             yield missing[0], row
 
     def prune_prompt(self, rows: Tensor) -> None:
-        """Drop all of the prompt's KV but these rows, ``[T]`` ascending; the new tokens' KV stays."""
+        """Drop all of the prompt's KV but these rows, ``[T]`` ascending; the new tokens' KV
+        stays."""
         length, heads = self.cache.get_seq_length(), self.cache.layers[0].keys.shape[1]
         rows = torch.cat([rows, torch.arange(length - self._num_cached, length)])
         self._continue(select_kv(self.cache, [rows.expand(heads, -1)] * len(self.cache.layers)))
@@ -196,7 +235,8 @@ class ModelDrafter(Drafter):
     def _next(
         self, missing: Sequence[int] | Tensor, tokens: Sequence[int], drafted: Sequence[Tensor] = ()
     ) -> tuple[Choice, Tensor | None]:
-        """Run tokens that the cache lacks, and choose the next one; return its distribution ``[Vq]``, too.
+        """Run tokens that the cache lacks, and choose the next one; return its distribution
+        ``[Vq]``, too.
 
         Args:
             tokens: the new tokens, and ``drafted``, ``[1]`` each, those after them.
@@ -204,7 +244,9 @@ class ModelDrafter(Drafter):
         logits = self._read(missing)
         if self._penalties is not None:
             answer = tokens[self._answer_start :]
-            logits = self._penalties.penalised(logits, answer, torch.cat(drafted) if drafted else ())
+            logits = self._penalties.penalised(
+                logits, answer, torch.cat(drafted) if drafted else ()
+            )
         place = self._prompt_len + self._num_cached
         choice, (row,) = choose_each(logits, [self._config], [place], PURPOSE_DRAFT)
         return choice, row
@@ -218,7 +260,8 @@ class ModelDrafter(Drafter):
         return logits
 
     def _run(self, tokens: Sequence[int] | Tensor) -> Tensor:
-        """Run the model on these tokens, cache their KV, and return the logits ``[1, Vq]`` after the last."""
+        """Run the model on these tokens, cache their KV, and return the logits ``[1, Vq]`` after
+        the last."""
         first = self.position + self._num_cached
         logits = self._runner.run(tokens, range(first, first + len(tokens)), last_only=True)
         return logits[:, : self.vocab_size]
@@ -249,7 +292,8 @@ class ModelDrafter(Drafter):
         return list(tokens[self._num_cached :])
 
     def _accepted(self, following: Sequence[int]) -> list[int]:
-        """Return the nodes in the cache, from the root of the last tree on, that have these tokens."""
+        """Return the nodes in the cache, from the root of the last tree on, that have these
+        tokens."""
         node, path = 0, []
         for token in following:
             node = self._tree.child(self._drafted, node, token)
@@ -260,7 +304,8 @@ class ModelDrafter(Drafter):
 
 
 class NgramDrafter(Drafter):
-    """Drafts by prompt lookup: the tokens that followed the latest earlier occurrence of the last ones.
+    """Drafts by prompt lookup: the tokens that followed the latest earlier occurrence of the last
+    ones.
 
     Args:
         prompt: the prompt's token ids.
@@ -273,7 +318,8 @@ class NgramDrafter(Drafter):
 
     def propose(self, tokens: Sequence[int], tree: Tree) -> Proposal:
         sequence = [*self._prompt, *tokens]
-        # Verified tokens are never rolled back, so the index stays valid. The last token has no successor yet.
+        # Verified tokens are never rolled back, so the index stays valid. The last token has no
+        # successor yet.
         for end in range(self._indexed + 1, len(sequence)):
             for length in range(1, min(_LONGEST_NGRAM, end) + 1):
                 self._followed[tuple(sequence[end - length : end])] = end

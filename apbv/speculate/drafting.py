@@ -18,7 +18,14 @@ from ..prefilling.reduction.frames import require_whole_frames
 from ..refusals import refuse
 from .beside import BesideDraft, DraftHost
 from .link import Pair
-from .strategies import STRATEGIES, keep_policy, make_watcher, reads, require_consistent, require_same_tokens
+from .strategies import (
+    STRATEGIES,
+    keep_policy,
+    make_watcher,
+    reads,
+    require_consistent,
+    require_same_tokens,
+)
 from .ways import Autoregressive, Captioner, TakingTurns
 
 
@@ -48,7 +55,9 @@ class Drafting:
         captioner: see :class:`apbv.Engine`.
     """
 
-    def __init__(self, config: SpeculativeConfig | None, hosts: HostGroup, captioner: Captioner | None):
+    def __init__(
+        self, config: SpeculativeConfig | None, hosts: HostGroup, captioner: Captioner | None
+    ):
         self._config, self._hosts, self._captioner = config, hosts, captioner
         self._has_draft_host = config is not None and config.draft_host
 
@@ -61,8 +70,8 @@ class Drafting:
         """Find the draft model before anything is loaded; return None for strategies without one.
 
         Raises:
-            ValueError: settings contradict one another, or the model is not named, does not exist, or is not
-                supported.
+            ValueError: settings contradict one another, or the model is not named, does not exist,
+                or is not supported.
         """
         if self._config is None:
             return None
@@ -77,7 +86,9 @@ class Drafting:
         refuse(hybrid=hybrid_family(described), drafting=self._config.strategy)
         return path
 
-    def load_model(self, path: str | Path | None, dtype: str | torch.dtype, processor) -> PreTrainedModel | None:
+    def load_model(
+        self, path: str | Path | None, dtype: str | torch.dtype, processor
+    ) -> PreTrainedModel | None:
         """Load the draft model on every host that drafts; collective.
 
         Args:
@@ -120,18 +131,28 @@ class Drafting:
         if model is None and draft is None:
             raise ValueError("give a model, a draft model, or both")
         models = Models(
-            *(None if each is None else inspect_model(each, prefill.backend, decode) for each in (model, draft))
+            *(
+                None if each is None else inspect_model(each, prefill.backend, decode)
+                for each in (model, draft)
+            )
         )
         for each in models:
-            refuse(hybrid=each and hybrid_family(each.model.config), drafting=config and config.strategy)
+            refuse(
+                hybrid=each and hybrid_family(each.model.config),
+                drafting=config and config.strategy,
+            )
         strategy = config and STRATEGIES[config.strategy]
-        if strategy and strategy.needs_draft_model and not config.draft_host:  # which has to read requests itself
+        if (
+            strategy and strategy.needs_draft_model and not config.draft_host
+        ):  # which has to read requests itself
             if draft is None:
                 raise ValueError(f"the strategy {config.strategy} needs a draft model")
             target, of_draft = reads(models.target), reads(models.draft)
             takes_text = strategy.reads_text_only and not models.draft.is_video_model
             if target != of_draft and not takes_text:
-                raise ValueError(f"the draft cannot read the target's prompts: it reads {of_draft}, not {target}")
+                raise ValueError(
+                    f"the draft cannot read the target's prompts: it reads {of_draft}, not {target}"
+                )
         return models
 
     def watches_prefill(self, models: Models) -> bool:
@@ -150,7 +171,9 @@ class Drafting:
                 raise ValueError(f"keep={keep!r} selects frames, but the prompt has no video")
             require_whole_frames(inputs, f"keep={keep!r}")
 
-    def way_to_answer(self, models: Models, tokenizer) -> Autoregressive | TakingTurns | BesideDraft | DraftHost:
+    def way_to_answer(
+        self, models: Models, tokenizer
+    ) -> Autoregressive | TakingTurns | BesideDraft | DraftHost:
         """Return this host's decoding loop; collective."""
         config, hosts = self._config, self._hosts
         if config is None:
@@ -160,13 +183,22 @@ class Drafting:
             draft = models.draft if STRATEGIES[config.strategy].needs_draft_model else None
             return TakingTurns(models.target, draft, hosts, config, tokenize, self._captioner)
         pair = Pair.of(hosts, config)
-        way = DraftHost(models.draft, config, pair) if pair.is_draft else BesideDraft(models.target, config, pair)
-        hosts.require_same("the kind of prompts that the model reads", reads(models.reading).encode())
+        way = (
+            DraftHost(models.draft, config, pair)
+            if pair.is_draft
+            else BesideDraft(models.target, config, pair)
+        )
+        hosts.require_same(
+            "the kind of prompts that the model reads", reads(models.reading).encode()
+        )
         return way
 
     def agree(self, sampling: SamplingParams) -> SamplingParams:
-        """Return host 0's default sampling parameters, which may differ on the draft host; collective."""
+        """Return host 0's default sampling parameters, which may differ on the draft host;
+        collective."""
         if not self._has_draft_host:
             return sampling
         defaults = self._hosts.gather_json(asdict(sampling))[0]
-        return SamplingParams(**{name: value for name, value in defaults.items() if name != "logit_bias"})
+        return SamplingParams(
+            **{name: value for name, value in defaults.items() if name != "logit_bias"}
+        )

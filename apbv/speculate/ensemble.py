@@ -1,8 +1,9 @@
 """TABED's draft: one model that reads the prompt in several contexts, and drafts from the mixture.
 
-The contexts are: M, the prompt itself; T, a line break instead of every run of visual tokens; C, a caption instead
-of them; P, visual tokens pooled 2 x 2. They are the rows of one batch, so that a drafted token still takes one
-forward pass (Algorithm 1). A context's weight depends on how well it has predicted the tokens verified so far.
+The contexts are: M, the prompt itself; T, a line break instead of every run of visual tokens; C, a
+caption instead of them; P, visual tokens pooled 2 x 2. They are the rows of one batch, so that a
+drafted token still takes one forward pass (Algorithm 1). A context's weight depends on how well it
+has predicted the tokens verified so far.
 """
 
 from collections.abc import Sequence
@@ -26,14 +27,17 @@ from .drafters import ModelDrafter
 GRID_STEPS = 10  # n of Appendix B.2
 LINE_BREAK = "\n"
 FINITE = torch.finfo(torch.float64).max
-ERROR_FLOOR = 1e-6  # nats: a context that was never wrong gets all the weight, and no division by zero
+ERROR_FLOOR = (
+    1e-6  # nats: a context that was never wrong gets all the weight, and no division by zero
+)
 
 
 class AdaptedWeights:
-    """The weights of m contexts, by the KL divergences of mixtures from the target, summed over verified tokens.
+    """The weights of m contexts, by the KL divergences of mixtures from the target, summed over
+    verified tokens.
 
-    Of two contexts (MT*) it takes the best of the mixtures ``[1 - j/10, j/10]`` (Algorithm 1). More contexts
-    (MTCP*) are weighed by softmax(1 / e), e the divergence of each alone.
+    Of two contexts (MT*) it takes the best of the mixtures ``[1 - j/10, j/10]`` (Algorithm 1). More
+    contexts (MTCP*) are weighed by softmax(1 / e), e the divergence of each alone.
     """
 
     def __init__(self, num_contexts: int):
@@ -44,7 +48,8 @@ class AdaptedWeights:
         self._errors: Tensor | float = 0.0
 
     def learn(self, p: Tensor, q: Tensor) -> None:
-        """Learn from the target's distribution ``p [V]`` and the contexts' ``q [m, V]`` of a verified token."""
+        """Learn from the target's distribution ``p [V]`` and the contexts' ``q [m, V]`` of a
+        verified token."""
         self._candidates = to_device(self._candidates, q.device)
         self._errors = self._errors + kl_divergence(p, self._candidates @ q)
 
@@ -61,17 +66,21 @@ def kl_divergence(p: Tensor, q: Tensor) -> Tensor:
     return torch.where(p > 0, p * (p.log() - q.log()), 0.0).sum(dim=-1)
 
 
-def read_contexts(task: DraftTask, kept_visual: Tensor, rows: Tensor | None) -> list[tuple[DynamicCache, int]]:
+def read_contexts(
+    task: DraftTask, kept_visual: Tensor, rows: Tensor | None
+) -> list[tuple[DynamicCache, int]]:
     """Draft prefill in each context of an ensemble, sequentially, on the leader; collective.
 
-    M and P keep the prompt's positions, a pooled token its top left one's; T and C are texts of their own.
+    M and P keep the prompt's positions, a pooled token its top left one's; T and C are texts of
+    their own.
 
     Args:
-        kept_visual, rows: for M; see :func:`apbv.speculate.draft.prefill_draft`. P needs the rows, too.
+        kept_visual, rows: for M; see :func:`apbv.speculate.draft.prefill_draft`. P needs the rows,
+            too.
 
     Returns:
-        On the leader, of each context its KV, ``[1, Hkv, n, D]`` per layer, and the rotary position of the first
-        new token; elsewhere nothing.
+        On the leader, of each context its KV, ``[1, Hkv, n, D]`` per layer, and the rotary position
+        of the first new token; elsewhere nothing.
     """
     parts, inputs, hosts = task.draft, task.inputs, task.hosts
     prompt, line_break = inputs.input_ids[0], task.tokenize(LINE_BREAK)
@@ -81,9 +90,11 @@ def read_contexts(task: DraftTask, kept_visual: Tensor, rows: Tensor | None) -> 
         if letter in "MP":
             if letter == "P":
                 cells, piece = pooling_cells(parts, inputs), inputs.visual.pieces[hosts.rank]
-                # This pools the projector's output, where the paper pools its input: only the output is accessible
-                # in unmodified models of every family.
-                pooled = means_of_groups(rows, cells[piece.start : piece.stop] - piece.start, len(rows))
+                # This pools the projector's output, where the paper pools its input: only the
+                # output is accessible in unmodified models of every family.
+                pooled = means_of_groups(
+                    rows, cells[piece.start : piece.stop] - piece.start, len(rows)
+                )
                 cache = prefill_draft(parts, inputs, cells.unique(), hosts, pooled)
             else:
                 cache = prefill_draft(parts, inputs, kept_visual, hosts, rows)
@@ -97,14 +108,19 @@ def read_contexts(task: DraftTask, kept_visual: Tensor, rows: Tensor | None) -> 
     return contexts if hosts.is_leader else []
 
 
-def as_text(input_ids: Sequence[int], is_placeholder: Sequence[bool], first: list[int], others: list[int]) -> list[int]:
-    """Replace the first run of placeholders in a prompt by ``first``, and every further run by ``others``.
+def as_text(
+    input_ids: Sequence[int], is_placeholder: Sequence[bool], first: list[int], others: list[int]
+) -> list[int]:
+    """Replace the first run of placeholders in a prompt by ``first``, and every further run by
+    ``others``.
 
-    The paper's prompts have one placeholder per image, which becomes one "\\n" (Appendix I.2); here it is the run
-    of placeholders into which the processor has expanded that one.
+    The paper's prompts have one placeholder per image, which becomes one "\\n" (Appendix I.2); here
+    it is the run of placeholders into which the processor has expanded that one.
     """
     text, replacement = [], first
-    for stands_in, run in groupby(zip(input_ids, is_placeholder, strict=True), key=lambda pair: pair[1]):
+    for stands_in, run in groupby(
+        zip(input_ids, is_placeholder, strict=True), key=lambda pair: pair[1]
+    ):
         if stands_in:
             text += replacement
             replacement = others
@@ -114,10 +130,12 @@ def as_text(input_ids: Sequence[int], is_placeholder: Sequence[bool], first: lis
 
 
 def pooling_cells(parts: ModelParts, inputs: ModelInputs) -> Tensor:
-    """Return for each visual token the number of the top left one of its 2 x 2 cell, within its frame or image.
+    """Return for each visual token the number of the top left one of its 2 x 2 cell, within its
+    frame or image.
 
-    A token outside any grid, such as a separator at a video's end, is a cell by itself; so are the tokens of
-    LLaVA-OneVision's images, which are laid out in tiles of varying sizes, and those of frames that lack tokens.
+    A token outside any grid, such as a separator at a video's end, is a cell by itself; so are the
+    tokens of LLaVA-OneVision's images, which are laid out in tiles of varying sizes, and those of
+    frames that lack tokens.
     """
     visual, cells = inputs.visual, torch.arange(inputs.num_visual_tokens)
     for item, patches in zip(visual.items, visual.item_patches, strict=True):
@@ -138,7 +156,8 @@ def pooling_cells(parts: ModelParts, inputs: ModelInputs) -> Tensor:
 
 
 def stack_left_padded(caches: Sequence[DynamicCache]) -> DynamicCache:
-    """Stack caches as rows of one batch, padded with zeros on the left, so that all rows grow together."""
+    """Stack caches as rows of one batch, padded with zeros on the left, so that all rows grow
+    together."""
     longest = max(cache.get_seq_length() for cache in caches)
     stacked = DynamicCache()
     for index, layers in enumerate(zip(*(cache.layers for cache in caches), strict=True)):
@@ -153,8 +172,8 @@ def stack_left_padded(caches: Sequence[DynamicCache]) -> DynamicCache:
 class EnsembleDrafter(ModelDrafter):
     """Drafts from the mixture of one model's distributions in several contexts.
 
-    Each context's distribution is at the sampling temperature (1 where decoding is greedy), and top-p cuts the
-    mixture. Weights are equal in the first block, and stay as they are within one.
+    Each context's distribution is at the sampling temperature (1 where decoding is greedy), and
+    top-p cuts the mixture. Weights are equal in the first block, and stay as they are within one.
 
     Attributes:
         weights: the contexts' weights in the latest block, fp64 ``[m]``.
@@ -166,7 +185,13 @@ class EnsembleDrafter(ModelDrafter):
     def __init__(self, task: DraftTask, contexts: Sequence[tuple[DynamicCache, int]]):
         parts, (caches, positions) = task.draft, zip(*contexts, strict=True)
         cache = stack_left_padded(caches)
-        settings = task.inputs.num_tokens, task.sampling, task.vocab_size, False, task.inputs.input_ids
+        settings = (
+            task.inputs.num_tokens,
+            task.sampling,
+            task.vocab_size,
+            False,
+            task.inputs.input_ids,
+        )
         super().__init__(parts, cache, 0, *settings)
         lengths = [cache.get_seq_length() for cache in caches]
         self._positions = torch.tensor(positions, device=parts.device)[:, None]
@@ -177,7 +202,8 @@ class EnsembleDrafter(ModelDrafter):
         self._policy = AdaptedWeights(len(contexts)) if task.config.ensemble.endswith("*") else None
         equal = torch.full((len(contexts),), 1 / len(contexts), dtype=torch.float64)
         self.weights = to_device(equal, parts.device)
-        # [m, Vq] each: the contexts' distributions after every cached token that is not learnt from yet.
+        # [m, Vq] each: the contexts' distributions after every cached token that is not learnt from
+        # yet.
         self._predictions: list[Tensor] = []
         self._verified: list[Tensor] = []  # the target's logits
 
@@ -187,7 +213,8 @@ class EnsembleDrafter(ModelDrafter):
             self._verified += logits
 
     def _run(self, tokens: Sequence[int] | Tensor) -> Tensor:
-        """Run all contexts on these tokens, and return their mixture's logits ``[1, Vq]`` after the last."""
+        """Run all contexts on these tokens, and return their mixture's logits ``[1, Vq]`` after the
+        last."""
         temperature = self._config.temperature or 1.0
         q = torch.softmax(self._run_contexts(tokens).double() / temperature, dim=-1)
         if self._policy is not None:
@@ -196,7 +223,8 @@ class EnsembleDrafter(ModelDrafter):
         return (self.weights @ q[:, -1]).log()[None] * temperature
 
     def _adapt(self) -> None:
-        """Learn from the tokens verified since the latest block, if there are any, and choose the next weights."""
+        """Learn from the tokens verified since the latest block, if there are any, and choose the
+        next weights."""
         if not self._verified:
             return
         temperature = self._config.temperature or 1.0
@@ -223,7 +251,9 @@ class EnsembleDrafter(ModelDrafter):
         with apbv_attention(parts.language_model, self._implementation):
             hidden = parts.language_model(
                 inputs_embeds=parts.embed_tokens(input_ids),
-                attention_mask=functional.pad(self._is_prompt, (0, self._num_cached + count), value=True).long(),
+                attention_mask=functional.pad(
+                    self._is_prompt, (0, self._num_cached + count), value=True
+                ).long(),
                 position_ids=position_ids.expand(3, -1, -1) if parts.uses_mrope else position_ids,
                 use_cache=True,
                 **{CACHE_ARGUMENT: self.cache},

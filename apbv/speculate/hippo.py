@@ -1,7 +1,7 @@
 """Scores visual tokens as HIPPO does: by change over time, variety in space, and attention.
 
-Source: *HIPPO: Accelerating Video Large Language Models Inference via Holistic-aware Parallel Speculative
-Decoding*, Section 5.1.
+Source: *HIPPO: Accelerating Video Large Language Models Inference via Holistic-aware Parallel
+Speculative Decoding*, Section 5.1.
 """
 
 from collections.abc import Collection
@@ -18,12 +18,18 @@ from ..prefilling.reduction.frames import shared_video, videos_of
 
 
 def local_semantics(
-    parts: ModelParts, inputs: ModelInputs, rows: Tensor, hosts: HostGroup, terms: Collection[str] = HIPPO_TERMS
+    parts: ModelParts,
+    inputs: ModelInputs,
+    rows: Tensor,
+    hosts: HostGroup,
+    terms: Collection[str] = HIPPO_TERMS,
 ) -> Tensor:
-    """Add HIPPO's s_temp (Eq. 4) and s_spa (Eq. 6) of all visual tokens, each z-scored within a frame; collective.
+    """Add HIPPO's s_temp (Eq. 4) and s_spa (Eq. 6) of all visual tokens, each z-scored within a
+    frame; collective.
 
-    Every host scores the frames that it has, for which it needs one frame of either neighbouring host. A row that
-    belongs to no frame (a separator at a video's end) has an infinite score: it is never pruned.
+    Every host scores the frames that it has, for which it needs one frame of either neighbouring
+    host. A row that belongs to no frame (a separator at a video's end) has an infinite score: it is
+    never pruned.
 
     Args:
         rows: ``[rows of this host's share, d]``, the vision tower's output.
@@ -52,7 +58,9 @@ def local_semantics(
     return result
 
 
-def with_relevance(parts: ModelParts, inputs: ModelInputs, semantics: Tensor, attention: Tensor) -> Tensor:
+def with_relevance(
+    parts: ModelParts, inputs: ModelInputs, semantics: Tensor, attention: Tensor
+) -> Tensor:
     """Add HIPPO's s_attn, z-scored within a frame, to the terms of time and space (Eq. 7).
 
     Args:
@@ -62,19 +70,23 @@ def with_relevance(parts: ModelParts, inputs: ModelInputs, semantics: Tensor, at
     scores = semantics.clone()
     for video in videos_of(parts, inputs):
         place = slice(video.in_frames.start, video.in_frames.stop)
-        scores[place] += standardised(attention[place].view(-1, video.height * video.width)).flatten()
+        scores[place] += standardised(
+            attention[place].view(-1, video.height * video.width)
+        ).flatten()
     return scores
 
 
 def standardised(scores: Tensor, unit: float | None = None) -> Tensor:
-    """Return z-scores (HIPPO, before its Eq. 7): zero mean and unit deviation within a frame, the last dimension.
+    """Return z-scores (HIPPO, before its Eq. 7): zero mean and unit deviation within a frame, the
+    last dimension.
 
-    Equal scores give 0. Deviations of a millionth of ``unit`` count as rounding errors, and are damped.
+    Equal scores give 0. Deviations of a millionth of ``unit`` count as rounding errors, and are
+    damped.
 
     Args:
-        unit: 1 for scores that consist of cosines, whose rounding errors do not shrink with the scores. None: the
-            frame's mean score, so that a multiple of the scores gives the same: attention shrinks with the number
-            of tokens that share it.
+        unit: 1 for scores that consist of cosines, whose rounding errors do not shrink with the
+            scores. None: the frame's mean score, so that a multiple of the scores gives the same:
+            attention shrinks with the number of tokens that share it.
     """
     mean = scores.mean(dim=-1, keepdim=True)
     rounding = 1e-6 * (mean.abs() if unit is None else torch.full_like(mean, unit))

@@ -1,8 +1,8 @@
 """Two one-way channels between the target's host 0 and the draft host.
 
-Per round the draft sends its first token as soon as it is drafted, then the rest; the target sends one verdict,
-which may arrive at any time and stops the draft. Each channel is a process group, so that a failed draft host
-breaks no other communication.
+Per round the draft sends its first token as soon as it is drafted, then the rest; the target sends
+one verdict, which may arrive at any time and stops the draft. Each channel is a process group, so
+that a failed draft host breaks no other communication.
 """
 
 import hashlib
@@ -27,7 +27,11 @@ DRAFT = 1  # its rank within both channels; the target's is 0
 STARTUP_WINDOWS = 3  # maximum length, in drafts, of the first one, made while the target prefills
 # Codes of verdicts. After ALONE the draft sends no more windows, but still receives verdicts.
 GO_ON, CORRECTED, DONE, FAILED, ALONE = range(5)
-_BROKEN, _GAVE_UP, _NOTHING = -1, -2, -3  # sent by the draft instead of tokens; the first two after a failure
+_BROKEN, _GAVE_UP, _NOTHING = (
+    -1,
+    -2,
+    -3,
+)  # sent by the draft instead of tokens; the first two after a failure
 
 
 class DraftGaveUp(Exception):
@@ -37,13 +41,15 @@ class DraftGaveUp(Exception):
 class Link:
     """One end of the two channels between host 0 of the target and the draft host.
 
-    A window is two messages: its first token, and all others. The target expects both in every round; what it does
-    not read is checked for failures before the next window.
+    A window is two messages: its first token, and all others. The target expects both in every
+    round; what it does not read is checked for failures before the next window.
 
     Attributes:
-        most: the largest number of tokens of the current window; a request's first window may be longer.
+        most: the largest number of tokens of the current window; a request's first window may be
+            longer.
         shared_vocab: the size of the smaller vocabulary of target and draft.
-        drawn_vocab: the length of the distributions that are sent with drawn tokens; 0 where decoding is greedy.
+        drawn_vocab: the length of the distributions that are sent with drawn tokens; 0 where
+            decoding is greedy.
         answer: whether the other end can begin the request, and the size of its vocabulary.
         settings_differ: whether the other end has begun the request with other settings.
         is_settled: whether no request is under way, or the draft has been told that it has ended.
@@ -55,7 +61,9 @@ class Link:
 
     def __init__(self, to_target: HostGroup, to_draft: HostGroup):
         self._rank = to_target.rank
-        self._incoming, self._outgoing = (to_draft, to_target) if self._rank == DRAFT else (to_target, to_draft)
+        self._incoming, self._outgoing = (
+            (to_draft, to_target) if self._rank == DRAFT else (to_target, to_draft)
+        )
         self._sent: list[Exchange] = []
         self._unread: deque[Exchange] = deque()  # messages of the last window
         self.most = self._usual_most = 1
@@ -64,14 +72,18 @@ class Link:
         self.is_settled, self.owes_report = True, False
         self.settings_differ = False
 
-    def begin(self, is_ready: bool, most: int, vocab_size: int, drawn: bool, settings: int = 0) -> None:
-        """Send the other end whether this end can begin a request; :meth:`other_is_ready` returns its answer.
+    def begin(
+        self, is_ready: bool, most: int, vocab_size: int, drawn: bool, settings: int = 0
+    ) -> None:
+        """Send the other end whether this end can begin a request; :meth:`other_is_ready` returns
+        its answer.
 
         Args:
             is_ready: whether this end can begin the request.
             most: γ, the tokens of a window.
             vocab_size: the vocabulary size of the model at this end.
-            drawn: whether tokens are drawn, so that distributions over the shared vocabulary are sent, too.
+            drawn: whether tokens are drawn, so that distributions over the shared vocabulary are
+                sent, too.
             settings: a digest of the request's settings, 64 bits with a sign.
         """
         self._lacks_first = True
@@ -81,7 +93,8 @@ class Link:
         self._begun = is_ready, most, vocab_size, drawn, settings
 
     def other_is_ready(self) -> bool:
-        """Wait for the other end's answer, and return whether it has begun the request, too, with the same settings."""
+        """Wait for the other end's answer, and return whether it has begun the request, too, with
+        the same settings."""
         is_ready, most, vocab_size, drawn, settings = self._begun
         ready, theirs, their_settings = self.answer.wait().tolist()
         self.settings_differ = bool(is_ready and ready) and settings != their_settings
@@ -92,12 +105,14 @@ class Link:
         return bool(ready) and not self.settings_differ
 
     def send(self, tensor: Tensor) -> None:
-        """Send a tensor to the other end, for :meth:`receive`, without waiting until it is received."""
+        """Send a tensor to the other end, for :meth:`receive`, without waiting until it is
+        received."""
         self._sent = [exchange for exchange in self._sent if not exchange.has_ended()]
         self._sent.append(self._outgoing.start_broadcast(tensor, self._rank))
 
     def wait_until_received(self) -> None:
-        """Wait until the other end has received all that was sent; what is unsent when a process ends is lost.
+        """Wait until the other end has received all that was sent; what is unsent when a process
+        ends is lost.
 
         Raises:
             HostError: the other end has ended, or receives no more.
@@ -128,7 +143,8 @@ class Link:
         self.send_rest([code], [])
 
     def _send_window(self, tokens: Sequence[int], rows: Sequence[Tensor], count: int) -> None:
-        """Send ``[count, 1 + V]``: each token before its distribution, and nothing after the last."""
+        """Send ``[count, 1 + V]``: each token before its distribution, and nothing after the
+        last."""
         if not count:
             return
         message = torch.full((count, 1 + self.drawn_vocab), _NOTHING, dtype=torch.float64)
@@ -138,7 +154,8 @@ class Link:
         self.send(message)
 
     def expect_verdict(self) -> Exchange:
-        """Start to receive a verdict: its code, the number of verified new tokens, and the one after them.
+        """Start to receive a verdict: its code, the number of verified new tokens, and the one
+        after them.
 
         Waiting for it raises HostError where the target's hosts failed.
         """
@@ -234,8 +251,8 @@ class Pair:
     Attributes:
         hosts: the hosts that this host computes with: the target's hosts, or the draft host alone.
         is_draft: whether this is the draft host.
-        link: the link, on host 0 of the target and on the draft host; None on other hosts, and after the other end
-            was lost.
+        link: the link, on host 0 of the target and on the draft host; None on other hosts, and
+            after the other end was lost.
         lost: why it was lost.
     """
 
@@ -243,19 +260,23 @@ class Pair:
     is_draft: bool
     link: Link | None
     lost: str | None = None
-    _other_takes_part: bool | None = field(default=False, init=False)  # None: it has not answered yet
+    _other_takes_part: bool | None = field(
+        default=False, init=False
+    )  # None: it has not answered yet
     _has_sent_scores: bool = field(default=False, init=False)  # of this request
 
     @classmethod
     def of(cls, hosts: HostGroup, config: SpeculativeConfig) -> "Pair":
-        """Pair the last of at least 2 hosts, which drafts, with the others, which run the target; collective."""
+        """Pair the last of at least 2 hosts, which drafts, with the others, which run the target;
+        collective."""
         last = hosts.size - 1
         is_draft = hosts.rank == last
         targets = hosts.subgroup(range(last))
         # The target does not wait for a draft host that is busy: it can decode without it.
         patience = min(config.draft_timeout, hosts.timeout / 4)
         to_target = hosts.subgroup([0, last], patience, waits_for_work=False, has_data=False)
-        # The draft waits while the target works, and a little longer, to hear of a target host that is silent.
+        # The draft waits while the target works, and a little longer, to hear of a target host that
+        # is silent.
         to_draft = hosts.subgroup([0, last], 1.25 * hosts.timeout, has_data=False)
         link = None if to_target is None else Link(to_target, to_draft)
         members = HostGroup.single(hosts.device) if is_draft else targets
@@ -263,11 +284,17 @@ class Pair:
 
     @contextmanager
     def beginning(
-        self, config: SpeculativeConfig, vocab_size: int, drawn: bool, settings: Mapping[str, Any] | None = None
+        self,
+        config: SpeculativeConfig,
+        vocab_size: int,
+        drawn: bool,
+        settings: Mapping[str, Any] | None = None,
     ) -> Iterator[None]:
-        """Begin a request, which the body reads; then the two sides exchange whether they take part.
+        """Begin a request, which the body reads; then the two sides exchange whether they take
+        part.
 
-        The draft then waits for the target's answer; the target reads the draft's when it needs the draft.
+        The draft then waits for the target's answer; the target reads the draft's when it needs the
+        draft.
 
         Args:
             vocab_size, drawn: see :meth:`Link.begin`.
@@ -275,7 +302,8 @@ class Pair:
 
         Raises:
             ValueError: on the draft host, if its settings differ from the target's.
-            HostError: on the draft host, if the target's hosts cannot read the request or have ended.
+            HostError: on the draft host, if the target's hosts cannot read the request or have
+                ended.
         """
         if self.is_draft and self.link is None:
             raise HostError("this draft host was dropped in an earlier request")
@@ -287,14 +315,19 @@ class Pair:
             self._other_takes_part, self._has_sent_scores = None if is_ready else False, False
             digest = hashlib.sha256(json.dumps(settings).encode()).digest()
             number = int.from_bytes(digest[:8], "little", signed=True)
-            self._with_link(lambda link: link.begin(is_ready, config.most_draft_tokens, vocab_size, drawn, number))
+            self._with_link(
+                lambda link: link.begin(
+                    is_ready, config.most_draft_tokens, vocab_size, drawn, number
+                )
+            )
             if not is_ready:
                 self._with_link(lambda link: link.other_is_ready())
         if self.is_draft and self.open_link() is None:
             raise HostError(self.lost or "the target's hosts cannot answer this request")
 
     def open_link(self) -> Link | None:
-        """Return the link if the other end takes part in this request, else None; wait until that is known.
+        """Return the link if the other end takes part in this request, else None; wait until that
+        is known.
 
         Raises:
             ValueError: the other end has other settings for this request; raised there, too.
@@ -303,7 +336,8 @@ class Pair:
             self._other_takes_part = bool(self._with_link(lambda link: link.other_is_ready()))
             if self.link is not None and self.link.settings_differ:
                 raise ValueError(
-                    "the draft host has other settings for this request than the target's hosts: pass the same prompt, "
+                    "the draft host has other settings for this request than the target's hosts: "
+                    "pass the same prompt, "
                     "frames and sampling parameters on every host"
                 )
             if not self._other_takes_part and self.link is not None and not self.is_draft:
@@ -332,12 +366,19 @@ class Pair:
             warn_caller(warning)
 
     def send_scores(self, scores: Tensor, waits: bool = True) -> bool:
-        """Send the draft the scores of all visual tokens, if it takes part; once per request, on the target.
+        """Send the draft the scores of all visual tokens, if it takes part; once per request, on
+        the target.
 
         Returns:
-            False if the draft has not answered whether it takes part, and this does not wait for that.
+            False if the draft has not answered whether it takes part, and this does not wait for
+            that.
         """
-        if not waits and self._other_takes_part is None and self.link and not self.link.answer.has_ended():
+        if (
+            not waits
+            and self._other_takes_part is None
+            and self.link
+            and not self.link.answer.has_ended()
+        ):
             return False
         link = self.open_link()
         if link is not None and not self._has_sent_scores:
@@ -352,4 +393,7 @@ class Pair:
         if link is not None and link.owes_report:
             self._with_link(lambda link: link.receive_json())
         elif link is not None and not link.is_settled:
-            self._lose("an earlier request failed", "going on without the draft host after a request that failed")
+            self._lose(
+                "an earlier request failed",
+                "going on without the draft host after a request that failed",
+            )

@@ -12,29 +12,39 @@ from ..stats import Recorder
 
 FIRST_AUTO_DRAFT_TOKENS = 4  # the window before anything is measured
 TRIAL_PASSES = 8  # the loss, in forward passes of the target, at which a draft is switched off
-_REST = 1024  # steps of a batch size without drafts, until they are tried again: their costs may have changed
+# Steps of a batch size without drafts, until they are tried again: their costs may have changed.
+_REST = 1024
 _PERIOD = 64  # rounds, after the first of which passes without drafted tokens are measured
-_FEWEST = 3  # such passes, and rounds with drafted tokens, that are measured before any is judged: one may be slow
+# Such passes, and rounds with drafted tokens, that are measured before any is judged: one may be
+# slow.
+_FEWEST = 3
 _MEMORY = 0.95  # the weight of a round's acceptance decays by this factor per round
 _SHORTEST_SECONDS = 1e-9  # a clock may be coarse
 
 
-def best_windows(rates: Sequence[float], size: int, seconds: float, cost: float, most: int) -> list[int]:
-    """Return the windows γ of the highest goodput, expected tokens per second of a round (SmartSpec, Liu et al.).
+def best_windows(
+    rates: Sequence[float], size: int, seconds: float, cost: float, most: int
+) -> list[int]:
+    """Return the windows γ of the highest goodput, expected tokens per second of a round
+    (SmartSpec, Liu et al.).
 
-    By Leviathan et al.'s Eq. 1 for the tokens, they maximise (R + Σ_i Σ_{g <= γ_i} α_i^g) / (T + c Σ_i γ_i). For
-    one answer that is TABED's Eq. 1 with ParallelVLM's Lemma 1.
+    By Leviathan et al.'s Eq. 1 for the tokens, they maximise (R + Σ_i Σ_{g <= γ_i} α_i^g) / (T + c
+    Σ_i γ_i). For one answer that is TABED's Eq. 1 with ParallelVLM's Lemma 1.
 
     Args:
-        rates: α of each answer that has a draft: the probability that a token is accepted if all before it are.
+        rates: α of each answer that has a draft: the probability that a token is accepted if all
+            before it are.
         size: R, how many answers get tokens, with those that have none.
         seconds: T, of a round without drafted tokens.
         cost: c, the seconds that each drafted token adds.
         most: the longest window.
     """
     tokens, windows = float(size), [0] * len(rates)
-    gains = [(rate**level, place) for place, rate in enumerate(rates) for level in range(1, most + 1)]
-    # The likeliest tokens first: one more raises the goodput as long as α^g / c is higher than that is.
+    gains = [
+        (rate**level, place) for place, rate in enumerate(rates) for level in range(1, most + 1)
+    ]
+    # The likeliest tokens first: one more raises the goodput as long as α^g / c is higher than that
+    # is.
     for gain, place in sorted(gains, reverse=True):
         if gain * seconds <= tokens * cost:
             break
@@ -67,15 +77,19 @@ class Acceptance:
 
 
 class Pace:
-    """Chooses the draft lengths of one answer, or of a batch at one size, by the seconds of its rounds; on host 0.
+    """Chooses the draft lengths of one answer, or of a batch at one size, by the seconds of its
+    rounds; on host 0.
 
-    Drafts are judged against passes of the target without drafted tokens. After the first round, which is slow
-    everywhere, three are measured, and three in every 64 rounds: they cost no more than decoding without drafts.
+    Drafts are judged against passes of the target without drafted tokens. After the first round,
+    which is slow everywhere, three are measured, and three in every 64 rounds: they cost no more
+    than decoding without drafts.
 
     Args:
-        num_draft_tokens: the largest length, and the only one of an answer by itself, whose tokens do not depend on
-            time then, as long as it has its draft; ``"auto"``: at most the limit of that.
-        keep_losing_draft: whether drafts go on that do not pay; with a number always as long as it says.
+        num_draft_tokens: the largest length, and the only one of an answer by itself, whose tokens
+            do not depend on time then, as long as it has its draft; ``"auto"``: at most the limit
+            of that.
+        keep_losing_draft: whether drafts go on that do not pay; with a number always as long as it
+            says.
         size: how many answers the batch has; None for an answer by itself.
 
     Attributes:
@@ -83,19 +97,26 @@ class Pace:
         acceptance: of an answer by itself.
     """
 
-    def __init__(self, num_draft_tokens: int | str, keep_losing_draft: bool = True, size: int | None = None):
+    def __init__(
+        self, num_draft_tokens: int | str, keep_losing_draft: bool = True, size: int | None = None
+    ):
         self.most, self._is_auto = longest_window(num_draft_tokens), num_draft_tokens == "auto"
         self._keeps_losing_draft, self._size = keep_losing_draft, size
         self.acceptance = Acceptance()
         self._num_rounds = self._num_rested = 0
         self._plain = deque[float](maxlen=9)  # seconds of the latest passes without drafted tokens
-        self._costs = deque[float](maxlen=32)  # seconds that each drafted token added to the latest other rounds
-        self._lost = 0.0  # by how many passes of the target drafting has cost more than it has saved
+        self._costs = deque[float](
+            maxlen=32
+        )  # seconds that each drafted token added to the latest other rounds
+        self._lost = (
+            0.0  # by how many passes of the target drafting has cost more than it has saved
+        )
 
     def windows(self, rates: Sequence[float]) -> list[int] | None:
         """Return the number of tokens, or levels of a tree, to draft next, by :func:`best_windows`.
 
-        All are 0 where a pass without drafted tokens is to be measured. None, in a batch: for now no draft pays.
+        All are 0 where a pass without drafted tokens is to be measured. None, in a batch: for now
+        no draft pays.
 
         Args:
             rates: the acceptance rate of each draft.
@@ -124,8 +145,9 @@ class Pace:
 
         Args:
             num_drafted: drafted tokens, of all answers together, or levels of the tree.
-            draft, verify: seconds of drafting and of verifying; with a draft host of waiting for it and of
-                verifying; in a batch, whose rounds are measured as a whole, 0 and those of the round.
+            draft, verify: seconds of drafting and of verifying; with a draft host of waiting for it
+                and of verifying; in a batch, whose rounds are measured as a whole, 0 and those of
+                the round.
             num_new: tokens that the round added to an answer by itself.
         """
         self._num_rounds += 1
@@ -141,13 +163,16 @@ class Pace:
         self._lost += min(cost / plain - (num_new - 1), TRIAL_PASSES / 2)
 
     def is_losing(self) -> bool:
-        """Return whether drafting for an answer has cost :data:`TRIAL_PASSES` passes more than it has saved."""
+        """Return whether drafting for an answer has cost :data:`TRIAL_PASSES` passes more than it
+        has saved."""
         return not self._keeps_losing_draft and self._lost >= TRIAL_PASSES
 
 
 # Why an answer is decoded without its draft.
 LOSING = "with it the answer takes longer than without"
-CONSTRAINED = "with a JSON schema or a grammar no token can be judged before all those before it are known"
+CONSTRAINED = (
+    "with a JSON schema or a grammar no token can be judged before all those before it are known"
+)
 
 
 @dataclass
@@ -192,8 +217,12 @@ class SpeculationStats:
         self.num_rejections += num_accepted < num_drafted
 
     def seconds_of_round(self) -> tuple[float, float]:
-        """Return the seconds of drafting, or of waiting for it, and of verifying since the last call."""
-        before, self._seconds = self._seconds, (self.record.seconds[self.waiting], self.record.seconds["verify"])
+        """Return the seconds of drafting, or of waiting for it, and of verifying since the last
+        call."""
+        before, self._seconds = (
+            self._seconds,
+            (self.record.seconds[self.waiting], self.record.seconds["verify"]),
+        )
         return self._seconds[0] - before[0], self._seconds[1] - before[1]
 
     def switch_off(self, why: str, num_tokens: int) -> None:
@@ -204,14 +233,18 @@ class SpeculationStats:
     def summary(self, num_new_tokens: int) -> dict:
         """Return the metrics for JSON; the first token comes from the prefill, and does not count.
 
-        ``mean_accepted_tokens`` is the mean acceptance length, the papers' MAT or M of sequential drafting and
-        TABED's block efficiency: tokens per round, the target's own included. ``accepted_in_a_row`` is the mean
-        number of tokens accepted between two rejections, over any number of rounds: PEARL's metric, and HIPPO's
-        MAT of parallel drafting.
+        ``mean_accepted_tokens`` is the mean acceptance length, the papers' MAT or M of sequential
+        drafting and TABED's block efficiency: tokens per round, the target's own included.
+        ``accepted_in_a_row`` is the mean number of tokens accepted between two rejections, over any
+        number of rounds: PEARL's metric, and HIPPO's MAT of parallel drafting.
         """
         forwards, drafted = self.num_target_forwards, self.num_drafted
-        in_rounds = num_new_tokens - 1 - (forwards - self.rounds)  # others come from passes without a draft
-        counted = [counter.name for counter in fields(self) if counter.repr]  # fields without repr are not metrics
+        in_rounds = (
+            num_new_tokens - 1 - (forwards - self.rounds)
+        )  # others come from passes without a draft
+        counted = [
+            counter.name for counter in fields(self) if counter.repr
+        ]  # fields without repr are not metrics
         return {
             **{name: getattr(self, name) for name in counted},
             **self.times(),

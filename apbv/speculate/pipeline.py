@@ -2,10 +2,11 @@
 
 HIPPO and ParallelVLM use it, too.
 
-While the target runs over a window, of which only the first token is verified (post-verify), the draft already
-drafts the next one. A round verifies the rest of the old window and the first new token. A rejected token is
-corrected, and the draft stops at once; then the target runs over the correction alone, and verifies only the first
-token of the next window (pre-verify). The prefill's logits are the first pre-verification.
+While the target runs over a window, of which only the first token is verified (post-verify), the
+draft already drafts the next one. A round verifies the rest of the old window and the first new
+token. A rejected token is corrected, and the draft stops at once; then the target runs over the
+correction alone, and verifies only the first token of the next window (pre-verify). The prefill's
+logits are the first pre-verification.
 """
 
 from collections.abc import Callable
@@ -61,10 +62,15 @@ class PipelineStats(SpeculationStats):
         return super().times() | {"draft_seconds": drafting, "draft_idle_seconds": idle}
 
     def summary(self, num_new_tokens: int) -> dict:
-        """Return the metrics for JSON, with all drafted tokens, including useless drafts, as ``num_written``."""
+        """Return the metrics for JSON, with all drafted tokens, including useless drafts, as
+        ``num_written``."""
         written = self.of_draft and self.of_draft.num_drafted
         figures = super().summary(num_new_tokens)
-        return {**figures, "mean_accepted_tokens": figures["accepted_in_a_row"], "num_written": written}
+        return {
+            **figures,
+            "mean_accepted_tokens": figures["accepted_in_a_row"],
+            "num_written": written,
+        }
 
 
 class _Target:
@@ -75,12 +81,14 @@ class _Target:
         self._pending = Proposal([])
 
     def decide(self, rows: Tensor) -> tuple[list[int], list[int], bool]:
-        """Return a round's new tokens, the tokens that the next round has to verify, and whether the answer ends.
+        """Return a round's new tokens, the tokens that the next round has to verify, and whether
+        the answer ends.
 
         The verdict is sent to the draft in between.
 
         Args:
-            rows: ``[len(pending) + 1, V]``: the target's logits for the pending tokens and the one after.
+            rows: ``[len(pending) + 1, V]``: the target's logits for the pending tokens and the one
+                after.
 
         Raises:
             NotFiniteError: the target's logits are NaN or infinite.
@@ -94,16 +102,25 @@ class _Target:
             if tokens:  # at first the target waits for the draft's prefill
                 self._pace.learn(len(self._pending.tokens), *seconds, len(new))
             if self._pair.link is not None:
-                why_alone = CONSTRAINED if answer.sampling.is_constrained else self._pace.is_losing() and LOSING
+                why_alone = (
+                    CONSTRAINED
+                    if answer.sampling.is_constrained
+                    else self._pace.is_losing() and LOSING
+                )
         code = DONE if has_ended else ALONE if why_alone else code
-        self._pair.with_other(lambda link: link.send_verdict(code, len(tokens) + len(new) - 1, new[-1]))
-        self._pending = self._receive(lambda link: link.receive_rest()) if code == GO_ON else Proposal([])
+        self._pair.with_other(
+            lambda link: link.send_verdict(code, len(tokens) + len(new) - 1, new[-1])
+        )
+        self._pending = (
+            self._receive(lambda link: link.receive_rest()) if code == GO_ON else Proposal([])
+        )
         if code == ALONE:
             stats.switch_off(why_alone, len(tokens) + len(new))
         return new, self._pending.tokens, has_ended
 
     def _verify(self, rows: Tensor) -> tuple[list[int], int]:
-        """Return a round's new tokens, and its verdict's code; after GO_ON the current window has more tokens."""
+        """Return a round's new tokens, and its verdict's code; after GO_ON the current window has
+        more tokens."""
         index, sampling = self._answer.next_index, self._answer.sampling
         stats, pending = self._stats, self._pending
         rows = self._answer.allowed(rows, range(index, index + len(rows)), pending.tokens)
@@ -112,7 +129,9 @@ class _Target:
             stats.count(len(pending.tokens), verdict.num_accepted)
             if verdict.next_token is not None:
                 if not stats.switched_off:
-                    self._pair.with_other(lambda link: link.expect_window())  # and nothing of it is read
+                    self._pair.with_other(
+                        lambda link: link.expect_window()
+                    )  # and nothing of it is read
                 return [*pending.tokens[: verdict.num_accepted], verdict.next_token], CORRECTED
         first = self._receive(lambda link: link.receive_first())
         verdict = verify_window(first, rows[-1:], index + len(pending.tokens), sampling)
@@ -141,18 +160,21 @@ class _Target:
             return Proposal([])
 
 
-def generate_beside_draft(answer: Answer, pair: Pair, pace: Pace) -> tuple[list[int], PipelineStats]:
-    """Decode like :func:`apbv.decode.answer.generate_tokens`, in parallel with :func:`draft_beside` on another
-    host.
+def generate_beside_draft(
+    answer: Answer, pair: Pair, pace: Pace
+) -> tuple[list[int], PipelineStats]:
+    """Decode like :func:`apbv.decode.answer.generate_tokens`, in parallel with :func:`draft_beside`
+    on another host.
 
-    If the draft host fails, the target warns once and continues alone, greedy to the same tokens. It also does so
-    if the draft's logits are NaN or infinite; then the draft host drafts again for the next request.
+    If the draft host fails, the target warns once and continues alone, greedy to the same tokens.
+    It also does so if the draft's logits are NaN or infinite; then the draft host drafts again for
+    the next request.
 
     Args:
         answer: the answer to decode, on the target's hosts.
         pair: the target's end of the link to the draft.
-        pace: gives γ, the longest window but for the first, and decides whether a draft is dropped that costs
-            more time than it saves.
+        pace: gives γ, the longest window but for the first, and decides whether a draft is dropped
+            that costs more time than it saves.
 
     Raises:
         AgreedError: the target's logits are NaN or infinite; on every one of its hosts.
@@ -175,7 +197,8 @@ def generate_beside_draft(answer: Answer, pair: Pair, pace: Pace) -> tuple[list[
         has_ended, *plan = hosts.broadcast_ints(plan, 1 + 2 * (1 + width))
         new, waiting = unpack_tokens(plan[: 1 + width]), unpack_tokens(plan[1 + width :])
         answer.require_token(new[0])
-        # The target has run all verified tokens and the pending ones: keep the KV of all new tokens but the last.
+        # The target has run all verified tokens and the pending ones: keep the KV of all new tokens
+        # but the last.
         answer.decoder.take_back(len(pending) + 1 - len(new) if tokens else 0)
         answer.add(new)
         if has_ended:
@@ -193,15 +216,16 @@ def generate_beside_draft(answer: Answer, pair: Pair, pace: Pace) -> tuple[list[
 def draft_beside(
     link: Link, draft: Draft, last_prompt_token: int, stops_with_target: bool = False
 ) -> tuple[list[int], DraftReport]:
-    """Draft windows on the draft host until the target is done, or the draft's logits are NaN or infinite.
+    """Draft windows on the draft host until the target is done, or the draft's logits are NaN or
+    infinite.
 
     Args:
         link: the link to the target's host 0.
-        draft: a draft whose drafter is a :class:`ModelDrafter`, with the prompt but for the last token in its
-            cache. A provisional draft drafts only the first window.
+        draft: a draft whose drafter is a :class:`ModelDrafter`, with the prompt but for the last
+            token in its cache. A provisional draft drafts only the first window.
         last_prompt_token: the token that the cache lacks.
-        stops_with_target: whether a window ends when the target has verified the one before. Else only a
-            correction ends it before it is full.
+        stops_with_target: whether a window ends when the target has verified the one before. Else
+            only a correction ends it before it is full.
 
     Returns:
         The answer's tokens, and the report.
@@ -225,7 +249,11 @@ def draft_beside(
                         if len(window) == 1:
                             link.send_first(token, row)
                         has_come = verdict.has_ended()
-                        stops = is_provisional or stops_with_target or (has_come and verdict.wait()[0] != GO_ON)
+                        stops = (
+                            is_provisional
+                            or stops_with_target
+                            or (has_come and verdict.wait()[0] != GO_ON)
+                        )
                         if len(window) == link.most or (has_come and stops):
                             break
                     link.send_rest(window[1:], rows[1:])

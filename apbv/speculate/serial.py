@@ -16,23 +16,25 @@ SWITCHED_OFF = -1  # sent by host 0 instead of the number of drafted tokens
 def generate_speculatively(
     answer: Answer, drafter: Drafter | None, pace: Pace, tree: Tree | None = None
 ) -> tuple[list[int], SpeculationStats]:
-    """Decode like :func:`apbv.decode.answer.generate_tokens`, but several tokens per forward pass of the target.
+    """Decode like :func:`apbv.decode.answer.generate_tokens`, but several tokens per forward pass
+    of the target.
 
-    Every token is distributed as the target's own would be; at temperature 0, and always with a tree, it is the
-    same token.
+    Every token is distributed as the target's own would be; at temperature 0, and always with a
+    tree, it is the same token.
 
     Args:
         drafter: the drafter on the leader; None on the others.
-        pace: decides how many levels are drafted, and whether a draft is dropped that costs more time than it
-            saves.
-        tree: the shape of what is drafted per round, the same on every host; None: a chain, as long as ``pace``
-            says.
+        pace: decides how many levels are drafted, and whether a draft is dropped that costs more
+            time than it saves.
+        tree: the shape of what is drafted per round, the same on every host; None: a chain, as long
+            as ``pace`` says.
 
     Returns:
         The new tokens, and the statistics, with times as measured on this host.
 
     Raises:
-        AgreedError: the target's logits are NaN or infinite; on every host. A draft with such logits is dropped.
+        AgreedError: the target's logits are NaN or infinite; on every host. A draft with such
+            logits is dropped.
     """
     hosts, decoder, tokens = answer.decoder.hosts, answer.decoder, answer.tokens
     stats = SpeculationStats(record=Recorder(hosts.clock))
@@ -45,7 +47,11 @@ def generate_speculatively(
         answer.add(new)
         if has_ended:
             return tokens, stats
-        limit, proposal, verdict = whole.cut(answer.num_left - 1), None, None  # the target adds a token
+        limit, proposal, verdict = (
+            whole.cut(answer.num_left - 1),
+            None,
+            None,
+        )  # the target adds a token
         if is_drafting and limit.num_drafted:
             with stats.record.section("draft"):
                 proposal = _draft(drafter, answer, limit, pace, stats)
@@ -53,7 +59,9 @@ def generate_speculatively(
         proposal = proposal or Proposal([])
         shape, drafted = limit.first(len(proposal.tokens)), [tokens[-1], *proposal.tokens]
         with stats.record.section("verify"):
-            rows = decoder.advance(drafted, *(() if tree is None else (shape.depths, shape.visible)))
+            rows = decoder.advance(
+                drafted, *(() if tree is None else (shape.depths, shape.visible))
+            )
             if hosts.is_leader:
                 hosts.settle()
                 verdict = _encode_verdict(answer, shape, proposal, rows, is_chain=tree is None)
@@ -76,8 +84,11 @@ def generate_speculatively(
                 pace.acceptance.learn(shape.depth, len(path) - 1)
 
 
-def _encode_verdict(answer: Answer, shape: Tree, proposal: Proposal, rows: Tensor, is_chain: bool) -> list[int]:
-    """Encode for all hosts the token after the accepted path, the number of new tokens, the end, and the path."""
+def _encode_verdict(
+    answer: Answer, shape: Tree, proposal: Proposal, rows: Tensor, is_chain: bool
+) -> list[int]:
+    """Encode for all hosts the token after the accepted path, the number of new tokens, the end,
+    and the path."""
     index, drafted = answer.next_index, [answer.tokens[-1], *proposal.tokens]
     indices = [index + depth for depth in shape.depths]
     allowed = answer.allowed(rows, indices, proposal.tokens, shape.visible[:, 1:])
@@ -98,7 +109,8 @@ def _encode_verdict(answer: Answer, shape: Tree, proposal: Proposal, rows: Tenso
 def _draft(
     drafter: Drafter | None, answer: Answer, limit: Tree, pace: Pace, stats: SpeculationStats
 ) -> Proposal | None:
-    """Draft on host 0, at most the given tree; return it on every host, or None if the draft is switched off."""
+    """Draft on host 0, at most the given tree; return it on every host, or None if the draft is
+    switched off."""
     hosts, most, proposal, numbers = answer.decoder.hosts, limit.num_drafted, None, None
     if hosts.is_leader:
         if pace.is_losing():
@@ -106,9 +118,13 @@ def _draft(
         else:
             tree = limit.cut(pace.windows([pace.acceptance.rate])[0])
             try:
-                proposal = drafter.propose(answer.tokens, tree) if tree.num_drafted else Proposal([])
+                proposal = (
+                    drafter.propose(answer.tokens, tree) if tree.num_drafted else Proposal([])
+                )
             except NotFiniteError as error:
                 stats.switch_off(f"it gave {error}", len(answer.tokens))
-        numbers = [SWITCHED_OFF, *[0] * most] if proposal is None else pack_tokens(proposal.tokens, most)
+        numbers = (
+            [SWITCHED_OFF, *[0] * most] if proposal is None else pack_tokens(proposal.tokens, most)
+        )
     numbers = hosts.broadcast_ints(numbers, most + 1)
     return None if numbers[0] == SWITCHED_OFF else proposal or Proposal(unpack_tokens(numbers))

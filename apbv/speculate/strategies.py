@@ -16,7 +16,8 @@ from .draft import Draft, DraftTask
 from .tree import Tree
 from .watchers import HeadAttention, Relevance, SimilarityChange
 
-# Keep policies that use scores from the target's prefill; HIPPO's does where it has the term of attention.
+# Keep policies that use scores from the target's prefill; HIPPO's does where it has the term of
+# attention.
 _BY_PREFILL = ("specvlm", "attention", "uv_prune")
 
 
@@ -26,18 +27,21 @@ class Strategy:
 
     Attributes:
         build: builds the draft from a prefilled prompt; collective.
-        watcher: makes the strategy's watcher of the target's prefill; returns None if it needs none.
+        watcher: makes the strategy's watcher of the target's prefill; returns None if it needs
+            none.
         needs_draft_model: whether a second model drafts.
-        runs_target: whether the target drafts itself. Tensor parallelism excludes that: TP ranks of a host would not
-            be forced to draft the same tokens.
-        prunes_kv: whether ``keep_ratio`` or ``keep_tokens`` limits the visual KV of a target that drafts itself.
-        needs_verdicts: whether the draft learns from every verification before it drafts on, so that it has to
-            take turns with the target.
-        keep: the default policy that chooses the visual tokens which the draft sees; None if none can be chosen.
+        runs_target: whether the target drafts itself. Tensor parallelism excludes that: TP ranks of
+            a host would not be forced to draft the same tokens.
+        prunes_kv: whether ``keep_ratio`` or ``keep_tokens`` limits the visual KV of a target that
+            drafts itself.
+        needs_verdicts: whether the draft learns from every verification before it drafts on, so
+            that it has to take turns with the target.
+        keep: the default policy that chooses the visual tokens which the draft sees; None if none
+            can be chosen.
         drafts_trees: whether its drafter, from :meth:`DraftTask.drafter`, can draft trees.
         num_tree_nodes: the default size of the draft tree; None for a chain.
-        reads_text_only: whether the draft model sees only the prompt's text, so that any model with the target's
-            tokens will do.
+        reads_text_only: whether the draft model sees only the prompt's text, so that any model with
+            the target's tokens will do.
     """
 
     build: Callable[[DraftTask], Draft]
@@ -58,12 +62,14 @@ def keep_policy(config: SpeculativeConfig) -> str | None:
 
 
 def prunes(config: SpeculativeConfig) -> bool:
-    """Return whether ``keep_ratio`` or ``keep_tokens`` limits the visual tokens that the draft sees."""
+    """Return whether ``keep_ratio`` or ``keep_tokens`` limits the visual tokens that the draft
+    sees."""
     return STRATEGIES[config.strategy].prunes_kv or keep_policy(config) not in (None, "full")
 
 
 def ranks_by_prefill(config: SpeculativeConfig) -> bool:
-    """Return whether the visual tokens that the draft sees are chosen by scores of the target's prefill."""
+    """Return whether the visual tokens that the draft sees are chosen by scores of the target's
+    prefill."""
     keep = keep_policy(config)
     return keep in _BY_PREFILL or (keep == "hippo" and "attention" in config.hippo_terms)
 
@@ -91,7 +97,9 @@ STRATEGIES: dict[str, Strategy] = {
         keep="full",
         drafts_trees=False,
     ),
-    "std": Strategy(builders.draft_on_attended_kv, lambda *_: HeadAttention(), runs_target=True, prunes_kv=True),
+    "std": Strategy(
+        builders.draft_on_attended_kv, lambda *_: HeadAttention(), runs_target=True, prunes_kv=True
+    ),
     "streaming": Strategy(builders.draft_on_latest_kv, runs_target=True, prunes_kv=True),
     "layerskip": Strategy(builders.draft_by_first_layers, runs_target=True),
     "ngram": Strategy(builders.draft_by_ngrams, drafts_trees=False),
@@ -99,7 +107,8 @@ STRATEGIES: dict[str, Strategy] = {
 
 
 def draft_tree(config: SpeculativeConfig, vocab_size: int = sys.maxsize) -> Tree | None:
-    """Return the shape of the draft tree, for a vocabulary of ``vocab_size`` tokens; None for a chain."""
+    """Return the shape of the draft tree, for a vocabulary of ``vocab_size`` tokens; None for a
+    chain."""
     num_nodes = config.num_tree_nodes or STRATEGIES[config.strategy].num_tree_nodes
     return None if num_nodes is None else Tree.of(num_nodes, config.most_draft_tokens, vocab_size)
 
@@ -157,8 +166,8 @@ def require_effective(config: SpeculativeConfig, given: Collection[str]) -> None
     """Reject explicitly given settings that would have no effect.
 
     Args:
-        given: the names of the given settings, also of those with the default value; ``"captioner"`` can be among
-            them.
+        given: the names of the given settings, also of those with the default value;
+            ``"captioner"`` can be among them.
 
     Raises:
         ValueError: the strategy, or its choice of visual tokens, ignores one of them.
@@ -169,7 +178,11 @@ def require_effective(config: SpeculativeConfig, given: Collection[str]) -> None
         ("draft_model", strategy.needs_draft_model, "uses no draft model"),
         ("keep_ratio", prunes(config), "does not prune visual tokens by ratio"),
         ("hippo_terms", keep == "hippo", "does not rank visual tokens by HIPPO's scores"),
-        ("prune", is_pruned and not strategy.needs_verdicts, "prunes nothing from its draft's prompt or KV"),
+        (
+            "prune",
+            is_pruned and not strategy.needs_verdicts,
+            "prunes nothing from its draft's prompt or KV",
+        ),
         ("layer_ratio", name == "layerskip", "runs all layers of its draft"),
         ("ensemble", name == "tabed", "drafts from one prompt"),
         ("captioner", config.needs_caption, "uses no caption"),
@@ -192,7 +205,8 @@ def require_same_tokens(target: Any, draft: Any) -> None:
     for name, number in sorted(theirs.get_vocab().items(), key=lambda item: item[1]):
         if names.get(number, name) != name:
             raise ValueError(
-                f"the draft's vocabulary differs from the target's: {number} is {names[number]!r}, not {name!r}"
+                f"the draft's vocabulary differs from the target's: {number} is {names[number]!r}, "
+                f"not {name!r}"
             )
 
 

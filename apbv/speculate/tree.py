@@ -1,9 +1,9 @@
 """Draft trees, verified in one forward pass of the target.
 
-A chain is a tree of one branch; others offer several guesses for every place. The shape is static, as in the first
-EAGLE (Li et al., 2024). The draft runs once per level and the target once per tree, both with tree attention
-(SpecInfer, Miao et al., 2023): a token sees the sequence so far and its ancestors. HIPPO and ParallelVLM compare
-with this under the name SD-Tree.
+A chain is a tree of one branch; others offer several guesses for every place. The shape is static,
+as in the first EAGLE (Li et al., 2024). The draft runs once per level and the target once per tree,
+both with tree attention (SpecInfer, Miao et al., 2023): a token sees the sequence so far and its
+ancestors. HIPPO and ParallelVLM compare with this under the name SD-Tree.
 """
 
 import sys
@@ -24,8 +24,8 @@ class Tree:
     """A draft tree's shape: node 0, the root, is the last new token, nodes 1 .. N are drafted.
 
     Attributes:
-        parents: each node's parent, -1 for the root. Nodes are numbered level by level, and the children of a node
-            one after the other, the likeliest first.
+        parents: each node's parent, -1 for the root. Nodes are numbered level by level, and the
+            children of a node one after the other, the likeliest first.
     """
 
     parents: tuple[int, ...]
@@ -37,18 +37,23 @@ class Tree:
 
     @classmethod
     def of(cls, num_drafted: int, max_depth: int, max_children: int = sys.maxsize) -> "Tree":
-        """Return the tree of the N nodes most likely to be accepted, the chain of first guesses among them.
+        """Return the tree of the N nodes most likely to be accepted, the chain of first guesses
+        among them.
 
-        That is where every guess for a place is right half as often as the one before it: the child of rank r
-        (from 0) with probability 2^-(r + 1), and a whole path with 2^-(depth + sum of ranks). Of equals the deeper
-        one is taken: it can gain more. 25 nodes on 5 levels come close to EAGLE's tree.
+        That is where every guess for a place is right half as often as the one before it: the child
+        of rank r (from 0) with probability 2^-(r + 1), and a whole path with 2^-(depth + sum of
+        ranks). Of equals the deeper one is taken: it can gain more. 25 nodes on 5 levels come close
+        to EAGLE's tree.
 
         Args:
             num_drafted: N >= 1; the tree has fewer where N do not fit in.
-            max_depth: the largest number of levels below the root; the chain has as many, if N is large enough.
+            max_depth: the largest number of levels below the root; the chain has as many, if N is
+                large enough.
             max_children: the largest number of a node's children: the size of the vocabulary.
         """
-        paths = [(0,) * depth for depth in range(1, min(num_drafted, max_depth) + 1)]  # ranks, from the root on
+        paths = [
+            (0,) * depth for depth in range(1, min(num_drafted, max_depth) + 1)
+        ]  # ranks, from the root on
         heap = [(1, -1, (0,))]  # (depth + sum of ranks, -depth, path)
         while len(paths) < num_drafted and heap:
             cost, _, path = heappop(heap)
@@ -87,13 +92,19 @@ class Tree:
     def children(self) -> tuple[tuple[int, ...], ...]:
         """The children of each node, the likeliest first."""
         nodes = range(len(self))
-        return tuple(tuple(child for child in nodes if self.parents[child] == node) for node in nodes)
+        return tuple(
+            tuple(child for child in nodes if self.parents[child] == node) for node in nodes
+        )
 
     @cached_property
     def inner_levels(self) -> tuple[tuple[int, ...], ...]:
         """The nodes that have children, for each depth."""
         return tuple(
-            tuple(n for n, children in enumerate(self.children) if children and self.depths[n] == depth)
+            tuple(
+                n
+                for n, children in enumerate(self.children)
+                if children and self.depths[n] == depth
+            )
             for depth in range(self.depth)
         )
 
@@ -114,7 +125,8 @@ class Tree:
         return self if num_drafted >= self.num_drafted else Tree(self.parents[: 1 + num_drafted])
 
     def child(self, tokens: Sequence[int], node: int, token: int) -> int | None:
-        """Return the child of a node that has this token, where node i has ``tokens[i]``; None if none has."""
+        """Return the child of a node that has this token, where node i has ``tokens[i]``; None if
+        none has."""
         return next((child for child in self.children[node] if tokens[child] == token), None)
 
 
@@ -123,15 +135,16 @@ def verify_tree(
 ) -> tuple[list[int], int]:
     """Accept the path from the root along which the tree has the target's own tokens.
 
-    At each node the target's next token is chosen as autoregressive decoding chooses it: the argmax, or a draw
-    with the random number of that place in the sequence. If a child has this token, the path goes on there; else
-    it ends, and the token follows the path. So the output is autoregressive decoding's, token for token, at every
-    temperature: the draft decides only how many of these tokens come out of one forward pass.
+    At each node the target's next token is chosen as autoregressive decoding chooses it: the
+    argmax, or a draw with the random number of that place in the sequence. If a child has this
+    token, the path goes on there; else it ends, and the token follows the path. So the output is
+    autoregressive decoding's, token for token, at every temperature: the draft decides only how
+    many of these tokens come out of one forward pass.
 
-    No other lossless verification of the same candidates accepts more often. The token that follows a node has to
-    be distributed as the target's p; so it is one of the children with probability p(children) at most, and here
-    it is one exactly that often. (The children are the draft's most probable tokens, not draws from q: there is no
-    ratio p / q to accept by.)
+    No other lossless verification of the same candidates accepts more often. The token that follows
+    a node has to be distributed as the target's p; so it is one of the children with probability
+    p(children) at most, and here it is one exactly that often. (The children are the draft's most
+    probable tokens, not draws from q: there is no ratio p / q to accept by.)
 
     Args:
         tokens: the nodes' tokens.

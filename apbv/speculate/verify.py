@@ -1,8 +1,9 @@
 """Lossless verification of drafted tokens, as pure functions.
 
-Speculative sampling (Leviathan et al.): a drafted x from q is accepted with probability min(1, p(x) / q(x));
-the first rejected one is replaced by a draw from norm(max(0, p - q)). Whatever q is, the output is distributed as
-p. At temperature 0 p is one-hot, and a token is accepted if it is the argmax.
+Speculative sampling (Leviathan et al.): a drafted x from q is accepted with probability min(1, p(x)
+/ q(x)); the first rejected one is replaced by a draw from norm(max(0, p - q)). Whatever q is, the
+output is distributed as p. At temperature 0 p is one-hot, and a token is accepted if it is the
+argmax.
 """
 
 from collections.abc import Sequence
@@ -33,15 +34,17 @@ class Verdict:
 
     Attributes:
         num_accepted: how many of them are accepted, from the first one on.
-        next_token: the token after them: in place of the first rejected one, or, where all are accepted, a bonus;
-            None if all are accepted and there are no logits for a bonus.
+        next_token: the token after them: in place of the first rejected one, or, where all are
+            accepted, a bonus; None if all are accepted and there are no logits for a bonus.
     """
 
     num_accepted: int
     next_token: int | None
 
 
-def verify_window(proposal: Proposal, logits: Tensor, index: int, config: SamplingParams) -> Verdict:
+def verify_window(
+    proposal: Proposal, logits: Tensor, index: int, config: SamplingParams
+) -> Verdict:
     """Verify a draft, whose first token has this index in the sequence.
 
     Args:
@@ -56,22 +59,27 @@ def verify_window(proposal: Proposal, logits: Tensor, index: int, config: Sampli
 
 
 def verdict_of(decision: Tensor, num_rows: int) -> Verdict:
-    """Wait for a decision of :func:`decide_window` on this number of rows, and return it, or raise its error."""
+    """Wait for a decision of :func:`decide_window` on this number of rows, and return it, or raise
+    its error."""
     num_accepted, token, is_finite = decision.tolist()
     if not is_finite:
         raise NotFiniteError
     return Verdict(num_accepted, token if num_accepted < num_rows else None)
 
 
-def decide_window(tokens: Tensor, q: Tensor | None, logits: Tensor, index: int, config: SamplingParams) -> Tensor:
-    """Verify a draft as :func:`verify_window` does, on the logits' device and without synchronization.
+def decide_window(
+    tokens: Tensor, q: Tensor | None, logits: Tensor, index: int, config: SamplingParams
+) -> Tensor:
+    """Verify a draft as :func:`verify_window` does, on the logits' device and without
+    synchronization.
 
     Args:
         tokens: int64 ``[γ]`` on the device, and ``q``: see :class:`Proposal`.
 
     Returns:
-        int64 ``[3]``: the number of accepted tokens, the next token, and 1 where the logits for it are finite. If
-        all are accepted and there are no logits for a bonus, the next token has no meaning.
+        int64 ``[3]``: the number of accepted tokens, the next token, and 1 where the logits for it
+        are finite. If all are accepted and there are no logits for a bonus, the next token has no
+        meaning.
     """
     if config.is_greedy:
         return decide_greedy(tokens, logits)
@@ -86,8 +94,8 @@ def decide_greedy(tokens: Tensor, logits: Tensor) -> Tensor:
 
     Args:
         tokens: int64 ``[γ]``.
-        logits: the target's, ``[γ + 1, V]``: row i is for the place of drafted token i, the last for the bonus.
-            With γ rows there is no bonus.
+        logits: the target's, ``[γ + 1, V]``: row i is for the place of drafted token i, the last
+            for the bonus. With γ rows there is no bonus.
 
     Returns:
         The decision, as :func:`decide_window` does.
@@ -96,22 +104,30 @@ def decide_greedy(tokens: Tensor, logits: Tensor) -> Tensor:
     count = len(tokens)
     accepted = _num_true((tokens == best[:count]) & are_finite[:count])
     place = accepted.clamp(max=len(best) - 1)
-    return torch.cat([accepted, best.index_select(0, place), are_finite.index_select(0, place).long()])
+    return torch.cat(
+        [accepted, best.index_select(0, place), are_finite.index_select(0, place).long()]
+    )
 
 
 def decide_sampled(
-    tokens: Tensor, q: Tensor | None, p: Tensor, accept_draws: Sequence[float], next_draws: Sequence[float]
+    tokens: Tensor,
+    q: Tensor | None,
+    p: Tensor,
+    accept_draws: Sequence[float],
+    next_draws: Sequence[float],
 ) -> Tensor:
     """Accept drafted tokens by speculative sampling, so that the output is distributed as p.
 
     Args:
         tokens: int64 ``[γ]``.
-        q: ``[γ, Vq]``, the distributions they were *actually* drawn from; None for a one-hot q, where they were
-            not drawn (a greedy draft, a lookup). A token whose row is NaN is rejected.
-        p: ``[γ + 1, Vp]``, the target's, or ``[γ, Vp]`` for no bonus. Vp and Vq may differ: what one vocabulary
-            lacks has probability 0.
+        q: ``[γ, Vq]``, the distributions they were *actually* drawn from; None for a one-hot q,
+            where they were not drawn (a greedy draft, a lookup). A token whose row is NaN is
+            rejected.
+        p: ``[γ + 1, Vp]``, the target's, or ``[γ, Vp]`` for no bonus. Vp and Vq may differ: what
+            one vocabulary lacks has probability 0.
         accept_draws: at least γ numbers in [0, 1), each used for this decision and nothing else.
-        next_draws: a number in [0, 1) for every row of p, of which the one for the next token's place is used.
+        next_draws: a number in [0, 1) for every row of p, of which the one for the next token's
+            place is used.
 
     Returns:
         The decision, as :func:`decide_window` does.
@@ -147,6 +163,7 @@ def _num_true(values: Tensor) -> Tensor:
 
 
 def _probability(p: Tensor, tokens: Tensor) -> Tensor:
-    """Return each row's probability of its token, ``[γ]`` of ``[γ, V]``; 0 for what the vocabulary lacks."""
+    """Return each row's probability of its token, ``[γ]`` of ``[γ, V]``; 0 for what the vocabulary
+    lacks."""
     known = p.gather(1, tokens.clamp(max=p.shape[1] - 1)[:, None])[:, 0]
     return known.masked_fill(tokens >= p.shape[1], 0.0)

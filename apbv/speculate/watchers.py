@@ -14,7 +14,8 @@ MOST_SCORES = 2**26
 
 
 class Relevance(Watcher):
-    """HIPPO's s_attn (Eq. 2), which SpecVLM uses, too: the question's attention to visual tokens alone.
+    """HIPPO's s_attn (Eq. 2), which SpecVLM uses, too: the question's attention to visual tokens
+    alone.
 
     It is a softmax over all visual keys, averaged over layers, heads and the question's tokens.
     """
@@ -32,11 +33,17 @@ class Relevance(Watcher):
         asking = q.reshape(num_kv_heads, -1, q.shape[3])  # [Hkv, G * n_q, D]
         chunks = asking.split(max(1, MOST_SCORES // max(1, num_kv_heads * num_keys)), dim=1)
         # The scores of some rows are in memory at a time, and computed twice.
-        lse = torch.cat([scores_of_keys(chunk, keys, scale).logsumexp(dim=-1) for chunk in chunks], dim=1)
+        lse = torch.cat(
+            [scores_of_keys(chunk, keys, scale).logsumexp(dim=-1) for chunk in chunks], dim=1
+        )
         lse = self.over_hosts(lse)
         total = 0.0
-        for chunk, of_chunk in zip(chunks, lse.split([chunk.shape[1] for chunk in chunks], dim=1), strict=True):
-            total = total + (scores_of_keys(chunk, keys, scale) - of_chunk[..., None]).exp().sum(dim=(0, 1))
+        for chunk, of_chunk in zip(
+            chunks, lse.split([chunk.shape[1] for chunk in chunks], dim=1), strict=True
+        ):
+            total = total + (scores_of_keys(chunk, keys, scale) - of_chunk[..., None]).exp().sum(
+                dim=(0, 1)
+            )
         relevance = total / (num_kv_heads * asking.shape[1])
         self._total = relevance if self._total is None else self._total + relevance
         self._num_layers += 1
@@ -80,9 +87,9 @@ class HeadAttention(Watcher):
 class SimilarityChange(Watcher):
     """UV-Prune's scores (ParallelVLM, Eq. 3) in the first layers of the target.
 
-    They are how much closer visual tokens come to the text. The sum over layers of differences telescopes:
-    ΔS_i = v̂_i^L · Σ_j x̂_j^L − v̂_i^0 · Σ_j x̂_j^0, with unit vectors of visual tokens v and of all others of the
-    prompt x. So no layer after L is needed (Section 4.2, Stage I).
+    They are how much closer visual tokens come to the text. The sum over layers of differences
+    telescopes: ΔS_i = v̂_i^L · Σ_j x̂_j^L − v̂_i^0 · Σ_j x̂_j^0, with unit vectors of visual tokens
+    v and of all others of the prompt x. So no layer after L is needed (Section 4.2, Stage I).
 
     Args:
         last_layer: L; 20 in the paper.
@@ -95,7 +102,9 @@ class SimilarityChange(Watcher):
         self._offer: Callable[[Tensor], bool] | None = None
         self._scores: Tensor | None = None
         self._text: dict[int, Tensor] = {}  # the sum of the text's unit vectors
-        self._visual: dict[int, Tensor] = {}  # states that wait for that sum, where the query has its own pass
+        self._visual: dict[
+            int, Tensor
+        ] = {}  # states that wait for that sum, where the query has its own pass
         self._similar: dict[int, Tensor] = {}
 
     def begin(self, prompt: SplitPrompt) -> None:
@@ -111,18 +120,22 @@ class SimilarityChange(Watcher):
         if self._offer is not None:
             self._offer(self.result())
 
-    def on_hidden(self, layer: int, hidden: Tensor, question: Tensor | None, owned: Tensor | None) -> None:
+    def on_hidden(
+        self, layer: int, hidden: Tensor, question: Tensor | None, owned: Tensor | None
+    ) -> None:
         if layer in (0, self._last):
             if owned is not None:
                 text, prompt = _sum_of_units(hidden[owned[self._before_question]]), self.prompt
                 # A prompt that is not split is all on the host that computes it.
-                self._text[layer] = prompt.hosts.all_gather(text).wait().sum(0) if prompt.layout.is_split else text
+                self._text[layer] = (
+                    prompt.hosts.all_gather(text).wait().sum(0) if prompt.layout.is_split else text
+                )
                 self._visual[layer] = hidden[owned[prompt.visual_rows]]
             if question is not None:
                 text = self._text.pop(layer) + _sum_of_units(hidden[question])
                 self._similar[layer] = similarity_to(self._visual.pop(layer), text)
-        # Every host completes its scores in the same layer of the same pass, between the same two exchanges of
-        # attention, so that they can be gathered here.
+        # Every host completes its scores in the same layer of the same pass, between the same two
+        # exchanges of attention, so that they can be gathered here.
         if self._offer is not None and len(self._similar) == 2 and self._offer(self.result()):
             self._offer = None
 
@@ -142,7 +155,8 @@ def scores_of_keys(q: Tensor, k: Tensor, scale: float) -> Tensor:
     """Return scaled q·k ``[Hkv, R, T]``, in fp32 or wider.
 
     Args:
-        q: ``[Hkv, R, D]``, the R rows that ask each KV head; or ``[1, Hq, n_q, D]``, whose R = G * n_q.
+        q: ``[Hkv, R, D]``, the R rows that ask each KV head; or ``[1, Hq, n_q, D]``, whose R = G *
+            n_q.
         k: ``[1, Hkv, T, D]``.
     """
     scores = (q.reshape(k.shape[1], -1, q.shape[-1]) @ k[0].transpose(-1, -2)) * scale

@@ -1,7 +1,7 @@
 """The decoding loops: autoregressive, or with sequential drafting on the same hosts.
 
-A loop is chosen once, when the engine is built. For every request it reads the prompt, may watch the prefill, and
-decodes the answer.
+A loop is chosen once, when the engine is built. For every request it reads the prompt, may watch
+the prefill, and decodes the answer.
 """
 
 from collections.abc import Callable
@@ -37,8 +37,8 @@ class Answered:
 
     Attributes:
         tokens: the answer's tokens, the end token included.
-        figures: the field ``speculation`` of ``launch/infer.py --json``; on a draft host its own metrics; None
-            without speculation.
+        figures: the field ``speculation`` of ``launch/infer.py --json``; on a draft host its own
+            metrics; None without speculation.
     """
 
     tokens: list[int]
@@ -145,8 +145,11 @@ class TakingTurns:
         }
         return Answered(tokens, figures)
 
-    def _build(self, read: ReadRequest, state: PrefillResult, watcher: Watcher | None, caption: str | None) -> Draft:
-        """Build the draft. The target's own reads what the target has read, others the whole prompt."""
+    def _build(
+        self, read: ReadRequest, state: PrefillResult, watcher: Watcher | None, caption: str | None
+    ) -> Draft:
+        """Build the draft. The target's own reads what the target has read, others the whole
+        prompt."""
         config, runs_target = self._config, STRATEGIES[self._config.strategy].runs_target
         scores = watcher and watcher.result
         if scores is not None and state.reduction is not None and not runs_target:

@@ -1,4 +1,5 @@
 """The parts of the benchmarks, the scripts in the folder above; no script imports another.
 
-In the package itself stands what scripts about different subjects share; its folders are about one subject each.
+In the package itself stands what scripts about different subjects share; its folders are about one
+subject each.
 """

@@ -1,4 +1,5 @@
-"""Reads the command-line options of the benchmarks, which options.toml describes, and their presets."""
+"""Reads the command-line options of the benchmarks, which options.toml describes, and their
+presets."""
 
 import argparse
 import re
@@ -39,12 +40,24 @@ def _shard(text: str) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-_TYPES = {"int": int, "float": float, "path": Path, "count": COUNT, "plot": _plot_path, "template": _template}
+_TYPES = {
+    "int": int,
+    "float": float,
+    "path": Path,
+    "count": COUNT,
+    "plot": _plot_path,
+    "template": _template,
+}
 _TYPES |= {"positive": positive(float), "share": positive(float, 1.0), "I/N": _shard}
 _TYPES |= {"N|all": lambda text: None if text == "all" else COUNT(text)}
 _TYPES |= {"N|auto": lambda text: text if text == "auto" else COUNT(text)}
 _TYPES |= {"FILE|none": lambda text: None if text == "none" else text}
-_CHOICES = {"tasks": clips.TASKS, "split": clips.SPLITS, "grid": clips.GRIDS, "needles": clips.NEEDLES}
+_CHOICES = {
+    "tasks": clips.TASKS,
+    "split": clips.SPLITS,
+    "grid": clips.GRIDS,
+    "needles": clips.NEEDLES,
+}
 _CHOICES |= {"reuse": ("off", *REUSE_MODES)}
 
 
@@ -70,7 +83,8 @@ def parser_of(
     Args:
         benchmark: a table of options.toml.
         description: what the benchmark is for, in its first line.
-        choices: what can be chosen from, by the names of options, where that is known to the script alone.
+        choices: what can be chosen from, by the names of options, where that is known to the script
+            alone.
     """
     parser = OptionParser(description=description.splitlines()[0])
     add_options(parser, benchmark, choices)
@@ -78,12 +92,16 @@ def parser_of(
 
 
 def add_options(
-    parser: argparse._ActionsContainer, benchmark: str, choices: Mapping[str, Collection] | None = None
+    parser: argparse._ActionsContainer,
+    benchmark: str,
+    choices: Mapping[str, Collection] | None = None,
 ) -> None:
     """Add the options of a table of options.toml; see :func:`parser_of`."""
     for name, option in _with_others(benchmark).items():
         if name == "settings":
-            add_settings(parser, [each for each in PREFILL if each.field in option], with_defaults=True)
+            add_settings(
+                parser, [each for each in PREFILL if each.field in option], with_defaults=True
+            )
         else:
             _add(parser, name, option, _CHOICES | (choices or {}))
 
@@ -95,7 +113,9 @@ def _with_others(benchmark: str) -> dict[str, Any]:
     return {name: option for other in others for name, option in _with_others(other).items()} | own
 
 
-def _add(parser: argparse._ActionsContainer, name: str, option: Any, choices: Mapping[str, Collection]) -> None:
+def _add(
+    parser: argparse._ActionsContainer, name: str, option: Any, choices: Mapping[str, Collection]
+) -> None:
     if not isinstance(option, dict):
         option = _TABLES["shared"][name] | {"default": option}
     option = dict(option or _TABLES["shared"][name])

@@ -19,13 +19,15 @@ from .arguments import DEFAULT_DTYPES
 from .simulated import Lap, Network, SimulatedHost, share_weights, simulate
 from .workloads import load_model, text_prompt, video_prompt
 
-# Prefills a workload once on these hosts, with this model and these settings; returns times, and what really ran.
+# Prefills a workload once on these hosts, with this model and these settings; returns times, and
+# what really ran.
 Job = Callable[[HostGroup, ModelParts, PrefillConfig], dict]
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A random prompt: a text of given length, or a video with a given number of frames and resolution."""
+    """A random prompt: a text of given length, or a video with a given number of frames and
+    resolution."""
 
     tokens: int | None = None
     frames: int | None = None
@@ -50,7 +52,8 @@ class Bench:
     """A model that prefills workloads on real or simulated hosts.
 
     Args:
-        options: the command line: ``model``, ``dtype``, ``query_len``, and ``bandwidth`` and ``latency`` of links.
+        options: the command line: ``model``, ``dtype``, ``query_len``, and ``bandwidth`` and
+            ``latency`` of links.
         hosts: the hosts that torchrun started, or this process alone, which simulates hosts.
         num_runs: how often it will run, which it shows.
     """
@@ -96,8 +99,8 @@ class Bench:
     def run(self, case: Case, job: Job, paces=None) -> dict:
         """Run a case once, and return its figures on every host that ran it.
 
-        Of simulated hosts also their ``laps``, and the most ``busy_ms`` that a host's CPU and its GPU had with the
-        prefill, whichever was the other's reason to wait.
+        Of simulated hosts also their ``laps``, and the most ``busy_ms`` that a host's CPU and its
+        GPU had with the prefill, whichever was the other's reason to wait.
 
         Args:
             job: what :meth:`prepare` returned.
@@ -123,7 +126,10 @@ class Bench:
 
         device = self.hosts.device
         made = simulate(case.hosts, host_job, network=self.network, device=device, paces=paces)
-        busy = [[1e3 * sum(times) for times in zip(*laps[found["first_lap"] :], strict=True)] for found, laps in made]
+        busy = [
+            [1e3 * sum(times) for times in zip(*laps[found["first_lap"] :], strict=True)]
+            for found, laps in made
+        ]
         return {
             **made[0][0],
             "laps": [laps for _, laps in made],
@@ -131,10 +137,13 @@ class Bench:
         }
 
     def parts(self, config: PrefillConfig, rank: int = 0) -> ModelParts:
-        """Return the model as a prefill takes it, made once as by an engine; simulated hosts share weights."""
+        """Return the model as a prefill takes it, made once as by an engine; simulated hosts share
+        weights."""
         key = rank, config.backend
         if key not in self._parts:
-            self._parts[key] = inspect_model(share_weights(self.model) if rank else self.model, config.backend)
+            self._parts[key] = inspect_model(
+                share_weights(self.model) if rank else self.model, config.backend
+            )
         return self._parts[key]
 
     def _run_alone(self, config: PrefillConfig, job: Job) -> dict:
@@ -150,8 +159,11 @@ class Bench:
         return result
 
 
-def measure(bench: Bench, workload: Workload, cases: list[Case], rounds: int, warmup: int) -> list[list[dict]]:
-    """Run all cases of a workload in turn, round after round; return each case's figures, on host 0."""
+def measure(
+    bench: Bench, workload: Workload, cases: list[Case], rounds: int, warmup: int
+) -> list[list[dict]]:
+    """Run all cases of a workload in turn, round after round; return each case's figures, on host
+    0."""
     job = bench.prepare(workload)
     samples: list[list[dict]] = [[] for _ in cases]
     for index in range(warmup + rounds):

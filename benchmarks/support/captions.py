@@ -1,8 +1,10 @@
-"""Draws clips of scenes with captions: words, and numbers or other words that they are assigned; asks about these.
+"""Draws clips of scenes with captions: words, and numbers or other words that they are assigned;
+asks about these.
 
-A caption is one row of a frame's 4 x 4 cells, such as "river = 4 7" or "stone = river", with one text in each cell
-and a dimmed scene behind. Each cell is a visual token of the model that ``make_reader.py`` makes, and reads as
-the text in it, or where there is none as a mark that stands for the kind of scene.
+A caption is one row of a frame's 4 x 4 cells, such as "river = 4 7" or "stone = river", with one
+text in each cell and a dimmed scene behind. Each cell is a visual token of the model that
+``make_reader.py`` makes, and reads as the text in it, or where there is none as a mark that stands
+for the kind of scene.
 """
 
 from dataclasses import dataclass
@@ -41,8 +43,11 @@ QUESTIONS = {
 
 
 def token_of(tokenizer: PreTrainedTokenizerBase, text: str) -> int | None:
-    """Return the one token that a cell's text is read as, words with a space before; None if it takes several."""
-    ids = tokenizer.encode(f" {text}" if text.isalpha() or text == "=" else text, add_special_tokens=False)
+    """Return the one token that a cell's text is read as, words with a space before; None if it
+    takes several."""
+    ids = tokenizer.encode(
+        f" {text}" if text.isalpha() or text == "=" else text, add_special_tokens=False
+    )
     return ids[0] if len(ids) == 1 else None
 
 
@@ -52,10 +57,19 @@ def words_of(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
     Raises:
         ValueError: the tokenizer has too few of them, or does not encode digits one by one.
     """
-    words = [word for word in NOUNS if len(word) <= LONGEST_WORD and token_of(tokenizer, word) is not None]
-    several = token_of(tokenizer, "47") is None and None not in (token_of(tokenizer, sign) for sign in SIGNS)
+    words = [
+        word
+        for word in NOUNS
+        if len(word) <= LONGEST_WORD and token_of(tokenizer, word) is not None
+    ]
+    several = token_of(tokenizer, "47") is None and None not in (
+        token_of(tokenizer, sign) for sign in SIGNS
+    )
     if len(words) < NUM_PAIRS + CHAIN or not several:
-        raise ValueError("captions need a tokenizer with short English words as one token, and one for each digit")
+        raise ValueError(
+            "captions need a tokenizer with short English words as one token, and one for each "
+            "digit"
+        )
     return tuple(words)
 
 
@@ -70,8 +84,8 @@ class CaptionedClip(NamedTuple):
     """Scenes of a frame each, and captions by frame.
 
     Attributes:
-        pairs, chain: the captions of words with a number each, and of a word with a number, a word with that
-            word's, and so on; both in the order of time.
+        pairs, chain: the captions of words with a number each, and of a word with a number, a word
+            with that word's, and so on; both in the order of time.
     """
 
     scenes: clips.ClipSpec
@@ -82,12 +96,20 @@ class CaptionedClip(NamedTuple):
 
 def make_clip(seed: int, num_frames: int, split: str, words: tuple[str, ...]) -> CaptionedClip:
     """Make the clip with number `seed` of a split, of at least ``NUM_PAIRS + CHAIN`` frames."""
-    rng, total = np.random.default_rng([clips.SPLITS.index(split), seed, num_frames]), NUM_PAIRS + CHAIN
+    rng, total = (
+        np.random.default_rng([clips.SPLITS.index(split), seed, num_frames]),
+        NUM_PAIRS + CHAIN,
+    )
     scenes = clips.ClipSpec(tuple(clips.sample_scenes(rng, num_frames)), SCENE_GRID)
     names = rng.permutation(words)[:total].tolist()
-    numbers = [tuple(str(number)) for number in rng.permutation(np.arange(10, 100))[: NUM_PAIRS + 1]]
+    numbers = [
+        tuple(str(number)) for number in rng.permutation(np.arange(10, 100))[: NUM_PAIRS + 1]
+    ]
     values = [*numbers, *((name,) for name in names[NUM_PAIRS:-1])]
-    made = [Caption(int(rng.integers(GRID)), (name, "=", *value)) for name, value in zip(names, values, strict=True)]
+    made = [
+        Caption(int(rng.integers(GRID)), (name, "=", *value))
+        for name, value in zip(names, values, strict=True)
+    ]
     pairs, chain = made[:NUM_PAIRS], made[NUM_PAIRS:]
     in_chain = set(rng.choice(total, CHAIN, replace=False).tolist())
     rest, linked = iter(pairs), iter(chain)
@@ -97,13 +119,16 @@ def make_clip(seed: int, num_frames: int, split: str, words: tuple[str, ...]) ->
 
 
 def draw(picture: np.ndarray, caption: Caption) -> np.ndarray:
-    """Draw a caption over a frame, uint8 RGB [H, W, 3], with Pillow's own font as large as fits into a cell."""
+    """Draw a caption over a frame, uint8 RGB [H, W, 3], with Pillow's own font as large as fits
+    into a cell."""
     dimmed, band = picture.copy(), slice(caption.row * CELL, (caption.row + 1) * CELL)
     dimmed[band] = dimmed[band] * 0.35
     canvas = Image.fromarray(dimmed)
     for column, text in enumerate(caption.cells):
         middle = (column + 0.5) * CELL, (caption.row + 0.5) * CELL
-        ImageDraw.Draw(canvas).text(middle, text, font=_font_for(text), anchor="mm", fill=(240, 240, 240))
+        ImageDraw.Draw(canvas).text(
+            middle, text, font=_font_for(text), anchor="mm", fill=(240, 240, 240)
+        )
     return np.asarray(canvas)
 
 
@@ -143,7 +168,10 @@ class CaptionExam(Exam):
         return frames
 
     def questions(self, seed: int) -> list[tuple[str, str, str]]:
-        clip, names = self.clip(seed), ", ".join(caption.cells[0] for caption in self.clip(seed).chain)
+        clip, names = (
+            self.clip(seed),
+            ", ".join(caption.cells[0] for caption in self.clip(seed).chain),
+        )
         answers = {"retrieval": "".join(clip.pairs[0].cells[2:]), "tracking": f" {names}"}
         return [(task, self._asked(seed, task)[0], answers[task]) for task in self.tasks]
 
@@ -162,7 +190,8 @@ class CaptionExam(Exam):
         return self._texts(shown) != ""
 
     def texts(self, seed: int) -> np.ndarray:
-        """Return the text at each of the clip's visual tokens, str [tokens]; "" where there is none."""
+        """Return the text at each of the clip's visual tokens, str [tokens]; "" where there is
+        none."""
         return self._texts(self.clip(seed).captions)
 
     def _asked(self, seed: int, task: str) -> list[str]:
@@ -179,5 +208,8 @@ class CaptionExam(Exam):
 
 
 def exam_like(exam: Exam, tokenizer: PreTrainedTokenizerBase) -> CaptionExam:
-    """Return an exam with as many captioned clips of the same length; see :func:`words_of` for errors."""
-    return CaptionExam(GRID, exam.num_shots, exam.folder, tuple(QUESTIONS), exam.split, words_of(tokenizer))
+    """Return an exam with as many captioned clips of the same length; see :func:`words_of` for
+    errors."""
+    return CaptionExam(
+        GRID, exam.num_shots, exam.folder, tuple(QUESTIONS), exam.split, words_of(tokenizer)
+    )

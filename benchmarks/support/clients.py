@@ -22,7 +22,8 @@ _OPEN = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer as a client saw it: times in seconds since it asked, the text and how many tokens it has."""
+    """An answer as a client saw it: times in seconds since it asked, the text and how many tokens
+    it has."""
 
     first_token: float
     end: float
@@ -60,7 +61,9 @@ def stream_answer(port: int, body: dict, timeout: float, asked: float | None = N
     return Answer((first or end) - began, end - began, text, num_tokens)
 
 
-def serve_while(engine: Engine, hosts: HostGroup, settings: ServerSettings, ask: Callable[[int], None]) -> None:
+def serve_while(
+    engine: Engine, hosts: HostGroup, settings: ServerSettings, ask: Callable[[int], None]
+) -> None:
     """Start a server, call a function with its port on host 0, and end the server; collective.
 
     Raises:

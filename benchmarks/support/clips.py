@@ -1,11 +1,12 @@
 """Draws synthetic clips from seeds: scenes with a few letters to find, and questions about them.
 
-A clip is a sequence of shots of two video frames each. Scenes (noise, a gradient, printed text, a disc or a square
-that moves or stands still) run over one to eight shots. Three to six shots hold a needle, as VNBench calls it: one
-of 16 letters in a border of one of six colours, either *edited* (laid over a part of the running scene) or
-*inserted* (a card that replaces the scene for one shot). Colours and letters are unique within a clip, so a
-question that names a colour has one answer. Two frames are one temporal patch of the video model, hence a patch
-never mixes two shots as long as every frame of the clip is sampled.
+A clip is a sequence of shots of two video frames each. Scenes (noise, a gradient, printed text, a
+disc or a square that moves or stands still) run over one to eight shots. Three to six shots hold a
+needle, as VNBench calls it: one of 16 letters in a border of one of six colours, either *edited*
+(laid over a part of the running scene) or *inserted* (a card that replaces the scene for one shot).
+Colours and letters are unique within a clip, so a question that names a colour has one answer. Two
+frames are one temporal patch of the video model, hence a patch never mixes two shots as long as
+every frame of the clip is sampled.
 
 It needs only numpy, Pillow and PyAV.
 """
@@ -38,7 +39,14 @@ DEMO_CLIP = (10, 64, "test")  # arguments of make_clip that specify the bundled 
 LONGEST_SCENE = 8  # shots
 
 LETTERS = tuple("ABCEFHJKLMPQRTXZ")
-_PAINTS = (215, 35, 35), (30, 165, 50), (40, 65, 225), (230, 215, 40), (170, 45, 190), (35, 205, 215)
+_PAINTS = (
+    (215, 35, 35),
+    (30, 165, 50),
+    (40, 65, 225),
+    (230, 215, 40),
+    (170, 45, 190),
+    (35, 205, 215),
+)
 COLOURS = dict(zip(BORDERS, _PAINTS, strict=True))
 _SHAPES = "still disc", "moving disc", "still square", "moving square"
 SCENES = ("grey noise", "smooth gradient", "printed text", *_SHAPES)
@@ -110,7 +118,8 @@ Placement = tuple[tuple[int, str, str], ...]
 
 
 def split_of(placement: Placement, num_shots: int) -> str:
-    """Return the only split that may have a placement: a tenth of all are for test, a tenth for validation."""
+    """Return the only split that may have a placement: a tenth of all are for test, a tenth for
+    validation."""
     digest = zlib.crc32(repr((num_shots, placement)).encode()) % 10
     return {0: "test", 1: "validation"}.get(digest, "train")
 
@@ -134,7 +143,8 @@ def sample_placement(rng: np.random.Generator, num_shots: int, split: str) -> Pl
 
 
 def sample_scenes(rng: np.random.Generator, num_shots: int) -> list[Shot]:
-    """Draw scenes until they fill a number of shots; two in five last one shot, the others two to eight."""
+    """Draw scenes until they fill a number of shots; two in five last one shot, the others two to
+    eight."""
     shots: list[Shot] = []
     while len(shots) < num_shots:
         length = 1 if rng.random() < 0.4 else int(rng.integers(2, LONGEST_SCENE + 1))
@@ -143,11 +153,13 @@ def sample_scenes(rng: np.random.Generator, num_shots: int) -> list[Shot]:
     return shots[:num_shots]
 
 
-def make_clip(seed: int, num_shots: int, split: str, grid: int = 2, needles: Sequence[str] = NEEDLES) -> ClipSpec:
+def make_clip(
+    seed: int, num_shots: int, split: str, grid: int = 2, needles: Sequence[str] = NEEDLES
+) -> ClipSpec:
     """Make the clip with number `seed` of a split.
 
-    The split is part of the seed of every random draw, so two splits never share a scene or a needle, and it
-    limits how letters are placed (`split_of`), so they never share a placement.
+    The split is part of the seed of every random draw, so two splits never share a scene or a
+    needle, and it limits how letters are placed (`split_of`), so they never share a placement.
 
     Args:
         seed: number of the clip within its split, from 0.
@@ -168,17 +180,26 @@ def make_clip(seed: int, num_shots: int, split: str, grid: int = 2, needles: Seq
 def questions(clip: ClipSpec) -> list[tuple[str, str, str]]:
     """List every question that can be asked about a clip.
 
-    The colour comes last in a retrieval question, so that the token that names it can look up the answer itself.
+    The colour comes last in a retrieval question, so that the token that names it can look up the
+    answer itself.
 
     Returns:
-        (task, question, answer) triples; tasks are retrieval (one per needle), ordering, counting and describe.
+        (task, question, answer) triples; tasks are retrieval (one per needle), ordering, counting
+        and describe.
     """
-    asked = [("retrieval", RETRIEVAL_QUESTION.format(colour=needle.colour), needle.letter) for needle in clip.needles]
+    asked = [
+        ("retrieval", RETRIEVAL_QUESTION.format(colour=needle.colour), needle.letter)
+        for needle in clip.needles
+    ]
     return [
         *asked,
         ("ordering", ORDERING_QUESTION, " ".join(needle.letter for needle in clip.needles)),
         ("counting", COUNTING_QUESTION, str(len(clip.needles))),
-        ("describe", DESCRIBE_QUESTION, ", ".join(shot.description for shot in clip.shots) + ", end"),
+        (
+            "describe",
+            DESCRIBE_QUESTION,
+            ", ".join(shot.description for shot in clip.shots) + ", end",
+        ),
     ]
 
 
@@ -198,7 +219,9 @@ def render(clip: ClipSpec) -> np.ndarray:
     frames = []
     for (seed, kind), shots in groupby(clip.shots, lambda shot: (shot.seed, shot.scene)):
         scene = _Scene(seed, kind, size)
-        frames += [_render_frame(shot, scene, index) for shot in shots for index in range(FRAMES_PER_SHOT)]
+        frames += [
+            _render_frame(shot, scene, index) for shot in shots for index in range(FRAMES_PER_SHOT)
+        ]
     return np.stack(frames)
 
 
@@ -208,7 +231,10 @@ def needle_box(needle: Needle, size: int) -> tuple[int, int, int]:
     It is as large as the smallest frame, and begins at any patch of a larger one.
     """
     side, step = 2 * TOKEN_SIZE, TOKEN_SIZE // 2
-    top, left = np.random.default_rng([needle.seed, 0]).integers(0, (size - side) // step + 1, size=2) * step
+    top, left = (
+        np.random.default_rng([needle.seed, 0]).integers(0, (size - side) // step + 1, size=2)
+        * step
+    )
     return int(top), int(left), side
 
 
@@ -218,12 +244,17 @@ def needle_tokens(shot: Shot, grid: int) -> np.ndarray:
         return np.zeros((grid, grid), dtype=bool)
     top, left, side = needle_box(shot.needle, TOKEN_SIZE * grid)
     edges = np.arange(grid) * TOKEN_SIZE
-    ends = ((np.maximum(edges, begin), np.minimum(edges + TOKEN_SIZE, begin + side)) for begin in (top, left))
+    ends = (
+        (np.maximum(edges, begin), np.minimum(edges + TOKEN_SIZE, begin + side))
+        for begin in (top, left)
+    )
     rows, columns = ((last - first).clip(min=0) for first, last in ends)
     return rows[:, None] * columns >= TOKEN_SIZE**2 / 4
 
 
-def write_mp4(frames: Iterable[np.ndarray | av.VideoFrame], path: str | Path, fps: int = FPS, **options: str) -> None:
+def write_mp4(
+    frames: Iterable[np.ndarray | av.VideoFrame], path: str | Path, fps: int = FPS, **options: str
+) -> None:
     """Write frames as an H.264 file (yuv420p).
 
     Args:
@@ -234,7 +265,9 @@ def write_mp4(frames: Iterable[np.ndarray | av.VideoFrame], path: str | Path, fp
     """
     with av.open(str(path), "w", format="mp4") as container:
         # With one thread the encoder makes the same decisions, and hence the same file, everywhere.
-        stream = container.add_stream("libx264", rate=fps, options=options or {"crf": "18", "threads": "1"})
+        stream = container.add_stream(
+            "libx264", rate=fps, options=options or {"crf": "18", "threads": "1"}
+        )
         stream.pix_fmt = "yuv420p"
         for number, frame in enumerate(frames):
             if not isinstance(frame, av.VideoFrame):
@@ -278,7 +311,8 @@ class _Scene:
         """Draw the scene's frame `number`, float [H, W, 3]."""
         if self.shape not in ("disc", "square"):
             return self.still
-        # The path is reflected at the edges: a distance along a line of twice the free length is folded back.
+        # The path is reflected at the edges: a distance along a line of twice the free length is
+        # folded back.
         free = self.size - 2 * self.radius
         folded = np.mod(self.start + self.velocity * number, 2 * free)
         x, y = np.minimum(folded, 2 * free - folded) + self.radius
@@ -295,19 +329,24 @@ def _render_frame(shot: Shot, scene: _Scene, index: int) -> np.ndarray:
     picture = scene.frame(number)
     if shot.needle:
         picture = _draw_needle(shot.needle, picture)
-    flicker = np.random.default_rng([shot.seed, number, 1]).standard_normal((*picture.shape[:2], 1), np.float32)
+    flicker = np.random.default_rng([shot.seed, number, 1]).standard_normal(
+        (*picture.shape[:2], 1), np.float32
+    )
     return np.clip(picture + 3 * flicker, 0, 255).astype(np.uint8)
 
 
 def _noise(rng: np.random.Generator, size: int) -> np.ndarray:
     """Draw near-grey blocks of random size, brightness and contrast, float [H, W, 3]."""
     block = int(rng.choice([2, 4, 7, 14]))
-    texture = rng.normal(rng.uniform(70, 140), rng.uniform(15, 35), size=(size // block, size // block, 1))
+    texture = rng.normal(
+        rng.uniform(70, 140), rng.uniform(15, 35), size=(size // block, size // block, 1)
+    )
     return np.kron(texture + rng.normal(0, 4, size=3), np.ones((block, block, 1)))
 
 
 def _gradient(rng: np.random.Generator, size: int, contrast: float) -> np.ndarray:
-    """Draw a gradient from one muted colour to a brighter one at a random angle, float [H, W, 3]."""
+    """Draw a gradient from one muted colour to a brighter one at a random angle, float [H, W,
+    3]."""
     angle = rng.uniform(0, 2 * np.pi)
     steps = np.linspace(-0.7, 0.7, size)
     slope = np.cos(angle) * steps[:, None] + np.sin(angle) * steps[None, :]
@@ -323,7 +362,9 @@ def _print_text(rng: np.random.Generator, background: np.ndarray) -> np.ndarray:
     font = ImageFont.load_default(size=height)
     ink = int(rng.choice([15, 235]))
     for top in range(int(rng.integers(0, 5)), size - height, height + 2):
-        line = "".join(rng.choice(list("abcdefghijklmnopqrstuvwxyz0123456789  "), size=1 + 2 * size // height))
+        line = "".join(
+            rng.choice(list("abcdefghijklmnopqrstuvwxyz0123456789  "), size=1 + 2 * size // height)
+        )
         draw.text((int(rng.integers(0, 5)), top), line, font=font, fill=(ink,) * 3)
     return np.asarray(canvas, dtype=np.float64)
 
@@ -348,8 +389,12 @@ def _draw_needle(needle: Needle, picture: np.ndarray) -> np.ndarray:
     font = ImageFont.load_default(size=int(rng.integers(29, 40)))
     centre = np.array([left, top]) + side / 2 + rng.uniform(-4, 4, size=2)
     brightness = int(rng.integers(215, 256))
-    draw.text(tuple(centre), needle.letter, font=font, anchor="mm", fill=(brightness,) * 3, stroke_width=1)
-    border = np.clip(np.array(COLOURS[needle.colour]) + rng.uniform(-20, 20, size=3), 0, 255).astype(int)
+    draw.text(
+        tuple(centre), needle.letter, font=font, anchor="mm", fill=(brightness,) * 3, stroke_width=1
+    )
+    border = np.clip(
+        np.array(COLOURS[needle.colour]) + rng.uniform(-20, 20, size=3), 0, 255
+    ).astype(int)
     width = int(rng.integers(5, 8))
     corners = (left, top, left + side - 1, top + side - 1)
     draw.rectangle(corners, outline=tuple(map(int, border)), width=width)

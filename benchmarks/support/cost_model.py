@@ -1,7 +1,8 @@
-"""Counts the arithmetic of one prefill on every host, the KV that it keeps, and what it receives from others.
+"""Counts the arithmetic of one prefill on every host, the KV that it keeps, and what it receives
+from others.
 
-Nothing runs. A multiply-add is 2 FLOPs; causal attention of l rows has exactly l (l + 1) / 2 (query, key) pairs.
-Left out are element-wise operations (norms, rotary positions, activations).
+Nothing runs. A multiply-add is 2 FLOPs; causal attention of l rows has exactly l (l + 1) / 2
+(query, key) pairs. Left out are element-wise operations (norms, rotary positions, activations).
 """
 
 from collections import Counter
@@ -13,11 +14,19 @@ from apbv.layout import ContextLayout, intersect, split_evenly
 from apbv.model.parts import RULE_CHUNK, DecoderSizes, prompts_like
 from apbv.prefilling import methods
 
-# "block_to_earlier": an exact method's blocks attend to everything before them. Full attention is one block that
-# attends to itself.
-ATTENTION = ("anchor", "block_to_anchor", "block_to_passing", "block_to_earlier", "block_to_self", "query")
+# "block_to_earlier": an exact method's blocks attend to everything before them. Full attention is
+# one block that attends to itself.
+ATTENTION = (
+    "anchor",
+    "block_to_anchor",
+    "block_to_passing",
+    "block_to_earlier",
+    "block_to_self",
+    "query",
+)
 # "query_pass": the projections and the MLP of a separate pass of the query.
-# "linear": the rule of linear attention, and the maps that hosts exchange (apbv.prefilling.linear_attention).
+# "linear": the rule of linear attention, and the maps that hosts exchange
+# (apbv.prefilling.linear_attention).
 PARTS = ("vision", "projections", "mlp", *ATTENTION, "scoring", "linear", "query_pass", "lm_head")
 METHODS = ("full", "zigzag_ring", "ulysses", "star", "apb", "apbv")
 _GATED = ("qwen2_5_vl", "qwen2_5_omni_thinker", "glm4v")  # vision towers whose MLPs have a gate
@@ -28,16 +37,18 @@ _SHARED_OUT = ("zigzag_ring", "ulysses")  # exact, and no token is replicated
 class VisionShape:
     """The sizes of a vision tower.
 
-    The tower attends within one temporal patch ("frame") at a time, in every layer; for Qwen2.5-VL, where most
-    layers attend within smaller windows, this is an upper bound.
+    The tower attends within one temporal patch ("frame") at a time, in every layer; for Qwen2.5-VL,
+    where most layers attend within smaller windows, this is an upper bound.
 
     Attributes:
         layers, hidden: depth and width.
         weights: weights of all layers, which are a row's multiply-adds without attention.
         patches_per_token: patches that become one token (the square of the spatial merge).
         class_tokens: number of rows of a frame that are not patches.
-        outer_macs: a token's multiply-adds outside the layers (patch embedding, mergers or projector).
-        num_deepstack: number of further rows of the decoder's width that the decoder reads per token.
+        outer_macs: a token's multiply-adds outside the layers (patch embedding, mergers or
+            projector).
+        num_deepstack: number of further rows of the decoder's width that the decoder reads per
+            token.
     """
 
     layers: int
@@ -56,7 +67,8 @@ class VisionShape:
 
     @classmethod
     def from_config(cls, config) -> "VisionShape":
-        """Read the sizes from a vision-language config; families differ in names and in what follows the tower.
+        """Read the sizes from a vision-language config; families differ in names and in what
+        follows the tower.
 
         Raises:
             ValueError: the family is unknown.
@@ -79,7 +91,9 @@ class VisionShape:
         elif family == "internvl":
             patches = int(1 / config.downsample_ratio) ** 2
             outer = width * (patches * hidden + width)
-        elif family == "llava_onevision":  # all patches are projected, then a frame's side is halved
+        elif (
+            family == "llava_onevision"
+        ):  # all patches are projected, then a frame's side is halved
             side = vision.image_size // vision.patch_size
             patches = (side / -(-side // 2)) ** 2
             outer = patches * width * (hidden + width)
@@ -105,7 +119,8 @@ class Shape(DecoderSizes):
 
     @classmethod
     def from_config(cls, config, bytes_per_number: int = 2) -> "Shape":
-        """Read the sizes from a transformers config of a text model or of a vision-language model around one.
+        """Read the sizes from a transformers config of a text model or of a vision-language model
+        around one.
 
         Raises:
             ValueError: the vision tower is of an unknown family.
@@ -117,20 +132,26 @@ class Shape(DecoderSizes):
     def token_weights(self) -> dict[str, int]:
         """Count the weights of all layers that compute a token.
 
-        Of attention q, k, v and o; of a hybrid's, whose outputs have a gate, one more as wide as q, and those of
-        linear attention: q, k and v, gate, the numbers that control the rule, and o. Of MLPs gate, up and down,
-        and a router.
+        Of attention q, k, v and o; of a hybrid's, whose outputs have a gate, one more as wide as q,
+        and those of linear attention: q, k and v, gate, the numbers that control the rule, and o.
+        Of MLPs gate, up and down, and a router.
         """
-        projections = self.kv_layers * 2 * self.hidden * (self.heads + self.kv_heads) * self.head_dim
+        projections = (
+            self.kv_layers * 2 * self.hidden * (self.heads + self.kv_heads) * self.head_dim
+        )
         if self.linear is not None:
             values = self.linear.value_heads * self.linear.value_dim
             projections += self.kv_layers * self.hidden * self.heads * self.head_dim
             widths = self.linear.channels + 2 * values + 2 * self.linear.value_heads
             projections += len(self.linear.layers) * self.hidden * widths
-        return {"projections": projections, "mlp": self.layers * self.hidden * (3 * self.intermediate + self.experts)}
+        return {
+            "projections": projections,
+            "mlp": self.layers * self.hidden * (3 * self.intermediate + self.experts),
+        }
 
     def rule_macs(self, is_map: bool) -> int:
-        """Count the multiply-adds of linear attention for one token in all layers, by transformers' rule.
+        """Count the multiply-adds of linear attention for one token in all layers, by transformers'
+        rule.
 
         Args:
             is_map: of the map of a block, whose values are wider by Dk.
@@ -144,7 +165,11 @@ class Shape(DecoderSizes):
     def layouts(self, layout: ContextLayout) -> Counter[ContextLayout]:
         """Count the layers with attention that have each layout of a prompt."""
         linear = () if self.linear is None else self.linear.layers
-        return Counter(layout.in_layer(layer, self.layers) for layer in range(self.layers) if layer not in linear)
+        return Counter(
+            layout.in_layer(layer, self.layers)
+            for layer in range(self.layers)
+            if layer not in linear
+        )
 
     @property
     def kv_bytes(self) -> int:
@@ -157,10 +182,11 @@ class Video:
     """The video of a prompt.
 
     Attributes:
-        tokens: the run of its placeholders; timestamps between them, as in Qwen3-VL, count as placeholders.
+        tokens: the run of its placeholders; timestamps between them, as in Qwen3-VL, count as
+            placeholders.
         frames: number of temporal patches.
-        frame_tokens: tokens of a frame before a reduction leaves some out, of every frame equally many, as is
-            assumed; None: nothing is left out before the language model.
+        frame_tokens: tokens of a frame before a reduction leaves some out, of every frame equally
+            many, as is assumed; None: nothing is left out before the language model.
     """
 
     tokens: range
@@ -171,9 +197,13 @@ class Video:
         """Return for every host how many frames it encodes, and the tokens that these become."""
         frames = range(self.frames)
         shares = split_evenly(frames, num_hosts)
-        # Tokens beyond an equal number per frame (LLaVA-OneVision's newline) belong to the last frame.
+        # Tokens beyond an equal number per frame (LLaVA-OneVision's newline) belong to the last
+        # frame.
         count, per_frame = len(self.tokens), len(self.tokens) // self.frames
-        ends = [frame * (per_frame if self.frame_tokens is None else count / self.frames) for frame in frames]
+        ends = [
+            frame * (per_frame if self.frame_tokens is None else count / self.frames)
+            for frame in frames
+        ]
         edges = [self.tokens.start + int(end) for end in ends] + [self.tokens.stop]
         return [(len(share), range(edges[share.start], edges[share.stop])) for share in shares]
 
@@ -194,17 +224,25 @@ class HostCost:
 
 
 def cost(
-    shape: Shape, method: str, layout: ContextLayout, *, video: Video | None = None, density: float = 1.0
+    shape: Shape,
+    method: str,
+    layout: ContextLayout,
+    *,
+    video: Video | None = None,
+    density: float = 1.0,
 ) -> list[HostCost]:
-    """Compute the cost of one prefill, host by host. Importance is ``peak``, and ``apbv`` fuses the query.
+    """Compute the cost of one prefill, host by host. Importance is ``peak``, and ``apbv`` fuses the
+    query.
 
     Args:
         shape: the model's sizes.
-        method: a name in :data:`METHODS`; all are full attention on host 0 where the layout has no blocks.
+        method: a name in :data:`METHODS`; all are full attention on host 0 where the layout has no
+            blocks.
         layout: what the method's ``plan`` returned.
         video: the prompt's video, if it has one.
-        density: the share of blocks' causal attention to themselves that is computed, as the figures of a prefill
-            with sparse attention give it; how these blocks are chosen is left out.
+        density: the share of blocks' causal attention to themselves that is computed, as the
+            figures of a prefill with sparse attention give it; how these blocks are chosen is left
+            out.
 
     Raises:
         ValueError: the method has no sparse attention.
@@ -214,14 +252,20 @@ def cost(
     if not layout.is_split:
         method = "full"
     separate = method in ("star", "apb")
-    costs = [_host_cost(shape, method, layout, host, separate, video) for host in range(layout.num_hosts)]
+    costs = [
+        _host_cost(shape, method, layout, host, separate, video) for host in range(layout.num_hosts)
+    ]
     for host in costs:
         host.flops["block_to_self"] = round(density * host.flops["block_to_self"])
     return costs
 
 
 def cost_of_prompt(
-    shape: Shape, hosts: int, prompt: tuple[int, int, int, Video | None], config: PrefillConfig, density: float = 1.0
+    shape: Shape,
+    hosts: int,
+    prompt: tuple[int, int, int, Video | None],
+    config: PrefillConfig,
+    density: float = 1.0,
 ) -> tuple[ContextLayout, list[HostCost]]:
     """Return the layout of a prefill, and its cost on every host.
 
@@ -234,14 +278,20 @@ def cost_of_prompt(
     """
     num_tokens, start, stop, video = prompt
     if video is None and config.reduce is not None:
-        raise ValueError(f"{config.reduce.method} leaves visual tokens out: it needs the frames of a video")
+        raise ValueError(
+            f"{config.reduce.method} leaves visual tokens out: it needs the frames of a video"
+        )
     gone = 0
     if config.reduce is not None:  # of every frame as many tokens are left, as is assumed
         count = len(video.tokens)
         kept = max(1, round(count * config.reduce.ratio))
         gone, per_frame = count - kept, count // video.frames
-        video = replace(video, tokens=range(start, start + kept), frame_tokens=per_frame if gone else None)
-    layout = methods.METHODS[config.method].plan(hosts, num_tokens - gone, start, stop - gone, config)
+        video = replace(
+            video, tokens=range(start, start + kept), frame_tokens=per_frame if gone else None
+        )
+    layout = methods.METHODS[config.method].plan(
+        hosts, num_tokens - gone, start, stop - gone, config
+    )
     return layout, cost(shape, config.method, layout, video=video, density=density)
 
 
@@ -262,7 +312,9 @@ def _host_cost(shape, method, layout, host, separate, video) -> HostCost:
         flops["lm_head"] = 2 * shape.hidden * shape.vocab
     if video is not None:
         frames, _ = video.pieces(layout.num_hosts)[host]
-        encoded = len(video.tokens) // video.frames if video.frame_tokens is None else video.frame_tokens
+        encoded = (
+            len(video.tokens) // video.frames if video.frame_tokens is None else video.frame_tokens
+        )
         flops["vision"] = round(frames * shape.vision.frame_flops(encoded))
     received = _received(shape, method, layout, host, video) if layout.num_hosts > 1 else Counter()
     return HostCost(flops, received, shape.kv_bytes * sum(map(len, layout.cache_spans(host))))
@@ -271,7 +323,10 @@ def _host_cost(shape, method, layout, host, separate, video) -> HostCost:
 def _scores(shape, method, layout, host, separate) -> dict[str, int]:
     """Count the (query head, query row, key) triples of one layer on one host, by part."""
     if method == "full":
-        return {"block_to_self": shape.heads * sum(causal_pairs(len(span)) for span in layout.local_spans(host))}
+        return {
+            "block_to_self": shape.heads
+            * sum(causal_pairs(len(span)) for span in layout.local_spans(host))
+        }
     heads, blocks = shape.heads, layout.virtual_hosts(host)
     if method == "ulysses":  # a share of the heads, over all tokens
         heads, blocks = len(_query_heads(shape, layout)[host]), range(layout.num_hosts)
@@ -283,8 +338,12 @@ def _scores(shape, method, layout, host, separate) -> dict[str, int]:
         anchor, query, last = layout.anchor_len, len(layout.query), len(layout.blocks) - 1
         pairs["anchor"] = causal_pairs(anchor)
         # A copy in front of the prompt's first block would repeat what the block begins with.
-        pairs["block_to_anchor"] = anchor * sum(rows[v] for v in blocks if v or not layout.anchor_copy)
-        pairs["block_to_passing"] = sum(rows[v] * sum(map(layout.num_passed, range(v))) for v in blocks)
+        pairs["block_to_anchor"] = anchor * sum(
+            rows[v] for v in blocks if v or not layout.anchor_copy
+        )
+        pairs["block_to_passing"] = sum(
+            rows[v] * sum(map(layout.num_passed, range(v))) for v in blocks
+        )
         pairs["query"] = query * (len(layout.anchor_slice(host)) + sum(rows.values()))
         pairs["query"] += causal_pairs(query) if host == 0 else 0  # host 0 keeps the query's own KV
         pairs["query"] += query * anchor + causal_pairs(query) if separate else 0
@@ -296,7 +355,12 @@ def _scores(shape, method, layout, host, separate) -> dict[str, int]:
 
 def _received(shape, method, layout, host, video) -> Counter:
     """Count the bytes that one of several hosts receives, by what they are."""
-    received, layers, size, others = Counter(), shape.kv_layers, shape.bytes_per_number, layout.num_hosts - 1
+    received, layers, size, others = (
+        Counter(),
+        shape.kv_layers,
+        shape.bytes_per_number,
+        layout.num_hosts - 1,
+    )
     here = sum(len(layout.blocks[v]) for v in layout.virtual_hosts(host))
     if method == "zigzag_ring":
         received["ring"] = shape.kv_bytes * (layout.num_tokens - here)
@@ -308,13 +372,21 @@ def _received(shape, method, layout, host, video) -> Counter:
         received["all_to_all"] = layers * (states + outputs) * shape.head_dim * size
     elif method != "full":
         # All buffers are as long as the longest, and the last block sends an empty one.
-        passed = sum(of_layers.max_passed * count for of_layers, count in shape.layouts(layout).items())
-        received["passing"] = shape.kv_bytes // layers * others * len(layout.virtual_hosts(host)) * passed
+        passed = sum(
+            of_layers.max_passed * count for of_layers, count in shape.layouts(layout).items()
+        )
+        received["passing"] = (
+            shape.kv_bytes // layers * others * len(layout.virtual_hosts(host)) * passed
+        )
         row = shape.heads * (shape.head_dim * size + max(4, size))  # the output and its log-sum-exp
         received["query_merge"] = layers * others * len(layout.query) * row
-    if (linear := shape.linear) is not None:  # maps of blocks, or the states of a prompt that host 0 computes
+    if (
+        linear := shape.linear
+    ) is not None:  # maps of blocks, or the states of a prompt that host 0 computes
         inputs, num_maps = linear.last_inputs * size, others * len(layout.virtual_hosts(host))
-        of_layer = num_maps * (4 * linear.block_map + inputs) or (host > 0) * (4 * linear.state + inputs)
+        of_layer = num_maps * (4 * linear.block_map + inputs) or (host > 0) * (
+            4 * linear.state + inputs
+        )
         received["states"] = len(linear.layers) * of_layer
     if layout.last_token_host not in (None, host):
         received["logits"] = shape.vocab * size
@@ -356,12 +428,18 @@ def explain(method: str, layout: ContextLayout, costs: list[HostCost], full: lis
     busiest = max(range(len(costs)), key=lambda host: costs[host].flops.total())
     mine = costs[busiest]
     parts = [(part, mine.flops[part]) for part in PARTS if mine.flops[part]]
-    received = ", ".join(f"{kind} {count / 1e6:.2f} MB" for kind, count in mine.received.items() if count)
+    received = ", ".join(
+        f"{kind} {count / 1e6:.2f} MB" for kind, count in mine.received.items() if count
+    )
     lines = [
-        f"{method}, {layout.num_hosts} hosts, {layout.num_tokens} tokens: anchor {layout.anchor_len}, "
+        f"{method}, {layout.num_hosts} hosts, {layout.num_tokens} tokens: anchor "
+        f"{layout.anchor_len}, "
         f"{len(layout.blocks)} blocks, passing {layout.passing_len}, query {len(layout.query)}",
         f"  {f'on host {busiest}':<17}{'TFLOP':>12}{'share':>8}",
-        *(f"  {part:<17}{count / 1e12:>12.4f}{count / mine.flops.total():>8.1%}" for part, count in parts),
+        *(
+            f"  {part:<17}{count / 1e12:>12.4f}{count / mine.flops.total():>8.1%}"
+            for part, count in parts
+        ),
         f"FLOPs of full over this: busiest host {flop_ratio(full, costs):.2f}, "
         f"all hosts together {work_ratio(full, costs):.2f}",
         f"KV: {', '.join(f'{host.kv_bytes / 1e6:.1f}' for host in costs)} MB per host",

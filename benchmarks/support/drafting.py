@@ -40,10 +40,11 @@ class Way:
 def scale_model(model: PreTrainedModel, times: int) -> PreTrainedModel:
     """Build a slower model with `times` as many decoder layers that computes the same.
 
-    Before every decoder layer come copies of it whose two output projections are zero. A copy reads and writes the
-    KV cache and does the work of a layer, but adds nothing to the hidden states, so logits are bit-equal to the
-    original's while the time per token grows with their number. Its input is that of the layer after it, and so
-    are its attention probabilities: means over layers, by which visual tokens are ranked, are the original's, too.
+    Before every decoder layer come copies of it whose two output projections are zero. A copy reads
+    and writes the KV cache and does the work of a layer, but adds nothing to the hidden states, so
+    logits are bit-equal to the original's while the time per token grows with their number. Its
+    input is that of the layer after it, and so are its attention probabilities: means over layers,
+    by which visual tokens are ranked, are the original's, too.
 
     Args:
         model: a Qwen2.5-VL model, which is left as it is.
@@ -59,7 +60,8 @@ def scale_model(model: PreTrainedModel, times: int) -> PreTrainedModel:
     text.num_hidden_layers *= times
     text.layer_types = [kind for kind in text.layer_types for _ in range(times)]
     for layer in decoder.layers:
-        # By its config, which all layers share, a prefill watches a layer or lets its attention see other hosts' KV.
+        # By its config, which all layers share, a prefill watches a layer or lets its attention see
+        # other hosts' KV.
         silent = [copy.deepcopy(layer, {id(text): text}) for _ in range(times - 1)]
         for each in silent:
             nn.init.zeros_(each.self_attn.o_proj.weight)
@@ -71,7 +73,9 @@ def scale_model(model: PreTrainedModel, times: int) -> PreTrainedModel:
     return scaled
 
 
-def build_ways(options: argparse.Namespace, configs: Mapping[str, SpeculativeConfig], hosts: HostGroup) -> list[Way]:
+def build_ways(
+    options: argparse.Namespace, configs: Mapping[str, SpeculativeConfig], hosts: HostGroup
+) -> list[Way]:
     """Build the ways to decode, on one target and one draft; autoregressive decoding comes first.
 
     They share what ``--reuse`` caches of the target.
@@ -79,13 +83,22 @@ def build_ways(options: argparse.Namespace, configs: Mapping[str, SpeculativeCon
     prefill = PrefillConfig(method=options.method, kv=options.kv)
     reuse = None if options.reuse == "off" else ReuseConfig(mode=options.reuse)
     # A layer of the target lies --scale times as deep in the scaled one.
-    wanted = {label: replace(each, uv_layer=options.scale * each.uv_layer) for label, each in configs.items()}
+    wanted = {
+        label: replace(each, uv_layer=options.scale * each.uv_layer)
+        for label, each in configs.items()
+    }
     if options.draft_host and options.preset is None:
         for label, config in list(wanted.items()):
             strategy = STRATEGIES[config.strategy]
-            if strategy.needs_draft_model and not strategy.needs_verdicts and draft_tree(config) is None:
+            if (
+                strategy.needs_draft_model
+                and not strategy.needs_verdicts
+                and draft_tree(config) is None
+            ):
                 wanted[f"{label}, draft host"] = replace(config, draft_host=True)
-    needs_draft = options.draft_host or any(STRATEGIES[c.strategy].needs_draft_model for c in wanted.values())
+    needs_draft = options.draft_host or any(
+        STRATEGIES[c.strategy].needs_draft_model for c in wanted.values()
+    )
     last = hosts.size - 1
     if options.draft_host and not last:
         raise ValueError("a draft host needs at least two hosts: start them with torchrun")
@@ -99,14 +112,18 @@ def build_ways(options: argparse.Namespace, configs: Mapping[str, SpeculativeCon
             if options.draft_model is None and options.model != "demo":
                 raise ValueError("these strategies need a --draft-model")
             path = options.draft_model or demo.draft_path()
-            drafting = Engine.from_pretrained(path, hosts=HostGroup.single(hosts.device), dtype=options.dtype)
+            drafting = Engine.from_pretrained(
+                path, hosts=HostGroup.single(hosts.device), dtype=options.dtype
+            )
             draft = drafting.model
         processor = (drafting if targets is None else loaded).processor
 
     def caption(prompt: RenderedPrompt) -> str:
         """Let the draft answer a short question, because a captioner must be cheap."""
         (video,) = prompt.videos
-        return drafting.generate(clips.ORDERING_QUESTION, video=video, num_frames=probe(video).num_frames).text
+        return drafting.generate(
+            clips.ORDERING_QUESTION, video=video, num_frames=probe(video).num_frames
+        ).text
 
     def way(label: str, config: SpeculativeConfig | None) -> Way:
         beside = config is not None and config.draft_host
@@ -114,7 +131,9 @@ def build_ways(options: argparse.Namespace, configs: Mapping[str, SpeculativeCon
         if group is None:
             return Way(label, config, None)
         own = draft if not beside or hosts.rank == last else None
-        engine = Engine(model, processor, group, prefill, options.model, config, own, caption, reuse)
+        engine = Engine(
+            model, processor, group, prefill, options.model, config, own, caption, reuse
+        )
         return Way(label, config, engine)
 
     ways = [way("autoregressive", None), *(way(label, config) for label, config in wanted.items())]

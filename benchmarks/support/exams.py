@@ -1,4 +1,5 @@
-"""Asks the demo model about held-out clips in several ways, on real or simulated hosts, and counts right ones."""
+"""Asks the demo model about held-out clips in several ways, on real or simulated hosts, and counts
+right ones."""
 
 import argparse
 import json
@@ -93,12 +94,18 @@ class Exam:
         return clips.render(self.clip(seed))
 
     def needle_tokens(self, seed: int, task: str) -> np.ndarray:
-        """Return which of a clip's visual tokens show what a question is about, bool ``[visual tokens]``."""
-        return np.concatenate([clips.needle_tokens(shot, self.grid).flatten() for shot in self.clip(seed).shots])
+        """Return which of a clip's visual tokens show what a question is about, bool
+        ``[visual tokens]``."""
+        return np.concatenate(
+            [clips.needle_tokens(shot, self.grid).flatten() for shot in self.clip(seed).shots]
+        )
 
     def file(self, seed: int, hosts: HostGroup | None = None) -> Path:
         """Return the path of a clip's file, written first, by host 0, if it is missing."""
-        path = self.folder / f"{self.kind}-{self.split}-{self.grid}x{self.grid}-{self.num_shots}-{seed}.mp4"
+        path = (
+            self.folder
+            / f"{self.kind}-{self.split}-{self.grid}x{self.grid}-{self.num_shots}-{seed}.mp4"
+        )
         hosts = hosts or HostGroup.single()
         with hosts.local_stage("rendering a clip"):
             if hosts.rank == 0 and not path.exists():
@@ -109,7 +116,8 @@ class Exam:
         return path
 
     def questions(self, seed: int) -> list[tuple[str, str, str]]:
-        """Return (task, question, answer) of the first and last needle's retrieval and of all other questions."""
+        """Return (task, question, answer) of the first and last needle's retrieval and of all other
+        questions."""
         retrievals, others = clips.asked_apart(self.clip(seed))
         asked = [retrievals[0], retrievals[-1], *others]
         return [item for item in asked if item[0] in self.tasks]
@@ -123,14 +131,20 @@ class Exam:
         return float(said == answer)
 
 
-def load_demo(checkpoint: str | Path = "demo", hosts: HostGroup | None = None, dtype: str | None = None) -> Engine:
-    """Load a model, by default in float32, as the demo's accuracy was measured; show no progress."""
+def load_demo(
+    checkpoint: str | Path = "demo", hosts: HostGroup | None = None, dtype: str | None = None
+) -> Engine:
+    """Load a model, by default in float32, as the demo's accuracy was measured; show no
+    progress."""
     disable_progress_bar()
-    return Engine.from_pretrained(checkpoint, hosts=hosts or HostGroup.single(), dtype=dtype or "float32")
+    return Engine.from_pretrained(
+        checkpoint, hosts=hosts or HostGroup.single(), dtype=dtype or "float32"
+    )
 
 
 def numbers_of_hosts(method: str, options: argparse.Namespace, hosts: HostGroup) -> list[int]:
-    """Return on how many hosts a method is compared: those that were started, else one, or the simulated ones."""
+    """Return on how many hosts a method is compared: those that were started, else one, or the
+    simulated ones."""
     if hosts.size > 1:
         return [hosts.size]
     return sorted({*options.hosts} - {1}) if METHODS[method].splits else [1]
@@ -151,7 +165,11 @@ def with_reference(
 
 
 def run_on(
-    num_hosts: int, hosts: HostGroup, model: PreTrainedModel, job: Callable[[HostGroup, PreTrainedModel], T], **options
+    num_hosts: int,
+    hosts: HostGroup,
+    model: PreTrainedModel,
+    job: Callable[[HostGroup, PreTrainedModel], T],
+    **options,
 ) -> T:
     """Run a job on a number of hosts: the real ones, or simulated ones if there is only one.
 
@@ -169,7 +187,9 @@ def run_on(
         return job(hosts, share_weights(model))
     if hosts.size > 1:
         raise ValueError(f"{num_hosts} hosts were asked for, but {hosts.size} were started")
-    return simulate(num_hosts, lambda host: job(host, share_weights(model)), device=hosts.device, **options)[0]
+    return simulate(
+        num_hosts, lambda host: job(host, share_weights(model)), device=hosts.device, **options
+    )[0]
 
 
 def answer_greedily(
@@ -193,7 +213,9 @@ def answer_greedily(
     read = ReadRequest(request, None, inputs, None)
 
     def run(_: ReadRequest, watcher=None) -> PrefillResult:
-        return prefill(parts, inputs, hosts=hosts, config=config, timer=timer, watcher=watcher, encoded=encoded)
+        return prefill(
+            parts, inputs, hosts=hosts, config=config, timer=timer, watcher=watcher, encoded=encoded
+        )
 
     prefiller = SimpleNamespace(read=lambda _: read, run=run)
     _, state, answered = (way or Autoregressive(parts, hosts)).answer(request, prefiller)
@@ -210,16 +232,22 @@ class Candidate:
     """
 
     def __init__(
-        self, model: PreTrainedModel, processor: ProcessorMixin, hosts: HostGroup, draft: PreTrainedModel | None = None
+        self,
+        model: PreTrainedModel,
+        processor: ProcessorMixin,
+        hosts: HostGroup,
+        draft: PreTrainedModel | None = None,
     ):
         self.processor, self.tokenizer, self.hosts = processor, processor.tokenizer, hosts
         self.parts, self.draft = inspect_model(model), draft and inspect_model(draft)
         self._reader = PromptReader(self.parts, processor, num_frames=1)
-        # Several questions are asked about the same video, on which the vision tower runs only once.
+        # Several questions are asked about the same video, on which the vision tower runs only
+        # once.
         self._video: tuple[Path, VisualInput, VisualRows] | None = None
 
     def read(self, path: Path, question: str, start: str = "") -> ModelInputs:
-        """Read the prompt of a question about all frames of a file, of which each host reads its share.
+        """Read the prompt of a question about all frames of a file, of which each host reads its
+        share.
 
         Args:
             start: the beginning of the answer, which is given.
@@ -228,10 +256,14 @@ class Candidate:
         asked = Question(question, path, num_frames=info.num_frames)
         rendered = self._reader.render(asked)
         rendered = replace(rendered, text=rendered.text + start)
-        inputs, pixels = self._reader.read(rendered, self._reader.sample([info], asked), self.hosts, timer)
+        inputs, pixels = self._reader.read(
+            rendered, self._reader.sample([info], asked), self.hosts, timer
+        )
         if self._video is None or self._video[0] != path:
             visual = inputs.with_pixels(KeptPixels(pixels)).visual
-            rows = partial(stored_rows, encode_visual(self.parts, visual), visual, self.parts.device)
+            rows = partial(
+                stored_rows, encode_visual(self.parts, visual), visual, self.parts.device
+            )
             self._video = (path, visual, rows)
         return replace(inputs, visual=self._video[1])
 
@@ -252,20 +284,29 @@ class Candidate:
         if speculate is not None:
             tokenize = partial(self.tokenizer.encode, add_special_tokens=False)
             way = TakingTurns(self.parts, self.draft, self.hosts, speculate, tokenize)
-        return answer_greedily(self.parts, inputs, self.hosts, config, max_new_tokens, self.encoded, way)
+        return answer_greedily(
+            self.parts, inputs, self.hosts, config, max_new_tokens, self.encoded, way
+        )
 
 
 class Reference:
-    """The first row's distributions of an answer's tokens, with which those of other rows are compared."""
+    """The first row's distributions of an answer's tokens, with which those of other rows are
+    compared."""
 
     def __init__(self):
-        self._exact: Tensor | None = None  # log-probabilities at the places of the answer's E tokens, [E, V]
+        self._exact: Tensor | None = (
+            None  # log-probabilities at the places of the answer's E tokens, [E, V]
+        )
 
-    def compare(self, parts: ModelParts, state: PrefillResult, answer: list[int], hosts: HostGroup) -> dict:
-        """Compare the distributions given a row's KV, teacher-forced; collective, and empty except on host 0.
+    def compare(
+        self, parts: ModelParts, state: PrefillResult, answer: list[int], hosts: HostGroup
+    ) -> dict:
+        """Compare the distributions given a row's KV, teacher-forced; collective, and empty except
+        on host 0.
 
         Returns:
-            ``kl``: the mean divergence from the first row's, in nats per token; ``agrees``: the share of tokens at
+            ``kl``: the mean divergence from the first row's, in nats per token; ``agrees``: the
+                share of tokens at
             which the most probable one is the same.
         """
         logits = state.logits
@@ -290,7 +331,8 @@ class Way:
     Attributes:
         prefill: how prompts are prefilled.
         speculate: how a draft proposes tokens, if there is one.
-        keeps: what chooses the tokens that a reducer keeps: "random", "needles kept"; None: its ranking.
+        keeps: what chooses the tokens that a reducer keeps: "random", "needles kept"; None: its
+            ranking.
     """
 
     prefill: PrefillConfig
@@ -304,7 +346,8 @@ class Way:
 
 
 def ways_of(preset: Mapping[str, Mapping[str, Any]], num_tokens: int) -> dict[str, Way]:
-    """Return a preset's ways by label (presets.toml); ``num_tokens`` is that of which lengths are parts."""
+    """Return a preset's ways by label (presets.toml); ``num_tokens`` is that of which lengths are
+    parts."""
     kinds = {"sparse": SparseConfig, "reduce": ReduceConfig, "speculate": SpeculativeConfig}
 
     def value_of(name: str, value: Any) -> Any:
@@ -321,10 +364,12 @@ def ways_of(preset: Mapping[str, Mapping[str, Any]], num_tokens: int) -> dict[st
 
 
 def ranked_by(scores: Tensor, reduce: ReduceConfig) -> AbstractContextManager:
-    """Let a reducer keep, of a prompt of one video on one host, the tokens with the highest of these scores.
+    """Let a reducer keep, of a prompt of one video on one host, the tokens with the highest of
+    these scores.
 
-    What its ranking is worth shows beside them: they keep as many tokens. A ranking below random scores throws
-    away what is asked about; scores that know the needles show what so few tokens allow.
+    What its ranking is worth shows beside them: they keep as many tokens. A ranking below random
+    scores throws away what is asked about; scores that know the needles show what so few tokens
+    allow.
 
     Args:
         scores: ``[visual tokens]`` of the prompt.
@@ -338,18 +383,22 @@ def ranked_by(scores: Tensor, reduce: ReduceConfig) -> AbstractContextManager:
 
 
 def sit(
-    candidate: Candidate, exam: Exam, seed: int, ways: Mapping[str, Way], references: dict[str, Reference] | None = None
+    candidate: Candidate,
+    exam: Exam,
+    seed: int,
+    ways: Mapping[str, Way],
+    references: dict[str, Reference] | None = None,
 ) -> list[dict]:
     """Answer the questions about one clip in each way, in turn for every question.
 
     Args:
         ways: by label.
-        references: what the answers are compared with, by question; those that are missing are added, and are of
-            the first way. None: they are not compared.
+        references: what the answers are compared with, by question; those that are missing are
+            added, and are of the first way. None: they are not compared.
 
     Returns:
-        a record per way, equal on all hosts. Times are the slowest host's, in milliseconds; those to the first
-        token include reading and encoding the frames, which is done once.
+        a record per way, equal on all hosts. Times are the slowest host's, in milliseconds; those
+        to the first token include reading and encoding the frames, which is done once.
     """
     hosts, tokenizer = candidate.hosts, candidate.tokenizer
     file, asked = exam.file(seed, hosts), exam.questions(seed)
@@ -368,13 +417,17 @@ def sit(
         scores = {"random": drawn, "needles kept": drawn + needles}
         for label, way in ways.items():
             with ranked_by(scores[way.keeps], way.prefill.reduce) if way.keeps else nullcontext():
-                said, state = candidate.answer(inputs, way.prefill, len(expected) + 1, way.speculate)
+                said, state = candidate.answer(
+                    inputs, way.prefill, len(expected) + 1, way.speculate
+                )
             count, states[label] = right[label][task], state
             if task == "describe":
                 count[0] += sum(a == b for a, b in zip(said, expected, strict=False))
                 count[1] += len(expected)
             else:
-                count[0] += exam.score(task, tokenizer.decode(said, skip_special_tokens=True), answer)
+                count[0] += exam.score(
+                    task, tokenizer.decode(said, skip_special_tokens=True), answer
+                )
                 count[1] += 1
             reduction = state.reduction
             left = needles if reduction is None else needles[reduction.kept]

@@ -1,7 +1,7 @@
 """The operators at the sizes that a prefill and a decoding step give them.
 
-Counted are the floating-point operations of the matrix products, where keys that nobody sees cost nothing, and the
-fewest bytes: every operand read once, every result written once.
+Counted are the floating-point operations of the matrix products, where keys that nobody sees cost
+nothing, and the fewest bytes: every operand read once, every result written once.
 """
 
 from collections.abc import Callable
@@ -75,7 +75,9 @@ class Draw:
 
     def randn(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Draw normally distributed numbers."""
-        return torch.randn(*shape, generator=self._generator, device=self.device, dtype=dtype or self.dtype)
+        return torch.randn(
+            *shape, generator=self._generator, device=self.device, dtype=dtype or self.dtype
+        )
 
     def states(self, heads: int, rows: int, dim: int) -> Tensor:
         """Draw ``[1, H, S, D]`` as projections leave it, with the heads of a token side by side."""
@@ -103,7 +105,8 @@ class Case:
         sizes: of the model and the prompt.
         op, label: the operator, and what distinguishes the case from its others.
         flops: floating-point operations of one call.
-        numbers, other_bytes: how many numbers of the operands' dtype one call moves at least, and bytes besides.
+        numbers, other_bytes: how many numbers of the operands' dtype one call moves at least, and
+            bytes besides.
         make: function that draws operands.
     """
 
@@ -141,12 +144,15 @@ class Case:
         return choose(backend, tree_leaves(operands)[0])
 
 
-def _segmented(s: Sizes, label: str, queries: int, keys: list[int], segments=None, rows_alone: int = 0) -> Case:
+def _segmented(
+    s: Sizes, label: str, queries: int, keys: list[int], segments=None, rows_alone: int = 0
+) -> Case:
     """Build a case whose last segment is causal, and at least as long as there are queries.
 
     Args:
         keys: the segments' lengths.
-        segments: function that draws their keys and values; None: they are as projections leave them.
+        segments: function that draws their keys and values; None: they are as projections leave
+            them.
     """
     last, before = keys[-1], sum(keys[:-1])
     seen = (queries - rows_alone) * before + queries * (last - queries) + causal_pairs(queries)
@@ -154,18 +160,24 @@ def _segmented(s: Sizes, label: str, queries: int, keys: list[int], segments=Non
 
     def make(draw: Draw) -> Drawn:
         drawn = segments(draw) if segments else [draw.kv(s, length) for length in keys]
-        return (draw.queries(s, queries), drawn, s.scale), {"causal_last": True, "rows_alone": rows_alone}
+        return (draw.queries(s, queries), drawn, s.scale), {
+            "causal_last": True,
+            "rows_alone": rows_alone,
+        }
 
     flops = 4 * s.head_dim * s.heads * seen
     return Case(s, "segmented_attention", label, flops, numbers, _FP32 * queries * s.heads, make)
 
 
 def block(s: Sizes) -> Case:
-    """Build the case of the last block, which sees the anchor, what all others pass on, and causally itself."""
+    """Build the case of the last block, which sees the anchor, what all others pass on, and
+    causally itself."""
 
     def segments(draw: Draw) -> list:
         local = draw.kv(s, s.anchor + s.block)
-        anchor, block = ([x[:, :, rows] for x in local] for rows in (slice(s.anchor), slice(s.anchor, None)))
+        anchor, block = (
+            [x[:, :, rows] for x in local] for rows in (slice(s.anchor), slice(s.anchor, None))
+        )
         return [anchor, *draw.passed(s), block]
 
     keys = [s.anchor, *[s.passing] * (2 * s.hosts - 1), s.block]
@@ -177,7 +189,9 @@ def block_with_anchor(s: Sizes) -> Case:
     rows = s.anchor + s.block
     keys = [*[s.passing] * (2 * s.hosts - 1), rows]
     label = "passing blocks, anchor and block"
-    return _segmented(s, label, rows, keys, lambda draw: [*draw.passed(s), draw.kv(s, rows)], s.anchor)
+    return _segmented(
+        s, label, rows, keys, lambda draw: [*draw.passed(s), draw.kv(s, rows)], s.anchor
+    )
 
 
 def causal(s: Sizes) -> Case:
@@ -186,8 +200,11 @@ def causal(s: Sizes) -> Case:
 
 
 def query(s: Sizes) -> Case:
-    """Build the case of the question over a host's slice of the anchor, its two blocks, and the question."""
-    return _segmented(s, "query block", s.query_len, [s.anchor // s.hosts, 2 * s.block + s.query_len])
+    """Build the case of the question over a host's slice of the anchor, its two blocks, and the
+    question."""
+    return _segmented(
+        s, "query block", s.query_len, [s.anchor // s.hosts, 2 * s.block + s.query_len]
+    )
 
 
 def verify(s: Sizes, queries: int) -> Case:
@@ -205,7 +222,8 @@ def verify(s: Sizes, queries: int) -> Case:
 
 
 def merge_into_place(s: Sizes) -> Case:
-    """Build the case of the first block with the anchor, and of what the block sees of others, in one output."""
+    """Build the case of the first block with the anchor, and of what the block sees of others, in
+    one output."""
     rows = (s.anchor + s.block, s.block)
 
     def make(draw: Draw) -> Drawn:
@@ -215,15 +233,20 @@ def merge_into_place(s: Sizes) -> Case:
 
     wide, moved = s.heads * s.head_dim, rows[0] + sum(rows)
     label = "first block, in its place"
-    return Case(s, "merge_states", label, 2 * sum(rows) * wide, moved * wide, moved * s.heads * _FP32, make)
+    return Case(
+        s, "merge_states", label, 2 * sum(rows) * wide, moved * wide, moved * s.heads * _FP32, make
+    )
 
 
 def importance(s: Sizes, reduce: str) -> Case:
-    """Build the case of ranking a block's keys by the question, whose attention to them is known."""
+    """Build the case of ranking a block's keys by the question, whose attention to them is
+    known."""
 
     def make(draw: Draw) -> Drawn:
         q, k = draw.queries(s, s.query_len), draw.states(s.kv_heads, s.block, s.head_dim)
-        _, lse = kernels.segmented_attention(q, [(k, k)], s.scale, causal_last=False, backend="torch")
+        _, lse = kernels.segmented_attention(
+            q, [(k, k)], s.scale, causal_last=False, backend="torch"
+        )
         return (q, k, s.scale, reduce), {"lse": lse}
 
     flops = 2 * s.head_dim * (s.kv_heads if reduce == "dot" else s.heads * s.query_len) * s.block
@@ -244,24 +267,34 @@ def topk(s: Sizes) -> Case:
 
 
 def listed_blocks(s: Sizes, share: float) -> Case:
-    """Build the case of a whole prompt of whose earlier blocks each head lists a share, drawn at random."""
+    """Build the case of a whole prompt of whose earlier blocks each head lists a share, drawn at
+    random."""
     blocks = -(-s.tokens // _BLOCK)
     # Of i blocks before the i-th, counting from 0.
     counts = [round(share * i) for i in range(blocks)]
     rows = [min(_BLOCK, s.tokens - i * _BLOCK) for i in range(blocks)]
-    scores = sum(n * _BLOCK * count + causal_pairs(n) for n, count in zip(rows, counts, strict=True))
+    scores = sum(
+        n * _BLOCK * count + causal_pairs(n) for n, count in zip(rows, counts, strict=True)
+    )
 
     def make(draw: Draw) -> Drawn:
         order = draw.randn(1, s.heads, blocks, blocks, dtype=torch.float32)
         places = torch.arange(blocks, device=draw.device)
         order.masked_fill_(places >= places[:, None], float("-inf"))
         ranks = order.argsort(dim=-1, descending=True).argsort(dim=-1)
-        listed = ListedBlocks.of(ranks < torch.tensor(counts, device=draw.device)[:, None], _BLOCK, _BLOCK)
+        listed = ListedBlocks.of(
+            ranks < torch.tensor(counts, device=draw.device)[:, None], _BLOCK, _BLOCK
+        )
         return (draw.queries(s, s.tokens), *draw.kv(s, s.tokens), listed, s.scale), {}
 
-    flops, numbers = 4 * s.head_dim * s.heads * scores, 2 * s.tokens * (s.heads + s.kv_heads) * s.head_dim
+    flops, numbers = (
+        4 * s.head_dim * s.heads * scores,
+        2 * s.tokens * (s.heads + s.kv_heads) * s.head_dim,
+    )
     others = 4 * s.heads * (s.tokens + sum(counts) + blocks)
-    return Case(s, "block_sparse_attention", f"{share:.0%} of the blocks", flops, numbers, others, make)
+    return Case(
+        s, "block_sparse_attention", f"{share:.0%} of the blocks", flops, numbers, others, make
+    )
 
 
 def antidiagonals(s: Sizes, stride: int) -> Case:
@@ -274,7 +307,15 @@ def antidiagonals(s: Sizes, stride: int) -> Case:
 
     flops = s.heads * groups * (groups + 1) * stride * s.head_dim
     numbers = s.tokens * (s.heads + s.kv_heads) * s.head_dim
-    return Case(s, "antidiagonal_scores", f"a stride of {stride}", flops, numbers, _FP32 * s.heads * blocks**2, make)
+    return Case(
+        s,
+        "antidiagonal_scores",
+        f"a stride of {stride}",
+        flops,
+        numbers,
+        _FP32 * s.heads * blocks**2,
+        make,
+    )
 
 
 def means(s: Sizes) -> Case:
@@ -282,7 +323,9 @@ def means(s: Sizes) -> Case:
 
     def make(draw: Draw) -> Drawn:
         k = draw.states(s.kv_heads, s.tokens, s.head_dim)
-        return (k, _KEY_BLOCK), {"center": draw.randn(1, s.kv_heads, s.head_dim, dtype=torch.float32)}
+        return (k, _KEY_BLOCK), {
+            "center": draw.randn(1, s.kv_heads, s.head_dim, dtype=torch.float32)
+        }
 
     others = _FP32 * s.kv_heads * -(-s.tokens // _KEY_BLOCK) * (s.head_dim + 1)
     numbers = s.kv_heads * s.tokens * s.head_dim

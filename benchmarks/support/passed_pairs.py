@@ -1,7 +1,7 @@
 """Lets blocks pass on other pairs than ``apbv`` would: random ones, or those of the answer.
 
-What a ranking is worth shows beside these: they pass on as many pairs. One that knows the answer shows about what
-this number of pairs allows.
+What a ranking is worth shows beside these: they pass on as many pairs. One that knows the answer
+shows about what this number of pairs allows.
 """
 
 from contextlib import AbstractContextManager
@@ -60,7 +60,12 @@ class AnswersPairs:
         return ByTheAnswer
 
     def find(
-        self, parts: ModelParts, inputs: ModelInputs, answer: list[int], hosts: HostGroup, config: PrefillConfig
+        self,
+        parts: ModelParts,
+        inputs: ModelInputs,
+        answer: list[int],
+        hosts: HostGroup,
+        config: PrefillConfig,
     ) -> None:
         """Prefill the prompt and the answer; collective.
 
@@ -74,7 +79,8 @@ class AnswersPairs:
         prefill(parts, longer, hosts=hosts, config=config)
 
     def finding(self, num_answer: int) -> AbstractContextManager:
-        """Let a prefill of a prompt with an answer of ``num_answer`` tokens behind it find the scores."""
+        """Let a prefill of a prompt with an answer of ``num_answer`` tokens behind it find the
+        scores."""
         return patch.dict(METHODS, {"apbv": self._ranked_by(num_answer)})
 
     def passing(self) -> AbstractContextManager:

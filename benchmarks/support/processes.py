@@ -1,4 +1,5 @@
-"""Ends the processes that a benchmark has started, chooses their cores, and waits for their devices."""
+"""Ends the processes that a benchmark has started, chooses their cores, and waits for their
+devices."""
 
 import os
 import signal
@@ -10,7 +11,8 @@ import torch
 
 
 def end_children_with_this() -> None:
-    """Make SIGTERM also end the processes that this one has started, which would otherwise continue."""
+    """Make SIGTERM also end the processes that this one has started, which would otherwise
+    continue."""
 
     def end(*_) -> NoReturn:
         for child in active_children():
@@ -29,7 +31,9 @@ def pin_host(rank: int, num_cores: int = 1) -> None:
     if not hasattr(os, "sched_setaffinity"):
         raise ValueError("--pinned: this system does not let a process choose its cores")
     cores, first = sorted(os.sched_getaffinity(0)), rank * num_cores
-    os.sched_setaffinity(0, [cores[number % len(cores)] for number in range(first, first + num_cores)])
+    os.sched_setaffinity(
+        0, [cores[number % len(cores)] for number in range(first, first + num_cores)]
+    )
 
 
 def synchronize(device: torch.device) -> None:

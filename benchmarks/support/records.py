@@ -21,14 +21,16 @@ from .arguments import read_toml
 from .processes import pin_host
 from .summaries import percent_cell
 
-# By its header what a column shows of a record: a format, such as "{ttft_ms[p50]:.1f}", or a function.
+# By its header what a column shows of a record: a format, such as "{ttft_ms[p50]:.1f}", or a
+# function.
 Columns = Mapping[str, str | Callable[[dict], object]]
 # By label the (x, y) of the points of a curve.
 Curves = Mapping[str, Sequence[tuple[float, float]]]
 
 
 def made_by() -> dict:
-    """Return how a record is made now: the command, the device, the date, versions, and a checkout's commit."""
+    """Return how a record is made now: the command, the device, the date, versions, and a
+    checkout's commit."""
     command = " ".join([f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
     where = {"device": device_name(choose_device()), "threads": torch.get_num_threads()}
     return {"command": command, **where, **provenance()}
@@ -36,7 +38,10 @@ def made_by() -> dict:
 
 def fields_of(source: object, *names: str) -> dict:
     """Return some of an object's attributes, or of a mapping's entries, for a record."""
-    return {name: source[name] if isinstance(source, Mapping) else getattr(source, name) for name in names}
+    return {
+        name: source[name] if isinstance(source, Mapping) else getattr(source, name)
+        for name in names
+    }
 
 
 def keep(records: Iterable[dict], path: Path | None) -> list[dict]:
@@ -90,7 +95,8 @@ def measure_what_is_left(
     measure: Callable[[argparse.Namespace, HostGroup, list[dict]], Iterable[dict]],
     show: Callable[[argparse.Namespace, list[dict]], None],
 ) -> int:
-    """Measure what the file of ``--json`` does not have, on all hosts, show all of it, and return the exit status.
+    """Measure what the file of ``--json`` does not have, on all hosts, show all of it, and return
+    the exit status.
 
     Or measure nothing, and show the files of ``--table``.
 
@@ -113,7 +119,10 @@ def measure_what_is_left(
 
 
 def report(
-    options: argparse.Namespace, records: Iterable[dict], columns: Columns, hosts: HostGroup | None = None
+    options: argparse.Namespace,
+    records: Iterable[dict],
+    columns: Columns,
+    hosts: HostGroup | None = None,
 ) -> list[dict]:
     """Measure records, keep them where ``--json`` is given, and print their table; on host 0.
 
@@ -128,7 +137,9 @@ def report(
 
 
 def measure_on_hosts(
-    options: argparse.Namespace, measure: Callable[[argparse.Namespace, HostGroup], Iterable[dict]], columns: Columns
+    options: argparse.Namespace,
+    measure: Callable[[argparse.Namespace, HostGroup], Iterable[dict]],
+    columns: Columns,
 ) -> int:
     """Measure on the hosts that torchrun started, report it, and return the exit status.
 
@@ -140,11 +151,18 @@ def measure_on_hosts(
     if getattr(options, "pinned", False):  # before there are threads
         pin_host(int(os.environ.get("LOCAL_RANK", 0)), torch.get_num_threads())
     waiting = {"timeout": options.timeout} if "timeout" in options else {}
-    return run_on_hosts(lambda hosts: report(options, measure(options, hosts), columns, hosts), **waiting)
+    return run_on_hosts(
+        lambda hosts: report(options, measure(options, hosts), columns, hosts), **waiting
+    )
 
 
 # What tables.toml lets a column compute of a value.
-_COMPUTED = {"sum": sum, "mean": statistics.mean, "len": len, "percent": lambda counts: percent_cell(*counts)}
+_COMPUTED = {
+    "sum": sum,
+    "mean": statistics.mean,
+    "len": len,
+    "percent": lambda counts: percent_cell(*counts),
+}
 _COMPUTED |= {"mega": lambda value: value / 1e6, "mebi": lambda value: value / 2**20}
 _COMPUTED |= {"mark": lambda value: "yes" if value else ""}
 
@@ -168,11 +186,15 @@ def table(records: Iterable[dict], columns: Columns) -> str:
 
     def cell(record: dict, column) -> object:
         try:
-            return _Cells().vformat(column, (), record) if isinstance(column, str) else column(record)
+            return (
+                _Cells().vformat(column, (), record) if isinstance(column, str) else column(record)
+            )
         except TypeError:
             return "–"
 
-    return markdown_table(columns, [[cell(record, column) for column in columns.values()] for record in records])
+    return markdown_table(
+        columns, [[cell(record, column) for column in columns.values()] for record in records]
+    )
 
 
 def markdown_table(header: Collection, rows: Iterable[Sequence], align: str = "---:") -> str:
@@ -184,7 +206,8 @@ def markdown_table(header: Collection, rows: Iterable[Sequence], align: str = "-
 def plot(path: Path, panels: Mapping[str, Curves], ylabel: str, yscale: str = "linear") -> None:
     """Plot curves side by side as a PNG, in panels that are called by what their x is.
 
-    The points are also the PNG's text ``Description``, as JSON: a test can compare them with the records.
+    The points are also the PNG's text ``Description``, as JSON: a test can compare them with the
+    records.
 
     Args:
         yscale: matplotlib's name of the y axis's scale.
@@ -199,7 +222,9 @@ def plot(path: Path, panels: Mapping[str, Curves], ylabel: str, yscale: str = "l
 
     labels = list(dict.fromkeys(label for curves in panels.values() for label in curves))
     drawn = {}  # by label one of its curves, for the legend
-    figure, axes = pyplot.subplots(1, len(panels), figsize=(1 + 5.5 * len(panels), 5), sharey=True, squeeze=False)
+    figure, axes = pyplot.subplots(
+        1, len(panels), figsize=(1 + 5.5 * len(panels), 5), sharey=True, squeeze=False
+    )
     for axis, (xlabel, curves) in zip(axes[0], panels.items(), strict=True):
         for label, points in curves.items():
             number = labels.index(label)
@@ -211,10 +236,18 @@ def plot(path: Path, panels: Mapping[str, Curves], ylabel: str, yscale: str = "l
     axes[0][0].set_yscale(yscale)  # the panels share the axis
     lines = [drawn[label] for label in labels]
     axes[0][-1].legend(
-        lines, labels, loc="upper left", bbox_to_anchor=(1.01, 1), borderaxespad=0, fontsize=8, frameon=False
+        lines,
+        labels,
+        loc="upper left",
+        bbox_to_anchor=(1.01, 1),
+        borderaxespad=0,
+        fontsize=8,
+        frameon=False,
     )
     try:
-        figure.savefig(path, dpi=150, bbox_inches="tight", metadata={"Description": json.dumps(panels)})
+        figure.savefig(
+            path, dpi=150, bbox_inches="tight", metadata={"Description": json.dumps(panels)}
+        )
     except OSError as error:
         raise ValueError(f"cannot write {path}: {error}") from error
     finally:

@@ -1,18 +1,21 @@
-"""Simulating H hosts in one process, which does their shares of the work one at a time, on virtual clocks.
+"""Simulating H hosts in one process, which does their shares of the work one at a time, on virtual
+clocks.
 
-Every simulated host is a thread with a HostGroup of its own. Only one computes at any time, with the whole
-machine, until it has to wait for data that another has not sent yet; so data, order and results are those of a
-real run. A host's clock counts the time it computed, and at the end of an exchange jumps to when the data would
-have arrived, by its size and a stated bandwidth and latency. Overlap of communication and computation, and waiting
-for the slowest host, thus show as they would. What does not show: contention inside a network, and collectives
-that are better or worse than the stated formula.
+Every simulated host is a thread with a HostGroup of its own. Only one computes at any time, with
+the whole machine, until it has to wait for data that another has not sent yet; so data, order and
+results are those of a real run. A host's clock counts the time it computed, and at the end of an
+exchange jumps to when the data would have arrived, by its size and a stated bandwidth and latency.
+Overlap of communication and computation, and waiting for the slowest host, thus show as they would.
+What does not show: contention inside a network, and collectives that are better or worse than the
+stated formula.
 
-On a GPU, which runs all hosts' work in one stream, each host has two clocks. One counts the CPU's time between
-two places in the host's code, in which it launches kernels; the other counts the GPU's time between CUDA events
-at these places. The GPU is kept behind the CPU, so that this is the time of the kernels alone. A kernel is done
-when it has been launched and those before it are done: the later clock counts. Data on the GPU moves the GPU's
-clock alone. Times are worked out when they are asked for, and nothing waits for the GPU before. What does not
-show: the multiprocessors that NCCL's kernels take, and the memory that the hosts would have for themselves.
+On a GPU, which runs all hosts' work in one stream, each host has two clocks. One counts the CPU's
+time between two places in the host's code, in which it launches kernels; the other counts the GPU's
+time between CUDA events at these places. The GPU is kept behind the CPU, so that this is the time
+of the kernels alone. A kernel is done when it has been launched and those before it are done: the
+later clock counts. Data on the GPU moves the GPU's clock alone. Times are worked out when they are
+asked for, and nothing waits for the GPU before. What does not show: the multiprocessors that NCCL's
+kernels take, and the memory that the hosts would have for themselves.
 """
 
 import copy
@@ -55,12 +58,15 @@ class Network:
         return (num_hosts - 1) * self.seconds(num_bytes)
 
     def receiving(self, receiver: int, num_bytes: Sequence[int]) -> float:
-        """Return the seconds until a host has received ``num_bytes[h]`` from every host h, one after the other."""
-        return sum(self.seconds(count) for sender, count in enumerate(num_bytes) if sender != receiver)
+        """Return the seconds until a host has received ``num_bytes[h]`` from every host h, one
+        after the other."""
+        return sum(
+            self.seconds(count) for sender, count in enumerate(num_bytes) if sender != receiver
+        )
 
 
-# How long an idle GPU is kept from what a CPU launches next, in cycles: about 5 ms, in which a CPU launches fewer
-# than the 1,024 kernels that CUDA queues.
+# How long an idle GPU is kept from what a CPU launches next, in cycles: about 5 ms, in which a CPU
+# launches fewer than the 1,024 kernels that CUDA queues.
 _HEAD_START = 10_000_000
 
 
@@ -82,13 +88,23 @@ class _Moment:
 class _Machine:
     """The state that simulated hosts share: the turn to compute, and the exchanges under way."""
 
-    def __init__(self, num_hosts: int, network: Network, clock: Callable[[], float] | None, device: torch.device):
+    def __init__(
+        self,
+        num_hosts: int,
+        network: Network,
+        clock: Callable[[], float] | None,
+        device: torch.device,
+    ):
         self.num_hosts, self.network, self.clock, self.device = num_hosts, network, clock, device
         self.turn = threading.Condition()
         self.hosts: list[SimulatedHost] = []
         self.posts: dict[int, dict[int, Any]] = {}  # by exchange, what each host sends
-        self.times: dict[int, dict[int, float]] = {}  # by exchange, when each host had it on its clock
-        self.last_laps: deque[torch.cuda.Event] = deque(maxlen=16)  # the beginnings of any hosts' last ones
+        self.times: dict[
+            int, dict[int, float]
+        ] = {}  # by exchange, when each host had it on its clock
+        self.last_laps: deque[torch.cuda.Event] = deque(
+            maxlen=16
+        )  # the beginnings of any hosts' last ones
         self.failure: str | None = None
         self.ended: set[int] = set()
         self.waiting: dict[int, dict[int, Any]] = {}  # by host, for which exchange's posts
@@ -134,9 +150,13 @@ class SimulatedHost(HostGroup):
         self._laps: list[Lap] = []
         self._num_laps = 0  # with those whose times are not worked out yet
         self._cpu = self._gpu = 0.0  # the clocks, as far as they are worked out
-        # What still has to be worked out, in order: each moves a clock, or returns False as long as it cannot.
+        # What still has to be worked out, in order: each moves a clock, or returns False as long as
+        # it cannot.
         self._log: deque[Callable[[], bool]] = deque()
-        self._read, self._begun = 0.0, None  # the real clock and the GPU's event, when this lap began
+        self._read, self._begun = (
+            0.0,
+            None,
+        )  # the real clock and the GPU's event, when this lap began
         self._num_posted = 0
         self._unsettled: deque[Callable[[], None]] = deque()
         self._link_free = 0.0
@@ -169,7 +189,9 @@ class SimulatedHost(HostGroup):
     def barrier(self) -> None:
         self.settle()
         with self._not_counted():
-            if self.device.type == "cuda":  # no lap begins behind what another job has left in the stream
+            if (
+                self.device.type == "cuda"
+            ):  # no lap begins behind what another job has left in the stream
                 torch.cuda.synchronize(self.device)
         self.start_gathering(torch.zeros(1)).wait()
 
@@ -221,7 +243,9 @@ class SimulatedHost(HostGroup):
     def _end_lap(self) -> None:
         """Count the time since the lap began as this host's, and begin the next."""
         if self._pace is not None and self._num_laps == len(self._pace):
-            raise ValueError(f"host {self.rank} reads its clock more often than its pace was recorded for")
+            raise ValueError(
+                f"host {self.rank} reads its clock more often than its pace was recorded for"
+            )
         if self._machine.clock is None:
             return
         seconds, begun, number = self._machine.clock() - self._read, self._begun, self._num_laps
@@ -251,7 +275,10 @@ class SimulatedHost(HostGroup):
     def all_to_all(self, tensors: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> Exchange:
 
         def received(payloads: list[Sequence[Tensor]]) -> list[Tensor]:
-            return [sent[self.rank].clone().view(*shape) for sent, shape in zip(payloads, shapes, strict=True)]
+            return [
+                sent[self.rank].clone().view(*shape)
+                for sent, shape in zip(payloads, shapes, strict=True)
+            ]
 
         counts = [math.prod(shape) for shape in shapes]
         self.bytes_received += (sum(counts) - counts[self.rank]) * tensors[0].element_size()
@@ -261,7 +288,9 @@ class SimulatedHost(HostGroup):
             senders = [host for host, size in enumerate(sizes) if size or host == self.rank]
             return senders, self._network.receiving(self.rank, sizes)
 
-        return self._exchange([tensor.detach() for tensor in tensors], timing, received, tensors[0].is_cuda)
+        return self._exchange(
+            [tensor.detach() for tensor in tensors], timing, received, tensors[0].is_cuda
+        )
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
 
@@ -270,13 +299,17 @@ class SimulatedHost(HostGroup):
         def timing(payloads: list[Tensor]) -> tuple[Iterable[int], float]:
             return (source, self.rank), self._network.seconds(num_bytes)
 
-        sent = self._exchange(tensor.clone(), timing, lambda payloads: payloads[source], tensor.is_cuda)
+        sent = self._exchange(
+            tensor.clone(), timing, lambda payloads: payloads[source], tensor.is_cuda
+        )
         tensor.copy_(sent.wait())
         self.bytes_received += num_bytes
         return tensor
 
     def broadcast_ints(self, values: Sequence[int] | None, count: int) -> list[int]:
-        return list(self._exchange(values, self._control_timing, lambda payloads: payloads[0]).wait())
+        return list(
+            self._exchange(values, self._control_timing, lambda payloads: payloads[0]).wait()
+        )
 
     def broadcast_bytes(self, data: bytes | None) -> bytes:
         return self._exchange(data, self._control_timing, lambda payloads: payloads[0]).wait()
@@ -285,7 +318,8 @@ class SimulatedHost(HostGroup):
         return self._exchange(tensor, self._control_timing, torch.stack)
 
     def _control_timing(self, payloads: list) -> tuple[Iterable[int], float]:
-        """Time an exchange of statuses, which are as good as empty: all wait for the last, and for latencies."""
+        """Time an exchange of statuses, which are as good as empty: all wait for the last, and for
+        latencies."""
         return range(self.size), self._network.gathering(self.size, 1)
 
     def _exchange(
@@ -298,7 +332,8 @@ class SimulatedHost(HostGroup):
         """Take part in the next exchange.
 
         Args:
-            timing: returns by all hosts' payloads which hosts this one hears from, and how long that takes it.
+            timing: returns by all hosts' payloads which hosts this one hears from, and how long
+                that takes it.
             on_gpu: whether the GPU waits for the data, and not the CPU.
         """
         if self._watch.is_broken:
@@ -320,7 +355,8 @@ class SimulatedHost(HostGroup):
         arrival = None
 
         def settle() -> None:
-            """Work out when it arrives: exchanges share this host's link, in the order of their beginning."""
+            """Work out when it arrives: exchanges share this host's link, in the order of their
+            beginning."""
             senders, seconds = timing([posts[host] for host in range(self.size)])
 
             def arrive() -> bool:
@@ -353,7 +389,9 @@ class SimulatedHost(HostGroup):
                 if len(posts) < self.size:
                     self._watch.is_broken = True
                     machine.turn.notify_all()
-                    raise HostError(machine.failure or "the hosts no longer take part in the same exchanges")
+                    raise HostError(
+                        machine.failure or "the hosts no longer take part in the same exchanges"
+                    )
                 while settle in self._unsettled:
                     self._unsettled.popleft()()
                 self._later(receive)
@@ -382,25 +420,29 @@ def simulate(
 ) -> list[Any]:
     """Run ``job(hosts, *args)`` on simulated hosts, and return the list of its results.
 
-    Hosts that share a model must not share the object, see :func:`share_weights`. Every host computes with as
-    many threads as the caller's process.
+    Hosts that share a model must not share the object, see :func:`share_weights`. Every host
+    computes with as many threads as the caller's process.
 
     Args:
         num_hosts: H.
         job: called once per host with its :class:`SimulatedHost`.
         network: bandwidths and latencies; by default data arrives at once.
         device: where all of them compute.
-        clock: seconds; what a host's computing is timed with. None: no host computes for any time, and on a GPU
-            none is slowed down to be timed.
-        paces: in place of measured times, each host's ``laps`` of runs of the same job, say their mean: where the
-            machine is noisy, the slowest of H hosts in every exchange is else slower than any host is by itself.
+        clock: seconds; what a host's computing is timed with. None: no host computes for any time,
+            and on a GPU none is slowed down to be timed.
+        paces: in place of measured times, each host's ``laps`` of runs of the same job, say their
+            mean: where the machine is noisy, the slowest of H hosts in every exchange is else
+                slower than any host is by itself.
 
     Raises:
         ValueError: a host reads its clock more often than in the run that its pace is of.
-        Exception: raised by the job; if several hosts raised, the first that is not a consequence of another.
+        Exception: raised by the job; if several hosts raised, the first that is not a consequence
+            of another.
     """
     machine = _Machine(num_hosts, network or Network(), clock, torch.device(device))
-    machine.hosts = [SimulatedHost(machine, rank, paces and paces[rank]) for rank in range(num_hosts)]
+    machine.hosts = [
+        SimulatedHost(machine, rank, paces and paces[rank]) for rank in range(num_hosts)
+    ]
     results: list[Any] = [None] * num_hosts
     errors: list[BaseException | None] = [None] * num_hosts
     num_threads = torch.get_num_threads()

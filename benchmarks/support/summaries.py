@@ -40,7 +40,8 @@ def wilson(right: int, total: int) -> tuple[float, float]:
 
 
 def percent_cell(right: int, total: int) -> str:
-    """Format a share and its interval in percent: ``95.0 (89-98)``; nothing where there is no answer."""
+    """Format a share and its interval in percent: ``95.0 (89-98)``; nothing where there is no
+    answer."""
     if not total:
         return ""
     low, high = wilson(right, total)
@@ -48,7 +49,8 @@ def percent_cell(right: int, total: int) -> str:
 
 
 def mean_cell(samples: Sequence[float], form: str) -> str:
-    """Format a mean and half its 95 % confidence interval by Student's t, ``0.042 ± 0.010``; one sample alone."""
+    """Format a mean and half its 95 % confidence interval by Student's t, ``0.042 ± 0.010``; one
+    sample alone."""
     mean = f"{statistics.fmean(samples):{form}}"
     if len(samples) < 2:
         return mean
@@ -57,7 +59,8 @@ def mean_cell(samples: Sequence[float], form: str) -> str:
 
 
 def student_t(freedom: int) -> float:
-    """Return the two-sided 95 % quantile; the series of Abramowitz and Stegun, 26.7.5, within 1 % from 3 on."""
+    """Return the two-sided 95 % quantile; the series of Abramowitz and Stegun, 26.7.5, within 1 %
+    from 3 on."""
     if freedom < 3:
         return (12.706, 4.303)[freedom - 1]
     z = 1.96

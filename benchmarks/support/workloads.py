@@ -25,13 +25,18 @@ PREFIX_LEN = 16  # tokens before the video, such as a system message
 _MODELS = read_toml(Path(__file__).with_name("models.toml"))
 
 
-def config_like(name: str, text: dict | None = None, vision: dict | None = None) -> PreTrainedConfig:
-    """Build a configuration of models.toml, with other sizes of the decoder or of the vision tower."""
+def config_like(
+    name: str, text: dict | None = None, vision: dict | None = None
+) -> PreTrainedConfig:
+    """Build a configuration of models.toml, with other sizes of the decoder or of the vision
+    tower."""
     fields = dict(_MODELS[name])
     if "vision_config" not in fields:
         return AutoConfig.for_model(**fields | (text or {}))
     # Random weights answer nothing, and end nowhere.
-    fields["text_config"] = {"bos_token_id": None, "eos_token_id": None} | fields["text_config"] | (text or {})
+    fields["text_config"] = (
+        {"bos_token_id": None, "eos_token_id": None} | fields["text_config"] | (text or {})
+    )
     fields["vision_config"] = fields["vision_config"] | (vision or {})
     return AutoConfig.for_model(**fields)
 
@@ -51,7 +56,9 @@ def config_of(model: str) -> PreTrainedConfig:
         raise ValueError(f"cannot load the configuration of {model}: {error}") from error
 
 
-def build_model(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device | str) -> PreTrainedModel:
+def build_model(
+    config: PreTrainedConfig, dtype: torch.dtype, device: torch.device | str
+) -> PreTrainedModel:
     """Build a model with random weights."""
     auto = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
     with torch.device(device):
@@ -60,7 +67,8 @@ def build_model(config: PreTrainedConfig, dtype: torch.dtype, device: torch.devi
 
 
 def load_model(name: str, dtype: torch.dtype, hosts: HostGroup) -> PreTrainedModel:
-    """Build one of :data:`CONFIGS` with random weights, or load the demo's model or a checkpoint."""
+    """Build one of :data:`CONFIGS` with random weights, or load the demo's model or a
+    checkpoint."""
     if name in CONFIGS:
         return build_model(CONFIGS[name], dtype, hosts.device)
     return Engine.from_pretrained(name, hosts=hosts, dtype=dtype).model
@@ -80,11 +88,14 @@ class Prompt:
 
 
 def plain_tokens(config: PreTrainedConfig, count: int, generator: torch.Generator) -> Tensor:
-    """Draw tokens ``[count]`` that a model reads as text, and never as a placeholder, a start or an end."""
+    """Draw tokens ``[count]`` that a model reads as text, and never as a placeholder, a start or an
+    end."""
     text = config.get_text_config()
     fields = (field for each in (config, text) for field in each.to_dict().items())
     named = [value for name, value in fields if name.endswith(("_token_id", "_token_index"))]
-    special = {token for value in named for token in (value if isinstance(value, list) else [value])}
+    special = {
+        token for value in named for token in (value if isinstance(value, list) else [value])
+    }
     plain = torch.tensor([token for token in range(text.vocab_size) if token not in special])
     return plain[torch.randint(len(plain), (count,), generator=generator)]
 
@@ -96,22 +107,39 @@ def text_prompt(config: PreTrainedConfig, num_tokens: int, query_len: int, seed:
 
 
 def patch_grid(num_frames: int, height: int, width: int) -> tuple[int, int, int]:
-    """Return temporal patches, and patches down and across, of frames that are cut to whole tokens."""
+    """Return temporal patches, and patches down and across, of frames that are cut to whole
+    tokens."""
     side = PATCH * MERGE
-    return -(-num_frames // FRAMES_PER_PATCH), max(1, height // side) * MERGE, max(1, width // side) * MERGE
+    return (
+        -(-num_frames // FRAMES_PER_PATCH),
+        max(1, height // side) * MERGE,
+        max(1, width // side) * MERGE,
+    )
 
 
 def video_prompt(
-    config: PreTrainedConfig, num_frames: int, height: int, width: int, query_len: int, seed: int = 0
+    config: PreTrainedConfig,
+    num_frames: int,
+    height: int,
+    width: int,
+    query_len: int,
+    seed: int = 0,
 ) -> Prompt:
     """Draw random pixels and text for a model of Qwen2.5-VL's layout."""
     generator = torch.Generator().manual_seed(seed)
     grid = patch_grid(num_frames, height, width)
     num_patches = grid[0] * grid[1] * grid[2]
     num_visual = num_patches // MERGE**2
-    prefix, question = (plain_tokens(config, length, generator) for length in (PREFIX_LEN, query_len))
-    start, end = (torch.tensor([token]) for token in (config.vision_start_token_id, config.vision_end_token_id))
-    ids = torch.cat([prefix, start, torch.full((num_visual,), config.video_token_id), end, question])[None]
+    prefix, question = (
+        plain_tokens(config, length, generator) for length in (PREFIX_LEN, query_len)
+    )
+    start, end = (
+        torch.tensor([token])
+        for token in (config.vision_start_token_id, config.vision_end_token_id)
+    )
+    ids = torch.cat(
+        [prefix, start, torch.full((num_visual,), config.video_token_id), end, question]
+    )[None]
     values = CHANNELS * FRAMES_PER_PATCH * PATCH**2
     return Prompt(
         {

@@ -15,6 +15,8 @@ def prompts(monkeypatch) -> list[dict]:
     """What the engine is asked."""
     asked, begin = [], Engine.begin
     monkeypatch.setattr(
-        Engine, "begin", lambda self, request: asked.append(vars(request.question)) or begin(self, request)
+        Engine,
+        "begin",
+        lambda self, request: asked.append(vars(request.question)) or begin(self, request),
     )
     return asked

@@ -22,7 +22,8 @@ FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 def flash_flops(q, k, v, dropout_p=0.0, is_causal=False, **kwargs) -> int:
-    """Of torch's fused CPU attention, which its counter does not know; causal attention has no pairs to spare."""
+    """Of torch's fused CPU attention, which its counter does not know; causal attention has no
+    pairs to spare."""
     batch, heads, queries, dim = q
     assert not is_causal or queries == k[2]
     return 4 * batch * heads * dim * (queries * (queries + 1) // 2 if is_causal else queries * k[2])
@@ -41,23 +42,39 @@ def flop_counter() -> FlopCounterMode:
 
 # The small model of benchmarks/support/workloads.py.
 SMALL = Shape(
-    layers=4, hidden=512, intermediate=1536, heads=8, kv_heads=2, head_dim=64, vocab=32000, bytes_per_number=4
+    layers=4,
+    hidden=512,
+    intermediate=1536,
+    heads=8,
+    kv_heads=2,
+    head_dim=64,
+    vocab=32000,
+    bytes_per_number=4,
 )
 
 
-def planned(method: str, num_hosts: int, num_tokens: int, query: int = 32, **options) -> ContextLayout:
-    return methods.METHODS[method].plan(num_hosts, num_tokens, 0, num_tokens - query, PrefillConfig(**options))
+def planned(
+    method: str, num_hosts: int, num_tokens: int, query: int = 32, **options
+) -> ContextLayout:
+    return methods.METHODS[method].plan(
+        num_hosts, num_tokens, 0, num_tokens - query, PrefillConfig(**options)
+    )
 
 
 # ---- against real prefills ----
 
 
 def prefill_job(hosts: HostGroup, options: dict, dtype: torch.dtype):
-    """Attention wider than the hidden states, and 6 query heads, which 8 hosts cannot share evenly."""
+    """Attention wider than the hidden states, and 6 query heads, which 8 hosts cannot share
+    evenly."""
     model = families.build_model("qwen3", dtype=dtype, layers=2, heads=6)
     ids = torch.randint(0, 250, (1, 151), generator=torch.Generator().manual_seed(0))
-    inputs = ModelInputs.from_processor(inspect_model(model), {"input_ids": ids}, hosts, query_start=140)
-    config = PrefillConfig(kv="sharded", on_single_host=True, **{"anchor_len": 11, "passing_len": 3, **options})
+    inputs = ModelInputs.from_processor(
+        inspect_model(model), {"input_ids": ids}, hosts, query_start=140
+    )
+    config = PrefillConfig(
+        kv="sharded", on_single_host=True, **{"anchor_len": 11, "passing_len": 3, **options}
+    )
     with flop_counter() as counter:
         state = prefill(model, inputs, hosts=hosts, config=config)
     flops = Counter()
@@ -90,12 +107,15 @@ def test_arithmetic_bytes_and_kv_of_a_prefill(pool, num_hosts, options, dtype):
     for predicted, (torchs, *_, received, kv_bytes) in zip(costs, measured, strict=True):
         flops = predicted.flops
         projections = sum(torchs[f"{letter}_proj"] for letter in "qkvo")
-        assert flops["projections"] + flops["mlp"] + flops["query_pass"] == projections + torchs["mlp"]
+        assert (
+            flops["projections"] + flops["mlp"] + flops["query_pass"] == projections + torchs["mlp"]
+        )
         assert flops["projections"] * torchs["mlp"] == flops["mlp"] * projections
         assert flops["lm_head"] == torchs["Linear"]
         assert flops["scoring"] == torchs["self_attn"] - projections - torchs["attention"]
         assert sum(flops[part] for part in ATTENTION) == torchs["attention"]
-        # The whole may also have rotary frequencies, which some versions of transformers make by a product.
+        # The whole may also have rotary frequencies, which some versions of transformers make by a
+        # product.
         assert predicted.flops.total() == pytest.approx(torchs["Global"], rel=5e-3)
         assert (sum(predicted.received.values()), predicted.kv_bytes) == (received, kv_bytes)
 
@@ -104,12 +124,17 @@ def hybrid_job(hosts: HostGroup, method: str):
     """Blocks, and the rest of a prompt, in whole chunks of the rule, so that nothing is padded."""
     model = families.build_model("qwen3_next", layers=2)
     inputs = ModelInputs.from_processor(
-        inspect_model(model), text_batch(512 if method == "zigzag_ring" else 384), hosts, query_start=320
+        inspect_model(model),
+        text_batch(512 if method == "zigzag_ring" else 384),
+        hosts,
+        query_start=320,
     )
     config = PrefillConfig(method=method, kv="sharded", anchor_len=64, passing_len=3)
     with flop_counter() as counter:
         state = prefill(model, inputs, hosts=hosts, config=config)
-    counts = counter.get_flop_counts().get("Global", Counter())  # none on a host that computes nothing
+    counts = counter.get_flop_counts().get(
+        "Global", Counter()
+    )  # none on a host that computes nothing
     rule = counts[torch.ops.aten.bmm] + counts[torch.ops.aten.linalg_solve_triangular]
     kept = sum(layer.keys.nbytes + layer.values.nbytes for layer in state.kv.cache.layers)
     return rule, model.config, state.layout, state.timer.summary()["comm_bytes"][hosts.rank], kept
@@ -120,15 +145,20 @@ def test_arithmetic_and_bytes_of_linear_attention(pool, method):
     measured = pool.run(2, hybrid_job, method)
     _, config, layout, *_ = measured[0]
     shape = Shape.from_config(config, bytes_per_number=4)
-    folded = 2 * len(layout.blocks) * shape.linear.state * shape.linear.key_dim  # the maps of all blocks, in order
-    for predicted, (rule, *_, received, kv_bytes) in zip(cost(shape, method, layout), measured, strict=True):
+    folded = (
+        2 * len(layout.blocks) * shape.linear.state * shape.linear.key_dim
+    )  # the maps of all blocks, in order
+    for predicted, (rule, *_, received, kv_bytes) in zip(
+        cost(shape, method, layout), measured, strict=True
+    ):
         assert rule == predicted.flops["linear"] + predicted.flops["scoring"] + folded
         assert (sum(predicted.received.values()), predicted.kv_bytes) == (received, kv_bytes)
 
 
 @cache
 def clip_batch(family: str) -> dict:
-    """A clip of 14 frames of 56 x 56 pixels: 2 x 2 tokens a frame, or pair of frames, which also fill a window."""
+    """A clip of 14 frames of 56 x 56 pixels: 2 x 2 tokens a frame, or pair of frames, which also
+    fill a window."""
     from transformers.video_utils import VideoMetadata
 
     processor = families.build_processor(family)
@@ -180,7 +210,12 @@ def test_a_video_is_exchanged_and_encoded_as_predicted(pool, family, num_hosts, 
         video = Video(range(where[0], where[-1] + 1), frames)
         costs = cost(shape, "apbv", layout, video=video)
     else:
-        costs = cost(shape, "full", single_host_layout(1, len(where) + 10), video=Video(range(len(where)), frames))
+        costs = cost(
+            shape,
+            "full",
+            single_host_layout(1, len(where) + 10),
+            video=Video(range(len(where)), frames),
+        )
     for predicted, (*_, vision, received) in zip(costs, measured, strict=True):
         assert predicted.flops["vision"] == pytest.approx(vision, rel=1e-3)
         assert sum(predicted.received.values()) == received
@@ -190,9 +225,12 @@ def test_a_video_is_exchanged_and_encoded_as_predicted(pool, family, num_hosts, 
 # ---- known figures ----
 
 
-@pytest.mark.parametrize(("num_tokens", "same_cores", "own_cores"), [(32768, 2.45, 4.90), (10**12, 3.37, 6.74)])
+@pytest.mark.parametrize(
+    ("num_tokens", "same_cores", "own_cores"), [(32768, 2.45, 4.90), (10**12, 3.37, 6.74)]
+)
 def test_known_ratios_on_two_hosts(num_tokens, same_cores, own_cores):
-    """The first is what two hosts of one thread gain over one of two threads; the last is the limit."""
+    """The first is what two hosts of one thread gain over one of two threads; the last is the
+    limit."""
     full = cost(SMALL, "full", single_host_layout(2, num_tokens))
     costs = cost(SMALL, "apbv", planned("apbv", 2, num_tokens))
     assert work_ratio(full, costs) == pytest.approx(same_cores, abs=0.005)

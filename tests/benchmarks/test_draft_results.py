@@ -13,7 +13,8 @@ def tokens_per_second(record: dict) -> float:
 
 
 def test_the_page_shows_its_records():
-    """The table, and the range of each strategy's gains, with the rows in which drafting was slower."""
+    """The table, and the range of each strategy's gains, with the rows in which drafting was
+    slower."""
     records = read_records([ROOT / "docs" / "records" / "drafts.jsonl"])
     lines: list[list[str]] = []
     gains: dict[str, list[float]] = {}
@@ -22,14 +23,32 @@ def test_the_page_shows_its_records():
         for record in drafted:
             gain = tokens_per_second(record) / tokens_per_second(alone)
             gains.setdefault(record["label"].partition(",")[0], []).append(gain)
-            cells += [f"{record['acceptance_rate']:.2f}", f"{record['tokens_per_target_forward']:.2f}", f"{gain:.2f}x"]
+            cells += [
+                f"{record['acceptance_rate']:.2f}",
+                f"{record['tokens_per_target_forward']:.2f}",
+                f"{gain:.2f}x",
+            ]
         lines.append(cells)
     figures = ["accepted", "tokens per pass", "decoding"]
-    header = ["task", "tokens", f"`vanilla`: {figures[0]}", *figures[1:], f"`ngram`: {figures[0]}", *figures[1:]]
+    header = [
+        "task",
+        "tokens",
+        f"`vanilla`: {figures[0]}",
+        *figures[1:],
+        f"`ngram`: {figures[0]}",
+        *figures[1:],
+    ]
     require_table(PAGE, markdown_table(header, lines))
 
-    ranges = {strategy: f"{min(found):.2f}x to {max(found):.2f}x" for strategy, found in gains.items()}
+    ranges = {
+        strategy: f"{min(found):.2f}x to {max(found):.2f}x" for strategy, found in gains.items()
+    }
     said = " ".join(PAGE.read_text(encoding="utf-8").split())
-    assert f"`vanilla` decodes {ranges['vanilla']} as fast in these rows, `ngram` {ranges['ngram']}." in said
-    assert all(ngram > vanilla for vanilla, ngram in zip(gains["vanilla"], gains["ngram"], strict=True))
+    assert (
+        f"`vanilla` decodes {ranges['vanilla']} as fast in these rows, `ngram` {ranges['ngram']}."
+        in said
+    )
+    assert all(
+        ngram > vanilla for vanilla, ngram in zip(gains["vanilla"], gains["ngram"], strict=True)
+    )
     assert "`ngram` is the faster one in every row" in said

@@ -1,4 +1,5 @@
-"""Which option an answer names, by every usual form and by the benchmarks' official rules; open answers."""
+"""Which option an answer names, by every usual form and by the benchmarks' official rules; open
+answers."""
 
 import pytest
 
@@ -41,7 +42,9 @@ def test_an_answer_names_an_option_in_any_usual_form(text, choice):
     assert choose_option(text, COLOURS) == choice
 
 
-@pytest.mark.parametrize(("text", "choice"), [("3", 2), ("There are 3.", 2), ("13", None), ("C", 2), ("2 or 3", None)])
+@pytest.mark.parametrize(
+    ("text", "choice"), [("3", 2), ("There are 3.", 2), ("13", None), ("C", 2), ("2 or 3", None)]
+)
 def test_options_that_are_numbers(text, choice):
     assert choose_option(text, NUMBERS) == choice
 

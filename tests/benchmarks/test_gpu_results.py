@@ -40,13 +40,26 @@ def prefill(records: list[dict]) -> str:
             ratios = [other / ours for other in runs[label] for ours in runs["apbv"]]
             cells.append(ranged(ratios, ".2f", "x"))
         lines.append(cells)
-    header = ["tokens", "`full`, 1 host", "`zigzag_ring`, 8", "`apbv`, 8", "over `full`", "over the ring"]
+    header = [
+        "tokens",
+        "`full`, 1 host",
+        "`zigzag_ring`, 8",
+        "`apbv`, 8",
+        "over `full`",
+        "over the ring",
+    ]
     return markdown_table(header, lines)
 
 
 def predicted_parts(record: dict, gpu: str | None) -> dict[str, float]:
-    """Predict a prefill's parts in milliseconds; nothing where the roofline knows the GPU or the prompt not."""
-    if gpu is None or record.get("frames") or record["model"] not in CONFIGS or record["label"] not in PREFILLS:
+    """Predict a prefill's parts in milliseconds; nothing where the roofline knows the GPU or the
+    prompt not."""
+    if (
+        gpu is None
+        or record.get("frames")
+        or record["model"] not in CONFIGS
+        or record["label"] not in PREFILLS
+    ):
         return {}
     what = config_of(record["model"]), record["num_input_tokens"], record["label"], record["hosts"]
     return roofline.prefill_parts(*what, gpu)
@@ -62,22 +75,40 @@ def kernels(records: list[dict]) -> str:
             "matrix products": parts["projections"] + parts["MLP"],
             "the rest": parts["element-wise"] + parts["selection of passing KV"],
         }
-        measured = {name: record["kernels_ms"].get(name, 0.0) for name in ("attention", "matrix products")}
+        measured = {
+            name: record["kernels_ms"].get(name, 0.0) for name in ("attention", "matrix products")
+        }
         measured["the rest"] = sum(record["kernels_ms"].values()) - sum(measured.values())
         columns.append([(measured[name], predicted[name]) for name in predicted])
     names = ["attention", "matrix products", "the rest", "all"]
     columns = [[*column, tuple(map(sum, zip(*column, strict=True)))] for column in columns]
     lines = [
-        [name, *(cell for measured, least in row for cell in (f"{measured:,.0f} ms", f"{least:,.0f} ms"))]
+        [
+            name,
+            *(
+                cell
+                for measured, least in row
+                for cell in (f"{measured:,.0f} ms", f"{least:,.0f} ms")
+            ),
+        ]
         for name, row in zip(names, zip(*columns, strict=True), strict=True)
     ]
-    header = [each for r in of(records, "profile") for each in (f"`{r['label']}`, {r['hosts']}", "predicted")]
+    header = [
+        each
+        for r in of(records, "profile")
+        for each in (f"`{r['label']}`, {r['hosts']}", "predicted")
+    ]
     return markdown_table(["kernels", *header], lines)
 
 
 def operators(records: list[dict]) -> str:
     """Every operator by backend: its time, and the share of the ceiling that bounds it."""
-    columns = {"operator": "`{op}`", "case": "{case}", "backend": "{backend}", "time": "{ms:.3g} ms"}
+    columns = {
+        "operator": "`{op}`",
+        "case": "{case}",
+        "backend": "{backend}",
+        "time": "{ms:.3g} ms",
+    }
     right = [record for record in of(records, "operators") if record["ms"] is not None]
     return table(right, columns | {"of the ceiling": "{share_of_ceiling:.0%}"})
 
@@ -92,19 +123,30 @@ def steps(records: list[dict]) -> str:
 def batch(records: list[dict]) -> str:
     """Tokens per second of all answers of a batch."""
     lines = []
-    for (tokens, answers), ways in grouped(of(records, "batch_decoding"), "num_tokens", "num_answers").items():
+    for (tokens, answers), ways in grouped(
+        of(records, "batch_decoding"), "num_tokens", "num_answers"
+    ).items():
         alone, together, theirs = (way["tokens_per_s"] for way in ways)
         ms = {way["way"]: way["ms"] for way in ways}["apbv, in a batch"]
         speeds = [f"{each:,.0f}" for each in (theirs, alone, together)]
         lines.append([f"{tokens:,}", answers, *speeds, f"{ms:.2f} ms", f"{together / theirs:.1f}x"])
-    header = ["context", "answers", "transformers, a batch", "apbv, sequential", "apbv, a batch", "its step"]
+    header = [
+        "context",
+        "answers",
+        "transformers, a batch",
+        "apbv, sequential",
+        "apbv, a batch",
+        "its step",
+    ]
     return markdown_table([*header, "over transformers"], lines)
 
 
 def server(records: list[dict]) -> str:
     """The server under load, and the engine without it."""
     columns = {
-        "load": lambda row: "engine alone" if row["way"] == "engine" else f"{row['concurrency']} clients",
+        "load": lambda row: (
+            "engine alone" if row["way"] == "engine" else f"{row['concurrency']} clients"
+        ),
         "requests/s": "{request_throughput:.1f}",
         "TTFT, p50": "{ttft_ms[p50]:.0f} ms",
         "TPOT, p50": "{tpot_ms[p50]:.1f} ms",
@@ -128,7 +170,9 @@ def test_the_cost_model_is_near_what_was_measured():
     for record in of(records, "profile"):
         parts, measured = predicted_parts(record, gpu), record["kernels_ms"]
         assert parts["attention"] == pytest.approx(measured["attention"], rel=0.1)
-        assert parts["projections"] + parts["MLP"] == pytest.approx(measured["matrix products"], rel=0.1)
+        assert parts["projections"] + parts["MLP"] == pytest.approx(
+            measured["matrix products"], rel=0.1
+        )
         assert sum(parts.values()) == pytest.approx(sum(measured.values()), rel=0.1)
     full = [record for record in of(records, "throughput") if record["label"] == "full"]
     assert len(full) == 5
@@ -145,11 +189,16 @@ def test_what_the_page_says_of_them():
     assert doctor["healthy"] and memcheck["healthy"] and not tests["failed"]
     assert f"{tests['passed']} passed, {tests['skipped']} skipped" in page
     assert f"{doctor['worst_error']:.2f} of" in page
-    (longest,) = {r["git_sha"] for r in of(records, "throughput") if len(r["samples"]["ttft_ms"]) == 1}
+    (longest,) = {
+        r["git_sha"] for r in of(records, "throughput") if len(r["samples"]["ttft_ms"]) == 1
+    }
     (steps_of,) = {r["git_sha"] for r in of(records, "decoding")}
     said = " ".join(page.split())
     assert f"131,072 tokens are one run each, of revision {longest}." in said
-    assert f"Qwen2.5-VL-7B's language model, of revision {steps_of}. *transformers* is its uncompiled loop" in said
+    assert (
+        f"Qwen2.5-VL-7B's language model, of revision {steps_of}. *transformers* is its uncompiled "
+        "loop" in said
+    )
     for name, version in about["versions"].items():
         assert name == "apbv" or version in page, name
 
@@ -157,9 +206,13 @@ def test_what_the_page_says_of_them():
 def test_the_readme_and_the_predictions_show_these_figures(capsys):
     records, readme = read_records([RECORDS]), (ROOT / "README.md").read_text(encoding="utf-8")
     ms = {
-        r["label"]: min(r["samples"]["ttft_ms"]) for r in of(records, "throughput") if r["num_input_tokens"] == 131_072
+        r["label"]: min(r["samples"]["ttft_ms"])
+        for r in of(records, "throughput")
+        if r["num_input_tokens"] == 131_072
     }
-    tokens = [r["tokens_per_s"] for r in of(records, "batch_decoding") if r["num_answers"] == 16][1:]
+    tokens = [r["tokens_per_s"] for r in of(records, "batch_decoding") if r["num_answers"] == 16][
+        1:
+    ]
     token = {r["way"]: r["ms"] for r in of(records, "decoding")}
     for ours, theirs, unit in (
         (ms["apbv"], ms["full"], " ms"),
@@ -172,12 +225,20 @@ def test_the_readme_and_the_predictions_show_these_figures(capsys):
     single = [r for r in of(records, "throughput") if r["num_input_tokens"] == 131_072]
     assert {len(record["samples"]["ttft_ms"]) for record in single} == {1}
     (revision,) = {record["git_sha"] for record in [*single, *of(records, "decoding")]}
-    assert f"simulated, one run of revision {revision}" in readme and f"measured, revision {revision}" in readme
+    assert (
+        f"simulated, one run of revision {revision}" in readme
+        and f"measured, revision {revision}" in readme
+    )
     without_graphs = token["transformers"] / token["apbv, no graphs"]
-    gain = f"{token['transformers'] / token['apbv']:.1f}x; {without_graphs:.2f}x without CUDA graphs"
+    gain = (
+        f"{token['transformers'] / token['apbv']:.1f}x; {without_graphs:.2f}x without CUDA graphs"
+    )
     assert f"transformers, uncompiled | {gain} |" in readme
     assert f"TTFT {ms['apbv'] / 1e3:.2f} s, {ms['full'] / ms['apbv']:.1f}x" in readme
-    for model, page in (("qwen2.5-vl-7b", "results-prefill.md"), ("qwen3.5-9b", "records/notes.md")):
+    for model, page in (
+        ("qwen2.5-vl-7b", "results-prefill.md"),
+        ("qwen3.5-9b", "records/notes.md"),
+    ):
         roofline.main(["--prefill", model, "--gpus", "H200"])
         table = capsys.readouterr().out.strip()
         assert table in (ROOT / "docs" / page).read_text(encoding="utf-8")

@@ -1,4 +1,5 @@
-"""VNBench, Video-MME and LongVideoBench, from folders in their official layouts, about demo clips."""
+"""VNBench, Video-MME and LongVideoBench, from folders in their official layouts, about demo
+clips."""
 
 import json
 import statistics
@@ -36,18 +37,27 @@ def wrong_answers(task: str, answer: str, number: int = 0) -> list[str]:
         return [str(int(answer) + step) for step in (1, 2, 3)]
     letters = [letter for letter in clips.LETTERS if letter not in answer.split()]
     size = len(answer.split())
-    return [" ".join(letters[start : start + size]) for start in (number % 3, number % 3 + 1, number % 3 + 2)]
+    return [
+        " ".join(letters[start : start + size])
+        for start in (number % 3, number % 3 + 1, number % 3 + 2)
+    ]
 
 
 # ---- VNBench ----
 
-TYPES = {"ret_edit1": "edited", "ret_insert1": "inserted", "ord_insert1": "inserted", "cnt_edit1": "edited"}
+TYPES = {
+    "ret_edit1": "edited",
+    "ret_insert1": "inserted",
+    "ord_insert1": "inserted",
+    "cnt_edit1": "edited",
+}
 TASKS = {"ret": "retrieval", "ord": "ordering", "cnt": "counting"}
 
 
 @pytest.fixture(scope="module")
 def vnbench_file(tmp_path_factory) -> Path:
-    """VNBench's file beside VNBench_new, which has a video for each question; each is asked four times."""
+    """VNBench's file beside VNBench_new, which has a video for each question; each is asked four
+    times."""
     folder = tmp_path_factory.mktemp("vnbench")
     (folder / "VNBench_new").mkdir()
     rows = []
@@ -57,13 +67,29 @@ def vnbench_file(tmp_path_factory) -> Path:
         task = TASKS[kind[:3]]
         _, question, answer = next(item for item in clips.questions(clip) if item[0] == task)
         options = [answer, *wrong_answers(task, answer, seed)]
-        if kind == "cnt_edit1":  # one of the four tries has another right answer, so that the question is wrong
+        if (
+            kind == "cnt_edit1"
+        ):  # one of the four tries has another right answer, so that the question is wrong
             options = [*options[1:], answer]
         for number in range(4):
             turned = options[number:] + options[:number]
-            right = turned[(turned.index(answer) + 1) % 4] if (kind, number) == ("cnt_edit1", 2) else answer
-            row = {"video": name, "question": question, "options": turned, "gt": right, "type": kind}
-            row |= {"gt_option": "ABCD"[turned.index(right)], "try": number, "length": 10 + 40 * (seed % 4)}
+            right = (
+                turned[(turned.index(answer) + 1) % 4]
+                if (kind, number) == ("cnt_edit1", 2)
+                else answer
+            )
+            row = {
+                "video": name,
+                "question": question,
+                "options": turned,
+                "gt": right,
+                "type": kind,
+            }
+            row |= {
+                "gt_option": "ABCD"[turned.index(right)],
+                "try": number,
+                "length": 10 + 40 * (seed % 4),
+            }
             rows.append({**row, "needle_time": [1.5]})
     path = folder / "VNBench-main-4try.json"
     path.write_text(json.dumps(rows))
@@ -75,17 +101,24 @@ def test_vnbench_counts_what_is_right_in_all_four_tries(vnbench_file, engine, tm
     records = answered(vnbench, tmp_path / "r.jsonl", *given)
     rows = json.loads(vnbench_file.read_text())
     assert len(records) == len(rows) == 16
-    # By itself: the questions whose answer is the right one in every try, by type, as the official script counts.
+    # By itself: the questions whose answer is the right one in every try, by type, as the official
+    # script counts.
     tries = defaultdict(list)
     for row in rows:
-        text = engine.generate(row["question"], video=vnbench_file.parent / row["video"], max_new_tokens=16).text
+        text = engine.generate(
+            row["question"], video=vnbench_file.parent / row["video"], max_new_tokens=16
+        ).text
         tries[row["type"]].append(text == row["gt"])
     right = {kind: all(of_kind) for kind, of_kind in tries.items()}
     assert not right["cnt_edit1"] and sum(right.values()) >= 2
-    of_task = {task: [value for kind, value in right.items() if kind.startswith(task)] for task in TASKS}
+    of_task = {
+        task: [value for kind, value in right.items() if kind.startswith(task)] for task in TASKS
+    }
     found = score(run_in(tmp_path / "r.jsonl"))
     overall = statistics.fmean(map(statistics.fmean, of_task.values()))
-    assert vnbench.overall(found) == pytest.approx(overall) != pytest.approx(sum(right.values()) / 4)
+    assert (
+        vnbench.overall(found) == pytest.approx(overall) != pytest.approx(sum(right.values()) / 4)
+    )
     assert found.groups[ALL] == [sum(right.values()), 4]
     assert {kind: number for kind, (number, _) in groups_of(found, "type").items()} == right
     assert found.groups["needle", "insert"][1] == 2
@@ -117,10 +150,21 @@ def videomme_rows(tmp_path_factory) -> tuple[Path, list[dict]]:
         clip = clip_of(seed, "inserted", folder / "data" / f"yt_{seed}.mp4")
         for number, (task, question, answer) in enumerate(clips.questions(clip)[-3:-1]):
             options = [*wrong_answers(task, answer), answer]
-            row = {"video_id": f"{seed:03}", "videoID": f"yt_{seed}", "question_id": f"{seed:03}-{number}"}
+            row = {
+                "video_id": f"{seed:03}",
+                "videoID": f"yt_{seed}",
+                "question_id": f"{seed:03}-{number}",
+            }
             row |= {"url": f"https://www.youtube.com/watch?v=yt_{seed}", "duration": duration}
-            row |= {"domain": "Knowledge", "sub_category": "Law", "task_type": task, "question": question}
-            lettered = [f"{letter}. {option}" for letter, option in zip("ABCD", options, strict=True)]
+            row |= {
+                "domain": "Knowledge",
+                "sub_category": "Law",
+                "task_type": task,
+                "question": question,
+            }
+            lettered = [
+                f"{letter}. {option}" for letter, option in zip("ABCD", options, strict=True)
+            ]
             rows.append({**row, "options": lettered, "answer": "D"})
     (folder / "subtitle" / "yt_0.srt").write_text(SRT, encoding="utf-8-sig")
     (folder / "t.json").write_text(json.dumps(rows))
@@ -136,7 +180,9 @@ def test_videomme_is_the_same_in_all_its_layouts(videomme_rows, tmp_path):
     (tmp_path / "t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     first, *others = (
         videomme.read(
-            videomme.parse_arguments(["--model", "demo", "--questions", str(path), "--videos", str(folder / "data")])
+            videomme.parse_arguments(
+                ["--model", "demo", "--questions", str(path), "--videos", str(folder / "data")]
+            )
         )
         for path in (folder / "t.json", *(tmp_path / name for name in ("t.parquet", "t.jsonl")))
     )
@@ -153,13 +199,17 @@ def test_videomme_is_scored_by_duration(videomme_rows, engine, tmp_path):
     records = answered(videomme, tmp_path / "r.jsonl", *given)
     found, right = score(run_in(tmp_path / "r.jsonl")), defaultdict(int)
     for row in rows:
-        said = engine.generate(row["question"], video=folder / "data" / f"{row['videoID']}.mp4").text
+        said = engine.generate(
+            row["question"], video=folder / "data" / f"{row['videoID']}.mp4"
+        ).text
         assert records[row["question_id"]]["text"] == said
         right[row["duration"]] += said == row["options"][3].removeprefix("D. ")
     assert {name: number for name, (number, _) in groups_of(found, "duration").items()} == right
     assert sum(right.values()) >= 3
     # An answer that names no option is wrong, but the official figure leaves it out.
-    assert videomme.overall(found) == pytest.approx(found.groups[ALL][0] / (4 - found.others["unanswered"]))
+    assert videomme.overall(found) == pytest.approx(
+        found.groups[ALL][0] / (4 - found.others["unanswered"])
+    )
 
 
 def test_videomme_shows_the_subtitles_of_the_sampled_frames(videomme_rows, prompts, tmp_path):
@@ -188,7 +238,11 @@ def longvideobench_folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("longvideobench")
     for name in ("videos", "subtitles"):
         (folder / name).mkdir()
-    spans = {"said first": [99.8, 101.0], "said soon": [102.2, 102.3], "said to the end": [104.0, None]}
+    spans = {
+        "said first": [99.8, 101.0],
+        "said soon": [102.2, 102.3],
+        "said to the end": [104.0, None],
+    }
     lines = [{"timestamp": span, "text": text} for text, span in spans.items()]
     (folder / "subtitles" / "v0.json").write_text(json.dumps(lines))
     lines = [{"start": "0:00:01.5", "end": "0:00:02.5", "line": "spoken"}]
@@ -197,30 +251,69 @@ def longvideobench_folder(tmp_path_factory) -> Path:
     for seed, subtitles in enumerate(("v0.json", "v1_en.json")):
         clip = clip_of(seed, "inserted", folder / "videos" / f"v{seed}.mp4")
         for number, (task, question, answer) in enumerate(clips.questions(clip)[-3:-1]):
-            row = {"video_id": f"v{seed}", "id": f"v{seed}_{number}", "question": question, "level": "L1"}
-            row |= {"candidates": [*wrong_answers(task, answer), answer, "none of these"], "correct_choice": 3}
-            row |= {"topic_category": "KS", "question_category": "TOS" if task == "ordering" else "SSS"}
-            row |= {"video_path": f"v{seed}.mp4", "subtitle_path": subtitles, "duration": 6.0, "view_count": 7}
-            row |= {"duration_group": 15 if seed else 60, "starting_timestamp_for_subtitles": 100 * (1 - seed)}
+            row = {
+                "video_id": f"v{seed}",
+                "id": f"v{seed}_{number}",
+                "question": question,
+                "level": "L1",
+            }
+            row |= {
+                "candidates": [*wrong_answers(task, answer), answer, "none of these"],
+                "correct_choice": 3,
+            }
+            row |= {
+                "topic_category": "KS",
+                "question_category": "TOS" if task == "ordering" else "SSS",
+            }
+            row |= {
+                "video_path": f"v{seed}.mp4",
+                "subtitle_path": subtitles,
+                "duration": 6.0,
+                "view_count": 7,
+            }
+            row |= {
+                "duration_group": 15 if seed else 60,
+                "starting_timestamp_for_subtitles": 100 * (1 - seed),
+            }
             rows.append({**row, "question_wo_referring_query": question})
     (folder / "lvb_val.json").write_text(json.dumps(rows))
     return folder
 
 
-def test_longvideobench_interleaves_subtitles_and_scores_by_group(longvideobench_folder, prompts, tmp_path):
+def test_longvideobench_interleaves_subtitles_and_scores_by_group(
+    longvideobench_folder, prompts, tmp_path
+):
     given = ["--data", longvideobench_folder, "--frames", 6, "--hosts", 2]
     records = answered(longvideobench, tmp_path / "r.jsonl", *given)
     content = prompts[0]["messages"][0]["content"]
-    # Frames stand at whole seconds; the second subtitle is shorter than a second, so that it reaches frame 2.
+    # Frames stand at whole seconds; the second subtitle is shorter than a second, so that it
+    # reaches frame 2.
     said = ["image" if part["type"] == "image" else part["text"].strip() for part in content]
     question = said.pop()
-    assert said == ["image", "said first", *["image"] * 2, "said soon", *["image"] * 3, "said to the end"]
-    assert question.startswith("Question: ") and question.count("\n") == 6 and "\nE. none of these\n" in question
+    assert said == [
+        "image",
+        "said first",
+        *["image"] * 2,
+        "said soon",
+        *["image"] * 3,
+        "said to the end",
+    ]
+    assert (
+        question.startswith("Question: ")
+        and question.count("\n") == 6
+        and "\nE. none of these\n" in question
+    )
     info = probe(longvideobench_folder / "videos" / "v0.mp4")
     shown = [np.asarray(part["image"]) for part in content if part["type"] == "image"]
     assert np.array_equal(np.stack(shown), read_frames(info, [0, 4, 8, 12, 16, 20]))
     assert len(records) == 4 and not any("error" in record for record in records.values())
     found = score(run_in(tmp_path / "r.jsonl"))
     assert found.groups[ALL][0] == sum(record["right"] for record in records.values())
-    assert {name: total for name, (_, total) in groups_of(found, "duration").items()} == {"15": 2, "60": 2}
-    assert {name: total for name, (_, total) in groups_of(found, "question").items()} == {"TOS": 2, "SSS": 2}
+    assert {name: total for name, (_, total) in groups_of(found, "duration").items()} == {
+        "15": 2,
+        "60": 2,
+    }
+    assert {name: total for name, (_, total) in groups_of(found, "question").items()} == {
+        "TOS": 2,
+        "SSS": 2,
+    }

@@ -1,4 +1,5 @@
-"""The stages of benchmarks/on_gpu.py: each by itself, for a limited time, and a second call goes on."""
+"""The stages of benchmarks/on_gpu.py: each by itself, for a limited time, and a second call goes
+on."""
 
 import json
 import time
@@ -34,9 +35,19 @@ def test_every_stage_ends_and_a_second_call_goes_on(tmp_path, monkeypatch, capsy
     monkeypatch.setattr(on_gpu, "STAGES", [*beside, *alone])
     options = ["--out", str(tmp_path), "--minutes", "20"]
     assert on_gpu.main(options) == 1
-    expected = {"asks": 0, "tells": 0, "fails": 3, "endless": "over", "missing": "missing", "prints": 0}
+    expected = {
+        "asks": 0,
+        "tells": 0,
+        "fails": 3,
+        "endless": "over",
+        "missing": "missing",
+        "prints": 0,
+    }
     assert ended(tmp_path) == expected
-    assert "## prints" in capsys.readouterr().out and "| a table |" in (tmp_path / "report.md").read_text()
+    assert (
+        "## prints" in capsys.readouterr().out
+        and "| a table |" in (tmp_path / "report.md").read_text()
+    )
 
     late = python("late", "import time; time.sleep(600)", 1e6)
     on_gpu.run(late, on_gpu.parse_arguments(options), time.monotonic() + 1)

@@ -1,4 +1,5 @@
-"""The benchmark of the operators at toy size: its counts, its form, and that what is wrong gets no speed."""
+"""The benchmark of the operators at toy size: its counts, its form, and that what is wrong gets no
+speed."""
 
 import json
 import statistics
@@ -22,7 +23,9 @@ def benchmark(tmp_path):
         path = tmp_path / "figures.jsonl"
         arguments = ["--preset", "quick", "--rounds", 1, "--warmup", 1, "--json", path, *options]
         status = operators.main([str(argument) for argument in arguments])
-        records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        records = (
+            [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        )
         for record in records:
             validator.validate(record)
         return status, records
@@ -33,15 +36,24 @@ def benchmark(tmp_path):
 def test_every_operator_beside_the_ceilings(tmp_path):
     options = ["--preset", "quick", "--rounds", 1, "--warmup", 1]
     records, output = figures_of("operators", tmp_path / "figures.jsonl", *options)
-    assert len(output.strip().splitlines()) == 1 + 2 + len(records) and output.startswith("ceilings: ")
+    assert len(output.strip().splitlines()) == 1 + 2 + len(records) and output.startswith(
+        "ceilings: "
+    )
     assert len({record["op"] for record in records}) == 8
     for record in records:
-        assert record["wrong"] is None and record["backend"] == "torch" and len(record["samples"]["ms"]) == 1
+        assert (
+            record["wrong"] is None
+            and record["backend"] == "torch"
+            and len(record["samples"]["ms"]) == 1
+        )
         assert record["is_default"]
         assert record["ms"] == statistics.median(record["samples"]["ms"])
         assert 0 <= record["error"] <= 1
         ceiling, seconds = record["ceiling"], record["ms"] / 1e3
-        floors = record["flops"] / ceiling["tflops"] / 1e12, record["bytes"] / ceiling["gigabytes_per_s"] / 1e9
+        floors = (
+            record["flops"] / ceiling["tflops"] / 1e12,
+            record["bytes"] / ceiling["gigabytes_per_s"] / 1e9,
+        )
         assert record["share_of_ceiling"] == pytest.approx(max(floors) / seconds)
         assert record["tflops"] == pytest.approx(record["flops"] / seconds / 1e12)
     by_case = {record["case"]: record for record in records}
@@ -52,7 +64,8 @@ def test_every_operator_beside_the_ceilings(tmp_path):
     # The anchor's own 128 queries see 1, 2, ... keys of the last segment.
     both = by_case["passing blocks, anchor and block"]
     assert both["flops"] == 4 * 32 * 4 * (150 * 3 * 150 + sum(range(1, 279)))
-    # 600 tokens are blocks of 128, and one of 88; of half of 0, 1, 2, 3 and 4 blocks the rounded number is listed.
+    # 600 tokens are blocks of 128, and one of 88; of half of 0, 1, 2, 3 and 4 blocks the rounded
+    # number is listed.
     listed = by_case["50% of the blocks"]
     assert listed["flops"] == 4 * 32 * 4 * (
         128 * 128 * (0 + 0 + 1 + 2) + 88 * 2 * 128 + 4 * 128 * 129 // 2 + 88 * 89 // 2
@@ -70,7 +83,9 @@ def lse_too_high(q, segments, scale, causal_last, *, rows_alone=0, backend):
 def one_key_missing(q, segments, scale, causal_last, *, rows_alone=0, backend):
     *before, (k, v) = segments
     out, lse = reference.segmented_attention(q, segments, scale, causal_last, rows_alone=rows_alone)
-    off, _ = reference.segmented_attention(q, [*before, (k, v.index_fill(2, torch.tensor([7]), 0.0))], scale, True)
+    off, _ = reference.segmented_attention(
+        q, [*before, (k, v.index_fill(2, torch.tensor([7]), 0.0))], scale, True
+    )
     return (off if q.shape[2] > 1 else out), lse
 
 
@@ -86,7 +101,9 @@ def test_what_is_wrong_gets_no_speed(benchmark, monkeypatch, capsys, function):
     assert status == 1 and "error: segmented_attention (causal) with torch" in printed.err
     for record in records:
         assert record["wrong"] and record["ms"] is None
-    assert ("out of registers" in printed.err) == (function is crashing) and "and more" not in printed.err
+    assert ("out of registers" in printed.err) == (
+        function is crashing
+    ) and "and more" not in printed.err
 
 
 def test_backends_agree_at_the_measured_size(monkeypatch):
@@ -102,4 +119,6 @@ def test_backends_agree_at_the_measured_size(monkeypatch):
     right = [operators.Contender("torch", partial(case.run, backend="torch")) for _ in range(2)]
     wrong = operators.Contender("triton", off)
     operators.check(case, operands, torch.float32, [*right, wrong])
-    assert [entry.wrong for entry in right] == [None, None] and wrong.wrong.startswith("differs by 1.0e-03")
+    assert [entry.wrong for entry in right] == [None, None] and wrong.wrong.startswith(
+        "differs by 1.0e-03"
+    )

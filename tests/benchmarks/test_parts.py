@@ -1,4 +1,5 @@
-"""What benchmarks are made of: their tables, plots and presets, and that what is wrong gets no figures."""
+"""What benchmarks are made of: their tables, plots and presets, and that what is wrong gets no
+figures."""
 
 import json
 import os
@@ -30,7 +31,14 @@ from support import clips
 from support.exams import Candidate, Exam, load_demo, ranked_by, ways_of
 from support.simulated import simulate
 from support.summaries import mean_cell, student_t
-from support.workloads import CONFIGS, build_model, config_like, config_of, text_prompt, video_prompt
+from support.workloads import (
+    CONFIGS,
+    build_model,
+    config_like,
+    config_of,
+    text_prompt,
+    video_prompt,
+)
 
 # ---- what is wrong ----
 
@@ -40,10 +48,26 @@ from support.workloads import CONFIGS, build_model, config_like, config_of, text
     [
         ("throughput", ["--resolutions", "big"], "'big' is not a resolution"),
         ("throughput", ["--hosts", "1"], "2 hosts at least"),
-        ("throughput", ["--tokens", "100", "--model", "no-such-model"], "cannot load the model no-such-model"),
-        ("scaling", ["plan", "--model", "no-such-model"], "cannot load the configuration of no-such-model"),
-        ("speculative", ["--draft-model", "no-such", "--clips", 1], "cannot load the model no-such"),
-        ("speculative", ["--batch", 3, "--clips", 1], "--batch 3 needs as many questions, but there are 1"),
+        (
+            "throughput",
+            ["--tokens", "100", "--model", "no-such-model"],
+            "cannot load the model no-such-model",
+        ),
+        (
+            "scaling",
+            ["plan", "--model", "no-such-model"],
+            "cannot load the configuration of no-such-model",
+        ),
+        (
+            "speculative",
+            ["--draft-model", "no-such", "--clips", 1],
+            "cannot load the model no-such",
+        ),
+        (
+            "speculative",
+            ["--batch", 3, "--clips", 1],
+            "--batch 3 needs as many questions, but there are 1",
+        ),
     ],
 )
 def test_what_cannot_be_measured_is_one_line(name, options, message, capsys):
@@ -60,9 +84,15 @@ def test_wrong_decoding_steps_get_no_speed(monkeypatch, tmp_path, capsys, off, o
         return lambda: right() * torch.tensor(off)
 
     monkeypatch.setattr(decoding, "with_apbv", wrong)
-    monkeypatch.setattr(decoding.BatchRunner, "run", lambda runner, ids, kvs: run(runner, ids, kvs) * off)
+    monkeypatch.setattr(
+        decoding.BatchRunner, "run", lambda runner, ids, kvs: run(runner, ids, kvs) * off
+    )
     path = tmp_path / "figures.jsonl"
-    what = ["--model", "demo", "--batch", "2", "--answer-tokens", "2"] if of_batch else ["--new-tokens", "1"]
+    what = (
+        ["--model", "demo", "--batch", "2", "--answer-tokens", "2"]
+        if of_batch
+        else ["--new-tokens", "1"]
+    )
     assert decoding.main(["--tokens", "40", "--rounds", "1", "--json", str(path), *what]) == 1
     right, ours, *_ = [json.loads(line) for line in path.read_text().splitlines()]
     assert right["ms"] > 0 and ours["ms"] is None and ours["speedup"] is None
@@ -76,9 +106,11 @@ def test_wrong_decoding_steps_get_no_speed(monkeypatch, tmp_path, capsys, off, o
 @pytest.mark.parametrize(
     ("method", "most"),
     [
-        # Of three partial results of a context token two are merged; and the question's scores are among it.
+        # Of three partial results of a context token two are merged; and the question's scores are
+        # among it.
         ("apbv", 10.5),
-        # The anchor and the block are one triangle, copied to its place, and the question's has another.
+        # The anchor and the block are one triangle, copied to its place, and the question's has
+        # another.
         ("star", 2.5),
         # In each step but the first, two results are read and one is written.
         ("zigzag_ring", 6.5),
@@ -95,7 +127,10 @@ def test_attention_writes_its_results_where_they_are_wanted(method, most):
         with torch.no_grad(), roofline.Traffic() as traffic:
             out = attention(*states, 64**-0.5, 0).transpose(1, 2).contiguous()
         assert any("attention" in name for name in traffic.bytes)
-        return sum(size for name, size in traffic.bytes.items() if "attention" not in name) / out.nbytes
+        return (
+            sum(size for name, size in traffic.bytes.items() if "attention" not in name)
+            / out.nbytes
+        )
 
     assert max(simulate(2, moved_per_output)) <= most
 
@@ -104,7 +139,9 @@ def test_a_layer_moves_what_its_calls_read_and_write():
     shape = config_of("llama-small")
     rotated = (shape.num_attention_heads + shape.num_key_value_heads) * shape.head_dim
     # In bf16 two residuals, two norms, a product of gate and up, and heads and their angles.
-    fused = 2 * (10 * shape.hidden_size + 3 * shape.intermediate_size + 2 * rotated + 4 * shape.head_dim)
+    fused = 2 * (
+        10 * shape.hidden_size + 3 * shape.intermediate_size + 2 * rotated + 4 * shape.head_dim
+    )
     one, two, three = (roofline.element_wise_bytes(shape, rows) for rows in (64, 128, 192))
     assert three - two == two - one == 64 * fused
     assert roofline.element_wise_bytes(shape, 64, is_fused=False) > 2 * one
@@ -114,7 +151,10 @@ def test_a_prefill_is_predicted_by_its_parts(capsys):
     tokens, shape = 32_768, config_of("llama-small")
     sizes = ["--prefill", "llama-small", "--tokens", str(tokens), "--hosts", "2"]
     roofline.main([*sizes, "--gpus", "H200"])
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in capsys.readouterr().out.splitlines()]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in capsys.readouterr().out.splitlines()
+    ]
     full = {row[0]: float(row[1]) for row in rows[2:-4]}
     pairs = shape.num_hidden_layers * shape.num_attention_heads * tokens * (tokens + 1) / 2
     assert full["attention"] == pytest.approx(1e3 * 4 * 64 * pairs / (0.68 * 989e12), abs=0.06)
@@ -122,22 +162,39 @@ def test_a_prefill_is_predicted_by_its_parts(capsys):
     assert float(gpu) == pytest.approx(sum(full.values()), abs=1) and full["element-wise"] > 0.1
     assert float(larger) == max(float(gpu), float(cpu)) and relative == "1.00x"
     # A short prompt's kernels end before the CPU has launched them.
-    assert roofline.launching_ms(shape, "apbv") > sum(roofline.prefill_parts(shape, 2048, "apbv", 8, "H200").values())
+    assert roofline.launching_ms(shape, "apbv") > sum(
+        roofline.prefill_parts(shape, 2048, "apbv", 8, "H200").values()
+    )
 
 
 def test_drafts_are_predicted_by_what_they_read(capsys):
-    """A target that drafts for itself from all of its KV gains nothing; one that reads little of it does."""
-    roofline.main(["--draft", "llama-small", "--target", "llama-small", "--acceptance", "1", "--gpus", "H200"])
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in capsys.readouterr().out.splitlines()]
+    """A target that drafts for itself from all of its KV gains nothing; one that reads little of it
+    does."""
+    roofline.main(
+        ["--draft", "llama-small", "--target", "llama-small", "--acceptance", "1", "--gpus", "H200"]
+    )
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in capsys.readouterr().out.splitlines()
+    ]
     for num_tokens, _, _, same, tenth, std, lookup in rows[2:]:
         assert same.startswith("1.00 ×") and lookup == "17.00 × (γ = 16)"
         assert 1 < float(tenth.split()[0]) < 10
-        assert float(std.split()[0]) == 1 if int(num_tokens) == 1024 else float(std.split()[0]) > 1.2
+        assert (
+            float(std.split()[0]) == 1 if int(num_tokens) == 1024 else float(std.split()[0]) > 1.2
+        )
 
 
 def test_intervals_of_few_samples_are_those_of_student():
     """Quantiles from a table."""
-    for freedom, quantile in ((1, 12.706), (2, 4.303), (3, 3.182), (4, 2.776), (11, 2.201), (49, 2.010)):
+    for freedom, quantile in (
+        (1, 12.706),
+        (2, 4.303),
+        (3, 3.182),
+        (4, 2.776),
+        (11, 2.201),
+        (49, 2.010),
+    ):
         assert student_t(freedom) == pytest.approx(quantile, rel=0.01)
     assert mean_cell([1.0, 2.0, 3.0, 4.0], "+.2f") == "+2.50 ± 2.04"
 
@@ -147,10 +204,13 @@ def test_intervals_of_few_samples_are_those_of_student():
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_presets_random_tokens_stand_for_nothing_but_text(name):
-    """Of all its vocabulary, in more tokens than that has; and its prompts are prefilled, by a small model."""
+    """Of all its vocabulary, in more tokens than that has; and its prompts are prefilled, by a
+    small model."""
     config, hosts = CONFIGS[name], HostGroup.single("cpu")
     vocab, is_video_model = config.get_text_config().vocab_size, hasattr(config, "vision_config")
-    special = {1000, 1001, 1002, 1003} if is_video_model else {config.bos_token_id, config.eos_token_id}
+    special = (
+        {1000, 1001, 1002, 1003} if is_video_model else {config.bos_token_id, config.eos_token_id}
+    )
     drawn = text_prompt(config, 2 * vocab, 9).batch["input_ids"]
     assert not special & set(drawn.unique().tolist()) and 0.9 * vocab < drawn.max() < vocab
     prompts = [text_prompt(config, 60, 9)]
@@ -161,15 +221,23 @@ def test_a_presets_random_tokens_stand_for_nothing_but_text(name):
     model = build_model(config_like(like, small, {"depth": 1}), torch.float32, "cpu")
     parts = inspect_model(model)
     for prompt in prompts:
-        inputs = ModelInputs.from_processor(parts, prompt.batch, hosts, query_start=prompt.query_start)
+        inputs = ModelInputs.from_processor(
+            parts, prompt.batch, hosts, query_start=prompt.query_start
+        )
         state = apbv.prefill(parts, inputs, hosts=hosts, config=PrefillConfig(method="full"))
-        assert state.logits.isfinite().all() and len(Decoder(parts, state.kv, state.next_position).advance([5])) == 1
+        assert (
+            state.logits.isfinite().all()
+            and len(Decoder(parts, state.kv, state.next_position).advance([5])) == 1
+        )
 
 
 def test_presets_cover_the_papers_sweeps():
     options = throughput.parse_arguments(["--preset", "table5"])
     workloads, cases = throughput.plan(options, HostGroup.single("cpu"))
-    assert len(workloads) == 6 and [case.hosts for case in cases] == [1, *[n for n in (2, 4, 6, 8) for _ in range(5)]]
+    assert len(workloads) == 6 and [case.hosts for case in cases] == [
+        1,
+        *[n for n in (2, 4, 6, 8) for _ in range(5)],
+    ]
     for name in accuracy.PRESETS:
         assert len(ways_of(accuracy.PRESETS[name], 1024)) > 1, name
     for name in speculative.PRESETS:
@@ -181,7 +249,8 @@ def test_presets_cover_the_papers_sweeps():
     assert speculative.configs_of("hippo1", 0.3)["HIPPO"].keep_ratio == 0.3
     config = speculative.configs_of("std1", 0.3)["STD"]
     assert (config.keep_tokens, config.num_draft_tokens) == (1024, 9)  # Section 4 of the paper
-    # TABED's text-only context has line breaks (I.2); ParallelVLM's OnSD leaves the visual tokens out instead.
+    # TABED's text-only context has line breaks (I.2); ParallelVLM's OnSD leaves the visual tokens
+    # out instead.
     for name in ("tabed1", "tabed2"):
         config = speculative.configs_of(name, 0.3)["T"]
         assert (config.strategy, config.ensemble) == ("tabed", "T")
@@ -192,13 +261,18 @@ def test_prompts_of_ones_own_are_read_beside_their_file(tmp_path):
     path = BENCHMARKS / "support" / "prompts.jsonl"
     texts = [
         given["context"]
-        for _, given in speculative.questions(speculative.parse_arguments(["--prompts", str(path)]), None)
+        for _, given in speculative.questions(
+            speculative.parse_arguments(["--prompts", str(path)]), None
+        )
     ]
     assert {len(text) for text in texts} == {2000, 8000}
     path = tmp_path / "mine.jsonl"
     path.write_text('{"task": "watch", "prompt": "why", "video": "clips/a.mp4"}\n')
     asked = [("watch", {"prompt": "why", "video": tmp_path / "clips" / "a.mp4"})]
-    assert list(speculative.questions(speculative.parse_arguments(["--prompts", str(path)]), None)) == asked
+    assert (
+        list(speculative.questions(speculative.parse_arguments(["--prompts", str(path)]), None))
+        == asked
+    )
 
 
 @pytest.mark.thorough
@@ -231,7 +305,10 @@ if __name__ == "__main__":
 
 def test_as_many_other_tokens_are_kept(tmp_path):
     exam, engine, hosts = Exam(2, 16, tmp_path), load_demo(), HostGroup.single("cpu")
-    candidate, reduce = Candidate(engine.model, engine.processor, hosts), ReduceConfig(method="dycoke", ratio=0.3)
+    candidate, reduce = (
+        Candidate(engine.model, engine.processor, hosts),
+        ReduceConfig(method="dycoke", ratio=0.3),
+    )
     shots, config = exam.clip(0).shots, PrefillConfig(method="full", reduce=reduce)
     shown = torch.stack([torch.from_numpy(clips.needle_tokens(shot, 2)) for shot in shots])
     assert [bool(of_shot.all()) for of_shot in shown] == [shot.needle is not None for shot in shots]
@@ -244,16 +321,30 @@ def test_as_many_other_tokens_are_kept(tmp_path):
     own = reduction()
     with ranked_by(scores, reduce):
         drawn = reduction()
-    assert drawn.kept.tolist() == scores.topk(own.num_after).indices.sort().values.tolist() != own.kept.tolist()
+    assert (
+        drawn.kept.tolist()
+        == scores.topk(own.num_after).indices.sort().values.tolist()
+        != own.kept.tolist()
+    )
     assert torch.equal(reduction().kept, own.kept)
 
 
 # ---- profiles ----
 
 
-def event(kind: str, name: str, begin: float, length: float, thread: int = 1, number: int | None = None) -> dict:
+def event(
+    kind: str, name: str, begin: float, length: float, thread: int = 1, number: int | None = None
+) -> dict:
     """One of a trace by torch's profiler, whose launches and kernels have a number in common."""
-    found = {"ph": "X", "cat": kind, "name": name, "pid": 1, "tid": thread, "ts": begin, "dur": length}
+    found = {
+        "ph": "X",
+        "cat": kind,
+        "name": name,
+        "pid": 1,
+        "tid": thread,
+        "ts": begin,
+        "dur": length,
+    }
     return found | {"args": {} if number is None else {"correlation": number}}
 
 
@@ -293,7 +384,9 @@ def test_without_a_gpu_an_operator_has_the_time_that_is_its_own():
         event("cpu_op", "aten::mm", 2000, 3000),
         event("cpu_op", "aten::mm", 7000, 1000),
     ]
-    rows = [line.strip("| ").split(" | ") for line in throughput.kernel_table(trace).splitlines()[2:]]
+    rows = [
+        line.strip("| ").split(" | ") for line in throughput.kernel_table(trace).splitlines()[2:]
+    ]
     assert rows == [
         ["prefill", "`aten::mm`", "2", "4.00", "66.7%"],
         ["prefill", "`aten::linear`", "1", "2.00", "33.3%"],

@@ -36,7 +36,9 @@ def read(path: Path, rows: list[dict]) -> list[Sample]:
 )
 def test_answers_may_be_letters_texts_and_numbers(tmp_path, options, answers, shown, right):
     of_choice = {"options": options} if options else {}
-    samples = read(tmp_path / "q.json", [{"question": "q", "answer": each, **of_choice} for each in answers])
+    samples = read(
+        tmp_path / "q.json", [{"question": "q", "answer": each, **of_choice} for each in answers]
+    )
     assert [sample.answer for sample in samples] == right
     assert {tuple(sample.options or ()) for sample in samples} == {shown}
 
@@ -48,14 +50,22 @@ def test_answers_may_be_letters_texts_and_numbers(tmp_path, options, answers, sh
         ('{"answer": "a"}', "question 1: needs the field 'question'"),
         ('{"question": "q", "option": ["a", "b"]}', "unknown fields option"),
         ('{"question": "q", "options": ["a", "a"], "answer": 0}', "needs 2 to 26 options"),
-        ('{"question": "q", "options": ["B", "A"], "answer": "A"}', "the answer 'A' could be several"),
-        ('{"question": "q", "options": [1, 2, 3], "answer": 2}', "of one option and the text of another"),
+        (
+            '{"question": "q", "options": ["B", "A"], "answer": "A"}',
+            "the answer 'A' could be several",
+        ),
+        (
+            '{"question": "q", "options": [1, 2, 3], "answer": 2}',
+            "of one option and the text of another",
+        ),
         ("", "there are no questions"),
     ],
 )
 def test_a_wrong_file_is_refused_with_the_place(tmp_path, capsys, line, message):
     (tmp_path / "questions.jsonl").write_text(line)
-    assert questions.main(["--model", "demo", "--questions", str(tmp_path / "questions.jsonl")]) == 1
+    assert (
+        questions.main(["--model", "demo", "--questions", str(tmp_path / "questions.jsonl")]) == 1
+    )
     assert message in capsys.readouterr().err
 
 
@@ -74,7 +84,13 @@ def test_a_run_counts_units_of_several_tries():
     for unit, (rights, size) in units.items():
         for number, right in enumerate(rights):
             record = {"unit": unit, "unit_size": size, "groups": {"g": unit}}
-            said = {"text": "", "choice": None, "is_choice": number == 1, "right": right, "figures": {}}
+            said = {
+                "text": "",
+                "choice": None,
+                "is_choice": number == 1,
+                "right": right,
+                "figures": {},
+            }
             run.records[f"{unit}{number}"] = record | said
     found = score(run)
     assert found.groups == {ALL: [1, 2], ("g", "a"): [1, 1], ("g", "b"): [0, 1]}
@@ -82,9 +98,19 @@ def test_a_run_counts_units_of_several_tries():
 
 
 def test_a_table_says_how_many_questions_each_run_has():
-    record = {"unit_size": 1, "groups": {}, "text": "", "choice": None, "is_choice": False, "figures": {}}
+    record = {
+        "unit_size": 1,
+        "groups": {},
+        "text": "",
+        "choice": None,
+        "is_choice": False,
+        "figures": {},
+    }
     runs = [
-        Run({"hosts": hosts}, {str(n): {**record, "unit": str(n), "right": n < 2} for n in range(number)})
+        Run(
+            {"hosts": hosts},
+            {str(n): {**record, "unit": str(n), "right": n < 2} for n in range(number)},
+        )
         for hosts, number in ((1, 4), (2, 2))
     ]
     row = next(line for line in markdown(runs).splitlines() if "| all |" in line)
@@ -92,18 +118,33 @@ def test_a_table_says_how_many_questions_each_run_has():
 
 
 def test_a_digest_covers_all_that_is_asked():
-    base = {"key": "k", "question": "q", "answer": 0, "options": ("a", "b"), "videos": (Path("x/v.mp4"),)}
-    other = [{"question": "r"}, {"answer": 1}, {"options": ("a", "c")}, {"videos": (Path("x/w.mp4"),)}]
+    base = {
+        "key": "k",
+        "question": "q",
+        "answer": 0,
+        "options": ("a", "b"),
+        "videos": (Path("x/v.mp4"),),
+    }
+    other = [
+        {"question": "r"},
+        {"answer": 1},
+        {"options": ("a", "c")},
+        {"videos": (Path("x/w.mp4"),)},
+    ]
     digests = [digest_of([Sample(**{**base, **change})]) for change in ({}, *other)]
     assert len(set(digests)) == 5
-    assert digest_of([Sample(**{**base, "videos": (Path("y/v.mp4"),)})]) == digests[0]  # moved, but the same
+    assert (
+        digest_of([Sample(**{**base, "videos": (Path("y/v.mp4"),)})]) == digests[0]
+    )  # moved, but the same
 
 
 # ---- subtitles ----
 
 
 def test_subrip_files(tmp_path):
-    (tmp_path / "s.srt").write_text(SRT.replace("\n", "\r\n") + "\r\n4\r\nno time\r\nlost", encoding="utf-8")
+    (tmp_path / "s.srt").write_text(
+        SRT.replace("\n", "\r\n") + "\r\n4\r\nno time\r\nlost", encoding="utf-8"
+    )
     assert read_srt(tmp_path / "s.srt") == [
         Subtitle(0.0, 1.0, "first line"),
         Subtitle(1.2, 1.3, "between frames"),

@@ -1,4 +1,5 @@
-"""A user's questions, asked as a user asks them: clips and a file of benchmarks/render.py, the demo model."""
+"""A user's questions, asked as a user asks them: clips and a file of benchmarks/render.py, the demo
+model."""
 
 import json
 import shutil
@@ -31,7 +32,10 @@ def clips(tmp_path_factory) -> Path:
 def said(clips) -> dict[str, str]:
     """What the engine says by itself to each question."""
     engine = Engine.from_pretrained("demo")
-    return {asked["id"]: engine.generate(asked["question"], video=clips / asked["video"]).text for asked in read(clips)}
+    return {
+        asked["id"]: engine.generate(asked["question"], video=clips / asked["video"]).text
+        for asked in read(clips)
+    }
 
 
 def read(clips: Path) -> list[dict]:
@@ -39,7 +43,9 @@ def read(clips: Path) -> list[dict]:
 
 
 def run(clips: Path, *options) -> int:
-    return questions.main([str(each) for each in ("--model", "demo", "--questions", clips / FILE, *options)])
+    return questions.main(
+        [str(each) for each in ("--model", "demo", "--questions", clips / FILE, *options)]
+    )
 
 
 def ask(clips: Path, results: Path, *options, status: int = 0) -> dict[str, dict]:
@@ -59,7 +65,9 @@ def test_answers_are_the_engines_and_scored(clips, said, tmp_path, capsys):
     records = ask(clips, tmp_path / "r.jsonl")
     assert texts(records) == said
     right = [each["id"] for each in asked if said[each["id"]] == each["answer"]]
-    assert {key for key, record in records.items() if record["right"]} == set(right) and len(right) >= 6
+    assert {key for key, record in records.items() if record["right"]} == set(right) and len(
+        right
+    ) >= 6
     found = score(run_in(tmp_path / "r.jsonl"))
     assert found.groups[ALL] == [len(right), 8] and not any(found.others.values())
     ordering = [key.endswith("ordering") for key in right]
@@ -90,7 +98,15 @@ def test_only_what_is_missing_or_has_changed_is_asked(clips, said, prompts, tmp_
 def test_real_hosts_answer_as_simulated_ones(clips, tmp_path):
     options = ["--method", "apbv", "--passing-len", 4, "--anchor-len", 4]
     simulated = ask(clips, tmp_path / "s.jsonl", *options, "--hosts", 2)
-    arguments = ["--model", "demo", "--questions", clips / FILE, "--json", tmp_path / "r.jsonl", *options]
+    arguments = [
+        "--model",
+        "demo",
+        "--questions",
+        clips / FILE,
+        "--json",
+        tmp_path / "r.jsonl",
+        *options,
+    ]
     result = run_benchmark("questions", *arguments, hosts=2)
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("| all |") == 1
@@ -110,7 +126,9 @@ def test_real_hosts_answer_as_simulated_ones(clips, tmp_path):
     ],
 )
 def test_every_way_to_answer_can_be_asked(clips, said, tmp_path, options, figure):
-    records = ask(clips, tmp_path / "r.jsonl", "--hosts", 2, "--method", "full", "--limit", 4, *options)
+    records = ask(
+        clips, tmp_path / "r.jsonl", "--hosts", 2, "--method", "full", "--limit", 4, *options
+    )
     assert len(records) == 4 and all(figure in record["figures"] for record in records.values())
     assert run_in(tmp_path / "r.jsonl").settings[options[0].removeprefix("--")] == options[1]
     if figure == "tokens_per_target_forward":  # a draft changes no answer
@@ -124,7 +142,10 @@ def test_what_cannot_be_asked_fails_alone_and_is_asked_again(clips, tmp_path, ca
     assert run(folder, "--json", results) == 1
     assert "1 files are missing" in capsys.readouterr().err and not results.exists()
     records = ask(folder, results, "--allow-missing", "--hosts", 2, status=1)
-    assert "6 of 8 questions failed" in (shown := capsys.readouterr()).err and "| (failed) | 6 |" in shown.out
+    assert (
+        "6 of 8 questions failed" in (shown := capsys.readouterr()).err
+        and "| (failed) | 6 |" in shown.out
+    )
     assert [key for key, record in records.items() if "error" in record] == list(records)[:6]
     assert "clip-0.mp4" in records["clip-0 ordering"]["error"]
     for name in ("clip-0.mp4", "clip-1.mp4"):
@@ -170,9 +191,13 @@ def test_a_question_may_be_about_several_files(clips, prompts, tmp_path):
     picture = tmp_path / "still.png"
     Image.fromarray(decode_all(clips / "clip-0.mp4")[0]).save(picture)
     files = {"video": [str(clips / "clip-0.mp4"), str(clips / "clip-1.mp4")], "image": str(picture)}
-    (tmp_path / FILE).write_text(json.dumps({**files, "question": "how many letters are shown", "answer": 7}))
+    (tmp_path / FILE).write_text(
+        json.dumps({**files, "question": "how many letters are shown", "answer": 7})
+    )
     (record,) = ask(tmp_path, tmp_path / "r.jsonl", "--hosts", 2, "--method", "apbv").values()
-    assert record["figures"]["num_video_tokens"] == 4 * (16 + 16 + 1)  # of each shot, and of the picture
+    assert record["figures"]["num_video_tokens"] == 4 * (
+        16 + 16 + 1
+    )  # of each shot, and of the picture
     assert [Path(name).name for name in prompts[0]["video"]] == ["clip-0.mp4", "clip-1.mp4"]
 
 

@@ -32,7 +32,9 @@ def decoder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def reader(decoder, tmp_path_factory):
     folder = tmp_path_factory.mktemp("reader")
-    result = run_benchmark("make_reader", "--decoder", decoder, "--out", folder, "--steps", 2, "--clips", 1)
+    result = run_benchmark(
+        "make_reader", "--decoder", decoder, "--out", folder, "--steps", 2, "--clips", 1
+    )
     assert result.returncode == 0, result.stderr
     assert "of held-out texts are read right" in result.stdout
     return folder
@@ -41,14 +43,22 @@ def reader(decoder, tmp_path_factory):
 def test_the_decoder_stays_as_it_is_and_the_tower_learns(decoder, reader):
     given = AutoModelForCausalLM.from_pretrained(decoder).state_dict()
     model = AutoModelForImageTextToText.from_pretrained(reader)
-    made = {name.removeprefix("model.language_model."): tensor for name, tensor in model.state_dict().items()}
-    assert all(torch.equal(made[name.removeprefix("model.")], tensor) for name, tensor in given.items())
+    made = {
+        name.removeprefix("model.language_model."): tensor
+        for name, tensor in model.state_dict().items()
+    }
+    assert all(
+        torch.equal(made[name.removeprefix("model.")], tensor) for name, tensor in given.items()
+    )
     before = make_reader.build_model(
         AutoModelForCausalLM.from_pretrained(decoder), Engine.from_pretrained(reader).tokenizer
     )
     for part in ("vision_tower", "multi_modal_projector"):
         learned = dict(getattr(model.model, part).named_parameters())
-        assert any(not torch.equal(learned[n], p) for n, p in getattr(before.model, part).named_parameters())
+        assert any(
+            not torch.equal(learned[n], p)
+            for n, p in getattr(before.model, part).named_parameters()
+        )
 
 
 @torch.no_grad()
@@ -57,19 +67,27 @@ def test_a_cell_is_the_visual_token_that_its_text_is_expected_at(reader, tmp_pat
     exam = captions.exam_like(Exam(captions.GRID, 12, tmp_path), engine.tokenizer)
     frames, clip, texts = exam.render(3), exam.clip(3), exam.texts(3)
     plain = captions.render_scenes(clip.scenes)
-    pixels = [engine.processor.video_processor([each], return_tensors="pt") for each in (frames, plain)]
+    pixels = [
+        engine.processor.video_processor([each], return_tensors="pt") for each in (frames, plain)
+    ]
     model = engine.model.model
     # Patch embeddings are not mixed yet, so that only the tokens of changed cells differ.
     rows = [
-        model.vision_tower.embeddings.patch_embedding(each.pixel_values_videos[0]).flatten(2).transpose(1, 2)
+        model.vision_tower.embeddings.patch_embedding(each.pixel_values_videos[0])
+        .flatten(2)
+        .transpose(1, 2)
         for each in pixels
     ]
     apart = (model.apply_pooling(rows[0]) - model.apply_pooling(rows[1])).norm(dim=-1).flatten()
     row = [clip.captions[number].row if number in clip.captions else -1 for number in range(12)]
-    in_band = np.repeat(row, captions.GRID**2) == np.tile(np.repeat(range(captions.GRID), captions.GRID), 12)
+    in_band = np.repeat(row, captions.GRID**2) == np.tile(
+        np.repeat(range(captions.GRID), captions.GRID), 12
+    )
     assert (apart.numpy() > 1e-3).tolist() == in_band.tolist()
     assert not (texts[:-1][~in_band] != "").any() and texts[-1] == ""
-    assert [text for text in texts if text] == [t for n in sorted(clip.captions) for t in clip.captions[n].cells]
+    assert [text for text in texts if text] == [
+        t for n in sorted(clip.captions) for t in clip.captions[n].cells
+    ]
     for task, _, answer in exam.questions(3):
         asked = texts[exam.needle_tokens(3, task)]
         assert set(answer.replace(",", "").split() if task == "tracking" else answer) <= set(asked)
@@ -90,7 +108,9 @@ def test_captions_by_every_way_to_choose(reader, tmp_path):
     # A run that goes on compares with the same distributions.
     again = tmp_path / "b.jsonl"
     more, _ = figures_of("accuracy", again, *options, "--labels", "apbv")
-    assert [record["label"] for record in more] == ["apbv"] and more[0]["kl"] == pytest.approx(whole["kl"])
+    assert [record["label"] for record in more] == ["apbv"] and more[0]["kl"] == pytest.approx(
+        whole["kl"]
+    )
 
 
 def test_a_tokenizer_without_the_words_is_refused():

@@ -1,4 +1,5 @@
-"""Every benchmark once as a user runs it, at toy size: records keep to their schema, and say what they should."""
+"""Every benchmark once as a user runs it, at toy size: records keep to their schema, and say what
+they should."""
 
 import json
 import statistics
@@ -53,14 +54,21 @@ def test_a_profile_shows_what_every_stage_and_host_computes(run, tmp_path):
     options = ["--tokens", 300, "--query-len", 9, "--rounds", 1, "--warmup", 0, "--hosts", 2]
     _, output = run("throughput", *options, "--methods", "full", "apbv", "--profile", tmp_path)
     tables = [
-        [line.split(" | ") for line in part.splitlines() if "`aten::mm`" in line] for part in output.split("json:")
+        [line.split(" | ") for line in part.splitlines() if "`aten::mm`" in line]
+        for part in output.split("json:")
     ]
     # Each layer multiplies seven times, and the last token's logits are one more.
-    calls = [[(stage.strip("| "), int(count)) for stage, _, count, *_ in table] for table in tables[1:]]
+    calls = [
+        [(stage.strip("| "), int(count)) for stage, _, count, *_ in table] for table in tables[1:]
+    ]
     assert calls == [[("prefill", 4 * 7 + 1)], [("prefill", 2 * (4 * 7 + 1))]]
-    traces = [json.loads((tmp_path / f"{name}-300.json").read_text())["traceEvents"] for name in ("full-1", "apbv-2")]
+    traces = [
+        json.loads((tmp_path / f"{name}-300.json").read_text())["traceEvents"]
+        for name in ("full-1", "apbv-2")
+    ]
     stages = [
-        [event["tid"] for event in trace if event["name"] == "apbv.prefill" and "dur" in event] for trace in traces
+        [event["tid"] for event in trace if event["name"] == "apbv.prefill" and "dur" in event]
+        for trace in traces
     ]
     assert [len(set(threads)) for threads in stages] == [1, 2]
 
@@ -69,7 +77,10 @@ def test_a_plan_of_a_long_video_on_eight_gpus(run):
     options = ["--frames", 64, "--resolution", "1440p", "--hosts", 4, 8, "--explain"]
     records, output = run("scaling", "plan", *options)
     split = [method for method in COSTED if method != "full"]
-    assert [(r["hosts"], r["method"]) for r in records] == [(1, "full"), *((h, m) for h in (4, 8) for m in split)]
+    assert [(r["hosts"], r["method"]) for r in records] == [
+        (1, "full"),
+        *((h, m) for h in (4, 8) for m in split),
+    ]
     ratio = {(r["method"], r["hosts"]): r["flop_ratio"] for r in records}
     # Exact methods divide the work (the zigzag evenly), the approximate ones also save some of it.
     assert ratio["full", 1] == 1 and ratio["zigzag_ring", 8] == pytest.approx(8, rel=1e-3)
@@ -81,7 +92,11 @@ def test_a_plan_of_a_long_video_on_eight_gpus(run):
 def test_simulated_hosts_beside_the_cost_model(run):
     options = ["--tokens", 256, "--hosts", 2, "--rounds", 2, "--full-rounds", 2]
     (record,), _ = run("scaling", "simulate", *options)
-    assert record["simulated"] and len(record["full_ms"]) == 2 and len(record["noisy_critical_path_ms"]) == 2
+    assert (
+        record["simulated"]
+        and len(record["full_ms"]) == 2
+        and len(record["noisy_critical_path_ms"]) == 2
+    )
     full = statistics.mean(record["full_ms"])
     assert record["speedup_vs_full"] == pytest.approx(full / record["critical_path_ms"])
     # At its mean pace no host is slower than where the slowest one sets the pace of every run.
@@ -91,14 +106,30 @@ def test_simulated_hosts_beside_the_cost_model(run):
 
 @pytest.mark.thorough
 def test_reuse_beside_none(run, tmp_path):
-    options = ["--hosts", 1, 2, "--shots", 16, "--clips", 1, "--passing-len", 2, "--folder", tmp_path / "clips"]
+    options = [
+        "--hosts",
+        1,
+        2,
+        "--shots",
+        16,
+        "--clips",
+        1,
+        "--passing-len",
+        2,
+        "--folder",
+        tmp_path / "clips",
+    ]
     records, _ = run("reuse", *options)
     assert [(r["hosts"], r["way"], r["simulated"]) for r in records] == [
         (hosts, way, hosts == 2) for hosts in (1, 2) for way in ("none", "exact", "kv")
     ]
     for record in records:
         assert record["reused"] == (0 if record["way"] == "none" else record["total"])
-        assert len(record["samples"]["ttft_ms"]) == record["total"] == sum(t for _, t in record["tasks"].values())
+        assert (
+            len(record["samples"]["ttft_ms"])
+            == record["total"]
+            == sum(t for _, t in record["tasks"].values())
+        )
         if record["way"] == "exact" or record["hosts"] == 1:
             assert record["same_answer"] == record["total"]  # nothing approximate about it
 
@@ -110,17 +141,28 @@ def test_reuse_beside_none(run, tmp_path):
 def test_methods_differ_where_they_should(run, tmp_path):
     options = ["--preset", "methods", "--clips", 2, "--shots", 64, "--split", "validation"]
     records, _ = run("accuracy", *options, "--folder", tmp_path / "clips")
-    assert {r["label"] for r in records} == {*METHODS, "apbv, default lengths", "apbv, dot", "apbv, as its authors"}
+    assert {r["label"] for r in records} == {
+        *METHODS,
+        "apbv, default lengths",
+        "apbv, dot",
+        "apbv, as its authors",
+    }
     assert all((r["hosts"] == 8) == r["simulated"] == METHODS[r["method"]].splits for r in records)
 
     def right(label: str) -> int:
-        counts = [r["right"][task] for r in records if r["label"] == label for task in ("ordering", "counting")]
+        counts = [
+            r["right"][task]
+            for r in records
+            if r["label"] == label
+            for task in ("ordering", "counting")
+        ]
         assert sum(total for _, total in counts) == 4
         return sum(number for number, _ in counts)
 
     full = right("full")
     assert full >= 3
-    # Exact methods answer as full attention does; without passing blocks these tasks cannot be solved.
+    # Exact methods answer as full attention does; without passing blocks these tasks cannot be
+    # solved.
     assert right("zigzag_ring") == right("ulysses") == full
     assert right("apbv") >= full - 1 > right("star")
 
@@ -134,10 +176,14 @@ def test_accuracy_goes_on_where_its_file_ends(tmp_path):
     records, _ = figures_of("accuracy", path, "--clips", 1, *options)
     assert sorted(record["label"] for record in records) == sorted(labels)
     for record in records:
-        assert (record["hosts"] == 2) == record["simulated"] == (record["label"] in ("star", "apbv"))
+        assert (
+            (record["hosts"] == 2) == record["simulated"] == (record["label"] in ("star", "apbv"))
+        )
         assert len(record["ttft_ms"]) == len(record["num_visual_kept"]) == 4  # questions
         is_whole = record["label"] not in ("slowfast, 0.5", *dropped)
-        assert (set(record["num_visual_kept"]) == {64}) == is_whole and record["num_visual_tokens"] == 64
+        assert (set(record["num_visual_kept"]) == {64}) == is_whole and record[
+            "num_visual_tokens"
+        ] == 64
         assert min(record["ttft_ms"]) > record["reading_ms"]
     by_label = {record["label"]: record for record in records}
     # As many are kept, however they are chosen.
@@ -150,7 +196,9 @@ def test_accuracy_goes_on_where_its_file_ends(tmp_path):
     assert result.returncode == 0, result.stderr
     assert path.read_text().startswith(before) and plot.read_bytes().startswith(b"\x89PNG")
     added = [json.loads(line) for line in path.read_text()[len(before) :].splitlines()]
-    assert sorted((record["label"], record["seed"]) for record in added) == sorted((label, 1) for label in labels)
+    assert sorted((record["label"], record["seed"]) for record in added) == sorted(
+        (label, 1) for label in labels
+    )
     assert len(result.stdout.strip().splitlines()) == 2 + len(labels)
     assert run_benchmark("accuracy", "--table", path).stdout == result.stdout
 
@@ -163,7 +211,20 @@ def test_decoding_steps_and_batches(run):
     ways = [(new, way) for new in (1, 5) for way in ("transformers", "apbv")]
     assert [(r["num_new_tokens"], r["way"]) for r in records] == ways
     assert all(r["speedup"] > 0 and r["ms"] > 0 for r in records)
-    options = ["--model", "demo", "--tokens", 40, "--batch", 3, "--answer-tokens", 3, "--rounds", 2, "--warmup", 1]
+    options = [
+        "--model",
+        "demo",
+        "--tokens",
+        40,
+        "--batch",
+        3,
+        "--answer-tokens",
+        3,
+        "--rounds",
+        2,
+        "--warmup",
+        1,
+    ]
     in_batch, _ = run("decoding", *options)
     alone, together, _ = in_batch
     ways = ["apbv, one after the other", "apbv, in a batch", "transformers, in a batch"]
@@ -175,7 +236,17 @@ def test_decoding_steps_and_batches(run):
 
 
 def of_clip(tmp_path, *options, clips: int = 1) -> list:
-    return ["--clips", clips, "--shots", 16, "--max-new-tokens", 12, "--folder", tmp_path / "clips", *options]
+    return [
+        "--clips",
+        clips,
+        "--shots",
+        16,
+        "--max-new-tokens",
+        12,
+        "--folder",
+        tmp_path / "clips",
+        *options,
+    ]
 
 
 def test_a_papers_table_of_drafts(run, tmp_path):
@@ -186,14 +257,21 @@ def test_a_papers_table_of_drafts(run, tmp_path):
     alone = records[0]
     for record in records[1:5]:
         figures = record["speculation"]
-        assert record["decode_speedup"] == pytest.approx(alone["decode_ms"][0] / record["decode_ms"][0])
-        assert record["end_to_end_speedup"] == pytest.approx(alone["total_ms"][0] / record["total_ms"][0])
+        assert record["decode_speedup"] == pytest.approx(
+            alone["decode_ms"][0] / record["decode_ms"][0]
+        )
+        assert record["end_to_end_speedup"] == pytest.approx(
+            alone["total_ms"][0] / record["total_ms"][0]
+        )
         assert figures["config"]["keep_losing_draft"] is True and figures["accepted_in_a_row"] >= 0
 
 
 def test_drafts_behind_one_prefill_of_the_target(run, tmp_path):
-    """The ways' totals are not comparable, as all but the first find the video's KV in the cache."""
-    options = of_clip(tmp_path, "--strategies", "ngram", "--tasks", "describe", "ordering", "--reuse", "kv")
+    """The ways' totals are not comparable, as all but the first find the video's KV in the
+    cache."""
+    options = of_clip(
+        tmp_path, "--strategies", "ngram", "--tasks", "describe", "ordering", "--reuse", "kv"
+    )
     records, _ = run("speculative", *options)
     assert [record["task"] for record in records] == ["describe"] * 2 + ["ordering"] * 2
     assert all(record["identical"] and record["end_to_end_speedup"] is None for record in records)
@@ -203,14 +281,22 @@ def test_drafts_in_batches(run, tmp_path):
     options = of_clip(tmp_path, "--batch", 1, 2, "--strategies", "std", "--scale", 2, clips=2)
     records, _ = run("speculative", *options, hosts=2)
     labels = ["autoregressive", "std, 0.1, γ = 5"]
-    assert [(r["answers"], r["label"]) for r in records] == [(size, each) for size in (1, 2) for each in labels]
+    assert [(r["answers"], r["label"]) for r in records] == [
+        (size, each) for size in (1, 2) for each in labels
+    ]
     for alone, drafted in zip(records[::2], records[1::2], strict=True):
-        assert alone["speedup"] == 1 and alone["drafted_per_token"] == 0 and alone["acceptance_rate"] is None
+        assert (
+            alone["speedup"] == 1
+            and alone["drafted_per_token"] == 0
+            and alone["acceptance_rate"] is None
+        )
         assert drafted["identical"] and drafted["num_input_tokens"] > 64
         # A draft that seemed not to pay in the warm-up, by the clock, is not asked again.
         assert (drafted["acceptance_rate"] is not None) == (drafted["drafted_per_token"] > 0)
         speeds = drafted["tokens_per_s"] / alone["tokens_per_s"]
-        assert drafted["new_tokens"] == alone["new_tokens"] and drafted["speedup"] == pytest.approx(speeds)
+        assert drafted["new_tokens"] == alone["new_tokens"] and drafted["speedup"] == pytest.approx(
+            speeds
+        )
 
 
 @pytest.mark.thorough
@@ -222,7 +308,8 @@ def test_views_of_a_draft(run, tmp_path):
     for record in records:
         assert record["described"] > 16
     assert full["of_needles"] == 1 and attended["of_needles"] < 1
-    # The whole clip tells the draft more about what the target says than a random quarter of its tokens does.
+    # The whole clip tells the draft more about what the target says than a random quarter of its
+    # tokens does.
     assert full["predicted"] > drawn["predicted"]
 
 
@@ -230,7 +317,18 @@ def test_views_of_a_draft(run, tmp_path):
 
 
 def test_the_server_beside_the_engine(run):
-    options = ["--requests", 3, "--concurrency", 1, 3, "--frames", 16, "--max-new-tokens", 6, "--ignore-eos"]
+    options = [
+        "--requests",
+        3,
+        "--concurrency",
+        1,
+        3,
+        "--frames",
+        16,
+        "--max-new-tokens",
+        6,
+        "--ignore-eos",
+    ]
     records, _ = run("serving", *options, "--max-running", 1, "all", "--batch", hosts=2)
     assert [(r["way"], r["concurrency"], r["max_running"]) for r in records] == [
         ("engine", 1, None),
@@ -239,14 +337,18 @@ def test_the_server_beside_the_engine(run):
     ]
     for record in records:
         num_requests = 1 if record["way"] == "engine" else 3
-        assert len(record["samples"]["ttft_ms"]) == record["num_requests"] == num_requests and record["hosts"] == 2
+        assert (
+            len(record["samples"]["ttft_ms"]) == record["num_requests"] == num_requests
+            and record["hosts"] == 2
+        )
         assert record["ttft_ms"]["p50"] <= record["latency_ms"]["p50"]
         assert record["output_throughput"] == pytest.approx(6 * record["request_throughput"])
 
 
 @pytest.mark.thorough
 def test_servers_at_a_rate_of_requests(run):
-    """Of one host or both that decode, with and without a draft; who gets the tokens in time counts as goodput."""
+    """Of one host or both that decode, with and without a draft; who gets the tokens in time counts
+    as goodput."""
     options = ["--requests", 3, "--rate", 50, "--frames", 16, "--max-new-tokens", 6, "--ignore-eos"]
     options += ["--homes", 1, "all", "--speculate", "off", "vanilla", "--limits", 1e6, 1e6]
     records, _ = run("serving", *options, hosts=2)
@@ -255,17 +357,36 @@ def test_servers_at_a_rate_of_requests(run):
         *[(50, homes, speculate) for speculate in ("off", "vanilla") for homes in (1, None)],
     ]
     for record in records:
-        assert record["goodput"] == record["request_throughput"] and record["concurrency"] in (1, None)
+        assert record["goodput"] == record["request_throughput"] and record["concurrency"] in (
+            1,
+            None,
+        )
 
 
 def test_short_requests_beside_heavy_ones(run):
     """It fails where answers differ."""
     options = ["--side", 96, "--frames", 8, "--pictures", 3, "--words", 300]
     records, _ = run("waiting", *options, hosts=2)
-    assert [r["heavy"] for r in records] == ["text", "tiff", "webp", "png", "jpg", "3 pictures", "frames", "gif"]
+    assert [r["heavy"] for r in records] == [
+        "text",
+        "tiff",
+        "webp",
+        "png",
+        "jpg",
+        "3 pictures",
+        "frames",
+        "gif",
+    ]
     for record in records:
-        assert record["worst_wait_ms"] == max(record["samples"]["wait_ms"]) and record["num_unhealthy"] == 0
-        assert len(record["samples"]["heavy_alone_ms"]) == len(record["samples"]["heavy_beside_ms"]) == 1
+        assert (
+            record["worst_wait_ms"] == max(record["samples"]["wait_ms"])
+            and record["num_unhealthy"] == 0
+        )
+        assert (
+            len(record["samples"]["heavy_alone_ms"])
+            == len(record["samples"]["heavy_beside_ms"])
+            == 1
+        )
 
 
 def test_kv_to_another_process(run):

@@ -1,4 +1,5 @@
-"""The benchmark of a video's way to the first token: form, clips, and that wrong results get no figures."""
+"""The benchmark of a video's way to the first token: form, clips, and that wrong results get no
+figures."""
 
 import json
 import statistics
@@ -25,7 +26,9 @@ def run(tmp_path):
         path = tmp_path / "figures.jsonl"
         arguments = ["--preset", "quick", "--json", path, *options]
         status = video.main([str(argument) for argument in arguments])
-        records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        records = (
+            [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        )
         for record in records:
             validator.validate(record)
         return status, records
@@ -64,7 +67,9 @@ def test_every_row_is_compared(tmp_path):
 
     def difference(values: np.ndarray, **settings) -> float:
         np.save(tmp_path / "made.npy", values)
-        return video.max_difference(job_of(**settings), tmp_path / "made.npy", tmp_path / "reference.npy")
+        return video.max_difference(
+            job_of(**settings), tmp_path / "made.npy", tmp_path / "reference.npy"
+        )
 
     np.save(tmp_path / "reference.npy", rows)
     assert difference(rows) == 0
@@ -82,8 +87,12 @@ def test_every_row_is_compared(tmp_path):
 
 
 def test_readers_that_are_not_installed_are_left_out(capsys, monkeypatch):
-    monkeypatch.setattr(video_kinds, "MODULES", {"torchcodec": "no_such_module", "decord2": "no_such_module_either"})
-    monkeypatch.setattr(video_kinds, "rows", lambda kinds, readers: [[kind, *readers] for kind in kinds])
+    monkeypatch.setattr(
+        video_kinds, "MODULES", {"torchcodec": "no_such_module", "decord2": "no_such_module_either"}
+    )
+    monkeypatch.setattr(
+        video_kinds, "rows", lambda kinds, readers: [[kind, *readers] for kind in kinds]
+    )
     kind = next(iter(video_kinds.KINDS))
     video_kinds.main(["--readers", "torchcodec", "apbv", "decord2", "--kinds", kind])
     said = capsys.readouterr()

@@ -29,6 +29,12 @@ def test_the_page_shows_its_records():
         ]
         for record in records
     ]
-    header = ["heavy request", "its TTFT, alone", "longest wait before", "longest wait", "its TTFT beside these"]
+    header = [
+        "heavy request",
+        "its TTFT, alone",
+        "longest wait before",
+        "longest wait",
+        "its TTFT beside these",
+    ]
     require_table(ROOT / "docs" / "results-serving.md", markdown_table(header, lines))
     assert not any(record["num_unhealthy"] for record in records)  # as the page says

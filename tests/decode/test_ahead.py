@@ -26,17 +26,24 @@ def prefilled(kv: str = "gathered"):
     return prefill(build("llama", torch.float32), inputs, hosts=hosts, config=config)
 
 
-def decoded(state, ahead: bool, sampling: SamplingParams, end=()) -> tuple[list[int], list[str], int]:
-    """The tokens, what happened one after the other, and how many tokens' KV is left behind the prompt's."""
+def decoded(
+    state, ahead: bool, sampling: SamplingParams, end=()
+) -> tuple[list[int], list[str], int]:
+    """The tokens, what happened one after the other, and how many tokens' KV is left behind the
+    prompt's."""
     decoder = decoder_behind(state, build("llama", torch.float32))
     happened, advance = [], decoder.advance
     decoder.runs_ahead = ahead
     decoder.advance = lambda tokens: happened.append("step") or advance(tokens)
-    tokens = generate_tokens(answer_by(decoder, state, sampling, end, lambda token: happened.append("token")))
+    tokens = generate_tokens(
+        answer_by(decoder, state, sampling, end, lambda token: happened.append("token"))
+    )
     return tokens, happened, decoder.cache.get_seq_length() - state.num_tokens
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, PENALISED], ids=["greedy", "sampled", "penalised"])
+@pytest.mark.parametrize(
+    "sampling", [GREEDY, SAMPLED, PENALISED], ids=["greedy", "sampled", "penalised"]
+)
 def test_an_answer_of_any_length_is_the_same(sampling):
     state = prefilled()
     full, happened, _ = decoded(state, False, sampling)
@@ -48,14 +55,16 @@ def test_an_answer_of_any_length_is_the_same(sampling):
         tokens, happened, left = decoded(state, True, sampling, (token,))
         assert (tokens, left) == (expected[0], expected[2])
         assert left == len(tokens) - 1
-        # Behind an end token a step was for nothing; where the answer may not be longer there is none.
+        # Behind an end token a step was for nothing; where the answer may not be longer there is
+        # none.
         wasted = 1 < len(tokens) < MOST
         assert happened.count("step") == len(tokens) - 1 + wasted, index
 
 
 @pytest.mark.parametrize(("sampling", "broken_at"), [(GREEDY, 4), (SAMPLED, 1)])
 def test_logits_that_are_not_finite_end_it(sampling, broken_at):
-    """What was chosen from them in the meantime must be a token: a GPU does not look before it reads its row."""
+    """What was chosen from them in the meantime must be a token: a GPU does not look before it
+    reads its row."""
     state, steps = prefilled(), []
     decoder = decoder_behind(state, build("llama", torch.float32))
     advance = decoder.advance

@@ -21,16 +21,27 @@ from prompts import ATTENDING, UNCOMPRESSED, as_inputs, build, text_batch, video
 
 STEPS = 10
 GREEDY = SamplingParams(max_new_tokens=STEPS)
-SAMPLED = [SamplingParams(max_new_tokens=STEPS, temperature=1.5, top_p=0.9, seed=seed) for seed in (5, 6)]
+SAMPLED = [
+    SamplingParams(max_new_tokens=STEPS, temperature=1.5, top_p=0.9, seed=seed) for seed in (5, 6)
+]
 SAMPLED += [SamplingParams(max_new_tokens=STEPS, temperature=0.7, seed=7, top_k=9, min_p=0.01)]
 PENALTIES = {"repetition_penalty": 1.5, "presence_penalty": 0.3, "frequency_penalty": -0.2}
-SAMPLED += [SamplingParams(max_new_tokens=STEPS, logit_bias=((3, 0.5), (5, -9.0)), min_tokens=2, **PENALTIES)]
+SAMPLED += [
+    SamplingParams(
+        max_new_tokens=STEPS, logit_bias=((3, 0.5), (5, -9.0)), min_tokens=2, **PENALTIES
+    )
+]
 # A token gives way once it came too often: none can be chosen before the one before it is known.
-SAMPLED += [SamplingParams(max_new_tokens=STEPS, logit_bias=((3, 91.0), (5, 90.0), (7, 89.0)), frequency_penalty=2.0)]
+SAMPLED += [
+    SamplingParams(
+        max_new_tokens=STEPS, logit_bias=((3, 91.0), (5, 90.0), (7, 89.0)), frequency_penalty=2.0
+    )
+]
 
 
 def prompt(family: str, number: int) -> tuple[dict, int | None]:
-    """One of a family's prompts, no two equally long, and where its question begins if it is a text."""
+    """One of a family's prompts, no two equally long, and where its question begins if it is a
+    text."""
     if family in TEXT_FAMILIES:
         return text_batch(40 + 17 * number), 30
     return video_batch(family, 9 + 8 * number), None
@@ -72,7 +83,9 @@ def test_members_that_come_and_go_say_what_each_says_alone(family):
         for _ in range(wait):
             batch.step()
         state = prefilled(family, number)
-        members.append(batch.join(state, asked(state, replace(GREEDY, max_new_tokens=STEPS - 2 * number))))
+        members.append(
+            batch.join(state, asked(state, replace(GREEDY, max_new_tokens=STEPS - 2 * number)))
+        )
     run(batch)
     for number, member in enumerate(members):
         expected = alone(prefilled(family, number), parts)
@@ -87,14 +100,18 @@ def test_a_walk_with_every_way_to_choose(is_ahead, monkeypatch):
     monkeypatch.setattr(kv_cache, "GROWTH_ROWS", 3)  # so that buffers are left for new ones
     chance, parts = random.Random(int(is_ahead)), parts_of()
     choices = [GREEDY, *SAMPLED]
-    samplings = [replace(chance.choice(choices), max_new_tokens=chance.randint(1, STEPS)) for _ in range(6)]
+    samplings = [
+        replace(chance.choice(choices), max_new_tokens=chance.randint(1, STEPS)) for _ in range(6)
+    ]
     stops = [chance.choice([STEPS, chance.randint(1, STEPS)]) for _ in samplings]
     batch, members, left = Batch(parts), [], {}
     batch._runs_ahead = is_ahead
     while len(batch) or len(members) < len(samplings):
         if len(members) < len(samplings) and chance.random() < 0.5:
             state, most = prefilled("llama", len(members)), stops[len(members)]
-            request = asked(state, samplings[len(members)], stop=lambda tokens, most=most: len(tokens) == most)
+            request = asked(
+                state, samplings[len(members)], stop=lambda tokens, most=most: len(tokens) == most
+            )
             members.append(batch.join(state, request))
         going = [number for number, member in enumerate(members) if not member.has_ended]
         if going and chance.random() < 0.1:
@@ -173,14 +190,17 @@ def test_a_member_fails_alone(fails):
 
 @pytest.mark.parametrize("failing", ["forward", "choose_each"])
 def test_a_step_that_fails_may_be_taken_again(monkeypatch, failing):
-    """In the model, or in sampling; also where an answer has ended in it, for which there was no memory."""
+    """In the model, or in sampling; also where an answer has ended in it, for which there was no
+    memory."""
     parts = parts_of()
     states, batch = [prefilled("llama", number) for number in range(3)], Batch(parts)
     *members, last = [batch.join(state, asked(state)) for state in states]
     for _ in range(3):
         batch.step()
     with monkeypatch.context() as patch:
-        patch.setattr(last.kv, "make_room", lambda count: torch.empty(-1))  # a RuntimeError, as of an allocator
+        patch.setattr(
+            last.kv, "make_room", lambda count: torch.empty(-1)
+        )  # a RuntimeError, as of an allocator
         owner = "apbv.decode.batch" if failing == "choose_each" else "apbv.decode.batch_steps"
         patch.setattr(f"{owner}.{failing}", lambda *args, **kwargs: 1 / 0)
         with pytest.raises(ZeroDivisionError):
@@ -211,7 +231,9 @@ def test_what_is_not_decoded_together(monkeypatch):
     with pytest.raises(ValueError, match="gathered on this host"):
         Batch(parts).join(state, asked(state))
     monkeypatch.setitem(parts.language_model.config.rope_parameters, "rope_type", "dynamic")
-    with pytest.raises(ValueError, match=r"rotary frequencies depend on the length of a sequence \(dynamic\)"):
+    with pytest.raises(
+        ValueError, match=r"rotary frequencies depend on the length of a sequence \(dynamic\)"
+    ):
         Batch(parts)
     monkeypatch.setitem(vars(parts), "tensor_parallel", (0, 2))
     with pytest.raises(ValueError, match="cannot batch answers: a host"):

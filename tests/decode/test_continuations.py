@@ -7,17 +7,29 @@ from apbv import HostGroup, PrefillConfig, SamplingParams, prefill
 
 from answers import plain_tokens
 from families import HYBRID_FAMILIES, TEXT_FAMILIES
-from prompts import ALL_FAMILIES, UNCOMPRESSED, as_inputs, build, reset_rope, text_batch, video_batch
+from prompts import (
+    ALL_FAMILIES,
+    UNCOMPRESSED,
+    as_inputs,
+    build,
+    reset_rope,
+    text_batch,
+    video_batch,
+)
 
 
-def continuation_job(hosts: HostGroup, family: str, batch: dict, query_start: int | None, method: str, kv: str):
+def continuation_job(
+    hosts: HostGroup, family: str, batch: dict, query_start: int | None, method: str, kv: str
+):
     """Greedy tokens, and those of model.generate after the hand-off."""
     model = build(family, torch.float32)
     config = PrefillConfig(method=method, kv=kv, passing_len=UNCOMPRESSED, on_single_host=True)
     inputs = as_inputs(family, batch, query_start, hosts)
     state = prefill(model, inputs, hosts=hosts, config=config)
     assert state.method == method
-    handed_over = state.generate_inputs() if family not in HYBRID_FAMILIES else behind_the_first(state)
+    handed_over = (
+        state.generate_inputs() if family not in HYBRID_FAMILIES else behind_the_first(state)
+    )
     continued = [plain_tokens(state, model, SamplingParams(max_new_tokens=STEPS))]
     reset_rope(model)
     if handed_over:
@@ -27,13 +39,16 @@ def continuation_job(hosts: HostGroup, family: str, batch: dict, query_start: in
 
 
 def behind_the_first(state) -> dict:
-    """What ``generate`` takes to continue from a hybrid's KV: the prompt, and a token chosen from the logits."""
+    """What ``generate`` takes to continue from a hybrid's KV: the prompt, and a token chosen from
+    the logits."""
     cache = state.to_dynamic_cache()
     if cache is None:
         return {}
     ids = torch.cat([state.inputs.input_ids, state.logits.argmax(dim=-1, keepdim=True)], dim=1)
     positions = state.inputs.position_ids
-    positions = torch.cat([positions, torch.full_like(positions[..., :1], state.next_position)], dim=-1)
+    positions = torch.cat(
+        [positions, torch.full_like(positions[..., :1], state.next_position)], dim=-1
+    )
     if positions.dim() == 3:
         positions = torch.cat([torch.arange(ids.shape[1])[None, None], positions])
     return {
@@ -46,13 +61,16 @@ def behind_the_first(state) -> dict:
 
 STEPS = 9
 KV = ("gathered", "sharded")
-CASES = [(family, 1 + place % 3, "apbv", KV[place % 2]) for place, family in enumerate(ALL_FAMILIES)]
+CASES = [
+    (family, 1 + place % 3, "apbv", KV[place % 2]) for place, family in enumerate(ALL_FAMILIES)
+]
 CASES += [("qwen2_5_vl", 3, "zigzag_ring", KV[1]), ("llama", 2, "ulysses", KV[0])]
 
 
 @pytest.mark.parametrize(("family", "num_hosts", "method", "kv"), CASES)
 def test_continuations_equal_hugging_face_generate(pool, family, num_hosts, method, kv):
-    # 40 frames of 2 x 2 tokens: more time steps than rows, where rotary positions of text and video overlap.
+    # 40 frames of 2 x 2 tokens: more time steps than rows, where rotary positions of text and video
+    # overlap.
     query_start = 108 if family in TEXT_FAMILIES else None
     batch = text_batch(120) if query_start else video_batch(family, frames=40)
     model = build(family, torch.float32)

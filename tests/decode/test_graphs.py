@@ -22,7 +22,9 @@ TREES = Tree.of(6, 3), Tree((-1, 0, 0, 1, 1, 2, 2))  # of as many nodes, so that
 
 
 def decoder_of(family: str, gpu: Machine | None = None) -> Decoder:
-    batch, query_start = (text_batch(40), 30) if family in TEXT_FAMILIES else (video_batch(family, 4), None)
+    batch, query_start = (
+        (text_batch(40), 30) if family in TEXT_FAMILIES else (video_batch(family, 4), None)
+    )
     hosts, model = HostGroup.single("cpu"), families.build_model(family, layers=2)
     if gpu is not None:
         hosts, model = on_gpus(hosts), to_gpu(model, gpu)
@@ -35,8 +37,11 @@ def decoder_of(family: str, gpu: Machine | None = None) -> Decoder:
 NUM_STEPS = 14
 
 
-def walk(decoder: Decoder, seed: int, num_steps: int, rolls_back: bool = True) -> list[torch.Tensor]:
-    """Step, roll back, and grow trees at random; return all logits, and the KV of the new tokens."""
+def walk(
+    decoder: Decoder, seed: int, num_steps: int, rolls_back: bool = True
+) -> list[torch.Tensor]:
+    """Step, roll back, and grow trees at random; return all logits, and the KV of the new
+    tokens."""
     chance, said, length, device = random.Random(seed), [], 0, decoder.cache.layers[-1].keys.device
     for _ in range(num_steps):
         count = chance.choice([1, 1, 1, 3, 4])
@@ -75,7 +80,9 @@ def test_a_walk_says_the_same(family, monkeypatch):
 
 
 def test_what_keeps_steps_from_being_recorded(monkeypatch):
-    parts, other = (inspect_model(build("llama", torch.float32), backend) for backend in ("triton", "torch"))
+    parts, other = (
+        inspect_model(build("llama", torch.float32), backend) for backend in ("triton", "torch")
+    )
     assert not graphs.may_record(parts, None)  # on a CPU, and without a word
     assert graphs.why_not_captured(parts, None) is None
     assert "sharded" in graphs.why_not_captured(parts, HostGroup.single())

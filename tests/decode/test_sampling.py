@@ -1,4 +1,5 @@
-"""From logits to a token: the distribution that is drawn from, and numbers that depend on their keys only."""
+"""From logits to a token: the distribution that is drawn from, and numbers that depend on their
+keys only."""
 
 import itertools
 import math
@@ -27,7 +28,10 @@ def sample(logits, config, position):
 
 
 def random_logits(seed, size, spread=2.0):
-    return torch.randn(size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * spread
+    return (
+        torch.randn(size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        * spread
+    )
 
 
 REFUSED = {
@@ -48,9 +52,13 @@ REFUSED = {
 def test_what_is_out_of_range_is_refused():
     for name, (values, message) in REFUSED.items():
         for value in values:
-            with pytest.raises(ValueError, match=f"^{name} {re.escape(message)}.*, not {re.escape(repr(value))}$"):
+            with pytest.raises(
+                ValueError, match=f"^{name} {re.escape(message)}.*, not {re.escape(repr(value))}$"
+            ):
                 SamplingParams(**{name: value})
-    with pytest.raises(ValueError, match=r"^min_tokens must lie in 0 .. max_new_tokens \(5\), not 6$"):
+    with pytest.raises(
+        ValueError, match=r"^min_tokens must lie in 0 .. max_new_tokens \(5\), not 6$"
+    ):
         SamplingParams(max_new_tokens=5, min_tokens=6)
     config = SamplingParams(max_new_tokens=2**20, temperature=1e-3, top_p=1e-9, seed=2**64 - 1)
     assert sample(torch.tensor([0.0, 3.0, 1.0]), config, position=2**40) == 1
@@ -64,9 +72,14 @@ def test_numbers_are_a_function_of_their_keys_and_stay_what_they_were():
     calls = list(itertools.product((0, 1, 2**64 - 1), (0, 1, 2, 2**33), (0, 1)))
     first = {call: uniform(*call) for call in calls}
     assert first == {call: uniform(*call) for call in reversed(calls)}
-    assert len(set(first.values())) == len(calls) and all(0.0 <= number < 1.0 for number in first.values())
+    assert len(set(first.values())) == len(calls) and all(
+        0.0 <= number < 1.0 for number in first.values()
+    )
     assert (uniform(0, 0, 0), uniform(7, 272, 0)) == (0.011546754286331562, 0.7292900204044579)
-    assert (uniform(7, 272, 1), uniform(2**64 - 1, 2**33, 2)) == (0.18702180569014648, 0.1725574004888618)
+    assert (uniform(7, 272, 1), uniform(2**64 - 1, 2**33, 2)) == (
+        0.18702180569014648,
+        0.1725574004888618,
+    )
 
 
 # ---- the distribution ----
@@ -81,14 +94,18 @@ def by_sorting_all(p: torch.Tensor, top_p: float) -> torch.Tensor:
     return kept / kept.sum(dim=-1, keepdim=True)
 
 
-@pytest.mark.parametrize(("dtype", "top_p"), [(torch.float16, 1.0), (torch.bfloat16, 0.9), (torch.float32, 1e-6)])
+@pytest.mark.parametrize(
+    ("dtype", "top_p"), [(torch.float16, 1.0), (torch.bfloat16, 0.9), (torch.float32, 1e-6)]
+)
 def test_probabilities_are_the_softmax_and_top_p_the_fewest_tokens_that_suffice(dtype, top_p):
     logits = random_logits(1, (3, 64), spread=8.0).to(dtype)
     weights = np.exp(logits.double().numpy() / 0.7)
     expected = torch.from_numpy(weights / weights.sum(axis=-1, keepdims=True))
     p = probabilities(logits, 0.7, top_p)
     assert p.dtype == torch.float64
-    torch.testing.assert_close(p, by_sorting_all(expected, top_p if top_p < 1 else 2), rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        p, by_sorting_all(expected, top_p if top_p < 1 else 2), rtol=1e-12, atol=0
+    )
 
 
 def test_top_p_ends_with_the_token_that_reaches_it_exactly():
@@ -100,8 +117,14 @@ def test_top_p_ends_with_the_token_that_reaches_it_exactly():
 def test_top_p_of_a_long_vocabulary_is_that_of_sorting_it(spread, top_p):
     logits = random_logits(7, (2, 20000), spread).bfloat16().double()  # of many equals
     whole = torch.softmax(logits, dim=-1)
-    torch.testing.assert_close(probabilities(logits, 1.0, top_p), by_sorting_all(whole, top_p), rtol=1e-12, atol=0)
-    for lead in (8191, 8192, 8193):  # so many are equal; it takes them all, or one of them is not to be left out
+    torch.testing.assert_close(
+        probabilities(logits, 1.0, top_p), by_sorting_all(whole, top_p), rtol=1e-12, atol=0
+    )
+    for lead in (
+        8191,
+        8192,
+        8193,
+    ):  # so many are equal; it takes them all, or one of them is not to be left out
         logits = torch.zeros(20000)
         logits[5000 : 5000 + lead] = 9.0
         whole = torch.softmax(logits.double(), dim=-1)
@@ -110,7 +133,9 @@ def test_top_p_of_a_long_vocabulary_is_that_of_sorting_it(spread, top_p):
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize(("top_k", "min_p", "top_p"), [(5, 0.0, 1.0), (0, 0.2, 1.0), (7, 0.05, 0.8), (10**4, 0.0, 0.5)])
+@pytest.mark.parametrize(
+    ("top_k", "min_p", "top_p"), [(5, 0.0, 1.0), (0, 0.2, 1.0), (7, 0.05, 0.8), (10**4, 0.0, 0.5)]
+)
 def test_what_is_cut_is_what_transformers_cuts(top_k, min_p, top_p):
     """In vLLM's order: min-p, top-k, top-p, of the distribution at the temperature."""
     logits = random_logits(2, (4, 300), spread=3.0)
@@ -120,12 +145,20 @@ def test_what_is_cut_is_what_transformers_cuts(top_k, min_p, top_p):
     if top_k:
         expected = TopKLogitsWarper(top_k)(None, expected)
     expected = by_sorting_all(torch.softmax(expected, dim=-1), top_p if top_p < 1 else 2)
-    torch.testing.assert_close(probabilities(logits, 0.7, top_p, top_k, min_p), expected, rtol=1e-12, atol=0)
-    assert probabilities(torch.zeros(9), 1.0, 1.0, top_k=3).count_nonzero() == 9, "of equals all stay"
+    torch.testing.assert_close(
+        probabilities(logits, 0.7, top_p, top_k, min_p), expected, rtol=1e-12, atol=0
+    )
+    assert probabilities(torch.zeros(9), 1.0, 1.0, top_k=3).count_nonzero() == 9, (
+        "of equals all stay"
+    )
 
 
 def test_penalties_and_biases_are_those_of_transformers_and_of_openai():
-    logits, prompt, tokens = random_logits(3, 50, spread=4.0), torch.tensor([4, 7, 7, 9]), [7, 3, 3, 11]
+    logits, prompt, tokens = (
+        random_logits(3, 50, spread=4.0),
+        torch.tensor([4, 7, 7, 9]),
+        [7, 3, 3, 11],
+    )
     settings = SamplingParams(repetition_penalty=1.7, presence_penalty=0.5, frequency_penalty=-0.25)
     seen = torch.cat([prompt, torch.tensor(tokens)])[None]
     expected = RepetitionPenaltyLogitsProcessor(1.7)(seen, logits[None].clone())[0]
@@ -139,12 +172,20 @@ def test_penalties_and_biases_are_those_of_transformers_and_of_openai():
 
 
 def test_each_drafted_place_is_penalised_for_the_tokens_before_it():
-    """In a chain, in a tree, after a token that is still on its way; a draft's vocabulary may be shorter."""
+    """In a chain, in a tree, after a token that is still on its way; a draft's vocabulary may be
+    shorter."""
     settings = SamplingParams(repetition_penalty=1.7, presence_penalty=0.5, frequency_penalty=0.25)
     prompt, tokens, drafted = torch.tensor([4, 7, 9, 60]), [7, 3, 49], [3, 5, 5]
-    penalties, logits = Penalties(settings, prompt, 50, prompt.device), random_logits(3, (4, 50), spread=4.0)
+    penalties, logits = (
+        Penalties(settings, prompt, 50, prompt.device),
+        random_logits(3, (4, 50), spread=4.0),
+    )
     is_ancestor = torch.tensor([[0, 0, 0], [1, 0, 0], [0, 1, 0], [1, 0, 1]]).bool()
-    cases = [(4, None, [[], [0], [0, 1], [0, 1, 2]]), (1, None, [[0, 1, 2]]), (4, is_ancestor, [[], [0], [1], [0, 2]])]
+    cases = [
+        (4, None, [[], [0], [0, 1], [0, 1, 2]]),
+        (1, None, [[0, 1, 2]]),
+        (4, is_ancestor, [[], [0], [1], [0, 2]]),
+    ]
     for vocab_size, (num_rows, precede, before) in itertools.product((50, 40), cases):
         rows = logits[:num_rows, :vocab_size]
         found = penalties.penalised(rows, tokens, torch.tensor(drafted), precede)
@@ -155,11 +196,17 @@ def test_each_drafted_place_is_penalised_for_the_tokens_before_it():
 
 def test_a_whole_answer_with_a_penalty_is_that_of_transformers():
     """Prompt included; and with a draft."""
-    hosts, question, video = HostGroup.single("cpu"), "describe the clip shot by shot", demo.video_path()
+    hosts, question, video = (
+        HostGroup.single("cpu"),
+        "describe the clip shot by shot",
+        demo.video_path(),
+    )
     engine = Engine.from_pretrained("demo", hosts=hosts, dtype="float32")
     state = engine.prefill(question, video=video)
     settings = {"do_sample": False, "max_new_tokens": 16, "repetition_penalty": 6.0}
-    expected = engine.model.generate(**state.generate_inputs(), **settings)[0, state.num_tokens :].tolist()
+    expected = engine.model.generate(**state.generate_inputs(), **settings)[
+        0, state.num_tokens :
+    ].tolist()
     penalty = SamplingParams(max_new_tokens=16, repetition_penalty=6.0)
     assert engine.generate(question, video=video, sampling=penalty).token_ids == expected
     assert engine.generate(question, video=video, max_new_tokens=16).token_ids != expected
@@ -178,20 +225,38 @@ def test_a_whole_answer_with_a_penalty_is_that_of_transformers():
 
 def test_every_row_is_chosen_by_its_own_settings():
     """In whatever order those come; and draws depend on seed and position, not on history."""
-    configs = [SamplingParams(temperature=t, top_p=p, seed=seed) for t, p, seed in
-               ((1.0, 0.9, 1), (0.0, 1.0, 0), (2.0, 1.0, 1), (1.0, 0.9, 2), (0.0, 0.5, 3))]  # fmt: skip
+    configs = [
+        SamplingParams(temperature=t, top_p=p, seed=seed)
+        for t, p, seed in (
+            (1.0, 0.9, 1),
+            (0.0, 1.0, 0),
+            (2.0, 1.0, 1),
+            (1.0, 0.9, 2),
+            (0.0, 0.5, 3),
+        )
+    ]
     logits, positions = random_logits(4, (5, 1000), 0.5), [3, 3, 9, 3, 4]
     for order in itertools.permutations(range(5)):
         rows = list(order)
-        chosen = choose_each(logits[rows], [configs[row] for row in rows], [positions[row] for row in rows])[0].read()
+        chosen = choose_each(
+            logits[rows], [configs[row] for row in rows], [positions[row] for row in rows]
+        )[0].read()
         assert chosen == [sample(logits[row], configs[row], positions[row]) for row in rows]
 
 
 def test_token_without_probability_is_never_drawn(monkeypatch):
     asked, never = [], -math.inf
     logits = torch.tensor([never, never, 0.0, never, 0.0, 0.0, never, 0.0, never])
-    for number, expected in ((0.0, 2), (0.25, 4), (0.5, 5), (0.75, 7), (math.nextafter(1.0, 0.0), 7)):
-        monkeypatch.setattr(sampling, "uniform", lambda *key, number=number: asked.append(key) or number)
+    for number, expected in (
+        (0.0, 2),
+        (0.25, 4),
+        (0.5, 5),
+        (0.75, 7),
+        (math.nextafter(1.0, 0.0), 7),
+    ):
+        monkeypatch.setattr(
+            sampling, "uniform", lambda *key, number=number: asked.append(key) or number
+        )
         assert sample(logits, SamplingParams(temperature=1.0, seed=9), position=4) == expected
     assert asked == [(9, 4, PURPOSE_NEXT_TOKEN)] * 5
 
@@ -200,6 +265,8 @@ def test_what_is_ruled_out_is_not_broken():
     """Vocabularies are padded, and tokens forbidden, with minus infinity."""
     logits = torch.tensor([-torch.inf, 1.0, 2.0, -torch.inf])
     assert sample(logits, SamplingParams(), 0) == 2 and probabilities(logits, 1.0, 1.0).sum() == 1
-    for value, temperature, top_p in itertools.product((torch.nan, torch.inf, -torch.inf), (0.0, 1.0), (1.0, 0.5)):
+    for value, temperature, top_p in itertools.product(
+        (torch.nan, torch.inf, -torch.inf), (0.0, 1.0), (1.0, 0.5)
+    ):
         with pytest.raises(NotFiniteError):
             sample(torch.full((4,), value), SamplingParams(temperature=temperature, top_p=top_p), 0)

@@ -6,10 +6,14 @@ from hypothesis import strategies as st
 from apbv.decode.text import AnswerText
 
 
-def certain_text(pieces: list[bytes], stop: list[str], least: int, stop_token: int | None) -> tuple[str, bool]:
-    """The definition: letter by letter, until a stop string is complete; and whether anything has ended the text.
+def certain_text(
+    pieces: list[bytes], stop: list[str], least: int, stop_token: int | None
+) -> tuple[str, bool]:
+    """The definition: letter by letter, until a stop string is complete; and whether anything has
+    ended the text.
 
-    A token's letters count from the token on with which they are whole characters, the last ones from the end.
+    A token's letters count from the token on with which they are whole characters, the last ones
+    from the end.
     """
     text = ""
     for count in range(1, len(pieces) + 2):
@@ -38,8 +42,11 @@ LETTERS = "aab🙂é"
     least=st.sampled_from([0, 0, 1, 3]),
     stop_token=st.none() | st.integers(0, 9),
 )
-def test_text_ends_where_something_ends_it_and_never_inside_a_character(text, stop, widths, missing, least, stop_token):
-    """Tokens are any pieces of UTF-8, as byte-level tokenizers have them; the last may be cut off."""
+def test_text_ends_where_something_ends_it_and_never_inside_a_character(
+    text, stop, widths, missing, least, stop_token
+):
+    """Tokens are any pieces of UTF-8, as byte-level tokenizers have them; the last may be cut
+    off."""
     data, pieces = text.encode()[: len(text.encode()) - missing], []
     while data:
         width = widths[len(pieces) % len(widths)]

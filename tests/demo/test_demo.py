@@ -1,4 +1,5 @@
-"""The packaged model answers about held-out clips, from H.264 file to text, prefilled by two hosts with APB-V."""
+"""The packaged model answers about held-out clips, from H.264 file to text, prefilled by two hosts
+with APB-V."""
 
 import re
 
@@ -34,7 +35,9 @@ def clip_job(hosts: HostGroup, asked: list[str]) -> list[str]:
 def test_the_packaged_clip_is_answered_right_with_real_compression(pool):
     """Blocks of about 50 tokens that pass on 16 each, per layer and KV head."""
     clip = clips.make_clip(*clips.DEMO_CLIP)
-    answers = {question: answer for task, question, answer in clips.questions(clip) if task == "retrieval"}
+    answers = {
+        question: answer for task, question, answer in clips.questions(clip) if task == "retrieval"
+    }
     asked = [demo.DEMO_QUESTION, *list(answers)[-2:]]
     assert pool.run(2, clip_job, asked)[0] == [answers[question] for question in asked]
 
@@ -47,7 +50,10 @@ def processor():
 def score_job(hosts: HostGroup, exam: Exam, num_clips: int) -> list[dict]:
     processor = AutoProcessor.from_pretrained(demo.model_path())
     candidate = Candidate(load(demo.model_path()), processor, hosts)
-    return [sit(candidate, exam, seed, {"apbv": Way(PrefillConfig())})[0]["right"] for seed in range(num_clips)]
+    return [
+        sit(candidate, exam, seed, {"apbv": Way(PrefillConfig())})[0]["right"]
+        for seed in range(num_clips)
+    ]
 
 
 @pytest.mark.thorough
@@ -56,14 +62,20 @@ def test_held_out_clips_are_answered_right(pool, tmp_path):
     found, others = pool.run(2, score_job, exam, 6)
     assert found == others
     for task in clips.TASKS:
-        right, total = (sum(numbers) for numbers in zip(*(counts[task] for counts in found), strict=True))
+        right, total = (
+            sum(numbers) for numbers in zip(*(counts[task] for counts in found), strict=True)
+        )
         assert right >= 0.85 * total, (task, right, total)
 
 
 def inputs_of(processor, question: str, answer: str, frames, metadata):
     content = [{"type": "video"}, {"type": "text", "text": question}]
-    text = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
-    return processor(text=[text + answer], videos=[frames], video_metadata=[metadata], return_tensors="pt")
+    text = processor.apply_chat_template(
+        [{"role": "user", "content": content}], add_generation_prompt=True
+    )
+    return processor(
+        text=[text + answer], videos=[frames], video_metadata=[metadata], return_tensors="pt"
+    )
 
 
 def test_the_packaged_clip_is_answered_right_with_plain_transformers(target, processor):
@@ -85,13 +97,21 @@ def test_the_checkpoints_are_genuine_and_small_and_list_no_foreign_path(target):
     for file in demo.model_path().glob("*.json"):
         assert not re.search(r'"(/|[A-Z]:\\\\)\w+/', file.read_text()), file
     # The draft reads and writes as the target does.
-    for name in ("tokenizer.json", "processor_config.json", "chat_template.jinja", "generation_config.json"):
+    for name in (
+        "tokenizer.json",
+        "processor_config.json",
+        "chat_template.jinja",
+        "generation_config.json",
+    ):
         assert (demo.draft_path() / name).read_bytes() == (demo.model_path() / name).read_bytes()
 
 
 def test_a_scaled_model_computes_the_same_with_more_layers(target, processor):
     scaled = scale_model(target, 3)
-    assert scaled.config.text_config.num_hidden_layers == 3 * target.config.text_config.num_hidden_layers
+    assert (
+        scaled.config.text_config.num_hidden_layers
+        == 3 * target.config.text_config.num_hidden_layers
+    )
     ids = processor.tokenizer("name the letters in order", return_tensors="pt").input_ids
     with torch.no_grad():
         assert torch.equal(scaled(ids).logits, target(ids).logits)

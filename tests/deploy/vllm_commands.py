@@ -1,7 +1,8 @@
-"""Let vLLM and vllm-router parse command lines; in the environment that tests/integrations/test_vllm.py names.
+"""Let vLLM and vllm-router parse command lines; in the environment that
+tests/integrations/test_vllm.py names.
 
-Reads ``{"vllm": [[…], …], "router": [[…], …]}`` from stdin, and ends with a status other than 0 where one is
-refused.
+Reads ``{"vllm": [[…], …], "router": [[…], …]}`` from stdin, and ends with a status other than 0
+where one is refused.
 """
 
 import json

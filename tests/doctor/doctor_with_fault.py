@@ -1,4 +1,5 @@
-"""The doctor on a machine with something wrong: ``doctor_with_fault.py FAULT[,FAULT...] OPTION...``."""
+"""The doctor on a machine with something wrong:
+``doctor_with_fault.py FAULT[,FAULT...] OPTION...``."""
 
 import os
 import sys
@@ -36,7 +37,9 @@ def blind() -> None:
 
 def unnoticed() -> None:
     """What was never sent arrives all the same, as far as the hosts can tell."""
-    HostGroup.all_gather = lambda self, tensor: Exchange(lambda: tensor.expand(self.size, *tensor.shape))
+    HostGroup.all_gather = lambda self, tensor: Exchange(
+        lambda: tensor.expand(self.size, *tensor.shape)
+    )
 
 
 def hosts_mixed_up() -> None:

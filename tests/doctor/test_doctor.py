@@ -42,10 +42,25 @@ def require_healthy(report: dict, page: str) -> None:
 def test_two_healthy_hosts(tmp_path):
     """With torchrun itself."""
     path = tmp_path / "report.jsonl"
-    command = ["torchrun", "--nproc-per-node", "2", "-m", "apbv.doctor", "--only", "machine", "hosts"]
+    command = [
+        "torchrun",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "apbv.doctor",
+        "--only",
+        "machine",
+        "hosts",
+    ]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
-    run = {"cwd": ROOT, "env": environment, "capture_output": True, "text": True, "timeout": SCRIPT_TIMEOUT}
+    run = {
+        "cwd": ROOT,
+        "env": environment,
+        "capture_output": True,
+        "text": True,
+        "timeout": SCRIPT_TIMEOUT,
+    }
     result = subprocess.run([*command, "--json", str(path)], **run)
     assert result.returncode == 0, result.stdout + result.stderr
     report = report_in(path)
@@ -55,14 +70,19 @@ def test_two_healthy_hosts(tmp_path):
 
 def test_one_host_says_what_it_leaves_out(tmp_path):
     path = tmp_path / "report.jsonl"
-    (result,) = run_hosts(ROOT / "apbv" / "doctor" / "__main__.py", "--only", "machine", "hosts", "--json", path)
+    (result,) = run_hosts(
+        ROOT / "apbv" / "doctor" / "__main__.py", "--only", "machine", "hosts", "--json", path
+    )
     assert result.returncode == 0, result.stderr
-    assert {check["status"] for check in report_in(path)["checks"] if check["part"] == "hosts"} == {"skipped"}
+    assert {check["status"] for check in report_in(path)["checks"] if check["part"] == "hosts"} == {
+        "skipped"
+    }
     assert "torchrun --nproc-per-node N -m apbv.doctor" in " ".join(result.stdout.split())
 
 
 def examine(tmp_path, faults: str, *options) -> tuple[list[int], str, dict | None, str]:
-    """The exit statuses of two hosts with faults, what host 0 printed, its report, and all errors."""
+    """The exit statuses of two hosts with faults, what host 0 printed, its report, and all
+    errors."""
     path, script = tmp_path / "report.jsonl", Path(__file__).with_name("doctor_with_fault.py")
     results = run_hosts(script, faults, "--json", path, *options, hosts=2)
     assert results[1].stdout == ""
@@ -82,7 +102,12 @@ def test_two_healthy_hosts_without_operators(tmp_path):
 FAILED = ["failed", "failed"]
 WRONG = {
     "raising_host,other_version --only machine hosts": (
-        {"versions": ["ok", "failed"], "broadcast": ["ok", "ok"], "ring": FAILED, "several at once": FAILED},
+        {
+            "versions": ["ok", "failed"],
+            "broadcast": ["ok", "ok"],
+            "ring": FAILED,
+            "several at once": FAILED,
+        },
         "torch 1.0.0",
         "failed ring host 0: HostError: host 1 failed in ring: RuntimeError: the link is down",
     ),
@@ -91,7 +116,12 @@ WRONG = {
         "failed a failing host host 0: the others got a tensor that was never sent after",
     ),
     "blind,hosts_mixed_up --only kernels demo hosts": (
-        {"segmented_attention": FAILED, "apbv": FAILED, "all-gather": FAILED, "several at once": FAILED},
+        {
+            "segmented_attention": FAILED,
+            "apbv": FAILED,
+            "all-gather": FAILED,
+            "several at once": FAILED,
+        },
         "failed segmented_attention torch in float32 is off by",
         "'X J P H E L'",
         "1 numbers in torch.float32 (no. 0) arrived wrong",
@@ -99,7 +129,9 @@ WRONG = {
 }
 
 
-FAULTS = [pytest.param(fault, marks=[pytest.mark.thorough] * ("kernels" in fault)) for fault in WRONG]
+FAULTS = [
+    pytest.param(fault, marks=[pytest.mark.thorough] * ("kernels" in fault)) for fault in WRONG
+]
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -107,7 +139,9 @@ def test_what_is_wrong_is_found_and_the_rest_is_examined_all_the_same(tmp_path, 
     wrong, *said = WRONG[fault]
     ended, page, report, errors = examine(tmp_path, *fault.split())
     assert ended == [1, 1] and not report["healthy"]
-    found = {check["name"]: [each["status"] for each in check["on_hosts"]] for check in report["checks"]}
+    found = {
+        check["name"]: [each["status"] for each in check["on_hosts"]] for check in report["checks"]
+    }
     assert wrong.items() <= found.items()
     page = " ".join((page + errors).split())
     assert all(line in page for line in said), page

@@ -21,8 +21,14 @@ def test_one_gpu(monkeypatch):
     monkeypatch.setattr(kernels, "product", lambda backends, dtypes: product(backends, dtypes[:1]))
     with rehearsal():
         gpu = HostGroup.single("cuda:0")
-        answers = [check for check in hosts.answer_checks(gpu) if check.name in ("apbv", "fused kernels")]
-        parts = {"backends": kernels.backend_checks(gpu), "kernels": kernels.operator_checks(gpu), "demo": answers}
+        answers = [
+            check for check in hosts.answer_checks(gpu) if check.name in ("apbv", "fused kernels")
+        ]
+        parts = {
+            "backends": kernels.backend_checks(gpu),
+            "kernels": kernels.operator_checks(gpu),
+            "demo": answers,
+        }
         results = Examination(gpu, GROUP_TIMEOUT).run(parts)
     found = {result.name: (result.status, result.on_hosts[0].detail) for result in results}
     assert not {name: verdict for name, verdict in found.items() if verdict[0] == "failed"}

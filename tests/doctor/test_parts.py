@@ -36,7 +36,10 @@ def test_no_check_ends_the_others():
 
 def test_behind_a_check_that_hangs_nothing_runs():
     ended = threading.Event()
-    checks = [Check("first", lambda hosts: ended.wait()), Check("second", lambda hosts: ("fine", {}))]
+    checks = [
+        Check("first", lambda hosts: ended.wait()),
+        Check("second", lambda hosts: ("fine", {})),
+    ]
     examination = Examination(ALONE, limit=0.2)
     try:
         first, second = examination.run({"machine": checks})
@@ -58,7 +61,9 @@ def test_one_wrong_number_is_noticed(operator, dtype, monkeypatch):
         first, *others = torch.utils._pytree.tree_leaves(result := right(*operands, **settings))
         flat = first.contiguous().clone().view(-1)
         place = int(flat.abs().argmax())
-        flat[place] = number or (flat[place] + 1 if operator == "select_topk" else flat[place] * 1.04)
+        flat[place] = number or (
+            flat[place] + 1 if operator == "select_topk" else flat[place] * 1.04
+        )
         changed = flat.view(first.shape)
         return (changed, *others) if isinstance(result, tuple) else changed
 
@@ -88,12 +93,18 @@ def test_a_library_that_was_built_for_one_dtype_is_no_fault(monkeypatch):
     monkeypatch.setattr(checked, "find_spec", lambda name: name == "fa3_fwd_interface")
 
     def usable(name, device, dtype, *_):
-        return None if dtype == torch.bfloat16 else f"its attention of 1 queries over 129 keys {mistake[0]}"
+        return (
+            None
+            if dtype == torch.bfloat16
+            else f"its attention of 1 queries over 129 keys {mistake[0]}"
+        )
 
     monkeypatch.setattr(library_attention, "usable", usable)
     hosts = HostGroup(device=GPU, timeout=0.0)
     text, figures = checked.back_end("flash_attn", hosts)
-    assert text.startswith("bfloat16; not built for float16 (") and figures == {"dtypes": ["bfloat16"]}
+    assert text.startswith("bfloat16; not built for float16 (") and figures == {
+        "dtypes": ["bfloat16"]
+    }
     mistake[0] = "is wrong: it is off by nan and 0"
     with pytest.raises(CheckFailed, match="float16: its attention of 1 queries"):
         checked.back_end("flash_attn", hosts)
@@ -159,7 +170,13 @@ def test_the_page_names_the_hosts_that_differ():
     parts["machine"] = [Check("alike", finding(f, f, f, f)), Check("each", finding(f, s, f, s))]
     Examination(hosts, 600.0, file).run(parts)
     words = " ".join(file.getvalue().split())
-    expected = ["skipped a none", "ok alike f", "ok each host 0, host 2: f", "ok each host 1, host 3: s", "ok first f"]
+    expected = [
+        "skipped a none",
+        "ok alike f",
+        "ok each host 0, host 2: f",
+        "ok each host 1, host 3: s",
+        "ok first f",
+    ]
     expected += ["ok one host 0, host 1, host 3: f", "failed one host 2: x x"]
     assert all(line in words for line in expected), words
     assert "3 ok, 1 skipped, 1 failed" in words

@@ -1,4 +1,5 @@
-"""What a request means where it does not say: how many frames and tokens, and which tokens are the question."""
+"""What a request means where it does not say: how many frames and tokens, and which tokens are the
+question."""
 
 import pytest
 
@@ -46,7 +47,9 @@ def beyond_positions_job(hosts: HostGroup, path: str) -> tuple[int, int]:
 
 def test_what_exceeds_the_models_positions_is_refused_on_every_host(pool, checkpoints):
     for num_tokens, num_new in pool.run(2, beyond_positions_job, str(checkpoints("llama"))):
-        assert num_tokens + num_new == 64, "where nobody says how many, as many as there is room for"
+        assert num_tokens + num_new == 64, (
+            "where nobody says how many, as many as there is room for"
+        )
 
 
 def test_stretched_positions_count():
@@ -65,11 +68,19 @@ def long_text_job(hosts: HostGroup, path: str, request: dict, settings: dict):
     engine = Engine.from_pretrained(path, hosts=hosts, prefill=PrefillConfig(**settings))
     state = engine.prefill(**request)
     answer = engine.generate(**request, max_new_tokens=4)
-    return state.layout.is_split, state.num_tokens - state.inputs.query_start, answer.token_ids, state.method
+    return (
+        state.layout.is_split,
+        state.num_tokens - state.inputs.query_start,
+        answer.token_ids,
+        state.method,
+    )
 
 
 LONG = PARAGRAPH * 8
-CHAT = [{"role": "system", "content": "Answer briefly."}, {"role": "user", "content": LONG + "What?"}]
+CHAT = [
+    {"role": "system", "content": "Answer briefly."},
+    {"role": "user", "content": LONG + "What?"},
+]
 TURNS = [{"role": "user", "content": LONG}, {"role": "assistant", "content": "A fox."}]
 # Where somebody names the question it is taken as it is, however long.
 LONG_TEXTS = {
@@ -85,7 +96,9 @@ def test_a_long_text_is_shared_out_whoever_says_what_the_question_is(pool, check
     path, (request, lengths) = str(checkpoints("qwen2")), LONG_TEXTS[kind]
     engine = Engine.from_pretrained(path, hosts=HostGroup.single("cpu"))
     expected = engine.generate(**request, max_new_tokens=4).token_ids
-    for is_split, query_len, tokens, method in pool.run(2, long_text_job, path, request, {"passing_len": 4096}):
+    for is_split, query_len, tokens, method in pool.run(
+        2, long_text_job, path, request, {"passing_len": 4096}
+    ):
         assert (is_split, tokens, method) == (True, expected, "apbv") and query_len in lengths
     if "prompt" in kind:
         for is_split, query_len, *_ in pool.run(2, long_text_job, path, request, {"query_len": 7}):

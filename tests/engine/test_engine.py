@@ -7,7 +7,16 @@ from pathlib import Path
 import pytest
 import transformers
 
-from apbv import Engine, HostError, HostGroup, PrefillConfig, PromptError, SamplingParams, VideoError, demo
+from apbv import (
+    Engine,
+    HostError,
+    HostGroup,
+    PrefillConfig,
+    PromptError,
+    SamplingParams,
+    VideoError,
+    demo,
+)
 from apbv.layout import LayoutError
 from apbv.model.parts import UnsupportedModelError, inspect_model, require_supported
 from apbv.stats import STAGES
@@ -29,11 +38,17 @@ def test_every_family_is_loaded_and_answers_about_files(checkpoints, clip, famil
     families.synthetic_image(84, 112).save(picture)
     question = {"type": "text", "text": QUESTION}
     sources = [{"prompt": QUESTION, "video": clip}, {"prompt": QUESTION, "images": [picture]}]
-    chats = [says({"type": "video", "video": clip}, question), says({"type": "image", "path": picture}, question)]
+    chats = [
+        says({"type": "video", "video": clip}, question),
+        says({"type": "image", "path": picture}, question),
+    ]
     loaded = Engine.from_pretrained(checkpoints(family), hosts=hosts)
     built = Engine(families.build_model(family), loaded.processor, hosts)
     answers = [
-        [engine.generate(max_new_tokens=3, num_frames=9, **request).token_ids for request in requests]
+        [
+            engine.generate(max_new_tokens=3, num_frames=9, **request).token_ids
+            for request in requests
+        ]
         for engine, requests in ((loaded, sources), (built, chats))
     ]
     assert answers[0] == answers[1] and answers[0][0] != answers[0][1]
@@ -41,8 +56,28 @@ def test_every_family_is_loaded_and_answers_about_files(checkpoints, clip, famil
 
 def test_the_command_line_prints_an_answer_and_writes_its_figures(checkpoints, clip, tmp_path):
     figures = tmp_path / "figures.jsonl"
-    options = ["--model", checkpoints("qwen2_5_vl"), "--video", clip, "--prompt", QUESTION, "--json", figures]
-    options += ["--frames", 20, "--passing-len", 4, "--early-passing-len", 5, "--anchor-len", 12, "--max-new-tokens", 5]
+    options = [
+        "--model",
+        checkpoints("qwen2_5_vl"),
+        "--video",
+        clip,
+        "--prompt",
+        QUESTION,
+        "--json",
+        figures,
+    ]
+    options += [
+        "--frames",
+        20,
+        "--passing-len",
+        4,
+        "--early-passing-len",
+        5,
+        "--anchor-len",
+        12,
+        "--max-new-tokens",
+        5,
+    ]
     for hosts in (2, 1):
         result = infer(*options, hosts=hosts)
         assert result.returncode == 0, result.stderr
@@ -64,12 +99,16 @@ def bad_videos_job(hosts: HostGroup, path: str, good: str, bad: list[str]):
     engine, failures = Engine.from_pretrained(path, hosts=hosts), []
     for file in bad:
         with pytest.raises((VideoError, HostError)) as error:
-            engine.generate(QUESTION, video=file if hosts.rank == hosts.size - 1 else good, num_frames=8)
+            engine.generate(
+                QUESTION, video=file if hosts.rank == hosts.size - 1 else good, num_frames=8
+            )
         failures.append(f"{error.typename}: {error.value}")
     return failures, engine.generate(QUESTION, video=good, num_frames=8, max_new_tokens=2).token_ids
 
 
-def test_one_host_with_an_unreadable_video_fails_all_and_breaks_nothing(pool, checkpoints, clip, tmp_path):
+def test_one_host_with_an_unreadable_video_fails_all_and_breaks_nothing(
+    pool, checkpoints, clip, tmp_path
+):
     (tmp_path / "text.mp4").write_text("not a video\n" * 50)
     (tmp_path / "truncated.mp4").write_bytes(clip.read_bytes()[: clip.stat().st_size // 2])
     bad = [str(tmp_path / name) for name in ("missing.mp4", "text.mp4", "truncated.mp4", "")]
@@ -77,19 +116,26 @@ def test_one_host_with_an_unreadable_video_fails_all_and_breaks_nothing(pool, ch
     *others, (failures, _) = results
     for file, failure, *elsewhere in zip(bad, failures, *(said for said, _ in others), strict=True):
         assert failure.startswith("VideoError: ") and file in failure
-        assert all(f.startswith("HostError: host 2 failed in reading the video: VideoError") for f in elsewhere)
+        assert all(
+            f.startswith("HostError: host 2 failed in reading the video: VideoError")
+            for f in elsewhere
+        )
     assert all(tokens == results[0][1] for _, tokens in results)
 
 
 def different_prompts_job(hosts: HostGroup, path: str):
     engine = Engine.from_pretrained(path, hosts=hosts)
-    with pytest.raises(HostError, match=r"prompt is 'What is 1\?' on host 1, but 'What is 0\?' on host 0"):
+    with pytest.raises(
+        HostError, match=r"prompt is 'What is 1\?' on host 1, but 'What is 0\?' on host 0"
+    ):
         engine.generate(f"What is {hosts.rank}?", context="word " * 60)
     with pytest.raises(HostError, match="the prompt of host 1 differs from that of host 0"):
         engine.generate("What?", context=f"word {hosts.rank} " * 60)
     long = PrefillConfig(anchor_len=10**6)
     with pytest.raises(LayoutError, match="anchor_len=1000000 leaves no context"):
-        Engine.from_pretrained(path, hosts=hosts, prefill=long).generate("What?", context="word " * 60)
+        Engine.from_pretrained(path, hosts=hosts, prefill=long).generate(
+            "What?", context="word " * 60
+        )
 
 
 def test_hosts_with_different_prompts_or_no_context_are_refused(pool, checkpoints):
@@ -110,10 +156,19 @@ REFUSED = [
     ({"prompt": "a", "sampling": SamplingParams(), "seed": 3}, "not both"),
 ]
 OF_WRONG_TYPES = {
-    "prompt": 3, "context": b"x", "messages": "x", "num_frames": "8",
-    "fps": "2", "audio_in_video": "no", "max_new_tokens": "3", "temperature": "x", "sampling": {}, "stop": "x",
-    "on_token": 3, "on_stage": 3,
-}  # fmt: skip
+    "prompt": 3,
+    "context": b"x",
+    "messages": "x",
+    "num_frames": "8",
+    "fps": "2",
+    "audio_in_video": "no",
+    "max_new_tokens": "3",
+    "temperature": "x",
+    "sampling": {},
+    "stop": "x",
+    "on_token": 3,
+    "on_stage": 3,
+}
 
 
 def test_a_bad_request_is_refused(checkpoints, clip):
@@ -139,16 +194,23 @@ def test_a_bad_request_is_refused(checkpoints, clip):
 
 def test_models_that_are_missing_or_unsupported_are_refused():
     for name in ("/no/such/model", "./model", "~/model", "a/b/model", Path("model")):
-        with pytest.raises(ValueError, match=f"^cannot load the model {name}: there is no such directory$"):
+        with pytest.raises(
+            ValueError, match=f"^cannot load the model {name}: there is no such directory$"
+        ):
             Engine.from_pretrained(name, hosts=HostGroup.single("cpu"))
-    with pytest.raises(ValueError, match=r"dmeo: there is no such directory \(did you mean demo\?\)"):
+    with pytest.raises(
+        ValueError, match=r"dmeo: there is no such directory \(did you mean demo\?\)"
+    ):
         Engine.from_pretrained("dmeo", hosts=HostGroup.single("cpu"))
     config = families.build_config("qwen2")
     config.use_sliding_window, config.sliding_window = True, 16
     config.layer_types = ["full_attention", "sliding_attention", "full_attention"]
     with pytest.raises(UnsupportedModelError, match="sliding_window=4096"):
         require_supported(transformers.MistralConfig())  # as in its first release
-    with pytest.raises(UnsupportedModelError, match="molmo2 models are not supported; visual tokens attend to later"):
+    with pytest.raises(
+        UnsupportedModelError,
+        match="molmo2 models are not supported; visual tokens attend to later",
+    ):
         require_supported(transformers.Molmo2Config())
     with pytest.raises(UnsupportedModelError, match=r"layer 1 .* sliding_attention"):
         inspect_model(transformers.Qwen2ForCausalLM(config))
@@ -160,6 +222,10 @@ def test_models_that_are_missing_or_unsupported_are_refused():
 def test_a_placeholder_in_a_question_is_refused(question):
     """It would get a row that nothing writes."""
     engine = Engine.from_pretrained("demo")
-    about = {"video": demo.video_path()} if "image" in question else {"images": families.synthetic_image(56, 56)}
+    about = (
+        {"video": demo.video_path()}
+        if "image" in question
+        else {"images": families.synthetic_image(56, 56)}
+    )
     with pytest.raises(PromptError, match="placeholder tokens, but its images and videos have"):
         engine.generate(question, **about, num_frames=4)

@@ -15,7 +15,8 @@ AFTERWARDS = 1000.0
 
 
 class Clock:
-    """Seconds that pass when a stage begins (1) and after each token (1000); also counts the stages."""
+    """Seconds that pass when a stage begins (1) and after each token (1000); also counts the
+    stages."""
 
     def __init__(self, engine: Engine):
         self.now, self.stages, self.stages_before_a_token = 0.0, [], []
@@ -32,11 +33,16 @@ class Clock:
 
 def build(hosts: HostGroup, config: dict, speculate: dict | None = None) -> Engine:
     settings = speculate and SpeculativeConfig(keep_losing_draft=True, **speculate)
-    return build_engine(hosts, "qwen2_5_vl", speculate=settings, passing_len=4, anchor_len=12, **config)
+    return build_engine(
+        hosts, "qwen2_5_vl", speculate=settings, passing_len=4, anchor_len=12, **config
+    )
 
 
-def first_token_job(hosts: HostGroup, clip: str, config: dict, speculate: dict | None, reuse: str | None):
-    """The stages that began before the first token, and the figures; with ``reuse`` of a second question."""
+def first_token_job(
+    hosts: HostGroup, clip: str, config: dict, speculate: dict | None, reuse: str | None
+):
+    """The stages that began before the first token, and the figures; with ``reuse`` of a second
+    question."""
     engine = build(hosts, config | ({"reuse": ReuseConfig(mode=reuse)} if reuse else {}), speculate)
     for _ in range(2 if reuse else 1):
         clock = Clock(engine)
@@ -61,7 +67,8 @@ def test_it_ends_just_before_the_caller_gets_the_token(pool, clip, hosts, config
 
 
 def stored_job(hosts: HostGroup, clip: str, path: str) -> list[dict]:
-    """The figures of a prefill, of two answers to it, of the prefill again, and of an answer to it when loaded."""
+    """The figures of a prefill, of two answers to it, of the prefill again, and of an answer to it
+    when loaded."""
     engine = build(hosts, {})
     clock = Clock(engine)
 
@@ -90,7 +97,9 @@ def stored_job(hosts: HostGroup, clip: str, path: str) -> list[dict]:
 def test_answers_to_a_stored_prefill_have_figures_of_their_own(pool, clip, tmp_path):
     """Neither the prefill's time is in them, nor what the caller did in between."""
     decoding = (2 * AFTERWARDS + 5.0) * 1e3
-    for prefill, *answers, again, loaded in pool.run(2, stored_job, str(clip), str(tmp_path / "kv")):
+    for prefill, *answers, again, loaded in pool.run(
+        2, stored_job, str(clip), str(tmp_path / "kv")
+    ):
         assert prefill["ttft_ms"] == again["ttft_ms"] == 7e3
         assert prefill["stages_ms"]["prefill"] == 5e3 and prefill["stages_ms"]["handoff"] == 2e3
         assert again["stages_ms"]["decode"] == 0

@@ -1,4 +1,5 @@
-"""Several questions at once, and answers in pieces: each is that of the question alone, on every host."""
+"""Several questions at once, and answers in pieces: each is that of the question alone, on every
+host."""
 
 from unittest import mock
 
@@ -54,8 +55,12 @@ def asked_job(hosts: HostGroup, clip: str, way: dict | None, kv: str):
     assert engine.why_one_by_one or "out of memory" in str(lost)
     alone = {n: engine.generate(**{"sampling": sampling, **questions[n]}) for n in found}
     names = "token_ids", "text", "finish_reason", "videos"
-    same = [all(getattr(found[n], name) == getattr(alone[n], name) for name in names) for n in found]
-    drafted = [(answer.stats["speculation"] or {}).get("num_drafted", 0) for answer in found.values()]
+    same = [
+        all(getattr(found[n], name) == getattr(alone[n], name) for name in names) for n in found
+    ]
+    drafted = [
+        (answer.stats["speculation"] or {}).get("num_drafted", 0) for answer in found.values()
+    ]
     keys = [set(found[n].stats) == set(alone[n].stats) for n in found]
     tokens = {number: answer.token_ids for number, answer in found.items()}
     return tokens, same, keys, drafted, str(error), engine.why_one_by_one, num_joined
@@ -81,12 +86,16 @@ def crowded_job(hosts: HostGroup, clip: str):
         most = max(most, len(batch))
         return 0 if batch else 2**40
 
-    questions = [{"prompt": prompt, "video": clip, "num_frames": 8} for prompt in ("What?", "Who?", "Why?")]
+    questions = [
+        {"prompt": prompt, "video": clip, "num_frames": 8} for prompt in ("What?", "Who?", "Why?")
+    ]
     sampling = SamplingParams(max_new_tokens=9)
     patched = mock.patch.object(memory, "free_memory_bytes", free_memory_bytes)
     with patched, mock.patch.object(engine, "batch", lambda: batch):
         found = dict(engine.generate_all(questions, sampling=sampling))
-    assert [found[n].text for n in range(3)] == [engine.generate(**q, sampling=sampling).text for q in questions]
+    assert [found[n].text for n in range(3)] == [
+        engine.generate(**q, sampling=sampling).text for q in questions
+    ]
     return most
 
 
@@ -96,7 +105,11 @@ def test_a_prompt_without_room_waits_for_an_answer_to_end(pool, clip):
 
 @pytest.mark.parametrize(
     ("strategy", "settings", "why"),
-    [("tabed", {}, "learns"), ("sd_tree", {}, "tree"), ("vanilla", {"draft_host": True}, "draft host")],
+    [
+        ("tabed", {}, "learns"),
+        ("sd_tree", {}, "tree"),
+        ("vanilla", {"draft_host": True}, "draft host"),
+    ],
 )
 def test_drafts_that_draft_alone(strategy, settings, why):
     config = SpeculativeConfig(strategy=strategy, **settings)
@@ -116,10 +129,17 @@ def exhausted(pieces):
 
 
 def streamed_job(hosts: HostGroup, clip: str, kv: str):
-    engine, given = build_engine(hosts, "qwen2_5_vl", kv), {"prompt": "Who?", "video": clip, "num_frames": 8}
+    engine, given = (
+        build_engine(hosts, "qwen2_5_vl", kv),
+        {"prompt": "Who?", "video": clip, "num_frames": 8},
+    )
     expected = engine.generate(**given, max_new_tokens=12)
     pieces, answer = exhausted(engine.stream(**given, max_new_tokens=12))
-    assert answer.token_ids == expected.token_ids and "".join(pieces) == answer.text and len(pieces) > 1, expected
+    assert (
+        answer.token_ids == expected.token_ids
+        and "".join(pieces) == answer.text
+        and len(pieces) > 1
+    ), expected
     with pytest.raises((ValueError, HostError), match="missing"):
         next(engine.stream("Who?", video=f"{clip}.missing"))
     left = engine.stream(**given, max_new_tokens=400)

@@ -1,4 +1,5 @@
-"""Models that give NaN or infinite logits: a draft is dropped, a target is one clear error, hosts stay usable."""
+"""Models that give NaN or infinite logits: a draft is dropped, a target is one clear error, hosts
+stay usable."""
 
 import warnings
 from collections.abc import Iterator
@@ -14,7 +15,9 @@ from engines import QUESTION, build_engine
 REQUEST = {"num_frames": 8, "max_new_tokens": 8}
 SAMPLED = {"temperature": 0.9, "top_p": 0.9, "seed": 3}
 WAYS = [{"strategy": "vanilla"}, {"strategy": "tabed", "ensemble": "MT"}, {"strategy": "sd_tree"}]
-BESIDE = [{"strategy": "hippo", "draft_host": True, **way} for way in ({"prune": "kv"}, {"keep": "full"})]
+BESIDE = [
+    {"strategy": "hippo", "draft_host": True, **way} for way in ({"prune": "kv"}, {"keep": "full"})
+]
 
 
 def engine_of(hosts: HostGroup, way: dict | None, kv: str = "gathered") -> Engine:
@@ -42,7 +45,10 @@ def draft_job(hosts: HostGroup, ways: list, request: dict, value: float, after: 
     found = []
     for way in ways:
         engine = engine_of(hosts, way)
-        with broken(engine.draft_model, value, after), warnings.catch_warnings(record=True) as caught:
+        with (
+            broken(engine.draft_model, value, after),
+            warnings.catch_warnings(record=True) as caught,
+        ):
             warnings.simplefilter("always")
             answer = engine.generate(QUESTION, **request)
         said = [str(w.message) for w in caught if "draft" in str(w.message)]
@@ -59,7 +65,9 @@ DRAFTS = [
 ]
 
 
-@pytest.mark.parametrize(("num_hosts", "ways", "value", "after"), DRAFTS, ids=["one host", "beside one", "beside two"])
+@pytest.mark.parametrize(
+    ("num_hosts", "ways", "value", "after"), DRAFTS, ids=["one host", "beside one", "beside two"]
+)
 def test_a_draft_without_finite_logits_is_dropped(pool, clip, num_hosts, ways, value, after):
     request = {"video": str(clip), **REQUEST, **SAMPLED}
     plain = engine_of(HostGroup.single(), None).generate(QUESTION, **request).token_ids
@@ -82,7 +90,10 @@ def target_job(hosts: HostGroup, kv: str, ways: list, request: dict, after: int)
     found = []
     for way in ways:
         engine = engine_of(hosts, way, kv)
-        with broken(engine.model, torch.nan, after), pytest.raises((ValueError, HostError)) as error:
+        with (
+            broken(engine.model, torch.nan, after),
+            pytest.raises((ValueError, HostError)) as error,
+        ):
             engine.generate(QUESTION, **request)
         found.append(f"{error.typename}: {error.value}")
         if not (way and way.get("draft_host") and hosts.size > 1):
@@ -96,11 +107,15 @@ TARGETS += [(2, "gathered", BESIDE[:1], 2), (3, "gathered", BESIDE[:1], 2)]
 
 
 @pytest.mark.parametrize(("num_hosts", "kv", "ways", "after"), TARGETS)
-def test_a_target_without_finite_logits_is_one_error_everywhere(pool, clip, num_hosts, kv, ways, after):
+def test_a_target_without_finite_logits_is_one_error_everywhere(
+    pool, clip, num_hosts, kv, ways, after
+):
     request = {"video": str(clip), **REQUEST, **(SAMPLED if kv == "sharded" else {})}
     for host, found in enumerate(pool.run(num_hosts, target_job, kv, ways, request, after)):
         if ways[0] and host == num_hosts - 1 > 0:
             assert found == ["HostError: the target's hosts failed"]
             continue
         for said in found:
-            assert said.startswith("AgreedError") and "the model gave NaN or infinite logits" in said
+            assert (
+                said.startswith("AgreedError") and "the model gave NaN or infinite logits" in said
+            )

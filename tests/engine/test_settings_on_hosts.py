@@ -1,4 +1,5 @@
-"""Settings that differ between hosts: one error on each, with the setting's name and both values, before the work."""
+"""Settings that differ between hosts: one error on each, with the setting's name and both values,
+before the work."""
 
 import re
 
@@ -32,9 +33,15 @@ LOADED = [
         {"speculate": SpeculativeConfig(strategy="vanilla")},
         "speculate is {'strategy': 'vanilla', .* on host 1, but None",
     ),
-    ({"prefill": PrefillConfig(anchor_len=64)}, "prefill.anchor_len is 64 on host 1, but None on host 0"),
+    (
+        {"prefill": PrefillConfig(anchor_len=64)},
+        "prefill.anchor_len is 64 on host 1, but None on host 0",
+    ),
     ({"reuse": ReuseConfig()}, "reuse is 'exact' on host 1, but None on host 0"),
-    ({"decode": DecodeConfig(cuda_graphs="off")}, "decode.cuda_graphs is 'off' on host 1, but 'auto' on host 0"),
+    (
+        {"decode": DecodeConfig(cuda_graphs="off")},
+        "decode.cuda_graphs is 'off' on host 1, but 'auto' on host 0",
+    ),
     ({"dtype": "bfloat16"}, "dtype is 'bfloat16' on host 1, but 'auto' on host 0"),
 ]
 
@@ -43,7 +50,9 @@ def loading_job(hosts: HostGroup, others: list[dict]) -> list[str]:
     failures = []
     for settings in others:
         given = settings if hosts.rank == 1 else {}
-        failures.append(described(lambda given=given: Engine.from_pretrained("demo", hosts=hosts, **given)))
+        failures.append(
+            described(lambda given=given: Engine.from_pretrained("demo", hosts=hosts, **given))
+        )
     return failures
 
 
@@ -60,7 +69,9 @@ def machines_job(hosts: HostGroup) -> str:
     """Of what fits the machine, each host has its own."""
     video = VideoConfig(threads=1 + hosts.rank, chunk_bytes=2**20 * (1 + hosts.rank))
     reuse = ReuseConfig(max_bytes=2**20 * (1 + hosts.rank))
-    engine = Engine.from_pretrained("demo", hosts=hosts, prefill=PrefillConfig(video=video), reuse=reuse)
+    engine = Engine.from_pretrained(
+        "demo", hosts=hosts, prefill=PrefillConfig(video=video), reuse=reuse
+    )
     return engine.generate(demo.DEMO_QUESTION, video=demo.video_path()).text
 
 
@@ -69,7 +80,9 @@ def test_hosts_have_their_own_limits(pool):
 
 
 def built_job(hosts: HostGroup) -> str:
-    return described(lambda: build_engine(hosts, "llama", kv="sharded" if hosts.rank else "gathered"))
+    return described(
+        lambda: build_engine(hosts, "llama", kv="sharded" if hosts.rank else "gathered")
+    )
 
 
 def test_an_engine_of_own_models_whose_settings_differ_is_not_built(pool):
@@ -81,8 +94,14 @@ def test_an_engine_of_own_models_whose_settings_differ_is_not_built(pool):
 REQUESTS = [
     ({"max_new_tokens": 9}, "sampling.max_new_tokens is 9 on host 1, but None on host 0"),
     ({"seed": 4}, "sampling.seed is 4 on host 1, but 0 on host 0"),
-    ({"temperature": 0.5, "top_p": 0.5}, "sampling.temperature is 0.5 on host 1, but None on host 0; sampling.top_p"),
-    ({"sampling": SamplingParams(json_schema="{}")}, "sampling.json_schema is '{}' on host 1, but None on host 0"),
+    (
+        {"temperature": 0.5, "top_p": 0.5},
+        "sampling.temperature is 0.5 on host 1, but None on host 0; sampling.top_p",
+    ),
+    (
+        {"sampling": SamplingParams(json_schema="{}")},
+        "sampling.json_schema is '{}' on host 1, but None on host 0",
+    ),
     ({"num_frames": 4}, "num_frames is 4 on host 1, but None on host 0"),
     ({"fps": 2.0}, "fps is 2.0 on host 1, but None on host 0"),
     ({"audio_in_video": False}, "audio_in_video is False on host 1, but None on host 0"),
@@ -118,7 +137,9 @@ def test_a_request_whose_settings_differ_is_refused_by_name_and_values(pool, cli
     (first, answer), second = pool.run(2, request_job, str(clip))
     assert second == (first, answer)
     of_others = ["num_frames is 6", "sampling.seed is 6", "sampling.seed is 6", "max_together is 6"]
-    expected = [message for _, message in REQUESTS] + [f"{said} on host 1, but 5 on host 0" for said in of_others]
+    expected = [message for _, message in REQUESTS] + [
+        f"{said} on host 1, but 5 on host 0" for said in of_others
+    ]
     assert len(first) == len(expected)
     for said, message in zip(first, expected, strict=True):
         assert said.startswith(START + message), said
@@ -149,7 +170,11 @@ def test_a_prefill_whose_config_or_model_differs_is_refused(pool):
 
 
 def parallel_job(hosts: HostGroup) -> str:
-    return described(lambda: HostGroup.from_process_group(dist.group.WORLD, "cpu", tensor_parallel=1 + hosts.rank))
+    return described(
+        lambda: HostGroup.from_process_group(
+            dist.group.WORLD, "cpu", tensor_parallel=1 + hosts.rank
+        )
+    )
 
 
 def test_hosts_of_different_sizes_are_refused(tmp_path):
@@ -170,12 +195,17 @@ def test_two_nodes_of_which_one_drafts_end_with_the_same_error(tmp_path):
     outcomes = run_fresh(Store(tmp_path), 2, ending_job)
     for outcome in outcomes:
         assert outcome.exit_status == 1 and outcome.seconds < HANGING
-        assert outcome.error.startswith("HostError: the engine's settings must be the same on every host: speculate is")
+        assert outcome.error.startswith(
+            "HostError: the engine's settings must be the same on every host: speculate is"
+        )
         assert outcome.error.endswith("on host 1, but None on host 0")
 
 
 QUESTIONS = [
-    (["a question"], "question 0 must be a dict of generate's arguments, such as .*, not 'a question'"),
+    (
+        ["a question"],
+        "question 0 must be a dict of generate's arguments, such as .*, not 'a question'",
+    ),
     ("a question", "question 0 must be a dict"),
     ([("a question", "clip.mp4")], "question 0 must be a dict"),
     (

@@ -1,4 +1,5 @@
-"""Answers decoded together on a pretended GPU: those of the CPU, one wait and one graph a step, no fault."""
+"""Answers decoded together on a pretended GPU: those of the CPU, one wait and one graph a step, no
+fault."""
 
 import pytest
 
@@ -31,11 +32,14 @@ def engine_of(hosts: HostGroup, gpu=None, speculate: SpeculativeConfig | None = 
     has_draft = speculate is not None and speculate.strategy == "vanilla"
     models = [families.build_model("qwen2_5_vl", layers=1) for _ in range(1 + has_draft)]
     model, *draft = models if gpu is None else [to_gpu(model, gpu) for model in models]
-    return Engine(model, families.build_processor("qwen2_5_vl"), hosts, None, None, speculate, *draft)
+    return Engine(
+        model, families.build_processor("qwen2_5_vl"), hosts, None, None, speculate, *draft
+    )
 
 
 def together(engine: Engine, clip, gpu) -> list[list[int]]:
-    """Prefill each prompt just before it joins, so that nothing has waited for that; a mark tells of each step."""
+    """Prefill each prompt just before it joins, so that nothing has waited for that; a mark tells
+    of each step."""
     batch, members, steps = Batch(engine.parts), [], 0
     with apbv_attention(engine.parts.language_model):
         while len(members) < len(QUESTIONS) or len(batch):
@@ -43,7 +47,9 @@ def together(engine: Engine, clip, gpu) -> list[list[int]]:
                 state = engine.prefill(QUESTIONS[len(members)], video=clip, num_frames=4)
                 by, count = SAMPLINGS[len(members)], LENGTHS[len(members)]
                 ends = {"sampling": by, "stop": lambda tokens, count=count: len(tokens) == count}
-                members.append(batch.join(state, Request(Question(), StageTimer(engine.hosts), **ends)))
+                members.append(
+                    batch.join(state, Request(Question(), StageTimer(engine.hosts), **ends))
+                )
                 del state
             gpu.mark("step")
             batch.step()
@@ -57,19 +63,27 @@ def test_the_answers_are_those_of_the_cpu(clip):
         engine = engine_of(HostGroup.single("cpu"))
         states = [engine.prefill(question, video=clip, num_frames=4) for question in QUESTIONS]
         ends = engine.parts.eos_token_ids
-        expected = [plain_tokens(each, engine.parts, by, ends) for each, by in zip(states, SAMPLINGS, strict=True)]
+        expected = [
+            plain_tokens(each, engine.parts, by, ends)
+            for each, by in zip(states, SAMPLINGS, strict=True)
+        ]
         with rehearsal() as gpu:
             engine = engine_of(on_gpus(HostGroup.single("cpu")), gpu)
             found = together(engine, clip, gpu)
     assert found == [tokens[:count] for tokens, count in zip(expected, LENGTHS, strict=True)]
     assert [len(tokens) for tokens in found] == LENGTHS
-    # The allocator knows that the batch's stream uses logits, keys and values of every prompt. No rule finds where
-    # that is missing: a kernel gets the addresses of keys and values as numbers.
+    # The allocator knows that the batch's stream uses logits, keys and values of every prompt. No
+    # rule finds where that is missing: a kernel gets the addresses of keys and values as numbers.
     own = [f"apbv/decode/batch.py:{function}" for function in ("_take_in", "_own")]
     lent = [event for event in gpu.events.of("lent") if event.place in own]
     assert len(lent) == len(QUESTIONS) * (1 + 2 * engine.parts.num_layers)
-    # Behind the first, which has to wait for its prefill, and those behind which another prompt is prefilled.
-    steps = [step for number, step in enumerate(gpu.events.between("step"), start=1) if number not in (1, *JOINS)]
+    # Behind the first, which has to wait for its prefill, and those behind which another prompt is
+    # prefilled.
+    steps = [
+        step
+        for number, step in enumerate(gpu.events.between("step"), start=1)
+        if number not in (1, *JOINS)
+    ]
     assert all(step.waits[ARRIVAL] == 1 and set(step.waits) <= {ARRIVAL} for step in steps)
     replays = [len(step.of("replay")) for step in steps]
     assert max(replays) == 1 and sum(replays) >= 2
@@ -81,12 +95,18 @@ def test_the_answers_are_those_of_the_cpu(clip):
 def test_a_round_of_drafts_waits_once(clip, monkeypatch, strategy):
     """And runs the draft's passes and the target's as graphs."""
     speculate = SpeculativeConfig(strategy=strategy, num_draft_tokens=2, keep_losing_draft=True)
-    asked = [{"prompt": question, "video": str(clip), "num_frames": 2} for question in QUESTIONS[:2]]
-    samplings = [SamplingParams(max_new_tokens=12, seed=number, **SAMPLED[number]) for number in range(2)]
+    asked = [
+        {"prompt": question, "video": str(clip), "num_frames": 2} for question in QUESTIONS[:2]
+    ]
+    samplings = [
+        SamplingParams(max_new_tokens=12, seed=number, **SAMPLED[number]) for number in range(2)
+    ]
     step = Batch.step
     with resizing_as_on_gpu():
         engine = engine_of(HostGroup.single("cpu"), None, speculate)
-        expected = [engine.generate(**each, sampling=by) for each, by in zip(asked, samplings, strict=True)]
+        expected = [
+            engine.generate(**each, sampling=by) for each, by in zip(asked, samplings, strict=True)
+        ]
         with rehearsal() as gpu:
             engine = engine_of(on_gpus(HostGroup.single("cpu")), gpu, speculate)
 
@@ -95,7 +115,9 @@ def test_a_round_of_drafts_waits_once(clip, monkeypatch, strategy):
                 return step(batch)
 
             monkeypatch.setattr(Batch, "step", marked)
-            questions = [{**each, "sampling": by} for each, by in zip(asked, samplings, strict=True)]
+            questions = [
+                {**each, "sampling": by} for each, by in zip(asked, samplings, strict=True)
+            ]
             found = dict(engine.generate_all(questions))
     for number, answer in enumerate(expected):
         assert found[number].token_ids == answer.token_ids

@@ -22,10 +22,14 @@ def loaded(path: Path, device: str) -> Engine:
 @pytest.fixture(scope="module")
 def expected(checkpoints, clip) -> list[int]:
     with resizing_as_on_gpu():
-        return loaded(checkpoints(FAMILY), "cpu").generate(QUESTION, video=clip, **REQUEST).token_ids
+        return (
+            loaded(checkpoints(FAMILY), "cpu").generate(QUESTION, video=clip, **REQUEST).token_ids
+        )
 
 
-def test_a_host_computes_on_its_gpu_whichever_is_current_and_saves_its_kv(checkpoints, clip, tmp_path, expected):
+def test_a_host_computes_on_its_gpu_whichever_is_current_and_saves_its_kv(
+    checkpoints, clip, tmp_path, expected
+):
     with resizing_as_on_gpu(), rehearsal() as gpu:
         engine = loaded(checkpoints(FAMILY), "cuda:1")
         assert torch.cuda.current_device() == 0 and engine.model.device == torch.device("cuda:1")

@@ -1,4 +1,5 @@
-"""Which groups carry the data of pretended GPUs: NCCL's where each process has its own, else host memory."""
+"""Which groups carry the data of pretended GPUs: NCCL's where each process has its own, else host
+memory."""
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from rehearsals import join
 
 
 def require_exchanges(hosts: HostGroup) -> None:
-    """All exchanges of GPU memory give what they should, several at once, and their bytes are counted."""
+    """All exchanges of GPU memory give what they should, several at once, and their bytes are
+    counted."""
     before, device = hosts.bytes_received, hosts.device
     gathered = hosts.all_gather(torch.full((3, 2), hosts.rank, device=device))
     parts = [torch.full((h + 1,), float(hosts.rank), device=device) for h in range(hosts.size)]
@@ -20,7 +22,9 @@ def require_exchanges(hosts: HostGroup) -> None:
     assert sent.device == device and sent.tolist() == [hosts.size - 1] * 5
     assert gathered.wait().device == device
     assert gathered.wait()[:, 0, 0].tolist() == list(range(hosts.size))
-    assert [part.tolist() for part in swapped.wait()] == [[float(h)] * (hosts.rank + 1) for h in range(hosts.size)]
+    assert [part.tolist() for part in swapped.wait()] == [
+        [float(h)] * (hosts.rank + 1) for h in range(hosts.size)
+    ]
     others = hosts.size - 1
     broadcast = 5 * 8 if hosts.rank < others else 0
     assert hosts.bytes_received - before == others * (3 * 2 * 8 + 4 * (hosts.rank + 1)) + broadcast

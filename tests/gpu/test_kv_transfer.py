@@ -1,4 +1,5 @@
-"""KV that lies on a GPU, on its way to a consumer, rehearsed: the right bytes, and streams in the right order."""
+"""KV that lies on a GPU, on its way to a consumer, rehearsed: the right bytes, and streams in the
+right order."""
 
 import torch
 

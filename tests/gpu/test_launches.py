@@ -1,4 +1,5 @@
-"""What a GPU is asked to do at a real size: as docs/records/gpu-operations.md says, and within the budgets."""
+"""What a GPU is asked to do at a real size: as docs/records/gpu-operations.md says, and within the
+budgets."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -86,7 +87,9 @@ def _prefill(parts, hosts: HostGroup, kv: str = "gathered"):
 
 
 def _sampling(temperature: float) -> SamplingParams:
-    return SamplingParams(max_new_tokens=9, temperature=temperature, top_p=0.9 if temperature else 1.0)
+    return SamplingParams(
+        max_new_tokens=9, temperature=temperature, top_p=0.9 if temperature else 1.0
+    )
 
 
 @cache
@@ -96,8 +99,12 @@ def token_events(layers: int, temperature: float) -> Events:
         parts = inspect_model(model_of(layers, gpu))
         state, sampling = _prefill(parts, HostGroup.single("cuda:0")), _sampling(temperature)
         decoder = decoder_behind(state, parts)
-        generate_tokens(answer_by(decoder, state, sampling, on_token=lambda token: gpu.mark("token")))
-    return list(gpu.events.between("token"))[-4]  # behind the first steps, and before those that end the answer
+        generate_tokens(
+            answer_by(decoder, state, sampling, on_token=lambda token: gpu.mark("token"))
+        )
+    return list(gpu.events.between("token"))[
+        -4
+    ]  # behind the first steps, and before those that end the answer
 
 
 @cache
@@ -115,7 +122,8 @@ def batch_events(layers: int, temperature: float) -> Events:
 
 
 def counts(events: Callable[[int], Events], *kinds: str) -> tuple[Counter, Counter]:
-    """How often each thing is done in a layer, by the difference that a layer makes, and besides the layers."""
+    """How often each thing is done in a layer, by the difference that a layer makes, and besides
+    the layers."""
     one, two = (Counter(map(_name, events(layers).of(*kinds))) for layers in (1, 2))
     per_layer = Counter({name: two[name] - one[name] for name in two | one})
     return +per_layer, +Counter({name: one[name] - per_layer[name] for name in one | per_layer})
@@ -157,18 +165,31 @@ def columns() -> dict[str, Counter]:
 def table() -> str:
     """The table, as it stands in the page."""
     counts = columns()
-    names = sorted(set().union(*counts.values()), key=lambda name: (-sum(c[name] for c in counts.values()), name))
+    names = sorted(
+        set().union(*counts.values()),
+        key=lambda name: (-sum(c[name] for c in counts.values()), name),
+    )
     lines = [f"| operation | {' | '.join(counts)} |", "|---|" + "---:|" * len(counts)]
-    lines += [f"| {name} | {' | '.join(str(c[name] or '') for c in counts.values())} |" for name in names]
-    sums = [
-        sum(n for name, n in c.items() if not name.startswith(("synchronization", "copy"))) for c in counts.values()
+    lines += [
+        f"| {name} | {' | '.join(str(c[name] or '') for c in counts.values())} |" for name in names
     ]
-    lines.append(f"| **total without copies and synchronizations** | {' | '.join(f'**{n}**' for n in sums)} |")
+    sums = [
+        sum(n for name, n in c.items() if not name.startswith(("synchronization", "copy")))
+        for c in counts.values()
+    ]
+    lines.append(
+        f"| **total without copies and synchronizations** | {' | '.join(f'**{n}**' for n in sums)} "
+        "|"
+    )
     return "\n".join(lines)
 
 
 def test_the_table_in_the_docs_is_true():
-    pinned = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
+    pinned = dict(
+        line.split("==")
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if "==" in line
+    )
     for package in ("torch", "transformers"):
         if version(package).split("+")[0] != pinned[package]:
             pytest.skip(f"the counts are those of {package} {pinned[package]}")
@@ -185,7 +206,8 @@ def test_a_token_of_one_answer_or_of_several_is_waited_for_once():
 
 
 def test_the_prompt_goes_to_the_gpu_once():
-    """Token ids and rotary positions of a host's own tokens, of 8 bytes each; text needs nothing else."""
+    """Token ids and rotary positions of a host's own tokens, of 8 bytes each; text needs nothing
+    else."""
     events = prefill_events(1, 8, 1)
     assert events.nbytes("to_host") == 0
     assert events.nbytes("to_gpu") <= 8 * 4 * 1.02 * (131_072 / 8 + 2048)

@@ -1,4 +1,5 @@
-"""In every layer of a prefill: which exchanges there are, how large, and what the GPU computes meanwhile."""
+"""In every layer of a prefill: which exchanges there are, how large, and what the GPU computes
+meanwhile."""
 
 from itertools import pairwise
 
@@ -20,7 +21,8 @@ KV_HEADS, HEADS, DIM = 2, 4, 16  # of the models in families.py
 
 
 def prefill_job(hosts, clip) -> tuple[list[Events], Events, ContextLayout]:
-    """What a prefill asks of a host's GPU, in every layer and in all; how the prompt is shared out."""
+    """What a prefill asks of a host's GPU, in every layer and in all; how the prompt is shared
+    out."""
     case = Case(dtype=torch.float16, prefill={"anchor_len": 4, "passing_len": PASSING})
     with rehearsal() as gpu:
         engine = case.engine(on_gpus(hosts), gpu)
@@ -36,30 +38,45 @@ def prefill_job(hosts, clip) -> tuple[list[Events], Events, ContextLayout]:
 
 def attends(events: Events) -> bool:
     """Whether attention is computed among these events, by a library or by Triton."""
-    return any("_attention" in (event.name if event.kind == "kernel" else event.place) for event in events)
+    return any(
+        "_attention" in (event.name if event.kind == "kernel" else event.place) for event in events
+    )
 
 
 def test_a_layer_exchanges_while_it_attends_and_waits_for_nothing(pool, clip):
     prefilled = pool.run(HOSTS, prefill_job, clip)
     assert_same_order([events for _, events, *_ in prefilled])
     for host, (layers, all_events, layout) in enumerate(prefilled):
-        # Of every host the keys and values that each of its blocks passes on, and the question's output and lse.
+        # Of every host the keys and values that each of its blocks passes on, and the question's
+        # output and lse.
         passing = (HOSTS + 1) * 2 * KV_HEADS * PASSING * DIM * 2
         question = (HOSTS + 1) * HEADS * len(layout.query) * (2 * DIM + 4)
         # The KV that a host keeps leaves for host 0.
         leaving = sum(map(len, layout.cache_spans(host))) + (layout.num_tokens if host == 0 else 0)
         leaving *= 2 * KV_HEADS * DIM * 2
-        # Frames as they are stored, of 3 bytes a pixel, and a token's id and positions, of 8 bytes each.
+        # Frames as they are stored, of 3 bytes a pixel, and a token's id and positions, of 8 bytes
+        # each.
         frames, rest = FRAMES // HOSTS * 64 * 96 * 3, 2048
         assert frames < all_events.nbytes("to_gpu") <= frames + 4 * 8 * layout.num_tokens + rest
         assert all_events.nbytes("to_host") <= rest and len(layers) == 2
         for events in layers:
-            (*exchanges, last), kinds = events.of("collective"), [(event.kind, event.detail) for event in events]
-            assert [event.nbytes for event in (*exchanges, last)] == [passing, passing, question, leaving]
+            (*exchanges, last), kinds = (
+                events.of("collective"),
+                [(event.kind, event.detail) for event in events],
+            )
+            assert [event.nbytes for event in (*exchanges, last)] == [
+                passing,
+                passing,
+                question,
+                leaving,
+            ]
             assert not events.of("wait", "to_gpu", "to_host", "host_collective")
-            begun, awaited = ([kinds.index((of, e.detail)) for e in exchanges] for of in ("collective", "await"))
-            # Passing blocks are on their way before the question attends, and its result before the context does;
-            # the first block, of what it sees here, before anything is waited for; the question is merged last.
+            begun, awaited = (
+                [kinds.index((of, e.detail)) for e in exchanges] for of in ("collective", "await")
+            )
+            # Passing blocks are on their way before the question attends, and its result before the
+            # context does; the first block, of what it sees here, before anything is waited for;
+            # the question is merged last.
             assert max(begun) < min(awaited) and not attends(events[awaited[2] :])
             places = [begun[1], begun[2], min(awaited), awaited[2]]
             assert all(attends(events[start:stop]) for start, stop in pairwise(places))
@@ -70,14 +87,17 @@ def test_a_layer_exchanges_while_it_attends_and_waits_for_nothing(pool, clip):
 
 
 def test_simulated_hosts_wait_for_the_gpu_at_the_end_only():
-    """Their clocks are worked out afterwards: else launches would not hide behind kernels, as they do."""
+    """Their clocks are worked out afterwards: else launches would not hide behind kernels, as they
+    do."""
     prompt = text_prompt(families.build_model("qwen2").config, 100, 12)
     config = PrefillConfig(anchor_len=4, passing_len=4, kv="sharded")
     with rehearsal() as gpu:
 
         def job(hosts):
             parts = inspect_model(to_gpu(families.build_model("qwen2", layers=2), gpu))
-            inputs = ModelInputs.from_processor(parts, prompt.batch, hosts, query_start=prompt.query_start)
+            inputs = ModelInputs.from_processor(
+                parts, prompt.batch, hosts, query_start=prompt.query_start
+            )
             assert parts.weights_sample  # which an engine has read when it is loaded
             hosts.barrier()
             gpu.mark("begin")
@@ -88,7 +108,9 @@ def test_simulated_hosts_wait_for_the_gpu_at_the_end_only():
 
         simulated = simulate(2, job, device="cuda:0", network=Network(latency=0.1))
     marks = [place for place, event in enumerate(gpu.events) if event.kind == "mark"]
-    prefilling = Events(gpu.events[marks[0] : marks[2]])  # from the first host's beginning to the first end
+    prefilling = Events(
+        gpu.events[marks[0] : marks[2]]
+    )  # from the first host's beginning to the first end
     assert prefilling.num_launches > 100 and not prefilling.of("wait"), prefilling.waits
     assert simulated[0][:2] == simulated[1][:2]
     # Two layers gather passing blocks and the question's state, in two steps each.

@@ -70,15 +70,27 @@ def let_a_quick_stream_wait() -> None:
 
 PLANTS = {
     "an operand in host memory": (lambda: ones(2) + torch.ones(2), "two devices"),
-    "a read before its event": (lambda: in_a_side_stream(lambda: ones(4) * 2) + 1, "may still write"),
+    "a read before its event": (
+        lambda: in_a_side_stream(lambda: ones(4) * 2) + 1,
+        "may still write",
+    ),
     "a write before its event": (lambda: in_a_side_stream((ones(4) * 2).zero_), "may still use"),
     "memory that was freed": (lambda: captured(partial(torch.add, ones(3), 1)).replay(), "freed"),
     "a wait in a graph": (lambda: captured(ones(2).sum().item), "waits"),
-    "a copy from the host in a graph": (lambda: captured(lambda: torch.tensor([1.0], device=GPU)), "from host"),
+    "a copy from the host in a graph": (
+        lambda: captured(lambda: torch.tensor([1.0], device=GPU)),
+        "from host",
+    ),
     "what is copied to a GPU is written": (overwrite_what_is_copied, "may still read"),
-    "a replay at another priority": (lambda: captured(lambda: None, priority=-1).replay(), "of priority 0"),
+    "a replay at another priority": (
+        lambda: captured(lambda: None, priority=-1).replay(),
+        "of priority 0",
+    ),
     "memory that is freed under another stream": (free_what_another_stream_uses, "record_stream"),
-    "a launch in a stream that is being captured": (launch_beside_a_capture, "another thread captures"),
+    "a launch in a stream that is being captured": (
+        launch_beside_a_capture,
+        "another thread captures",
+    ),
     "a quick stream that waits for others": (let_a_quick_stream_wait, "far from done"),
     "more streams than there are": (take_every_stream, "handed out again"),
 }
@@ -111,7 +123,8 @@ def test_a_copy_that_does_not_block_is_there_after_its_event():
 
 
 def exchange_job(hosts, plant: str) -> tuple[str, list]:
-    """Two exchanges of GPU memory, with a mistake in them: what the rehearsal says, and the events."""
+    """Two exchanges of GPU memory, with a mistake in them: what the rehearsal says, and the
+    events."""
     said = ""
     try:
         with rehearsal() as gpu:
@@ -123,8 +136,12 @@ def exchange_job(hosts, plant: str) -> tuple[str, list]:
             exchanges = [group.all_gather(sent) for group in groups]
             if plant == "written":
                 sent.add_(1)
-            elif plant == "read":  # the buffer that is received, as code would have it that does not wait
-                received = next(transfer.keeps for transfer in gpu.transfers._under_way if transfer.receives)
+            elif (
+                plant == "read"
+            ):  # the buffer that is received, as code would have it that does not wait
+                received = next(
+                    transfer.keeps for transfer in gpu.transfers._under_way if transfer.receives
+                )
                 GpuTensor(received, torch.cuda.current_device(), gpu).sum()
             for exchange in exchanges:
                 exchange.wait()
@@ -133,7 +150,9 @@ def exchange_job(hosts, plant: str) -> tuple[str, list]:
     return said, gpu.events
 
 
-@pytest.mark.parametrize(("plant", "because"), [("order", ""), ("written", "is sent"), ("read", "receives")])
+@pytest.mark.parametrize(
+    ("plant", "because"), [("order", ""), ("written", "is sent"), ("read", "receives")]
+)
 def test_exchanges_have_rules(pool, plant, because):
     outcomes = pool.run(2, exchange_job, plant)
     assert all(because in said and bool(said) == bool(because) for said, _ in outcomes)

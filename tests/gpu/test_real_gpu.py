@@ -1,6 +1,7 @@
 """What a real GPU computes, in sessions of their own that see it; to all other tests it is hidden.
 
-``APBV_TEST_ON_GPU=1 pytest tests/kernels tests/gpu/test_real_gpu.py`` starts such a session by hand.
+``APBV_TEST_ON_GPU=1 pytest tests/kernels tests/gpu/test_real_gpu.py`` starts such a session by
+hand.
 """
 
 import os
@@ -18,7 +19,11 @@ from apbv import Engine, HostGroup, PrefillConfig, SamplingParams, SpeculativeCo
 from patience import GROUP_TIMEOUT
 from scripts import ROOT, SCRIPT_TIMEOUT
 
-QUESTIONS = ["name the letters in order", "which letter has the border: red", "how many letters are shown"]
+QUESTIONS = [
+    "name the letters in order",
+    "which letter has the border: red",
+    "how many letters are shown",
+]
 METHODS = [
     {"method": "full"},
     {"passing_len": 16},
@@ -31,7 +36,12 @@ METHODS = [
 def test_a_session_on_the_gpu_passes(tests):
     if not list(Path("/dev").glob("nvidia[0-9]*")):
         pytest.skip("this machine has no GPU")
-    hidden = ("CUDA_VISIBLE_DEVICES", "TRITON_INTERPRET", "PYTEST_CURRENT_TEST", "PYTEST_XDIST_WORKER")
+    hidden = (
+        "CUDA_VISIBLE_DEVICES",
+        "TRITON_INTERPRET",
+        "PYTEST_CURRENT_TEST",
+        "PYTEST_XDIST_WORKER",
+    )
     environment = {name: value for name, value in os.environ.items() if name not in hidden}
     if (visible := environment.pop("APBV_TEST_GPUS")) != "all":
         environment["CUDA_VISIBLE_DEVICES"] = visible
@@ -66,16 +76,18 @@ def expected(index: int) -> list[list[int]]:
 @pytest.mark.gpu
 @pytest.mark.parametrize("index", range(len(METHODS)))
 def test_answers_are_those_of_the_cpu(index):
-    assert answers(HostGroup.single("cuda"), prefill=PrefillConfig(**METHODS[index])) == expected(index)
+    assert answers(HostGroup.single("cuda"), prefill=PrefillConfig(**METHODS[index])) == expected(
+        index
+    )
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("strategy", [None, "vanilla", "std"])
 def test_answers_in_a_batch_by_recorded_steps_are_those_of_the_cpu(strategy):
     options = {"speculate": SpeculativeConfig(strategy=strategy)} if strategy else {}
-    assert answers(HostGroup.single("cuda"), batched=True, prefill=PrefillConfig(method="full"), **options) == expected(
-        0
-    )
+    assert answers(
+        HostGroup.single("cuda"), batched=True, prefill=PrefillConfig(method="full"), **options
+    ) == expected(0)
 
 
 def shared_job(hosts: HostGroup, **prefill) -> tuple[list[list[int]], list[list[int]]]:
@@ -94,7 +106,11 @@ def test_hosts_that_share_a_gpu_answer_as_on_cpus(pool):
 @pytest.mark.gpu
 def test_the_doctor_finds_no_fault():
     result = subprocess.run(
-        [sys.executable, "-m", "apbv.doctor"], cwd=ROOT, capture_output=True, text=True, timeout=SCRIPT_TIMEOUT
+        [sys.executable, "-m", "apbv.doctor"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=SCRIPT_TIMEOUT,
     )
     assert result.returncode == 0, result.stdout + result.stderr
     assert re.search(r"ok +GPU ", result.stdout)

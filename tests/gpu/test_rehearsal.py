@@ -1,4 +1,5 @@
-"""Everything that runs on a GPU, rehearsed on one that is not there: the answers of the CPU, and no fault."""
+"""Everything that runs on a GPU, rehearsed on one that is not there: the answers of the CPU, and no
+fault."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,8 @@ from rehearsals import FURTHER_QUESTION, Case, on_gpus, resizing_as_on_gpu
 
 
 def rehearse(hosts: HostGroup, case: Case, clip: Path) -> tuple[list[int], list[int], Events]:
-    """The tokens of the answers on the CPU and on a pretended GPU a host, and what the host asked of that.
+    """The tokens of the answers on the CPU and on a pretended GPU a host, and what the host asked
+    of that.
 
     Raises:
         GpuError: a GPU would refuse something, or do it wrong.
@@ -33,18 +35,27 @@ SHORT = {"anchor_len": 4, "passing_len": 4}  # so that blocks are compressed
 SAMPLED = {"temperature": 0.9, "top_p": 0.9}
 
 
-def drafting(strategy: str, family: str = "qwen2_5_vl", request=None, prefill=None, **options) -> Case:
+def drafting(
+    strategy: str, family: str = "qwen2_5_vl", request=None, prefill=None, **options
+) -> Case:
     """A draft that is never switched off: what is drawn after that is drawn otherwise."""
     options = {"strategy": strategy, "keep_losing_draft": True, **options}
-    return Case(family, prefill={**SHORT, **(prefill or {})}, speculate=options, request=request or {})
+    return Case(
+        family, prefill={**SHORT, **(prefill or {})}, speculate=options, request=request or {}
+    )
 
 
 def reducing(family: str, reducer: str, reduce: dict | None = None, **prefill) -> Case:
-    return Case(family, prefill={"reduce": ReduceConfig(method=reducer, **(reduce or {})), **SHORT, **prefill})
+    return Case(
+        family,
+        prefill={"reduce": ReduceConfig(method=reducer, **(reduce or {})), **SHORT, **prefill},
+    )
 
 
 def sparse(prefill: dict | None = None, **settings) -> Case:
-    return Case("internvl", prefill={"sparse": SparseConfig(block_size=32, **settings), **(prefill or {})})
+    return Case(
+        "internvl", prefill={"sparse": SparseConfig(block_size=32, **settings), **(prefill or {})}
+    )
 
 
 # (hosts, case): families, kinds of attention, exchanges and drafts.
@@ -61,7 +72,13 @@ THOROUGH = [
     (2, reducing("qwen2_5_vl", "slowfast", kv="sharded")),
     (1, sparse(method="flexprefill", min_blocks=1)),
     (2, sparse(SHORT, method="spargeattn")),
-    (2, Case("qwen2_vl", prefill={"importance": "softmax", "kv": "sharded", "fused_query": False, **SHORT})),
+    (
+        2,
+        Case(
+            "qwen2_vl",
+            prefill={"importance": "softmax", "kv": "sharded", "fused_query": False, **SHORT},
+        ),
+    ),
     (3, drafting("hippo", family="qwen3_vl", draft_host=True, request=SAMPLED)),
     (1, drafting("specvlm", prune="kv", num_tree_nodes=6)),
     (2, Case("qwen3_5", prefill=SHORT)),
@@ -86,7 +103,9 @@ def test_in_half_precision_every_token_is_nearly_the_most_probable(clip):
     case, hosts = Case("qwen2_5_vl", torch.float16, reuse="kv"), HostGroup.single("cpu")
     tokens = rehearse(hosts, case, clip)[1][-4:]
     exact = replace(case, dtype=torch.float32).engine(hosts)
-    exact.model.load_state_dict(families.build_model(case.family, dtype=case.dtype, layers=2).state_dict())
+    exact.model.load_state_dict(
+        families.build_model(case.family, dtype=case.dtype, layers=2).state_dict()
+    )
     request = {"video": clip, "num_frames": 6}
     with resizing_as_on_gpu():
         exact.generate(QUESTION, max_new_tokens=4, **request)

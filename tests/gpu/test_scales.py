@@ -1,4 +1,5 @@
-"""Attention whose scores are scaled by nothing, or turned round, which the fused kernels of a GPU cannot."""
+"""Attention whose scores are scaled by nothing, or turned round, which the fused kernels of a GPU
+cannot."""
 
 import pytest
 import torch

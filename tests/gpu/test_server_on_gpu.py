@@ -1,4 +1,5 @@
-"""The server on pretended GPUs: one thread prefills while another decodes, and the answers are the CPU's."""
+"""The server on pretended GPUs: one thread prefills while another decodes, and the answers are the
+CPU's."""
 
 import asyncio
 import json
@@ -19,21 +20,46 @@ VIDEO = {"type": "video_url", "video_url": {"url": demo.video_path().name}}
 QUESTIONS = {
     "name the letters in order": {"max_tokens": 8},
     "how many letters are shown": {"max_tokens": 5, "temperature": 0.9, "top_p": 0.8, "seed": 3},
-    "which letter has the border: red": {"max_tokens": 12, "ignore_eos": True, "presence_penalty": 0.5},
-    "describe the clip shot by shot": {"max_tokens": 9, "n": 2, "temperature": 1.1, "seed": 7, "logprobs": True},
+    "which letter has the border: red": {
+        "max_tokens": 12,
+        "ignore_eos": True,
+        "presence_penalty": 0.5,
+    },
+    "describe the clip shot by shot": {
+        "max_tokens": 9,
+        "n": 2,
+        "temperature": 1.1,
+        "seed": 7,
+        "logprobs": True,
+    },
 }
 
 
 def answers(engine: Engine, split_tokens: int) -> list | None:
-    """What four clients get that ask at the same time, and one that wants the KV of a whole prompt; on host 0."""
+    """What four clients get that ask at the same time, and one that wants the KV of a whole prompt;
+    on host 0."""
     if not engine.hosts.is_leader:
         return follow_server(engine, FOLDER)
-    app = InProcess(model=engine, hands_over=True, media_dir=FOLDER, max_model_len=512, split_tokens=split_tokens)
+    app = InProcess(
+        model=engine,
+        hands_over=True,
+        media_dir=FOLDER,
+        max_model_len=512,
+        split_tokens=split_tokens,
+    )
 
     async def ask(text: str, **fields) -> dict:
         messages = [{"role": "user", "content": [VIDEO, {"type": "text", "text": text}]}]
-        body = {"model": "demo", "messages": messages, "num_frames": 8, "return_token_ids": True, **fields}
-        reply = await app.client.post("/v1/chat/completions", content=json.dumps(body), timeout=None)
+        body = {
+            "model": "demo",
+            "messages": messages,
+            "num_frames": 8,
+            "return_token_ids": True,
+            **fields,
+        }
+        reply = await app.client.post(
+            "/v1/chat/completions", content=json.dumps(body), timeout=None
+        )
         assert reply.status_code == 200, reply.text
         return reply.json()
 
@@ -58,14 +84,18 @@ def answers(engine: Engine, split_tokens: int) -> list | None:
         app.close()
 
 
-def serve_job(hosts: HostGroup, prefill: PrefillConfig, shares_gpu: bool, split_tokens: int) -> tuple:
+def serve_job(
+    hosts: HostGroup, prefill: PrefillConfig, shares_gpu: bool, split_tokens: int
+) -> tuple:
     """What clients get of the CPU and of GPUs; and whether this host's batch was replayed."""
     with resizing_as_on_gpu():
         engine = Engine.from_pretrained("demo", hosts=hosts, prefill=prefill, dtype="float32")
         expected = answers(engine, split_tokens)
         with rehearsal() as gpu:
             there = on_gpus(hosts, shares_gpu)
-            on_gpu = Engine(to_gpu(engine.model, gpu, there.device.index), engine.processor, there, prefill)
+            on_gpu = Engine(
+                to_gpu(engine.model, gpu, there.device.index), engine.processor, there, prefill
+            )
             on_gpu.warm_up(hosts.size)
             gpu.reset()
             found = answers(on_gpu, split_tokens)
@@ -87,6 +117,8 @@ SHORT = {"anchor_len": 4, "passing_len": 4}
     ],
 )
 def test_a_server_answers_several_clients_as_on_a_cpu(pool, num_hosts, prefill, others):
-    (expected, found, _, _), *_ = results = pool.run(num_hosts, serve_job, PrefillConfig(**prefill), *others)
+    (expected, found, _, _), *_ = results = pool.run(
+        num_hosts, serve_job, PrefillConfig(**prefill), *others
+    )
     assert found == expected and len(expected[3]) == 2
     assert any(replays for *_, replays, _ in results) and not any(waits for *_, waits in results)

@@ -1,4 +1,5 @@
-"""A server's engine on GPUs answers a question of its own first, which brings the first request's kernels."""
+"""A server's engine on GPUs answers a question of its own first, which brings the first request's
+kernels."""
 
 from pathlib import Path
 
@@ -14,7 +15,8 @@ from rehearsals import Case, on_gpus
 
 
 def warmed_job(hosts: HostGroup, clip: Path, in_batch: bool) -> tuple[set, set]:
-    """The kernels and exchanges of the first question, and those of them that were not launched before."""
+    """The kernels and exchanges of the first question, and those of them that were not launched
+    before."""
     with rehearsal() as gpu:
         engine = Case().engine(on_gpus(hosts), gpu)
         engine.warm_up(hosts.size if in_batch else 0)
@@ -23,7 +25,9 @@ def warmed_job(hosts: HostGroup, clip: Path, in_batch: bool) -> tuple[set, set]:
         state = engine.prefill("What happens here?", video=clip, num_frames=8)
         if in_batch:
             batch = Batch(engine.parts)
-            batch.join(state, Request(Question(), state.timer, sampling=SamplingParams(max_new_tokens=4)))
+            batch.join(
+                state, Request(Question(), state.timer, sampling=SamplingParams(max_new_tokens=4))
+            )
             with apbv_attention(engine.parts.language_model):
                 while batch:
                     batch.step()

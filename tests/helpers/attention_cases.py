@@ -11,11 +11,21 @@ BATCH, KV_HEADS = 2, 2
 INF = math.inf
 # Beside which the reference is compared with its definition.
 BACKENDS = ["torch", "triton"]
-# |out - exact| / |exact| over the whole result; half precision rounds inputs of P V and, where there are
-# several segments, every partial result. Triton has exp2 in fp32 only.
-OUT_TOLERANCE = {torch.float64: 1e-14, torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+# |out - exact| / |exact| over the whole result; half precision rounds inputs of P V and, where
+# there are several segments, every partial result. Triton has exp2 in fp32 only.
+OUT_TOLERANCE = {
+    torch.float64: 1e-14,
+    torch.float32: 2e-6,
+    torch.float16: 1e-3,
+    torch.bfloat16: 8e-3,
+}
 # Scores are accumulated in fp32 at least.
-LSE_TOLERANCE = {torch.float64: 1e-13, torch.float32: 3e-6, torch.float16: 2e-4, torch.bfloat16: 4e-4}
+LSE_TOLERANCE = {
+    torch.float64: 1e-13,
+    torch.float32: 3e-6,
+    torch.float16: 2e-4,
+    torch.bfloat16: 4e-4,
+}
 
 
 def randn(*shape, dtype=torch.float64, seed=0):
@@ -41,7 +51,9 @@ def assert_lse_close(lse, exact, tolerance):
     nothing = exact == -INF
     assert torch.equal(lse == -INF, nothing)
     difference = (lse.double() - exact)[~nothing].abs()
-    assert not len(difference) or difference.max() <= tolerance * max(1.0, float(exact[~nothing].abs().max()))
+    assert not len(difference) or difference.max() <= tolerance * max(
+        1.0, float(exact[~nothing].abs().max())
+    )
 
 
 def assert_attention(result, exact, dtype):

@@ -14,7 +14,8 @@ _PIECE = 1024
 
 
 def tune(start: float, stop: float, rate: int = RATE) -> np.ndarray:
-    """float32 ``[samples]``: a tone that becomes louder every tenth of a second; no two moments are alike."""
+    """float32 ``[samples]``: a tone that becomes louder every tenth of a second; no two moments are
+    alike."""
     t = np.arange(round(start * rate), round(stop * rate)) / rate
     return (np.sin(2 * np.pi * 440 * t) * (1 + np.floor(10 * t)) / 100).astype(np.float32)
 
@@ -32,7 +33,8 @@ def write(
     """Write the tune, and with it a video.
 
     Args:
-        parts: from when to when it sounds, in seconds; none: the file has an audio track without samples.
+        parts: from when to when it sounds, in seconds; none: the file has an audio track without
+            samples.
         channels: how loud it is in each.
         video: from when to when there are frames; None: an audio file.
         size: height and width of the frames.
@@ -43,13 +45,17 @@ def write(
             frames = out.add_stream("libx264", rate=fps)
             frames.height, frames.width, frames.pix_fmt = *size, "yuv420p"
             frames.codec_context.gop_size = 10
-            frames.options = {"x264-params": "asm=0"}  # with its assembly, x264 does not always write the same file
+            frames.options = {
+                "x264-params": "asm=0"
+            }  # with its assembly, x264 does not always write the same file
         track = out.add_stream(codec, rate=rate, layout=layout)
         if not parts:
             out.start_encoding()
         if video is not None:
             for i in range(round((video[1] - video[0]) * fps)):
-                frame = av.VideoFrame.from_ndarray(picture(i, *size), format="rgb24").reformat(format="yuv420p")
+                frame = av.VideoFrame.from_ndarray(picture(i, *size), format="rgb24").reformat(
+                    format="yuv420p"
+                )
                 frame.pts, frame.time_base = i + round(video[0] * fps), Fraction(1, fps)
                 out.mux(frames.encode(frame))
             out.mux(frames.encode())

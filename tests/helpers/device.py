@@ -1,4 +1,5 @@
-"""What kernels are tested on: a GPU if there is one, or else the CPU, where Triton's are interpreted."""
+"""What kernels are tested on: a GPU if there is one, or else the CPU, where Triton's are
+interpreted."""
 
 import torch
 

@@ -3,16 +3,16 @@
 A code block's info string says how it is tested. Behind the language stands one of these marks:
 
 ``quickstart``  ``.ci/run`` and tests/test_readme.py run the commands as they stand
-``run``         the commands, or the script, are run; a block ``output`` behind it is what they print to stdout
-``ask``         clips are rendered, and asked about, as the commands say
+``run``         the commands, or the script, are run; a block ``output`` behind it is what they
+print to stdout ``ask``         clips are rendered, and asked about, as the commands say
 ``parse``       the scripts parse the options, for what needs GPUs, several machines or hours
 ``install``     the extra that pip installs exists
 ``serve``       a server is started as the first line says, and asked as the rest says
 ``client``      the script is run against that server
 ``compile``     the script is compiled, for what needs vLLM
 ``vllm``        the connector that the command names exists
-``deploy``      the files that the commands name exist, for programs that are not part of the project
-``output``      what the block before prints
+``deploy``      the files that the commands name exist, for programs that are not part of the
+project ``output``      what the block before prints
 ``layout``      a drawing, or the form of something
 """
 
@@ -28,7 +28,12 @@ from scripts import ROOT
 from support.clips import DEMO_CLIP, make_clip, questions
 
 README = ROOT / "README.md"
-PAGES = (README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md")))
+PAGES = (
+    README,
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+)
 
 _BLOCK = re.compile(r"^```(.*)\n((?:.*\n)*?)^```$", re.MULTILINE)
 _ASSIGNMENT = re.compile(r"[A-Z_]+=\S*")
@@ -65,7 +70,10 @@ class Block:
 def blocks_in(page: Path, text: str | None = None) -> list[Block]:
     """The code blocks of a page, in order."""
     text = page.read_text(encoding="utf-8") if text is None else text
-    return [Block(page, text.count("\n", 0, found.start()) + 1, found[1], found[2]) for found in _BLOCK.finditer(text)]
+    return [
+        Block(page, text.count("\n", 0, found.start()) + 1, found[1], found[2])
+        for found in _BLOCK.finditer(text)
+    ]
 
 
 BLOCKS = [block for page in PAGES for block in blocks_in(page)]
@@ -166,12 +174,17 @@ def read_command(command: str) -> Job | None:
 
 
 def _module_file(module: str) -> Path:
-    """Where a module that is run should lie below the root: in launch/, in apbv/, or as a package's main one."""
+    """Where a module that is run should lie below the root: in launch/, in apbv/, or as a package's
+    main one."""
     inside = module.removeprefix("apbv.").replace(".", "/")
     files = [Path(inside).with_suffix(".py"), Path("apbv", inside).with_suffix(".py")]
-    return next((file for file in files if (ROOT / file).is_file()), Path("apbv", inside, "__main__.py"))
+    return next(
+        (file for file in files if (ROOT / file).is_file()), Path("apbv", inside, "__main__.py")
+    )
 
 
 def answer_to(question: str) -> str:
     """The right answer to a question about the packaged clip."""
-    return next(answer for _, asked, answer in questions(make_clip(*DEMO_CLIP)) if asked == question)
+    return next(
+        answer for _, asked, answer in questions(make_clip(*DEMO_CLIP)) if asked == question
+    )

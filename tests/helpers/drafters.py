@@ -1,4 +1,5 @@
-"""Drafters that know the answer and err where a test tells them to, and decoders to verify what they draft."""
+"""Drafters that know the answer and err where a test tells them to, and decoders to verify what
+they draft."""
 
 import torch
 
@@ -30,7 +31,9 @@ class ScriptedDrafter(Drafter):
     def propose(self, tokens, tree):
         assert tokens == self.answer[: len(tokens)]
         right = self.answer[len(tokens) :][: tree.depth]
-        return Proposal([t if self.pattern(place) else (t + 1) % VOCABULARY for place, t in enumerate(right)])
+        return Proposal(
+            [t if self.pattern(place) else (t + 1) % VOCABULARY for place, t in enumerate(right)]
+        )
 
 
 def decoders(model, hosts: HostGroup, batch: dict, query_start, kv: str):
@@ -40,11 +43,16 @@ def decoders(model, hosts: HostGroup, batch: dict, query_start, kv: str):
     config = PrefillConfig(kv=kv, passing_len=UNCOMPRESSED, on_single_host=True)
     state = prefill(model, inputs, hosts=hosts, config=config)
     decoder = Decoder(parts, state.kv, state.next_position)
-    return decoder, state, lambda: state.kv.cache.gather(hosts) if kv == "sharded" else state.kv.cache
+    return (
+        decoder,
+        state,
+        lambda: state.kv.cache.gather(hosts) if kv == "sharded" else state.kv.cache,
+    )
 
 
 class ScriptedTree(ScriptedDrafter):
-    """Knows the answer, and puts it where it is told to; other branches say the right thing in a wrong place."""
+    """Knows the answer, and puts it where it is told to; other branches say the right thing in a
+    wrong place."""
 
     def propose(self, tokens, tree):
         assert tokens == self.answer[: len(tokens)] and tree.num_drafted

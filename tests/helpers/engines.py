@@ -18,7 +18,8 @@ def write_clip(path: Path, frames: torch.Tensor) -> None:
     import av
 
     with av.open(str(path), "w") as container:
-        # Without its assembly, with which x264 does not always write the same file of the same frames.
+        # Without its assembly, with which x264 does not always write the same file of the same
+        # frames.
         options = {"g": "8", "bf": "2", "x264-params": "asm=0"}
         stream = container.add_stream("libx264", rate=10, options=options)
         stream.height, stream.width, stream.pix_fmt = frames.shape[2], frames.shape[3], "yuv420p"
@@ -43,7 +44,11 @@ def build_engine(
     """An engine that has the target and the draft on the hosts that need them."""
     is_beside = speculate is not None and speculate.draft_host
     is_draft = is_beside and hosts.rank == hosts.size - 1
-    needs_draft = speculate and STRATEGIES[speculate.strategy].needs_draft_model and (is_draft or not is_beside)
+    needs_draft = (
+        speculate
+        and STRATEGIES[speculate.strategy].needs_draft_model
+        and (is_draft or not is_beside)
+    )
     build = partial(families.build_model, family, dtype=dtype, layers=layers)
     model = None if is_draft else to_device(build())
     draft = to_device(build(seed=draft_seed)) if needs_draft else None

@@ -2,7 +2,8 @@
 
 The model classes, configurations, processors and video processors are the library's own; only the
 sizes, the weights and the byte-level tokenizer are ours. Weights are drawn so that activations keep
-unit scale: attention really selects, biases and norms are not neutral, and greedy continuations vary.
+unit scale: attention really selects, biases and norms are not neutral, and greedy continuations
+vary.
 """
 
 from __future__ import annotations
@@ -45,7 +46,14 @@ HYBRID_FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen3_5_text", "qwen
 _QWEN3_ALIKE = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 
 SPECIAL_TOKENS = (
-    *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>"),
+    *(
+        "<|endoftext|>",
+        "<|im_start|>",
+        "<|im_end|>",
+        "<|vision_start|>",
+        "<|vision_end|>",
+        "<|vision_pad|>",
+    ),
     *("<|image_pad|>", "<|video_pad|>", "<image>", "<video>", "<img>", "</img>", "<IMG_CONTEXT>"),
 )
 EOS, PAD = "<|im_end|>", "<|endoftext|>"
@@ -62,10 +70,14 @@ def build_tokenizer(family: str) -> tf.PreTrainedTokenizerFast:
     """A byte-level tokenizer (one token a byte) with the special tokens of every family."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
-    backend.normalizer = normalizers.NFC()  # as Qwen2Tokenizer, which AutoTokenizer puts in for qwen2
+    backend.normalizer = (
+        normalizers.NFC()
+    )  # as Qwen2Tokenizer, which AutoTokenizer puts in for qwen2
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in _special_tokens(family)])
+    backend.add_special_tokens(
+        [AddedToken(t, special=True, normalized=False) for t in _special_tokens(family)]
+    )
     own = _OWN.get(family, {})
     named = {"extra_special_tokens": own["named"]} if "named" in own else {}
     return tf.PreTrainedTokenizerFast(
@@ -84,7 +96,9 @@ def _special_tokens(family: str) -> tuple[str, ...]:
 
 def _chat_template(family: str) -> str:
     """ChatML turns; content is a string or a list of text, image, video and audio parts."""
-    placeholders = [text.replace("\n", "\\n") for text in _OWN.get(family, {}).get("placeholders", [])]
+    placeholders = [
+        text.replace("\n", "\\n") for text in _OWN.get(family, {}).get("placeholders", [])
+    ]
     image, video, audio, *_ = (*placeholders, "", "", "")
     return (
         "{%- for message in messages -%}"
@@ -123,12 +137,19 @@ def build_processor(family: str):
         )
     processor = getattr(tf, f"{classes['name']}Processor")(**parts)
     if family == OMNI:
-        processor.videos_kwargs = {"size": own["video"]["size"]}  # of its own it makes 128 tokens of a frame at least
+        processor.videos_kwargs = {
+            "size": own["video"]["size"]
+        }  # of its own it makes 128 tokens of a frame at least
     return processor
 
 
 def build_config(
-    family: str, *, layers: int | None = None, heads: int = HEADS, kv_heads: int = KV_HEADS, decoder: str = "qwen2"
+    family: str,
+    *,
+    layers: int | None = None,
+    heads: int = HEADS,
+    kv_heads: int = KV_HEADS,
+    decoder: str = "qwen2",
 ) -> tf.PreTrainedConfig:
     """The family's configuration, tiny, with token ids that match ``build_tokenizer``.
 
@@ -154,13 +175,25 @@ def build_config(
     if family in ("llama", "mistral", "smollm3", "glm4") or "qwen3" in (family[:5], decoder[:5]):
         text["head_dim"] = HEAD_DIM
     if family == "glm4v_moe":
-        text |= {"n_routed_experts": 5, "n_shared_experts": 1, "first_k_dense_replace": 1, "norm_topk_prob": True}
+        text |= {
+            "n_routed_experts": 5,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "norm_topk_prob": True,
+        }
         text |= {"num_experts_per_tok": 2, "moe_intermediate_size": HIDDEN}
     elif family.endswith("_moe") or decoder.endswith("_moe"):
-        text |= {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": HIDDEN, "norm_topk_prob": True}
+        text |= {
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": HIDDEN,
+            "norm_topk_prob": True,
+        }
     if family in HYBRID_FAMILIES:
         text["rope_parameters"]["partial_rotary_factor"] = 0.5
-        text["layer_types"] = ["full_attention" if index % 2 else "linear_attention" for index in range(layers)]
+        text["layer_types"] = [
+            "full_attention" if index % 2 else "linear_attention" for index in range(layers)
+        ]
         text |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8}
         text |= {"linear_value_head_dim": 12}
         if family not in ("qwen3_5", "qwen3_5_text"):
@@ -180,7 +213,9 @@ def build_config(
 
     is_glm, own = family.startswith("glm4"), deepcopy(_OWN[family])
     if is_glm or family in ("qwen2_vl", "qwen2_5_vl", OMNI, *_QWEN3_ALIKE):
-        section = {"mrope_section": [2, 3, 3]}  # halves of the rotary dimensions: time, height, width
+        section = {
+            "mrope_section": [2, 3, 3]
+        }  # halves of the rotary dimensions: time, height, width
         if family in _QWEN3_ALIKE:
             section = {"mrope_section": [4, 2, 2], "mrope_interleaved": True}
         if family in HYBRID_FAMILIES:
@@ -200,11 +235,13 @@ def build_config(
     )
 
 
-def build_model(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **sizes: int) -> tf.PreTrainedModel:
+def build_model(
+    family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **sizes: int
+) -> tf.PreTrainedModel:
     """The family's own model class with random weights, in eval mode, with sdpa attention.
 
-    ``sizes`` are those of ``build_config``, of the text model. The same arguments give the same weights;
-    the global random state is left as it was.
+    ``sizes`` are those of ``build_config``, of the text model. The same arguments give the same
+    weights; the global random state is left as it was.
     """
     config = build_config(family, **sizes)
     auto = tf.AutoModelForCausalLM if family in TEXT_FAMILIES else tf.AutoModelForImageTextToText
@@ -212,7 +249,9 @@ def build_model(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float3
         torch.manual_seed(seed)
         # Grouped products of experts have no kernel for doubles.
         has_experts = "_moe" in family or family == "qwen3_next"
-        experts = {"experts_implementation": "eager"} if dtype == torch.float64 and has_experts else {}
+        experts = (
+            {"experts_implementation": "eager"} if dtype == torch.float64 and has_experts else {}
+        )
         model = auto.from_config(config, attn_implementation="sdpa", **experts)
         _randomise(model)
     text = config.get_text_config()
@@ -226,13 +265,17 @@ def build_model(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float3
 def _randomise(model: nn.Module) -> None:
     """Draw weights that keep activations at unit scale, and move norms and biases off neutral.
 
-    Special tokens get small output weights, so that greedy decoding emits bytes, never a placeholder or EOS.
+    Special tokens get small output weights, so that greedy decoding emits bytes, never a
+    placeholder or EOS.
     """
     for module in model.modules():
         for name, weight in module.named_parameters(recurse=False):
             if isinstance(module, nn.Embedding):
                 weight.normal_(std=0.5)
-            elif isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)) and name == "weight":
+            elif (
+                isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d))
+                and name == "weight"
+            ):
                 weight.normal_(std=1.7 / weight[0].numel() ** 0.5)
             elif type(module).__name__.endswith(("Experts", "Router")):
                 weight.normal_(std=1.7 / weight.shape[-1] ** 0.5)
@@ -244,14 +287,17 @@ def _randomise(model: nn.Module) -> None:
 
 
 def save_checkpoint(family: str, directory: str | Path, **kwargs) -> Path:
-    """Write model (``kwargs`` go to ``build_model``) and processor so that the Auto classes load them."""
+    """Write model (``kwargs`` go to ``build_model``) and processor so that the Auto classes load
+    them."""
     directory = Path(directory)
     build_model(family, **kwargs).save_pretrained(directory)
     build_processor(family).save_pretrained(directory)
     return directory
 
 
-def synthetic_video(frames: int = 10, height: int = 84, width: int = 112, *, seed: int = 0) -> torch.Tensor:
+def synthetic_video(
+    frames: int = 10, height: int = 84, width: int = 112, *, seed: int = 0
+) -> torch.Tensor:
     """A uint8 [frames, 3, height, width] clip: drifting colour gradients with some noise."""
     generator = torch.Generator().manual_seed(seed)
     t = torch.arange(frames).view(-1, 1, 1, 1)
@@ -269,7 +315,8 @@ def synthetic_image(height: int = 84, width: int = 112, *, seed: int = 0):
 
 
 def timed(processor, batch: dict, metadata: list) -> dict:
-    """A processor's batch at the rates that its videos' frames really have, as ``VideoMetadata`` says.
+    """A processor's batch at the rates that its videos' frames really have, as ``VideoMetadata``
+    says.
 
     Qwen2.5-Omni's processor does not ask the metadata: it is told one rate for all videos.
     """

@@ -1,6 +1,7 @@
 """An H.264 stream whose fields are pictures of their own, as broadcasters write and x264 does not.
 
-Every macroblock holds its samples as they are (I_PCM), so that the encoder is no more than a writer of bits.
+Every macroblock holds its samples as they are (I_PCM), so that the encoder is no more than a writer
+of bits.
 """
 
 from fractions import Fraction
@@ -46,20 +47,37 @@ class _Bits:
 
 
 def _parameters(scaling: bool) -> bytes:
-    """Sequence and picture parameter sets: High profile, frame numbers of 4 bits, picture order of 4."""
+    """Sequence and picture parameter sets: High profile, frame numbers of 4 bits, picture order of
+    4."""
     sps = _Bits().u(8, 100).u(8, 0).u(8, 40).ue(0, 1, 0, 0).u(1, 0).u(1, scaling)
     if scaling:  # eight lists, of which two are written
         sps.u(1, 1)
         for step in range(16):
             sps.ue(1 if step else 15)  # +1 each, from 8 + 8
         sps.u(1, 1).ue(16).u(6, 0)  # -8: the second is the default one
-    sps.ue(0, 0, 0, 1).u(1, 0).ue(WIDTH // 16 - 1, HEIGHT // 32 - 1).u(1, 0).u(1, 0)  # fields or frames, no MBAFF
+    sps.ue(0, 0, 0, 1).u(1, 0).ue(WIDTH // 16 - 1, HEIGHT // 32 - 1).u(1, 0).u(
+        1, 0
+    )  # fields or frames, no MBAFF
     sps.u(1, 1).u(1, 0).u(1, 0)
-    pps = _Bits().ue(0, 0).u(1, 0).u(1, 0).ue(0, 0, 0).u(1, 0).u(2, 0).ue(0, 0, 0).u(1, 1).u(1, 0).u(1, 0)
+    pps = (
+        _Bits()
+        .ue(0, 0)
+        .u(1, 0)
+        .u(1, 0)
+        .ue(0, 0, 0)
+        .u(1, 0)
+        .u(2, 0)
+        .ue(0, 0, 0)
+        .u(1, 1)
+        .u(1, 0)
+        .u(1, 0)
+    )
     return sps.unit(0x67) + pps.unit(0x68)
 
 
-def _picture(planes: list[np.ndarray], number: int, bottom: int | None, idr: bool, idr_id: int) -> bytes:
+def _picture(
+    planes: list[np.ndarray], number: int, bottom: int | None, idr: bool, idr_id: int
+) -> bytes:
     """One slice: a field, or a frame where `bottom` is None."""
     bits = _Bits().ue(0, 7, 0).u(4, number % 16).u(1, bottom is not None)
     if bottom is not None:
@@ -81,7 +99,12 @@ def _picture(planes: list[np.ndarray], number: int, bottom: int | None, idr: boo
 
 
 def write(
-    path, n: int = 12, frames: tuple[int, ...] = (), scaling: bool = False, late: bool = False, together: bool = False
+    path,
+    n: int = 12,
+    frames: tuple[int, ...] = (),
+    scaling: bool = False,
+    late: bool = False,
+    together: bool = False,
 ) -> str:
     """Write n frames of 25 a second, each as two packets, or with both fields together in one.
 
@@ -92,7 +115,9 @@ def write(
     """
     pieces = []
     for i in range(n):
-        frame = av.VideoFrame.from_ndarray(picture(i, HEIGHT, WIDTH), format="rgb24").reformat(format="yuv420p")
+        frame = av.VideoFrame.from_ndarray(picture(i, HEIGHT, WIDTH), format="rgb24").reformat(
+            format="yuv420p"
+        )
         whole = frame.to_ndarray()
         planes = [whole[:HEIGHT], *whole[HEIGHT:].reshape(2, HEIGHT // 2, WIDTH // 2)]
         number = i % 6  # an IDR picture every six
@@ -113,7 +138,11 @@ def write(
         stream.time_base = Fraction(1, 90000)
         for i, parity, data in pieces:
             packet = av.Packet((_parameters(scaling) if (i, parity) == (0, 0) else b"") + data)
-            packet.stream, packet.time_base, packet.is_keyframe = stream, Fraction(1, 90000), i % 6 == parity == 0
+            packet.stream, packet.time_base, packet.is_keyframe = (
+                stream,
+                Fraction(1, 90000),
+                i % 6 == parity == 0,
+            )
             packet.pts = packet.dts = 3600 * i + 1800 * parity * late
             out.mux(packet)
     return str(path)

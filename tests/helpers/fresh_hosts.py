@@ -1,4 +1,5 @@
-"""Host processes for one test alone, which may fail, hang or be killed, and what they exchange there."""
+"""Host processes for one test alone, which may fail, hang or be killed, and what they exchange
+there."""
 
 import multiprocessing as mp
 import time
@@ -30,7 +31,8 @@ def described(job: Callable, *args) -> str:
 
 @dataclass
 class Outcome:
-    """What became of one host's process: the job's result, or its error; and how the process ended."""
+    """What became of one host's process: the job's result, or its error; and how the process
+    ended."""
 
     result: Any = None
     error: str | None = None
@@ -40,7 +42,8 @@ class Outcome:
 
 @dataclass
 class Store:
-    """How the hosts of a fresh group find each other: a file, or a store in the memory of host 0."""
+    """How the hosts of a fresh group find each other: a file, or a store in the memory of host
+    0."""
 
     folder: Path
     in_host_0: bool = False
@@ -61,11 +64,15 @@ class Store:
         return {"store": store}
 
 
-def serve_fresh(pipe, rank: int, size: int, store: Store, timeout: float, job: Callable, args: tuple) -> None:
+def serve_fresh(
+    pipe, rank: int, size: int, store: Store, timeout: float, job: Callable, args: tuple
+) -> None:
     torch.set_num_threads(1)
     failure_watch.POLL_SECONDS = heartbeat._BEAT_SECONDS = 0.1
     longest = timedelta(seconds=GROUP_TIMEOUT)
-    dist.init_process_group("gloo", rank=rank, world_size=size, timeout=longest, **store.arguments(rank, size))
+    dist.init_process_group(
+        "gloo", rank=rank, world_size=size, timeout=longest, **store.arguments(rank, size)
+    )
     hosts = HostGroup.from_process_group(dist.group.WORLD, "cpu", timeout, owns_group=True)
     began = time.monotonic()
     outcome = Outcome()
@@ -81,8 +88,11 @@ def serve_fresh(pipe, rank: int, size: int, store: Store, timeout: float, job: C
         hosts.close()
 
 
-def run_fresh(store: Store, size: int, job: Callable, *args, timeout: float = GROUP_TIMEOUT) -> list[Outcome]:
-    """Run ``job(hosts, *args)`` on a group of new processes, as a program would that lets its errors out."""
+def run_fresh(
+    store: Store, size: int, job: Callable, *args, timeout: float = GROUP_TIMEOUT
+) -> list[Outcome]:
+    """Run ``job(hosts, *args)`` on a group of new processes, as a program would that lets its
+    errors out."""
     pipes, processes = [], []
     for rank in range(size):
         ours, theirs = mp.Pipe(duplex=False)

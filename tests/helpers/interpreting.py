@@ -1,7 +1,8 @@
 """Triton's interpreter, without what it does anew at every launch.
 
-Before each launch it looks through Triton's language for functions to replace, and afterwards puts them back: more
-work than most kernels of a test. In a process that only interprets, they may stay replaced.
+Before each launch it looks through Triton's language for functions to replace, and afterwards puts
+them back: more work than most kernels of a test. In a process that only interprets, they may stay
+replaced.
 """
 
 from types import SimpleNamespace
@@ -14,8 +15,11 @@ _replaced: set[frozenset[str]] = set()
 
 
 def _replace_once(function) -> SimpleNamespace:
-    """Replace the language's functions, once for every set of modules through which kernels' files know them."""
-    known = frozenset(each.__name__ for each in function.__globals__.values() if each is tl or each is tl.core)
+    """Replace the language's functions, once for every set of modules through which kernels' files
+    know them."""
+    known = frozenset(
+        each.__name__ for each in function.__globals__.values() if each is tl or each is tl.core
+    )
     if known not in _replaced:
         _replace_for(function)
         _replaced.add(known)

@@ -1,4 +1,5 @@
-"""Video files of kinds that people have and encoders seldom write, made here; each as FFmpeg itself reads it."""
+"""Video files of kinds that people have and encoders seldom write, made here; each as FFmpeg itself
+reads it."""
 
 import re
 from fractions import Fraction
@@ -25,7 +26,8 @@ def joined(target, *paths) -> str:
 
 
 def renamed_boxes(path: str, target, *names: bytes, last: bool = False) -> str:
-    """Rename the first boxes of these names in an mp4, or the last: what nobody knows, nobody reads."""
+    """Rename the first boxes of these names in an mp4, or the last: what nobody knows, nobody
+    reads."""
     content = Path(path).read_bytes()
     for name in names:
         at = content.rindex(name) if last else content.index(name)
@@ -35,7 +37,8 @@ def renamed_boxes(path: str, target, *names: bytes, last: bool = False) -> str:
 
 
 def streams(target, change, *paths, options=None) -> str:
-    """Copy all streams of files into one, in order of time; change(number, stream, packet) may drop some."""
+    """Copy all streams of files into one, in order of time; change(number, stream, packet) may drop
+    some."""
     sources, packets = [av.open(str(path)) for path in paths], []
     with av.open(str(target), "w", options=options or {}) as out:
         for number, source in enumerate(sources):
@@ -98,7 +101,9 @@ def thumbnail_first(d) -> str:
         video = out.add_stream("libx264", rate=25)
         video.height, video.width, video.pix_fmt = 48, 64, "yuv420p"
         still.disposition, video.disposition = Disposition(0), Disposition.default
-        frame = av.VideoFrame.from_ndarray(picture(0, 32, 48), format="rgb24").reformat(format="yuvj420p")
+        frame = av.VideoFrame.from_ndarray(picture(0, 32, 48), format="rgb24").reformat(
+            format="yuvj420p"
+        )
         frame.pts, frame.time_base = 0, Fraction(1, 25)
         out.mux(still.encode(frame))
         for i in range(30):
@@ -128,19 +133,36 @@ REFRESH = "intra-refresh=1:scenecut=0:bframes=0"
 
 # What makes a file, and the times of its frames.
 KINDS = {
-    "intra refresh": (lambda d: encode(d / "a.mp4", n=60, gop=15, bframes=0, x264=REFRESH), constant(60)),
+    "intra refresh": (
+        lambda d: encode(d / "a.mp4", n=60, gop=15, bframes=0, x264=REFRESH),
+        constant(60),
+    ),
     "intra refresh, cut": (
         lambda d: remux(
-            encode(d / "b.mp4", n=60, gop=15, bframes=0, x264=REFRESH), d / "a.mkv", lambda i, p: p if i > 20 else None
+            encode(d / "b.mp4", n=60, gop=15, bframes=0, x264=REFRESH),
+            d / "a.mkv",
+            lambda i, p: p if i > 20 else None,
         ),
         None,
     ),
     "fields in mkv": (lambda d: field_stream.write(d / "a.mkv", late=True), constant(12)),
-    "fields in mp4": (lambda d: field_stream.write(d / "a.mp4", late=True, scaling=True), constant(12)),
+    "fields in mp4": (
+        lambda d: field_stream.write(d / "a.mp4", late=True, scaling=True),
+        constant(12),
+    ),
     "fields in ts": (lambda d: field_stream.write(d / "a.ts", late=True), constant(12)),
-    "intra refresh in ts": (lambda d: encode(d / "a.ts", n=90, gop=20, bframes=0, x264=REFRESH), constant(90)),
-    "fields behind frames": (lambda d: field_stream.write(d / "a.mkv", frames=(0, 1, 2, 7)), constant(12)),
-    "fields and frames": (lambda d: field_stream.write(d / "a.mkv", frames=(2, 3, 7)), constant(12)),
+    "intra refresh in ts": (
+        lambda d: encode(d / "a.ts", n=90, gop=20, bframes=0, x264=REFRESH),
+        constant(90),
+    ),
+    "fields behind frames": (
+        lambda d: field_stream.write(d / "a.mkv", frames=(0, 1, 2, 7)),
+        constant(12),
+    ),
+    "fields and frames": (
+        lambda d: field_stream.write(d / "a.mkv", frames=(2, 3, 7)),
+        constant(12),
+    ),
     "both fields in a packet": (  # of which FFmpeg does not give out the last
         lambda d: field_stream.write(d / "a.mp4", together=True),
         constant(11),
@@ -150,28 +172,47 @@ KINDS = {
         constant(60),
     ),
     "MPEG-4 without a sync table": (
-        lambda d: renamed_boxes(encode(d / "b.mp4", n=40, codec="mpeg4", gop=12, bframes=0), d / "a.mp4", b"stss"),
+        lambda d: renamed_boxes(
+            encode(d / "b.mp4", n=40, codec="mpeg4", gop=12, bframes=0), d / "a.mp4", b"stss"
+        ),
         constant(40),
     ),
     "twins": (
         lambda d: twins(encode(d / "b.webm", n=30, codec="libvpx", bframes=None), d / "a.mkv"),
         np.sort([*constant(30)[:7], 0.24, 0.24, *constant(30)[9:]]),
     ),
-    "times at a variable rate": (lambda d: encode(d / "a.mp4", n=12, pts=VFR_MS), np.array(VFR_MS) / 1000),
+    "times at a variable rate": (
+        lambda d: encode(d / "a.mp4", n=12, pts=VFR_MS),
+        np.array(VFR_MS) / 1000,
+    ),
     "negative times": (
         lambda d: streams(
-            d / "a.mkv", shifted(-1.5), encode(d / "b.mkv", n=60), options={"avoid_negative_ts": "disabled"}
+            d / "a.mkv",
+            shifted(-1.5),
+            encode(d / "b.mkv", n=60),
+            options={"avoid_negative_ts": "disabled"},
         ),
         constant(60),
     ),
-    "last frame stays": (lambda d: lasting(encode(d / "b.mp4", n=30, bframes=0), d / "a.mp4", 16), constant(30)),
+    "last frame stays": (
+        lambda d: lasting(encode(d / "b.mp4", n=30, bframes=0), d / "a.mp4", 16),
+        constant(30),
+    ),
     "picture first": (thumbnail_first, constant(30)),
-    "two recordings": (lambda d: joined(d / "a.ts", encode(d / "b.ts", n=20), encode(d / "c.ts", n=60)), constant(80)),
+    "two recordings": (
+        lambda d: joined(d / "a.ts", encode(d / "b.ts", n=20), encode(d / "c.ts", n=60)),
+        constant(80),
+    ),
     "size grows": (
-        lambda d: joined(d / "a.ts", encode(d / "b.ts", n=20), encode(d / "c.ts", n=20, size=(96, 128))),
+        lambda d: joined(
+            d / "a.ts", encode(d / "b.ts", n=20), encode(d / "c.ts", n=20, size=(96, 128))
+        ),
         constant(40),
     ),
-    "tags in Latin-1": (lambda d: patched_tags(encode(d / "b.mkv", n=20), d / "a.mkv"), constant(20)),
+    "tags in Latin-1": (
+        lambda d: patched_tags(encode(d / "b.mkv", n=20), d / "a.mkv"),
+        constant(20),
+    ),
     "a colon in the name": (lambda d: encode(d / "12:30.mp4", n=20), constant(20)),
     "GIF": (lambda d: animation(d / "a.gif"), constant(6, 10)),
     "animated PNG": (lambda d: animation(d / "a.png"), constant(6, 10)),

@@ -31,19 +31,42 @@ Layers = list[tuple[Tensor, Tensor]]
 def a_ticket(**changes) -> Ticket:
     """A ticket for KV of 12 tokens, two layers and three KV heads of eight numbers."""
     n = changes.get("num_tokens", 12)
-    values = {"transfer": new_transfer(), "token": new_token(), "sources": (("127.0.0.1", 9),), "num_tokens": n}
-    values |= {"tokens_sha256": digest_of_tokens(range(n)), "positions_sha256": digest_of_positions(torch.arange(n))}
-    values |= {"position_rule": "vllm", "model": "demo", "config_sha256": "c", "weights_sha256": "w"}
+    values = {
+        "transfer": new_transfer(),
+        "token": new_token(),
+        "sources": (("127.0.0.1", 9),),
+        "num_tokens": n,
+    }
+    values |= {
+        "tokens_sha256": digest_of_tokens(range(n)),
+        "positions_sha256": digest_of_positions(torch.arange(n)),
+    }
+    values |= {
+        "position_rule": "vllm",
+        "model": "demo",
+        "config_sha256": "c",
+        "weights_sha256": "w",
+    }
     values |= {"revision": None, "family": "llama"}
-    values |= {"dtype": "bfloat16", "num_layers": 2, "num_kv_heads": 3, "head_dim": 8, "method": "apbv"}
+    values |= {
+        "dtype": "bfloat16",
+        "num_layers": 2,
+        "num_kv_heads": 3,
+        "head_dim": 8,
+        "method": "apbv",
+    }
     return Ticket(**values | {"exact": False} | changes)
 
 
-def made_up(num_layers: int = 2, num_tokens: int = 12, num_kv_heads: int = 3, head_dim: int = 8) -> Layers:
+def made_up(
+    num_layers: int = 2, num_tokens: int = 12, num_kv_heads: int = 3, head_dim: int = 8
+) -> Layers:
     """KV ``[1, Hkv, n, D]`` whose layers differ in their memory where they are few."""
     torch.manual_seed(0)
     shape = 1, num_kv_heads, num_tokens, head_dim
-    few = [tuple(torch.randn(shape).bfloat16() for _ in range(2)) for _ in range(min(num_layers, 4))]
+    few = [
+        tuple(torch.randn(shape).bfloat16() for _ in range(2)) for _ in range(min(num_layers, 4))
+    ]
     return [few[index % len(few)] for index in range(num_layers)]
 
 
@@ -93,8 +116,13 @@ def offered(pool: HostPool, num_hosts: int, folder: Path, **prefill) -> Iterator
             if running.done():
                 running.result()
             parts = [torch.load(path) for path in sorted(folder.glob("kv-*"))]
-            layers = [tuple(map(torch.cat, zip(*layer, strict=True))) for layer in zip(*parts, strict=True)]
-            yield Offered(Ticket.from_params(json.loads((folder / "ticket").read_text())), layers, folder)
+            layers = [
+                tuple(map(torch.cat, zip(*layer, strict=True)))
+                for layer in zip(*parts, strict=True)
+            ]
+            yield Offered(
+                Ticket.from_params(json.loads((folder / "ticket").read_text())), layers, folder
+            )
         finally:
             (folder / "stop").touch()
             running.result()
@@ -109,7 +137,9 @@ def _offering(hosts: HostGroup, folder: Path, prefill: dict) -> None:
     asked = {"tensor_parallel": 1, "text": None}
     parallel, text = (prefill.get(name, usual) for name, usual in asked.items())
     if parallel > 1:
-        hosts = HostGroup.from_process_group(hosts._groups.data, "cpu", GROUP_TIMEOUT, tensor_parallel=parallel)
+        hosts = HostGroup.from_process_group(
+            hosts._groups.data, "cpu", GROUP_TIMEOUT, tensor_parallel=parallel
+        )
     config = PrefillConfig(**{name: value for name, value in prefill.items() if name not in asked})
     engine = Engine.from_pretrained("demo", hosts=hosts, dtype="float32", prefill=config)
 
@@ -139,7 +169,9 @@ def _write(path: Path, text: str) -> None:
 def fetch(ticket: Ticket, **options) -> Layers:
     """All of a ticket's KV, as a copy."""
     with RemoteKV(ticket, **options) as kv:
-        return [(keys.clone(), values.clone()) for keys, values in kv.layers(range(ticket.num_tokens))]
+        return [
+            (keys.clone(), values.clone()) for keys, values in kv.layers(range(ticket.num_tokens))
+        ]
 
 
 def changed(ticket: Ticket, **values) -> Ticket:
@@ -155,9 +187,15 @@ def message(**values) -> bytes:
 
 def asking_for_all(ticket: Ticket, **values) -> bytes:
     """As a reader asks for KV."""
-    parts = {"tokens": ticket.num_tokens, "kv_heads": ticket.num_kv_heads, "layers": ticket.num_layers}
+    parts = {
+        "tokens": ticket.num_tokens,
+        "kv_heads": ticket.num_kv_heads,
+        "layers": ticket.num_layers,
+    }
     known = {"transfer": ticket.transfer, "token": ticket.token, "reader": "me", "num_readers": 1}
-    return message(**{"do": "fetch", **known, **{name: [0, stop] for name, stop in parts.items()}, **values})
+    return message(
+        **{"do": "fetch", **known, **{name: [0, stop] for name, stop in parts.items()}, **values}
+    )
 
 
 def of_memory(layers: Layers) -> list[StorageWeakRef]:

@@ -24,7 +24,8 @@ def plain_samples(path: str, seconds: float | None = None) -> np.ndarray:
 
 
 def omni_batch(videos: Sequence[str] = (), sounds: Sequence[str] = (), heard: bool = True) -> dict:
-    """What the model's own processor makes of whole videos, with or without their sound, and of sounds."""
+    """What the model's own processor makes of whole videos, with or without their sound, and of
+    sounds."""
     from transformers.video_utils import VideoMetadata
 
     processor, arguments = families.build_processor(OMNI), {}
@@ -38,23 +39,31 @@ def omni_batch(videos: Sequence[str] = (), sounds: Sequence[str] = (), heard: bo
         chosen = np.linspace(0, len(frames) - 1, FRAMES).round().astype(int).tolist()
         arguments = {
             "videos": [torch.stack([torch.from_numpy(frames[i]).permute(2, 0, 1) for i in chosen])],
-            "video_metadata": [VideoMetadata(total_num_frames=len(frames), fps=FPS, frames_indices=chosen)],
+            "video_metadata": [
+                VideoMetadata(total_num_frames=len(frames), fps=FPS, frames_indices=chosen)
+            ],
             "do_sample_frames": False,
             "fps": FRAMES * FPS / len(frames),
         }
         if heard:
             audio = [plain_samples(path, len(frames) / FPS)]
-            arguments |= {"load_audio_from_video": True, "audio_from_video_indices": [0] + [None] * len(sounds)}
+            arguments |= {
+                "load_audio_from_video": True,
+                "audio_from_video_indices": [0] + [None] * len(sounds),
+            }
     audio += [plain_samples(path) for path in sounds]
     if audio:
-        longest = max(map(len, audio))  # what is longer than the feature extractor's 8 seconds would be cut
+        longest = max(
+            map(len, audio)
+        )  # what is longer than the feature extractor's 8 seconds would be cut
         arguments |= {"audio": audio, "audio_kwargs": {"max_length": max(longest, 8 * RATE)}}
     return dict(processor(text=[text], return_tensors="pt", **arguments))
 
 
 @torch.no_grad()
 def embedded(model, batch: dict) -> dict:
-    """The embeddings and positions, as the model gives them to its decoder, of a video that is heard."""
+    """The embeddings and positions, as the model gives them to its decoder, of a video that is
+    heard."""
     seen = {}
 
     def catch(module, args, kwargs):

@@ -4,7 +4,8 @@ import torch
 
 
 class Gpu:
-    """A GPU with one stream, whose work takes time while the CPU goes on, with the events that torch has.
+    """A GPU with one stream, whose work takes time while the CPU goes on, with the events that
+    torch has.
 
     Args:
         clock: the CPU's time is its ``now``, which a wait moves.

@@ -1,7 +1,8 @@
-"""APB-V's attention by its definition, in one process: a dense mask of which key each query may see.
+"""APB-V's attention by its definition, in one process: a dense mask of which key each query may
+see.
 
-Nothing here is shared with the implementation: the blocks are cut anew, scores are taken head by head, and
-the mask is applied to plain softmax attention over the whole sequence.
+Nothing here is shared with the implementation: the blocks are cut anew, scores are taken head by
+head, and the mask is applied to plain softmax attention over the whole sequence.
 """
 
 from contextlib import contextmanager
@@ -17,7 +18,8 @@ from sparse_oracle import chosen_pairs
 
 @dataclass
 class DenseOracle:
-    """Attention for a whole prompt of n tokens in order; used as a model's attention implementation.
+    """Attention for a whole prompt of n tokens in order; used as a model's attention
+    implementation.
 
     Attributes:
         anchor_len, query_start: where the anchor ends and the query begins.
@@ -65,10 +67,14 @@ class DenseOracle:
         if self.importance == "dot":
             mean = torch.stack([keys @ row * scale for row in rows]).mean(dim=0)
             last = len(block) - 1
-            return torch.stack([mean[max(0, j - 2) : min(last, j + 2) + 1].max() for j in range(len(block))])
+            return torch.stack(
+                [mean[max(0, j - 2) : min(last, j + 2) + 1].max() for j in range(len(block))]
+            )
         total = torch.zeros(len(block), dtype=q.dtype)
         count = min(64, len(block))
-        steps = torch.linspace(0, len(block) - 1, count, dtype=torch.float64).round().long().tolist()
+        steps = (
+            torch.linspace(0, len(block) - 1, count, dtype=torch.float64).round().long().tolist()
+        )
         for h in heads:
             for i in steps:
                 total[: i + 1] += torch.softmax(keys[: i + 1] @ q[0, h, block[i]] * scale, dim=0)
@@ -86,7 +92,9 @@ class DenseOracle:
             visible[:, block[0] : block[-1] + 1, block[0] : block[-1] + 1] = True
             for kv_head in range(key.shape[1]):
                 best = self.scores(query, key, block, kv_head, group, scale)
-                best = best.argsort(descending=True, stable=True)[: self.num_passed]  # of equal keys the earlier
+                best = best.argsort(descending=True, stable=True)[
+                    : self.num_passed
+                ]  # of equal keys the earlier
                 passed[kv_head, torch.tensor(block)[best]] = True
         visible[:, self.query_start :] = True
         if self.separate_query:
@@ -131,7 +139,9 @@ def masked_attention(query, key, value, visible, scale):
     """Attention ``[1, n, Hq, D]`` to the visible keys, bool ``[1, Hq, n, n]``."""
     group = query.shape[1] // key.shape[1]
     k, v = (states.repeat_interleave(group, dim=1) for states in (key, value))
-    weights = (query @ k.transpose(-1, -2) * scale).masked_fill(~visible, float("-inf")).softmax(dim=-1)
+    weights = (
+        (query @ k.transpose(-1, -2) * scale).masked_fill(~visible, float("-inf")).softmax(dim=-1)
+    )
     return (weights @ v).transpose(1, 2).contiguous()
 
 
@@ -151,7 +161,9 @@ def with_attention(model, oracle: DenseOracle | ContextOracle):
 def decoder_inputs(model, batch: dict) -> dict:
     """What a model makes of a prompt on its way into the language model."""
     given = {}
-    hook = model.get_decoder().register_forward_pre_hook(lambda *call: given.update(call[2]), with_kwargs=True)
+    hook = model.get_decoder().register_forward_pre_hook(
+        lambda *call: given.update(call[2]), with_kwargs=True
+    )
     model(**batch, use_cache=False)
     hook.remove()
     return given
@@ -159,7 +171,8 @@ def decoder_inputs(model, batch: dict) -> dict:
 
 @torch.no_grad()
 def run_oracle(model, batch, oracle: DenseOracle):
-    """Logits ``[1, V]`` of the last token with the oracle's attention in every layer of the language model.
+    """Logits ``[1, V]`` of the last token with the oracle's attention in every layer of the
+    language model.
 
     With a separate query pass (text models only) the query runs a second time, with the model's own
     attention, after the context alone: over its keys and values, and a hybrid's states after it.
@@ -174,7 +187,9 @@ def run_oracle(model, batch, oracle: DenseOracle):
         model(input_ids=context, past_key_values=cache)
     logits = model(input_ids=query, past_key_values=cache).logits
     attending = [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]
-    oracle.keys, oracle.values = ([getattr(layer, name) for layer in attending] for name in ("keys", "values"))
+    oracle.keys, oracle.values = (
+        [getattr(layer, name) for layer in attending] for name in ("keys", "values")
+    )
     return logits[:, -1]
 
 
@@ -183,7 +198,9 @@ def oracle_of(settings: dict, num_hosts: int, query_start: int, prefix: int) -> 
     method, sparse = settings.get("method", "apbv"), settings.get("sparse")
     if method == "star":
         first_block = -(-query_start // num_hosts)
-        return DenseOracle(first_block, query_start, num_hosts - 1, 0, separate_query=True, sparse=sparse)
+        return DenseOracle(
+            first_block, query_start, num_hosts - 1, 0, separate_query=True, sparse=sparse
+        )
     anchor_len = max(settings["anchor_len"], prefix) if settings["anchor_len"] else 0
     num_blocks = num_hosts * (1 if method == "apb" or settings.get("zigzag") is False else 2)
     is_separate = method == "apb" or settings.get("fused_query") is False
@@ -193,4 +210,7 @@ def oracle_of(settings: dict, num_hosts: int, query_start: int, prefix: int) -> 
 
 
 def as_double(batch: dict) -> dict:
-    return {name: value.double() if value.is_floating_point() else value for name, value in batch.items()}
+    return {
+        name: value.double() if value.is_floating_point() else value
+        for name, value in batch.items()
+    }

@@ -1,7 +1,8 @@
-"""Parametrize a test by fewer combinations: enough to show every choice, or every two choices together, once.
+"""Parametrize a test by fewer combinations: enough to show every choice, or every two choices
+together, once.
 
-A mistake seldom needs three particular choices at once, and the number of pairs grows more slowly than that of all
-combinations (all-pairs testing).
+A mistake seldom needs three particular choices at once, and the number of pairs grows more slowly
+than that of all combinations (all-pairs testing).
 """
 
 from collections.abc import Collection
@@ -13,7 +14,9 @@ import pytest
 def each_choice(**columns: Collection) -> pytest.MarkDecorator:
     """Parametrize with as many rows as the longest column has; shorter ones begin again."""
     choices = [list(column) for column in columns.values()]
-    rows = [tuple(column[i % len(column)] for column in choices) for i in range(max(map(len, choices)))]
+    rows = [
+        tuple(column[i % len(column)] for column in choices) for i in range(max(map(len, choices)))
+    ]
     return pytest.mark.parametrize(tuple(columns), rows)
 
 

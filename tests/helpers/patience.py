@@ -1,6 +1,7 @@
 """How long tests wait before they take something for hung.
 
-Nothing is to be concluded from how fast a machine is: limits are far above what one under heavy load needs.
+Nothing is to be concluded from how fast a machine is: limits are far above what one under heavy
+load needs.
 """
 
 import os
@@ -16,10 +17,11 @@ def limit(seconds: float) -> float:
     return seconds * _FACTOR
 
 
-# From a failure until everybody has heard of it, or from the call of a script until it has refused what is wrong.
+# From a failure until everybody has heard of it, or from the call of a script until it has refused
+# what is wrong.
 HANGING = limit(120.0)
-# Of groups of hosts, where it is not the timeout that is tested: longer than HANGING, so that whoever hears of a
-# failure only by waiting in vain is found out.
+# Of groups of hosts, where it is not the timeout that is tested: longer than HANGING, so that
+# whoever hears of a failure only by waiting in vain is found out.
 GROUP_TIMEOUT = limit(600.0)
 # Of a test, its fixtures included.
 TEST_TIMEOUT = limit(900.0)

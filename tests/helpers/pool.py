@@ -1,8 +1,9 @@
-"""Processes for tests: forked from a server that has imported everything, and a pool of them that stays up.
+"""Processes for tests: forked from a server that has imported everything, and a pool of them that
+stays up.
 
 Starting a process that imports transformers takes seconds; running a job on a tiny model takes
-milliseconds. So four processes are forked once, with one gloo group for every H, and a job runs on the
-first H of them.
+milliseconds. So four processes are forked once, with one gloo group for every H, and a job runs on
+the first H of them.
 """
 
 import multiprocessing as mp
@@ -34,9 +35,12 @@ def start(target: Callable, *args) -> mp.Process:
     """A process forked from the server that has imported everything."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["preloaded"])
-    with patch.dict(os.environ, PYTHONPATH=os.pathsep.join([*_FOLDERS, os.environ.get("PYTHONPATH", "")])):
+    with patch.dict(
+        os.environ, PYTHONPATH=os.pathsep.join([*_FOLDERS, os.environ.get("PYTHONPATH", "")])
+    ):
         forkserver.ensure_running()
-    # The name of ``_call`` is read before those of the target and its arguments, which need ``tests``.
+    # The name of ``_call`` is read before those of the target and its arguments, which need
+    # ``tests``.
     process = context.Process(target=_call, args=(target, *args), daemon=True)
     process.start()
     return process
@@ -47,9 +51,11 @@ def _call(target: Callable, *args) -> None:
 
 
 def _make_tests_importable() -> None:
-    """Let functions of test modules be found by the names that pytest gives them, such as ``tests.kv.test_cache``.
+    """Let functions of test modules be found by the names that pytest gives them, such as
+    ``tests.kv.test_cache``.
 
-    Putting the root on the path would do it as well, and make the folder ``kernels`` importable under that name.
+    Putting the root on the path would do it as well, and make the folder ``kernels`` importable
+    under that name.
     """
     package = ModuleType("tests")
     package.__path__ = [str(Path(__file__).parents[1])]
@@ -73,7 +79,8 @@ def exit_statuses(processes: list[mp.Process], seconds: float = limit(300.0)) ->
 
 
 class HostPool:
-    """Runs ``job(hosts, *args)`` on H gloo processes; new ones, once jobs have made many groups in them."""
+    """Runs ``job(hosts, *args)`` on H gloo processes; new ones, once jobs have made many groups in
+    them."""
 
     def __init__(self, rendezvous_file: str):
         self._rendezvous_file, self._generation = rendezvous_file, 0
@@ -84,7 +91,9 @@ class HostPool:
         self._pipes, self._processes = [], []
         for rank in range(MAX_HOSTS):
             ours, theirs = mp.Pipe()
-            self._processes.append(start(_serve, rank, f"{self._rendezvous_file}-{self._generation}", theirs))
+            self._processes.append(
+                start(_serve, rank, f"{self._rendezvous_file}-{self._generation}", theirs)
+            )
             theirs.close()
             self._pipes.append(ours)
 

@@ -20,7 +20,9 @@ from support.simulated import share_weights
 from video_files import decode_all
 
 ALL_FAMILIES = VIDEO_FAMILIES + TEXT_FAMILIES
-ATTENDING = tuple(family for family in ALL_FAMILIES if family not in HYBRID_FAMILIES)  # in all layers
+ATTENDING = tuple(
+    family for family in ALL_FAMILIES if family not in HYBRID_FAMILIES
+)  # in all layers
 EXAMPLES = ("qwen2_5_vl", "llama")  # one video and one text family, where others add nothing
 UNCOMPRESSED = 10**6
 
@@ -31,24 +33,31 @@ def _build(family: str, dtype: torch.dtype):
 
 
 def build(family: str, dtype: torch.dtype):
-    """A model that is built once a process; a simulated host, which is a thread, gets a twin with its weights."""
+    """A model that is built once a process; a simulated host, which is a thread, gets a twin with
+    its weights."""
     model = _build(family, dtype)
     return model if threading.current_thread() is threading.main_thread() else share_weights(model)
 
 
 def sampled(path: str | Path, num_frames: int) -> tuple[torch.Tensor, VideoMetadata]:
-    """Evenly spread frames ``[T, 3, h, w]`` of a file, of those that PyAV decodes, and their metadata."""
+    """Evenly spread frames ``[T, 3, h, w]`` of a file, of those that PyAV decodes, and their
+    metadata."""
     info = probe(path)
     picked = sample_uniform(info, num_frames)
     frames = torch.from_numpy(np.stack(decode_all(path))[picked]).permute(0, 3, 1, 2)
     return frames, VideoMetadata(info.num_frames, fps=info.fps, frames_indices=picked)
 
 
-def by_processor(processor, content: list[dict], videos: list[tuple] = (), images: list | None = None) -> dict:
+def by_processor(
+    processor, content: list[dict], videos: list[tuple] = (), images: list | None = None
+) -> dict:
     """What a processor makes of a chat's only turn; videos are frames, each with its metadata."""
     parts = [{name: part[name] for name in ("type", "text") if name in part} for part in content]
     asked = [{"role": "user", "content": parts}]
-    text, shown = processor.apply_chat_template(asked, add_generation_prompt=True, tokenize=False), {}
+    text, shown = (
+        processor.apply_chat_template(asked, add_generation_prompt=True, tokenize=False),
+        {},
+    )
     metadata = [told for _, told in videos]
     if videos:
         frames = [each for each, _ in videos]
@@ -58,7 +67,8 @@ def by_processor(processor, content: list[dict], videos: list[tuple] = (), image
 
 
 def processed(family: str, *parts) -> dict:
-    """A processor's output for texts, images and videos ``[T, 3, h, w]``, of every other frame of a file."""
+    """A processor's output for texts, images and videos ``[T, 3, h, w]``, of every other frame of a
+    file."""
     videos = [part for part in parts if torch.is_tensor(part)]
     images = [part for part in parts if not isinstance(part, (str, torch.Tensor))]
     content = []
@@ -67,7 +77,9 @@ def processed(family: str, *parts) -> dict:
         content.append({"type": kind} | ({"text": part} if kind == "text" else {}))
     frames = [range(0, 2 * len(video), 2) for video in videos]
     times = [VideoMetadata(each.stop, fps=8.0, frames_indices=list(each)) for each in frames]
-    return by_processor(families.build_processor(family), content, [*zip(videos, times, strict=True)], images)
+    return by_processor(
+        families.build_processor(family), content, [*zip(videos, times, strict=True)], images
+    )
 
 
 @cache
@@ -119,12 +131,18 @@ def relative_error(ours: torch.Tensor, reference: torch.Tensor) -> float:
 
 def kv_of(cache):
     """The keys and values of each layer, as they are now; None of a host without a cache."""
-    return cache and [tuple(states.clone() for states in _states_of(layer)) for layer in cache.layers]
+    return cache and [
+        tuple(states.clone() for states in _states_of(layer)) for layer in cache.layers
+    ]
 
 
 def _states_of(layer) -> tuple:
     """A layer's keys and values, or what linear attention has instead."""
-    return (layer.keys, layer.values) if hasattr(layer, "keys") else (layer.conv_states[0], layer.recurrent_states[0])
+    return (
+        (layer.keys, layer.values)
+        if hasattr(layer, "keys")
+        else (layer.conv_states[0], layer.recurrent_states[0])
+    )
 
 
 @contextmanager
@@ -137,7 +155,9 @@ def unwritten_memory_is_nan():
         torch.use_deterministic_algorithms(False)
 
 
-def prefilled(hosts, family: str, batch: dict, query_start: int | None, settings: dict, dtype=torch.float64):
+def prefilled(
+    hosts, family: str, batch: dict, query_start: int | None, settings: dict, dtype=torch.float64
+):
     """A state, and what of it travels, made where memory holds NaN until it is written."""
     inputs = as_inputs(family, batch, query_start, hosts, dtype)
     config = PrefillConfig(**{"on_single_host": True, **settings})
@@ -145,7 +165,9 @@ def prefilled(hosts, family: str, batch: dict, query_start: int | None, settings
         state = prefill(build(family, dtype), inputs, hosts=hosts, config=config)
     names = ("logits", "num_tokens", "exact", "method", "density", "reduction")
     facts = {name: getattr(state, name) for name in names} | {"start": inputs.context_start}
-    return state, SimpleNamespace(kv=kv_of(state.to_dynamic_cache()), query_start=inputs.query_start, **facts)
+    return state, SimpleNamespace(
+        kv=kv_of(state.to_dynamic_cache()), query_start=inputs.query_start, **facts
+    )
 
 
 def prefill_job(*args):

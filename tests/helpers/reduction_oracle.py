@@ -1,7 +1,9 @@
-"""What each reduction before the language model keeps, by its definition: loops over the tokens of a whole video.
+"""What each reduction before the language model keeps, by its definition: loops over the tokens of
+a whole video.
 
-Of frames ``[T, h * w, x]``, whose first ``hidden`` columns are embeddings and the others deepstack's, a definition
-returns what is kept as ``{(frame, place): row}``. Nothing here is shared with the implementation.
+Of frames ``[T, h * w, x]``, whose first ``hidden`` columns are embeddings and the others
+deepstack's, a definition returns what is kept as ``{(frame, place): row}``. Nothing here is shared
+with the implementation.
 """
 
 import math
@@ -28,7 +30,8 @@ def shares(count: int, parts: int) -> list[int]:
 
 
 def slowfast(frames, height, width, count, hidden) -> dict:
-    """Slow frames at i T / N, their tokens the maxima of pairs; all others averaged. As ours shares tokens out."""
+    """Slow frames at i T / N, their tokens the maxima of pairs; all others averaged. As ours shares
+    tokens out."""
     num_frames = len(frames)
     pairs = height * math.ceil(width / 2)
     if count < num_frames:
@@ -36,7 +39,9 @@ def slowfast(frames, height, width, count, hidden) -> dict:
         side = max(height, width)
     else:
         fast, side = range(num_frames), 1
-        while num_frames * math.ceil(height / side) * math.ceil(width / side) > max(num_frames, count // 4):
+        while num_frames * math.ceil(height / side) * math.ceil(width / side) > max(
+            num_frames, count // 4
+        ):
             side += 1
         squares = math.ceil(height / side) * math.ceil(width / side)
         size = pairs if num_frames * pairs >= count else height * width
@@ -57,8 +62,12 @@ def slowfast(frames, height, width, count, hidden) -> dict:
             rows, columns = sorted({y for y, _ in members}), sorted({x for _, x in members})
             middle = rows[(len(rows) - 1) // 2] * width + columns[(len(columns) - 1) // 2]
             values = [frames[frame, y * width + x].tolist() for y, x in members]
-            pool = max if frame in slow else lambda of_dimension: sum(of_dimension) / len(of_dimension)
-            kept[frame, middle] = torch.tensor([pool(each) for each in zip(*values, strict=True)]).to(frames)
+            pool = (
+                max if frame in slow else lambda of_dimension: sum(of_dimension) / len(of_dimension)
+            )
+            kept[frame, middle] = torch.tensor(
+                [pool(each) for each in zip(*values, strict=True)]
+            ).to(frames)
     return kept
 
 
@@ -79,7 +88,10 @@ def dycoke(frames, height, width, count, hidden) -> dict:
     for number, share in zip(compared, left, strict=True):
         reference = video[number - {1: 1, 2: 2, 3: 1}[number % 4]]
         frame = video[number]
-        change = {p: -cosine(frames[frame, p, :hidden], frames[reference, p, :hidden]) for p in range(size)}
+        change = {
+            p: -cosine(frames[frame, p, :hidden], frames[reference, p, :hidden])
+            for p in range(size)
+        }
         kept.update({(frame, place): frames[frame, place] for place in best(change, share)})
     return kept
 
@@ -101,7 +113,8 @@ def density_scores(tokens, hidden) -> dict:
 
 
 def fastvid(frames, height, width, count, hidden) -> dict:
-    """The rule of the authors' program for LLaVA-Video, with frames' means and salience as ours has them."""
+    """The rule of the authors' program for LLaVA-Video, with frames' means and salience as ours has
+    them."""
     num_frames, size = frames.shape[:2]
     main = frames[..., :hidden]
     means = main.mean(dim=1)
@@ -121,7 +134,9 @@ def fastvid(frames, height, width, count, hidden) -> dict:
         num_context = int(0.4 * total + 1e-9)
         salient = dict(zip(segment, shares(total - num_context, len(segment)), strict=True))
         for interval in (4, 3, 2, 1):
-            anchors = [frame for frame in reversed(segment) if (segment[-1] - frame) % interval == 0]
+            anchors = [
+                frame for frame in reversed(segment) if (segment[-1] - frame) % interval == 0
+            ]
             quota = dict(zip(anchors, shares(num_context, len(anchors)), strict=True))
             if all(quota[frame] + salient[frame] <= size for frame in anchors):
                 break
@@ -133,12 +148,19 @@ def fastvid(frames, height, width, count, hidden) -> dict:
             rest = {place: main[frame, place] for place in range(size) if place not in chosen}
             left += [(frame, place) for place in rest]
             if quota.get(frame):
-                tops.append([(frame, place) for place in sorted(best(density_scores(rest, hidden), quota[frame]))])
+                tops.append(
+                    [
+                        (frame, place)
+                        for place in sorted(best(density_scores(rest, hidden), quota[frame]))
+                    ]
+                )
         for of_frame in tops:
             joined = {top: [] for top in of_frame}
             for token in left:
                 if token not in of_frame:
-                    joined[max(of_frame, key=lambda top: cosine(main[token], main[top]))].append(frames[token])
+                    joined[max(of_frame, key=lambda top: cosine(main[token], main[top]))].append(
+                        frames[token]
+                    )
             for top, others in joined.items():
                 mean = torch.stack(others).mean(dim=0) if others else frames[top]
                 kept[top] = 0.6 * frames[top] + 0.4 * mean

@@ -49,11 +49,15 @@ class Case:
             hosts,
             self.family,
             speculate=speculate,
-            captioner=(lambda prompt: "a clip of something") if speculate and speculate.needs_caption else None,
+            captioner=(lambda prompt: "a clip of something")
+            if speculate and speculate.needs_caption
+            else None,
             reuse=ReuseConfig(mode=self.reuse, max_bytes=1 << 30) if self.reuse else None,
             dtype=self.dtype,
             layers=2,
-            to_device=lambda model: model if gpu is None else to_gpu(model, gpu, hosts.device.index),
+            to_device=lambda model: (
+                model if gpu is None else to_gpu(model, gpu, hosts.device.index)
+            ),
             **self.prefill,
         )
 
@@ -61,11 +65,16 @@ class Case:
         """The tokens of the answer, or of both answers."""
         request = {"video": clip, "num_frames": 6, "max_new_tokens": 4, **self.request}
         questions = [QUESTION, FURTHER_QUESTION] if self.reuse else [QUESTION]
-        return [token for question in questions for token in engine.generate(question, **request).token_ids]
+        return [
+            token
+            for question in questions
+            for token in engine.generate(question, **request).token_ids
+        ]
 
 
 def on_gpus(hosts: HostGroup, shares_gpu: bool = False) -> HostGroup:
-    """These hosts, each with a GPU of its own and NCCL, or all with the first; collective, in a rehearsal."""
+    """These hosts, each with a GPU of its own and NCCL, or all with the first; collective, in a
+    rehearsal."""
     device = torch.device("cuda", 0 if shares_gpu else hosts.rank)
     torch.cuda.set_device(device)
     if hosts.size == 1:
@@ -89,6 +98,7 @@ def _group_of(hosts: HostGroup, backend: str) -> dist.ProcessGroup:
 
 @contextmanager
 def resizing_as_on_gpu() -> Iterator[None]:
-    """Let torchvision resize frames on the CPU in floats, as on a GPU; else it takes integers, and rounds more."""
+    """Let torchvision resize frames on the CPU in floats, as on a GPU; else it takes integers, and
+    rounds more."""
     with patch.object(_geometry, "_do_native_uint8_resize_on_cpu", lambda interpolation: False):
         yield

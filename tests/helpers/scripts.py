@@ -28,21 +28,33 @@ INFER = ROOT / "launch" / "infer.py"
 
 
 def run_hosts(
-    script: Path, *options, hosts: int = 1, folders: list[Path] | None = None, timeout: float = SCRIPT_TIMEOUT
+    script: Path,
+    *options,
+    hosts: int = 1,
+    folders: list[Path] | None = None,
+    timeout: float = SCRIPT_TIMEOUT,
 ) -> list[CompletedProcess]:
-    """What became of a script on so many hosts, started as torchrun starts it; each in a folder of its own.
+    """What became of a script on so many hosts, started as torchrun starts it; each in a folder of
+    its own.
 
-    In processes forked from the server: torchrun and each process of its own would take seconds to import
-    everything. What torchrun itself does, such as ending all hosts when one fails, is for the tests that run it.
+    In processes forked from the server: torchrun and each process of its own would take seconds to
+    import everything. What torchrun itself does, such as ending all hosts when one fails, is for
+    the tests that run it.
     """
     arguments = [str(option) for option in options]
-    with tempfile.TemporaryDirectory() as outputs, started_hosts(script, arguments, hosts, outputs, folders) as started:
+    with (
+        tempfile.TemporaryDirectory() as outputs,
+        started_hosts(script, arguments, hosts, outputs, folders) as started,
+    ):
         statuses = exit_statuses(started, timeout)
         return [
             CompletedProcess(
                 [str(script), *arguments],
                 status,
-                *(Path(outputs, f"{rank}.{name}").read_text(errors="replace") for name in ("stdout", "stderr")),
+                *(
+                    Path(outputs, f"{rank}.{name}").read_text(errors="replace")
+                    for name in ("stdout", "stderr")
+                ),
             )
             for rank, status in enumerate(statuses)
         ]
@@ -50,25 +62,38 @@ def run_hosts(
 
 @contextmanager
 def started_hosts(
-    script: Path, arguments: list[str], hosts: int, outputs: str | Path, folders: list[Path] | None = None
+    script: Path,
+    arguments: list[str],
+    hosts: int,
+    outputs: str | Path,
+    folders: list[Path] | None = None,
 ) -> Iterator[list[Process]]:
     """The hosts' processes, which write to RANK.stdout and RANK.stderr in ``outputs``."""
     # What torchrun's agent holds for its processes.
-    store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False) if hosts > 1 else None
+    store = (
+        dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+        if hosts > 1
+        else None
+    )
     processes = []
     try:
         for rank in range(hosts):
             folder = folders[rank] if folders else ROOT
             place = (rank, hosts, store.port) if store else None
-            processes.append(start(script_job, script, arguments, place, folder, Path(outputs, str(rank))))
+            processes.append(
+                start(script_job, script, arguments, place, folder, Path(outputs, str(rank)))
+            )
         yield processes
     finally:
         for process in processes:
             process.kill()
 
 
-def run_script(script: Path, *options, hosts: int = 1, timeout: float = SCRIPT_TIMEOUT) -> CompletedProcess:
-    """``run_hosts`` as one: the output of all hosts, one after the other, and the first status that is not 0."""
+def run_script(
+    script: Path, *options, hosts: int = 1, timeout: float = SCRIPT_TIMEOUT
+) -> CompletedProcess:
+    """``run_hosts`` as one: the output of all hosts, one after the other, and the first status that
+    is not 0."""
     results = run_hosts(script, *options, hosts=hosts, timeout=timeout)
     return CompletedProcess(
         results[0].args,
@@ -91,14 +116,20 @@ def as_torchrun_starts(rank: int, size: int, port: int) -> None:
     )
 
 
-def script_job(script: Path, arguments: list[str], place: tuple | None, folder: Path, output: Path) -> None:
+def script_job(
+    script: Path, arguments: list[str], place: tuple | None, folder: Path, output: Path
+) -> None:
     """The script's main process, with an output of its own."""
     if place is not None:
         as_torchrun_starts(*place)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # which is ignored below a shell's background job
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # which is ignored below a shell's background job
     for number, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(output.with_suffix(f".{name}"), os.O_WRONLY | os.O_CREAT), number)
-        setattr(sys, name, os.fdopen(number, "w", buffering=1, errors="backslashreplace", closefd=False))
+        setattr(
+            sys, name, os.fdopen(number, "w", buffering=1, errors="backslashreplace", closefd=False)
+        )
     os.chdir(folder)
     sys.path.insert(0, str(script.parent))
     sys.argv = [str(script), *arguments]

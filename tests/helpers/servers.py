@@ -40,11 +40,17 @@ class Server:
 
     def __init__(self, processes: list, outputs: Path, key: str = ""):
         self.processes, self._outputs = processes, outputs
-        wait_for(lambda: self._address() or any(process.exitcode is not None for process in self.processes))
+        wait_for(
+            lambda: (
+                self._address() or any(process.exitcode is not None for process in self.processes)
+            )
+        )
         assert self._address(), self.errors()
         self.url = self._address()[0]
         self.root = self.url.removesuffix("/v1")
-        self.client = openai.OpenAI(base_url=self.url, api_key=key or "none", max_retries=0, timeout=limit(600.0))
+        self.client = openai.OpenAI(
+            base_url=self.url, api_key=key or "none", max_retries=0, timeout=limit(600.0)
+        )
         self.http = httpx.Client(timeout=HANGING)
 
     def _address(self) -> re.Match | None:
@@ -77,8 +83,17 @@ class Server:
 
 def metric_in(text: str, name: str, **labels: str) -> float:
     """The sample of /metrics with that name and those labels, whatever model it is about."""
-    found = [s for family in text_string_to_metric_families(text) for s in family.samples if s.name == name]
-    (value,) = [each.value for each in found if each.labels == {"model_name": each.labels["model_name"], **labels}]
+    found = [
+        s
+        for family in text_string_to_metric_families(text)
+        for s in family.samples
+        if s.name == name
+    ]
+    (value,) = [
+        each.value
+        for each in found
+        if each.labels == {"model_name": each.labels["model_name"], **labels}
+    ]
     return value
 
 
@@ -106,7 +121,10 @@ def data_url(path: Path) -> str:
 def left_open(server: Server, body: dict):
     """A request whose client hangs up at the end of the block, without having read anything."""
     content = json.dumps(body).encode()
-    headers = f"Host: server\r\nAuthorization: Bearer {server.client.api_key}\r\nContent-Length: {len(content)}"
+    headers = (
+        f"Host: server\r\nAuthorization: Bearer {server.client.api_key}\r\nContent-Length: "
+        f"{len(content)}"
+    )
     head, url = f"POST /v1/chat/completions HTTP/1.1\r\n{headers}\r\n\r\n", httpx.URL(server.url)
     with socket.create_connection((url.host, url.port)) as client:
         client.sendall(head.encode() + content)
@@ -147,20 +165,30 @@ class InProcess:
 
     Args:
         hands_over: whether KV is held for other servers, which have an hour to fetch it.
-        model, max_model_len, max_running: what answers (an Engine, too), how much it may read and write, and how
-            many at once.
+        model, max_model_len, max_running: what answers (an Engine, too), how much it may read and
+            write, and how many at once.
         split_tokens: the fewest tokens of a prompt that all hosts prefill together.
         media: what files it may read.
     """
 
     def __init__(
-        self, max_queue=4, hands_over=False, model="demo", max_model_len=48, max_running=None, split_tokens=0, **media
+        self,
+        max_queue=4,
+        hands_over=False,
+        model="demo",
+        max_model_len=48,
+        max_running=None,
+        split_tokens=0,
+        **media,
     ):
         self.loop = asyncio.new_event_loop()
         if not isinstance(model, Engine):
             model = Engine.from_pretrained(model, hosts=HostGroup.single("cpu"), dtype="float32")
         self.engine = engine = model
-        self.private_files, limited = PrivateFiles(), {"num_frames": 8, "max_frames": 16, "max_body_bytes": 2**20}
+        self.private_files, limited = (
+            PrivateFiles(),
+            {"num_frames": 8, "max_frames": 16, "max_body_bytes": 2**20},
+        )
         settings = ServerSettings(max_model_len=max_model_len, max_new_tokens=1, **limited | media)
         limited = {"max_queue": max_queue, "max_running": max_running, "split_tokens": split_tokens}
         limits = Limits(max_kv_bytes=2**30, token_bytes=2**10, **limited)
@@ -177,7 +205,9 @@ class InProcess:
         self.client = httpx.AsyncClient(transport=transport, base_url="http://server")
 
     def request(self, method: str, path: str, **options) -> httpx.Response:
-        return self.loop.run_until_complete(asyncio.wait_for(self.client.request(method, path, **options), 30))
+        return self.loop.run_until_complete(
+            asyncio.wait_for(self.client.request(method, path, **options), 30)
+        )
 
     def close(self):
         if self.offers is not None:
@@ -196,7 +226,11 @@ def offering(engine: Engine, **options) -> Offers:
 
 def follow_server(engine: Engine, media_dir: Path) -> None:
     """Do what host 0's app wants of the other hosts, until it ends."""
-    with closing(PrivateFiles()) as files, closing(offering(engine)) as offers, ExitStack() as stack:
+    with (
+        closing(PrivateFiles()) as files,
+        closing(offering(engine)) as offers,
+        ExitStack() as stack,
+    ):
         link = connect_hosts(engine.hosts, stack) if engine.num_homes > 1 else None
         follow(Executor(engine, engine.hosts, offers, link), media_dir, files, threading.Event())
 
@@ -214,4 +248,6 @@ def chunks(reply: httpx.Response) -> list[dict]:
 
 
 def asking(**fields) -> bytes:
-    return json.dumps({"model": "demo", "messages": [{"role": "user", "content": "x"}], **fields}).encode()
+    return json.dumps(
+        {"model": "demo", "messages": [{"role": "user", "content": "x"}], **fields}
+    ).encode()

@@ -1,7 +1,9 @@
-"""The environment of a test session, and of all its child processes; imported before torch and transformers are.
+"""The environment of a test session, and of all its child processes; imported before torch and
+transformers are.
 
-All tests run alike with and without a GPU, which they do not see: a GPU is pretended, and Triton's kernels run in
-Python. What a real GPU computes is tested in sessions of their own, which tests/gpu/test_real_gpu.py starts.
+All tests run alike with and without a GPU, which they do not see: a GPU is pretended, and Triton's
+kernels run in Python. What a real GPU computes is tested in sessions of their own, which
+tests/gpu/test_real_gpu.py starts.
 """
 
 import os

@@ -1,4 +1,5 @@
-"""What XAttention, SpargeAttn and FlexPrefill compute, in loops over one head at a time, as their authors have it.
+"""What XAttention, SpargeAttn and FlexPrefill compute, in loops over one head at a time, as their
+authors have it.
 
 Nothing here is shared with the implementation.
 """
@@ -22,27 +23,36 @@ def chosen_pairs(q: Tensor, k: Tensor, scale: float, sparse: SparseConfig) -> Te
     group, length = q.shape[0] // k.shape[0], q.shape[1]
     if sparse.share == 1:
         return torch.ones(q.shape[0], length, length, dtype=torch.bool).tril()
-    choose = {"xattention": _xattention, "spargeattn": _spargeattn, "flexprefill": _flexprefill}[sparse.method]
+    choose = {"xattention": _xattention, "spargeattn": _spargeattn, "flexprefill": _flexprefill}[
+        sparse.method
+    ]
     key_block = sparse.block_size // (2 if sparse.method == "spargeattn" else 1)
     pairs = torch.zeros(q.shape[0], length, length, dtype=torch.bool)
     for head in range(q.shape[0]):
         for block, listed in enumerate(choose(q[head], k[head // group], scale, sparse)):
-            for row in range(block * sparse.block_size, min((block + 1) * sparse.block_size, length)):
+            for row in range(
+                block * sparse.block_size, min((block + 1) * sparse.block_size, length)
+            ):
                 pairs[head, row, block * sparse.block_size : row + 1] = True
                 for chosen in listed:
-                    pairs[head, row, chosen * key_block : min((chosen + 1) * key_block, row + 1)] = True
+                    pairs[
+                        head, row, chosen * key_block : min((chosen + 1) * key_block, row + 1)
+                    ] = True
     return pairs
 
 
 def _xattention(q: Tensor, k: Tensor, scale: float, sparse: SparseConfig) -> list[set[int]]:
-    """Algorithm 1: antidiagonal sums, softmax, sums over blocks, and the fewest blocks that hold the threshold."""
+    """Algorithm 1: antidiagonal sums, softmax, sums over blocks, and the fewest blocks that hold
+    the threshold."""
     stride, of_block = sparse.stride, sparse.block_size // sparse.stride
     groups = -(-len(q) // stride)
     zeros = q.new_zeros(groups * stride - len(q), q.shape[1])
     q, k = torch.cat([q, zeros]), torch.cat([k, zeros])
 
     def antidiagonal(i: int, j: int) -> Tensor:
-        return sum(q[i * stride + stride - 1 - step] @ k[j * stride + step] for step in range(stride))
+        return sum(
+            q[i * stride + stride - 1 - step] @ k[j * stride + step] for step in range(stride)
+        )
 
     lists = []
     for first in range(0, groups, of_block):
@@ -69,7 +79,9 @@ def _spargeattn(q: Tensor, k: Tensor, scale: float, sparse: SparseConfig) -> lis
     rows, columns = sparse.block_size, sparse.block_size // 2
     queries, keys = q.split(rows), k.split(columns)
     centred = (k - k.mean(dim=0)).split(columns)
-    is_alike = [len(block) == columns and _mean_cosine(block) > sparse.similarity for block in centred]
+    is_alike = [
+        len(block) == columns and _mean_cosine(block) > sparse.similarity for block in centred
+    ]
     lists = []
     for i, block in enumerate(queries):
         seen = [j for j in range(len(keys)) if j * columns < (i + 1) * rows]
@@ -95,7 +107,10 @@ def _flexprefill(q: Tensor, k: Tensor, scale: float, sparse: SparseConfig) -> li
     block, last = sparse.block_size, range(max(0, len(q) - sparse.block_size), len(q))
     q_means, k_means = ([rows.mean(dim=0) for rows in states.split(block)] for states in (q, k))
     number = len(q_means)
-    columns, diagonals = [0.0] * len(q), [0.0] * len(q)  # of tokens; a diagonal by how far behind it is
+    columns, diagonals = (
+        [0.0] * len(q),
+        [0.0] * len(q),
+    )  # of tokens; a diagonal by how far behind it is
     for row in last:
         for key, share in enumerate((k[: row + 1] @ q[row] * scale).softmax(dim=0).tolist()):
             columns[key] += share / len(last)
@@ -104,7 +119,9 @@ def _flexprefill(q: Tensor, k: Tensor, scale: float, sparse: SparseConfig) -> li
     for token in range(len(q)):
         in_columns[token // block] += columns[token]
         in_diagonals[number - 1 - (len(q) - 1 - token) // block] += diagonals[token]
-    estimate = torch.stack([q[last.start :].mean(dim=0) @ mean * scale for mean in k_means]).softmax(dim=0)
+    estimate = torch.stack(
+        [q[last.start :].mean(dim=0) @ mean * scale for mean in k_means]
+    ).softmax(dim=0)
     divergence = 0.0
     for pair in zip(estimate.tolist(), in_columns, strict=True):
         divergence += sum(p * log(2 * p / sum(pair)) / 2 for p in pair if p > 0)
@@ -114,7 +131,9 @@ def _flexprefill(q: Tensor, k: Tensor, scale: float, sparse: SparseConfig) -> li
         wanted = sparse.min_blocks
         if not is_aware:
             held = list(accumulate(sorted(of_tokens, reverse=True)))
-            wanted = max(wanted, (sum(together <= sparse.share for together in held) + 1) // block + 1)
+            wanted = max(
+                wanted, (sum(together <= sparse.share for together in held) + 1) // block + 1
+            )
         others = sorted(range(1, number), key=lambda line, sums=of_blocks: (-sums[line], line))
         kept.append({0, *others[: wanted - 1]})
     lists = [{j for j in range(i + 1) if j in kept[0] or i - j in kept[1]} for i in range(number)]

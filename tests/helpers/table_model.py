@@ -1,4 +1,5 @@
-"""A target and a draft whose distributions are tables, so that samples can be counted against exact chances."""
+"""A target and a draft whose distributions are tables, so that samples can be counted against exact
+chances."""
 
 import math
 from collections import Counter
@@ -38,13 +39,17 @@ class TableModel(Drafter):
         for place in range(tree.depth):
             row = probabilities(self.q_logits[[*tokens, *drafted][-1]], 1.0, self.top_p)
             number = uniform(self.seed, index + place, PURPOSE_DRAFT)
-            drafted.append(int(row.argmax()) if self.greedy_draft else draw(row[None], [number]).read()[0])
+            drafted.append(
+                int(row.argmax()) if self.greedy_draft else draw(row[None], [number]).read()[0]
+            )
             rows.append(row)
         return Proposal(drafted, None if self.greedy_draft or not rows else torch.stack(rows))
 
     def generate(self, seed: int) -> tuple[int, ...]:
         self.seed, self.said = seed, []
-        config = SamplingParams(max_new_tokens=NUM_TOKENS, temperature=1.0, top_p=self.top_p, seed=seed)
+        config = SamplingParams(
+            max_new_tokens=NUM_TOKENS, temperature=1.0, top_p=self.top_p, seed=seed
+        )
         tokens, _ = generate_speculatively(self.answer(config), self, Pace(2))
         assert self.said == tokens[:-1]
         return tuple(tokens)
@@ -58,7 +63,9 @@ class TableModel(Drafter):
         p = probabilities(self.p_logits, 1.0, self.top_p)
         chances = {}
         for sequence in product(range(p.shape[1]), repeat=NUM_TOKENS):
-            chances[sequence] = math.prod(float(p[a, b]) for a, b in zip((0, *sequence), sequence, strict=False))
+            chances[sequence] = math.prod(
+                float(p[a, b]) for a, b in zip((0, *sequence), sequence, strict=False)
+            )
         return chances
 
 
@@ -73,8 +80,12 @@ def surprise_of(counts: Counter, model: TableModel) -> float:
         cells.append((sum(counts[s] for s in rare), sum(expected[s] for s in rare)))
     statistic = sum((seen - number) ** 2 / number for seen, number in cells)
     freedom = len(cells) - 1
-    return ((statistic / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / math.sqrt(2 / (9 * freedom))
+    return ((statistic / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / math.sqrt(
+        2 / (9 * freedom)
+    )
 
 
 def tables(size: int, seed: int = 0) -> torch.Tensor:
-    return 1.5 * torch.randn(size, size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return 1.5 * torch.randn(
+        size, size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )

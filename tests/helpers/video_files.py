@@ -15,18 +15,32 @@ OPEN_GOP = "open-gop=1:b-pyramid=normal:b-adapt=0:scenecut=0:bframes=3"
 def picture(i, height=48, width=64):
     """uint8 [height, width, 3], different for every i, without symmetry."""
     y, x = np.mgrid[:height, :width]
-    image = np.stack([(3 * x + 5 * i) % 256, (4 * y + 3 * i) % 256, np.full_like(x, 7 * i % 256)], axis=-1)
+    image = np.stack(
+        [(3 * x + 5 * i) % 256, (4 * y + 3 * i) % 256, np.full_like(x, 7 * i % 256)], axis=-1
+    )
     image[4:12, 2 * i % (width - 8) :][:, :8] = 255
     return image.astype(np.uint8)
 
 
 def encode(
-    path, n=50, codec="libx264", gop=10, bframes=2, x264=None, pts=None, rotate=None, draw=picture,
-    pixels="yuv420p", size=(48, 64), container=None,
-):  # fmt: skip
-    """Write n frames at 25 fps, or with times `pts` in ms. `rotate`: arguments of set_display_rotation.
+    path,
+    n=50,
+    codec="libx264",
+    gop=10,
+    bframes=2,
+    x264=None,
+    pts=None,
+    rotate=None,
+    draw=picture,
+    pixels="yuv420p",
+    size=(48, 64),
+    container=None,
+):
+    """Write n frames at 25 fps, or with times `pts` in ms. `rotate`: arguments of
+    set_display_rotation.
 
-    x264 does not write the same bytes every time, so no two encodings of the same frames can be compared.
+    x264 does not write the same bytes every time, so no two encodings of the same frames can be
+    compared.
     """
     if codec not in av.codecs_available:
         pytest.skip(f"PyAV comes without {codec}")
@@ -44,7 +58,9 @@ def encode(
         if pts is not None:
             stream.codec_context.time_base = Fraction(1, 1000)
         for i in range(n):
-            frame = av.VideoFrame.from_ndarray(draw(i, *size), format="rgb24").reformat(format=pixels)
+            frame = av.VideoFrame.from_ndarray(draw(i, *size), format="rgb24").reformat(
+                format=pixels
+            )
             if pts is not None:
                 frame.pts, frame.time_base = pts[i], Fraction(1, 1000)
             out.mux(stream.encode(frame))
@@ -82,7 +98,8 @@ def overwrite(path, target, position, data):
 
 
 def edit_list(source, target, segments):
-    """Replace the only entry of an mp4's edit list by (ms, frames skipped at the start) for each segment."""
+    """Replace the only entry of an mp4's edit list by (ms, frames skipped at the start) for each
+    segment."""
     content = bytearray(Path(source).read_bytes())
     at = content.index(b"elst") + 12
     _, start = struct.unpack_from(">Ii", content, at - 0)
@@ -91,7 +108,12 @@ def edit_list(source, target, segments):
     content[at : at + 12] = b"".join(entries)
     for box in (b"elst", b"edts", b"trak", b"moov"):
         size_at = content.index(box) - 4
-        struct.pack_into(">I", content, size_at, struct.unpack_from(">I", content, size_at)[0] + 12 * len(entries) - 12)
+        struct.pack_into(
+            ">I",
+            content,
+            size_at,
+            struct.unpack_from(">I", content, size_at)[0] + 12 * len(entries) - 12,
+        )
     target.write_bytes(content)
     return str(target)
 
@@ -107,10 +129,14 @@ VFR = list(itertools.accumulate([5000] + [40, 20, 500, 1, 41, 40, 300] * 7))
 CLIPS = {
     "mp4": lambda d: encode(d / "a.mp4"),
     "mp4 open gop": lambda d: encode(d / "a.mp4", gop=7, x264=OPEN_GOP),
-    "mp4 fragments": lambda d: encode(d / "a.mp4", container={"movflags": "frag_keyframe+empty_moov"}),
+    "mp4 fragments": lambda d: encode(
+        d / "a.mp4", container={"movflags": "frag_keyframe+empty_moov"}
+    ),
     "mp4 late, variable rate": lambda d: encode(d / "a.mp4", pts=VFR, gop=9, x264=OPEN_GOP),
     "mp4 edit list": lambda d: edit_list(encode(d / "b.mp4"), d / "a.mp4", [(1000, 15)]),
-    "mp4 edit lists": lambda d: edit_list(encode(d / "b.mp4"), d / "a.mp4", [(600, 5), (800, 23), (400, 5)]),
+    "mp4 edit lists": lambda d: edit_list(
+        encode(d / "b.mp4"), d / "a.mp4", [(600, 5), (800, 23), (400, 5)]
+    ),
     "mp4 dts for pts": lambda d: remux(encode(d / "b.mp4"), d / "a.mp4", dts_for_pts),
     "mp4 hevc open gop": lambda d: encode(
         d / "a.mp4", codec="libx265", bframes=None, gop=7, x264="open-gop=1:bframes=3:scenecut=0"

@@ -15,7 +15,9 @@ decoding, timeout = Path(sys.argv[1]), float(sys.argv[2])
 def ask(hosts: HostGroup) -> None:
     prefill = apbv.PrefillConfig(kv="sharded")
     engine = apbv.Engine.from_pretrained("demo", prefill=prefill, hosts=hosts, dtype="float32")
-    answer = engine.generate("name the letters in order", video=apbv.demo.video_path(), num_frames=128)
+    answer = engine.generate(
+        "name the letters in order", video=apbv.demo.video_path(), num_frames=128
+    )
     print(answer.text, flush=True)
     while True:
         engine.generate(

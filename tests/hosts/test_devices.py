@@ -1,4 +1,5 @@
-"""Which process computes where, and by which way data then goes. What a machine has is pretended."""
+"""Which process computes where, and by which way data then goes. What a machine has is
+pretended."""
 
 from types import SimpleNamespace
 
@@ -41,7 +42,9 @@ def test_the_device_of_a_process(machine):
 
 
 def test_a_gpu_is_known_by_its_uuid_whatever_a_process_calls_it(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="GPU-7"))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="GPU-7")
+    )
     first, second = (device_identity(torch.device("cuda", index)) for index in range(2))
     assert first == second and "GPU-7" in first and device_identity(torch.device("cpu")) == "cpu"
 
@@ -67,6 +70,9 @@ def own_device_job(hosts: HostGroup) -> str:
 
 @pytest.mark.skipif(torch.cuda.device_count() > 9, reason="there is such a GPU")
 def test_a_device_that_one_host_has_not_ends_all(pool):
-    own = f"ValueError: no such device: cuda:9; torch finds {torch.cuda.device_count()} GPUs on this machine"
+    own = (
+        f"ValueError: no such device: cuda:9; torch finds {torch.cuda.device_count()} GPUs on "
+        "this machine"
+    )
     quoted = f"HostError: host 1 failed in choosing a device: {own}"
     assert pool.run(3, own_device_job) == [quoted, own, quoted]

@@ -1,4 +1,5 @@
-"""HostGroup's exchanges over real gloo processes: of what the group reaches, and by way of host memory."""
+"""HostGroup's exchanges over real gloo processes: of what the group reaches, and by way of host
+memory."""
 
 from pathlib import Path
 
@@ -22,7 +23,9 @@ def all_gather_job(hosts: HostGroup):
             before, mine = hosts.bytes_received, pattern(hosts.rank, shape, dtype)
             gathered = hosts.all_gather(mine).wait()
             assert gathered.dtype == dtype
-            assert torch.equal(gathered, torch.stack([pattern(h, shape, dtype) for h in range(hosts.size)]))
+            assert torch.equal(
+                gathered, torch.stack([pattern(h, shape, dtype) for h in range(hosts.size)])
+            )
             assert hosts.bytes_received - before == (hosts.size - 1) * mine.nbytes
     strided = hosts.all_gather(pattern(hosts.rank, (5, 3), torch.float32).t()).wait()
     assert torch.equal(strided[-1], pattern(hosts.size - 1, (5, 3), torch.float32).t())
@@ -38,7 +41,9 @@ PART_SHAPES = {
 def all_to_all_job(hosts: HostGroup):
     for number, (kind, shape_of) in enumerate(PART_SHAPES.items()):
         dtype, before = DTYPES[number % 3], hosts.bytes_received
-        parts = [pattern(hosts.rank + 10 * h, shape_of(hosts.rank, h), dtype) for h in range(hosts.size)]
+        parts = [
+            pattern(hosts.rank + 10 * h, shape_of(hosts.rank, h), dtype) for h in range(hosts.size)
+        ]
         shapes = [shape_of(h, hosts.rank) for h in range(hosts.size)]
         received = hosts.all_to_all(parts, shapes).wait()
         for host, (part, shape) in enumerate(zip(received, shapes, strict=True)):
@@ -50,11 +55,17 @@ def all_to_all_job(hosts: HostGroup):
 
 def broadcast_job(hosts: HostGroup):
     for dtype in DTYPES:
-        before, tensor, last = hosts.bytes_received, pattern(hosts.rank, (1, 77), dtype), hosts.size - 1
+        before, tensor, last = (
+            hosts.bytes_received,
+            pattern(hosts.rank, (1, 77), dtype),
+            hosts.size - 1,
+        )
         assert hosts.broadcast(tensor) is tensor
         assert torch.equal(tensor, pattern(0, (1, 77), dtype))
         assert hosts.bytes_received - before == (tensor.nbytes if hosts.rank else 0)
-        assert torch.equal(hosts.broadcast(pattern(hosts.rank, (3, 5), dtype), last), pattern(last, (3, 5), dtype))
+        assert torch.equal(
+            hosts.broadcast(pattern(hosts.rank, (3, 5), dtype), last), pattern(last, (3, 5), dtype)
+        )
 
 
 def shift_job(hosts: HostGroup):
@@ -72,7 +83,9 @@ def control_job(hosts: HostGroup):
     before = hosts.bytes_received
     assert hosts.broadcast_ints([2**62, -1, 0] if hosts.rank == 0 else None, 3) == [2**62, -1, 0]
     floats = [hosts.rank + 1e-12, -float("inf"), 1e300]
-    assert hosts.gather_floats(floats) == [[h + 1e-12, -float("inf"), 1e300] for h in range(hosts.size)]
+    assert hosts.gather_floats(floats) == [
+        [h + 1e-12, -float("inf"), 1e300] for h in range(hosts.size)
+    ]
     assert hosts.gather_json("é" * hosts.rank) == ["é" * h for h in range(hosts.size)]
     hosts.barrier()
     hosts.require_same("the prompt", b"the same")
@@ -81,9 +94,12 @@ def control_job(hosts: HostGroup):
 
 
 def in_flight_job(hosts: HostGroup):
-    """Five exchanges at once, of different sizes and kinds, waited for in reverse order, one twice."""
+    """Five exchanges at once, of different sizes and kinds, waited for in reverse order, one
+    twice."""
     before = hosts.bytes_received
-    exchanges = [hosts.all_gather(pattern(hosts.rank, (4, 1 + i), torch.bfloat16)) for i in range(4)]
+    exchanges = [
+        hosts.all_gather(pattern(hosts.rank, (4, 1 + i), torch.bfloat16)) for i in range(4)
+    ]
     parts = [pattern(hosts.rank, (h + 1,), torch.float32) for h in range(hosts.size)]
     swapped = hosts.all_to_all(parts, [(hosts.rank + 1,)] * hosts.size)
     del parts
@@ -93,21 +109,33 @@ def in_flight_job(hosts: HostGroup):
         expected = torch.stack([pattern(h, (4, 1 + i), torch.bfloat16) for h in range(hosts.size)])
         assert torch.equal(exchange.wait(), expected)
     assert exchanges[0].wait() is exchanges[0].wait()
-    assert hosts.bytes_received - before == (hosts.size - 1) * (2 * 4 * (1 + 2 + 3 + 4) + 4 * (hosts.rank + 1))
+    assert hosts.bytes_received - before == (hosts.size - 1) * (
+        2 * 4 * (1 + 2 + 3 + 4) + 4 * (hosts.rank + 1)
+    )
 
 
 def all_kinds_job(hosts: HostGroup):
-    for job in (all_gather_job, all_to_all_job, broadcast_job, shift_job, control_job, in_flight_job):
+    for job in (
+        all_gather_job,
+        all_to_all_job,
+        broadcast_job,
+        shift_job,
+        control_job,
+        in_flight_job,
+    ):
         job(hosts)
 
 
-@pytest.mark.parametrize(("hosts", "way"), [(1, "direct"), (2, "staged"), (3, "staged"), (4, "direct")])
+@pytest.mark.parametrize(
+    ("hosts", "way"), [(1, "direct"), (2, "staged"), (3, "staged"), (4, "direct")]
+)
 def test_what_is_sent_arrives_and_is_counted(pool, hosts, way):
     pool.run(hosts, *([] if way == "direct" else [staged_job]), all_kinds_job)
 
 
 def asynchronous_job(hosts: HostGroup, started: Path):
-    """Host 1 joins only once host 0's calls have returned; calls that block would keep both from going on."""
+    """Host 1 joins only once host 0's calls have returned; calls that block would keep both from
+    going on."""
     if hosts.rank == 1:
         wait_for(started.exists)
     exchange = hosts.all_gather(torch.full((3,), hosts.rank))
@@ -124,11 +152,14 @@ def test_an_exchange_is_started_without_waiting(pool, tmp_path, way):
 
 
 def held_tensors_job(hosts: HostGroup):
-    """A thread holds what was gathered, as gloo's may for a moment: whoever drains the group waits for it."""
+    """A thread holds what was gathered, as gloo's may for a moment: whoever drains the group waits
+    for it."""
     held, naps, exchange = [], [], Collectives._exchange
 
     def holding(self, sent, received, begin, result):
-        return exchange(self, sent, received, lambda *parts: held.extend(parts) or begin(*parts), result)
+        return exchange(
+            self, sent, received, lambda *parts: held.extend(parts) or begin(*parts), result
+        )
 
     def nap(seconds: float) -> None:
         naps.append(seconds)
@@ -152,7 +183,10 @@ def different_job(hosts: HostGroup):
 
 
 def test_values_that_differ_are_refused_on_every_host(pool):
-    assert pool.run(3, different_job) == ["HostError: the prompt of host 2 differs from that of host 0"] * 3
+    assert (
+        pool.run(3, different_job)
+        == ["HostError: the prompt of host 2 differs from that of host 0"] * 3
+    )
 
 
 def different_settings_job(hosts: HostGroup) -> tuple[str, str]:
@@ -161,7 +195,10 @@ def different_settings_job(hosts: HostGroup) -> tuple[str, str]:
             same["the request"] = settings
 
     last = hosts.rank == hosts.size - 1
-    nested = {"prefill": {"method": "star" if last else "apbv", "kv": "gathered"}, "seed": 7 if last else None}
+    nested = {
+        "prefill": {"method": "star" if last else "apbv", "kv": "gathered"},
+        "seed": 7 if last else None,
+    }
     missing = {} if last else {"seed": 7}
     failures = described(lambda: stage(**nested)), described(lambda: stage(**missing))
     stage(seed=7, text="x" * 10**4)  # the group stays usable
@@ -170,7 +207,10 @@ def different_settings_job(hosts: HostGroup) -> tuple[str, str]:
 
 def test_settings_that_differ_are_named_with_both_values_on_every_host(pool):
     start = "HostError: the request must be the same on every host: "
-    several = "prefill.method is 'star' on host 2, but 'apbv' on host 0; seed is 7 on host 2, but None on host 0"
+    several = (
+        "prefill.method is 'star' on host 2, but 'apbv' on host 0; seed is 7 on host 2, but "
+        "None on host 0"
+    )
     missing = "seed is None on host 2, but 7 on host 0"
     assert pool.run(3, different_settings_job) == [(start + several, start + missing)] * 3
 
@@ -185,4 +225,6 @@ def different_calls_job(hosts: HostGroup) -> str:
 
 
 def test_hosts_that_make_different_calls_are_told(pool):
-    assert pool.run(2, different_calls_job) == ["HostError: host 1 makes another call than host 0"] * 2
+    assert (
+        pool.run(2, different_calls_job) == ["HostError: host 1 makes another call than host 0"] * 2
+    )

@@ -1,7 +1,8 @@
 """Waiting for what GPUs exchange: a failure elsewhere ends the wait soon, and frees the GPU.
 
-The processes, their store and their signs of work are real. In place of a GPU stands one event, which comes only
-when the other hosts have taken part, or when the communicators are aborted, as with a kernel of NCCL.
+The processes, their store and their signs of work are real. In place of a GPU stands one event,
+which comes only when the other hosts have taken part, or when the communicators are aborted, as
+with a kernel of NCCL.
 """
 
 import threading
@@ -61,7 +62,9 @@ def prefill(hosts: HostGroup, gpu: Gpu, how: str, error: Exception | None = None
 def failing_job(hosts: HostGroup, how: str):
     """Host 1 fails."""
     hosts, gpu = on_gpu(hosts)
-    failure = described(prefill, hosts, gpu, how, ValueError("out of memory") if hosts.rank == 1 else None)
+    failure = described(
+        prefill, hosts, gpu, how, ValueError("out of memory") if hosts.rank == 1 else None
+    )
     return failure, gpu.is_aborted, hosts.is_broken, described(prefill, hosts, gpu, how)
 
 
@@ -69,14 +72,24 @@ def failing_job(hosts: HostGroup, how: str):
 def test_a_failure_frees_the_gpus(tmp_path, how):
     """Whatever a host then makes of what its GPU has computed is not the reason."""
     quoted = "HostError: host 1 failed in prefill: ValueError: out of memory"
-    later = "HostError: cannot start prefill: the host group failed in an earlier request; restart it"
-    for rank, outcome in enumerate(run_fresh(Store(tmp_path), 2, told_job, tmp_path, failing_job, how)):
-        assert outcome.result == ("ValueError: out of memory" if rank == 1 else quoted, True, True, later)
+    later = (
+        "HostError: cannot start prefill: the host group failed in an earlier request; restart it"
+    )
+    for rank, outcome in enumerate(
+        run_fresh(Store(tmp_path), 2, told_job, tmp_path, failing_job, how)
+    ):
+        assert outcome.result == (
+            "ValueError: out of memory" if rank == 1 else quoted,
+            True,
+            True,
+            later,
+        )
         assert outcome.seconds < HANGING
 
 
 def cut_off_job(hosts: HostGroup):
-    """Host 0's NCCL finds an error that no other host sees, while it waits or after an exchange that came."""
+    """Host 0's NCCL finds an error that no other host sees, while it waits or after an exchange
+    that came."""
     failure_watch.GRACE_SECONDS = 0.2
     sound, gpu = on_gpu(hosts)
     gpu.done.set()
@@ -89,6 +102,9 @@ def cut_off_job(hosts: HostGroup):
 
 
 def test_a_wait_ends_with_the_exchange_and_an_error_that_one_host_sees_reaches_the_others(tmp_path):
-    text = "HostError: another host ended, or did not answer in time (seen by host 0): NCCL reports COMM_ERROR"
+    text = (
+        "HostError: another host ended, or did not answer in time (seen by host 0): NCCL "
+        "reports COMM_ERROR"
+    )
     outcomes = run_fresh(Store(tmp_path), 2, told_job, tmp_path, cut_off_job)
     assert [outcome.result for outcome in outcomes] == [("nothing raised", False, text, True)] * 2

@@ -1,6 +1,8 @@
-"""A host that works is waited for; one that is silent is not. By a clock and a store of the tests, then real ones.
+"""A host that works is waited for; one that is silent is not. By a clock and a store of the tests,
+then real ones.
 
-Working, over real gloo processes, is sleeping in a stage: nothing but the sign of work tells that it goes on.
+Working, over real gloo processes, is sleeping in a stage: nothing but the sign of work tells that
+it goes on.
 """
 
 import multiprocessing as mp
@@ -52,7 +54,11 @@ def test_patience_ends_where_nobody_has_worked_for_the_timeout(clock):
         patience.hear(7 + step, f"news {step}")
     patience.hear(10, "the same once more")
     clock.now += TIMEOUT + 0.1
-    assert patience.is_over and patience.last_heard == "news 3" and patience.seconds == pytest.approx(16.1)
+    assert (
+        patience.is_over
+        and patience.last_heard == "news 3"
+        and patience.seconds == pytest.approx(16.1)
+    )
 
 
 def test_work_from_before_a_wait_is_no_reason_to_wait_longer(clock):
@@ -91,7 +97,9 @@ CASES = [(False, 7, "nothing raised"), (True, 7, SILENT), (False, 4, f"{SILENT},
 
 
 @pytest.mark.parametrize(("bounded", "beats", "outcome"), CASES)
-def test_who_works_is_waited_for_unless_the_wait_is_bounded(clock, monkeypatch, bounded, beats, outcome):
+def test_who_works_is_waited_for_unless_the_wait_is_bounded(
+    clock, monkeypatch, bounded, beats, outcome
+):
     """The last of them works, and is then silent."""
     store, polls = dist.HashStore(), []
     other = a_heart(store)
@@ -109,7 +117,9 @@ def test_who_works_is_waited_for_unless_the_wait_is_bounded(clock, monkeypatch, 
     with other.working("prefill"):
         said = described(watch.wait, SimpleNamespace(wait=wait, is_completed=lambda: False))
     assert said.startswith(outcome) and watch.is_broken == (outcome != "nothing raised")
-    assert beats == 7 or said.endswith("; the last sign of work was: host 1 has worked on prefill for 12 s")
+    assert beats == 7 or said.endswith(
+        "; the last sign of work was: host 1 has worked on prefill for 12 s"
+    )
 
 
 @pytest.mark.parametrize("error", [None, "Connection closed by peer"])
@@ -130,11 +140,16 @@ def test_an_exchange_that_ends_as_a_wait_gives_up_has_its_own_outcome(monkeypatc
 
 
 def groups_job(hosts: HostGroup):
-    """What a host works on in one of its groups is a sign of work in all; of how long a stretch counts."""
+    """What a host works on in one of its groups is a sign of work in all; of how long a stretch
+    counts."""
     own, pair = hosts.subgroup([hosts.rank]), hosts.subgroup([0, 1], 7.0, waits_for_work=False)
     assert own._watch.heartbeat is hosts._watch.heartbeat
     if pair is not None:
-        assert (pair.timeout, pair._watch._waits_for_work, hosts._watch._waits_for_work) == (7.0, False, True)
+        assert (pair.timeout, pair._watch._waits_for_work, hosts._watch._waits_for_work) == (
+            7.0,
+            False,
+            True,
+        )
         assert pair._watch.heartbeat is hosts._watch.heartbeat
     assert hosts._watch.heartbeat._longest == WORK_LIMIT * hosts.timeout
 
@@ -149,10 +164,14 @@ def test_groups_of_a_host_share_its_heart(pool):
 def run_pair(job, port: int, *args, size: int = 2) -> tuple:
     """Hosts as torchrun starts them: their processes, and what each sends."""
     ours, theirs = zip(*(mp.Pipe(duplex=False) for _ in range(size)), strict=True)
-    return [start(as_host, pipe, rank, size, port, job, *args) for rank, pipe in enumerate(theirs)], ours
+    return [
+        start(as_host, pipe, rank, size, port, job, *args) for rank, pipe in enumerate(theirs)
+    ], ours
 
 
-def as_host(pipe, rank: int, size: int, port: int, job, timeout: float, tensor_parallel: int = 1) -> None:
+def as_host(
+    pipe, rank: int, size: int, port: int, job, timeout: float, tensor_parallel: int = 1
+) -> None:
     as_torchrun_starts(rank, size, port)
     pipe.send(job(HostGroup.from_env("cpu", timeout, tensor_parallel=tensor_parallel), rank))
 
@@ -161,7 +180,9 @@ def transformers_job(hosts: HostGroup, rank: int) -> float:
     """One host of two processes: an exchange of transformers."""
     total = torch.tensor([1.0 + rank])
     with hosts.collective_stage("prefill"):
-        time.sleep(9.0 * rank)  # longer than any wait without a sign of work, the back end's own included
+        time.sleep(
+            9.0 * rank
+        )  # longer than any wait without a sign of work, the back end's own included
         dist.all_reduce(total, group=hosts.tensor_parallel_mesh().get_group())
     hosts.close()
     return total.item()
@@ -194,7 +215,8 @@ def test_closing_and_exiting_do_not_wait_for_a_host_that_has_stopped(agent_store
 
 
 def freezing_target_job(hosts: HostGroup, rank: int) -> tuple[str, float]:
-    """Host 0 of the target stops in its prefill; how long the others wait for it, and what they say."""
+    """Host 0 of the target stops in its prefill; how long the others wait for it, and what they
+    say."""
     drafting = SpeculativeConfig(strategy="vanilla", draft_model="demo", draft_host=True)
     engine = Engine.from_pretrained("demo", hosts=hosts, speculate=drafting, dtype="float32")
 

@@ -1,4 +1,5 @@
-"""HostGroup over real gloo processes: who is in it, and that a failure reaches every host, soon and by name."""
+"""HostGroup over real gloo processes: who is in it, and that a failure reaches every host, soon and
+by name."""
 
 import os
 import signal
@@ -68,7 +69,8 @@ def failing_locally(hosts: HostGroup, bad: int, error: Exception) -> None:
 
 
 def test_a_subgroup(tmp_path):
-    """In processes of their own, since all processes of the world have to make a group like the caller's."""
+    """In processes of their own, since all processes of the world have to make a group like the
+    caller's."""
     quoted = "HostError: host 1 failed in reading the prompt: ValueError: bad"
     first, second, third = ((h, 3, [2], quoted if h != 1 else "ValueError: bad") for h in range(3))
     seen = [outcome.result for outcome in run_fresh(Store(tmp_path), 8, subgroup_job, [2, 5, 7])]
@@ -79,7 +81,10 @@ def uneven_groups_job(hosts: HostGroup) -> list[list[int] | None]:
     for _ in range(hosts.rank):
         dist.new_group([dist.get_rank()], use_local_synchronization=True)
     first, second = (hosts.subgroup(members) for members in ([0, 1], [0, 2]))
-    return [some and some.all_gather(torch.tensor([hosts.rank])).wait().flatten().tolist() for some in (first, second)]
+    return [
+        some and some.all_gather(torch.tensor([hosts.rank])).wait().flatten().tolist()
+        for some in (first, second)
+    ]
 
 
 def test_subgroups_of_processes_that_are_in_different_numbers_of_groups(pool):
@@ -107,7 +112,11 @@ def local_failure_job(hosts: HostGroup, bad: list[int], errors: dict[int, Except
     return failures[0]
 
 
-FAILURES = [(2, [1], ValueError(UNDECODABLE)), (3, [1], ValueError("")), (4, [1, 3], OddError(UNICODE))]
+FAILURES = [
+    (2, [1], ValueError(UNDECODABLE)),
+    (3, [1], ValueError("")),
+    (4, [1, 3], OddError(UNICODE)),
+]
 
 
 @pytest.mark.parametrize(("hosts", "bad", "error"), FAILURES, ids=ascii)
@@ -117,12 +126,17 @@ def test_one_hosts_error_reaches_all(pool, hosts, bad, error):
     own = {host: f"{type(error).__name__}: {each}" for host, each in errors.items()}
     quoted = f"HostError: host {bad[0]} failed in reading the prompt: {own[bad[0]]}"
     quoted = quoted.replace("\udce9", r"\udce9")
-    assert pool.run(hosts, local_failure_job, bad, errors) == [own.get(host, quoted) for host in range(hosts)]
+    assert pool.run(hosts, local_failure_job, bad, errors) == [
+        own.get(host, quoted) for host in range(hosts)
+    ]
 
 
 def test_a_long_message_is_cut_but_arrives(pool):
     """Longer than a status holds, and cut wherever a letter of several bytes happens to stand."""
-    start, error = "HostError: host 0 failed in reading the prompt: ValueError: ", ValueError("映" * 5000)
+    start, error = (
+        "HostError: host 0 failed in reading the prompt: ValueError: ",
+        ValueError("映" * 5000),
+    )
     mine, other = pool.run(2, local_failure_job, [0], {0: error})
     assert mine == f"ValueError: {error}" and other.startswith(start + "映" * 1000)
     assert set(other.removeprefix(start)) <= {"映", "\N{REPLACEMENT CHARACTER}"}
@@ -134,7 +148,11 @@ def test_a_long_message_is_cut_but_arrives(pool):
 def failing_exchange_job(hosts: HostGroup, bad: list[int], error: Exception):
     failure = described(exchange_in_stage, hosts, error if hosts.rank in bad else None)
     # A broken group refuses at once.
-    calls = [(exchange_in_stage, hosts), (failing_locally, hosts, -1, ValueError()), (hosts.barrier,)]
+    calls = [
+        (exchange_in_stage, hosts),
+        (failing_locally, hosts, -1, ValueError()),
+        (hosts.barrier,),
+    ]
     calls.append((hosts.all_to_all, [torch.ones(1)] * hosts.size, [(1,)] * hosts.size))
     return failure, [described(*call) for call in calls]
 
@@ -161,7 +179,9 @@ def test_a_failure_amid_exchanges_reaches_those_who_wait(tmp_path, in_host_0, ba
     assert [outcome.exit_status for outcome in outcomes] == [0, 0, 0]
     for rank, (failure, later) in enumerate(outcome.result for outcome in outcomes):
         assert failure == (own if rank in bad else quoted)
-        assert all(text.startswith("HostError: ") and "in an earlier" in text for text in later), later
+        assert all(text.startswith("HostError: ") and "in an earlier" in text for text in later), (
+            later
+        )
     assert max(outcome.seconds for outcome in outcomes) < HANGING
 
 
@@ -180,4 +200,6 @@ def test_a_killed_host_ends_the_others(tmp_path, victim, stage):
     assert outcomes.pop(victim).exit_status == -signal.SIGKILL
     for outcome in outcomes:
         assert outcome.error.startswith("HostError: ") and "ended" in outcome.error
-        assert outcome.exit_status == 1 and outcome.seconds < HANGING, "an error, not a crash on the way out"
+        assert outcome.exit_status == 1 and outcome.seconds < HANGING, (
+            "an error, not a crash on the way out"
+        )

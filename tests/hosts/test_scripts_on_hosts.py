@@ -1,4 +1,5 @@
-"""Hosts as torchrun starts them: they meet, they leave, and a bad option is one clear line on each of them."""
+"""Hosts as torchrun starts them: they meet, they leave, and a bad option is one clear line on each
+of them."""
 
 import multiprocessing as mp
 import subprocess
@@ -31,7 +32,10 @@ def test_hosts_that_do_not_meet(agent_store):
 def test_a_scripts_error_is_one_line_and_status_1(capsys, monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     assert run_on_hosts(lambda hosts: None, device="cuda") == 1
-    assert capsys.readouterr().err == "error: no such device: cuda; torch finds 0 GPUs on this machine\n"
+    assert (
+        capsys.readouterr().err
+        == "error: no such device: cuda; torch finds 0 GPUs on this machine\n"
+    )
 
     assert run_on_hosts(lambda hosts: int("x")) == 1
     assert capsys.readouterr().err.startswith("error (host 0): invalid literal")
@@ -43,7 +47,16 @@ def test_a_file_that_one_host_lacks_is_told_by_all_in_one_line(tmp_path):
     model = families.save_checkpoint("llama", tmp_path / "llama")
     folders = [model, tmp_path]
     (folders[0] / "context.txt").write_text("A long text. " * 50)
-    asked = ["--model", model, "--prompt", "Why?", "--timeout", GROUP_TIMEOUT, "--context", "context.txt"]
+    asked = [
+        "--model",
+        model,
+        "--prompt",
+        "Why?",
+        "--timeout",
+        GROUP_TIMEOUT,
+        "--context",
+        "context.txt",
+    ]
     results = run_hosts(INFER, *asked, hosts=2, folders=folders, timeout=HANGING)
     own = "cannot read the context context.txt: "
     for rank, said in enumerate([f"host 1 failed in reading the options: ValueError: {own}", own]):
@@ -54,12 +67,27 @@ def test_a_file_that_one_host_lacks_is_told_by_all_in_one_line(tmp_path):
 
 @pytest.mark.thorough
 def test_under_torchrun_an_error_is_said_once_and_by_its_last_lines(tmp_path):
-    """It stops the others once one process has failed: by then each has said why, and the first has printed it."""
-    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(INFER)]
+    """It stops the others once one process has failed: by then each has said why, and the first has
+    printed it."""
+    run = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(INFER),
+    ]
     command = [*run, "--model", str(tmp_path / "nothing"), "--prompt", "Why?"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=limit(600.0), cwd=tmp_path)
+    result = subprocess.run(
+        command, capture_output=True, text=True, timeout=limit(600.0), cwd=tmp_path
+    )
     assert result.returncode != 0 and "[rank" not in result.stderr, "no traceback of ours"
     told, lines = f"cannot load the model {tmp_path / 'nothing'}: ", result.stderr.splitlines()
     assert [line for line in lines if line.startswith("error")] == [lines[0]] and told in lines[0]
-    by_torchrun = [line.partition("traceback : ")[2].partition(told)[0] for line in lines[1:] if told in line]
-    assert sorted(by_torchrun) == ["error (host 0): ", "error (host 1): "] and told in "".join(lines[-3:])
+    by_torchrun = [
+        line.partition("traceback : ")[2].partition(told)[0] for line in lines[1:] if told in line
+    ]
+    assert sorted(by_torchrun) == ["error (host 0): ", "error (host 1): "] and told in "".join(
+        lines[-3:]
+    )

@@ -20,8 +20,12 @@ from support.simulated import Lap, Network, share_weights, simulate
 def prefill_job(hosts: HostGroup, models, settings: dict):
     model = models[hosts.rank] if models else families.build_model("qwen2")
     ids = torch.randint(0, 250, (1, 151), generator=torch.Generator().manual_seed(3))
-    inputs = ModelInputs.from_processor(inspect_model(model), {"input_ids": ids}, hosts, query_start=140)
-    state = prefill(model, inputs, hosts=hosts, config=PrefillConfig(passing_len=5, anchor_len=11, **settings))
+    inputs = ModelInputs.from_processor(
+        inspect_model(model), {"input_ids": ids}, hosts, query_start=140
+    )
+    state = prefill(
+        model, inputs, hosts=hosts, config=PrefillConfig(passing_len=5, anchor_len=11, **settings)
+    )
     cache = state.to_dynamic_cache()
     kv = None if cache is None else [(layer.keys, layer.values) for layer in cache.layers]
     assert state.method == settings["method"]
@@ -101,7 +105,9 @@ ENDS = [
 ]
 
 
-@pytest.mark.parametrize(("job", "network", "ends"), ENDS, ids=lambda value: getattr(value, "__name__", ""))
+@pytest.mark.parametrize(
+    ("job", "network", "ends"), ENDS, ids=lambda value: getattr(value, "__name__", "")
+)
 def test_what_every_hosts_clock_shows_when_its_job_is_done(job, network, ends):
     clock = Clock()
 
@@ -125,10 +131,16 @@ def test_a_recorded_pace_replaces_measured_times():
     runs = [simulate(2, job, noise, clock=clock) for noise in ([4.0, 0.0], [0.0, 4.0])]
     assert [[end for end, _ in run] for run in runs] == [[7.0, 7.0], [7.0, 7.0]]
     paces = [
-        [Lap(sum(lap.cpu for lap in laps) / 2) for laps in zip(*(run[host][1] for run in runs), strict=True)]
+        [
+            Lap(sum(lap.cpu for lap in laps) / 2)
+            for laps in zip(*(run[host][1] for run in runs), strict=True)
+        ]
         for host in range(2)
     ]
-    assert simulate(2, job, [100.0, 100.0], clock=clock, paces=paces) == [(5.0, paces[0]), (5.0, paces[1])]
+    assert simulate(2, job, [100.0, 100.0], clock=clock, paces=paces) == [
+        (5.0, paces[0]),
+        (5.0, paces[1]),
+    ]
     with pytest.raises(ValueError, match="host 0 reads its clock more often"):
         simulate(2, job, [0.0, 0.0], clock=clock, paces=[pace[:1] for pace in paces])
 
@@ -197,7 +209,9 @@ def layers(num_hosts: int, launching: tuple, computing: tuple, seed: int) -> lis
 
 @pairwise(num_hosts=(2, 3, 5), speed=("slow GPU", "slow CPU", "fast link"), seed=(0, 1, 2, 3))
 def test_gpus_count_as_if_every_host_had_one(monkeypatch, num_hosts, speed, seed):
-    launching, computing = ((0.9, 1.1), (0.1, 0.2)) if speed == "slow CPU" else ((0.1, 0.2), (0.9, 1.1))
+    launching, computing = (
+        ((0.9, 1.1), (0.1, 0.2)) if speed == "slow CPU" else ((0.1, 0.2), (0.9, 1.1))
+    )
     scripts = layers(num_hosts, launching, computing, seed)
     link = Network(bandwidth=1e6 if speed == "fast link" else 100.0)
     clock = Clock()
@@ -208,9 +222,14 @@ def test_gpus_count_as_if_every_host_had_one(monkeypatch, num_hosts, speed, seed
         (end,) = hosts.seconds_at([moment])
         return end, waits
 
-    # That an idle GPU waits for a first launch does not show: at the beginning, and where the hosts agree.
-    ends, waits = zip(*simulate(num_hosts, job, network=link, device="cuda", clock=clock), strict=True)
-    assert ends == pytest.approx(on_gpus_of_their_own(scripts, link), abs=2 * min(launching[1], computing[1]))
+    # That an idle GPU waits for a first launch does not show: at the beginning, and where the hosts
+    # agree.
+    ends, waits = zip(
+        *simulate(num_hosts, job, network=link, device="cuda", clock=clock), strict=True
+    )
+    assert ends == pytest.approx(
+        on_gpus_of_their_own(scripts, link), abs=2 * min(launching[1], computing[1])
+    )
     assert min(waits) == 0  # of the host that was done first
 
 

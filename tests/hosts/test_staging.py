@@ -1,4 +1,5 @@
-"""Hosts that share a device: the engine's answers are those of hosts that do not, and a failure reaches all."""
+"""Hosts that share a device: the engine's answers are those of hosts that do not, and a failure
+reaches all."""
 
 import subprocess
 import sys
@@ -24,7 +25,9 @@ from patience import GROUP_TIMEOUT, HANGING
 DRAFT_HOST = SpeculativeConfig(strategy="specvlm", draft_host=True, draft_timeout=GROUP_TIMEOUT)
 
 
-def answer_job(hosts: HostGroup, clip: Path, prefill: PrefillConfig, speculate: SpeculativeConfig | None):
+def answer_job(
+    hosts: HostGroup, clip: Path, prefill: PrefillConfig, speculate: SpeculativeConfig | None
+):
     model, draft = (families.build_model("qwen2_5_vl", seed=seed) for seed in (0, 1))
     processor, draft = families.build_processor("qwen2_5_vl"), draft if speculate else None
     engine = Engine(model, processor, hosts, prefill, speculate=speculate, draft=draft)
@@ -48,14 +51,18 @@ def test_answers_are_the_same_by_either_way(pool, clip, num_hosts, method, kv, s
 
 def failing_job(hosts: HostGroup) -> str:
     """Host 1 fails amid exchanges."""
-    return described(exchange_in_stage, staged_group(hosts), ValueError("bad") if hosts.rank == 1 else None)
+    return described(
+        exchange_in_stage, staged_group(hosts), ValueError("bad") if hosts.rank == 1 else None
+    )
 
 
 def test_a_failure_reaches_those_who_wait(tmp_path):
     outcomes = run_fresh(Store(tmp_path), 3, told_job, tmp_path, failing_job)
     quoted = "HostError: host 1 failed in encode: ValueError: bad"
     assert [outcome.result for outcome in outcomes] == [quoted, "ValueError: bad", quoted]
-    assert [outcome.exit_status for outcome in outcomes] == [0] * 3, "nobody waits for the thread at exit"
+    assert [outcome.exit_status for outcome in outcomes] == [0] * 3, (
+        "nobody waits for the thread at exit"
+    )
     assert max(outcome.seconds for outcome in outcomes) < HANGING
 
 
@@ -74,9 +81,14 @@ def test_an_exchange_begins_when_the_one_before_has_ended():
         happened.append(("began", number))
         return work(number)
 
-    watch = SimpleNamespace(is_broken=False, require_whole=lambda: None, wait=lambda call: call.wait())
+    watch = SimpleNamespace(
+        is_broken=False, require_whole=lambda: None, wait=lambda call: call.wait()
+    )
     collectives, data = StagedCollectives(None, watch), torch.zeros(3)
-    exchanges = [collectives._exchange(data, data, partial(begin, number), lambda: None) for number in range(3)]
+    exchanges = [
+        collectives._exchange(data, data, partial(begin, number), lambda: None)
+        for number in range(3)
+    ]
     time.sleep(0.1)  # in which the others could begin
     may_end.set()
     for exchange in exchanges:
@@ -92,7 +104,10 @@ def test_an_exchange_that_ends_as_a_wait_gives_up_has_its_own_outcome(error):
         if timeout is not None or error is not None:
             raise RuntimeError("Operation timed out!") if timeout is not None else error
 
-    work, watch = SimpleNamespace(wait=wait, is_completed=lambda: True), SimpleNamespace(is_broken=False)
+    work, watch = (
+        SimpleNamespace(wait=wait, is_completed=lambda: True),
+        SimpleNamespace(is_broken=False),
+    )
     assert in_thread(partial(_wait_apart, work, watch)).exception() is error
 
 
@@ -111,4 +126,7 @@ in_thread(lambda held=Held(): time.sleep(0.2)).result()
 
 @pytest.mark.thorough
 def test_the_interpreter_waits_until_a_call_has_freed_what_it_held():
-    assert subprocess.run([sys.executable, "-c", LEAVING], capture_output=True, text=True).stdout == "freed\n"
+    assert (
+        subprocess.run([sys.executable, "-c", LEAVING], capture_output=True, text=True).stdout
+        == "freed\n"
+    )

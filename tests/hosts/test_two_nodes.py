@@ -1,4 +1,5 @@
-"""Hosts on two nodes, which share nothing but the network between them; and when that falls silent."""
+"""Hosts on two nodes, which share nothing but the network between them; and when that falls
+silent."""
 
 import os
 import shutil
@@ -48,12 +49,23 @@ class TwoNodes:
 
     def start(self, node: int, command: list, **options) -> subprocess.Popen:
         """A command on a node, as a user of that node would start it."""
-        as_node = ["unshare", "--uts", "--mount", "sh", "-c", _AS_NODE, "sh", self._hosts_file, NAMES[node]]
+        as_node = [
+            "unshare",
+            "--uts",
+            "--mount",
+            "sh",
+            "-c",
+            _AS_NODE,
+            "sh",
+            self._hosts_file,
+            NAMES[node],
+        ]
         words = ["ip", "netns", "exec", self._namespaces[node], *as_node, *command]
         return subprocess.Popen([str(word) for word in words], text=True, **options)
 
     def cut(self) -> None:
-        """From now on neither node hears the other, nor anything from the network, such as that it is gone.
+        """From now on neither node hears the other, nor anything from the network, such as that it
+        is gone.
 
         Frames go to a hardware address that nobody has.
         """
@@ -87,15 +99,28 @@ def nodes(tmp_path):
 
 
 def test_a_network_that_falls_silent_ends_both_nodes(nodes, tmp_path):
-    """Behind a right answer, amid the next; the node without the key-value store cannot even ask what happened."""
+    """Behind a right answer, amid the next; the node without the key-value store cannot even ask
+    what happened."""
     # Long enough for hosts to wait for each other while they load the model on a busy machine.
     decoding, timeout, processes = tmp_path / "decoding", limit(8.0), []
     meeting = ["--master-addr", NAMES[0], "--master-port", "29500", "--node-rank"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     for node in range(2):
-        with open(tmp_path / f"{node}.stdout", "w") as stdout, open(tmp_path / f"{node}.stderr", "w") as stderr:
-            words = [*TORCHRUN, *meeting, node, Path(__file__).with_name("ask_endlessly.py"), decoding, timeout]
-            processes.append(nodes.start(node, words, stdout=stdout, stderr=stderr, env=environment))
+        with (
+            open(tmp_path / f"{node}.stdout", "w") as stdout,
+            open(tmp_path / f"{node}.stderr", "w") as stderr,
+        ):
+            words = [
+                *TORCHRUN,
+                *meeting,
+                node,
+                Path(__file__).with_name("ask_endlessly.py"),
+                decoding,
+                timeout,
+            ]
+            processes.append(
+                nodes.start(node, words, stdout=stdout, stderr=stderr, env=environment)
+            )
 
     def printed(name: str) -> list[str]:
         return [(tmp_path / f"{node}.{name}").read_text() for node in range(2)]
@@ -105,8 +130,18 @@ def test_a_network_that_falls_silent_ends_both_nodes(nodes, tmp_path):
     assert printed("stdout") == ["X J P H E L\n"] * 2
     nodes.cut()
     assert [process.wait(timeout + HANGING) for process in processes] == [1, 1]
-    assert not any("[rank" in stderr for stderr in printed("stderr")), "torchrun's own traceback alone"
-    lines = [line for stderr in printed("stderr") for line in stderr.splitlines() if line.startswith("error")]
-    waited = [f"error (host {n}): host {n} waited more than {timeout:g} s for another host" for n in range(2)]
+    assert not any("[rank" in stderr for stderr in printed("stderr")), (
+        "torchrun's own traceback alone"
+    )
+    lines = [
+        line
+        for stderr in printed("stderr")
+        for line in stderr.splitlines()
+        if line.startswith("error")
+    ]
+    waited = [
+        f"error (host {n}): host {n} waited more than {timeout:g} s for another host"
+        for n in range(2)
+    ]
     silent = "; the hosts' key-value store does not answer either: the network may be cut"
     assert lines == [waited[0], waited[1] + silent]

@@ -9,7 +9,8 @@ from video_files import CLIPS, decode_all
 
 @pytest.fixture(scope="session")
 def encoded(tmp_path_factory):
-    """Each of ``CLIPS`` by its name, made when first asked for: its path, what the probe says, and all frames."""
+    """Each of ``CLIPS`` by its name, made when first asked for: its path, what the probe says, and
+    all frames."""
     made = {}
 
     def get(name):

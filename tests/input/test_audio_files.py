@@ -1,4 +1,5 @@
-"""Audio is what sounds in the file, in one channel, at the model's rate, and beside the video's frames."""
+"""Audio is what sounds in the file, in one channel, at the model's rate, and beside the video's
+frames."""
 
 import av
 import numpy as np
@@ -14,19 +15,24 @@ _WINDOW = RATE // 50
 
 
 def assert_sounds_like(samples, expected):
-    """As loud as expected in every fiftieth of a second, but for those in which the loudness changes.
+    """As loud as expected in every fiftieth of a second, but for those in which the loudness
+    changes.
 
     It changes ten times a second. Codecs move sound by a few milliseconds.
     """
     assert samples.dtype == np.float32
     assert abs(len(samples) - len(expected)) < 0.1 * RATE  # of the last packet
     count = min(len(samples), len(expected)) // _WINDOW
-    loud, wanted = (np.abs(each[: count * _WINDOW].reshape(count, _WINDOW)).max(axis=1) for each in (samples, expected))
+    loud, wanted = (
+        np.abs(each[: count * _WINDOW].reshape(count, _WINDOW)).max(axis=1)
+        for each in (samples, expected)
+    )
     assert np.quantile(np.abs(loud - wanted), 0.75) < 0.006
 
 
 @pytest.mark.parametrize(
-    ("name", "codec", "rate"), [("a.wav", "pcm_s16le", 44100), ("a.mp3", "libmp3lame", 48000), ("a.m4a", "aac", 44100)]
+    ("name", "codec", "rate"),
+    [("a.wav", "pcm_s16le", 44100), ("a.mp3", "libmp3lame", 48000), ("a.m4a", "aac", 44100)],
 )
 def test_a_file_is_read_in_one_channel_at_the_rate_that_is_wanted(tmp_path, name, codec, rate):
     path = write(tmp_path / name, [(0, 2)], codec, rate, channels=(1.0, 0.5))
@@ -40,7 +46,9 @@ def test_names_may_look_like_addresses_and_tags_have_any_encoding(tmp_path, monk
     path = write(tmp_path / name, [(0, 1)], "aac" if video else "pcm_s16le", video=video)
     with av.open(f"file:{path}") as source:  # an encoder's name, as FFmpeg itself writes it
         content = (tmp_path / name).read_bytes()
-        position = content.index(next(iter({**source.metadata, **source.streams[0].metadata}.values())).encode())
+        position = content.index(
+            next(iter({**source.metadata, **source.streams[0].metadata}.values())).encode()
+        )
     overwrite(path, tmp_path / name, position, b"\xe9")
     monkeypatch.chdir(tmp_path)
     assert has_audio(name)
@@ -50,7 +58,8 @@ def test_names_may_look_like_addresses_and_tags_have_any_encoding(tmp_path, monk
 
 
 @pytest.mark.parametrize(
-    ("start", "name", "codec"), [(0.0, "a.mp4", "aac"), (0.0, "a.ts", "aac"), (0.4, "a.mkv", "flac")]
+    ("start", "name", "codec"),
+    [(0.0, "a.mp4", "aac"), (0.0, "a.ts", "aac"), (0.4, "a.mkv", "flac")],
 )
 def test_sound_begins_with_the_first_frame(tmp_path, start, name, codec):
     """Also where the track begins before the frames, or after them."""

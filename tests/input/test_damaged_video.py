@@ -13,7 +13,9 @@ from video_files import decode_all, encode, overwrite, packets_of, picture
 def audio(path):
     with av.open(str(path), "w") as out:
         stream = out.add_stream("aac", rate=16000)
-        frame = av.AudioFrame.from_ndarray(np.zeros((1, 4096), np.int16), format="s16", layout="mono")
+        frame = av.AudioFrame.from_ndarray(
+            np.zeros((1, 4096), np.int16), format="s16", layout="mono"
+        )
         frame.sample_rate = 16000
         out.mux(stream.encode(frame))
         out.mux(stream.encode())
@@ -46,7 +48,7 @@ def part(n, container=None):
         ("half.avi", part(0.6), "is cut short"),
         ("half.flv", part(0.6), "is cut short"),
     ],
-)  # fmt: skip
+)
 def test_unusable(tmp_path, name, make, reason):
     path = tmp_path / name
     make(path)
@@ -60,7 +62,9 @@ def test_first_frame_destroyed(tmp_path):
     path = encode(tmp_path / "b.mp4")
     at, size, *_ = packets_of(path)[0]
     info = probe(overwrite(path, tmp_path / "a.mp4", at, b"\0" * size))
-    assert np.array_equal(read_frames(info, range(info.num_frames)), decode_all(path)[10:])  # the groups that begin
+    assert np.array_equal(
+        read_frames(info, range(info.num_frames)), decode_all(path)[10:]
+    )  # the groups that begin
 
 
 @each_choice(suffix=["mp4", "mkv", "avi"], length=[1, 60])
@@ -93,7 +97,9 @@ def test_damage_is_not_concealed(tmp_path, suffix, length):
 
 def test_a_frame_is_no_better_than_one_that_it_refers_to(tmp_path):
     """A B-frame comes out of the decoder before the damaged frame that it was predicted from."""
-    path = encode(tmp_path / "b.mp4", n=20, gop=20, bframes=1, x264="b-adapt=0:scenecut=0", size=(144, 192))
+    path = encode(
+        tmp_path / "b.mp4", n=20, gop=20, bframes=1, x264="b-adapt=0:scenecut=0", size=(144, 192)
+    )
     info, reference = probe(path), decode_all(path)
     packets = packets_of(path)
     forward = next(i for i in range(9, 20) if packets[i][2] > packets[i + 1][2])
@@ -104,14 +110,21 @@ def test_a_frame_is_no_better_than_one_that_it_refers_to(tmp_path):
         broken = overwrite(path, tmp_path / "a.mp4", at + offset, noise)
         with av.open(broken) as container:
             container.streams.video[0].codec_context.thread_count = 1
-            frames = [frame for _, frame in zip(range(between + 2), container.decode(video=0), strict=False)]
-        if frames[-1].is_corrupt and not np.array_equal(frames[-2].to_ndarray(format="rgb24"), reference[between]):
+            frames = [
+                frame
+                for _, frame in zip(range(between + 2), container.decode(video=0), strict=False)
+            ]
+        if frames[-1].is_corrupt and not np.array_equal(
+            frames[-2].to_ndarray(format="rgb24"), reference[between]
+        ):
             break
     else:
         pytest.fail("no damage that the decoder notices and conceals")
     assert not frames[-2].is_corrupt
     for indices in ([between], range(between + 1), range(20)):
-        with pytest.raises(VideoError, match=r"a\.mp4: a frame cannot be decoded: the data is damaged"):
+        with pytest.raises(
+            VideoError, match=r"a\.mp4: a frame cannot be decoded: the data is damaged"
+        ):
             read_frames(probe(broken), indices)
     assert np.array_equal(read_frames(probe(broken), range(between)), reference[:between])
 

@@ -27,7 +27,9 @@ def test_indices(encoded):
 def info_at(times):
     fps = (len(times) - 1) / times[-1] if len(times) > 1 else 25
     oriented, nothing = (False, False, False), (np.empty(0), np.empty((0, 2)))
-    return VideoInfo("a", 9, np.array(times), 2, 2, 4, fps, False, 9.0, np.zeros((1, 2)), *oriented, *nothing)
+    return VideoInfo(
+        "a", 9, np.array(times), 2, 2, 4, fps, False, 9.0, np.zeros((1, 2)), *oriented, *nothing
+    )
 
 
 @given(st.integers(0, 2000), st.integers(1, 300))
@@ -55,7 +57,9 @@ def test_uniform_examples():
 
 
 @given(
-    st.lists(st.integers(1, 400), max_size=60).map(lambda steps: list(itertools.accumulate([0, *steps]))),
+    st.lists(st.integers(1, 400), max_size=60).map(
+        lambda steps: list(itertools.accumulate([0, *steps]))
+    ),
     st.fractions(Fraction(1, 5), 60, max_denominator=7),
 )
 def test_fps_takes_the_nearest_frames(ms, fps):
@@ -67,15 +71,21 @@ def test_fps_takes_the_nearest_frames(ms, fps):
 def test_fps_examples():
     info = info_at([i / 25 for i in range(250)])
     assert sample_fps(info, 1) == list(range(0, 250, 25))
-    assert sample_fps(info, 2) == sorted([*range(0, 250, 25), *range(12, 250, 25)])  # ties to the earlier
+    assert sample_fps(info, 2) == sorted(
+        [*range(0, 250, 25), *range(12, 250, 25)]
+    )  # ties to the earlier
     assert sample_fps(info, 25) == sample_fps(info, 1e9) == list(range(250))
-    ties = [min(range(250), key=lambda i: abs(Fraction(i, 25) - Fraction(k, 10))) for k in range(100)]
+    ties = [
+        min(range(250), key=lambda i: abs(Fraction(i, 25) - Fraction(k, 10))) for k in range(100)
+    ]
     assert sample_fps(info, 10) == ties
     assert sample_fps(info, 1, max_frames=4) == sample_uniform(250, 4)
     assert sample_fps(info, 1, max_frames=10) == list(range(0, 250, 25))
 
 
-@pytest.mark.parametrize("args", [(0,), (-1,), (float("nan"),), (float("inf"),), (1e308,), (10**400,), (1, 0)])
+@pytest.mark.parametrize(
+    "args", [(0,), (-1,), (float("nan"),), (float("inf"),), (1e308,), (10**400,), (1, 0)]
+)
 @pytest.mark.filterwarnings("error")
 def test_fps_arguments(args):
     with pytest.raises(ValueError, match=r"fps must lie in|cannot sample"):

@@ -16,7 +16,15 @@ import families
 from prompts import by_processor
 
 HOSTS, QUESTION = HostGroup.single("cpu"), "What is it?"
-WITH_LIMITS = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", families.OMNI, "glm4v", "glm46v", "video_llama_3"]
+WITH_LIMITS = [
+    "qwen2_vl",
+    "qwen2_5_vl",
+    "qwen3_vl",
+    families.OMNI,
+    "glm4v",
+    "glm46v",
+    "video_llama_3",
+]
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +42,9 @@ def chat(*images: tuple[str, dict]) -> list[dict]:
 
 
 def reader_of(family: str) -> PromptReader:
-    return PromptReader(inspect_model(families.build_model(family)), families.build_processor(family), 8)
+    return PromptReader(
+        inspect_model(families.build_model(family)), families.build_processor(family), 8
+    )
 
 
 def read(reader: PromptReader, messages: list[dict], chunk: int = 10):
@@ -51,7 +61,9 @@ def processed(family: str, messages: list[dict], **size) -> dict:
     processor = families.build_processor(family)
     processor.image_processor.size = {**dict(processor.image_processor.size), **size}
     content = messages[0]["content"]
-    images = [Image.open(part["image"]).convert("RGB") for part in content if part["type"] == "image"]
+    images = [
+        Image.open(part["image"]).convert("RGB") for part in content if part["type"] == "image"
+    ]
     return by_processor(processor, content, images=images)
 
 
@@ -78,7 +90,9 @@ def test_a_single_limit_goes_before_the_models_other_one(pictures):
     for options in ({"max_pixels": 784}, {"min_pixels": own["longest_edge"] + 784 * 10}):
         inputs, _ = read(reader, chat((pictures[0], options)))
         num_pixels = inputs.visual.num_rows * 784
-        assert num_pixels <= options.get("max_pixels", 10**9) and num_pixels >= options.get("min_pixels", 0)
+        assert num_pixels <= options.get("max_pixels", 10**9) and num_pixels >= options.get(
+            "min_pixels", 0
+        )
 
 
 @pytest.mark.parametrize("family", WITH_LIMITS)
@@ -89,12 +103,16 @@ def test_an_image_has_exactly_the_size_that_is_asked_for(family, pictures):
     size = {"resized_height": 3 * factor - 2, "resized_width": 2 * factor + 2}
     _, pixels = read(reader, chat((pictures[2], size)))
     image = tvF.pil_to_tensor(Image.open(pictures[2]).convert("RGB"))
-    image = tvF.resize(image, [3 * factor, 2 * factor], tvF.InterpolationMode.BICUBIC, antialias=True)
+    image = tvF.resize(
+        image, [3 * factor, 2 * factor], tvF.InterpolationMode.BICUBIC, antialias=True
+    )
     expected = image_processor(images=[image], do_resize=False, return_tensors="pt")
     assert torch.equal(pixels, expected["pixel_values"])
 
 
-def logits_job(hosts: HostGroup, family: str, requests: list[list[dict]], **options) -> list[torch.Tensor]:
+def logits_job(
+    hosts: HostGroup, family: str, requests: list[list[dict]], **options
+) -> list[torch.Tensor]:
     engine = Engine(
         families.build_model(family, dtype=torch.float64),
         families.build_processor(family),
@@ -109,7 +127,13 @@ def logits_job(hosts: HostGroup, family: str, requests: list[list[dict]], **opti
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "glm4v"])
 def test_hosts_that_share_images_of_several_sizes_prefill_as_transformers(pool, pictures, family):
     """Each with its own options, or none, between others."""
-    options = [{"max_pixels": 2500}, {}, {"min_pixels": 20000}, {}, {"resized_height": 56, "resized_width": 84}]
+    options = [
+        {"max_pixels": 2500},
+        {},
+        {"min_pixels": 20000},
+        {},
+        {"resized_height": 56, "resized_width": 84},
+    ]
     messages = chat(*zip([*pictures, *pictures], options, strict=False))
     counted = 2 if family.startswith("glm") else 1
     images = [Image.open(path).convert("RGB") for path in [*pictures, *pictures]]
@@ -126,12 +150,17 @@ def test_hosts_that_share_images_of_several_sizes_prefill_as_transformers(pool, 
         if "resized_height" in each:
             tensor = tvF.pil_to_tensor(image)
             tensor = tvF.resize(tensor, [56, 84], tvF.InterpolationMode.BICUBIC, antialias=True)
-            made.append(processor.image_processor(images=[tensor], do_resize=False, return_tensors="pt"))
+            made.append(
+                processor.image_processor(images=[tensor], do_resize=False, return_tensors="pt")
+            )
         else:
             made.append(processor.image_processor(images=[image], size=size, return_tensors="pt"))
     # The processor's prompt is that of images of these sizes, as far as its own limits reach.
     processor.image_processor.size = {"shortest_edge": 1, "longest_edge": 10**9}
-    sides = [(each["image_grid_thw"][0, 1:] * processor.image_processor.patch_size).tolist() for each in made]
+    sides = [
+        (each["image_grid_thw"][0, 1:] * processor.image_processor.patch_size).tolist()
+        for each in made
+    ]
     blank = [Image.new("RGB", (width, height)) for height, width in sides]
     batch = by_processor(processor, messages[0]["content"], images=blank)
     batch["pixel_values"] = torch.cat([each["pixel_values"] for each in made])
@@ -143,7 +172,11 @@ def test_hosts_that_share_images_of_several_sizes_prefill_as_transformers(pool, 
 @torch.no_grad()
 def test_the_same_image_at_another_size_is_encoded_anew(pictures):
     """Also at one with as many tokens."""
-    options = [{"resized_height": 56, "resized_width": 84}, {"resized_height": 84, "resized_width": 56}, {}]
+    options = [
+        {"resized_height": 56, "resized_width": 84},
+        {"resized_height": 84, "resized_width": 56},
+        {},
+    ]
     requests = [chat((pictures[0], each)) for each in [*options, options[0]]]
     found = logits_job(HOSTS, "qwen2_5_vl", requests, reuse=ReuseConfig())
     for messages, logits in zip(requests, found, strict=True):
@@ -154,7 +187,10 @@ def test_the_same_image_at_another_size_is_encoded_anew(pictures):
 def test_what_no_image_can_be_is_named(pictures):
     reader = reader_of("qwen2_5_vl")
     for options, message in (
-        ({"max_pixels": 783}, "an image cannot have 1 to 783 pixels: the sides are multiples of 28"),
+        (
+            {"max_pixels": 783},
+            "an image cannot have 1 to 783 pixels: the sides are multiples of 28",
+        ),
         ({"min_pixels": 10**8}, "an image may be enlarged to 12845056 pixels, not 100000000"),
         ({"min_pixels": 2, "max_pixels": 1}, "min_pixels of an image is 2, but max_pixels is 1"),
         ({"max_pixels": 2.5}, "max_pixels of an image must be an integer of at least 1"),

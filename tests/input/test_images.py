@@ -27,7 +27,9 @@ def held(path, orientation: int) -> str:
 def test_an_image_is_shown_upright(tmp_path, orientation, suffix, opened):
     path = held(tmp_path / f"held.{suffix}", orientation)
     expected = load_image(path)
-    assert expected.size == ((WIDTH, HEIGHT) if orientation < 5 else (HEIGHT, WIDTH)), "the reader follows the tag"
+    assert expected.size == ((WIDTH, HEIGHT) if orientation < 5 else (HEIGHT, WIDTH)), (
+        "the reader follows the tag"
+    )
     picture = Picture.of(Image.open(path) if opened else path)
     shown = picture.load()
     assert np.array_equal(shown, expected) and shown.mode == "RGB"
@@ -56,7 +58,8 @@ def test_an_image_that_became_another_is_refused(tmp_path):
 
 
 def test_what_is_transparent_lies_on_white(tmp_path):
-    """As vLLM and Qwen's own tools show it; transformers takes the colour that nobody sees, here black."""
+    """As vLLM and Qwen's own tools show it; transformers takes the colour that nobody sees, here
+    black."""
     opaque = families.synthetic_image(HEIGHT, WIDTH).convert("RGB")
     shape = Image.new("L", opaque.size, 0)
     shape.paste(255, (4, 4, 20, 20))
@@ -73,7 +76,9 @@ def test_what_is_transparent_lies_on_white(tmp_path):
     indexed.putpalette([9, 9, 9, 80, 90, 100])
     indexed.putpixel((1, 0), 1)
     indexed.save(tmp_path / "p.png", transparency=0)
-    assert np.asarray(Picture.of(tmp_path / "p.png").load()).tolist() == [[[255] * 3, [80, 90, 100]]]
+    assert np.asarray(Picture.of(tmp_path / "p.png").load()).tolist() == [
+        [[255] * 3, [80, 90, 100]]
+    ]
     gray = Image.fromarray(np.array([[[0, 0], [7, 255]]], np.uint8), "LA")
     assert np.asarray(Picture.of(gray).load()).tolist() == [[[255] * 3, [7] * 3]]
 
@@ -97,7 +102,9 @@ def test_deep_pictures_keep_their_shades(tmp_path, values, expected):
     image = Image.fromarray(values)
     image.save(tmp_path / "a.tiff")
     for source in (image, tmp_path / "a.tiff"):
-        assert np.asarray(Picture.of(source).load())[0].tolist() == [[shade] * 3 for shade in expected]
+        assert np.asarray(Picture.of(source).load())[0].tolist() == [
+            [shade] * 3 for shade in expected
+        ]
 
 
 def test_the_hidden_value_of_a_deep_gray_picture(tmp_path):

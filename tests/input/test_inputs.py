@@ -1,4 +1,5 @@
-"""What each host prepares and encodes, against the processor and the vision tower on the whole input."""
+"""What each host prepares and encodes, against the processor and the vision tower on the whole
+input."""
 
 from collections.abc import Sequence
 
@@ -47,7 +48,8 @@ class OneOf(HostGroup):
 
 
 def assert_encoded_alike(pieces: list[torch.Tensor], whole: torch.Tensor) -> None:
-    """Up to rounding: how a product of matrices is summed up depends on the CPU and on the number of rows."""
+    """Up to rounding: how a product of matrices is summed up depends on the CPU and on the number
+    of rows."""
     torch.testing.assert_close(torch.cat(pieces), whole, rtol=1e-4, atol=1e-4)
 
 
@@ -57,7 +59,11 @@ def shown(kind: str, count: int = 1) -> list[dict]:
 
 def whole_batch(processor, info: VideoInfo, picked, pixels: torch.Tensor) -> dict:
     """The processor on the whole video, told in milliseconds."""
-    fps, total = (info.fps, info.num_frames) if info.has_constant_rate else (1000, round(info.duration * 1000))
+    fps, total = (
+        (info.fps, info.num_frames)
+        if info.has_constant_rate
+        else (1000, round(info.duration * 1000))
+    )
     metadata = VideoMetadata(
         total_num_frames=total,
         fps=fps,
@@ -71,7 +77,8 @@ def whole_batch(processor, info: VideoInfo, picked, pixels: torch.Tensor) -> dic
 
 @each_choice(family=VIDEO_FAMILIES, frames=[4, 13], num_hosts=[3, 8, 1, 2])
 def test_pieces_from_a_file_are_those_of_the_whole(family, frames, num_hosts, tmp_path):
-    """Pixels to the bit; more hosts than frames, odd frame counts, a variable rate, frames that get resized."""
+    """Pixels to the bit; more hosts than frames, odd frame counts, a variable rate, frames that get
+    resized."""
     processor = families.build_processor(family)
     parts = inspect_model(families.build_model(family))
     info = probe(encode(tmp_path / "clip.mp4", n=20, pts=VFR[:20], size=(150, 222)))
@@ -88,17 +95,22 @@ def test_pieces_from_a_file_are_those_of_the_whole(family, frames, num_hosts, tm
     expected = pixels_of(reference, 99)
     for chunk_size in (1, 2, 99):
         assert torch.equal(
-            torch.cat([pixels_of(piece, chunk_size) for piece in pieces if piece.visual.pixels]), expected
+            torch.cat([pixels_of(piece, chunk_size) for piece in pieces if piece.visual.pixels]),
+            expected,
         )
     for piece in pieces:
         assert torch.equal(piece.input_ids, reference.input_ids)
         assert torch.equal(piece.position_ids, reference.position_ids)
-        assert (piece.context_start, piece.query_start) == (reference.context_start, reference.query_start)
+        assert (piece.context_start, piece.query_start) == (
+            reference.context_start,
+            reference.query_start,
+        )
     rows = [row for piece in pieces[0].visual.pieces for row in piece]
     assert rows == list(range(reference.num_visual_tokens))
 
     assert_encoded_alike(
-        [encode_visual(parts, piece.visual) for piece in pieces], encode_visual(parts, reference.visual)
+        [encode_visual(parts, piece.visual) for piece in pieces],
+        encode_visual(parts, reference.visual),
     )
 
 
@@ -115,17 +127,27 @@ def pixels_of(inputs: ModelInputs, chunk_size: int) -> torch.Tensor:
 
 
 def test_a_long_video_is_resized_as_a_whole():
-    """Qwen3-VL's frame size depends on the number of frames; a piece must not get a size of its own."""
+    """Qwen3-VL's frame size depends on the number of frames; a piece must not get a size of its
+    own."""
     processor = families.build_processor("qwen3_vl")
     frames = families.synthetic_video(40, 160, 224).permute(0, 2, 3, 1)
-    whole = processor.video_processor(videos=[frames.permute(0, 3, 1, 2)], do_sample_frames=False, return_tensors="pt")
+    whole = processor.video_processor(
+        videos=[frames.permute(0, 3, 1, 2)], do_sample_frames=False, return_tensors="pt"
+    )
     grid = whole["video_grid_thw"]
-    parts = [preprocess_frames(processor, frames[r.start : r.stop], grid) for r in split_evenly(range(40), 4)]
-    assert torch.equal(torch.cat([p["pixel_values_videos"] for p in parts]), whole["pixel_values_videos"])
+    parts = [
+        preprocess_frames(processor, frames[r.start : r.stop], grid)
+        for r in split_evenly(range(40), 4)
+    ]
+    assert torch.equal(
+        torch.cat([p["pixel_values_videos"] for p in parts]), whole["pixel_values_videos"]
+    )
     alone = processor.video_processor(
         videos=[frames[:10].permute(0, 3, 1, 2)], do_sample_frames=False, return_tensors="pt"
     )
-    assert not torch.equal(alone["video_grid_thw"][0, 1:], grid[0, 1:]), "the case must be one that differs"
+    assert not torch.equal(alone["video_grid_thw"][0, 1:], grid[0, 1:]), (
+        "the case must be one that differs"
+    )
 
 
 def text_batch(**changes) -> dict:
@@ -135,7 +157,10 @@ def text_batch(**changes) -> dict:
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
-        (text_batch(input_ids=torch.zeros(2, 12, dtype=torch.long)), r"one prompt at a time.*\[2, 12\]"),
+        (
+            text_batch(input_ids=torch.zeros(2, 12, dtype=torch.long)),
+            r"one prompt at a time.*\[2, 12\]",
+        ),
         (text_batch(input_ids=torch.zeros(1, 0, dtype=torch.long)), "empty"),
         (text_batch(attention_mask=torch.tensor([[0] + [1] * 11])), "padded"),
         (text_batch(pixel_values_videos=torch.zeros(4, 3)), "no placeholder tokens"),
@@ -154,13 +179,22 @@ def test_pixels_of_other_items_than_the_prompts_are_refused():
     parts = inspect_model(families.build_model("qwen2_vl"))
     video = families.synthetic_video(4, 56, 56)
     metadata = VideoMetadata(total_num_frames=4, fps=4.0, frames_indices=list(range(4)))
-    one, two = (by_processor(processor, shown("video", count), [(video, metadata)] * count) for count in (1, 2))
+    one, two = (
+        by_processor(processor, shown("video", count), [(video, metadata)] * count)
+        for count in (1, 2)
+    )
     image = by_processor(processor, shown("image"), images=[families.synthetic_image()])
     pixels = ("pixel_values_videos", "video_grid_thw")
     for batch, message in [
         (two | {name: one[name] for name in pixels}, "no video at placeholder 8"),
-        (one | {name: two[name] for name in pixels}, "another video at placeholder 0|more images or videos"),
-        (one | {name: image[name] for name in ("pixel_values", "image_grid_thw")}, "more images or videos"),
+        (
+            one | {name: two[name] for name in pixels},
+            "another video at placeholder 0|more images or videos",
+        ),
+        (
+            one | {name: image[name] for name in ("pixel_values", "image_grid_thw")},
+            "more images or videos",
+        ),
         ({name: one[name] for name in one if name not in pixels}, "no pixels were given"),
     ]:
         with pytest.raises(PromptError, match=message):

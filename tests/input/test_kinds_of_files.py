@@ -35,11 +35,16 @@ def _sound(path, start=0.0, stop=3.0, video=(0.0, 3.0), codec="aac", **more) -> 
 
 
 def _fragments(path, options={"movflags": "frag_keyframe+empty_moov+default_base_moof"}) -> str:  # noqa: B006
-    return streams(path, lambda *_: True, _sound(path.with_suffix(".b.mp4"), codec="flac"), options=options)
+    return streams(
+        path, lambda *_: True, _sound(path.with_suffix(".b.mp4"), codec="flac"), options=options
+    )
 
 
 SOUNDS = {
-    "starts in the middle of a group": (lambda d: cut_at_the_middle(_sound(d / "b.ts"), d / "a.ts", 16), [(None, 3.0)]),
+    "starts in the middle of a group": (
+        lambda d: cut_at_the_middle(_sound(d / "b.ts"), d / "a.ts", 16),
+        [(None, 3.0)],
+    ),
     "picture first, and a late video": (
         lambda d: streams(
             d / "a.mkv",
@@ -50,7 +55,9 @@ SOUNDS = {
         [(2.0, 3.0)],
     ),
     "two recordings in ts": (
-        lambda d: joined(d / "a.ts", _sound(d / "b.ts", stop=2.0, video=(0, 2)), _sound(d / "c.ts")),
+        lambda d: joined(
+            d / "a.ts", _sound(d / "b.ts", stop=2.0, video=(0, 2)), _sound(d / "c.ts")
+        ),
         [(0.0, 2.0), (0.0, 3.0)],
     ),
     "two recordings in fragments": (
@@ -58,12 +65,20 @@ SOUNDS = {
         [(0.0, 3.0), (0.4, 3.0)],  # FFmpeg leaves out the second recording's first group
     ),
     "negative times": (
-        lambda d: streams(d / "a.mkv", shifted(-1.5), _sound(d / "b.mkv"), options={"avoid_negative_ts": "disabled"}),
+        lambda d: streams(
+            d / "a.mkv",
+            shifted(-1.5),
+            _sound(d / "b.mkv"),
+            options={"avoid_negative_ts": "disabled"},
+        ),
         [(0.0, 3.0)],
     ),
     "negative times and late sound": (
         lambda d: streams(
-            d / "a.mkv", shifted(-1.5), _sound(d / "b.mkv", start=0.4), options={"avoid_negative_ts": "disabled"}
+            d / "a.mkv",
+            shifted(-1.5),
+            _sound(d / "b.mkv", start=0.4),
+            options={"avoid_negative_ts": "disabled"},
         ),
         [(None, 0.4), (0.4, 3.0)],
     ),
@@ -85,7 +100,12 @@ FROM_START = {"mp4 dts for pts", "avi mpeg4", "avi h264", "mpg", "h264"} | {
 
 FRAMES = {"mp4 edit list": 25, "mp4 edit lists": 45}
 FILES = KINDS | {
-    name: (make, np.array(VFR) / 1000 - VFR[0] / 1000 if "variable" in name else constant(FRAMES.get(name, 50)))
+    name: (
+        make,
+        np.array(VFR) / 1000 - VFR[0] / 1000
+        if "variable" in name
+        else constant(FRAMES.get(name, 50)),
+    )
     for name, make in CLIPS.items()
 }
 
@@ -96,14 +116,16 @@ def scaled(frames: list[np.ndarray], path: str) -> list[np.ndarray]:
         stream = container.streams.best("video")
         size = frames[0].shape[1::-1]
         return [
-            frame.reformat(*size, "rgb24", interpolation="BICUBIC").to_ndarray() for frame in container.decode(stream)
+            frame.reformat(*size, "rgb24", interpolation="BICUBIC").to_ndarray()
+            for frame in container.decode(stream)
         ]
 
 
 @pytest.mark.parametrize("kind", FILES)
 @pytest.mark.filterwarnings("ignore:.*(have no time of their own|frame size changes)")
 def test_frames_are_those_of_the_whole_file(tmp_path, kind):
-    """All together, some, one by one in any order, and on three hosts that were told what one has found."""
+    """All together, some, one by one in any order, and on three hosts that were told what one has
+    found."""
     make, times = FILES[kind]
     path = make(tmp_path)
     info = VideoInfo.from_bytes(probe(path).to_bytes())
@@ -113,7 +135,10 @@ def test_frames_are_those_of_the_whole_file(tmp_path, kind):
     if times is not None:
         assert info.timestamps == pytest.approx(times, abs=1e-6 if kind in CLIPS else 0.0011)
     if kind in CLIPS:
-        assert info.fps == pytest.approx((len(times) - 1) / times[-1], abs=1e-4) and info.timestamps[0] == 0
+        assert (
+            info.fps == pytest.approx((len(times) - 1) / times[-1], abs=1e-4)
+            and info.timestamps[0] == 0
+        )
         assert "variable" in kind or info.duration == pytest.approx(len(times) / info.fps)
     assert np.array_equal(read_frames(info, range(info.num_frames)), reference)
     places = np.random.default_rng(0).permutation(info.num_frames)[:25].tolist()
@@ -147,7 +172,9 @@ def test_the_sound_is_that_of_the_frame_shown(tmp_path, kind):
     count = min(len(found), len(wanted))
     # Best where it is not moved at all: sound that is off by 20 ms fits better elsewhere.
     fits = {
-        off: np.abs(found[max(0, off) : count + min(0, off)] - wanted[max(0, -off) : count - max(0, off)]).mean()
+        off: np.abs(
+            found[max(0, off) : count + min(0, off)] - wanted[max(0, -off) : count - max(0, off)]
+        ).mean()
         for off in range(-30, 31)
     }
     assert abs(min(fits, key=fits.get)) <= 2, fits
@@ -171,9 +198,11 @@ def test_a_missing_time_is_estimated_with_a_warning(tmp_path):
 def test_the_track_that_can_be_decoded_is_heard(tmp_path):
     """As phones write it: a track of a codec that nobody knows comes before the other."""
     both = streams(
-        tmp_path / "b.mp4", lambda *_: True, write(tmp_path / "c.mp4", [(0, 1)], "aac"),
+        tmp_path / "b.mp4",
+        lambda *_: True,
+        write(tmp_path / "c.mp4", [(0, 1)], "aac"),
         write(tmp_path / "d.mp4", [(1, 2)], "aac"),
-    )  # fmt: skip
+    )
     for last, part in ((False, (1, 2)), (True, (0, 1))):
         path = renamed_boxes(both, tmp_path / "a.mp4", b"mp4a", b"esds", last=last)
         assert has_audio(path)
@@ -206,7 +235,9 @@ def test_what_follows_the_last_frame_of_an_mp3_is_no_damage(tmp_path):
     assert len(read_audio(path, RATE, 10)) == pytest.approx(len(whole), abs=0.06 * RATE)
 
 
-@pytest.mark.parametrize(("name", "reason"), [("a.webp", "a WebP picture, or an animation"), ("a.tiff", "Invalid")])
+@pytest.mark.parametrize(
+    ("name", "reason"), [("a.webp", "a WebP picture, or an animation"), ("a.tiff", "Invalid")]
+)
 def test_what_is_no_video_is_told(tmp_path, name, reason):
     path = animation(tmp_path / name)
     if "webp_anim" in av.formats_available:  # which reads the animation
@@ -223,7 +254,8 @@ def test_a_plain_file_is_decoded_as_before(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("suffix", "codec"), [("mkv", "libvpx"), ("mkv", "libvpx-vp9"), ("ts", "libx264"), ("h264", "libx264")]
+    ("suffix", "codec"),
+    [("mkv", "libvpx"), ("mkv", "libvpx-vp9"), ("ts", "libx264"), ("h264", "libx264")],
 )
 def test_the_largest_frame_is_known(tmp_path, suffix, codec):
     """Browsers' recordings begin small."""
@@ -261,7 +293,9 @@ def test_a_cover_is_no_video(tmp_path):
         sound, cover = out.add_stream("libmp3lame", rate=RATE), out.add_stream("mjpeg", rate=25)
         cover.height, cover.width, cover.pix_fmt = 32, 48, "yuvj420p"
         cover.disposition = Disposition.attached_pic
-        frame = av.VideoFrame.from_ndarray(picture(0, 32, 48), format="rgb24").reformat(format="yuvj420p")
+        frame = av.VideoFrame.from_ndarray(picture(0, 32, 48), format="rgb24").reformat(
+            format="yuvj420p"
+        )
         frame.pts, frame.time_base = 0, Fraction(1, 25)
         for packet in [*cover.encode(frame), *cover.encode()]:
             out.mux(packet)
@@ -290,7 +324,9 @@ def test_a_clock_that_jitters_leaves_no_holes(tmp_path):
 
 def test_a_rate_that_changes_in_a_stream_without_times(tmp_path):
     parts = [write(tmp_path / f"{rate}.aac", [(0, 2)], "aac", rate) for rate in (44100, 22050)]
-    assert len(read_audio(joined(tmp_path / "c.aac", *parts), RATE, 10)) / RATE == pytest.approx(4.1, abs=0.1)
+    assert len(read_audio(joined(tmp_path / "c.aac", *parts), RATE, 10)) / RATE == pytest.approx(
+        4.1, abs=0.1
+    )
 
 
 def test_recordings_of_mp3_with_tags_are_joined(tmp_path):
@@ -316,5 +352,9 @@ def test_times_that_are_all_the_same_tell_nothing(tmp_path):
 
     source = encode(tmp_path / "b.mkv", n=30, gop=10, bframes=0)
     info = probe(remux(source, tmp_path / "a.mkv", change))
-    assert info.timestamps == pytest.approx(np.arange(30) / 25) and info.duration == pytest.approx(30 / 25)
-    assert np.array_equal(read_frames(info, [3, 17, 29]), [decode_all(info.path)[i] for i in (3, 17, 29)])
+    assert info.timestamps == pytest.approx(np.arange(30) / 25) and info.duration == pytest.approx(
+        30 / 25
+    )
+    assert np.array_equal(
+        read_frames(info, [3, 17, 29]), [decode_all(info.path)[i] for i in (3, 17, 29)]
+    )

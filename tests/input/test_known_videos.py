@@ -70,8 +70,16 @@ def test_the_leader_tells_the_others_what_it_found(pool, tmp_path):
 @pytest.mark.parametrize(
     ("case", "leader", "other"),
     [
-        ("missing", "HostError: host 1 failed in reading the video: .*gone.mp4: no such file", "VideoError: "),
-        ("another", "HostError: host 1 failed in reading the video: .*bytes long here", "VideoError: "),
+        (
+            "missing",
+            "HostError: host 1 failed in reading the video: .*gone.mp4: no such file",
+            "VideoError: ",
+        ),
+        (
+            "another",
+            "HostError: host 1 failed in reading the video: .*bytes long here",
+            "VideoError: ",
+        ),
         ("broken", "VideoError: .*cannot be read", "HostError: host 0 failed in reading the video"),
     ],
 )
@@ -79,9 +87,11 @@ def test_hosts_that_disagree_all_fail(pool, tmp_path, case, leader, other):
     good, longer = encode(tmp_path / "a.mp4", n=10), encode(tmp_path / "b.mp4", n=20)
     broken = tmp_path / "broken.mp4"
     broken.write_bytes(b"no video" * 99)
-    paths = {"missing": [good, str(tmp_path / "gone.mp4")], "another": [good, longer], "broken": [str(broken), good]}[
-        case
-    ]
+    paths = {
+        "missing": [good, str(tmp_path / "gone.mp4")],
+        "another": [good, longer],
+        "broken": [str(broken), good],
+    }[case]
     results = pool.run(2, share_job, paths)
     for found, expected in zip(results, (leader, other), strict=True):
         assert re.match(expected, found), found

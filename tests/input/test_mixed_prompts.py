@@ -18,7 +18,8 @@ from video_files import decode_all
 
 QUESTION = "What differs?"
 FRAMES = 6
-# Which videos and images a prompt shows, with the texts between them; videos by their number, images likewise.
+# Which videos and images a prompt shows, with the texts between them; videos by their number,
+# images likewise.
 MIXES = {
     "everything": ["v0", "i0", "i1", "some text in between", "v1", "i2", "v0"],
     "two videos": ["first ", "v0", " and then ", "v1"],
@@ -61,27 +62,43 @@ def chat(mix: str, files: Files) -> list[dict]:
 
 
 def batch_of(family: str, messages: list[dict], nested: bool = True) -> dict:
-    """What a family's processor makes of all videos and images; ``nested``: these are one sample's."""
+    """What a family's processor makes of all videos and images; ``nested``: these are one
+    sample's."""
     content = messages[0]["content"]
     videos = [sampled(part["video"], FRAMES) for part in content if part["type"] == "video"]
-    images = [Image.open(part["image"]).convert("RGB") for part in content if part["type"] == "image"]
-    return by_processor(families.build_processor(family), content, videos, [images] if nested and images else images)
+    images = [
+        Image.open(part["image"]).convert("RGB") for part in content if part["type"] == "image"
+    ]
+    return by_processor(
+        families.build_processor(family), content, videos, [images] if nested and images else images
+    )
 
 
 @torch.no_grad()
 def logits_by_transformers(family: str, messages: list[dict], nested: bool = True) -> torch.Tensor:
-    """The last logits that the model computes by itself, of what its processor makes of all videos and images."""
-    model, batch = families.build_model(family, dtype=torch.float64), batch_of(family, messages, nested)
-    if not (family.startswith("glm") and "pixel_values" in batch and "pixel_values_videos" in batch):
+    """The last logits that the model computes by itself, of what its processor makes of all videos
+    and images."""
+    model, batch = (
+        families.build_model(family, dtype=torch.float64),
+        batch_of(family, messages, nested),
+    )
+    if not (
+        family.startswith("glm") and "pixel_values" in batch and "pixel_values_videos" in batch
+    ):
         return model(**batch).logits[:, -1]
-    # GLM's counts the placeholders of both for either, and refuses: here its parts are put together.
+    # GLM's counts the placeholders of both for either, and refuses: here its parts are put
+    # together.
     base, types = model.model, batch["mm_token_type_ids"]
     embeds = base.get_input_embeddings()(batch["input_ids"])
     embeds[types == 1] = torch.cat(
-        base.get_image_features(batch["pixel_values"], batch["image_grid_thw"], return_dict=True).pooler_output
+        base.get_image_features(
+            batch["pixel_values"], batch["image_grid_thw"], return_dict=True
+        ).pooler_output
     )
     embeds[types == 2] = torch.cat(
-        base.get_video_features(batch["pixel_values_videos"], batch["video_grid_thw"], return_dict=True).pooler_output
+        base.get_video_features(
+            batch["pixel_values_videos"], batch["video_grid_thw"], return_dict=True
+        ).pooler_output
     )
     grids = {name: batch[name] for name in ("image_grid_thw", "video_grid_thw")}
     positions, _ = base.get_rope_index(batch["input_ids"], types, **grids)
@@ -99,7 +116,12 @@ def logits_job(hosts: HostGroup, family: str, messages: list[dict], settings: di
 
 EXACT = {
     "in a ring": {"method": "zigzag_ring"},
-    "apbv unpruned": {"method": "apbv", "anchor_len": 40, "passing_len": 10**6, "on_single_host": True},
+    "apbv unpruned": {
+        "method": "apbv",
+        "anchor_len": 40,
+        "passing_len": 10**6,
+        "on_single_host": True,
+    },
     "patch by patch": {"method": "full", "video": VideoConfig(chunk_bytes=1)},
     "shared out": {"method": "ulysses"},
 }
@@ -115,7 +137,8 @@ def test_a_mixed_prompt_prefills_as_in_transformers(pool, files, family, mix, nu
 
 
 def batch_job(hosts: HostGroup, family: str, messages: list[dict], nested: bool):
-    """The last logits of a batch that the caller's processor made, and how many hosts encode some of it."""
+    """The last logits of a batch that the caller's processor made, and how many hosts encode some
+    of it."""
     model = families.build_model(family, dtype=torch.float64)
     config = PrefillConfig(method="zigzag_ring")
     state = prefill(model, batch_of(family, messages, nested), hosts=hosts, config=config)
@@ -144,7 +167,9 @@ def test_a_callers_batch_is_shared_out_too(pool, files, family, mix, nested):
 def one_frame_job(hosts: HostGroup, family: str, messages: list[dict]):
     """The last logits of a prompt with one frame of each video, and how many frames were read."""
     model = families.build_model(family, dtype=torch.float64)
-    engine = Engine(model, families.build_processor(family), hosts, PrefillConfig(method="zigzag_ring"))
+    engine = Engine(
+        model, families.build_processor(family), hosts, PrefillConfig(method="zigzag_ring")
+    )
     state = engine.prefill(messages=messages, num_frames=1)
     return state.logits, len(state.inputs.visual.row_starts) - 1
 
@@ -156,7 +181,9 @@ def test_a_video_may_be_one_frame(pool, files, family):
     for path in files.videos[:2]:
         _, told = sampled(path, 1)
         told.frames_indices = [0] * times
-        videos.append((torch.from_numpy(decode_all(path)[0]).permute(2, 0, 1).repeat(times, 1, 1, 1), told))
+        videos.append(
+            (torch.from_numpy(decode_all(path)[0]).permute(2, 0, 1).repeat(times, 1, 1, 1), told)
+        )
     with torch.no_grad():
         model = families.build_model(family, dtype=torch.float64)
         batch = by_processor(families.build_processor(family), messages[0]["content"], videos)
@@ -166,12 +193,20 @@ def test_a_video_may_be_one_frame(pool, files, family):
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
-def answers_job(hosts: HostGroup, family: str, messages: list[dict], ways: list[SpeculativeConfig | None]):
+def answers_job(
+    hosts: HostGroup, family: str, messages: list[dict], ways: list[SpeculativeConfig | None]
+):
     """What is answered in each way; the draft is another model than the target."""
     models = [families.build_model(family, dtype=torch.float64, seed=seed) for seed in (0, 1)]
     answers = []
     for way in ways:
-        engine = Engine(models[0], families.build_processor(family), hosts, speculate=way, draft=way and models[1])
+        engine = Engine(
+            models[0],
+            families.build_processor(family),
+            hosts,
+            speculate=way,
+            draft=way and models[1],
+        )
         answer = engine.generate(messages=messages, num_frames=FRAMES, max_new_tokens=8)
         answers.append((answer.token_ids, [len(video.frames) for video in answer.videos]))
     return answers
@@ -180,9 +215,14 @@ def answers_job(hosts: HostGroup, family: str, messages: list[dict], ways: list[
 @pytest.mark.thorough
 def test_drafts_read_mixed_prompts(pool, files):
     """No choice of visual tokens changes an answer, where frames have different numbers of them."""
-    ways = [SpeculativeConfig(strategy="specvlm", keep=keep, keep_ratio=0.4) for keep in ("hippo", "specvlm")]
+    ways = [
+        SpeculativeConfig(strategy="specvlm", keep=keep, keep_ratio=0.4)
+        for keep in ("hippo", "specvlm")
+    ]
     ways.append(SpeculativeConfig(strategy="tabed", ensemble="MTP"))
-    (plain, *others), *_ = pool.run(3, answers_job, "qwen2_5_vl", chat("everything", files), [None, *ways])
+    (plain, *others), *_ = pool.run(
+        3, answers_job, "qwen2_5_vl", chat("everything", files), [None, *ways]
+    )
     assert plain[1] == [FRAMES] * 3 and len(plain[0]) == 8
     assert all(tokens == plain[0] for tokens, _ in others)
 
@@ -211,10 +251,15 @@ def test_files_that_differ_between_hosts_are_refused(pool, files, tmp_path):
     paths = [str(tmp_path / name) for name in ("a.png", "b.png")]
     Image.new("RGB", (60, 60)).save(paths[0])
     families.synthetic_image(60, 60).save(paths[1])
-    images, videos = [{"images": [path]} for path in paths], [{"video": files.videos[:n]} for n in (1, 0)]
+    images, videos = (
+        [{"images": [path]} for path in paths],
+        [{"video": files.videos[:n]} for n in (1, 0)],
+    )
     for given in (images, videos):
         for failure in pool.run(2, different_files_job, given):
-            assert failure.startswith("HostError: the number of videos, or an image file, of host 1 differs")
+            assert failure.startswith(
+                "HostError: the number of videos, or an image file, of host 1 differs"
+            )
 
 
 @pytest.mark.parametrize("how", ["cut short", "missing video"])

@@ -18,7 +18,9 @@ def prompt(family: str, *parts: dict | str) -> str:
     """A turn of videos, images and texts, as the chat template writes it."""
     content = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
     turns = [{"role": "user", "content": content}]
-    return families.build_processor(family).apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+    return families.build_processor(family).apply_chat_template(
+        turns, add_generation_prompt=True, tokenize=False
+    )
 
 
 def video(frames: int, device: str = "cpu") -> dict:
@@ -30,7 +32,9 @@ def video(frames: int, device: str = "cpu") -> dict:
 
 
 def images(*sizes: tuple[int, int]) -> dict:
-    return {"images": [families.synthetic_image(*size, seed=seed) for seed, size in enumerate(sizes)]}
+    return {
+        "images": [families.synthetic_image(*size, seed=seed) for seed, size in enumerate(sizes)]
+    }
 
 
 def both(family: str, text: str, **inputs) -> tuple[dict, dict]:
@@ -49,14 +53,18 @@ def require_equal(output, expected) -> None:
         assert value.is_meta or torch.equal(output[name], value), name
 
 
-# Behind the video or the images. The last has whitespace that a tokenizer might join with a special token's.
+# Behind the video or the images. The last has whitespace that a tokenizer might join with a special
+# token's.
 QUESTIONS = ["What happens?", "", "  two  spaces,\n\n\ttabs   and é日 ", "\n \n  "]
 
 
 @each_choice(family=VIDEO_FAMILIES, question=QUESTIONS, device=["cpu", "meta"])
 def test_a_video(family, question, device):
-    """Qwen3-VL has times between its frames, InternVL wraps each one, LLaVA-OneVision adds a newline."""
-    device = "cpu" if family == "video_llama_3" else device  # its own compares pixels, see test_repeats.py
+    """Qwen3-VL has times between its frames, InternVL wraps each one, LLaVA-OneVision adds a
+    newline."""
+    device = (
+        "cpu" if family == "video_llama_3" else device
+    )  # its own compares pixels, see test_repeats.py
     output, expected = both(family, prompt(family, " ", VIDEO, question), **video(7, device))
     require_equal(output, expected)
     assert output["input_ids"].shape[1] > 20
@@ -73,9 +81,12 @@ def test_images(family):
 
 @each_choice(family=VIDEO_FAMILIES, copies=[1, 3])
 def test_a_placeholder_in_the_question(family, copies):
-    """A video's prompt may have an image's placeholder as text; where both are one, transformers refuses."""
+    """A video's prompt may have an image's placeholder as text; where both are one, transformers
+    refuses."""
     processor = families.build_processor(family)
-    text = prompt(family, VIDEO, f"What is {processor.image_token * copies}, or {processor.image_token}?")
+    text = prompt(
+        family, VIDEO, f"What is {processor.image_token * copies}, or {processor.image_token}?"
+    )
     try:
         expected = processor(text=[text], return_tensors="pt", **video(4))
     except Exception as error:
@@ -101,7 +112,9 @@ def test_the_tokenizer_sees_one_placeholder_of_a_run(family, monkeypatch):
     token = processor.video_token if own_name else processor.image_token
     token_id = processor.tokenizer.convert_tokens_to_ids(token)
     # A frame, or two that are merged, or the video.
-    runs = {"internvl": 8, "video_llama_3": 8}.get(family, 4 if family.startswith(("qwen3", "glm")) else 1)
+    runs = {"internvl": 8, "video_llama_3": 8}.get(
+        family, 4 if family.startswith(("qwen3", "glm")) else 1
+    )
     assert [text.count(token) for text in seen] == [runs]
     assert int((output["input_ids"] == token_id).sum()) >= 4 * runs
 

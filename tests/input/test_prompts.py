@@ -1,4 +1,5 @@
-"""Prompts as text and as token ids: chats of several turns, templates of several kinds, raw token ids."""
+"""Prompts as text and as token ids: chats of several turns, templates of several kinds, raw token
+ids."""
 
 import base64
 import json
@@ -21,21 +22,27 @@ import families
 HOSTS = HostGroup.single("cpu")
 # What three kinds of templates do with a content: read strings only, read both, or read lists only.
 STRING = (
-    "{%- for m in messages %}[{{ m.role }}]{{ m.content | trim }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+    "{%- for m in messages %}[{{ m.role }}]{{ m.content | trim }}{% endfor %}{% if "
+    "add_generation_prompt %}>{% endif %}"
 )
 BOTH = (
     "{%- for m in messages %}[{{ m.role }}]{% if m.content is string %}{{ m.content }}{% else %}"
     "{% for part in m.content %}{{ part.text }}{% endfor %}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}>{% if thinks %}<think>{% endif %}{% endif %}"
 )
-LOSING = "{%- for m in messages %}[{{ m.role }}]{{ m.content if m.content is string else '' }}{% endfor %}>"
+LOSING = (
+    "{%- for m in messages %}[{{ m.role }}]{{ m.content if m.content is string else '' }}{% "
+    "endfor %}>"
+)
 
 
 def reader_of(family: str, template: str | None = None, **config) -> PromptReader:
     processor = families.build_processor(family)
     if template is not None:
         processor.chat_template = template
-    return PromptReader(inspect_model(families.build_model(family)), processor, 8, PrefillConfig(**config))
+    return PromptReader(
+        inspect_model(families.build_model(family)), processor, 8, PrefillConfig(**config)
+    )
 
 
 def turn(role: str, *texts: str) -> dict:
@@ -57,14 +64,24 @@ def rendered(template: str, messages: list[dict], **options) -> str:
 )
 def test_text_parts_reach_a_template_as_it_reads_them(template, expected):
     """As in vLLM: a list to a template that reads lists, else one string, a part a line."""
-    chat = [turn("system", "be brief"), turn("user", "one", "two"), turn("assistant", "yes"), turn("user", "three")]
+    chat = [
+        turn("system", "be brief"),
+        turn("user", "one", "two"),
+        turn("assistant", "yes"),
+        turn("user", "three"),
+    ]
     assert rendered(template, chat) == expected
-    as_strings = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "yes"}, turn("user", "x")]
+    as_strings = [
+        {"role": "user", "content": "one"},
+        {"role": "assistant", "content": "yes"},
+        turn("user", "x"),
+    ]
     assert rendered(template, as_strings) == "[user]one[assistant]yes[user]x>"
 
 
 def test_a_developer_is_a_system_to_templates_that_do_not_know_the_role():
-    """All system messages are then one, the first, as in vLLM; without a developer they stay where they are."""
+    """All system messages are then one, the first, as in vLLM; without a developer they stay where
+    they are."""
     chat = [turn("system", "a"), turn("user", "b"), turn("developer", "c", "d"), turn("user", "e")]
     assert rendered(STRING, chat) == "[system]a\n\nc\nd[user]b[user]e>"
     assert rendered(STRING, chat[2:]) == "[system]c\nd[user]e>"
@@ -93,7 +110,9 @@ def test_where_a_chats_question_begins():
     chat = [turn("user", "q q"), turn("assistant", "a"), turn("user", " q", "q ")]
     question = Question(messages=chat)
     prompt = reader.render(question)
-    assert prompt.text[prompt.query_char :] == "q\nq>"  # the last one, though the template has trimmed it
+    assert (
+        prompt.text[prompt.query_char :] == "q\nq>"
+    )  # the last one, though the template has trimmed it
     inputs, _ = reader.read(prompt, [], HOSTS, StageTimer(HOSTS))
     assert reader.tokenizer.decode(inputs.input_ids[0, inputs.query_start :]) == "q\nq>"
     altered = reader.render(replace(question, messages=[*chat[:2], turn("user", "q", "lost")]))
@@ -111,7 +130,12 @@ def test_a_chat_about_an_earlier_picture_has_the_templates_tokens(family):
     processor = families.build_processor(family)
     parts = inspect_model(families.build_model(family))
     picture = families.synthetic_image(84, 112)
-    said = [turn("system", "be brief"), turn("user", "before", "after"), turn("assistant", "a"), turn("user", "and?")]
+    said = [
+        turn("system", "be brief"),
+        turn("user", "before", "after"),
+        turn("assistant", "a"),
+        turn("user", "and?"),
+    ]
     said[1]["content"].insert(1, {"type": "image"})
     expected = processor(
         text=[processor.apply_chat_template(said, add_generation_prompt=True, tokenize=False)],
@@ -156,30 +180,68 @@ def test_token_ids_that_cannot_be_read():
 
 def test_parts_are_read_as_people_write_them(tmp_path):
     """Texts, images and videos, as OpenAI's, Qwen's and transformers' examples have them."""
-    picture, path, reader = Image.new("RGB", (84, 112)), tmp_path / "a picture.png", reader_of("qwen2_5_vl")
+    picture, path, reader = (
+        Image.new("RGB", (84, 112)),
+        tmp_path / "a picture.png",
+        reader_of("qwen2_5_vl"),
+    )
     picture.save(path)
     inline = base64.b64encode(path.read_bytes()).decode()
-    forms = [{"type": "image", "image": picture}, {"type": "image", "image": str(path)}, {"image": path}]
-    forms += [{"type": "image", "path": path}, {"type": "image", "url": path.as_uri()}, {"image_url": str(path)}]
-    forms += [{"type": "image_url", "image_url": {"url": path.as_uri()}}, {"type": "image", "base64": inline}]
+    forms = [
+        {"type": "image", "image": picture},
+        {"type": "image", "image": str(path)},
+        {"image": path},
+    ]
+    forms += [
+        {"type": "image", "path": path},
+        {"type": "image", "url": path.as_uri()},
+        {"image_url": str(path)},
+    ]
+    forms += [
+        {"type": "image_url", "image_url": {"url": path.as_uri()}},
+        {"type": "image", "base64": inline},
+    ]
     forms += [{"type": "image", "image": f"data:image;base64,{inline}"}]
     for form in forms:
-        told = reader.render(Question(messages=[{"role": "user", "content": [form, "what?", {"text": "when?"}]}]))
+        told = reader.render(
+            Question(messages=[{"role": "user", "content": [form, "what?", {"text": "when?"}]}])
+        )
         (found,) = told.pictures
         assert found.load().tobytes() == picture.tobytes() and "what?when?" in told.text, form
-    for form in ({"type": "video", "video": str(path)}, {"video_url": path.as_uri()}, {"video": path}):
-        (found,) = reader.render(Question(messages=[{"role": "user", "content": [form, "what?"]}])).videos
+    for form in (
+        {"type": "video", "video": str(path)},
+        {"video_url": path.as_uri()},
+        {"video": path},
+    ):
+        (found,) = reader.render(
+            Question(messages=[{"role": "user", "content": [form, "what?"]}])
+        ).videos
         assert found == str(path)
     for part, message in (
         (
             {"type": "image", "image": picture, "max_pixel": 9, "b": 1},
             "unknown in a content part of type image: b, max_p",
         ),
-        ({"type": "image", "image": {"url": path, "first": 9}}, "unknown in a content part of type image: first"),
-        ({"type": "image", "image": picture, "fps": 2}, "fps beside image cannot be followed: options of videos"),
-        ({"type": "video", "video": path, "sample_fps": 9}, "unknown in a content part of type video: sample_fps"),
-        ({"type": "audio", "audio": path, "audio_start": 9}, "unknown in a content part of type audio: audio_start"),
-        ({"type": "text", "text": "x", "max_pixels": 9}, "max_pixels beside text cannot be followed"),
+        (
+            {"type": "image", "image": {"url": path, "first": 9}},
+            "unknown in a content part of type image: first",
+        ),
+        (
+            {"type": "image", "image": picture, "fps": 2},
+            "fps beside image cannot be followed: options of videos",
+        ),
+        (
+            {"type": "video", "video": path, "sample_fps": 9},
+            "unknown in a content part of type video: sample_fps",
+        ),
+        (
+            {"type": "audio", "audio": path, "audio_start": 9},
+            "unknown in a content part of type audio: audio_start",
+        ),
+        (
+            {"type": "text", "text": "x", "max_pixels": 9},
+            "max_pixels beside text cannot be followed",
+        ),
     ):
         with pytest.raises(PromptError, match=message):
             reader.render(Question(messages=[{"role": "user", "content": [part, "what?"]}]))
@@ -189,7 +251,12 @@ def test_parts_are_read_as_people_write_them(tmp_path):
     ):
         with pytest.raises(PromptError, match=r"fps|video_start"):
             reader.render(Question(**asked))
-    unset = {"type": "image_url", "image_url": {"url": str(path), "detail": "low"}, "max_pixels": None, "other": None}
+    unset = {
+        "type": "image_url",
+        "image_url": {"url": str(path), "detail": "low"},
+        "max_pixels": None,
+        "other": None,
+    }
     cached = {"type": "text", "text": "what?", "cache_control": {"type": "ephemeral"}}
     reader.render(Question(messages=[{"role": "user", "content": [unset, cached]}]))
     content = [{"type": "image", "image": "data:image/png;base64,AAAA"}, "what?"]
@@ -218,7 +285,9 @@ def test_a_video_may_say_how_its_frames_are_sampled(clip):
         ({"fps": 1, "nframes": 2}, "either fps or nframes"),
     ):
         with pytest.raises(PromptError, match=message):
-            reader.render(Question(messages=[{"role": "user", "content": [{**content[2], **wrong}, "what?"]}]))
+            reader.render(
+                Question(messages=[{"role": "user", "content": [{**content[2], **wrong}, "what?"]}])
+            )
 
 
 @pytest.mark.parametrize(
@@ -245,7 +314,13 @@ def test_a_source_of_another_kind_is_named(asked, message):
         ({"type": "text", "text": "a"}, "a list of parts"),
         *(
             ([part], "a content part must be")
-            for part in (5, {"type": "text"}, {"kind": "a"}, {"type": "image"}, {"image": "a", "video": "b"})
+            for part in (
+                5,
+                {"type": "text"},
+                {"kind": "a"},
+                {"type": "image"},
+                {"image": "a", "video": "b"},
+            )
         ),
     ],
     ids=str,
@@ -257,8 +332,10 @@ def test_a_chat_of_another_shape_is_refused(content, message):
 
 CALLS = STRING.replace(
     "{% endfor %}{% if",
-    "{% for c in m.tool_calls or () %}{{ c.function.name }}({{ c.function.arguments.at }}){% endfor %}"
-    "{{ m.tool_call_id }}{% endfor %}{% for t in tools or () %}<{{ t.function.name }}>{% endfor %}{% if",
+    "{% for c in m.tool_calls or () %}{{ c.function.name }}({{ c.function.arguments.at }}){% "
+    "endfor %}"
+    "{{ m.tool_call_id }}{% endfor %}{% for t in tools or () %}<{{ t.function.name }}>{% endfor "
+    "%}{% if",
 )
 CALL = {"id": "1", "type": "function", "function": {"name": "seek", "arguments": '{"at": 3}'}}
 
@@ -272,7 +349,8 @@ def seek(at: int) -> str:
 
 
 def test_calls_of_tools_and_what_they_tell_are_rendered_by_the_template():
-    """Arguments as objects; a tool's texts as one string, also for a template that reads lists, as in vLLM."""
+    """Arguments as objects; a tool's texts as one string, also for a template that reads lists, as
+    in vLLM."""
     told = {**turn("tool", "a", "b"), "tool_call_id": "1"}
     for content in ({}, {"content": None}, {"content": ""}, {"content": []}):
         for arguments in ('{"at": 3}', {"at": 3}):
@@ -281,19 +359,33 @@ def test_calls_of_tools_and_what_they_tell_are_rendered_by_the_template():
             assert rendered(CALLS, chat) == "[user]x[assistant]seek(3)[tool]a\nb1>"
     for nothing in ("", None, "{}"):
         call = {"function": {"name": "seek", "arguments": nothing}}
-        assert rendered(CALLS, [turn("user", "x"), {"role": "assistant", "tool_calls": [call]}]).endswith("seek()>")
+        assert rendered(
+            CALLS, [turn("user", "x"), {"role": "assistant", "tool_calls": [call]}]
+        ).endswith("seek()>")
     both = BOTH.replace("m.content is string", "m.content is string and m.role == 'tool'")
     assert rendered(both, [turn("user", "a", "b"), told]) == "[user]ab[tool]a\nb>"
     no_calls = [turn("user", "x"), {**turn("assistant", "y"), "tool_calls": []}]
-    assert rendered(CALLS + "{{ messages[1] }}", no_calls).endswith(">{'role': 'assistant', 'content': 'y'}")
-    for wrong in ({"name": "seek", "arguments": "[]"}, {"name": "seek", "arguments": "{"}, {"arguments": "{}"}, None):
+    assert rendered(CALLS + "{{ messages[1] }}", no_calls).endswith(
+        ">{'role': 'assistant', 'content': 'y'}"
+    )
+    for wrong in (
+        {"name": "seek", "arguments": "[]"},
+        {"name": "seek", "arguments": "{"},
+        {"arguments": "{}"},
+        None,
+    ):
         with pytest.raises(PromptError, match="a JSON object, got"):
-            rendered(CALLS, [turn("user", "x"), {"role": "assistant", "tool_calls": [{"function": wrong}]}])
+            rendered(
+                CALLS,
+                [turn("user", "x"), {"role": "assistant", "tool_calls": [{"function": wrong}]}],
+            )
     with pytest.raises(PromptError, match="needs a role and a content"):
         rendered(CALLS, [turn("user", "x"), {"role": "assistant", "tool_calls": []}])
 
 
-THINKING = STRING.replace("]{{", "]{% if m.reasoning %}({{ m.reasoning }}|{{ m.reasoning_content }}){% endif %}{{")
+THINKING = STRING.replace(
+    "]{{", "]{% if m.reasoning %}({{ m.reasoning }}|{{ m.reasoning_content }}){% endif %}{{"
+)
 
 
 def test_what_an_answer_thought_reaches_a_template_by_both_names():
@@ -351,12 +443,18 @@ def test_half_of_a_surrogate_pair_is_named():
     half = "a\ud83d"
     tool = {"type": "function", "function": {"name": "seek", "description": half}}
     reader = reader_of("qwen3", CALLS.replace("t.function.name", "t.function.description"))
-    for asked in ({"prompt": half}, {"messages": [turn("user", half)]}, {"prompt": "x", "tools": [tool]}):
+    for asked in (
+        {"prompt": half},
+        {"messages": [turn("user", half)]},
+        {"prompt": "x", "tools": [tool]},
+    ):
         with pytest.raises(PromptError, match="half of a surrogate pair"):
             reader.render(Question(**asked))
     call = {**CALL, "function": {"name": half, "arguments": '{"at": "\\ud83d\\ude00"}'}}
     with pytest.raises(PromptError, match="half of a surrogate pair"):
-        reader.render(Question(messages=[turn("user", "x"), {"role": "assistant", "tool_calls": [call]}]))
+        reader.render(
+            Question(messages=[turn("user", "x"), {"role": "assistant", "tool_calls": [call]}])
+        )
     call["function"]["name"] = "seek"
     asked = Question(messages=[turn("user", "x"), {"role": "assistant", "tool_calls": [call]}])
     assert "seek(\N{GRINNING FACE})" in reader.render(asked).text

@@ -1,4 +1,5 @@
-"""VideoLLaMA 3's videos, of which its processor leaves out what repeats the frame before, against transformers."""
+"""VideoLLaMA 3's videos, of which its processor leaves out what repeats the frame before, against
+transformers."""
 
 from itertools import pairwise
 from unittest.mock import patch
@@ -7,7 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from apbv import Engine, HostGroup, PrefillConfig, ReduceConfig, SpeculativeConfig, VideoConfig, prefill
+from apbv import (
+    Engine,
+    HostGroup,
+    PrefillConfig,
+    ReduceConfig,
+    SpeculativeConfig,
+    VideoConfig,
+    prefill,
+)
 from apbv.input.pixels import VideoReader, preprocess_frames
 from apbv.input.reading import PromptReader
 from apbv.input.repeats import kept_tokens
@@ -27,7 +36,8 @@ SINGLE = HostGroup.single("cpu")
 
 
 def partly_still(i: int, height: int, width: int) -> np.ndarray:
-    """A picture whose left half changes every third time, and whose right half in the second half of the clip."""
+    """A picture whose left half changes every third time, and whose right half in the second half
+    of the clip."""
     image = video_files.picture(0, height, width)
     image[:, : width // 2] += np.uint8(40 * (i // 3))
     image[:, width // 2 :] += np.uint8(25 * max(0, i - 9))
@@ -36,11 +46,14 @@ def partly_still(i: int, height: int, width: int) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def clips(tmp_path_factory) -> list[str]:
-    """Without loss, so that what stands still is the same in every frame; the last clip has a single frame."""
+    """Without loss, so that what stands still is the same in every frame; the last clip has a
+    single frame."""
     folder, paths = tmp_path_factory.mktemp("still"), []
     for number, (n, size) in enumerate([(18, (84, 112)), (12, (112, 56)), (1, (56, 84))]):
         path = folder / f"{number}.mp4"
-        paths.append(video_files.encode(path, n=n, size=size, draw=partly_still, x264="qp=0:scenecut=0"))
+        paths.append(
+            video_files.encode(path, n=n, size=size, draw=partly_still, x264="qp=0:scenecut=0")
+        )
     return paths
 
 
@@ -74,7 +87,8 @@ def expected_logits(batch: dict) -> torch.Tensor:
 
 @pytest.mark.parametrize("chunk_bytes", [1, 2**26])
 def test_frames_are_compared_piece_by_piece(clips, monkeypatch, chunk_bytes):
-    """A piece decodes its frames and the one before, and finds what the processor finds in the whole video."""
+    """A piece decodes its frames and the one before, and finds what the processor finds in the
+    whole video."""
     monkeypatch.setattr("apbv.input.repeats._CHUNK_BYTES", chunk_bytes)
     processor, decoded, read = build_processor(), [], VideoReader.read
 
@@ -85,7 +99,9 @@ def test_frames_are_compared_piece_by_piece(clips, monkeypatch, chunk_bytes):
     monkeypatch.setattr(VideoReader, "read", recorded)
     for path in clips:
         video, (frames, _) = sampled_video(path), sampled(path, FRAMES)
-        batch = processor.video_processor(videos=[frames], do_sample_frames=False, return_tensors="pt")
+        batch = processor.video_processor(
+            videos=[frames], do_sample_frames=False, return_tensors="pt"
+        )
         expected, num_frames = batch["video_compression_mask"], len(frames)
         if num_frames > 1:
             assert 0.2 < expected.float().mean() < 0.8, "some tokens must be left out, and some not"
@@ -93,14 +109,16 @@ def test_frames_are_compared_piece_by_piece(clips, monkeypatch, chunk_bytes):
             shares = [range(*pair) for pair in pairwise(bounds)]
             decoded.clear()
             pieces = [
-                kept_tokens(processor, video, share, SINGLE, StageTimer(SINGLE), VideoConfig()) for share in shares
+                kept_tokens(processor, video, share, SINGLE, StageTimer(SINGLE), VideoConfig())
+                for share in shares
             ]
             assert torch.equal(torch.cat(pieces).flatten(), expected)
             assert decoded == [len(share) + (share.start > 0) for share in shares if share]
 
 
 def prompts_job(hosts: HostGroup, messages: list[dict], compresses: bool, settings: dict):
-    """A prompt's tokens, its last logits, how many tokens each of its temporal patches has, and the shares."""
+    """A prompt's tokens, its last logits, how many tokens each of its temporal patches has, and the
+    shares."""
     model = families.build_model(FAMILY, dtype=torch.float64)
     engine = Engine(model, build_processor(compresses), hosts, PrefillConfig(**settings))
     state = engine.prefill(messages=messages, num_frames=FRAMES)
@@ -110,22 +128,33 @@ def prompts_job(hosts: HostGroup, messages: list[dict], compresses: bool, settin
 
 EXACT = {
     "in a ring": {"method": "zigzag_ring"},
-    "apbv unpruned": {"method": "apbv", "anchor_len": 40, "passing_len": 10**6, "on_single_host": True},
+    "apbv unpruned": {
+        "method": "apbv",
+        "anchor_len": 40,
+        "passing_len": 10**6,
+        "on_single_host": True,
+    },
     "frame by frame": {"method": "full", "video": VideoConfig(chunk_bytes=1)},
     "shared out": {"method": "ulysses"},
 }
 
 
 @each_choice(num_hosts=[1, 2, 3, 4], way=EXACT, compresses=[True, False], has_image=[True, False])
-def test_a_prompt_has_the_tokens_that_the_processor_keeps(pool, clips, num_hosts, way, compresses, has_image):
+def test_a_prompt_has_the_tokens_that_the_processor_keeps(
+    pool, clips, num_hosts, way, compresses, has_image
+):
     picture = families.synthetic_image() if has_image else None
     batch = batch_of(clips, picture, compresses)
     expected, mask = expected_logits(batch), batch["video_compression_mask"]
     assert bool(mask.all()) != compresses
-    for ids, logits, lengths, shares in pool.run(num_hosts, prompts_job, chat(clips, picture), compresses, EXACT[way]):
+    for ids, logits, lengths, shares in pool.run(
+        num_hosts, prompts_job, chat(clips, picture), compresses, EXACT[way]
+    ):
         assert torch.equal(ids, batch["input_ids"])
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
-        assert sum(lengths) == int(mask.sum()) + (batch["image_grid_thw"].prod() if has_image else 0)
+        assert sum(lengths) == int(mask.sum()) + (
+            batch["image_grid_thw"].prod() if has_image else 0
+        )
         assert (min(lengths) == 1) == compresses, "a frame has a token at least"
         assert num_hosts == 1 or all(shares)
 
@@ -145,10 +174,13 @@ def test_a_callers_batch_is_shared_out_too(pool, clips):
 
 
 def damaged_job(hosts: HostGroup, messages: list[dict]):
-    """How a request fails where only the last host finds a frame damaged, and whether the group goes on."""
+    """How a request fails where only the last host finds a frame damaged, and whether the group
+    goes on."""
     engine = Engine(families.build_model(FAMILY), build_processor(), hosts)
     damaged = VideoError("a damaged frame") if hosts.rank == hosts.size - 1 else None
-    with patch("apbv.input.repeats.preprocess_frames", wraps=preprocess_frames, side_effect=damaged):
+    with patch(
+        "apbv.input.repeats.preprocess_frames", wraps=preprocess_frames, side_effect=damaged
+    ):
         try:
             engine.prefill(messages=messages, num_frames=FRAMES)
         except Exception as error:
@@ -165,7 +197,8 @@ def test_a_frame_that_cannot_be_compared_is_one_error_on_every_host(pool, clips)
 def known_job(hosts: HostGroup, messages: list[dict]):
     """Logits of one question twice, and how many frames each time were decoded to compare them.
 
-    The second time another engine is asked, whose host 0 is given what a reader for a server has laid out.
+    The second time another engine is asked, whose host 0 is given what a reader for a server has
+    laid out.
     """
     found, question = [], Question(messages=messages, num_frames=FRAMES)
     for is_laid_out in (False, True):
@@ -176,11 +209,14 @@ def known_job(hosts: HostGroup, messages: list[dict]):
             reader = PromptReader(engine.parts, build_processor(), FRAMES)
             rendered = reader.render(question)
             prompt = reader.lay_out(
-                rendered, reader.sample([engine.videos.probe(path) for path in rendered.videos], question)
+                rendered,
+                reader.sample([engine.videos.probe(path) for path in rendered.videos], question),
             )
         with patch("apbv.input.repeats.preprocess_frames", wraps=preprocess_frames) as compared:
             begun = engine.begin(Request(question, StageTimer(hosts), prompt=prompt))
-        found.append((begun.state.logits, sum(len(call.args[1]) for call in compared.call_args_list)))
+        found.append(
+            (begun.state.logits, sum(len(call.args[1]) for call in compared.call_args_list))
+        )
     return found
 
 
@@ -218,14 +254,21 @@ def test_drafts_read_what_is_left(pool, clips):
         {"strategy": "tabed", "ensemble": "MTP"},
     ):
         assert pool.run(2, drafted_job, messages, SpeculativeConfig(**settings))[0] == plain
-    refused = pool.run(2, drafted_job, messages, SpeculativeConfig(strategy="specvlm", keep="hippo", keep_ratio=0.4))
+    refused = pool.run(
+        2,
+        drafted_job,
+        messages,
+        SpeculativeConfig(strategy="specvlm", keep="hippo", keep_ratio=0.4),
+    )
     assert all("set use_token_compression to false" in each for each in refused)
 
 
 def reduced_job(hosts: HostGroup, messages: list[dict], compresses: bool = True):
     """The number of visual tokens after a reduction to half, or why there is none."""
     model = families.build_model(FAMILY, dtype=torch.float64)
-    config = PrefillConfig(method="apbv", on_single_host=True, reduce=ReduceConfig(method="fastvid", ratio=0.5))
+    config = PrefillConfig(
+        method="apbv", on_single_host=True, reduce=ReduceConfig(method="fastvid", ratio=0.5)
+    )
     engine = Engine(model, build_processor(compresses), hosts, config)
     try:
         state = engine.prefill(messages=messages, num_frames=FRAMES)

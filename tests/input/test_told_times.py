@@ -33,7 +33,11 @@ def read(family: str, path: str, **options):
     model, processor = families.build_model(family), families.build_processor(family)
     model.config.get_text_config().max_position_embeddings = 10**5
     question = Question("What happens?", video=path, num_frames=11, **options)
-    return model, processor, read_question(inspect_model(model), processor, question, HostGroup.single("cpu"))[0]
+    return (
+        model,
+        processor,
+        read_question(inspect_model(model), processor, question, HostGroup.single("cpu"))[0],
+    )
 
 
 def test_qwen3_vl_reads_the_times(recording):
@@ -47,7 +51,9 @@ def test_qwen3_vl_reads_the_times(recording):
     assert told == pytest.approx((of_frames[::2] + of_frames[1::2]) / 2, abs=0.0501)
 
 
-@pytest.mark.parametrize(("family", "is_heard"), [("qwen2_5_vl", False), (families.OMNI, False), (families.OMNI, True)])
+@pytest.mark.parametrize(
+    ("family", "is_heard"), [("qwen2_5_vl", False), (families.OMNI, False), (families.OMNI, True)]
+)
 def test_other_models_space_frames_evenly(recording, family, is_heard):
     """As transformers does; audio is a 25th of a second each, from the same start."""
     options = {"audio_in_video": is_heard} if family == families.OMNI else {}

@@ -1,4 +1,5 @@
-"""Clips are made here with PyAV; the reference is always PyAV's plain decoding of the whole file."""
+"""Clips are made here with PyAV; the reference is always PyAV's plain decoding of the whole
+file."""
 
 from pathlib import Path
 
@@ -77,7 +78,9 @@ def test_intact_frames_of_a_destroyed_file(encoded, tmp_path):
     start, end = packets[10][0], packets[40][0]
     broken = overwrite(path, tmp_path / "a.mp4", start, b"\0" * (end - start))
     assert np.array_equal(probe(broken).timestamps, info.timestamps)
-    assert np.array_equal(read_frames(probe(broken), [5, 42, 49]), [reference[i] for i in (5, 42, 49)])
+    assert np.array_equal(
+        read_frames(probe(broken), [5, 42, 49]), [reference[i] for i in (5, 42, 49)]
+    )
     with pytest.raises(VideoError, match=r"a\.mp4: .*cannot be decoded"):
         read_frames(probe(broken), [5, 20, 49])
 
@@ -94,7 +97,11 @@ def test_orientation(tmp_path, degrees, mirror):
         assert next(container.decode(video=0)).rotation % 360 == degrees or any(mirror)
     expected = np.rot90(stored, degrees // 90, axes=(1, 2))
     expected = expected[:, :: -1 if mirror[1] else 1, :: -1 if mirror[0] else 1]
-    assert (info.height, info.width) == expected.shape[1:3] == ((64, 48) if degrees % 180 else (48, 64))
+    assert (
+        (info.height, info.width)
+        == expected.shape[1:3]
+        == ((64, 48) if degrees % 180 else (48, 64))
+    )
     assert np.array_equal(read_frames(info, [0, 3, 11]), expected[[0, 3, 11]])
 
 
@@ -102,7 +109,8 @@ def test_orientation(tmp_path, degrees, mirror):
 
 
 def test_start_cut_off_an_open_group(tmp_path):
-    """The first frames displayed refer to frames that are gone: they are no frames of this video."""
+    """The first frames displayed refer to frames that are gone: they are no frames of this
+    video."""
     path = encode(tmp_path / "b.mkv", bframes=3, gop=7, x264=OPEN_GOP)
     second = [i for i, packet in enumerate(packets_of(path)) if packet[3]][1]
     for first in (second, second - 3):
@@ -119,8 +127,13 @@ def test_size_change(tmp_path):
     (tmp_path / "a.h264").write_bytes(b"".join(Path(p).read_bytes() for p in parts))
     info = probe(tmp_path / "a.h264")
     assert read_frames(info, [9]).shape == (1, 48, 64, 3)
-    with pytest.warns(UserWarning, match=r"a\.h264: the frame size changes .* scaled to the first one's, 64x48"):
+    with pytest.warns(
+        UserWarning, match=r"a\.h264: the frame size changes .* scaled to the first one's, 64x48"
+    ):
         got = read_frames(info, [9, 12])
     with av.open(info.path) as container:
-        frames = [frame.reformat(64, 48, "rgb24", interpolation="BICUBIC") for frame in container.decode(video=0)]
+        frames = [
+            frame.reformat(64, 48, "rgb24", interpolation="BICUBIC")
+            for frame in container.decode(video=0)
+        ]
     assert np.array_equal(got, [frames[9].to_ndarray(), frames[12].to_ndarray()])

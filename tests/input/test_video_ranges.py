@@ -58,12 +58,17 @@ def frames_of(path: str, options: dict, **asked) -> list[int]:
 def range_by_qwen(info: VideoInfo, start: float | None, end: float | None) -> tuple[int, int]:
     """The first and the last frame, by qwen-vl-utils' calculate_video_frame_range."""
     first = 0 if start is None else math.ceil(start * info.fps - 1e-6)
-    last = info.num_frames - 1 if end is None else min(math.floor(end * info.fps + 1e-6), info.num_frames - 1)
+    last = (
+        info.num_frames - 1
+        if end is None
+        else min(math.floor(end * info.fps + 1e-6), info.num_frames - 1)
+    )
     return first, last
 
 
 def told_by_qwen(path: str, options: dict, num_frames: int) -> tuple[torch.Tensor, VideoMetadata]:
-    """Frames and their metadata as qwen-vl-utils returns them: the length is the part's, indices are the file's."""
+    """Frames and their metadata as qwen-vl-utils returns them: the length is the part's, indices
+    are the file's."""
     info = probe(path)
     first, last = range_by_qwen(info, options.get("video_start"), options.get("video_end"))
     indices = [first + index for index in sample_uniform(last - first + 1, num_frames)]
@@ -73,12 +78,16 @@ def told_by_qwen(path: str, options: dict, num_frames: int) -> tuple[torch.Tenso
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
-    "options", [{"video_start": 1.0, "video_end": 2.5}, {"video_start": 1.03}, {"video_end": 1}], ids=str
+    "options",
+    [{"video_start": 1.0, "video_end": 2.5}, {"video_start": 1.03}, {"video_end": 1}],
+    ids=str,
 )
 def test_a_part_of_a_video_is_read_as_by_qwens_tools(family, film, options):
     """Tokens, which tell times in some models, positions, and pixels."""
     reader = reader_of(family)
-    batch = by_processor(reader.processor, chat((film, {}))[0]["content"], [told_by_qwen(film, options, 6)])
+    batch = by_processor(
+        reader.processor, chat((film, {}))[0]["content"], [told_by_qwen(film, options, 6)]
+    )
     expected = ModelInputs.from_processor(reader.parts, batch, HOSTS)
     prompt, videos = sample(reader, chat((film, {**options, "nframes": 6})))
     inputs, pixels = reader.read(prompt, videos, HOSTS, StageTimer(HOSTS))
@@ -124,35 +133,80 @@ def test_min_frames_is_the_least_number(film):
 
 def test_a_part_at_a_variable_rate_has_the_files_own_times(tmp_path):
     path = str(encode(tmp_path / "a.mkv", n=len(TIMES), pts=TIMES, size=(56, 84), bframes=0))
-    assert frames_of(path, {"video_start": 1.7, "video_end": 9.05, "nframes": 30}) == [25, 26, 27, 28]
-    assert frames_of(path, {"video_start": 1.7, "fps": 0.1}) == [25, 29, 30]  # nearest to 0, 10 and 20 s after it
+    assert frames_of(path, {"video_start": 1.7, "video_end": 9.05, "nframes": 30}) == [
+        25,
+        26,
+        27,
+        28,
+    ]
+    assert frames_of(path, {"video_start": 1.7, "fps": 0.1}) == [
+        25,
+        29,
+        30,
+    ]  # nearest to 0, 10 and 20 s after it
     reader = reader_of("qwen2_5_vl")
-    prompt, videos = sample(reader, chat((path, {"video_start": 1.7, "video_end": 19.1, "nframes": 4})))
+    prompt, videos = sample(
+        reader, chat((path, {"video_start": 1.7, "video_end": 19.1, "nframes": 4}))
+    )
     # The last frame of the part is shown until the next one.
     told = reader.lay_out(prompt, videos).batch["second_per_grid_ts"].item()
     assert told == pytest.approx(2 * (24.34 - 1.7) / 4, abs=1e-3)
     reader = reader_of("qwen3_vl")
-    prompt, videos = sample(reader, chat((path, {"video_start": 3.9, "video_end": 9.1, "nframes": 4})))
+    prompt, videos = sample(
+        reader, chat((path, {"video_start": 3.9, "video_end": 9.1, "nframes": 4}))
+    )
     text = reader.tokenizer.decode(reader.lay_out(prompt, videos).batch["input_ids"][0])
-    assert [float(time) for time in re.findall(r"<([\d.]+) seconds>", text)] == pytest.approx([3.95, 9.075], abs=0.051)
+    assert [float(time) for time in re.findall(r"<([\d.]+) seconds>", text)] == pytest.approx(
+        [3.95, 9.075], abs=0.051
+    )
 
 
 WRONG = [
-    ({"video_start": 2, "video_end": 2}, PromptError, "video_start of a video is 2, but video_end is 2"),
-    ({"video_start": 3, "video_end": 1.5}, PromptError, "video_start of a video is 3, but video_end is 1.5"),
+    (
+        {"video_start": 2, "video_end": 2},
+        PromptError,
+        "video_start of a video is 2, but video_end is 2",
+    ),
+    (
+        {"video_start": 3, "video_end": 1.5},
+        PromptError,
+        "video_start of a video is 3, but video_end is 1.5",
+    ),
     ({"video_end": 0}, PromptError, "video_start of a video is 0, but video_end is 0"),
-    ({"video_start": -1}, PromptError, "video_start of a video must be a number of seconds, not negative, not -1"),
-    ({"video_end": "2"}, PromptError, "video_end of a video must be a number of seconds, not negative, not '2'"),
-    ({"video_start": float("nan")}, PromptError, "must be a number of seconds, not negative, not nan"),
+    (
+        {"video_start": -1},
+        PromptError,
+        "video_start of a video must be a number of seconds, not negative, not -1",
+    ),
+    (
+        {"video_end": "2"},
+        PromptError,
+        "video_end of a video must be a number of seconds, not negative, not '2'",
+    ),
+    (
+        {"video_start": float("nan")},
+        PromptError,
+        "must be a number of seconds, not negative, not nan",
+    ),
     ({"video_start": 60}, VideoError, "video_start is 60 s, but the video lasts 4.000 s"),
-    ({"video_start": 1.01, "video_end": 1.03}, VideoError, "no frame between video_start 1.01 s and video_end 1.03"),
-    ({"min_frames": 3, "max_frames": 2}, PromptError, "min_frames of a video is 3, but max_frames is 2"),
+    (
+        {"video_start": 1.01, "video_end": 1.03},
+        VideoError,
+        "no frame between video_start 1.01 s and video_end 1.03",
+    ),
+    (
+        {"min_frames": 3, "max_frames": 2},
+        PromptError,
+        "min_frames of a video is 3, but max_frames is 2",
+    ),
 ]
 
 
 def error_job(hosts: HostGroup, path: str) -> list[str]:
     """Every error of one engine, which answers in between."""
-    engine = Engine(families.build_model("qwen2_5_vl"), families.build_processor("qwen2_5_vl"), hosts)
+    engine = Engine(
+        families.build_model("qwen2_5_vl"), families.build_processor("qwen2_5_vl"), hosts
+    )
     found = []
     for options, _, _ in WRONG:
         try:
@@ -173,7 +227,9 @@ def test_wrong_ranges_are_named_on_every_host(pool, film):
             frames_of(film, options)
 
 
-def logits_job(hosts: HostGroup, family: str, requests: list[list[dict]], **options) -> list[torch.Tensor]:
+def logits_job(
+    hosts: HostGroup, family: str, requests: list[list[dict]], **options
+) -> list[torch.Tensor]:
     engine = Engine(
         families.build_model(family, dtype=torch.float64),
         families.build_processor(family),
@@ -198,7 +254,9 @@ def test_hosts_that_share_a_part_of_a_video_prefill_as_transformers(pool, film, 
 
 
 def different_job(hosts: HostGroup, path: str) -> None:
-    engine = Engine(families.build_model("qwen2_5_vl"), families.build_processor("qwen2_5_vl"), hosts)
+    engine = Engine(
+        families.build_model("qwen2_5_vl"), families.build_processor("qwen2_5_vl"), hosts
+    )
     with pytest.raises((ValueError, RuntimeError), match="the options beside videos and images"):
         engine.prefill(messages=chat((path, {"video_start": hosts.rank, "nframes": 4})))
 
@@ -225,11 +283,15 @@ def test_another_part_of_the_same_file_is_not_mistaken_for_it(film, reuse):
 
 
 @pytest.mark.parametrize(
-    "options", [{"video_start": 1, "video_end": 3}, {"video_start": 2.5}, {"video_end": 0.8}], ids=str
+    "options",
+    [{"video_start": 1, "video_end": 3}, {"video_start": 2.5}, {"video_end": 0.8}],
+    ids=str,
 )
 def test_of_a_part_that_is_heard_only_its_own_sound_is(tmp_path, options):
     """As long as its frames are shown, from the first one on."""
-    path = audio_files.write(tmp_path / "a.mkv", [(0, 4)], "flac", audio_files.RATE, video=(0, 4), size=(56, 84))
+    path = audio_files.write(
+        tmp_path / "a.mkv", [(0, 4)], "flac", audio_files.RATE, video=(0, 4), size=(56, 84)
+    )
     family, info = families.OMNI, probe(path)
     reader = reader_of(family)
     first, last = range_by_qwen(info, options.get("video_start"), options.get("video_end"))
@@ -257,5 +319,7 @@ def test_of_a_part_that_is_heard_only_its_own_sound_is(tmp_path, options):
     assert torch.equal(inputs.input_ids, expected.input_ids)
     assert torch.equal(inputs.position_ids, expected.position_ids)
     assert inputs.audio.lengths == expected.audio.lengths
-    torch.testing.assert_close(inputs.audio.spectrograms[0], expected.audio.spectrograms[0], rtol=0, atol=1e-3)
+    torch.testing.assert_close(
+        inputs.audio.spectrograms[0], expected.audio.spectrograms[0], rtol=0, atol=1e-3
+    )
     assert inputs.audio.sources[0].part[0] == round(first / 25 * rate)

@@ -17,7 +17,9 @@ from prompts import by_processor, sampled
 
 HOSTS, QUESTION = HostGroup.single("cpu"), "What happens?"
 WITH_GRIDS = [
-    family for family in families.VIDEO_FAMILIES if family not in ("internvl", "llava_onevision", "video_llama_3")
+    family
+    for family in families.VIDEO_FAMILIES
+    if family not in ("internvl", "llava_onevision", "video_llama_3")
 ]
 
 
@@ -31,7 +33,9 @@ def read(reader: PromptReader, clip, *options: dict):
 
 
 def reader_of(family: str) -> PromptReader:
-    return PromptReader(inspect_model(families.build_model(family)), families.build_processor(family), 8)
+    return PromptReader(
+        inspect_model(families.build_model(family)), families.build_processor(family), 8
+    )
 
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])
@@ -41,7 +45,9 @@ def test_frames_have_the_size_that_the_processor_makes_of_these_limits(family, c
     frames, told = sampled(clip, 4)
     processor = families.build_processor(family)
     processor.video_processor.size = {"shortest_edge": least, "longest_edge": most}
-    expected = by_processor(processor, [{"type": "video"}, {"type": "text", "text": QUESTION}], [(frames, told)])
+    expected = by_processor(
+        processor, [{"type": "video"}, {"type": "text", "text": QUESTION}], [(frames, told)]
+    )
     inputs, pixels = read(reader_of(family), clip, {"min_pixels": least, "max_pixels": most})
     assert torch.equal(inputs.input_ids, expected["input_ids"])
     (chunk,) = inputs.with_pixels(pixels).visual.pixels.chunks([inputs.visual.patches[0]])
@@ -50,7 +56,8 @@ def test_frames_have_the_size_that_the_processor_makes_of_these_limits(family, c
 
 @pytest.mark.parametrize("family", WITH_GRIDS)
 def test_total_pixels_are_shared_by_the_frames_as_in_qwens_tools(family, clip):
-    """The frames of a temporal patch count once; every frame may have one token, or what min_pixels says."""
+    """The frames of a temporal patch count once; every frame may have one token, or what min_pixels
+    says."""
     reader = reader_of(family)
     video_processor = reader.processor.video_processor
     factor = video_processor.patch_size * video_processor.merge_size
@@ -63,19 +70,27 @@ def test_total_pixels_are_shared_by_the_frames_as_in_qwens_tools(family, clip):
         least, most = own.get("min_pixels", factor**2), own.get("max_pixels", 10**9)
         shared = min(most, max(total / 4 * 2, int(least * 1.05)))
         expected = read(reader, clip, {"max_pixels": int(shared)})[0]
-        assert torch.equal(read(reader, clip, {**own, "total_pixels": total})[0].input_ids, expected.input_ids)
+        assert torch.equal(
+            read(reader, clip, {**own, "total_pixels": total})[0].input_ids, expected.input_ids
+        )
 
 
 @pytest.mark.parametrize("family", WITH_GRIDS)
 def test_frames_have_exactly_the_size_that_is_asked_for(family, clip):
-    """Up to whole tokens; the pixels are those of frames resized before the processor, which leaves their size."""
+    """Up to whole tokens; the pixels are those of frames resized before the processor, which leaves
+    their size."""
     reader = reader_of(family)
     video_processor = reader.processor.video_processor
     factor = video_processor.patch_size * video_processor.merge_size
     inputs, pixels = read(reader, clip, {"resized_height": 2 * factor + 3, "resized_width": 1})
     frames, told = sampled(clip, 4)
     frames = tvF.resize(frames, [2 * factor, factor], tvF.InterpolationMode.BICUBIC, antialias=True)
-    options = {"video_metadata": [told], "do_sample_frames": False, "do_resize": False, "return_tensors": "pt"}
+    options = {
+        "video_metadata": [told],
+        "do_sample_frames": False,
+        "do_resize": False,
+        "return_tensors": "pt",
+    }
     expected = video_processor(videos=[frames], **options)
     (chunk,) = inputs.with_pixels(pixels).visual.pixels.chunks([inputs.visual.patches[0]])
     assert torch.equal(chunk.values["pixel_values_videos"], expected["pixel_values_videos"])
@@ -113,8 +128,13 @@ def test_no_frame_has_more_pixels_than_its_limit(family, clip):
     side = reader.processor.video_processor.patch_size * reader.processor.video_processor.merge_size
     most = {"max_pixels": side * side}
     usual, limited = read(reader, clip, {})[0], read(reader, clip, most)[0]
-    both, wide = read(reader, clip, {}, most)[0], read(reader, clip, {"max_pixels": 10**6, "min_pixels": 1})[0]
-    rows = [[item.num_rows for item in inputs.visual.items] for inputs in (usual, limited, both, wide)]
+    both, wide = (
+        read(reader, clip, {}, most)[0],
+        read(reader, clip, {"max_pixels": 10**6, "min_pixels": 1})[0],
+    )
+    rows = [
+        [item.num_rows for item in inputs.visual.items] for inputs in (usual, limited, both, wide)
+    ]
     assert rows[1][0] < rows[0][0] and rows[2] == [rows[0][0], rows[1][0]] and rows[3] == rows[0]
     assert limited.visual.items[0].num_rows == limited.visual.items[0].num_patches  # a token each
     assert usual.visual.identity != limited.visual.identity
@@ -125,16 +145,35 @@ def test_what_no_frame_can_be_is_named(clip):
     reader = reader_of("qwen2_5_vl")
     for options, message in (
         ({"max_pixels": 783}, "cannot have .* to 783 pixels: the sides are multiples of 28"),
-        ({"min_pixels": 2000, "max_pixels": 1000}, "min_pixels of a video is 2000, but max_pixels is 1000"),
+        (
+            {"min_pixels": 2000, "max_pixels": 1000},
+            "min_pixels of a video is 2000, but max_pixels is 1000",
+        ),
         ({"max_pixels": 0}, "max_pixels of a video must be an integer of at least 1"),
-        ({"min_pixels": 10**9}, "a video's frames may be enlarged to 12845056 pixels, not 1000000000"),
-        ({"resized_height": 10**6, "resized_width": 28}, "may be enlarged to 12845056 pixels, not 28000000"),
-        ({"resized_height": 28}, "resized_height and resized_width are given together or not at all"),
-        ({"resized_height": 28, "resized_width": 28, "max_pixels": 1}, "set the size: they exclude max_pixels"),
+        (
+            {"min_pixels": 10**9},
+            "a video's frames may be enlarged to 12845056 pixels, not 1000000000",
+        ),
+        (
+            {"resized_height": 10**6, "resized_width": 28},
+            "may be enlarged to 12845056 pixels, not 28000000",
+        ),
+        (
+            {"resized_height": 28},
+            "resized_height and resized_width are given together or not at all",
+        ),
+        (
+            {"resized_height": 28, "resized_width": 28, "max_pixels": 1},
+            "set the size: they exclude max_pixels",
+        ),
     ):
         with pytest.raises(PromptError, match=message):
             read(reader, clip, options)
     for family in ("internvl", "llava_onevision", "video_llama_3"):
-        for options in ({"max_pixels": 784}, {"total_pixels": 784}, {"resized_height": 28, "resized_width": 28}):
+        for options in (
+            {"max_pixels": 784},
+            {"total_pixels": 784},
+            {"resized_height": 28, "resized_width": 28},
+        ):
             with pytest.raises(PromptError, match="do not apply to this model"):
                 read(reader_of(family), clip, options)

@@ -1,4 +1,5 @@
-"""On the way to a wanted frame the decoder leaves out what nobody refers to, and gives out the same picture."""
+"""On the way to a wanted frame the decoder leaves out what nobody refers to, and gives out the same
+picture."""
 
 import av
 import numpy as np
@@ -18,7 +19,11 @@ STREAMS = {
     "h264 interlaced": ("mp4", {"x264": PYRAMID + ":interlaced=1", "size": (64, 64)}, True),
     "h264 no b-frames": ("mp4", {"bframes": 0}, False),
     "hevc": ("mp4", {**X265, "x264": "bframes=4:scenecut=0"}, True),
-    "hevc open gop": ("mkv", {**X265, "x264": "open-gop=1:bframes=3:b-adapt=0:scenecut=0", "gop": 8}, True),
+    "hevc open gop": (
+        "mkv",
+        {**X265, "x264": "open-gop=1:bframes=3:b-adapt=0:scenecut=0", "gop": 8},
+        True,
+    ),
     "hevc in a broadcast": ("ts", {**X265, "x264": "bframes=4:scenecut=0"}, False),
     "hevc temporal layers": ("mp4", {**X265, "x264": TEMPORAL_LAYERS}, False),
     "mpeg2": ("ts", {"codec": "mpeg2video"}, True),

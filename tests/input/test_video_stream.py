@@ -62,7 +62,11 @@ def test_chunks_are_the_frames_cut_into_pieces(clip, indices, chunk_len, threads
 
 def test_arguments_are_refused_at_once(clip):
     _, info, _ = clip
-    for indices, chunk_len, error in (([1], 0, ValueError), ([2, 1], 4, ValueError), ([120], 4, IndexError)):
+    for indices, chunk_len, error in (
+        ([1], 0, ValueError),
+        ([2, 1], 4, ValueError),
+        ([120], 4, IndexError),
+    ):
         with pytest.raises(error):
             iter_frames(info, indices, chunk_len)
     assert list(iter_frames(info, [], 4)) == []
@@ -78,7 +82,8 @@ def test_a_group_that_spans_chunks_is_decoded_once(tmp_path, fed):
 
 @pytest.mark.parametrize("gop", [250, 10])
 def test_few_frames_are_in_memory(tmp_path, monkeypatch, gop):
-    """Two chunks at most, and in each thread one frame that has no place yet; also while nobody asks for more."""
+    """Two chunks at most, and in each thread one frame that has no place yet; also while nobody
+    asks for more."""
     chunk_len, height, width, threads = 8, 96, 128, 4
     info = probe(encode(tmp_path / "a.mp4", n=250, gop=gop, size=(height, width)))
     ahead, put = threading.Event(), reading._Chunks.put

@@ -13,21 +13,29 @@ NUM_TICKETS = 32  # for each case
 TICKETS, ENDS, STOP, PIDS = "tickets.json", "ends.jsonl", "stop", "pids.json"
 
 
-def offer_all(folder: Path, states: dict[str, "apbv.PrefillResult"], hosts: "apbv.HostGroup", pid: int) -> None:
+def offer_all(
+    folder: Path, states: dict[str, "apbv.PrefillResult"], hosts: "apbv.HostGroup", pid: int
+) -> None:
     """On every host: offer each state many times, and go on until the file ``stop`` appears."""
 
     def note(transfer: str, how: str, num_bytes: int) -> None:
         with open(folder / ENDS, "a") as file:
             file.write(json.dumps([transfer, how, num_bytes]) + "\n")
 
-    with Offers(hosts, seconds=3600.0, on_end=note) as offers, Offers(hosts, seconds=0.01, on_end=note) as short:
+    with (
+        Offers(hosts, seconds=3600.0, on_end=note) as offers,
+        Offers(hosts, seconds=0.01, on_end=note) as short,
+    ):
         tickets = {}
         for name, state in states.items():
             tickets[name] = [state.offer(offers) for _ in range(NUM_TICKETS)]
             tickets[f"{name}, expired"] = [state.offer(short)]
         pids = hosts.gather_json(pid)
         if hosts.is_leader:
-            params = {name: [ticket.to_params() for ticket in several] for name, several in tickets.items()}
+            params = {
+                name: [ticket.to_params() for ticket in several]
+                for name, several in tickets.items()
+            }
             (folder / PIDS).write_text(json.dumps(pids))
             (folder / TICKETS).write_text(json.dumps(params))
         while not (folder / STOP).exists():
@@ -45,7 +53,9 @@ class Tickets:
     def take(self, name: str) -> dict:
         """The ``kv_transfer_params`` of a request."""
         params = self._left[name].pop()
-        (self._folder / TICKETS).write_text(json.dumps(self._left))  # for whoever comes after this process
+        (self._folder / TICKETS).write_text(
+            json.dumps(self._left)
+        )  # for whoever comes after this process
         return params
 
     def ended(self, params: dict) -> str:
@@ -54,7 +64,11 @@ class Tickets:
         def found() -> list[str]:
             path = self._folder / ENDS
             lines = path.read_text().splitlines() if path.exists() else []
-            return [how for transfer, how, _ in map(json.loads, lines) if transfer == params["apbv"]["transfer"]]
+            return [
+                how
+                for transfer, how, _ in map(json.loads, lines)
+                if transfer == params["apbv"]["transfer"]
+            ]
 
         wait_for(found, limit(60.0))
         (how,) = found()

@@ -1,4 +1,5 @@
-"""The processes of a whole stack, for the checks: prefill hosts, vLLM, a router, and who asks them."""
+"""The processes of a whole stack, for the checks: prefill hosts, vLLM, a router, and who asks
+them."""
 
 import base64
 import json
@@ -56,7 +57,9 @@ class Service:
         self.log = folder / f"{name}.log"
         with open(self.log, "w") as file:
             run = {"stdout": file, "stderr": subprocess.STDOUT, "env": os.environ | environment}
-            self._process = subprocess.Popen([str(word) for word in command], start_new_session=True, **run)
+            self._process = subprocess.Popen(
+                [str(word) for word in command], start_new_session=True, **run
+            )
 
     def wait_until_healthy(self) -> None:
         """Wait until it answers.
@@ -126,14 +129,31 @@ class Service:
 def prefill_worker(name: str, model: Path, served: str, folder: Path, *options) -> Service:
     """Two hosts that prefill, with ``launch/serve.py``."""
     port = free_port()
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
-    command = [*torchrun, ROOT / "launch" / "serve.py", "--model", model, "--served-model-name", served]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        2,
+    ]
+    command = [
+        *torchrun,
+        ROOT / "launch" / "serve.py",
+        "--model",
+        model,
+        "--served-model-name",
+        served,
+    ]
     command += ["--port", port, "--dtype", "float32", "--kv-transfer", "tcp", *options]
     return Service(name, command, folder, port)
 
 
-def decoder(name: str, model: Path, served: str, folder: Path, *options, num_frames: int = 1) -> Service:
-    """vLLM as the documentation has it, and with what a small CPU needs; it decodes the workers' KV."""
+def decoder(
+    name: str, model: Path, served: str, folder: Path, *options, num_frames: int = 1
+) -> Service:
+    """vLLM as the documentation has it, and with what a small CPU needs; it decodes the workers'
+    KV."""
     port = free_port()
     _, _, _, *words = replaced(documented("vllm"), port=port)
     media = json.loads(words[words.index("--media-io-kwargs") + 1])
@@ -143,7 +163,9 @@ def decoder(name: str, model: Path, served: str, folder: Path, *options, num_fra
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, *words]
     command += ["--served-model-name", served, "--dtype", "float32", "--enforce-eager"]
     command += ["--max-model-len", 512, "--max-num-seqs", 8, "--block-size", 32, *options]
-    return Service(name, command, folder, port, VLLM_ENABLE_V1_MULTIPROCESSING="1", VLLM_LOGGING_LEVEL="DEBUG")
+    return Service(
+        name, command, folder, port, VLLM_ENABLE_V1_MULTIPROCESSING="1", VLLM_LOGGING_LEVEL="DEBUG"
+    )
 
 
 def router(name: str, prefill: Service, decoders: list[Service], folder: Path) -> Service:
@@ -171,7 +193,9 @@ def running(services: list[Service]) -> Iterator[None]:
 
 def client_of(service: Service) -> openai.OpenAI:
     """OpenAI's client of a service."""
-    return openai.OpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=0, timeout=limit(120.0))
+    return openai.OpenAI(
+        base_url=f"{service.url}/v1", api_key="none", max_retries=0, timeout=limit(120.0)
+    )
 
 
 def video_part(path: Path) -> dict:

@@ -1,10 +1,11 @@
-"""What lies between the prefill's end and vLLM's first token, step by step, in the stack of ``stack_check.py``.
+"""What lies between the prefill's end and vLLM's first token, step by step, in the stack of
+``stack_check.py``.
 
     python tests/integrations/stack_times.py [--tokens 512 8192] [--rounds 10]
 
-One request at a time; it prints medians in milliseconds. All clocks are one machine's. The first row is the demo
-model with its clip, whose frames vLLM reads for their number and size; the others are prompts of token ids of a
-small text model.
+One request at a time; it prints medians in milliseconds. All clocks are one machine's. The first
+row is the demo model with its clip, whose frames vLLM reads for their number and size; the others
+are prompts of token ids of a small text model.
 """
 
 import argparse
@@ -29,7 +30,8 @@ from patience import limit, wait_for
 
 FRAMES = 128
 STEPS = {
-    "reply": "from KV being offered to vLLM's scheduler: the reply, the router, and vLLM's reading of the prompt",
+    "reply": "from KV being offered to vLLM's scheduler: the reply, the router, and vLLM's reading "
+    "of the prompt",
     "check": "whether the KV fits the request",
     "wait": "until the request has blocks and its fetch begins",
     "first": "connections, and the first layer",
@@ -39,7 +41,9 @@ STEPS = {
     "all": "in all",
 }
 _NAMED = re.compile(r"named its KV at ([\d.]+), checked in ([\d.]+) s")
-_FETCHED = re.compile(r"fetch began at ([\d.]+); first layer ([\d.]+), all ([\d.]+), in place ([\d.]+) s")
+_FETCHED = re.compile(
+    r"fetch began at ([\d.]+); first layer ([\d.]+), all ([\d.]+), in place ([\d.]+) s"
+)
 
 
 def split(identity: str, prefill: Service, vllm: Service, came: float) -> dict[str, float]:
@@ -51,7 +55,9 @@ def split(identity: str, prefill: Service, vllm: Service, came: float) -> dict[s
     """
 
     def line(service: Service, wanted: str) -> str:
-        lines = [each for each in service.said().splitlines() if identity in each and wanted in each]
+        lines = [
+            each for each in service.said().splitlines() if identity in each and wanted in each
+        ]
         return lines[0] if lines else ""
 
     wait_for(lambda: line(prefill, '"transfer"') and line(vllm, "fetch began"), limit(30.0))
@@ -72,7 +78,9 @@ def split(identity: str, prefill: Service, vllm: Service, came: float) -> dict[s
     }
 
 
-def measured(through: Service, prefill: Service, vllm: Service, rounds: int, asks) -> dict[str, float]:
+def measured(
+    through: Service, prefill: Service, vllm: Service, rounds: int, asks
+) -> dict[str, float]:
     """Medians over some requests, of which the first two are not counted."""
     found = []
     for number in range(rounds + 2):
@@ -93,12 +101,19 @@ def main(options: argparse.Namespace) -> None:
         data = ["--log-format", "json", "--method", "apbv"]
         one_video = ["--limit-mm-per-prompt", '{"video": 1, "image": 0}']
         clip = prefill_worker("clip", demo.model_path(), "demo", folder, *data, "--frames", FRAMES)
-        vllm = decoder("vllm-clip", demo.model_path(), "demo", folder, *one_video, num_frames=FRAMES)
-        content = [video_part(demo.video_path()), {"type": "text", "text": "name the letters in order"}]
+        vllm = decoder(
+            "vllm-clip", demo.model_path(), "demo", folder, *one_video, num_frames=FRAMES
+        )
+        content = [
+            video_part(demo.video_path()),
+            {"type": "text", "text": "name the letters in order"},
+        ]
 
         def ask_video(client, number: int):
             messages = [{"role": "user", "content": content}]
-            return client.chat.completions.create(model="demo", messages=messages, temperature=0, stream=True)
+            return client.chat.completions.create(
+                model="demo", messages=messages, temperature=0, stream=True
+            )
 
         with running([clip, vllm]), running([front := router("router-clip", clip, [vllm], folder)]):
             rows["the demo's clip"] = measured(front, clip, vllm, options.rounds, ask_video)
@@ -114,9 +129,17 @@ def main(options: argparse.Namespace) -> None:
 
                 def ask(client, number: int, num_tokens: int = num_tokens):
                     prompt = [number, *((7 * i * i) % 251 for i in range(num_tokens - 1))]
-                    extra = {"ignore_eos": True, "return_token_ids": True}  # every token gives a chunk
+                    extra = {
+                        "ignore_eos": True,
+                        "return_token_ids": True,
+                    }  # every token gives a chunk
                     return client.completions.create(
-                        model="text", prompt=prompt, temperature=0, max_tokens=4, stream=True, extra_body=extra
+                        model="text",
+                        prompt=prompt,
+                        temperature=0,
+                        max_tokens=4,
+                        stream=True,
+                        extra_body=extra,
                     )
 
                 rows[f"{num_tokens} tokens"] = measured(front, text, vllm, options.rounds, ask)
@@ -125,11 +148,17 @@ def main(options: argparse.Namespace) -> None:
     print("| prompt | " + " | ".join(STEPS) + " |")
     print("|---|" + "---|" * len(STEPS))
     for name, times in rows.items():
-        print(f"| {name} | " + " | ".join(f"{1000 * seconds:.1f}" for seconds in times.values()) + " |")
+        print(
+            f"| {name} | "
+            + " | ".join(f"{1000 * seconds:.1f}" for seconds in times.values())
+            + " |"
+        )
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--tokens", type=int, nargs="+", default=[512, 8192], help="lengths of prompts of text")
+    parser.add_argument(
+        "--tokens", type=int, nargs="+", default=[512, 8192], help="lengths of prompts of text"
+    )
     parser.add_argument("--rounds", type=int, default=10, help="requests of each")
     main(parser.parse_args())

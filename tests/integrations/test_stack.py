@@ -1,4 +1,5 @@
-"""The whole stack with a router and vLLM: ``stack_check.py``, in the environment that test_vllm.py names."""
+"""The whole stack with a router and vLLM: ``stack_check.py``, in the environment that test_vllm.py
+names."""
 
 import pytest
 

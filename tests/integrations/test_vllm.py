@@ -1,7 +1,7 @@
 """vLLM goes on from saved KV: ``vllm_check.py``, in an environment of its own that has vLLM.
 
-vLLM pins what it needs, and its CPU build weighs 3.6 GB: APBV_VLLM_PYTHON names the Python of such an environment,
-and without it the test is skipped. ``.ci/run`` makes one.
+vLLM pins what it needs, and its CPU build weighs 3.6 GB: APBV_VLLM_PYTHON names the Python of such
+an environment, and without it the test is skipped. ``.ci/run`` makes one.
 """
 
 import pytest

@@ -2,10 +2,11 @@
 
     python tests/integrations/vllm_check.py FOLDER
 
-in an environment that has both apbv and vLLM (see test_vllm.py). Two hosts prefill and save, once exactly and
-once compressed, and write down what transformers' own ``generate`` makes of the same KV; then vLLM loads it.
-The models are the packaged demo model (a Qwen2.5-VL) with its clip, in which time outruns height and width, and
-a small random Qwen2. Everything is in float32, where both sides choose the same tokens.
+in an environment that has both apbv and vLLM (see test_vllm.py). Two hosts prefill and save, once
+exactly and once compressed, and write down what transformers' own ``generate`` makes of the same
+KV; then vLLM loads it. The models are the packaged demo model (a Qwen2.5-VL) with its clip, in
+which time outruns height and width, and a small random Qwen2. Everything is in float32, where both
+sides choose the same tokens.
 """
 
 import dataclasses
@@ -40,7 +41,8 @@ REDUCED = {"dycoke": dataclasses.replace(SHARDED, reduce=apbv.ReduceConfig(metho
 
 
 def prefill_all(folder: Path) -> None:
-    """On every host: prefill, save and offer each case; host 0 writes transformers' continuations beside them."""
+    """On every host: prefill, save and offer each case; host 0 writes transformers' continuations
+    beside them."""
     torch.set_num_threads(1)
     hosts = apbv.HostGroup.from_env()
     cases = {
@@ -57,7 +59,9 @@ def prefill_all(folder: Path) -> None:
     for name, (model, config, how) in cases.items():
         engine = apbv.Engine.from_pretrained(model, prefill=config, hosts=hosts, dtype="float32")
         if model == demo.model_path():
-            state = engine.prefill(QUESTION, video=demo.video_path(), num_frames=NUM_FRAMES, positions=how)
+            state = engine.prefill(
+                QUESTION, video=demo.video_path(), num_frames=NUM_FRAMES, positions=how
+            )
         else:
             state = apbv.prefill(engine.model, text_of(how), hosts=hosts, config=config)
         state.save(folder / name)
@@ -67,7 +71,9 @@ def prefill_all(folder: Path) -> None:
         inputs, cache = state.generate_inputs(), state.to_dynamic_cache()
         if cache is None:
             continue
-        made = engine.model.generate(**inputs, max_new_tokens=NUM_NEW, do_sample=False, eos_token_id=None)
+        made = engine.model.generate(
+            **inputs, max_new_tokens=NUM_NEW, do_sample=False, eos_token_id=None
+        )
         more = engine.tokenizer.encode(FOLLOW_UP, add_special_tokens=False)
         expected[name] = {
             "prompt": made[0, : state.num_tokens].tolist(),
@@ -89,13 +95,16 @@ def text_of(num_tokens: int) -> apbv.ModelInputs:
 
 @torch.no_grad()
 def continue_greedily(model, cache, tokens: list[int], position: int) -> list[int]:
-    """What transformers answers to more text behind a cached prompt, whose next position is given."""
+    """What transformers answers to more text behind a cached prompt, whose next position is
+    given."""
     made = []
     for _ in range(NUM_NEW):
         positions = torch.arange(position, position + len(tokens))[None]
         if model.config.model_type.endswith("vl"):
             positions = positions.expand(3, 1, -1)
-        logits = model(input_ids=torch.tensor([tokens]), position_ids=positions, past_key_values=cache).logits
+        logits = model(
+            input_ids=torch.tensor([tokens]), position_ids=positions, past_key_values=cache
+        ).logits
         position += len(tokens)
         tokens = [int(logits[0, -1].argmax())]
         made += tokens
@@ -111,16 +120,26 @@ def check_text(folder: Path, expected: dict) -> None:
         prompt = {"prompt_token_ids": [*expected[name]["prompt"], *more]}
         return prompt | request_params(folder / name) | changes
 
-    plain = {name: {"prompt_token_ids": expected[name]["prompt"]} for name in expected if name.startswith("text")}
+    plain = {
+        name: {"prompt_token_ids": expected[name]["prompt"]}
+        for name in expected
+        if name.startswith("text")
+    }
     exact = expected["text-exact"]["tokens"]
     check("vLLM alone agrees with transformers", server.run(plain["text-exact"]), [exact])
     for name in plain:
         case = expected[name]
         (alone,) = server.run(plain[name])
-        found = server.run(request(name), request(name, case["follow_up"]), plain[name], request(name))
+        found = server.run(
+            request(name), request(name, case["follow_up"]), plain[name], request(name)
+        )
         wanted = [case["tokens"], case["followed"], alone, case["tokens"]]
         check(f"{name}: loaded, followed up, vLLM's own prompt, loaded again", found, wanted)
-        check(f"{name}: compressed KV gives other tokens", alone == case["tokens"], name == "text-exact")
+        check(
+            f"{name}: compressed KV gives other tokens",
+            alone == case["tokens"],
+            name == "text-exact",
+        )
 
     name = "text-unaligned"
     other = [*expected[name]["prompt"][:-1], 7]
@@ -129,14 +148,27 @@ def check_text(folder: Path, expected: dict) -> None:
     check("poisoned KV changes the tokens", changed, True)
     refused = {
         "other tokens": (request(name, prompt_token_ids=other), "does not start with"),
-        "no KV": (request(name, kv_transfer_params={"apbv_path": str(folder / "nowhere")}), "no saved KV"),
-        "another folder": (request(name, kv_transfer_params={"apbv_path": str(demo.model_path())}), "is outside"),
+        "no KV": (
+            request(name, kv_transfer_params={"apbv_path": str(folder / "nowhere")}),
+            "no saved KV",
+        ),
+        "another folder": (
+            request(name, kv_transfer_params={"apbv_path": str(demo.model_path())}),
+            "is outside",
+        ),
         "no path": (request(name, kv_transfer_params={"apbv_path": 7}), "must be a string"),
         "another model": (request(name, **request_params(folder / "video-exact")), "config"),
     }
-    for change, reason in {truncate: "bytes instead", flip_bit: "checksum is wrong", remove: "incomplete"}.items():
+    for change, reason in {
+        truncate: "bytes instead",
+        flip_bit: "checksum is wrong",
+        remove: "incomplete",
+    }.items():
         path = damaged(folder / name, folder / change.__name__, change)
-        refused[change.__doc__] = (request(name, kv_transfer_params={"apbv_path": str(path)}), reason)
+        refused[change.__doc__] = (
+            request(name, kv_transfer_params={"apbv_path": str(path)}),
+            reason,
+        )
     path = damaged(folder / name, folder / "reweigh", reweigh)
     refused[reweigh.__doc__] = (request(name, **request_params(path)), "weights differ")
     check_refusals(server, refused, plain["text-exact"], exact)
@@ -168,7 +200,11 @@ def check_video(folder: Path, expected: dict) -> None:
         case = expected[name]
         found = server.run(request(name), request(name, FOLLOW_UP), video)
         exact = expected["video-exact"]["tokens"]
-        check(f"{name}: loaded, followed up, vLLM's own prefill", found, [case["tokens"], case["followed"], exact])
+        check(
+            f"{name}: loaded, followed up, vLLM's own prefill",
+            found,
+            [case["tokens"], case["followed"], exact],
+        )
     refused = {
         "transformers' positions": (request("video-transformers"), "prefill with positions='vllm'"),
         "a video without its uuid": (request(name, multi_modal_uuids=None), "its uuid must be"),
@@ -176,7 +212,10 @@ def check_video(folder: Path, expected: dict) -> None:
     }
     for reducer in REDUCED:
         there = {"apbv_path": str(folder / reducer)}
-        refused[f"what {reducer} left"] = (request(name, kv_transfer_params=there), f"{reducer} pruned")
+        refused[f"what {reducer} left"] = (
+            request(name, kv_transfer_params=there),
+            f"{reducer} pruned",
+        )
     check_refusals(server, refused, video, exact)
     check_video_tickets(server, folder, expected, video)
 

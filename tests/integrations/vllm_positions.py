@@ -15,7 +15,8 @@ QUESTION = demo.EXAMPLE_QUESTIONS[1]
 
 
 def check_positions(folder: Path, expected: None) -> None:
-    """apbv's idea of vLLM's positions against vLLM's own, for a long video, a short one, and two images."""
+    """apbv's idea of vLLM's positions against vLLM's own, for a long video, a short one, and two
+    images."""
     from transformers.video_utils import VideoMetadata
     from vllm.model_executor.models.registry import ModelRegistry
 
@@ -38,7 +39,9 @@ def check_positions(folder: Path, expected: None) -> None:
             if "videos" in source:
                 count = len(source["videos"][0])
                 indices = list(range(0, 4 * count, 4))
-                metadata = VideoMetadata(total_num_frames=4 * count, fps=7.3, frames_indices=indices)
+                metadata = VideoMetadata(
+                    total_num_frames=4 * count, fps=7.3, frames_indices=indices
+                )
                 source = source | {"video_metadata": [metadata], "do_sample_frames": False}
             batch = processor(text=[text], return_tensors="pt", **source)
             inputs = apbv.ModelInputs.from_processor(parts, batch, apbv.HostGroup.single("cpu"))
@@ -60,7 +63,11 @@ def features_of(batch, parts) -> list:
     for index, grid in enumerate(batch[f"{kind}_grid_thw"]):
         data = {f"{kind}_grid_thw": SimpleNamespace(data=grid)}
         if "second_per_grid_ts" in batch:
-            data["second_per_grid_ts"] = SimpleNamespace(data=torch.as_tensor(batch["second_per_grid_ts"][index]))
+            data["second_per_grid_ts"] = SimpleNamespace(
+                data=torch.as_tensor(batch["second_per_grid_ts"][index])
+            )
         at = starts[index] + (parts.family != "qwen3_vl" or kind == "image")
-        features.append(SimpleNamespace(modality=kind, data=data, mm_position=SimpleNamespace(offset=at)))
+        features.append(
+            SimpleNamespace(modality=kind, data=data, mm_position=SimpleNamespace(offset=at))
+        )
     return features

@@ -1,4 +1,5 @@
-"""vLLM goes on from KV that hosts offer, by tickets: what is loaded, refused, aborted, and what becomes of it."""
+"""vLLM goes on from KV that hosts offer, by tickets: what is loaded, refused, aborted, and what
+becomes of it."""
 
 import copy
 import os
@@ -24,7 +25,11 @@ def check_tickets(server: Server, folder: Path, expected: dict) -> None:
         prompt = [*expected[name]["prompt"], *more]
         return {"prompt_token_ids": prompt, "kv_transfer_params": tickets.take(ticket or name)}
 
-    plain = {name: {"prompt_token_ids": expected[name]["prompt"]} for name in expected if name.startswith("text")}
+    plain = {
+        name: {"prompt_token_ids": expected[name]["prompt"]}
+        for name in expected
+        if name.startswith("text")
+    }
     exact = expected["text-exact"]["tokens"]
     for name in plain:
         case = expected[name]
@@ -33,7 +38,11 @@ def check_tickets(server: Server, folder: Path, expected: dict) -> None:
         found = server.run(loaded, followed, plain[name])
         wanted = [case["tokens"], case["followed"], alone]
         check(f"{name}: loaded by ticket, followed up, vLLM's own prompt", found, wanted)
-        check(f"{name}: what was loaded is free", tickets.ended(loaded["kv_transfer_params"]), "fetched")
+        check(
+            f"{name}: what was loaded is free",
+            tickets.ended(loaded["kv_transfer_params"]),
+            "fetched",
+        )
 
     name = "text-sharded"
     used = request(name)
@@ -70,14 +79,26 @@ def damaged_tickets(request, name: str) -> dict[str, tuple[dict, str]]:
         "a wrong secret": (changed(token=digest), "the token for transfer"),
         "an unknown transfer": (changed(transfer="0" * 32), "unknown KV transfer"),
         "a foreign host": (changed(sources=[["192.0.2.1", 80]]), "192.0.2.1 is in no network"),
-        "a name for a host": (changed(sources=[["localhost", 80]]), "'localhost' instead of an IP address"),
-        "a missing host": (changed(sources=other["kv_transfer_params"]["apbv"]["sources"][:1]), "every token"),
-        "half a ticket": ({**other, "kv_transfer_params": {"apbv": {"version": 1}}}, "missing or unknown fields"),
+        "a name for a host": (
+            changed(sources=[["localhost", 80]]),
+            "'localhost' instead of an IP address",
+        ),
+        "a missing host": (
+            changed(sources=other["kv_transfer_params"]["apbv"]["sources"][:1]),
+            "every token",
+        ),
+        "half a ticket": (
+            {**other, "kv_transfer_params": {"apbv": {"version": 1}}},
+            "missing or unknown fields",
+        ),
     }
 
 
-def check_silence(server: Server, tickets: Tickets, first: dict, second: dict, plain: dict, answer) -> None:
-    """A host that is silent delays nobody; what is aborted is dropped, before its load and in the midst of it."""
+def check_silence(
+    server: Server, tickets: Tickets, first: dict, second: dict, plain: dict, answer
+) -> None:
+    """A host that is silent delays nobody; what is aborted is dropped, before its load and in the
+    midst of it."""
     _, silent = tickets.pids
     os.kill(silent, signal.SIGSTOP)
     try:
@@ -90,7 +111,11 @@ def check_silence(server: Server, tickets: Tickets, first: dict, second: dict, p
         while not server.num_used_blocks():
             server.engine.step()
         server.engine.abort_request([aborted])
-        check("aborted in the midst of its load: vLLM keeps its blocks", server.num_used_blocks() > 0, True)
+        check(
+            "aborted in the midst of its load: vLLM keeps its blocks",
+            server.num_used_blocks() > 0,
+            True,
+        )
         said = []
 
         def is_over() -> bool:
@@ -103,14 +128,19 @@ def check_silence(server: Server, tickets: Tickets, first: dict, second: dict, p
         check("aborted in the midst of its load: no error in the log", any(said), False)
     finally:
         os.kill(silent, signal.SIGCONT)
-    check("aborted in the midst of its load: dropped", tickets.ended(second["kv_transfer_params"]), "dropped")
+    check(
+        "aborted in the midst of its load: dropped",
+        tickets.ended(second["kv_transfer_params"]),
+        "dropped",
+    )
     early = {**first, "kv_transfer_params": tickets.take("text-sharded")}
     server.engine.abort_request([server.add(early)])
     check("aborted before its load: dropped", tickets.ended(early["kv_transfer_params"]), "dropped")
 
 
 def check_reused_buffers() -> None:
-    """A layer that waits to be written is not overwritten by the next, for which the same memory is used."""
+    """A layer that waits to be written is not overwritten by the next, for which the same memory is
+    used."""
     from apbv.integrations.vllm.loading import Fetch
 
     def layers():
@@ -123,7 +153,9 @@ def check_reused_buffers() -> None:
     thread.start()
     found = []
     while len(found) < 8:
-        wait_for(lambda: len(fetch.arrived) == 2 or not thread.is_alive())  # as far ahead as it goes
+        wait_for(
+            lambda: len(fetch.arrived) == 2 or not thread.is_alive()
+        )  # as far ahead as it goes
         keys, _ = fetch.take()
         found.append(keys.unique().tolist())
     thread.join()
@@ -131,7 +163,8 @@ def check_reused_buffers() -> None:
 
 
 def check_recompute(folder: Path, expected: dict) -> None:
-    """Under ``recompute`` vLLM prefills itself what cannot be loaded, and its prefix cache stays clean."""
+    """Under ``recompute`` vLLM prefills itself what cannot be loaded, and its prefix cache stays
+    clean."""
     # Room for one request and a half: one of two that grow is preempted.
     room = {"max_model_len": 9 * BLOCK, "num_gpu_blocks_override": 12}
     server = Server(folder / "qwen2", SETTINGS, "recompute", async_scheduling=True, **room)
@@ -141,11 +174,16 @@ def check_recompute(folder: Path, expected: dict) -> None:
     (alone,) = server.run(plain)
 
     def asking(name: str) -> dict:
-        return {"prompt_token_ids": expected[name]["prompt"], "kv_transfer_params": tickets.take(name)}
+        return {
+            "prompt_token_ids": expected[name]["prompt"],
+            "kv_transfer_params": tickets.take(name),
+        }
 
     check("recompute: loaded by ticket", server.run(asking(name)), [expected[name]["tokens"]])
     damaged = damaged_tickets(asking, name)
-    failing = {what: damaged[what][0] for what in ("a wrong secret", "a missing host", "half a ticket")}
+    failing = {
+        what: damaged[what][0] for what in ("a wrong secret", "a missing host", "half a ticket")
+    }
     failing["expired KV"] = {**plain, "kv_transfer_params": tickets.take("text-exact, expired")}
     for what, asked in failing.items():
         asked["prompt_token_ids"] = prompt
@@ -175,7 +213,9 @@ def check_video_tickets(server: Server, folder: Path, expected: dict, video: dic
         check(f"{name}: loaded by ticket by two processes, vLLM's own prefill", found, wanted)
         check(f"{name}: what was loaded is free", tickets.ended(params), "fetched")
     frames, metadata = video["multi_modal_data"]["video"]
-    fewer = {"video": (frames[::2], {**metadata, "frames_indices": metadata["frames_indices"][::2]})}
+    fewer = {
+        "video": (frames[::2], {**metadata, "frames_indices": metadata["frames_indices"][::2]})
+    }
     other = {**video, "kv_transfer_params": tickets.take("video-transformers")}
     short = {**video, "multi_modal_data": fewer, "kv_transfer_params": tickets.take(name)}
     refused = {

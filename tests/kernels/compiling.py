@@ -1,11 +1,12 @@
-"""Compile what the operators would launch on a GPU, on a machine without one: a JSON line for every kernel.
+"""Compile what the operators would launch on a GPU, on a machine without one: a JSON line for every
+kernel.
 
 A script, because it needs a process without TRITON_INTERPRET:
 
     python tests/kernels/compiling.py
 
-The operators get tensors of usual sizes on the CPU, which are never looked at: a launch is compiled with the very
-arguments, constants and options of the call, and not run. A line says
+The operators get tensors of usual sizes on the CPU, which are never looked at: a launch is compiled
+with the very arguments, constants and options of the call, and not run. A line says
 
     capability, case, kernel: for which GPU, in which call, and its name;
     warps: how many of a program;
@@ -74,7 +75,9 @@ class AbsentGPU:
         return 0
 
 
-def compile_launches(capability: int, call: Callable[[], object]) -> list[tuple[str, CompiledKernel]]:
+def compile_launches(
+    capability: int, call: Callable[[], object]
+) -> list[tuple[str, CompiledKernel]]:
     """Compile the kernels that a call launches, each once.
 
     Args:
@@ -92,18 +95,29 @@ def compile_launches(capability: int, call: Callable[[], object]) -> list[tuple[
         plan.cache_clear()  # the plans are those of another GPU
     triton.runtime.driver.set_active(AbsentGPU(capability))
     gpu = "none", tiles.kind_of(capability // 10, SHARED_MEMORY[capability]), "any"
-    with patch.object(JITFunction, "run", compile_only), patch.object(tiles, "gpu_of", lambda _: gpu):
+    with (
+        patch.object(JITFunction, "run", compile_only),
+        patch.object(tiles, "gpu_of", lambda _: gpu),
+    ):
         call()
     return list(launched.values())
 
 
 def prefill(
-    dim: int, dtype: torch.dtype = _HALF, tokens: int = 4096, passed: int = 512, senders: int = 3, anchor: int = 128
+    dim: int,
+    dtype: torch.dtype = _HALF,
+    tokens: int = 4096,
+    passed: int = 512,
+    senders: int = 3,
+    anchor: int = 128,
 ) -> None:
-    """Attend to passing blocks as two exchanges leave them, and to anchor and block, the anchor to itself."""
+    """Attend to passing blocks as two exchanges leave them, and to anchor and block, the anchor to
+    itself."""
     heads_of_all = (_QUERY_HEADS, _KV_HEADS, _KV_HEADS)
     q, k, v = (torch.empty(1, heads, tokens, dim, dtype=dtype) for heads in heads_of_all)
-    passing = [torch.empty(senders, 2, 1, _KV_HEADS, passed + more, dim, dtype=dtype) for more in (0, 128)]
+    passing = [
+        torch.empty(senders, 2, 1, _KV_HEADS, passed + more, dim, dtype=dtype) for more in (0, 128)
+    ]
     segments = [(k[:, :, :passed], v[:, :, :passed]) for exchange in passing for k, v in exchange]
     triton_attention.segmented_attention(q, [*segments, (k, v)], dim**-0.5, True, rows_alone=anchor)
 
@@ -119,18 +133,27 @@ def verify(dim: int, queries: int, *, tree: bool = False) -> None:
 def batch(dim: int, num_sequences: int = 16, new: int = 1) -> None:
     """Attend from the newest tokens of each of several sequences."""
     heads_of_all = (_QUERY_HEADS, _KV_HEADS, _KV_HEADS)
-    projected = (torch.empty(1, num_sequences * new, heads, dim, dtype=_HALF) for heads in heads_of_all)
+    projected = (
+        torch.empty(1, num_sequences * new, heads, dim, dtype=_HALF) for heads in heads_of_all
+    )
     numbers = torch.zeros(4, num_sequences, dtype=torch.int64)
     starts = None if new == 1 else torch.arange(num_sequences + 1) * new
     table = BufferTable(numbers[:3], numbers[3], most_rows=8192, starts=starts, most_new=new)
-    triton_batch_attention.batch_decode_attention(*(x.transpose(1, 2) for x in projected), table, dim**-0.5)
+    triton_batch_attention.batch_decode_attention(
+        *(x.transpose(1, 2) for x in projected), table, dim**-0.5
+    )
 
 
 def block_sparse(dim: int, query_block: int = 128, key_block: int = 64) -> None:
     """Attend from 8,001 tokens to the blocks that each head lists."""
-    q, k, v = (torch.empty(1, 8001, heads, dim, dtype=_HALF) for heads in (_QUERY_HEADS, _KV_HEADS, _KV_HEADS))
+    q, k, v = (
+        torch.empty(1, 8001, heads, dim, dtype=_HALF)
+        for heads in (_QUERY_HEADS, _KV_HEADS, _KV_HEADS)
+    )
     numbers = [triton.cdiv(q.shape[1], rows) for rows in (query_block, key_block)]
-    listed = ListedBlocks.of(torch.ones(1, _QUERY_HEADS, *numbers, dtype=torch.bool), query_block, key_block)
+    listed = ListedBlocks.of(
+        torch.ones(1, _QUERY_HEADS, *numbers, dtype=torch.bool), query_block, key_block
+    )
     operands = (states.transpose(1, 2) for states in (q, k, v))
     out = torch.empty_like(q).transpose(1, 2)
     triton_block_sparse.block_sparse_attention(*operands, listed, dim**-0.5, out=out)
@@ -138,7 +161,10 @@ def block_sparse(dim: int, query_block: int = 128, key_block: int = 64) -> None:
 
 def antidiagonals(stride: int) -> None:
     """Score blocks of 8,001 tokens by antidiagonals."""
-    q, k = (torch.empty(1, 8001, heads, 128, dtype=_HALF).transpose(1, 2) for heads in (_QUERY_HEADS, _KV_HEADS))
+    q, k = (
+        torch.empty(1, 8001, heads, 128, dtype=_HALF).transpose(1, 2)
+        for heads in (_QUERY_HEADS, _KV_HEADS)
+    )
     triton_block_scores.antidiagonal_scores(q, k, 128**-0.5, stride, 128)
 
 
@@ -158,7 +184,9 @@ def merge_separate() -> None:
     """Merge the first block with the anchor, and what the block sees of others, for two prompts."""
     for block, anchor in ((8062, 2048), (1001, 16)):
         rows = (anchor + block, block)
-        outs = [torch.empty(1, count, _QUERY_HEADS, 128, dtype=_HALF).transpose(1, 2) for count in rows]
+        outs = [
+            torch.empty(1, count, _QUERY_HEADS, 128, dtype=_HALF).transpose(1, 2) for count in rows
+        ]
         lses = [torch.empty(1, _QUERY_HEADS, count) for count in rows]
         triton_merging.merge_states(outs, lses, out=torch.empty_like(outs[0]))
 
@@ -175,7 +203,9 @@ def selection() -> None:
     """List the 1,024 highest of 8,192 scores, and gather their rows."""
     k, v = torch.empty(2, 1, _KV_HEADS, 8192, 128, dtype=_HALF)
     indices = triton_importance.kept_indices(torch.empty(1, _KV_HEADS, 8192), 1024)
-    triton_importance.gather_rows(k, v, indices, torch.empty(2, 1, _KV_HEADS, 1024, 128, dtype=_HALF))
+    triton_importance.gather_rows(
+        k, v, indices, torch.empty(2, 1, _KV_HEADS, 1024, 128, dtype=_HALF)
+    )
 
 
 def element_wise() -> None:
@@ -183,11 +213,13 @@ def element_wise() -> None:
     q = torch.empty(1, 8001, _QUERY_HEADS, 128, dtype=_HALF)
     triton_elementwise.rms_norm(q.flatten(2), q[0, 0].flatten(), 1e-6)
     triton_elementwise.silu_product(q, q)
-    triton_elementwise.rotated(q.transpose(1, 2), q[:, :, :_KV_HEADS].transpose(1, 2), q[:, :, 0], q[:, :, 0])
+    triton_elementwise.rotated(
+        q.transpose(1, 2), q[:, :, :_KV_HEADS].transpose(1, 2), q[:, :, 0], q[:, :, 0]
+    )
 
 
-# By name; together they launch every kernel. 26 tokens, of 7 query heads for each of K and V, are more rows than
-# one tile has.
+# By name; together they launch every kernel. 26 tokens, of 7 query heads for each of K and V, are
+# more rows than one tile has.
 CALLS: dict[str, Callable[[], None]] = {
     "prefill": partial(prefill, 128),
     "one token": partial(verify, 128, 1),
@@ -213,7 +245,9 @@ def properties(kernel: CompiledKernel) -> dict:
     # ld.global....v4.b32 {...} and cp.async.cg.shared.global [...], [...], 0x10
     found = re.findall(r"ld\.global[\w.:]*?(?:\.v(\d))?\.b(\d+)", ptx)
     loads = Counter(int(count or 1) * int(bits) // 8 for count, bits in found)
-    copies = Counter(int(n, 0) for n in re.findall(r"cp\.async\.\w+\.shared\.global[^;]*?\], (\w+)", ptx))
+    copies = Counter(
+        int(n, 0) for n in re.findall(r"cp\.async\.\w+\.shared\.global[^;]*?\], (\w+)", ptx)
+    )
     return {
         **used_memory(kernel),
         "warps": kernel.metadata.num_warps,
@@ -243,11 +277,15 @@ def many_prompts() -> None:
 
 
 def cases() -> Iterator[tuple[int, str, Callable]]:
-    """Capability, name and call; every kernel for Hopper, attention also for others, with the largest tiles."""
+    """Capability, name and call; every kernel for Hopper, attention also for others, with the
+    largest tiles."""
     yield from ((90, case, call) for case, call in CALLS.items())
     yield 90, "many prompts", many_prompts
     yield from ((90, f"tree of {n}", partial(verify, 128, n, tree=True)) for n in (2, 4, 8))
-    yield from ((100, case, CALLS[case]) for case in ("tokens in a row", "8 tokens in a row", "windows of a batch"))
+    yield from (
+        (100, case, CALLS[case])
+        for case in ("tokens in a row", "8 tokens in a row", "windows of a batch")
+    )
     yield 80, "prefill", CALLS["prefill"]
     yield 89, "fp32, D=256", partial(prefill, 256, torch.float32)
     yield 89, "tree, D=256", partial(verify, 256, 26, tree=True)

@@ -1,4 +1,5 @@
-"""Which back end runs: what is asked for is obeyed or refused with a reason, and no library is trusted untried."""
+"""Which back end runs: what is asked for is obeyed or refused with a reason, and no library is
+trusted untried."""
 
 import math
 import sys
@@ -12,7 +13,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from apbv.kernels import BackendError, segmented_attention, triton_merging, verify_attention
 from apbv.kernels import library_attention as libraries
-from apbv.kernels.backends import ENVIRONMENT_VARIABLE, LIBRARIES, choose, failed_launch, implementation, requested
+from apbv.kernels.backends import (
+    ENVIRONMENT_VARIABLE,
+    LIBRARIES,
+    choose,
+    failed_launch,
+    implementation,
+    requested,
+)
 from apbv.kernels.library_attention import attend_natively
 
 from wrong_attention import WRONG, base_2, by_definition, raising
@@ -25,7 +33,9 @@ CPU = torch.device("cpu")
 def make_inputs(queries=5, keys=9, *, group=2, dtype=torch.float32):
     generator = torch.Generator().manual_seed(0)
     shapes = [(2, 2 * group, queries, 16), (2, 2, keys, 16), (2, 2, keys, 16)]
-    return [torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+    return [
+        torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes
+    ]
 
 
 def test_the_argument_goes_before_the_environment(monkeypatch):
@@ -44,7 +54,9 @@ def test_the_argument_goes_before_the_environment(monkeypatch):
 def test_libraries_are_refused_without_a_gpu():
     q, k, v = make_inputs(dtype=torch.bfloat16)
     for library in LIBRARIES:
-        with pytest.raises(BackendError, match=rf"the {library} backend cannot be used: .* CUDA .* on cpu"):
+        with pytest.raises(
+            BackendError, match=rf"the {library} backend cannot be used: .* CUDA .* on cpu"
+        ):
             segmented_attention(q, [(k, v)], 0.25, False, backend=library)
         # The other operators, which no library has, run as with "auto".
         assert choose(library, q) == "torch"
@@ -54,7 +66,9 @@ def test_libraries_are_refused_without_a_gpu():
 def test_triton_is_refused_where_it_cannot_run(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     q, k, v = make_inputs(dtype=torch.bfloat16)
-    with pytest.raises(BackendError, match=r"triton .* cannot be used: .*computes bfloat16 products wrongly"):
+    with pytest.raises(
+        BackendError, match=r"triton .* cannot be used: .*computes bfloat16 products wrongly"
+    ):
         segmented_attention(q, [(k, v)], 0.25, False, backend="triton")
     q, k, v = make_inputs(dtype=torch.float16)
     assert libraries.choose_attention("triton", q, [(k, v)]) == "triton"
@@ -93,12 +107,15 @@ def test_the_order_of_preference():
     for dtype in (torch.bfloat16, torch.float16):
         assert libraries.preferred(dtype, 0.6) == ("flash_attn", "torch", "triton")
         assert libraries.preferred(dtype, 0.59)[0] == "triton"  # whose programs split the keys
-    assert libraries.preferred(torch.float32, 9.0) == ("triton",) and not libraries.preferred(torch.float64, 9.0)
+    assert libraries.preferred(torch.float32, 9.0) == ("triton",) and not libraries.preferred(
+        torch.float64, 9.0
+    )
 
 
 @pytest.fixture
 def hopper(monkeypatch):
-    """A GPU of compute capability 9.0 that computes on the CPU: ``hopper.kernels`` are what it has."""
+    """A GPU of compute capability 9.0 that computes on the CPU: ``hopper.kernels`` are what it
+    has."""
     kernels = dict.fromkeys(libraries.ATTEND, raising)
     triton_fails = [None]
     monkeypatch.setattr(libraries, "capability", lambda device: (9, 0))
@@ -108,15 +125,21 @@ def hopper(monkeypatch):
     monkeypatch.setattr(libraries, "num_processors", lambda device: 8)
     monkeypatch.setattr(libraries, "ATTEND", kernels)
     probe = libraries.probe
-    monkeypatch.setattr(libraries, "probe", lambda attend, device, *problem: probe(attend, CPU, *problem))
+    monkeypatch.setattr(
+        libraries, "probe", lambda attend, device, *problem: probe(attend, CPU, *problem)
+    )
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     libraries.usable.cache_clear()
 
     def choose(backend="auto", queries=16384, dtype=torch.bfloat16):
         libraries.usable.cache_clear()
         with FakeTensorMode():
-            q, k = (torch.empty(1, heads, queries, 64, dtype=dtype, device="cuda") for heads in (4, 2))
-        return libraries.choose_attention(backend, q, [(k, k)]), libraries.attend_with("torch", q, k)
+            q, k = (
+                torch.empty(1, heads, queries, 64, dtype=dtype, device="cuda") for heads in (4, 2)
+            )
+        return libraries.choose_attention(backend, q, [(k, k)]), libraries.attend_with(
+            "torch", q, k
+        )
 
     yield SimpleNamespace(kernels=kernels, choose=choose, triton_fails=triton_fails)
     libraries.usable.cache_clear()
@@ -129,11 +152,18 @@ def test_the_first_that_works_is_chosen(hopper):
         hopper.choose("flash_attn")
     hopper.kernels["flash_attn"] = by_definition
     assert (
-        hopper.choose("flash_attn")[0] == hopper.choose()[0] == "flash_attn" and hopper.choose(queries=1)[0] == "triton"
+        hopper.choose("flash_attn")[0] == hopper.choose()[0] == "flash_attn"
+        and hopper.choose(queries=1)[0] == "triton"
     )
-    assert hopper.choose(dtype=torch.float32)[0] == "triton" and hopper.choose(dtype=torch.float64)[0] == "torch"
+    assert (
+        hopper.choose(dtype=torch.float32)[0] == "triton"
+        and hopper.choose(dtype=torch.float64)[0] == "torch"
+    )
     hopper.triton_fails[0] = "there is no C compiler"
-    assert hopper.choose(queries=1)[0] == "flash_attn" and hopper.choose(dtype=torch.float32)[0] == "torch"
+    assert (
+        hopper.choose(queries=1)[0] == "flash_attn"
+        and hopper.choose(dtype=torch.float32)[0] == "torch"
+    )
     with pytest.raises(BackendError, match="triton backend cannot be used: there is no C compiler"):
         hopper.choose("triton")
 
@@ -154,7 +184,9 @@ def rows_first(q, k, v, scale, causal):
     return out.transpose(1, 2).contiguous(), lse
 
 
-def flash_attention_2(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, *, return_attn_probs=False):
+def flash_attention_2(
+    q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, *, return_attn_probs=False
+):
     return *rows_first(q, k, v, softmax_scale, causal), None
 
 
@@ -175,7 +207,11 @@ def flash_attention_4(q, k, v, *, softmax_scale=None, causal=False, return_lse=F
 )
 def test_the_flash_attention_of_a_gpu(monkeypatch, major, function, name, version):
     for each in chain.from_iterable(libraries.FLASH_MODULES.values()):
-        module = SimpleNamespace(flash_attn_func=function) if function and each in ("flash_attn", name) else None
+        module = (
+            SimpleNamespace(flash_attn_func=function)
+            if function and each in ("flash_attn", name)
+            else None
+        )
         monkeypatch.setitem(sys.modules, each, module)
     monkeypatch.setattr(libraries, "capability", lambda device: (major, 0))
     for cached in (libraries._flash_attention, libraries.flash_version):
@@ -194,7 +230,10 @@ def test_triton_is_tried_before_it_is_trusted(monkeypatch):
 
     for broken, reason in {
         no_compiler: "its first kernel failed: RuntimeError: Failed to find C compiler.",
-        lambda outs, lses: (outs[0] * math.nan, lses[0]): "its first kernel failed: it is off by nan and 0.69",
+        lambda outs, lses: (
+            outs[0] * math.nan,
+            lses[0],
+        ): "its first kernel failed: it is off by nan and 0.69",
     }.items():
         monkeypatch.setattr(triton_merging, "merge_states", broken)
         monkeypatch.setattr("apbv.kernels.backends.implementation", implementation.__wrapped__)

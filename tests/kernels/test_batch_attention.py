@@ -1,4 +1,5 @@
-"""Attention of each sequence's newest tokens, in a batch: by every back end against the definition."""
+"""Attention of each sequence's newest tokens, in a batch: by every back end against the
+definition."""
 
 import math
 from itertools import accumulate
@@ -15,22 +16,32 @@ from pairs import each_choice
 
 def make(lengths, *, dim=64, group=2, kv_heads=2, dtype=torch.float32, counts=None):
     """Queries, newest keys and values, and buffers with NaN behind their rows."""
-    heads, rows, room = ((kv_heads * group, kv_heads, kv_heads), sum(counts or [1] * len(lengths)), max(counts or [3]))
+    heads, rows, room = (
+        (kv_heads * group, kv_heads, kv_heads),
+        sum(counts or [1] * len(lengths)),
+        max(counts or [3]),
+    )
     q, k, v = (randn(1, n, rows, dim, dtype=dtype, seed=seed) for seed, n in enumerate(heads))
-    buffers = [[randn(1, kv_heads, n + room, dim, dtype=dtype, seed=n + s) for n in lengths] for s in (3, 4)]
+    buffers = [
+        [randn(1, kv_heads, n + room, dim, dtype=dtype, seed=n + s) for n in lengths]
+        for s in (3, 4)
+    ]
     for buffer, length in zip(buffers[0] + buffers[1], lengths * 2, strict=True):
         buffer[:, :, length:] = math.nan
     return q, k, v, SequenceBuffers(*buffers, lengths, counts)
 
 
 def copy(buffers: SequenceBuffers, dtype=None) -> SequenceBuffers:
-    keys, values = ([x.to(dtype or x.dtype, copy=True) for x in each] for each in (buffers.keys, buffers.values))
+    keys, values = (
+        [x.to(dtype or x.dtype, copy=True) for x in each] for each in (buffers.keys, buffers.values)
+    )
     return SequenceBuffers(keys, values, buffers.lengths, buffers.counts)
 
 
 @each_choice(
     way=[("triton", torch.float32), ("triton", TRITON_DTYPES[-1]), ("torch", torch.bfloat16)],
-    # In the interpreter a head's keys are split into ranges of 256 at least, over 8 programs at most.
+    # In the interpreter a head's keys are split into ranges of 256 at least, over 8 programs at
+    # most.
     lengths=[[257, 1, 256], [5, 0, 63], [5, 0, 63], [2400, 8], [0], [700, 1]],
     heads=[(16, 7, 1), (128, 7, 4), (80, 1, 4), (20, 3, 1), (64, 2, 2)],
     place=[*PLACES, PLACES[0]],
@@ -39,7 +50,9 @@ def copy(buffers: SequenceBuffers, dtype=None) -> SequenceBuffers:
 )
 def test_each_sequence_sees_its_own_keys(way, lengths, heads, place, counts):
     (backend, dtype), (dim, group, kv_heads), counts = way, heads, counts and counts[: len(lengths)]
-    q, k, v, buffers = make(lengths, dim=dim, group=group, kv_heads=kv_heads, dtype=dtype, counts=counts)
+    q, k, v, buffers = make(
+        lengths, dim=dim, group=group, kv_heads=kv_heads, dtype=dtype, counts=counts
+    )
     wide, scale = copy(buffers, torch.float64), -(dim**-0.5)
     exact = reference.batch_decode_attention(q.double(), k.double(), v.double(), wide, scale)
     out = batch_decode_attention(place(q), place(k), place(v), buffers, scale, backend=backend)
@@ -74,7 +87,10 @@ def test_a_table_may_have_more_rows_than_there_are_sequences(counts):
         assert torch.equal(out[:, :, 2:], torch.zeros_like(out[:, :, 2:]))
     for states in (buffers.keys, buffers.values):
         for held, length, count in zip(states[:2], there.lengths, counts or [1, 1], strict=True):
-            assert not held[:, :, : length + count].isnan().any() and held[:, :, length + count :].isnan().all()
+            assert (
+                not held[:, :, : length + count].isnan().any()
+                and held[:, :, length + count :].isnan().all()
+            )
         assert states[2].isnan().all() and states[3][:, :, 7:].isnan().all()
 
 

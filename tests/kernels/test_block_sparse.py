@@ -30,7 +30,9 @@ def states(tokens, dim, dtype=torch.float64, seed=0, batch=1):
     """q, k and v as projections leave them."""
     generator = torch.Generator().manual_seed(seed)
     shapes = [(batch, heads, tokens, dim) for heads in (HEADS, KV_HEADS, KV_HEADS)]
-    return [transposed(torch.randn(shape, generator=generator).to(DEVICE, dtype)) for shape in shapes]
+    return [
+        transposed(torch.randn(shape, generator=generator).to(DEVICE, dtype)) for shape in shapes
+    ]
 
 
 def masked(tokens, query_block, key_block, density, batch=1):
@@ -41,7 +43,8 @@ def masked(tokens, query_block, key_block, density, batch=1):
 
 
 def row_by_row(q, k, v, kept, scale, blocks):
-    """Attention of each query to the keys of the blocks before its own that are kept, and to its own block's."""
+    """Attention of each query to the keys of the blocks before its own that are kept, and to its
+    own block's."""
     q, k, v = (x.double().cpu() for x in (q, k, v))
     query_block, key_block = blocks
     out, lse = torch.zeros_like(q), torch.zeros(q.shape[:3], dtype=torch.float64)
@@ -49,7 +52,9 @@ def row_by_row(q, k, v, kept, scale, blocks):
         keys, values = (x[0, head // (q.shape[1] // k.shape[1])] for x in (k, v))
         for row in range(q.shape[2]):
             block = row // query_block
-            seen = [key for key in range(block * query_block) if kept[0, head, block, key // key_block]]
+            seen = [
+                key for key in range(block * query_block) if kept[0, head, block, key // key_block]
+            ]
             seen += range(block * query_block, row + 1)
             scores = keys[seen] @ q[0, head, row] * scale
             lse[0, head, row] = scores.logsumexp(dim=0)
@@ -57,7 +62,10 @@ def row_by_row(q, k, v, kept, scale, blocks):
     return out.to(DEVICE), lse.to(DEVICE)
 
 
-@each_choice(backend=["torch", "triton"], case=[(1, (32, 32)), (63, (32, 16)), (150, (64, 32)), (63, (32, 16))])
+@each_choice(
+    backend=["torch", "triton"],
+    case=[(1, (32, 32)), (63, (32, 16)), (150, (64, 32)), (63, (32, 16))],
+)
 def test_each_query_sees_its_block_and_the_listed_ones(backend, case):
     tokens, blocks = case
     q, k, v = states(tokens, 16, torch.float32)
@@ -82,7 +90,10 @@ def test_many_blocks(backend, dtype, shape, blocks, density):
     q, k, v = (sliced_rows(x) for x in states(tokens, dim, dtype, batch=batch))
     listed = ListedBlocks.of(masked(tokens, *blocks, density, batch), *blocks)
     exact = reference.block_sparse_attention(
-        *(x.double() for x in (q, k, v)), listed, dim**-0.5, out=torch.empty_like(q, dtype=torch.float64)
+        *(x.double() for x in (q, k, v)),
+        listed,
+        dim**-0.5,
+        out=torch.empty_like(q, dtype=torch.float64),
     )
     given = transposed(torch.full_like(q, math.nan))
     for out in (None, given):
@@ -94,7 +105,8 @@ def test_many_blocks(backend, dtype, shape, blocks, density):
 @pytest.mark.filterwarnings("ignore:All-NaN")
 @backends
 def test_what_is_not_listed_is_not_read(backend):
-    """Nothing but its own queries sees the second block, so that others stay free of what it holds."""
+    """Nothing but its own queries sees the second block, so that others stay free of what it
+    holds."""
     q, k, v = states(160, 16, torch.float32)
     k[:, :, 32:64], v[:, :, 32:64] = math.nan, math.nan
     kept = torch.ones(1, HEADS, 5, 5, dtype=torch.bool, device=DEVICE)
@@ -107,10 +119,14 @@ def test_what_is_not_listed_is_not_read(backend):
 
 @pytest.mark.parametrize("gpu", [(8, 163), (9, 227), (10, 227), (12, 99)], ids=str)
 def test_spargeattns_blocks_are_tiles_in_half_precision(monkeypatch, gpu):
-    monkeypatch.setattr(tiles, "gpu_of", lambda device: ("none", tiles.kind_of(gpu[0], gpu[1] * 1024), "any"))
+    monkeypatch.setattr(
+        tiles, "gpu_of", lambda device: ("none", tiles.kind_of(gpu[0], gpu[1] * 1024), "any")
+    )
     for rows, dim in itertools.product((32, 64, 128), (64, 80, 128)):
         listed = ListedBlocks.of(masked(300, rows, rows // 2, 1), rows, rows // 2)
-        tile = triton_block_sparse.tiles(torch.empty(1, HEADS, 300, dim, dtype=torch.bfloat16), listed)
+        tile = triton_block_sparse.tiles(
+            torch.empty(1, HEADS, 300, dim, dtype=torch.bfloat16), listed
+        )
         assert (tile.rows, tile.keys) == (rows, rows // 2)
 
 
@@ -124,7 +140,11 @@ def test_lists_hold_what_a_mask_keeps_before_the_diagonal():
             assert listed.indices[0, head, row, :count].tolist() == places
             assert listed.kept[0, head, row].nonzero().flatten().tolist() == places
     # 300 tokens are four blocks of 64 queries, and one of 44.
-    earlier = listed.kept.repeat_interleave(64, dim=2).repeat_interleave(32, dim=3)[:, :, :300, :300].sum()
+    earlier = (
+        listed.kept.repeat_interleave(64, dim=2)
+        .repeat_interleave(32, dim=3)[:, :, :300, :300]
+        .sum()
+    )
     own = HEADS * (4 * 64 * 65 // 2 + 44 * 45 // 2)
     assert listed.num_scores(300) == earlier + own
 
@@ -147,7 +167,12 @@ def test_antidiagonals_are_those_of_the_reference(backend, shape, dtype):
     backend=["torch", "triton", "torch", "triton"],
     dtype=DTYPES,
     # Rows, numbers, rows of a block, whether centred, and how many numbers are widened at a time.
-    case=[(1, 16, 64, True, 1), (64, 80, 64, False, 1), (200, 128, 64, True, 2**15), (301, 33, 128, False, 2**30)],
+    case=[
+        (1, 16, 64, True, 1),
+        (64, 80, 64, False, 1),
+        (200, 128, 64, True, 2**15),
+        (301, 33, 128, False, 2**30),
+    ],
 )
 def test_means_of_blocks_and_of_all_cosines_in_them(monkeypatch, backend, dtype, case):
     tokens, dim, block, is_centered, most = case
@@ -177,7 +202,16 @@ def test_shapes_must_fit():
             1.0,
             {},
         ),
-        (r"out must have the shape .* not \[1, 2, 40", block_sparse_attention, q, k, k, listed, 1.0, {"out": q[:, :2]}),
+        (
+            r"out must have the shape .* not \[1, 2, 40",
+            block_sparse_attention,
+            q,
+            k,
+            k,
+            listed,
+            1.0,
+            {"out": q[:, :2]},
+        ),
         ("blocks of 16 queries and 32 keys", ListedBlocks.of, listed.kept, 16, 32, {}),
         ("a stride of 3 does not divide", antidiagonal_scores, q, k, 1.0, 3, 32, {}),
         (r"center must have the shape \[B = 1, H", block_means, k, 8, {"center": k[:, :, :1]}),

@@ -1,4 +1,5 @@
-"""What a decoder computes between its matrix products, by Triton's kernels: against the definitions in fp64."""
+"""What a decoder computes between its matrix products, by Triton's kernels: against the definitions
+in fp64."""
 
 import math
 
@@ -12,7 +13,9 @@ from pairs import each_choice
 
 
 def rms_norm(x, weight, eps):
-    return torch.stack([row / math.sqrt(row.square().mean() + eps) * weight for row in x.view(-1, x.shape[-1])])
+    return torch.stack(
+        [row / math.sqrt(row.square().mean() + eps) * weight for row in x.view(-1, x.shape[-1])]
+    )
 
 
 def silu_product(gate, up):
@@ -28,7 +31,9 @@ def rotated_heads(x, cos, sin):
     out, half = torch.empty_like(x), x.shape[-1] // 2
     for i in range(half):
         out[..., i] = x[..., i] * cos[:, None, :, i] - x[..., i + half] * sin[:, None, :, i]
-        out[..., i + half] = x[..., i + half] * cos[:, None, :, i + half] + x[..., i] * sin[:, None, :, i + half]
+        out[..., i + half] = (
+            x[..., i + half] * cos[:, None, :, i + half] + x[..., i] * sin[:, None, :, i + half]
+        )
     return out
 
 
@@ -64,8 +69,14 @@ def test_a_kernel_computes_its_definition(name, dtype, shape):
     settings = (0.5,) if name == "rms_norm" else ()
     found = getattr(triton_elementwise, name)(*given, *settings)
     exact = globals()[name](*(x.double() for x in given), *settings)
-    results = zip(found, exact, given[:2], strict=True) if name == "rotated" else [(found, exact, given[0])]
+    results = (
+        zip(found, exact, given[:2], strict=True)
+        if name == "rotated"
+        else [(found, exact, given[0])]
+    )
     for each, expected, like in results:
         assert each.dtype == dtype and each.shape == like.shape
         # Each is rounded up to three times.
-        torch.testing.assert_close(each.double(), expected.view(each.shape), rtol=3 * torch.finfo(dtype).eps, atol=1e-5)
+        torch.testing.assert_close(
+            each.double(), expected.view(each.shape), rtol=3 * torch.finfo(dtype).eps, atol=1e-5
+        )

@@ -38,19 +38,26 @@ def guarded(tensor: torch.Tensor, behind: bool) -> torch.Tensor:
 
 
 def attend(guard):
-    q, k, v = (guard(torch.randn(1, heads, rows, 40)) for heads, rows in ((3, 17), (1, 35), (1, 35)))
+    q, k, v = (
+        guard(torch.randn(1, heads, rows, 40)) for heads, rows in ((3, 17), (1, 35), (1, 35))
+    )
     segmented_attention(q, [(k, v)] * 2, 0.1, True, rows_alone=5, backend="triton")
 
 
 def attend_masked(guard):
     for queries in (1, 33):  # times 3 heads in a group: they fill no tile
-        q, k, v = (guard(torch.randn(1, heads, rows, 40)) for heads, rows in ((3, queries), (1, 70), (1, 70)))
+        q, k, v = (
+            guard(torch.randn(1, heads, rows, 40))
+            for heads, rows in ((3, queries), (1, 70), (1, 70))
+        )
         visible = guard(torch.ones(queries, 33, dtype=torch.bool))
         verify_attention(q, k, v, 0.1, visible=visible, backend="triton")
 
 
 def merge(guard):
-    merge_states(guard(torch.randn(3, 1, 3, 5, 40)), guard(torch.randn(3, 1, 3, 5)), backend="triton")
+    merge_states(
+        guard(torch.randn(3, 1, 3, 5, 40)), guard(torch.randn(3, 1, 3, 5)), backend="triton"
+    )
     outs = [guard(torch.randn(1, 3, rows, 40)) for rows in (5, 2)]
     lses = [guard(torch.randn(1, 3, rows)) for rows in (5, 2)]
     merge_states(outs, lses, out=guard(torch.empty(1, 3, 7, 40)), backend="triton")
@@ -88,7 +95,8 @@ def test_nothing_outside_is_read(behind):
 
 
 def test_lengths_and_strides_do_not_compile_anew():
-    """Of integers in a tuple Triton looks at whether they are 1 and whether 16 divides them, like it or not."""
+    """Of integers in a tuple Triton looks at whether they are 1 and whether 16 divides them, like
+    it or not."""
     numbers = (-16, -1, 0, 1, 2, 16, 129, 2**20)
     veiled = triton_merging.veiled(*numbers)
     assert not any(number == 1 or number % 16 == 0 for number in veiled)

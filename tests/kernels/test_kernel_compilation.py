@@ -1,4 +1,5 @@
-"""Every Triton kernel compiles for a GPU, into what it was written for; no GPU is needed. See ``compiling``."""
+"""Every Triton kernel compiles for a GPU, into what it was written for; no GPU is needed. See
+``compiling``."""
 
 import json
 import os
@@ -14,7 +15,12 @@ from scripts import ROOT
 
 pytestmark = [pytest.mark.thorough, pytest.mark.cpu]  # compiling takes minutes
 ATTENTION = ("segments_kernel", "verify_kernel", "block_sparse_kernel")
-SPILLING = {(90, "8 tokens in a row"), (90, "16 tokens in a row"), (90, "tree"), (90, "importance, peak")}
+SPILLING = {
+    (90, "8 tokens in a row"),
+    (90, "16 tokens in a row"),
+    (90, "tree"),
+    (90, "importance, peak"),
+}
 SPILLING |= {(100, "prefill")}
 
 
@@ -40,7 +46,9 @@ def kernels() -> list[dict]:
         if reason := obstacle():
             pytest.skip(reason)
     command = [sys.executable, str(ROOT / "tests" / "kernels" / "compiling.py")]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit(600.0))
+    result = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=limit(600.0)
+    )
     assert result.returncode == 0, result.stderr
     return [json.loads(line) for line in result.stdout.splitlines()]
 
@@ -56,7 +64,9 @@ def of_case(kernels, *words):
 def test_none_is_missing(kernels):
     """Functions that are launched are named so; the others are part of them."""
     sources = "".join(path.read_text(encoding="utf-8") for path in ROOT.glob("kernels/triton_*.py"))
-    assert {kernel["kernel"] for kernel in kernels} == set(re.findall(r"^def (\w+_kernel)\(", sources, re.MULTILINE))
+    assert {kernel["kernel"] for kernel in kernels} == set(
+        re.findall(r"^def (\w+_kernel)\(", sources, re.MULTILINE)
+    )
     assert {kernel["capability"] for kernel in of_case(kernels)} == {80, 89, 90, 100, 120}
 
 
@@ -70,9 +80,14 @@ def test_prompts_of_all_lengths_share_a_kernel(kernels):
 def test_memory_suffices_and_rows_are_loaded_by_16_bytes(kernels):
     """Nothing spills but a little that is needed behind the loops of a few."""
     for kernel in kernels:
-        spills = (kernel["capability"], kernel["case"]) in SPILLING and kernel["kernel"] in ATTENTION
-        assert kernel["shared"] <= kernel["most_shared"] and kernel["spilled"] <= 160 * spills, kernel
-        # Heads' scores follow each other without gaps, so that nothing is known of where they start.
+        spills = (kernel["capability"], kernel["case"]) in SPILLING and kernel[
+            "kernel"
+        ] in ATTENTION
+        assert kernel["shared"] <= kernel["most_shared"] and kernel["spilled"] <= 160 * spills, (
+            kernel
+        )
+        # Heads' scores follow each other without gaps, so that nothing is known of where they
+        # start.
         assert kernel["kernel"] == "_select_kernel" or kernel["loads"]["16"] >= 3, kernel
     for kernel in [*of_case(kernels, "prefill"), *of_case(kernels, "one token")]:
         assert set(kernel["loads"]) == {"16"}, kernel
@@ -87,9 +102,12 @@ def test_attention_is_pipelined_on_tensor_cores(kernels):
 
 
 def test_windows_of_tokens_keep_enough_loads_in_flight(kernels):
-    """Two programs fit a processor, or one of eight warps; from 64 rows on they use the newer tensor cores."""
+    """Two programs fit a processor, or one of eight warps; from 64 rows on they use the newer
+    tensor cores."""
     windows = [kernel for kernel in kernels if re.search("token|window|tree of", kernel["case"])]
-    windows = [kernel for kernel in windows if kernel["kernel"] in ("verify_kernel", "batch_decode_kernel")]
+    windows = [
+        kernel for kernel in windows if kernel["kernel"] in ("verify_kernel", "batch_decode_kernel")
+    ]
     assert len(windows) >= 10
     for kernel in windows:
         fits_twice = 2 * 32 * kernel["warps"] * kernel["registers"] <= 2**16

@@ -1,4 +1,5 @@
-"""How often a library is called for a block, with what, and that the results are right all the same."""
+"""How often a library is called for a block, with what, and that the results are right all the
+same."""
 
 import math
 
@@ -68,7 +69,13 @@ def attend(queries, keys, *, group=7, alone=0):
         (by_definition, [20, 9, 111], 1, 0, [(111, 29, False), (111, 111, True)]),
         # Nor are keys copied that many queries would not: those of all hosts, for one's question.
         (by_definition, [1000, 111], 7, 0, [(111, 1000, False), (111, 111, True)]),
-        (by_definition, [9, 9, 131], 7, 20, [(111, 18, False), (131, 131, True)]),  # the anchor with its block
+        (
+            by_definition,
+            [9, 9, 131],
+            7,
+            20,
+            [(111, 18, False), (131, 131, True)],
+        ),  # the anchor with its block
         (by_definition, [200, 0], 7, 0, [(111, 200, False)]),
         # A mask from the top left is used for squares only.
         (top_left, [20, 9, 9, 111], 7, 0, [(111, 38, False), (111, 111, True)]),

@@ -1,4 +1,5 @@
-"""Partial results from several places, some of them of the last queries only, merged where they are wanted."""
+"""Partial results from several places, some of them of the last queries only, merged where they are
+wanted."""
 
 import math
 
@@ -27,8 +28,12 @@ DTYPES = [torch.float32, torch.float16]
 
 
 def partial_results(lengths, *, dim=80, dtype=torch.float32):
-    outs = [randn(BATCH, HEADS, length, dim, dtype=dtype, seed=i) for i, length in enumerate(lengths)]
-    lses = [3 * randn(BATCH, HEADS, n, dtype=torch.float32, seed=9 + i) for i, n in enumerate(lengths)]
+    outs = [
+        randn(BATCH, HEADS, length, dim, dtype=dtype, seed=i) for i, length in enumerate(lengths)
+    ]
+    lses = [
+        3 * randn(BATCH, HEADS, n, dtype=torch.float32, seed=9 + i) for i, n in enumerate(lengths)
+    ]
     return outs, lses
 
 
@@ -37,7 +42,9 @@ def by_definition(outs, lses, queries=None):
     queries, pad = queries or max(out.shape[2] for out in outs), torch.nn.functional.pad
     lses = torch.stack([pad(lse.double(), (queries - lse.shape[2], 0), value=-INF) for lse in lses])
     lses[lses == INF] = -INF
-    outs = torch.stack([pad(out.double(), (0, 0, queries - out.shape[2], 0)) for out in outs]).nan_to_num()
+    outs = torch.stack(
+        [pad(out.double(), (0, 0, queries - out.shape[2], 0)) for out in outs]
+    ).nan_to_num()
     return (lses.softmax(dim=0).nan_to_num()[..., None] * outs).sum(dim=0), lses.logsumexp(dim=0)
 
 
@@ -56,8 +63,11 @@ def check(found, exact, dtype=torch.float32):
     nothing=[None, None, -INF, -INF, INF, INF],
     lengths=[(9, 9), (12, 9), (12, 37, 5), (5, 1, 5, 2), (37, 12), (17,)],
 )
-def test_results_of_the_last_queries_go_where_they_are_wanted(backend, dtype, place, nothing, lengths):
-    """What saw nothing may hold anything, and before the earliest query there is room for others."""
+def test_results_of_the_last_queries_go_where_they_are_wanted(
+    backend, dtype, place, nothing, lengths
+):
+    """What saw nothing may hold anything, and before the earliest query there is room for
+    others."""
     outs, lses = partial_results(lengths, dtype=dtype)
     if nothing is not None:
         outs[0][:, :, -2:], lses[0][:, :, -2:] = math.nan, nothing
@@ -65,7 +75,11 @@ def test_results_of_the_last_queries_go_where_they_are_wanted(backend, dtype, pl
             out[:, :, -1], lse[:, :, -1] = math.nan, nothing
     queries = max(lengths) + 2
     exact = by_definition(outs, lses, queries)
-    check(reference.merge_states(outs, lses, out=torch.empty_like(exact[0], dtype=dtype)), exact, dtype)
+    check(
+        reference.merge_states(outs, lses, out=torch.empty_like(exact[0], dtype=dtype)),
+        exact,
+        dtype,
+    )
     out, untouched = poisoned(place, (BATCH, HEADS, queries, 80), dtype)
     result, lse = merge_states([place(out) for out in outs], lses, out=out, backend=backend)
     assert result is out
@@ -77,13 +91,18 @@ def test_results_of_the_last_queries_go_where_they_are_wanted(backend, dtype, pl
 
 
 def in_one_buffer(outs, lses):
-    """As a host receives them: the bytes of one out, then those of its lse; and NaN between them and the next."""
+    """As a host receives them: the bytes of one out, then those of its lse; and NaN between them
+    and the next."""
     parts, rows = outs.flatten(1).view(torch.uint8), lses.flatten(1).view(torch.uint8)
-    buffer = outs.new_full((len(outs), (parts.shape[1] + rows.shape[1]) // outs.element_size() + 8), math.nan)
+    buffer = outs.new_full(
+        (len(outs), (parts.shape[1] + rows.shape[1]) // outs.element_size() + 8), math.nan
+    )
     packed = buffer.view(torch.uint8)[:, : parts.shape[1] + rows.shape[1]]
     packed.copy_(torch.cat([parts, rows], dim=1))
     received = packed.split([parts.shape[1], rows.shape[1]], dim=1)
-    return received[0].view(outs.dtype).view(outs.shape), received[1].view(lses.dtype).view(lses.shape)
+    return received[0].view(outs.dtype).view(outs.shape), received[1].view(lses.dtype).view(
+        lses.shape
+    )
 
 
 def of_other_layouts(outs, lses):
@@ -94,9 +113,25 @@ def of_other_layouts(outs, lses):
 
 @each_choice(
     backend=BACKENDS,
-    dtype=[torch.float32, torch.float16, torch.bfloat16, torch.float16, torch.bfloat16, torch.float32],
-    # Results, queries, numbers; the last of more results than a program loads together, for each back end.
-    shape=[(3, 0, 16), (1, 2, 256), (3, 9, 80), (9, 33, 16), (2, 1, 128), (17, 3, 129), *[(131, 3, 24)] * 2],
+    dtype=[
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+    ],
+    # Results, queries, numbers; the last of more results than a program loads together, for each
+    # back end.
+    shape=[
+        (3, 0, 16),
+        (1, 2, 256),
+        (3, 9, 80),
+        (9, 33, 16),
+        (2, 1, 128),
+        (17, 3, 129),
+        *[(131, 3, 24)] * 2,
+    ],
     layout=[None, in_one_buffer, of_other_layouts],
 )
 def test_results_in_one_tensor_are_merged_wherever_they_lie(backend, dtype, shape, layout):

@@ -26,12 +26,15 @@ pytestmark = pytest.mark.usefixtures("nan_where_unwritten")
 
 
 def by_definition(q, segments, scale, causal_last, alone=0):
-    """Out and lse in fp64: query i of S sees T - S + i + 1 keys of the last segment, the first rows those only."""
+    """Out and lse in fp64: query i of S sees T - S + i + 1 keys of the last segment, the first rows
+    those only."""
     keys, queries = [k.shape[2] for k, _ in segments], q.shape[2]
     visible = torch.ones(queries, sum(keys), dtype=torch.bool, device=DEVICE)
     visible[:alone, : sum(keys[:-1])] = False
     if causal_last:
-        visible[:, sum(keys[:-1]) :] = torch.ones(queries, keys[-1], device=DEVICE).tril(keys[-1] - queries)
+        visible[:, sum(keys[:-1]) :] = torch.ones(queries, keys[-1], device=DEVICE).tril(
+            keys[-1] - queries
+        )
     k, v = (torch.cat(states, dim=2).double() for states in zip(*segments, strict=True))
     k, v = (states.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for states in (k, v))
     scores = (q.double() @ k.mT * scale).masked_fill(~visible, -INF)
@@ -57,13 +60,16 @@ WIDE = {"torch": torch.float64, "triton": torch.float32}
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_any_lengths_lie_anywhere(backend, shape):
-    """Inputs in buffers of NaN, and a result that is put into another, beside which nothing is written."""
+    """Inputs in buffers of NaN, and a result that is put into another, beside which nothing is
+    written."""
     (queries, keys, alone), dtype = SHAPES[shape], WIDE[backend]
     row = list(SHAPES).index(shape)
     place, causal_last = PLACES[row % len(PLACES)], row % 5 != 4
     q, segments = make_inputs(queries, keys, dim=16, group=2, dtype=dtype)
     exact = by_definition(q, segments, 0.3, causal_last, alone)
-    assert_attention(reference.segmented_attention(q, segments, 0.3, causal_last, rows_alone=alone), exact, dtype)
+    assert_attention(
+        reference.segmented_attention(q, segments, 0.3, causal_last, rows_alone=alone), exact, dtype
+    )
     q, segments = place(q), [(place(k), place(v)) for k, v in segments]
     out, untouched = poisoned(place, q.shape, dtype)
     for into in (None, out)[backend == "triton" :]:
@@ -112,28 +118,55 @@ def test_scores_beyond_the_range_of_exp(backend):
 
 
 def gathered(num_hosts, count, length, padding=5):
-    """K and V of blocks as exchanges leave them, ``[H, 2, B, Hkv, rows, D]``: the padding is NaN."""
+    """K and V of blocks as exchanges leave them, ``[H, 2, B, Hkv, rows, D]``: the padding is
+    NaN."""
     buffers = randn(num_hosts, 2, 1, 2, length + padding, 64, dtype=torch.float32, seed=3)
     buffers[..., length:, :] = math.nan
     return [(k[:, :, :length], v[:, :, :length]) for k, v in buffers[-count:]]
 
 
 def test_gathered_buffers_are_one_run_each():
-    """The passing blocks of a late block: all of the first exchange, and of the second those from the back."""
+    """The passing blocks of a late block: all of the first exchange, and of the second those from
+    the back."""
     first, second = gathered(4, 4, 17), gathered(4, 2, 17)
     q, local = make_inputs(20, [20], dtype=torch.float32, dim=64, group=2)
     q, local = q[:1], [(k[:1], v[:1]) for k, v in local]
-    assert [(run.num_rows, run.piece_len) for run in find_runs([*first, *second])] == [(68, 17), (34, 17)]
-    for segments, alone in (([*first, *second], 0), ([*first[::-1], *second], 7), ([first[0], *first[2:]], 0)):
-        result = segmented_attention(q, [*segments, *local], 0.125, True, rows_alone=alone, backend="triton")
-        assert_attention(result, by_definition(q, [*segments, *local], 0.125, True, alone), torch.float32)
+    assert [(run.num_rows, run.piece_len) for run in find_runs([*first, *second])] == [
+        (68, 17),
+        (34, 17),
+    ]
+    for segments, alone in (
+        ([*first, *second], 0),
+        ([*first[::-1], *second], 7),
+        ([first[0], *first[2:]], 0),
+    ):
+        result = segmented_attention(
+            q, [*segments, *local], 0.125, True, rows_alone=alone, backend="triton"
+        )
+        assert_attention(
+            result, by_definition(q, [*segments, *local], 0.125, True, alone), torch.float32
+        )
     _, odd = make_inputs(20, SHAPES["more-runs-than-a-bucket"][1])
     assert len(find_runs(odd)) > triton_attention._RUNS_BUCKET
 
 
 def test_a_product_and_a_shift_divide_as_a_division_does():
-    rows = torch.cat([torch.arange(5000), 2**31 - 1 - torch.arange(5000), torch.randint(2**31, (5000,))])
-    for length in [*range(1, 70), 127, 128, 129, 1023, 1024, 1182, 2**16 - 1, 2**20 + 1, 2**30 + 1, 2**31 - 1]:
+    rows = torch.cat(
+        [torch.arange(5000), 2**31 - 1 - torch.arange(5000), torch.randint(2**31, (5000,))]
+    )
+    for length in [
+        *range(1, 70),
+        127,
+        128,
+        129,
+        1023,
+        1024,
+        1182,
+        2**16 - 1,
+        2**20 + 1,
+        2**30 + 1,
+        2**31 - 1,
+    ]:
         magic, shift = divisor(length)
         assert magic < 2**32
         # Products of less than 2 ** 63, in two parts of 16 bits.

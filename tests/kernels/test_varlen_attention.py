@@ -65,7 +65,9 @@ def test_flash_attention_is_tried_before_it_is_used(monkeypatch, function, reaso
 def test_flash_attention_is_used_where_it_works(monkeypatch, obstacle):
     used = []
     monkeypatch.setattr(varlen, "varlen_obstacle", lambda *args: obstacle)
-    monkeypatch.setattr(varlen, "varlen_flash", lambda *args: used.append(1) or reference.varlen_attention(*args))
+    monkeypatch.setattr(
+        varlen, "varlen_flash", lambda *args: used.append(1) or reference.varlen_attention(*args)
+    )
     q, k, v = draw(8, dtype=torch.bfloat16)
     varlen_attention(q, k, v, pack([8]), 0.2)
     assert bool(used) == (obstacle is None)

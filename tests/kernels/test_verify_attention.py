@@ -28,7 +28,11 @@ def given_mask(queries, num_masked):
 
 
 @each_choice(
-    way=[("torch", torch.float32), *(("triton", dtype) for dtype in TRITON_DTYPES), ("torch", torch.float64)],
+    way=[
+        ("torch", torch.float32),
+        *(("triton", dtype) for dtype in TRITON_DTYPES),
+        ("torch", torch.float64),
+    ],
     shape=[(1, 129), (5, 5), (1, 1), (26, 129), (6, 63), (1, 2100), (16, 300)],  # queries, keys
     mask=["tree", "none", "some see nothing", "chain", "tree"],
 )
@@ -41,14 +45,21 @@ def test_new_tokens_see_what_the_mask_lets_them(way, shape, mask):
         options["visible"] = given_mask(queries, num_masked)
         options["visible"][: mask == "some see nothing"] = False
     exact = reference.verify_attention(q.double(), k.double(), v.double(), 80**-0.5, **options)
-    result = verify_attention(q, sliced_rows(k), transposed(v), 80**-0.5, **options, backend=backend)
+    result = verify_attention(
+        q, sliced_rows(k), transposed(v), 80**-0.5, **options, backend=backend
+    )
     assert result[0].dtype == dtype
     assert_attention(result, exact, dtype)
 
 
-@each_choice(mask=["chain", "tree", "none"], backend=BACKENDS, shape=[(1, (1, 2, 129, 1500)), (5, (8, 70, 1499))])
+@each_choice(
+    mask=["chain", "tree", "none"],
+    backend=BACKENDS,
+    shape=[(1, (1, 2, 129, 1500)), (5, (8, 70, 1499))],
+)
 def test_a_length_in_memory(mask, backend, shape):
-    """One launch serves all lengths of a buffer, behind whose keys there is anything, NaN included."""
+    """One launch serves all lengths of a buffer, behind whose keys there is anything, NaN
+    included."""
     queries, lengths = shape
     q, [(k, v)] = make_inputs(queries, [1500], dtype=torch.float32, dim=64)
     num_masked = {"chain": queries, "none": 0}.get(mask, queries + 3 if queries > 1 else 1)

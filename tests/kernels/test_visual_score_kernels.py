@@ -13,7 +13,8 @@ from pairs import each_choice
 
 DTYPES, LAST = [torch.float32, TRITON_DTYPES[-1]], (9, 1, 16, "after")
 
-# Largest difference of cosine similarities (or, of a direction's length, of sums of them) from those in fp64.
+# Largest difference of cosine similarities (or, of a direction's length, of sums of them) from
+# those in fp64.
 TOLERANCE = 1e-6
 
 
@@ -26,7 +27,8 @@ def randn(*shape, dtype=torch.float32, seed=0):
 
 
 def within_nan(vectors):
-    """The same, cut out of a larger tensor whose rest is NaN; every dimension but the last is strided."""
+    """The same, cut out of a larger tensor whose rest is NaN; every dimension but the last is
+    strided."""
     *lead, dim = vectors.shape
     buffer = vectors.new_full((*(2 * size + 1 for size in lead), dim + 16), math.nan)
     view = buffer[(*(slice(1, None, 2) for _ in lead), slice(8, 8 + dim))]
@@ -45,19 +47,35 @@ def assert_score(score, exact):
 def exact_change(frames, before=None, after=None):
     """Compute 1 minus the mean cosine similarity with the same place in the adjacent frames."""
     units = functional.normalize(frames.double(), dim=-1)
-    ends = [None if end is None else functional.normalize(end.double(), dim=-1) for end in (before, after)]
+    ends = [
+        None if end is None else functional.normalize(end.double(), dim=-1)
+        for end in (before, after)
+    ]
     neighbours = [ends[0], *units, ends[1]]
     changes = []
     for frame, unit in enumerate(units):
-        similar = [(unit * other).sum(dim=-1) for other in neighbours[frame : frame + 3 : 2] if other is not None]
-        changes.append(1 - torch.stack(similar).mean(dim=0) if similar else torch.zeros_like(unit[:, 0]))
-    return torch.stack(changes).float() if changes else frames.new_zeros(frames.shape[:2], dtype=torch.float32)
+        similar = [
+            (unit * other).sum(dim=-1)
+            for other in neighbours[frame : frame + 3 : 2]
+            if other is not None
+        ]
+        changes.append(
+            1 - torch.stack(similar).mean(dim=0) if similar else torch.zeros_like(unit[:, 0])
+        )
+    return (
+        torch.stack(changes).float()
+        if changes
+        else frames.new_zeros(frames.shape[:2], dtype=torch.float32)
+    )
 
 
 def exact_variety(frames, height, width, crop):
     """Compute the variance of a token's cosine similarities with all tokens of its crop."""
     units = functional.normalize(frames.double(), dim=-1)
-    rows, columns = torch.arange(height, device=frames.device), torch.arange(width, device=frames.device)
+    rows, columns = (
+        torch.arange(height, device=frames.device),
+        torch.arange(width, device=frames.device),
+    )
     crops = ((rows // crop)[:, None] * (width + crop) + columns // crop).flatten()
     together = crops[:, None] == crops
     similar = units @ units.transpose(1, 2)
@@ -74,7 +92,13 @@ def exact_similarity(rows, direction):
 @each_choice(
     dtype=[DTYPES[0], *DTYPES[1:] * 2, DTYPES[0]],
     # Frames, places, numbers, neighbours.
-    case=[(0, 3, 16, "before after"), (5, 2, 129, "before after"), (1, 3, 16, ""), (17, 2, 300, "before"), LAST],
+    case=[
+        (0, 3, 16, "before after"),
+        (5, 2, 129, "before after"),
+        (1, 3, 16, ""),
+        (17, 2, 300, "before"),
+        LAST,
+    ],
 )
 def test_change_over_time(dtype, case):
     num_frames, places, dim, ends = case
@@ -117,7 +141,9 @@ def test_shapes_must_fit():
     for message, call in {
         r"before must have the shape .* not \[3, 8\]": lambda: temporal_change(x, before=x[0, :3]),
         r"h\*w = 4, d\], not \[2, 6, 8\]": lambda: spatial_variety(x, 2, 2),
-        r"direction must have the shape \[d = 8\], not \[7\]": lambda: similarity_to(x[0], x[0, 0, :7]),
+        r"direction must have the shape \[d = 8\], not \[7\]": lambda: similarity_to(
+            x[0], x[0, 0, :7]
+        ),
     }.items():
         with pytest.raises(ValueError, match=message):
             call()

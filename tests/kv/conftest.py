@@ -21,7 +21,11 @@ def nothing_left() -> Iterator[None]:
     """No thread and no socket stays behind, whatever a test did."""
     before, threads = num_sockets(), set(threading.enumerate())
     yield
-    wait_for(lambda: not [t for t in threading.enumerate() if t.name.startswith("kv-") and t not in threads])
+    wait_for(
+        lambda: (
+            not [t for t in threading.enumerate() if t.name.startswith("kv-") and t not in threads]
+        )
+    )
     if num_sockets() > before:
         gc.collect()
     assert num_sockets() <= before
@@ -51,5 +55,7 @@ def clock(monkeypatch) -> Callable[[float], None]:
 
 @pytest.fixture
 def offers(ended) -> Iterator[Offers]:
-    with Offers(HostGroup.single("cpu"), on_end=lambda *how: ended.append(how), seconds=1000.0) as offers:
+    with Offers(
+        HostGroup.single("cpu"), on_end=lambda *how: ended.append(how), seconds=1000.0
+    ) as offers:
         yield offers

@@ -1,4 +1,5 @@
-"""Parts of KV that make up a whole: which rows go where, and that nothing is missing or there twice."""
+"""Parts of KV that make up a whole: which rows go where, and that nothing is missing or there
+twice."""
 
 from apbv.kv.facts import cover_once, rows_of
 

@@ -1,4 +1,5 @@
-"""The sharded cache in one process: which rows a host keeps, appending, cropping. No data travels here."""
+"""The sharded cache in one process: which rows a host keeps, appending, cropping. No data travels
+here."""
 
 import pytest
 import torch
@@ -13,16 +14,24 @@ LAYERS, HEADS, DIM = 2, 2, 4
 
 
 def make_layout(num_hosts, zigzag, anchor_len):
-    lengths = {"num_tokens": 61, "context_start": 2, "query_start": 54, "anchor_len": anchor_len, "passing_len": 2}
+    lengths = {
+        "num_tokens": 61,
+        "context_start": 2,
+        "query_start": 54,
+        "anchor_len": anchor_len,
+        "passing_len": 2,
+    }
     return plan_layout(num_hosts=num_hosts, zigzag=zigzag, **lengths)
 
 
-# Of one host, an anchor that does not divide evenly, one run per host, and hosts without anchor tokens.
+# Of one host, an anchor that does not divide evenly, one run per host, and hosts without anchor
+# tokens.
 LAYOUTS = [make_layout(*spec) for spec in ((1, True, 6), (3, True, 7), (2, False, 0), (8, True, 3))]
 
 
 def kept_tokens(layout, host, with_query=True):
-    """By definition: slice h of the anchor, blocks h and 2H-1-h (or h alone), and on host 0 the query."""
+    """By definition: slice h of the anchor, blocks h and 2H-1-h (or h alone), and on host 0 the
+    query."""
     hosts, anchor = layout.num_hosts, list(layout.anchor)
     sizes = [len(anchor) // hosts + (h < len(anchor) % hosts) for h in range(hosts)]
     kept = [*anchor[sum(sizes[:host]) : sum(sizes[: host + 1])], *layout.blocks[host]]
@@ -41,7 +50,9 @@ def states_of(tokens, layer=0):
 
 def assert_holds(cache, tokens):
     for index, layer in enumerate(cache.layers):
-        torch.testing.assert_close((layer.keys, layer.values), states_of(tokens, index), rtol=0, atol=0)
+        torch.testing.assert_close(
+            (layer.keys, layer.values), states_of(tokens, index), rtol=0, atol=0
+        )
 
 
 def update(cache, tokens):
@@ -67,7 +78,9 @@ def test_prefill_keeps_what_the_host_owns_and_shows_attention_everything(layout)
         assert_holds(cache, kept)
         assert cache.get_seq_length() == layout.num_tokens
         assert [token for span in cache.owned_spans(host) for token in span] == kept
-        for layer in cache.layers:  # no replicated row is kept alive; where the answer comes there is room besides
+        for layer in (
+            cache.layers
+        ):  # no replicated row is kept alive; where the answer comes there is room besides
             rows = layer.keys.untyped_storage().nbytes() // (HEADS * DIM * layer.keys.itemsize)
             assert rows == len(kept) + (256 if host == 0 else 0)
         everything += kept
@@ -85,7 +98,11 @@ def test_cropped_tokens_make_room_for_others(layout, count):
         update(cache, range(61, 61 + generated))
         kept += range(61, 61 + generated) if host == 0 else []
         too_many = generated + len(layout.query) + 1  # into the context by one
-        for count, message in ((3, "not 3"), (-too_many, "cannot remove"), (-1000, "cannot remove")):
+        for count, message in (
+            (3, "not 3"),
+            (-too_many, "cannot remove"),
+            (-1000, "cannot remove"),
+        ):
             with pytest.raises(ValueError, match=message):
                 cache.crop(count)
         cache.crop(-removed)
@@ -119,10 +136,14 @@ def test_a_plain_cache_appends_in_place_and_leaves_alone_what_it_was_given():
 
 
 def test_a_cache_whose_rows_were_replaced_does_not_append_to_the_old_ones():
-    cache = appending_in_place(DynamicCache([states_of(range(9), layer) for layer in range(LAYERS)]))
+    cache = appending_in_place(
+        DynamicCache([states_of(range(9), layer) for layer in range(LAYERS)])
+    )
     update(cache, [9])
     cache.batch_select_indices(torch.tensor([0, 0]))
     for layer in range(LAYERS):
         keys, values = states_of([10], layer)
         cache.update(keys.expand(2, -1, -1, -1), values.expand(2, -1, -1, -1), layer)
-        assert torch.equal(cache.layers[layer].keys, states_of(range(11), layer)[0].expand(2, -1, -1, -1))
+        assert torch.equal(
+            cache.layers[layer].keys, states_of(range(11), layer)[0].expand(2, -1, -1, -1)
+        )

@@ -14,7 +14,17 @@ from apbv.kv.remote import RemoteKV, drop
 from apbv.kv.sending import Share
 from apbv.kv.ticket import Ticket
 
-from offered import BIG, a_ticket, asking_for_all, changed, fetch, is_free, made_up, of_memory, offer
+from offered import (
+    BIG,
+    a_ticket,
+    asking_for_all,
+    changed,
+    fetch,
+    is_free,
+    made_up,
+    of_memory,
+    offer,
+)
 from patience import HANGING, wait_for
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -47,17 +57,24 @@ def test_a_reader_that_stops_costs_nothing_and_may_try_again(ended, monkeypatch)
         ticket = offer(offers, made_up(**BIG))
         with asked_for_all(offers, ticket) as connection:
             connection.recv(1)
-            wait_for(lambda: not [thread for thread in threading.enumerate() if thread.name == "kv-sender"])
+            wait_for(
+                lambda: (
+                    not [thread for thread in threading.enumerate() if thread.name == "kv-sender"]
+                )
+            )
         with RemoteKV(ticket) as kv:  # a part that buffers hold: the time is short for all readers
             assert not ended and len(list(kv.layers(range(9)))) == ticket.num_layers
 
 
 def test_a_reader_that_stops_does_not_keep_what_has_ended(monkeypatch):
-    """Its memory is free when its end is told, since whoever counts it gives it to others at once."""
+    """Its memory is free when its end is told, since whoever counts it gives it to others at
+    once."""
     monkeypatch.setattr(offers_module, "_GRACE_SECONDS", 0.05)
     layers, ended = made_up(**BIG), []
     memory = of_memory(layers)
-    with Offers(HostGroup.single("cpu"), on_end=lambda *how: ended.append((*how, is_free(memory)))) as offers:
+    with Offers(
+        HostGroup.single("cpu"), on_end=lambda *how: ended.append((*how, is_free(memory)))
+    ) as offers:
         ticket = offer(offers, layers)
         del layers
         with asked_for_all(offers, ticket) as connection:
@@ -75,8 +92,11 @@ def test_a_silent_source_is_an_error():
 
 
 @contextmanager
-def relay(source: tuple[str, int], place: int, act: Callable[[bytearray, int], bytes]) -> Iterator[tuple]:
-    """A way to a source on which something is done to one of the bytes that come back; b"" ends the connection."""
+def relay(
+    source: tuple[str, int], place: int, act: Callable[[bytearray, int], bytes]
+) -> Iterator[tuple]:
+    """A way to a source on which something is done to one of the bytes that come back; b"" ends the
+    connection."""
 
     def pump() -> None:
         passed = 0
@@ -85,7 +105,9 @@ def relay(source: tuple[str, int], place: int, act: Callable[[bytearray, int], b
             upstream.sendall(client.recv(1 << 16))
             while content := upstream.recv(1 << 16):
                 before, passed = passed, passed + len(content)
-                content = act(bytearray(content), place - before) if before <= place < passed else content
+                content = (
+                    act(bytearray(content), place - before) if before <= place < passed else content
+                )
                 if not content:
                     return
                 client.sendall(content)

@@ -13,7 +13,17 @@ from apbv.kv.sending import Share
 from apbv.kv.ticket import new_token, new_transfer
 
 from fresh_hosts import described
-from offered import a_ticket, asking_for_all, changed, fetch, is_free, made_up, message, of_memory, offer
+from offered import (
+    a_ticket,
+    asking_for_all,
+    changed,
+    fetch,
+    is_free,
+    made_up,
+    message,
+    of_memory,
+    offer,
+)
 from patience import HANGING, wait_for
 from support.simulated import simulate
 
@@ -99,8 +109,12 @@ def test_kv_that_nobody_fetches_expires(offers, ended, clock):
     del layers
     for seconds in (999, 999, 3):
         clock(seconds)
-        offers.drop(offer(offers, made_up()).transfer)  # so that the clock's thread looks at the time
-        assert seconds == 3 or len(fetch(ticket)) == 2  # just in time, and that gives as much time again
+        offers.drop(
+            offer(offers, made_up()).transfer
+        )  # so that the clock's thread looks at the time
+        assert (
+            seconds == 3 or len(fetch(ticket)) == 2
+        )  # just in time, and that gives as much time again
     wait_for(lambda: (ticket.transfer, "expired", ticket.num_bytes) in ended)
     assert is_free(memory)
     with pytest.raises(StorageError, match=f"the KV of transfer {ticket.transfer} has expired"):
@@ -108,7 +122,10 @@ def test_kv_that_nobody_fetches_expires(offers, ended, clock):
 
 
 def test_closing_ends_everything(ended):
-    offers, layers = Offers(HostGroup.single("cpu"), on_end=lambda *how: ended.append(how)), made_up()
+    offers, layers = (
+        Offers(HostGroup.single("cpu"), on_end=lambda *how: ended.append(how)),
+        made_up(),
+    )
     memory, ticket = of_memory(layers), offer(offers, layers)
     del layers
     offers.close()

@@ -1,4 +1,5 @@
-"""KV on disk: what was saved is what is loaded, on any number of hosts, or it is refused with the reason."""
+"""KV on disk: what was saved is what is loaded, on any number of hosts, or it is refused with the
+reason."""
 
 import copy
 import itertools
@@ -31,7 +32,9 @@ QUESTION, FRAMES, STEPS = "name the letters in order", 40, 4
 
 
 def engine_on(hosts: HostGroup, **settings) -> Engine:
-    return Engine.from_pretrained("demo", hosts=hosts, dtype="float32", prefill=PrefillConfig(**settings))
+    return Engine.from_pretrained(
+        "demo", hosts=hosts, dtype="float32", prefill=PrefillConfig(**settings)
+    )
 
 
 def save_job(hosts: HostGroup, path: Path, settings: dict) -> list[int]:
@@ -45,7 +48,11 @@ def save_job(hosts: HostGroup, path: Path, settings: dict) -> list[int]:
 def load_job(hosts: HostGroup, path: Path, kv: str) -> tuple:
     engine = engine_on(hosts)
     state = apbv.load(path, engine.model, hosts=hosts, kv=kv)
-    assert (state.method, state.exact, state.inputs.num_visual_tokens) == ("apbv", False, 2 * FRAMES)
+    assert (state.method, state.exact, state.inputs.num_visual_tokens) == (
+        "apbv",
+        False,
+        2 * FRAMES,
+    )
     state.save(path.with_name("again"))
     first, again = (SavedKV.open(folder).manifest for folder in (path, path.with_name("again")))
     assert KVFacts.of(again) == KVFacts.of(first) and again.visual == first.visual
@@ -66,7 +73,10 @@ def saved_once(pool, tmp_path_factory) -> tuple[Path, list[int]]:
 def test_any_number_of_hosts_reads_what_two_have_written(pool, saved_once, tmp_path):
     pool.run(2, save_job, tmp_path, {"kv": "gathered", "passing_len": 8})
     tokens = saved_once[1]
-    for path, num_shards, hosts, kv in ((saved_once[0], 2, 3, "sharded"), (tmp_path, 1, 1, "gathered")):
+    for path, num_shards, hosts, kv in (
+        (saved_once[0], 2, 3, "sharded"),
+        (tmp_path, 1, 1, "gathered"),
+    ):
         saved = SavedKV.open(path)
         assert len(saved.manifest.shards) == num_shards
         (_, layers, _), *others = results = pool.run(hosts, load_job, path, kv)
@@ -90,8 +100,12 @@ def test_any_part_of_a_layer_can_be_read(saved_once):
 @pytest.mark.shows("KV on disk")
 @pytest.mark.parametrize("family", ATTENDING)
 def test_every_family_goes_on_in_transformers_from_the_disk(family, tmp_path):
-    """generate() from a saved prompt says what it says from the prompt itself; assisted decoding is refused."""
-    model, batch = build(family, torch.float32), batch_of(family, 60 if family in families.TEXT_FAMILIES else None)
+    """generate() from a saved prompt says what it says from the prompt itself; assisted decoding is
+    refused."""
+    model, batch = (
+        build(family, torch.float32),
+        batch_of(family, 60 if family in families.TEXT_FAMILIES else None),
+    )
     hosts = HostGroup.single("cpu")
     settings = {"max_new_tokens": STEPS, "min_new_tokens": STEPS, "do_sample": False}
     expected = model.generate(**batch, **settings)
@@ -99,7 +113,10 @@ def test_every_family_goes_on_in_transformers_from_the_disk(family, tmp_path):
     apbv.prefill(model, batch, hosts=hosts).save(tmp_path)
     state = apbv.load(tmp_path, model, hosts=hosts)
     assert torch.equal(model.generate(**state.generate_inputs(), **settings), expected)
-    for assistance in ({"assistant_model": build(family, torch.float32)}, {"prompt_lookup_num_tokens": 2}):
+    for assistance in (
+        {"assistant_model": build(family, torch.float32)},
+        {"prompt_lookup_num_tokens": 2},
+    ):
         with pytest.raises(ValueError, match="speculat"):
             model.generate(**state.generate_inputs(), **settings, **assistance)
     with pytest.raises(ValueError, match="one sequence"):
@@ -108,7 +125,11 @@ def test_every_family_goes_on_in_transformers_from_the_disk(family, tmp_path):
 
 @pytest.mark.parametrize(
     ("family", "field"),
-    [("qwen3_moe", "num_experts"), ("glm4v_moe", "n_routed_experts"), ("smollm3", "no_rope_layers")],
+    [
+        ("qwen3_moe", "num_experts"),
+        ("glm4v_moe", "n_routed_experts"),
+        ("smollm3", "no_rope_layers"),
+    ],
 )
 def test_what_a_layer_is_made_of_counts_in_a_models_digest(family, field):
     config = families.build_config(family)
@@ -133,7 +154,8 @@ def change_manifest(path: Path, change) -> None:
 
 
 def overlap(record: dict) -> None:
-    """Let one host's tokens begin where the last one of another's lies: as many tokens, one twice."""
+    """Let one host's tokens begin where the last one of another's lies: as many tokens, one
+    twice."""
     run = record["shards"][1]["tokens"][0]
     run[:] = [number - 1 for number in run]
 
@@ -142,15 +164,30 @@ SPOILS = {
     "truncated": (truncate, "bytes instead of"),
     "changed": (flip_bit, "checksum"),
     "gone": (remove, "incomplete"),
-    "tokens that are held twice": (lambda path: change_manifest(path, overlap), "every token exactly once"),
-    "other tokens": (lambda path: change_manifest(path, lambda r: r["token_ids"].reverse()), "every token"),
-    "newer format": (lambda path: change_manifest(path, lambda r: r.update(format_version=9)), "format 9"),
-    "no number": (lambda path: change_manifest(path, lambda r: r.update(num_tokens="12")), "not a manifest"),
+    "tokens that are held twice": (
+        lambda path: change_manifest(path, overlap),
+        "every token exactly once",
+    ),
+    "other tokens": (
+        lambda path: change_manifest(path, lambda r: r["token_ids"].reverse()),
+        "every token",
+    ),
+    "newer format": (
+        lambda path: change_manifest(path, lambda r: r.update(format_version=9)),
+        "format 9",
+    ),
+    "no number": (
+        lambda path: change_manifest(path, lambda r: r.update(num_tokens="12")),
+        "not a manifest",
+    ),
     "more heads than there are": (
         lambda path: change_manifest(path, lambda r: r.update(num_kv_heads=10**30)),
         "every token",
     ),
-    "the folder above": (lambda path: change_manifest(path, lambda r: r.update(generation="..")), "not in its folder"),
+    "the folder above": (
+        lambda path: change_manifest(path, lambda r: r.update(generation="..")),
+        "not in its folder",
+    ),
     "nothing": (lambda path: (path / "manifest.json").unlink(), "no saved KV"),
 }
 
@@ -165,7 +202,13 @@ def test_what_was_spoilt_is_refused(saved, spoil):
 
 def places_in(value, before: tuple = ()) -> Iterator[tuple]:
     """Where values lie in JSON, of long lists the first two."""
-    inside = value.items() if isinstance(value, dict) else enumerate(value[:2]) if isinstance(value, list) else ()
+    inside = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value[:2])
+        if isinstance(value, list)
+        else ()
+    )
     for name, each in inside:
         yield (*before, name)
         yield from places_in(each, (*before, name))
@@ -205,7 +248,10 @@ def test_another_model_is_refused(saved):
     single = HostGroup.single("cpu")
     model = engine_on(single).model
     apbv.load(saved, model, hosts=single)
-    others = [(build("llama", torch.float32), "another family"), (copy.deepcopy(model).bfloat16(), "float32")]
+    others = [
+        (build("llama", torch.float32), "another family"),
+        (copy.deepcopy(model).bfloat16(), "float32"),
+    ]
     others += [(build("qwen2_5_vl", torch.float32), "another configuration")]
     with torch.no_grad():
         model.get_decoder().layers[3].mlp.up_proj.weight[0, 0] += 0.5
@@ -244,7 +290,9 @@ def test_hosts_that_do_not_share_the_directory_are_told(pool, saved, saved_once,
 
 def saved_state(number: int):
     batch = {"input_ids": torch.full((1, 40 + number), number)}
-    return apbv.prefill(families.build_model("llama", layers=1), batch, hosts=HostGroup.single("cpu"))
+    return apbv.prefill(
+        families.build_model("llama", layers=1), batch, hosts=HostGroup.single("cpu")
+    )
 
 
 def save_until(path: Path, steps: int) -> None:
@@ -252,9 +300,14 @@ def save_until(path: Path, steps: int) -> None:
     left = itertools.count(1)
 
     def counted(step):
-        return lambda *args: os.kill(os.getpid(), signal.SIGKILL) if next(left) == steps else step(*args)
+        return lambda *args: (
+            os.kill(os.getpid(), signal.SIGKILL) if next(left) == steps else step(*args)
+        )
 
-    with patch.object(os, "fsync", counted(os.fsync)), patch.object(os, "replace", counted(os.replace)):
+    with (
+        patch.object(os, "fsync", counted(os.fsync)),
+        patch.object(os, "replace", counted(os.replace)),
+    ):
         saved_state(2).save(path)
 
 

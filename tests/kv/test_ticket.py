@@ -25,9 +25,22 @@ def test_a_ticket_comes_back_from_json_as_it_was_and_other_params_have_none():
 
 
 MALFORMED = [("version", 2), ("transfer", "abc"), ("token", "Z" * 64), ("num_tokens", 0)]
-MALFORMED += [("tokens_sha256", 7), ("position_rule", None), ("dtype", "int64"), ("num_layers", True)]
-MALFORMED += [("exact", "yes"), ("more", 1), ("sources", []), ("sources", ["a"]), ("sources", [["a", 0]])]
-MALFORMED += [("sources", value) for value in ([["a", 65536]], [["", 1]], [["a", True]], [["a", 1]] * 1025)]
+MALFORMED += [
+    ("tokens_sha256", 7),
+    ("position_rule", None),
+    ("dtype", "int64"),
+    ("num_layers", True),
+]
+MALFORMED += [
+    ("exact", "yes"),
+    ("more", 1),
+    ("sources", []),
+    ("sources", ["a"]),
+    ("sources", [["a", 0]]),
+]
+MALFORMED += [
+    ("sources", value) for value in ([["a", 65536]], [["", 1]], [["a", True]], [["a", 1]] * 1025)
+]
 
 
 def test_a_malformed_ticket_is_refused_by_the_name_of_what_is_wrong():
@@ -44,4 +57,6 @@ def test_digests_are_of_little_endian_int64_wherever_the_numbers_lie():
     numbers = torch.arange(24).view(2, 12)
     assert digest_of_tokens(numbers[1].int()) == digest_of_tokens(list(range(12, 24)))
     assert digest_of_positions(numbers.t().contiguous().t()) == digest_of_positions(numbers)
-    assert digest_of_tokens([1]) == "7c9fa136d4413fa6173637e883b6998d32e1d675f88cddff9dcbcf331820f4b8"
+    assert (
+        digest_of_tokens([1]) == "7c9fa136d4413fa6173637e883b6998d32e1d675f88cddff9dcbcf331820f4b8"
+    )

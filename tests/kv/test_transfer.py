@@ -17,10 +17,13 @@ from patience import wait_for
 
 def assert_same(layers, expected, tokens: slice = slice(None), heads: slice = slice(None)) -> None:
     for found, (keys, values) in zip(layers, expected, strict=True):
-        assert torch.equal(found[0], keys[heads, tokens]) and torch.equal(found[1], values[heads, tokens])
+        assert torch.equal(found[0], keys[heads, tokens]) and torch.equal(
+            found[1], values[heads, tokens]
+        )
 
 
-# Hosts, sources and settings: members of a host share its heads; a short text one host computes alone.
+# Hosts, sources and settings: members of a host share its heads; a short text one host computes
+# alone.
 OFFERS = [
     (2, 1, {"kv": "gathered", "passing_len": 8}),
     (4, 4, {"kv": "sharded", "passing_len": 8, "tensor_parallel": 2}),
@@ -36,8 +39,12 @@ def test_a_consumer_gets_the_bytes_that_the_hosts_hold(pool, tmp_path, hosts, nu
         assert len(found.ticket.sources) == num_sources
         with RemoteKV(found.ticket) as remote:
             assert_same(remote.layers(range(n)), found.layers)
-            assert_same(remote.layers(range(n - 1), range(1, 2)), found.layers, slice(n - 1), slice(1, 2))
-            assert_same(remote.layers(range(3, 70), layers=range(2, 4)), found.layers[2:], slice(3, 70))
+            assert_same(
+                remote.layers(range(n - 1), range(1, 2)), found.layers, slice(n - 1), slice(1, 2)
+            )
+            assert_same(
+                remote.layers(range(3, 70), layers=range(2, 4)), found.layers[2:], slice(3, 70)
+            )
             assert not list(remote.layers(range(n), layers=range(1, 1)))
             assert found.ending() is None
             remote.confirm()
@@ -48,7 +55,8 @@ def test_a_consumer_gets_the_bytes_that_the_hosts_hold(pool, tmp_path, hosts, nu
 
 
 def test_an_offer_ends_when_all_readers_have_confirmed(pool, tmp_path):
-    """As the two halves of a tensor-parallel consumer would, at the same time; one of them after a failure."""
+    """As the two halves of a tensor-parallel consumer would, at the same time; one of them after a
+    failure."""
     with offered(pool, 2, tmp_path / "kv", kv="sharded", passing_len=8) as found:
         n = found.ticket.num_tokens
 
@@ -87,7 +95,9 @@ def failing_job(hosts: HostGroup) -> str:
     def fail():
         raise OSError("weights that are gone")
 
-    engine = Engine.from_pretrained("demo", hosts=hosts, dtype="float32", prefill=PrefillConfig(kv="sharded"))
+    engine = Engine.from_pretrained(
+        "demo", hosts=hosts, dtype="float32", prefill=PrefillConfig(kv="sharded")
+    )
     state = engine.prefill(QUESTION, video=demo.video_path(), num_frames=FRAMES)
     memory = of_memory([(layer.keys, layer.values) for layer in state.kv.cache.layers])
     with Offers(hosts) as offers:

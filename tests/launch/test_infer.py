@@ -36,7 +36,8 @@ def weightless(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def infer(capsys):
-    """Runs the script in this process, on one host; returns its status and what it wrote to stderr."""
+    """Runs the script in this process, on one host; returns its status and what it wrote to
+    stderr."""
     main = runpy.run_path(str(INFER))["main"]
 
     def run(*options) -> tuple[int, list[str]]:
@@ -49,7 +50,9 @@ def infer(capsys):
     return run
 
 
-def test_the_weights_are_looked_for_where_all_else_is_right_and_by_the_threads_asked_for(infer, weightless):
+def test_the_weights_are_looked_for_where_all_else_is_right_and_by_the_threads_asked_for(
+    infer, weightless
+):
     before = torch.get_num_threads()
     try:
         status, lines = infer("--model", weightless, "--prompt", "Why?", "--threads", 3)
@@ -76,15 +79,20 @@ def test_torchruns_single_thread_becomes_a_share_of_the_cores(monkeypatch):
 REFUSED = {
     "--video missing.mp4": "missing.mp4",
     "--image text.png": "cannot read the image text.png: ",
-    "--speculate vanilla --draft-model ./no": "cannot load the model ./no: there is no such directory",
+    "--speculate vanilla --draft-model ./no": "cannot load the model ./no: there is no such "
+    "directory",
 }
 
 
-def test_what_cannot_work_is_refused_before_weights_are_loaded(infer, weightless, tmp_path, monkeypatch):
+def test_what_cannot_work_is_refused_before_weights_are_loaded(
+    infer, weightless, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     Path("text.png").write_text("This is no picture.")
     for options, message in REFUSED.items():
-        video = [] if "--video" in options or "--image" in options else ["--video", demo.video_path()]
+        video = (
+            [] if "--video" in options or "--image" in options else ["--video", demo.video_path()]
+        )
         status, lines = infer("--model", weightless, "--prompt", "Why?", *options.split(), *video)
         assert status == 1 and len(lines) == 1, options
         assert lines[0].startswith("error (host 0): ") and message in lines[0]
@@ -94,8 +102,10 @@ def test_what_cannot_work_is_refused_before_weights_are_loaded(infer, weightless
 WITHOUT_EFFECT = {
     "--frames 8": "--frames needs a --video",
     "--sparse-threshold 0.5": "--sparse-threshold needs --sparse, or a sparse --method",
-    "--method xattention --sparse-similarity 0": "--sparse-similarity needs --sparse or --method spargeattn",
-    "--method ulysses --sparse xattention": "sparse attention needs full, apbv, apb or star: ulysses",
+    "--method xattention --sparse-similarity 0": "--sparse-similarity needs --sparse or --method "
+    "spargeattn",
+    "--method ulysses --sparse xattention": "sparse attention needs full, apbv, apb or star: "
+    "ulysses",
     "--method xattention --sparse spargeattn": "xattention cannot select blocks as",
 }
 
@@ -110,7 +120,11 @@ GIVEN_TWICE = [
     ("infer", "--model demo --prompt a --prompt b", "--prompt"),
     ("infer", "--model demo --frames 4 --num-frames 8", "--num-frames"),
     ("infer", "--model demo --method star --method apb", "--method"),
-    ("infer", "--model demo --audio-in-video --video demo --no-audio-in-video", "--no-audio-in-video"),
+    (
+        "infer",
+        "--model demo --audio-in-video --video demo --no-audio-in-video",
+        "--no-audio-in-video",
+    ),
     ("infer", "--model demo --tensor-parallel 2 --tensor-parallel=2", "--tensor-parallel"),
     ("batch", "requests.jsonl --out a --model demo --out b", "--out"),
     ("serve", "demo --port 1 --port 2", "--port"),
@@ -137,26 +151,44 @@ def test_options_that_can_be_repeated_and_defaults_are_not_given_twice():
 
 
 def rows(lines: list[str]) -> dict[str, str]:
-    """The table at the end, by its first column; without the rows that have none, such as of a draft that lost."""
-    return dict(re.split(r"\s{2,}", line.strip(), maxsplit=1) for line in lines if re.match(r"  \S", line))
+    """The table at the end, by its first column; without the rows that have none, such as of a
+    draft that lost."""
+    return dict(
+        re.split(r"\s{2,}", line.strip(), maxsplit=1) for line in lines if re.match(r"  \S", line)
+    )
 
 
 def test_the_table_says_what_there_is_with_a_line_for_each_video(infer, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        status, lines = infer("--model", "demo", "--prompt", "name the letters in order", "--frames", 100)
+        status, lines = infer(
+            "--model", "demo", "--prompt", "name the letters in order", "--frames", 100
+        )
     said = rows(lines)
     assert status == 0 and said["method"] == "full on 1 host, cpu, float32"
     assert said["video"] == "100 of 128 frames, 32.0 s" and said["decoding"].endswith(" tokens/s")
     assert not {"drafting", "accepted", "anchor / passing", "communication", "draft"} & set(said)
     families.synthetic_image(56, 56).save(tmp_path / "a.png")
-    shown = ["--video", "demo", "--image", tmp_path / "a.png", "--video", demo.video_path(), "--frames", 8]
+    shown = [
+        "--video",
+        "demo",
+        "--image",
+        tmp_path / "a.png",
+        "--video",
+        demo.video_path(),
+        "--frames",
+        8,
+    ]
     with pytest.warns(UserWarning, match="the demo model understands"):
-        status, lines = infer("--model", "demo", "--prompt", "What happens?", *shown, "--max-new-tokens", 1)
+        status, lines = infer(
+            "--model", "demo", "--prompt", "What happens?", *shown, "--max-new-tokens", 1
+        )
     assert status == 0
     said = rows(lines)
     assert said["video 1"] == said["video 2"] == "8 of 128 frames, 32.0 s" and "video" not in said
-    assert "of them visual" in said["prompt"] and "decoding" not in said, "a single token has no rate"
+    assert "of them visual" in said["prompt"] and "decoding" not in said, (
+        "a single token has no rate"
+    )
 
 
 DRAFTED = [("std --keep-ratio 0.9", "std, on host 0"), ("vanilla", "vanilla, on host 0")]
@@ -164,8 +196,17 @@ DRAFTED = [("std --keep-ratio 0.9", "std, on host 0"), ("vanilla", "vanilla, on 
 
 @pytest.mark.parametrize(("options", "drafting"), DRAFTED)
 def test_the_table_says_where_was_drafted_and_how_well(infer, tmp_path, options, drafting):
-    asked = ["--model", "demo", "--prompt", "describe the clip shot by shot", "--max-new-tokens", 20]
-    status, lines = infer(*asked, "--speculate", *options.split(), "--json", tmp_path / "figures.jsonl")
+    asked = [
+        "--model",
+        "demo",
+        "--prompt",
+        "describe the clip shot by shot",
+        "--max-new-tokens",
+        20,
+    ]
+    status, lines = infer(
+        *asked, "--speculate", *options.split(), "--json", tmp_path / "figures.jsonl"
+    )
     assert status == 0
     said, figures = rows(lines), json.loads((tmp_path / "figures.jsonl").read_text())["speculation"]
     assert said["drafting"] == drafting
@@ -185,11 +226,22 @@ def test_an_error_comes_below_what_was_shown_of_the_answer(capsys):
 
 def test_a_warning_is_one_line_of_one_host_and_a_draft_host_is_counted_as_one(tmp_path):
     (tmp_path / "context.txt").write_text("A")
-    asked = ["--model", "demo", "--prompt", demo.DEMO_QUESTION, "--context", tmp_path / "context.txt"]
-    result = run_script(INFER, *asked, "--max-new-tokens", 2, "--speculate", "vanilla", "--draft-host", hosts=3)
+    asked = [
+        "--model",
+        "demo",
+        "--prompt",
+        demo.DEMO_QUESTION,
+        "--context",
+        tmp_path / "context.txt",
+    ]
+    result = run_script(
+        INFER, *asked, "--max-new-tokens", 2, "--speculate", "vanilla", "--draft-host", hosts=3
+    )
     assert result.returncode == 0, result.stderr
     (line,) = [line for line in result.stderr.splitlines() if "too short to be split" in line]
-    assert line.startswith("warning: a prompt of ") and line.endswith("host 0 computes it alone, exactly")
+    assert line.startswith("warning: a prompt of ") and line.endswith(
+        "host 0 computes it alone, exactly"
+    )
     said = rows(result.stderr.splitlines())
     assert " on 2 hosts and a draft host, " in said["method"]
     assert said["drafting"] == "vanilla, on the draft host"
@@ -198,7 +250,8 @@ def test_a_warning_is_one_line_of_one_host_and_a_draft_host_is_counted_as_one(tm
 def hold(fifo: Path, reader: int) -> int:
     """The writing end of a FIFO, once a process has begun to read it.
 
-    Python would notice a signal that comes after the opening and before the reading only when the reading ends.
+    Python would notice a signal that comes after the opening and before the reading only when the
+    reading ends.
     """
     end = os.open(fifo, os.O_WRONLY)
     sleeps_in = Path(f"/proc/{reader}/wchan")  # the kernel's function; not every kernel tells

@@ -1,4 +1,5 @@
-"""What a terminal shows while something takes long; on a real one (a pseudo-terminal), with no delay."""
+"""What a terminal shows while something takes long; on a real one (a pseudo-terminal), with no
+delay."""
 
 import codecs
 import fcntl
@@ -48,7 +49,10 @@ def terminal() -> Iterator[SimpleNamespace]:
 
 @contextmanager
 def progress_on(terminal, delay: float = 0.0) -> Iterator[ProgressBars]:
-    with redirect_stderr(terminal.file), closing(ProgressBars(sys.stderr.isatty(), delay, interval=0.0)) as progress:
+    with (
+        redirect_stderr(terminal.file),
+        closing(ProgressBars(sys.stderr.isatty(), delay, interval=0.0)) as progress,
+    ):
         yield progress
 
 
@@ -58,16 +62,22 @@ def last_line(terminal) -> str:
 
 def test_frames_and_layers_are_counted_and_nothing_stays(terminal):
     config = PrefillConfig(video=VideoConfig(chunk_bytes=1))
-    engine = Engine.from_pretrained("demo", prefill=config, hosts=HostGroup.single("cpu"), dtype="float32")
+    engine = Engine.from_pretrained(
+        "demo", prefill=config, hosts=HostGroup.single("cpu"), dtype="float32"
+    )
     with progress_on(terminal) as progress:
         progress.watch(engine)
         told = {"on_stage": progress.begin, "on_progress": progress.advance}
         asked = {"video": demo.video_path(), "num_frames": FRAMES, "max_new_tokens": 4}
         engine.generate("name the letters in order", **asked, **told)
     num_layers = engine.model.config.text_config.num_hidden_layers
-    wait_for(lambda: f" {num_layers}/{num_layers} [" in terminal.written and not last_line(terminal))
+    wait_for(
+        lambda: f" {num_layers}/{num_layers} [" in terminal.written and not last_line(terminal)
+    )
     stages = "reading the video", "encoding", "prefill"
-    shown = {what: set(re.findall(rf"{what}: [^\r]*?(\d+/\d+) \[", terminal.written)) for what in stages}
+    shown = {
+        what: set(re.findall(rf"{what}: [^\r]*?(\d+/\d+) \[", terminal.written)) for what in stages
+    }
     patches = FRAMES // 2
     assert f"{patches}/{FRAMES}" in shown["reading the video"]
     assert shown["encoding"] == {f"{done}/{patches}" for done in range(1, patches + 1)}

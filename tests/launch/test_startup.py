@@ -1,4 +1,5 @@
-"""What starting costs: ``import apbv``, ``--help`` and a mistyped option do not wait for torch or transformers."""
+"""What starting costs: ``import apbv``, ``--help`` and a mistyped option do not wait for torch or
+transformers."""
 
 import ast
 import importlib.metadata
@@ -22,7 +23,9 @@ import contextlib, io, json, runpy, sys
 ended = []
 for script, *arguments in json.loads(sys.argv[1]):
     sys.argv = [script, *arguments]
-    run, said, status = runpy.run_path if script.endswith(".py") else runpy.run_module, io.StringIO(), 0
+    run = runpy.run_path if script.endswith(".py") else runpy.run_module
+    said = io.StringIO()
+    status = 0
     try:
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
             run(script, run_name="__main__")
@@ -32,7 +35,10 @@ for script, *arguments in json.loads(sys.argv[1]):
 print(json.dumps(ended))
 """
 COMMANDS = ("infer", "batch", "serve", "doctor", "plan")
-INFER, BATCH, SERVE, DOCTOR = *(f"launch/{name}.py" for name in COMMANDS[:3]), "apbv/doctor/__main__.py"
+INFER, BATCH, SERVE, DOCTOR = (
+    *(f"launch/{name}.py" for name in COMMANDS[:3]),
+    "apbv/doctor/__main__.py",
+)
 BAD = {
     "--method magic": "argument --method: invalid choice: 'magic' (choose from ",
     "--speculate specvlm --keep magic": "argument --keep: invalid choice: 'magic' (choose from ",
@@ -46,14 +52,19 @@ BAD = {
 def python(code: str, *arguments, **environment: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "-c", code, *map(str, arguments)]
     env = {**os.environ, **environment}
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env, timeout=limit(240.0))
+    return subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, env=env, timeout=limit(240.0)
+    )
 
 
 def require_light(cases: list[tuple[list[str], int, str]]) -> None:
-    """Run commands in one new interpreter: how each ends and what it says first; none imports what is heavy."""
+    """Run commands in one new interpreter: how each ends and what it says first; none imports what
+    is heavy."""
     result = python(RUN, json.dumps([words for words, _, _ in cases]))
     assert result.returncode == 0, result.stderr
-    for (words, status, said), (ended, printed, heavy) in zip(cases, json.loads(result.stdout), strict=True):
+    for (words, status, said), (ended, printed, heavy) in zip(
+        cases, json.loads(result.stdout), strict=True
+    ):
         assert ended == status and printed.startswith(said) and not heavy, (words, printed)
         if status:
             assert printed.count("\n") == 1, printed
@@ -61,7 +72,9 @@ def require_light(cases: list[tuple[list[str], int, str]]) -> None:
 
 def test_a_bad_option_is_one_line_before_anything_is_imported():
     for script in ([INFER], [BATCH, "in", "--out", "out"], [SERVE]):
-        asked = {message: [*script, "--model", "demo", *bad.split()] for bad, message in BAD.items()}
+        asked = {
+            message: [*script, "--model", "demo", *bad.split()] for bad, message in BAD.items()
+        }
         require_light([(words, 2, f"error: {message}") for message, words in asked.items()])
 
 
@@ -69,8 +82,12 @@ def test_the_command_hands_on_to_the_scripts_and_help_is_light():
     cases = [([script, "--help"], 0, "usage: ") for script in (INFER, BATCH, SERVE, DOCTOR)]
     cases += [(["apbv", command, "--help"], 0, f"usage: apbv {command} ") for command in COMMANDS]
     cases += [(["apbv", "--help"], 0, "usage: apbv "), (["apbv", "--version"], 0, apbv.__version__)]
-    require_light([*cases, (["apbv", "magic"], 2, "error: argument COMMAND: invalid choice: 'magic'")])
-    result = python(f"import sys, apbv, apbv.config; print([name for name in {HEAVY} if name in sys.modules])")
+    require_light(
+        [*cases, (["apbv", "magic"], 2, "error: argument COMMAND: invalid choice: 'magic'")]
+    )
+    result = python(
+        f"import sys, apbv, apbv.config; print([name for name in {HEAVY} if name in sys.modules])"
+    )
     assert result.stdout.strip() == "[]", result.stderr
 
 
@@ -87,12 +104,19 @@ def test_type_checkers_see_the_same_names():
 
 @pytest.mark.thorough
 def test_transformers_is_whole_after_a_bare_import():
-    """Beside a CPU-only torch the index's torchvision fails to import, and transformers' processors with it.
+    """Beside a CPU-only torch the index's torchvision fails to import, and transformers' processors
+    with it.
 
     And transformers looks for a package ``kernels``, for which it could take the folder.
     """
     module = "transformers.models.qwen2_vl.video_processing_qwen2_vl"
-    code = f"import apbv, transformers, torchvision, {module} as m; print(m.Qwen2VLVideoProcessor.__name__)"
+    code = (
+        f"import apbv, transformers, torchvision, {module} as m; "
+        "print(m.Qwen2VLVideoProcessor.__name__)"
+    )
     code += "; print(transformers.utils.import_utils.is_kernels_available())"
-    result, is_installed = python(code), "kernels" in {each.name for each in importlib.metadata.distributions()}
+    result, is_installed = (
+        python(code),
+        "kernels" in {each.name for each in importlib.metadata.distributions()},
+    )
     assert result.stdout.split() == ["Qwen2VLVideoProcessor", str(is_installed)], result.stderr

@@ -21,7 +21,8 @@ from scripts import infer
 
 peft = pytest.importorskip("peft")
 
-# Of every kind that merges in another way: ranks by module, DoRA, a whole module, and the vision tower.
+# Of every kind that merges in another way: ranks by module, DoRA, a whole module, and the vision
+# tower.
 SETTINGS = {
     "llama": {"target_modules": ["q_proj", "k_proj", "down_proj"], "rank_pattern": {"k_proj": 2}},
     "qwen2_5_vl": {
@@ -37,7 +38,9 @@ BATCHES = {"llama": text_batch(50), "qwen2_5_vl": video_batch("qwen2_5_vl", 9)}
 def save_adapter(family: str, base: Path, path: Path, config: peft.PeftConfig | None = None) -> str:
     """Save an adapter with random weights."""
     torch.manual_seed(3)
-    config = config or peft.LoraConfig(r=4, lora_alpha=8, init_lora_weights=False, **SETTINGS[family])
+    config = config or peft.LoraConfig(
+        r=4, lora_alpha=8, init_lora_weights=False, **SETTINGS[family]
+    )
     config.base_model_name_or_path = str(base)
     model = families.build_model(family)
     model.name_or_path = str(base)
@@ -51,7 +54,10 @@ def save_adapter(family: str, base: Path, path: Path, config: peft.PeftConfig | 
 
 @pytest.fixture(scope="module")
 def saved(checkpoints, tmp_path_factory):
-    return {each: save_adapter(each, checkpoints(each), tmp_path_factory.mktemp(each)) for each in SETTINGS}
+    return {
+        each: save_adapter(each, checkpoints(each), tmp_path_factory.mktemp(each))
+        for each in SETTINGS
+    }
 
 
 def tokens_job(processes: HostGroup, family: str, size: int, path: str, settings: dict) -> tuple:
@@ -102,19 +108,26 @@ def test_an_adapter_brings_its_own_tokenizer_or_processor(checkpoints, saved, tm
         assert Engine.from_pretrained(path).processor.chat_template == processor.chat_template
         tokenizer = getattr(processor, "tokenizer", processor)
         processor.chat_template = tokenizer.chat_template = template
-        tokenizer.save_pretrained(path)  # which is not yet the processor of a model that reads videos
-        assert (Engine.from_pretrained(path).processor.chat_template == template) == (family == "llama")
+        tokenizer.save_pretrained(
+            path
+        )  # which is not yet the processor of a model that reads videos
+        assert (Engine.from_pretrained(path).processor.chat_template == template) == (
+            family == "llama"
+        )
         processor.save_pretrained(path)
         assert Engine.from_pretrained(path).processor.chat_template == template
 
 
 def refused_job(hosts: HostGroup, cases: list[tuple[str, str | None]]) -> list[str]:
     return [
-        described(lambda each=each: Engine.from_pretrained(each[0], adapter=each[1], hosts=hosts)) for each in cases
+        described(lambda each=each: Engine.from_pretrained(each[0], adapter=each[1], hosts=hosts))
+        for each in cases
     ]
 
 
-def test_what_cannot_be_merged_is_refused_before_weights_are_loaded(pool, checkpoints, saved, tmp_path):
+def test_what_cannot_be_merged_is_refused_before_weights_are_loaded(
+    pool, checkpoints, saved, tmp_path
+):
     base, others = str(checkpoints("llama")), iter(range(10))
 
     def changed(**fields) -> str:
@@ -132,17 +145,38 @@ def test_what_cannot_be_merged_is_refused_before_weights_are_loaded(pool, checkp
     cases = {
         (saved["llama"], None): None,
         (base, str(tmp_path)): "is not a PEFT adapter: it has no adapter_config.json",
-        (base, "your/adapter"): "your/adapter is not in the local cache, and HF_HUB_OFFLINE forbids to ask the hub",
+        (
+            base,
+            "your/adapter",
+        ): "your/adapter is not in the local cache, and HF_HUB_OFFLINE forbids to ask the hub",
         (base, "/nowhere"): "the adapter /nowhere does not exist",
-        (no_weights, None): "has no weights: neither adapter_model.safetensors nor adapter_model.bin",
-        (changed(base_model_name_or_path=["a", "list"]), None): "names no model: give its model and adapter=",
-        (changed(base_model_name_or_path="/nowhere"), None): "there is no such directory as its base, /nowhere",
-        (changed(base_model_name_or_path=None), None): "names no model: give its model and adapter=",
+        (
+            no_weights,
+            None,
+        ): "has no weights: neither adapter_model.safetensors nor adapter_model.bin",
+        (
+            changed(base_model_name_or_path=["a", "list"]),
+            None,
+        ): "names no model: give its model and adapter=",
+        (
+            changed(base_model_name_or_path="/nowhere"),
+            None,
+        ): "there is no such directory as its base, /nowhere",
+        (
+            changed(base_model_name_or_path=None),
+            None,
+        ): "names no model: give its model and adapter=",
         (saved["llama"], saved["llama"]): "has an adapter_config.json itself",
         (str(both), None): "has an adapter_config.json itself",
-        (save_adapter("llama", base, tmp_path / "prompt", prompt_tuning), None): "PROMPT_TUNING changes no weights",
+        (
+            save_adapter("llama", base, tmp_path / "prompt", prompt_tuning),
+            None,
+        ): "PROMPT_TUNING changes no weights",
         (changed(r=8), None): "size mismatch for base_model.model.model.layers.0.self_attn.q_proj",
-        (changed(target_modules=["q_proj", "up_proj"]), None): "its weights are not those of the model's modules",
+        (
+            changed(target_modules=["q_proj", "up_proj"]),
+            None,
+        ): "its weights are not those of the model's modules",
         (changed(target_modules=["nothing"]), None): "nothing",
         (str(checkpoints("qwen2")), saved["qwen2_5_vl"]): "cannot merge the adapter",
     }
@@ -156,31 +190,45 @@ def test_what_cannot_be_merged_is_refused_before_weights_are_loaded(pool, checkp
     for found in pool.run(2, refused_job, list(cases)):
         for case, failure, reason in zip(cases, found, cases.values(), strict=True):
             assert "\n" not in str(failure), case
-            assert reason is None or (failure.startswith("ValueError: ") and reason in failure), (case, failure)
+            assert reason is None or (failure.startswith("ValueError: ") and reason in failure), (
+                case,
+                failure,
+            )
             assert reason is not None or "ValueError" not in str(failure)
 
 
 def test_commands_take_adapters(checkpoints, saved):
     """Planned is the model that the adapter names, with its own processor."""
     base, adapter = checkpoints("llama"), saved["llama"]
-    by_option = infer("--model", base, "--adapter", adapter, "--prompt", "What?", "--max-new-tokens", 4, hosts=1)
+    by_option = infer(
+        "--model", base, "--adapter", adapter, "--prompt", "What?", "--max-new-tokens", 4, hosts=1
+    )
     assert by_option.returncode == 0, by_option.stderr
     by_name = Engine.from_pretrained(adapter).generate("What?", max_new_tokens=4)
     assert by_option.stdout.splitlines()[0] == by_name.text.splitlines()[0]
     assert plan(adapter, tokens=100).weights == plan(base, tokens=100).weights
     video = {"num_frames": 8, "resolution": (64, 96)}
-    planned = [plan(path, **video).num_tokens for path in (saved["qwen2_5_vl"], checkpoints("qwen2_5_vl"))]
+    planned = [
+        plan(path, **video).num_tokens for path in (saved["qwen2_5_vl"], checkpoints("qwen2_5_vl"))
+    ]
     assert planned[0] == planned[1]
 
 
 def test_a_hub_that_cannot_be_reached_is_told_at_once(monkeypatch, checkpoints):
-    """Its own client would try every file six times; and the cause is not that something is no adapter."""
+    """Its own client would try every file six times; and the cause is not that something is no
+    adapter."""
     monkeypatch.setattr(adapters.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(adapters.constants, "ENDPOINT", "http://127.0.0.1:9")
     with mock.patch("huggingface_hub.utils._http.time.sleep") as slept:
-        for settings in ({"name": "some/model"}, {"name": checkpoints("llama"), "adapter": "some/adapter"}):
+        for settings in (
+            {"name": "some/model"},
+            {"name": checkpoints("llama"), "adapter": "some/adapter"},
+        ):
             message = described(lambda settings=settings: Engine.from_pretrained(**settings))
-            assert "not in the local cache, and the hub, http://127.0.0.1:9, cannot be reached" in message
+            assert (
+                "not in the local cache, and the hub, http://127.0.0.1:9, cannot be reached"
+                in message
+            )
     assert not slept.called
 
 
@@ -206,7 +254,8 @@ def peft_model(base, config: peft.PeftConfig, path: Path) -> None:
 
 
 def require_merged(base, merged_model, path: Path, tolerance: float = 1e-5) -> None:
-    """Compare a merged adapter with peft's own model, in whose layers the adapter stands beside the weights."""
+    """Compare a merged adapter with peft's own model, in whose layers the adapter stands beside the
+    weights."""
     batch = text_batch(40)
     with torch.no_grad():
         expected = peft.PeftModel.from_pretrained(base, path).eval()(**batch).logits
@@ -255,7 +304,9 @@ KINDS = {
     "VB-LoRA": peft.VBLoRAConfig(r=4, num_vectors=16, vector_length=4, topk=2, **Q_PROJ),
     "WaveFT": peft.WaveFTConfig(n_frequency=10, **Q_PROJ),
     "LoHa": peft.LoHaConfig(r=4, **Q_PROJ),
-    "IA3": peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
+    "IA3": peft.IA3Config(
+        target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]
+    ),
     "OFT": peft.OFTConfig(oft_block_size=4, **Q_PROJ),
     "VeRA": peft.VeraConfig(r=4, **Q_PROJ),
     "norms": peft.LNTuningConfig(target_modules=["input_layernorm"]),
@@ -264,7 +315,8 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_method_that_peft_merges_is_merged(checkpoints, tmp_path, kind):
-    """Some look at the model's weights, which it has not where it is first seen whether an adapter fits."""
+    """Some look at the model's weights, which it has not where it is first seen whether an adapter
+    fits."""
     base = checkpoints("llama")
     model = families.build_model("llama")
     model.name_or_path = str(base)
@@ -272,7 +324,8 @@ def test_every_method_that_peft_merges_is_merged(checkpoints, tmp_path, kind):
     require_merged(families.build_model("llama"), Engine.from_pretrained(tmp_path).model, tmp_path)
 
 
-# Where a family's text model lies in its checkpoints of earlier releases; it is ``model.language_model`` today.
+# Where a family's text model lies in its checkpoints of earlier releases; it is
+# ``model.language_model`` today.
 OLDER = {
     "qwen2_5_vl": "model.",
     "qwen3_vl": "model.",
@@ -287,20 +340,35 @@ IN_TEXT_MODEL = r".*language_model.*\.(q_proj|v_proj)"
 @pytest.mark.parametrize("family", OLDER)
 @pytest.mark.parametrize("trained_on", ["an older release", "the text model"])
 def test_adapters_of_older_releases_and_of_the_text_model_fit(tmp_path, family, trained_on):
-    """By the names of their weights; a text model's adapter must not find modules of the vision tower."""
+    """By the names of their weights; a text model's adapter must not find modules of the vision
+    tower."""
     config = peft.LoraConfig(
-        r=4, lora_alpha=8, init_lora_weights=False, target_modules=IN_TEXT_MODEL, rank_pattern={"layers.1.*v_proj": 2}
+        r=4,
+        lora_alpha=8,
+        init_lora_weights=False,
+        target_modules=IN_TEXT_MODEL,
+        rank_pattern={"layers.1.*v_proj": 2},
     )
     peft_model(families.build_model(family), config, tmp_path)
-    expected = peft.PeftModel.from_pretrained(families.build_model(family), tmp_path).merge_and_unload().state_dict()
+    expected = (
+        peft.PeftModel.from_pretrained(families.build_model(family), tmp_path)
+        .merge_and_unload()
+        .state_dict()
+    )
     older = OLDER[family] if trained_on == "an older release" else "model."
     weights = load_file(tmp_path / WEIGHTS)
     assert all("model.language_model." in name for name in weights)
-    renamed = {name.replace("model.language_model.", older): weight for name, weight in weights.items()}
+    renamed = {
+        name.replace("model.language_model.", older): weight for name, weight in weights.items()
+    }
     save_file(renamed, tmp_path / WEIGHTS)
     settings = tmp_path / "adapter_config.json"
-    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"target_modules": ["q_proj", "v_proj"]}))
-    for name, weight in adapters.merged(families.build_model(family), tmp_path).state_dict().items():
+    settings.write_text(
+        json.dumps(json.loads(settings.read_text()) | {"target_modules": ["q_proj", "v_proj"]})
+    )
+    for name, weight in (
+        adapters.merged(families.build_model(family), tmp_path).state_dict().items()
+    ):
         assert torch.equal(weight, expected[name]), name
 
 
@@ -324,7 +392,9 @@ def test_an_adapter_with_more_tokens_resizes_the_vocabulary(tmp_path, is_tied):
 def test_an_adapter_with_half_a_larger_vocabulary_is_refused(checkpoints, tmp_path):
     model = families.build_model("llama")
     model.resize_token_embeddings(300, mean_resizing=False)
-    config = peft.LoraConfig(r=4, init_lora_weights=False, modules_to_save=["embed_tokens"], **Q_PROJ)
+    config = peft.LoraConfig(
+        r=4, init_lora_weights=False, modules_to_save=["embed_tokens"], **Q_PROJ
+    )
     peft_model(model, config, tmp_path)
     with pytest.raises(ValueError, match="300 rows of the embedding and no rows of the head"):
         Engine.from_pretrained(checkpoints("llama"), adapter=tmp_path)

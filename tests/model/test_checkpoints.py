@@ -1,4 +1,5 @@
-"""Checkpoints that lack weights, have others than their config says, or bring code: one error, and nothing runs."""
+"""Checkpoints that lack weights, have others than their config says, or bring code: one error, and
+nothing runs."""
 
 import json
 import shutil
@@ -23,7 +24,11 @@ def without(*parts: str):
     """A change that leaves out the weights that have one of these in their names."""
 
     def change(weights: dict) -> dict:
-        return {name: weight for name, weight in weights.items() if not any(part in name for part in parts)}
+        return {
+            name: weight
+            for name, weight in weights.items()
+            if not any(part in name for part in parts)
+        }
 
     return change
 
@@ -34,7 +39,8 @@ def renamed(weights: dict) -> dict:
 
 def with_shorter_rows(weights: dict) -> dict:
     return {
-        name: weight[:, :-1].contiguous() if "k_proj.weight" in name else weight for name, weight in weights.items()
+        name: weight[:, :-1].contiguous() if "k_proj.weight" in name else weight
+        for name, weight in weights.items()
     }
 
 
@@ -42,11 +48,27 @@ def with_shorter_rows(weights: dict) -> dict:
 CASES = {
     "no head": ("llama", without("lm_head"), "lacks weights of the model: lm_head.weight"),
     "no layer": ("qwen2", without("layers.1."), "model.layers.1.input_layernorm.weight, .* more"),
-    "no vision tower": ("qwen2_5_vl", without("visual"), "model.visual.blocks.0.attn.proj.bias, .* more"),
-    "no norm": ("internvl", without("language_model.model.norm"), "model.language_model.norm.weight"),
+    "no vision tower": (
+        "qwen2_5_vl",
+        without("visual"),
+        "model.visual.blocks.0.attn.proj.bias, .* more",
+    ),
+    "no norm": (
+        "internvl",
+        without("language_model.model.norm"),
+        "model.language_model.norm.weight",
+    ),
     "no expert": ("qwen3_moe", without("experts.2."), "model.layers.0.mlp.experts"),
-    "half an expert": ("qwen3_moe", without("experts.2.up"), "model.layers.0.mlp.experts.gate_up_proj"),
-    "no linear layer's gate": ("qwen3_5_text", without("A_log"), "model.layers.0.linear_attn.A_log"),
+    "half an expert": (
+        "qwen3_moe",
+        without("experts.2.up"),
+        "model.layers.0.mlp.experts.gate_up_proj",
+    ),
+    "no linear layer's gate": (
+        "qwen3_5_text",
+        without("A_log"),
+        "model.layers.0.linear_attn.A_log",
+    ),
     "other names": ("llama", renamed, "lm_head.weight, model.embed_tokens.weight, .* more"),
     "other shapes": (
         "llama",
@@ -87,7 +109,10 @@ def test_every_way_to_load_checks_it(pool, changed, checkpoints):
     draft = {"speculate": SpeculativeConfig(strategy="vanilla", draft_model=broken)}
     for size, path, settings in ((1, broken, {}), (2, broken, {}), (1, base, draft)):
         for failure in pool.run(2, loaded_job, size, path, settings):
-            assert "the checkpoint lacks weights of the model: lm_head.weight" in failure, (size, settings)
+            assert "the checkpoint lacks weights of the model: lm_head.weight" in failure, (
+                size,
+                settings,
+            )
     run = infer("--model", broken, "--prompt", "What?", hosts=2)
     assert run.returncode != 0
     assert "lacks weights of the model: lm_head.weight" in run.stderr
@@ -101,7 +126,9 @@ def test_tied_and_older_checkpoints_load(changed, tmp_path):
     model.save_pretrained(tmp_path / "tied")
     families.build_processor("llama").save_pretrained(tmp_path / "tied")
     assert "lm_head.weight" not in load_file(tmp_path / "tied" / WEIGHTS)
-    more = changed("llama", lambda weights: {**weights, "other.weight": torch.ones(2)}, tmp_path / "tied")
+    more = changed(
+        "llama", lambda weights: {**weights, "other.weight": torch.ones(2)}, tmp_path / "tied"
+    )
     for path in (tmp_path / "tied", more):
         engine = Engine.from_pretrained(path)
         assert engine.model.lm_head.weight is engine.model.model.embed_tokens.weight
@@ -113,7 +140,11 @@ def mixed_job(processes: HostGroup, size: int, weight: str) -> str | None:
     """Host 1 has another number in one of its weights."""
     hosts = HostGroup.from_process_group(processes._groups.data, "cpu", 60, tensor_parallel=size)
     path = apbv.demo.model_path()
-    model = Engine.from_pretrained(path, hosts=hosts).model if size > 1 else families.build_model("qwen2_5_vl")
+    model = (
+        Engine.from_pretrained(path, hosts=hosts).model
+        if size > 1
+        else families.build_model("qwen2_5_vl")
+    )
     if weight and hosts.rank == 1:
         with torch.no_grad():
             changed = model.get_parameter(weight)
@@ -133,7 +164,9 @@ def mixed_job(processes: HostGroup, size: int, weight: str) -> str | None:
         (4, 2, "lm_head.weight", True),
     ],
 )
-def test_hosts_with_other_weights_do_not_prefill_together(pool, num_processes, size, weight, differs):
+def test_hosts_with_other_weights_do_not_prefill_together(
+    pool, num_processes, size, weight, differs
+):
     for failure in pool.run(num_processes, mixed_job, size, weight):
         expected = "a sample of the model's weights of host 1" if differs else "nothing raised"
         assert expected in failure
@@ -167,7 +200,10 @@ def with_code(path: Path, file: str, fields: dict) -> Path:
 
 
 OTHER_CLASSES = {
-    "config.json": {"model_type": "own", "auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.OwnModel"}},
+    "config.json": {
+        "model_type": "own",
+        "auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.OwnModel"},
+    },
     "tokenizer_config.json": {
         "tokenizer_class": "OwnTokenizer",
         "auto_map": {"AutoTokenizer": [None, "own.OwnTokenizer"]},
@@ -176,28 +212,43 @@ OTHER_CLASSES = {
 
 
 def test_code_of_a_checkpoint_never_runs_and_nobody_is_asked(checkpoints, tmp_path, monkeypatch):
-    """transformers would ask on the terminal, and take the first line of standard input for the answer."""
+    """transformers would ask on the terminal, and take the first line of standard input for the
+    answer."""
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("somebody was asked"))
     for file, fields in OTHER_CLASSES.items():
         path = tmp_path / file.removesuffix(".json")
         shutil.copytree(checkpoints("llama"), path)
         with_code(path, file, fields)
-        for load in (lambda path=path: Engine.from_pretrained(path), lambda path=path: apbv.plan(path, tokens=50)):
+        for load in (
+            lambda path=path: Engine.from_pretrained(path),
+            lambda path=path: apbv.plan(path, tokens=50),
+        ):
             failure = described(load)
-            refused = "ValueError: cannot load the model" in failure and "code of its own, which is never" in failure
+            refused = (
+                "ValueError: cannot load the model" in failure
+                and "code of its own, which is never" in failure
+            )
             assert refused or (failure == "nothing raised" and file != "config.json"), failure
         assert not list(tmp_path.rglob(MARK))
 
 
-def test_a_model_that_transformers_knows_is_loaded_without_its_code(checkpoints, tmp_path, monkeypatch):
+def test_a_model_that_transformers_knows_is_loaded_without_its_code(
+    checkpoints, tmp_path, monkeypatch
+):
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("somebody was asked"))
     path = tmp_path / "known"
     shutil.copytree(checkpoints("llama"), path)
-    with_code(path, "config.json", {"auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.OwnModel"}})
+    with_code(
+        path,
+        "config.json",
+        {"auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.OwnModel"}},
+    )
     (path / "custom_generate").mkdir()
     (path / "custom_generate" / "generate.py").write_text(CODE)
     engine = Engine.from_pretrained(path)
-    expected = Engine.from_pretrained(checkpoints("llama")).generate("What?", max_new_tokens=4).token_ids
+    expected = (
+        Engine.from_pretrained(checkpoints("llama")).generate("What?", max_new_tokens=4).token_ids
+    )
     assert engine.generate("What?", max_new_tokens=4).token_ids == expected
     assert not list(tmp_path.rglob(MARK))

@@ -1,4 +1,5 @@
-"""Decoders with fused kernels: the same numbers from the same weights, beside a model that stays as it was."""
+"""Decoders with fused kernels: the same numbers from the same weights, beside a model that stays as
+it was."""
 
 from unittest import mock
 
@@ -24,21 +25,32 @@ CLOSE = {torch.float32: 1e-5, torch.float16: 1e-2}
 @torch.no_grad()
 def hidden_states(decoder, parts) -> torch.Tensor:
     """What a decoder makes of random rows."""
-    states = torch.randn(1, TOKENS, parts.hidden_size, generator=torch.Generator().manual_seed(0)).to(parts.dtype)
+    states = torch.randn(
+        1, TOKENS, parts.hidden_size, generator=torch.Generator().manual_seed(0)
+    ).to(parts.dtype)
     places = torch.arange(TOKENS)[None]
     places = places.expand(3, -1, -1) if parts.uses_mrope else places
     options = {}
     if parts.sizes.linear is not None and decoder is parts.language_model:
         options["linear"] = LinearStates(parts.sizes.linear.layers)
-    return decoder(inputs_embeds=states, position_ids=places, use_cache=False, **options).last_hidden_state
+    return decoder(
+        inputs_embeds=states, position_ids=places, use_cache=False, **options
+    ).last_hidden_state
 
 
 @each_choice(family=ALL_FAMILIES, dtype=list(CLOSE))
 def test_the_decoder_computes_what_it_did_and_the_model_is_left_as_it_was(family, dtype):
-    model, is_hybrid = families.build_model(family, dtype=dtype, layers=2), family in families.HYBRID_FAMILIES
+    model, is_hybrid = (
+        families.build_model(family, dtype=dtype, layers=2),
+        family in families.HYBRID_FAMILIES,
+    )
     before = [(module, type(module), dict(vars(module))) for module in model.modules()]
     parts, decoder = inspect_model(model, "triton"), model.get_decoder()
-    fused = {name: module for name, module in parts.language_model.named_modules() if hasattr(module, "is_fused")}
+    fused = {
+        name: module
+        for name, module in parts.language_model.named_modules()
+        if hasattr(module, "is_fused")
+    }
     for name, module in parts.language_model.named_modules():
         # The norms of hybrids multiply by 1 + w.
         is_computed = (name.endswith("norm") and not is_hybrid) or hasattr(module, "up_proj")
@@ -47,7 +59,9 @@ def test_the_decoder_computes_what_it_did_and_the_model_is_left_as_it_was(family
         is_computed |= name.endswith("self_attn") and family not in ("glm4", "glm4v", "glm46v")
         assert (name in fused) == is_computed, name
         assert isinstance(module, type(decoder.get_submodule(name)))
-    assert all(x is y for x, y in zip(parts.language_model.parameters(), decoder.parameters(), strict=True))
+    assert all(
+        x is y for x, y in zip(parts.language_model.parameters(), decoder.parameters(), strict=True)
+    )
     called = []
     decoder.layers[1].mlp.register_forward_hook(lambda *_: called.append(True))
     with mock.patch.dict(row_chunks.CHUNK_BYTES, {"cpu": 1}), rows_in_chunks(parts, TOKENS):
@@ -85,9 +99,15 @@ def test_what_is_wrong_is_left_out_with_a_warning(monkeypatch, wrong):
             layer.input_layernorm.__class__ = Gemma
     with pytest.warns(UserWarning, match=f"a fused kernel is not used for {wrong}: .*{mistake}"):
         parts = inspect_model(model, "triton")
-    kinds = {type(module).__name__ for module in parts.language_model.modules() if hasattr(module, "is_fused")}
+    kinds = {
+        type(module).__name__
+        for module in parts.language_model.modules()
+        if hasattr(module, "is_fused")
+    }
     assert kinds == {"LlamaRMSNorm", "LlamaMLP", "LlamaAttention"} - {wrong}
-    found, expected = (hidden_states(each, parts) for each in (parts.language_model, model.get_decoder()))
+    found, expected = (
+        hidden_states(each, parts) for each in (parts.language_model, model.get_decoder())
+    )
     assert relative_error(found, expected) < CLOSE[torch.float32]
 
 

@@ -1,4 +1,5 @@
-"""Qwen2.5-Omni's thinker: how it is found in a checkpoint, and what its audio tower encodes apart."""
+"""Qwen2.5-Omni's thinker: how it is found in a checkpoint, and what its audio tower encodes
+apart."""
 
 import json
 
@@ -21,7 +22,8 @@ from pairs import each_choice
 
 @pytest.fixture(scope="module")
 def whole_checkpoint(tmp_path_factory):
-    """A checkpoint as the hub has it: names of its weights and of its configs, a talker beside the thinker."""
+    """A checkpoint as the hub has it: names of its weights and of its configs, a talker beside the
+    thinker."""
     folder, thinker = tmp_path_factory.mktemp("omni"), families.build_model(OMNI)
     weights = {"talker.model.norm.weight": torch.ones(3), "token2wav.any.weight": torch.ones(2)}
     for name, value in thinker.state_dict().items():
@@ -43,7 +45,10 @@ def test_of_a_whole_checkpoint_the_thinker_is_loaded(whole_checkpoint):
     config = read_config(whole_checkpoint)
     assert config.model_type == OMNI
     model, processor = load_model(whole_checkpoint, "auto", HostGroup.single("cpu"))
-    assert type(model) is tf.Qwen2_5OmniThinkerForConditionalGeneration and model.dtype == torch.bfloat16
+    assert (
+        type(model) is tf.Qwen2_5OmniThinkerForConditionalGeneration
+        and model.dtype == torch.bfloat16
+    )
     for name, weight in families.build_model(OMNI).state_dict().items():
         assert torch.equal(model.state_dict()[name], weight.to(torch.bfloat16)), name
     parts = inspect_model(model)
@@ -64,18 +69,25 @@ def test_what_is_refused(monkeypatch):
 def audio_of(model, lengths: tuple[int, ...], hosts: HostGroup) -> tuple[AudioInput, torch.Tensor]:
     """Sounds of so many spectrogram frames, and what the model makes of all of them at once."""
     generator = torch.Generator().manual_seed(len(lengths))
-    features = torch.randn(len(lengths), MEL_BINS, max(lengths), generator=generator, dtype=torch.float64)
+    features = torch.randn(
+        len(lengths), MEL_BINS, max(lengths), generator=generator, dtype=torch.float64
+    )
     mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
     with torch.no_grad():
-        rows = model.model.get_audio_features(features, feature_attention_mask=mask).last_hidden_state
+        rows = model.model.get_audio_features(
+            features, feature_attention_mask=mask
+        ).last_hidden_state
     parts = inspect_model(model)
     batch = {"input_features": features, "feature_attention_mask": mask}
-    return audio_from_batch(parts, batch, torch.full((len(rows),), parts.audio_token_id), hosts), rows
+    return audio_from_batch(
+        parts, batch, torch.full((len(rows),), parts.audio_token_id), hosts
+    ), rows
 
 
 @each_choice(lengths=[(203,), (41,), (80, 37, 3), (400, 399)], window=[20, 5, 5])
 def test_units_of_sound_are_encoded_apart_as_together(lengths, window):
-    """Also the last one, whatever is left for it; windows of 5 are odd, so that pooling crosses their edges."""
+    """Also the last one, whatever is left for it; windows of 5 are odd, so that pooling crosses
+    their edges."""
     model = families.build_model(OMNI, dtype=torch.float64)
     model.model.audio_tower.n_window = model.config.audio_config.n_window = window
     audio, expected = audio_of(model, lengths, HostGroup.single("cpu"))

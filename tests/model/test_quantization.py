@@ -1,4 +1,5 @@
-"""Quantized checkpoints: the answers of transformers on several hosts, and refused if they cannot run."""
+"""Quantized checkpoints: the answers of transformers on several hosts, and refused if they cannot
+run."""
 
 import json
 import shutil
@@ -25,7 +26,8 @@ from prompts import relative_error, text_batch, video_batch
 
 GROUP = 32
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-# The packages that each format needs; of the last two the kernels are compiled when they are first loaded.
+# The packages that each format needs; of the last two the kernels are compiled when they are first
+# loaded.
 FORMATS = {
     "torchao-int8": ["torchao"],
     "torchao-int8-dynamic": ["torchao"],
@@ -47,20 +49,30 @@ def save_quantized(family: str, base: Path, path: Path, name: str) -> Path:
     shutil.copytree(base, path)
     if name.startswith(("torchao", "bitsandbytes")):
         auto = (
-            transformers.AutoModelForCausalLM if family in TEXT_FAMILIES else transformers.AutoModelForImageTextToText
+            transformers.AutoModelForCausalLM
+            if family in TEXT_FAMILIES
+            else transformers.AutoModelForImageTextToText
         )
         auto.from_pretrained(base, quantization_config=_own_config(name)).save_pretrained(path)
         return path
     settings, quantize = _by_hand(name)
     config = path / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": settings}))
+    config.write_text(
+        json.dumps(json.loads(config.read_text()) | {"quantization_config": settings})
+    )
     weights = {}
     for key, weight in load_file(path / "model.safetensors").items():
         is_quantized = key.endswith("_proj.weight") and "visual" not in key
         prefix = key.removesuffix("weight")
-        weights |= {prefix + part: w for part, w in quantize(weight).items()} if is_quantized else {key: weight}
+        weights |= (
+            {prefix + part: w for part, w in quantize(weight).items()}
+            if is_quantized
+            else {key: weight}
+        )
     save_file(
-        {key: weight.contiguous() for key, weight in weights.items()}, path / "model.safetensors", {"format": "pt"}
+        {key: weight.contiguous() for key, weight in weights.items()},
+        path / "model.safetensors",
+        {"format": "pt"},
     )
     return path
 
@@ -70,17 +82,30 @@ def _own_config(name: str):
         return transformers.BitsAndBytesConfig(load_in_8bit=True)
     if name == "bitsandbytes-nf4":
         small = {"llm_int8_skip_modules": ["model.visual", "lm_head"]}  # rows shorter than a block
-        return transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", **small)
+        return transformers.BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", **small
+        )
     from torchao import quantization
 
-    kind = {"int8": "Int8WeightOnly", "int8-dynamic": "Int8DynamicActivationInt8Weight", "fp8": "Float8WeightOnly"}
-    return transformers.TorchAoConfig(getattr(quantization, f"{kind[name.removeprefix('torchao-')]}Config")())
+    kind = {
+        "int8": "Int8WeightOnly",
+        "int8-dynamic": "Int8DynamicActivationInt8Weight",
+        "fp8": "Float8WeightOnly",
+    }
+    return transformers.TorchAoConfig(
+        getattr(quantization, f"{kind[name.removeprefix('torchao-')]}Config")()
+    )
 
 
 def _by_hand(name: str) -> tuple[dict, Callable[[Tensor], dict[str, Tensor]]]:
-    """Return a ``quantization_config``, and a function from a weight to what is stored of it, by name."""
+    """Return a ``quantization_config``, and a function from a weight to what is stored of it, by
+    name."""
     if name == "fp8":
-        blocks = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+        blocks = {
+            "quant_method": "fp8",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [128, 128],
+        }
         return blocks, _fp8_block
     if name in ("gptq", "awq"):
         common = {"quant_method": name, "bits": 4, "group_size": GROUP}
@@ -106,7 +131,10 @@ def _by_hand(name: str) -> tuple[dict, Callable[[Tensor], dict[str, Tensor]]]:
 
 def _fp8_block(weight: Tensor) -> dict[str, Tensor]:
     scale = weight.abs().max() / 448
-    return {"weight": (weight / scale).to(torch.float8_e4m3fn), "weight_scale_inv": scale.view(1, 1)}
+    return {
+        "weight": (weight / scale).to(torch.float8_e4m3fn),
+        "weight_scale_inv": scale.view(1, 1),
+    }
 
 
 def _fp8_rows(weight: Tensor) -> dict[str, Tensor]:
@@ -136,21 +164,35 @@ def _packed(numbers: Tensor, order=range(8)) -> Tensor:
 def _gptq(weight: Tensor) -> dict[str, Tensor]:
     numbers, scales, zeros = _int4(weight)
     groups = (torch.arange(len(numbers)) // GROUP).int()
-    return {"qweight": _packed(numbers.T).T, "qzeros": _packed(zeros - 1), "scales": scales, "g_idx": groups}
+    return {
+        "qweight": _packed(numbers.T).T,
+        "qzeros": _packed(zeros - 1),
+        "scales": scales,
+        "g_idx": groups,
+    }
 
 
 def _awq(weight: Tensor) -> dict[str, Tensor]:
     numbers, scales, zeros = _int4(weight)
-    return {"qweight": _packed(numbers, _AWQ_ORDER), "qzeros": _packed(zeros, _AWQ_ORDER), "scales": scales}
+    return {
+        "qweight": _packed(numbers, _AWQ_ORDER),
+        "qzeros": _packed(zeros, _AWQ_ORDER),
+        "scales": scales,
+    }
 
 
 BATCHES = {"llama": text_batch(50), "qwen2_5_vl": video_batch("qwen2_5_vl", 9)}
 
 
 def each_format(*others) -> list:
-    """Parametrize by a format, and with it others; of two formats the kernels are compiled at first."""
+    """Parametrize by a format, and with it others; of two formats the kernels are compiled at
+    first."""
     return [
-        pytest.param(name, *others[row % len(others)], marks=[pytest.mark.thorough] * (name in ("gptq", "awq")))
+        pytest.param(
+            name,
+            *others[row % len(others)],
+            marks=[pytest.mark.thorough] * (name in ("gptq", "awq")),
+        )
         for row, name in enumerate(FORMATS)
     ]
 
@@ -181,7 +223,9 @@ def tokens_job(hosts: HostGroup, family: str, path: str, saved: str) -> tuple:
     cache, dtype = state.to_dynamic_cache(), inspect_model(engine.model).dtype
     keys = None if cache is None else cache.layers[0].keys.dtype
     tokens = [engine.decode(each, max_new_tokens=6).token_ids for each in (state, again)]
-    assert engine.parts.weights_digest() == before  # though bitsandbytes packs weights anew when it is first run
+    assert (
+        engine.parts.weights_digest() == before
+    )  # though bitsandbytes packs weights anew when it is first run
     return tokens, dtype, keys
 
 
@@ -189,9 +233,15 @@ def tokens_job(hosts: HostGroup, family: str, path: str, saved: str) -> tuple:
 def test_tokens_are_those_of_transformers(pool, quantized, family, name, tmp_path):
     path, batch = quantized(family, name), BATCHES[family]
     model, _ = load_model(path, "auto", HostGroup.single("cpu"))
-    auto = transformers.AutoModelForCausalLM if family == "llama" else transformers.AutoModelForImageTextToText
+    auto = (
+        transformers.AutoModelForCausalLM
+        if family == "llama"
+        else transformers.AutoModelForImageTextToText
+    )
     reference = auto.from_pretrained(path).eval()
-    expected = reference.generate(**batch, max_new_tokens=6, do_sample=False)[0, batch["input_ids"].shape[1] :]
+    expected = reference.generate(**batch, max_new_tokens=6, do_sample=False)[
+        0, batch["input_ids"].shape[1] :
+    ]
     for tokens, dtype, keys in pool.run(2, tokens_job, family, str(path), str(tmp_path / "kv")):
         assert tokens == [expected.tolist()] * 2
         assert dtype == reference.get_input_embeddings().weight.dtype and keys in (dtype, None)
@@ -207,7 +257,9 @@ def test_tokens_are_those_of_transformers(pool, quantized, family, name, tmp_pat
 def test_fused_kernels_and_chunks_of_rows_compute_the_same(quantized, name):
     model, _ = load_model(quantized("llama", name), "auto", HostGroup.single("cpu"))
     parts, decoder = inspect_model(model, "triton"), model.get_decoder()
-    fused = [type(each).__name__ for each in parts.language_model.modules() if hasattr(each, "is_fused")]
+    fused = [
+        type(each).__name__ for each in parts.language_model.modules() if hasattr(each, "is_fused")
+    ]
     assert fused.count("LlamaMLP") == parts.num_layers
     inputs = {"input_ids": text_batch(600)["input_ids"], "use_cache": False}
     expected = decoder(**inputs).last_hidden_state
@@ -270,22 +322,35 @@ def test_a_quantized_checkpoint_that_lacks_something_is_refused(quantized, tmp_p
 
 
 def refused_job(processes: HostGroup, path: str, tensor_parallel: int, **settings) -> str:
-    hosts = HostGroup.from_process_group(processes._groups.data, "cpu", 60, tensor_parallel=tensor_parallel)
+    hosts = HostGroup.from_process_group(
+        processes._groups.data, "cpu", 60, tensor_parallel=tensor_parallel
+    )
     return described(lambda: Engine.from_pretrained(path, hosts=hosts, **settings))
 
 
-def test_what_cannot_run_is_refused_before_weights_are_loaded(pool, quantized, checkpoints, tmp_path):
+def test_what_cannot_run_is_refused_before_weights_are_loaded(
+    pool, quantized, checkpoints, tmp_path
+):
     path = str(quantized("llama", PLAIN))
     for failure in pool.run(2, refused_job, path, 2):
-        assert failure == "ValueError: quantized weights are not split across the processes of a host: use more hosts"
+        assert (
+            failure
+            == "ValueError: quantized weights are not split across the processes of a host: use "
+            "more hosts"
+        )
     assert "are not split" in described(lambda: plan(path, tokens=9, tensor_parallel=2))
     (tmp_path / "adapter_config.json").write_text("{}")
-    assert "would round quantized weights again" in described(lambda: Engine.from_pretrained(path, adapter=tmp_path))
+    assert "would round quantized weights again" in described(
+        lambda: Engine.from_pretrained(path, adapter=tmp_path)
+    )
     without = tmp_path / "without"
     shutil.copytree(checkpoints("llama"), without)
     config = json.loads((without / "config.json").read_text())
     (without / "model.safetensors").unlink()
-    int4 = {"quant_method": "torchao", "quant_type": {"default": {"_type": "Int4WeightOnlyConfig", "_data": {}}}}
+    int4 = {
+        "quant_method": "torchao",
+        "quant_type": {"default": {"_type": "Int4WeightOnlyConfig", "_data": {}}},
+    }
     for settings, reason in (
         ({"quant_method": "aqlm"}, "aqlm"),
         ({"quant_method": "gptq", "bits": 4}, "gptq"),
@@ -295,11 +360,15 @@ def test_what_cannot_run_is_refused_before_weights_are_loaded(pool, quantized, c
         (without / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
         if settings["quant_method"] == "gptq" and all(map(_is_installed, FORMATS["gptq"])):
             continue
-        if settings["quant_method"] == "gptq":  # that it cannot be merged comes before what has to be installed for it
+        if (
+            settings["quant_method"] == "gptq"
+        ):  # that it cannot be merged comes before what has to be installed for it
             merge = described(lambda: Engine.from_pretrained(without, adapter=tmp_path))
             assert "would round quantized weights again" in merge
         for failure in pool.run(2, refused_job, str(without), 1):
-            assert failure.startswith(f"ValueError: cannot load weights quantized by {reason} on cpu: "), failure
+            assert failure.startswith(
+                f"ValueError: cannot load weights quantized by {reason} on cpu: "
+            ), failure
 
 
 def _is_installed(package: str) -> bool:

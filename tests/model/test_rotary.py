@@ -1,4 +1,5 @@
-"""Rotary frequencies that depend on the length: those of the whole prompt on every host, and then of the answer."""
+"""Rotary frequencies that depend on the length: those of the whole prompt on every host, and then
+of the answer."""
 
 import pytest
 import torch
@@ -25,7 +26,8 @@ METHODS = ("zigzag_ring", "ulysses", "apbv", "full")
 
 
 def model_of(family: str, rope: dict):
-    """A model that was trained for few positions; a new one, as transformers remembers the longest prompt."""
+    """A model that was trained for few positions; a new one, as transformers remembers the longest
+    prompt."""
     model = families.build_model(family)
     config = model.config.get_text_config()
     config.max_position_embeddings = 4 * TRAINED if rope["rope_type"] == "longrope" else TRAINED
@@ -49,7 +51,9 @@ def prefills_job(hosts: HostGroup, family: str, rope: dict, method: str) -> list
     for length in reversed(LENGTHS):
         state = apbv.prefill(model, batch_of(family, length), hosts=hosts, config=config)
         cache = kv_of(state.to_dynamic_cache())
-        answer = Engine(model, families.build_processor(family), hosts).decode(state, max_new_tokens=6)
+        answer = Engine(model, families.build_processor(family), hosts).decode(
+            state, max_new_tokens=6
+        )
         results.append((state.logits, cache, answer.token_ids))
     return results
 
@@ -78,21 +82,26 @@ def test_prompts_and_answers_are_transformers(pool, family, rope, method, num_ho
             assert (cache is None) == (host > 0)
         for ours, theirs in zip(results[0][1], kv_of(output.past_key_values), strict=True):
             assert all(relative_error(*pair) < 1e-4 for pair in zip(ours, theirs, strict=True))
-        generated = model_of(family, rope).generate(**batch, max_new_tokens=6, min_new_tokens=6, do_sample=False)
+        generated = model_of(family, rope).generate(
+            **batch, max_new_tokens=6, min_new_tokens=6, do_sample=False
+        )
         for *_, tokens in results:
             assert tokens == generated[0, batch["input_ids"].shape[1] :].tolist()
 
 
 @pytest.mark.parametrize("rope", [DYNAMIC, LONGROPE], ids=["dynamic", "longrope"])
 def test_a_draft_changes_no_token_of_a_long_answer(rope):
-    """The answer grows beyond the trained length; the draft's guesses are verified several at a time."""
+    """The answer grows beyond the trained length; the draft's guesses are verified several at a
+    time."""
     hosts, processor = HostGroup.single("cpu"), families.build_processor("qwen2")
     context = "abcdefgh" * (TRAINED // 10)
     question = {"prompt": "Why?", "context": context, "max_new_tokens": 40}
     alone = Engine(model_of("qwen2", rope), processor, hosts).generate(**question)
     speculate = SpeculativeConfig(strategy="vanilla", num_draft_tokens=4)
     draft = model_of("qwen2", rope)
-    drafted = Engine(model_of("qwen2", rope), processor, hosts, speculate=speculate, draft=draft).generate(**question)
+    drafted = Engine(
+        model_of("qwen2", rope), processor, hosts, speculate=speculate, draft=draft
+    ).generate(**question)
     assert drafted.token_ids == alone.token_ids
     # The draft is the target: where it has the target's frequencies all that it drafts is accepted.
     speculation = drafted.stats["speculation"]
@@ -100,11 +109,18 @@ def test_a_draft_changes_no_token_of_a_long_answer(rope):
 
 
 def test_keys_that_depend_on_the_length_are_neither_reused_nor_handed_to_vllm():
-    model, processor, hosts = model_of("qwen2", DYNAMIC), families.build_processor("qwen2"), HostGroup.single("cpu")
+    model, processor, hosts = (
+        model_of("qwen2", DYNAMIC),
+        families.build_processor("qwen2"),
+        HostGroup.single("cpu"),
+    )
     with pytest.raises(ValueError, match="depend on the length of the prompt"):
         Engine(model, processor, hosts, reuse=ReuseConfig(mode="kv"))
     engine = Engine(model, processor, hosts)
-    for offer in (engine.handing_over, lambda: engine.prefill("Why?", context="abc" * 9, positions="vllm")):
+    for offer in (
+        engine.handing_over,
+        lambda: engine.prefill("Why?", context="abc" * 9, positions="vllm"),
+    ):
         with pytest.raises(ValueError, match="transfers keys to vLLM, whose rotary frequencies"):
             offer()
     assert "rotary frequencies" in engine.why_one_by_one

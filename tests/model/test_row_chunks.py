@@ -46,7 +46,10 @@ def test_a_prefill_in_chunks_equals_hugging_face(shortest_chunks, family):
     assert 0 < seen.rows["silu"] <= FEWEST and 0 < seen.rows["mean"] <= FEWEST
     assert relative_error(state.logits, expected) < 1e-4
     for here, layer in zip(state.to_dynamic_cache().layers, cache.layers, strict=True):
-        assert max(relative_error(here.keys, layer.keys), relative_error(here.values, layer.values)) < 1e-4
+        assert (
+            max(relative_error(here.keys, layer.keys), relative_error(here.values, layer.values))
+            < 1e-4
+        )
 
 
 def test_the_model_is_left_as_it_was():

@@ -1,4 +1,5 @@
-"""Hosts of several processes: the results of hosts of one, with an equal share of the language model on each."""
+"""Hosts of several processes: the results of hosts of one, with an equal share of the language
+model on each."""
 
 import time
 from pathlib import Path
@@ -23,7 +24,9 @@ CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 
 def joined(processes: HostGroup, size: int) -> HostGroup:
     """The processes of a group with so many of them to a host."""
-    return HostGroup.from_process_group(processes._groups.data, "cpu", GROUP_TIMEOUT, tensor_parallel=size)
+    return HostGroup.from_process_group(
+        processes._groups.data, "cpu", GROUP_TIMEOUT, tensor_parallel=size
+    )
 
 
 def num_matrix_elements(model) -> int:
@@ -33,8 +36,11 @@ def num_matrix_elements(model) -> int:
     return sum((p.to_local() if hasattr(p, "to_local") else p).numel() for p in matrices)
 
 
-def prefill_job(processes: HostGroup, size: int, path: str, settings: dict, request: dict, chunked=False) -> dict:
-    """What a process is left with: its place, logits, the KV of its heads, and how the answer goes on."""
+def prefill_job(
+    processes: HostGroup, size: int, path: str, settings: dict, request: dict, chunked=False
+) -> dict:
+    """What a process is left with: its place, logits, the KV of its heads, and how the answer goes
+    on."""
     hosts = joined(processes, size) if size > 1 else processes
     engine = Engine.from_pretrained(path, prefill=PrefillConfig(**settings), hosts=hosts)
     with mock.patch.dict(row_chunks.CHUNK_BYTES, {"cpu": 1} if chunked else {}):
@@ -42,12 +48,16 @@ def prefill_job(processes: HostGroup, size: int, path: str, settings: dict, requ
     cache = state.to_dynamic_cache()
     plain = state.generate_inputs()
     if plain:
-        plain = engine.model.generate(**plain, max_new_tokens=3, do_sample=False)[0, state.num_tokens :].tolist()
+        plain = engine.model.generate(**plain, max_new_tokens=3, do_sample=False)[
+            0, state.num_tokens :
+        ].tolist()
     answer = engine.decode(state, max_new_tokens=3)
     return {
         "place": (hosts.rank, hosts.tensor_parallel_rank),
         "logits": state.logits.clone(),
-        "kv": None if cache is None else [torch.stack([layer.keys, layer.values]) for layer in cache.layers],
+        "kv": None
+        if cache is None
+        else [torch.stack([layer.keys, layer.values]) for layer in cache.layers],
         "kv_heads": list(own_heads(inspect_model(engine.model).sizes.kv_heads, hosts)),
         "plain": plain,
         "tokens": answer.token_ids,
@@ -64,19 +74,28 @@ CASES = [
     ("qwen3_vl", {}, 2, 0),  # for which transformers has no plan
     ("llama", {"method": "apb", "passing_len": 6, "anchor_len": 8, "kv": "sharded"}, 4, 6),
     ("llama", {}, 2, 30),  # whose norms and MLPs get 512 rows at a time
-    *((f, {}, 2, 0) for f in ("qwen2_vl", "internvl", "llava_onevision", "video_llama_3", families.OMNI)),
+    *(
+        (f, {}, 2, 0)
+        for f in ("qwen2_vl", "internvl", "llava_onevision", "video_llama_3", families.OMNI)
+    ),
     *((f, {}, 2, 6) for f in ("qwen2", "qwen3", "mistral", "smollm3")),
 ]
 
 
 @pytest.mark.shows("tensor parallelism")
 @pytest.mark.parametrize(("family", "settings", "num_processes", "repeated"), CASES)
-def test_it_is_what_whole_hosts_compute(pool, checkpoints, clip, family, settings, num_processes, repeated):
+def test_it_is_what_whole_hosts_compute(
+    pool, checkpoints, clip, family, settings, num_processes, repeated
+):
     """Uncompressed it is full attention of one process."""
-    request = {"context": SENTENCE * repeated} if repeated else {"video": str(clip), "num_frames": 13}
+    request = (
+        {"context": SENTENCE * repeated} if repeated else {"video": str(clip), "num_frames": 13}
+    )
     path, chunked, num_hosts = str(checkpoints(family)), repeated > 6, num_processes // 2
     is_exact = "passing_len" not in settings
-    whole, *_ = pool.run(1 if is_exact else num_hosts, prefill_job, 1, path, {} if is_exact else settings, request)
+    whole, *_ = pool.run(
+        1 if is_exact else num_hosts, prefill_job, 1, path, {} if is_exact else settings, request
+    )
     assert whole["stats"]["method"] == ("full" if is_exact else settings["method"])
     settings = {"passing_len": 10_000, **settings}
     shares = pool.run(num_processes, prefill_job, 2, path, settings, request, chunked)
@@ -84,7 +103,9 @@ def test_it_is_what_whole_hosts_compute(pool, checkpoints, clip, family, setting
         assert share["place"] == divmod(process, 2)
         torch.testing.assert_close(share["logits"], whole["logits"], **CLOSE)
         assert share["tokens"] == whole["tokens"]
-        assert abs(share["elements"] / whole["elements"] - 0.5) < 0.01  # 269 rows of the embedding do not halve
+        assert (
+            abs(share["elements"] / whole["elements"] - 0.5) < 0.01
+        )  # 269 rows of the embedding do not halve
         stats = share["stats"]
         assert (stats["hosts"], stats["tensor_parallel_size"]) == (num_hosts, 2)
         assert len(stats["comm_bytes"]) == len(stats["peak_memory_bytes"]) == len(shares)
@@ -96,12 +117,21 @@ def test_it_is_what_whole_hosts_compute(pool, checkpoints, clip, family, setting
     assert all(share["kv"] is None and not share["plain"] for share in shares[2:])
 
 
-def ways_job(processes: HostGroup, size: int, paths: list[str], clip: str, ways: list[tuple[dict, dict, dict]]):
-    """For each way an answer's tokens, what was left out, and how many drafted tokens were right."""
+def ways_job(
+    processes: HostGroup,
+    size: int,
+    paths: list[str],
+    clip: str,
+    ways: list[tuple[dict, dict, dict]],
+):
+    """For each way an answer's tokens, what was left out, and how many drafted tokens were
+    right."""
     hosts, found = joined(processes, size) if size > 1 else processes, []
     for prefill, speculate, sampled in ways:
         config = SpeculativeConfig(draft_model=paths[1], **speculate) if speculate else None
-        engine = Engine.from_pretrained(paths[0], prefill=PrefillConfig(**prefill), speculate=config, hosts=hosts)
+        engine = Engine.from_pretrained(
+            paths[0], prefill=PrefillConfig(**prefill), speculate=config, hosts=hosts
+        )
         answer = engine.generate(QUESTION, video=clip, num_frames=21, max_new_tokens=7, **sampled)
         accepted = (answer.stats.get("speculation") or {}).get("num_accepted")
         found.append((answer.token_ids, answer.stats.get("reduction"), accepted))
@@ -110,14 +140,21 @@ def ways_job(processes: HostGroup, size: int, paths: list[str], clip: str, ways:
 
 REDUCED = {"reduce": ReduceConfig(method="fastvid", ratio=0.3)}
 SHARED = {"method": "zigzag_ring", "kv": "sharded"}
-COMPRESSED, DRAFT = {"passing_len": 6, "anchor_len": 8}, {"num_draft_tokens": 3, "keep_losing_draft": True}
+COMPRESSED, DRAFT = (
+    {"passing_len": 6, "anchor_len": 8},
+    {"num_draft_tokens": 3, "keep_losing_draft": True},
+)
 DRAFTED = [{"strategy": "sd_tree", **DRAFT}, {"strategy": "specvlm", "keep_ratio": 0.4, **DRAFT}]
 
 
 @pytest.mark.thorough
 def test_tokens_are_left_out_and_drafted_as_by_whole_hosts(pool, checkpoints, clip, tmp_path):
-    """Each process has the attention of its own heads, and all have to choose alike; sampled, host 0 drafts."""
-    paths = [str(checkpoints("qwen2_5_vl")), str(families.save_checkpoint("qwen2_5_vl", tmp_path, layers=1))]
+    """Each process has the attention of its own heads, and all have to choose alike; sampled, host
+    0 drafts."""
+    paths = [
+        str(checkpoints("qwen2_5_vl")),
+        str(families.save_checkpoint("qwen2_5_vl", tmp_path, layers=1)),
+    ]
     drafted = [(COMPRESSED, way, {"temperature": 0.8, "seed": 3}) for way in DRAFTED]
     whole, _ = pool.run(2, ways_job, 1, paths, str(clip), drafted)
     whole += pool.run(1, ways_job, 1, paths, str(clip), [(REDUCED, {}, {})])[0]
@@ -139,27 +176,40 @@ def refused_job(processes: HostGroup, path: str):
     ]
     assert not too_many.is_broken  # it was refused before the processes worked together
     assert too_many.gather_json(too_many.tensor_parallel_rank) == [0, 1, 2, 3]
-    for speculate in ({"strategy": "std"}, {"strategy": "vanilla", "draft_model": path, "draft_host": True}):
+    for speculate in (
+        {"strategy": "std"},
+        {"strategy": "vanilla", "draft_model": path, "draft_host": True},
+    ):
         config = SpeculativeConfig(**speculate)
-        refused.append(described(lambda config=config: Engine(None, whole.processor, hosts, None, None, config)))
+        refused.append(
+            described(
+                lambda config=config: Engine(None, whole.processor, hosts, None, None, config)
+            )
+        )
     return refused
 
 
 def test_what_cannot_be_is_refused(pool, checkpoints):
     path = str(checkpoints("llama"))
     for whole, odd_group, few_heads, subgroup, own_kv, draft_host in pool.run(4, refused_job, path):
-        assert whole.startswith("ValueError: the model is shard 0 of 1, but this process is TP rank ")
+        assert whole.startswith(
+            "ValueError: the model is shard 0 of 1, but this process is TP rank "
+        )
         assert odd_group.startswith("ValueError: 4 process(es) cannot form hosts of 3 each")
         assert "2 KV heads cannot be split evenly across 4 processes" in few_heads
         assert subgroup.startswith("ValueError: subgroups are not supported")
-        assert own_kv.startswith("ValueError: std, with which the target drafts itself, is not supported")
+        assert own_kv.startswith(
+            "ValueError: std, with which the target drafts itself, is not supported"
+        )
         assert draft_host.startswith("ValueError: a draft host is not supported")
 
 
 def failing_job(processes: HostGroup, path: str, told: Path):
     """One process fails in a layer, while the others of its host wait for it."""
     hosts = joined(processes, 2)
-    engine = Engine.from_pretrained(path, hosts=hosts, prefill=PrefillConfig(passing_len=6, anchor_len=8))
+    engine = Engine.from_pretrained(
+        path, hosts=hosts, prefill=PrefillConfig(passing_len=6, anchor_len=8)
+    )
 
     def fail(*args) -> None:
         raise ValueError("out of luck")

@@ -33,11 +33,17 @@ def encode(parts: ModelParts, grid, seed: int = 0) -> torch.Tensor:
     """The rows of random pixels, with those of deepstack behind one another."""
     tower, sizes = parts.model.model.visual, torch.tensor(grid)
     width = 3 * tower.config.temporal_patch_size * tower.config.patch_size**2
-    pixels = torch.randn(int(sizes.prod(1).sum()), width, generator=torch.Generator().manual_seed(seed))
+    pixels = torch.randn(
+        int(sizes.prod(1).sum()), width, generator=torch.Generator().manual_seed(seed)
+    )
     with torch.no_grad():
-        features = parts.model.model.get_image_features(pixels.to(parts.dtype), sizes, return_dict=True)
+        features = parts.model.model.get_image_features(
+            pixels.to(parts.dtype), sizes, return_dict=True
+        )
     layers = [features.pooler_output, *(getattr(features, "deepstack_features", None) or ())]
-    return torch.cat([torch.cat(list(rows)) if isinstance(rows, (tuple, list)) else rows for rows in layers])
+    return torch.cat(
+        [torch.cat(list(rows)) if isinstance(rows, (tuple, list)) else rows for rows in layers]
+    )
 
 
 def close(rows: torch.Tensor, expected: torch.Tensor) -> bool:

@@ -11,17 +11,27 @@ from apbv import PrefillConfig, SparseConfig
 
 from families import TEXT_FAMILIES
 from oracle import DenseOracle, as_double, decoder_inputs, run_oracle, with_attention
-from prompts import build, check_prefill, prefill_job, relative_error, reset_rope, text_batch, video_batch
+from prompts import (
+    build,
+    check_prefill,
+    prefill_job,
+    relative_error,
+    reset_rope,
+    text_batch,
+    video_batch,
+)
 
 ANCHOR_LEN = 27
 
 
 @dataclass
 class CopiedAnchorOracle(DenseOracle):
-    """The copy's tokens come first, and ``anchor_len`` is their number; then the whole prompt, cut into blocks."""
+    """The copy's tokens come first, and ``anchor_len`` is their number; then the whole prompt, cut
+    into blocks."""
 
     def visible(self, query, key, scale):
-        """As the parent's, but the first block sees no copy, nor does the question that sees all of the prompt."""
+        """As the parent's, but the first block sees no copy, nor does the question that sees all of
+        the prompt."""
         visible = super().visible(query, key, scale)
         visible[:, self.blocks()[0], : self.anchor_len] = False
         if not self.separate_query:
@@ -31,7 +41,8 @@ class CopiedAnchorOracle(DenseOracle):
 
 @contextmanager
 def apart(decoder, start: int):
-    """Linear attention reads the first rows, which are the copy, and the others as two sequences."""
+    """Linear attention reads the first rows, which are the copy, and the others as two
+    sequences."""
     hybrid = [layer.linear_attn for layer in decoder.layers if hasattr(layer, "linear_attn")]
     for module in hybrid:
 
@@ -46,13 +57,20 @@ def apart(decoder, start: int):
 
 
 @torch.no_grad()
-def by_definition(family: str, batch: dict, query_start: int, prefix: int, settings: dict, num_blocks: int):
-    """Logits, and the KV of the prompt's tokens, of the model run on the copy and the prompt together."""
+def by_definition(
+    family: str, batch: dict, query_start: int, prefix: int, settings: dict, num_blocks: int
+):
+    """Logits, and the KV of the prompt's tokens, of the model run on the copy and the prompt
+    together."""
     model = build(family, torch.float64)
     reset_rope(model)
     ids, num_tokens = batch["input_ids"], batch["input_ids"].shape[1]
     num_of_context = max(0, ANCHOR_LEN - prefix - (num_tokens - query_start))
-    copy = [*range(prefix), *range(query_start, num_tokens), *range(prefix, prefix + num_of_context)]
+    copy = [
+        *range(prefix),
+        *range(query_start, num_tokens),
+        *range(prefix, prefix + num_of_context),
+    ]
     seen, decoder = decoder_inputs(model, as_double(batch)), model.get_decoder()
     embeds = seen["inputs_embeds"] if family == "qwen2_5_vl" else decoder.embed_tokens(ids)
     if family == "qwen2_5_vl":  # where a prompt that has the question first would have its tokens
@@ -60,7 +78,8 @@ def by_definition(family: str, batch: dict, query_start: int, prefix: int, setti
         grids = {name: batch[name] for name in ("video_grid_thw", "second_per_grid_ts")}
         kinds, orders = batch["mm_token_type_ids"], (first, range(num_tokens))
         of_copy, of_prompt = (
-            model.model.get_rope_index(ids[:, order], mm_token_type_ids=kinds[:, order], **grids)[0] for order in orders
+            model.model.get_rope_index(ids[:, order], mm_token_type_ids=kinds[:, order], **grids)[0]
+            for order in orders
         )
         of_copy = of_copy[..., : len(copy)]
     else:
@@ -87,7 +106,9 @@ def by_definition(family: str, batch: dict, query_start: int, prefix: int, setti
     for layer, states in enumerate(zip(keys, values, strict=True)):
         cache.update(*(x[:, :, :query_start] for x in states), layer)
     hidden = decoder(
-        input_ids=ids[:, query_start:], position_ids=of_prompt[..., query_start:], past_key_values=cache
+        input_ids=ids[:, query_start:],
+        position_ids=of_prompt[..., query_start:],
+        past_key_values=cache,
     ).last_hidden_state
     keys, values = ([getattr(layer, name) for layer in cache.layers] for name in ("keys", "values"))
     return model.lm_head(hidden[:, -1]), keys, values
@@ -112,7 +133,11 @@ SPARSE = SparseConfig(block_size=32, stride=8, threshold=0.3)
 def test_the_copied_anchor_equals_a_dense_mask(on_hosts, family, settings, num_hosts):
     """Also of blocks that attend sparsely to themselves."""
     length = 290 if "sparse" in settings else 130
-    batch, asked = (text_batch(length), length - 10) if family in TEXT_FAMILIES else (video_batch(family), None)
+    batch, asked = (
+        (text_batch(length), length - 10)
+        if family in TEXT_FAMILIES
+        else (video_batch(family), None)
+    )
     settings = {"passing_len": 3, "anchor_query": True, "anchor_len": ANCHOR_LEN, **settings}
     results = on_hosts(num_hosts, prefill_job, family, batch, asked, settings)
     prefix, query_start = results[0].start, results[0].query_start
@@ -125,14 +150,21 @@ def test_the_copied_anchor_equals_a_dense_mask(on_hosts, family, settings, num_h
     check_prefill(results, expected, zip(keys, values, strict=True), tolerance)
     assert not results[0].exact
     if family == "qwen2":  # the switch is not idle, and what is sparse is
-        plain = run_oracle(build(family, torch.float64), batch, DenseOracle(ANCHOR_LEN, query_start, num_blocks, 3))
+        plain = run_oracle(
+            build(family, torch.float64), batch, DenseOracle(ANCHOR_LEN, query_start, num_blocks, 3)
+        )
         assert relative_error(expected, plain) > 1e-4
     if "sparse" in settings:
-        dense, *_ = by_definition(family, batch, query_start, prefix, {"passing_len": 3}, num_blocks)
+        dense, *_ = by_definition(
+            family, batch, query_start, prefix, {"passing_len": 3}, num_blocks
+        )
         assert relative_error(expected, dense) > 1e-4
 
 
 def test_no_anchor_to_put_the_question_into():
-    for settings, reason in (({"method": "full"}, "not method full"), ({"anchor_len": 0}, "not without an anchor")):
+    for settings, reason in (
+        ({"method": "full"}, "not method full"),
+        ({"anchor_len": 0}, "not without an anchor"),
+    ):
         with pytest.raises(ValueError, match=f"^anchor_query .*: {reason}$"):
             PrefillConfig(anchor_query=True, **settings)

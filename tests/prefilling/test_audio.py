@@ -42,7 +42,9 @@ def files(tmp_path_factory):
 
     def video(name: str, seconds: float, sound: Sequence[tuple[float, float]]) -> str:
         path = folder / name
-        return audio_files.write(path, sound, "flac", RATE, video=(0, seconds), size=(56, 84), fps=FPS)
+        return audio_files.write(
+            path, sound, "flac", RATE, video=(0, seconds), size=(56, 84), fps=FPS
+        )
 
     return {
         "as long": video("a.mkv", 4, [(0, 4)]),
@@ -50,7 +52,9 @@ def files(tmp_path_factory):
         "longer": video("c.mkv", 3, [(0, 4.5)]),
         "sound": audio_files.write(folder / "d.flac", [(0, 2.3)], "flac", RATE),
         "long sound": audio_files.write(folder / "e.flac", [(0, 9.1)], "flac", RATE),
-        "silent": audio_files.write(folder / "f.mkv", [], "flac", RATE, video=(0, 3), size=(56, 84), fps=FPS),
+        "silent": audio_files.write(
+            folder / "f.mkv", [], "flac", RATE, video=(0, 3), size=(56, 84), fps=FPS
+        ),
     }
 
 
@@ -76,7 +80,10 @@ def batch_like(files: dict, videos=(), sounds=(), heard: bool = True) -> dict:
 @pytest.mark.parametrize("name", PROMPTS)
 def test_a_prompt_is_the_one_of_the_models_own_processor(files, name):
     """Tokens, spectrograms, and the positions by which sound and frames lie at their times."""
-    parts, inputs = inspect_model(families.build_model(OMNI)), read(asked_like(files, **PROMPTS[name]))
+    parts, inputs = (
+        inspect_model(families.build_model(OMNI)),
+        read(asked_like(files, **PROMPTS[name])),
+    )
     batch = batch_like(files, **PROMPTS[name])
     assert inputs.input_ids.tolist() == batch["input_ids"].tolist()
     masks = batch.get("feature_attention_mask", torch.zeros(0, 0))
@@ -98,7 +105,10 @@ def test_a_prompt_is_the_one_of_the_models_own_processor(files, name):
 
 def test_sound_is_context_where_prefill_is_approximate(pool, files):
     """Audio tokens are passed on and left out as visual ones are: against the dense mask."""
-    settings, batch = {"anchor_len": 24, "passing_len": 6}, as_double(batch_like(files, videos=["as long"]))
+    settings, batch = (
+        {"anchor_len": 24, "passing_len": 6},
+        as_double(batch_like(files, videos=["as long"])),
+    )
     results = pool.run(3, prefill_job, OMNI, batch, None, settings)
     start, stop = results[0].start, results[0].query_start
     (sounds,) = torch.where(batch["input_ids"][0] == families.build_config(OMNI).audio_token_id)
@@ -116,7 +126,9 @@ def answer_job(hosts: HostGroup, path: str, folder: str):
     """An answer, one from the saved KV, and one to a further question about what is known."""
     config = PrefillConfig(passing_len=UNCOMPRESSED, kv="sharded")
     model = families.build_model(OMNI, dtype=torch.float64)
-    engine = Engine(model, families.build_processor(OMNI), hosts, config, reuse=ReuseConfig(mode="kv"))
+    engine = Engine(
+        model, families.build_processor(OMNI), hosts, config, reuse=ReuseConfig(mode="kv")
+    )
     about = {"video": path, "num_frames": FRAMES}
     tokens = engine.generate(ASKED, max_new_tokens=STEPS, **about).token_ids
     state = engine.prefill("And before?", **about)
@@ -135,9 +147,16 @@ def test_answers_are_those_of_transformers(pool, files, tmp_path):
     for question in (ASKED, "And before?"):
         model = families.build_model(OMNI, dtype=torch.float64)
         inputs = read(replace(asked_like(files, videos=["longer"]), prompt=question))
-        assert inputs.next_position == int(inputs.position_ids.max()) + 1, "where generate() goes on"
-        batch |= {"input_ids": inputs.input_ids, "attention_mask": torch.ones_like(inputs.input_ids)}
-        generated = model.generate(**batch, use_audio_in_video=True, max_new_tokens=STEPS, do_sample=False)
+        assert inputs.next_position == int(inputs.position_ids.max()) + 1, (
+            "where generate() goes on"
+        )
+        batch |= {
+            "input_ids": inputs.input_ids,
+            "attention_mask": torch.ones_like(inputs.input_ids),
+        }
+        generated = model.generate(
+            **batch, use_audio_in_video=True, max_new_tokens=STEPS, do_sample=False
+        )
         expected.append(generated[0, inputs.num_tokens :].tolist())
     for found in pool.run(2, answer_job, files["longer"], str(tmp_path / "kv")):
         assert list(found) == expected
@@ -172,21 +191,30 @@ def test_what_cannot_be_heard_is_one_error_on_every_host(pool, files, tmp_path):
     broken, mute = tmp_path / "broken.wav", encode(tmp_path / "mute.mp4", n=10, size=(56, 84))
     broken.write_bytes(b"RIFF")
     reasons = {
-        "AudioError: .*mute.mp4: has no audio track": Question(ASKED, video=mute, audio_in_video=True),
-        "AudioError: .*f.mkv: its audio track is empty": Question(ASKED, video=files["silent"], audio_in_video=True),
+        "AudioError: .*mute.mp4: has no audio track": Question(
+            ASKED, video=mute, audio_in_video=True
+        ),
+        "AudioError: .*f.mkv: its audio track is empty": Question(
+            ASKED, video=files["silent"], audio_in_video=True
+        ),
         "AudioError: .*broken.wav: the audio cannot be decoded": Question(ASKED, audio=str(broken)),
-        "PromptError: .*mute.mp4: .*audio_in_video": Question(ASKED, video=[files["as long"], mute]),
+        "PromptError: .*mute.mp4: .*audio_in_video": Question(
+            ASKED, video=[files["as long"], mute]
+        ),
     }
     for refusals in pool.run(2, refused_job, list(reasons.values())):
         for reason, refusal in zip(reasons, refusals, strict=True):
             assert re.search(reason, refusal), refusal
     for video in (mute, files["silent"]):
-        heard, seen = (read(Question(ASKED, video=video, audio_in_video=choice)) for choice in (None, False))
+        heard, seen = (
+            read(Question(ASKED, video=video, audio_in_video=choice)) for choice in (None, False)
+        )
         assert heard.audio is None and torch.equal(heard.input_ids, seen.input_ids)
 
 
 def test_no_more_is_heard_than_the_model_has_positions_for(files):
-    """What is too much together is not decoded: a small file can hold hours, and a prompt many of them."""
+    """What is too much together is not decoded: a small file can hold hours, and a prompt many of
+    them."""
     sound, video = files["sound"], files["shorter"]
     long = [{"audio": [sound, sound]}, {"video": video, "audio": sound}, {"video": [video, video]}]
     for asked, most in (({"audio": sound}, 50), *((each, 110) for each in long)):  # of 0.04 s

@@ -1,4 +1,5 @@
-"""Random tiny models of every family, with random methods, lengths and numbers of hosts, against a dense mask."""
+"""Random tiny models of every family, with random methods, lengths and numbers of hosts, against a
+dense mask."""
 
 from random import Random
 
@@ -44,7 +45,9 @@ def draw_case(family: str, number: int) -> dict:
     return {
         "family": family,
         "seed": random.randrange(1000),
-        "layers": random.choice([4, 5, 8]) if family in HYBRID_FAMILIES else random.choice([2, 3, 4]),
+        "layers": random.choice([4, 5, 8])
+        if family in HYBRID_FAMILIES
+        else random.choice([2, 3, 4]),
         "num_tokens": random.randrange(70, 150),
         "num_query_tokens": random.randrange(1, 12),
         "num_frames": random.randrange(9, 24),
@@ -57,7 +60,9 @@ def draw_case(family: str, number: int) -> dict:
 def build_case(case: dict) -> tuple:
     """The model, its prompt, and where a text's question begins."""
     family = case["family"]
-    model = families.build_model(family, seed=case["seed"], dtype=torch.float64, layers=case["layers"])
+    model = families.build_model(
+        family, seed=case["seed"], dtype=torch.float64, layers=case["layers"]
+    )
     if case["has_dynamic_rope"]:
         config = model.config.get_text_config()
         config.max_position_embeddings = 64
@@ -91,6 +96,8 @@ def test_a_random_prefill_is_that_of_a_dense_mask(pool, family, number):
     if method in EXACT:
         expected = model(**batch).logits[:, -1]
     else:
-        expected = run_oracle(model, batch, oracle_of(case["settings"], case["num_hosts"], query_start, prefix))
+        expected = run_oracle(
+            model, batch, oracle_of(case["settings"], case["num_hosts"], query_start, prefix)
+        )
     for logits, *_ in results:
         assert relative_error(logits, expected) < CLOSE, case

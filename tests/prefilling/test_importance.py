@@ -18,16 +18,22 @@ BATCH, KV_HEADS, DIM, SCALE = 2, 2, 16, 0.3
 def by_definition(name, q_query, k_block):
     """In fp64."""
     length = k_block.shape[2]
-    q = torch.nn.functional.pad(q_query.double(), (0, 0, length, 0))  # the question comes after the block
+    q = torch.nn.functional.pad(
+        q_query.double(), (0, 0, length, 0)
+    )  # the question comes after the block
     group, oracle = q.shape[1] // KV_HEADS, DenseOracle(0, length, 1, 0, importance=name)
     scores = [
-        oracle.scores(q[b : b + 1], k_block[b : b + 1].double(), [*range(length)], head, group, SCALE)
+        oracle.scores(
+            q[b : b + 1], k_block[b : b + 1].double(), [*range(length)], head, group, SCALE
+        )
         for b, head in product(range(BATCH), range(KV_HEADS))
     ]
     return torch.stack(scores).unflatten(0, (BATCH, KV_HEADS))
 
 
-@pytest.mark.parametrize("most_scores", [torch_importance._MAX_SCORES, 100], ids=["at once", "in chunks"])
+@pytest.mark.parametrize(
+    "most_scores", [torch_importance._MAX_SCORES, 100], ids=["at once", "in chunks"]
+)
 @pytest.mark.parametrize("name", IMPORTANCE_NAMES)
 def test_equals_its_definition(monkeypatch, name, most_scores):
     monkeypatch.setattr(torch_importance, "_MAX_SCORES", most_scores)
@@ -38,7 +44,9 @@ def test_equals_its_definition(monkeypatch, name, most_scores):
         (40, 3, 5, torch.bfloat16, 1.5e-2),
     ):
         shapes = (KV_HEADS * group, queries), (KV_HEADS, length)
-        tensors = [randn(BATCH, *shape, DIM, dtype=dtype, seed=seed) for seed, shape in enumerate(shapes)]
+        tensors = [
+            randn(BATCH, *shape, DIM, dtype=dtype, seed=seed) for seed, shape in enumerate(shapes)
+        ]
         result, exact = importance_of(name, *tensors, SCALE), by_definition(name, *tensors)
         assert dtype == torch.float64 or result.dtype == torch.float32
         assert (result - exact).norm() < tolerance * exact.norm()

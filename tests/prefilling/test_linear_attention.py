@@ -1,4 +1,5 @@
-"""Hybrid models: their linear attention is split over the hosts exactly, whatever their attention computes."""
+"""Hybrid models: their linear attention is split over the hosts exactly, whatever their attention
+computes."""
 
 import threading
 
@@ -51,16 +52,21 @@ def exact_job(hosts: HostGroup, prompts: list, settings: dict, most_tokens: int)
     """What is made of every prompt, and the states that this host has after it."""
     results = []
     with pytest.MonkeyPatch.context() as patch:
-        if threading.current_thread() is threading.main_thread():  # not a simulated host, of the test's process
+        if (
+            threading.current_thread() is threading.main_thread()
+        ):  # not a simulated host, of the test's process
             patch.setattr(linear_attention, "MOST_TOKENS", most_tokens)
         for family, length, asked in prompts:
-            state, result = prefilled(hosts, family, batch_of(family, length), asked, settings, torch.float32)
+            state, result = prefilled(
+                hosts, family, batch_of(family, length), asked, settings, torch.float32
+            )
             result.states = [tuple(x.clone() for x in layer) for layer in state.kv.states.tensors]
             results.append(result)
     return results
 
 
-# Of up to 16 blocks some of 1 to 3 tokens, which a convolution sees beyond; blocks and chunks of unequal lengths.
+# Of up to 16 blocks some of 1 to 3 tokens, which a convolution sees beyond; blocks and chunks of
+# unequal lengths.
 LENGTHS = {1: (40, 300), 2: (19, 301), 3: (29, 160), 4: (31, 151), 8: (27, 190)}
 APBV = {"method": "apbv", "passing_len": UNCOMPRESSED, "anchor_len": 8}
 EXACT = [(num_hosts, APBV, 37) for num_hosts in LENGTHS] + [
@@ -75,7 +81,8 @@ EXACT = [(num_hosts, APBV, 37) for num_hosts in LENGTHS] + [
 
 @pytest.mark.parametrize(("num_hosts", "settings", "most_tokens"), EXACT)
 def test_what_is_exact_equals_hugging_face(on_hosts, monkeypatch, num_hosts, settings, most_tokens):
-    """Logits and KV; and on every host the states after the prompt, as all of them may have to decode."""
+    """Logits and KV; and on every host the states after the prompt, as all of them may have to
+    decode."""
     monkeypatch.setattr(linear_attention, "MOST_TOKENS", most_tokens)
     prompts = [("qwen3_next", length, length - 6) for length in LENGTHS[num_hosts]]
     prompts.append((("qwen3_5", "qwen3_5_moe")[num_hosts % 2], None, None))
@@ -83,13 +90,19 @@ def test_what_is_exact_equals_hugging_face(on_hosts, monkeypatch, num_hosts, set
     for (family, length, _), *results in zip(prompts, *every, strict=True):
         expected, cache = hugging_face_on(family, torch.float32, length)
         check_prefill(results, expected, kv_of(cache), CLOSE)
-        states = [kv for kv, layer in zip(kv_of(cache), cache.layers, strict=True) if not hasattr(layer, "keys")]
+        states = [
+            kv
+            for kv, layer in zip(kv_of(cache), cache.layers, strict=True)
+            if not hasattr(layer, "keys")
+        ]
         for result in results:
             for ours, theirs in zip(result.states, states, strict=True):
                 assert all(relative_error(*pair) < CLOSE for pair in zip(ours, theirs, strict=True))
 
 
-@pytest.mark.parametrize(("family", "num_hosts", "zigzag"), [("qwen3_next", 2, True), ("qwen3_5", 3, False)])
+@pytest.mark.parametrize(
+    ("family", "num_hosts", "zigzag"), [("qwen3_next", 2, True), ("qwen3_5", 3, False)]
+)
 def test_attention_is_compressed_and_linear_attention_is_not(on_hosts, family, num_hosts, zigzag):
     """A dense mask over the whole prompt, which the model's own linear layers read in one piece."""
     batch, asked = (video_batch(family), None) if family == "qwen3_5" else (text_batch(150), 140)
@@ -106,7 +119,8 @@ def test_attention_is_compressed_and_linear_attention_is_not(on_hosts, family, n
     assert relative_error(expected, exact) > 10 * CLOSE  # something was compressed
 
 
-# Layers of attention among those of the decoder: 1, 3, 5 and 7 of eight, so only the first is an early one.
+# Layers of attention among those of the decoder: 1, 3, 5 and 7 of eight, so only the first is an
+# early one.
 COMPRESSED = {
     "a separate query": {"fused_query": False},
     "APB": {"method": "apb"},
@@ -127,7 +141,9 @@ def deep_job(hosts: HostGroup, batch: dict, query_start: int, settings: dict) ->
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("variant", "num_hosts"), [(name, 2 + row % 2) for row, name in enumerate(COMPRESSED)])
+@pytest.mark.parametrize(
+    ("variant", "num_hosts"), [(name, 2 + row % 2) for row, name in enumerate(COMPRESSED)]
+)
 def test_what_ranks_and_passes_pairs_is_that_of_the_dense_oracle(on_hosts, variant, num_hosts):
     """Also where the query runs on its own after the context, in whose pass it only ranks."""
     settings = {"passing_len": 3, "anchor_len": 11, **COMPRESSED[variant]}
@@ -144,9 +160,12 @@ def test_what_ranks_and_passes_pairs_is_that_of_the_dense_oracle(on_hosts, varia
 
 @torch.no_grad()
 def test_a_second_pass_of_the_query_continues_the_states(on_hosts):
-    """Star Attention: blocks see the first one and themselves, and the query, which follows, everything."""
+    """Star Attention: blocks see the first one and themselves, and the query, which follows,
+    everything."""
     batch, asked, num_hosts = text_batch(100), 90, 3
-    results = on_hosts(num_hosts, prefill_job, "qwen3_next", batch, asked, {"method": "star"}, torch.float32)
+    results = on_hosts(
+        num_hosts, prefill_job, "qwen3_next", batch, asked, {"method": "star"}, torch.float32
+    )
     model = build("qwen3_next", torch.float32)
     cache = DynamicCache(config=model.config)
     star = DenseOracle(asked // num_hosts, asked, num_hosts - 1, 0)  # without a query in this pass
@@ -159,11 +178,15 @@ def test_a_second_pass_of_the_query_continues_the_states(on_hosts):
     assert relative_error(expected, exact) > 10 * CLOSE
 
 
-def answers_job(hosts: HostGroup, prompts: list[tuple[int, str]], settings: dict) -> list[list[int]]:
+def answers_job(
+    hosts: HostGroup, prompts: list[tuple[int, str]], settings: dict
+) -> list[list[int]]:
     model, answers = build("qwen3_5", torch.float32), []
     for frames, question in prompts:
         config = PrefillConfig(passing_len=UNCOMPRESSED, **settings)
-        state = apbv.prefill(model, video_batch("qwen3_5", frames, question), hosts=hosts, config=config)
+        state = apbv.prefill(
+            model, video_batch("qwen3_5", frames, question), hosts=hosts, config=config
+        )
         answers.append(plain_tokens(state, model, SamplingParams(max_new_tokens=6)))
     return answers
 
@@ -193,7 +216,9 @@ def saving_job(hosts: HostGroup, path, family: str) -> list:
     before = plain_tokens(state, model, SamplingParams(max_new_tokens=6))
     state.save(path)
     return before, [
-        plain_tokens(apbv.load(path, model, hosts=hosts, kv=kv), model, SamplingParams(max_new_tokens=6))
+        plain_tokens(
+            apbv.load(path, model, hosts=hosts, kv=kv), model, SamplingParams(max_new_tokens=6)
+        )
         for kv in ("gathered", "sharded", "gathered")
     ]
 
@@ -238,8 +263,13 @@ def test_what_hybrids_cannot_do_is_refused(checkpoints):
         PrefillResult.offer(state, None)
     engine = Engine(model, processor, hosts)
     assert "linear attention" in engine.why_one_by_one
-    questions = [{"prompt": "What?", "context": "word " * 30}, {"prompt": "Who?", "context": "word " * 20}]
-    questions = [question | {"sampling": SamplingParams(max_new_tokens=4)} for question in questions]
+    questions = [
+        {"prompt": "What?", "context": "word " * 30},
+        {"prompt": "Who?", "context": "word " * 20},
+    ]
+    questions = [
+        question | {"sampling": SamplingParams(max_new_tokens=4)} for question in questions
+    ]
     alone = [engine.generate(**question).token_ids for question in questions]
     together = dict(engine.generate_all(questions))
     assert [together[index].token_ids for index in range(2)] == alone
@@ -249,7 +279,9 @@ def test_what_hybrids_cannot_do_is_refused(checkpoints):
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
 def test_prompts_of_videos_and_images_are_reduced_before_the_language_model(on_hosts, family):
     """Then all layers read the rest, as they would a shorter prompt."""
-    batch = processed(family, families.synthetic_video(8, 56, 70), families.synthetic_image(56, 70), "What?")
+    batch = processed(
+        family, families.synthetic_video(8, 56, 70), families.synthetic_image(56, 70), "What?"
+    )
     settings = APBV | {"reduce": ReduceConfig(method="fastvid", ratio=0.5)}
     one, *_ = on_hosts(1, prefill_job, family, batch, None, settings, torch.float32)
     for result in on_hosts(3, prefill_job, family, batch, None, settings, torch.float32):

@@ -59,13 +59,20 @@ class LiveTensors(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         given = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs))}
-        if function is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
-            return False  # what has no numbers has nothing that a branch is for, such as rows that see no key
+        if function is torch.ops.aten._local_scalar_dense.default and isinstance(
+            args[0], FakeTensor
+        ):
+            # What has no numbers has nothing that a branch is for, such as rows that see no key.
+            return False
         out = function(*args, **(kwargs or {}))
         for tensor in _tensors(out):
             storage = tensor.untyped_storage()
             if storage._cdata not in given and not self.is_paused:
-                self._made[storage._cdata] = (StorageWeakRef(storage), storage.nbytes(), tensor.shape)
+                self._made[storage._cdata] = (
+                    StorageWeakRef(storage),
+                    storage.nbytes(),
+                    tensor.shape,
+                )
                 self._most += storage.nbytes()
         if self._most > self.peak:  # else it is no new peak, whichever of them still live
             self._most = self.now
@@ -96,20 +103,47 @@ class LiveTensors(TorchDispatchMode):
 
 
 # Qwen2.5-VL-7B's decoder.
-WIDTHS = {"vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28}
+WIDTHS = {
+    "vocab_size": 152064,
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_attention_heads": 28,
+}
 WIDTHS |= {"num_key_value_heads": 4, "max_position_embeddings": 2**20, "num_hidden_layers": 3}
 # Qwen3-30B-A3B's.
-EXPERTS = {"vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "num_attention_heads": 32}
+EXPERTS = {
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_attention_heads": 32,
+}
 EXPERTS |= {"num_key_value_heads": 4, "head_dim": 128, "max_position_embeddings": 2**20}
-EXPERTS |= {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "num_hidden_layers": 4}
+EXPERTS |= {
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "num_hidden_layers": 4,
+}
 
 
 # Of a hybrid's last layer of linear attention there are states and KV before.
 FEW_LAYERS = {"num_hidden_layers": 5}
-FEW_LAYERS["layer_types"] = [f"{kind}_attention" for kind in ("linear", "full", "full", "linear", "full")]
+FEW_LAYERS["layer_types"] = [
+    f"{kind}_attention" for kind in ("linear", "full", "full", "linear", "full")
+]
 # Qwen3.5-9B's.
-HYBRID = {"vocab_size": 248320, "hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 16}
-HYBRID |= {"num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 2**20, **FEW_LAYERS}
+HYBRID = {
+    "vocab_size": 248320,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_attention_heads": 16,
+}
+HYBRID |= {
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 2**20,
+    **FEW_LAYERS,
+}
 # Others have the widths that transformers gives them: Qwen3-Next-80B-A3B's, and Qwen3.5-35B-A3B's.
 LONG = {"max_position_embeddings": 2**20, **FEW_LAYERS}
 CONFIGS = {
@@ -132,7 +166,8 @@ def _buffers(hosts: HostGroup, sent, shapes=None) -> tuple:
 
 
 def measure(monkeypatch, num_tokens: int, num_hosts: int, kind: str = "dense", **settings) -> list:
-    """Of every host the peak in bytes, and the estimate, of a model that has shapes and no numbers."""
+    """Of every host the peak in bytes, and the estimate, of a model that has shapes and no
+    numbers."""
     shapes, counted = FakeTensorMode(allow_non_fake_inputs=True), threading.local()
 
     def counting(function):
@@ -143,9 +178,11 @@ def measure(monkeypatch, num_tokens: int, num_hosts: int, kind: str = "dense", *
         return run
 
     def buffered(start):
-        """Hold an exchange's buffers as hosts of processes do: what is sent and what is received, until that is there.
+        """Hold an exchange's buffers as hosts of processes do: what is sent and what is received,
+        until that is there.
 
-        Simulated hosts would hold what this host sends for others, and would make what it receives only at the end.
+        Simulated hosts would hold what this host sends for others, and would make what it receives
+        only at the end.
         """
 
         def started(hosts, *args):
@@ -198,7 +235,11 @@ def measure(monkeypatch, num_tokens: int, num_hosts: int, kind: str = "dense", *
 
 @pytest.mark.parametrize(
     "settings",
-    [{"kv": "gathered"}, {"method": "zigzag_ring", "kv": "sharded"}, {"kv": "sharded", "kind": "experts"}],
+    [
+        {"kv": "gathered"},
+        {"method": "zigzag_ring", "kv": "sharded"},
+        {"kv": "sharded", "kind": "experts"},
+    ],
     ids=str,
 )
 def test_the_predicted_peak_is_that_of_the_tensors(monkeypatch, settings):
@@ -213,10 +254,16 @@ HYBRIDS = [
     ("joint hybrid", 130, 2, {"method": "star", "kv": "gathered"}),
     ("joint hybrid", 700, 1, {"method": "full", "kv": "sharded"}),
     pytest.param(
-        *("joint hybrid", 10_000, 2, {"method": "apbv", "kv": "gathered", "zigzag": False}), marks=pytest.mark.thorough
+        *("joint hybrid", 10_000, 2, {"method": "apbv", "kv": "gathered", "zigzag": False}),
+        marks=pytest.mark.thorough,
     ),
     ("hybrid", 130, 2, {"method": "full", "kv": "gathered"}),
-    ("hybrid", 500, 2, {"method": "apbv", "kv": "gathered", "fused_query": False, "anchor_query": True}),
+    (
+        "hybrid",
+        500,
+        2,
+        {"method": "apbv", "kv": "gathered", "fused_query": False, "anchor_query": True},
+    ),
     ("hybrid", 900, 2, {"method": "ulysses", "kv": "gathered"}),
     ("hybrid of experts", 130, 3, {"method": "star", "kv": "gathered"}),
     ("hybrid of experts", 1_500, 2, {"method": "zigzag_ring", "kv": "gathered"}),
@@ -257,23 +304,40 @@ def test_a_hybrids_predicted_peak_is_never_too_low_and_at_most_a_twentieth_too_h
     kv=["sharded", "gathered"],
     settings=VARIANTS,
 )
-def test_so_it_is_with_all_methods_lengths_and_numbers_of_hosts(monkeypatch, kind, num_tokens, num_hosts, kv, settings):
+def test_so_it_is_with_all_methods_lengths_and_numbers_of_hosts(
+    monkeypatch, kind, num_tokens, num_hosts, kv, settings
+):
     """Of every host."""
     assert_close(measure(monkeypatch, num_tokens, num_hosts, kind, kv=kv, **settings))
 
 
-def embeddings_job(hosts: HostGroup, family: str, method: str, reduce: ReduceConfig | None) -> tuple[int, list]:
-    """As the fourth layer begins, how many tensors like the hidden states are in memory, and others as wide."""
-    parts, batch = inspect_model(share_weights(families.build_model(family, layers=4))), video_batch(family)
+def embeddings_job(
+    hosts: HostGroup, family: str, method: str, reduce: ReduceConfig | None
+) -> tuple[int, list]:
+    """As the fourth layer begins, how many tensors like the hidden states are in memory, and others
+    as wide."""
+    parts, batch = (
+        inspect_model(share_weights(families.build_model(family, layers=4))),
+        video_batch(family),
+    )
     live, found = LiveTensors(), []
 
     def look(layer, args):
-        wide = [shape for shape in live.shapes() if len(shape) > 1 and shape[-1] % families.HIDDEN == 0]
-        found.append((tuple(args[0].shape), [shape for shape in wide if prod(shape) > 8 * families.HIDDEN]))
+        wide = [
+            shape for shape in live.shapes() if len(shape) > 1 and shape[-1] % families.HIDDEN == 0
+        ]
+        found.append(
+            (tuple(args[0].shape), [shape for shape in wide if prod(shape) > 8 * families.HIDDEN])
+        )
 
     parts.language_model.layers[3].register_forward_pre_hook(look)
     with live:
-        prefill(parts, batch, hosts=hosts, config=PrefillConfig(method=method, anchor_len=8, reduce=reduce))
+        prefill(
+            parts,
+            batch,
+            hosts=hosts,
+            config=PrefillConfig(method=method, anchor_len=8, reduce=reduce),
+        )
     given, shapes = found[0]
     return shapes.count(given), [shape for shape in shapes if shape != given]
 
@@ -284,7 +348,8 @@ def embeddings_job(hosts: HostGroup, family: str, method: str, reduce: ReduceCon
     reduce=["fastvid", "slowfast", None, "dycoke"],
 )
 def test_of_the_embeddings_only_the_hidden_states_are_left(family, method, reduce):
-    """Neither visual rows nor what they were merged into, nor what a reduction has left out, are kept behind."""
+    """Neither visual rows nor what they were merged into, nor what a reduction has left out, are
+    kept behind."""
     reduce = reduce and ReduceConfig(method=reduce, ratio=0.8)
     for num_hidden, others in simulate(2, embeddings_job, family, method, reduce):
         assert num_hidden == 1 and others == []
@@ -295,7 +360,9 @@ def cancelled_job(hosts: HostGroup) -> bool:
     asked = iter([False, False, True])
     parts = inspect_model(share_weights(families.build_model("llama", layers=4)))
     with pytest.raises(RequestCancelled):
-        prefill(parts, text_batch(400), hosts=hosts, config=PrefillConfig(), stop=lambda: next(asked))
+        prefill(
+            parts, text_batch(400), hosts=hosts, config=PrefillConfig(), stop=lambda: next(asked)
+        )
     return True
 
 
@@ -326,8 +393,14 @@ def test_neither_frames_nor_pixels_are_kept_for_the_layers():
     width = 3 * processor.temporal_patch_size * processor.patch_size**2
 
     def pixels_and_frames() -> list[torch.Tensor]:
-        tensors = [thing for thing in gc.get_objects() if type(thing) is torch.Tensor and thing.dim() > 1]
-        return [t for t in tensors if t.shape[-1] == width or (t.dtype == torch.uint8 and t.shape[-1] == 3)]
+        tensors = [
+            thing for thing in gc.get_objects() if type(thing) is torch.Tensor and thing.dim() > 1
+        ]
+        return [
+            t
+            for t in tensors
+            if t.shape[-1] == width or (t.dtype == torch.uint8 and t.shape[-1] == 3)
+        ]
 
     of_others, counts = pixels_and_frames(), []
 
@@ -339,6 +412,10 @@ def test_neither_frames_nor_pixels_are_kept_for_the_layers():
     # The tower sees pixels, so that what is counted is there to be counted.
     for module in (engine.model.model.visual, engine.model.get_decoder().layers[0]):
         module.register_forward_pre_hook(look)
-    engine.prefill("how many letters are shown", video=demo.video_path(), num_frames=2 * NUM_PATCHES)
+    engine.prefill(
+        "how many letters are shown", video=demo.video_path(), num_frames=2 * NUM_PATCHES
+    )
     *encoding, prefilling = counts
-    assert len(encoding) == NUM_PATCHES and 0 < min(encoding) <= max(encoding) < 6 and prefilling == 0
+    assert (
+        len(encoding) == NUM_PATCHES and 0 < min(encoding) <= max(encoding) < 6 and prefilling == 0
+    )

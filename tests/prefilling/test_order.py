@@ -1,4 +1,5 @@
-"""What a layer's attention does before it waits for other hosts, and that it writes every row of its result."""
+"""What a layer's attention does before it waits for other hosts, and that it writes every row of
+its result."""
 
 import torch
 
@@ -58,8 +59,11 @@ def test_own_keys_are_attended_to_before_anything_is_waited_for(pool):
     triangle = ("attend", ANCHOR + BLOCK, (ANCHOR + BLOCK,), True)
     for host, events in enumerate(pool.run(HOSTS, order_job, {})):
         first_wait = events.index(("wait", 0))
-        # Both passing blocks and the query's partial result are on their way, and the first triangle is computed.
-        assert [event for event in events[:first_wait] if event[0] == "start"] == [("start", n) for n in range(3)]
+        # Both passing blocks and the query's partial result are on their way, and the first
+        # triangle is computed.
+        assert [event for event in events[:first_wait] if event[0] == "start"] == [
+            ("start", n) for n in range(3)
+        ]
         assert events[first_wait - 1] == triangle
         second = ("attend", BLOCK, (ANCHOR, *[PASSED] * (2 * HOSTS - 1 - host), BLOCK), True)
         behind = [("wait", 0), ("wait", 1), second, ("wait", 2)]

@@ -32,18 +32,21 @@ TEXT_CONTEXT = 90  # tokens before the question of a text prompt
 
 
 def prompts(family: str, num_hosts: int, method: str) -> list[tuple]:
-    """(tokens of a text, its first query token, anchor length), for contexts of several lengths modulo 2H.
+    """(tokens of a text, its first query token, anchor length), for contexts of several lengths
+    modulo 2H.
 
-    Every remainder for one text and one video family on up to four hosts: what is left over when a context is cut
-    is a matter of integers, in which families do not differ. Otherwise two that are H apart: with one of them,
-    blocks before the last differ in length.
+    Every remainder for one text and one video family on up to four hosts: what is left over when a
+    context is cut is a matter of integers, in which families do not differ. Otherwise two that are
+    H apart: with one of them, blocks before the last differ in length.
     """
     every = family in EXAMPLES and num_hosts <= 3
     extras = range(2 * num_hosts) if every else (0, num_hosts)
     if family in TEXT_FAMILIES:
         return [(TEXT_CONTEXT + 12 + extra, TEXT_CONTEXT + extra, None) for extra in extras]
     # A video prompt has one length; the anchor's shifts the remainder of its context instead.
-    return [(None, None, 20 + extra) for extra in extras] if method == "apbv" else [(None, None, None)]
+    return (
+        [(None, None, 20 + extra) for extra in extras] if method == "apbv" else [(None, None, None)]
+    )
 
 
 # ---- nothing compressed: equal to Hugging Face ----
@@ -98,8 +101,14 @@ def small_job(hosts: HostGroup, model, batch: dict, method: str):
 )
 def test_small_prompts_equal_hugging_face(family, num_hosts, method, used):
     """Of few tokens, and of a single frame; and the model is left as it was."""
-    model = families.build_model(family, **({"heads": 8, "kv_heads": 4} if family == "llama" else {}))
-    batch = text_batch(40 if num_hosts < 8 else 9) if family == "llama" else video_batch(family, frames=1)
+    model = families.build_model(
+        family, **({"heads": 8, "kv_heads": 4} if family == "llama" else {})
+    )
+    batch = (
+        text_batch(40 if num_hosts < 8 else 9)
+        if family == "llama"
+        else video_batch(family, frames=1)
+    )
     with torch.no_grad():
         expected = model(**batch).logits[:, -1]
     for found, logits in simulate(num_hosts, small_job, model, batch, method):
@@ -109,7 +118,10 @@ def test_small_prompts_equal_hugging_face(family, num_hosts, method, used):
 @pytest.mark.parametrize("decoder", ["qwen3", "qwen3_moe"])
 def test_internvl_may_have_another_decoder(decoder):
     """As InternVL3.5 has."""
-    model, batch = families.build_model("internvl", decoder=decoder), video_batch("internvl", frames=8)
+    model, batch = (
+        families.build_model("internvl", decoder=decoder),
+        video_batch("internvl", frames=8),
+    )
     assert model.config.text_config.model_type == decoder
     with torch.no_grad():
         expected = model(**batch).logits[:, -1]
@@ -147,7 +159,9 @@ def test_compressed_equals_dense_oracle(on_hosts, variant, num_hosts):
     """On a text model in fp64, where no rounding can change a selection."""
     settings = {"passing_len": 3, "anchor_len": 11, **VARIANTS[variant]}
     for length in (131, 132 + num_hosts)[variant != "default" :] if variant != "Triton" else (45,):
-        check_against_oracle(on_hosts, num_hosts, "qwen2", text_batch(length), length - 10, settings)
+        check_against_oracle(
+            on_hosts, num_hosts, "qwen2", text_batch(length), length - 10, settings
+        )
 
 
 @each_choice(num_hosts=[2, 3], family=["qwen2_5_vl", "qwen3_vl", "internvl"])
@@ -162,16 +176,26 @@ def check_against_oracle(on_hosts, num_hosts, family, batch, query_start, settin
     model, batch = build(family, torch.float64), as_double(batch)
     reset_rope(model)
     oracle = oracle_of(settings, num_hosts, results[0].query_start, results[0].start)
-    expected, (exact, _) = run_oracle(model, batch, oracle), hugging_face(family, torch.float64, batch)
+    expected, (exact, _) = (
+        run_oracle(model, batch, oracle),
+        hugging_face(family, torch.float64, batch),
+    )
     # One block alone passes nothing on; otherwise a test without compression would prove nothing.
     assert (relative_error(expected, exact) > 1e-4) == (oracle.num_blocks > 1)
     check_prefill(results, expected, zip(oracle.keys, oracle.values, strict=True), tolerance)
 
 
-@pytest.mark.parametrize(("passing_len", "early", "exact"), [(20, None, True), (19, None, False), (19, 20, False)])
+@pytest.mark.parametrize(
+    ("passing_len", "early", "exact"), [(20, None, True), (19, None, False), (19, 20, False)]
+)
 def test_only_what_passes_whole_blocks_on_is_exact(pool, passing_len, early, exact):
     """Two blocks of 20 tokens lie between the anchor and the question."""
-    settings = {"method": "apb", "anchor_len": 8, "passing_len": passing_len, "early_passing_len": early}
+    settings = {
+        "method": "apb",
+        "anchor_len": 8,
+        "passing_len": passing_len,
+        "early_passing_len": early,
+    }
     for result in pool.run(2, prefill_job, "llama", text_batch(60), 48, settings):
         assert result.exact == exact
 
@@ -188,7 +212,9 @@ def ring_job(hosts: HostGroup, states: torch.Tensor) -> tuple[list[int], torch.T
 def test_a_ring_rounds_its_result_once_however_long_it_is():
     states = torch.randn(3, 1, 2, 512, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
     q, k, v = states.double()
-    exact = (q @ k.mT * 0.25).masked_fill(torch.ones(512, 512).triu(1).bool(), -torch.inf).softmax(dim=-1) @ v
+    exact = (q @ k.mT * 0.25).masked_fill(torch.ones(512, 512).triu(1).bool(), -torch.inf).softmax(
+        dim=-1
+    ) @ v
     out = torch.empty_like(states[0])
     for rows, found in simulate(32, ring_job, states):
         out[:, :, rows] = found

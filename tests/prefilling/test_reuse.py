@@ -1,4 +1,5 @@
-"""Further questions about the same video or text: what is computed again, and what they are answered."""
+"""Further questions about the same video or text: what is computed again, and what they are
+answered."""
 
 import shutil
 from pathlib import Path
@@ -19,19 +20,23 @@ TEXT = "The quick brown fox jumps over the lazy dog. " * 4
 APPROXIMATE, EXACT = {"passing_len": 4}, {"passing_len": 10**6}
 
 
-def demo_engine(hosts: HostGroup, mode: str | None = None, speculate=None, max_bytes=2**30, **settings) -> Engine:
+def demo_engine(
+    hosts: HostGroup, mode: str | None = None, speculate=None, max_bytes=2**30, **settings
+) -> Engine:
     kept = None if mode is None else ReuseConfig(mode=mode, max_bytes=max_bytes)
     options = {"reuse": kept, "prefill": PrefillConfig(**settings), "speculate": speculate}
     return Engine.from_pretrained("demo", hosts=hosts, dtype="float32", **options)
 
 
 def ask(engine: Engine, question: str, video: Path | None = None, frames: int = FRAMES):
-    return engine.generate(question, video=video or demo.video_path(), num_frames=frames, max_new_tokens=STEPS)
+    return engine.generate(
+        question, video=video or demo.video_path(), num_frames=frames, max_new_tokens=STEPS
+    )
 
 
 def questions_job(hosts: HostGroup, mode: str | None, settings: dict, speculate=None, videos=None):
-    """Answers, what was reused, and how often the vision tower and the language model's first layer ran on how
-    many tokens."""
+    """Answers, what was reused, and how often the vision tower and the language model's first layer
+    ran on how many tokens."""
     engine = demo_engine(hosts, mode, speculate, **settings)
     encoded, run = [], []
     tower, layer = engine.model.model.visual, engine.model.get_decoder().layers[0]
@@ -41,7 +46,9 @@ def questions_job(hosts: HostGroup, mode: str | None, settings: dict, speculate=
     for question, video in zip(QUESTIONS, videos or [None] * len(QUESTIONS), strict=True):
         encoded.clear(), run.clear()
         answer = ask(engine, question, video)
-        answers.append((answer.token_ids, answer.stats["reused"], len(encoded), run[0] if run else 0))
+        answers.append(
+            (answer.token_ids, answer.stats["reused"], len(encoded), run[0] if run else 0)
+        )
     return answers
 
 
@@ -62,9 +69,14 @@ def plain(pool) -> list:
         (2, "exact", EXACT, None),
     ],
 )
-def test_what_is_kept_of_an_exact_method_changes_no_answer(pool, plain, hosts, mode, settings, speculate):
+def test_what_is_kept_of_an_exact_method_changes_no_answer(
+    pool, plain, hosts, mode, settings, speculate
+):
     """And with KV the language model's first pass is over the question only."""
-    way, needs_draft = {"kv": "kv", "exact": "embeddings"}[mode], bool(speculate and speculate.draft_model)
+    way, needs_draft = (
+        {"kv": "kv", "exact": "embeddings"}[mode],
+        bool(speculate and speculate.draft_model),
+    )
     for rank, answers in enumerate(pool.run(hosts, questions_job, mode, settings, speculate)):
         assert [tokens for tokens, *_ in answers] == plain
         assert [reused for _, reused, *_ in answers] == [None, way, way]
@@ -73,7 +85,8 @@ def test_what_is_kept_of_an_exact_method_changes_no_answer(pool, plain, hosts, m
 
 
 def approximate_job(hosts: HostGroup, kv: str):
-    """The second question's logits, beside Hugging Face's own attention over the KV that the first left."""
+    """The second question's logits, beside Hugging Face's own attention over the KV that the first
+    left."""
     engine = demo_engine(hosts, "kv", kv=kv, **APPROXIMATE)
     video, first, second = {"video": demo.video_path(), "num_frames": FRAMES}, *QUESTIONS[:2]
     state = engine.prefill(first, **video)
@@ -102,7 +115,9 @@ def test_kept_kv_of_an_approximate_method_is_the_first_questions(pool, kv):
 
 def test_what_changed_is_read_again(pool, tmp_path):
     """Another file of the same name; and after that the old one is not taken for it either."""
-    videos = [shutil.copy(demo.video_path(), tmp_path / name) for name in ("a.mp4", "b.mp4", "a.mp4")]
+    videos = [
+        shutil.copy(demo.video_path(), tmp_path / name) for name in ("a.mp4", "b.mp4", "a.mp4")
+    ]
     answers = pool.run(2, questions_job, "exact", EXACT, None, videos)[0]
     assert [reused for _, reused, *_ in answers] == [None, None, "embeddings"]
     engine = demo_engine(HostGroup.single("cpu"), "kv")
@@ -135,13 +150,18 @@ def test_a_text_is_kept_too_and_what_cannot_be_is_refused():
     for question, reused in zip(QUESTIONS, (None, "kv", "kv"), strict=True):
         answer = engine.generate(question, context=TEXT, max_new_tokens=4)
         assert answer.stats["reused"] == reused
-        assert answer.token_ids == plain.generate(question, context=TEXT, max_new_tokens=4).token_ids
+        assert (
+            answer.token_ids == plain.generate(question, context=TEXT, max_new_tokens=4).token_ids
+        )
     other = TEXT.replace("fox", "cat")
     assert engine.generate(QUESTIONS[0], context=other, max_new_tokens=1).stats["reused"] is None
 
 
 def test_kv_at_one_rules_positions_is_not_kept_for_the_other():
-    engine, video = demo_engine(HostGroup.single("cpu"), "kv"), {"video": demo.video_path(), "num_frames": FRAMES}
+    engine, video = (
+        demo_engine(HostGroup.single("cpu"), "kv"),
+        {"video": demo.video_path(), "num_frames": FRAMES},
+    )
     rules = ("vllm", "transformers", "vllm", "transformers")
     states = [engine.prefill(QUESTIONS[0], **video, positions=rule) for rule in rules]
     assert [state.reused for state in states] == [None, None, "kv", "kv"]

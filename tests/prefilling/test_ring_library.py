@@ -1,4 +1,5 @@
-"""ring-flash-attn is tried before it is trusted: right and wrong stand-ins for it, over real hosts."""
+"""ring-flash-attn is tried before it is trusted: right and wrong stand-ins for it, over real
+hosts."""
 
 import sys
 import warnings
@@ -45,10 +46,13 @@ def raising(*states, **options):
 
 
 def choosing_job(hosts: HostGroup, installed: list) -> tuple[str | None, list[str]]:
-    """The function that is used, by name, and the warnings: ``installed`` says what each host has."""
+    """The function that is used, by name, and the warnings: ``installed`` says what each host
+    has."""
     ring, modules = installed[hosts.rank], {}
     if ring is not None:
-        modules["ring_flash_attn"] = SimpleNamespace(zigzag_ring_flash_attn_func=ring, __spec__=SimpleNamespace())
+        modules["ring_flash_attn"] = SimpleNamespace(
+            zigzag_ring_flash_attn_func=ring, __spec__=SimpleNamespace()
+        )
     ring_library.usable_ring.cache_clear()
     with patch.dict(sys.modules, modules), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -1,4 +1,5 @@
-"""Prompts that do not fit in memory are refused, or end, with an error that says so on every host."""
+"""Prompts that do not fit in memory are refused, or end, with an error that says so on every
+host."""
 
 import pytest
 import torch
@@ -18,15 +19,20 @@ from prompts import build, text_batch, video_batch
 TOKENS, SHORT = 400, {"anchor_len": 8, "passing_len": 8, "query_len": 8, "kv": "sharded"}
 
 
-def ended_job(hosts: HostGroup, is_video: bool, settings: dict, free_bytes: dict[int, int]) -> tuple:
-    """How a prompt ends where so little is free on some hosts, the chunks encoded, and how it ends elsewhere."""
+def ended_job(
+    hosts: HostGroup, is_video: bool, settings: dict, free_bytes: dict[int, int]
+) -> tuple:
+    """How a prompt ends where so little is free on some hosts, the chunks encoded, and how it ends
+    elsewhere."""
     family = "qwen2_5_vl" if is_video else "llama"
     batch = video_batch(family, frames=400) if is_video else text_batch(TOKENS)
     model = build(family, torch.float32)
     config, features, encoded = PrefillConfig(**{**SHORT, **settings}), encode._features, []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(encode, "_features", lambda *args: encoded.append(1) or features(*args))
-        patch.setattr(memory, "free_memory_bytes", lambda device, swaps: free_bytes.get(hosts.rank, 2**40))
+        patch.setattr(
+            memory, "free_memory_bytes", lambda device, swaps: free_bytes.get(hosts.rank, 2**40)
+        )
         ended = described(lambda: prefill(model, batch, hosts=hosts, config=config))
     method = None if is_video else prefill(model, batch, hosts=hosts, config=config).method
     return ended, len(encoded), method
@@ -38,8 +44,13 @@ def test_what_certainly_does_not_fit_is_refused_on_every_host(pool):
     estimate = host_memory(parts.sizes, layout, 1, "sharded", itemsize=4, device=parts.device)
     needed = estimate.certain["prefill"]
     for refused, _, method in pool.run(2, ended_job, False, {}, {1: needed - 1}):
-        assert refused.startswith("NotEnoughMemoryError: a prompt of 400 tokens does not fit in memory: ")
-        assert "host 1 needs at least" in refused and "fewer frames or tokens, or more hosts" in refused
+        assert refused.startswith(
+            "NotEnoughMemoryError: a prompt of 400 tokens does not fit in memory: "
+        )
+        assert (
+            "host 1 needs at least" in refused
+            and "fewer frames or tokens, or more hosts" in refused
+        )
         assert method == "apbv"
     for allowed, *_ in pool.run(2, ended_job, False, {}, {1: needed}):
         assert not allowed.startswith("NotEnoughMemoryError")
@@ -47,10 +58,18 @@ def test_what_certainly_does_not_fit_is_refused_on_every_host(pool):
 
 def test_frames_that_do_not_fit_before_a_reduction_are_refused_on_every_host(pool):
     """Each host's 400 embeddings take more than what is left of the prompt."""
-    needed, settings = 400 * families.HIDDEN * 4, {"reduce": ReduceConfig(method="dycoke", ratio=0.01)}
+    needed, settings = (
+        400 * families.HIDDEN * 4,
+        {"reduce": ReduceConfig(method="dycoke", ratio=0.01)},
+    )
     for refused, num_encoded, _ in pool.run(2, ended_job, True, settings, {1: needed - 1}):
-        assert refused.startswith("NotEnoughMemoryError: a prompt of ") and "host 1 needs at least" in refused
-        assert "the embeddings of its frames" in refused and "fewer frames, or more hosts" in refused
+        assert (
+            refused.startswith("NotEnoughMemoryError: a prompt of ")
+            and "host 1 needs at least" in refused
+        )
+        assert (
+            "the embeddings of its frames" in refused and "fewer frames, or more hosts" in refused
+        )
         assert num_encoded == 0
     results = pool.run(2, ended_job, True, settings, {1: needed})
     assert all(allowed == "nothing raised" for allowed, *_ in results)
@@ -59,10 +78,14 @@ def test_frames_that_do_not_fit_before_a_reduction_are_refused_on_every_host(poo
 def test_what_waits_to_be_collected_counts_as_free(monkeypatch):
     free = iter([1, 2**40])
     monkeypatch.setattr(memory, "free_memory_bytes", lambda device, swaps: next(free))
-    assert prefill(build("llama", torch.float32), text_batch(TOKENS), hosts=HostGroup.single("cpu")).num_tokens
+    assert prefill(
+        build("llama", torch.float32), text_batch(TOKENS), hosts=HostGroup.single("cpu")
+    ).num_tokens
 
 
-@pytest.mark.parametrize(("swap", "ended"), [(0, "NotEnoughMemoryError: "), (2**40, "nothing raised")])
+@pytest.mark.parametrize(
+    ("swap", "ended"), [(0, "NotEnoughMemoryError: "), (2**40, "nothing raised")]
+)
 def test_what_the_machine_can_swap_out_counts_as_free(monkeypatch, swap, ended):
     figures = {"MemAvailable": 1, "SwapFree": swap}
     monkeypatch.setattr(stats, "_kernels_figure", lambda name, of="meminfo": figures.get(name))
@@ -91,7 +114,12 @@ def exhausted_job(hosts: HostGroup, stage: str, victim: int, reduce: str | None 
 
 
 def test_an_allocator_that_fails_is_one_clear_error():
-    for stage, reduce in (("encoding", None), ("handoff", None), ("reduction", "dycoke"), ("prefill", "fastvid")):
+    for stage, reduce in (
+        ("encoding", None),
+        ("handoff", None),
+        ("reduction", "dycoke"),
+        ("prefill", "fastvid"),
+    ):
         failed = exhausted_job(HostGroup.single("cpu"), stage, 0, reduce)
         where = f"host 0 ran out of memory on cpu in the {stage} of a prompt of "
         assert failed.startswith(f"NotEnoughMemoryError: {where}")
@@ -100,5 +128,7 @@ def test_an_allocator_that_fails_is_one_clear_error():
 def test_an_allocator_that_fails_on_one_host_is_a_clear_error_on_all(tmp_path):
     outcomes = run_fresh(Store(tmp_path), 2, exhausted_job, "prefill", 1)
     quoting, own = (outcome.result for outcome in outcomes)
-    assert own.startswith("NotEnoughMemoryError: host 1 ran out of memory on cpu in the prefill of a prompt of ")
+    assert own.startswith(
+        "NotEnoughMemoryError: host 1 ran out of memory on cpu in the prefill of a prompt of "
+    )
     assert quoting.startswith("HostError: host 1 failed in ") and "out of memory" in quoting

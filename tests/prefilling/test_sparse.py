@@ -1,4 +1,5 @@
-"""Sparse attention: which blocks are chosen, and what the methods make of them, against loops in fp64."""
+"""Sparse attention: which blocks are chosen, and what the methods make of them, against loops in
+fp64."""
 
 import pytest
 import torch
@@ -30,7 +31,8 @@ ALONE = HostGroup.single("cpu")
 
 
 def drifting_states(tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """q ``[1, 4, l, 16]`` and k ``[1, 2, l, 16]``: stretches of rows that are alike, and others that are not."""
+    """q ``[1, 4, l, 16]`` and k ``[1, 2, l, 16]``: stretches of rows that are alike, and others
+    that are not."""
     generator = torch.Generator().manual_seed(seed)
 
     def randn(*shape):
@@ -39,7 +41,9 @@ def drifting_states(tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]
     states = []
     for heads in (4, 2):
         topics = 2 * randn(heads, -(-tokens // 20), 16).repeat_interleave(20, dim=1)[:, :tokens]
-        noise = torch.rand(heads, -(-tokens // 33), 1, generator=generator).repeat_interleave(33, dim=1)
+        noise = torch.rand(heads, -(-tokens // 33), 1, generator=generator).repeat_interleave(
+            33, dim=1
+        )
         states.append((topics + 4 * noise[:, :tokens] ** 2 * randn(heads, tokens, 16))[None])
     return tuple(states)
 
@@ -48,7 +52,9 @@ def pairs_of(kept: torch.Tensor, sparse: SparseConfig, tokens: int) -> torch.Ten
     """Which key each query sees, bool ``[Hq, l, l]``."""
     kept = ListedBlocks.of(kept, sparse.block_size, sparse.key_block).kept[0]
     own = torch.arange(tokens) // sparse.block_size
-    pairs = kept.repeat_interleave(sparse.block_size, dim=1).repeat_interleave(sparse.key_block, dim=2)
+    pairs = kept.repeat_interleave(sparse.block_size, dim=1).repeat_interleave(
+        sparse.key_block, dim=2
+    )
     return (pairs[:, :tokens, :tokens] | (own[:, None] == own)).tril()
 
 
@@ -59,8 +65,12 @@ def pairs_of(kept: torch.Tensor, sparse: SparseConfig, tokens: int) -> torch.Ten
         SparseConfig(method="spargeattn", block_size=32, threshold=0.5, similarity=0.5),
         SparseConfig(method="spargeattn", block_size=64, threshold=0.01, similarity=-1),
         SparseConfig(method="flexprefill", block_size=32, min_blocks=1, divergence=0.6),
-        SparseConfig(method="flexprefill", block_size=32, min_blocks=2, divergence=0, threshold=0.6),
-        SparseConfig(method="flexprefill", block_size=32, min_blocks=1, divergence=1, threshold=0.6),
+        SparseConfig(
+            method="flexprefill", block_size=32, min_blocks=2, divergence=0, threshold=0.6
+        ),
+        SparseConfig(
+            method="flexprefill", block_size=32, min_blocks=1, divergence=1, threshold=0.6
+        ),
     ],
     ids=str,
 )
@@ -68,7 +78,9 @@ def test_the_chosen_blocks_are_those_of_the_papers(sparse):
     computed = 0.0
     for tokens, seed in ((1, 0), (64, 0), (201, 0), (201, 1)):
         q, k = drifting_states(tokens, seed)
-        pairs = pairs_of(BLOCK_SELECTION[sparse.method](q, k, 0.25, sparse, "torch"), sparse, tokens)
+        pairs = pairs_of(
+            BLOCK_SELECTION[sparse.method](q, k, 0.25, sparse, "torch"), sparse, tokens
+        )
         assert torch.equal(pairs, chosen_pairs(q[0], k[0], 0.25, sparse))
         computed += float(pairs.sum()) / (2 * 4 * tokens * (tokens + 1) / 2) * (tokens == 201)
     # What is chosen is neither everything nor only what is chosen always.
@@ -77,15 +89,23 @@ def test_the_chosen_blocks_are_those_of_the_papers(sparse):
 
 def test_of_equal_scores_the_earlier_block_is_taken():
     q, k = torch.zeros(1, 1, 320, 16), torch.zeros(1, 1, 320, 16)
-    kept = BLOCK_SELECTION["xattention"](q, k, 1.0, SparseConfig(block_size=32, threshold=0.5), "torch")
+    kept = BLOCK_SELECTION["xattention"](
+        q, k, 1.0, SparseConfig(block_size=32, threshold=0.5), "torch"
+    )
     assert kept[0, 0, 9].nonzero().flatten().tolist() == [0, 1, 2, 3, 4, 9]
     # Three of four equal blocks hold the threshold exactly.
     sparse = SparseConfig(block_size=32, stride=32, threshold=0.75)
-    assert BLOCK_SELECTION["xattention"](q, k, 1.0, sparse, "torch")[0, 0, 3].tolist() == [1, 1, 0, 1] + [0] * 6
+    assert (
+        BLOCK_SELECTION["xattention"](q, k, 1.0, sparse, "torch")[0, 0, 3].tolist()
+        == [1, 1, 0, 1] + [0] * 6
+    )
     q[..., 0], k[..., 0] = 1, 1
     k[:, :, 160:, 1] = 1e-3  # the mean key is subtracted first: what is left is alike within blocks
     k[:, :, :160, 1] = -1e-3
-    for threshold, row, count in ((0.52, 9, 10), (0.5, 7, 8)):  # of 20, and of 16: exactly the threshold
+    for threshold, row, count in (
+        (0.52, 9, 10),
+        (0.5, 7, 8),
+    ):  # of 20, and of 16: exactly the threshold
         sparse = SparseConfig(method="spargeattn", block_size=32, threshold=threshold)
         kept = BLOCK_SELECTION["spargeattn"](q, k, 1.0, sparse, "torch")
         assert kept[0, 0, row].nonzero().flatten().tolist() == list(range(count))
@@ -93,9 +113,12 @@ def test_of_equal_scores_the_earlier_block_is_taken():
 
 def test_flexprefill_takes_the_earlier_pair_and_the_nearer_diagonal():
     zeros = torch.zeros(1, 1, 320, 16, dtype=torch.float64)
-    sparse = SparseConfig(method="flexprefill", block_size=32, threshold=0.54, divergence=1, min_blocks=1)
+    sparse = SparseConfig(
+        method="flexprefill", block_size=32, threshold=0.54, divergence=1, min_blocks=1
+    )
     kept = BLOCK_SELECTION["flexprefill"](zeros, zeros, 1.0, sparse, "torch").tril()
-    # Every block of queries shares out one tenth of all, evenly: the first five, and two of the sixth's six.
+    # Every block of queries shares out one tenth of all, evenly: the first five, and two of the
+    # sixth's six.
     assert kept[0, 0].sum(dim=1).tolist()[:5] == [1, 2, 3, 4, 5]
     assert kept[0, 0, 5].nonzero().flatten().tolist() == [0, 1, 5]
     assert kept[0, 0, 9].nonzero().flatten().tolist() == [0, 9]
@@ -103,7 +126,9 @@ def test_flexprefill_takes_the_earlier_pair_and_the_nearer_diagonal():
     q, k = zeros.clone(), zeros.clone()
     q[..., 0], k[..., 0] = 1, -1000
     k[:, :, 64:257:64, 0] = 0
-    sparse = SparseConfig(method="flexprefill", block_size=32, threshold=0.3, divergence=0, min_blocks=3)
+    sparse = SparseConfig(
+        method="flexprefill", block_size=32, threshold=0.3, divergence=0, min_blocks=3
+    )
     kept = BLOCK_SELECTION["flexprefill"](q, k, 1.0, sparse, "torch").tril()
     assert torch.equal(pairs_of(kept, sparse, 320), chosen_pairs(q[0], k[0], 1.0, sparse))
     assert kept[0, 0, 9].nonzero().flatten().tolist() == [0, 2, 4, 6, 8, 9]
@@ -118,11 +143,17 @@ def test_flexprefill_finds_a_pattern_for_each_head(monkeypatch, tokens):
     for divergence in (0, 0.41, 0.5, 0.65, 1):
         lines = {"min_blocks": 2, "divergence": divergence, "threshold": 0.8}
         sparse = SparseConfig(method="flexprefill", block_size=32, **lines)
-        pairs = pairs_of(BLOCK_SELECTION["flexprefill"](q, k, 0.25, sparse, "torch"), sparse, tokens)
+        pairs = pairs_of(
+            BLOCK_SELECTION["flexprefill"](q, k, 0.25, sparse, "torch"), sparse, tokens
+        )
         assert torch.equal(pairs, chosen_pairs(q[0], k[0], 0.25, sparse))
         chosen[divergence] = pairs.flatten(1)
     is_aware, is_lines = ((chosen[0.5] == chosen[other]).all(dim=1) for other in (1, 0))
-    assert (is_aware & ~is_lines).any() and (is_lines & ~is_aware).any() and (is_lines | is_aware).all()
+    assert (
+        (is_aware & ~is_lines).any()
+        and (is_lines & ~is_aware).any()
+        and (is_lines | is_aware).all()
+    )
 
 
 # ---- some heads at a time ----
@@ -133,7 +164,10 @@ def test_heads_choose_the_same_however_many_at_a_time(monkeypatch, method, heads
     """Of nine heads in three groups: one or two of a group, a group, two of the three, all."""
     sparse = SparseConfig(method=method, block_size=32, threshold=0.5, divergence=0.5, min_blocks=1)
     states = [drifting_states(201, seed) for seed in range(5)]
-    q, k = torch.cat([q for q, _ in states], dim=1)[:, :9], torch.cat([k for _, k in states], dim=1)[:, :3]
+    q, k = (
+        torch.cat([q for q, _ in states], dim=1)[:, :9],
+        torch.cat([k for _, k in states], dim=1)[:, :3],
+    )
     kept = BLOCK_SELECTION[sparse.method](q, k, 0.25, sparse, "torch")
     expected = ListedBlocks.of(kept, sparse.block_size, sparse.key_block)
     monkeypatch.setattr(block_attention, "_MOST_PAIRS", heads_at_once * kept[0, 0].numel() + 1)
@@ -155,7 +189,9 @@ def test_heads_choose_the_same_however_many_at_a_time(monkeypatch, method, heads
 
 XATTENTION = SparseConfig(block_size=32, stride=8, threshold=0.3)
 SPARGE = SparseConfig(method="spargeattn", block_size=32, threshold=0.4, similarity=-1)
-FLEX = SparseConfig(method="flexprefill", block_size=32, threshold=0.4, divergence=0.15, min_blocks=1)
+FLEX = SparseConfig(
+    method="flexprefill", block_size=32, threshold=0.4, divergence=0.15, min_blocks=1
+)
 
 
 @pytest.mark.parametrize(
@@ -175,7 +211,9 @@ def test_blocks_attend_sparsely_to_themselves(pool, settings, num_hosts, sparse,
     method = settings.get("method", "apbv")
     is_whole = method not in ("apbv", "star")
     length = 201 if is_whole else 100 * num_hosts * (1 if method == "star" else 2) + 37
-    batch, start = (text_batch(length), length - 10) if family == "qwen2" else (video_batch(family, 120), None)
+    batch, start = (
+        (text_batch(length), length - 10) if family == "qwen2" else (video_batch(family, 120), None)
+    )
     tokens = batch["input_ids"].shape[1]
     settings = settings if is_whole else {"anchor_len": 21, "passing_len": 5, **settings}
     asked = {**settings, "sparse": sparse, "on_single_host": not is_whole}
@@ -203,7 +241,9 @@ def test_blocks_attend_sparsely_to_themselves(pool, settings, num_hosts, sparse,
 
 @each_choice(method=[*SPARSE_NAMES, "apbv"], num_hosts=[1, 3])
 def test_threshold_1_is_dense(pool, method, num_hosts):
-    sparse = SparseConfig(method="xattention" if method == "apbv" else method, threshold=1, block_size=32)
+    sparse = SparseConfig(
+        method="xattention" if method == "apbv" else method, threshold=1, block_size=32
+    )
     batch = text_batch(230)
     settings = {"method": method, "sparse": sparse, "passing_len": 10**6}
     expected, cache = hugging_face("qwen2", torch.float64, batch)
@@ -213,7 +253,10 @@ def test_threshold_1_is_dense(pool, method, num_hosts):
 
 
 def test_triton_computes_the_same():
-    batch, config = text_batch(70), PrefillConfig(method="spargeattn", sparse=SPARGE, backend="triton")
+    batch, config = (
+        text_batch(70),
+        PrefillConfig(method="spargeattn", sparse=SPARGE, backend="triton"),
+    )
     model = build("qwen2", torch.float32)
     logits = prefill(model, as_inputs("qwen2", batch, 60, ALONE), hosts=ALONE, config=config).logits
     oracle = DenseOracle(0, 70, 1, 0, "received", sparse=SPARGE)

@@ -1,4 +1,5 @@
-"""Videos that are read, encoded and exchanged chunk by chunk, against transformers on the whole video."""
+"""Videos that are read, encoded and exchanged chunk by chunk, against transformers on the whole
+video."""
 
 import re
 import threading
@@ -44,12 +45,17 @@ def logits_job(hosts: HostGroup, family: str, clip: str, settings: dict):
 @torch.no_grad()
 def logits_by_transformers(family: str, clip: Path) -> torch.Tensor:
     """The last logits that the model computes by itself, of frames that PyAV decoded by itself."""
-    model, processor = families.build_model(family, dtype=torch.float64), families.build_processor(family)
+    model, processor = (
+        families.build_model(family, dtype=torch.float64),
+        families.build_processor(family),
+    )
     content = [{"type": "video"}, {"type": "text", "text": QUESTION}]
     return model(**by_processor(processor, content, [sampled(clip, FRAMES)])).logits[:, -1]
 
 
-@each_choice(family=["llava_onevision", "qwen2_5_vl", "qwen3_vl", "internvl"], num_hosts=[1, 2, 3, 2])
+@each_choice(
+    family=["llava_onevision", "qwen2_5_vl", "qwen3_vl", "internvl"], num_hosts=[1, 2, 3, 2]
+)
 def test_chunks_of_one_patch_prefill_as_the_whole(pool, clip, family, num_hosts):
     expected = logits_by_transformers(family, clip)
     results = pool.run(num_hosts, logits_job, family, str(clip), {})
@@ -69,7 +75,8 @@ def late_damage(folder: Path) -> str:
 
 
 def failures_job(hosts: HostGroup, path: str, broken: str, good: str) -> list[tuple]:
-    """How requests end that fail on the last host, with a draft; threads left, and what is answered afterwards."""
+    """How requests end that fail on the last host, with a draft; threads left, and what is answered
+    afterwards."""
     speculate = SpeculativeConfig(strategy="vanilla", draft_model=path)
     engine = Engine.from_pretrained(path, prefill=PREFILL, hosts=hosts, speculate=speculate)
     good, ended = {"video": good, "num_frames": 8, "max_new_tokens": 2}, []
@@ -79,7 +86,9 @@ def failures_job(hosts: HostGroup, path: str, broken: str, good: str) -> list[tu
             raise RuntimeError("the caller cannot go on")
 
     requests = [{**good, "video": broken, "num_frames": 30}]
-    requests += [{**good, "on_stage": partial(fail, stage=stage)} for stage in ("decode_video", "exchange")]
+    requests += [
+        {**good, "on_stage": partial(fail, stage=stage)} for stage in ("decode_video", "exchange")
+    ]
     engine.generate(QUESTION, **good)
     for request in requests:
         before = threading.active_count()
@@ -91,30 +100,38 @@ def failures_job(hosts: HostGroup, path: str, broken: str, good: str) -> list[tu
 
 
 def test_a_failure_on_one_host_fails_all_and_breaks_nothing(pool, checkpoints, clip, tmp_path):
-    """Of a file whose late frame is damaged, when several chunks have been exchanged; and of a host's caller."""
+    """Of a file whose late frame is damaged, when several chunks have been exchanged; and of a
+    host's caller."""
     broken = late_damage(tmp_path)
     first, last = pool.run(2, failures_job, str(checkpoints("qwen3_vl")), broken, str(clip))
     reasons = ["VideoError: ", *["RuntimeError: the caller cannot go on"] * 2]
     for (quoting, *_, tokens), (own, _, others), reason in zip(first, last, reasons, strict=True):
-        assert own.startswith(reason) and re.match(f"HostError: host 1 failed in .*{reason}", quoting)
+        assert own.startswith(reason) and re.match(
+            f"HostError: host 1 failed in .*{reason}", quoting
+        )
         assert tokens == others == first[0][2]
     assert "broken.mp4" in last[0][0]
     assert all(left <= 0 for _, left, _ in first + last), "threads go on after the request"
 
 
 def too_few_job(hosts: HostGroup, clip: str) -> str:
-    """What is raised where the last host's tower makes a row too few, before a prompt that succeeds."""
+    """What is raised where the last host's tower makes a row too few, before a prompt that
+    succeeds."""
     model = families.build_model("qwen2_5_vl")
     engine = Engine(model, families.build_processor("qwen2_5_vl"), hosts, PREFILL)
     encode = model.model.get_video_features
 
     def shortened(*args, **kwargs):
         features = encode(*args, **kwargs)
-        features.pooler_output = [rows[: len(rows) - (hosts.rank == hosts.size - 1)] for rows in features.pooler_output]
+        features.pooler_output = [
+            rows[: len(rows) - (hosts.rank == hosts.size - 1)] for rows in features.pooler_output
+        ]
         return features
 
     model.model.get_video_features = shortened
-    with pytest.raises((ValueError, HostError), match="the model's tower returned 5 embeddings for 6 pl") as raised:
+    with pytest.raises(
+        (ValueError, HostError), match="the model's tower returned 5 embeddings for 6 pl"
+    ) as raised:
         engine.prefill(QUESTION, video=clip, num_frames=FRAMES)
     model.model.get_video_features = encode
     engine.prefill(QUESTION, video=clip, num_frames=FRAMES)
@@ -126,7 +143,9 @@ def test_a_tower_has_to_make_a_row_for_every_placeholder(pool, clip, num_hosts):
     assert pool.run(num_hosts, too_few_job, str(clip)) == ["HostError", "ValueError"][-num_hosts:]
 
 
-def pixels_of(clip: Path | str, first: int = 0, num_patches: int = 6) -> tuple[SourcePixels, list[range]]:
+def pixels_of(
+    clip: Path | str, first: int = 0, num_patches: int = 6
+) -> tuple[SourcePixels, list[range]]:
     frames, grid = tuple(range(first, first + 2 * num_patches)), torch.tensor([[num_patches, 4, 6]])
     timer = StageTimer(HostGroup.single("cpu"))
     video = SampledVideo(probe(clip), frames, grid=grid)
@@ -143,7 +162,10 @@ def test_kept_pixels_serve_two_towers_at_once(clip):
     with ThreadPoolExecutor(2) as executor:
         seen = [*executor.map(lambda _: list(kept.chunks(chunks)), range(2))]
     for found in seen:
-        assert all(torch.equal(a.values["pixel_values_videos"], b) for a, b in zip(found, expected, strict=True))
+        assert all(
+            torch.equal(a.values["pixel_values_videos"], b)
+            for a, b in zip(found, expected, strict=True)
+        )
     assert all(a is b for a, b in zip(*seen, strict=True)), "the file was read twice"
 
 
@@ -172,7 +194,9 @@ def test_what_runs_ahead_runs_one_ahead_and_ends_with_its_user():
         assert next(running) == number
         go_on.release()
     running.close()
-    assert ended.is_set() and len(made) <= 4  # the one in use and the one after it; nobody asked for more
+    assert (
+        ended.is_set() and len(made) <= 4
+    )  # the one in use and the one after it; nobody asked for more
 
 
 @pytest.mark.parametrize(
@@ -183,7 +207,10 @@ def test_what_runs_ahead_runs_one_ahead_and_ends_with_its_user():
 def test_chunks_fit_in_memory(patches, patch_bytes, budget, size):
     row_starts = (*range(0, 4 * patches, 4), 4 * patches + 1)
     video = VisualInput(
-        (VisualItem("video", row_starts[-1], patches, 1, patch_bytes),), (range(patches),), 0, row_starts
+        (VisualItem("video", row_starts[-1], patches, 1, patch_bytes),),
+        (range(patches),),
+        0,
+        row_starts,
     )
     chunks = video.chunks(0, budget)
     assert len(chunks[0]) == size

@@ -13,13 +13,27 @@ from prompts import video_batch
 LAYERS, FRAMES, SIZE = 6, 50, (56, 70)
 
 
-@each_choice(name=REDUCER_NAMES, method=["apbv", "star", "zigzag_ring", "full"], ratio=[0.6, 0.3], num_hosts=[1, 2, 2])
-def test_about_as_many_tokens_are_left_and_as_much_kv(pool, tmp_path, name, method, ratio, num_hosts):
+@each_choice(
+    name=REDUCER_NAMES,
+    method=["apbv", "star", "zigzag_ring", "full"],
+    ratio=[0.6, 0.3],
+    num_hosts=[1, 2, 2],
+)
+def test_about_as_many_tokens_are_left_and_as_much_kv(
+    pool, tmp_path, name, method, ratio, num_hosts
+):
     reduce = ReduceConfig(method=name, ratio=ratio)
     config = PrefillConfig(method=method, kv="sharded", on_single_host=True, reduce=reduce)
     path = families.save_checkpoint("qwen2_5_vl", tmp_path, layers=LAYERS)
     memory = 10**7  # the less it is, the sooner it is found how many frames would fit
-    planned = plan(path, num_frames=FRAMES, resolution=SIZE, hosts=num_hosts, prefill=config, device_memory=memory)
+    planned = plan(
+        path,
+        num_frames=FRAMES,
+        resolution=SIZE,
+        hosts=num_hosts,
+        prefill=config,
+        device_memory=memory,
+    )
     results = pool.run(num_hosts, kept_job, config)
     assert planned.num_left == pytest.approx(results[0][0], rel=0.3)
     held, estimate = sum(kv for _, kv in results), sum(host.kv for host in planned.hosts)
@@ -28,7 +42,10 @@ def test_about_as_many_tokens_are_left_and_as_much_kv(pool, tmp_path, name, meth
 
 def kept_job(hosts: HostGroup, config: PrefillConfig) -> tuple[int, int]:
     """How many tokens the language model reads, and how much KV the host holds."""
-    batch, model = video_batch("qwen2_5_vl", FRAMES, 60 * "q"), families.build_model("qwen2_5_vl", layers=LAYERS)
+    batch, model = (
+        video_batch("qwen2_5_vl", FRAMES, 60 * "q"),
+        families.build_model("qwen2_5_vl", layers=LAYERS),
+    )
     state = prefill(model, batch, hosts=hosts, config=config)
     gone = state.reduction.num_before - state.reduction.num_after
     kept = sum(layer.keys.nbytes + layer.values.nbytes for layer in state.kv.cache.layers)

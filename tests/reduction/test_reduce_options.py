@@ -26,10 +26,19 @@ def test_settings_that_are_wrong():
 def test_options_that_are_wrong_are_one_line(capsys):
     for main, options, says in (
         (infer, ["--reduce-ratio", "0.5"], "--reduce-ratio needs --reduce"),
-        (serve, ["--reduce", "dycoke", "--kv-transfer", "tcp"], "--kv-transfer transfers whole prompts"),
+        (
+            serve,
+            ["--reduce", "dycoke", "--kv-transfer", "tcp"],
+            "--kv-transfer transfers whole prompts",
+        ),
         (serve, ["--reduce", "dycoke", "--reuse", "kv"], "use reuse='exact'"),
     ):
         with pytest.raises(SystemExit) as ended:
             main.parse_arguments([*INFER, *options])
         said = capsys.readouterr().err
-        assert ended.value.code == 2 and says in said and said.startswith("error: ") and said.count("\n") == 1
+        assert (
+            ended.value.code == 2
+            and says in said
+            and said.startswith("error: ")
+            and said.count("\n") == 1
+        )

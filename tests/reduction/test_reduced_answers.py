@@ -2,7 +2,15 @@
 
 import pytest
 
-from apbv import Engine, HostGroup, PrefillConfig, ReduceConfig, ReuseConfig, SpeculativeConfig, demo
+from apbv import (
+    Engine,
+    HostGroup,
+    PrefillConfig,
+    ReduceConfig,
+    ReuseConfig,
+    SpeculativeConfig,
+    demo,
+)
 from apbv.kv.offers import Offers
 from apbv.prefilling.methods import METHODS
 
@@ -13,10 +21,14 @@ NUM_TEXT = 15  # tokens of the prompt around the video
 RATIO = 0.4
 
 
-def engine_of(hosts: HostGroup, reducer: str, speculate: SpeculativeConfig | None = None, **settings) -> Engine:
+def engine_of(
+    hosts: HostGroup, reducer: str, speculate: SpeculativeConfig | None = None, **settings
+) -> Engine:
     reuse = settings.pop("reuse", None)
     prefill = PrefillConfig(reduce=ReduceConfig(method=reducer, ratio=RATIO), **settings)
-    return Engine.from_pretrained("demo", prefill=prefill, hosts=hosts, speculate=speculate, reuse=reuse)
+    return Engine.from_pretrained(
+        "demo", prefill=prefill, hosts=hosts, speculate=speculate, reuse=reuse
+    )
 
 
 def ask(engine: Engine, question: str = QUESTION):
@@ -36,7 +48,11 @@ def answer_job(hosts: HostGroup, reducer: str, settings: dict):
 
 @pytest.mark.parametrize(
     ("method", "reducer", "kv"),
-    [("star", "slowfast", "sharded"), ("ulysses", "dycoke", "gathered"), ("zigzag_ring", "fastvid", "sharded")],
+    [
+        ("star", "slowfast", "sharded"),
+        ("ulysses", "dycoke", "gathered"),
+        ("zigzag_ring", "fastvid", "sharded"),
+    ],
 )
 def test_a_reduced_prompt_is_answered_with_its_figures(pool, method, reducer, kv):
     """By an exact method as one host does."""
@@ -59,11 +75,20 @@ def test_what_does_not_go_together_is_refused():
     with Offers(hosts) as offers:
         reduce = PrefillConfig(reduce=ReduceConfig(method="dycoke"))
         for message, refused in (
-            ("transfers whole prompts", lambda: engine.prefill(QUESTION, video=demo.video_path()).offer(offers)),
+            (
+                "transfers whole prompts",
+                lambda: engine.prefill(QUESTION, video=demo.video_path()).offer(offers),
+            ),
             ("transfers whole prompts", engine.handing_over),
-            ("anew for every prompt", lambda: engine_of(hosts, "dycoke", reuse=ReuseConfig(mode="kv"))),
+            (
+                "anew for every prompt",
+                lambda: engine_of(hosts, "dycoke", reuse=ReuseConfig(mode="kv")),
+            ),
             ("on a draft host choose another", lambda: engine_of(hosts, "dycoke", beside)),
-            ("llama models", lambda: Engine(build_model("llama"), build_processor("llama"), hosts, reduce)),
+            (
+                "llama models",
+                lambda: Engine(build_model("llama"), build_processor("llama"), hosts, reduce),
+            ),
         ):
             with pytest.raises(ValueError, match=message):
                 refused()
@@ -98,7 +123,8 @@ def draft_job(hosts: HostGroup):
 
 @pytest.mark.thorough
 def test_a_draft_does_not_change_what_the_reduced_model_says(pool):
-    """A draft model reads what it keeps of the whole prompt; the target's own drafts see what the target sees."""
+    """A draft model reads what it keeps of the whole prompt; the target's own drafts see what the
+    target sees."""
     for plain, found in pool.run(2, draft_job):
         for draft, (tokens, figures) in zip(DRAFTS, found, strict=True):
             assert tokens == plain, draft

@@ -1,4 +1,5 @@
-"""Prompts that are reduced before the language model, against transformers' own model on what is left of them."""
+"""Prompts that are reduced before the language model, against transformers' own model on what is
+left of them."""
 
 import pytest
 import torch
@@ -16,15 +17,20 @@ from prompts import UNCOMPRESSED, build, prefill_job, processed, reset_rope, tex
 
 
 @torch.no_grad()
-def reduced_logits(model, batch: dict, videos: list[tuple[int, int, int]], method: str, ratio: float):
-    """The last logits ``[1, V]`` of transformers' own language model on a reduced prompt, and its length.
+def reduced_logits(
+    model, batch: dict, videos: list[tuple[int, int, int]], method: str, ratio: float
+):
+    """The last logits ``[1, V]`` of transformers' own language model on a reduced prompt, and its
+    length.
 
-    What the model makes of the whole prompt is taken on its way into the language model, reduced, and run again.
+    What the model makes of the whole prompt is taken on its way into the language model, reduced,
+    and run again.
 
     Args:
         batch: what the processor returned.
-        videos: frames, height and width in tokens of the prompt's videos, which come first among its visual tokens
-            of this kind; behind a video there may be rows of no frame, as many as are left over.
+        videos: frames, height and width in tokens of the prompt's videos, which come first among
+            its visual tokens of this kind; behind a video there may be rows of no frame, as many as
+            are left over.
     """
     decoder, taken = model.get_decoder(), decoder_inputs(model, batch)
     embeds, ids = taken["inputs_embeds"][0], batch["input_ids"][0]
@@ -60,7 +66,9 @@ def reduced_logits(model, batch: dict, videos: list[tuple[int, int, int]], metho
         extra = {"visual_pos_masks": mask[stays][None], "deepstack_visual_embeds": left}
     hidden_states = decoder(
         inputs_embeds=embeds[stays][None],
-        attention_mask=torch.ones(1, int(stays.sum()), dtype=torch.long),  # else gaps mean several sequences
+        attention_mask=torch.ones(
+            1, int(stays.sum()), dtype=torch.long
+        ),  # else gaps mean several sequences
         position_ids=position_ids[..., stays],
         use_cache=False,
         **extra,
@@ -72,15 +80,21 @@ def whole_videos(family: str, batch: dict) -> list[tuple[int, int, int]]:
     """Frames, height and width in tokens of a prompt's videos, from what the processor returned."""
     if "video_grid_thw" in batch:
         return [(t, h // 2, w // 2) for t, h, w in batch["video_grid_thw"].tolist()]
-    pixels = batch["pixel_values_videos"] if "pixel_values_videos" in batch else batch["pixel_values"]
+    pixels = (
+        batch["pixel_values_videos"] if "pixel_values_videos" in batch else batch["pixel_values"]
+    )
     frames = pixels.shape[1] if pixels.dim() == 5 else pixels.shape[0]
     return [(frames, 2, 2)] * (pixels.shape[0] if pixels.dim() == 5 else 1)
 
 
-def video_tokens(config, ids: torch.Tensor, videos: list[tuple[int, int, int]]) -> list[torch.Tensor]:
+def video_tokens(
+    config, ids: torch.Tensor, videos: list[tuple[int, int, int]]
+) -> list[torch.Tensor]:
     """The tokens of every video's frames."""
     token_id = getattr(config, "video_token_id", None)
-    if token_id is None or not (ids == token_id).any():  # InternVL's config has none; GLM's frames are images
+    if (
+        token_id is None or not (ids == token_id).any()
+    ):  # InternVL's config has none; GLM's frames are images
         token_id = config.image_token_id
     places, found, ending = (ids == token_id).nonzero().flatten(), [], 0
     spare = len(places) - sum(frames * height * width for frames, height, width in videos)
@@ -95,7 +109,12 @@ DOUBLE = torch.float64
 WAYS = {
     "full": {"method": "full"},
     "ring": {"method": "zigzag_ring", "kv": "sharded"},
-    "apbv": {"method": "apbv", "passing_len": UNCOMPRESSED, "anchor_len": 0, "on_single_host": True},
+    "apbv": {
+        "method": "apbv",
+        "passing_len": UNCOMPRESSED,
+        "anchor_len": 0,
+        "on_single_host": True,
+    },
     "shared out": {"method": "ulysses"},
 }
 
@@ -107,7 +126,9 @@ def reduced(method: str, ratio: float, way: str = "full") -> dict:
 def check(pool, num_hosts: int, family: str, batch: dict, settings: dict) -> None:
     model, reduce = build(family, DOUBLE), settings["reduce"]
     reset_rope(model)
-    expected, length = reduced_logits(model, batch, whole_videos(family, batch), reduce.method, reduce.ratio)
+    expected, length = reduced_logits(
+        model, batch, whole_videos(family, batch), reduce.method, reduce.ratio
+    )
     reset_rope(model)
     num_tokens = batch["input_ids"].shape[1]
     for result in pool.run(num_hosts, prefill_job, family, batch, None, settings):
@@ -127,7 +148,9 @@ CASES = [(*case, RATIOS[row % 3], [*WAYS][row % 4]) for row, case in enumerate(C
 
 @pytest.mark.shows("reduction")
 @pytest.mark.parametrize(("family", "method", "num_hosts", "ratio", "way"), CASES)
-def test_a_reduced_prompt_is_prefilled_as_by_transformers(pool, family, method, num_hosts, ratio, way):
+def test_a_reduced_prompt_is_prefilled_as_by_transformers(
+    pool, family, method, num_hosts, ratio, way
+):
     check(pool, num_hosts, family, video_batch(family), reduced(method, ratio, way))
 
 
@@ -139,9 +162,14 @@ def test_what_hardly_moves_is_reduced_on_the_host_where_it_begins(pool, family, 
     check(pool, 3, family, processed(family, video, "Which?"), reduced("fastvid", 0.3, way))
 
 
-@each_choice(family=["qwen2_5_vl", "qwen3_vl"], method=REDUCERS, ratio=[0.4, 0.1], num_hosts=[1, 2, 3])
+@each_choice(
+    family=["qwen2_5_vl", "qwen3_vl"], method=REDUCERS, ratio=[0.4, 0.1], num_hosts=[1, 2, 3]
+)
 def test_every_video_of_a_prompt_is_reduced_and_no_image(pool, family, method, ratio, num_hosts):
-    videos = [families.synthetic_video(*shape, seed=n) for n, shape in enumerate([(14, 56, 84), (20, 84, 56)])]
+    videos = [
+        families.synthetic_video(*shape, seed=n)
+        for n, shape in enumerate([(14, 56, 84), (20, 84, 56)])
+    ]
     batch = processed(family, videos[0], families.synthetic_image(84, 56), videos[1], "Which?")
     check(pool, num_hosts, family, batch, reduced(method, ratio, "ring"))
 
@@ -153,7 +181,11 @@ def test_with_all_tokens_left_it_is_the_whole_prompt(pool):
     for method in REDUCERS:
         whole = pool.run(2, prefill_job, family, batch, None, reduced(method, 1.0, "ring"))
         for found, expected in zip(whole, plain, strict=True):
-            assert (found.num_tokens, found.reduction, found.exact) == (expected.num_tokens, None, True)
+            assert (found.num_tokens, found.reduction, found.exact) == (
+                expected.num_tokens,
+                None,
+                True,
+            )
             assert torch.equal(found.logits, expected.logits)
 
 
@@ -165,7 +197,10 @@ def refusal_job(hosts: HostGroup, pictures: dict) -> list[str]:
     asked = [(batch, reduced(name, 0.5)) for name in REDUCER_NAMES for batch in (pictures, text)]
     asked += [(video, reduced("dycoke", 0.1, "apbv") | {"anchor_len": 30})]
     asked += [(video, reduced("dycoke", 0.5 if hosts.rank else 0.25))]
-    return [described(prefill_job, hosts, "qwen2_5_vl", batch, None, settings) for batch, settings in asked]
+    return [
+        described(prefill_job, hosts, "qwen2_5_vl", batch, None, settings)
+        for batch, settings in asked
+    ]
 
 
 def test_what_cannot_be_reduced_is_refused_on_every_host(pool):
@@ -174,4 +209,6 @@ def test_what_cannot_be_reduced_is_refused_on_every_host(pool):
         assert all("the prompt has images only" in refused for refused in without_video[::2])
         assert all("the prompt has no video" in refused for refused in without_video[1::2])
         assert "anchor_len=30 leaves no context" in anchor
-        assert unlike.startswith("HostError: the prefill configuration must be the same on every host: reduce.ratio is")
+        assert unlike.startswith(
+            "HostError: the prefill configuration must be the same on every host: reduce.ratio is"
+        )

@@ -14,7 +14,8 @@ ALIKE = 0.97, 0.9  # how much of a frame is the one before it, by turns
 
 
 def movie(num_frames: int, height: int, width: int, seed: int = 0) -> torch.Tensor:
-    """Rows ``[T, h * w, 3 d]`` of frames that resemble one another, and of cuts where they do not."""
+    """Rows ``[T, h * w, 3 d]`` of frames that resemble one another, and of cuts where they do
+    not."""
     generator = torch.Generator().manual_seed(seed)
     frames = []
     for number in range(num_frames):
@@ -53,7 +54,9 @@ def test_a_reducer_keeps_what_its_definition_says(pool, method):
         expected = DEFINITIONS[method](movie(*shape).double(), shape[1], shape[2], count, WIDTH)
         assert len(expected) == count or (method == "slowfast" and 0 < len(expected) <= count)
         for num_hosts in (1, 4):
-            found = merged(pool.run(num_hosts, reduce_job, method, shape, count), shape[1] * shape[2])
+            found = merged(
+                pool.run(num_hosts, reduce_job, method, shape, count), shape[1] * shape[2]
+            )
             assert found.keys() == expected.keys()
             for key, value in expected.items():
                 torch.testing.assert_close(found[key].double(), value, rtol=1e-5, atol=1e-5)

@@ -29,7 +29,14 @@ def facts_of(state: apbv.PrefillResult) -> tuple:
     kv = kv_of(state.to_dynamic_cache())
     tokens = plain_tokens(state, build(FAMILY, torch.float64), GREEDY)
     left = state.reduction.kept.tolist(), state.inputs.num_visual_tokens
-    known = state.reduction.figures, left, state.exact, state.method, state.num_tokens, state.next_position
+    known = (
+        state.reduction.figures,
+        left,
+        state.exact,
+        state.method,
+        state.num_tokens,
+        state.next_position,
+    )
     return known, tokens, state.logits, kv
 
 
@@ -49,11 +56,16 @@ def load_job(hosts: HostGroup, path: Path, kv: str) -> tuple:
 
 
 def assert_same(found: tuple, expected: tuple) -> None:
-    (known, tokens, logits, kv), (their_known, their_tokens, their_logits, their_kv) = found, expected
+    (known, tokens, logits, kv), (their_known, their_tokens, their_logits, their_kv) = (
+        found,
+        expected,
+    )
     assert known == their_known and tokens == their_tokens and torch.equal(logits, their_logits)
     assert (kv is None) == (their_kv is None)
     for states, their_states in zip(kv or (), their_kv or (), strict=True):
-        assert all(torch.equal(mine, theirs) for mine, theirs in zip(states, their_states, strict=True))
+        assert all(
+            torch.equal(mine, theirs) for mine, theirs in zip(states, their_states, strict=True)
+        )
 
 
 def test_what_was_saved_is_loaded_bit_for_bit_and_says_what_is_left(pool, tmp_path):

@@ -21,7 +21,8 @@ def reduced_job(hosts: HostGroup, batch: dict, settings: dict):
 
 @torch.no_grad()
 def test_before_the_model_sound_is_left_as_it_is(pool, tmp_path):
-    """The model itself, on its own embeddings of the tokens that are left, at their own positions."""
+    """The model itself, on its own embeddings of the tokens that are left, at their own
+    positions."""
     size = {"video": (0, 3), "size": (56, 84)}
     heard = audio_files.write(tmp_path / "a.mkv", [(0, 3)], "flac", audio_files.RATE, **size)
     batch, model = as_double(omni_batch([heard])), families.build_model(OMNI, dtype=torch.float64)

@@ -63,7 +63,11 @@ def media(tmp_path_factory) -> Path:
     (folder / "clips").mkdir()
     clip, picture = demo.video_path().read_bytes(), folder / "picture.png"
     Image.fromarray(read_frames(probe(demo.video_path()), [3])[0]).save(picture)
-    for name, data in {"clip.mp4": clip, "clips/a clip.mp4": clip, "broken.mp4": clip[:9000]}.items():
+    for name, data in {
+        "clip.mp4": clip,
+        "clips/a clip.mp4": clip,
+        "broken.mp4": clip[:9000],
+    }.items():
         (folder / name).write_bytes(data)
     return folder
 

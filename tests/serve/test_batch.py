@@ -1,4 +1,5 @@
-"""launch/batch.py: two real hosts that are killed midway, and batches in this process that are stopped."""
+"""launch/batch.py: two real hosts that are killed midway, and batches in this process that are
+stopped."""
 
 import json
 import os
@@ -28,14 +29,26 @@ from servers import part, serving, text
 
 BATCH = ROOT / "launch" / "batch.py"
 URL = "/v1/chat/completions"
-QUESTIONS = ("name the letters in order", "which letter has the border: red", "how many letters are shown")
-CLIP, TWO = [part("video", "clip.mp4")], [part("video", "clip.mp4"), part("video", "clips/a clip.mp4")]
+QUESTIONS = (
+    "name the letters in order",
+    "which letter has the border: red",
+    "how many letters are shown",
+)
+CLIP, TWO = (
+    [part("video", "clip.mp4")],
+    [part("video", "clip.mp4"), part("video", "clips/a clip.mp4")],
+)
 ENDLESS = {"max_tokens": 4000, "ignore_eos": True}
 TOO_COMPLEX = {"name": "x", "schema": many_patterns()}
 
 
 def line(custom_id: str, content="hi", url: str = URL, method: str = "POST", **fields) -> dict:
-    body = {"model": "demo", "messages": [{"role": "user", "content": content}], "max_tokens": 8, **fields}
+    body = {
+        "model": "demo",
+        "messages": [{"role": "user", "content": content}],
+        "max_tokens": 8,
+        **fields,
+    }
     return {"custom_id": custom_id, "method": method, "url": url, "body": body}
 
 
@@ -58,7 +71,9 @@ REFUSED = {
     "no body": {"custom_id": "no body", "method": "POST", "url": URL},
     "half a character": line("half a character", "\ud800"),
     "not a number": line("not a number", temperature=float("nan")),
-    "too complex": line("too complex", response_format={"type": "json_schema", "json_schema": TOO_COMPLEX}),
+    "too complex": line(
+        "too complex", response_format={"type": "json_schema", "json_schema": TOO_COMPLEX}
+    ),
 }
 ELSEWHERE = {
     "other place": (line("other place", url="/v1/embeddings"), 404),
@@ -107,14 +122,26 @@ def fed_batch(folder: Path, lines: list[dict], *options):
     os.mkfifo(pipe)
     (folder / "out").mkdir(exist_ok=True)
     arguments = [str(each) for each in (pipe, *options)]
-    with started_hosts(BATCH, arguments, 2, folder / "out") as processes, pipe.open("wb", buffering=0) as end:
+    with (
+        started_hosts(BATCH, arguments, 2, folder / "out") as processes,
+        pipe.open("wb", buffering=0) as end,
+    ):
         end.write(encoded(lines))
         yield processes
 
 
 def test_a_batch_that_is_killed_answers_each_line_once_and_as_the_server_does(tmp_path, media):
     lines = [*questions(12), *REFUSED.values(), *(each for each, _ in ELSEWHERE.values())]
-    options = ["--model", "demo", "--media-dir", media, "--max-body-mib", "1", "--min-host-tokens", "64"]
+    options = [
+        "--model",
+        "demo",
+        "--media-dir",
+        media,
+        "--max-body-mib",
+        "1",
+        "--min-host-tokens",
+        "64",
+    ]
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_bytes(encoded(lines) + b"\n" + b"\n".join(BROKEN))
     with fed_batch(tmp_path, lines[:9], "--out", out, *options) as processes:
@@ -139,16 +166,26 @@ def test_a_batch_that_is_killed_answers_each_line_once_and_as_the_server_does(tm
         for each in [*lines[:12], *REFUSED.values()]:
             response, body = found[each["custom_id"]], json.dumps(each.get("body"))
             reply = server.http.post(server.root + URL, content=body, timeout=httpx.Timeout(60))
-            assert (response["status_code"], said(response["body"])) == (reply.status_code, said(reply.json()))
+            assert (response["status_code"], said(response["body"])) == (
+                reply.status_code,
+                said(reply.json()),
+            )
     assert {found[name]["status_code"] for name in REFUSED} == {400, 404}
     num_failed = len(REFUSED) + len(ELSEWHERE) + len(BROKEN)
-    assert f"{num_failed} of {num_failed + 12} requests were answered with errors: see {out}\n" in results[0].stderr
-    assert f"failed               {len(REFUSED) + len(ELSEWHERE) + len(BROKEN)}\n" in results[0].stderr
+    assert (
+        f"{num_failed} of {num_failed + 12} requests were answered with errors: see {out}\n"
+        in results[0].stderr
+    )
+    assert (
+        f"failed               {len(REFUSED) + len(ELSEWHERE) + len(BROKEN)}\n" in results[0].stderr
+    )
 
 
 def test_torchruns_signal_ends_a_batch_whose_pipe_does_not(tmp_path, media):
     out = tmp_path / "out.jsonl"
-    with fed_batch(tmp_path, questions(3), "--out", out, "--model", "demo", "--media-dir", media) as processes:
+    with fed_batch(
+        tmp_path, questions(3), "--out", out, "--model", "demo", "--media-dir", media
+    ) as processes:
         wait_for(lambda: len(lines_of(out)) == 3)
         for process in processes:
             process.terminate()
@@ -162,7 +199,10 @@ def run(tmp_path, app, media):
     """Answers lines with the engine of this process; returns the batch, and what is in the file."""
 
     def answer(
-        lines: list[dict], meanwhile: Callable[[Batch], None] | None = None, retry: bool = False, **limits
+        lines: list[dict],
+        meanwhile: Callable[[Batch], None] | None = None,
+        retry: bool = False,
+        **limits,
     ) -> tuple[Batch, dict[str, dict]]:
         (tmp_path / "in.jsonl").write_bytes(encoded(lines))
         limits = {"num_frames": 8, "media_dir": media, "max_kv_bytes": 2**26, **limits}
@@ -195,7 +235,9 @@ def test_a_signal_finishes_what_runs_and_starts_nothing(run):
     batch, found = run(lines, once_running(signal.SIGTERM), max_running=1)
     assert batch.stopped_by == signal.SIGTERM and batch.was_stopped
     assert 1 <= len(found) < 40 and all(each["status_code"] == 200 for each in found.values())
-    assert len(batch._seen) <= len(found) + 32 + 1  # those that were read ahead, and one that waited for room
+    assert (
+        len(batch._seen) <= len(found) + 32 + 1
+    )  # those that were read ahead, and one that waited for room
     assert "stopped" in summary(batch)
     batch, found = run(lines[: len(found) + 3])
     assert not batch.was_stopped and batch.total == batch.num_answered == 3 < len(found)
@@ -208,9 +250,12 @@ def test_a_second_signal_ends_what_runs(run):
 
 
 def test_a_signal_that_arrives_twice_is_one(run, monkeypatch):
-    """As Ctrl-C does under torchrun, from the terminal and from torchrun; however slow the machine is."""
+    """As Ctrl-C does under torchrun, from the terminal and from torchrun; however slow the machine
+    is."""
     monkeypatch.setattr(serve_batch, "SAME_SIGNAL_SECONDS", 3600.0)
-    batch, found = run([line("long", max_tokens=300, ignore_eos=True)], once_running(signal.SIGINT, signal.SIGINT))
+    batch, found = run(
+        [line("long", max_tokens=300, ignore_eos=True)], once_running(signal.SIGINT, signal.SIGINT)
+    )
     assert batch.stopped_by == signal.SIGINT and found["long"]["status_code"] == 200
 
 
@@ -219,15 +264,25 @@ def test_more_prompts_than_may_wait_are_answered_one_after_the_other(run):
     body = {"model": "demo", "prompt": ["a", "b", "c"], "max_tokens": 20, "ignore_eos": True}
     lines = [line(str(number), url="/v1/completions") | {"body": body} for number in range(6)]
     batch, found = run(lines, max_queue=2, max_running=1)
-    assert batch.num_failed == 0 and {len(each["body"]["choices"]) for each in found.values()} == {3}
+    assert batch.num_failed == 0 and {len(each["body"]["choices"]) for each in found.values()} == {
+        3
+    }
 
 
 def test_what_may_pass_is_asked_again_and_the_rest_is_not(run, media, tmp_path):
-    lines = [line("text"), line("wrong", temperature=3), line("file", [part("video", "later/clip.mp4"), text("x")])]
+    lines = [
+        line("text"),
+        line("wrong", temperature=3),
+        line("file", [part("video", "later/clip.mp4"), text("x")]),
+    ]
     folder = tmp_path / "media"
     folder.symlink_to(tmp_path / "unmounted")
     _, first = run(lines, media_dir=folder)
-    assert {name: each["status_code"] for name, each in first.items()} == {"text": 200, "wrong": 400, "file": 503}
+    assert {name: each["status_code"] for name, each in first.items()} == {
+        "text": 200,
+        "wrong": 400,
+        "file": 503,
+    }
     (tmp_path / "unmounted" / "later").mkdir(parents=True)
     (tmp_path / "unmounted" / "later" / "clip.mp4").symlink_to(tmp_path / "unmounted" / "clip.mp4")
     (tmp_path / "unmounted" / "clip.mp4").write_bytes((media / "clip.mp4").read_bytes())
@@ -247,7 +302,10 @@ def test_why_requests_failed_is_told(run):
     lines += [line(f"nowhere {number}", url="/x") for number in range(9)]
     batch, _ = run(lines)
     told = failures(batch, Path("answers.jsonl")).splitlines()
-    assert len(told) == 6 and told[-1] == "10 of 12 requests were answered with errors: see answers.jsonl"
+    assert (
+        len(told) == 6
+        and told[-1] == "10 of 12 requests were answered with errors: see answers.jsonl"
+    )
 
 
 def test_a_full_disk_leaves_whole_lines(run, tmp_path):
@@ -269,7 +327,9 @@ def test_a_file_of_answers_is_one_and_belongs_to_one_batch(tmp_path):
     source.write_bytes(encoded(questions(2)))
     for path in (source, tmp_path / "no folder" / "out.jsonl", Path("/dev/null")):
         content = source.read_bytes()
-        with pytest.raises(ValueError, match=r"is not an answer|cannot write|must be a regular file"):
+        with pytest.raises(
+            ValueError, match=r"is not an answer|cannot write|must be a regular file"
+        ):
             Answers(path)
         assert source.read_bytes() == content
     with closing(Answers(out)), pytest.raises(ValueError, match="in use"):
@@ -281,7 +341,11 @@ def test_shards_have_every_line_once(tmp_path):
     source = tmp_path / "in.jsonl"
     source.write_bytes(b"0\n1\n\n3\n4\n5\n6")
     shards = [Requests(source, (index, 3)) for index in range(3)]
-    assert [[int(each) for _, each in shard.lines(9)] for shard in shards] == [[0, 3, 6], [1, 4], [5]]
+    assert [[int(each) for _, each in shard.lines(9)] for shard in shards] == [
+        [0, 3, 6],
+        [1, 4],
+        [5],
+    ]
     assert [shard.count() for shard in shards] == [3, 2, 1]
     assert list(Requests(source, (5, 7)).lines(9)) == [(6, b"5\n")]
 
@@ -293,7 +357,10 @@ def test_shards_have_every_line_once(tmp_path):
         ("in --model demo --out out --shard x", "--shard: must be I/N"),
         ("in --model demo", "required: --out"),
         ("in --model demo --out out --media-dir nowhere", "--media-dir nowhere is not a directory"),
-        ("in --model demo --out out --reuse kv --reduce dycoke", "dycoke selects visual tokens anew"),
+        (
+            "in --model demo --out out --reuse kv --reduce dycoke",
+            "dycoke selects visual tokens anew",
+        ),
     ],
 )
 def test_options_that_make_no_sense_are_refused(options, message, capsys):

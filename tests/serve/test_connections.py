@@ -32,7 +32,13 @@ class Server:
     def __init__(self, most: int):
         self.connections, self.may_answer, self.num_slow = Connections(most), threading.Event(), 0
         http = partial(HttpProtocol, connections=self.connections)
-        options = {"http": http, "port": 0, "lifespan": "off", "log_config": None, "interface": "asgi3"}
+        options = {
+            "http": http,
+            "port": 0,
+            "lifespan": "off",
+            "log_config": None,
+            "interface": "asgi3",
+        }
         self.server = uvicorn.Server(uvicorn.Config(self.app, **options))
 
     async def app(self, scope, receive, send):
@@ -105,7 +111,9 @@ def test_a_server_without_descriptors_says_so_once(caplog):
     try:
         for _ in range(2):
             error = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-            log_in_one_line(loop, {"message": "socket.accept() out of system resource", "exception": error})
+            log_in_one_line(
+                loop, {"message": "socket.accept() out of system resource", "exception": error}
+            )
         assert [record.getMessage() for record in caplog.records] == [
             "connections cannot be accepted for a second: Too many open files"
         ]

@@ -68,7 +68,9 @@ def test_if_a_step_fails_only_the_youngest_answer_does(app, monkeypatch):
         first = asyncio.create_task(app.client.post(CHAT, content=asking(max_tokens=30, **fields)))
         while not figure(app, "num_requests_running"):
             await asyncio.sleep(0.001)
-        return await asyncio.gather(first, app.client.post(CHAT, content=asking(max_tokens=3, n=2, **fields)))
+        return await asyncio.gather(
+            first, app.client.post(CHAT, content=asking(max_tokens=3, n=2, **fields))
+        )
 
     monkeypatch.setattr(batch_steps, "forward", run)
     elder, younger = app.loop.run_until_complete(asyncio.wait_for(ask_both(), HANGING))
@@ -78,7 +80,9 @@ def test_if_a_step_fails_only_the_youngest_answer_does(app, monkeypatch):
     wait_for(lambda: not figure(app, "num_requests_running"))
 
 
-@pytest.mark.parametrize("fails", [None, LEAVES, f"{STEPS}.forward", f"{STEPS}.OwnKV.make_room", NOTE])
+@pytest.mark.parametrize(
+    "fails", [None, LEAVES, f"{STEPS}.forward", f"{STEPS}.OwnKV.make_room", NOTE]
+)
 def test_kv_is_free_once_it_counts_as_free(app, fails, monkeypatch, request):
     """Nothing is left to Python's garbage collector, which comes when it likes."""
     kept, left, add, release = [], [], Decoding.add, Scheduler.release
@@ -100,7 +104,9 @@ def test_kv_is_free_once_it_counts_as_free(app, fails, monkeypatch, request):
     gc.disable()
 
     async def ask_and_leave() -> None:
-        asked = asyncio.create_task(app.client.post("/v1/chat/completions", content=asking(max_tokens=9)))
+        asked = asyncio.create_task(
+            app.client.post("/v1/chat/completions", content=asking(max_tokens=9))
+        )
         while not left:
             await asyncio.sleep(0.01)
         asked.cancel()
@@ -120,7 +126,9 @@ def test_why_answers_are_single(app, monkeypatch):
     assert "a draft tree" in single.why_one_by_one
     single.prefill_config = PrefillConfig(kv="sharded")
     assert "all hosts" in single.why_one_by_one
-    monkeypatch.setitem(app.engine.parts.language_model.config.rope_parameters, "rope_type", "dynamic")
+    monkeypatch.setitem(
+        app.engine.parts.language_model.config.rope_parameters, "rope_type", "dynamic"
+    )
     assert "rotary frequencies" in app.engine.why_one_by_one
 
 
@@ -129,19 +137,30 @@ def refuse(*_):
 
 
 HOLD = "apbv.kv.offers.Offers.hold"
-FAILING = [(HOLD, refuse, 0), (HOLD, refuse, 1), ("apbv.decode.answer.Answer.pick", out_of_memory, 0)]
+FAILING = [
+    (HOLD, refuse, 0),
+    (HOLD, refuse, 1),
+    ("apbv.decode.answer.Answer.pick", out_of_memory, 0),
+]
 
 
 def hand_over_job(hosts: HostGroup) -> list[tuple[type, str, bool]]:
-    """What hand-overs raise that fail on one of the hosts, and whether the hosts are in step afterwards."""
+    """What hand-overs raise that fail on one of the hosts, and whether the hosts are in step
+    afterwards."""
     engine, told = Engine.from_pretrained("demo", hosts=hosts, dtype="float32"), []
-    content = [{"type": "video", "file": 0}, {"type": "text", "text": "x"}]  # long enough for both hosts
+    content = [
+        {"type": "video", "file": 0},
+        {"type": "text", "text": "x"},
+    ]  # long enough for both hosts
     asked = {"messages": [{"role": "user", "content": content}], "num_frames": 32}
     order = Order(asked, ["clip"], SamplingParams(max_new_tokens=1), hands_over=True)
     with Offers(hosts) as offers:
         carried_out = Executor(engine, hosts, offers)
         for name, fails, where in FAILING:
-            with pytest.MonkeyPatch.context() as patch, pytest.raises((RuntimeError, ValueError)) as caught:
+            with (
+                pytest.MonkeyPatch.context() as patch,
+                pytest.raises((RuntimeError, ValueError)) as caught,
+            ):
                 if hosts.rank == where:
                     patch.setattr(name, fails)
                 carried_out.carry_out(order, nullcontext([demo.video_path()]))
@@ -159,7 +178,9 @@ def test_where_one_host_cannot_offer_kv_or_chooses_no_token_the_hosts_stay_in_st
 
 
 def late(site, count: int) -> bytes:
-    return asking(messages=[{"role": "user", "content": [part("image", f"{site.url}/late")] * count}])
+    return asking(
+        messages=[{"role": "user", "content": [part("image", f"{site.url}/late")] * count}]
+    )
 
 
 def test_a_request_does_not_wait_for_the_media_of_others(site):
@@ -180,7 +201,8 @@ def test_a_request_does_not_wait_for_the_media_of_others(site):
 
 
 def test_a_request_that_is_still_read_when_the_server_stops(site):
-    """It hears so at once; what is being fetched for it does not stay, and nothing else is fetched."""
+    """It hears so at once; what is being fetched for it does not stay, and nothing else is
+    fetched."""
     app = InProcess(media_hosts=frozenset({"127.0.0.1"}))
 
     async def stop_meanwhile():

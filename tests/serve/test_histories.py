@@ -1,4 +1,5 @@
-"""Chats with earlier answers: their reasoning, their parts and their calls, and models that take no chats."""
+"""Chats with earlier answers: their reasoning, their parts and their calls, and models that take no
+chats."""
 
 import json
 from contextlib import closing
@@ -25,7 +26,10 @@ def prompt(app, *messages) -> str:
 
 
 def test_reasoning_of_earlier_answers_reaches_the_template(engine, monkeypatch):
-    shown = "{{ '(' ~ message.reasoning ~ '|' ~ message.reasoning_content ~ ')' if message.reasoning }}<|im_end|>"
+    shown = (
+        "{{ '(' ~ message.reasoning ~ '|' ~ message.reasoning_content ~ ')' if "
+        "message.reasoning }}<|im_end|>"
+    )
     template = engine.processor.chat_template.replace("<|im_end|>", shown)
     monkeypatch.setattr(engine.processor, "chat_template", template)
     with closing(InProcess(model=engine, max_model_len=400)) as app:
@@ -34,7 +38,9 @@ def test_reasoning_of_earlier_answers_reaches_the_template(engine, monkeypatch):
             assert "\nJ(hm|hm)<|im_end|>" in prompt(app, ASKED, {**said, "content": "J"}, ASKED)
             assert "\n(hm|hm)<|im_end|>" in prompt(app, ASKED, {**said, "content": None}, ASKED)
         assert "(hm" not in prompt(app, {**ASKED, "reasoning": "hm"})
-        error = post(app, CHAT, messages=[ASKED, {"role": "assistant", "content": "J", "reasoning": 5}]).json()["error"]
+        error = post(
+            app, CHAT, messages=[ASKED, {"role": "assistant", "content": "J", "reasoning": 5}]
+        ).json()["error"]
         assert error["param"] == "messages.1.reasoning"
 
 
@@ -51,12 +57,23 @@ def test_parts_of_earlier_answers_are_text(app):
 
 
 def test_arguments_of_earlier_calls_are_json(app):
-    for arguments in ('{"x": NaN}', '{"x": -Infinity}', '{"x": [1e999]}', '{"x": "\\ud800"}', '{"\\udfff": 1}'):
+    for arguments in (
+        '{"x": NaN}',
+        '{"x": -Infinity}',
+        '{"x": [1e999]}',
+        '{"x": "\\ud800"}',
+        '{"\\udfff": 1}',
+    ):
         call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
         for path in (CHAT, "/tokenize"):
-            reply = post(app, path, messages=[ASKED, {"role": "assistant", "tool_calls": [call]}, ASKED])
+            reply = post(
+                app, path, messages=[ASKED, {"role": "assistant", "tool_calls": [call]}, ASKED]
+            )
             error = reply.json()["error"]
-            assert (reply.status_code, error["param"]) == (400, "messages") and "which JSON has not" in error["message"]
+            assert (reply.status_code, error["param"]) == (
+                400,
+                "messages",
+            ) and "which JSON has not" in error["message"]
 
 
 @pytest.mark.parametrize("half", ["\ud83d", "\ude00", "\ude00\ud83d"], ids=ascii)
@@ -71,7 +88,9 @@ def test_half_of_a_surrogate_pair_is_not_json(app, half):
         {"response_format": schema},
     ):
         reply = app.request("POST", CHAT, content=json.dumps({"messages": [ASKED], **fields}))
-        assert reply.status_code == 400 and "Invalid JSON" in reply.json()["error"]["message"], reply.text
+        assert reply.status_code == 400 and "Invalid JSON" in reply.json()["error"]["message"], (
+            reply.text
+        )
 
 
 def test_a_model_without_a_chat_template_takes_no_chats(engine, monkeypatch):
@@ -80,6 +99,9 @@ def test_a_model_without_a_chat_template_takes_no_chats(engine, monkeypatch):
         for path in (CHAT, "/tokenize"):
             reply = post(app, path, messages=[{"role": "system", "content": "be brief"}, ASKED])
             error = reply.json()["error"]
-            assert (reply.status_code, error["param"]) == (400, "messages") and "no chat template" in error["message"]
+            assert (reply.status_code, error["param"]) == (
+                400,
+                "messages",
+            ) and "no chat template" in error["message"]
         assert post(app, "/v1/completions", prompt="which").status_code == 200
         assert post(app, "/tokenize", prompt="which").status_code == 200

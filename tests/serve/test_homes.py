@@ -1,4 +1,5 @@
-"""Answers that other hosts than host 0 decode: those of the library; who leaves, and what a failure there ends."""
+"""Answers that other hosts than host 0 decode: those of the library; who leaves, and what a failure
+there ends."""
 
 import asyncio
 import json
@@ -40,8 +41,14 @@ FORMAT = {"type": "json_schema", "json_schema": {"name": "told", "schema": SCHEM
 # What is asked of one video, sampled from the model where a seed is given, and up to a string.
 ASKED = [
     ("name the letters in order", {}),
-    ("describe the clip shot by shot", {"temperature": 1.4, "seed": 3, "n": 2, "logprobs": True, "top_logprobs": 2}),
-    ("describe the clip shot by shot", {"temperature": 0.9, "seed": 5, "presence_penalty": 0.5, "stop": [" "]}),
+    (
+        "describe the clip shot by shot",
+        {"temperature": 1.4, "seed": 3, "n": 2, "logprobs": True, "top_logprobs": 2},
+    ),
+    (
+        "describe the clip shot by shot",
+        {"temperature": 0.9, "seed": 5, "presence_penalty": 0.5, "stop": [" "]},
+    ),
 ]
 
 
@@ -51,15 +58,29 @@ def asking_for(question: str, url: str = demo.video_path().name, **fields) -> di
     return {"messages": [{"role": "user", "content": content}], "num_frames": 16, **fields}
 
 
-def library(engine: Engine, question: str, seed: int = 0, n: int = 1, stop=(), **fields) -> list[tuple]:
+def library(
+    engine: Engine, question: str, seed: int = 0, n: int = 1, stop=(), **fields
+) -> list[tuple]:
     """The text, tokens and log probabilities of the answers; collective."""
     fields.pop("logprobs", None)
     given = []
     for own in range(seed, seed + n):
-        kinds = {"seed": own, "max_new_tokens": TOKENS, "ignore_eos": True, "logprobs": fields.get("top_logprobs")}
-        sampling = SamplingParams(**{name: fields[name] for name in fields if name != "top_logprobs"}, **kinds)
-        content = [{"type": "video", "video": demo.video_path()}, {"type": "text", "text": question}]
-        told = engine.generate(messages=[{"role": "user", "content": content}], num_frames=16, sampling=sampling)
+        kinds = {
+            "seed": own,
+            "max_new_tokens": TOKENS,
+            "ignore_eos": True,
+            "logprobs": fields.get("top_logprobs"),
+        }
+        sampling = SamplingParams(
+            **{name: fields[name] for name in fields if name != "top_logprobs"}, **kinds
+        )
+        content = [
+            {"type": "video", "video": demo.video_path()},
+            {"type": "text", "text": question},
+        ]
+        told = engine.generate(
+            messages=[{"role": "user", "content": content}], num_frames=16, sampling=sampling
+        )
         ends = [told.text.index(string) for string in stop]
         text = told.text[: min(ends, default=None)]
         given.append((text, told.token_ids, [each.logprob for each in told.logprobs]))
@@ -81,8 +102,11 @@ def app_or_follower(engine: Engine, split_tokens: int = 0) -> InProcess | None:
 
 
 def drafted_job(hosts: HostGroup) -> tuple | None:
-    """The library's answer, and those of several homes by drafts of their own; which host had them."""
-    speculate = SpeculativeConfig(strategy="hippo", prune="kv", num_draft_tokens=3, keep_losing_draft=True)
+    """The library's answer, and those of several homes by drafts of their own; which host had
+    them."""
+    speculate = SpeculativeConfig(
+        strategy="hippo", prune="kv", num_draft_tokens=3, keep_losing_draft=True
+    )
     engine = Engine.from_pretrained("demo", hosts=hosts, dtype="float32", speculate=speculate)
     (expected,), homes, noted = library(engine, ASKED[0][0]), [], []
     join, note = SpeculativeBatch.join, JobOutput.note_draft
@@ -103,9 +127,13 @@ def drafted_job(hosts: HostGroup) -> tuple | None:
             return homes
 
         async def ask() -> list:
-            asked = (app.client.post(CHAT, json=asking_for(ASKED[0][0]), timeout=None) for _ in range(4))
+            asked = (
+                app.client.post(CHAT, json=asking_for(ASKED[0][0]), timeout=None) for _ in range(4)
+            )
             replies = await asyncio.gather(*asked)
-            assert all(reply.status_code == 200 for reply in replies), [reply.text for reply in replies]
+            assert all(reply.status_code == 200 for reply in replies), [
+                reply.text for reply in replies
+            ]
             return [of_choice(reply.json()["choices"][0]) for reply in replies]
 
         with closing(app):
@@ -122,7 +150,8 @@ def test_every_home_drafts_for_its_answers(pool):
 
 
 def answers_job(hosts: HostGroup) -> tuple | None:
-    """The library's answers, on host 0 also those of every home, whole and streamed, and who answered.
+    """The library's answers, on host 0 also those of every home, whole and streamed, and who
+    answered.
 
     Where KV is left when a request's counts as free, that is told instead.
     """
@@ -148,15 +177,24 @@ def answers_job(hosts: HostGroup) -> tuple | None:
         patch.setattr(app.scheduler, "_used", lambda home: home != wanted[0])
         with closing(app):
             for wanted[0] in range(hosts.size):
-                whole = [post(app, CHAT, **asking_for(question, **fields)).json() for question, fields in ASKED]
+                whole = [
+                    post(app, CHAT, **asking_for(question, **fields)).json()
+                    for question, fields in ASKED
+                ]
                 streamed = chunks(post(app, CHAT, **asking_for(ASKED[0][0], stream=True)))
-                text = "".join(event["choices"][0]["delta"].get("content") or "" for event in streamed)
-                by_schema = post(app, CHAT, **asking_for(ASKED[0][0], ignore_eos=False, response_format=FORMAT)).json()
+                text = "".join(
+                    event["choices"][0]["delta"].get("content") or "" for event in streamed
+                )
+                by_schema = post(
+                    app, CHAT, **asking_for(ASKED[0][0], ignore_eos=False, response_format=FORMAT)
+                ).json()
                 answers = [[*map(of_choice, each["choices"])] for each in (*whole, by_schema)]
                 found.append((answers[:-1], text, len(streamed), answers[-1][0][0]))
             wait_for(lambda: not app.scheduler._running)
             wanted[0], told, tell = 1, [], JobOutput.tell
-            patch.setattr(JobOutput, "tell", lambda self, *args: told.append(args[1]) or tell(self, *args))
+            patch.setattr(
+                JobOutput, "tell", lambda self, *args: told.append(args[1]) or tell(self, *args)
+            )
             app.loop.run_until_complete(asyncio.wait_for(leave(app), HANGING))
             wait_for(lambda: not app.scheduler._running)
             return joined, expected, found, told
@@ -164,7 +202,9 @@ def answers_job(hosts: HostGroup) -> tuple | None:
 
 async def leave(app: InProcess) -> None:
     """Ask for a long answer, and leave after its first tokens."""
-    request = asyncio.create_task(app.client.post(CHAT, content=asking(max_tokens=LONG, ignore_eos=True)))
+    request = asyncio.create_task(
+        app.client.post(CHAT, content=asking(max_tokens=LONG, ignore_eos=True))
+    )
     while not any(job.record.completion_tokens > 3 for job in app.scheduler._running):
         await asyncio.sleep(0.01)
     request.cancel()
@@ -178,7 +218,9 @@ def test_every_home_answers_as_the_library_does_until_the_client_leaves(pool):
         assert text == expected[0][0][0] and num_events > TOKENS
         assert by_schema == found[0][-1] and json.loads(by_schema)["letter"] in "XJ"
         for answers, of_library in zip(whole, expected, strict=True):
-            for (said, tokens, logprobs), (own, own_tokens, own_logprobs) in zip(answers, of_library, strict=True):
+            for (said, tokens, logprobs), (own, own_tokens, own_logprobs) in zip(
+                answers, of_library, strict=True
+            ):
                 assert said == own and tokens == own_tokens[: len(tokens)]
                 assert logprobs == pytest.approx(own_logprobs, abs=1e-4)
 
@@ -188,7 +230,9 @@ def short_job(hosts: HostGroup, damaged: str) -> tuple | None:
 
     The first is about a damaged video. The others' files are sent, too.
     """
-    speculate = SpeculativeConfig(strategy="hippo", prune="kv", num_draft_tokens=3, keep_losing_draft=True)
+    speculate = SpeculativeConfig(
+        strategy="hippo", prune="kv", num_draft_tokens=3, keep_losing_draft=True
+    )
     engine = Engine.from_pretrained("demo", hosts=hosts, dtype="float32", speculate=speculate)
     (expected,), begun, begin = library(engine, ASKED[0][0]), [], Engine.begin
 
@@ -224,7 +268,9 @@ def test_homes_prefill_short_prompts_alone(pool, tmp_path):
     for pos, size, *_ in packets_of(demo.video_path())[-20:]:
         data[pos + 5 : pos + size] = bytes(size - 5)
     (tmp_path / "damaged.mp4").write_bytes(data)
-    (begun, expected, refusal, found), other = pool.run(2, short_job, data_url(tmp_path / "damaged.mp4"))
+    (begun, expected, refusal, found), other = pool.run(
+        2, short_job, data_url(tmp_path / "damaged.mp4")
+    )
     assert found == [expected] * 3
     assert refusal["type"] == "invalid_request_error" and refusal["param"] == "messages"
     assert "cannot be decoded" in refusal["message"] and "apbv-" not in refusal["message"]
@@ -236,7 +282,11 @@ def held_up_job(hosts: HostGroup, folder: Path) -> tuple | None:
 
     With them what they were before, who prefilled, and what the other two were answered in the end.
     """
-    engine, may_go_on, begun = Engine.from_pretrained("demo", hosts=hosts, dtype="float32"), folder / "go on", []
+    engine, may_go_on, begun = (
+        Engine.from_pretrained("demo", hosts=hosts, dtype="float32"),
+        folder / "go on",
+        [],
+    )
     begin, run, read = Engine.begin, language_model.run_language_model, VideoReader.read
 
     def hold(name: str) -> None:
@@ -266,7 +316,9 @@ def held_up_job(hosts: HostGroup, folder: Path) -> tuple | None:
 
         async def ask() -> tuple:
             async def answer(body: dict) -> str:
-                reply = await app.client.post(CHAT, json={"max_tokens": 3, "ignore_eos": True, **body}, timeout=None)
+                reply = await app.client.post(
+                    CHAT, json={"max_tokens": 3, "ignore_eos": True, **body}, timeout=None
+                )
                 assert reply.status_code == 200, reply.text
                 return reply.json()["choices"][0]["message"]["content"]
 
@@ -294,7 +346,9 @@ def held_up_job(hosts: HostGroup, folder: Path) -> tuple | None:
 
 
 def test_texts_wait_neither_for_a_long_prompt_nor_for_files(pool, tmp_path):
-    (begun, before, beside, are_done, healthy, long, video), other = pool.run(2, held_up_job, tmp_path)
+    (begun, before, beside, are_done, healthy, long, video), other = pool.run(
+        2, held_up_job, tmp_path
+    )
     assert beside == [before] * 4 and are_done == [False] * 2 and healthy == 200 and long and video
     assert begun.count(2) == other.count(2) == 1 and len(begun + other) == 2 + 6
     assert min(begun.count(1), other.count(1)) > 1
@@ -305,13 +359,19 @@ def test_a_thread_rests_after_a_short_prompt_until_the_long_one_ends(monkeypatch
     monkeypatch.setattr("apbv.serve.alone._LONG_REST", 1e9)
     hosts, begun = HostGroup.single("cpu"), []
     request = Request(Question(), StageTimer(hosts))
-    engine = SimpleNamespace(can_work_alone=True, prefilling_in_threads=ExitStack, hosts=hosts, begin=begun.append)
+    engine = SimpleNamespace(
+        can_work_alone=True, prefilling_in_threads=ExitStack, hosts=hosts, begin=begun.append
+    )
     engine.alone = lambda: engine
     decoding = SimpleNamespace(add=lambda *_: None)
     with Alone(engine, decoding) as alone:
         with alone.giving_way():
             for paths in ([], [], [Path("a file")], [Path("a file")]):
-                alone.prefill(SimpleNamespace(files=paths, request=lambda *_: request), None, nullcontext(paths))
+                alone.prefill(
+                    SimpleNamespace(files=paths, request=lambda *_: request),
+                    None,
+                    nullcontext(paths),
+                )
             wait_for(lambda: len(begun) == 2)
             time.sleep(0.2)  # the others would begin at once
             assert len(begun) == 2
@@ -319,10 +379,15 @@ def test_a_thread_rests_after_a_short_prompt_until_the_long_one_ends(monkeypatch
 
 
 def split_job(hosts: HostGroup) -> list[int]:
-    """From how many tokens on a server splits prompts, with settings under which a host can work alone or not."""
+    """From how many tokens on a server splits prompts, with settings under which a host can work
+    alone or not."""
     configs = {}, {"reuse": ReuseConfig(mode="exact")}
-    engines = [Engine.from_pretrained("demo", hosts=hosts, dtype="float32", **config) for config in configs]
-    return [limits_of(engine, ServerSettings(max_kv_bytes=2**30)).split_tokens for engine in engines]
+    engines = [
+        Engine.from_pretrained("demo", hosts=hosts, dtype="float32", **config) for config in configs
+    ]
+    return [
+        limits_of(engine, ServerSettings(max_kv_bytes=2**30)).split_tokens for engine in engines
+    ]
 
 
 def test_a_home_does_nothing_alone_that_needs_the_other_hosts(pool):
@@ -330,7 +395,8 @@ def test_a_home_does_nothing_alone_that_needs_the_other_hosts(pool):
 
 
 def failing_job(hosts: HostGroup, dies: bool) -> tuple[list, str] | None:
-    """What two clients get, each of one host, when the second host's decoding thread ends, or its process."""
+    """What two clients get, each of one host, when the second host's decoding thread ends, or its
+    process."""
     engine = Engine.from_pretrained("demo", hosts=hosts, dtype="float32")
     if not hosts.is_leader:
         step, counted = Batch.step, iter(range(5))
@@ -347,11 +413,15 @@ def failing_job(hosts: HostGroup, dies: bool) -> tuple[list, str] | None:
 
     async def ask() -> list:
         body = asking(max_tokens=2**13, ignore_eos=True)
-        replies = await asyncio.gather(*(app.client.post(CHAT, content=body, timeout=None) for _ in range(2)))
+        replies = await asyncio.gather(
+            *(app.client.post(CHAT, content=body, timeout=None) for _ in range(2))
+        )
         return [(reply.status_code, reply.json()["error"]["message"]) for reply in replies]
 
     try:
-        return app.loop.run_until_complete(asyncio.wait_for(ask(), HANGING)), str(app.worker.failure)
+        return app.loop.run_until_complete(asyncio.wait_for(ask(), HANGING)), str(
+            app.worker.failure
+        )
     finally:
         app.close()
 
@@ -361,13 +431,18 @@ def test_a_host_that_fails_ends_the_server_and_every_request(tmp_path, dies):
     first, second = run_fresh(Store(tmp_path), 2, failing_job, dies)
     replies, reason = first.result
     assert replies == [(503, "a host has failed")] * 2
-    assert reason == "host 1 failed in decoding: SystemExit: out of order" or (dies and "another host ended" in reason)
+    assert reason == "host 1 failed in decoding: SystemExit: out of order" or (
+        dies and "another host ended" in reason
+    )
     assert second.exit_status
 
 
 def lost_job(hosts: HostGroup) -> tuple[int, str] | None:
     """What a client gets whose prompt is prefilled, but lost by its home."""
-    engine, carry_out = Engine.from_pretrained("demo", hosts=hosts, dtype="float32"), Executor.carry_out
+    engine, carry_out = (
+        Engine.from_pretrained("demo", hosts=hosts, dtype="float32"),
+        Executor.carry_out,
+    )
 
     def lose(*args):
         carry_out(*args)

@@ -1,4 +1,5 @@
-"""Bodies are bounded by what they consist of before they are parsed; large ones that are needed are read."""
+"""Bodies are bounded by what they consist of before they are parsed; large ones that are needed are
+read."""
 
 import base64
 import json
@@ -37,15 +38,24 @@ def values_and_containers(value) -> tuple[int, int]:
     """By definition; keys of objects are no values."""
     if not isinstance(value, dict | list):
         return 1, 0
-    inner = [values_and_containers(each) for each in (value.values() if isinstance(value, dict) else value)]
+    inner = [
+        values_and_containers(each)
+        for each in (value.values() if isinstance(value, dict) else value)
+    ]
     return 1 + sum(values for values, _ in inner), 1 + sum(containers for _, containers in inner)
 
 
 def drawn(draw: random.Random, depth: int = 0):
     if depth < 4 and draw.random() < 0.7:
         inner = [drawn(draw, depth + 1) for _ in range(draw.randrange(1, 5))]
-        return inner if draw.random() < 0.5 else {f'{place}"\\': each for place, each in enumerate(inner)}
-    return draw.choice([1, -2.5, None, True, "", "a, b", '"[{', "\\", '\\"', "\\\\", "é" * 9, "[" * 50, "," * 300])
+        return (
+            inner
+            if draw.random() < 0.5
+            else {f'{place}"\\': each for place, each in enumerate(inner)}
+        )
+    return draw.choice(
+        [1, -2.5, None, True, "", "a, b", '"[{', "\\", '\\"', "\\\\", "é" * 9, "[" * 50, "," * 300]
+    )
 
 
 @pytest.mark.parametrize("piece", [2, 3, 7, 2**20])
@@ -64,7 +74,9 @@ def test_what_is_counted_is_what_json_has(monkeypatch, piece):
     assert outcomes == {True, False}
 
 
-@pytest.mark.parametrize("text", [b"", b'"', b'"\\', b"[" * 9 + b'"\\"', b'"' + b"\\" * 1001, b'{"a": "' + b"[" * 500])
+@pytest.mark.parametrize(
+    "text", [b"", b'"', b'"\\', b"[" * 9 + b'"\\"', b'"' + b"\\" * 1001, b'{"a": "' + b"[" * 500]
+)
 def test_what_is_no_json_is_left_to_the_parser(text):
     assert not is_refused(text)
 

@@ -1,4 +1,5 @@
-"""What a URL in a request may mean, and how much: of the folder, inline, or fetched; images, frames and sound."""
+"""What a URL in a request may mean, and how much: of the folder, inline, or fetched; images, frames
+and sound."""
 
 import base64
 import io
@@ -48,19 +49,47 @@ def ordered(app, *content: dict, num_frames: int | None = None, **limits) -> Rea
     messages = [{"role": "user", "content": [*content, text("x")]}]
     request = ChatRequest.parse(asking(messages=messages, num_frames=num_frames))
     with closing(PrivateFiles()) as private_files, ExitStack() as stack:
-        return Reader(app.engine, ServerSettings(**limits), private_files, 4096).read(request, stack)
+        return Reader(app.engine, ServerSettings(**limits), private_files, 4096).read(
+            request, stack
+        )
 
 
 def test_files_of_the_folder_and_no_others(folder):
     media = ServerSettings(media_dir=folder, max_media_bytes=100)
-    for url in ("file", "sub/../file", "in", f"{folder}/file", f"file://{folder}/file", "file:file"):
+    for url in (
+        "file",
+        "sub/../file",
+        "in",
+        f"{folder}/file",
+        f"file://{folder}/file",
+        "file:file",
+    ):
         assert read(url, media) == b"file", url
     assert read("sub/a %41", media) == read("file:sub/a%20%2541", media) == b"escaped"
-    outside = ("../secret", "sub/../../secret", "out", "up/secret", f"{folder.parent}/secret", "/nowhere")
+    outside = (
+        "../secret",
+        "sub/../../secret",
+        "out",
+        "up/secret",
+        f"{folder.parent}/secret",
+        "/nowhere",
+    )
     for url in (*outside, "file:///etc/passwd", "file:%2e%2e/secret", ".."):
         with pytest.raises(MediaError, match="is not in the folder"):
             read(url, media)
-    unreadable = ("", ".", "file/", "sub", "pipe", "nowhere", "loop", "a\0b", "x" * 5000, "file:%ff", "\ud800")
+    unreadable = (
+        "",
+        ".",
+        "file/",
+        "sub",
+        "pipe",
+        "nowhere",
+        "loop",
+        "a\0b",
+        "x" * 5000,
+        "file:%ff",
+        "\ud800",
+    )
     for url in (*unreadable, "file://host/file", "ftp://a/b"):
         for settings in (media, ServerSettings()):
             with pytest.raises(MediaError):
@@ -103,11 +132,18 @@ def test_equal_bytes_are_one_file_until_nobody_uses_it():
 def test_only_listed_hosts_are_fetched_from(site, monkeypatch):
     port, here = site.server_address[1], site.url
     media = ServerSettings(
-        media_hosts=frozenset({"127.0.0.1", "media.example"}), max_media_bytes=100, fetch_seconds=HANGING
+        media_hosts=frozenset({"127.0.0.1", "media.example"}),
+        max_media_bytes=100,
+        fetch_seconds=HANGING,
     )
     assert fetch(f"{here}/file", media) == b"xxx"
     assert fetch(f"{here}/to/{here}/file", media) == fetch(f"{here}/to//file", media) == b"xxx"
-    refused = {"missing": "404", "large": "at most 100", "short": "middle", "to//" * 5 + "file": "redirects more"}
+    refused = {
+        "missing": "404",
+        "large": "at most 100",
+        "short": "middle",
+        "to//" * 5 + "file": "redirects more",
+    }
     for path, reason in refused.items():
         with pytest.raises(MediaError, match=reason):
             fetch(f"{here}/{path}", media)
@@ -116,7 +152,9 @@ def test_only_listed_hosts_are_fetched_from(site, monkeypatch):
     # To other hosts, as itself, by a redirect, or by a name that means this machine.
     resolve = socket.getaddrinfo
     inside = {"media.example": "127.0.0.1", "other.example": "127.0.0.1"}
-    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *a, **k: resolve(inside.get(host, host), *a, **k))
+    monkeypatch.setattr(
+        socket, "getaddrinfo", lambda host, *a, **k: resolve(inside.get(host, host), *a, **k)
+    )
     site.paths.clear()
     for url, reason in {
         f"http://localhost:{port}/file": "does not fetch from 'localhost'",
@@ -127,7 +165,11 @@ def test_only_listed_hosts_are_fetched_from(site, monkeypatch):
         with pytest.raises(MediaError, match=reason):
             read(url, media)
     assert not site.paths
-    for target in (f"http://localhost:{port}/file", f"http://other.example:{port}/file", "file:///etc/passwd"):
+    for target in (
+        f"http://localhost:{port}/file",
+        f"http://other.example:{port}/file",
+        "file:///etc/passwd",
+    ):
         with pytest.raises(MediaError, match=r"another host|does not fetch"):
             fetch(f"{here}/to/{target}", media)
     assert all(path.startswith("/to/") for path in site.paths)
@@ -139,7 +181,10 @@ def test_only_listed_hosts_are_fetched_from(site, monkeypatch):
 
 def test_public_addresses():
     public = ["93.184.216.34", "2606:2800:220:1::1", "64:ff9b::5db8:d822"]
-    others = "127.0.0.1 10.1.2.3 169.254.169.254 100.64.0.1 0.0.0.0 224.0.0.1 ::1 fe80::1%eth0 ::ffff:10.0.0.1"
+    others = (
+        "127.0.0.1 10.1.2.3 169.254.169.254 100.64.0.1 0.0.0.0 224.0.0.1 ::1 fe80::1%eth0 "
+        "::ffff:10.0.0.1"
+    )
     others += " ::127.0.0.1 ::ffff:0:127.0.0.1 fec0::1 64:ff9b::7f00:1 2002:7f00:1::"
     assert [each for each in (*public, *others.split()) if is_public(each)] == public
 
@@ -158,9 +203,13 @@ def test_the_files_of_a_request_share_the_time_to_fetch_them(site, app, monkeypa
 def test_what_another_protocol_says_is_not_passed_on():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        threading.Thread(target=lambda: server.accept()[0].sendall(b"SSH-2.0-a-secret\r\n"), daemon=True).start()
+        threading.Thread(
+            target=lambda: server.accept()[0].sendall(b"SSH-2.0-a-secret\r\n"), daemon=True
+        ).start()
         with pytest.raises(MediaError, match="BadStatusLine") as error:
-            fetch(f"http://127.0.0.1:{port}/x", ServerSettings(media_hosts=frozenset({"127.0.0.1"})))
+            fetch(
+                f"http://127.0.0.1:{port}/x", ServerSettings(media_hosts=frozenset({"127.0.0.1"}))
+            )
     assert "secret" not in str(error.value)
 
 
@@ -178,7 +227,9 @@ def picture(width: int, height: int, format: str = "PNG", **options) -> bytes:
 
 
 def test_images_and_frames_are_counted_together_before_any_is_decoded(app):
-    file = io.BytesIO()  # a GIF of a few bytes, whose one frame is much smaller than the canvas that is decoded
+    file = (
+        io.BytesIO()
+    )  # a GIF of a few bytes, whose one frame is much smaller than the canvas that is decoded
     Image.new("P", (1, 1)).save(file, "GIF")
     gif = file.getvalue()[:6] + struct.pack("<HH", 4000, 4000) + file.getvalue()[10:]
     images, most = [encoded(gif)] * 3, 2 * 4000 * 4000 * 3 * 6

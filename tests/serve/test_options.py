@@ -35,11 +35,28 @@ def test_options_that_make_no_sense_are_refused(monkeypatch, capsys):
 
 
 def test_origins_are_as_browsers_send_them(capsys):
-    right = ["*", "null", "https://example.com", "http://localhost:3000", "http://127.0.0.1:8080", "http://[::1]:8"]
+    right = [
+        "*",
+        "null",
+        "https://example.com",
+        "http://localhost:3000",
+        "http://127.0.0.1:8080",
+        "http://[::1]:8",
+    ]
     right += ["https://a-b.example.co.uk", "chrome-extension://abcdef", "https://x:80"]
     for origin in right:
         assert parse_arguments(["demo", "--cors-origin", origin]).cors_origin == [origin]
-    wrong = ["https://*.x", "https://*", "https://x/", "https://x/path", "x.com", "//x", "https://", "https://x y", "x"]
+    wrong = [
+        "https://*.x",
+        "https://*",
+        "https://x/",
+        "https://x/path",
+        "x.com",
+        "//x",
+        "https://",
+        "https://x y",
+        "x",
+    ]
     wrong += [
         "https://X.com",
         "HTTPS://x.com",
@@ -75,19 +92,38 @@ def test_a_server_without_what_it_needs_or_without_a_model_says_so(monkeypatch, 
 
 
 def test_every_option_reaches_the_settings(monkeypatch, tmp_path):
-    given = f"""--served-model-name m --max-queue 3 --max-num-seqs 2 --max-kv-mib 0.5 --max-body-mib 2 --grace 7
-        --max-model-len 99 --max-frames 11 --max-new-tokens 12 --temperature 0.5
-        --top-p 0.9 --frames 8 --fps 2 --media-dir {tmp_path} --allow-media-host Media.Example --max-media-mib 3
-        --max-decoded-mib 4 --max-image-mib 5 --max-packets 9 --fetch-seconds 6"""
+    given = f"""--served-model-name m --max-queue 3 --max-num-seqs 2 --max-kv-mib 0.5
+        --max-body-mib 2 --grace 7 --max-model-len 99 --max-frames 11 --max-new-tokens 12
+        --temperature 0.5 --top-p 0.9 --frames 8 --fps 2 --media-dir {tmp_path}
+        --allow-media-host Media.Example --max-media-mib 3 --max-decoded-mib 4 --max-image-mib 5
+        --max-packets 9 --fetch-seconds 6"""
     monkeypatch.setenv("APBV_API_KEY", "from the environment")
     settings = settings_of(parse_arguments(["--model", "demo", *given.split()]))
-    assert (settings.model, settings.max_queue, settings.max_running, settings.grace) == ("m", 3, 2, 7)
-    assert (settings.max_kv_bytes, settings.max_body_bytes, settings.kv_host) == (2**19, 2 * 2**20, None)
+    assert (settings.model, settings.max_queue, settings.max_running, settings.grace) == (
+        "m",
+        3,
+        2,
+        7,
+    )
+    assert (settings.max_kv_bytes, settings.max_body_bytes, settings.kv_host) == (
+        2**19,
+        2 * 2**20,
+        None,
+    )
     assert settings.api_key == "from the environment"
     assert (settings.max_model_len, settings.max_frames, settings.max_new_tokens) == (99, 11, 12)
-    assert (settings.temperature, settings.top_p, settings.num_frames, settings.fps) == (0.5, 0.9, 8, 2)
+    assert (settings.temperature, settings.top_p, settings.num_frames, settings.fps) == (
+        0.5,
+        0.9,
+        8,
+        2,
+    )
     assert (settings.max_decoded_bytes, settings.max_image_bytes) == (4 * 2**20, 5 * 2**20)
-    assert (settings.max_packets, settings.fetch_seconds, settings.max_media_bytes) == (9, 6, 3 * 2**20)
+    assert (settings.max_packets, settings.fetch_seconds, settings.max_media_bytes) == (
+        9,
+        6,
+        3 * 2**20,
+    )
     assert (settings.media_dir, settings.media_hosts) == (tmp_path, {"media.example"})
     assert settings_of(parse_arguments(["demo"])) == ServerSettings(api_key="from the environment")
 
@@ -97,7 +133,11 @@ def test_where_consumers_find_a_process(monkeypatch):
     for environment, options, expected in (
         (here, "", "127.0.0.1"),
         (here, "--host 192.0.2.7 --kv-host 192.0.2.8", "192.0.2.8"),
-        ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}, "", None),  # no loopback
+        (
+            {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"},
+            "",
+            None,
+        ),  # no loopback
     ):
         monkeypatch.setattr(os, "environ", os.environ | environment)
         options = parse_arguments(["--model", "demo", "--kv-transfer", "tcp", *options.split()])

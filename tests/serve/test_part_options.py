@@ -1,4 +1,5 @@
-"""Options beside a file: those of a video's sampling are followed, others are named; so are ignored fields."""
+"""Options beside a file: those of a video's sampling are followed, others are named; so are ignored
+fields."""
 
 import pytest
 
@@ -11,7 +12,11 @@ CHAT, QUESTION = "/v1/chat/completions", text("which letter has the border: red"
 
 
 def chat(*content, **fields) -> dict:
-    return {"messages": [{"role": "user", "content": [*content, QUESTION]}], "max_tokens": 1, **fields}
+    return {
+        "messages": [{"role": "user", "content": [*content, QUESTION]}],
+        "max_tokens": 1,
+        **fields,
+    }
 
 
 def forms(**options) -> list[dict]:
@@ -72,11 +77,17 @@ def test_only_the_asked_part_of_a_video_is_sampled(app, media, sampled):
         for video in forms(**options):
             reply = post(app, CHAT, **chat(video, whole, num_frames=4))
             assert reply.status_code == 200, reply.text
-            assert sampled.pop() == [tuple(expected), tuple(sample_uniform(probe(media / "clip.mp4"), 4))]
+            assert sampled.pop() == [
+                tuple(expected),
+                tuple(sample_uniform(probe(media / "clip.mp4"), 4)),
+            ]
     for options, message in (
         ({"video_start": 32}, "clip.mp4: video_start is 32 s, but the video lasts 32.000 s"),
         ({"video_start": 3, "video_end": 1}, "video_start of a video is 3.0, but video_end is 1.0"),
-        ({"video_start": 1.1, "video_end": 1.2}, "no frame between video_start 1.1 s and video_end 1.2 s"),
+        (
+            {"video_start": 1.1, "video_end": 1.2},
+            "no frame between video_start 1.1 s and video_end 1.2 s",
+        ),
     ):
         reply = post(app, CHAT, **chat(forms(**options)[1]))
         assert reply.status_code == 400 and message in reply.json()["error"]["message"], reply.text
@@ -103,7 +114,11 @@ def test_an_image_is_as_large_as_its_part_says(app):
     def num_tokens(**options) -> int:
         picture = {"type": "image_url", "image_url": {"url": "picture.png"}, **options}
         assert post(app, CHAT, **chat(picture)).status_code == 200
-        return post(app, "/tokenize", **chat(picture)).json()["tokens"].count(app.engine.parts.image_token_id)
+        return (
+            post(app, "/tokenize", **chat(picture))
+            .json()["tokens"]
+            .count(app.engine.parts.image_token_id)
+        )
 
     usual = num_tokens()
     assert num_tokens(max_pixels=784) == 1 and num_tokens(min_pixels=784 * 4 * usual) >= 4 * usual
@@ -114,13 +129,23 @@ def test_an_image_is_as_large_as_its_part_says(app):
 
 
 def test_options_that_are_not_followed_are_all_named(app):
-    for options in ({"fps": 0.25, "sample_fps": 2}, dict.fromkeys(OTHER_FILE_OPTIONS, 1), {"start": 0.0}):
+    for options in (
+        {"fps": 0.25, "sample_fps": 2},
+        dict.fromkeys(OTHER_FILE_OPTIONS, 1),
+        {"start": 0.0},
+    ):
         for video in forms(**options):
             reply = post(app, CHAT, **chat(video))
             error = reply.json()["error"]
-            assert reply.status_code == 400 and error["param"].startswith("messages.0.content.0"), error
+            assert reply.status_code == 400 and error["param"].startswith("messages.0.content.0"), (
+                error
+            )
             assert all(name in error["message"] for name in options), error
-    image = {"type": "image_url", "image_url": {"url": "picture.png", "total_pixels": 9}, "video_start": 28}
+    image = {
+        "type": "image_url",
+        "image_url": {"url": "picture.png", "total_pixels": 9},
+        "video_start": 28,
+    }
     error = post(app, CHAT, **chat(image)).json()["error"]
     assert "total_pixels" in error["message"] and "video_start" in error["message"]
 
@@ -141,7 +166,15 @@ def test_options_that_are_not_followed_are_all_named(app):
         ({**part("video", "clip.mp4"), "video_end": "2"}, "video_end"),
         ({**part("video", "clip.mp4"), "min_frames": 3, "max_frames": 2}, "min_frames"),
         ({**part("video", "clip.mp4"), "resized_height": 28}, "resized_height"),
-        ({**part("video", "clip.mp4"), "resized_height": 28, "resized_width": 28, "total_pixels": 1}, "total_pixels"),
+        (
+            {
+                **part("video", "clip.mp4"),
+                "resized_height": 28,
+                "resized_width": 28,
+                "total_pixels": 1,
+            },
+            "total_pixels",
+        ),
         ({**part("image", "picture.png"), "total_pixels": 9000}, "total_pixels"),
         ({**part("image", "picture.png"), "min_pixels": 9, "max_pixels": 8}, "min_pixels"),
         ({**text("x"), "nframes": 1}, "nframes"),
@@ -152,13 +185,33 @@ def test_options_that_are_not_followed_are_all_named(app):
 )
 def test_options_that_are_wrong_are_named(app, content, param):
     reply = post(app, CHAT, **chat(content))
-    assert (reply.status_code, reply.json()["error"]["param"]) == (400, f"messages.0.content.0.{param}"), reply.text
+    assert (reply.status_code, reply.json()["error"]["param"]) == (
+        400,
+        f"messages.0.content.0.{param}",
+    ), reply.text
 
 
 def test_fields_that_would_change_an_answer_are_refused(app):
-    named = {"no_repeat_ngram_size": 3, "enable_thinking": False, "regex": "a", "max_pixels": 784, "nframes": 4}
-    named |= {"max_new_tokens": 5, "do_sample": True, "video_start": 1.0, "num_beams": 4, "json_schema": "{}"}
-    named |= {"total_pixels": 784, "min_frames": 2, "videos_kwargs": {"fps": 1}, "resized_width": 28}
+    named = {
+        "no_repeat_ngram_size": 3,
+        "enable_thinking": False,
+        "regex": "a",
+        "max_pixels": 784,
+        "nframes": 4,
+    }
+    named |= {
+        "max_new_tokens": 5,
+        "do_sample": True,
+        "video_start": 1.0,
+        "num_beams": 4,
+        "json_schema": "{}",
+    }
+    named |= {
+        "total_pixels": 784,
+        "min_frames": 2,
+        "videos_kwargs": {"fps": 1},
+        "resized_width": 28,
+    }
     for name, value in named.items():
         error = post(app, CHAT, **chat(**{name: value})).json()["error"]
         assert error["param"] == name and name in error["message"]
@@ -173,10 +226,20 @@ def test_fields_that_would_change_an_answer_are_refused(app):
     of_message = chat()
     of_message["messages"][0]["fps"] = 1
     assert post(app, CHAT, **of_message).json()["error"]["param"] == "messages.0.fps"
-    assert post(app, CHAT, **chat(no_repeat_ngram_size=0, num_beams=1, enable_thinking=None)).status_code == 200
+    assert (
+        post(
+            app, CHAT, **chat(no_repeat_ngram_size=0, num_beams=1, enable_thinking=None)
+        ).status_code
+        == 200
+    )
 
 
 def test_every_ignored_field_is_named_in_the_log(app, caplog):
-    asked = chat({**part("video", "clip.mp4"), "first": 1}, second=1, third=1, chat_template_kwargs={"fourth": 1})
+    asked = chat(
+        {**part("video", "clip.mp4"), "first": 1},
+        second=1,
+        third=1,
+        chat_template_kwargs={"fourth": 1},
+    )
     assert post(app, CHAT, **asked).status_code == 200
     assert all(f"'{name}'" in caplog.text for name in ("first", "second", "third", "fourth"))

@@ -12,7 +12,12 @@ from apbv.serve.requests import ApiError, ChatRequest
 
 from servers import HAND_OVER, asking, part, post, text
 
-CHAT, RAW, TOKENIZE, DETOKENIZE = "/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"
+CHAT, RAW, TOKENIZE, DETOKENIZE = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/tokenize",
+    "/detokenize",
+)
 
 
 def chat(*content, **fields) -> dict:
@@ -35,10 +40,20 @@ REFUSED = {
         (chat(text("<|video_pad|>")), "messages"),
         (chat(part("video", "broken.mp4"), text("x")), "messages"),
         (chat(text("x"), part("video", "../x.mp4")), "messages.0.content.1.video_url"),
-        (chat(part("video", "data:video/mp4;base64," + "A" * 900_000)), "messages.0.content.0.video_url"),
+        (
+            chat(part("video", "data:video/mp4;base64," + "A" * 900_000)),
+            "messages.0.content.0.video_url",
+        ),
         (chat(image(detail="best")), "messages.0.content.0.image_url.detail"),
-        ({"messages": [{"role": "user", "content": "x", "tool_calls": [1]}]}, "messages.0.tool_calls.0"),
-        (chat(kv_transfer_params={"do_remote_prefill": True}), "kv_transfer_params", "cannot load KV"),
+        (
+            {"messages": [{"role": "user", "content": "x", "tool_calls": [1]}]},
+            "messages.0.tool_calls.0",
+        ),
+        (
+            chat(kv_transfer_params={"do_remote_prefill": True}),
+            "kv_transfer_params",
+            "cannot load KV",
+        ),
         (chat(kv_transfer_params=HAND_OVER, stream=True), "stream", "stream must be false"),
         (chat(kv_transfer_params=HAND_OVER), "kv_transfer_params", "--kv-transfer"),
     ],
@@ -46,8 +61,16 @@ REFUSED = {
         ({}, "prompt"),
         ({"prompt": ["a", ""]}, "prompt", "the prompt is empty"),
         ({"prompt": ["a"] * 6}, "prompt", "at most 5 prompts are allowed, not 6"),
-        ({"prompt": ["a"] * 10**5}, "prompt", "at most 1024 prompts are allowed"),  # before any is copied
-        ({"prompt": ["a", "b"], "kv_transfer_params": HAND_OVER}, "prompt", "one prompt per request"),
+        (
+            {"prompt": ["a"] * 10**5},
+            "prompt",
+            "at most 1024 prompts are allowed",
+        ),  # before any is copied
+        (
+            {"prompt": ["a", "b"], "kv_transfer_params": HAND_OVER},
+            "prompt",
+            "one prompt per request",
+        ),
         ({"prompt": [1, 10**6]}, "prompt"),
         ({"prompt": [1, 6]}, "prompt"),  # a placeholder of the video
         ({"prompt": "x", "logprobs": 21}, "logprobs"),
@@ -57,7 +80,10 @@ REFUSED = {
         ({"prompt": "x", "min_tokens": 17}, "min_tokens"),
         ({"prompt": "x", "stop_token_ids": [1], "min_tokens": 1}, "stop_token_ids"),
         ({"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options"),
-        ({"prompt": "x", "kv_transfer_params": {"do_remote_decode": 1}}, "kv_transfer_params.do_remote_decode"),
+        (
+            {"prompt": "x", "kv_transfer_params": {"do_remote_decode": 1}},
+            "kv_transfer_params.do_remote_decode",
+        ),
         ({"prompt": "x", "stop": [*"abcde"]}, "stop", "at most 4"),
     ],
     TOKENIZE: [
@@ -74,7 +100,10 @@ def test_what_is_wrong_is_named(app, media, path):
     for fields, param, *messages in REFUSED[path]:
         reply = post(app, path, **fields)
         error = reply.json()["error"]
-        assert (reply.status_code, error["param"]) == (404 if param == "model" else 400, param), (fields, error)
+        assert (reply.status_code, error["param"]) == (404 if param == "model" else 400, param), (
+            fields,
+            error,
+        )
         assert error["type"] == "invalid_request_error" and error["message"]
         assert all(message in error["message"] for message in messages), error
         assert str(media) not in error["message"] and "apbv-" not in error["message"]
@@ -88,7 +117,10 @@ def test_a_field_that_nobody_knows_is_ignored_with_a_warning(app, caplog):
 def test_what_is_no_request(app):
     for body in (b"", b"[]", b"\xff", b"[" * 100_000, b'{"model": NaN}'):
         reply = app.request("POST", CHAT, content=body)
-        assert (reply.status_code, reply.json()["error"]["param"]) == (400, "model" if b"NaN" in body else None)
+        assert (reply.status_code, reply.json()["error"]["param"]) == (
+            400,
+            "model" if b"NaN" in body else None,
+        )
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
@@ -96,9 +128,13 @@ def test_what_is_no_request(app):
     ("fields", "param"),
     [
         ('"chat_template_kwargs": {"x": [%s]}', "chat_template_kwargs"),
-        ('"response_format": {"type": "json_schema", "json_schema": {"schema": {"const": %s}}}', "response_format"),
         (
-            '"tools": [{"type": "function", "function": {"name": "f", "parameters": {"minimum": %s}}}]',
+            '"response_format": {"type": "json_schema", "json_schema": {"schema": {"const": %s}}}',
+            "response_format",
+        ),
+        (
+            '"tools": [{"type": "function", "function": {"name": "f", "parameters": {"minimum": '
+            "%s}}}]",
             "tools.0.function.parameters",
         ),
         ('"temperature": %s', "temperature"),
@@ -107,7 +143,9 @@ def test_what_is_no_request(app):
 def test_numbers_that_json_has_not_are_refused(app, fields, number, param):
     content = '{"messages": [{"role": "user", "content": "x"}], ' + fields % number + "}"
     error = app.request("POST", CHAT, content=content).json()["error"]
-    assert error["param"] == param and ("not JSON" in error["message"] or "finite" in error["message"]), error
+    assert error["param"] == param and (
+        "not JSON" in error["message"] or "finite" in error["message"]
+    ), error
 
 
 @pytest.mark.parametrize("field", ["messages", "stop"])
@@ -117,18 +155,50 @@ def test_of_many_errors_few_are_looked_for(field):
     assert error.value.__cause__.error_count() <= 2
 
 
-JUNK = st.none() | st.booleans() | st.integers() | st.floats(allow_subnormal=False) | st.text(max_size=9)
-JUNK |= st.sampled_from([[], {}, [[[]]], {"type": "text"}, -1, 0, 1, 2, 2**64, -(2**70), 1e308, "x" * 2000])
-JUNK |= st.sampled_from(["", "clip.mp4", "../x", "data:,", "\ud83d", "<|video_pad|>", "<|im_end|>", "http://a/"])
+JUNK = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_subnormal=False)
+    | st.text(max_size=9)
+)
+JUNK |= st.sampled_from(
+    [[], {}, [[[]]], {"type": "text"}, -1, 0, 1, 2, 2**64, -(2**70), 1e308, "x" * 2000]
+)
+JUNK |= st.sampled_from(
+    ["", "clip.mp4", "../x", "data:,", "\ud83d", "<|video_pad|>", "<|im_end|>", "http://a/"]
+)
 CALLED = [
-    {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}],
+    },
     {"role": "tool", "tool_call_id": "1", "content": "x"},
 ]
 KINDS = {CHAT: "chat.completion", RAW: "text_completion", TOKENIZE: None, DETOKENIZE: None}
-GENERATION = {"model": "demo", "max_tokens": 1, "min_tokens": 1, "ignore_eos": True, "temperature": 0.5, "seed": 7}
-GENERATION |= {"n": 1, "top_p": 0.9, "stop": ["a"], "stream": True, "stream_options": {"include_usage": True}}
-GENERATION |= {"return_token_ids": True, "kv_transfer_params": {"do_remote_decode": False, "apbv": {}}}
-OF_A_CHAT = chat(text("x"), part("video", "clip.mp4"), part("image", "picture.png"), num_frames=2, fps=1.0)
+GENERATION = {
+    "model": "demo",
+    "max_tokens": 1,
+    "min_tokens": 1,
+    "ignore_eos": True,
+    "temperature": 0.5,
+    "seed": 7,
+}
+GENERATION |= {
+    "n": 1,
+    "top_p": 0.9,
+    "stop": ["a"],
+    "stream": True,
+    "stream_options": {"include_usage": True},
+}
+GENERATION |= {
+    "return_token_ids": True,
+    "kv_transfer_params": {"do_remote_decode": False, "apbv": {}},
+}
+OF_A_CHAT = chat(
+    text("x"), part("video", "clip.mp4"), part("image", "picture.png"), num_frames=2, fps=1.0
+)
 OF_A_CHAT |= {"add_generation_prompt": True, "chat_template_kwargs": {"thinks": True}}
 EXAMPLES = {
     CHAT: [
@@ -137,8 +207,14 @@ EXAMPLES = {
         {**OF_A_CHAT, "max_tokens": 1},
         {"messages": CALLED, "max_tokens": 1, "parallel_tool_calls": False, "tools": []},
     ],
-    RAW: [{**GENERATION, "prompt": "which"}, {"prompt": [[20, 21]], "stop_token_ids": [3], "max_tokens": 2}],
-    TOKENIZE: [{"prompt": "which letter", "return_token_strs": True}, {**OF_A_CHAT, "model": "demo"}],
+    RAW: [
+        {**GENERATION, "prompt": "which"},
+        {"prompt": [[20, 21]], "stop_token_ids": [3], "max_tokens": 2},
+    ],
+    TOKENIZE: [
+        {"prompt": "which letter", "return_token_strs": True},
+        {**OF_A_CHAT, "model": "demo"},
+    ],
     DETOKENIZE: [{"tokens": [20, 21], "model": "demo"}],
 }
 
@@ -163,7 +239,9 @@ def bodies(draw, examples: list[dict]) -> bytes:
 def test_no_input_is_an_error_of_the_server(app, path):
     seen, count = {}, 20
 
-    @settings(max_examples=count, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @settings(
+        max_examples=count, database=None, derandomize=True, suppress_health_check=list(HealthCheck)
+    )
     @given(content=bodies(EXAMPLES[path]))
     def check(content):
         reply = app.request("POST", path, content=content)
@@ -182,18 +260,26 @@ def test_no_input_is_an_error_of_the_server(app, path):
 
 
 def test_what_is_too_long_is_refused_before_it_is_rendered_or_tokenized(app, monkeypatch):
-    """By its characters if they are more than any tokens have, else by the tokens of its beginning."""
+    """By its characters if they are more than any tokens have, else by the tokens of its
+    beginning."""
     tokenized, tokenize = [], PromptReader.tokenize
-    monkeypatch.setattr(PromptReader, "tokenize", lambda reader, text, *more: (
-        tokenized.append(len(text)) or tokenize(reader, text, *more)
-    ))  # fmt: skip
+    monkeypatch.setattr(
+        PromptReader,
+        "tokenize",
+        lambda reader, text, *more: tokenized.append(len(text)) or tokenize(reader, text, *more),
+    )
     monkeypatch.setattr(PromptReader, "lay_out", None)
     words, letters = "the letters in order " * 30, "x" * 200_000
     for path, fields in (
-        (CHAT, chat(text(letters))), (CHAT, chat(text("x"), chat_template_kwargs={"documents": [letters]})),
-        (CHAT, chat(text(words))), (RAW, {"prompt": letters}), (RAW, {"prompt": words}),
-        (TOKENIZE, {"prompt": letters}), (TOKENIZE, {"prompt": words}), (TOKENIZE, chat(text(words))),
-    ):  # fmt: skip
+        (CHAT, chat(text(letters))),
+        (CHAT, chat(text("x"), chat_template_kwargs={"documents": [letters]})),
+        (CHAT, chat(text(words))),
+        (RAW, {"prompt": letters}),
+        (RAW, {"prompt": words}),
+        (TOKENIZE, {"prompt": letters}),
+        (TOKENIZE, {"prompt": words}),
+        (TOKENIZE, chat(text(words))),
+    ):
         error = post(app, path, **fields).json()["error"]
         assert error["code"] == "context_length_exceeded", error
     assert tokenized == [48 * 8] * 4
@@ -201,7 +287,9 @@ def test_what_is_too_long_is_refused_before_it_is_rendered_or_tokenized(app, mon
 
 
 def test_a_video_of_more_packets_than_allowed_is_refused_while_they_are_listed(app, monkeypatch):
-    monkeypatch.setattr(app.worker.reader, "_settings", replace(app.worker.reader._settings, max_packets=9))
+    monkeypatch.setattr(
+        app.worker.reader, "_settings", replace(app.worker.reader._settings, max_packets=9)
+    )
     monkeypatch.setattr(app.engine.videos, "_found", {})
     error = post(app, CHAT, **chat(part("video", "clip.mp4"), text("x"))).json()["error"]
     assert error["param"] == "messages" and "9 packets" in error["message"]

@@ -1,4 +1,5 @@
-"""A server of VideoLLaMA 3, whose prompts depend on pixels, which it reads before its engine does."""
+"""A server of VideoLLaMA 3, whose prompts depend on pixels, which it reads before its engine
+does."""
 
 from contextlib import closing
 from unittest.mock import patch
@@ -20,7 +21,9 @@ def moving_corner(i: int, height: int, width: int) -> np.ndarray:
 
 
 def test_a_video_is_compared_once_for_all_requests(tmp_path):
-    video_files.encode(tmp_path / "a.mp4", n=8, size=(84, 112), draw=moving_corner, x264="qp=0:scenecut=0")
+    video_files.encode(
+        tmp_path / "a.mp4", n=8, size=(84, 112), draw=moving_corner, x264="qp=0:scenecut=0"
+    )
     model = families.save_checkpoint("video_llama_3", tmp_path / "model")
     with (
         closing(InProcess(media_dir=tmp_path, model=str(model), max_model_len=2000)) as app,
@@ -31,7 +34,10 @@ def test_a_video_is_compared_once_for_all_requests(tmp_path):
         replies = [post(app, "/v1/chat/completions", **options).json() for _ in range(2)]
         assert compared.call_count == 1
         asked = {"prompt": "What?", "video": tmp_path / "a.mp4", "num_frames": 8}
-        expected, state = app.engine.generate(**asked, max_new_tokens=5), app.engine.prefill(**asked)
+        expected, state = (
+            app.engine.generate(**asked, max_new_tokens=5),
+            app.engine.prefill(**asked),
+        )
         for reply in replies:
             assert reply["choices"][0]["message"]["content"] == expected.text.rstrip("\ufffd")
             assert reply["usage"]["prompt_tokens"] == state.num_tokens

@@ -38,7 +38,9 @@ def new_job() -> Job:
     return LOOP.run_until_complete(make())
 
 
-def ready(scheduler: Scheduler, prompt: int, answer: int = 1, hands_over: bool = False, media=()) -> Job:
+def ready(
+    scheduler: Scheduler, prompt: int, answer: int = 1, hands_over: bool = False, media=()
+) -> Job:
     job = new_job()
     scheduler.admit(job)
     order = Order({}, [], SamplingParams(max_new_tokens=answer), hands_over)
@@ -58,7 +60,9 @@ def figure(scheduler: Scheduler, name: str, **labels: str) -> float:
 
 def test_nothing_overtakes_what_does_not_fit_yet():
     books = scheduler(max_tokens=100)
-    first, large, small = (ready(books, prompt, answer) for prompt, answer in ((20, 50), (20, 20), (20, 5)))
+    first, large, small = (
+        ready(books, prompt, answer) for prompt, answer in ((20, 50), (20, 20), (20, 5))
+    )
     assert books.take(0) is first
     assert books.take(0) is None  # the small one would fit
     leave(books, first)
@@ -71,10 +75,20 @@ def test_nothing_overtakes_what_does_not_fit_yet():
 
 def test_a_home_is_the_host_with_the_most_room_and_what_is_transferred_needs_room_on_all():
     books, jobs = scheduler(max_tokens=100, num_homes=3), []
-    for tokens, home in ((60, 2), (30, 1), (10, 0), (10, 0), (75, 0), (50, 1)):  # of equal ones the last
+    for tokens, home in (
+        (60, 2),
+        (30, 1),
+        (10, 0),
+        (10, 0),
+        (75, 0),
+        (50, 1),
+    ):  # of equal ones the last
         jobs.append(ready(books, tokens - 1))
         assert books.take(0) is jobs[-1] and jobs[-1].home == home
-    per_host = [[figure(books, f"host_{name}", host=host) for host in "012"] for name in ("kv_cache_bytes", "answers")]
+    per_host = [
+        [figure(books, f"host_{name}", host=host) for host in "012"]
+        for name in ("kv_cache_bytes", "answers")
+    ]
     assert per_host == [[8 * 95, 8 * 80, 8 * 60], [3, 2, 1]]
     assert figure(books, "kv_cache_bytes") == 8 * 235
     assert figure(books, "kv_cache_usage_perc") == pytest.approx(235 / 300)
@@ -86,13 +100,21 @@ def test_a_home_is_the_host_with_the_most_room_and_what_is_transferred_needs_roo
     assert books.take(0) is None  # it would fit on host 0
     leave(books, jobs[4])
     assert books.take(0) is handed and handed.home is None
-    assert [figure(books, "host_kv_cache_bytes", host=host) for host in "012"] == [8 * 30, 8 * 90, 8 * 51]
+    assert [figure(books, "host_kv_cache_bytes", host=host) for host in "012"] == [
+        8 * 30,
+        8 * 90,
+        8 * 51,
+    ]
 
 
 def test_short_prompts_go_beside_long_ones_each_to_the_home_with_the_fewest_to_prefill():
     """Those with files and those without do not count together."""
     books = scheduler(num_homes=2, split_tokens=8)
-    shorts, long, handed = [ready(books, 7) for _ in range(6)], ready(books, 8), ready(books, 9, hands_over=True)
+    shorts, long, handed = (
+        [ready(books, 7) for _ in range(6)],
+        ready(books, 8),
+        ready(books, 9, hands_over=True),
+    )
     pictured = ready(books, 7, media=["a picture"])
     taken = [books.take(0, is_short=True) for _ in range(5)]
     assert taken == [*shorts[:4], pictured] and [job.home for job in shorts[:4]] == [1, 0, 1, 0]
@@ -117,18 +139,32 @@ def test_no_short_prompt_overtakes_a_long_one_that_does_not_fit_yet(monkeypatch)
 def test_the_number_of_answers_is_bounded_on_each_host():
     books = scheduler(num_homes=2, max_running=1)
     jobs = [ready(books, 5) for _ in range(3)]
-    assert [books.take(0) for _ in jobs] == [*jobs[:2], None] and [job.home for job in jobs] == [1, 0, None]
+    assert [books.take(0) for _ in jobs] == [*jobs[:2], None] and [job.home for job in jobs] == [
+        1,
+        0,
+        None,
+    ]
     leave(books, jobs[1])
     assert books.take(0) is jobs[2] and jobs[2].home == 0
 
 
 def test_short_prompts_go_first_but_a_long_one_does_not_starve(monkeypatch):
     moments = iter([0.0, 9.0, 9.0, 9.99, *[10.0] * 4])
-    monkeypatch.setattr("apbv.serve.scheduler.time", SimpleNamespace(monotonic=lambda: next(moments)))
-    books, lengths = scheduler(max_tokens=10**6), {"long": 10_000, "early": 10, "mid": 500, "late": 11}
+    monkeypatch.setattr(
+        "apbv.serve.scheduler.time", SimpleNamespace(monotonic=lambda: next(moments))
+    )
+    books, lengths = (
+        scheduler(max_tokens=10**6),
+        {"long": 10_000, "early": 10, "mid": 500, "late": 11},
+    )
     jobs = {name: ready(books, length) for name, length in lengths.items()}
     taken = [books.take(0) for _ in jobs]
-    assert [name for job in taken for name in jobs if jobs[name] is job] == ["early", "mid", "long", "late"]
+    assert [name for job in taken for name in jobs if jobs[name] is job] == [
+        "early",
+        "mid",
+        "long",
+        "late",
+    ]
 
 
 def test_who_waits_for_room_goes_on_when_there_is_some():
@@ -143,7 +179,9 @@ def test_who_waits_for_room_goes_on_when_there_is_some():
         books.end_offer("a transfer", "expired", 8 * 90)
 
     for end in (lambda: leave(books, first), expire):
-        thread = threading.Thread(target=lambda: taken.append(books.take(threading.TIMEOUT_MAX)), daemon=True)
+        thread = threading.Thread(
+            target=lambda: taken.append(books.take(threading.TIMEOUT_MAX)), daemon=True
+        )
         thread.start()
         end()
         thread.join(HANGING)
@@ -153,7 +191,9 @@ def test_who_waits_for_room_goes_on_when_there_is_some():
 def test_kv_that_waits_to_be_fetched_counts_until_it_has_ended():
     books = scheduler(max_tokens=100)
     handed = ready(books, 80, 20, hands_over=True)
-    assert books.take(0) is handed and figure(books, "kv_cache_bytes") == 8 * 80  # its answer is decoded elsewhere
+    assert (
+        books.take(0) is handed and figure(books, "kv_cache_bytes") == 8 * 80
+    )  # its answer is decoded elsewhere
     next_one = ready(books, 20, 10)
     books.hold_offer("a transfer", 8 * 80)
     leave(books, handed)
@@ -163,7 +203,9 @@ def test_kv_that_waits_to_be_fetched_counts_until_it_has_ended():
     assert books.take(0) is next_one and figure(books, "kv_offers_waiting") == 0
     books.end_offer("another", "fetched", 800)  # before it is counted
     books.hold_offer("another", 800)
-    assert figure(books, "kv_offers_waiting") == 0 and figure(books, "kv_cache_bytes") == 8 * (20 + 10)
+    assert figure(books, "kv_offers_waiting") == 0 and figure(books, "kv_cache_bytes") == 8 * (
+        20 + 10
+    )
 
 
 def test_answers_and_the_queue_are_bounded_by_number_but_not_what_is_handed_over():
@@ -213,13 +255,19 @@ def test_what_counts_is_what_buffers_take(app):
         if member.kv is not None:  # from the first step on
             taken.append(sum(buffer.nbytes for pair in member.kv.buffers for buffer in pair))
         batch.step()
-    assert (state.num_tokens + 300) * limits.token_bytes < max(taken) <= limits.bytes_of(order, state.num_tokens)
+    assert (
+        (state.num_tokens + 300) * limits.token_bytes
+        < max(taken)
+        <= limits.bytes_of(order, state.num_tokens)
+    )
     assert limits.bytes_of(order, limits.max_tokens - 300) <= limits.max_kv_bytes
 
 
 def test_the_least_that_a_server_may_hold(app):
     """The KV of the longest prompt and answer; what could never run is refused by its length."""
-    least = (100 + GROWTH_ROWS) * limits_of(app.engine, ServerSettings(max_kv_bytes=2**30)).token_bytes
+    least = (100 + GROWTH_ROWS) * limits_of(
+        app.engine, ServerSettings(max_kv_bytes=2**30)
+    ).token_bytes
     given = ServerSettings(max_kv_bytes=least, max_model_len=100)
     limits = limits_of(app.engine, given)
     assert limits.max_tokens == 100

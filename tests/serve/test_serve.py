@@ -1,4 +1,5 @@
-"""launch/serve.py as its users see it: the demo model on two real hosts, and the real OpenAI client.
+"""launch/serve.py as its users see it: the demo model on two real hosts, and the real OpenAI
+client.
 
 The tests go on with one server, in this order; the last one ends it.
 """
@@ -30,12 +31,19 @@ DEMO_TOKEN_BYTES = 4 * 2 * 2 * 32 * 4  # layers, K and V, heads, numbers, bytes 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory, media):
-    """Computing exactly, with everything allowed that is safe to allow, and KV that nobody fetches in a hurry.
+    """Computing exactly, with everything allowed that is safe to allow, and KV that nobody fetches
+    in a hurry.
 
     The hosts split prompts of 64 frames, and prefill shorter ones each alone.
     """
-    words = "--model demo --dtype float32 --passing-len 4096 --kv-transfer tcp --kv-seconds 3600 --log-format json"
-    words += f" --grace {HANGING} --media-dir {media} --max-media-mib 0.5 --max-body-mib 1 --min-host-tokens 64"
+    words = (
+        "--model demo --dtype float32 --passing-len 4096 --kv-transfer tcp --kv-seconds 3600 "
+        "--log-format json"
+    )
+    words += (
+        f" --grace {HANGING} --media-dir {media} --max-media-mib 0.5 --max-body-mib 1 "
+        "--min-host-tokens 64"
+    )
     words = [*words.split(), "--api-key", KEY]
     with serving(tmp_path_factory.mktemp("server") / "out", *words, key=KEY) as started:
         yield started
@@ -48,21 +56,41 @@ def waiting_kv(server: Server) -> tuple[float, float]:
 def test_videos_images_chats_and_samples_are_those_of_the_engine(server, media, app):
     """In any order, in several turns, by path and inline."""
     clip, picture = media / CLIP, media / "picture.png"
-    first = [part("video", clip), text("before"), part("image", data_url(picture)), part("video", data_url(clip))]
+    first = [
+        part("video", clip),
+        text("before"),
+        part("image", data_url(picture)),
+        part("video", data_url(clip)),
+    ]
     last = [text("and "), part("image", picture), text(DESCRIBE)]
     last[1]["image_url"]["detail"] = "low"
-    chat = [("system", [text("be brief")]), ("user", first), ("assistant", [text("yes")]), ("user", last)]
-    files = {"video_url": {"type": "video", "video": clip}, "image_url": {"type": "image", "image": picture}}
-    said = [{"role": role, "content": [files.get(each["type"], each) for each in parts]} for role, parts in chat]
+    chat = [
+        ("system", [text("be brief")]),
+        ("user", first),
+        ("assistant", [text("yes")]),
+        ("user", last),
+    ]
+    files = {
+        "video_url": {"type": "video", "video": clip},
+        "image_url": {"type": "image", "image": picture},
+    }
+    said = [
+        {"role": role, "content": [files.get(each["type"], each) for each in parts]}
+        for role, parts in chat
+    ]
     sampling = {"temperature": 0.9, "top_p": 0.95}
-    expected = app.engine.generate(messages=said, num_frames=8, max_new_tokens=12, seed=2**64 - 5, **sampling)
+    expected = app.engine.generate(
+        messages=said, num_frames=8, max_new_tokens=12, seed=2**64 - 5, **sampling
+    )
     messages = [{"role": role, "content": content} for role, content in chat]
     asked = {"max_completion_tokens": 12, "seed": -5, **sampling, "extra_body": {"num_frames": 8}}
     answer = server.client.chat.completions.create(model="demo", messages=messages, **asked)
     assert answer.choices[0].message.content == expected.text
     assert answer.usage.prompt_tokens == expected.stats["num_input_tokens"]
     for extra in ({"num_frames": 8}, {"fps": 0.25}):
-        few = server.ask([part("video", CLIP), text("x")], max_tokens=1, extra_body={**extra, "ignore_eos": True})
+        few = server.ask(
+            [part("video", CLIP), text("x")], max_tokens=1, extra_body={**extra, "ignore_eos": True}
+        )
         assert few.usage.prompt_tokens < 60 and few.choices[0].finish_reason == "length"
 
 
@@ -78,8 +106,14 @@ def test_answers_to_several_at_once_are_those_to_each_alone(server):
     def answer(request) -> tuple[list[int], str, str]:
         question, options = request
         body = {**options, "num_frames": 64, "return_token_ids": True}
-        chunks = list(server.ask([part("video", CLIP), text(question)], stream=True, extra_body=body))
-        tokens = [token for chunk in chunks for token in chunk.choices[0].model_extra.get("token_ids") or []]
+        chunks = list(
+            server.ask([part("video", CLIP), text(question)], stream=True, extra_body=body)
+        )
+        tokens = [
+            token
+            for chunk in chunks
+            for token in chunk.choices[0].model_extra.get("token_ids") or []
+        ]
         said = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
         return tokens, said, chunks[-1].choices[0].finish_reason
 
@@ -115,17 +149,25 @@ def test_a_video_that_only_the_second_host_finds_damaged(server, media):
 
 def test_keys_bodies_and_paths(server):
     for key in ("wrong", "ein Schlüssel", KEY[:-1], KEY):
-        reply = server.http.get(f"{server.url}/models", headers={"Authorization": f"Bearer {key}".encode()})
+        reply = server.http.get(
+            f"{server.url}/models", headers={"Authorization": f"Bearer {key}".encode()}
+        )
         assert reply.status_code == (200 if key == KEY else 401)
     headers = {"Authorization": f"Bearer {KEY}"}
     pieces = (b" " * 2**18 for _ in range(8))  # without a length: it shows while it is read
     for body in (b" " * 2**21, pieces):
         try:
-            reply = server.http.post(f"{server.url}/chat/completions", content=body, headers=headers)
+            reply = server.http.post(
+                f"{server.url}/chat/completions", content=body, headers=headers
+            )
             assert reply.status_code == 413 and reply.json()["error"]["code"] == "body_too_large"
-        except httpx.WriteError:  # the answer came, and the connection was closed, before all was sent
+        except (
+            httpx.WriteError
+        ):  # the answer came, and the connection was closed, before all was sent
             pass
-    assert [model.id for model in server.client.models.list()] == ["demo"] and server.health() == 200
+    assert [model.id for model in server.client.models.list()] == [
+        "demo"
+    ] and server.health() == 200
 
 
 def test_bad_connections_do_not_flood_the_log(server):
@@ -146,10 +188,16 @@ def test_the_kv_is_that_of_full_attention_at_vllms_positions(server, app, about)
         content = [{"type": "video", "video": demo.video_path()}, question]
     extra = {"kv_transfer_params": HAND_OVER, "num_frames": 64}
     reply = server.ask(asked, max_tokens=1, extra_body=extra)
-    state = engine.prefill(messages=[{"role": "user", "content": content}], num_frames=64, positions="vllm")
+    state = engine.prefill(
+        messages=[{"role": "user", "content": content}], num_frames=64, positions="vllm"
+    )
     first = engine.decode(state, max_new_tokens=1).token_ids
-    assert reply.choices[0].message.content == engine.tokenizer.decode(first, skip_special_tokens=True)
-    assert reply.choices[0].finish_reason == ("stop" if first[0] in engine.parts.eos_token_ids else "length")
+    assert reply.choices[0].message.content == engine.tokenizer.decode(
+        first, skip_special_tokens=True
+    )
+    assert reply.choices[0].finish_reason == (
+        "stop" if first[0] in engine.parts.eos_token_ids else "length"
+    )
     assert (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (state.num_tokens, 1)
 
     ticket = Ticket.from_params(reply.model_extra["kv_transfer_params"])
@@ -169,14 +217,19 @@ def test_every_request_is_logged(server):
     reply = server.ask("x", max_tokens=3, extra_headers={"X-Request-Id": "answered"})
     with pytest.raises(openai.BadRequestError):
         server.ask("x", max_tokens=10**6, extra_headers={"X-Request-Id": "refused"})
-    extra = {"extra_body": {"kv_transfer_params": HAND_OVER}, "extra_headers": {"X-Request-Id": "handed-over"}}
+    extra = {
+        "extra_body": {"kv_transfer_params": HAND_OVER},
+        "extra_headers": {"X-Request-Id": "handed-over"},
+    }
     handed = server.ask("x", max_tokens=1, **extra)
     ticket = Ticket.from_params(handed.model_extra["kv_transfer_params"])
     drop(ticket)
     names = ["chatcmpl-answered", "chatcmpl-refused", "chatcmpl-handed-over"]
 
     def told() -> dict:
-        lines = [json.loads(line) for line in server.errors().splitlines() if '"request_id"' in line]
+        lines = [
+            json.loads(line) for line in server.errors().splitlines() if '"request_id"' in line
+        ]
         return {line["request_id"]: line for line in lines}
 
     wait_for(lambda: told().keys() >= set(names))
@@ -197,8 +250,14 @@ def test_sigterm_lets_the_running_answer_end_and_kv_be_fetched(server):
     wait_for(lambda: server.health() == 503)
     with pytest.raises(openai.InternalServerError, match="stopping"):
         server.ask("x")
-    assert all(running.end() is None and running.pieces > 50 for running in streams) and server.health() == 503
+    assert (
+        all(running.end() is None and running.pieces > 50 for running in streams)
+        and server.health() == 503
+    )
     with RemoteKV(ticket, HANGING, 1) as kv:
-        assert sum(1 for _ in kv.layers(range(ticket.num_tokens), range(ticket.num_kv_heads))) == ticket.num_layers
+        assert (
+            sum(1 for _ in kv.layers(range(ticket.num_tokens), range(ticket.num_kv_heads)))
+            == ticket.num_layers
+        )
         kv.confirm()
     assert exit_statuses(server.processes) == [0, 0], server.errors()

@@ -29,7 +29,9 @@ def test_half_read_bodies_take_no_place_and_give_way_to_others(app: InProcess, m
     async def ask_beside() -> list[int]:
         went_on = asyncio.Event()
         slow = [
-            asyncio.create_task(app.client.post("/v1/chat/completions", content=trickle(went_on, first)))
+            asyncio.create_task(
+                app.client.post("/v1/chat/completions", content=trickle(went_on, first))
+            )
             for _ in range(10)
         ]
         await asyncio.wait(slow, return_when=asyncio.FIRST_COMPLETED)
@@ -57,7 +59,9 @@ def address():
         await send({"type": "http.response.body"})
 
     protocol = partial(HttpProtocol, connections=Connections(8))
-    server = uvicorn.Server(uvicorn.Config(app, http=protocol, port=0, lifespan="off", log_config=None))
+    server = uvicorn.Server(
+        uvicorn.Config(app, http=protocol, port=0, lifespan="off", log_config=None)
+    )
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
@@ -80,11 +84,16 @@ def test_headers_have_to_come_within_a_time(monkeypatch, address):
             assert client.recv(1000) in (b"", b"HTTP/1.1 400 Bad Request")
 
 
-LENGTH, CHUNKED, BODY = b"Content-Length: 13\r\n", b"Transfer-Encoding: chunked\r\n", b"3\r\nabc\r\n0\r\n\r\n"
+LENGTH, CHUNKED, BODY = (
+    b"Content-Length: 13\r\n",
+    b"Transfer-Encoding: chunked\r\n",
+    b"3\r\nabc\r\n0\r\n\r\n",
+)
 
 
 def reply_to(address, headers: bytes, body: bytes) -> bytes:
-    """All that the server says until it hangs up, or has answered the same again on a connection that it keeps."""
+    """All that the server says until it hangs up, or has answered the same again on a connection
+    that it keeps."""
     request, said = b"POST / HTTP/1.1\r\nHost: x\r\n%s\r\n%s" % (headers, body), b""
     with socket.create_connection(address, HANGING) as client:
         client.sendall(request + request)
@@ -98,7 +107,12 @@ def reply_to(address, headers: bytes, body: bytes) -> bytes:
 
 def test_a_request_with_two_lengths_ends_its_connection(address):
     """What follows may be part of it, or not: nothing of that is read."""
-    for headers in (LENGTH + CHUNKED, CHUNKED + LENGTH, (LENGTH + CHUNKED).lower(), CHUNKED + b"X: y\r\n" + LENGTH):
+    for headers in (
+        LENGTH + CHUNKED,
+        CHUNKED + LENGTH,
+        (LENGTH + CHUNKED).lower(),
+        CHUNKED + b"X: y\r\n" + LENGTH,
+    ):
         said = reply_to(address, headers, BODY)
         assert said.startswith(b"HTTP/1.1 400") and b"connection: close" in said.lower()
         assert said.count(b"HTTP/1.1") == 1

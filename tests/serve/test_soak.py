@@ -16,8 +16,8 @@ from pool import exit_statuses
 from servers import HAND_OVER, Server, data_url, left_open, part, serving, text
 
 CLIENTS, REQUESTS, EARLY = 12, 160, 60
-# Allocators keep the most that lay there at a time, which the first requests do not reach. KV that each
-# left behind would be more.
+# Allocators keep the most that lay there at a time, which the first requests do not reach. KV that
+# each left behind would be more.
 MOST_GROWN_BYTES = 48 * 2**20
 # Pools of threads grow up to their size as chance has it.
 MOST_NEW_THREADS = 12
@@ -44,10 +44,16 @@ class Client:
         return reply.json()
 
     def _chat(self, content, status: int = 200, **body) -> dict:
-        return self._post("chat/completions", status, messages=[{"role": "user", "content": content}], **body)
+        return self._post(
+            "chat/completions", status, messages=[{"role": "user", "content": content}], **body
+        )
 
     def chat(self, draw) -> None:
-        body = {"max_tokens": draw.randint(1, 8), "ignore_eos": True, "temperature": draw.choice([0, 0.8])}
+        body = {
+            "max_tokens": draw.randint(1, 8),
+            "ignore_eos": True,
+            "temperature": draw.choice([0, 0.8]),
+        }
         count = draw.choice([1, 1, 3])
         usage = self._chat("x " * draw.randint(1, 40), **body, n=count)["usage"]
         assert usage["completion_tokens"] == count * body["max_tokens"]
@@ -58,19 +64,33 @@ class Client:
         assert reply["kv_transfer_params"]["do_remote_prefill"]
 
     def leave(self, draw) -> None:
-        body = {"model": "demo", "prompt": "x", "max_tokens": 2000, "ignore_eos": True, "stream": True}
-        with httpx.stream("POST", f"{self._server.url}/completions", json=body, timeout=HANGING) as reply:
+        body = {
+            "model": "demo",
+            "prompt": "x",
+            "max_tokens": 2000,
+            "ignore_eos": True,
+            "stream": True,
+        }
+        with httpx.stream(
+            "POST", f"{self._server.url}/completions", json=body, timeout=HANGING
+        ) as reply:
             lines = reply.iter_lines()
             for _ in range(draw.randint(1, 10)):
                 next(lines)
 
     def hang_up(self, draw) -> None:
         body = {"model": "demo", "messages": [{"role": "user", "content": "x"}], "max_tokens": 500}
-        with left_open(self._server, {**body, "kv_transfer_params": draw.choice([None, HAND_OVER])}):
+        with left_open(
+            self._server, {**body, "kv_transfer_params": draw.choice([None, HAND_OVER])}
+        ):
             pass
 
     def film(self, draw) -> None:
-        self._chat([part("video", self._film), text("how many letters are shown")], max_tokens=3, num_frames=16)
+        self._chat(
+            [part("video", self._film), text("how many letters are shown")],
+            max_tokens=3,
+            num_frames=16,
+        )
         self._chat([part("video", self._damaged), text("x")], 400, max_tokens=3)
 
 
@@ -92,7 +112,16 @@ def when_idle(server: Server) -> list[tuple[int, int, int]]:
 
 @pytest.mark.thorough
 def test_hundreds_of_requests_leave_nothing_behind(tmp_path):
-    options = ["--model", "demo", "--max-model-len", 4096, "--kv-transfer", "tcp", "--kv-seconds", 1]
+    options = [
+        "--model",
+        "demo",
+        "--max-model-len",
+        4096,
+        "--kv-transfer",
+        "tcp",
+        "--kv-seconds",
+        1,
+    ]
     with serving(tmp_path / "out", *options) as server:
         ask = Client(server)
         with ThreadPoolExecutor(CLIENTS) as clients:
@@ -100,7 +129,9 @@ def test_hundreds_of_requests_leave_nothing_behind(tmp_path):
             early = when_idle(server)
             list(clients.map(ask, range(EARLY, REQUESTS)))
         late = when_idle(server)
-        for (files, threads, size), (files_later, threads_later, size_later) in zip(early, late, strict=True):
+        for (files, threads, size), (files_later, threads_later, size_later) in zip(
+            early, late, strict=True
+        ):
             assert files_later <= files + 2, (early, late)
             assert threads_later <= threads + MOST_NEW_THREADS, (early, late)
             assert size_later <= size + MOST_GROWN_BYTES, (early, late)

@@ -12,7 +12,8 @@ from servers import InProcess, data_url, part, post, text
 
 @pytest.fixture(scope="module")
 def hearing(tmp_path_factory):
-    """A server of a model that hears, before a folder with a sound and a video that has one; and the folder."""
+    """A server of a model that hears, before a folder with a sound and a video that has one; and
+    the folder."""
     folder = tmp_path_factory.mktemp("heard")
     audio_files.write(folder / "a.wav", [(0, 1.3)])
     audio_files.write(folder / "b.mp4", [(0, 2)], "aac", video=(0, 2), size=(56, 84))
@@ -31,7 +32,9 @@ def asked(app: InProcess, *content: dict, **options) -> tuple[int, str | dict]:
     messages = [{"role": "user", "content": [*content, text("What?")]}]
     reply = post(app, "/v1/chat/completions", messages=messages, max_tokens=5, **options)
     said = reply.json()
-    return reply.status_code, said["error"] if "error" in said else said["choices"][0]["message"]["content"]
+    return reply.status_code, said["error"] if "error" in said else said["choices"][0]["message"][
+        "content"
+    ]
 
 
 def test_sound_comes_by_url_or_inline_or_with_a_video(hearing):

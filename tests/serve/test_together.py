@@ -1,4 +1,5 @@
-"""Several requests in servers of two real hosts: order, limits, who leaves, and whom a failure or an end hits."""
+"""Several requests in servers of two real hosts: order, limits, who leaves, and whom a failure or
+an end hits."""
 
 import os
 import signal
@@ -22,7 +23,8 @@ IDLE = ("num_requests_running", "num_requests_waiting", "kv_cache_bytes")
 
 @pytest.fixture(scope="module")
 def endless(tmp_path_factory):
-    """A server with room for the KV of 24,000 tokens on each host and a short queue; the last test of it ends it.
+    """A server with room for the KV of 24,000 tokens on each host and a short queue; the last test
+    of it ends it.
 
     Its model's answers end by their length, or, where a "Z" is asked, by NaN.
     """
@@ -36,7 +38,12 @@ def endless(tmp_path_factory):
     layers = sum(name.endswith("q_proj.weight") for name in weights)
     token_bytes = layers * 2 * families.KV_HEADS * families.HEAD_DIM * 4
     options = ["--model", model, "--served-model-name", "demo", "--max-queue", 2, "--grace", 0.5]
-    options += ["--kv-transfer", "tcp", "--max-kv-mib", (24_000 + GROWTH_ROWS) * token_bytes / 2**20]
+    options += [
+        "--kv-transfer",
+        "tcp",
+        "--max-kv-mib",
+        (24_000 + GROWTH_ROWS) * token_bytes / 2**20,
+    ]
     with serving(folder / "out", *options) as started:
         yield started
 
@@ -44,11 +51,19 @@ def endless(tmp_path_factory):
 @contextmanager
 def running(server: Server, **options):
     """A streamed answer that runs until the end of the block, when its client hangs up."""
-    body = {"model": "demo", "messages": [{"role": "user", "content": "x"}], "stream": True, **ENDLESS, **options}
+    body = {
+        "model": "demo",
+        "messages": [{"role": "user", "content": "x"}],
+        "stream": True,
+        **ENDLESS,
+        **options,
+    }
     with server.http.stream("POST", f"{server.url}/chat/completions", json=body) as reply:
         lines = reply.iter_lines()
         next(lines)
-        yield lambda count=1: [next(lines) for _ in range(2 * count)]  # behind every event is an empty line
+        yield lambda count=1: [
+            next(lines) for _ in range(2 * count)
+        ]  # behind every event is an empty line
 
 
 def wait_until_idle(server: Server) -> None:
@@ -74,7 +89,8 @@ def test_answers_go_on_beside_who_reads_nothing_who_leaves_and_what_fails(endles
 
 
 def test_a_full_queue_and_clients_that_leave_unasked(endless):
-    """Who fits on no host waits, and nobody overtakes: a small request would fit beside the first."""
+    """Who fits on no host waits, and nobody overtakes: a small request would fit beside the
+    first."""
     body = {"model": "demo", "messages": [{"role": "user", "content": "x"}], **ENDLESS}
     with left_open(endless, body):  # running, and not streaming
         endless.wait_until("apbv:num_requests_running", 1)
@@ -107,13 +123,15 @@ def test_asked_to_end_a_server_refuses_who_waits_and_cuts_who_runs_after_the_gra
     endless.wait_until("apbv:num_requests_waiting", 1)
     for process in endless.processes:  # as torchrun does
         os.kill(process.pid, signal.SIGTERM)
-    assert isinstance(waiting.end(), openai.InternalServerError) and waiting.error.status_code == 503
+    assert (
+        isinstance(waiting.end(), openai.InternalServerError) and waiting.error.status_code == 503
+    )
     assert exit_statuses(endless.processes) == [0, 0], endless.errors()
     assert all("stopping" in str(answer.end()) for answer in answers)
 
 
 @pytest.mark.thorough
-def test_answers_are_single_beside_a_draft_kv_that_nobody_fetches_ends_and_a_host_that_dies_ends_all(tmp_path):
+def test_beside_a_draft_answers_are_single_kv_expires_and_a_host_that_dies_ends_all(tmp_path):
     options = ["--model", "demo", "--media-dir", demo.video_path().parent, "--speculate", "sd_tree"]
     with serving(tmp_path / "out", *options, "--kv-transfer", "tcp", "--kv-seconds", 0.2) as server:
         assert "one answer at a time: a draft tree is verified alone" in server.printed()
@@ -131,7 +149,9 @@ def test_answers_are_single_beside_a_draft_kv_that_nobody_fetches_ends_and_a_hos
         assert server.metric("apbv:spec_decode_num_drafts_total") > 0
         server.wait_until("apbv:kv_transfers_total", 1, how="expired")
         wait_until_idle(server)
-        streams = [Stream(server, max_tokens=3000, extra_body={"ignore_eos": True}) for _ in range(2)]
+        streams = [
+            Stream(server, max_tokens=3000, extra_body={"ignore_eos": True}) for _ in range(2)
+        ]
         server.wait_until("apbv:num_requests_waiting", 1)
         server.processes[1].kill()
         for stream in streams:

@@ -18,7 +18,14 @@ from apbv.serve.report import report
 
 BEGAN = time.monotonic() // 1 - 100
 # All moments lie apart by another distance.
-MOMENTS = {"arrived": 0, "ready": 0.5, "began": 2.25, "first_token": 6.5, "last_token": 14.5, "ended": 15}
+MOMENTS = {
+    "arrived": 0,
+    "ready": 0.5,
+    "began": 2.25,
+    "first_token": 6.5,
+    "last_token": 14.5,
+    "ended": 15,
+}
 ANSWERED = RequestRecord(
     **{name: BEGAN + seconds for name, seconds in MOMENTS.items()},
     id="chatcmpl-7",
@@ -48,17 +55,23 @@ def metrics() -> Metrics:
 
 
 def value(metrics: Metrics, name: str, **labels: str) -> float:
-    return metrics._registry.get_sample_value(f"apbv:{name}", {"model_name": metrics.model, **labels})
+    return metrics._registry.get_sample_value(
+        f"apbv:{name}", {"model_name": metrics.model, **labels}
+    )
 
 
 @pytest.mark.parametrize("outcome", [*FINISHED_REASONS, *REFUSALS])
 def test_of_every_outcome_counts_what_was_reached(metrics, outcome):
-    """Of refused requests nothing; of an answer that broke off only its tokens, and when the first came."""
+    """Of refused requests nothing; of an answer that broke off only its tokens, and when the first
+    came."""
     is_answer, is_refused = outcome in ("stop", "length"), outcome not in FINISHED
     metrics.observe_end(replace(REFUSED if is_refused else ANSWERED, outcome=outcome))
     for name, total in SUMS.items():
         counts = is_answer or (name == "time_to_first_token_seconds" and not is_refused)
-        assert value(metrics, f"{name}_count") == counts and value(metrics, f"{name}_sum") == counts * total, name
+        assert (
+            value(metrics, f"{name}_count") == counts
+            and value(metrics, f"{name}_sum") == counts * total
+        ), name
     counters = {f"spec_decode_num_{name}_total": count for name, count in SPECULATION.items()}
     counters |= {"prompt_tokens_total": 300, "generation_tokens_total": 20}
     for name, count in counters.items():
@@ -70,7 +83,8 @@ def test_of_every_outcome_counts_what_was_reached(metrics, outcome):
 
 
 def test_what_was_said_last_and_what_has_not_happened_yet(metrics):
-    """A rate over a counter that appears with its first event misses that event: it is zero, and not missing."""
+    """A rate over a counter that appears with its first event misses that event: it is zero, and
+    not missing."""
     assert 'model_name="a \\"model\\"\\nof mine"' in metrics.render().decode()
     for reason in FINISHED.values():
         assert value(metrics, "request_success_total", finished_reason=reason) == 0
@@ -131,10 +145,14 @@ def test_why_a_request_failed_is_told_in_a_line_that_is_not_too_long(log, form):
     report(REFUSED, Metrics("a model"))
     (line,) = written()
     assert "it is wrong: \N{REPLACEMENT CHARACTER}[31m xxx" in line and len(line) < 1200
-    assert ("400 invalid (prompt: it is wrong" in line) and "\x1b" not in line and "u001b" not in line
+    assert (
+        ("400 invalid (prompt: it is wrong" in line) and "\x1b" not in line and "u001b" not in line
+    )
 
 
-def test_what_libraries_warn_of_and_an_error_with_its_traceback_are_each_a_line_of_the_same_form(log):
+def test_what_libraries_warn_of_and_an_error_with_its_traceback_are_each_a_line_of_the_same_form(
+    log,
+):
     written = log("json")
     warnings.warn("this goes wrong", stacklevel=1)
     logging.getLogger("some.library").info("of no interest")
@@ -146,7 +164,10 @@ def test_what_libraries_warn_of_and_an_error_with_its_traceback_are_each_a_line_
     assert "this goes wrong" in warned["message"]
     assert (failed["level"], failed["message"]) == ("ERROR", "ASGI\nfailed")
     assert failed["traceback"].endswith("ValueError: broken\nin two")
-    assert abs(datetime.fromisoformat(failed["time"].replace("Z", "+00:00")).timestamp() - time.time()) < 600
+    assert (
+        abs(datetime.fromisoformat(failed["time"].replace("Z", "+00:00")).timestamp() - time.time())
+        < 600
+    )
 
 
 def test_a_warning_is_logged_once_per_period(monkeypatch):

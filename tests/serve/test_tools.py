@@ -1,4 +1,5 @@
-"""Calls of tools: parsed from answers, whole and streamed, required by a grammar, and in a client's loop."""
+"""Calls of tools: parsed from answers, whole and streamed, required by a grammar, and in a client's
+loop."""
 
 import json
 import re
@@ -22,21 +23,31 @@ from apbv.serve.tools import HERMES, LLAMA, ToolCallParser, call_format
 import families
 from servers import HAND_OVER, InProcess, chunks, part, post, text
 
-CHAT, ASK = "/v1/chat/completions", {"messages": [{"role": "user", "content": "name the letters in order"}]}
+CHAT, ASK = (
+    "/v1/chat/completions",
+    {"messages": [{"role": "user", "content": "name the letters in order"}]},
+)
 COUNT = {"type": "object", "properties": {"count": {"type": "integer", "minimum": 0, "maximum": 9}}}
 COUNT |= {"required": ["count"]}
 SCHEMAS = {
     "first": COUNT,
-    "place_2-B": {"properties": {"at": {"$ref": "#/$defs/place"}}, "$defs": {"place": {"enum": ["x", "y"]}}},
+    "place_2-B": {
+        "properties": {"at": {"$ref": "#/$defs/place"}},
+        "$defs": {"place": {"enum": ["x", "y"]}},
+    },
     "now": None,
 }
 TOOLS = [
-    {"type": "function", "function": {"name": name, "parameters": schema, "description": f"Tells {name}."}}
+    {
+        "type": "function",
+        "function": {"name": name, "parameters": schema, "description": f"Tells {name}."},
+    }
     for name, schema in SCHEMAS.items()
 ]
 HOW = {
     HERMES: 'Write <tool_call>\n{"name": …, "arguments": …}\n</tool_call>',
-    LLAMA: 'Respond with {"name": function name, "parameters": dictionary of their names and values}.',
+    LLAMA: 'Respond with {"name": function name, "parameters": dictionary of their names and '
+    "values}.",
 }
 
 
@@ -55,13 +66,23 @@ def parsed(form, pieces: list[str], **options) -> tuple[str, list[tuple[str, str
     return said, [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
 
 
-F, G = written(HERMES, "f", {"x": "ü"}), '<tool_call>{"arguments":{"of":[1,{}]},"name":"g"}</tool_call>'
+F, G = (
+    written(HERMES, "f", {"x": "ü"}),
+    '<tool_call>{"arguments":{"of":[1,{}]},"name":"g"}</tool_call>',
+)
 LF, LG = written(LLAMA, "f", {"x": "ü"}), '{"parameters":{"of":[1,{}]},"name":"g"}'
-THOUGHT = '<think>I could call <tool_call>{"name": "rm_all", "arguments": {"p": "/"}}</tool_call> but no.</think>'
+THOUGHT = (
+    '<think>I could call <tool_call>{"name": "rm_all", "arguments": {"p": "/"}}</tool_call> '
+    "but no.</think>"
+)
 AS_F, AS_G = ("f", '{"x": "ü"}'), ("g", '{"of": [1, {}]}')
 TAGS = written(HERMES, "f", {"x": "</tool_call> <tool_call>{}"})
 ANSWERS = [
-    *((form, said, said, []) for form in HOW for said in ("", " ", "a b\n", "{", "x{}", "<tool_call", "; ")),
+    *(
+        (form, said, said, [])
+        for form in HOW
+        for said in ("", " ", "a b\n", "{", "x{}", "<tool_call", "; ")
+    ),
     (HERMES, F, "", [AS_F]),
     (HERMES, f"Look.\n\n{F}\n{G}\n", "Look.", [AS_F, AS_G]),
     (HERMES, f"{F}{G} so\n", " so\n", [AS_F, AS_G]),
@@ -122,7 +143,11 @@ def test_a_thought_that_the_prompt_began_has_no_calls(form, tag):
     call, later = written(form, "f", {}), written(form, "g", {})
     for thought in (f"so {call}", call, " "):
         for answer, content, calls in (
-            (f"{thought}{CLOSING_TAGS[tag]}\n{later}", f"{thought}{CLOSING_TAGS[tag]}", [("g", "{}")]),
+            (
+                f"{thought}{CLOSING_TAGS[tag]}\n{later}",
+                f"{thought}{CLOSING_TAGS[tag]}",
+                [("g", "{}")],
+            ),
             (thought, thought, []),
         ):
             for pieces in ([answer], [*answer]):
@@ -132,8 +157,14 @@ def test_a_thought_that_the_prompt_began_has_no_calls(form, tag):
 def test_a_prompt_ends_in_a_thought_or_not():
     for tag, end in CLOSING_TAGS.items():
         assert opened_thought(f"x{end} {tag}\n") == tag
-        assert opened_thought("x", ["a", f"b {tag}c"]) == tag and opened_thought("x", [f"{end}{tag}"]) == tag
-        assert opened_thought(f"{tag}x{end}\n\n") is None and opened_thought(f"what is {tag}?\nassistant:") is None
+        assert (
+            opened_thought("x", ["a", f"b {tag}c"]) == tag
+            and opened_thought("x", [f"{end}{tag}"]) == tag
+        )
+        assert (
+            opened_thought(f"{tag}x{end}\n\n") is None
+            and opened_thought(f"what is {tag}?\nassistant:") is None
+        )
         assert opened_thought("x", [f"{tag}b{end}c"]) is None
     assert opened_thought("x") is None
 
@@ -146,13 +177,25 @@ def test_only_functions_that_are_offered_are_called(form):
     assert parsed(form, asked[1:], names={"f"}) == ("", [("f", '{"age": 2}')])
     parser = ToolCallParser(form, names={"f"})
     said, calls = parser.add(asked[0])
-    assert asked[0].startswith(said) and said and not calls, "text that is not a call is not held back"
+    assert asked[0].startswith(said) and said and not calls, (
+        "text that is not a call is not held back"
+    )
 
 
 def test_text_that_only_mentions_a_tag_is_not_held_back():
     parser = ToolCallParser(HERMES)
     pieces = ["a", " <tool", "_call", ">", " b", " <tool_call>", "{", '"x"}', " c"]
-    assert [parser.add(piece)[0] for piece in pieces] == ["a", "", "", "", " <tool_call> b", "", "", "", ""]
+    assert [parser.add(piece)[0] for piece in pieces] == [
+        "a",
+        "",
+        "",
+        "",
+        " <tool_call> b",
+        "",
+        "",
+        "",
+        "",
+    ]
     assert parser.add("", is_last=True) == (' <tool_call>{"x"} c', [])
     for form, call in ((HERMES, F), (LLAMA, LF)):
         assert len(ToolCallParser(form).add(call)[1]) == 1, "a call comes when it is complete"
@@ -163,9 +206,16 @@ def test_well_formed_calls_are_those_of_a_plain_pattern():
     for before in said:
         for calls in ([F], [F, G], [G, TAGS, F]):
             answer = before + "\n".join(calls)
-            found = [json.loads(each) for each in re.findall(r"<tool_call>\s*(\{\".*\})\s*</tool_call>", answer)]
-            expected = [(each["name"], json.dumps(each["arguments"], ensure_ascii=False)) for each in found]
-            assert parsed(HERMES, [answer]) == (before.rstrip(), expected) and len(found) == len(calls)
+            found = [
+                json.loads(each)
+                for each in re.findall(r"<tool_call>\s*(\{\".*\})\s*</tool_call>", answer)
+            ]
+            expected = [
+                (each["name"], json.dumps(each["arguments"], ensure_ascii=False)) for each in found
+            ]
+            assert parsed(HERMES, [answer]) == (before.rstrip(), expected) and len(found) == len(
+                calls
+            )
             assert parsed(HERMES, [answer], max_calls=1) == (before.rstrip(), expected[:1])
 
 
@@ -193,13 +243,37 @@ def test_a_grammar_allows_what_is_parsed_as_calls_that_fit(engine, form):
     first, odd = ("first", {"count": 3}), ('a "b"/ü.é', {"at": "x"})
     for calls in ([first], [odd], [("now", {})], [first, odd], [odd, odd, first]):
         said = form.separator.join(written(form, *call) for call in calls)
-        assert allows(said) and allows(said, schema=COUNT) and allows(said, is_single=True) == (len(calls) == 1)
-        assert parsed(form, [said]) == ("", [(name, json.dumps(arguments)) for name, arguments in calls])
-    wrong = [("other", {}), ("first", {}), ("first", {"count": 10}), (odd[0], {"at": "z"}), ("now", {"x": 1})]
-    for said in (*(written(form, *call) for call in wrong), '{"count": 3}', "", f"so {written(form, *first)}"):
+        assert (
+            allows(said)
+            and allows(said, schema=COUNT)
+            and allows(said, is_single=True) == (len(calls) == 1)
+        )
+        assert parsed(form, [said]) == (
+            "",
+            [(name, json.dumps(arguments)) for name, arguments in calls],
+        )
+    wrong = [
+        ("other", {}),
+        ("first", {}),
+        ("first", {"count": 10}),
+        (odd[0], {"at": "z"}),
+        ("now", {"x": 1}),
+    ]
+    for said in (
+        *(written(form, *call) for call in wrong),
+        '{"count": 3}',
+        "",
+        f"so {written(form, *first)}",
+    ):
         assert not allows(said), said
-    named = {"type": "object", "properties": {"name": {"type": "string"}, "other": {"type": "integer"}}}
-    assert all(allows(said, schema=named) for said in ('{"name": "first"}', '{"other": 3}', written(form, *first)))
+    named = {
+        "type": "object",
+        "properties": {"name": {"type": "string"}, "other": {"type": "integer"}},
+    }
+    assert all(
+        allows(said, schema=named)
+        for said in ('{"name": "first"}', '{"other": 3}', written(form, *first))
+    )
     assert allows('{"count": 3}', schema=COUNT) and not allows('{"count": "3"}', schema=COUNT)
 
 
@@ -218,8 +292,13 @@ def test_tags_with_tokens_of_their_own_are_these_tokens():
     special = tokenizer.convert_tokens_to_ids(HERMES.opening)
     assert call[0] == special and special in tokenizer.all_special_ids
     pieces, calls = [], [*tokenizer.encode("é "), *call, eos]
-    for shown, expected in (((special,), "é " + tokenizer.decode(call)), ((), "é " + tokenizer.decode(call[1:]))):
-        output = type("Output", (), {"is_cancelled": False, "tell": lambda _, *told: pieces.append(told[-1])})()
+    for shown, expected in (
+        ((special,), "é " + tokenizer.decode(call)),
+        ((), "é " + tokenizer.decode(call[1:])),
+    ):
+        output = type(
+            "Output", (), {"is_cancelled": False, "tell": lambda _, *told: pieces.append(told[-1])}
+        )()
         order = Order({}, [], SamplingParams(), streams=True, shown_token_ids=shown)
         telling = Telling(output, order, tokenizer.decode)
         for number in range(1, len(calls) + 1):
@@ -231,7 +310,10 @@ def test_tags_with_tokens_of_their_own_are_these_tokens():
 
 def test_the_format_is_the_one_that_a_template_explains():
     assert [call_format(how) for how in HOW.values()] == list(HOW)
-    doubled = 'within <tool_call></tool_call> tags:\n<tool_call>\n{{"arguments": <args>, "name": <name>}}\n</tool_call>'
+    doubled = (
+        'within <tool_call></tool_call> tags:\n<tool_call>\n{{"arguments": <args>, "name": '
+        "<name>}}\n</tool_call>"
+    )
     assert call_format(doubled) == HERMES
     for unknown in (
         None,
@@ -251,7 +333,9 @@ def test_the_format_is_the_one_that_a_template_explains():
 def explaining(template: str, how: str) -> str:
     """A template of the demo model's kind that shows tools and calls."""
     shown = "{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}" + how
-    call = "[{{ call.function.name }}{% for name in call.function.arguments %} {{ name }}{% endfor %}]"
+    call = (
+        "[{{ call.function.name }}{% for name in call.function.arguments %} {{ name }}{% endfor %}]"
+    )
     begun = "{{ '<think>\\n' if add_generation_prompt and thinks }}"
     end = "{% for call in message.tool_calls or () %}" + call + "{% endfor %}<|im_end|>"
     return "{% if tools %}" + shown + "{% endif %}" + template.replace("<|im_end|>", end) + begun
@@ -266,7 +350,9 @@ def form(request):
 def app(engine, media, form):
     template = engine.processor.chat_template
     engine.processor.chat_template = explaining(template, HOW[form])
-    with closing(InProcess(model=engine, max_model_len=2500, max_running=3, media_dir=media)) as app:
+    with closing(
+        InProcess(model=engine, max_model_len=2500, max_running=3, media_dir=media)
+    ) as app:
         yield app
     engine.processor.chat_template = template
 
@@ -308,20 +394,36 @@ def test_a_stream_has_the_text_and_calls_of_the_whole_answer(app, script, form):
     ):
         script += [answer] * 2
         whole = ask(app, **fields, **options)
-        streamed = chunks(post(app, CHAT, **ASK, tools=TOOLS, max_tokens=400, stream=True, **fields, **options))
+        streamed = chunks(
+            post(app, CHAT, **ASK, tools=TOOLS, max_tokens=400, stream=True, **fields, **options)
+        )
         for choice in whole["choices"]:
             message, reason = choice["message"], "tool_calls" if calls else "stop"
             said = before.rstrip() + after if calls else answer
-            assert (message["content"], functions_of(message), choice["finish_reason"]) == (said, calls, reason)
-            own = [chunk["choices"][0] for chunk in streamed if chunk["choices"][0]["index"] == choice["index"]]
+            assert (message["content"], functions_of(message), choice["finish_reason"]) == (
+                said,
+                calls,
+                reason,
+            )
+            own = [
+                chunk["choices"][0]
+                for chunk in streamed
+                if chunk["choices"][0]["index"] == choice["index"]
+            ]
             deltas = [each["delta"] for each in own]
             assert "".join(delta.get("content", "") for delta in deltas) == said
             told = [call for delta in deltas for call in delta.get("tool_calls", ())]
-            assert [call["function"] for call in told] == calls and own[-1]["finish_reason"] == reason
+            assert [call["function"] for call in told] == calls and own[-1][
+                "finish_reason"
+            ] == reason
             assert [call["index"] for call in told] == list(range(len(calls)))
             assert all(call["id"] and call["type"] == "function" for call in told)
-            assert [token for each in own for token in each.get("token_ids", ())] == choice["token_ids"]
-            logprobs = [token for each in own if each["logprobs"] for token in each["logprobs"]["content"]]
+            assert [token for each in own for token in each.get("token_ids", ())] == choice[
+                "token_ids"
+            ]
+            logprobs = [
+                token for each in own if each["logprobs"] for token in each["logprobs"]["content"]
+            ]
             assert len(logprobs) == len(choice["logprobs"]["content"]) == len(choice["token_ids"])
             if calls:
                 early = [delta for delta in deltas if delta.get("content")]
@@ -334,7 +436,11 @@ def test_an_answer_of_calls_alone_has_no_content_and_one_cut_short_is_text(app, 
     whole = ask(app)["choices"][0]
     assert whole["message"]["content"] is None and len(whole["message"]["tool_calls"]) == 1
     (cut,) = ask(app, max_tokens=9)["choices"]
-    assert cut["finish_reason"] == "length" and cut["message"].keys() == {"role", "content", "refusal"}
+    assert cut["finish_reason"] == "length" and cut["message"].keys() == {
+        "role",
+        "content",
+        "refusal",
+    }
     assert cut["message"]["content"] and call.startswith(cut["message"]["content"])
     handed = post(app, CHAT, **ASK, tools=TOOLS, max_tokens=400, stop=["no"])
     assert handed.json()["choices"][0]["message"]["content"] == call.split("no")[0]
@@ -357,9 +463,14 @@ def test_a_thought_calls_no_tool(app, script, form):
             script += [answer + rest] * 2
             (choice,) = ask(app, **fields)["choices"]
             content = answer if calls else answer + rest
-            assert (choice["message"]["content"], len(functions_of(choice["message"]))) == (content, calls)
+            assert (choice["message"]["content"], len(functions_of(choice["message"]))) == (
+                content,
+                calls,
+            )
             assert choice["finish_reason"] == ("tool_calls" if calls else "stop")
-            streamed = chunks(post(app, CHAT, **{**ASK, **fields}, tools=TOOLS, max_tokens=400, stream=True))
+            streamed = chunks(
+                post(app, CHAT, **{**ASK, **fields}, tools=TOOLS, max_tokens=400, stream=True)
+            )
             deltas = [chunk["choices"][0]["delta"] for chunk in streamed]
             assert "".join(delta.get("content", "") for delta in deltas) == content
             assert sum(len(delta.get("tool_calls", ())) for delta in deltas) == calls
@@ -382,7 +493,11 @@ def test_a_call_that_is_required_is_made(app, script):
     asked = {"temperature": 1.5, "seed": 3}
     for choice in ask(app, tool_choice="required", n=2, **asked)["choices"]:
         called = functions_of(choice["message"])
-        assert called and choice["finish_reason"] == "tool_calls" and choice["message"]["content"] is None
+        assert (
+            called
+            and choice["finish_reason"] == "tool_calls"
+            and choice["message"]["content"] is None
+        )
         assert {function["name"] for function in called} <= set(SCHEMAS)
     (one,) = ask(app, tool_choice="required", parallel_tool_calls=False, **asked)["choices"]
     assert len(functions_of(one["message"])) == 1
@@ -406,7 +521,8 @@ def test_an_answer_by_a_schema_may_be_a_call_instead(app, form):
 
 
 def test_openais_client_goes_through_a_loop_of_tools_about_a_video(app, script, form):
-    """Two calls, their results, one more call, and the answer; the template gets all that was said."""
+    """Two calls, their results, one more call, and the answer; the template gets all that was
+    said."""
     client = openai.AsyncOpenAI(base_url="http://server/v1", api_key="-", http_client=app.client)
     calls = [written(form, "first", {"count": 1}), written(form, "now", {})]
     script += [form.separator.join(calls), calls[0], "It is X."]
@@ -416,9 +532,15 @@ def test_openais_client_goes_through_a_loop_of_tools_about_a_video(app, script, 
     while True:
         asked = {"messages": messages, "tools": TOOLS, "max_tokens": 300}
         extra = {"num_frames": 4, "return_token_ids": True}
-        told = app.loop.run_until_complete(client.chat.completions.create(model="demo", **asked, extra_body=extra))
+        told = app.loop.run_until_complete(
+            client.chat.completions.create(model="demo", **asked, extra_body=extra)
+        )
         tokens = post(
-            app, "/tokenize", messages=json.loads(json.dumps(messages, default=dict)), tools=TOOLS, num_frames=4
+            app,
+            "/tokenize",
+            messages=json.loads(json.dumps(messages, default=dict)),
+            tools=TOOLS,
+            num_frames=4,
         )
         assert told.prompt_token_ids == tokens.json()["tokens"]
         prompts.append(app.engine.tokenizer.decode(told.prompt_token_ids))
@@ -437,9 +559,18 @@ def test_openais_client_goes_through_a_loop_of_tools_about_a_video(app, script, 
     assert "<|im_start|>tool\nnoon<|im_end|>" in prompts[1] and one in prompts[2]
 
 
-BAD = {"type": "function", "function": {"name": "bad", "parameters": {"properties": {"x": {"type": 7}}}}}
-ENDING = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"x": {"const": "a<|im_end|>"}}}}}
-LOOP = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"x": {"$ref": "#/properties/x"}}}}}
+BAD = {
+    "type": "function",
+    "function": {"name": "bad", "parameters": {"properties": {"x": {"type": 7}}}},
+}
+ENDING = {
+    "type": "function",
+    "function": {"name": "f", "parameters": {"properties": {"x": {"const": "a<|im_end|>"}}}},
+}
+LOOP = {
+    "type": "function",
+    "function": {"name": "f", "parameters": {"properties": {"x": {"$ref": "#/properties/x"}}}},
+}
 SAID = {"id": "1", "type": "function", "function": {"name": "now", "arguments": "{]"}}
 OTHER = {"type": "function", "function": {"name": "other"}}
 REFUSED = [
@@ -454,14 +585,22 @@ REFUSED = [
     ({"tools": TOOLS * 43}, "tools"),
     ({"tools": [BAD], "tool_choice": "required"}, "tools"),
     ({"tool_choice": "required"}, "tool_choice", "needs tools"),
-    ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice", "names one"),
+    (
+        {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}},
+        "tool_choice",
+        "names one",
+    ),
     ({"tools": TOOLS, "tool_choice": "some"}, "tool_choice"),
     ({"tools": TOOLS, "tool_choice": "required", "ignore_eos": True}, "tool_choice", "excludes"),
     ({"tools": TOOLS, "functions": [{"name": "x"}]}, "functions"),
     ({"chat_template_kwargs": {"tools": TOOLS}}, "messages", "not a chat-template variable"),
     ({"messages": [{"role": "assistant"}]}, "messages.0.content"),
     ({"messages": [{"role": "tool", "tool_call_id": "1"}]}, "messages.0.content"),
-    ({"messages": [{"role": "user", "content": "x", "tool_calls": [SAID]}]}, "messages.0.tool_calls", "assistant"),
+    (
+        {"messages": [{"role": "user", "content": "x", "tool_calls": [SAID]}]},
+        "messages.0.tool_calls",
+        "assistant",
+    ),
     ({"messages": [{"role": "assistant", "tool_calls": [SAID]}]}, "messages", "a JSON object"),
 ]
 
@@ -470,11 +609,15 @@ REFUSED = [
 def test_what_is_wrong_with_tools_is_named(app, fields, param, message):
     reply = post(app, CHAT, **{**ASK, **fields})
     error = reply.json()["error"]
-    assert (reply.status_code, error["param"]) == (400, param) and message in error["message"], error
+    assert (reply.status_code, error["param"]) == (400, param) and message in error["message"], (
+        error
+    )
 
 
 def test_a_model_whose_template_knows_no_tools_takes_none(engine, monkeypatch):
-    monkeypatch.setattr(engine.processor, "chat_template", engine.processor.chat_template.replace("tools", "others"))
+    monkeypatch.setattr(
+        engine.processor, "chat_template", engine.processor.chat_template.replace("tools", "others")
+    )
     with closing(InProcess(model=engine)) as app:
         for path, fields in ((CHAT, {}), (CHAT, {"tool_choice": "none"}), ("/tokenize", {})):
             error = post(app, path, **ASK, tools=TOOLS, **fields).json()["error"]
@@ -488,8 +631,12 @@ def test_a_model_whose_template_knows_no_tools_takes_none(engine, monkeypatch):
 
 
 def test_a_hand_over_shows_the_tools_and_leaves_calls_to_the_other_server(engine, app, media):
-    with closing(InProcess(model=engine, media_dir=media, hands_over=True, max_model_len=1500)) as handing:
+    with closing(
+        InProcess(model=engine, media_dir=media, hands_over=True, max_model_len=1500)
+    ) as handing:
         fields = {**ASK, "tools": TOOLS, "tool_choice": "required", "return_token_ids": True}
         reply = post(handing, CHAT, **fields, kv_transfer_params=HAND_OVER).json()
         assert "tool_calls" not in reply["choices"][0]["message"] and "kv_transfer_params" in reply
-        assert reply["prompt_token_ids"] == post(app, "/tokenize", **ASK, tools=TOOLS).json()["tokens"]
+        assert (
+            reply["prompt_token_ids"] == post(app, "/tokenize", **ASK, tools=TOOLS).json()["tokens"]
+        )

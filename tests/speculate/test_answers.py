@@ -1,4 +1,5 @@
-"""Every way to draft, through the engine: the answer of decoding without one, from what the draft should see."""
+"""Every way to draft, through the engine: the answer of decoding without one, from what the draft
+should see."""
 
 import json
 import runpy
@@ -29,7 +30,9 @@ def caption(prompt) -> str:
     return CAPTION
 
 
-def answers_job(hosts: HostGroup, family: str, kv: str, ways: list, request: dict, draft_seed: int = 1):
+def answers_job(
+    hosts: HostGroup, family: str, kv: str, ways: list, request: dict, draft_seed: int = 1
+):
     answers = []
     for way in ways:
         speculate = way and SpeculativeConfig(**{"keep_losing_draft": True, **way})
@@ -53,11 +56,20 @@ SEEN = [{"strategy": "specvlm", "keep": keep, "keep_ratio": 0.3} for keep in KEE
 SEEN += [{**HIPPO, "prune": "kv"}, {**HIPPO, "num_draft_tokens": "auto"}]
 SEEN += [{**HIPPO, "hippo_terms": (term,), "prune": "kv"} for term in ("time", "attention")]
 SEEN += [{**HIPPO, "num_tree_nodes": 12}, {"strategy": "ngram"}]
-SEEN += [{"strategy": "tabed", "ensemble": "MTCP*", "keep": "full"}, {"strategy": "std", "num_tree_nodes": 12}]
-SEEN += [{"strategy": "streaming", "keep_ratio": 0.3}, {"strategy": "layerskip", "num_tree_nodes": 12}]
+SEEN += [
+    {"strategy": "tabed", "ensemble": "MTCP*", "keep": "full"},
+    {"strategy": "std", "num_tree_nodes": 12},
+]
+SEEN += [
+    {"strategy": "streaming", "keep_ratio": 0.3},
+    {"strategy": "layerskip", "num_tree_nodes": 12},
+]
 SHARED = [{"strategy": name} for name in ("hippo", "parallelvlm")]
 SHARED += [{"strategy": "std", "num_tree_nodes": nodes} for nodes in (None, 12)]
-SHARED += [{"strategy": "layerskip", "layer_ratio": 0.3}, {"strategy": "streaming", "num_tree_nodes": 12}]
+SHARED += [
+    {"strategy": "layerskip", "layer_ratio": 0.3},
+    {"strategy": "streaming", "num_tree_nodes": 12},
+]
 SHARED += [{"strategy": "tabed", "ensemble": "MTCP*", "keep": "hippo", "keep_ratio": 0.3}]
 OF_TEXT = [{"strategy": name} for name in ("specvlm", "std", "tabed", "layerskip", "streaming")]
 CASES = {
@@ -76,47 +88,68 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_no_way_to_draft_changes_an_answer(pool, clip, case):
     family, num_hosts, kv, ways, kind = CASES[case]
-    request = {"video": str(clip), "num_frames": 12} if kind in ("video", "drawn", "penalised") else {}
+    request = (
+        {"video": str(clip), "num_frames": 12} if kind in ("video", "drawn", "penalised") else {}
+    )
     request |= SAMPLED if kind == "drawn" else {}
     request |= {"sampling": PENALISED} if kind == "penalised" else {}
-    request |= {"context": "one two three four five six seven eight nine ten " * 3} if kind == "text" else {}
+    request |= (
+        {"context": "one two three four five six seven eight nine ten " * 3}
+        if kind == "text"
+        else {}
+    )
     request |= {"images": [families.synthetic_image()]} if kind == "image" else {}
-    for host, (plain, *answers) in enumerate(pool.run(num_hosts, answers_job, family, kv, [None, *ways], request)):
+    for host, (plain, *answers) in enumerate(
+        pool.run(num_hosts, answers_job, family, kv, [None, *ways], request)
+    ):
         assert len(set(plain[0])) > 3
         for way, (tokens, figures) in zip(ways, answers, strict=True):
             assert tokens == plain[0], f"host {host}: {way}"
             assert all(figures[name] == value for name, value in way.items() if value)
-            assert figures["num_target_forwards"] >= 1 and (kind != "drawn" or figures["num_tree_nodes"] == 25)
+            assert figures["num_target_forwards"] >= 1 and (
+                kind != "drawn" or figures["num_tree_nodes"] == 25
+            )
 
 
 ALL = {"keep_ratio": 1.0}
 SEES_ALL = [{"strategy": "vanilla"}, {"strategy": "std", **ALL}]
-SEES_ALL += [{"strategy": "specvlm", "keep": "even", **ALL}, {"strategy": "specvlm", "prune": "kv", **ALL}]
+SEES_ALL += [
+    {"strategy": "specvlm", "keep": "even", **ALL},
+    {"strategy": "specvlm", "prune": "kv", **ALL},
+]
 SEES_ALL += [{"strategy": name, "num_tree_nodes": 25, **ALL} for name in ("specvlm", "std")]
 SEES_ALL += [{"strategy": "streaming", **ALL}, {"strategy": "layerskip", "layer_ratio": 1.0}]
 SEES_ALL += [{"strategy": "tabed", "ensemble": "M"}]
 
 
 def test_a_draft_that_is_the_target_and_sees_all_is_always_right(pool, clip):
-    """The target itself drafts, with the seed it is built with: so its prompt, positions and KV must be right."""
+    """The target itself drafts, with the seed it is built with: so its prompt, positions and KV
+    must be right."""
     request = {"video": str(clip), "num_frames": 12}
     for answers in pool.run(2, answers_job, "qwen3_vl", "sharded", SEES_ALL, request, 0):
         for way, (_, figures) in zip(SEES_ALL, answers, strict=True):
             assert figures["num_target_forwards"] == 1, way  # 6 tokens at once
             assert figures["num_tree_nodes"] or figures["num_accepted"] == figures["num_drafted"]
     penalised = {**request, "sampling": PENALISED}
-    for answers in pool.run(2, answers_job, "qwen3_vl", "sharded", SEES_ALL[:1] + SEES_ALL[-3:-1], penalised, 0):
+    for answers in pool.run(
+        2, answers_job, "qwen3_vl", "sharded", SEES_ALL[:1] + SEES_ALL[-3:-1], penalised, 0
+    ):
         assert [figures["num_target_forwards"] for _, figures in answers] == [1] * 3
     sampled = {**request, "temperature": 1.0, "top_p": 0.9, "seed": 3}
-    for ((_, figures),) in pool.run(2, answers_job, "qwen3_vl", "sharded", SEES_ALL[:1], sampled, 0):
+    for ((_, figures),) in pool.run(
+        2, answers_job, "qwen3_vl", "sharded", SEES_ALL[:1], sampled, 0
+    ):
         assert figures["acceptance_rate"] == 1.0
 
 
 def test_a_draft_model_that_the_strategy_has_no_use_for_is_ignored(clip):
-    """Also in a batch, where the target drafts itself with all of its KV, so that it is always right."""
+    """Also in a batch, where the target drafts itself with all of its KV, so that it is always
+    right."""
     model, draft = families.build_model("qwen2_5_vl"), families.build_model("qwen2_5_vl", layers=1)
     way = SpeculativeConfig(strategy="std", keep_losing_draft=True, **ALL)
-    engine = Engine(model, families.build_processor("qwen2_5_vl"), HostGroup.single(), None, None, way, draft)
+    engine = Engine(
+        model, families.build_processor("qwen2_5_vl"), HostGroup.single(), None, None, way, draft
+    )
     asked = {"prompt": QUESTION, "video": str(clip), "num_frames": 12}
     ((_, answer),) = engine.generate_all([asked], sampling=SamplingParams(max_new_tokens=STEPS))
     figures = answer.stats["speculation"]
@@ -126,12 +159,15 @@ def test_a_draft_model_that_the_strategy_has_no_use_for_is_ignored(clip):
 def test_a_context_that_is_always_right_takes_over(pool, clip):
     """The target itself drafts; one context is its own prompt. Only the first block can be wrong.
 
-    Where tokens are drawn, one more may be: the contexts are a batch to the draft, which rounds otherwise.
+    Where tokens are drawn, one more may be: the contexts are a batch to the draft, which rounds
+    otherwise.
     """
     request = {"video": str(clip), "num_frames": 12, "max_new_tokens": 18}
     for sampled, most, kv in (({}, 2, "gathered"), ({**SAMPLED, "temperature": 0.9}, 1, "sharded")):
         ways = [{"strategy": "tabed", "ensemble": "MT*", "keep": "full", "num_draft_tokens": most}]
-        ((tokens, figures),), _ = pool.run(2, answers_job, "qwen2_5_vl", kv, ways, {**request, **sampled}, 0)
+        ((tokens, figures),), _ = pool.run(
+            2, answers_job, "qwen2_5_vl", kv, ways, {**request, **sampled}, 0
+        )
         assert len(tokens) == 18 and figures["num_drafted"] - figures["num_accepted"] <= 2
 
 
@@ -139,17 +175,31 @@ def test_a_context_that_is_always_right_takes_over(pool, clip):
 
 
 def test_the_draft_sees_what_was_asked_for(clip):
-    """Of 6 frames of 2 x 3 visual tokens; "specvlm" is what the strategy of that name means by itself."""
+    """Of 6 frames of 2 x 3 visual tokens; "specvlm" is what the strategy of that name means by
+    itself."""
     kept = {}
-    for keep, ratio in (("attention", 1 / 36), ("attention", 0.8), (None, 0.8), ("specvlm", 0.8), ("even", 0.8)):
-        hosts, config = HostGroup.single(), SpeculativeConfig(strategy="specvlm", keep=keep, keep_ratio=ratio)
+    for keep, ratio in (
+        ("attention", 1 / 36),
+        ("attention", 0.8),
+        (None, 0.8),
+        ("specvlm", 0.8),
+        ("even", 0.8),
+    ):
+        hosts, config = (
+            HostGroup.single(),
+            SpeculativeConfig(strategy="specvlm", keep=keep, keep_ratio=ratio),
+        )
         engine = build_engine(hosts, "qwen2_5_vl", "gathered", config, 1)
         asked = Question(QUESTION, str(clip), num_frames=12)
-        (draft,) = engine.begin(Request(asked, StageTimer(hosts), sampling=SamplingParams(max_new_tokens=2))).draft
+        (draft,) = engine.begin(
+            Request(asked, StageTimer(hosts), sampling=SamplingParams(max_new_tokens=2))
+        ).draft
         kept[keep, ratio] = set(draft.kept.tolist())
         assert len(kept[keep, ratio]) == round(36 * ratio)
     assert kept["even", 0.8] == set(keep_even(36, 29).tolist())
-    assert kept[None, 0.8] == kept["specvlm", 0.8] not in (kept["attention", 0.8], kept["even", 0.8])
+    assert (
+        kept[None, 0.8] == kept["specvlm", 0.8] not in (kept["attention", 0.8], kept["even", 0.8])
+    )
     assert kept["attention", 1 / 36] <= kept["specvlm", 0.8] & kept["attention", 0.8]
 
 
@@ -157,7 +207,9 @@ def test_a_number_of_tokens_is_text_and_what_fits_of_the_video(clip):
     """STD's K + m_t; never less than one visual token, and never more than there are."""
     num_text = 0
     for beyond_text, expected in ((1, 1), (6, 6), (10_000, 36)):
-        way = SpeculativeConfig(strategy="std", keep_tokens=num_text + beyond_text, keep_losing_draft=True)
+        way = SpeculativeConfig(
+            strategy="std", keep_tokens=num_text + beyond_text, keep_losing_draft=True
+        )
         engine = build_engine(HostGroup.single(), "qwen2_5_vl", "gathered", way)
         stats = engine.generate(QUESTION, video=str(clip), num_frames=12, max_new_tokens=2).stats
         num_text = stats["num_input_tokens"] - stats["num_video_tokens"]
@@ -165,18 +217,46 @@ def test_a_number_of_tokens_is_text_and_what_fits_of_the_video(clip):
 
 
 def test_the_command_line_speculates(clip, tmp_path):
-    folder, figures = families.save_checkpoint("qwen2_5_vl", tmp_path / "target"), tmp_path / "figures.jsonl"
+    folder, figures = (
+        families.save_checkpoint("qwen2_5_vl", tmp_path / "target"),
+        tmp_path / "figures.jsonl",
+    )
     draft = families.save_checkpoint("qwen2_5_vl", tmp_path / "draft", seed=1)
-    options = ["--model", folder, "--video", clip, "--frames", 12, "--prompt", QUESTION, "--max-new-tokens", 9]
-    options += ["--speculate", "specvlm", "--draft-model", draft, "--keep", "hippo", "--num-draft-tokens", 3]
+    options = [
+        "--model",
+        folder,
+        "--video",
+        clip,
+        "--frames",
+        12,
+        "--prompt",
+        QUESTION,
+        "--max-new-tokens",
+        9,
+    ]
+    options += [
+        "--speculate",
+        "specvlm",
+        "--draft-model",
+        draft,
+        "--keep",
+        "hippo",
+        "--num-draft-tokens",
+        3,
+    ]
     options += ["--keep-tokens", 40, "--num-tree-nodes", 8, "--keep-losing-draft"]
     result = infer(*options, "--json", figures, hosts=1)
     assert result.returncode == 0, result.stderr
     plain = Engine.from_pretrained(folder, hosts=HostGroup.single())
     record = json.loads(figures.read_text())
-    assert record["token_ids"] == plain.generate(QUESTION, video=clip, num_frames=12, max_new_tokens=9).token_ids
+    assert (
+        record["token_ids"]
+        == plain.generate(QUESTION, video=clip, num_frames=12, max_new_tokens=9).token_ids
+    )
     wanted = {"num_draft_tokens": 3, "keep": "hippo", "keep_tokens": 40, "num_tree_nodes": 8}
-    assert wanted.items() <= record["speculation"].items() and record["speculation"]["num_drafted"] > 0
+    assert (
+        wanted.items() <= record["speculation"].items() and record["speculation"]["num_drafted"] > 0
+    )
 
 
 # ---- captions ----
@@ -185,8 +265,14 @@ def test_the_command_line_speculates(clip, tmp_path):
 def errors_job(hosts: HostGroup, path: str) -> list[str]:
     speculate = SpeculativeConfig(strategy="tabed", ensemble="MTCP*")
     captioners = (lambda prompt: 1 / 0, lambda prompt: " \n")
-    engines = [build_engine(hosts, "qwen2_5_vl", "gathered", speculate, 1, captioner) for captioner in captioners]
-    return [described(partial(engine.generate, QUESTION, video=path, num_frames=6)) for engine in engines]
+    engines = [
+        build_engine(hosts, "qwen2_5_vl", "gathered", speculate, 1, captioner)
+        for captioner in captioners
+    ]
+    return [
+        described(partial(engine.generate, QUESTION, video=path, num_frames=6))
+        for engine in engines
+    ]
 
 
 def test_a_captioner_that_fails_is_one_clear_error_everywhere(pool, clip):
@@ -203,10 +289,26 @@ REFUSED = [
     ({"hippo_terms": ("time", "weight")}, None, "hippo_terms must be some of"),
     ({"strategy": "tabed", "prune": "kv"}, None, "prune='kv' does not apply"),
     ({"strategy": "tabed", "ensemble": "MM"}, None, "ensemble must be different letters of MTCP"),
-    ({"strategy": "tabed", "ensemble": "MTCP*"}, "qwen2_5_vl", "from a caption: it needs a captioner"),
-    ({"strategy": "tabed", "draft_host": True}, "qwen2_5_vl", "tabed learns from every verification"),
-    ({"strategy": "sd_tree", "draft_host": True}, "qwen2_5_vl", "a draft host drafts a chain of tokens"),
-    ({"strategy": "ngram", "num_tree_nodes": 8}, None, "ngram drafts a chain of tokens: it cannot draft a tree"),
+    (
+        {"strategy": "tabed", "ensemble": "MTCP*"},
+        "qwen2_5_vl",
+        "from a caption: it needs a captioner",
+    ),
+    (
+        {"strategy": "tabed", "draft_host": True},
+        "qwen2_5_vl",
+        "tabed learns from every verification",
+    ),
+    (
+        {"strategy": "sd_tree", "draft_host": True},
+        "qwen2_5_vl",
+        "a draft host drafts a chain of tokens",
+    ),
+    (
+        {"strategy": "ngram", "num_tree_nodes": 8},
+        None,
+        "ngram drafts a chain of tokens: it cannot draft a tree",
+    ),
     ({"num_tree_nodes": 0}, None, "num_tree_nodes must be an integer in 1 .. 256, not 0"),
     ({"strategy": "vanilla"}, None, "needs a draft model"),
     ({"strategy": "vanilla"}, "qwen3_vl", "it reads qwen3_vl"),
@@ -215,12 +317,18 @@ REFUSED = [
 
 
 def test_what_cannot_work_is_refused(capsys):
-    parts = families.build_model("qwen2_5_vl"), families.build_processor("qwen2_5_vl"), HostGroup.single()
+    parts = (
+        families.build_model("qwen2_5_vl"),
+        families.build_processor("qwen2_5_vl"),
+        HostGroup.single(),
+    )
     for settings, draft, message in REFUSED:
         draft = draft and families.build_model(draft)
         with pytest.raises(ValueError, match=message):
             Engine(*parts, PrefillConfig(), speculate=SpeculativeConfig(**settings), draft=draft)
-    engine = build_engine(HostGroup.single(), "qwen2_5_vl", "gathered", SpeculativeConfig(keep="hippo"), 1)
+    engine = build_engine(
+        HostGroup.single(), "qwen2_5_vl", "gathered", SpeculativeConfig(keep="hippo"), 1
+    )
     with pytest.raises(ValueError, match="the prompt has no video"):
         engine.generate(QUESTION, images=[families.synthetic_image()])
     main = runpy.run_path(str(INFER))["main"]

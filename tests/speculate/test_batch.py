@@ -33,7 +33,9 @@ from table_model import NUM_SAMPLES, TableModel, surprise_of, tables
 STEPS, GAMMA = 8, 3
 HOSTS = HostGroup.single()
 SAMPLINGS = [SamplingParams(max_new_tokens=STEPS)] * 3
-SAMPLINGS += [SamplingParams(max_new_tokens=STEPS, temperature=1.1, top_p=0.9, seed=seed) for seed in (5, 6)]
+SAMPLINGS += [
+    SamplingParams(max_new_tokens=STEPS, temperature=1.1, top_p=0.9, seed=seed) for seed in (5, 6)
+]
 SAMPLINGS += [SamplingParams(max_new_tokens=STEPS, logprobs=2, min_tokens=4)]
 SAMPLINGS += [SamplingParams(max_new_tokens=STEPS, presence_penalty=0.5)]
 SAMPLINGS += [replace(SAMPLINGS[4], repetition_penalty=1.3, frequency_penalty=0.4)]
@@ -83,8 +85,12 @@ def draft_prompt(kind: str, number: int) -> DynamicCache:
         return cache
     if kind == "layerskip":
         return state.kv.first_layers(1)
-    rows = torch.arange(0 if kind == "target" else 1, state.num_tokens, 1 if kind == "target" else 2)
-    return select_kv(state.kv.whole, [rows.expand(parts_of().num_kv_heads, -1)] * parts_of().num_layers)
+    rows = torch.arange(
+        0 if kind == "target" else 1, state.num_tokens, 1 if kind == "target" else 2
+    )
+    return select_kv(
+        state.kv.whole, [rows.expand(parts_of().num_kv_heads, -1)] * parts_of().num_layers
+    )
 
 
 class Broken(NgramDrafter):
@@ -146,7 +152,9 @@ MODELS = ["nan", "target", "noisy", "own KV", "layerskip"]
 
 
 @pytest.mark.filterwarnings("ignore:decoding continues without the draft")
-@pytest.mark.parametrize("config", [FIXED, replace(FIXED, num_draft_tokens="auto", keep_losing_draft=False)])
+@pytest.mark.parametrize(
+    "config", [FIXED, replace(FIXED, num_draft_tokens="auto", keep_losing_draft=False)]
+)
 def test_answers_that_come_and_go_are_those_of_each_alone(config, monkeypatch):
     """Sampled ones too, where the same windows draw with the same numbers."""
     monkeypatch.setattr(kv_cache, "GROWTH_ROWS", 3)  # so that buffers are left for new ones
@@ -155,7 +163,12 @@ def test_answers_that_come_and_go_are_those_of_each_alone(config, monkeypatch):
     for _ in range(NUM_BATCHES // 2):
         models = chance.sample(MODELS, 2)
         kinds = ["none", "ngram", "broken", *models * 2, *PATTERNS]
-        batch, waiting, going, left = SpeculativeBatch(parts_of(), config), chance.randint(1, 4), {}, {}
+        batch, waiting, going, left = (
+            SpeculativeBatch(parts_of(), config),
+            chance.randint(1, 4),
+            {},
+            {},
+        )
         batch._runs_ahead = chance.random() < 0.3
         if rests := not is_fixed and chance.random() < 0.1:
             batch._pace = lambda size: SimpleNamespace(windows=lambda rates: None)
@@ -166,7 +179,9 @@ def test_answers_that_come_and_go_are_those_of_each_alone(config, monkeypatch):
                 sampling = chance.choice(SAMPLINGS if is_fixed else SAMPLINGS[:1])
                 if kind in PATTERNS and sampling.temperature:
                     kind = models[0]
-                sampling = replace(sampling, max_new_tokens=chance.randint(max(1, sampling.min_tokens), STEPS))
+                sampling = replace(
+                    sampling, max_new_tokens=chance.randint(max(1, sampling.min_tokens), STEPS)
+                )
                 stop = chance.choice([STEPS, chance.randint(1, STEPS)])
                 request = asked(sampling, stop=lambda tokens, stop=stop: len(tokens) == stop)
                 member = batch.join(state_of(number), request, draft_of(kind, number, sampling))
@@ -183,14 +198,19 @@ def test_answers_that_come_and_go_are_those_of_each_alone(config, monkeypatch):
                 batch.leave(member)
         for member, (kind, number, sampling, stop, logprobs) in going.items():
             assert member.error is None
-            right = expected if not sampling.temperature or kind in ("none", "broken", "nan") else None
+            right = (
+                expected if not sampling.temperature or kind in ("none", "broken", "nan") else None
+            )
             tokens = right(number, sampling) if right else alone(kind, number, sampling)
             if member in left and not member.finish_reason:
                 assert member.tokens == tokens[: left[member]]
             else:
                 assert member.tokens == tokens[:stop], (kind, number, sampling)
             assert kind != "broken" or not member.stats.num_drafted
-            assert not (rests and member.stats.rounds) and member.stats.rounds <= member.stats.num_target_forwards
+            assert (
+                not (rests and member.stats.rounds)
+                and member.stats.rounds <= member.stats.num_target_forwards
+            )
             if kind == "nan" and member.stats.num_drafted:
                 assert "NaN" in member.stats.switched_off and member.stats.num_drafted <= 4
             if sampling.logprobs is not None:
@@ -227,7 +247,9 @@ class TableBatch(SpeculativeBatch):
 
     def __init__(self, table: torch.Tensor, parts, config):
         super().__init__(parts, config)
-        self._runner = SimpleNamespace(run=lambda ids, kvs, counts=None: table[torch.as_tensor(ids)])
+        self._runner = SimpleNamespace(
+            run=lambda ids, kvs, counts=None: table[torch.as_tensor(ids)]
+        )
 
     def _own(self, layers, position):
         return TableKV()
@@ -247,7 +269,9 @@ def test_sampled_answers_are_distributed_as_the_targets_own(monkeypatch):
     chance, said = random.Random(0), Counter()
     batch = TableBatch(tables(4), parts_of(), replace(FIXED, num_draft_tokens="auto"))
     learn = Pace.learn
-    monkeypatch.setattr(Pace, "learn", lambda pace, count, *_: learn(pace, count, 0.0, 1 + 0.2 * count))
+    monkeypatch.setattr(
+        Pace, "learn", lambda pace, count, *_: learn(pace, count, 0.0, 1 + 0.2 * count)
+    )
     members, seed = set(), 0
     while members or seed < 2 * NUM_SAMPLES:
         while seed < 2 * NUM_SAMPLES and len(members) < 12 and chance.random() < 0.8:
@@ -264,10 +288,13 @@ def test_sampled_answers_are_distributed_as_the_targets_own(monkeypatch):
 
 
 def test_windows_of_the_highest_goodput():
-    """Against all windows of three answers; a draft that pays for one answer is dropped for many."""
+    """Against all windows of three answers; a draft that pays for one answer is dropped for
+    many."""
 
     def goodput(rates, windows, plain, cost):
-        tokens = len(rates) + sum(a**g for a, w in zip(rates, windows, strict=True) for g in range(1, w + 1))
+        tokens = len(rates) + sum(
+            a**g for a, w in zip(rates, windows, strict=True) for g in range(1, w + 1)
+        )
         return tokens / (plain + cost * sum(windows))
 
     chance, kinds = random.Random(0), Counter()
@@ -278,13 +305,17 @@ def test_windows_of_the_highest_goodput():
             pace.learn(count, 0.0, 1 + cost * count)
         found = pace.windows(rates)
         best = max(product(range(5), repeat=3), key=lambda each: goodput(rates, each, 1, cost))
-        assert goodput(rates, found or [0] * 3, 1, cost) == pytest.approx(goodput(rates, best, 1, cost))
+        assert goodput(rates, found or [0] * 3, 1, cost) == pytest.approx(
+            goodput(rates, best, 1, cost)
+        )
         kinds[found is None, len(set(found or [0]))] += 1
     assert len(kinds) >= 3
 
 
 def test_a_draft_is_dropped_at_a_batch_size_and_comes_back_at_a_smaller_one_or_later():
-    batch = SpeculativeBatch(parts_of(), replace(FIXED, num_draft_tokens="auto", keep_losing_draft=False))
+    batch = SpeculativeBatch(
+        parts_of(), replace(FIXED, num_draft_tokens="auto", keep_losing_draft=False)
+    )
     pace = batch._pace
     seconds = {1: lambda count: 1 + 0.1 * count, 4: lambda count: 1 + 0.5 * count}
 
@@ -302,7 +333,9 @@ def test_a_draft_is_dropped_at_a_batch_size_and_comes_back_at_a_smaller_one_or_l
     drafted, last = rounds(4, 9)
     assert last is None and drafted == [16, 0, 0, 0, 16, 16, 16]
     assert rounds(1, 9)[1] == [4]
-    seconds[4] = lambda count: 4 + 0.5 * count  # now the target is slower, whose contexts have grown
+    seconds[4] = lambda count: (
+        4 + 0.5 * count
+    )  # now the target is slower, whose contexts have grown
     assert any(pace(4).windows([0.7] * 4) for _ in range(2000)) and any(rounds(4, 9)[1])
     assert Pace(3, size=2).windows([0.1, 0.1]) == [3, 3]
 

@@ -22,7 +22,9 @@ PENALISED = SamplingParams(max_new_tokens=9, presence_penalty=-2.0, frequency_pe
 REPEATING = SamplingParams(max_new_tokens=9, repetition_penalty=1.6)
 
 
-def engine_of(hosts: HostGroup, way: dict | None, draft_seed: int = 1, kv: str = "gathered", **prefill) -> Engine:
+def engine_of(
+    hosts: HostGroup, way: dict | None, draft_seed: int = 1, kv: str = "gathered", **prefill
+) -> Engine:
     speculate = way and SpeculativeConfig(**{"draft_host": True, "keep_losing_draft": True, **way})
     return build_engine(hosts, "qwen2_5_vl", kv, speculate, draft_seed, **prefill)
 
@@ -62,11 +64,15 @@ def test_no_draft_host_changes_an_answer(pool, request_, plain):
             if host:
                 assert stats["role"] == "draft" and stats["num_drafted"] > 0
             else:
-                assert "role" not in stats and stats["speculation"]["strategy"] == WAYS[place // 2]["strategy"]
+                assert (
+                    "role" not in stats
+                    and stats["speculation"]["strategy"] == WAYS[place // 2]["strategy"]
+                )
 
 
 def reduced_job(hosts: HostGroup, request: dict) -> dict:
-    """The figures of an answer after a prompt that cannot be pruned, which is refused before the draft begins."""
+    """The figures of an answer after a prompt that cannot be pruned, which is refused before the
+    draft begins."""
     engine = engine_of(hosts, WAYS[0], reduce=ReduceConfig(method="dycoke"))
     with pytest.raises((ValueError, HostError), match="prunes redundancy"):
         engine.generate(QUESTION)
@@ -81,12 +87,15 @@ def test_a_prompt_that_cannot_be_pruned_does_not_cost_the_draft_host(pool, reque
 @pytest.mark.parametrize("num_frames", [10, 12])
 @pytest.mark.parametrize("sampling", [PENALISED, REPEATING], ids=["wanted again", "unwanted"])
 def test_a_draft_host_penalises_as_the_target_does(pool, request_, num_frames, sampling):
-    """So that a draft that is the target is always right: in double precision no two tokens nearly tie."""
+    """So that a draft that is the target is always right: in double precision no two tokens nearly
+    tie."""
     request = dict(request_, sampling=sampling, num_frames=num_frames)
     del request["max_new_tokens"]
     engine = engine_of(HostGroup.single(), None)
     expected = engine.generate(QUESTION, **request).token_ids
-    plain = engine.generate(QUESTION, **{**request, "sampling": SamplingParams(max_new_tokens=9)}).token_ids
+    plain = engine.generate(
+        QUESTION, **{**request, "sampling": SamplingParams(max_new_tokens=9)}
+    ).token_ids
     (stats, _), _ = pool.run(2, own_draft_job, WAYS[0], request)
     assert stats["token_ids"] == expected
     assert sampling is not PENALISED or expected != plain
@@ -96,7 +105,9 @@ def test_a_draft_host_penalises_as_the_target_does(pool, request_, num_frames, s
 def own_draft_job(hosts: HostGroup, way: dict, request: dict):
     """The figures, and the rows of the prompt that the draft kept of its KV."""
     prune_prompt = ModelDrafter.prune_prompt
-    with patch.object(ModelDrafter, "prune_prompt", autospec=True, side_effect=prune_prompt) as noted:
+    with patch.object(
+        ModelDrafter, "prune_prompt", autospec=True, side_effect=prune_prompt
+    ) as noted:
         stats = engine_of(hosts, way, 0).generate(QUESTION, **request).stats
     return stats, [row for call in noted.call_args_list for row in call.args[1].tolist()]
 
@@ -104,19 +115,33 @@ def own_draft_job(hosts: HostGroup, way: dict, request: dict):
 @pytest.mark.parametrize("begins", [None, {"prune": "kv"}], ids=str)
 def test_a_draft_that_is_the_target_is_always_right(pool, request_, begins):
     """Its prompt, its positions and its windows are right: every window of five is confirmed."""
-    way = {"strategy": "vanilla"} if begins is None else {"strategy": "hippo", "keep_ratio": 1.0, **begins}
+    way = (
+        {"strategy": "vanilla"}
+        if begins is None
+        else {"strategy": "hippo", "keep_ratio": 1.0, **begins}
+    )
     (stats, _), (_, pruned) = pool.run(2, own_draft_job, way, request_)
-    # The prompt's last token is not among them: it is run again, so that its logits begin the answer.
-    assert pruned == (list(range(stats["num_input_tokens"] - 1)) if begins == {"prune": "kv"} else [])
+    # The prompt's last token is not among them: it is run again, so that its logits begin the
+    # answer.
+    assert pruned == (
+        list(range(stats["num_input_tokens"] - 1)) if begins == {"prune": "kv"} else []
+    )
     figures = stats["speculation"]
     assert figures["num_accepted"] == figures["num_drafted"]
     # Where scores are awaited the first window ends when they come.
     shortened = int(begins is not None)
     assert figures["num_target_forwards"] <= 2 + shortened
-    assert figures["mean_accepted_tokens"] == figures["num_accepted"] and figures["draft_seconds"] > 0
+    assert (
+        figures["mean_accepted_tokens"] == figures["num_accepted"] and figures["draft_seconds"] > 0
+    )
 
 
-DIFFERENT = [{"temperature": 0.7}, {"seed": 4, "temperature": 0.7}, {"max_new_tokens": 3}, {"num_frames": 4}]
+DIFFERENT = [
+    {"temperature": 0.7},
+    {"seed": 4, "temperature": 0.7},
+    {"max_new_tokens": 3},
+    {"num_frames": 4},
+]
 
 
 def different_job(hosts: HostGroup, request: dict) -> None:
@@ -125,11 +150,14 @@ def different_job(hosts: HostGroup, request: dict) -> None:
         given = request | (settings if hosts.rank else {})
         with pytest.raises(ValueError, match="the draft host has other settings for this request"):
             engine.generate(QUESTION, **given)
-        assert engine.generate(QUESTION, **request).stats["num_drafted" if hosts.rank else "speculation"]
+        assert engine.generate(QUESTION, **request).stats[
+            "num_drafted" if hosts.rank else "speculation"
+        ]
 
 
 def test_a_draft_host_with_other_settings_is_an_error_on_both_sides(pool, request_):
-    """Distributions that only one side sends would be read as others; the next request is answered."""
+    """Distributions that only one side sends would be read as others; the next request is
+    answered."""
     pool.run(2, different_job, request_)
 
 
@@ -150,9 +178,12 @@ def lost_draft_job(hosts: HostGroup, way: dict, request: dict, place: tuple, mos
     return answer.token_ids, said, answer.stats["speculation"]["lost_draft"]
 
 
-# The second also where the target has ended by then, and knows of it only from what would be the draft's account.
+# The second also where the target has ended by then, and knows of it only from what would be the
+# draft's account.
 @pytest.mark.parametrize(
-    "place", [(ModelDrafter, "stream"), ("apbv.speculate.builders", "_prune_kv")], ids=["drafting", "pruning"]
+    "place",
+    [(ModelDrafter, "stream"), ("apbv.speculate.builders", "_prune_kv")],
+    ids=["drafting", "pruning"],
 )
 @pytest.mark.parametrize("most", [9, 1])
 def test_a_lost_draft_costs_one_warning(pool, request_, plain, place, most):
@@ -168,11 +199,15 @@ UV_PRUNE = {"strategy": "parallelvlm", "uv_layer": 1, "keep_ratio": 0.3}
 EVEN = {"strategy": "specvlm", "keep": "even", "keep_ratio": 0.3}
 
 
-def prefill_job(hosts: HostGroup, way: dict, settings: dict, request: dict, folder: Path, layer: int, call: int):
-    """Tokens of two requests; the target's host 0 enters a layer only when the draft has written a first token.
+def prefill_job(
+    hosts: HostGroup, way: dict, settings: dict, request: dict, folder: Path, layer: int, call: int
+):
+    """Tokens of two requests; the target's host 0 enters a layer only when the draft has written a
+    first token.
 
     Args:
-        layer, call: which one it stands still before, and in which of its calls since the request began.
+        layer, call: which one it stands still before, and in which of its calls since the request
+            began.
     """
     engine, begun, calls = engine_of(hosts, way, passing_len=4, **settings), folder / "begun", []
     send_first = Link.send_first
@@ -186,7 +221,9 @@ def prefill_job(hosts: HostGroup, way: dict, settings: dict, request: dict, fold
         layers = engine.model.get_decoder().layers
         layers[layer].register_forward_pre_hook(stand_still)
         # The draft has read the request, too, before the target begins.
-        layers[0].register_forward_pre_hook(lambda *args: wait_for(engine._way._pair.link.answer.has_ended))
+        layers[0].register_forward_pre_hook(
+            lambda *args: wait_for(engine._way._pair.link.answer.has_ended)
+        )
 
     def noted(self, *args) -> None:
         send_first(self, *args)
@@ -209,7 +246,8 @@ def prefill_job(hosts: HostGroup, way: dict, settings: dict, request: dict, fold
 def test_a_draft_begins_before_the_target_has_prefilled(
     pool, request_, tmp_path, num_hosts, way, settings, layer, call
 ):
-    """By UV-Prune before the target's last layer, by a choice without its scores before its first."""
+    """By UV-Prune before the target's last layer, by a choice without its scores before its
+    first."""
     arguments = way, settings, {**request_, "max_new_tokens": 6}, tmp_path, layer, call
     run = pool.run(num_hosts, prefill_job, *arguments)
     assert all(answers == run[0] and answers[0] == answers[1] for answers in run)

@@ -1,4 +1,5 @@
-"""TABED: rows of a batch say what each context says alone, weights follow the paper's rule, no token changes."""
+"""TABED: rows of a batch say what each context says alone, weights follow the paper's rule, no
+token changes."""
 
 import math
 from functools import partial
@@ -45,24 +46,39 @@ def said_alone(model, input_ids, embeds, position_ids, tokens) -> torch.Tensor:
     position_ids = torch.cat([position_ids, following.expand(*position_ids.shape[:-1], -1)], dim=-1)
     embeds = decoder.get_input_embeddings()(input_ids) if embeds is None else embeds
     embeds = torch.cat([embeds, decoder.get_input_embeddings()(new)], dim=1)
-    # Without an (empty) cache transformers takes a gap in the positions for the start of another, packed sequence.
+    # Without an (empty) cache transformers takes a gap in the positions for the start of another,
+    # packed sequence.
     cache = DynamicCache()
-    hidden = decoder(inputs_embeds=embeds, position_ids=position_ids, past_key_values=cache).last_hidden_state
+    hidden = decoder(
+        inputs_embeds=embeds, position_ids=position_ids, past_key_values=cache
+    ).last_hidden_state
     return model.get_output_embeddings()(hidden)[0, -len(tokens) :]
 
 
-def contexts_alone(family: str, letters: str, batch: dict, inputs: ModelInputs, grid: tuple[int, int]):
-    """(ids, embeddings, positions) of each context, put together by other means than the drafter's."""
+def contexts_alone(
+    family: str, letters: str, batch: dict, inputs: ModelInputs, grid: tuple[int, int]
+):
+    """(ids, embeddings, positions) of each context, put together by other means than the
+    drafter's."""
     model = families.build_model(family, dtype=torch.float64)
     parts, tokenize = inspect_model(model), tokenizer_of(family)
-    ids, is_visual = inputs.input_ids, inputs.input_ids[0] == inputs.input_ids[0, inputs.context_start]
+    ids, is_visual = (
+        inputs.input_ids,
+        inputs.input_ids[0] == inputs.input_ids[0, inputs.context_start],
+    )
     rows = encode_visual(parts, inputs.visual)
     text = model.get_decoder().get_input_embeddings()(ids).detach()
     for letter in letters:
         if letter in "TC":
             first = tokenize(f"image: {CAPTION.strip()}") if letter == "C" else tokenize("\n")
-            said = torch.tensor([as_text(ids[0].tolist(), is_visual.tolist(), first, tokenize("\n"))])
-            yield said, None, torch.arange(said.shape[1]).expand(*inputs.position_ids.shape[:-1], -1)
+            said = torch.tensor(
+                [as_text(ids[0].tolist(), is_visual.tolist(), first, tokenize("\n"))]
+            )
+            yield (
+                said,
+                None,
+                torch.arange(said.shape[1]).expand(*inputs.position_ids.shape[:-1], -1),
+            )
         elif letter == "M":
             yield ids, text.masked_scatter(is_visual[:, None], rows), inputs.position_ids
         else:
@@ -70,7 +86,9 @@ def contexts_alone(family: str, letters: str, batch: dict, inputs: ModelInputs, 
             pooled = functional.avg_pool2d(frames, 2, ceil_mode=True, count_include_pad=False)
             places = is_visual.nonzero().flatten().view(-1, *grid)[:, ::2, ::2].flatten()
             kept = torch.cat([(~is_visual).nonzero().flatten(), places]).sort().values
-            embeds = text.index_copy(1, places, pooled.flatten(2).transpose(1, 2).flatten(0, 1)[None])
+            embeds = text.index_copy(
+                1, places, pooled.flatten(2).transpose(1, 2).flatten(0, 1)[None]
+            )
             yield ids[:, kept], embeds[:, kept], inputs.position_ids[..., kept]
 
 
@@ -94,10 +112,17 @@ def ensemble_of(family: str, ensemble: str, config: SamplingParams, batch=None, 
     )
     if inputs is None:
         torch.manual_seed(0)
-        texts = [torch.randint(0, 250, (1, length)) for length in (31, 7, 50, 18)[: len(ensemble.rstrip("*"))]]
+        texts = [
+            torch.randint(0, 250, (1, length))
+            for length in (31, 7, 50, 18)[: len(ensemble.rstrip("*"))]
+        ]
         contexts = [(model(input_ids=ids).past_key_values, ids.shape[1]) for ids in texts]
         alone = [(ids, None, torch.arange(ids.shape[1])[None]) for ids in texts]
-        return model, EnsembleDrafter(task(inputs=SimpleNamespace(num_tokens=40, input_ids=None)), contexts), alone
+        return (
+            model,
+            EnsembleDrafter(task(inputs=SimpleNamespace(num_tokens=40, input_ids=None)), contexts),
+            alone,
+        )
     rows = encode_visual(parts, inputs.visual)
     everything = torch.arange(inputs.num_visual_tokens)
     task = task(inputs=inputs)
@@ -122,13 +147,16 @@ def test_rows_of_the_batch_say_what_each_context_says_alone(family):
 
 
 def rule_by_brute_force(ensemble: str, said: list[tuple[list, list]]) -> list[float]:
-    """Algorithm 1 and Appendix B.2, in plain Python: ``said`` is (p, a q per context) of the past."""
+    """Algorithm 1 and Appendix B.2, in plain Python: ``said`` is (p, a q per context) of the
+    past."""
 
     def kl(p, q):
         return sum(a * math.log(a / b) for a, b in zip(p, q, strict=True) if a > 0)
 
     def mix(weights, q):
-        return [sum(w * row[v] for w, row in zip(weights, q, strict=True)) for v in range(len(q[0]))]
+        return [
+            sum(w * row[v] for w, row in zip(weights, q, strict=True)) for v in range(len(q[0]))
+        ]
 
     if ensemble == "MTCP*":
         errors = [max(sum(kl(p, q[i]) for p, q in said), 1e-6) for i in range(4)]
@@ -142,7 +170,9 @@ def rule_by_brute_force(ensemble: str, said: list[tuple[list, list]]) -> list[fl
     return min(([1 - j / 10, j / 10] for j in range(11)), key=error)
 
 
-@pytest.mark.parametrize(("ensemble", "policy"), [("MT*", AdaptedWeights(2)), ("MTCP*", AdaptedWeights(4))])
+@pytest.mark.parametrize(
+    ("ensemble", "policy"), [("MT*", AdaptedWeights(2)), ("MTCP*", AdaptedWeights(4))]
+)
 def test_weights_go_by_the_divergence_from_the_target_alone(ensemble, policy):
     """Also where other weights would have had the verified tokens on top more often."""
     torch.manual_seed(0)
@@ -153,12 +183,15 @@ def test_weights_go_by_the_divergence_from_the_target_alone(ensemble, policy):
         p, q = torch.softmax(logits, -1), torch.softmax(noisy, -1)
         policy.learn(p, q)
         said.append((p.tolist(), q.tolist()))
-        assert policy.choose().tolist() == pytest.approx(rule_by_brute_force(ensemble, said), abs=1e-9)
+        assert policy.choose().tolist() == pytest.approx(
+            rule_by_brute_force(ensemble, said), abs=1e-9
+        )
 
 
 @pytest.mark.parametrize(("temperature", "ensemble"), [(0.0, "MT*"), (0.8, "MTCP*"), (0.8, "MT")])
 def test_drafts_are_drawn_from_the_mixture_of_what_the_contexts_say_alone(temperature, ensemble):
-    """Block after block, with a rejection in the middle, weights from verified tokens only, and top-p."""
+    """Block after block, with a rejection in the middle, weights from verified tokens only, and
+    top-p."""
     torch.manual_seed(0)
     config = SamplingParams(temperature=temperature, top_p=0.7 if temperature else 1.0, seed=5)
     model, drafter, alone = ensemble_of("llama", ensemble, config)
@@ -179,10 +212,17 @@ def test_drafts_are_drawn_from_the_mixture_of_what_the_contexts_say_alone(temper
                 continue
             drawn_from = probabilities(mixture.log(), 1.0, config.top_p)
             torch.testing.assert_close(proposal.q[place], drawn_from, rtol=1e-7, atol=1e-9)
-            assert token == draw(proposal.q[place][None], [uniform(5, 40 + len(before), PURPOSE_DRAFT)]).read()[0]
+            assert (
+                token
+                == draw(
+                    proposal.q[place][None], [uniform(5, 40 + len(before), PURPOSE_DRAFT)]
+                ).read()[0]
+            )
         new = [*proposal.tokens[:num_right], 77]
         with torch.no_grad():
-            logits = target(input_ids=torch.cat([prompt, torch.tensor([[*tokens, *new]])], 1)).logits[0]
+            logits = target(
+                input_ids=torch.cat([prompt, torch.tensor([[*tokens, *new]])], 1)
+            ).logits[0]
         logits = logits[-len(new) - 1 : -1]
         drafter.learn(new, logits)
         for place in range(len(new)):

@@ -1,4 +1,5 @@
-"""Chains and trees of scripted drafts: the tokens of decoding without, and the cache that it would leave."""
+"""Chains and trees of scripted drafts: the tokens of decoding without, and the cache that it would
+leave."""
 
 from functools import partial
 
@@ -19,11 +20,13 @@ from prompts import ATTENDING, as_inputs, build, text_batch, video_batch
 
 STEPS = 19
 SAMPLED = {"temperature": 1.0, "top_p": 0.95, "seed": 5}
-# Every pattern of errors with lengths of a window, the last one such that something has to be taken back.
+# Every pattern of errors with lengths of a window, the last one such that something has to be taken
+# back.
 CHAINS = [("none", 5), ("all", 5), ("all", 1), ("alternating", 13), ("all but the first", 2)]
 CHAINS += [("all but the last", 5)]
 TREE = Tree.of(25, 5)
-# Which child of a node on the right path is the right one; None: no child is. By the place in the answer.
+# Which child of a node on the right path is the right one; None: no child is. By the place in the
+# answer.
 BRANCHES = {
     "no child": lambda place: None,
     "the first": lambda place: 0,
@@ -43,20 +46,27 @@ def chain(answer, plain: list[int], pattern: str, gamma: int):
 
 
 def tree(answer, plain: list[int], pattern: str, shape: Tree = TREE):
-    return generate_speculatively(answer, ScriptedTree(plain, BRANCHES[pattern]), Pace(shape.depth), shape)
+    return generate_speculatively(
+        answer, ScriptedTree(plain, BRANCHES[pattern]), Pace(shape.depth), shape
+    )
 
 
 def prompt(family: str):
-    return (text_batch(60), 48) if family in TEXT_FAMILIES else (video_batch(family, frames=6), None)
+    return (
+        (text_batch(60), 48) if family in TEXT_FAMILIES else (video_batch(family, frames=6), None)
+    )
 
 
 def loops_job(hosts: HostGroup, family: str, kv: str, drawn: dict):
-    """Tokens and the KV that they have left, of a chain and a tree to their end, and to an end token."""
+    """Tokens and the KV that they have left, of a chain and a tree to their end, and to an end
+    token."""
     model = build(family, torch.float64)
     fresh = partial(decoders, model, hosts, *prompt(family), kv)
     decoder, state, _ = fresh()
     # Some tokens more than are asked for: what a draft says of places that are never reached.
-    plain = generate_tokens(answer_by(decoder, state, SamplingParams(max_new_tokens=STEPS + 8, **drawn)))
+    plain = generate_tokens(
+        answer_by(decoder, state, SamplingParams(max_new_tokens=STEPS + 8, **drawn))
+    )
 
     def check(loop, *shape, most: int = STEPS, end: tuple[int, ...] = ()):
         decoder, state, look = fresh()
@@ -65,12 +75,18 @@ def loops_job(hosts: HostGroup, family: str, kv: str, drawn: dict):
         expected = plain[: plain.index(end[0]) + 1] if end else plain[:most]
         assert tokens == shown == expected, (loop, shape)
         cache = look()
-        return stats, tokens, None if cache is None else [(layer.keys, layer.values) for layer in cache.layers]
+        return (
+            stats,
+            tokens,
+            None if cache is None else [(layer.keys, layer.values) for layer in cache.layers],
+        )
 
     left = []
     ends = [place for place in range(1, 10) if plain[place] not in plain[:place]]
     # A chain draws with other numbers.
-    for loop, shapes in ((chain, CHAINS), (tree, [(pattern,) for pattern in BRANCHES]))[bool(drawn) :]:
+    for loop, shapes in ((chain, CHAINS), (tree, [(pattern,) for pattern in BRANCHES]))[
+        bool(drawn) :
+    ]:
         runs = {shape: check(loop, *shape) for shape in shapes}
         left.append(runs[shapes[-1]][1:])
         for most in (1, 5, 7):  # before, in and behind a window, or a tree
@@ -84,7 +100,8 @@ def loops_job(hosts: HostGroup, family: str, kv: str, drawn: dict):
 
 
 @pytest.mark.parametrize(
-    ("family", "num_hosts", "kv", "drawn"), [("qwen2_5_vl", 2, "sharded", {}), ("llama", 1, "gathered", SAMPLED)]
+    ("family", "num_hosts", "kv", "drawn"),
+    [("qwen2_5_vl", 2, "sharded", {}), ("llama", 1, "gathered", SAMPLED)],
 )
 def test_speculation_changes_no_token_and_leaves_the_right_kv(pool, family, num_hosts, kv, drawn):
     left, *others = pool.run(num_hosts, loops_job, family, kv, drawn)
@@ -110,5 +127,7 @@ def test_every_family_takes_wrong_drafts_back(family):
     assert len(set(plain)) > 2
     for loop, shape in ((chain, ("alternating", 3)), (tree, ("another each time", Tree.of(6, 3)))):
         decoder, state, _ = fresh()
-        tokens, stats = loop(answer_by(decoder, state, SamplingParams(max_new_tokens=STEPS)), plain, *shape)
+        tokens, stats = loop(
+            answer_by(decoder, state, SamplingParams(max_new_tokens=STEPS)), plain, *shape
+        )
         assert tokens == plain[:STEPS] and 0 < stats.num_accepted < stats.num_drafted

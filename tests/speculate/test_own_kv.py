@@ -20,7 +20,8 @@ VISIBLE = 7  # visual tokens that each layer and KV head of the draft sees
 
 
 def verified_job(hosts: HostGroup, kv: str, num_nodes: int | None, request: dict):
-    """What was proposed in every round, and what a fresh drafter proposes that begins with all verified KV."""
+    """What was proposed in every round, and what a fresh drafter proposes that begins with all
+    verified KV."""
     proposed, chosen = [], []
     placed = GatheredKV if kv == "gathered" else ShardedKV
 
@@ -33,7 +34,12 @@ def verified_job(hosts: HostGroup, kv: str, num_nodes: int | None, request: dict
         return select(state, tokens)
 
     share = VISIBLE / 36  # of 12 frames, merged in pairs, of 2 x 3 tokens
-    way = {"strategy": "std", "keep_ratio": share, "num_tree_nodes": num_nodes, "keep_losing_draft": True}
+    way = {
+        "strategy": "std",
+        "keep_ratio": share,
+        "num_tree_nodes": num_nodes,
+        "keep_losing_draft": True,
+    }
     with patch.object(ModelDrafter, "propose", listened), patch.object(placed, "select", noted):
         engine = build_engine(hosts, "qwen2_5_vl", kv, SpeculativeConfig(**way))
         figures = engine.generate(QUESTION, **request).stats["speculation"]
@@ -61,10 +67,19 @@ def verified_job(hosts: HostGroup, kv: str, num_nodes: int | None, request: dict
     return figures, [proposal for *_, proposal in proposed], expected
 
 
-@pytest.mark.parametrize(("kv", "num_nodes", "temperature"), [("gathered", None, 1.0), ("sharded", 8, 0.3)])
+@pytest.mark.parametrize(
+    ("kv", "num_nodes", "temperature"), [("gathered", None, 1.0), ("sharded", 8, 0.3)]
+)
 def test_what_is_verified_is_seen_with_the_targets_kv(pool, clip, kv, num_nodes, temperature):
-    """STD: the verification's dense KV takes the place of what the sparse draft computed of the same tokens."""
-    request = {"video": str(clip), "num_frames": 12, "max_new_tokens": 22, "temperature": temperature, "seed": 10}
+    """STD: the verification's dense KV takes the place of what the sparse draft computed of the
+    same tokens."""
+    request = {
+        "video": str(clip),
+        "num_frames": 12,
+        "max_new_tokens": 22,
+        "temperature": temperature,
+        "seed": 10,
+    }
     figures, proposed, expected = pool.run(2, verified_job, kv, num_nodes, request)[0]
     assert figures["num_visual_tokens_drafted_from"] == VISIBLE
     assert 0 < figures["num_accepted"] < figures["num_drafted"]

@@ -1,4 +1,5 @@
-"""How long windows are and when a draft is dropped: by costs that the tests choose, never by time that passes."""
+"""How long windows are and when a draft is dropped: by costs that the tests choose, never by time
+that passes."""
 
 import random
 import warnings
@@ -44,10 +45,15 @@ def test_the_best_window_is_that_of_the_least_time_per_token(cost_ratio, accepta
     assert time_per_token(best) == pytest.approx(min(map(time_per_token, range(17))))
     assert best >= best_window(cost_ratio, acceptance / 2)
     # Where a drafted token costs as much as a pass of the target, there is nothing to gain.
-    assert [best_window(cost_ratio, chance) for chance in (0.0, 1.0)] == [0, 16 if cost_ratio > 1 else 0]
+    assert [best_window(cost_ratio, chance) for chance in (0.0, 1.0)] == [
+        0,
+        16 if cost_ratio > 1 else 0,
+    ]
 
 
-def rounds_of(pace: Pace, count: int, chance: float, draft: float, verify: float, extra=0.0, seed=0):
+def rounds_of(
+    pace: Pace, count: int, chance: float, draft: float, verify: float, extra=0.0, seed=0
+):
     """Seconds and tokens of so many rounds, or until the draft is dropped."""
     generator, seconds, tokens, windows = random.Random(seed), 0.0, 0, []
     for _ in range(count):
@@ -77,16 +83,21 @@ def test_auto_follows_costs_and_acceptance():
 
 
 def test_the_number_of_an_answer_by_itself_does_not_depend_on_time():
-    """But for passes without drafted tokens, at fixed places; of a draft that is never judged there are none."""
+    """But for passes without drafted tokens, at fixed places; of a draft that is never judged there
+    are none."""
     assert set(rounds_of(Pace(3), 200, 0.0, 9.0, 1.0)[2]) == {Pace(3).most} == {3}
-    of_two = [rounds_of(Pace(3, keep_losing_draft=False), 200, 0.9, *costs)[2] for costs in ((0.1, 1.0), (0.0, 7.0))]
+    of_two = [
+        rounds_of(Pace(3, keep_losing_draft=False), 200, 0.9, *costs)[2]
+        for costs in ((0.1, 1.0), (0.0, 7.0))
+    ]
     assert of_two[0] == of_two[1] and set(of_two[0]) == {0, 3}
     without = [place for place, window in enumerate(of_two[0]) if not window]
     assert without == [64 * period + place for period in range(4) for place in (1, 2, 3)]
 
 
 @pytest.mark.parametrize(
-    ("wanted", "draft", "extra", "chance"), [(1, 2.0, 0.0, 0.5), (5, 0.5, 0.5, 0.3), ("auto", 1.0, 0.0, 0.0)]
+    ("wanted", "draft", "extra", "chance"),
+    [(1, 2.0, 0.0, 0.5), (5, 0.5, 0.5, 0.3), ("auto", 1.0, 0.0, 0.0)],
 )
 def test_a_losing_draft_costs_its_trial_and_no_more(wanted, draft, extra, chance):
     """A drafted token costs as much as half a pass of the target, or more: no window can win."""
@@ -96,7 +107,9 @@ def test_a_losing_draft_costs_its_trial_and_no_more(wanted, draft, extra, chance
     round_cost = max(windows) * (draft + extra) + 1
     assert TRIAL_PASSES <= seconds - tokens <= TRIAL_PASSES + 2 * round_cost
     # In any unit of time.
-    again = rounds_of(Pace(wanted, keep_losing_draft=False), 1000, chance, draft / 1024, 1 / 1024, extra / 1024)
+    again = rounds_of(
+        Pace(wanted, keep_losing_draft=False), 1000, chance, draft / 1024, 1 / 1024, extra / 1024
+    )
     assert again[2] == windows
     # Something else may delay the first pass that the rounds are compared with.
     misled = Pace(wanted, keep_losing_draft=False)
@@ -104,13 +117,17 @@ def test_a_losing_draft_costs_its_trial_and_no_more(wanted, draft, extra, chance
     misled.learn(0, 0.0, 1000.0)
     assert len(rounds_of(misled, 1000, chance, draft, 1.0, extra)[2]) < 200
     stubborn = Pace(wanted)
-    assert len(rounds_of(stubborn, 300, chance, draft, 1.0, extra)[2]) == 300 and not stubborn.is_losing()
+    assert (
+        len(rounds_of(stubborn, 300, chance, draft, 1.0, extra)[2]) == 300
+        and not stubborn.is_losing()
+    )
 
 
 @pytest.mark.parametrize("wanted", [5, "auto"])
 @pytest.mark.parametrize("slow", range(8))
 def test_a_winning_draft_stays_whatever_holds_it_up_once(wanted, slow):
-    """The first round is slow everywhere; in another, of drafting or of measuring, something else holds it up."""
+    """The first round is slow everywhere; in another, of drafting or of measuring, something else
+    holds it up."""
     for seed in range(4):
         pace = Pace(wanted, keep_losing_draft=False)
         pace.learn(pace.most, 0.0, 1000.0, 1)
@@ -118,12 +135,15 @@ def test_a_winning_draft_stays_whatever_holds_it_up_once(wanted, slow):
         (window,) = pace.windows([pace.acceptance.rate])
         pace.learn(window, 0.1 * window, 1000.0, 1)
         _, _, after = rounds_of(pace, 300, 0.7, 0.1, 1.0, seed=seed)
-        assert len(before) == slow and len(after) == 300 and [*before, window, *after].count(0) == 15
+        assert (
+            len(before) == slow and len(after) == 300 and [*before, window, *after].count(0) == 15
+        )
         assert min(each for each in after[-100:] if each) > 1
 
 
 def test_what_a_draft_has_saved_is_counted():
-    """By an unlucky streak a draft that has paid is not dropped, and by one as long as what it saved it is."""
+    """By an unlucky streak a draft that has paid is not dropped, and by one as long as what it
+    saved it is."""
     pace = Pace(4, keep_losing_draft=False)
     rounds_of(pace, 40, 1.0, 0.25, 1.0)  # each of 36 rounds saves 3 passes
     assert len(rounds_of(pace, 60, 0.0, 0.25, 1.0)[2]) == 60
@@ -135,7 +155,8 @@ def test_what_a_draft_has_saved_is_counted():
 
 
 def loops_job(hosts: HostGroup):
-    """Tokens, statistics and time on host 0 of chains and trees, which lose or win; and of the target alone."""
+    """Tokens, statistics and time on host 0 of chains and trees, which lose or win; and of the
+    target alone."""
     model, batch = build("llama", torch.float64), text_batch(60)
     decoder, state, _ = decoders(model, hosts, batch, 48, "sharded")
     answer = generate_tokens(answer_by(decoder, state, SamplingParams(max_new_tokens=STEPS + 8)))
@@ -159,7 +180,10 @@ def loops_job(hosts: HostGroup):
             greedy = answer_by(decoder, state, SamplingParams(max_new_tokens=STEPS))
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
-                pace, drafter = Pace(3, keep_losing_draft=False), drafter if hosts.is_leader else None
+                pace, drafter = (
+                    Pace(3, keep_losing_draft=False),
+                    drafter if hosts.is_leader else None,
+                )
                 tokens, stats = generate_speculatively(greedy, drafter, pace, tree)
             said = [str(w.message) for w in caught if "without the draft" in str(w.message)]
             results.append((is_winning, tokens, stats.summary(len(tokens)), costs["now"], said))
@@ -174,7 +198,9 @@ def test_a_losing_draft_is_switched_off_on_all_hosts_and_a_winning_one_kept(pool
             assert figures["switched_off"] is None and seconds < STEPS / 2 and not said
             continue
         assert "longer than without" in figures["switched_off"] and len(said) == 1
-        assert 3 < figures["switched_off_after"] < STEPS - 5 and figures["mean_accepted_tokens"] == 1
+        assert (
+            3 < figures["switched_off_after"] < STEPS - 5 and figures["mean_accepted_tokens"] == 1
+        )
         assert figures["rounds"] < figures["num_target_forwards"] == STEPS - 1
         assert seconds <= STEPS - 1 + TRIAL_PASSES + 2 * 2.5  # the first round, and the last
 

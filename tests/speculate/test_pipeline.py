@@ -1,4 +1,5 @@
-"""Drafting on another host: the tokens of decoding without, whatever the timing and whoever is lost."""
+"""Drafting on another host: the tokens of decoding without, whatever the timing and whoever is
+lost."""
 
 import queue
 import warnings
@@ -52,7 +53,8 @@ def scripted(answer: list[int], pattern, fail_after: int | None = None):
 
 
 def pipeline_job(hosts: HostGroup, kv: str, runs: list[dict]):
-    """Each run's tokens and statistics on the target's hosts; what the draft said at the end on the last one."""
+    """Each run's tokens and statistics on the target's hosts; what the draft said at the end on the
+    last one."""
     config = SpeculativeConfig(strategy="vanilla", draft_host=True, draft_timeout=GROUP_TIMEOUT)
     pair, batch, model = Pair.of(hosts, config), text_batch(60), build("llama", torch.float64)
     decoder, state, _ = decoders(model, HostGroup.single(), batch, 48, "gathered")
@@ -73,9 +75,13 @@ def pipeline_job(hosts: HostGroup, kv: str, runs: list[dict]):
                 break
         decoder, state, look = decoders(model, pair.hosts, batch, 48, kv)
         end = (plain[run["end"]],) if "end" in run else ()
-        answer = answer_by(decoder, state, SamplingParams(max_new_tokens=run.get("most", STEPS)), end)
+        answer = answer_by(
+            decoder, state, SamplingParams(max_new_tokens=run.get("most", STEPS)), end
+        )
         passes, link = [], pair.link
-        if "waits" in run:  # a pass takes a second, by this clock, and so does every wait for the draft
+        if (
+            "waits" in run
+        ):  # a pass takes a second, by this clock, and so does every wait for the draft
             pair.hosts.clock = lambda passes=passes: float(len(passes))
             decoder.advance = counted(decoder.advance, passes)
             if link is not None:
@@ -85,12 +91,15 @@ def pipeline_job(hosts: HostGroup, kv: str, runs: list[dict]):
             tokens, stats = generate_beside_draft(answer, pair, Pace(gamma, not run.get("waits")))
         cache = look()
         length = None if cache is None else cache.get_seq_length()
-        results.append((tokens, stats, length, [str(w.message) for w in caught if "draft" in str(w.message)]))
+        results.append(
+            (tokens, stats, length, [str(w.message) for w in caught if "draft" in str(w.message)])
+        )
     return plain, results
 
 
 def check(results, runs: list[dict]) -> list:
-    """Every host has the tokens of plain decoding, up to where the run ends; returns host 0's results."""
+    """Every host has the tokens of plain decoding, up to where the run ends; returns host 0's
+    results."""
     *targets, (plain, drafted) = results
     for host, (_, answers) in enumerate(targets):
         for run, (tokens, _, length, _) in zip(runs, answers, strict=True):
@@ -111,7 +120,12 @@ def counted(function, calls: list):
 
 def failing_target_job(hosts: HostGroup) -> str:
     """The target fails while it verifies; what each host says of that."""
-    drafting = {"strategy": "vanilla", "draft_model": "demo", "draft_host": True, "draft_timeout": GROUP_TIMEOUT}
+    drafting = {
+        "strategy": "vanilla",
+        "draft_model": "demo",
+        "draft_host": True,
+        "draft_timeout": GROUP_TIMEOUT,
+    }
     speculate = SpeculativeConfig(**drafting)
     engine = Engine.from_pretrained("demo", hosts=hosts, speculate=speculate, dtype="float32")
     if hosts.rank == 0:
@@ -132,10 +146,16 @@ def fails_at(number: int):
 
 def test_a_draft_host_hears_of_a_target_that_fails(pool):
     target, draft = pool.run(2, failing_target_job)
-    assert target == "RuntimeError: out of memory" and draft == "HostError: the target's hosts failed"
+    assert (
+        target == "RuntimeError: out of memory" and draft == "HostError: the target's hosts failed"
+    )
 
 
-RUNS = [{"pattern": "all", "gamma": 5}, {"pattern": "none", "gamma": 5}, {"pattern": "all", "gamma": 1}]
+RUNS = [
+    {"pattern": "all", "gamma": 5},
+    {"pattern": "none", "gamma": 5},
+    {"pattern": "all", "gamma": 1},
+]
 RUNS += [{"pattern": "alternating", "gamma": 2}, {"pattern": "all but the first", "gamma": 5}]
 RUNS += [{"pattern": "all but the last", "gamma": 13}]
 RUNS += [{"most": most, "pattern": "all but the last"} for most in (1, 2, 5, 6)]
@@ -143,21 +163,31 @@ RUNS += [{"end": place, "gamma": 4} for place in (1, 4, 5)]
 
 
 def test_a_pipeline_changes_no_token(pool):
-    all_right, none, one, *_ = (stats for _, stats, *_ in check(pool.run(3, pipeline_job, "sharded", RUNS), RUNS))
-    # Five at a time once the pipeline runs, up to three times as many at first; one where nothing is right.
+    all_right, none, one, *_ = (
+        stats for _, stats, *_ in check(pool.run(3, pipeline_job, "sharded", RUNS), RUNS)
+    )
+    # Five at a time once the pipeline runs, up to three times as many at first; one where nothing
+    # is right.
     assert STEPS // 5 - 2 <= all_right.num_target_forwards <= STEPS // 5
     assert none.num_target_forwards == STEPS - 1
     assert STEPS - 3 <= one.num_target_forwards <= STEPS - 1
-    # Three windows while the target prefills, which verifies the first token; the first pass verifies the others.
+    # Three windows while the target prefills, which verifies the first token; the first pass
+    # verifies the others.
     first, *others = all_right.of_draft.windows
     assert first == 15 and max(others) == 5
 
 
 def test_a_losing_draft_host_rests_until_the_next_request(pool):
-    runs = [{"pattern": "none", "gamma": 3, "waits": True}] * 2 + [{"pattern": "none", "gamma": 3, "waits": False}]
+    runs = [{"pattern": "none", "gamma": 3, "waits": True}] * 2 + [
+        {"pattern": "none", "gamma": 3, "waits": False}
+    ]
     *lost, kept = check(pool.run(3, pipeline_job, "gathered", runs), runs)
     for _, stats, _, said in lost:
-        assert len(said) == 1 and "longer than without" in stats.switched_off and stats.num_drafted < 3 * STEPS
+        assert (
+            len(said) == 1
+            and "longer than without" in stats.switched_off
+            and stats.num_drafted < 3 * STEPS
+        )
         assert stats.lost_draft is None and stats.num_target_forwards == STEPS - 1
     assert kept[1].switched_off is None and not kept[3]
 
@@ -172,7 +202,8 @@ def test_the_target_goes_on_without_a_draft_that_fails(pool, fail_after):
 
 
 class LocalChannel:
-    """One end of a one-way channel between two threads, which a link uses like a group of two hosts."""
+    """One end of a one-way channel between two threads, which a link uses like a group of two
+    hosts."""
 
     def __init__(self, rank: int, messages: queue.Queue, timeout: float):
         self.rank, self.bytes_received = rank, 0
@@ -181,7 +212,8 @@ class LocalChannel:
         self._num_requested = self._num_received = 0
 
     def start_broadcast(self, tensor: Tensor, source: int) -> Exchange:
-        """Send or receive as :class:`HostGroup` does: the nth message requested is the nth message sent."""
+        """Send or receive as :class:`HostGroup` does: the nth message requested is the nth message
+        sent."""
         if self.rank == source:
             self._messages.put(tensor.clone())
             return Exchange(lambda: tensor)
@@ -199,7 +231,9 @@ class LocalChannel:
         """Return whether this message has arrived, or arrives in time."""
         while self._num_received <= number:
             try:
-                self._received[self._num_received] = self._messages.get(timeout > 0, timeout or None)
+                self._received[self._num_received] = self._messages.get(
+                    timeout > 0, timeout or None
+                )
             except queue.Empty:
                 return False
             self._num_received += 1
@@ -209,7 +243,9 @@ class LocalChannel:
 def links(window: int, drawn: bool = False) -> list[Link]:
     """Both ends between two threads, which have agreed on a request."""
     queues = queue.Queue(), queue.Queue()
-    ends = [Link(*(LocalChannel(rank, messages, HANGING) for messages in queues)) for rank in (0, 1)]
+    ends = [
+        Link(*(LocalChannel(rank, messages, HANGING) for messages in queues)) for rank in (0, 1)
+    ]
     for link in ends:
         link.begin(True, window, 4, drawn)
     assert all(link.other_is_ready() for link in ends)
@@ -257,7 +293,8 @@ def drawn_beside_a_thread(model: TableModel, seed: int, most: int, gamma: int) -
 
 
 def test_no_place_of_the_sequence_is_judged_by_another_ones_numbers(monkeypatch):
-    """The target itself drafts and is always right: so every part begins where the one before ended."""
+    """The target itself drafts and is always right: so every part begins where the one before
+    ended."""
     parts, model = [], TableModel(tables(4), tables(4))
 
     def listened(proposal, logits, index, sampling):
@@ -276,5 +313,7 @@ def test_no_place_of_the_sequence_is_judged_by_another_ones_numbers(monkeypatch)
 @pytest.mark.thorough
 def test_sampling_through_the_pipeline_is_distributed_as_the_targets_own():
     model = TableModel(tables(4), tables(4, 1))
-    counts = Counter(tuple(drawn_beside_a_thread(model, seed, 3, 2)) for seed in range(NUM_SAMPLES // 2))
+    counts = Counter(
+        tuple(drawn_beside_a_thread(model, seed, 3, 2)) for seed in range(NUM_SAMPLES // 2)
+    )
     assert surprise_of(counts, model) < 4

@@ -52,19 +52,25 @@ def overheard(watcher, decoder) -> None:
     def on_hidden(*args):
         watcher.on_hidden = observe
         with ThreadPoolExecutor(1) as executor:
-            executor.submit(decoder, input_ids=torch.zeros(1, 1, dtype=torch.long), use_cache=False).result()
+            executor.submit(
+                decoder, input_ids=torch.zeros(1, 1, dtype=torch.long), use_cache=False
+            ).result()
         observe(*args)
 
     watcher.on_hidden = on_hidden
 
 
-def watched_job(hosts: HostGroup, family: str, settings: dict, most_scores: int = watchers.MOST_SCORES):
+def watched_job(
+    hosts: HostGroup, family: str, settings: dict, most_scores: int = watchers.MOST_SCORES
+):
     model = build(family, DOUBLE)
     parts = inspect_model(model)
     inputs = as_inputs(family, video_batch(family), None, hosts, DOUBLE)
     config = PrefillConfig(passing_len=UNCOMPRESSED, on_single_host=True, **settings)
     watching = [watchers.Relevance(), watchers.HeadAttention()]
-    watching += [make_watcher(SpeculativeConfig(keep="uv_prune", uv_layer=last), parts) for last in (1, 20)]
+    watching += [
+        make_watcher(SpeculativeConfig(keep="uv_prune", uv_layer=last), parts) for last in (1, 20)
+    ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(watchers, "MOST_SCORES", most_scores)
         for watcher in watching:
@@ -89,10 +95,14 @@ def test_visual_tokens_are_scored_as_defined(pool, family, num_hosts, settings, 
     by_layer = (visual / visual.sum(dim=-1, keepdim=True)).mean(dim=(1, 2))
     num_kv_heads = inspect_model(build(family, DOUBLE)).num_kv_heads
     by_head = visual.mean(dim=2).unflatten(1, (num_kv_heads, -1)).sum(dim=2)
-    # ParallelVLM's Eq. 3 as printed. The inputs of the last of 3 layers are the deepest states that count: L is
-    # clamped.
-    similar = [sum(cosines[i] - cosines[i - 1] for i in range(1, last + 1)).sum(dim=1) for last in (1, 2)]
-    for attention, heads, *others in pool.run(num_hosts, watched_job, family, settings, most_scores):
+    # ParallelVLM's Eq. 3 as printed. The inputs of the last of 3 layers are the deepest states that
+    # count: L is clamped.
+    similar = [
+        sum(cosines[i] - cosines[i - 1] for i in range(1, last + 1)).sum(dim=1) for last in (1, 2)
+    ]
+    for attention, heads, *others in pool.run(
+        num_hosts, watched_job, family, settings, most_scores
+    ):
         for ours, expected in ((attention, by_layer.mean(dim=0)), (torch.stack(heads), by_head)):
             torch.testing.assert_close(ours.double(), expected, rtol=1e-4, atol=1e-7)
         for ours, expected in zip(others, similar, strict=True):
@@ -127,7 +137,9 @@ def test_hosts_score_their_own_frames_as_one_host_would(pool, family, num_hosts)
     expected = expected + standardised(spatial_variety(whole, height, width), unit=1.0)
     for scores, shape, _ in pool.run(num_hosts, semantics_job, family):
         assert shape == (height, width)
-        torch.testing.assert_close(scores[: expected.numel()], expected.flatten(), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            scores[: expected.numel()], expected.flatten(), rtol=1e-4, atol=1e-4
+        )
         assert scores[expected.numel() :].isinf().all() and len(scores) == len(rows)
 
 

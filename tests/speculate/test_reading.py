@@ -1,4 +1,5 @@
-"""What drafts read that do not read all: the text alone, sound and a few frames, or nothing but n-grams."""
+"""What drafts read that do not read all: the text alone, sound and a few frames, or nothing but
+n-grams."""
 
 import json
 from functools import partial
@@ -52,11 +53,20 @@ def test_a_draft_says_nothing_that_the_target_cannot_read():
 
 
 def text_draft_job(hosts: HostGroup, path: str, nodes: int | None):
-    """The answer without and with a draft that reads text only; what it read, what it was asked and proposed."""
-    model, draft = (families.build_model(name, dtype=torch.float64) for name in ("qwen2_5_vl", "qwen2"))
+    """The answer without and with a draft that reads text only; what it read, what it was asked and
+    proposed."""
+    model, draft = (
+        families.build_model(name, dtype=torch.float64) for name in ("qwen2_5_vl", "qwen2")
+    )
     way = SpeculativeConfig(strategy="text_only", num_tree_nodes=nodes, keep_losing_draft=True)
-    engine = partial(Engine, model, families.build_processor("qwen2_5_vl"), hosts, PrefillConfig(kv="sharded"))
-    propose, asked, request = ModelDrafter.propose, [], {"video": path, "num_frames": 8, "max_new_tokens": STEPS}
+    engine = partial(
+        Engine, model, families.build_processor("qwen2_5_vl"), hosts, PrefillConfig(kv="sharded")
+    )
+    propose, asked, request = (
+        ModelDrafter.propose,
+        [],
+        {"video": path, "num_frames": 8, "max_new_tokens": STEPS},
+    )
 
     def proposing(self, tokens, count):
         asked.append((list(tokens), propose(self, tokens, count).tokens))
@@ -74,7 +84,10 @@ def text_draft_job(hosts: HostGroup, path: str, nodes: int | None):
 def test_a_text_only_model_drafts_from_the_text(pool, clip):
     (read,), asked = pool.run(2, text_draft_job, str(clip), None)[0]
     parts = inspect_model(families.build_model("qwen2_5_vl"))
-    assert QUESTION in families.build_tokenizer("qwen2_5_vl").decode(read) and parts.video_token_id not in read
+    assert (
+        QUESTION in families.build_tokenizer("qwen2_5_vl").decode(read)
+        and parts.video_token_id not in read
+    )
     model = families.build_model("qwen2", dtype=torch.float64)
     for tokens, proposed in asked:
         with torch.no_grad():
@@ -87,12 +100,19 @@ def test_a_text_only_draft_has_the_targets_tokens(tmp_path):
     families.save_checkpoint("qwen2_5_vl", tmp_path / "target")
     folder = families.save_checkpoint("qwen2", tmp_path / "draft")
     speculate = SpeculativeConfig(strategy="text_only", draft_model=str(folder))
-    load = partial(Engine.from_pretrained, tmp_path / "target", speculate=speculate, hosts=HostGroup.single())
+    load = partial(
+        Engine.from_pretrained, tmp_path / "target", speculate=speculate, hosts=HostGroup.single()
+    )
     assert load().draft_model is not None
     saved = json.loads((folder / "tokenizer.json").read_text())
-    saved["model"]["vocab"] |= {"a": saved["model"]["vocab"]["b"], "b": saved["model"]["vocab"]["a"]}
+    saved["model"]["vocab"] |= {
+        "a": saved["model"]["vocab"]["b"],
+        "b": saved["model"]["vocab"]["a"],
+    }
     (folder / "tokenizer.json").write_text(json.dumps(saved))
-    with pytest.raises(ValueError, match=r"vocabulary differs from the target's: \d+ is '[ab]', not '[ab]'"):
+    with pytest.raises(
+        ValueError, match=r"vocabulary differs from the target's: \d+ is '[ab]', not '[ab]'"
+    ):
         load()
 
 
@@ -127,7 +147,9 @@ def test_a_draft_hears_everything_and_sees_what_it_keeps(pool, heard, num_hosts,
     left[visual[kept]] = True
     embeds, positions = seen["inputs_embeds"][:, left], seen["position_ids"][..., left]
     cache = DynamicCache()
-    model.get_decoder()(inputs_embeds=embeds, position_ids=positions, past_key_values=cache, use_cache=True)
+    model.get_decoder()(
+        inputs_embeds=embeds, position_ids=positions, past_key_values=cache, use_cache=True
+    )
     first, *others = pool.run(num_hosts, kept_job, batch, kept)
     assert others == [None] * (num_hosts - 1)
     for (keys, values), layer in zip(first, cache.layers, strict=True):

@@ -1,4 +1,5 @@
-"""Draft trees: their shape, what sees what, which branch is right, and what a model drafts from what stood."""
+"""Draft trees: their shape, what sees what, which branch is right, and what a model drafts from
+what stood."""
 
 import copy
 
@@ -34,15 +35,19 @@ def ancestors(tree: Tree, node: int) -> set[int]:
 
 
 @pytest.mark.parametrize(
-    ("nodes", "depth", "vocabulary"), [(2, 1, 9), (25, 5, 250), (40, 5, 3), (40, 2, 2), (9, 4, 1), (256, 256, 250)]
+    ("nodes", "depth", "vocabulary"),
+    [(2, 1, 9), (25, 5, 250), (40, 5, 3), (40, 2, 2), (9, 4, 1), (256, 256, 250)],
 )
 def test_a_tree_is_closed_ordered_and_cut_by_levels(nodes, depth, vocabulary):
     tree = Tree.of(nodes, depth, vocabulary)
-    # As many nodes as were asked for, where so many fit in; of a node no more children than there are tokens.
+    # As many nodes as were asked for, where so many fit in; of a node no more children than there
+    # are tokens.
     nodes = min(nodes, sum(vocabulary**level for level in range(1, depth + 1)))
     assert len(tree) == nodes + 1 and tree.parents[0] == -1 and tree.depth == min(nodes, depth)
     assert max(map(len, tree.children)) <= vocabulary and tree.num_drafted == nodes
-    assert list(tree.parents[1:]) == sorted(tree.parents[1:]) and list(tree.depths) == sorted(tree.depths)
+    assert list(tree.parents[1:]) == sorted(tree.parents[1:]) and list(tree.depths) == sorted(
+        tree.depths
+    )
     for node in range(len(tree)):
         assert tree.visible[node].nonzero().flatten().tolist() == sorted(ancestors(tree, node))
         assert all(tree.parents[child] == node for child in tree.children[node])
@@ -51,14 +56,18 @@ def test_a_tree_is_closed_ordered_and_cut_by_levels(nodes, depth, vocabulary):
     assert inner == {n for n, children in enumerate(tree.children) if children}
     for most in range(tree.depth + 2):
         shorter = tree.cut(most)
-        assert shorter.parents == tree.parents[: len(shorter)] and shorter.depth == min(most, tree.depth)
+        assert shorter.parents == tree.parents[: len(shorter)] and shorter.depth == min(
+            most, tree.depth
+        )
 
 
 def test_the_reference_is_masked_attention():
     q, [(k, v)] = make_inputs(len(TREE), [40 + len(TREE)])
     visible = TREE.visible.to(DEVICE)
     mask = torch.cat([visible.new_ones(len(TREE), 40), visible], dim=1)
-    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, scale=0.2, enable_gqa=True)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, mask, scale=0.2, enable_gqa=True
+    )
     assert_out_close(reference.verify_attention(q, k, v, 0.2, visible=visible)[0], expected, 1e-14)
 
 
@@ -93,8 +102,12 @@ def test_a_model_drafts_from_what_stood_of_its_last_tree(family, noise):
     expected = generate_tokens(answer_by(*plain[:2], config))
     length = look().get_seq_length()
     drafter = Checked(inspect_model(draft), look(), drafts.next_position, length, config, 256)
-    tokens, stats = generate_speculatively(answer_by(*by_tree[:2], config), drafter, Pace(TREE.depth), TREE)
+    tokens, stats = generate_speculatively(
+        answer_by(*by_tree[:2], config), drafter, Pace(TREE.depth), TREE
+    )
     assert tokens == expected
     best = -(-(STEPS - 1) // 6)
     # Of a draft that is not the target branches are left, and taken.
-    assert best < stats.num_target_forwards < STEPS - 4 if noise else stats.num_target_forwards == best
+    assert (
+        best < stats.num_target_forwards < STEPS - 4 if noise else stats.num_target_forwards == best
+    )

@@ -1,4 +1,5 @@
-"""Speculative sampling is lossless: counted, token by token, against the target's own distribution."""
+"""Speculative sampling is lossless: counted, token by token, against the target's own
+distribution."""
 
 import itertools
 import random
@@ -20,7 +21,9 @@ CASES = {
 
 
 def verify_sampled(drafted, q, p, accept_draws, next_draws) -> Verdict:
-    return verdict_of(decide_sampled(torch.tensor(drafted).long(), q, p, accept_draws, next_draws), len(p))
+    return verdict_of(
+        decide_sampled(torch.tensor(drafted).long(), q, p, accept_draws, next_draws), len(p)
+    )
 
 
 def verify_greedy(drafted, logits) -> Verdict:
@@ -40,13 +43,21 @@ def one_after_the_other(drafted, q, p, accept_draws, next_draws) -> Verdict:
         p_token = row[token] if token < len(row) else 0.0
         if accept_draws[place] * (1.0 if q is None else float(q[place, token])) < p_token:
             continue
-        theirs = [float(token == number) for number in range(len(row))] if q is None else q[place].tolist()
+        theirs = (
+            [float(token == number) for number in range(len(row))]
+            if q is None
+            else q[place].tolist()
+        )
         theirs += [0.0] * (len(row) - len(theirs))
         # Of a one-hot q nothing is left but that one token.
-        weights = [0.0 if q is None and b else max(0.0, a - b) for a, b in zip(row, theirs, strict=False)]
+        weights = [
+            0.0 if q is None and b else max(0.0, a - b) for a, b in zip(row, theirs, strict=False)
+        ]
         return Verdict(place, drawn(weights if any(weights) else row, next_draws[place]))
     has_more = len(p) > len(drafted)
-    return Verdict(len(drafted), drawn(p[-1].tolist(), next_draws[len(drafted)]) if has_more else None)
+    return Verdict(
+        len(drafted), drawn(p[-1].tolist(), next_draws[len(drafted)]) if has_more else None
+    )
 
 
 def drawn(weights: list[float], number: float) -> int:
@@ -64,7 +75,11 @@ def test_a_window_is_decided_as_token_after_token():
             continue
         spread = chance.choice([0.5, 3.0])
         p, q = (
-            probabilities(spread * torch.randn(rows, size, generator=generator), 1.0, chance.choice([0.8, 1.0]))
+            probabilities(
+                spread * torch.randn(rows, size, generator=generator),
+                1.0,
+                chance.choice([0.8, 1.0]),
+            )
             for rows, size in zip((count + bonus, count), sizes, strict=True)
         )
         if chance.random() < 0.2 and sizes[0] == sizes[1]:
@@ -93,7 +108,9 @@ def test_greedy_verification():
 
 def test_rows_that_differ_by_rounding_alone_or_are_not_finite():
     q = torch.tensor([[0.5, 0.5]], dtype=torch.float64)
-    p = torch.tensor([[0.5 - 2.0**-54, 0.5]], dtype=torch.float64)  # nowhere more than q: drawn from p itself
+    p = torch.tensor(
+        [[0.5 - 2.0**-54, 0.5]], dtype=torch.float64
+    )  # nowhere more than q: drawn from p itself
     for number, token in ((0.1, 0), (0.9, 1)):
         assert verify_sampled([0], q, p, [1 - 2.0**-53], [number]) == Verdict(0, token)
     p = torch.tensor([[0.5, 0.5], [torch.nan, torch.nan], [0.5, 0.5]], dtype=torch.float64)
@@ -102,6 +119,8 @@ def test_rows_that_differ_by_rounding_alone_or_are_not_finite():
         with pytest.raises(NotFiniteError):
             verify_sampled(drafted, None, rows, [0.1, 0.0], [0.0, 0.0, 0.0])
     assert verify_sampled([0], None, p[:1], [0.1], [0.0]) == Verdict(1, None)
-    unknown = torch.full((1, 1), torch.nan, dtype=torch.float64)  # of a draft: the token is rejected, and p drawn from
+    unknown = torch.full(
+        (1, 1), torch.nan, dtype=torch.float64
+    )  # of a draft: the token is rejected, and p drawn from
     for number, token in ((0.1, 0), (0.9, 1)):
         assert verify_sampled([0], unknown, p[:1], [0.0], [number]) == Verdict(0, token)

@@ -1,4 +1,5 @@
-"""Reads in packets of H.264 and H.265 what containers do not tell: where decoding may start, and what is a field.
+"""Reads in packets of H.264 and H.265 what containers do not tell: where decoding may start, and
+what is a field.
 
 The syntax is that of ITU-T H.264, 7.3 and D.1.8, and of ITU-T H.265, 7.3.1.2.
 """
@@ -23,17 +24,23 @@ class PacketReader:
         extradata: the header of the stream.
 
     Attributes:
-        refreshes: whether a picture was refreshed part by part ("intra refresh") in the packets that were read.
+        refreshes: whether a picture was refreshed part by part ("intra refresh") in the packets
+            that were read.
         has_fields: whether packets may hold only one field of a frame.
-        most_pixels: of the largest picture that the headers of H.264, VP8 and VP9 announced so far; else 0.
+        most_pixels: of the largest picture that the headers of H.264, VP8 and VP9 announced so far;
+            else 0.
     """
 
     def __init__(self, codec: str, extradata: bytes | None):
         self._codec, self.most_pixels, data = codec, 0, bytes(extradata or b"")
         self.refreshes = self.has_fields = False
-        self._frame_nums: dict[int, tuple[int, bool, bool]] = {}  # by sequence parameter set: see _read_sps
+        self._frame_nums: dict[
+            int, tuple[int, bool, bool]
+        ] = {}  # by sequence parameter set: see _read_sps
         self._sets: dict[int, int] = {}  # of each picture parameter set its sequence parameter set
-        self._field: tuple[int, int] | None = None  # number and parity of the field that waits for its second
+        self._field: tuple[int, int] | None = (
+            None  # number and parity of the field that waits for its second
+        )
         self._length_bytes = 0  # 0: start codes separate the units
         is_header = len(data) > 6 and data[0] == 1  # avcC or hvcC
         if codec == "hevc" and is_header and len(data) > 22:
@@ -51,13 +58,16 @@ class PacketReader:
         self._field = None
 
     def read(self, packet, is_key: bool) -> tuple[bool, bool]:
-        """Return whether decoding may start with a packet, and whether it is the second field of the frame before.
+        """Return whether decoding may start with a packet, and whether it is the second field of
+        the frame before.
 
         Args:
             is_key: what the container says.
         """
         if is_key and self._codec in ("vp8", "vp9"):
-            self.most_pixels = max(self.most_pixels, _pixels_of(self._codec, bytes(packet)[:_HEADER_BYTES]))
+            self.most_pixels = max(
+                self.most_pixels, _pixels_of(self._codec, bytes(packet)[:_HEADER_BYTES])
+            )
         if self._codec not in ("h264", "hevc") or not (is_key or self.has_fields):
             return is_key, False
         try:
@@ -76,7 +86,11 @@ class PacketReader:
             if kind == _SEI and is_key and _IDR not in kinds and _frames_to_recovery(unit):
                 self.refreshes, is_key = True, False
         slices = [unit for unit, kind in zip(units, kinds, strict=True) if kind in (_SLICE, _IDR)]
-        fields = {self._field_of(unit) for unit in slices[:1] + slices[-1:]} if self.has_fields else {None}
+        fields = (
+            {self._field_of(unit) for unit in slices[:1] + slices[-1:]}
+            if self.has_fields
+            else {None}
+        )
         waiting, self._field = self._field, None
         field = fields.pop()
         if fields or field is None:  # both fields, or a frame
@@ -101,7 +115,10 @@ class PacketReader:
     def _read_set(self, unit: bytes) -> None:
         if unit[0] & 31 == _SPS:
             number, pixels, *values = _read_sps(unit)
-            self._frame_nums[number], self.most_pixels = tuple(values), max(self.most_pixels, pixels)
+            self._frame_nums[number], self.most_pixels = (
+                tuple(values),
+                max(self.most_pixels, pixels),
+            )
             self.has_fields |= values[1]
         elif unit[0] & 31 == _PPS:
             bits = _Bits(unit[1:_HEADER_BYTES])
@@ -129,9 +146,12 @@ def _sets_of(header: bytes) -> Iterator[bytes]:
 
 
 def _pixels_of(codec: str, data: bytes) -> int:
-    """Return the size of a keyframe of VP8 (RFC 6386, 9.1) or VP9 (bitstream specification, 6.2); 0 if damaged."""
+    """Return the size of a keyframe of VP8 (RFC 6386, 9.1) or VP9 (bitstream specification, 6.2); 0
+    if damaged."""
     if codec == "vp8":
-        return (int.from_bytes(data[6:8], "little") & 0x3FFF) * (int.from_bytes(data[8:10], "little") & 0x3FFF)
+        return (int.from_bytes(data[6:8], "little") & 0x3FFF) * (
+            int.from_bytes(data[8:10], "little") & 0x3FFF
+        )
     bits = _Bits(data, is_escaped=False)
     try:
         bits.u(2)
@@ -145,7 +165,8 @@ def _pixels_of(codec: str, data: bytes) -> int:
 
 
 def _read_sps(unit: bytes) -> tuple[int, int, int, bool, bool]:
-    """Return a parameter set's number, pixels, a frame number's bits, and whether fields and planes may be."""
+    """Return a parameter set's number, pixels, a frame number's bits, and whether fields and planes
+    may be."""
     bits, has_planes, chroma = _Bits(unit[1:]), False, 1
     profile = bits.u(24) >> 16
     number = bits.ue()
@@ -176,7 +197,8 @@ def _read_sps(unit: bytes) -> tuple[int, int, int, bool, bool]:
 
 
 def _frames_to_recovery(unit: bytes) -> int:
-    """Return after how many frames a recovery point's pictures are whole; 0 if the unit has none."""
+    """Return after how many frames a recovery point's pictures are whole; 0 if the unit has
+    none."""
     data, at = unit[1:].replace(b"\0\0\3", b"\0\0"), 0
     while at + 2 < len(data):
         numbers = []

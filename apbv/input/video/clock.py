@@ -19,7 +19,8 @@ def is_nearly_sorted(times: np.ndarray) -> bool:
 
 
 def length_of_last(times: np.ndarray, lengths: np.ndarray) -> float:
-    """Return how long the last frame is shown, if the container knows how long frames are, as the others show.
+    """Return how long the last frame is shown, if the container knows how long frames are, as the
+    others show.
 
     Args:
         times: ascending.
@@ -40,15 +41,15 @@ def is_constant(seconds: np.ndarray, fps: float) -> bool:
 def settle(times: Sequence[int | None]) -> tuple[np.ndarray, np.ndarray, int] | None:
     """Put the times of decoded frames in order, and estimate those that are missing.
 
-    Where they begin anew, as in two recordings joined, the second follows one interval after the first. A single
-    time that does not fit between its neighbours counts as missing.
+    Where they begin anew, as in two recordings joined, the second follows one interval after the
+    first. A single time that does not fit between its neighbours counts as missing.
 
     Args:
         times: in the order in which the decoder gives the frames out.
 
     Returns:
-        float64, ascending from 0; ``[S, 2]``, of every recording the first time in the file, and here; and how
-        many were estimated, between their neighbours. None if no time is known.
+        float64, ascending from 0; ``[S, 2]``, of every recording the first time in the file, and
+        here; and how many were estimated, between their neighbours. None if no time is known.
     """
     found = np.array([np.nan if time is None else time for time in times])
     places = np.flatnonzero(~np.isnan(found))
@@ -62,7 +63,9 @@ def settle(times: Sequence[int | None]) -> tuple[np.ndarray, np.ndarray, int] | 
     else:
         before, here, after = known[:-2], known[1:-1], known[2:]
         fits = np.ones(len(known), bool)
-        fits[0] = len(known) < 3 or known[0] <= known[1] or known[1] > known[2]  # no recording of one frame
+        fits[0] = (
+            len(known) < 3 or known[0] <= known[1] or known[1] > known[2]
+        )  # no recording of one frame
         fits[1:-1] = ~((before <= after) & ((here < before) | (here > after)))
         places, known = places[fits], known[fits]
     steps = np.diff(known) / np.diff(places)

@@ -23,8 +23,9 @@ from .clock import is_constant, is_nearly_sorted, length_of_last, settle
 
 # Containers whose packets carry the presentation time that the encoder gave them.
 _STORES_PTS = {"mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm", "mpegts", "flv"}
-# In these a picture says of itself that no other refers to it (h264), or those of one type never are (B). Not in
-# VP8 and VP9, where such a picture may still carry probabilities or segments that the next one starts from.
+# In these a picture says of itself that no other refers to it (h264), or those of one type never
+# are (B). Not in VP8 and VP9, where such a picture may still carry probabilities or segments that
+# the next one starts from.
 _SKIPPING = {"h264", "mpeg1video", "mpeg2video", "mpeg4"}
 _NO_TIME = np.iinfo(np.int64).min
 
@@ -46,19 +47,21 @@ class VideoInfo:
         num_bytes: its size.
         timestamps: float64, seconds since the first frame, ascending; frames may have the same.
         height, width: pixels, as displayed.
-        most_pixels: of the largest frame, as far as keyframes tell; frames are scaled to the first one's size.
-        fps: frames per second on average: (num_frames - 1) / (last - first time); of a single frame what the
-            container says.
+        most_pixels: of the largest frame, as far as keyframes tell; frames are scaled to the first
+            one's size.
+        fps: frames per second on average: (num_frames - 1) / (last - first time); of a single frame
+            what the container says.
         has_constant_rate: whether every frame is shown at its number / ``fps``, to 50 ms.
-        transpose, flip_vertical, flip_horizontal: how a stored image is displayed: transposed first, then flipped.
-        duration: the length in seconds, with the last frame shown as long as the container says, else for a usual
-            frame interval.
-        clock: float64 ``[S, 2]``: of every recording in the file, one after the other, the time of its first
-            frame in the file, and in ``timestamps``.
-        pts: int64, the frames' presentation times in units of the stream's time base; empty where the file must be
-            decoded from the start.
-        keys: int64 ``[K, 2]``, of the packets where decoding may start the presentation and decoding time,
-            ascending.
+        transpose, flip_vertical, flip_horizontal: how a stored image is displayed: transposed
+            first, then flipped.
+        duration: the length in seconds, with the last frame shown as long as the container says,
+            else for a usual frame interval.
+        clock: float64 ``[S, 2]``: of every recording in the file, one after the other, the time of
+            its first frame in the file, and in ``timestamps``.
+        pts: int64, the frames' presentation times in units of the stream's time base; empty where
+            the file must be decoded from the start.
+        keys: int64 ``[K, 2]``, of the packets where decoding may start the presentation and
+            decoding time, ascending.
     """
 
     path: str
@@ -93,7 +96,9 @@ class VideoInfo:
         """Deserialise the output of :meth:`to_bytes`, without executing any of it."""
         with np.load(io.BytesIO(data), allow_pickle=False) as stored:
             values = {entry.name: stored[entry.name] for entry in fields(cls)}
-        return cls(**{name: value if value.ndim else value.item() for name, value in values.items()})
+        return cls(
+            **{name: value if value.ndim else value.item() for name, value in values.items()}
+        )
 
 
 class VideoFile(AbstractContextManager):
@@ -131,24 +136,28 @@ class VideoFile(AbstractContextManager):
         codec = self.stream.codec_context
         # Damage that the h264 decoder conceals it reports reliably only with a single thread.
         codec.thread_count = 1
-        # Whether ffmpeg's skip_frame = NONREF leaves all other frames as they are, to the bit. In HEVC it leaves
-        # out a sub-layer non-reference picture (H.265, 7.4.2.2), to which frames of higher temporal sub-layers may
-        # refer: their number is in the header of mp4 and mkv, hvcC (ISO/IEC 14496-15).
+        # Whether ffmpeg's skip_frame = NONREF leaves all other frames as they are, to the bit. In
+        # HEVC it leaves out a sub-layer non-reference picture (H.265, 7.4.2.2), to which frames of
+        # higher temporal sub-layers may refer: their number is in the header of mp4 and mkv, hvcC
+        # (ISO/IEC 14496-15).
         self._can_skip = codec.name in _SKIPPING
         if codec.name == "hevc":
             header = bytes(codec.extradata or b"")
             self._can_skip = len(header) > 22 and header[0] == 1 and header[21] >> 3 & 7 == 1
         self.reader = PacketReader(codec.name, codec.extradata)
 
-    def list_times(self, check: Callable[[int], None] | None) -> tuple[np.ndarray, np.ndarray, float]:
-        """Read all packets for the frames' times and the keyframes'; none where these packets do not tell them.
+    def list_times(
+        self, check: Callable[[int], None] | None
+    ) -> tuple[np.ndarray, np.ndarray, float]:
+        """Read all packets for the frames' times and the keyframes'; none where these packets do
+        not tell them.
 
         Args:
             check: called with the number of each packet before it is listed.
 
         Returns:
-            As :attr:`VideoInfo.pts` and :attr:`VideoInfo.keys`, and how long the last frame is shown, in units of
-            the time base, 0 if that is unknown.
+            As :attr:`VideoInfo.pts` and :attr:`VideoInfo.keys`, and how long the last frame is
+            shown, in units of the time base, 0 if that is unknown.
 
         Raises:
             VideoError: the file is cut short or has no frames.
@@ -163,7 +172,8 @@ class VideoFile(AbstractContextManager):
             if packet.is_corrupt and container.format.name != "mpegts":
                 raise self.error(f"is cut short or damaged: packet {len(rows)} is incomplete")
             is_key, is_second = self.reader.read(packet, packet.is_keyframe)
-            # VP8 has packets that are only referred to; a bit of the header says whether to show them.
+            # VP8 has packets that are only referred to; a bit of the header says whether to show
+            # them.
             is_hidden = codec.name == "vp8" and not memoryview(packet)[0] & 0x10
             shown = not (packet.is_discard or is_hidden or is_second)
             pts = _NO_TIME if packet.pts is None else packet.pts
@@ -178,13 +188,18 @@ class VideoFile(AbstractContextManager):
         if not shown.any():
             raise self.error("has no video frames")
         first = int(is_key.argmax())
-        if not is_key[first] or self.reader.refreshes:  # only the decoder knows from where on frames are whole
+        if (
+            not is_key[first] or self.reader.refreshes
+        ):  # only the decoder knows from where on frames are whole
             return nothing
         # What comes or is displayed before it refers to frames that were cut away.
         frames = shown & (np.arange(len(pts)) >= first) & (pts >= pts[first])
         are_stored = container.format.name in _STORES_PTS or is_key.all()
-        # Frames are reordered, by their header or as seen on opening, yet times ascend: decoding times.
-        are_of_decoding = codec.has_b_frames and shown.sum() > 1 and (np.diff(pts[shown]) >= 0).all()
+        # Frames are reordered, by their header or as seen on opening, yet times ascend: decoding
+        # times.
+        are_of_decoding = (
+            codec.has_b_frames and shown.sum() > 1 and (np.diff(pts[shown]) >= 0).all()
+        )
         # Whatever comes before a keyframe is displayed before it, but for another recording.
         latest = np.maximum.accumulate(np.where(shown, pts, pts[first]))
         are_known = _NO_TIME not in pts[shown] and is_nearly_sorted(pts[shown])
@@ -193,7 +208,10 @@ class VideoFile(AbstractContextManager):
         if not (are_stored and are_known and frames.any()) or are_of_decoding:
             return nothing
         order = pts[frames].argsort(kind="stable")
-        listed, last = pts[frames][order], length_of_last(pts[frames][order], table[frames, 4][order])
+        listed, last = (
+            pts[frames][order],
+            length_of_last(pts[frames][order], table[frames, 4][order]),
+        )
         # Decoding starts at frames that no other shares its time with.
         twins = listed[1:][np.diff(listed) == 0]
         is_key &= (pts != _NO_TIME) & (~np.isin(pts, twins) | (np.arange(len(pts)) == first))
@@ -207,7 +225,8 @@ class VideoFile(AbstractContextManager):
 
         Args:
             key: a row of :attr:`VideoInfo.keys`.
-            wanted: of the wanted frames, for each presentation time how many of the frames that have it.
+            wanted: of the wanted frames, for each presentation time how many of the frames that
+                have it.
             check: called between packets; what it raises ends the decoding.
 
         Yields:
@@ -231,12 +250,19 @@ class VideoFile(AbstractContextManager):
             for frame in self.decode(packet, needed):
                 if frame.pts is None or frame.pts < key_time:
                     continue  # displayed before the keyframe: may lack what it refers to
-                # A keyframe that is predicted from others is not one, except an interlaced one's second field.
-                is_predicted = frame.pict_type in (PictureType.P, PictureType.B) and not frame.interlaced_frame
+                # A keyframe that is predicted from others is not one, except an interlaced one's
+                # second field.
+                is_predicted = (
+                    frame.pict_type in (PictureType.P, PictureType.B) and not frame.interlaced_frame
+                )
                 if frame.pts == key_time and is_predicted and not has_begun:
-                    raise NotWholeError(f"{self.path}: a frame cannot be decoded: the data is damaged")
+                    raise NotWholeError(
+                        f"{self.path}: a frame cannot be decoded: the data is damaged"
+                    )
                 if frame.is_corrupt:
-                    raise self.error(f"a frame cannot be decoded: the data is damaged at {frame.time:.3f} s")
+                    raise self.error(
+                        f"a frame cannot be decoded: the data is damaged at {frame.time:.3f} s"
+                    )
                 has_begun = True
                 if seen[frame.pts] < wanted.get(frame.pts, 0):
                     yield seen[frame.pts], frame
@@ -249,12 +275,16 @@ class VideoFile(AbstractContextManager):
                 if not unfed[packet.pts]:
                     del unfed[packet.pts]
         if missing:
-            raise NotWholeError(f"{self.path}: a frame cannot be decoded: {missing} of {total} are missing")
+            raise NotWholeError(
+                f"{self.path}: a frame cannot be decoded: {missing} of {total} are missing"
+            )
 
     def _packets_from(self, key: np.ndarray) -> Iterator[av.Packet]:
-        """Read from a keyframe's packet on: after a seek, or where none finds it, from the start."""
+        """Read from a keyframe's packet on: after a seek, or where none finds it, from the
+        start."""
         self.reader.restart()
-        # Containers index keyframes by presentation time or by decoding time, or they cannot seek at all.
+        # Containers index keyframes by presentation time or by decoding time, or they cannot seek
+        # at all.
         for target in (*key.tolist(), None):
             if target is None:
                 self._container.close()
@@ -272,16 +302,21 @@ class VideoFile(AbstractContextManager):
                     yield packet
                     yield from filter(attrgetter("size"), packets)
                     return
-                if target is not None and packet.is_keyframe and (packet.pts is None or packet.pts > key[0]):
+                if (
+                    target is not None
+                    and packet.is_keyframe
+                    and (packet.pts is None or packet.pts > key[0])
+                ):
                     break
         raise self.error("changed since it was probed")
 
     def decode(self, packet: av.Packet | None, needed: bool = True) -> list[av.VideoFrame]:
-        """Return the frames that the decoder gives out on one more packet; on None, those that it still holds.
+        """Return the frames that the decoder gives out on one more packet; on None, those that it
+        still holds.
 
         Args:
-            needed: false where the packet's own frame is of no use. Where no other frame refers to it, the decoder
-                then leaves it out, if that changes no others.
+            needed: false where the packet's own frame is of no use. Where no other frame refers to
+                it, the decoder then leaves it out, if that changes no others.
         """
         if self._can_skip:
             self.stream.codec_context.skip_frame = "DEFAULT" if needed else "NONREF"
@@ -304,18 +339,20 @@ class VideoFile(AbstractContextManager):
 
 
 def probe(path: str | os.PathLike, check: Callable[[int], None] | None = None) -> VideoInfo:
-    """List the frames of a file's video stream: of several the one that FFmpeg takes, but never a cover.
+    """List the frames of a file's video stream: of several the one that FFmpeg takes, but never a
+    cover.
 
-    This reads all packets and decodes one frame; it decodes all where packet times cannot be trusted (see
-    :mod:`apbv.input.video`). Where frames have no time of their own, a warning says how many.
+    This reads all packets and decodes one frame; it decodes all where packet times cannot be
+    trusted (see :mod:`apbv.input.video`). Where frames have no time of their own, a warning says
+    how many.
 
     Args:
-        check: called with the number of each packet before it is listed, and of each frame that has to be decoded;
-            what it raises ends the probing.
+        check: called with the number of each packet before it is listed, and of each frame that has
+            to be decoded; what it raises ends the probing.
 
     Raises:
-        VideoError: the file is missing, no video, has no frames, is cut short (as far as the container tells), or
-            its first frame cannot be decoded.
+        VideoError: the file is missing, no video, has no frames, is cut short (as far as the
+            container tells), or its first frame cannot be decoded.
     """
     path = os.fsdecode(path)
     with VideoFile(path) as file:
@@ -347,13 +384,20 @@ def probe(path: str | os.PathLike, check: Callable[[int], None] | None = None) -
                 times, clock, num_estimated = settled
                 last = length_of_last(times, np.array(lengths))
                 if num_estimated:
-                    shown = f"{num_estimated} of {len(times)} frames have no time of their own in the file"
+                    shown = (
+                        f"{num_estimated} of {len(times)} frames have no time of their own in "
+                        "the file"
+                    )
                     warn_caller(f"{path}: {shown}; it is estimated")
         timestamps = times * unit.numerator / unit.denominator
         if not timestamps[-1]:  # all the same: they tell nothing
             timestamps = np.arange(len(times)) / float(rate)
         fps = (len(times) - 1) / float(timestamps[-1]) if timestamps[-1] > 0 else float(rate)
-        interval, shown, has_constant_rate = 1 / fps, last * float(unit), is_constant(timestamps, fps)
+        interval, shown, has_constant_rate = (
+            1 / fps,
+            last * float(unit),
+            is_constant(timestamps, fps),
+        )
         if has_constant_rate:  # some containers' lengths are imprecise, or those of fields
             shown = shown if shown > 1.5 * interval else interval
         elif shown <= 0:
@@ -382,7 +426,8 @@ def _orientation(file: VideoFile, frame: av.VideoFrame) -> tuple[bool, bool, boo
     """Read how to display a frame: (transpose, then flip vertically, then flip horizontally)."""
     if SideDataType.DISPLAYMATRIX not in frame.side_data:
         return False, False, False
-    # Row major [[a, b, u], [c, d, v], [x, y, w]]: a pixel at (x, y) is displayed at (a x + c y, b x + d y).
+    # Row major [[a, b, u], [c, d, v], [x, y, w]]: a pixel at (x, y) is displayed at (a x + c y, b x
+    # + d y).
     a, b, _, c, d = struct.unpack_from("=5i", bytes(frame.side_data[SideDataType.DISPLAYMATRIX]))
     if a and d and not b and not c:
         return False, d < 0, a < 0

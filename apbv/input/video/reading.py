@@ -14,7 +14,8 @@ from ...hosts import fair_share_of_cores
 from ...warn import warn_caller
 from .file import NotWholeError, VideoError, VideoFile, VideoInfo
 
-# Frames after which a run of wanted frames may be split at a keyframe, for several threads to share.
+# Frames after which a run of wanted frames may be split at a keyframe, for several threads to
+# share.
 _FRAMES_PER_RUN = 64
 # Seconds by which equal times may differ: times are sums of a container's units.
 _SAME_TIME = 1e-6
@@ -26,9 +27,9 @@ AtWork = Callable[[], AbstractContextManager]
 def sample_uniform(info_or_n: VideoInfo | int, num_frames: int) -> list[int]:
     """Spread ``min(n, num_frames)`` distinct indices evenly over all n frames; ascending.
 
-    Index i of k is i * (n - 1) / (k - 1) rounded to nearest, halves up, in integer arithmetic: both ends are
-    included, steps differ by at most one. For k = 1 it is frame 0. This is even in frame numbers;
-    :func:`sample_fps` is even in time.
+    Index i of k is i * (n - 1) / (k - 1) rounded to nearest, halves up, in integer arithmetic: both
+    ends are included, steps differ by at most one. For k = 1 it is frame 0. This is even in frame
+    numbers; :func:`sample_fps` is even in time.
 
     Args:
         info_or_n: the video, or n.
@@ -47,14 +48,17 @@ def sample_uniform(info_or_n: VideoInfo | int, num_frames: int) -> list[int]:
 
 
 def frames_within(info: VideoInfo, start: float | None, end: float | None) -> range:
-    """Return the frames whose times, in seconds, lie from ``start`` to ``end``, both included; None: no limit.
+    """Return the frames whose times, in seconds, lie from ``start`` to ``end``, both included;
+    None: no limit.
 
     Raises:
         VideoError: the video ends before ``start``, or has no frame there.
     """
     start, end = start or 0.0, info.duration if end is None else end
     if start >= info.duration:
-        raise VideoError(f"{info.path}: video_start is {start:g} s, but the video lasts {info.duration:.3f} s")
+        raise VideoError(
+            f"{info.path}: video_start is {start:g} s, but the video lasts {info.duration:.3f} s"
+        )
     first = int(np.searchsorted(info.timestamps, start - _SAME_TIME, "left"))
     stop = int(np.searchsorted(info.timestamps, end + _SAME_TIME, "right"))
     if first >= stop:
@@ -68,22 +72,29 @@ def frames_within(info: VideoInfo, start: float | None, end: float | None) -> ra
 def length_of(info: VideoInfo, frames: range) -> float:
     """Return for how many seconds adjacent frames are shown, the last up to the next one."""
     is_last = frames.stop == info.num_frames
-    return float((info.duration if is_last else info.timestamps[frames.stop]) - info.timestamps[frames.start])
+    return float(
+        (info.duration if is_last else info.timestamps[frames.stop]) - info.timestamps[frames.start]
+    )
 
 
 def sample_fps(
-    info: VideoInfo, fps: float, max_frames: int | None = None, min_frames: int = 1, within: range | None = None
+    info: VideoInfo,
+    fps: float,
+    max_frames: int | None = None,
+    min_frames: int = 1,
+    within: range | None = None,
 ) -> list[int]:
-    """Find the frames nearest to the times 0, 1/fps, 2/fps... up to the last; indices ascending, distinct.
+    """Find the frames nearest to the times 0, 1/fps, 2/fps... up to the last; indices ascending,
+    distinct.
 
-    The frames are found by their timestamps, which is right for a variable frame rate too; of two equally near,
-    the earlier. An ``fps`` well above the video's own gives every frame.
+    The frames are found by their timestamps, which is right for a variable frame rate too; of two
+    equally near, the earlier. An ``fps`` well above the video's own gives every frame.
 
     Args:
         info: the video.
         fps: frames per second.
-        max_frames: where the times make more frames than this, the result is :func:`sample_uniform` of that many
-            instead.
+        max_frames: where the times make more frames than this, the result is :func:`sample_uniform`
+            of that many instead.
         min_frames: as with ``max_frames``, where they make fewer.
         within: the frames among which to sample, from the time of their first; None: all.
 
@@ -96,9 +107,10 @@ def sample_fps(
     within = range(info.num_frames) if within is None else within
     times = np.asarray(info.timestamps)[within.start : within.stop]
     times = times - times[0]
-    # A frame is nearest to the times from half way to the one before (excluded) to half way to the next, and
-    # is taken if a grid time lies there. Counting the grid times up to each edge needs no grid in memory. The
-    # small term makes ties, common at 2 of 25 fps, fall the same way however the times are rounded.
+    # A frame is nearest to the times from half way to the one before (excluded) to half way to the
+    # next, and is taken if a grid time lies there. Counting the grid times up to each edge needs no
+    # grid in memory. The small term makes ties, common at 2 of 25 fps, fall the same way however
+    # the times are rounded.
     edges = np.concatenate([(times[1:] + times[:-1]) / 2, times[-1:]])
     count = np.floor(edges * fps + 1e-6)
     chosen = np.flatnonzero(np.diff(count, prepend=-1) > 0).tolist()
@@ -112,35 +124,44 @@ def sample_fps(
 def read_frames(info: VideoInfo, indices: Sequence[int], threads: int = 0) -> np.ndarray:
     """Decode frames: uint8 ``[len(indices), height, width, 3]``, RGB as displayed.
 
-    The result is bit-equal to decoding the whole file and picking the frames. Arguments and errors are those of
-    :func:`iter_frames`, of which this is the only chunk.
+    The result is bit-equal to decoding the whole file and picking the frames. Arguments and errors
+    are those of :func:`iter_frames`, of which this is the only chunk.
     """
-    chunks = list(iter_frames(info, indices, max(len(indices), 1), threads))  # all: an error may follow
+    chunks = list(
+        iter_frames(info, indices, max(len(indices), 1), threads)
+    )  # all: an error may follow
     return chunks[0] if chunks else np.empty((0, info.height, info.width, 3), np.uint8)
 
 
 def iter_frames(
-    info: VideoInfo, indices: Sequence[int], chunk_len: int, threads: int = 0, at_work: AtWork = nullcontext
+    info: VideoInfo,
+    indices: Sequence[int],
+    chunk_len: int,
+    threads: int = 0,
+    at_work: AtWork = nullcontext,
 ) -> Iterator[np.ndarray]:
-    """Decode frames chunk by chunk: uint8 ``[<= chunk_len, height, width, 3]``, RGB as displayed, in order.
+    """Decode frames chunk by chunk: uint8 ``[<= chunk_len, height, width, 3]``, RGB as displayed,
+    in order.
 
-    Together the chunks are bit-equal to decoding the whole file and picking the frames. Decoding seeks wherever a
-    keyframe lets it skip packets, leaves out frames that are neither wanted nor needed by others, and goes on
-    while a chunk is in use. Besides the chunks that were given out there are at most two in memory, and in each
-    thread one frame and what its decoder holds. Closing the iterator ends the threads and closes the file.
+    Together the chunks are bit-equal to decoding the whole file and picking the frames. Decoding
+    seeks wherever a keyframe lets it skip packets, leaves out frames that are neither wanted nor
+    needed by others, and goes on while a chunk is in use. Besides the chunks that were given out
+    there are at most two in memory, and in each thread one frame and what its decoder holds.
+    Closing the iterator ends the threads and closes the file.
 
     Args:
         info: the video, from :func:`apbv.input.video.probe`.
         indices: of the frames, strictly ascending.
         chunk_len: frames in each chunk but the last.
-        threads: how many runs of frames to decode at the same time, where there are several; 0 for this
-            process's fair share of its machine's cores.
-        at_work: called by each thread that decodes, and entered while it works, but not while it waits for room.
+        threads: how many runs of frames to decode at the same time, where there are several; 0 for
+            this process's fair share of its machine's cores.
+        at_work: called by each thread that decodes, and entered while it works, but not while it
+            waits for room.
 
     Raises:
-        VideoError: a frame, or one that was decoded on the way to it, is damaged so that the decoder notices, or
-            does not come; or the frame size changes, or the file. It may be raised before the frame's own chunk,
-            and after the last.
+        VideoError: a frame, or one that was decoded on the way to it, is damaged so that the
+            decoder notices, or does not come; or the frame size changes, or the file. It may be
+            raised before the frame's own chunk, and after the last.
         ValueError: the indices do not ascend, or chunk_len < 1; at once, as all that follow.
         IndexError: an index is out of range.
     """
@@ -156,10 +177,11 @@ def iter_frames(
 
 
 def plan_runs(info: VideoInfo, wanted: Sequence[int]) -> list[range]:
-    """Split the wanted frames into runs: a new one wherever a seek skips a frame, and in long runs at keyframes.
+    """Split the wanted frames into runs: a new one wherever a seek skips a frame, and in long runs
+    at keyframes.
 
-    A frame is decoded from the last keyframe that is displayed no later. One that comes before it in the file may
-    be displayed after it, and need the group before.
+    A frame is decoded from the last keyframe that is displayed no later. One that comes before it
+    in the file may be displayed after it, and need the group before.
 
     Returns:
         The place of each run's frames in ``wanted``.
@@ -167,7 +189,9 @@ def plan_runs(info: VideoInfo, wanted: Sequence[int]) -> list[range]:
     if not len(info.pts) or not wanted:
         return [range(len(wanted))] * bool(wanted)
     keys = _keys_of(info, wanted)
-    starts = np.searchsorted(info.pts, info.keys[keys, 0]).tolist()  # the frames with which their groups begin
+    starts = np.searchsorted(
+        info.pts, info.keys[keys, 0]
+    ).tolist()  # the frames with which their groups begin
     cuts = [0]
     for place in range(1, len(wanted)):
         is_long = starts[place] >= starts[cuts[-1]] + _FRAMES_PER_RUN
@@ -196,7 +220,9 @@ def _run_frames(
                 for place, frame in file.frames_from(info.keys[number], wanted, check):
                     index = int(np.searchsorted(info.pts, frame.pts)) + place
                     if index > left[0]:
-                        raise NotWholeError(f"{file.path}: a frame cannot be decoded: {left[0]} is missing")
+                        raise NotWholeError(
+                            f"{file.path}: a frame cannot be decoded: {left[0]} is missing"
+                        )
                     if index == left[0]:
                         left.popleft()
                         yield frame
@@ -227,8 +253,8 @@ class _Unwanted(Exception):
 class _Chunks:
     """Chunks that several threads fill row by row, at most two at a time.
 
-    A thread whose row is too far ahead waits. It cannot wait for ever: threads take the runs in order, so the
-    first row that is missing is always being decoded by one that need not wait.
+    A thread whose row is too far ahead waits. It cannot wait for ever: threads take the runs in
+    order, so the first row that is missing is always being decoded by one that need not wait.
 
     Attributes:
         error: why there are no more.
@@ -286,7 +312,9 @@ class _Chunks:
             del chunk
 
 
-def _decoded(info: VideoInfo, wanted: list[int], chunk_len: int, threads: int, at_work: AtWork) -> Iterator[np.ndarray]:
+def _decoded(
+    info: VideoInfo, wanted: list[int], chunk_len: int, threads: int, at_work: AtWork
+) -> Iterator[np.ndarray]:
     """Yield the chunks of :func:`iter_frames`, decoded by up to ``threads`` threads."""
     runs = plan_runs(info, wanted)
     todo = iter(runs)  # of which every thread takes the next
@@ -295,7 +323,9 @@ def _decoded(info: VideoInfo, wanted: list[int], chunk_len: int, threads: int, a
     try:
         for _ in range(min(threads, len(runs))):
             arguments = (info, wanted, todo, chunks, at_work)
-            workers.append(threading.Thread(target=_work, args=arguments, daemon=True))  # no exit waits for it
+            workers.append(
+                threading.Thread(target=_work, args=arguments, daemon=True)
+            )  # no exit waits for it
             workers[-1].start()
         yield from chunks
         for worker in workers:
@@ -309,7 +339,9 @@ def _decoded(info: VideoInfo, wanted: list[int], chunk_len: int, threads: int, a
                 worker.join()
 
 
-def _work(info: VideoInfo, wanted: list[int], todo: Iterator[range], chunks: _Chunks, at_work: AtWork) -> None:
+def _work(
+    info: VideoInfo, wanted: list[int], todo: Iterator[range], chunks: _Chunks, at_work: AtWork
+) -> None:
     """Decode runs, always the first that no other thread has taken, until none are left."""
     try:
         run = next(todo, None)
@@ -331,7 +363,9 @@ def _work(info: VideoInfo, wanted: list[int], todo: Iterator[range], chunks: _Ch
                         continue
                     if info.transpose:
                         image = image.transpose(1, 0, 2)
-                    image = image[:: -1 if info.flip_vertical else 1, :: -1 if info.flip_horizontal else 1]
+                    image = image[
+                        :: -1 if info.flip_vertical else 1, :: -1 if info.flip_horizontal else 1
+                    ]
                     chunks.put(row, image)
                 run = next(todo, None)
     except _Unwanted:
@@ -341,7 +375,11 @@ def _work(info: VideoInfo, wanted: list[int], todo: Iterator[range], chunks: _Ch
 
 
 def _as_shown_first(
-    converter: VideoReformatter, frame: av.VideoFrame, size: tuple[int, int], info: VideoInfo, chunks: _Chunks
+    converter: VideoReformatter,
+    frame: av.VideoFrame,
+    size: tuple[int, int],
+    info: VideoInfo,
+    chunks: _Chunks,
 ) -> np.ndarray:
     """Return a frame in RGB, of another size than the first one scaled to it, as FFmpeg does.
 
@@ -351,11 +389,17 @@ def _as_shown_first(
     if (frame.width, frame.height) != size:
         was, now = f"{size[0]}x{size[1]}", f"{frame.width}x{frame.height}"
         # Not all codecs' headers were read.
-        if frame.width * frame.height > max(info.most_pixels, MOST_TIMES_LARGER * size[0] * size[1]):
-            raise VideoError(f"{info.path}: the frame size grows from {was} to {now}, which was not announced")
+        if frame.width * frame.height > max(
+            info.most_pixels, MOST_TIMES_LARGER * size[0] * size[1]
+        ):
+            raise VideoError(
+                f"{info.path}: the frame size grows from {was} to {now}, which was not announced"
+            )
         if not chunks.are_scaled:
             chunks.are_scaled = True
             scaled = f"frames are scaled to the first one's, {was}"
             warn_caller(f"{info.path}: the frame size changes within the video; {scaled}")
         converter = VideoReformatter()  # the other one is for frames of one size
-    return converter.reformat(frame, *size, "rgb24", interpolation="BICUBIC", threads=1).to_ndarray()
+    return converter.reformat(
+        frame, *size, "rgb24", interpolation="BICUBIC", threads=1
+    ).to_ndarray()

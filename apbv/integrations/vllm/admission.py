@@ -18,7 +18,9 @@ from ...model.rotary import rope_by_length
 from ...refusals import refuse
 from .sources import Load, Offered, Saved
 
-_PROJECTION = re.compile(rf".*\.layers\.(?P<layer>\d+)\.(?P<name>{'|'.join(SAMPLED_PROJECTIONS)})\.weight")
+_PROJECTION = re.compile(
+    rf".*\.layers\.(?P<layer>\d+)\.(?P<name>{'|'.join(SAMPLED_PROJECTIONS)})\.weight"
+)
 
 
 class Admission:
@@ -33,13 +35,18 @@ class Admission:
         self._prefix_caching = vllm_config.cache_config.enable_prefix_caching
         if model_config.hf_overrides:
             raise ValueError("ApbvConnector cannot identify a model changed by hf_overrides")
-        # vLLM edits its own copy of the configuration, so the digest needs the one that transformers reads.
+        # vLLM edits its own copy of the configuration, so the digest needs the one that
+        # transformers reads.
         config = AutoConfig.from_pretrained(
-            model_config.hf_config_path or model_config.model, revision=model_config.revision, trust_remote_code=False
+            model_config.hf_config_path or model_config.model,
+            revision=model_config.revision,
+            trust_remote_code=False,
         )
         refuse(offering="ApbvConnector", rope_by_length=rope_by_length(config.get_text_config()))
         self._config_sha256 = config_digest(config)
-        self._weights_sha256 = weights_digest(_sampled_rows(model_config, vllm_config.load_config.download_dir))
+        self._weights_sha256 = weights_digest(
+            _sampled_rows(model_config, vllm_config.load_config.download_dir)
+        )
         self._model = None
         if model_config.uses_mrope:
             self._model = without_weights(get_model_cls(model_config), model_config.hf_config)
@@ -56,8 +63,10 @@ class Admission:
         prompt = request.prompt_token_ids[: facts.num_tokens]
         if len(prompt) < facts.num_tokens or digest_of_tokens(prompt) != facts.tokens_sha256:
             raise ValueError(
-                f"the prompt of {request.num_prompt_tokens} tokens does not start with the {facts.num_tokens} of "
-                "the KV: vLLM and the prefill instance render the request differently, or use another number or "
+                f"the prompt of {request.num_prompt_tokens} tokens does not start with the "
+                f"{facts.num_tokens} of "
+                "the KV: vLLM and the prefill instance render the request differently, or use "
+                "another number or "
                 "size of frames"
             )
         if isinstance(source, Saved):
@@ -66,7 +75,8 @@ class Admission:
         if digest_of_positions(positions) != facts.positions_sha256:
             # vLLM and transformers give them differently to text after a video.
             raise ValueError(
-                f"the KV was computed at other positions (positions={facts.position_rule!r}) than vLLM gives the "
+                f"the KV was computed at other positions (positions={facts.position_rule!r}) than "
+                "vLLM gives the "
                 "request: prefill with positions='vllm'"
             )
         self._set_apart(request, source.salt)
@@ -77,23 +87,35 @@ class Admission:
         """Raise ValueError unless vLLM's model computed the KV, whose sizes are untrusted."""
         config = self._model_config
         if facts.config_sha256 != self._config_sha256:
-            raise ValueError(f"the KV is of the model {facts.model}, whose config differs from that of {config.model}")
+            raise ValueError(
+                f"the KV is of the model {facts.model}, whose config differs from that of "
+                f"{config.model}"
+            )
         if facts.weights_sha256 != self._weights_sha256:
             raise ValueError(f"the KV is of the model {facts.model}, whose weights differ")
         own_dtype = str(config.dtype).removeprefix("torch.")
         if facts.dtype != own_dtype:
             raise ValueError(f"the KV is {facts.dtype}, the model computes in {own_dtype}")
-        sizes = (config.get_total_num_hidden_layers(), config.get_total_num_kv_heads(), config.get_head_size())
+        sizes = (
+            config.get_total_num_hidden_layers(),
+            config.get_total_num_kv_heads(),
+            config.get_head_size(),
+        )
         if (facts.num_layers, facts.num_kv_heads, facts.head_dim) != sizes:
             raise ValueError("the KV differs from the model in layers, heads or dimensions")
 
     def _positions(self, request: Request, num_tokens: int) -> Tensor:
-        """Return the rotary positions that vLLM gives the prompt's first tokens, ``[3, n]`` or ``[n]``."""
+        """Return the rotary positions that vLLM gives the prompt's first tokens, ``[3, n]`` or
+        ``[n]``."""
         if self._model is None:
             return torch.arange(num_tokens)
         if any(feature.data is None for feature in request.mm_features):
-            raise ValueError("the positions of the request's video or images are not known to the scheduler")
-        positions, _ = self._model.get_mrope_input_positions(request.prompt_token_ids, request.mm_features)
+            raise ValueError(
+                "the positions of the request's video or images are not known to the scheduler"
+            )
+        positions, _ = self._model.get_mrope_input_positions(
+            request.prompt_token_ids, request.mm_features
+        )
         return positions[:, :num_tokens]
 
     def _set_apart(self, request: Request, salt: str) -> None:
@@ -109,7 +131,8 @@ class Admission:
         request.update_block_hashes()
         if len(request.block_hashes) != len(before) or set(request.block_hashes) & set(before):
             raise ValueError(
-                "this version of vLLM cannot isolate a request's KV in its prefix cache: give the request a "
+                "this version of vLLM cannot isolate a request's KV in its prefix cache: give the "
+                "request a "
                 f"cache_salt that contains {salt!r}, or start vLLM with --no-enable-prefix-caching"
             )
 
@@ -117,7 +140,9 @@ class Admission:
 def _require_plain(request: Request) -> None:
     """Check that a request is one whose answer follows from its prompt's KV."""
     if request.skip_reading_prefix_cache:
-        raise ValueError("prompt_logprobs and skip_reading_prefix_cache need a prefill, which is not loaded")
+        raise ValueError(
+            "prompt_logprobs and skip_reading_prefix_cache need a prefill, which is not loaded"
+        )
     if request.lora_request is not None:
         raise ValueError("the KV was computed without the request's LoRA adapter")
     if request.prompt_token_ids is None or request.prompt_embeds is not None:
@@ -125,13 +150,16 @@ def _require_plain(request: Request) -> None:
 
 
 def _require_visual(request: Request, saved: Saved) -> None:
-    """Check the video's identity as stated by the client, because token ids do not depend on a video's content."""
+    """Check the video's identity as stated by the client, because token ids do not depend on a
+    video's content."""
     for feature in request.mm_features:
         shown = feature.mm_position.offset < saved.facts.num_tokens
         if shown and not feature.identifier.startswith(saved.visual_uuid):
             raise ValueError(
-                f"the request's {feature.modality} is {feature.identifier!r}, which may differ from that of "
-                f"the KV: its uuid must be {saved.visual_uuid!r} (see apbv.integrations.vllm.request_params)"
+                f"the request's {feature.modality} is {feature.identifier!r}, which may differ "
+                "from that of "
+                f"the KV: its uuid must be {saved.visual_uuid!r} (see "
+                "apbv.integrations.vllm.request_params)"
             )
 
 
@@ -144,15 +172,22 @@ def without_weights(model_class: type[torch.nn.Module], config) -> torch.nn.Modu
 
 
 def _sampled_rows(model_config: ModelConfig, download_dir: str | None) -> list[Tensor]:
-    """Read the argument of :func:`apbv.model.digest.weights_digest` from the checkpoint; a scheduler has no model.
+    """Read the argument of :func:`apbv.model.digest.weights_digest` from the checkpoint; a
+    scheduler has no model.
 
     Raises:
         ValueError: there are no such weights in safetensors files.
     """
     folder = Path(model_config.model)
     if not folder.is_dir():  # a hub id, which vLLM has downloaded by now
-        options = {"revision": model_config.revision, "cache_dir": download_dir, "local_files_only": True}
-        folder = Path(snapshot_download(model_config.model, allow_patterns="*.safetensors", **options))
+        options = {
+            "revision": model_config.revision,
+            "cache_dir": download_dir,
+            "local_files_only": True,
+        }
+        folder = Path(
+            snapshot_download(model_config.model, allow_patterns="*.safetensors", **options)
+        )
     rows = {}
     for path in folder.glob("*.safetensors"):
         with safe_open(path, "pt") as tensors:

@@ -1,4 +1,5 @@
-"""The connector's vLLM interface, which forwards vLLM's calls to the scheduler's and the worker's half."""
+"""The connector's vLLM interface, which forwards vLLM's calls to the scheduler's and the worker's
+half."""
 
 from torch import Tensor
 from vllm.config import VllmConfig
@@ -21,8 +22,9 @@ from .sources import LoadMetadata
 class ApbvConnector(KVConnectorBase_V1):
     """vLLM connector that loads KV prefilled by apbv, and saves nothing.
 
-    A request names the KV in its ``kv_transfer_params``: by the ticket of a prefill worker, or as ``apbv_path``, a
-    directory written by :meth:`apbv.PrefillResult.save`. ``kv_connector_extra_config`` may hold
+    A request names the KV in its ``kv_transfer_params``: by the ticket of a prefill worker, or as
+    ``apbv_path``, a directory written by :meth:`apbv.PrefillResult.save`.
+    ``kv_connector_extra_config`` may hold
 
     - ``root``: a directory outside which no request may name KV;
     - ``networks``: a list of networks (``"10.0.0.0/8"``) outside which no ticket may name hosts;
@@ -32,17 +34,23 @@ class ApbvConnector(KVConnectorBase_V1):
         ValueError: with the engine's settings loaded KV would be wrong, or a setting is wrong.
     """
 
-    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig):
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ):
         super().__init__(vllm_config, role, kv_cache_config)
         transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
         if transfer.kv_role != "kv_consumer":
-            raise ValueError(f"ApbvConnector only loads: kv_role must be kv_consumer, not {transfer.kv_role}")
+            raise ValueError(
+                f"ApbvConnector only loads: kv_role must be kv_consumer, not {transfer.kv_role}"
+            )
         if len(kv_cache_config.kv_cache_groups) != 1:
             raise ValueError("ApbvConnector needs a model whose layers all have full attention")
         if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
             raise ValueError("ApbvConnector does not support vLLM's context parallelism")
         if vllm_config.speculative_config is not None:
-            raise ValueError("ApbvConnector does not support vLLM's speculative decoding: no draft's KV is saved")
+            raise ValueError(
+                "ApbvConnector does not support vLLM's speculative decoding: no draft's KV is saved"
+            )
         self._scheduling = self._loading = None
         if role is KVConnectorRole.SCHEDULER:
             self._scheduling = Scheduling(vllm_config)
@@ -58,11 +66,15 @@ class ApbvConnector(KVConnectorBase_V1):
     def on_new_request(self, request: Request) -> None:
         self._scheduling.add(request)
 
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int, bool]:
         count = self._scheduling.count_tokens(request, num_computed_tokens)
         return count, count > 0
 
-    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
         self._scheduling.allocated(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> LoadMetadata:

@@ -1,7 +1,8 @@
 """The worker's half of the connector: writes loaded KV into vLLM's paged cache.
 
-A thread for each load receives layers, a few ahead. The engine's thread writes what has arrived between two
-steps of the model, so that requests that are being decoded never wait for a network or a disk.
+A thread for each load receives layers, a few ahead. The engine's thread writes what has arrived
+between two steps of the model, so that requests that are being decoded never wait for a network or
+a disk.
 """
 
 import time
@@ -35,7 +36,8 @@ class Fetch:
     """Load in progress, whose layers arrive in the background.
 
     Attributes:
-        arrived: what has arrived and was not taken: layers, ``[T, H, D]``; at last None, or an error.
+        arrived: what has arrived and was not taken: layers, ``[T, H, D]``; at last None, or an
+            error.
         began: when it was asked for, in seconds since the epoch.
         first, last: when the first and the last layer had arrived.
     """
@@ -52,9 +54,12 @@ class Fetch:
         try:
             with closing(self._layers()) as layers:
                 for number, layer in enumerate(layers, 1):
-                    # By token, as vLLM's cache takes them; a copy, because the next layer takes their place.
+                    # By token, as vLLM's cache takes them; a copy, because the next layer takes
+                    # their place.
                     by_token = (states.transpose(0, 1) for states in layer)
-                    keys, values = (states.clone(memory_format=torch.contiguous_format) for states in by_token)
+                    keys, values = (
+                        states.clone(memory_format=torch.contiguous_format) for states in by_token
+                    )
                     if not self._hand_over((keys, values)):
                         return
                     if number == self._num_layers:  # now: notifying the hosts may take a while
@@ -89,7 +94,10 @@ class Fetch:
     def timeline(self) -> str:
         """Return the timing of the load, once everything is in place."""
         first, last, now = (moment - self.began for moment in (self.first, self.last, time.time()))
-        return f"fetch began at {self.began:.6f}; first layer {first:.6f}, all {last:.6f}, in place {now:.6f} s"
+        return (
+            f"fetch began at {self.began:.6f}; first layer {first:.6f}, all {last:.6f}, in "
+            f"place {now:.6f} s"
+        )
 
     def close(self) -> None:
         """Stop receiving."""
@@ -132,8 +140,8 @@ class Loading:
     def step(self, metadata: LoadMetadata) -> None:
         """Start the loads of the scheduler's metadata, and write arrived layers.
 
-        A step that computes nothing else waits for news a little, so that the engine does not spin; one that does
-        writes for a few milliseconds at most, or one layer of each load.
+        A step that computes nothing else waits for news a little, so that the engine does not spin;
+        one that does writes for a few milliseconds at most, or one layer of each load.
         """
         for request_id in metadata.refused | (metadata.abandoned & self._running.keys()):
             self._end(request_id, failed=True)
@@ -143,11 +151,17 @@ class Loading:
         while self._running:
             wrote = [self._write_next(request_id) for request_id in list(self._running)]
             left = deadline - time.monotonic()
-            if left <= 0 or self._results.finished_recving or (not metadata.is_idle and not any(wrote)):
+            if (
+                left <= 0
+                or self._results.finished_recving
+                or (not metadata.is_idle and not any(wrote))
+            ):
                 return
             if not any(wrote):
                 with self._news:
-                    self._news.wait_for(lambda: any(fetch.arrived for fetch, _ in self._running.values()), left)
+                    self._news.wait_for(
+                        lambda: any(fetch.arrived for fetch, _ in self._running.values()), left
+                    )
 
     def take_results(self) -> KVConnectorTransferResults:
         """Return the loads that have ended since the last call."""
@@ -163,7 +177,10 @@ class Loading:
     def _begin(self, request_id: str, load: Load) -> None:
         heads, layers = self._own_heads(), range(min(self._layers), max(self._layers) + 1)
         fetch = Fetch(self._news, len(layers), lambda: load.source.read(load.tokens, heads, layers))
-        self._running[request_id] = fetch, PagedWriter(load, list(self._layers.values()), self._block_size)
+        self._running[request_id] = (
+            fetch,
+            PagedWriter(load, list(self._layers.values()), self._block_size),
+        )
         self._threads.submit(fetch.run)
 
     def _write_next(self, request_id: str) -> bool:
@@ -191,7 +208,8 @@ class Loading:
             self._results.failed_recving.add(request_id)
 
     def _own_heads(self) -> range:
-        """Return this tensor-parallel worker's KV heads; several workers share one where there are too few."""
+        """Return this tensor-parallel worker's KV heads; several workers share one where there are
+        too few."""
         rank, size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
         first = rank * self._num_kv_heads // size
         return range(first, first + next(iter(self._layers.values())).num_kv_heads)

@@ -43,10 +43,11 @@ class Entry:
 class Scheduling:
     """The scheduler's half of the connector, which decides when a request arrives.
 
-    A connector can reject a request only by a load that fails. So under the policy ``fail`` a request that does
-    not fit its KV waits for a load like every other, the load fails at once, and vLLM ends this request with
-    finish reason ``error`` (HTTP 500) and continues with the others. The reason is in vLLM's log; no field of the
-    response could carry it. Under ``recompute`` such a request is one without KV, which vLLM prefills itself.
+    A connector can reject a request only by a load that fails. So under the policy ``fail`` a
+    request that does not fit its KV waits for a load like every other, the load fails at once, and
+    vLLM ends this request with finish reason ``error`` (HTTP 500) and continues with the others.
+    The reason is in vLLM's log; no field of the response could carry it. Under ``recompute`` such a
+    request is one without KV, which vLLM prefills itself.
     """
 
     def __init__(self, vllm_config: VllmConfig):
@@ -71,11 +72,15 @@ class Scheduling:
             self._report(request, reason_of(error))
             if self._recomputes:
                 return
-            # vLLM drops the loads of requests that skip its prefix cache, so that this one would run and not fail.
+            # vLLM drops the loads of requests that skip its prefix cache, so that this one would
+            # run and not fail.
             request.skip_reading_prefix_cache = False
             load = None
         logger.debug(
-            "request %s: named its KV at %.6f, checked in %.6f s", request.request_id, began, time.time() - began
+            "request %s: named its KV at %.6f, checked in %.6f s",
+            request.request_id,
+            began,
+            time.time() - began,
         )
         self._entries[request.request_id] = Entry(load)
 
@@ -88,12 +93,15 @@ class Scheduling:
             count = max(0, entry.load.tokens.stop - num_computed_tokens)
             if count == 0 or not entry.is_loaded or entry.ticket is None:
                 return count
-            self._report(request, "vLLM preempted it after its KV had been fetched, and KV is given out once")
+            self._report(
+                request, "vLLM preempted it after its KV had been fetched, and KV is given out once"
+            )
             if self._recomputes:
                 del self._entries[request.request_id]
                 return 0
             entry.load = None
-        # A rejected request announces all its tokens, so that vLLM starts the load whatever it has cached.
+        # A rejected request announces all its tokens, so that vLLM starts the load whatever it has
+        # cached.
         return max(0, request.num_tokens - num_computed_tokens)
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
@@ -107,7 +115,9 @@ class Scheduling:
         (block_ids,) = blocks.get_block_ids()
         stop = entry.load.tokens.stop
         tokens = range(stop - num_external_tokens, stop)
-        self._starting.loads[request.request_id] = replace(entry.load, tokens=tokens, block_ids=tuple(block_ids))
+        self._starting.loads[request.request_id] = replace(
+            entry.load, tokens=tokens, block_ids=tuple(block_ids)
+        )
 
     def take_metadata(self, scheduler_output: SchedulerOutput) -> LoadMetadata:
         """Return the metadata for the workers in this step."""
@@ -140,7 +150,9 @@ class Scheduling:
 
     def _report(self, request: Request, reason: str) -> None:
         what = "vLLM prefills it itself" if self._recomputes else "it is refused"
-        logger.error("request %s cannot use the KV that it names: %s; %s", request.request_id, reason, what)
+        logger.error(
+            "request %s cannot use the KV that it names: %s; %s", request.request_id, reason, what
+        )
 
     def _drop(self, ticket: Ticket) -> None:
         self._droppers.submit(_drop, ticket)
@@ -150,7 +162,9 @@ def _drop(ticket: Ticket) -> None:
     try:
         drop(ticket)
     except Exception as error:  # the KV then expires
-        logger.warning("the KV of transfer %s cannot be dropped: %s", ticket.transfer, reason_of(error))
+        logger.warning(
+            "the KV of transfer %s cannot be dropped: %s", ticket.transfer, reason_of(error)
+        )
 
 
 def reason_of(error: Exception) -> str:

@@ -30,7 +30,8 @@ class Saved:
         path: the directory.
         generation: the save that the scheduler saw there.
         facts: the description of its KV.
-        visual_uuid: the start of the identifiers of a request's video or images; None for a prompt of text.
+        visual_uuid: the start of the identifiers of a request's video or images; None for a prompt
+            of text.
     """
 
     path: str
@@ -43,12 +44,15 @@ class Saved:
         """Find KV of a whole prompt, as vLLM reads it.
 
         Raises:
-            StorageError: there is no usable KV in this directory, or visual tokens were pruned from the prompt.
+            StorageError: there is no usable KV in this directory, or visual tokens were pruned from
+                the prompt.
         """
         manifest = SavedKV.open(path).manifest
         if manifest.reduction is not None:
             method = manifest.reduction.method
-            raise StorageError(f"cannot use the KV in {path}: {method} pruned its prompt, which vLLM reads whole")
+            raise StorageError(
+                f"cannot use the KV in {path}: {method} pruned its prompt, which vLLM reads whole"
+            )
         uuid = manifest.visual and manifest.generation
         return cls(str(path), manifest.generation, KVFacts.of(manifest), uuid)
 
@@ -56,8 +60,8 @@ class Saved:
     def salt(self) -> str:
         """Part of the ``cache_salt`` of requests with this KV.
 
-        vLLM's prefix cache treats equal tokens under equal salts as equal KV. This KV is approximate and made for
-        one question, so every save and every transfer has its own salt.
+        vLLM's prefix cache treats equal tokens under equal salts as equal KV. This KV is
+        approximate and made for one question, so every save and every transfer has its own salt.
         """
         return f"apbv-{self.generation}"
 
@@ -112,7 +116,9 @@ class Offered:
                 remote.confirm()
             except StorageError as error:  # the KV is here all the same, and expires there
                 logger.warning(
-                    "cannot tell the prefill side that transfer %s is complete: %s", self.ticket.transfer, error
+                    "cannot tell the prefill side that transfer %s is complete: %s",
+                    self.ticket.transfer,
+                    error,
                 )
 
 
@@ -160,7 +166,9 @@ class Sources:
         root = transfer.get_from_extra_config("root", None)
         networks = transfer.get_from_extra_config("networks", None)
         self._root = None if root is None else Path(root).resolve()
-        self._networks = None if networks is None else [ipaddress.ip_network(network) for network in networks]
+        self._networks = (
+            None if networks is None else [ipaddress.ip_network(network) for network in networks]
+        )
         self._timeout = float(transfer.get_from_extra_config("timeout", 30.0))
         self._num_readers = vllm_config.parallel_config.world_size
 
@@ -209,11 +217,11 @@ def request_params(path: str | Path) -> dict[str, Any]:
         path: the directory.
 
     Returns:
-        ``kv_transfer_params``, a field of an OpenAI request's body (``extra_body``); offline it goes into
-        ``SamplingParams(extra_args={"kv_transfer_params": …})``. With a video or images also ``uuid``, their name:
-        a field of the message's ``video_url`` or ``image_url`` part (of each image, with a suffix of its own);
-        offline the prompt's ``multi_modal_uuids``. By it the client asserts that vLLM is shown what apbv was
-        shown.
+        ``kv_transfer_params``, a field of an OpenAI request's body (``extra_body``); offline it
+        goes into ``SamplingParams(extra_args={"kv_transfer_params": …})``. With a video or images
+        also ``uuid``, their name: a field of the message's ``video_url`` or ``image_url`` part (of
+        each image, with a suffix of its own); offline the prompt's ``multi_modal_uuids``. By it the
+        client asserts that vLLM is shown what apbv was shown.
 
     Raises:
         StorageError: there is no usable KV in this directory, or that of a reduced prompt.

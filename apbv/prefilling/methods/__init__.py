@@ -12,18 +12,28 @@ from .zigzag_ring import ZigzagRingMethod
 _SPARSE_METHODS = [type(name, (FullMethod,), {"name": name}) for name in SPARSE_NAMES]
 METHODS: dict[str, type[PrefillMethod]] = {
     method.name: method
-    for method in (FullMethod, *_SPARSE_METHODS, ZigzagRingMethod, UlyssesMethod, StarMethod, ApbMethod, ApbvMethod)
+    for method in (
+        FullMethod,
+        *_SPARSE_METHODS,
+        ZigzagRingMethod,
+        UlyssesMethod,
+        StarMethod,
+        ApbMethod,
+        ApbvMethod,
+    )
 }
 
 
 def method_alone(config: PrefillConfig) -> type[PrefillMethod]:
-    """Return the method by which host 0 computes a prompt alone; with sparse attention the one of its name."""
+    """Return the method by which host 0 computes a prompt alone; with sparse attention the one of
+    its name."""
     sparse = config.sparse_attention
     return METHODS["full" if sparse is None else sparse.method]
 
 
 def resolve_method(config: PrefillConfig, num_hosts: int) -> type[PrefillMethod]:
-    """Return a config's method for a number of hosts: ``full`` on a single one, unless configured otherwise."""
+    """Return a config's method for a number of hosts: ``full`` on a single one, unless configured
+    otherwise."""
     method = METHODS[config.method]
     if not method.splits or (num_hosts == 1 and not config.on_single_host):
         return method_alone(config)

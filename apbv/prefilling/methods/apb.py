@@ -8,8 +8,8 @@ from .apbv import ApbvMethod
 class ApbMethod(ApbvMethod):
     """APB, APB-V's predecessor, with one context block on every host and l_p = n/64.
 
-    Its authors train retaining heads that select the passing KV pairs. Here the selection is training-free, by
-    ``config.importance``, scored with a copy of the query in the context's pass.
+    Its authors train retaining heads that select the passing KV pairs. Here the selection is
+    training-free, by ``config.importance``, scored with a copy of the query in the context's pass.
     """
 
     name = "apb"

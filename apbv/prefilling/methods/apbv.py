@@ -1,8 +1,8 @@
 """Computes APB-V's attention (Section 3.3, Algorithm 1), one call per layer on every host.
 
-Legend: A anchor, B(v) context block of virtual host v, Q query; q_A, k_A, v_A their states. Host h holds
-[A | B(h) | B(2H-1-h) | Q], or [A | B(h) | Q] without zigzag. With ``anchor_query`` A is a copy of prefix, question
-and start of the context, as in APB, which is dropped after the prefill.
+Legend: A anchor, B(v) context block of virtual host v, Q query; q_A, k_A, v_A their states. Host h
+holds [A | B(h) | B(2H-1-h) | Q], or [A | B(h) | Q] without zigzag. With ``anchor_query`` A is a
+copy of prefix, question and start of the context, as in APB, which is dropped after the prefill.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,8 @@ from .importance import RANKED_BY_PROBABILITY, importance_of
 
 
 class ApbvMethod(PrefillMethod):
-    """APB-V: blocks see the anchor, all earlier blocks' best KV pairs, and themselves; the query sees all."""
+    """APB-V: blocks see the anchor, all earlier blocks' best KV pairs, and themselves; the query
+    sees all."""
 
     name = "apbv"
     passes_on = True
@@ -35,13 +36,21 @@ class ApbvMethod(PrefillMethod):
         *places, self._query = layout.block_rows(hosts.rank)
         self._blocks = dict(zip(blocks, places, strict=True))
         # By the order in which they send, the virtual hosts of all hosts.
-        self._senders = list(zip(*(layout.virtual_hosts(host) for host in range(layout.num_hosts)), strict=True))
-        # The lse that ranks a block's keys is that of the query's attention to it, which is needed anyway.
+        self._senders = list(
+            zip(*(layout.virtual_hosts(host) for host in range(layout.num_hosts)), strict=True)
+        )
+        # The lse that ranks a block's keys is that of the query's attention to it, which is needed
+        # anyway.
         self._shares_lse = config.fused_query and config.importance in RANKED_BY_PROBABILITY
 
     @classmethod
     def plan(
-        cls, num_hosts: int, num_tokens: int, context_start: int, query_start: int, config: PrefillConfig
+        cls,
+        num_hosts: int,
+        num_tokens: int,
+        context_start: int,
+        query_start: int,
+        config: PrefillConfig,
     ) -> ContextLayout:
         config = replace(config, **cls.settings)
         layout = plan_layout(
@@ -65,7 +74,8 @@ class ApbvMethod(PrefillMethod):
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float, layer: int) -> Tensor:
         states, out = States(q, k, v, scale, layer), empty_output(q)
-        # Every transfer starts as soon as its data exists, and is waited for only when it is needed (Figure 5).
+        # Every transfer starts as soon as its data exists, and is waited for only when it is needed
+        # (Figure 5).
         seen: dict[int, State] = {}
         sent = [self._start_passing(block, states, seen) for block in self._blocks]
         finish_query = self._start_query(states, seen, _rows(out, self._query))
@@ -74,40 +84,61 @@ class ApbvMethod(PrefillMethod):
         else:
             self._attend_sparsely(states, sent, out)
         for exchange in filter(None, sent):
-            exchange.wait()  # even for unneeded data: its buffers must not be freed while they are written
+            # Even for unneeded data: its buffers must not be freed while they are written.
+            exchange.wait()
         finish_query()
         return out
 
     def _attend_densely(self, states: "States", sent: list[Exchange | None], out: Tensor) -> None:
-        """Attend to the anchor, and from every block to the anchor, the passing block and itself."""
+        """Attend to the anchor, and from every block to the anchor, the passing block and
+        itself."""
         first, *others = self._blocks
         self._attend_first(first, states, sent, out)
         for block in others:
             rows = self._blocks[block]
-            segments = [states.pair(self._anchor), *self._passing_segments(block, sent), states.pair(rows)]
-            self.attend(_rows(states.q, rows), segments, states.scale, causal_last=True, out=_rows(out, rows))
+            segments = [
+                states.pair(self._anchor),
+                *self._passing_segments(block, sent),
+                states.pair(rows),
+            ]
+            self.attend(
+                _rows(states.q, rows),
+                segments,
+                states.scale,
+                causal_last=True,
+                out=_rows(out, rows),
+            )
 
     def _attend_sparsely(self, states: "States", sent: list[Exchange | None], out: Tensor) -> None:
-        """Attend densely to the anchor and the passing blocks, and block-sparsely within each block."""
+        """Attend densely to the anchor and the passing blocks, and block-sparsely within each
+        block."""
         q_anchor, target = (_rows(x, self._anchor) for x in (states.q, out))
-        self.attend(q_anchor, [states.pair(self._anchor)], states.scale, causal_last=True, out=target)
+        self.attend(
+            q_anchor, [states.pair(self._anchor)], states.scale, causal_last=True, out=target
+        )
         for block, rows in self._blocks.items():
             if not len(rows):  # with Star Attention host 0's block is the anchor
                 continue
             q = _rows(states.q, rows)
             # Selected blocks are computed during the transfer of the passing block.
             own = self.attend_within(q, states.pair(rows), states.scale)
-            sees_anchor = block > 0 or not self.layout.anchor_copy  # which no block that begins the prompt sees
+            sees_anchor = (
+                block > 0 or not self.layout.anchor_copy
+            )  # which no block that begins the prompt sees
             segments = [states.pair(self._anchor if sees_anchor else range(0))]
             segments += self._passing_segments(block, sent)
             others = self.attend(q, segments, states.scale, causal_last=False)
             self.merge([own, others], _rows(out, rows))
 
-    def _attend_first(self, block: int, states: "States", sent: list[Exchange | None], out: Tensor) -> None:
-        """Attend to this host's first block, and to the anchor, whose rows come right before it: one triangle.
+    def _attend_first(
+        self, block: int, states: "States", sent: list[Exchange | None], out: Tensor
+    ) -> None:
+        """Attend to this host's first block, and to the anchor, whose rows come right before it:
+        one triangle.
 
-        The triangle is computed during the transfer of the passing block, even if that has already arrived:
-        results must not depend on the transfer's speed. A block that begins the prompt sees no copy of its start.
+        The triangle is computed during the transfer of the passing block, even if that has already
+        arrived: results must not depend on the transfer's speed. A block that begins the prompt
+        sees no copy of its start.
         """
         if block == 0 and self.layout.anchor_copy:
             for rows in (self._anchor, self._blocks[block]):
@@ -118,7 +149,10 @@ class ApbvMethod(PrefillMethod):
         q, own, target = _rows(states.q, rows), states.pair(rows), _rows(out, rows)
         if block > 0 and sent[0] is not None and self.config.overlap:
             triangle = self.attend(q, [own], states.scale, causal_last=True)
-            q_block, passing = _rows(states.q, self._blocks[block]), self._passing_segments(block, sent)
+            q_block, passing = (
+                _rows(states.q, self._blocks[block]),
+                self._passing_segments(block, sent),
+            )
             passed = self.attend(q_block, passing, states.scale, causal_last=False)
             self.merge([triangle, passed], target)
         else:
@@ -126,8 +160,11 @@ class ApbvMethod(PrefillMethod):
             alone = len(self._anchor)  # it does not see the passing block
             self.attend(q, segments, states.scale, causal_last=True, rows_alone=alone, out=target)
 
-    def _start_passing(self, block: int, states: "States", seen: dict[int, State]) -> Exchange | None:
-        """Send this block's l_p most important KV pairs to all hosts: ``[2, B, Hkv, max k, D]`` per host.
+    def _start_passing(
+        self, block: int, states: "States", seen: dict[int, State]
+    ) -> Exchange | None:
+        """Send this block's l_p most important KV pairs to all hosts: ``[2, B, Hkv, max k, D]`` per
+        host.
 
         Args:
             seen: gets the query's attention to this block, if its lse was needed to rank the pairs.
@@ -139,7 +176,9 @@ class ApbvMethod(PrefillMethod):
         # No host reads more rows of it than its block passes on.
         buffer = k.new_empty(2, *k.shape[:2], layout.max_passed, k.shape[3])
         rows, count = self._blocks[block], layout.num_passed(block)
-        if block < len(layout.blocks) - 1:  # no block comes after the last one: its buffer is a dummy
+        if (
+            block < len(layout.blocks) - 1
+        ):  # no block comes after the last one: its buffer is a dummy
             k_block, v_block = states.pair(rows)
             if count < len(rows):
                 q_query, lse = _rows(states.q, self._query), None
@@ -148,7 +187,9 @@ class ApbvMethod(PrefillMethod):
                     seen[block] = self.attend(q_query, [segment], scale, causal_last=False)
                     lse = seen[block][1]
                 scores = self.rank(states, block, rows, lse)
-                select_topk(scores, k_block, v_block, count, out=buffer, backend=self.config.backend)
+                select_topk(
+                    scores, k_block, v_block, count, out=buffer, backend=self.config.backend
+                )
             else:
                 buffer[0, :, :, :count], buffer[1, :, :, :count] = k_block, v_block
         exchange = self.hosts.all_gather(buffer)
@@ -157,38 +198,53 @@ class ApbvMethod(PrefillMethod):
         return exchange
 
     def rank(self, states: "States", block: int, rows: range, lse: Tensor | None) -> Tensor:
-        """Score the keys of one of this host's blocks, which are these rows: ``[1, Hkv, l_b]``, higher is better.
+        """Score the keys of one of this host's blocks, which are these rows: ``[1, Hkv, l_b]``,
+        higher is better.
 
         Args:
             lse: of the query's scores over the block ``[1, Hq, n_q]``, where the ranking needs it.
         """
-        name, q_query, (k_block, _) = self.config.importance, _rows(states.q, self._query), states.pair(rows)
-        return importance_of(name, q_query, k_block, states.scale, lse=lse, backend=self.config.backend)
+        name, q_query, (k_block, _) = (
+            self.config.importance,
+            _rows(states.q, self._query),
+            states.pair(rows),
+        )
+        return importance_of(
+            name, q_query, k_block, states.scale, lse=lse, backend=self.config.backend
+        )
 
     def _passing_segments(self, block: int, sent: list[Exchange | None]) -> list[Segment]:
         """Return the passing block: views of the KV pairs that all earlier virtual hosts sent."""
         segments = []
         for senders, exchange in zip(self._senders, sent, strict=True):
-            # Host 0's first block waits for nothing, and host H-1's second one for the first transfer only.
+            # Host 0's first block waits for nothing, and host H-1's second one for the first
+            # transfer only.
             if exchange is None or min(senders) >= block:
                 continue
             of_hosts = (states.unbind() for states in exchange.wait().unbind(1))
             for sender, k, v in zip(senders, *of_hosts, strict=True):
                 if sender < block:
                     count = min(k.shape[2], len(self.layout.blocks[sender]))
-                    segments.append((k, v) if count == k.shape[2] else (k[:, :, :count], v[:, :, :count]))
+                    segments.append(
+                        (k, v) if count == k.shape[2] else (k[:, :, :count], v[:, :, :count])
+                    )
         return segments
 
-    def _start_query(self, states: "States", seen: dict[int, State], out: Tensor) -> Callable[[], object]:
-        """Start the query's attention to this host's tokens, merged over hosts (Eq. 5, Appendix B.2).
+    def _start_query(
+        self, states: "States", seen: dict[int, State], out: Tensor
+    ) -> Callable[[], object]:
+        """Start the query's attention to this host's tokens, merged over hosts (Eq. 5, Appendix
+        B.2).
 
         Args:
-            seen: the query's attention to those of this host's blocks for which it is known already.
+            seen: the query's attention to those of this host's blocks for which it is known
+                already.
             out: ``[1, Hq, n_q, D]``, to be filled when the returned function has run.
         """
         q_query, scale = _rows(states.q, self._query), states.scale
         if self.separate_query:
-            # Here the query only ranks KV pairs; a later forward pass lets it see the whole context.
+            # Here the query only ranks KV pairs; a later forward pass lets it see the whole
+            # context.
             segments = [states.pair(rows) for rows in (self._anchor, self._query)]
             self.attend(q_query, segments, scale, causal_last=True, out=out)
             return lambda: out

@@ -32,7 +32,8 @@ class PrefillMethod(ABC):
         name: its name in the config and on the command line.
         is_exact: whether it computes full attention, if no blocks are skipped.
         splits: whether hosts share a prompt; else host 0 computes it.
-        zigzag: whether the default :meth:`plan` gives each host two blocks, an early and a late one.
+        zigzag: whether the default :meth:`plan` gives each host two blocks, an early and a late
+            one.
         blocks: computes chosen blocks of attention, as the config says; None if attention is dense.
         num_layers: the decoder's.
         attention_layers: the numbers, among these, of those that have attention; by default all.
@@ -74,20 +75,25 @@ class PrefillMethod(ABC):
 
     @property
     def gives_exact_kv(self) -> bool:
-        """Whether this prompt's KV is that of full attention, which a copy in front of blocks changes."""
-        return self.blocks is None and (self.is_exact or (self.passes_on and self.layout.passes_all))
+        """Whether this prompt's KV is that of full attention, which a copy in front of blocks
+        changes."""
+        return self.blocks is None and (
+            self.is_exact or (self.passes_on and self.layout.passes_all)
+        )
 
     def layout_in(self, layer: int) -> ContextLayout:
-        """Return the layout that a layer of attention has: the first quarter of the decoder may pass on more.
+        """Return the layout that a layer of attention has: the first quarter of the decoder may
+        pass on more.
 
         Args:
-            layer: its number among the layers of attention. A hybrid's decoder has others between them, which
-                count for the quarter, too.
+            layer: its number among the layers of attention. A hybrid's decoder has others between
+                them, which count for the quarter, too.
         """
         return self.layout.in_layer(self.attention_layers[layer], self.num_layers)
 
     def attend_within(self, q: Tensor, own: Segment, scale: float) -> State:
-        """Attend causally within a run of tokens: to all of it, or to the blocks that the config chooses."""
+        """Attend causally within a run of tokens: to all of it, or to the blocks that the config
+        chooses."""
         if self.blocks is None:
             return self.attend(q, [own], scale, causal_last=True)
         return self.blocks(q, *own, scale)
@@ -98,9 +104,15 @@ class PrefillMethod(ABC):
 
     @classmethod
     def plan(
-        cls, num_hosts: int, num_tokens: int, context_start: int, query_start: int, config: PrefillConfig
+        cls,
+        num_hosts: int,
+        num_tokens: int,
+        context_start: int,
+        query_start: int,
+        config: PrefillConfig,
     ) -> ContextLayout:
-        """Plan the layout of a prompt; see :func:`apbv.layout.plan_layout` for the arguments and errors.
+        """Plan the layout of a prompt; see :func:`apbv.layout.plan_layout` for the arguments and
+        errors.
 
         By default every token is given to one host, without an anchor.
         """
@@ -110,18 +122,25 @@ class PrefillMethod(ABC):
 
     @classmethod
     def gathers_by_layer(cls, config: PrefillConfig) -> bool:
-        """Return whether each layer's KV leaves for its home while the next layers run, and not after the last."""
+        """Return whether each layer's KV leaves for its home while the next layers run, and not
+        after the last."""
         return config.kv == "gathered" and config.overlap
 
     @classmethod
     def warning(cls, layout: ContextLayout) -> str | None:
-        """Say which lengths of anchor and passing blocks are known to cost accuracy; None: these are not."""
+        """Say which lengths of anchor and passing blocks are known to cost accuracy; None: these
+        are not."""
         if not cls.passes_on or layout.passes_all:
             return None
         if layout.anchor_len < FEWEST_ANCHOR or layout.passing_len < FEWEST_PASSING:
-            return f"answers were less accurate with l_a below {FEWEST_ANCHOR} or l_p below {FEWEST_PASSING}"
+            return (
+                f"answers were less accurate with l_a below {FEWEST_ANCHOR} or l_p below "
+                f"{FEWEST_PASSING}"
+            )
         if layout.early.passing_len < (more := -(-layout.num_tokens // ACCURATE_PASSING)):
-            closer = "answers were closer to full attention's, and took longer, with early_passing_len ="
+            closer = (
+                "answers were closer to full attention's, and took longer, with early_passing_len ="
+            )
             return f"{closer} {more:,}, and more so with passing_len = {more:,}"
         return None
 

@@ -59,7 +59,9 @@ class BlockAttention:
         counts = torch.empty(*q.shape[:2], numbers[0], dtype=torch.int32, device=q.device)
         indices = torch.empty(*q.shape[:2], *numbers, dtype=torch.int32, device=q.device)
         for heads, kv_heads in _split_heads(q.shape[1], k.shape[1], most):
-            listed = ListedBlocks.of(self._kept(q[:, heads], k[:, kv_heads], scale, numbers), *sizes)
+            listed = ListedBlocks.of(
+                self._kept(q[:, heads], k[:, kv_heads], scale, numbers), *sizes
+            )
             counts[:, heads], indices[:, heads] = listed.counts, listed.indices
         return ListedBlocks(counts, indices, *sizes)
 
@@ -70,7 +72,8 @@ class BlockAttention:
         return self._choose(q, k, scale, self._config, self._backend)
 
     def density(self, hosts: HostGroup) -> float | None:
-        """Return the share of the causal scores that was computed on all hosts; collective, waits for the device.
+        """Return the share of the causal scores that was computed on all hosts; collective, waits
+        for the device.
 
         None if no host had any to choose from.
         """

@@ -1,9 +1,9 @@
 """Selects key blocks as FlexPrefill does, by a pattern determined for each query head.
 
-The paper is Lai et al., *FlexPrefill: A Context-Aware Sparse Attention Mechanism for Efficient Long-Sequence
-Inference* (ICLR 2025). Shapes: B batch, Hq query heads, Hkv key/value heads (Hq a multiple of Hkv), S tokens, D
-head dimension, n blocks of ``block`` tokens each, of which the last may be shorter; L last queries, as many as a
-block has, or all of fewer.
+The paper is Lai et al., *FlexPrefill: A Context-Aware Sparse Attention Mechanism for Efficient
+Long-Sequence Inference* (ICLR 2025). Shapes: B batch, Hq query heads, Hkv key/value heads (Hq a
+multiple of Hkv), S tokens, D head dimension, n blocks of ``block`` tokens each, of which the last
+may be shorter; L last queries, as many as a block has, or all of fewer.
 """
 
 import torch
@@ -13,27 +13,32 @@ from torch.nn import functional
 from ...config import SparseConfig
 from ...kernels import block_means, segmented_attention
 
-# Maximum number of scores of the last queries in memory at a time; on a CPU they stay in its caches.
+# Maximum number of scores of the last queries in memory at a time; on a CPU they stay in its
+# caches.
 _MOST_SCORES, _MOST_SCORES_ON_CPU = 2**24, 2**20
 
 
-def flexprefill_blocks(q: Tensor, k: Tensor, scale: float, config: SparseConfig, backend: str) -> Tensor:
-    """Choose blocks as FlexPrefill does: by the last queries' attention, or by estimates for all queries.
+def flexprefill_blocks(
+    q: Tensor, k: Tensor, scale: float, config: SparseConfig, backend: str
+) -> Tensor:
+    """Choose blocks as FlexPrefill does: by the last queries' attention, or by estimates for all
+    queries.
 
-    The last ``config.block_size`` queries stand for their head. Their attention to each block of keys is computed,
-    and once more estimated from means of queries and keys. Where both are alike (the square root of their
-    Jensen-Shannon divergence is below ``config.divergence``; Algorithm 2) the head is query-aware, and estimates
-    are believed: of all pairs of blocks the highest are chosen, as long as together they hold no more than
-    ``config.share`` of what all estimates hold (Algorithm 4). The other heads' pattern is vertical-slash
-    (Algorithm 3): of the last queries' attention to columns of tokens, t columns hold no more than
-    ``config.share``, and ⌊(t + 1) / block⌋ + 1 columns of blocks are chosen; so are diagonals. These have the
-    highest sums. The first column and the diagonal itself come first; of both there are, in every head, at least
+    The last ``config.block_size`` queries stand for their head. Their attention to each block of
+    keys is computed, and once more estimated from means of queries and keys. Where both are alike
+    (the square root of their Jensen-Shannon divergence is below ``config.divergence``; Algorithm 2)
+    the head is query-aware, and estimates are believed: of all pairs of blocks the highest are
+    chosen, as long as together they hold no more than ``config.share`` of what all estimates hold
+    (Algorithm 4). The other heads' pattern is vertical-slash (Algorithm 3): of the last queries'
+    attention to columns of tokens, t columns hold no more than ``config.share``, and ⌊(t + 1) /
+    block⌋ + 1 columns of blocks are chosen; so are diagonals. These have the highest sums. The
+    first column and the diagonal itself come first; of both there are, in every head, at least
     ``config.min_blocks``. Of equal columns the earlier is taken, of equal diagonals the nearer one.
 
-    All this is the rule of the released code, which counts a diagonal of tokens to one of the two diagonals of
-    blocks that it crosses. Its columns are counted in 128 tokens, whatever the size of its blocks; here in blocks.
-    Where a block gets no attention at all the divergence is NaN there, and the head vertical-slash; here nothing
-    is added for that block.
+    All this is the rule of the released code, which counts a diagonal of tokens to one of the two
+    diagonals of blocks that it crosses. Its columns are counted in 128 tokens, whatever the size of
+    its blocks; here in blocks. Where a block gets no attention at all the divergence is NaN there,
+    and the head vertical-slash; here nothing is added for that block.
 
     Args:
         q: ``[B, Hq, S, D]``.
@@ -43,37 +48,50 @@ def flexprefill_blocks(q: Tensor, k: Tensor, scale: float, config: SparseConfig,
         backend: what computes means, and attention; see :mod:`apbv.kernels.backends`.
 
     Returns:
-        bool ``[B, Hq, n, n]``, for each block of queries the blocks of keys; what it says of those that are not
-        before the queries is of no account.
+        bool ``[B, Hq, n, n]``, for each block of queries the blocks of keys; what it says of those
+        that are not before the queries is of no account.
     """
     block = config.block_size
     last, padding = q[:, :, -block:], -q.shape[2] % block
     columns, diagonals = _line_shares(last, k, scale, backend)
     in_columns, in_diagonals = (
-        functional.pad(shares, (0, padding)).unflatten(2, (-1, block)).sum(dim=3) for shares in (columns, diagonals)
+        functional.pad(shares, (0, padding)).unflatten(2, (-1, block)).sum(dim=3)
+        for shares in (columns, diagonals)
     )
     queries, keys = (block_means(states, block, backend=backend)[0] for states in (q, k))
-    estimated = _scores(last.mean(dim=2, keepdim=True, dtype=queries.dtype), keys, scale).softmax(dim=-1)[:, :, 0]
+    estimated = _scores(last.mean(dim=2, keepdim=True, dtype=queries.dtype), keys, scale).softmax(
+        dim=-1
+    )[:, :, 0]
     is_aware = _divergence(estimated, in_columns).sqrt() < config.divergence
 
     columns = _best_lines(columns, in_columns, is_aware, config)
-    diagonals = _best_lines(diagonals, in_diagonals.flip(2), is_aware, config)  # from here on the nearest first
+    diagonals = _best_lines(
+        diagonals, in_diagonals.flip(2), is_aware, config
+    )  # from here on the nearest first
     places = torch.arange(keys.shape[2], device=q.device)
     behind = places[:, None] - places  # distance of a block of keys before one of queries
     lines = columns[:, :, None] | diagonals[:, :, behind.clamp_min(0)]
 
-    shares = _scores(queries, keys, scale).masked_fill(behind < 0, float("-inf")).softmax(dim=-1).flatten(2)
+    shares = (
+        _scores(queries, keys, scale)
+        .masked_fill(behind < 0, float("-inf"))
+        .softmax(dim=-1)
+        .flatten(2)
+    )
     held, order = shares.sort(dim=-1, descending=True, stable=True)
     chosen = held.cumsum(dim=-1) <= config.share * len(places)
     highest = torch.zeros_like(order, dtype=torch.bool).scatter_(2, order, chosen)
     return lines | highest.view(lines.shape) & is_aware[..., None, None]
 
 
-def _best_lines(of_tokens: Tensor, of_blocks: Tensor, is_aware: Tensor, config: SparseConfig) -> Tensor:
+def _best_lines(
+    of_tokens: Tensor, of_blocks: Tensor, is_aware: Tensor, config: SparseConfig
+) -> Tensor:
     """Choose lines of blocks, bool ``[B, Hq, n]``: the first, and the others with the highest sums.
 
     Args:
-        of_tokens: ``[B, Hq, S]``, the shares of lines of tokens, which say how many lines of blocks.
+        of_tokens: ``[B, Hq, S]``, the shares of lines of tokens, which say how many lines of
+            blocks.
         of_blocks: ``[B, Hq, n]``.
         is_aware: ``[B, Hq]``, in which heads they are as few as there may be.
     """
@@ -87,7 +105,8 @@ def _best_lines(of_tokens: Tensor, of_blocks: Tensor, is_aware: Tensor, config: 
 
 
 def _line_shares(q: Tensor, k: Tensor, scale: float, backend: str) -> tuple[Tensor, Tensor]:
-    """Compute which share of the last queries' attention falls into each column and each diagonal of tokens.
+    """Compute which share of the last queries' attention falls into each column and each diagonal
+    of tokens.
 
     Args:
         q: ``[B, Hq, L, D]``, the last queries.
@@ -96,11 +115,14 @@ def _line_shares(q: Tensor, k: Tensor, scale: float, backend: str) -> tuple[Tens
         backend: see :mod:`apbv.kernels.backends`.
 
     Returns:
-        columns ``[B, Hq, S]``, from the first key on, and diagonals ``[B, Hq, S]``, from the farthest to that of
-        queries and their own keys, both in fp32 (fp64 for fp64 input); each add up to 1.
+        columns ``[B, Hq, S]``, from the first key on, and diagonals ``[B, Hq, S]``, from the
+        farthest to that of queries and their own keys, both in fp32 (fp64 for fp64 input); each add
+        up to 1.
     """
     rows, tokens = q.shape[2], k.shape[2]
-    lse = segmented_attention(q, [(k, k)], scale, causal_last=True, backend=backend)[1][..., None].flip(2)
+    lse = segmented_attention(q, [(k, k)], scale, causal_last=True, backend=backend)[1][
+        ..., None
+    ].flip(2)
     # Row by row the diagonals begin one place further on.
     q = q.to(lse.dtype).flip(2)
     places = torch.arange(tokens, device=q.device)
@@ -115,7 +137,8 @@ def _line_shares(q: Tensor, k: Tensor, scale: float, backend: str) -> tuple[Tens
             scores.masked_fill_(here > places[tokens - rows :].flip(0)[:, None], float("-inf"))
         scores.exp_()
         columns[..., start : start + len(here)] = scores.sum(dim=2)
-        # Padded by their number and read in rows that are one shorter, every row is one place further on.
+        # Padded by their number and read in rows that are one shorter, every row is one place
+        # further on.
         shifted = functional.pad(scores, (0, rows)).flatten(2)[..., :-rows].unflatten(2, (rows, -1))
         diagonals[..., start : start + shifted.shape[3]] += shifted.sum(dim=2)
     return columns / rows, diagonals[..., :tokens] / rows
@@ -129,6 +152,7 @@ def _divergence(first: Tensor, second: Tensor) -> Tensor:
 
 
 def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
-    """Multiply queries ``[B, Hq, R, D]`` with keys ``[B, Hkv, C, D]`` of their heads: ``[B, Hq, R, C]``."""
+    """Multiply queries ``[B, Hq, R, D]`` with keys ``[B, Hkv, C, D]`` of their heads:
+    ``[B, Hq, R, C]``."""
     of_head = (q * scale).unflatten(1, (k.shape[1], -1)).flatten(2, 3)
     return (of_head @ k.transpose(2, 3)).view(*q.shape[:3], k.shape[2])

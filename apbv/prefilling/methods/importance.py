@@ -1,7 +1,7 @@
 """Ranks a context block's KV pairs; the best l_p are passed on.
 
-The paper (Section 3.3) says only that query-to-context attention scores are used. Its released code ranks by
-``"dot"``; the other rankings are not its authors'.
+The paper (Section 3.3) says only that query-to-context attention scores are used. Its released code
+ranks by ``"dot"``; the other rankings are not its authors'.
 """
 
 from torch import Tensor
@@ -15,15 +15,22 @@ RANKED_BY_PROBABILITY = ("peak", "softmax")
 
 
 def importance_of(
-    name: str, q_query: Tensor, k_block: Tensor, scale: float, *, lse: Tensor | None = None, backend: str = "auto"
+    name: str,
+    q_query: Tensor,
+    k_block: Tensor,
+    scale: float,
+    *,
+    lse: Tensor | None = None,
+    backend: str = "auto",
 ) -> Tensor:
     """Score the keys of a block: higher is more important.
 
-    - ``"peak"``: the highest attention probability over query tokens and the heads of a group. So a key that a
-      single word of the question attends to is passed on.
+    - ``"peak"``: the highest attention probability over query tokens and the heads of a group. So a
+      key that a single word of the question attends to is passed on.
     - ``"softmax"``: the mean of these, in which the other words can outweigh it.
-    - ``"dot"``: the mean raw score over query tokens and group, max-pooled over five neighbouring keys. The mean
-      of products is the product with the mean query, so this costs one row of scores per KV head.
+    - ``"dot"``: the mean raw score over query tokens and group, max-pooled over five neighbouring
+      keys. The mean of products is the product with the mean query, so this costs one row of scores
+      per KV head.
 
     Args:
         name: one of these.

@@ -14,7 +14,8 @@ from ...kernels.backends import drawn_numbers, mistake_of
 from ...transfer import to_device
 from ...warn import warn_caller
 
-# Takes q, k and v [1, S, H, D] of this host's two chunks, softmax_scale, causal and group; returns out.
+# Takes q, k and v [1, S, H, D] of this host's two chunks, softmax_scale, causal and group; returns
+# out.
 Ring = Callable[..., Tensor]
 
 _CHUNK = 37  # rows; of no tile a multiple
@@ -22,10 +23,13 @@ _MISSING = "it is not installed"
 
 
 @cache
-def usable_ring(hosts: HostGroup, device: torch.device, dtype: torch.dtype, head_dim: int, groups: int) -> Ring | None:
+def usable_ring(
+    hosts: HostGroup, device: torch.device, dtype: torch.dtype, head_dim: int, groups: int
+) -> Ring | None:
     """Return ring-flash-attn's function if it is correct on all hosts; else warn with the reason.
 
-    Collective, and tried once: all hosts call it with the same arguments, so all cache the same result.
+    Collective, and tried once: all hosts call it with the same arguments, so all cache the same
+    result.
 
     Args:
         hosts: a group of processes.
@@ -44,7 +48,9 @@ def usable_ring(hosts: HostGroup, device: torch.device, dtype: torch.dtype, head
         return None
     if not any(obstacles):
         obstacles = hosts.gather_json(why_wrong(ring, hosts, device, dtype, head_dim, groups))
-    failed = [f"on {hosts.name_of(number)} {reason}" for number, reason in enumerate(obstacles) if reason]
+    failed = [
+        f"on {hosts.name_of(number)} {reason}" for number, reason in enumerate(obstacles) if reason
+    ]
     if failed:
         warn_caller(f"ring-flash-attn is not used, because {failed[0]}")
         return None
@@ -53,9 +59,15 @@ def usable_ring(hosts: HostGroup, device: torch.device, dtype: torch.dtype, head
 
 @torch.no_grad()
 def why_wrong(
-    ring: Ring, hosts: HostGroup, device: torch.device, dtype: torch.dtype, head_dim: int, groups: int
+    ring: Ring,
+    hosts: HostGroup,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    groups: int,
 ) -> str | None:
-    """Run a ring on a small problem with all hosts, and return its error on this host; None if there is none.
+    """Run a ring on a small problem with all hosts, and return its error on this host; None if
+    there is none.
 
     Args:
         ring: the function, which exchanges data with the hosts' process group.
@@ -64,15 +76,22 @@ def why_wrong(
     Raises:
         HostError: another host did not come to the ring.
     """
-    heads, scale, randn = 2, head_dim**-0.5, drawn_numbers(device, dtype)  # every host draws the whole problem
+    heads, scale, randn = (
+        2,
+        head_dim**-0.5,
+        drawn_numbers(device, dtype),
+    )  # every host draws the whole problem
     rows = 2 * hosts.size * _CHUNK
     q, k, v = (randn(1, rows, count, head_dim) for count in (heads * groups, heads, heads))
     chunks = (hosts.rank, 2 * hosts.size - 1 - hosts.rank)
-    mine = to_device(torch.cat([torch.arange(chunk * _CHUNK, (chunk + 1) * _CHUNK) for chunk in chunks]), device)
+    mine = to_device(
+        torch.cat([torch.arange(chunk * _CHUNK, (chunk + 1) * _CHUNK) for chunk in chunks]), device
+    )
     try:
         own = (states[:, mine].contiguous() for states in (q, k, v))
         out = ring(*own, softmax_scale=scale, causal=True, group=hosts.process_group)
-        hosts.settle()  # a host on which the ring raises sends nothing, and CUDA would wait for it without end
+        # A host on which the ring raises sends nothing, and CUDA would wait for it without end.
+        hosts.settle()
     except HostError:
         raise
     except Exception as error:  # an installation that does not fit the machine may raise anything

@@ -6,7 +6,8 @@ from .apb import ApbMethod
 
 
 class StarMethod(ApbMethod):
-    """Star Attention: blocks see the first block and themselves; the query, in a second pass, sees all."""
+    """Star Attention: blocks see the first block and themselves; the query, in a second pass, sees
+    all."""
 
     name = "star"
     passes_on = False

@@ -8,11 +8,12 @@ from .base import PrefillMethod
 
 
 class UlyssesMethod(PrefillMethod):
-    """DeepSpeed Ulysses: every host attends over the whole prompt with its share of the query heads.
+    """DeepSpeed Ulysses: every host attends over the whole prompt with its share of the query
+    heads.
 
-    One all-to-all turns a share of the tokens into a share of the heads, another one turns it back. Query heads
-    are split as evenly as possible, and some hosts get none where there are more hosts than heads; a KV head goes
-    to every host that has a query head of its group.
+    One all-to-all turns a share of the tokens into a share of the heads, another one turns it back.
+    Query heads are split as evenly as possible, and some hosts get none where there are more hosts
+    than heads; a KV head goes to every host that has a query head of its group.
     """
 
     name = "ulysses"
@@ -33,16 +34,21 @@ class UlyssesMethod(PrefillMethod):
             for heads, shared in zip(query_heads, kv_heads, strict=True)
         ]
         width = len(own) + 2 * len(own_kv)
-        received = self.hosts.all_to_all(outgoing, [(batch, width, length, dim) for length in self._lengths]).wait()
+        received = self.hosts.all_to_all(
+            outgoing, [(batch, width, length, dim) for length in self._lengths]
+        ).wait()
         states = torch.cat(received, dim=2).split([len(own), len(own_kv), len(own_kv)], dim=1)
         out = self._attend(*states, own, group, scale)
 
-        # The way back: send every host its own tokens, of this host's heads, side by side as they are wanted.
+        # The way back: send every host its own tokens, of this host's heads, side by side as they
+        # are wanted.
         shapes = [(batch, rows, len(heads), dim) for heads in query_heads]
         outgoing = out.transpose(1, 2).split(self._lengths, dim=1)
         return torch.cat(self.hosts.all_to_all(outgoing, shapes).wait(), dim=2).transpose(1, 2)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, heads: range, group: int, scale: float) -> Tensor:
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, heads: range, group: int, scale: float
+    ) -> Tensor:
         if not len(heads):
             return q
         if heads.start % group or len(heads) % group:

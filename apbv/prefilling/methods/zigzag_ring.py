@@ -1,7 +1,8 @@
 """Zigzag ring attention, which is exact and passes keys and values round a ring of hosts.
 
-The prompt is cut into 2H chunks, and host h holds chunks h and 2H-1-h (zigzag), so that all hosts have equally
-many (query, key) pairs to compute under the causal mask. Transfers overlap with attention.
+The prompt is cut into 2H chunks, and host h holds chunks h and 2H-1-h (zigzag), so that all hosts
+have equally many (query, key) pairs to compute under the causal mask. Transfers overlap with
+attention.
 """
 
 import torch
@@ -13,7 +14,8 @@ from .ring_library import Ring, usable_ring
 
 
 class ZigzagRingMethod(PrefillMethod):
-    """Ring attention in H steps: in step s a host uses the keys and values of the host s places before it."""
+    """Ring attention in H steps: in step s a host uses the keys and values of the host s places
+    before it."""
 
     name = "zigzag_ring"
     is_exact = True
@@ -22,7 +24,10 @@ class ZigzagRingMethod(PrefillMethod):
     def prepare(self) -> None:
         layout, hosts = self.layout, self.hosts
         # The numbers of rows of every host's two chunks.
-        self._cuts = [[len(layout.blocks[v]) for v in layout.virtual_hosts(host)] for host in range(hosts.size)]
+        self._cuts = [
+            [len(layout.blocks[v]) for v in layout.virtual_hosts(host)]
+            for host in range(hosts.size)
+        ]
         self._equal_chunks = len({len(block) for block in layout.blocks}) == 1
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float, layer: int) -> Tensor:
@@ -42,7 +47,8 @@ class ZigzagRingMethod(PrefillMethod):
             if step == 0:
                 merged = partial
             else:
-                # What is merged again and again is kept in fp32, where it lies; the result is in q's dtype.
+                # What is merged again and again is kept in fp32, where it lies; the result is in
+                # q's dtype.
                 dtype = q.dtype if step + 1 == size else merged[1].dtype
                 out = merged[0] if merged[0].dtype == dtype else empty_output(q, dtype)
                 merged = self.merge([merged, partial], out)
@@ -51,12 +57,15 @@ class ZigzagRingMethod(PrefillMethod):
         return merged[0]
 
     def _attend_to(self, owner: int, q: Tensor, held: Tensor, scale: float) -> State:
-        """Attend to a host's keys and values, ``[2, 1, Hkv, rows, D]``, with this host's queries that see any.
+        """Attend to a host's keys and values, ``[2, 1, Hkv, rows, D]``, with this host's queries
+        that see any.
 
         Where only its late chunk does, the result is one of the last queries.
         """
         here = self.hosts.rank
-        if owner == here:  # together this host's chunks are one triangle: the late one sees all of the early one
+        if (
+            owner == here
+        ):  # together this host's chunks are one triangle: the late one sees all of the early one
             return self.attend(q, [tuple(held)], scale, causal_last=True)
         if owner < here:  # its early chunk lies before both of this host's, its late one after both
             held = held[:, :, :, : self._cuts[owner][0]]
@@ -65,14 +74,19 @@ class ZigzagRingMethod(PrefillMethod):
         return self.attend(q, [tuple(held)], scale, causal_last=False)
 
     def _library_for(self, q: Tensor, k: Tensor) -> Ring | None:
-        """Return ring-flash-attn where it can be used: it takes chunks of equal length in half precision only."""
+        """Return ring-flash-attn where it can be used: it takes chunks of equal length in half
+        precision only."""
         is_half = q.dtype in (torch.float16, torch.bfloat16)
         if not (self._equal_chunks and q.is_cuda and is_half) or self.hosts.process_group is None:
             return None
         return usable_ring(self.hosts, q.device, q.dtype, q.shape[3], q.shape[1] // k.shape[1])
 
-    def _by_ring_flash_attn(self, ring: Ring, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def _by_ring_flash_attn(
+        self, ring: Ring, q: Tensor, k: Tensor, v: Tensor, scale: float
+    ) -> Tensor:
         """Call ring-flash-attn, which places chunks alike."""
         q, k, v = (states.transpose(1, 2).contiguous() for states in (q, k, v))
         self.hosts.bytes_received += (self.hosts.size - 1) * (k.nbytes + v.nbytes)
-        return ring(q, k, v, softmax_scale=scale, causal=True, group=self.hosts.process_group).transpose(1, 2)
+        return ring(
+            q, k, v, softmax_scale=scale, causal=True, group=self.hosts.process_group
+        ).transpose(1, 2)

@@ -25,14 +25,17 @@ def keep_even(num_tokens: int, count: int) -> Tensor:
 
 
 def means_of_groups(rows: Tensor, groups: Tensor, count: int) -> Tensor:
-    """Return the mean of the rows ``[m, d]`` of each group, ``[count, d]``; 0 for a group without rows.
+    """Return the mean of the rows ``[m, d]`` of each group, ``[count, d]``; 0 for a group without
+    rows.
 
     Args:
         groups: each row's group, ``[m]``.
     """
     groups = to_device(groups, rows.device)
     dtype = torch.promote_types(rows.dtype, torch.float32)
-    sums = torch.zeros(count, rows.shape[1], dtype=dtype, device=rows.device).index_add_(0, groups, rows.to(dtype))
+    sums = torch.zeros(count, rows.shape[1], dtype=dtype, device=rows.device).index_add_(
+        0, groups, rows.to(dtype)
+    )
     return (sums / groups.bincount(minlength=count).clamp(min=1)[:, None]).to(rows.dtype)
 
 
@@ -42,7 +45,8 @@ def count_of(share: float, num_tokens: int) -> int:
 
 
 def shares_of_videos(count: int, lengths: Sequence[int]) -> list[int]:
-    """Share ``count`` tokens out over videos, in proportion to their lengths as far as that comes out even."""
+    """Share ``count`` tokens out over videos, in proportion to their lengths as far as that comes
+    out even."""
     total = max(1, sum(lengths))
     ends = [end * count // total for end in accumulate(lengths, initial=0)]
     return [stop - start for start, stop in pairwise(ends)]
@@ -75,7 +79,8 @@ class Reduction:
         }
 
     def spread(self, scores: Tensor) -> Tensor:
-        """Return scores of the tokens that are kept, ``[num_after]``, as scores of all, ``[num_before]``.
+        """Return scores of the tokens that are kept, ``[num_after]``, as scores of all,
+        ``[num_before]``.
 
         The others get the lowest of these, or 0 if that is lower.
         """

@@ -1,19 +1,19 @@
 """DyCoke's first stage, temporal token merging: prunes tokens that hardly changed.
 
-Source: Tao et al., *DyCoke: Dynamic Compression of Tokens for Fast Video Large Language Models* (CVPR 2025),
-Section 3.2. In windows of four frames the first is whole. Tokens of the second and the third are compared with
-the same place in the first, those of the fourth with that in the third. Every compared frame keeps equally many
-tokens, the least similar.
+Source: Tao et al., *DyCoke: Dynamic Compression of Tokens for Fast Video Large Language Models*
+(CVPR 2025), Section 3.2. In windows of four frames the first is whole. Tokens of the second and the
+third are compared with the same place in the first, those of the fourth with that in the third.
+Every compared frame keeps equally many tokens, the least similar.
 
 What is different here:
 
-- The ratio is that of the whole video; in the paper it is K, the share that is pruned of a compared frame. So
-  ratio = (1 + 3 (1 - K)) / 4, and the paper's K = 0.7 is a ratio of 0.475.
-- Below a quarter not even the first frames fit. Then compared frames keep nothing, and the first frames are a
-  video of their own, whose windows are four times as long; and so on.
+- The ratio is that of the whole video; in the paper it is K, the share that is pruned of a compared
+  frame. So ratio = (1 + 3 (1 - K)) / 4, and the paper's K = 0.7 is a ratio of 0.475.
+- Below a quarter not even the first frames fit. Then compared frames keep nothing, and the first
+  frames are a video of their own, whose windows are four times as long; and so on.
 - The last window is a window, however short; the authors' code leaves some of its frames whole.
-- DyCoke's second stage, which chooses anew in every decoding step which of the KV the answer attends to, is
-  pruned: it saves no prefill.
+- DyCoke's second stage, which chooses anew in every decoding step which of the KV the answer
+  attends to, is pruned: it saves no prefill.
 """
 
 import torch
@@ -26,7 +26,9 @@ from .frames import KeptRows, SharedVideo
 _WINDOW = 4
 
 
-def plan_windows(num_frames: int, frame_size: int, count: int) -> tuple[range, dict[int, tuple[int, int]]]:
+def plan_windows(
+    num_frames: int, frame_size: int, count: int
+) -> tuple[range, dict[int, tuple[int, int]]]:
     """Plan which frames are kept whole, and how many tokens of others; the rest is pruned.
 
     Of others also with which frame they are compared: ``{frame: (reference, count)}``.
@@ -58,7 +60,10 @@ def keep_by_dycoke(video: SharedVideo, count: int) -> KeptRows:
     if count < size:
         return video.kept(keep_even(size, count))
     whole, compared = plan_windows(video.num_frames, size, count)
-    references = [sorted({compared[frame][0] for frame in share if frame in compared}) for share in video.shares]
+    references = [
+        sorted({compared[frame][0] for frame in share if frame in compared})
+        for share in video.shares
+    ]
     fetched = video.fetch(references, video.embeddings)
     reference = dict(zip(references[video.hosts.rank], fetched, strict=True))
     places = [torch.empty(0, dtype=torch.long)]
@@ -67,7 +72,9 @@ def keep_by_dycoke(video: SharedVideo, count: int) -> KeptRows:
             kept = torch.arange(size)
         elif frame in compared:
             other, share = compared[frame]
-            similar = functional.cosine_similarity(rows.float(), reference[other].float(), dim=-1, eps=1e-12)
+            similar = functional.cosine_similarity(
+                rows.float(), reference[other].float(), dim=-1, eps=1e-12
+            )
             kept = keep_best(-similar.cpu(), share)
         else:
             continue

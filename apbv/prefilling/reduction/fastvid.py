@@ -1,28 +1,31 @@
 """FastVID: each segment of similar frames keeps salient tokens, and merges the rest.
 
-Source: Shen et al., *FastVID: Dynamic Density Pruning for Fast Video Large Language Models* (2025), as in the
-authors' program for LLaVA-Video.
+Source: Shen et al., *FastVID: Dynamic Density Pruning for Fast Video Large Language Models* (2025),
+as in the authors' program for LLaVA-Video.
 
-- *DySeg* cuts the video where adjacent frames are least alike: at the c - 1 = 7 lowest similarities, and wherever
-  one is below tau.
+- *DySeg* cuts the video where adjacent frames are least alike: at the c - 1 = 7 lowest
+  similarities, and wherever one is below tau.
 - *ATS* spends three fifths of a segment's budget evenly on the most salient tokens of its frames.
-- *DTM* spends the rest on every fourth frame of a segment, counted from its last: its anchor frames. It takes
-  tokens that are dense and far from denser ones (density peaks, by 4 nearest neighbours). Into those of each
-  anchor frame, all tokens of the segment that are neither salient nor among them are merged: each becomes 0.6 of
-  itself and 0.4 of the mean of the tokens that are more similar to it than to the others.
+- *DTM* spends the rest on every fourth frame of a segment, counted from its last: its anchor
+  frames. It takes tokens that are dense and far from denser ones (density peaks, by 4 nearest
+  neighbours). Into those of each anchor frame, all tokens of the segment that are neither salient
+  nor among them are merged: each becomes 0.6 of itself and 0.4 of the mean of the tokens that are
+  more similar to it than to the others.
 
 What is different here:
 
-- A frame is represented by the mean of its tokens' embeddings, with tau = 0.84, as in the authors' program for
-  Qwen2.5-VL; the paper's 0.9 is for the vision tower's pooled output. That program also spends nothing on a frame
-  whose next one is more similar than 0.95, and so keeps fewer tokens than its ratio says.
-- Salience is a stand-in, as not all towers have a [CLS] token, whose attention the paper takes; the program for
-  Qwen2.5-VL takes how the mean query of the last vision block attends to a token's keys. Here those tokens are
-  salient whose embeddings are least similar to their frame's mean. They are only in part the same tokens.
-- The paper keeps at most a quarter. With more, every fourth frame may have too few tokens to keep; then anchor
-  frames are closer: every third, every other, or all.
-- A merged token stays at the place of the token that others were merged into. Of equal densities the earlier token
-  counts as the denser one; the authors add noise instead.
+- A frame is represented by the mean of its tokens' embeddings, with tau = 0.84, as in the authors'
+  program for Qwen2.5-VL; the paper's 0.9 is for the vision tower's pooled output. That program also
+  spends nothing on a frame whose next one is more similar than 0.95, and so keeps fewer tokens than
+  its ratio says.
+- Salience is a stand-in, as not all towers have a [CLS] token, whose attention the paper takes; the
+  program for Qwen2.5-VL takes how the mean query of the last vision block attends to a token's
+  keys. Here those tokens are salient whose embeddings are least similar to their frame's mean. They
+  are only in part the same tokens.
+- The paper keeps at most a quarter. With more, every fourth frame may have too few tokens to keep;
+  then anchor frames are closer: every third, every other, or all.
+- A merged token stays at the place of the token that others were merged into. Of equal densities
+  the earlier token counts as the denser one; the authors add noise instead.
 """
 
 import torch
@@ -60,8 +63,8 @@ def share_budget(counts: list[int], frame_size: int) -> tuple[list[int], dict[in
         counts: how many tokens each frame of the segment may contribute.
 
     Returns:
-        For every frame how many by their salience; the anchor frames, by their number within the segment, and how
-        many each keeps by density.
+        For every frame how many by their salience; the anchor frames, by their number within the
+        segment, and how many each keeps by density.
     """
     total = sum(counts)
     dense = total * 2 // 5
@@ -77,26 +80,34 @@ def share_budget(counts: list[int], frame_size: int) -> tuple[list[int], dict[in
 def keep_by_fastvid(video: SharedVideo, count: int) -> KeptRows:
     """Keep ``count`` tokens, of which some have others merged into them; collective.
 
-    A segment is reduced by the host that has its first frame, to which the others send the rest of it.
+    A segment is reduced by the host that has its first frame, to which the others send the rest of
+    it.
     """
     size, rank = video.frame_size, video.hosts.rank
     means = functional.normalize(video.gather(video.embeddings.float().mean(dim=1)), dim=-1)
     segments = cut_segments((means[1:] * means[:-1]).sum(dim=-1))
     counts = [len(share) for share in split_evenly(range(count), video.num_frames)]
-    of_hosts = [[segment for segment in segments if segment.start in share] for share in video.shares]
-    frames = [range(of_host[0].start, of_host[-1].stop) if of_host else range(0) for of_host in of_hosts]
+    of_hosts = [
+        [segment for segment in segments if segment.start in share] for share in video.shares
+    ]
+    frames = [
+        range(of_host[0].start, of_host[-1].stop) if of_host else range(0) for of_host in of_hosts
+    ]
     mine, rows = frames[rank], video.fetch(frames, video.rows)
     places, values = [torch.empty(0, dtype=torch.long)], [rows[:0].flatten(0, 1)]
     for segment in of_hosts[rank]:
         within = rows[segment.start - mine.start : segment.stop - mine.start]
-        chosen, kept = _reduce_segment(within, video.hidden_size, counts[segment.start : segment.stop])
+        chosen, kept = _reduce_segment(
+            within, video.hidden_size, counts[segment.start : segment.stop]
+        )
         places.append(segment.start * size + chosen)
         values.append(kept)
     return KeptRows(torch.cat(places), torch.cat(values))
 
 
 def _reduce_segment(rows: Tensor, hidden_size: int, counts: list[int]) -> tuple[Tensor, Tensor]:
-    """Keep a segment's salient tokens, and merge the rest into the densest ones of every anchor frame.
+    """Keep a segment's salient tokens, and merge the rest into the densest ones of every anchor
+    frame.
 
     Args:
         rows: ``[F, h * w, (1 + L) * d]``.
@@ -127,29 +138,41 @@ def _reduce_segment(rows: Tensor, hidden_size: int, counts: list[int]) -> tuple[
 
 
 def density_peaks(tokens: Tensor) -> Tensor:
-    """Score rows ``[m, d]`` as centres of clusters: density times the distance to the nearest denser row, ``[m]``.
+    """Score rows ``[m, d]`` as centres of clusters: density times the distance to the nearest
+    denser row, ``[m]``.
 
-    Distances are divided by √d. A row's density is exp(−mean of the squared distances to its nearest rows, itself
-    among them). The densest row's distance is the largest of all. Of equally dense rows the earlier one is denser.
+    Distances are divided by √d. A row's density is exp(−mean of the squared distances to its
+    nearest rows, itself among them). The densest row's distance is the largest of all. Of equally
+    dense rows the earlier one is denser.
     """
     # Without matrix products, by which the distances of equal rows are not quite 0.
-    distances = torch.cdist(tokens, tokens, compute_mode="donot_use_mm_for_euclid_dist") / tokens.shape[1] ** 0.5
+    distances = (
+        torch.cdist(tokens, tokens, compute_mode="donot_use_mm_for_euclid_dist")
+        / tokens.shape[1] ** 0.5
+    )
     nearest = distances.topk(min(_NUM_NEIGHBOURS, len(tokens)), largest=False).values
     density = nearest.square().mean(dim=1).neg().exp()
     rank = torch.empty(len(tokens), dtype=torch.long, device=tokens.device)
-    rank[density.argsort(descending=True, stable=True)] = torch.arange(len(tokens), device=tokens.device)
+    rank[density.argsort(descending=True, stable=True)] = torch.arange(
+        len(tokens), device=tokens.device
+    )
     to_denser = distances.masked_fill(rank[None] >= rank[:, None], float("inf")).min(dim=1).values
     return to_denser.clamp(max=distances.max()) * density
 
 
 def _merged(flat: Tensor, hidden_size: int, anchors: Tensor, others: Tensor, size: int) -> Tensor:
-    """Merge every other token into the most similar anchor token; return the anchors, ``[A, (1 + L) * d]``."""
+    """Merge every other token into the most similar anchor token; return the anchors,
+    ``[A, (1 + L) * d]``."""
     targets = functional.normalize(flat[anchors, :hidden_size].float(), dim=-1)
     sums = flat.new_zeros(len(anchors), flat.shape[1], dtype=torch.float32)
     counts = sums.new_zeros(len(anchors), 1)
-    for some in others.to(flat.device).split(size):  # a long segment has more similarities than fit in memory
+    for some in others.to(flat.device).split(
+        size
+    ):  # a long segment has more similarities than fit in memory
         tokens = flat[some].float()
-        nearest = (tokens[:, :hidden_size] @ targets.T).argmax(dim=-1)  # whatever the tokens' own lengths
+        nearest = (tokens[:, :hidden_size] @ targets.T).argmax(
+            dim=-1
+        )  # whatever the tokens' own lengths
         sums.index_add_(0, nearest, tokens)
         counts.index_add_(0, nearest, counts.new_ones(len(some), 1))
     own = flat[anchors].float()

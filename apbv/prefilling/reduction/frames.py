@@ -22,7 +22,8 @@ class KeptRows(NamedTuple):
     """A host's rows of a video after a reduction; all retained rows of a frame are on one host.
 
     Attributes:
-        places: ``[K]``, ascending, where the rows belong: tokens of the video, numbered frame by frame.
+        places: ``[K]``, ascending, where the rows belong: tokens of the video, numbered frame by
+            frame.
         values: ``[K, (1 + L) * d]``. A row that was made of several has the place of one of them.
     """
 
@@ -90,7 +91,9 @@ class SharedVideo:
         """
         first, size = self.mine.start * self.frame_size, len(self.mine) * self.frame_size
         places = places[(places >= first) & (places < first + size)]
-        return KeptRows(places, self.rows.flatten(0, 1)[to_device(places - first, self.rows.device)])
+        return KeptRows(
+            places, self.rows.flatten(0, 1)[to_device(places - first, self.rows.device)]
+        )
 
     def gather(self, local: Tensor) -> Tensor:
         """All-gather per-frame results; collective.
@@ -104,7 +107,8 @@ class SharedVideo:
         return torch.cat(self.hosts.gather_rows(local, [*map(len, self.shares)]).wait()).cpu()
 
 
-# Keeps ``count`` tokens of a video, or fewer where that does not come out even, and at least one; collective.
+# Keeps ``count`` tokens of a video, or fewer where that does not come out even, and at least one;
+# collective.
 Reducer = Callable[[SharedVideo, int], KeptRows]
 
 
@@ -136,7 +140,9 @@ def videos_of(parts: ModelParts, inputs: ModelInputs) -> list[VideoPlace]:
         if item.kind == "video":
             rows, shape = visual.rows_of(patches), frame_shape(parts, inputs, patches.start)
             end = rows.stop - item.num_ending_rows
-            places.append(VideoPlace(patches, range(rows.start, end), range(end, rows.stop), *shape))
+            places.append(
+                VideoPlace(patches, range(rows.start, end), range(end, rows.stop), *shape)
+            )
     return places
 
 
@@ -148,7 +154,8 @@ def require_whole_frames(inputs: ModelInputs, what: str) -> None:
     """
     if inputs.visual is not None and not all(item.is_whole for item in inputs.visual.items):
         raise PromptError(
-            f"{what} compares whole frames, but the model's processor left out tokens that repeat a frame: "
+            f"{what} compares whole frames, but the model's processor left out tokens that repeat "
+            "a frame: "
             "set use_token_compression to false in the config of its video processor"
         )
 
@@ -191,7 +198,9 @@ def shared_video(
 
     shares = tuple(range(within(share.start), within(share.stop)) for share in visual.patches)
     mine, size = shares[hosts.rank], video.height * video.width
-    begin = video.in_frames.start + mine.start * size - visual.pieces[hosts.rank].start if mine else 0
+    begin = (
+        video.in_frames.start + mine.start * size - visual.pieces[hosts.rank].start if mine else 0
+    )
     frames = rows[begin : begin + len(mine) * size].view(len(mine), size, rows.shape[1])
     hidden_size = parts.language_model.config.hidden_size
     return SharedVideo(frames, shares, video.height, video.width, hidden_size, hosts)

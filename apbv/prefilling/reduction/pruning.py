@@ -1,7 +1,7 @@
 """Prunes visual tokens before the language model, after the frames are encoded.
 
-The result is a shorter prompt, and the embeddings of its visual tokens on their hosts. It is prefilled like any
-other, with any method.
+The result is a shorter prompt, and the embeddings of its visual tokens on their hosts. It is
+prefilled like any other, with any method.
 """
 
 from dataclasses import replace
@@ -30,8 +30,11 @@ from .choosing import Reduction, count_of, shares_of_videos
 from .frames import Reducer, num_in_frames, require_whole_frames, shared_video, videos_of
 
 
-def require_usable(config: ReduceConfig | None, model: PreTrainedConfig, reuse: ReuseConfig | None) -> None:
-    """Reject a reduction and a prefix cache that are incompatible with each other or with the model.
+def require_usable(
+    config: ReduceConfig | None, model: PreTrainedConfig, reuse: ReuseConfig | None
+) -> None:
+    """Reject a reduction and a prefix cache that are incompatible with each other or with the
+    model.
 
     Args:
         model: the model's config.
@@ -40,7 +43,9 @@ def require_usable(config: ReduceConfig | None, model: PreTrainedConfig, reuse: 
         ValueError: they are; the message says why.
     """
     if config is not None and model.model_type not in VIDEO_FAMILIES:
-        raise ValueError(f"{config.method} prunes visual tokens, but {model.model_type} models read only text")
+        raise ValueError(
+            f"{config.method} prunes visual tokens, but {model.model_type} models read only text"
+        )
     kv_reuse = reuse is not None and reuse.mode == "kv"
     refuse(
         hybrid=hybrid_family(model),
@@ -54,14 +59,16 @@ def require_reducible(config: ReduceConfig, inputs: ModelInputs) -> None:
     """Reject a prompt that cannot be pruned.
 
     Raises:
-        PromptError: frames are to be reduced, and the prompt has no video, or lacks tokens of its frames.
+        PromptError: frames are to be reduced, and the prompt has no video, or lacks tokens of its
+            frames.
     """
     if config.leaves_all:
         return
     if inputs.visual is None or all(item.kind == "image" for item in inputs.visual.items):
         has = "no video" if inputs.visual is None else "images only"
         raise PromptError(
-            f"reduce={config.method!r} prunes redundancy between a video's frames, but the prompt has {has}"
+            f"reduce={config.method!r} prunes redundancy between a video's frames, but the prompt "
+            f"has {has}"
         )
     require_whole_frames(inputs, f"reduce={config.method!r}")
 
@@ -77,7 +84,8 @@ def reduce_prompt(
     """Encode this host's share of a prompt's frames, and prune visual tokens; collective.
 
     Returns:
-        The shorter prompt, without pixels, the source of this host's share of its embeddings, and what was left.
+        The shorter prompt, without pixels, the source of this host's share of its embeddings, and
+        what was left.
 
     Args:
         inputs: a prompt that :func:`require_reducible` lets pass, the same on every host.
@@ -85,10 +93,10 @@ def reduce_prompt(
         config: with a reduction.
 
     Raises:
-        ValueError: a frame cannot be read, or the vision tower makes another number of rows than the prompt has
-            placeholders.
-        NotEnoughMemoryError: a host certainly has too little memory for its frames' embeddings, which every host
-            raises before they are encoded; or this host ran out of it.
+        ValueError: a frame cannot be read, or the vision tower makes another number of rows than
+            the prompt has placeholders.
+        NotEnoughMemoryError: a host certainly has too little memory for its frames' embeddings,
+            which every host raises before they are encoded; or this host ran out of it.
         HostError: another host failed.
     """
     settings, visual = config.reduce, inputs.visual
@@ -98,10 +106,14 @@ def reduce_prompt(
     room.require()
     num_bytes = visual.chunk_bytes or agree_on_chunks(hosts, parts.device, config.video.chunk_bytes)
     with hosts.local_stage("encode"), room.explained("encoding"):
-        (rows,) = all_rows(parts, visual, visual.chunks(hosts.rank, num_bytes), source, [parts.row_width])
+        (rows,) = all_rows(
+            parts, visual, visual.chunks(hosts.rank, num_bytes), source, [parts.row_width]
+        )
     with hosts.collective_stage("reduction"), room.explained("reduction"), timer.stage("exchange"):
         count = count_of(settings.ratio, num_in_frames(parts, inputs))
-        stays, patches, values = choose_rows(parts, inputs, rows, hosts, REDUCERS[settings.method], count)
+        stays, patches, values = choose_rows(
+            parts, inputs, rows, hosts, REDUCERS[settings.method], count
+        )
         shorter = _with_rows(parts, inputs, stays, patches, num_bytes)
     kept = stays.nonzero().flatten()
     reduction = Reduction(settings.method, settings.ratio, visual.num_rows, len(kept), kept)
@@ -109,7 +121,12 @@ def reduce_prompt(
 
 
 def choose_rows(
-    parts: ModelParts, inputs: ModelInputs, rows: Tensor, hosts: HostGroup, reducer: Reducer, count: int
+    parts: ModelParts,
+    inputs: ModelInputs,
+    rows: Tensor,
+    hosts: HostGroup,
+    reducer: Reducer,
+    count: int,
 ) -> tuple[Tensor, tuple[range, ...], Tensor]:
     """Choose some of the tokens of a prompt's frames; collective.
 
@@ -117,12 +134,13 @@ def choose_rows(
 
     Args:
         rows: ``[rows of this host's share, (1 + L) * d]``.
-        count: how many tokens of frames are kept, over all videos; each keeps the same share, as far as that comes
-            out even.
+        count: how many tokens of frames are kept, over all videos; each keeps the same share, as
+            far as that comes out even.
 
     Returns:
-        Which visual tokens stay, bool ``[rows]``, the same on every host; for every host, the temporal patches
-        whose kept rows it has; and the kept rows of this host's patches, ``[k, (1 + L) * d]``.
+        Which visual tokens stay, bool ``[rows]``, the same on every host; for every host, the
+        temporal patches whose kept rows it has; and the kept rows of this host's patches,
+        ``[k, (1 + L) * d]``.
     """
     visual, videos = inputs.visual, videos_of(parts, inputs)
     shares = shares_of_videos(count, [len(video.in_frames) for video in videos])
@@ -138,7 +156,8 @@ def choose_rows(
     unreduced = mine.nonzero().flatten()
     mine[torch.cat([unreduced, *chosen])] = 1
     has = hosts.all_gather(mine.to(rows.device)).wait().bool().cpu()
-    # A video's ending rows go to the host that has its last frame now, or stay if no host has any of it.
+    # A video's ending rows go to the host that has its last frame now, or stay if no host has any
+    # of it.
     held = [*map(numbers_in, visual.pieces)]
     ending = [torch.arange(0)] * hosts.size
     for video in videos:
@@ -148,7 +167,11 @@ def choose_rows(
             if has_last[host] or (not has_last.any() and video.patches[-1] in share):
                 ending[host] = torch.cat([ending[host], numbers_in(video.ending)])
                 has[host, end] = True
-    values = [rows[to_device(unreduced - first, rows.device)], *values, move_rows(rows, held, ending, hosts)]
+    values = [
+        rows[to_device(unreduced - first, rows.device)],
+        *values,
+        move_rows(rows, held, ending, hosts),
+    ]
     values, order = torch.cat(values), torch.cat([unreduced, *chosen, ending[hosts.rank]]).argsort()
     if not torch.equal(order, torch.arange(len(order))):
         values = values[to_device(order, rows.device)]
@@ -164,9 +187,14 @@ def _starts(visual: VisualInput, kept: Tensor) -> Tensor:
 
 
 def _with_rows(
-    parts: ModelParts, inputs: ModelInputs, kept: Tensor, patches: tuple[range, ...], chunk_bytes: int
+    parts: ModelParts,
+    inputs: ModelInputs,
+    kept: Tensor,
+    patches: tuple[range, ...],
+    chunk_bytes: int,
 ) -> ModelInputs:
-    """Return the prompt without the visual tokens that are not kept; the others stay at their positions."""
+    """Return the prompt without the visual tokens that are not kept; the others stay at their
+    positions."""
     visual = inputs.visual
     stays = ~parts.is_visual(inputs.input_ids[0])
     stays[~stays] = kept
@@ -177,5 +205,7 @@ def _with_rows(
         position_ids=inputs.position_ids[..., stays],
         context_start=int(stays[: inputs.context_start].sum()),
         query_start=int(stays[: inputs.query_start].sum()),
-        visual=replace(visual, patches=patches, row_starts=row_starts, pixels=None, chunk_bytes=chunk_bytes),
+        visual=replace(
+            visual, patches=patches, row_starts=row_starts, pixels=None, chunk_bytes=chunk_bytes
+        ),
     )

@@ -1,20 +1,22 @@
 """SlowFast-LLaVA: a slow pathway with few frames in full, and a fast one with all others pooled.
 
-Source: Xu et al., *SlowFast-LLaVA: A Strong Training-Free Baseline for Video Large Language Models*, which the
-paper of APB-V compares with.
+Source: Xu et al., *SlowFast-LLaVA: A Strong Training-Free Baseline for Video Large Language
+Models*, which the paper of APB-V compares with.
 
-The fast pathway averages every frame in squares of p x p tokens; p is the least with which it takes at most a
-quarter of what may be kept, or as many tokens as there are frames. The slow pathway has as many frames as the rest
-allows, evenly spaced from the first one. Of every two tokens side by side it keeps the larger number in each
-dimension, as the authors' program does. In the paper it is 10 frames of 50, and 16 tokens of each frame, which is
-an eighth.
+The fast pathway averages every frame in squares of p x p tokens; p is the least with which it takes
+at most a quarter of what may be kept, or as many tokens as there are frames. The slow pathway has
+as many frames as the rest allows, evenly spaced from the first one. Of every two tokens side by
+side it keeps the larger number in each dimension, as the authors' program does. In the paper it is
+10 frames of 50, and 16 tokens of each frame, which is an eighth.
 
 What is different here:
 
-- The paper puts the fast pathway's tokens after the slow ones. Here tokens stay in the prompt's order and at their
-  positions, a pooled one at those of the token in the middle of what it was made of, or left of that; so a slow
-  frame is not there again, averaged. (APB-V's authors gather positions in the same way.)
-- Where more may be kept than the slow pathway has of all frames, which is half, slow frames are whole.
+- The paper puts the fast pathway's tokens after the slow ones. Here tokens stay in the prompt's
+  order and at their positions, a pooled one at those of the token in the middle of what it was made
+  of, or left of that; so a slow frame is not there again, averaged. (APB-V's authors gather
+  positions in the same way.)
+- Where more may be kept than the slow pathway has of all frames, which is half, slow frames are
+  whole.
 - Where there are fewer tokens to keep than frames, evenly spaced frames keep one each.
 """
 
@@ -34,7 +36,8 @@ def plan_pathways(num_frames: int, height: int, width: int, count: int) -> dict[
     """Share ``count`` tokens out between both pathways.
 
     Returns:
-        For every frame that is not left out, how its tokens are pooled, and in cells of which height and width.
+        For every frame that is not left out, how its tokens are pooled, and in cells of which
+        height and width.
     """
     if count < num_frames:
         return dict.fromkeys(_spaced(num_frames, count), (functional.avg_pool2d, (height, width)))
@@ -43,9 +46,15 @@ def plan_pathways(num_frames: int, height: int, width: int, count: int) -> dict[
         side += 1
     across = 2 if num_frames * _num_cells(height, width, 1, 2) >= count else 1
     fast, slow = _num_cells(height, width, side, side), _num_cells(height, width, 1, across)
-    num_slow = num_frames if fast >= slow else min(num_frames, (count - num_frames * fast) // (slow - fast))
+    num_slow = (
+        num_frames
+        if fast >= slow
+        else min(num_frames, (count - num_frames * fast) // (slow - fast))
+    )
     poolings = dict.fromkeys(range(num_frames), (functional.avg_pool2d, (side, side)))
-    return poolings | dict.fromkeys(_spaced(num_frames, num_slow), (functional.max_pool2d, (1, across)))
+    return poolings | dict.fromkeys(
+        _spaced(num_frames, num_slow), (functional.max_pool2d, (1, across))
+    )
 
 
 def keep_slow_and_fast(video: SharedVideo, count: int) -> KeptRows:
@@ -72,7 +81,8 @@ def _num_cells(height: int, width: int, down: int, across: int) -> int:
 
 
 def _middles(height: int, width: int, cell: tuple[int, int]) -> Tensor:
-    """Return the places of the middles of a frame's cells, or of the tokens above and left of them."""
+    """Return the places of the middles of a frame's cells, or of the tokens above and left of
+    them."""
     down, across = (
         torch.tensor([(start + min(start + side, end) - 1) // 2 for start in range(0, end, side)])
         for side, end in zip(cell, (height, width), strict=True)

@@ -25,8 +25,8 @@ class Sample:
     Attributes:
         key: its name, which no other sample of the benchmark has.
         question: the question, without its options.
-        answer: the number of the right option, from 0; of an open question the right text; None: not known, so
-            that the answer is recorded, and not scored.
+        answer: the number of the right option, from 0; of an open question the right text; None:
+            not known, so that the answer is recorded, and not scored.
         options: what can be chosen from; empty where the question is open.
         videos, images, audio: the files that are asked about.
         groups: to what kinds of question it belongs, such as ``{"duration": "long"}``.
@@ -74,7 +74,8 @@ class Subtitle(NamedTuple):
 
 
 def file_sizes(sample: Sample) -> list[int]:
-    """Return the bytes of each of a sample's files, which tell other files of the same names apart; 0: no file."""
+    """Return the bytes of each of a sample's files, which tell other files of the same names apart;
+    0: no file."""
     return [path.stat().st_size if path.is_file() else 0 for path in sample.files]
 
 
@@ -89,14 +90,23 @@ def by_files(samples: Iterable[Sample]) -> list[list[Sample]]:
 def digest_of(samples: Iterable[Sample]) -> str:
     """Return a digest of all that is asked: questions, options, answers and files' names."""
     asked = [
-        [s.key, s.question, s.answer, s.options, [path.name for path in s.files], dict(s.groups), s.unit]
+        [
+            s.key,
+            s.question,
+            s.answer,
+            s.options,
+            [path.name for path in s.files],
+            dict(s.groups),
+            s.unit,
+        ]
         for s in samples
     ]
     return hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file; of a file whose name ends in ``.jsonl`` return a list with an entry for every line.
+    """Read a JSON file; of a file whose name ends in ``.jsonl`` return a list with an entry for
+    every line.
 
     Raises:
         ValueError: it cannot be read, or is not JSON; with the line.
@@ -122,7 +132,8 @@ def made_of(path: Path, entries: Any, make: Callable[[int, dict], Made]) -> list
     """Make something of each entry of a file, from its number, from 1, and its fields.
 
     Raises:
-        ValueError: there is no list, or an entry lacks a field, or has a wrong one; with the entry's number.
+        ValueError: there is no list, or an entry lacks a field, or has a wrong one; with the
+            entry's number.
     """
     if not isinstance(entries, list):
         raise ValueError(f"{path}: expected a list of questions")
@@ -142,7 +153,11 @@ def text_of(value: Any) -> str:
     Raises:
         ValueError: it is something else, or blank.
     """
-    text = str(value).strip() if isinstance(value, str | int | float) and not isinstance(value, bool) else ""
+    text = (
+        str(value).strip()
+        if isinstance(value, str | int | float) and not isinstance(value, bool)
+        else ""
+    )
     if not text:
         raise ValueError(f"expected a text, got {value!r:.60}")
     return text
@@ -171,7 +186,8 @@ def option_named(options: Sequence[str], answer: Any) -> int:
     if isinstance(answer, int) and not isinstance(answer, bool):
         if any(option == text and number != answer for number, option in enumerate(options)):
             raise ValueError(
-                f"the answer {answer} is the number, from 0, of one option and the text of another; "
+                f"the answer {answer} is the number, from 0, of one option and the text of "
+                "another; "
                 f'"{answer}" is the text, and a letter is clear'
             )
         found = {answer} & {*range(len(options))}
@@ -183,7 +199,10 @@ def option_named(options: Sequence[str], answer: Any) -> int:
         }
     if len(found) != 1:
         many = "could be several" if found else "is none"
-        raise ValueError(f"the answer {answer!r} {many} of the {len(options)} options; its number, from 0, is clear")
+        raise ValueError(
+            f"the answer {answer!r} {many} of the {len(options)} options; its number, from 0, is "
+            "clear"
+        )
     return found.pop()
 
 
@@ -201,7 +220,8 @@ def option_lettered(options: Sequence[str], letter: str) -> int:
 
 
 def _without_letter(option: str, letter: str) -> str | None:
-    """Return an option's text after its own letter, as of "A. red" and "(A) red"; None if it has not that."""
+    """Return an option's text after its own letter, as of "A. red" and "(A) red"; None if it has
+    not that."""
     for mark in (f"{letter}.", f"{letter})", f"({letter})"):
         if option.startswith(mark):
             return option.removeprefix(mark).strip() or None
@@ -210,7 +230,9 @@ def _without_letter(option: str, letter: str) -> str | None:
 
 def fill(template: str, sample: Sample, subtitles: str = "") -> str:
     """Put a sample's question, its lettered options and subtitles into a template."""
-    lettered = (f"{letter}. {option}" for letter, option in zip(LETTERS, sample.options, strict=False))
+    lettered = (
+        f"{letter}. {option}" for letter, option in zip(LETTERS, sample.options, strict=False)
+    )
     values = {"question": sample.question, "options": "\n".join(lettered), "subtitles": subtitles}
     return _FIELD.sub(lambda found: values[found[1]], template)
 

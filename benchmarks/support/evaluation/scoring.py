@@ -29,7 +29,8 @@ class Run:
 
 
 def runs_of(records: Iterable[dict]) -> list[Run]:
-    """Return the runs that records are of; of repeated questions the last answers, except where these failed."""
+    """Return the runs that records are of; of repeated questions the last answers, except where
+    these failed."""
     runs: dict[str, Run] = {}
     for record in records:
         run = runs.setdefault(digest_of(record["settings"]), Run(record["settings"]))
@@ -49,9 +50,9 @@ class Score:
 
     Attributes:
         groups: right answers and questions, by (dimension, value); :data:`ALL` comes first.
-        others: by name, ``unanswered``: answers that name no option, which count as wrong; and in no count:
-            ``failed``: questions that could not be asked; ``incomplete``: those of which tries are missing;
-            ``unscored``: those whose right answer is not known.
+        others: by name, ``unanswered``: answers that name no option, which count as wrong; and in
+            no count: ``failed``: questions that could not be asked; ``incomplete``: those of which
+            tries are missing; ``unscored``: those whose right answer is not known.
     """
 
     groups: dict[tuple[str, str], list[int]] = field(default_factory=lambda: {ALL: [0, 0]})
@@ -85,16 +86,22 @@ def labels_of(runs: Sequence[Run]) -> list[str]:
     """Name runs by the settings in which they differ."""
     names = sorted({name for run in runs for name in run.settings})
     differing = [name for name in names if len({str(run.settings.get(name)) for run in runs}) > 1]
-    return [", ".join(f"{name} {run.settings.get(name) or '–'}" for name in differing) for run in runs]
+    return [
+        ", ".join(f"{name} {run.settings.get(name) or '–'}" for name in differing) for run in runs
+    ]
 
 
-def markdown(runs: Sequence[Run], overall: Callable[[Score], float | None] = lambda score: None) -> str:
-    """Format runs as a table: a column for each run, a row for each kind of question; per cent, with intervals.
+def markdown(
+    runs: Sequence[Run], overall: Callable[[Score], float | None] = lambda score: None
+) -> str:
+    """Format runs as a table: a column for each run, a row for each kind of question; per cent,
+    with intervals.
 
     The last column says how many questions were asked, of each run where these numbers differ.
 
     Args:
-        overall: a benchmark's own figure of a score, where that is not the share of all right answers.
+        overall: a benchmark's own figure of a score, where that is not the share of all right
+            answers.
     """
     scores = [score(run) for run in runs]
     header = ["% right", *(labels_of(runs) if len(runs) > 1 else ["(95 % interval)"]), "questions"]

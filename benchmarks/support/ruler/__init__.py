@@ -15,9 +15,9 @@ TASKS = {**NEEDLE_TASKS, "vt": make_chain, "cwe": make_common_words, "fwe": make
 def make_task(task: str, seed: int, num_tokens: int, tokenizer: Callable[..., Any]) -> Task:
     """Make a task of the named kind; equal arguments make equal tasks.
 
-    The kinds are those of Hsieh et al., *RULER: What's the Real Context Size of Your Long-Context Language
-    Models?* Words, sentences and their order are drawn here; prose takes the place of the essays that RULER
-    downloads.
+    The kinds are those of Hsieh et al., *RULER: What's the Real Context Size of Your Long-Context
+    Language Models?* Words, sentences and their order are drawn here; prose takes the place of the
+    essays that RULER downloads.
 
     Args:
         task: a name in ``TASKS``.

@@ -18,7 +18,8 @@ FEWEST_CODED = 64  # enough that the fifth word appears less often than the four
 
 
 def make_common_words(rng: Random, budget: Budget) -> Task:
-    """Make a task of a list of words, of which ten appear far more often than the others; RULER's "cwe".
+    """Make a task of a list of words, of which ten appear far more often than the others; RULER's
+    "cwe".
 
     Its context, with a short example before, fills a budget.
 
@@ -31,7 +32,9 @@ def make_common_words(rng: Random, budget: Budget) -> Task:
     words = rng.sample(single, number) if number <= len(single) else draw_words(rng, number)
     example, words = words[:20], words[20:]
     shown = _listed(Random(rng.getrandbits(64)), example, *EXAMPLE_REPEATS)
-    solved = f"{shown}\n{_COMMON['question']}\n{_COMMON['answer_start']} {_numbered(example[:COMMON])}"
+    solved = (
+        f"{shown}\n{_COMMON['question']}\n{_COMMON['answer_start']} {_numbered(example[:COMMON])}"
+    )
     seed = rng.getrandbits(64)
 
     def text(number: int) -> str:
@@ -39,7 +42,13 @@ def make_common_words(rng: Random, budget: Budget) -> Task:
 
     per_unit = seldom * budget.count(" 100. " + words[0])
     context = text(budget.fill(text, per_unit, "the list", fewest=1, most=most))
-    return Task(context, _COMMON["question"], tuple(words[:COMMON]), _COMMON["answer_start"], max_new_tokens=120)
+    return Task(
+        context,
+        _COMMON["question"],
+        tuple(words[:COMMON]),
+        _COMMON["answer_start"],
+        max_new_tokens=120,
+    )
 
 
 def _listed(rng: Random, words: list[str], often: int, seldom: int) -> str:
@@ -53,14 +62,18 @@ def _numbered(words: list[str]) -> str:
 
 
 def make_frequent_words(rng: Random, budget: Budget) -> Task:
-    """Make a task of coded words, drawn by a zeta distribution, whose first place is taken by dots; RULER's "fwe".
+    """Make a task of coded words, drawn by a zeta distribution, whose first place is taken by dots;
+    RULER's "fwe".
 
     Its context fills a budget.
 
     Raises:
         ValueError: the text would be too short to tell the words' frequencies apart.
     """
-    vocabulary = ["...", *distinct(rng, max(CODED + 1, budget.tokens // 50), string.ascii_lowercase, LETTERS)]
+    vocabulary = [
+        "...",
+        *distinct(rng, max(CODED + 1, budget.tokens // 50), string.ascii_lowercase, LETTERS),
+    ]
     seed = rng.getrandbits(64)
 
     def text(number: int) -> str:

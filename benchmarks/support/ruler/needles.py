@@ -30,7 +30,8 @@ def make_needles(
     The needles stand at distinct places between the sentences, all equally likely.
 
     Args:
-        haystack: "noise" (five sentences again and again), "prose" (drawn sentences) or "needles" (further ones).
+        haystack: "noise" (five sentences again and again), "prose" (drawn sentences) or "needles"
+            (further ones).
         num_keys, num_values: how many keys there are, and values of each.
         num_asked: how many of the keys are asked for.
         draw_keys, draw_values: draw a number of different ones.
@@ -45,7 +46,9 @@ def make_needles(
     needle = partial(_TEXTS["needle"].format, kind=kind)
     needles = [needle(key=key, value=value) for key, its in by_key.items() for value in its]
     rng.shuffle(needles)
-    most = budget.tokens if haystack == "noise" else budget.tokens // 8  # tokens of a longer sentence
+    most = (
+        budget.tokens if haystack == "noise" else budget.tokens // 8
+    )  # tokens of a longer sentence
     drawn = []
     if haystack == "needles":  # without the keys and values of those that count
         avoided = {*keys, *values}
@@ -61,7 +64,9 @@ def make_needles(
         return drawn[:number]
 
     def text(body: Sequence[str]) -> str:
-        return ("\n" if haystack == "needles" else " ").join([_TEXTS["instruction"].format(kind=kind), *body])
+        return ("\n" if haystack == "needles" else " ").join(
+            [_TEXTS["instruction"].format(kind=kind), *body]
+        )
 
     number = budget.fill(
         lambda n: text([*sentences(n), *needles]),

@@ -43,7 +43,14 @@ class Budget:
     tokens: int
     count: Count
 
-    def fill(self, make: Callable[[int], str], per_unit: float, what: str, fewest: int = 0, most: int = 2**62) -> int:
+    def fill(
+        self,
+        make: Callable[[int], str],
+        per_unit: float,
+        what: str,
+        fewest: int = 0,
+        most: int = 2**62,
+    ) -> int:
         """Return the largest number of units whose text fits.
 
         Args:
@@ -57,7 +64,9 @@ class Budget:
         """
         low, below = fewest, self.count(make(fewest))  # fits
         if below > self.tokens:
-            raise ValueError(f"{what} does not fit into {self.tokens} tokens: it needs {below} at least")
+            raise ValueError(
+                f"{what} does not fit into {self.tokens} tokens: it needs {below} at least"
+            )
         high, above = most + 1, None  # does not fit, and has this many tokens
         for turn in count():
             if high - low <= 1:

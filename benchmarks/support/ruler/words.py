@@ -6,12 +6,20 @@ from itertools import count
 from pathlib import Path
 from random import Random
 
-# Adjectives and nouns, of which none is part of another; then the phrases of sentences (who, what, where, when),
-# without digits.
-_PARAGRAPHS = Path(__file__).with_name("words.txt").read_text(encoding="utf-8").strip().split("\n\n")
+# Adjectives and nouns, of which none is part of another; then the phrases of sentences (who, what,
+# where, when), without digits.
+_PARAGRAPHS = (
+    Path(__file__).with_name("words.txt").read_text(encoding="utf-8").strip().split("\n\n")
+)
 ADJECTIVES, NOUNS = (tuple(words.split()) for words in _PARAGRAPHS[:2])
 SENTENCE_PARTS = [re.split(r",\s+", phrases) for phrases in _PARAGRAPHS[2:]]
-NOISE = ("The grass is green.", "The sky is blue.", "The sun is yellow.", "Here we go.", "There and back again.")
+NOISE = (
+    "The grass is green.",
+    "The sky is blue.",
+    "The sun is yellow.",
+    "Here we go.",
+    "There and back again.",
+)
 
 
 def draw_sentence(rng: Random) -> str:
@@ -20,7 +28,8 @@ def draw_sentence(rng: Random) -> str:
 
 
 def draw_words(rng: Random, number: int) -> list[str]:
-    """Draw different words, such as "quiet-lantern"; where these do not suffice, with two adjectives."""
+    """Draw different words, such as "quiet-lantern"; where these do not suffice, with two
+    adjectives."""
     for length in count(1):
         size = len(ADJECTIVES) ** length * len(NOUNS)
         if number <= size // 2:

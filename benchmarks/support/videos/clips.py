@@ -1,4 +1,5 @@
-"""Makes clips of a given size, length and keyframe distance, and reads them as other libraries do."""
+"""Makes clips of a given size, length and keyframe distance, and reads them as other libraries
+do."""
 
 import itertools
 import math
@@ -28,11 +29,12 @@ class ClipSpec:
         height, width: pixels; multiples of 4 and of 2.
         gop: frames from one keyframe to the next.
         num_frames, fps: length and frame rate.
-        source: a video file whose frames are scaled, and repeated as often as needed. None: a drawn texture that
-            moves smoothly.
+        source: a video file whose frames are scaled, and repeated as often as needed. None: a drawn
+            texture that moves smoothly.
 
     Raises:
-        ValueError: a frame cannot be cut into the planes of 4:2:0 video, or a length is not positive.
+        ValueError: a frame cannot be cut into the planes of 4:2:0 video, or a length is not
+            positive.
     """
 
     height: int
@@ -44,7 +46,9 @@ class ClipSpec:
 
     def __post_init__(self):
         if self.height % 4 or self.width % 2 or self.num_frames < 1:
-            raise ValueError(f"{self}: the height must be divisible by 4, the width by 2, and a frame is needed")
+            raise ValueError(
+                f"{self}: the height must be divisible by 4, the width by 2, and a frame is needed"
+            )
 
 
 def write_clip(spec: ClipSpec, path: Path) -> Path:
@@ -69,24 +73,37 @@ def _frames_of_file(spec: ClipSpec) -> Iterator[av.VideoFrame]:
         with av.open(str(spec.source)) as file:
             for frame in file.decode(file.streams.video[0]):
                 frame = frame.reformat(spec.width, spec.height, "yuv420p")
-                frame.pict_type = PictureType.NONE  # else the encoder makes keyframes of the file's own
+                frame.pict_type = (
+                    PictureType.NONE
+                )  # else the encoder makes keyframes of the file's own
                 yield frame
 
 
 def _drawn_frames(spec: ClipSpec) -> Iterator[av.VideoFrame]:
-    """Yield frames of a camera that pans over a textured ground, past an object of its own motion, with grain."""
+    """Yield frames of a camera that pans over a textured ground, past an object of its own motion,
+    with grain."""
     rng, height, width = np.random.default_rng(0), spec.height, spec.width
-    ground, colours = _texture(rng, 2 * height, 2 * width), [_texture(rng, height, width) for _ in range(2)]
+    ground, colours = (
+        _texture(rng, 2 * height, 2 * width),
+        [_texture(rng, height, width) for _ in range(2)],
+    )
     object_ = _texture(rng, height // 4, width // 4)
     grains = rng.integers(-3, 4, (_GRAINS, height, width), np.int8).view(np.uint8)
     for number in range(spec.num_frames):
         seconds = number / spec.fps
         y, x = _on_a_curve(seconds / 23, height), _on_a_curve(seconds / 17, width)
         luma = ground[y : y + height, x : x + width].copy()
-        top, left = _on_a_curve(seconds / 5, height * 3 // 4), _on_a_curve(seconds / 7, width * 3 // 4)
+        top, left = (
+            _on_a_curve(seconds / 5, height * 3 // 4),
+            _on_a_curve(seconds / 7, width * 3 // 4),
+        )
         luma[top:, left:][: height // 4, : width // 4] = object_
-        luma += grains[rng.integers(_GRAINS)]  # wraps around nowhere: textures keep clear of 0 and 255
-        chroma = [c[y // 2 :, x // 2 :][: height // 2, : width // 2].reshape(-1, width) for c in colours]
+        luma += grains[
+            rng.integers(_GRAINS)
+        ]  # wraps around nowhere: textures keep clear of 0 and 255
+        chroma = [
+            c[y // 2 :, x // 2 :][: height // 2, : width // 2].reshape(-1, width) for c in colours
+        ]
         yield av.VideoFrame.from_ndarray(np.concatenate([luma, *chroma]), format="yuv420p")
 
 
@@ -100,26 +117,32 @@ def _texture(rng: np.random.Generator, height: int, width: int) -> np.ndarray:
     total = np.zeros((height, width), np.float32)
     for scale in (4, 16, 64):
         small = rng.uniform(-1, 1, (height // scale + 2, width // scale + 2)).astype(np.float32)
-        total += scale**0.5 * np.asarray(Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC))
+        total += scale**0.5 * np.asarray(
+            Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC)
+        )
     total -= total.min()
     return (32 + 192 * total / total.max()).astype(np.uint8)
 
 
-# Every reader takes a file, a number of threads and a function that chooses frames by their number. It returns
-# them as uint8 ``[frames, height, width, 3]``, and what a processor wants to know of the video.
+# Every reader takes a file, a number of threads and a function that chooses frames by their number.
+# It returns them as uint8 ``[frames, height, width, 3]``, and what a processor wants to know of the
+# video.
 Read = tuple[np.ndarray, VideoMetadata]
 Choose = Callable[[int], list[int]]
 
 
 def read_with_opencv(path: str, threads: int, choose: Choose) -> Read:
-    """Read as vLLM does by default: decode every frame up to the last that is wanted, convert those that are."""
+    """Read as vLLM does by default: decode every frame up to the last that is wanted, convert those
+    that are."""
     import cv2
 
     cv2.setNumThreads(threads)
     video = cv2.VideoCapture(path, cv2.CAP_FFMPEG, [cv2.CAP_PROP_N_THREADS, threads])
     try:
         count, fps = int(video.get(cv2.CAP_PROP_FRAME_COUNT)), video.get(cv2.CAP_PROP_FPS)
-        height, width = (int(video.get(p)) for p in (cv2.CAP_PROP_FRAME_HEIGHT, cv2.CAP_PROP_FRAME_WIDTH))
+        height, width = (
+            int(video.get(p)) for p in (cv2.CAP_PROP_FRAME_HEIGHT, cv2.CAP_PROP_FRAME_WIDTH)
+        )
         indices, row = choose(count), 0
         frames = np.empty((len(indices), height, width, 3), np.uint8)
         for number in range(indices[-1] + 1):
@@ -134,7 +157,8 @@ def read_with_opencv(path: str, threads: int, choose: Choose) -> Read:
 
 
 def read_with_decord2(path: str, threads: int, choose: Choose) -> Read:
-    """Read as qwen-vl-utils and transformers do with decord: by one call for all frames that are wanted."""
+    """Read as qwen-vl-utils and transformers do with decord: by one call for all frames that are
+    wanted."""
     import decord
 
     video = decord.VideoReader(path, num_threads=threads)
@@ -144,17 +168,21 @@ def read_with_decord2(path: str, threads: int, choose: Choose) -> Read:
 
 
 def read_with_torchcodec(path: str, threads: int, choose: Choose) -> Read:
-    """Read as vLLM and transformers do with torchcodec: by one call for all frames that are wanted."""
+    """Read as vLLM and transformers do with torchcodec: by one call for all frames that are
+    wanted."""
     from torchcodec.decoders import VideoDecoder
 
-    video = VideoDecoder(path, dimension_order="NHWC", num_ffmpeg_threads=threads, seek_mode="exact")
+    video = VideoDecoder(
+        path, dimension_order="NHWC", num_ffmpeg_threads=threads, seek_mode="exact"
+    )
     indices = choose(len(video))
     frames = video.get_frames_at(indices).data.numpy()
     return frames, _metadata(frames, len(video), video.metadata.average_fps, indices)
 
 
 def read_with_pyav(path: str, threads: int, choose: Choose) -> Read:
-    """Read plainly: decode every frame up to the last that is wanted, and convert those that are."""
+    """Read plainly: decode every frame up to the last that is wanted, and convert those that
+    are."""
     with av.open(path) as file:
         stream = file.streams.video[0]
         stream.codec_context.thread_count = threads
@@ -180,4 +208,7 @@ READERS = {
     "torchcodec": read_with_torchcodec,
     "pyav": read_with_pyav,
 }
-PACKAGES = {"opencv": "opencv-python-headless", "pyav": "av"}  # as which they are installed, where that differs
+PACKAGES = {
+    "opencv": "opencv-python-headless",
+    "pyav": "av",
+}  # as which they are installed, where that differs

@@ -1,7 +1,7 @@
 """Measures one way through one stage of a video's road, in processes that do nothing else.
 
-A stage is everything from the opening of the file to its result: the frames in memory, the vision tower's
-embeddings, or the first token's logits.
+A stage is everything from the opening of the file to its result: the frames in memory, the vision
+tower's embeddings, or the first token's logits.
 """
 
 import os
@@ -57,13 +57,14 @@ class Job:
 
     Attributes:
         stage: one of :data:`STAGES`.
-        way: a library's name in :data:`.clips.READERS` (for frames only), ``"transformers"`` or ``"apbv"``.
+        way: a library's name in :data:`.clips.READERS` (for frames only), ``"transformers"`` or
+            ``"apbv"``.
         hosts: the processes, of which each reads its share.
-        num_frames, sampling: how many frames are read; ``"sparse"`` ones are spread over the clip, ``"dense"``
-            ones adjoin in its middle.
+        num_frames, sampling: how many frames are read; ``"sparse"`` ones are spread over the clip,
+            ``"dense"`` ones adjoin in its middle.
         reader: the library that decodes for ``"transformers"``.
-        settings: video.py's other options, and the video files ``clip`` and ``warm_up``, a short one that is read
-            first, for what is only done once.
+        settings: video.py's other options, and the video files ``clip`` and ``warm_up``, a short
+            one that is read first, for what is only done once.
     """
 
     stage: str
@@ -89,7 +90,8 @@ class Measured:
     Attributes:
         seconds, cpu_seconds: by the wall clock, and of all of the process's threads.
         peak_memory_bytes: of the process.
-        stage_seconds: time at work by stage, all runs of a stage together; none where a library does not tell.
+        stage_seconds: time at work by stage, all runs of a stage together; none where a library
+            does not tell.
         num_visual_tokens: of the prompt; None if there is no prompt.
     """
 
@@ -128,9 +130,14 @@ def in_processes_of_their_own(count: int, function: Callable[..., Result], *args
     context.set_forkserver_preload(["apbv.engine"])
     with ProcessPoolExecutor(count, context) as pool:
         try:
-            return [future.result() for future in [pool.submit(function, rank, *args) for rank in range(count)]]
+            return [
+                future.result()
+                for future in [pool.submit(function, rank, *args) for rank in range(count)]
+            ]
         except BrokenProcessPool as error:
-            raise ValueError("a process was killed, perhaps because the memory did not suffice") from error
+            raise ValueError(
+                "a process was killed, perhaps because the memory did not suffice"
+            ) from error
 
 
 def measure(rank: int, job: Job, rendezvous: str, kept: Path | None) -> Measured:
@@ -138,7 +145,8 @@ def measure(rank: int, job: Job, rendezvous: str, kept: Path | None) -> Measured
 
     Args:
         rendezvous: a file by which the hosts meet.
-        kept: the file in which what the stage makes is saved, outside the measurement; None: it is not.
+        kept: the file in which what the stage makes is saved, outside the measurement; None: it is
+            not.
     """
     os.environ.update(OMP_NUM_THREADS=str(job.settings.threads), LOCAL_RANK=str(rank))
     torch.set_num_threads(job.settings.threads)
@@ -151,7 +159,11 @@ def measure(rank: int, job: Job, rendezvous: str, kept: Path | None) -> Measured
         if job.way in READERS:
 
             def run(clip: Path) -> Outcome:
-                return Outcome(torch.from_numpy(READERS[job.way](str(clip), job.settings.threads, job.choose)[0]))
+                return Outcome(
+                    torch.from_numpy(
+                        READERS[job.way](str(clip), job.settings.threads, job.choose)[0]
+                    )
+                )
 
         else:
             run = ROADS[job.way](job, hosts).run
@@ -190,12 +202,15 @@ def _measure(hosts: HostGroup, run: Callable[[], Outcome]) -> tuple[Measured, Ou
 
 
 class Model:
-    """Has the narrow model of Qwen2.5-VL's layout with random weights that both ways share, and its processor."""
+    """Has the narrow model of Qwen2.5-VL's layout with random weights that both ways share, and its
+    processor."""
 
     def __init__(self, job: Job, hosts: HostGroup):
         self._job, self._hosts, chosen = job, hosts, job.settings
         self._processor = AutoProcessor.from_pretrained(demo.model_path(), trust_remote_code=False)
-        self._processor.video_processor.size = SizeDict(shortest_edge=56 * 56, longest_edge=chosen.max_pixels)
+        self._processor.video_processor.size = SizeDict(
+            shortest_edge=56 * 56, longest_edge=chosen.max_pixels
+        )
         depth, hidden = chosen.vision_depth, chosen.vision_hidden
         whole_frames = list(range(min(8, depth) - 1, depth, 8))
         vision = {"depth": depth, "hidden_size": hidden, "fullatt_block_indexes": whole_frames}
@@ -231,12 +246,18 @@ class Transformers(Model):
 
     def _batch(self, clip: str, timer: StageTimer) -> Any:
         with timer.stage("decode_video"):
-            frames, metadata = READERS[self._job.reader](clip, self._job.settings.threads, self._job.choose)
+            frames, metadata = READERS[self._job.reader](
+                clip, self._job.settings.threads, self._job.choose
+            )
         with timer.stage("preprocess"):
             content = [{"type": "video"}, {"type": "text", "text": QUESTION}]
             messages = [{"role": "user", "content": content}]
             return self._processor(
-                text=[self._processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)],
+                text=[
+                    self._processor.apply_chat_template(
+                        messages, add_generation_prompt=True, tokenize=False
+                    )
+                ],
                 videos=[torch.from_numpy(frames).permute(0, 3, 1, 2)],
                 video_metadata=[metadata],
                 do_sample_frames=False,
@@ -262,7 +283,9 @@ class Apbv(Model):
     def _frames(self, clip: str, timer: StageTimer) -> Outcome:
         with timer.stage("decode_video"):
             info = probe(clip)
-            frames = read_frames(info, self._job.choose(info.num_frames), self._job.settings.threads)
+            frames = read_frames(
+                info, self._job.choose(info.num_frames), self._job.settings.threads
+            )
         return Outcome(torch.from_numpy(frames), timer=timer)
 
     def _embeddings(self, clip: str, timer: StageTimer) -> Outcome:

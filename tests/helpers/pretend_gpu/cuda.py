@@ -27,8 +27,17 @@ class Cuda:
     def __init__(self, machine: Machine):
         self.machine = machine
         self._local = threading.local()
-        sizes = {"multi_processor_count": 132, "shared_memory_per_block_optin": 232448, "L2_cache_size": 50 << 20}
-        names = {"name": "a pretended H100", "major": CAPABILITY[0], "minor": CAPABILITY[1], "warp_size": 32}
+        sizes = {
+            "multi_processor_count": 132,
+            "shared_memory_per_block_optin": 232448,
+            "L2_cache_size": 50 << 20,
+        }
+        names = {
+            "name": "a pretended H100",
+            "major": CAPABILITY[0],
+            "minor": CAPABILITY[1],
+            "warp_size": 32,
+        }
         self.properties = SimpleNamespace(**names, **sizes, total_memory=_TOTAL_MEMORY)
 
     @property
@@ -40,7 +49,13 @@ class Cuda:
 
     def index_of(self, device) -> int:
         """Return a GPU's number, of what torch.cuda takes for a device."""
-        index = device if isinstance(device, int) else None if device is None else torch.device(device).index
+        index = (
+            device
+            if isinstance(device, int)
+            else None
+            if device is None
+            else torch.device(device).index
+        )
         return self.current_device if index is None else index
 
     def properties_of(self, device=None) -> SimpleNamespace:
@@ -80,9 +95,14 @@ class Cuda:
             def __init__(self, device=None, priority=0, number=None):
                 index = cuda.index_of(device)
                 self.number = streams.take(index, priority) if number is None else number
-                self.device, self.priority = torch.device("cuda", index), streams.priority_of(self.number)
+                self.device, self.priority = (
+                    torch.device("cuda", index),
+                    streams.priority_of(self.number),
+                )
                 if number is None and self.number in machine.captured_in:
-                    machine.find(f"stream {self.number} is handed out again, in which graphs are captured")
+                    machine.find(
+                        f"stream {self.number} is handed out again, in which graphs are captured"
+                    )
 
             def record_event(self, event=None):
                 event = event or Event()
@@ -143,7 +163,9 @@ class Cuda:
 
         def empty_cache():
             if machine.captured_pools:
-                raise machine.refuse("the cache is emptied while the allocator believes that a graph is captured")
+                raise machine.refuse(
+                    "the cache is emptied while the allocator believes that a graph is captured"
+                )
 
         def leave_pool(device, pool):
             if pool not in machine.captured_pools:
@@ -151,8 +173,12 @@ class Cuda:
             machine.captured_pools.remove(pool)
 
         stand_ins = {
-            **dict.fromkeys(("is_available", "is_bf16_supported", "is_initialized"), lambda *_, **__: True),
-            **dict.fromkeys(("max_memory_allocated", "memory_allocated", "memory_reserved"), lambda *_: 0),
+            **dict.fromkeys(
+                ("is_available", "is_bf16_supported", "is_initialized"), lambda *_, **__: True
+            ),
+            **dict.fromkeys(
+                ("max_memory_allocated", "memory_allocated", "memory_reserved"), lambda *_: 0
+            ),
             **dict.fromkeys(("reset_peak_memory_stats", "_lazy_init", "_sleep"), nothing),
             "CUDAGraph": OurGraph,
             "Event": Event,
@@ -175,7 +201,10 @@ class Cuda:
             "synchronize": synchronize,
         }
         pinned = machine.pinned
-        pinning = {"pin_memory": lambda t, *_: pinned.add(t.clone()), "is_pinned": lambda t, *_: t in pinned}
+        pinning = {
+            "pin_memory": lambda t, *_: pinned.add(t.clone()),
+            "is_pinned": lambda t, *_: t in pinned,
+        }
         for where, values in (
             (torch.cuda, stand_ins),
             (torch.cuda.graphs, {"CUDAGraph": OurGraph}),

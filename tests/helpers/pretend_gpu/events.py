@@ -14,15 +14,17 @@ class Event(NamedTuple):
     """An event is one thing that the host asked of the machine.
 
     Attributes:
-        kind: ``"kernel"``, ``"triton"`` or ``"replay"`` (of a graph): a launch; ``"in_graph"``: a kernel that a
-            replay runs; ``"wait"``: the host waits for the GPU; ``"to_gpu"`` and ``"to_host"``: a copy;
-            ``"collective"``: an exchange of GPU memory is begun; ``"host_collective"``: one of host memory;
-            ``"await"``: an exchange of GPU memory is waited for; ``"lent"``: the allocator is told of another
+        kind: ``"kernel"``, ``"triton"`` or ``"replay"`` (of a graph): a launch; ``"in_graph"``: a
+            kernel that a replay runs; ``"wait"``: the host waits for the GPU; ``"to_gpu"`` and
+            ``"to_host"``: a copy; ``"collective"``: an exchange of GPU memory is begun;
+                ``"host_collective"``: one of host memory;
+            ``"await"``: an exchange of GPU memory is waited for; ``"lent"``: the allocator is told
+                of another
             stream that uses some memory; ``"mark"``: a test's own.
         name: of the operator, the kernel, the mark, or what is waited for.
         nbytes: what a copy or an exchange moves.
-        place: ``file:function`` in the project that asked for a wait, a copy or an exchange; the module of one of
-            Triton's kernels.
+        place: ``file:function`` in the project that asked for a wait, a copy or an exchange; the
+            module of one of Triton's kernels.
         detail: an exchange's number, by which it is awaited; a mark's value; a launch's grid.
         group: which process group exchanges.
     """

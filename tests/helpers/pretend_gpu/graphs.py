@@ -1,15 +1,17 @@
 """CUDA graphs: ``torch.cuda.CUDAGraph``, with the rules of capture.
 
 In a rehearsal the usual code works: ``torch.cuda.CUDAGraph``, ``torch.cuda.graph``,
-``torch.cuda.graph_pool_handle`` and ``torch.cuda.is_current_stream_capturing``. What differs from code that runs
-outside of a graph is checked:
+``torch.cuda.graph_pool_handle`` and ``torch.cuda.is_current_stream_capturing``. What differs from
+code that runs outside of a graph is checked:
 
-- While a graph is captured nothing runs. Results made meanwhile hold NaN (integers 0) until the first replay, and
-  buffers from outside keep what they hold.
-- The host may not wait, copy from or to host memory, begin an exchange, or launch a Triton kernel that has not run
-  before (it would be compiled and loaded). In the default mode, ``"global"``, other threads may neither.
-- :meth:`Graph.replay` runs the same kernels on the same memory: what was a tensor in host memory, a number in
-  Python, or an address at capture is what it was then. Memory from outside that has been freed since is a fault.
+- While a graph is captured nothing runs. Results made meanwhile hold NaN (integers 0) until the
+  first replay, and buffers from outside keep what they hold.
+- The host may not wait, copy from or to host memory, begin an exchange, or launch a Triton kernel
+  that has not run before (it would be compiled and loaded). In the default mode, ``"global"``,
+  other threads may neither.
+- :meth:`Graph.replay` runs the same kernels on the same memory: what was a tensor in host memory, a
+  number in Python, or an address at capture is what it was then. Memory from outside that has been
+  freed since is a fault.
 - A replay is one launch, an event ``"replay"``; its kernels are events ``"in_graph"``.
 
 ::
@@ -35,7 +37,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 @dataclass(frozen=True)
 class _Outside:
-    """A tensor that a graph uses and does not own: a graph keeps an address, and no memory alive."""
+    """A tensor that a graph uses and does not own: a graph keeps an address, and no memory
+    alive."""
 
     storage: StorageWeakRef
     dtype: torch.dtype
@@ -96,7 +99,9 @@ class Graph:
     def capture_end(self) -> None:
         self.machine.capturing = None
         if not self.is_valid:  # then PyTorch 2.11 does not tell its allocator
-            raise self.machine.refuse("the graph is invalid: something was forbidden while it was captured")
+            raise self.machine.refuse(
+                "the graph is invalid: something was forbidden while it was captured"
+            )
         self.machine.captured_pools.remove(self._pool)
         self._has_ended = True
 
@@ -112,7 +117,9 @@ class Graph:
                     self._own.add(tensor.untyped_storage()._cdata)
                     tensor.fill_(float("nan") if tensor.is_floating_point() else 0)
         if "empty" not in name:
-            self._nodes.append(_Node(name, "kernel", call, *self._let_go((args, kwargs)), None if writes else out))
+            self._nodes.append(
+                _Node(name, "kernel", call, *self._let_go((args, kwargs)), None if writes else out)
+            )
         return out
 
     def add_launch(self, launch: Callable, name: str, args: tuple, kwargs: dict) -> None:
@@ -129,7 +136,9 @@ class Graph:
         machine.note("replay", "graph")
         captured, now = map(machine.streams.priority_of, (self.stream, machine.streams.current))
         if captured != now:  # its kernels keep the priority that they were captured with
-            machine.find(f"a graph captured at priority {captured} is replayed in a stream of priority {now}")
+            machine.find(
+                f"a graph captured at priority {captured} is replayed in a stream of priority {now}"
+            )
         with _disable_current_modes():
             for node in self._nodes:
                 machine.note("in_graph", node.name, detail=node.kind)
@@ -143,7 +152,9 @@ class Graph:
                     continue
                 result = node.call(*args, **kwargs)
                 if node.out is not None:
-                    for target, value in zip(tree_leaves(node.out), tree_leaves(result), strict=True):
+                    for target, value in zip(
+                        tree_leaves(node.out), tree_leaves(result), strict=True
+                    ):
                         if isinstance(target, Tensor):
                             target.copy_(value)
 

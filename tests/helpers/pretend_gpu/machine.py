@@ -1,4 +1,5 @@
-"""The pretended machine: it runs every operator on GPU tensors, refuses what a GPU refuses, and keeps the rest."""
+"""The pretended machine: it runs every operator on GPU tensors, refuses what a GPU refuses, and
+keeps the rest."""
 
 import threading
 from collections.abc import Iterator
@@ -33,8 +34,10 @@ class Machine:
 
     Attributes:
         events: what the host asked of it.
-        faults: what is wrong with that: what was refused, and what a GPU would have done wrong in silence.
-        has_numbers: whether tensors have numbers; else they have only shapes, and every number read is 0, or 1.
+        faults: what is wrong with that: what was refused, and what a GPU would have done wrong in
+            silence.
+        has_numbers: whether tensors have numbers; else they have only shapes, and every number read
+            is 0, or 1.
         num_gpus: how many GPUs there are.
         streams, transfers, pinned: who may use which memory when.
         capturing: the graph that is being captured, if any.
@@ -62,7 +65,9 @@ class Machine:
         """Leave a mark among the events."""
         self.note("mark", name, detail=value)
 
-    def note(self, kind: str, name: str, nbytes: int = 0, detail=None, group: str = "", place: str = "") -> None:
+    def note(
+        self, kind: str, name: str, nbytes: int = 0, detail=None, group: str = "", place: str = ""
+    ) -> None:
         if kind not in ("kernel", "triton", "in_graph", "mark"):
             place = place_in_project()
         self.events.append(Event(kind, name, nbytes, place, detail, group))
@@ -71,7 +76,8 @@ class Machine:
         self.faults.append(f"{fault}, at {place_in_project() or 'a place outside the project'}")
 
     def refuse(self, fault: str) -> GpuError:
-        """Note a fault, which code may catch and hide, and return the error that a GPU's user gets."""
+        """Note a fault, which code may catch and hide, and return the error that a GPU's user
+        gets."""
         self.find(fault)
         return GpuError(fault)
 
@@ -95,7 +101,8 @@ class Machine:
         return self._numbers_of(tensor)
 
     def _numbers_of(self, tensor: GpuTensor) -> Tensor:
-        """Return where a tensor's numbers are; without numbers zeros, or ones for integers and truth values."""
+        """Return where a tensor's numbers are; without numbers zeros, or ones for integers and
+        truth values."""
         if self.has_numbers:
             return tensor.inner
         return torch.full(tensor.shape, 0 if tensor.is_floating_point() else 1, dtype=tensor.dtype)
@@ -115,8 +122,14 @@ class Machine:
     def launch(self, reads: list[Tensor], writes: list[Tensor], user: str) -> None:
         """Put a kernel into the current stream, and find what is wrong with that."""
         graph = self.capturing
-        if graph is not None and graph.stream == self.streams.current and graph.thread != threading.get_ident():
-            self.find(f"{user} goes into a graph that another thread captures in stream {graph.stream}")
+        if (
+            graph is not None
+            and graph.stream == self.streams.current
+            and graph.thread != threading.get_ident()
+        ):
+            self.find(
+                f"{user} goes into a graph that another thread captures in stream {graph.stream}"
+            )
         for fault in self.streams.launch(reads, writes, user):
             self.find(fault)
         for fault in self.streams.freed_too_soon():
@@ -155,14 +168,17 @@ class Machine:
     def _compute(self, func, name: str, args: tuple, kwargs: dict, index: int):
         inner_args, inner_kwargs = tree_map(strip, (args, kwargs))
         if kwargs.get("device") is not None:
-            if torch.device(kwargs["device"]).type == "cpu":  # an empty tensor in host memory, like a GPU's
+            if (
+                torch.device(kwargs["device"]).type == "cpu"
+            ):  # an empty tensor in host memory, like a GPU's
                 return func(*inner_args, **inner_kwargs)
             inner_kwargs["device"] = torch.device("cpu" if self.has_numbers else "meta")
         if inner_kwargs.get("pin_memory"):
             raise self.refuse(f"{name}: only host memory can be pinned")
         if not self.has_numbers:  # numbers of the host among the arguments have none to meet
             inner_args, inner_kwargs = tree_map(
-                lambda x: x.to("meta") if isinstance(x, Tensor) and x.dim() else x, (inner_args, inner_kwargs)
+                lambda x: x.to("meta") if isinstance(x, Tensor) and x.dim() else x,
+                (inner_args, inner_kwargs),
             )
         known = {id(x.inner): x for x in tree_leaves((args, kwargs)) if isinstance(x, GpuTensor)}
         runs_kernel = name not in _NO_KERNEL and not _is_view(func)
@@ -173,7 +189,9 @@ class Machine:
         graph = self.capturing
         if graph is not None and graph.forbids(threading.get_ident()):
             if graph.thread != threading.get_ident() and not _is_view(func):
-                raise self.refuse(f"{name} in another thread while a graph is captured in mode 'global'")
+                raise self.refuse(
+                    f"{name} in another thread while a graph is captured in mode 'global'"
+                )
             out = graph.add(call, name, inner_args, inner_kwargs, _is_view(func), _writes(func))
         else:
             out = call(*inner_args, **inner_kwargs)
@@ -182,7 +200,9 @@ class Machine:
             is_ours = self.capturing is None or self.capturing.thread != threading.get_ident()
             for tensor in fresh:  # what is allocated while a graph is captured belongs to the graph
                 self.streams.allocate(tensor, is_ours)
-        if runs_kernel and any(x.numel() for x in tree_leaves((out, inner_args)) if isinstance(x, Tensor)):
+        if runs_kernel and any(
+            x.numel() for x in tree_leaves((out, inner_args)) if isinstance(x, Tensor)
+        ):
             self.launched("kernel", name, used, fresh)
 
         def wrap(x):
@@ -193,7 +213,8 @@ class Machine:
         return tree_map(wrap, out)
 
     def launched(self, kind: str, name: str, used: list, fresh: list[Tensor] = (), **noted) -> None:
-        """Note a kernel that uses some tensors (each with whether it writes it) and fills fresh ones."""
+        """Note a kernel that uses some tensors (each with whether it writes it) and fills fresh
+        ones."""
         if self.capturing is not None and self.capturing.thread == threading.get_ident():
             return
         self.note(kind, name, **noted)
@@ -203,7 +224,9 @@ class Machine:
 
     def _require_one_device(self, func, name, args, tensors, gpus, device) -> None:
         """Refuse operands on several devices, but for a host's single numbers and indices."""
-        places = {x.device.index for x in gpus} | ({device.index} if device and device.type == "cuda" else set())
+        places = {x.device.index for x in gpus} | (
+            {device.index} if device and device.type == "cuda" else set()
+        )
         if len(places - {None}) > 1:
             raise self.refuse(f"{func}: its operands are on several GPUs, {sorted(places)}")
         hosts = [x for x in tensors if not isinstance(x, GpuTensor)]
@@ -218,18 +241,23 @@ class Machine:
             raise self.refuse(f"{func}: its operands are on two devices ({devices})")
 
     def _needs_numbers(self, name: str, args: tuple, kwargs: dict) -> bool:
-        """Tell whether the host has to know numbers that are on the GPU before this can be launched."""
+        """Tell whether the host has to know numbers that are on the GPU before this can be
+        launched."""
         if name == "repeat_interleave":
             return isinstance(args[0], GpuTensor) and kwargs.get("output_size") is None
         if name in _INDEXING:
             masks = (torch.bool, torch.uint8)
-            return any(isinstance(x, GpuTensor) and x.dtype in masks for x in args[1] if x is not None)
+            return any(
+                isinstance(x, GpuTensor) and x.dtype in masks for x in args[1] if x is not None
+            )
         return name in _SHAPED_BY_DATA
 
     def _copy_across(self, func, args: tuple, kwargs: dict, device: torch.device):
         """Copy a tensor from the host to a GPU, or back."""
         source, is_blocking = args[0], not kwargs.get("non_blocking")
-        kwargs = {key: value for key, value in kwargs.items() if key not in ("non_blocking", "device")}
+        kwargs = {
+            key: value for key, value in kwargs.items() if key not in ("non_blocking", "device")
+        }
         if device.type == "cuda":
             self._note_to_gpu(source, is_blocking)
             inner = func(source, *args[1:], **kwargs)
@@ -278,14 +306,16 @@ class Machine:
         return self._numbers_of(source)
 
     def _fill_later(self, target: Tensor, numbers: Tensor) -> Tensor:
-        """Fill host memory once the host has waited for it; until then it holds what nobody can want."""
+        """Fill host memory once the host has waited for it; until then it holds what nobody can
+        want."""
         spoil(target)
         self.streams.later(lambda: target.copy_(numbers))
         return target
 
 
 class Dispatch(TorchDispatchMode):
-    """Hands every operator of a thread to the machine, also those that only make a tensor on a GPU."""
+    """Hands every operator of a thread to the machine, also those that only make a tensor on a
+    GPU."""
 
     def __init__(self, machine: Machine):
         super().__init__()
@@ -305,11 +335,14 @@ def spoil(tensor: Tensor) -> None:
 
 
 def _is_view(func) -> bool:
-    """Tell whether an operator's results alias its arguments without being written: it runs no kernel."""
+    """Tell whether an operator's results alias its arguments without being written: it runs no
+    kernel."""
     if func._schema.name == "aten::_unsafe_view":  # whose schema does not say so
         return True
     returns = func._schema.returns
-    return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+    return bool(returns) and all(
+        r.alias_info is not None and not r.alias_info.is_write for r in returns
+    )
 
 
 def _writes(func) -> bool:

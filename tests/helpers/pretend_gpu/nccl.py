@@ -1,10 +1,10 @@
 """NCCL's rules, on exchanges that gloo makes.
 
 A process group with an NCCL back end can be made in a rehearsal, by ``new_group`` or
-``init_process_group("cpu:gloo,cuda:nccl")``. Its exchanges of GPU memory travel over gloo. Refused are host
-tensors where NCCL alone is there, tensors of both kinds, and tensors that are not contiguous. Faults are: buffers
-that are touched before the exchange is waited for, and a group that a thread uses while another thread's exchange
-in it is under way.
+``init_process_group("cpu:gloo,cuda:nccl")``. Its exchanges of GPU memory travel over gloo. Refused
+are host tensors where NCCL alone is there, tensors of both kinds, and tensors that are not
+contiguous. Faults are: buffers that are touched before the exchange is waited for, and a group that
+a thread uses while another thread's exchange in it is under way.
 """
 
 from collections import Counter
@@ -47,7 +47,9 @@ class ProcessGroupNCCL(dist.ProcessGroupGloo):
 
     def __init__(self, store, rank: int, size: int, options: "ProcessGroupNCCL.Options"):
         super().__init__(store, rank, size, options._timeout)
-        self._made.append(self)  # what is held in C++ alone is no more than gloo's, when it comes back
+        self._made.append(
+            self
+        )  # what is held in C++ alone is no more than gloo's, when it comes back
 
     def abort(self) -> None:
         """Do nothing: gloo's exchanges end by their limits."""
@@ -65,7 +67,9 @@ class Nccl:
 
     def __init__(self, machine: Machine):
         self.machine = machine
-        self._works: dict[int, tuple] = {}  # under way: the Work, its name, number, group and thread
+        self._works: dict[
+            int, tuple
+        ] = {}  # under way: the Work, its name, number, group and thread
         self._users: dict[str, Counter] = {}  # of each group: exchanges under way, by thread
         self._number = 0
 
@@ -100,16 +104,25 @@ class Nccl:
             machine.note("host_collective", name, nbytes, group=group.group_desc)
             return func(*args, **kwargs)
         if not has_nccl:
-            raise machine.refuse(f"{name} of GPU tensors in a group without NCCL ({group.group_desc})")
+            raise machine.refuse(
+                f"{name} of GPU tensors in a group without NCCL ({group.group_desc})"
+            )
         if not all(x.is_contiguous() for x in tensors):
             raise machine.refuse(f"{name} of tensors that are not contiguous")
         if len({x.device for x in tensors}) > 1:
             raise machine.refuse(f"{name} of tensors on several GPUs")
         machine.forbid_in_capture(f"begins an exchange ({name})")
-        if {thread for thread, count in self._users.get(group.group_desc, {}).items() if count} - {get_ident()}:
-            machine.find(f"{name} in group {group.group_desc} while another thread's exchange in it is under way")
+        if {thread for thread, count in self._users.get(group.group_desc, {}).items() if count} - {
+            get_ident()
+        }:
+            machine.find(
+                f"{name} in group {group.group_desc} while another thread's exchange in it is "
+                "under way"
+            )
         if not has_gloo:  # what stands for GPU memory is host memory
-            group._register_backend(_CPU, dist.ProcessGroup.BackendType.NCCL, group._get_backend(_CUDA))
+            group._register_backend(
+                _CPU, dist.ProcessGroup.BackendType.NCCL, group._get_backend(_CUDA)
+            )
         return self._begin(func, name, args, kwargs, nbytes, group.group_desc)
 
     def _begin(self, func, name: str, args: tuple, kwargs: dict, nbytes: int, group: str):
@@ -117,11 +130,14 @@ class Nccl:
         operands = []
         for i, argument in enumerate(func._schema.arguments):
             value = args[i] if i < len(args) else kwargs.get(argument.name)
-            receives = argument.name in _RECEIVED or (name in ("broadcast_", "allreduce_") and i == 0)
+            receives = argument.name in _RECEIVED or (
+                name in ("broadcast_", "allreduce_") and i == 0
+            )
             operands += [(t, receives) for t in tree_leaves(value) if isinstance(t, GpuTensor)]
         for tensor, receives in operands:
             machine.check_use(tensor.inner, receives, name)
-        # NCCL's kernels come behind the stream that they are begun in, and read what that has written.
+        # NCCL's kernels come behind the stream that they are begun in, and read what that has
+        # written.
         reads = [tensor.inner for tensor, receives in operands if not receives]
         machine.launch(reads, [], name)
         known = {id(tensor.inner): tensor for tensor, _ in operands}
@@ -154,7 +170,8 @@ def _backend(group: dist.ProcessGroup, device: torch.device):
 
 
 def callers_group(like: dist.ProcessGroup, ranks: Sequence[int], timeout: timedelta, backend: str):
-    """Make a process group as a caller of the library would by ``new_group``; collective over its members.
+    """Make a process group as a caller of the library would by ``new_group``; collective over its
+    members.
 
     They alone take part, and not all processes of the world.
 
@@ -165,7 +182,9 @@ def callers_group(like: dist.ProcessGroup, ranks: Sequence[int], timeout: timede
     """
     options = {"pg_options": like.get_group_store(), "use_local_synchronization": True}
     with _disable_current_modes():
-        return dist.new_group(list(ranks), timeout, backend, group_desc=f"{like.group_desc}, {backend}", **options)
+        return dist.new_group(
+            list(ranks), timeout, backend, group_desc=f"{like.group_desc}, {backend}", **options
+        )
 
 
 def _make_group(asked, place: dist.Store, has_nccl: bool) -> dist.ProcessGroup:
@@ -185,11 +204,14 @@ def _make_group(asked, place: dist.Store, has_nccl: bool) -> dist.ProcessGroup:
 GLOO, GLOO_AND_NCCL = "gloo_alone", "gloo_and_nccl"
 for _name, _has_nccl in ((GLOO, False), (GLOO_AND_NCCL, True)):
     _make = partial(_make_group, has_nccl=_has_nccl)
-    dist.Backend.register_backend(_name, _make, extended_api=True, devices=["cpu", "cuda"][: 1 + _has_nccl])
+    dist.Backend.register_backend(
+        _name, _make, extended_api=True, devices=["cpu", "cuda"][: 1 + _has_nccl]
+    )
 
 
 def assert_same_order(ranks: Sequence[Events]) -> None:
-    """Make sure that any two ranks begin the exchanges of the groups that both are in, in the same order.
+    """Make sure that any two ranks begin the exchanges of the groups that both are in, in the same
+    order.
 
     NCCL matches exchanges by their order alone: another order is a hang, or wrong numbers.
 
@@ -200,7 +222,9 @@ def assert_same_order(ranks: Sequence[Events]) -> None:
     for rank, order in enumerate(orders[1:], start=1):
         for other, theirs in enumerate(orders[:rank]):
             shared = {group for group, *_ in order} & {group for group, *_ in theirs}
-            mine, others = ([entry for entry in one if entry[0] in shared] for one in (order, theirs))
+            mine, others = (
+                [entry for entry in one if entry[0] in shared] for one in (order, theirs)
+            )
             assert mine == others, f"ranks {other} and {rank} begin exchanges in another order"
 
 

@@ -34,13 +34,23 @@ class PinnedMemory:
             return self.add(func(*args, **{**kwargs, "pin_memory": False}))
         if self._read:
             arguments = zip(func._schema.arguments, args, strict=False)
-            written = [value for a, value in arguments if a.alias_info is not None and a.alias_info.is_write]
+            written = [
+                value
+                for a, value in arguments
+                if a.alias_info is not None and a.alias_info.is_write
+            ]
             for tensor in tree_leaves(written):
                 if isinstance(tensor, Tensor) and self._is_being_read(tensor, machine.streams):
-                    machine.find(f"{name} writes pinned memory that a copy to the GPU may still read")
+                    machine.find(
+                        f"{name} writes pinned memory that a copy to the GPU may still read"
+                    )
         return func(*args, **kwargs)
 
     def _is_being_read(self, tensor: Tensor, streams) -> bool:
-        self._read = [(ref, at) for ref, at in self._read if not ref.expired() and not streams.host_is_behind(at)]
+        self._read = [
+            (ref, at)
+            for ref, at in self._read
+            if not ref.expired() and not streams.host_is_behind(at)
+        ]
         storage = tensor.untyped_storage()._cdata
         return any(ref.cdata == storage for ref, _ in self._read)

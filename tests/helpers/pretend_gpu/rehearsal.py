@@ -24,7 +24,8 @@ def rehearsal(has_numbers: bool = True) -> Iterator[Machine]:
         has_numbers: whether tensors have numbers; else only shapes, for sizes that fit no memory.
 
     Raises:
-        GpuError: at the end: something was refused, and the error hidden, or a fault that a GPU would not notice.
+        GpuError: at the end: something was refused, and the error hidden, or a fault that a GPU
+            would not notice.
     """
     allow_gpu_tensors()
     machine = Machine(has_numbers)
@@ -66,9 +67,12 @@ def _dispatching(machine: Machine) -> Iterator[None]:
 
 
 def _forget_devices() -> None:
-    """Clear what the project's functions remember of devices: the pretended ones are others than the real ones."""
+    """Clear what the project's functions remember of devices: the pretended ones are others than
+    the real ones."""
     for name, module in list(sys.modules.items()):
         if name.startswith("apbv."):
             for value in vars(module).values():
-                if hasattr(value, "cache_clear") and getattr(value, "__module__", "").startswith("apbv."):
+                if hasattr(value, "cache_clear") and getattr(value, "__module__", "").startswith(
+                    "apbv."
+                ):
                     value.cache_clear()

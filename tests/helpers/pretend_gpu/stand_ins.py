@@ -4,8 +4,11 @@ import torch
 from torch import Tensor
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> tuple[Tensor, Tensor]:
-    """Attention ``[B, H, S, D]`` and its log-sum-exp; in memory ``[B, S, H, D]``, as torch's kernels have it.
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """Attention ``[B, H, S, D]`` and its log-sum-exp; in memory ``[B, S, H, D]``, as torch's
+    kernels have it.
 
     NaN, as on a GPU, where the scale is not above 0.
     """
@@ -15,9 +18,13 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) 
         return out, lse
     if q.shape[1] != k.shape[1]:
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-    scores = (q.double() @ k.double().transpose(-1, -2)) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    scores = (q.double() @ k.double().transpose(-1, -2)) * (
+        q.shape[-1] ** -0.5 if scale is None else scale
+    )
     if causal:  # from the top left
-        scores = scores.masked_fill(~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(), float("-inf"))
+        scores = scores.masked_fill(
+            ~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(), float("-inf")
+        )
     exact = scores.logsumexp(dim=-1)
     if scale is not None and scale <= 0:
         exact = exact * torch.nan
@@ -33,8 +40,11 @@ def _efficient(q, k, v, bias, compute_lse, dropout_p=0.0, is_causal=False, *, sc
     return *_attend(q, k, v, is_causal, scale), None, None
 
 
-def _varlen_flash(q, k, v, ends_q, ends_k, longest_q, longest_k, dropout_p, is_causal, debug, *, scale=None):
-    """Attention within packed sequences ``[T, H, D]``; the kernel reads their ends where they are."""
+def _varlen_flash(
+    q, k, v, ends_q, ends_k, longest_q, longest_k, dropout_p, is_causal, debug, *, scale=None
+):
+    """Attention within packed sequences ``[T, H, D]``; the kernel reads their ends where they
+    are."""
     out = torch.empty_like(q)
     if q.device.type != "meta":
         ends_q, ends_k = ends_q.tolist(), ends_k.tolist()
@@ -42,13 +52,24 @@ def _varlen_flash(q, k, v, ends_q, ends_k, longest_q, longest_k, dropout_p, is_c
             rows, keys = slice(ends_q[i], ends_q[i + 1]), slice(ends_k[i], ends_k[i + 1])
             parts = (x.transpose(0, 1)[None] for x in (q[rows], k[keys], v[keys]))
             out[rows] = _attend(*parts, is_causal, scale)[0][0].transpose(0, 1)
-    return out, torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device), None, None, None
+    return (
+        out,
+        torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device),
+        None,
+        None,
+        None,
+    )
 
 
-def _fused_choice(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False):
-    """Choose as torch does on a GPU with compute capability 9.0: 1 is flash, 2 memory-efficient, 0 none."""
+def _fused_choice(
+    q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False
+):
+    """Choose as torch does on a GPU with compute capability 9.0: 1 is flash, 2 memory-efficient, 0
+    none."""
     if attn_mask is not None or q.dtype not in (torch.float16, torch.bfloat16) or q.shape[-1] > 256:
-        return 2 if attn_mask is None and q.shape[1] == k.shape[1] and q.dtype != torch.float64 else 0
+        return (
+            2 if attn_mask is None and q.shape[1] == k.shape[1] and q.dtype != torch.float64 else 0
+        )
     return 1
 
 

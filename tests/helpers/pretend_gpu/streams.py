@@ -1,7 +1,9 @@
-"""Who may use which memory when: CUDA streams, events, exchanges under way, and copies that nobody has waited for.
+"""Who may use which memory when: CUDA streams, events, exchanges under way, and copies that nobody
+has waited for.
 
-Everything in here happens at once on the CPU. What a GPU would do later, and in which order, is kept as how far
-each stream has been told to come, and which points of other streams it has been told to wait for (vector clocks).
+Everything in here happens at once on the CPU. What a GPU would do later, and in which order, is
+kept as how far each stream has been told to come, and which points of other streams it has been
+told to wait for (vector clocks).
 """
 
 import threading
@@ -19,15 +21,19 @@ Moment = Counter  # how far each stream has come, by its number
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
-    """The addresses from a tensor's first number to behind its last one; nothing on meta, or without numbers."""
+    """The addresses from a tensor's first number to behind its last one; nothing on meta, or
+    without numbers."""
     if tensor.device.type == "meta" or not tensor.numel():
         return 0, 0
     first = tensor.data_ptr()
-    steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    steps = sum(
+        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
     return first, first + (steps + 1) * tensor.element_size()
 
 
-# An exchange's buffer, from its start until it is waited for; kept, so that its memory is not another's meanwhile.
+# An exchange's buffer, from its start until it is waited for; kept, so that its memory is not
+# another's meanwhile.
 Transfer = namedtuple("Transfer", "start stop receives work place keeps")
 
 
@@ -50,10 +56,17 @@ class Transfers:
             return
         start, stop = _extent(tensor)
         for transfer in self._under_way:
-            if start < transfer.stop and transfer.start < stop and (transfer.receives or is_written):
+            if (
+                start < transfer.stop
+                and transfer.start < stop
+                and (transfer.receives or is_written)
+            ):
                 use = "writes" if is_written else "reads"
                 role = "receives" if transfer.receives else "is sent"
-                yield f"{user} {use} a buffer that {role} since {transfer.place}, before the exchange was awaited"
+                yield (
+                    f"{user} {use} a buffer that {role} since {transfer.place}, before the "
+                    "exchange was awaited"
+                )
 
 
 @dataclass
@@ -61,8 +74,8 @@ class _Uses:
     """Where in which stream a piece of memory was last written, and read since then.
 
     Attributes:
-        owner: the stream that it was allocated for, which may have it back as soon as it is free; None: nobody is
-            known to.
+        owner: the stream that it was allocated for, which may have it back as soon as it is free;
+            None: nobody is known to.
         strangers: the last uses in other streams of which the allocator was not told.
         told: the streams of which it was.
     """
@@ -80,16 +93,21 @@ class Streams:
     def __init__(self) -> None:
         self._local = threading.local()
         self._position = Counter()
-        self._known: dict[int, Moment] = {}  # of each stream: the points of others that it comes behind
+        self._known: dict[
+            int, Moment
+        ] = {}  # of each stream: the points of others that it comes behind
         self._host = Moment()
         self._uses: dict[int, _Uses] = {}
         self._later: list[tuple[int, int, Callable[[], None]]] = []
         self._shared: dict[int, tuple[StorageWeakRef, _Uses]] = {}  # memory with strangers
-        self._pool: list[tuple[int, int, int]] = []  # GPU, priority and place in the pool of the streams in use
+        self._pool: list[
+            tuple[int, int, int]
+        ] = []  # GPU, priority and place in the pool of the streams in use
         self.num_taken = Counter()  # of a GPU's pool of a priority
 
     def take(self, device: int, priority: int) -> int:
-        """Hand out a stream as PyTorch does: the 33rd of a GPU and a priority is the first again."""
+        """Hand out a stream as PyTorch does: the 33rd of a GPU and a priority is the first
+        again."""
         place = self.num_taken[device, priority] % POOL_SIZE
         self.num_taken[device, priority] += 1
         if (device, priority, place) not in self._pool:
@@ -114,12 +132,19 @@ class Streams:
         stream = self.current
         self._position[stream] += 1
         position = self._position[stream]
-        if self.priority_of(stream) < 0 and not self.host_is_behind(self._known.get(stream, Moment())):
-            yield f"{user} in stream {stream}, which is to be quick, waits for what may be far from done"
+        if self.priority_of(stream) < 0 and not self.host_is_behind(
+            self._known.get(stream, Moment())
+        ):
+            yield (
+                f"{user} in stream {stream}, which is to be quick, waits for what may be far "
+                "from done"
+            )
         for tensor in reads:
             uses = self._uses.setdefault(_memory(tensor), _Uses((stream, position)))
             if not self._is_behind(stream, *uses.written):
-                yield f"{user} in stream {stream} reads what stream {uses.written[0]} may still write"
+                yield (
+                    f"{user} in stream {stream} reads what stream {uses.written[0]} may still write"
+                )
             uses.read[stream] = position
             self._note_stranger(tensor, uses, stream, position)
         for tensor in writes:
@@ -141,7 +166,9 @@ class Streams:
         """
         self._shared.pop(_memory(tensor), None)
         owner = self.current if is_ours else None
-        self._uses[_memory(tensor)] = _Uses((self.current, self._position[self.current]), owner=owner)
+        self._uses[_memory(tensor)] = _Uses(
+            (self.current, self._position[self.current]), owner=owner
+        )
 
     def tell_allocator(self, tensor: Tensor, stream: int) -> None:
         """Let memory wait, once it is free, for what a stream does with it until then."""
@@ -158,7 +185,8 @@ class Streams:
             for stream, position in uses.strangers.items():
                 if not self._is_behind(uses.owner, stream, position):
                     yield (
-                        f"memory of stream {uses.owner} is free while stream {stream} may still use it: "
+                        f"memory of stream {uses.owner} is free while stream {stream} may still "
+                        "use it: "
                         "record_stream was not called"
                     )
 
@@ -168,7 +196,8 @@ class Streams:
             self._shared[_memory(tensor)] = StorageWeakRef(tensor.untyped_storage()), uses
 
     def moment(self, stream: int | None = None) -> Moment:
-        """Return how far everything will be when a stream is through with what it has been given."""
+        """Return how far everything will be when a stream is through with what it has been
+        given."""
         stream = self.current if stream is None else stream
         return self._known.get(stream, Moment()) | Moment({stream: self._position[stream]})
 
@@ -194,7 +223,8 @@ class Streams:
         return moment <= self._host
 
     def later(self, happen: Callable[[], None]) -> None:
-        """Have something happen in host memory once the host has waited for what is in the current stream now."""
+        """Have something happen in host memory once the host has waited for what is in the current
+        stream now."""
         stream = self.current
         self._position[stream] += 1
         self._later.append((stream, self._position[stream], happen))

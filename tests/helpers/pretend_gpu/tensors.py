@@ -1,4 +1,5 @@
-"""Tensors that say they lie on a GPU, and hold their numbers on the CPU, or nowhere where they would not fit."""
+"""Tensors that say they lie on a GPU, and hold their numbers on the CPU, or nowhere where they
+would not fit."""
 
 import ctypes
 from pathlib import Path
@@ -24,9 +25,9 @@ class GpuError(RuntimeError):
 def allow_gpu_tensors() -> None:
     """Let torch handle tensors that say they are on a GPU, where there is none.
 
-    Whatever changes the current device around an operator asks a table for the device's guard. The place of CUDA's
-    is empty in a torch without CUDA, and else has one that asks the driver. The guard of the meta device does
-    nothing, which is what is wanted here.
+    Whatever changes the current device around an operator asks a table for the device's guard. The
+    place of CUDA's is empty in a torch without CUDA, and else has one that asks the driver. The
+    guard of the meta device does nothing, which is what is wanted here.
     """
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
     guards = (ctypes.c_void_p * (_META + 1)).in_dll(library, _TABLE)
@@ -47,7 +48,11 @@ class GpuTensor(Tensor):
     @staticmethod
     def __new__(cls, inner: Tensor, index: int, machine: "Machine"):
         place = {"strides": inner.stride(), "storage_offset": inner.storage_offset()}
-        options = {"dtype": inner.dtype, "layout": inner.layout, "device": torch.device("cuda", index)}
+        options = {
+            "dtype": inner.dtype,
+            "layout": inner.layout,
+            "device": torch.device("cuda", index),
+        }
         self = Tensor._make_wrapper_subclass(cls, inner.size(), **place, **options)
         self.inner, self.machine = inner, machine
         return self

@@ -1,4 +1,5 @@
-"""Launches of Triton kernels: their arguments have to be on the GPU; interpreted on what they hold."""
+"""Launches of Triton kernels: their arguments have to be on the GPU; interpreted on what they
+hold."""
 
 from contextlib import ExitStack
 from threading import get_ident
@@ -46,15 +47,22 @@ class TritonLaunches:
         if {x.device.index for x in gpus} != {self.cuda.current_device}:
             raise machine.refuse(f"{name}: its arguments are not on the current GPU")
         for tensor in gpus:
-            # What a kernel writes is not known before it runs; what is received may not even be read.
+            # What a kernel writes is not known before it runs; what is received may not even be
+            # read.
             machine.check_use(tensor.inner, False, name)
         args, kwargs = tree_map(strip, (args, kwargs))
-        variant = (name, *sorted((key, value) for key, value in kwargs.items()), *(x.dtype for x in tensors))
+        variant = (
+            name,
+            *sorted((key, value) for key, value in kwargs.items()),
+            *(x.dtype for x in tensors),
+        )
         graph = machine.capturing
         if graph is not None and graph.forbids(get_ident()):
             if variant not in self._loaded:
                 graph.is_valid = False
-                raise machine.refuse(f"{name} is launched for the first time while a graph is captured")
+                raise machine.refuse(
+                    f"{name} is launched for the first time while a graph is captured"
+                )
             if graph.thread == get_ident():
                 graph.add_launch(launch, name, args, kwargs)
                 return
@@ -62,4 +70,6 @@ class TritonLaunches:
         if machine.has_numbers:
             with machine.interpreting, _disable_current_modes():
                 launch(*args, **kwargs)
-        machine.launched("triton", name, [(x, False) for x in gpus], detail=grid, place=function.__module__)
+        machine.launched(
+            "triton", name, [(x, False) for x in gpus], detail=grid, place=function.__module__
+        )
