@@ -7,7 +7,18 @@ CUDA_GRAPH_MODES = ("auto", "off")
 GENERATION_CONFIGS = ("auto", "neutral")
 PRUNINGS = ("kv", "prompt")
 HIPPO_TERMS = ("attention", "time", "space")
-KEEP_POLICIES = ("specvlm", "attention", "uv_prune", "hippo", "even", "random", "full")
+# Those that choose from a video's frames alone, with which HIPPO's Figure 7 compares.
+FRAME_POLICIES = ("frames", "transitions", "dycoke")
+KEEP_POLICIES = (
+    "specvlm",
+    "attention",
+    "uv_prune",
+    "hippo",
+    *FRAME_POLICIES,
+    "even",
+    "random",
+    "full",
+)
 DEFAULT_KEEP_RATIO = 0.1
 CONTEXTS = "MTCP"
 DEFAULT_QUERY_LEN = 128

@@ -57,9 +57,10 @@ class SpeculativeConfig(Checked):
         keep: selects the visual tokens that a pruned draft sees: by the question's attention to
             them ``"specvlm"`` (SpecVLM's: the fewest that hold 40 % of it, and others evenly
             spaced) and ``"attention"`` (the highest); ``"uv_prune"`` (ParallelVLM's: what comes
-            closer to the text in the target's first layers), ``"hippo"`` (see ``hippo_terms``),
-            ``"even"`` (evenly spaced), ``"random"``, ``"full"``; None: as the strategy's paper
-            does.
+            closer to the text in the target's first layers), ``"hippo"`` (see ``hippo_terms``); by
+            the frames alone, with which HIPPO's Figure 7 compares, ``"frames"``, ``"transitions"``
+            and ``"dycoke"`` (see :mod:`apbv.speculate.frame_selection`); ``"even"`` (evenly
+            spaced), ``"random"``, ``"full"``; None: as the strategy's paper does.
         keep_ratio: share of visual tokens that a pruned draft sees; 0.1 if ``keep_tokens`` is not
             given.
         keep_tokens: number of prompt tokens that a pruned draft sees, instead of a ratio: all text

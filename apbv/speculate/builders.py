@@ -11,6 +11,7 @@ from ..prefilling.reduction.choosing import keep_best, keep_even
 from .draft import Draft, DraftTask, prefill_draft, run_prompt
 from .drafters import Drafter, NgramDrafter
 from .ensemble import EnsembleDrafter, read_contexts
+from .frame_selection import FRAME_SELECTIONS, keep_from_frames
 from .hippo import local_semantics, with_relevance
 
 
@@ -31,6 +32,8 @@ def kept_visual_tokens(task: DraftTask, rows: Tensor | None) -> Tensor:
         return keep_even(total, count)
     if keep == "random":
         return keep_random(total, count, task.sampling.seed)
+    if keep in FRAME_SELECTIONS:
+        return keep_from_frames(task.draft, task.inputs, rows, task.hosts, keep, count)
     # HIPPO's Eq. 7: attention, change over time, variety in space, z-scored by frame.
     terms = task.config.hippo_terms
     scores = local_semantics(task.draft, task.inputs, rows, task.hosts, terms)

@@ -9,7 +9,13 @@ import torch
 from transformers import PreTrainedModel
 
 from .. import demo
-from ..config import DecodeConfig, PrefillConfig, SamplingParams, SpeculativeConfig
+from ..config import (
+    FRAME_POLICIES,
+    DecodeConfig,
+    PrefillConfig,
+    SamplingParams,
+    SpeculativeConfig,
+)
 from ..hosts import HostGroup
 from ..input.model_inputs import ModelInputs
 from ..model.loading import load_model, require_loadable
@@ -166,7 +172,7 @@ class Drafting:
             ValueError: the prompt is rejected; the message says why.
         """
         keep, visual = self._config and keep_policy(self._config), inputs.visual
-        if keep == "hippo":
+        if keep == "hippo" or keep in FRAME_POLICIES:
             if visual is not None and visual.kind == "image":
                 raise ValueError(f"keep={keep!r} selects frames, but the prompt has no video")
             require_whole_frames(inputs, f"keep={keep!r}")

@@ -40,7 +40,9 @@ def plan_pathways(num_frames: int, height: int, width: int, count: int) -> dict[
         height and width.
     """
     if count < num_frames:
-        return dict.fromkeys(_spaced(num_frames, count), (functional.avg_pool2d, (height, width)))
+        return dict.fromkeys(
+            spaced_frames(num_frames, count), (functional.avg_pool2d, (height, width))
+        )
     side, most = 1, max(num_frames, count // _FAST_SHARE)
     while num_frames * _num_cells(height, width, side, side) > most:
         side += 1
@@ -53,7 +55,7 @@ def plan_pathways(num_frames: int, height: int, width: int, count: int) -> dict[
     )
     poolings = dict.fromkeys(range(num_frames), (functional.avg_pool2d, (side, side)))
     return poolings | dict.fromkeys(
-        _spaced(num_frames, num_slow), (functional.max_pool2d, (1, across))
+        spaced_frames(num_frames, num_slow), (functional.max_pool2d, (1, across))
     )
 
 
@@ -72,7 +74,8 @@ def keep_slow_and_fast(video: SharedVideo, count: int) -> KeptRows:
     return KeptRows(torch.cat(places), torch.cat(values))
 
 
-def _spaced(num_frames: int, count: int) -> set[int]:
+def spaced_frames(num_frames: int, count: int) -> set[int]:
+    """Return ``count`` frames at regular intervals, from the first one on."""
     return {number * num_frames // count for number in range(count)}
 
 
