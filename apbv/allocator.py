@@ -4,7 +4,9 @@ import ctypes
 import sys
 
 # Parameters of glibc's mallopt.
-_M_ARENA_MAX, _M_MMAP_MAX, _M_TRIM_THRESHOLD = -8, -4, -1
+_M_ARENA_MAX = -8
+_M_MMAP_MAX = -4
+_M_TRIM_THRESHOLD = -1
 
 
 def keep_freed_memory() -> bool:

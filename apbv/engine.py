@@ -47,7 +47,9 @@ from .stats import StageTimer, provenance
 from .warn import warn_caller
 
 # The warm-up request's.
-_WARM_UP_FRAMES, _WARM_UP_WORDS, _WARM_UP_TOKENS = 16, 60, 8
+_WARM_UP_FRAMES = 16
+_WARM_UP_WORDS = 60
+_WARM_UP_TOKENS = 8
 # Steps of a batch between two looks at whether an answer has ended on another host.
 _STEPS_PER_ROUND = 8
 
@@ -112,15 +114,21 @@ class Engine:
         )
         if resolve_method(config, hosts.size).name != config.method != PrefillConfig.method:
             warn_caller(f"on one host {config.method} is the same as full: that runs")
-        self.model, self.draft_model, self.processor = model, draft, processor
-        self.prefill_config, self.speculative_config, self.reuse_config = config, speculate, reuse
+        self.model = model
+        self.draft_model = draft
+        self.processor = processor
+        self.prefill_config = config
+        self.speculative_config = speculate
+        self.reuse_config = reuse
         self.parts = models.reading
         self.name = name or type(self.parts.model).__name__
         self.num_frames = default_num_frames(processor)
         reader = PromptReader(self.parts, processor, self.num_frames, config)
-        self.tokenizer, self.videos = reader.tokenizer, reader.videos
+        self.tokenizer = reader.tokenizer
+        self.videos = reader.videos
         self._way = drafting.way_to_answer(models, self.tokenizer)
-        self.hosts, self.prefills = self._way.hosts, not drafting.drafts_only
+        self.hosts = self._way.hosts
+        self.prefills = not drafting.drafts_only
         if self.prefills and self.hosts.num_processes > 1:
             _ = (
                 self.parts.weights_sample
@@ -188,8 +196,10 @@ class Engine:
         _require_types(hosts, prefill, speculate, reuse, decode)
         if not isinstance(name, str | Path):
             raise ValueError(f"a model must be a name or a path, not {name!r:.80}")
-        hosts, is_demo = hosts or HostGroup.from_env(), str(name) == "demo"
-        config, path = prefill or PrefillConfig(), demo.model_path() if is_demo else name
+        hosts = hosts or HostGroup.from_env()
+        is_demo = str(name) == "demo"
+        config = prefill or PrefillConfig()
+        path = demo.model_path() if is_demo else name
         drafting = Drafting(speculate, hosts, captioner)
         with hosts.local_stage(
             "reading the settings"
@@ -457,13 +467,15 @@ class Engine:
         """
         if max_together < 1:
             raise ValueError(f"max_together must be at least 1, not {max_together}")
-        sampling, hosts = sampling or SamplingParams(), self.hosts
+        sampling = sampling or SamplingParams()
+        hosts = self.hosts
         if isinstance(questions, Sequence):  # others are read as they are answered
             with hosts.local_stage("reading the questions"):
                 for number, question in enumerate(questions):
                     _require_question(number, question)
         batch = self.batch() if hosts.rank < self.num_homes else None
-        numbered, running = enumerate(questions), {}
+        numbered = enumerate(questions)
+        running = {}
         coming = next(numbered, None)
         while coming or running:
             while coming and (home := self._emptiest_home(running, max_together)) is not None:
@@ -473,13 +485,15 @@ class Engine:
                         _require_question(number, question)
                         given = {"sampling": sampling, **question}
                         require_type(SamplingParams, sampling=given["sampling"])
-                        timer, by = StageTimer(hosts), given.pop("sampling")
+                        timer = StageTimer(hosts)
+                        by = given.pop("sampling")
                         request = Request(Question(**given), timer, sampling=by, home=home)
                         same["the request"] = {"max_together": max_together, **request.settings}
                     if not self.num_homes:
                         yield number, self.answer(request)
                     else:
-                        begun, member = self.begin(request), None
+                        begun = self.begin(request)
+                        member = None
                         with hosts.local_stage("joining the batch"):
                             if hosts.rank == home:
                                 member = batch.join(begun.state, begun.read.request, *begun.draft)
@@ -572,7 +586,8 @@ class Engine:
     ) -> GenerateResult:
         """Return the result of a request, collective; on a draft host, which has prefilled nothing,
         its own."""
-        tokens, sampling = answered.tokens, request.sampling
+        tokens = answered.tokens
+        sampling = request.sampling
         text = self.tokenizer.decode(tokens, skip_special_tokens=True)
         reason = finish_reason(tokens, sampling, self.parts.eos_token_ids)
         timed = request.timer.summary(len(tokens))

@@ -151,7 +151,8 @@ def _for_matcher(json_schema: str | None, grammar: str | None) -> str:
     """
     from llguidance import LLMatcher
 
-    kind, given = _kind(grammar), json_schema if grammar is None else grammar
+    kind = _kind(grammar)
+    given = json_schema if grammar is None else grammar
     if len(given) > _MAX_SCHEMA_CHARS:
         raise ValueError(f"a {kind} may have at most {_MAX_SCHEMA_CHARS} characters")
     with raised_as(ValueError, f"not a valid {kind}", ValueError, RecursionError):

@@ -9,7 +9,8 @@ from itertools import pairwise
 
 # The shortest default anchor and passing block of a prompt that is split: with shorter ones a
 # pretrained model's answers were less accurate (docs/accuracy.md).
-FEWEST_ANCHOR, FEWEST_PASSING = 128, 256
+FEWEST_ANCHOR = 128
+FEWEST_PASSING = 256
 # A passing block of n / 32 was closer to full attention than the default at 16,384 and 32,000
 # tokens on 8 hosts.
 ACCURATE_PASSING = 32
@@ -156,7 +157,8 @@ class ContextLayout:
 
     def block_rows(self, host: int) -> tuple[range, ...]:
         """Return where the blocks of a host, and then the query, lie among its local tokens."""
-        rows, start = [], self.anchor_len
+        rows = []
+        start = self.anchor_len
         for span in (*(self.blocks[v] for v in self.virtual_hosts(host)), self.query):
             rows.append(range(start, start + len(span)))
             start += len(span)

@@ -37,7 +37,8 @@ from .stats import free_memory_bytes
 
 # Tokens of a chat before the video, and of a question after it; and those before each temporal
 # patch but the first: "<1234.5 seconds>", ",Time 1234.5s:" or "Frame123:", and what marks frames.
-_TOKENS_BEFORE, _TOKENS_BEHIND = 16, 64
+_TOKENS_BEFORE = 16
+_TOKENS_BEHIND = 64
 _TEXT_TOKENS = {"qwen3_vl": 10, "internvl": 9, "glm4v": 5, "video_llama_3": 11}
 # Memory of a GPU's driver, library workspaces and collectives, besides tensors: assumed, not
 # measured.
@@ -213,7 +214,8 @@ def plan(
         chunk = num_encoded = 0
         if num_frames is not None:
             video = video_size(config, count, height, width, processor)
-            num_visual, start = video.num_rows, _TOKENS_BEFORE
+            num_visual = video.num_rows
+            start = _TOKENS_BEFORE
             stop = start + num_visual + video.num_text_tokens
             num_tokens = stop + _TOKENS_BEHIND
             share = ceil(video.num_patches / hosts)
@@ -256,7 +258,8 @@ def plan(
         except LayoutError:  # too short for the lengths that were asked for
             return False
 
-    planned, counts = of(num_frames or tokens), range(1, _MOST_SEARCHED)
+    planned = of(num_frames or tokens)
+    counts = range(1, _MOST_SEARCHED)
     most = bisect(counts, False, key=is_too_much)
     return replace(planned, most=None if most == len(counts) else most)
 
@@ -270,7 +273,8 @@ def parse_resolution(text: str) -> tuple[int, int]:
     found = re.fullmatch(r"(\d+)(?:p|x(\d+))", text)
     if not found:
         raise ValueError(f"{text!r} is not a resolution: use HxW, or such as 720p")
-    height, width = int(found[1]), found[2]
+    height = int(found[1])
+    width = found[2]
     return height, 2 * round(height * 8 / 9) if width is None else int(width)
 
 
@@ -333,7 +337,8 @@ def video_size(
             f"the video processor of the {config.model_type} model leaves no pixel for each of "
             f"{num_frames:,} frames"
         ) from error
-    pixels, vision = batch["pixel_values_videos"], config.vision_config
+    pixels = batch["pixel_values_videos"]
+    vision = config.vision_config
     num_patches = pixels.shape[1]
     if "video_grid_thw" in batch:
         num_patches, *sides = batch["video_grid_thw"][0].tolist()

@@ -61,7 +61,9 @@ class StageTimer:
         on_stage: Callable[[str], None] | None = None,
         on_progress: Callable[[str, int, int], None] | None = None,
     ):
-        self._hosts, self._on_stage, self._on_progress = hosts, on_stage, on_progress
+        self._hosts = hosts
+        self._on_stage = on_stage
+        self._on_progress = on_progress
         self._lock, self._reporting = threading.Lock(), threading.Lock()
         self._runs: list[tuple[str, Moment, Moment]] = []  # a stage's name, begin and end
         self._began = self.prefilled = hosts.moment(on_device=False)
@@ -274,7 +276,8 @@ def _software() -> dict:
         "transformers": version("transformers"),
         "python": platform.python_version(),
     }
-    checkout, commit = Path(__file__).parents[1], None
+    checkout = Path(__file__).parents[1]
+    commit = None
     if (checkout / ".git").exists():
         quietly = {"stderr": subprocess.DEVNULL, "text": True, "timeout": 5}
         with suppress(OSError, subprocess.SubprocessError):

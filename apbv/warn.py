@@ -16,9 +16,11 @@ _PASSED_THROUGH = ("torch.utils._contextlib", "contextlib")
 def warn_caller(message: str) -> None:
     """Warn as if the innermost line outside this package did; Python shows a line's warning
     once."""
-    level, frame = 1, sys._getframe()
+    level = 1
+    frame = sys._getframe()
     while frame.f_back is not None and _is_ours(frame.f_globals.get("__name__", "")):
-        level, frame = level + 1, frame.f_back
+        level = level + 1
+        frame = frame.f_back
     warnings.warn(message, stacklevel=level)
 
 

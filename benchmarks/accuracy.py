@@ -61,7 +61,8 @@ def _key(record: dict) -> str:
 
 def measure(options: argparse.Namespace, hosts: HostGroup, known: list[dict]) -> Iterator[dict]:
     """Yield a record for every clip, way and number of hosts that is not known yet; collective."""
-    engine, is_demo = load_demo(options.model, hosts, options.dtype), options.preset != "captions"
+    engine = load_demo(options.model, hosts, options.dtype)
+    is_demo = options.preset != "captions"
     draft = load_demo(draft_path()).model if is_demo else None
     done = set(hosts.gather_json([_key(record) for record in known])[0])
     for shots in options.shots:
@@ -76,7 +77,8 @@ def measure(options: argparse.Namespace, hosts: HostGroup, known: list[dict]) ->
             if not options.labels or label in options.labels
         }
         for seed in tqdm(range(options.clips), unit="clip", disable=hosts.rank != 0 or None):
-            about, left = {**same, "seed": seed, "right": exam.tasks}, defaultdict(dict)
+            about = {**same, "seed": seed, "right": exam.tasks}
+            left = defaultdict(dict)
             for label, way in ways.items():
                 for number in numbers_of_hosts(way.prefill.method, options, hosts):
                     is_known = _key({**about, "hosts": number, "settings": way.settings}) in done

@@ -127,7 +127,8 @@ def with_transformers(
     )
 
     def run() -> Tensor:
-        tokens, first = ids, None
+        tokens = ids
+        first = None
         while (past := cache.get_seq_length()) < all_tokens:
             position_ids = torch.arange(past, past + tokens.shape[1], device=parts.device)[None]
             position_ids = position_ids if pads is None else position_ids - pads[:, None]
@@ -176,7 +177,8 @@ def padded(parts: ModelParts, prompts: Sequence["Prompt"]) -> tuple[DynamicCache
     """Return the prompts' KV as one batch, padded on the left, and how many tokens of padding each
     has."""
     most = max(prompt.num_tokens for prompt in prompts)
-    cache, own = DynamicCache(), [prompt.kv.whole.layers for prompt in prompts]
+    cache = DynamicCache()
+    own = [prompt.kv.whole.layers for prompt in prompts]
     for layer in range(parts.num_layers):
         shape = (2, len(prompts), parts.num_kv_heads, most, parts.head_dim)
         states = torch.zeros(shape, dtype=parts.dtype, device=parts.device)
@@ -252,7 +254,8 @@ def _first_ids(num_prompts: int) -> list[int]:
 
 def _first_logits(parts: ModelParts, prompts: Sequence[Prompt]) -> tuple[Tensor, Tensor]:
     """Return the logits of the first step of every answer by itself, and in a batch."""
-    ids, rows = _first_ids(len(prompts)), []
+    ids = _first_ids(len(prompts))
+    rows = []
     for prompt, token in zip(prompts, ids, strict=True):
         decoder = Decoder(parts, prompt.kv, prompt.num_tokens)
         rows.append(decoder.advance([token]))

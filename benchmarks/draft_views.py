@@ -50,7 +50,9 @@ def draft_of(
     Args:
         seed: of random choices.
     """
-    target, draft, hosts = candidate.parts, candidate.draft, candidate.hosts
+    target = candidate.parts
+    draft = candidate.draft
+    hosts = candidate.hosts
     watcher = make_watcher(config, target)
     state = prefill(
         target, inputs, hosts=hosts, config=FULL, watcher=watcher, encoded=candidate.encoded
@@ -86,7 +88,8 @@ def predict_along(
 
 def measure(options: argparse.Namespace) -> Iterator[dict]:
     """Yield a record for every clip, choice and share of tokens."""
-    engine, exam = load_demo(dtype=options.dtype), Exam.of(options)
+    engine = load_demo(dtype=options.dtype)
+    exam = Exam.of(options)
     candidate = Candidate(
         engine.model, engine.processor, engine.hosts, load_demo(draft_path()).model
     )
@@ -100,7 +103,8 @@ def measure(options: argparse.Namespace) -> Iterator[dict]:
         inputs = candidate.read(file, clips.DESCRIBE_QUESTION)
         described, _ = candidate.answer(inputs, FULL, 2 * clips.MOST_DESCRIBED)
         for config in ways:
-            inputs, found = candidate.read(file, clips.DESCRIBE_QUESTION), []
+            inputs = candidate.read(file, clips.DESCRIBE_QUESTION)
+            found = []
             draft = draft_of(candidate, inputs, config, seed)
             said = predict_along(draft, candidate.draft, inputs, described)
             for task, question, _ in exam.questions(seed):

@@ -35,7 +35,8 @@ from apbv.stats import StageTimer
 from support.arguments import parser_of
 from support.records import columns_of, measure_on_hosts
 
-QUESTION_LEN, HEAD_DIM = 32, 128
+QUESTION_LEN = 32
+HEAD_DIM = 128
 SHAPES = {
     "qwen2.5-vl-3b": (36, 2),
     "qwen2.5-vl-7b": (28, 4),
@@ -63,7 +64,9 @@ def consume(ticket: Ticket, cache: dict, digests: bool) -> dict:
     shape = ticket.num_layers, 2, ticket.num_kv_heads, ticket.num_tokens, ticket.head_dim
     if shape not in cache:
         cache[shape] = torch.zeros(shape, dtype=ticket.torch_dtype)
-    kept, began, first = cache[shape], time.perf_counter(), None
+    kept = cache[shape]
+    began = time.perf_counter()
+    first = None
     with RemoteKV(ticket) as kv:
         for own, layer in zip(kept, kv.layers(range(ticket.num_tokens)), strict=True):
             first = first or time.perf_counter()
@@ -127,10 +130,8 @@ def made_up_prefill(
         num_hosts=hosts.size, anchor_len=None, passing_len=None, zigzag=True, **lengths
     )
     num_rows = sum(map(len, layout.cache_spans(hosts.rank)))
-    random, size = (
-        torch.Generator().manual_seed(hosts.rank),
-        (2, 1, num_kv_heads, num_rows, HEAD_DIM),
-    )
+    random = torch.Generator().manual_seed(hosts.rank)
+    size = (2, 1, num_kv_heads, num_rows, HEAD_DIM)
     layers = [
         tuple(torch.randn(size, generator=random, dtype=torch.bfloat16).unbind())
         for _ in range(num_layers)

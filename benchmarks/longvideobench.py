@@ -60,7 +60,8 @@ def read(options: argparse.Namespace) -> list[Sample]:
 
 
 def _sample(folder: Path, subtitles: str, _, row: dict) -> Sample:
-    choices, answer = texts_of(row["candidates"]), row.get("correct_choice", -1)
+    choices = texts_of(row["candidates"])
+    answer = row.get("correct_choice", -1)
     if answer >= len(choices):
         raise ValueError(f"the answer {answer} is none of the {len(choices)} options")
     names = {
@@ -148,7 +149,8 @@ def request(
     prompt = fill(template, sample)
     if sample.subtitles is None:
         return request_of(sample, prompt)
-    info, duration = engine.videos.probe(sample.videos[0]), sample.extra["duration"]
+    info = engine.videos.probe(sample.videos[0])
+    duration = sample.extra["duration"]
     frames = sampled_frames(info, duration, options.frames or engine.num_frames)
     lines = read_subtitles(sample.subtitles, sample.extra["offset"], duration)
     images = [
@@ -195,7 +197,8 @@ BENCHMARK = Benchmark(
     request=request,
     guess=guess,
 )
-parse_arguments, main = BENCHMARK.parse_arguments, BENCHMARK.main
+parse_arguments = BENCHMARK.parse_arguments
+main = BENCHMARK.main
 
 if __name__ == "__main__":
     sys.exit(main())

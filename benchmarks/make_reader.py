@@ -44,10 +44,8 @@ from support import captions, clips
 from support.arguments import parser_of, presets_of
 from support.exams import Candidate, Exam
 
-SIZE, PINPOINTS = (
-    {"height": captions.SIDE, "width": captions.SIDE},
-    [[captions.SIDE, captions.SIDE]],
-)
+SIZE = {"height": captions.SIDE, "width": captions.SIDE}
+PINPOINTS = [[captions.SIDE, captions.SIDE]]
 TOWER = presets_of("make_reader")["vision_tower"]
 PATCH = captions.CELL // 2  # LLaVA-OneVision halves the sides of a video's frames
 PLACEHOLDERS = ("<|image_pad|>", "<|video_pad|>")
@@ -82,7 +80,8 @@ def build_model(
     )
     torch.manual_seed(0)
     model = LlavaOnevisionForConditionalGeneration(config).float().eval()
-    model.model.language_model, model.lm_head = decoder.model, decoder.lm_head
+    model.model.language_model = decoder.model
+    model.lm_head = decoder.lm_head
     config.text_config = decoder.config
     model.model.image_newline.data = (
         decoder.get_input_embeddings().weight[newline[0]].detach().float().clone()
@@ -167,12 +166,14 @@ def share_read(
 ) -> float:
     """Return the share of texts in held-out files whose tokens' nearest of all embeddings is the
     right one."""
-    candidate, right = Candidate(model, processor, HostGroup.single("cpu")), []
+    candidate = Candidate(model, processor, HostGroup.single("cpu"))
+    right = []
     table = model.get_input_embeddings().weight.float()
     with tempfile.TemporaryDirectory() as folder:
         exam = captions.exam_like(Exam(captions.GRID, 16, Path(folder)), processor.tokenizer)
         for seed in range(num_clips):
-            visual, texts = candidate.read(exam.file(seed), "?").visual, exam.texts(seed)
+            visual = candidate.read(exam.file(seed), "?").visual
+            texts = exam.texts(seed)
             rows = torch.cat([*candidate.encoded(visual.chunks(visual.host, 2**30))])[texts != ""]
             nearest = torch.cdist(rows.float(), table).argmin(dim=1).tolist()
             ids = [captions.token_of(processor.tokenizer, text) for text in texts[texts != ""]]

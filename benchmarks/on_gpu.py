@@ -96,7 +96,8 @@ def run(stage: Stage, options: argparse.Namespace, deadline: float, num_beside: 
         own["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // num_beside))
     if not stage.name.startswith("ruler"):  # which goes on from its records
         (options.out / f"{stage.name}.jsonl").unlink(missing_ok=True)
-    command, began = stage.arguments(options), time.monotonic()
+    command = stage.arguments(options)
+    began = time.monotonic()
     with (options.out / f"{stage.name}.log").open("w") as log:
         log.write(f"{shlex.join(command)}\n")
         log.flush()

@@ -79,7 +79,8 @@ def _sample(folder: Path, number: int, row: dict) -> Sample:
 
 
 BENCHMARK = Benchmark("questions", __doc__, read)
-parse_arguments, main = BENCHMARK.parse_arguments, BENCHMARK.main
+parse_arguments = BENCHMARK.parse_arguments
+main = BENCHMARK.main
 
 if __name__ == "__main__":
     sys.exit(main())

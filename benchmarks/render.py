@@ -33,7 +33,8 @@ def records(options: argparse.Namespace, folder: Path) -> Iterator[dict]:
     and counting."""
     for seed in count(options.seed):
         # The kinds of needle take turns, so that each of them can be scored by itself.
-        needles, path = options.needles[seed % len(options.needles)], folder / f"clip-{seed}.mp4"
+        needles = options.needles[seed % len(options.needles)]
+        path = folder / f"clip-{seed}.mp4"
         retrievals, (*others, _) = clips.asked_apart(write_clip(options, seed, [needles], path))
         for task, question, answer in [retrievals[seed % len(retrievals)], *others]:
             about = {

@@ -33,7 +33,8 @@ def ask(engine: Engine, exam: Exam, num_clips: int) -> list[dict]:
     """Ask all questions about every clip; return the figures of each but the first. Collective."""
     answers = []
     for seed in range(num_clips):
-        file, questions = exam.file(seed, engine.hosts), exam.questions(seed)
+        file = exam.file(seed, engine.hosts)
+        questions = exam.questions(seed)
         first = seed % len(questions)
         for number, (task, question, expected) in enumerate(questions[first:] + questions[:first]):
             limits = {"num_frames": 2 * exam.num_shots, "max_new_tokens": LONGEST_ANSWER}

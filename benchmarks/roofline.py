@@ -114,12 +114,14 @@ def element_wise_bytes(config: PreTrainedConfig, num_rows: int, is_fused: bool =
     AttentionInterface.register(
         "no_attention", lambda _, q, *states, **options: (q.transpose(1, 2), None)
     )
-    moved, is_hybrid = [], DecoderSizes.from_config(config).linear is not None
+    moved = []
+    is_hybrid = DecoderSizes.from_config(config).linear is not None
     types = config.get_text_config().layer_types if is_hybrid else ["full_attention"]
     period = types.index("full_attention") + 1
     for num_layers in (period, 2 * period):  # what the second adds is that many layers'
         text = copy.deepcopy(config.get_text_config())
-        text.num_hidden_layers, text._attn_implementation = num_layers, "no_attention"
+        text.num_hidden_layers = num_layers
+        text._attn_implementation = "no_attention"
         with torch.device("meta"), Traffic() as traffic:
             model = AutoModel.from_config(text, dtype=torch.bfloat16)
             if is_fused:  # for the kernels stand calls that read and write the same
@@ -129,7 +131,8 @@ def element_wise_bytes(config: PreTrainedConfig, num_rows: int, is_fused: bool =
             if is_hybrid:
                 model = with_linear_attention(model)
             rows = torch.empty(1, num_rows, text.hidden_size, dtype=torch.bfloat16)
-            places, mask = torch.arange(num_rows)[None], torch.empty(1, 1, 1, 1)
+            places = torch.arange(num_rows)[None]
+            mask = torch.empty(1, 1, 1, 1)
             traffic.bytes.clear()
             model(
                 inputs_embeds=rows,
@@ -146,7 +149,8 @@ def operators(options: argparse.Namespace) -> str:
     """Format the least time of every operator on every GPU."""
     lines = []
     for case in cases(replace(sizes_of("h200"), hosts=options.hosts), [options.tokens]):
-        num_bytes, times = case.bytes(torch.bfloat16), []
+        num_bytes = case.bytes(torch.bfloat16)
+        times = []
         for gpu in options.gpus:
             flops, bandwidth, _ = PEAKS[gpu]
             least, bound = max(
@@ -168,7 +172,8 @@ def milliseconds(cost: HostCost, gpu: str, element_wise: float, others: float) -
             layers' are there.
     """
     flops, bandwidth, link = (each / 1e3 for each in PEAKS[gpu])
-    products, attention = REACHED["products"] * flops, REACHED["attention"] * flops
+    products = REACHED["products"] * flops
+    attention = REACHED["attention"] * flops
     return {
         "attention": sum(cost.flops[part] for part in ATTENTION) / attention,
         "selection of passing KV": cost.flops["scoring"] / attention,
@@ -194,7 +199,8 @@ def prefill_parts(
     **lengths: int | None,
 ) -> dict[str, float]:
     """Predict the milliseconds of a text's prefill on the busiest host, by parts."""
-    shape, prompt = Shape.from_config(config), (num_tokens, 0, num_tokens - 40, None)
+    shape = Shape.from_config(config)
+    prompt = (num_tokens, 0, num_tokens - 40, None)
     layout, costs = cost_of_prompt(shape, hosts, prompt, PrefillConfig(method=method, **lengths))
     host = max(range(hosts), key=lambda each: costs[each].flops.total())
     rows = sum(map(len, layout.local_spans(host)))
@@ -216,7 +222,9 @@ def launching_ms(config: PreTrainedConfig, method: str) -> float:
 
 def prefill(options: argparse.Namespace, gpu: str) -> str:
     """Format the predicted times of a prefill's parts, for every method."""
-    config, columns, launching = config_of(options.prefill), {}, []
+    config = config_of(options.prefill)
+    columns = {}
+    launching = []
     lengths = fields_of(options, "passing_len", "early_passing_len")
     for method, hosts in (("full", 1), ("zigzag_ring", options.hosts), ("apbv", options.hosts)):
         what = config, options.tokens, method, hosts, gpu
@@ -253,7 +261,8 @@ def step_seconds(shape: Shape, gpu: str, answers: int, rows: int, pairs: float) 
     Args:
         rows: new tokens of all answers together.
     """
-    flops, bandwidth = REACHED["products"] * PEAKS[gpu][0], REACHED["memory"] * PEAKS[gpu][1]
+    flops = REACHED["products"] * PEAKS[gpu][0]
+    bandwidth = REACHED["memory"] * PEAKS[gpu][1]
     weights = sum(shape.token_weights.values()) + shape.hidden * shape.vocab
     num_bytes = shape.bytes_per_number * weights + answers * pairs * shape.kv_bytes
     return max(num_bytes / bandwidth, 2 * weights * rows / flops)
@@ -262,16 +271,19 @@ def step_seconds(shape: Shape, gpu: str, answers: int, rows: int, pairs: float) 
 def drafts(options: argparse.Namespace, gpu: str) -> str:
     """Format how much faster drafts make batches; the same share of tokens is accepted of all."""
     target, draft = (Shape.from_config(config_of(name)) for name in (options.target, options.draft))
-    lines, alpha = [], options.acceptance
+    lines = []
+    alpha = options.acceptance
     for num_tokens, answers in product((1024, 8192, 32768, 131072), (1, 4, 16)):
         # What reads how much KV to draft a token.
         kinds = (draft, num_tokens), (draft, num_tokens / 10), (target, 1024), (None, 0)
-        plain, cells = step_seconds(target, gpu, answers, answers, num_tokens), []
+        plain = step_seconds(target, gpu, answers, answers, num_tokens)
+        cells = []
         for shape, pairs in kinds:
             cost = (
                 step_seconds(shape, gpu, answers, answers, min(pairs, num_tokens)) if shape else 0.0
             )
-            tokens, speeds = 1.0, []
+            tokens = 1.0
+            speeds = []
             for gamma in range(1, 17):
                 tokens += alpha**gamma
                 verifying = step_seconds(target, gpu, answers, answers * (1 + gamma), num_tokens)

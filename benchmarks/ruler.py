@@ -87,7 +87,8 @@ class Sample:
     def __init__(self, task: Task, tokenizer: PreTrainedTokenizerBase, parts: ModelParts):
         """Render the task in the chat template; the question and the answer's beginning are the
         query block."""
-        self._task, self._tokenizer = task, tokenizer
+        self._task = task
+        self._tokenizer = tokenizer
         self.expected = tokenizer(" " + " ".join(task.answers), add_special_tokens=False).input_ids
         self._reference = Reference()
         rendered = render_prompt(parts, tokenizer, Question(task.question, context=task.context))
@@ -105,7 +106,8 @@ class Sample:
     ) -> list[dict]:
         """Answer by each row, ``full`` first of all, and return a record of each on host 0;
         collective."""
-        parts, found = inspect_model(model), []
+        parts = inspect_model(model)
+        found = []
         inputs = self._inputs(parts, hosts)
         for label, config in rows.items():
             began = time.monotonic()
@@ -114,7 +116,8 @@ class Sample:
             compared = self._reference.compare(parts, state, self.expected, hosts)
             if hosts.rank > 0:
                 continue
-            text, layout = self._tokenizer.decode(said, skip_special_tokens=True), state.layout
+            text = self._tokenizer.decode(said, skip_special_tokens=True)
+            layout = state.layout
             # RULER's string_match_all: the share of expected strings that the answer contains, in
             # any case.
             right = statistics.fmean(each.lower() in text.lower() for each in self._task.answers)
@@ -161,7 +164,8 @@ class Examinee:
         self._engine = Engine.from_pretrained(
             options.model, hosts=hosts, dtype=dtype_of(options, hosts)
         )
-        self._hosts, self._timed = hosts, timed
+        self._hosts = hosts
+        self._timed = timed
 
     def answer(self, job: Job) -> Iterator[dict]:
         """Yield a record of every row that a job asks for.
@@ -191,7 +195,8 @@ class Examinee:
         if usual := {label: config for label, config in rows.items() if label not in others}:
             yield from ask(partial(sample.answer, rows=usual))
         for label in others:
-            pairs, config = AnswersPairs(), rows[label]
+            pairs = AnswersPairs()
+            config = rows[label]
             if label.endswith(OF_THE_ANSWER):
                 with pairs.finding(len(sample.expected)):
                     ask(partial(sample.find_pairs, pairs=pairs, config=config))

@@ -42,11 +42,13 @@ def prompt_of(
     """Return n, where the context starts, where the query starts, and the video if there is one."""
     if num_tokens is not None:
         return num_tokens, 0, num_tokens - options.query_len, None
-    config, start = config_of(options.model), PREFIX_LEN + 1
+    config = config_of(options.model)
+    start = PREFIX_LEN + 1
     frames, down, across = patch_grid(options.frames, *parse_resolution(options.resolution))
     frame_tokens = down // MERGE * (across // MERGE)
     if config.model_type == "internvl":  # which resizes all frames to one size
-        frames, frame_tokens = options.frames, config.image_seq_length
+        frames = options.frames
+        frame_tokens = config.image_seq_length
     visual = range(start, start + frames * frame_tokens)
     return visual.stop + 1 + options.query_len, start, visual.stop, Video(visual, frames)
 
@@ -91,7 +93,8 @@ def simulate(options: argparse.Namespace) -> Iterator[dict]:
     # The first forward pass also sets up what later ones reuse.
     bench.run(full, bench.prepare(Workload(tokens=2048)))
     for num_tokens in options.tokens:
-        job, prompt = bench.prepare(Workload(tokens=num_tokens)), prompt_of(options, num_tokens)
+        job = bench.prepare(Workload(tokens=num_tokens))
+        prompt = prompt_of(options, num_tokens)
         full_ms = [prefill_ms(bench.run(full, job)) for _ in range(options.full_rounds)]
         _, alone = cost_of_prompt(shape, 1, prompt, FULL)
         for number, method in ways:

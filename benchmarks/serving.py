@@ -64,7 +64,8 @@ def ask_engine(engine: Engine, options: argparse.Namespace) -> Answer:
     result = engine.generate(
         options.prompt, video=options.video, num_frames=options.frames, sampling=sampling
     )
-    first_token, end = result.stats["ttft_ms"] / 1e3, time.perf_counter() - began
+    first_token = result.stats["ttft_ms"] / 1e3
+    end = time.perf_counter() - began
     return Answer(first_token, end, result.text, len(result.token_ids))
 
 
@@ -110,7 +111,8 @@ class Way:
     def ask(self, port: int, options: argparse.Namespace) -> list[Answer]:
         """Send all requests: each client its next after an answer, or by a Poisson process of the
         rate."""
-        random, answers = Random(0), []
+        random = Random(0)
+        answers = []
         with ThreadPoolExecutor(self.concurrency or options.requests) as pool:
             for _ in range(options.requests):
                 arrived = time.perf_counter() if self.rate else None
@@ -132,7 +134,8 @@ def ask_a_server(
     Returns:
         For each way the answers, and the seconds that they took all together; on host 0.
     """
-    folder, limits = Path(options.video or ".").resolve().parent, {"max_frames": options.frames}
+    folder = Path(options.video or ".").resolve().parent
+    limits = {"max_frames": options.frames}
     limits |= {"max_queue": options.requests, "max_running": ways[0].max_running}
     measured: list[tuple[Way, list[Answer], float]] = []
 
@@ -172,7 +175,8 @@ def ask_a_batch(
         run_worker(engine, hosts, settings)
         return [], 0.0
     with TemporaryDirectory() as folder:
-        asked, out = Path(folder, "requests.jsonl"), Path(folder, "answers.jsonl")
+        asked = Path(folder, "requests.jsonl")
+        out = Path(folder, "answers.jsonl")
         line = {"method": "POST", "url": "/v1/chat/completions", "body": request_of(options)}
         lines = [
             json.dumps({"custom_id": str(number), **line}) for number in range(options.requests)

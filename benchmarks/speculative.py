@@ -106,7 +106,8 @@ def questions(options: argparse.Namespace, hosts: HostGroup) -> Iterator[tuple[s
     first."""
     if options.prompts:
         for given in read_records([options.prompts]):
-            folder, asked = options.prompts.parent, {"prompt": given["prompt"]}
+            folder = options.prompts.parent
+            asked = {"prompt": given["prompt"]}
             if "context" in given:
                 text = "\n".join(
                     (folder / path).read_text(encoding="utf-8") for path in given["context"]
@@ -175,10 +176,8 @@ def batch_records(
     measured = list(zip(*rounds[1:], strict=True)) if engines[0][0].hosts.is_leader else []
     for way, runs in zip(ways, measured, strict=False):
         figures = [each for run in runs for each in run.figures if each]
-        drafted, seconds = (
-            sum(each["num_drafted"] for each in figures),
-            sum(run.seconds for run in runs),
-        )
+        drafted = sum(each["num_drafted"] for each in figures)
+        seconds = sum(run.seconds for run in runs)
         new_tokens = sum(len(tokens) for run in runs for tokens in run.tokens)
         yield {
             "benchmark": "batch_speculative",
@@ -205,10 +204,8 @@ def task_records(options: argparse.Namespace, ways: list[Way]) -> Iterator[dict]
         forwards = new_tokens - len(
             alone
         )  # the first token of every answer comes out of the prefill
-        decode_ms, total_ms = (
-            sum(s["stages_ms"]["decode"] for s in alone),
-            sum(s["total_ms"] for s in alone),
-        )
+        decode_ms = sum(s["stages_ms"]["decode"] for s in alone)
+        total_ms = sum(s["total_ms"] for s in alone)
         target_ms = decode_ms / max(1, forwards)
         is_whole = options.reuse == "off"  # else the ways' prefills are not alike
         for way in ways:
@@ -260,10 +257,8 @@ def speculation(
 
     drafted, accepted, rounds = (total(name) for name in ("num_drafted", "num_accepted", "rounds"))
     # A draft host writes more tokens than are ever verified.
-    written, seconds = (
-        total("num_written") if config.draft_host else drafted,
-        total("draft_seconds"),
-    )
+    written = total("num_written") if config.draft_host else drafted
+    seconds = total("draft_seconds")
     draft_ms = None if seconds is None else 1e3 * seconds / max(1, written)
     ratio = target_ms / draft_ms if draft_ms else None
     in_a_row = accepted / (total("num_rejections") + len(runs))
@@ -316,7 +311,8 @@ def measure(options: argparse.Namespace, hosts: HostGroup) -> Iterator[dict]:
         label: replace(each, keep_losing_draft=True)
         for label, each in configurations(options).items()
     }
-    ways, asked = build_ways(options, configs, hosts), list(questions(options, hosts))
+    ways = build_ways(options, configs, hosts)
+    asked = list(questions(options, hosts))
     rounds = [
         (asked[0], False),
         *((question, True) for _ in range(options.rounds) for question in asked),

@@ -67,10 +67,8 @@ def plan(options: argparse.Namespace, hosts: HostGroup) -> tuple[list[Workload],
     if options.tokens:
         workloads = [Workload(tokens=length) for length in options.tokens]
     else:
-        frames, sizes = (
-            options.frames or usual["frames"],
-            options.resolutions or ["720p" if is_large else "240p"],
-        )
+        frames = options.frames or usual["frames"]
+        sizes = options.resolutions or ["720p" if is_large else "240p"]
         workloads = [
             Workload(None, count, *parse_resolution(size)) for size in sizes for count in frames
         ]
@@ -100,7 +98,8 @@ def records(
         for case, ms in zip(cases, times, strict=True)
     }
     for case, samples, ttft_ms in zip(cases, measured, times, strict=True):
-        last, ttft = samples[-1], percentiles(ttft_ms)
+        last = samples[-1]
+        ttft = percentiles(ttft_ms)
         simulated = bench.simulated and case.hosts > 1
         baselines = {
             name: medians.get((name, case.hosts), medians.get((name, 1))) for name in BASELINES
@@ -164,10 +163,8 @@ def measured_records(options: argparse.Namespace, hosts: HostGroup) -> Iterator[
 def write_profiles(folder: Path, bench: Bench, workload: Workload, cases: list[Case]) -> None:
     """Run every case once more, and write and show what host 0 did; of simulated hosts what all of
     them did."""
-    job, length = (
-        bench.prepare(workload),
-        workload.tokens or f"{workload.frames}x{workload.height}p",
-    )
+    job = bench.prepare(workload)
+    length = workload.tokens or f"{workload.frames}x{workload.height}p"
     for case in cases:
         with bench.hosts.collective_stage("profiling"):
             if bench.hosts.rank == 0:
@@ -242,7 +239,8 @@ def kernel_table(events: Iterable[dict], least: float = 0.002) -> str:
 def _on_cpu(events: list[dict]) -> tuple[dict[int, str], list[tuple[str, str, float]]]:
     """Return the stage of every launch by its number, and operators with their stage and own
     microseconds."""
-    launched_in, operators = {}, []
+    launched_in = {}
+    operators = []
     threads = defaultdict(list)
     for event in events:
         threads[event["pid"], event["tid"]].append(event)

@@ -176,7 +176,8 @@ def records(options: argparse.Namespace) -> Iterator[dict]:
             f"note: not installed and skipped: {', '.join(sorted(missing))}", file=sys.stderr
         )
     with TemporaryDirectory() as temporary:
-        folder, length = Path(temporary), round(options.seconds * options.fps)
+        folder = Path(temporary)
+        length = round(options.seconds * options.fps)
         spec = ClipSpec(
             *parse_resolution(options.resolution), options.gop, length, options.fps, options.video
         )

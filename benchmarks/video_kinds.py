@@ -32,7 +32,9 @@ from support.records import markdown_table
 
 # All frames by number, and their times.
 Opened = tuple[Callable[[int], np.ndarray], np.ndarray]
-_SINGLES, _LEVELS, _LATE = 12, 2, 0.05
+_SINGLES = 12
+_LEVELS = 2
+_LATE = 0.05
 
 
 def open_apbv(path: str) -> Opened:
@@ -62,7 +64,8 @@ def open_decord(path: str) -> Opened:
 def open_opencv(path: str) -> Opened:
     import cv2
 
-    video, times = cv2.VideoCapture(path), []
+    video = cv2.VideoCapture(path)
+    times = []
     while video.grab():
         times.append(video.get(cv2.CAP_PROP_POS_MSEC) / 1000)
 

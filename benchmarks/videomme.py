@@ -87,7 +87,9 @@ def read_parquet(path: Path) -> list[dict]:
 
 
 def _sample(videos: Path, subtitles: Path | None, _, row: dict) -> Sample:
-    name, choices, right = row["videoID"], options_of(row["options"]), row.get("answer")
+    name = row["videoID"]
+    choices = options_of(row["options"])
+    right = row.get("answer")
     places = [videos / f"{name}{ending}" for ending in ENDINGS]
     lines = None if subtitles is None else subtitles / f"{name}.srt"
     return Sample(
@@ -156,7 +158,8 @@ def request(
     sample."""
     listed = ""
     if sample.subtitles is not None:
-        info, most = engine.videos.probe(sample.videos[0]), options.frames or engine.num_frames
+        info = engine.videos.probe(sample.videos[0])
+        most = options.frames or engine.num_frames
         frames = (
             sample_fps(info, options.fps, max_frames=most)
             if options.fps
@@ -184,7 +187,8 @@ BENCHMARK = Benchmark(
     request=request,
     overall=overall,
 )
-parse_arguments, main = BENCHMARK.parse_arguments, BENCHMARK.main
+parse_arguments = BENCHMARK.parse_arguments
+main = BENCHMARK.main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -50,11 +50,13 @@ def read(options: argparse.Namespace) -> list[Sample]:
 
 
 def _sample(folder: Path, _, row: dict) -> Sample:
-    video, kind = PurePosixPath(row["video"]), row["type"]
+    video = PurePosixPath(row["video"])
+    kind = row["type"]
     task = kind.partition("_")[0]
     if task not in TASKS:
         raise ValueError(f"the type {kind!r} begins with none of {', '.join(TASKS)}")
-    choices, right = texts_of(row["options"]), str(row.get("gt"))
+    choices = texts_of(row["options"])
+    right = str(row.get("gt"))
     answers = [choices.index(right)] if right in choices else []
     if row.get("gt_option") is not None:
         answers.append(option_lettered(choices, row["gt_option"]))
@@ -88,7 +90,8 @@ def overall(score: Score) -> float | None:
 
 
 BENCHMARK = Benchmark("vnbench", __doc__, read, parse=first_letter_by_alphabet, overall=overall)
-parse_arguments, main = BENCHMARK.parse_arguments, BENCHMARK.main
+parse_arguments = BENCHMARK.parse_arguments
+main = BENCHMARK.main
 
 if __name__ == "__main__":
     sys.exit(main())

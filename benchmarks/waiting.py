@@ -46,10 +46,8 @@ def _file(kind: str, path: Path) -> dict:
 
 def _drawn(height: int, width: int, number: int = 0) -> Image.Image:
     """Draw a picture with gradients and edges, different for each number."""
-    rows, columns = (
-        np.arange(height, dtype=np.uint16)[:, None],
-        np.arange(width, dtype=np.uint16)[None],
-    )
+    rows = np.arange(height, dtype=np.uint16)[:, None]
+    columns = np.arange(width, dtype=np.uint16)[None]
     channels = (
         columns // 47 + rows * 0 + number,
         rows // 47 + columns * 0,
@@ -72,17 +70,16 @@ def _pictures(options: argparse.Namespace, folder: Path) -> Content:
 
 
 def _gif(options: argparse.Namespace, folder: Path) -> Content:
-    path, (height, width) = folder / "long.gif", (options.side // 16, options.side // 12)
+    path = folder / "long.gif"
+    (height, width) = (options.side // 16, options.side // 12)
     first, *others = (_drawn(height, width, number) for number in range(options.frames * 4))
     first.save(path, save_all=True, append_images=others, duration=40)
     return [_file("video", path)]
 
 
 def _frames(options: argparse.Namespace, folder: Path) -> Content:
-    path, (height, width) = (
-        folder / "wide.mp4",
-        (options.side // 4 // 2 * 2, options.side * 2 // 3 // 2 * 2),
-    )
+    path = folder / "wide.mp4"
+    (height, width) = (options.side // 4 // 2 * 2, options.side * 2 // 3 // 2 * 2)
     drawn = (np.asarray(_drawn(height, width, number)) for number in range(options.frames))
     write_mp4(drawn, path, 25, preset="ultrafast", g="5")
     return [_file("video", path)]
@@ -139,7 +136,10 @@ def measure(options: argparse.Namespace, hosts: HostGroup) -> Iterator[dict]:
                     *HEAVY[heavy](options, folder),
                     {"type": "text", "text": "what is this?"},
                 ]
-                alone, beside, waits, num_ill = [], [], [], 0
+                alone = []
+                beside = []
+                waits = []
+                num_ill = 0
                 answer(content, 1)  # a warm-up
                 for _ in range(options.rounds):
                     alone.append(answer(content, 1))

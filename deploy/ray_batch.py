@@ -106,12 +106,14 @@ def main(arguments: list[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    requests, out = options.requests.resolve(), options.out.resolve()
+    requests = options.requests.resolve()
+    out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     ray.init()  # the cluster that RAY_ADDRESS names, or the one of this machine
     wanted = {"num_gpus": options.gpus, "num_cpus": options.cpus, "max_retries": options.retries}
     task = ray.remote(retry_exceptions=True, **wanted)(answer)
-    processes, size = options.processes or options.gpus or 1, options.shards
+    processes = options.processes or options.gpus or 1
+    size = options.shards
     running = {
         task.remote(
             requests, out / f"answers-{index}.jsonl", (index, size), processes, of_batch

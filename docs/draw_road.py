@@ -11,7 +11,8 @@ from xml.sax.saxutils import escape
 
 PICTURE = Path(__file__).with_name("road.svg")
 
-WIDTH, HEIGHT = 960, 526
+WIDTH = 960
+HEIGHT = 526
 INK, GREY, PAPER = "#1f2933", "#52606d", "#ffffff"
 # A host's frames and its share of the prompt have the same hue in every row.
 ANCHOR, QUESTION = "#d9c8f0", "#f9d98c"

@@ -27,7 +27,8 @@ def requested(backend: str = "auto") -> str:
     """
     source = "backend"
     if backend == "auto":
-        source, backend = ENVIRONMENT_VARIABLE, os.environ.get(ENVIRONMENT_VARIABLE) or "auto"
+        source = ENVIRONMENT_VARIABLE
+        backend = os.environ.get(ENVIRONMENT_VARIABLE) or "auto"
     if backend not in BACKENDS:
         raise BackendError(f"{source} must be one of {', '.join(BACKENDS)}, not {backend!r}")
     return backend

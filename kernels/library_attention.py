@@ -203,7 +203,9 @@ def probe(
         lengths: the numbers of queries and keys of each problem, and whether it is causal,
             bottom-right.
     """
-    heads, scale, randn = 2, head_dim**-0.5, drawn_numbers(device, dtype)
+    heads = 2
+    scale = head_dim**-0.5
+    randn = drawn_numbers(device, dtype)
     for queries, keys, causal in lengths:
         q = randn(2, queries, heads * groups, head_dim).transpose(1, 2)
         buffers = q.new_full((2, 2, heads, keys + 7, head_dim), math.nan)

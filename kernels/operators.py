@@ -343,7 +343,8 @@ def merge_states(
     for partial, lse in (
         [(outs, lses)] if isinstance(outs, Tensor) else zip(outs, lses, strict=True)
     ):
-        shape, of_lse = list(partial.shape), list(lse.shape)
+        shape = list(partial.shape)
+        of_lse = list(lse.shape)
         if shape[:-1] != of_lse:
             raise ValueError(f"partial results of shape {shape} do not have lses of shape {of_lse}")
         if out is not None and shape[-2] > out.shape[2]:

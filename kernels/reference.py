@@ -19,7 +19,8 @@ def segmented_attention(
 ) -> tuple[Tensor, Tensor]:
     """Attend over the concatenation of several segments with every score materialised, in O(S * T)
     memory."""
-    queries, last = q.shape[2], segments[-1][0].shape[2]
+    queries = q.shape[2]
+    last = segments[-1][0].shape[2]
     k, v = (torch.cat(states, dim=2) for states in zip(*segments, strict=True))
     visible = torch.ones(queries, k.shape[2], dtype=torch.bool, device=q.device)
     visible[:rows_alone, : k.shape[2] - last] = False
@@ -40,7 +41,8 @@ def verify_attention(
     """Attend from a few new tokens under one mask of all keys."""
     if num_keys is not None:
         k, v = (states[:, :, : int(num_keys)] for states in (k, v))
-    queries, keys = q.shape[2], k.shape[2]
+    queries = q.shape[2]
+    keys = k.shape[2]
     if visible is None:
         visible = torch.ones(queries, queries, dtype=torch.bool, device=q.device).tril()
     return _attend(
@@ -58,7 +60,8 @@ def batch_decode_attention(
         *newest, buffers.keys, buffers.values, buffers.lengths, strict=True
     ):
         stop = length + query.shape[2]
-        keys[:, :, length:stop], values[:, :, length:stop] = key, value
+        keys[:, :, length:stop] = key
+        values[:, :, length:stop] = value
         outs.append(
             segmented_attention(query, [(keys[:, :, :stop], values[:, :, :stop])], scale, True)[0]
         )
@@ -83,7 +86,8 @@ def block_sparse_attention(
     """Attend under the mask of what every query sees of listed blocks and of its own; skips no
     values."""
     tokens = torch.arange(q.shape[2], device=q.device)
-    rows, columns = tokens // blocks.query_block, tokens // blocks.key_block
+    rows = tokens // blocks.query_block
+    columns = tokens // blocks.key_block
     own = rows[:, None] == rows
     visible = (blocks.kept[:, :, rows][..., columns] | own) & (tokens <= tokens[:, None])
     result, lse = _attend(q, k, v, scale, visible)

@@ -163,10 +163,8 @@ class PackedSequences:
         for all rows. Where the boundaries are on a GPU, this waits for it.
         """
         lengths = self.boundaries.diff().cpu()
-        starts, distinct = (
-            lengths.cumsum(0) - lengths,
-            list(filter(None, lengths.unique().tolist())),
-        )
+        starts = lengths.cumsum(0) - lengths
+        distinct = list(filter(None, lengths.unique().tolist()))
         if len(distinct) == 1:
             return [(distinct[0], None)]
         rows = [(starts[lengths == n][:, None] + torch.arange(n)).flatten() for n in distinct]
@@ -186,10 +184,8 @@ def find_runs(segments: list[Segment]) -> list[Run]:
     for k, v in segments:
         if not k.shape[2]:
             continue
-        form, (at_k, at_v) = (
-            (k.shape, k.stride(), v.shape, v.stride()),
-            (k.data_ptr(), v.data_ptr()),
-        )
+        form = (k.shape, k.stride(), v.shape, v.stride())
+        (at_k, at_v) = (k.data_ptr(), v.data_ptr())
         if form == before:
             places = runs[-1][1]
             from_k, from_v = places[-1]
@@ -197,7 +193,8 @@ def find_runs(segments: list[Segment]) -> list[Run]:
                 step = at_k - from_k, at_v - from_v
                 places.append((at_k, at_v))
                 continue
-        before, step = form, None
+        before = form
+        step = None
         runs.append(((k, v), [(at_k, at_v)]))
     found = []
     for (k, v), places in runs:

@@ -75,7 +75,8 @@ def join_for_one_call(q: Tensor, segments: list[Segment]) -> list[Segment]:
     # see.
     segments = [*(segment for segment in earlier if segment[0].shape[2]), (k, v)]
     *earlier, _ = segments
-    queries, past = q.shape[2], k.shape[2] - q.shape[2]
+    queries = q.shape[2]
+    past = k.shape[2] - q.shape[2]
     if past < 0 or not earlier:
         return segments
     visible = [*earlier, (k[:, :, :past], v[:, :, :past])] if past else earlier
@@ -107,7 +108,8 @@ def attend_segments(
     """
     q, segments = in_rows(q), [(in_rows(k), in_rows(v)) for k, v in segments]
     *earlier, (k, v) = segments
-    queries, keys = q.shape[2], k.shape[2]
+    queries = q.shape[2]
+    keys = k.shape[2]
     # Fused kernels disagree on where the diagonal of a non-square causal mask lies; a square one
     # has only one. So causal keys are cut into those that all queries see, and the last ones, at
     # most as many as the queries.
@@ -258,7 +260,8 @@ def probe_varlen(device: torch.device, dtype: torch.dtype, head_dim: int) -> str
     none."""
     lengths = [129, 5, 64, 1, 63]  # none fills a whole number of tiles
     boundaries = torch.tensor([0, *lengths], device="cpu").cumsum(0, dtype=torch.int32).to(device)
-    sequences, scale = PackedSequences(boundaries, max(lengths)), head_dim**-0.5
+    sequences = PackedSequences(boundaries, max(lengths))
+    scale = head_dim**-0.5
     q, k, v = drawn_numbers(device, dtype)(3, sum(lengths), 2, head_dim)
     exact = reference.varlen_attention(q.double(), k.double(), v.double(), sequences, scale)
     # Out averages numbers of about 1, so that rounding to `dtype` costs about its epsilon.
@@ -272,7 +275,8 @@ def varlen_flash(
 ) -> Tensor:
     """Attend within each sequence by the FlashAttention that torch has built in, on a GPU in half
     precision."""
-    ends, longest = sequences.boundaries, sequences.longest
+    ends = sequences.boundaries
+    longest = sequences.longest
     return torch.ops.aten._flash_attention_forward(
         q, k, v, ends, ends, longest, longest, 0.0, False, False, scale=scale
     )[0]

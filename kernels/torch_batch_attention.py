@@ -33,11 +33,13 @@ def _attend_in_windows(
     q: Tensor, k: Tensor, v: Tensor, buffers: SequenceBuffers, scale: float
 ) -> Tensor:
     """Attend where sequences have several new tokens."""
-    outs, newest = [], (states.split(buffers.counts, dim=2) for states in (q, k, v))
+    outs = []
+    newest = (states.split(buffers.counts, dim=2) for states in (q, k, v))
     for query, key, value, keys, values, length in zip(
         *newest, buffers.keys, buffers.values, buffers.lengths, strict=True
     ):
         stop = length + query.shape[2]
-        keys[:, :, length:stop], values[:, :, length:stop] = key, value
+        keys[:, :, length:stop] = key
+        values[:, :, length:stop] = value
         outs.append(verify_attention(query, keys[:, :, :stop], values[:, :, :stop], scale)[0])
     return torch.cat(outs, dim=2)

@@ -5,18 +5,21 @@ from torch import Tensor
 from torch.nn import functional
 
 # Maximum scores of groups in memory at a time, and maximum numbers of widened rows.
-_MOST_SCORES, _MOST_NUMBERS = 2**22, 2**20
+_MOST_SCORES = 2**22
+_MOST_NUMBERS = 2**20
 
 
 def antidiagonal_scores(q: Tensor, k: Tensor, scale: float, stride: int, block: int) -> Tensor:
     """Score blocks as :func:`apbv.kernels.antidiagonal_scores` does, a few blocks of queries at a
     time."""
     wide = torch.promote_types(q.dtype, torch.float32)
-    heads, of_head = k.shape[1], q.shape[1] // k.shape[1]
+    heads = k.shape[1]
+    of_head = q.shape[1] // k.shape[1]
     # A row of a product's operand is a group: its tokens' numbers, the queries' from the last token
     # to the first.
     columns = _groups(k.to(wide), stride).flatten(3).transpose(2, 3)
-    groups, of_block = columns.shape[3], block // stride
+    groups = columns.shape[3]
+    of_block = block // stride
     blocks = -(-groups // of_block)
     shares = columns.new_zeros(*q.shape[:2], blocks, blocks)
     queries = q.shape[0] * q.shape[1] * of_block  # groups of a block, in all heads

@@ -23,7 +23,9 @@ def block_sparse_attention(
     q: Tensor, k: Tensor, v: Tensor, blocks: ListedBlocks, scale: float, *, out: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Attend as :func:`apbv.kernels.block_sparse_attention` does."""
-    q, k, v = in_rows(q), in_rows(k), in_rows(v)
+    q = in_rows(q)
+    k = in_rows(k)
+    v = in_rows(v)
     attend = attend_with("torch", q, k)
     own = _attend_diagonal(q, k, v, blocks.query_block, scale, attend)
     earlier = _attend_listed(q, k, v, blocks, scale)
@@ -67,9 +69,12 @@ def _attend_listed(
     if not counts.any():
         return None
     attend = attend_with("torch", q[:, :1], k[:, :1])
-    (batch, heads, tokens, dim), size, group = q.shape, blocks.query_block, q.shape[1] // k.shape[1]
+    (batch, heads, tokens, dim) = q.shape
+    size = blocks.query_block
+    group = q.shape[1] // k.shape[1]
     num_blocks = blocks.counts.shape[2]
-    out, lse = torch.zeros_like(q, memory_format=torch.contiguous_format), None
+    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    lse = None
     # All blocks of queries, [B * Hq, nq]: where its rows begin, and whose keys it lists.
     rows = torch.arange(size, device=q.device)
     keys = torch.arange(blocks.key_block, device=q.device)

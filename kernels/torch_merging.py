@@ -16,7 +16,8 @@ def merge_states(
     outs: Sequence[Tensor] | Tensor, lses: Sequence[Tensor] | Tensor, *, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Merge partial results as :func:`apbv.kernels.merge_states` does."""
-    outs, lses = list(outs), [torch.where(lse == math.inf, -math.inf, lse) for lse in lses]
+    outs = list(outs)
+    lses = [torch.where(lse == math.inf, -math.inf, lse) for lse in lses]
     for part, lse in enumerate(lses):
         nothing = lse == -math.inf
         # Results of queries that saw nothing may be anything, including NaN: they must not be

@@ -48,7 +48,8 @@ def segmented_attention(
 ) -> tuple[Tensor, Tensor]:
     """Attend as :func:`apbv.kernels.segmented_attention` does, in one launch, or two where keys
     were split."""
-    q, segments = in_rows(q), [(in_rows(k), in_rows(v)) for k, v in segments]
+    q = in_rows(q)
+    segments = [(in_rows(k), in_rows(v)) for k, v in segments]
     has_last = causal_last or rows_alone > 0
     runs = find_runs(segments[:-1] if has_last else segments)
     last = Run.of(*segments[-1]) if has_last else None
@@ -107,7 +108,8 @@ def _plan_segments(
         compiled into the kernel.
     """
     batch, heads, queries, dim = shape
-    group, num_past = heads // kv_heads, sum(num_rows for num_rows, *_ in runs)
+    group = heads // kv_heads
+    num_past = sum(num_rows for num_rows, *_ in runs)
     nothing = 0, 0, (0,) * 4, (0,) * 4
     num_last, _, last_k, last_v = (
         last or nothing
@@ -174,11 +176,17 @@ def verify_attention(
 ) -> tuple[Tensor, Tensor]:
     """Attend as :func:`apbv.kernels.verify_attention` does, in one launch, or two where keys were
     split."""
-    q, k, v = in_rows(q), in_rows(k), in_rows(v)
-    queries, keys = q.shape[2], k.shape[2]
-    seen, mask, masked = q, CAUSAL, queries
+    q = in_rows(q)
+    k = in_rows(k)
+    v = in_rows(v)
+    queries = q.shape[2]
+    keys = k.shape[2]
+    seen = q
+    mask = CAUSAL
+    masked = queries
     if visible is not None:
-        mask, masked = GIVEN_MASK, visible.shape[1]
+        mask = GIVEN_MASK
+        masked = visible.shape[1]
         seen = in_rows(visible).view(torch.uint8)
     elif queries == 1:
         mask, masked = NO_MASK, 0  # a single token sees everything

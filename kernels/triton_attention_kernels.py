@@ -210,8 +210,10 @@ def segments_kernel(
     """
     # Under a causal mask the last tiles have the most keys: they start first.
     i_r = tl.num_programs(0) - 1 - tl.program_id(0)
-    i_bh, i_split = tl.program_id(1), tl.program_id(2)
-    i_b, i_h = i_bh // KV_HEADS, i_bh % KV_HEADS
+    i_bh = tl.program_id(1)
+    i_split = tl.program_id(2)
+    i_b = i_bh // KV_HEADS
+    i_h = i_bh % KV_HEADS
 
     tiles_alone = tl.cdiv(rows_alone * GROUP, BR)
     is_alone = i_r < tiles_alone
@@ -219,7 +221,8 @@ def segments_kernel(
     end_row = tl.minimum(first_row + BR, tl.where(is_alone, rows_alone, num_queries) * GROUP)
     o_r = first_row + tl.arange(0, BR)
     m_r = o_r < end_row
-    o_s, o_head = o_r // GROUP, i_h * GROUP + o_r % GROUP
+    o_s = o_r // GROUP
+    o_head = i_h * GROUP + o_r % GROUP
     sign, scale = _factors(scale)
     o_q = _row_offset(i_b, o_head, o_s, q_strides)
     b_q = _load_queries(p_q, o_q * ALIGN, sign, m_r, D, BD)
@@ -233,10 +236,14 @@ def segments_kernel(
     for i_run in range(tl.where(is_alone, 0, num_runs)):
         k_head = _head_offset(i_b, i_h, _pick(k_strides[0], i_run), _pick(k_strides[1], i_run))
         v_head = _head_offset(i_b, i_h, _pick(v_strides[0], i_run), _pick(v_strides[1], i_run))
-        p_k, p_v = _pick(p_ks, i_run) + k_head * ALIGN, _pick(p_vs, i_run) + v_head * ALIGN
-        k_row, k_jump = plain(_pick(k_strides[2], i_run)), plain(_pick(k_strides[3], i_run))
-        v_row, v_jump = plain(_pick(v_strides[2], i_run)), plain(_pick(v_strides[3], i_run))
-        magic, shift = plain(_pick(magics, i_run)).to(tl.uint32), plain(_pick(shifts, i_run))
+        p_k = _pick(p_ks, i_run) + k_head * ALIGN
+        p_v = _pick(p_vs, i_run) + v_head * ALIGN
+        k_row = plain(_pick(k_strides[2], i_run))
+        k_jump = plain(_pick(k_strides[3], i_run))
+        v_row = plain(_pick(v_strides[2], i_run))
+        v_jump = plain(_pick(v_strides[3], i_run))
+        magic = plain(_pick(magics, i_run)).to(tl.uint32)
+        shift = plain(_pick(shifts, i_run))
         run_len = plain(_pick(run_lens, i_run))
         start = tl.maximum(first_key - run_first, 0)
         stop = tl.minimum(stop_key - run_first, run_len)
@@ -287,10 +294,12 @@ def segments_kernel(
     if HAS_LAST:
         p_k = p_last_k + _head_offset(i_b, i_h, last_k_strides[0], last_k_strides[1]) * ALIGN
         p_v = p_last_v + _head_offset(i_b, i_h, last_v_strides[0], last_v_strides[1]) * ALIGN
-        k_row, v_row = plain(last_k_strides[2]), plain(last_v_strides[2])
+        k_row = plain(last_k_strides[2])
+        v_row = plain(last_v_strides[2])
         start = tl.maximum(first_key - num_past, 0)
         stop = tl.minimum(stop_key - num_past, num_last)
-        b_limit, open_stop = tl.zeros([BR], tl.int32) + stop, stop
+        b_limit = tl.zeros([BR], tl.int32) + stop
+        open_stop = stop
         if IS_CAUSAL:
             # Query s sees the first num_last - num_queries + s + 1 keys.
             hidden = num_last - num_queries + 1
@@ -298,9 +307,11 @@ def segments_kernel(
             stop = tl.minimum(stop, hidden + (end_row - 1) // GROUP)
             b_limit = tl.minimum(o_s + hidden, stop)
         whole = start + tl.maximum(open_stop - start, 0) // BT * BT
-        o_k, o_v = o_tile.to(tl.int64) * k_row * ALIGN, o_tile.to(tl.int64) * v_row * ALIGN
+        o_k = o_tile.to(tl.int64) * k_row * ALIGN
+        o_v = o_tile.to(tl.int64) * v_row * ALIGN
         for i_t in range(start, whole, BT):
-            k_tile, v_tile = i_t * k_row.to(tl.int64) * ALIGN, i_t * v_row.to(tl.int64) * ALIGN
+            k_tile = i_t * k_row.to(tl.int64) * ALIGN
+            v_tile = i_t * v_row.to(tl.int64) * ALIGN
             b_acc, b_max, b_sum = _attend_tile(
                 b_acc,
                 b_max,
@@ -320,7 +331,8 @@ def segments_kernel(
             )
         for i_t in range(whole, stop, BT):
             o_t = i_t + o_tile
-            o_k, o_v = o_t.to(tl.int64) * k_row, o_t.to(tl.int64) * v_row
+            o_k = o_t.to(tl.int64) * k_row
+            o_v = o_t.to(tl.int64) * v_row
             b_acc, b_max, b_sum = _attend_tile(
                 b_acc,
                 b_max,
@@ -341,7 +353,8 @@ def segments_kernel(
 
     o_r = _rows_again(first_row, num_queries, BR)
     m_r = o_r < end_row
-    o_s, o_head = o_r // GROUP, i_h * GROUP + o_r % GROUP
+    o_s = o_r // GROUP
+    o_head = i_h * GROUP + o_r % GROUP
     o_out = _row_offset(i_b, o_head, o_s, out_strides) + i_split.to(tl.int64) * plain(part_stride)
     o_lse = ((i_split * tl.num_programs(1) + i_bh) * GROUP + o_r % GROUP).to(
         tl.int64
@@ -416,10 +429,12 @@ def verify_kernel(
     i_r = tl.program_id(0)
     i_bh = tl.program_id(1).to(tl.int64)
     i_split = tl.program_id(2).to(tl.int64)
-    i_b, i_h = i_bh // KV_HEADS, i_bh % KV_HEADS
+    i_b = i_bh // KV_HEADS
+    i_h = i_bh % KV_HEADS
     o_r = i_r * BR + tl.arange(0, BR)
     m_r = o_r < num_queries * GROUP
-    o_s, o_head = o_r // GROUP, i_h * GROUP + o_r % GROUP
+    o_s = o_r // GROUP
+    o_head = i_h * GROUP + o_r % GROUP
     sign, scale = _factors(scale)
     b_q = _load_queries(
         p_q, (i_b * q_b + o_head * q_h + o_s.to(tl.int64) * q_s) * ALIGN, sign, m_r, D, BD

@@ -34,7 +34,9 @@ def batch_decode_attention(
     q: Tensor, k: Tensor, v: Tensor, buffers: SequenceBuffers | BufferTable, scale: float
 ) -> Tensor:
     """Attend as :func:`apbv.kernels.batch_decode_attention` does."""
-    q, k, v = in_rows(q), in_rows(k), in_rows(v)
+    q = in_rows(q)
+    k = in_rows(k)
+    v = in_rows(v)
     heads, rows, dim = q.shape[1:]
     group = heads // k.shape[1]
     table = _table_of(buffers, q.device) if isinstance(buffers, SequenceBuffers) else buffers
@@ -148,13 +150,15 @@ def batch_decode_kernel(
     i_h = tl.program_id(1).to(tl.int64)
     i_split = tl.program_id(2).to(tl.int64)
     o_r = i_tile * BR + tl.arange(0, BR)
-    i_first, count = i_r, 1
+    i_first = i_r
+    count = 1
     if NEW > 1:
         i_first = tl.load(p_starts + i_r)
         count = (tl.load(p_starts + i_r + 1) - i_first).to(tl.int32)
     o_s = o_r // GROUP
     m_r = o_s < count
-    o_row, o_head = i_first + o_s, i_h * GROUP + o_r % GROUP
+    o_row = i_first + o_s
+    o_head = i_h * GROUP + o_r % GROUP
     o_d = tl.arange(0, BD)
     m_d = o_d < D
     sign, scale = _factors(scale)
@@ -164,7 +168,8 @@ def batch_decode_kernel(
     head = i_h * tl.load(p_places + 2 * places_n + i_r) * D
     p_keys = tl.load(p_places + i_r).to(tl.pointer_type(p_k.dtype.element_ty))
     p_values = tl.load(p_places + places_n + i_r).to(tl.pointer_type(p_v.dtype.element_ty))
-    p_keys, p_values = tl.multiple_of(p_keys, 16) + head, tl.multiple_of(p_values, 16) + head
+    p_keys = tl.multiple_of(p_keys, 16) + head
+    p_values = tl.multiple_of(p_values, 16) + head
     keys_per_split = tl.maximum(
         tl.cdiv(tl.cdiv(length + count, tl.num_programs(2)), BT) * BT, FEWEST
     )
@@ -216,14 +221,14 @@ def batch_decode_kernel(
         )
     has_new = (first_key <= length) & (length < stop_key)
     if NEW > 1:
-        p_k, p_v = (
-            p_k + (i_h * k_h + i_first * k_r) * ALIGN,
-            p_v + (i_h * v_h + i_first * v_r) * ALIGN,
-        )
+        p_k = p_k + (i_h * k_h + i_first * k_r) * ALIGN
+        p_v = p_v + (i_h * v_h + i_first * v_r) * ALIGN
         for i_t in range(0, tl.where(has_new, count, 0), BT):
             o_t = i_t + o_tile
-            m_t, m_seen = o_t < count, (o_t[None, :] <= o_s[:, None]) & (o_t < count)[None, :]
-            o_k, o_v = o_t.to(tl.int64) * k_r * ALIGN, o_t.to(tl.int64) * v_r * ALIGN
+            m_t = o_t < count
+            m_seen = (o_t[None, :] <= o_s[:, None]) & (o_t < count)[None, :]
+            o_k = o_t.to(tl.int64) * k_r * ALIGN
+            o_v = o_t.to(tl.int64) * v_r * ALIGN
             o_new = (length + o_t).to(tl.int64)[:, None] * D + o_d[None, :]
             m_new = (o_t < tl.where(i_tile == 0, count, 0))[:, None] & m_d[None, :]
             tl.store(p_keys + o_new, _load_tile(p_k, o_k, m_t, True, D, BD), mask=m_new)

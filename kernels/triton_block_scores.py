@@ -19,9 +19,11 @@ _ROWS_AT_ONCE = 32  # of block_means, whose sums are kept in registers
 
 def antidiagonal_scores(q: Tensor, k: Tensor, scale: float, stride: int, block: int) -> Tensor:
     """Score blocks as :func:`apbv.kernels.antidiagonal_scores` does, in two launches."""
-    q, k = in_rows(q), in_rows(k)
+    q = in_rows(q)
+    k = in_rows(k)
     batch, heads, tokens, dim = q.shape
-    groups, of_block = cdiv(tokens, stride), block // stride
+    groups = cdiv(tokens, stride)
+    of_block = block // stride
     # fp32 products take more registers.
     tile, warps = (32, 4) if q.dtype == torch.float32 else (64, 8)
     # A part is a tile's portion of a block: parts are summed up afterwards. Tiles are powers of
@@ -101,10 +103,13 @@ def _antidiagonals(
 ):
     """Sum up q·k along the antidiagonals of BG x BG squares; -inf where keys are after the queries,
     or none."""
-    o_i, o_j, o_d = i_i + tl.arange(0, BG), i_j + tl.arange(0, BG), tl.arange(0, BD)
+    o_i = i_i + tl.arange(0, BG)
+    o_j = i_j + tl.arange(0, BG)
+    o_d = tl.arange(0, BD)
     b_s = tl.zeros([BG, BG], tl.float32)
     for i in range(STRIDE):
-        o_q, o_k = o_i * STRIDE + (STRIDE - 1 - i), o_j * STRIDE + i
+        o_q = o_i * STRIDE + (STRIDE - 1 - i)
+        o_k = o_j * STRIDE + i
         m_q = (o_q < num_tokens)[:, None] & (o_d < D)[None, :]
         m_k = (o_k < num_tokens)[:, None] & (o_d < D)[None, :]
         # [BG, BD]
@@ -136,7 +141,8 @@ def antidiagonal_lse_kernel(
     """One program sums the exponentials of the scores of BG groups of one head's queries."""
     i_i = tl.program_id(0) * BG
     i_bh = tl.program_id(1).to(tl.int64)
-    i_b, i_h = i_bh // HEADS, i_bh % HEADS
+    i_b = i_bh // HEADS
+    i_h = i_bh % HEADS
     p_q += i_b * q_strides[0] + i_h * q_strides[1]
     p_k += i_b * k_strides[0] + (i_h // GROUP) * k_strides[1]
     b_max = tl.full([BG], float("-inf"), tl.float32)
@@ -188,7 +194,8 @@ def antidiagonal_sum_kernel(
     groups."""
     i_i = tl.program_id(0) * BG
     i_bh = tl.program_id(1).to(tl.int64)
-    i_b, i_h = i_bh // HEADS, i_bh % HEADS
+    i_b = i_bh // HEADS
+    i_h = i_bh % HEADS
     p_q += i_b * q_strides[0] + i_h * q_strides[1]
     p_k += i_b * k_strides[0] + (i_h // GROUP) * k_strides[1]
     o_i = i_i + tl.arange(0, BG)
@@ -248,7 +255,8 @@ def block_means_kernel(
         b_center = tl.load(p_center + i_bh * D + o_d, mask=o_d < D, other=0.0).to(tl.float32)
     first = i_n * block
     stop = tl.minimum(first + block, num_tokens)
-    b_mean, b_unit = tl.zeros([BD], tl.float32), tl.zeros([BD], tl.float32)
+    b_mean = tl.zeros([BD], tl.float32)
+    b_unit = tl.zeros([BD], tl.float32)
     for i_r in range(first, stop, BR):
         o_r = i_r + tl.arange(0, BR)
         m_rows = (o_r < stop)[:, None] & (o_d < D)[None, :]

@@ -38,7 +38,9 @@ def block_sparse_attention(
     q: Tensor, k: Tensor, v: Tensor, blocks: ListedBlocks, scale: float, *, out: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Attend as :func:`apbv.kernels.block_sparse_attention` does, in one launch."""
-    q, k, v = in_rows(q), in_rows(k), in_rows(v)
+    q = in_rows(q)
+    k = in_rows(k)
+    v = in_rows(v)
     batch, heads, tokens, dim = q.shape
     tile = tiles(q, blocks)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
@@ -105,7 +107,8 @@ def block_sparse_kernel(
     """
     i_r = tl.num_programs(0) - 1 - tl.program_id(0)
     i_bh = tl.program_id(1).to(tl.int64)
-    i_b, i_h = i_bh // HEADS, i_bh % HEADS
+    i_b = i_bh // HEADS
+    i_h = i_bh % HEADS
     first_row = i_r * BR
     i_block = first_row // QUERY_BLOCK
     o_s = first_row + tl.arange(0, BR)
@@ -114,11 +117,13 @@ def block_sparse_kernel(
     b_q = _load_queries(p_q, _row_offset(i_b, i_h, o_s, q_strides) * ALIGN, sign, m_r, D, BD)
     p_k += _head_offset(i_b, i_h // GROUP, k_strides[0], k_strides[1]) * ALIGN
     p_v += _head_offset(i_b, i_h // GROUP, v_strides[0], v_strides[1]) * ALIGN
-    k_row, v_row = plain(k_strides[2]), plain(v_strides[2])
+    k_row = plain(k_strides[2])
+    v_row = plain(v_strides[2])
 
     b_acc, b_max, b_sum = _nothing_seen(BR, BD)
     o_tile = tl.arange(0, BT)
-    o_k, o_v = o_tile.to(tl.int64) * k_row * ALIGN, o_tile.to(tl.int64) * v_row * ALIGN
+    o_k = o_tile.to(tl.int64) * k_row * ALIGN
+    o_v = o_tile.to(tl.int64) * v_row * ALIGN
     i_list = i_bh * num_query_blocks + i_block
     count = tl.load(p_counts + i_list)
     p_indices += i_list * num_key_blocks
@@ -126,7 +131,8 @@ def block_sparse_kernel(
         first = (
             tl.load(p_indices + i_t // (KEY_BLOCK // BT)) * KEY_BLOCK + i_t % (KEY_BLOCK // BT) * BT
         )
-        k_tile, v_tile = first * k_row.to(tl.int64) * ALIGN, first * v_row.to(tl.int64) * ALIGN
+        k_tile = first * k_row.to(tl.int64) * ALIGN
+        v_tile = first * v_row.to(tl.int64) * ALIGN
         b_acc, b_max, b_sum = _attend_tile(
             b_acc,
             b_max,
@@ -147,7 +153,8 @@ def block_sparse_kernel(
     stop = tl.minimum(first_row + BR, num_tokens)
     for i_t in range(i_block * QUERY_BLOCK, stop, BT):
         o_t = i_t + o_tile
-        k_tile, v_tile = i_t * k_row.to(tl.int64) * ALIGN, i_t * v_row.to(tl.int64) * ALIGN
+        k_tile = i_t * k_row.to(tl.int64) * ALIGN
+        v_tile = i_t * v_row.to(tl.int64) * ALIGN
         b_acc, b_max, b_sum = _attend_tile(
             b_acc,
             b_max,

@@ -19,7 +19,8 @@ def rms_norm_kernel(
     p_x, p_w, p_out, num_rows, eps, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr
 ):
     """One program normalizes BR rows: in fp32 up to the product with the weights."""
-    o_r, o_d = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR), tl.arange(0, BD)
+    o_r = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
+    o_d = tl.arange(0, BD)
     m_d = o_d < D
     mask = (o_r < num_rows)[:, None] & m_d[None, :]
     o_x = (o_r * D)[:, None] + o_d[None, :]
@@ -59,14 +60,21 @@ def rotary_kernel(
 ):
     """One program rotates BR rows of q, or of k, each one head of a token: a pair is half of the
     row apart."""
-    i_r, p_x, p_out = tl.program_id(0), p_q, p_q_out
+    i_r = tl.program_id(0)
+    p_x = p_q
+    p_out = p_q_out
     num_tiles = tl.cdiv(num_tokens * heads, BR)
     if i_r >= num_tiles:
-        i_r, p_x, p_out, heads = i_r - num_tiles, p_k, p_k_out, kv_heads
+        i_r = i_r - num_tiles
+        p_x = p_k
+        p_out = p_k_out
+        heads = kv_heads
     num_rows = num_tokens * heads
-    o_r, o_d = i_r.to(tl.int64) * BR + tl.arange(0, BR), tl.arange(0, BD // 2)
+    o_r = i_r.to(tl.int64) * BR + tl.arange(0, BR)
+    o_d = tl.arange(0, BD // 2)
     mask = (o_r < num_rows)[:, None] & (o_d < D // 2)[None, :]
-    o_x, o_t = (o_r * D)[:, None] + o_d[None, :], (o_r // heads * D)[:, None] + o_d[None, :]
+    o_x = (o_r * D)[:, None] + o_d[None, :]
+    o_t = (o_r // heads * D)[:, None] + o_d[None, :]
     # [BR, BD / 2]
     b_first = tl.load(p_x + o_x, mask=mask, other=0.0).to(tl.float32)
     b_second = tl.load(p_x + o_x + D // 2, mask=mask, other=0.0).to(tl.float32)
@@ -90,7 +98,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def silu_product(gate: Tensor, up: Tensor) -> Tensor:
     """Multiply silu(gate) = gate * sigmoid(gate) by ``up``, of the same shape."""
-    gate, up = gate.contiguous(), up.contiguous()
+    gate = gate.contiguous()
+    up = up.contiguous()
     out = torch.empty_like(gate)
     silu_product_kernel[(cdiv(out.numel(), _BLOCK),)](
         gate, up, out, out.numel(), BN=_BLOCK, num_warps=8
@@ -103,10 +112,8 @@ def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Ten
     ``[B, S, H, D]``."""
     q, k = (x.transpose(1, 2).contiguous() for x in (q, k))
     cos, sin = (angles.expand(*q.shape[:2], q.shape[3]).contiguous() for angles in (cos, sin))
-    outs, ((rows, (tiles,), sizes), (_, (kv_tiles,), _)) = (
-        [torch.empty_like(x) for x in (q, k)],
-        map(_in_rows, (q, k)),
-    )
+    outs = [torch.empty_like(x) for x in (q, k)]
+    ((rows, (tiles,), sizes), (_, (kv_tiles,), _)) = map(_in_rows, (q, k))
     rotary_kernel[(tiles + kv_tiles,)](
         q, k, cos, sin, *outs, rows // q.shape[2], q.shape[2], k.shape[2], **sizes
     )
@@ -116,7 +123,8 @@ def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Ten
 def _in_rows(x: Tensor) -> tuple[int, tuple[int], dict[str, int]]:
     """Return the number of rows ``[..., D]``, the grid of programs that take whole ones, and their
     sizes."""
-    rows, padded = x.numel() // x.shape[-1], next_power_of_2(x.shape[-1])
+    rows = x.numel() // x.shape[-1]
+    padded = next_power_of_2(x.shape[-1])
     at_once = max(1, _BLOCK // padded)
     return (
         rows,

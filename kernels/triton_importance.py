@@ -38,8 +38,10 @@ def _importance_kernel(
     """One program scores BT keys of one KV head against every row of queries; log p = s - lse."""
     i_t = tl.program_id(0).to(tl.int64)
     i_bh = tl.program_id(1).to(tl.int64)
-    i_b, i_h = i_bh // KV_HEADS, i_bh % KV_HEADS
-    o_t, o_d = i_t * BT + tl.arange(0, BT), tl.arange(0, BD)
+    i_b = i_bh // KV_HEADS
+    i_h = i_bh % KV_HEADS
+    o_t = i_t * BT + tl.arange(0, BT)
+    o_d = tl.arange(0, BD)
     m_t = o_t < num_keys
     p_k += i_b * k_strides[0] + i_h * k_strides[1]
     # [BT, BD]
@@ -119,10 +121,12 @@ def _select_kernel(p_scores, p_indices, num_keys, count, BT: tl.constexpr):
     for i_t in range(0, num_keys, BT):
         o_t = i_t + o_tile
         b_bits = _load_ordered(p_scores, o_t, num_keys)
-        m_above, m_equal = b_bits > lowest, (b_bits == lowest) & (o_t < num_keys)
+        m_above = b_bits > lowest
+        m_equal = (b_bits == lowest) & (o_t < num_keys)
         # Both counts in one scan: a tile has fewer than 2 ** 16 scores.
         b_counts = tl.cumsum(m_above.to(tl.int32) + (m_equal.to(tl.int32) << 16), axis=0)
-        b_above, b_equal = above + (b_counts & 0xFFFF), equal + (b_counts >> 16)
+        b_above = above + (b_counts & 0xFFFF)
+        b_equal = equal + (b_counts >> 16)
         m_kept = m_above | (m_equal & (b_equal <= num_lowest))
         tl.store(
             p_indices + b_above + tl.minimum(b_equal, num_lowest) - 1, o_t.to(tl.int64), mask=m_kept
@@ -149,8 +153,10 @@ def _gather_kernel(
     """One program copies BC chosen rows of K and of V of one KV head to their places in ``out``."""
     i_c = tl.program_id(0).to(tl.int64)
     i_bh = tl.program_id(1).to(tl.int64)
-    i_b, i_h = i_bh // KV_HEADS, i_bh % KV_HEADS
-    o_c, o_d = i_c * BC + tl.arange(0, BC), tl.arange(0, BD)
+    i_b = i_bh // KV_HEADS
+    i_h = i_bh % KV_HEADS
+    o_c = i_c * BC + tl.arange(0, BC)
+    o_d = tl.arange(0, BD)
     m_c = o_c < count
     m_rows = m_c[:, None] & (o_d < D)[None, :]
     # [BC]
@@ -174,8 +180,10 @@ def kv_importance(
         reduce == "dot"
     ):  # one product of a matrix and a vector for each KV head, which torch computes as well
         return torch_importance.kv_importance(q_query, k, scale, reduce)
-    (batch, kv_heads, keys, dim), group = k.shape, q_query.shape[1] // k.shape[1]
-    q_query, k = in_rows(q_query), in_rows(k)
+    (batch, kv_heads, keys, dim) = k.shape
+    group = q_query.shape[1] // k.shape[1]
+    q_query = in_rows(q_query)
+    k = in_rows(k)
     importance = torch.empty(k.shape[:3], dtype=torch.float32, device=k.device)
     # fp32 products run without tensor cores, on whole rows in registers, which spill unless tiles
     # are small.
@@ -235,7 +243,8 @@ def gather_rows(k: Tensor, v: Tensor, indices: Tensor, out: Tensor) -> None:
     """Copy rows ``indices [B, Hkv, count]`` of k and v to the first places of ``out[0]`` and
     ``out[1]``."""
     batch, kv_heads, count = indices.shape
-    k, v = in_rows(k), in_rows(v)
+    k = in_rows(k)
+    v = in_rows(v)
     padded = _padded(k.shape[3])
     rows_at_once = 4096 // padded
     _gather_kernel[cdiv(count, rows_at_once), batch * kv_heads](

@@ -35,11 +35,9 @@ def merge_states(
     lse = lses[0].new_empty(batch, heads, queries, dtype=torch.float32)
     if not lse.numel():
         return out, lse
-    rows, width, together = (
-        lse.numel(),
-        next_power_of_2(dim),
-        min(next_power_of_2(parts), _MOST_PARTS),
-    )
+    rows = lse.numel()
+    width = next_power_of_2(dim)
+    together = min(next_power_of_2(parts), _MOST_PARTS)
     sizes = [each.element_size() for each in (*stacks, out)]
     rows_per_block, num_warps = _block_rows(rows, together, width, max(sizes))
     strides = [(stack.stride(0) if parts > 1 else 0, *row_strides(stack[0])) for stack in stacks]
@@ -130,14 +128,17 @@ def _merge_kernel(
     """
     o_row = tl.program_id(0) * BR + tl.arange(0, BR)
     m_row = o_row < num_rows
-    o_d, o_tile = tl.arange(0, BD), tl.arange(0, BN)
+    o_d = tl.arange(0, BD)
+    o_tile = tl.arange(0, BN)
     if HEADS_FIRST:
         i_h = o_row % heads
         i_s = o_row // heads % queries
     else:
         i_s = o_row % queries
         i_h = o_row // queries % heads
-    i_b, i_h, i_s = (o_row // heads // queries).to(tl.int64), i_h.to(tl.int64), i_s.to(tl.int64)
+    i_b = (o_row // heads // queries).to(tl.int64)
+    i_h = i_h.to(tl.int64)
+    i_s = i_s.to(tl.int64)
     nothing = float("-inf")
 
     b_highest = tl.full([BR], nothing, tl.float32)

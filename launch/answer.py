@@ -73,7 +73,8 @@ def streamed(tokenizer: PreTrainedTokenizerBase, enabled: bool) -> Iterator[Call
 
     The line is always ended, so that an error follows on its own line.
     """
-    streamer, shown = TextStreamer(tokenizer, skip_special_tokens=True), []
+    streamer = TextStreamer(tokenizer, skip_special_tokens=True)
+    shown = []
 
     def show(token: int) -> None:
         if enabled:
@@ -132,8 +133,11 @@ def table(answer: GenerateResult, options: argparse.Namespace, num_hosts: int) -
     Args:
         num_hosts: the number of hosts that take part, a draft host included.
     """
-    mebibyte, stats, speculation = 2**20, answer.stats, answer.stats["speculation"]
-    number, size = stats["hosts"], stats["tensor_parallel_size"]
+    mebibyte = 2**20
+    stats = answer.stats
+    speculation = answer.stats["speculation"]
+    number = stats["hosts"]
+    size = stats["tensor_parallel_size"]
     hosts = f"{number} host{'s' if number > 1 else ''}" + (
         f" of {size} processes" if size > 1 else ""
     )
@@ -146,14 +150,16 @@ def table(answer: GenerateResult, options: argparse.Namespace, num_hosts: int) -
         )
         rows.append((name, sampled))
     heard = f", {stats['num_audio_tokens']} audio" if stats["num_audio_tokens"] else ""
-    num_tokens, num_visual = stats["num_input_tokens"], stats["num_video_tokens"]
+    num_tokens = stats["num_input_tokens"]
+    num_visual = stats["num_video_tokens"]
     rows.append(("prompt", f"{num_tokens} tokens, {num_visual} of them visual{heard}"))
     if stats["anchor_len"] or stats["passing_len"]:
         rows.append(("anchor / passing", f"{stats['anchor_len']} / {stats['passing_len']} tokens"))
     if stats["warning"] is not None:
         rows.append(("warning", stats["warning"]))
     if (reduction := stats["reduction"]) is not None:
-        before, after = reduction["num_video_tokens_before"], reduction["num_video_tokens_after"]
+        before = reduction["num_video_tokens_before"]
+        after = reduction["num_video_tokens_after"]
         rows.append(("kept by " + reduction["method"], f"{after} of {before} visual tokens"))
     if stats["attention_density"] is not None:
         rows.append(

@@ -93,7 +93,8 @@ def main(arguments: list[str] | None = None, prog: str | None = None) -> int:
     It is 0 if all are answered, 1 if any failed, and 128 plus a signal's number if that stopped the
     batch before its end.
     """
-    options, statuses = parse_arguments(arguments, prog), []
+    options = parse_arguments(arguments, prog)
+    statuses = []
     # Imported here because this takes seconds.
     from tqdm import tqdm
 
@@ -152,7 +153,8 @@ def failures(batch: "Batch", out: Path) -> str:
 
 def summary(batch: "Batch") -> str:
     """Format the figures of a batch as a table."""
-    metrics, seconds = batch.metrics, batch.seconds
+    metrics = batch.metrics
+    seconds = batch.seconds
     rate = f"{batch.num_answered * 60 / seconds:.1f} a minute"
     rows = [
         ("answers", f"{batch.num_answered} in {seconds:.1f} s, {rate}"),

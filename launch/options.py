@@ -218,7 +218,8 @@ def add_settings(
     """
     for each in settings:
         (about,) = (field for field in fields(each.config) if field.name == each.field)
-        default, told = about.default, about.metadata
+        default = about.default
+        told = about.metadata
         is_told = "default" in each.help or default in (None, MISSING) or isinstance(default, bool)
         more = {"help": each.help if is_told else f"{each.help} (default {default})"}
         more |= {"default": default if with_defaults else None}
@@ -362,7 +363,8 @@ def given_for_draft(options: argparse.Namespace) -> dict[str, Any]:
 
 def prefill_config(options: argparse.Namespace) -> PrefillConfig:
     """Build the prefill config; ValueError if options are incompatible."""
-    video, reduction = given(options, VideoConfig), given(options, ReduceConfig)
+    video = given(options, VideoConfig)
+    reduction = given(options, ReduceConfig)
     if reduction and "method" not in reduction:
         raise ValueError("--reduce-ratio needs --reduce")
     if "chunk_bytes" in video:

@@ -67,7 +67,8 @@ def parse_command(command: str, monkeypatch) -> argparse.Namespace | None:
     job = read_command(command)
     if job is None:
         return None
-    folder, name = job.script.parts[0], job.name
+    folder = job.script.parts[0]
+    name = job.name
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     modules = {"launch": f"apbv.launch.{name}", "apbv": ".".join(job.script.with_suffix("").parts)}
     return importlib.import_module(modules.get(folder, name)).parse_arguments(job.options)
@@ -126,7 +127,8 @@ def is_there(place: str) -> bool:
 
 def anchors_of(text: str) -> set[str]:
     """The anchors of a page: those that GitHub gives to headings, and those set with ``<a id>``."""
-    anchors, seen = set(re.findall(r'<a id="([\w-]+)"></a>', prose(text))), {}
+    anchors = set(re.findall(r'<a id="([\w-]+)"></a>', prose(text)))
+    seen = {}
     for heading in re.findall(r"^#+ +(.*)$", prose(text), re.MULTILINE):
         slug = re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
         seen[slug] = seen.get(slug, -1) + 1

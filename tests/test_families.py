@@ -79,7 +79,8 @@ def collect(path: Path) -> None:
         for path in sorted((ROOT / "tests").rglob("test_*.py"))
         if "mark.shows(" in path.read_text("utf-8")
     ]
-    plugin, options = Shown(), ["--collect-only", "-q", "-m", "shows", "-p", "no:cacheprovider"]
+    plugin = Shown()
+    options = ["--collect-only", "-q", "-m", "shows", "-p", "no:cacheprovider"]
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
         status = pytest.main([*options, *map(str, marked)], plugins=[plugin])
     known = {feature for features, _ in COLUMNS.values() for feature in features}
@@ -107,18 +108,14 @@ def refused() -> set[tuple[str, str]]:
 def test_the_page_about_the_library_has_the_table_of_families(tmp_path):
     """A process of its own collects: within a session there can be no other."""
     assert exit_statuses([start(collect, tmp_path / "shown.json")]) == [0]
-    works, fails = (
-        {tuple(pair) for pair in json.loads((tmp_path / "shown.json").read_text())},
-        refused(),
-    )
+    works = {tuple(pair) for pair in json.loads((tmp_path / "shown.json").read_text())}
+    fails = refused()
     alike: dict[tuple[str, ...], list[str]] = {}  # by what is known, the families
     for family in FAMILIES:
         cells = []
         for column, (features, _) in COLUMNS.items():
-            is_shown, is_refused = (
-                any((each, family) in works for each in features),
-                (column, family) in fails,
-            )
+            is_shown = any((each, family) in works for each in features)
+            is_refused = (column, family) in fails
             assert not (is_shown and is_refused), f"{column} is shown and refused for {family}"
             cells.append("yes" if is_shown else "no" if is_refused else "not tested")
         alike.setdefault(tuple(cells), []).append(f"`{family}`")

@@ -80,7 +80,8 @@ def test_a_call_of_the_library_is_refused_too(engine):
 
 
 def test_the_same_is_checked_once(grammars, monkeypatch):
-    checked, check = [], GrammarChecks._check
+    checked = []
+    check = GrammarChecks._check
     monkeypatch.setattr(GrammarChecks, "_check", lambda *given: checked.append(1) or check(*given))
     for schema in ({"type": "object"}, {"type": 7}, {"type": "object"}):
         for _ in range(2):

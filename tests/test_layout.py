@@ -101,13 +101,12 @@ def tokens(spans) -> list[int]:
 @example(Request(num_hosts=2, num_tokens=32769, context_start=3, query_start=32000))
 @example(Request(num_hosts=2, num_tokens=99, context_start=30, query_start=95, anchor_len=1))
 def test_anchor_blocks_and_query_partition_the_prompt(request):
-    layout, hosts = request.plan(), range(request.num_hosts)
+    layout = request.plan()
+    hosts = range(request.num_hosts)
     assert layout.num_tokens == request.num_tokens and layout.is_split == request.fits
     assert tokens([layout.anchor, *layout.blocks, layout.query]) == list(range(request.num_tokens))
-    slices, passed = (
-        list(map(layout.anchor_slice, hosts)),
-        list(map(layout.num_passed, range(len(layout.blocks)))),
-    )
+    slices = list(map(layout.anchor_slice, hosts))
+    passed = list(map(layout.num_passed, range(len(layout.blocks))))
     assert tokens(slices) == list(layout.anchor)
     assert max(map(len, slices)) - min(map(len, slices)) <= 1
     assert passed == [min(request.expected_passing_len, len(block)) for block in layout.blocks]
@@ -151,7 +150,8 @@ def test_local_spans_are_what_a_host_computes_in_token_order(request):
             (h, *v) for h, v in enumerate(upper)
         ]
     for host in range(request.num_hosts):
-        spans, kept = layout.local_spans(host), layout.cache_spans(host)
+        spans = layout.local_spans(host)
+        kept = layout.cache_spans(host)
         local = tokens(spans)
         assert local == sorted(set(local))
         assert [local[row] for row in tokens(layout.cache_rows(host))] == tokens(kept)

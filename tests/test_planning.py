@@ -35,7 +35,8 @@ LLAMA = families.build_config("llama", layers=4)
 
 @each_choice(family=VIDEO_FAMILIES, frames=[2, 7, 30])
 def test_a_videos_tokens_are_those_of_the_whole_processor(family, frames):
-    model, processor = families.build_model(family), families.build_processor(family)
+    model = families.build_model(family)
+    processor = families.build_processor(family)
     metadata = VideoMetadata(frames, fps=2.0, frames_indices=list(range(frames)))
     batch = by_processor(
         processor, [{"type": "video"}], [(families.synthetic_video(frames, 84, 112), metadata)]
@@ -53,7 +54,8 @@ def test_a_videos_tokens_are_those_of_the_whole_processor(family, frames):
 @pytest.mark.parametrize("family", VIDEO_FAMILIES + TEXT_FAMILIES)
 def test_weights_are_those_of_the_model(family):
     model = families.build_model(family)
-    one, cpu = partial(weight_bytes, model.config, 1), torch.device("cpu")
+    one = partial(weight_bytes, model.config, 1)
+    cpu = torch.device("cpu")
     assert one(cpu) == sum(weight.numel() for weight in model.parameters())
     in_layers = [m for m in model.get_decoder().layers.modules() if isinstance(m, torch.nn.Linear)]
     shared = [model.get_input_embeddings(), model.get_output_embeddings(), *in_layers]
@@ -140,10 +142,8 @@ def test_a_draft_takes_its_weights_and_the_kv_of_what_it_sees():
     def draft(**settings) -> int:
         return plan("demo", num_frames=64, speculate=SpeculativeConfig(**settings)).draft
 
-    few, all_of_it = (
-        draft(draft_model="demo", keep_ratio=0.1),
-        draft(draft_model="demo", strategy="vanilla"),
-    )
+    few = draft(draft_model="demo", keep_ratio=0.1)
+    all_of_it = draft(draft_model="demo", strategy="vanilla")
     weights = sum(w.nbytes for w in Engine.from_pretrained(demo.draft_path()).model.parameters())
     assert weights < few < all_of_it
     assert draft(strategy="ngram") == 0

@@ -87,14 +87,17 @@ def test_sampled_drafts_keep_the_targets_distribution_over_the_real_vocabulary()
     engine = Engine.from_pretrained(
         folder("APBV_PRETRAINED"), hosts=hosts, dtype="bfloat16", speculate=speculate
     )
-    prompt, count, bins = "Write one sentence about the sea.", 40, [0] * 10
+    prompt = "Write one sentence about the sea."
+    count = 40
+    bins = [0] * 10
     sampling = [
         SamplingParams(max_new_tokens=6, temperature=1.0, seed=i, ignore_eos=True)
         for i in range(count)
     ]
     asked = [{"prompt": prompt, "sampling": each} for each in sampling]
     found = dict(engine.generate_all(asked, max_together=16))
-    ids, spread = engine.prefill(prompt).inputs.input_ids, random.Random(0)
+    ids = engine.prefill(prompt).inputs.input_ids
+    spread = random.Random(0)
     for answer in found.values():
         whole = torch.cat([ids, torch.tensor([answer.token_ids])], dim=1)
         with torch.no_grad():

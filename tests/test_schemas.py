@@ -16,7 +16,8 @@ from apbv.schemas import fixed_texts, prepared
 def allows():
     """Whether a schema allows an answer, as a whole and as a part of a grammar."""
     engine = Engine.from_pretrained("demo", hosts=HostGroup.single("cpu"), dtype="float32")
-    vocab_size, (eos, *_) = engine.parts.vocab_size, engine.parts.eos_token_ids
+    vocab_size = engine.parts.vocab_size
+    (eos, *_) = engine.parts.eos_token_ids
     grammars = Grammars(engine.tokenizer, vocab_size, engine.parts.eos_token_ids)
 
     def may_follow(matcher, said: str) -> bool:
@@ -112,7 +113,8 @@ def test_a_word_opens_no_object(allows):
 
 
 def test_what_several_schemas_describe_together_is_left_open(allows):
-    a, b = OBJECT, {"type": "object", "properties": {"b": {"type": "integer"}}, "required": ["b"]}
+    a = OBJECT
+    b = {"type": "object", "properties": {"b": {"type": "integer"}}, "required": ["b"]}
     together = [
         {"allOf": [a, b]},
         {**a, "allOf": [b]},

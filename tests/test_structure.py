@@ -86,7 +86,8 @@ def attributes(tree: ast.AST) -> Iterator[Import]:
     """Dotted names that a file uses, such as ``torch.distributed.barrier``."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
-            names, value = [node.attr], node.value
+            names = [node.attr]
+            value = node.value
             while isinstance(value, ast.Attribute):
                 names.append(value.attr)
                 value = value.value

@@ -213,7 +213,9 @@ class PrefillConfig(Checked):
     @property
     def features(self) -> dict[str, str | bool | None]:
         """The requested features, in the form that :func:`apbv.refusals.refuse` takes."""
-        reduce, sparse, has_anchor = self.reduce, self.sparse, self.method in ("apbv", "apb")
+        reduce = self.reduce
+        sparse = self.sparse
+        has_anchor = self.method in ("apbv", "apb")
         is_other = (
             sparse is not None and self.method in SPARSE_NAMES and sparse.method != self.method
         )

@@ -241,7 +241,8 @@ def _generate_ahead(answer: Answer) -> list[int]:
     decoder = answer.decoder
     choice = answer.pick(decoder.advance(answer.tokens[-1:])[-1], answer.next_index)
     while True:
-        arriving, ahead = choice.fetch(decoder.hosts.wait_for_device), None
+        arriving = choice.fetch(decoder.hosts.wait_for_device)
+        ahead = None
         if answer.num_left > 1:
             ahead = answer.pick(
                 decoder.advance(choice.tokens)[-1], answer.next_index + 1, choice.tokens

@@ -173,7 +173,8 @@ class Batch:
                 choice = self._choose(
                     fresh, torch.stack([member.answer.logits for member in fresh])
                 )
-                chosen, arriving = fresh, _fetch(choice)
+                chosen = fresh
+                arriving = _fetch(choice)
             else:
                 chosen, arriving = self._advance()
         for member, new in zip(chosen, arriving(), strict=True):
@@ -259,10 +260,8 @@ class Batch:
             arriving: of each the token before, int64 ``[1]``, if the CPU does not know it yet, else
                 nothing.
         """
-        answers, counts = (
-            [member.answer for member in members],
-            [member.kv.num_run for member in members],
-        )
+        answers = [member.answer for member in members]
+        counts = [member.kv.num_run for member in members]
         places = [answer.prompt_len + count for answer, count in zip(answers, counts, strict=True)]
         given = logits.split(1)
         each = zip(answers, given, places, arriving or [()] * len(answers), strict=True)
@@ -279,7 +278,8 @@ class Batch:
         for member in [
             member for member in self._members if member.kv is None and not member.has_ended
         ]:
-            answer, ready = member.answer, member.answer.ready
+            answer = member.answer
+            ready = member.answer.ready
             if ready is not None and not ready.query():
                 if any(other.kv is not None for other in self._members):
                     continue

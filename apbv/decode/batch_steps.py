@@ -38,11 +38,9 @@ class OwnKV:
     def __init__(self, layers: Sequence[GrowingLayer], position: int):
         for layer in layers:
             layer.make_room(1)
-        self._layers, self._prompt_rows, self._first_position = (
-            layers,
-            layers[0].keys.shape[2],
-            position,
-        )
+        self._layers = layers
+        self._prompt_rows = layers[0].keys.shape[2]
+        self._first_position = position
         self.num_run, self.place = 0, object()
 
     @property
@@ -77,7 +75,8 @@ class OwnKV:
     def copy_newest(self, other: "OwnKV", count: int) -> None:
         """Append ``count`` rows that another KV has for the same tokens of the answer; there must
         be room."""
-        first, theirs = self.num_rows, other.num_rows + self.num_run - other.num_run
+        first = self.num_rows
+        theirs = other.num_rows + self.num_run - other.num_run
         for layer in zip(self.buffers, other.buffers, strict=True):
             for mine, source in zip(*layer, strict=True):
                 mine[:, :, first : first + count] = source[:, :, theirs : theirs + count]
@@ -121,7 +120,8 @@ class BatchRunner:
 
     def _run_here(self, ids: Tokens, kvs: Sequence[OwnKV], counts: Sequence[int] | None) -> Tensor:
         """Run the model with KV addresses passed by the CPU."""
-        parts, lengths = self._parts, [kv.num_rows for kv in kvs]
+        parts = self._parts
+        lengths = [kv.num_rows for kv in kvs]
         buffers = zip(*(kv.buffers for kv in kvs), strict=True)
         layers = [
             SequenceBuffers(*zip(*of_all, strict=True), lengths, counts) for of_all in buffers
@@ -161,7 +161,8 @@ class _Step(Step):
         self, parts: ModelParts, size: int, num_tokens: int, most_new: int, most_rows: int
     ):
         super().__init__(parts, num_tokens, num_tokens + 2 * size + 1)
-        self._most_rows, self._most_new = most_rows, most_new
+        self._most_rows = most_rows
+        self._most_new = most_new
         self._positions, self._lengths, self._starts = self._others.split(
             [num_tokens, size, size + 1]
         )
@@ -170,7 +171,8 @@ class _Step(Step):
 
     def take(self, ids: Tokens, kvs: Sequence[OwnKV], counts: Sequence[int] | None) -> None:
         """Copy the inputs of the next pass, without synchronization."""
-        rest, no_token = len(self._lengths) - len(kvs), [0] * (len(self._ids) - len(ids))
+        rest = len(self._lengths) - len(kvs)
+        no_token = [0] * (len(self._ids) - len(ids))
         starts = accumulate([*(counts or [1] * len(kvs)), *[0] * rest], initial=0)
         lengths = [kv.num_rows for kv in kvs] + [-1] * rest
         self.hold(ids, [*_positions(kvs, counts), *no_token, *lengths, *starts])

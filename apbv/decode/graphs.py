@@ -118,7 +118,8 @@ class RecordedSteps:
     """
 
     def __init__(self, parts: ModelParts):
-        self._parts, self._records = parts, True
+        self._parts = parts
+        self._records = True
         self.clear()
 
     def clear(self) -> None:
@@ -140,7 +141,9 @@ class RecordedSteps:
             try:
                 self._computes[kind] = record(step.compute, self._parts.device, self._pool)
             except CaptureError as error:
-                self._records, self._computes, self._pool = False, {}, None
+                self._records = False
+                self._computes = {}
+                self._pool = None
                 if not isinstance(
                     error.__cause__, torch.OutOfMemoryError
                 ):  # which another answer may avoid

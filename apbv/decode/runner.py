@@ -70,7 +70,10 @@ class ModelRunner:
         hosts: HostGroup | None = None,
         states: LinearStates | None = None,
     ):
-        self._parts, self._cache, self._hosts, self._states = parts, cache, hosts, states
+        self._parts = parts
+        self._cache = cache
+        self._hosts = hosts
+        self._states = states
         self._recorded = RecordedSteps(parts) if may_record(parts, hosts) else None
         self._buffers: list[tuple[Tensor, Tensor]] = []  # of the recorded steps
 
@@ -97,10 +100,12 @@ class ModelRunner:
         """
         if self._recorded is not None and len(ids) <= MOST_CAPTURED:
             return self._run_recorded(ids, positions, visible, last_only)
-        parts, device = self._parts, self._parts.device
+        parts = self._parts
+        device = self._parts.device
         there = None if visible is None else to_device(visible, device)
         attention = NewTokenAttention(parts.backend, there, self._hosts)
-        ids, positions = to_device(ids, device), to_device(positions, device)
+        ids = to_device(ids, device)
+        positions = to_device(positions, device)
         return forward(parts, ids, positions, self._cache, attention, last_only, self._states)
 
     def _run_recorded(
@@ -111,7 +116,8 @@ class ModelRunner:
         last_only: bool,
     ) -> Tensor:
         """Run a step, from the second of its size on as a CUDA graph."""
-        layers, count = self._cache.layers, len(ids)
+        layers = self._cache.layers
+        count = len(ids)
         has_room = all(layer.has_room(count) for layer in layers)
         if not has_room or [id(layer.buffers) for layer in layers] != [
             id(pair) for pair in self._buffers
@@ -150,7 +156,8 @@ class _Step(Step):
         """
         count, self._last_only, num_masked = kind
         super().__init__(parts, count, 2 * count + 1)
-        self._cache, self._states = cache, states
+        self._cache = cache
+        self._states = states
         self._positions, self._places, self._num_keys = self._others.split([count, count, 1])
         self._visible = None
         if num_masked is not None:

@@ -152,7 +152,8 @@ def choose_each(
     alike: dict[tuple, list[int]] = {}
     for row, config in enumerate(configs):
         alike.setdefault(config.cuts, []).append(row)
-    choices, drawn_from = [], [None] * len(configs)
+    choices = []
+    drawn_from = [None] * len(configs)
     for cuts, rows in alike.items():
         chosen_from = logits if len(alike) == 1 else logits[to_device(rows, logits.device)]
         if cuts[0] == 0:
@@ -211,7 +212,8 @@ class Penalties:
             precede: bool ``[S, N]``: which of these come before each row's token; None: the last
                 row's token comes after all, each row's before it after one less.
         """
-        config, (num_rows, vocab_size) = self._config, logits.shape
+        config = self._config
+        (num_rows, vocab_size) = logits.shape
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         drafted = to_device(drafted, logits.device, torch.int64)
         if precede is None:

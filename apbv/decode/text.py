@@ -29,8 +29,10 @@ class AnswerText:
         min_tokens: int = 0,
     ):
         self.stopped, self.may_stop = False, bool(stop or stop_token_ids)
-        self._decode, self._stop = decode, stop
-        self._stop_token_ids, self._min_tokens = frozenset(stop_token_ids), min_tokens
+        self._decode = decode
+        self._stop = stop
+        self._stop_token_ids = frozenset(stop_token_ids)
+        self._min_tokens = min_tokens
         self._tokens: list[int] = []
         # Tokens before _read are text already; those from _context on are decoded again with every
         # new one, as how a token reads may depend on the one before it.
@@ -59,12 +61,14 @@ class AnswerText:
 
     def _rest(self) -> str:
         certain = self._until_stop(self._undecided().rstrip(_INCOMPLETE))
-        rest, self._held = self._held, ""
+        rest = self._held
+        self._held = ""
         return certain + rest
 
     def _until_stop(self, piece: str) -> str:
         """Add some text, and return the newly final part."""
-        before, self._held = len(self._held), self._held + piece
+        before = len(self._held)
+        self._held = self._held + piece
         ends = []
         if len(self._tokens) > self._min_tokens:
             # What was complete before this piece came before it could end anything.
@@ -75,13 +79,12 @@ class AnswerText:
             ends = [(at + len(string), at) for string, at in starts if at >= 0]
         if ends:
             self.stopped = True
-            certain, self._held = self._held[: min(ends)[1]], ""
+            certain = self._held[: min(ends)[1]]
+            self._held = ""
             return certain
         keep = max((overlap(self._held, string) for string in self._stop), default=0)
-        certain, self._held = (
-            self._held[: len(self._held) - keep],
-            self._held[len(self._held) - keep :],
-        )
+        certain = self._held[: len(self._held) - keep]
+        self._held = self._held[len(self._held) - keep :]
         return certain
 
     def _undecided(self) -> str:

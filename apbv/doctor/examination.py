@@ -16,7 +16,9 @@ import torch
 from ..hosts import HostGroup, in_thread
 from ..stats import device_name, provenance
 
-OK, FAILED, SKIPPED = "ok", "failed", "skipped"
+OK = "ok"
+FAILED = "failed"
+SKIPPED = "skipped"
 WIDTH = 100
 _NAME_WIDTH = 24
 _MOST_CHARACTERS = 400  # of a detail: some libraries' errors are pages by themselves
@@ -93,20 +95,20 @@ class Result:
 def carry_out(check: Check, hosts: HostGroup, limit: float) -> Finding:
     """Run a check on this host, in a thread that is abandoned after ``limit`` seconds; never
     raises."""
-    began, is_stuck = time.monotonic(), False
+    began = time.monotonic()
+    is_stuck = False
     thread = in_thread(partial(_examine, check, hosts))
     try:
         error = thread.exception(timeout=limit)
     except StillRunning:
-        error, is_stuck = CheckFailed(f"not done after {limit:g} s"), True
+        error = CheckFailed(f"not done after {limit:g} s")
+        is_stuck = True
     if error is None:
         detail, figures, status = *thread.result(), OK
     else:
         is_ours = isinstance(error, CheckFailed | CheckSkipped)
-        detail, figures = (
-            str(error) if is_ours else f"{type(error).__name__}: {error}".splitlines()[0],
-            {},
-        )
+        detail = str(error) if is_ours else f"{type(error).__name__}: {error}".splitlines()[0]
+        figures = {}
         status = SKIPPED if isinstance(error, CheckSkipped) else FAILED
     return Finding(detail, figures, status, time.monotonic() - began, is_stuck)
 
@@ -140,13 +142,16 @@ class Examination:
     """
 
     def __init__(self, hosts: HostGroup, limit: float, file: TextIO | None = None):
-        self._hosts, self._limit, self._file = hosts, limit, file
+        self._hosts = hosts
+        self._limit = limit
+        self._file = file
         self.stuck: str | None = None
         self._examined = hosts.subgroup(range(hosts.size))
 
     def run(self, parts: Mapping[str, Iterable[Check]]) -> list[Result]:
         """Run all checks of some parts, which are the same on every host, and write the page."""
-        what, size = provenance(), self._hosts.size
+        what = provenance()
+        size = self._hosts.size
         commit = f", commit {what['git_sha'][:9]}" if what["git_sha"] else ""
         of = (
             f"{size} host{'s' if size > 1 else ''}, {device_name(self._hosts.device)}, "
@@ -193,7 +198,8 @@ class Examination:
 
     def _write_result(self, result: Result) -> None:
         """Write host 0's result, and relevant results of other hosts with their names."""
-        first, groups = result.on_hosts[0], {}
+        first = result.on_hosts[0]
+        groups = {}
         for host, found in enumerate(result.on_hosts):
             is_like_first = (
                 found.status == first.status != FAILED and result.part not in _OF_EACH_HOST

@@ -143,7 +143,9 @@ def several_at_once(hosts: HostGroup) -> Found:
         third = hosts.all_gather(mine[:1000].clone())
         busy = mine.view(2**9, 2**9)
         busy @ busy
-        small, moved, large = third.wait() * 2, second.wait() * 2, first.wait() * 2
+        small = third.wait() * 2
+        moved = second.wait() * 2
+        large = first.wait() * 2
         theirs = [_numbers(hosts, host + turn, 2**18, torch.float32) for host in range(hosts.size)]
         _require_equal(list(large), [2 * each for each in theirs], "the first of three exchanges")
         _require_equal([moved], [2 * (theirs[hosts.rank - 1] + 1)], "the second of three exchanges")
@@ -160,7 +162,9 @@ def failing_host(hosts: HostGroup) -> Found:
     Raises:
         CheckFailed: another host did not get the error or its reason.
     """
-    began, planted, heard = time.monotonic(), "this failure is part of the examination", ""
+    began = time.monotonic()
+    planted = "this failure is part of the examination"
+    heard = ""
     try:
         with hosts.collective_stage("an exchange that one host does not come to"):
             if hosts.rank == hosts.size - 1:
@@ -204,10 +208,8 @@ def answer(
     engine = Engine.from_pretrained(
         "demo", prefill=config, speculate=speculate, hosts=hosts, dtype=dtype
     )
-    answer, right = (
-        engine.generate(demo.ORDERING_QUESTION, video=demo.video_path()),
-        demo.DEMO_LETTERS,
-    )
+    answer = engine.generate(demo.ORDERING_QUESTION, video=demo.video_path())
+    right = demo.DEMO_LETTERS
     if answer.text != right:
         raise CheckFailed(f"answered {answer.text!r} instead of {right!r}")
     figures = {

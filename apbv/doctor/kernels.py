@@ -30,12 +30,18 @@ _TO_INSTALL = {
     "(H200, bf16)",
     4: "pip install flash-attn-4, which is made for this GPU",
 }
-_HEADS, _KV_HEADS, _HEAD_DIM, _TOWER_HEAD_DIM = 14, 2, 128, 80
-_GROUPS, _SCALE = _HEADS // _KV_HEADS, _HEAD_DIM**-0.5
+_HEADS = 14
+_KV_HEADS = 2
+_HEAD_DIM = 128
+_TOWER_HEAD_DIM = 80
+_GROUPS = _HEADS // _KV_HEADS
+_SCALE = _HEAD_DIM**-0.5
 # What a result may be off by, relative to the largest number in it, in epsilons of its dtype. Of
 # operands in half precision the weights are rounded, too, and so is the result of each segment;
 # sums in fp32 lose a few digits.
-_ALLOWED, _ALLOWED_IN_FP32, _ALLOWED_OF_HALF = 4.0, 256.0, 2048.0
+_ALLOWED = 4.0
+_ALLOWED_IN_FP32 = 256.0
+_ALLOWED_OF_HALF = 2048.0
 
 
 def backend_checks(hosts: HostGroup) -> Iterable[Check]:
@@ -184,7 +190,8 @@ class Draw:
     """Makes the same random operands on every host and device."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype):
-        self.device, self.dtype = device, dtype
+        self.device = device
+        self.dtype = dtype
         self._draw = drawn_numbers(device, torch.float32)
 
     def __call__(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -231,7 +238,8 @@ def _varlen(draw: Draw) -> list[Case]:
 
 def _merge(draw: Draw) -> list[Case]:
     """Make partial results of several hosts, of which one saw nothing."""
-    outs, lses = draw(5, 1, _HEADS, 33, _HEAD_DIM), draw(5, 1, _HEADS, 33, dtype=torch.float32)
+    outs = draw(5, 1, _HEADS, 33, _HEAD_DIM)
+    lses = draw(5, 1, _HEADS, 33, dtype=torch.float32)
     lses[2] = -torch.inf
     return [_case(outs, lses)]
 

@@ -39,7 +39,8 @@ class Collectives:
     """
 
     def __init__(self, group: dist.ProcessGroup, watch: FailureWatch):
-        self._group, self._watch = group, watch
+        self._group = group
+        self._watch = watch
         self._last_exchanged: list[weakref.ref[Tensor]] = []
 
     def all_gather(self, tensor: Tensor) -> Exchange:
@@ -146,7 +147,9 @@ class StagedCollectives(Collectives):
     def _exchange(
         self, sent: Tensor, received: Tensor, begin: Begin, result: Callable[[], Any]
     ) -> Exchange:
-        watch, before, copied = self._watch, self._last, None
+        watch = self._watch
+        before = self._last
+        copied = None
         sent_here = _host_memory(sent).copy_(sent, non_blocking=True)
         received_here = sent_here if received is sent else _host_memory(received)
         if sent.is_cuda:

@@ -72,7 +72,8 @@ class PendingCall:
     """A call in a thread, with the two methods of a ``dist.Work`` for waiting."""
 
     def __init__(self, future: Future):
-        self.is_completed, self._future = future.done, future
+        self.is_completed = future.done
+        self._future = future
 
     def wait(self, timeout: timedelta | None = None) -> None:
         """Block until the call has returned; RuntimeError if it has not in time; else raise what it
@@ -130,7 +131,8 @@ class FailureWatch:
         self.is_broken = False
         self.heartbeat = heartbeat
         self.working = nullcontext if heartbeat is None else heartbeat.working
-        self._name, self._timeout = name, timeout
+        self._name = name
+        self._timeout = timeout
         self._store = store
         self._waits_for_work = waits_for_work
         self._communicators = communicators
@@ -261,7 +263,8 @@ class FailureWatch:
     def _break(self) -> None:
         """Mark this group as broken, and abort its collectives."""
         with self._breaking:
-            was_broken, self.is_broken = self.is_broken, True
+            was_broken = self.is_broken
+            self.is_broken = True
             if self._communicators is not None and not was_broken:
                 self._communicators.abort(GRACE_SECONDS)
 

@@ -86,7 +86,8 @@ class HostGroup:
         """
         self._numbers = numbers
         groups = groups or ProcessGroups()
-        self._groups, self._owns_group = groups, owns_group
+        self._groups = groups
+        self._owns_group = owns_group
         self._take_place(*rank_and_size(groups.data), *rank_and_size(groups.members))
         self.device = device
         self.timeout = timeout
@@ -108,8 +109,10 @@ class HostGroup:
             groups.members.wait_for = self._watch.wait
 
     def _take_place(self, rank: int, size: int, member: int = 0, num_members: int = 1) -> None:
-        self.rank, self.size = rank, size
-        self.tensor_parallel_rank, self.tensor_parallel_size = member, num_members
+        self.rank = rank
+        self.size = size
+        self.tensor_parallel_rank = member
+        self.tensor_parallel_size = num_members
         self.num_processes = size * num_members
         self.is_leader = rank == 0 and member == 0
         self.name = self.name_of(rank * num_members + member)
@@ -426,7 +429,8 @@ class HostGroup:
         gets a dictionary, in which it names what must be the same on every process: bytes, or
         settings by name, JSON-ready, whose values the error quotes.
         """
-        error, facts = None, {}
+        error = None
+        facts = {}
         with self.on_device(), self._watch.working(name):
             try:
                 yield facts
@@ -514,7 +518,8 @@ class HostGroup:
                     each.narrow(dim, 0, count) for each, count in zip(found, counts, strict=True)
                 ]
             )
-        nothing, shapes = rows.new_empty(0), [(0,)] * self.size
+        nothing = rows.new_empty(0)
+        shapes = [(0,)] * self.size
         if self.rank == to:
             shapes = [(*rows.shape[:dim], count, *rows.shape[dim + 1 :]) for count in counts]
         return self.all_to_all(
@@ -529,7 +534,8 @@ class HostGroup:
         tensors for all other hosts: with both backends that is a send to, and a receive from, the
         neighbours only.
         """
-        following, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        following = (self.rank + 1) % self.size
+        before = (self.rank - 1) % self.size
         nothing = tensor.new_empty(0)
         tensors = [tensor if host == following else nothing for host in range(self.size)]
         shapes = [received_shape if host == before else (0,) for host in range(self.size)]

@@ -32,7 +32,9 @@ class Heartbeat:
     """
 
     def __init__(self, store, name: str, timeout: float, longest: float):
-        self._store, self._name, self._longest = store, name, longest
+        self._store = store
+        self._name = name
+        self._longest = longest
         self._interval = min(_BEAT_SECONDS, timeout / 4)
         self._stages: list[str] = []  # nested, the innermost last
         self._working_since: float | None = None
@@ -54,7 +56,8 @@ class Heartbeat:
             self._thread.start()
             # Also at exit: a thread inside the store aborts the process when the interpreter ends.
             self._end = weakref.finalize(self, _end, self._thread, self._stopped)
-        before, self._working_since = self._working_since, time.monotonic()
+        before = self._working_since
+        self._working_since = time.monotonic()
         self._stages.append(stage)
         try:
             yield
@@ -99,7 +102,8 @@ class Heartbeat:
 
     def beat(self) -> None:
         """Write to the store what this process works on, if anything."""
-        stages, since = self._stages[-1:], self._working_since
+        stages = self._stages[-1:]
+        since = self._working_since
         if not stages or since is None:
             return
         seconds = time.monotonic() - since
@@ -128,7 +132,8 @@ class Patience:
         """Process the result of :meth:`Heartbeat.heard`. Heartbeats from before this wait do not
         count."""
         if self._count not in (None, count):
-            self._heard, self.last_heard = time.monotonic(), work
+            self._heard = time.monotonic()
+            self.last_heard = work
         self._count = count
 
     @property

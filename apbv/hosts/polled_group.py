@@ -17,7 +17,8 @@ class PolledWork(dist.Work):
 
     def __init__(self, work: dist.Work, wait_for: Callable[[dist.Work], None]):
         super().__init__()
-        self._work, self._wait_for = work, wait_for
+        self._work = work
+        self._wait_for = wait_for
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         self._wait_for(self._work)

@@ -89,7 +89,8 @@ class ProcessGroups:
         Raises:
             ValueError: TP ranks of a host share a GPU.
         """
-        size, limit = group.size(), _exchange_limit(timeout)
+        size = group.size()
+        limit = _exchange_limit(timeout)
         host, member = divmod(group.rank(), tensor_parallel)
         on_cpu = all(place.device == "cpu" for place in places)
         for first in range(0, size, tensor_parallel):
@@ -101,7 +102,9 @@ class ProcessGroups:
                 )
         is_staged = not on_cpu and not _can_use_nccl(places)
         has_nccl = not on_cpu and not is_staged
-        data, members, founder = None, None, _Founder(self.control, self.made)
+        data = None
+        members = None
+        founder = _Founder(self.control, self.made)
         if tensor_parallel == 1 and size > 1 and on_cpu:
             data = self.control
         elif (
@@ -188,10 +191,12 @@ class _Founder:
     """
 
     def __init__(self, group: dist.ProcessGroup, groups: list[dist.ProcessGroup]):
-        store, self._rank = group.get_group_store(), group.rank()
+        store = group.get_group_store()
+        self._rank = group.rank()
         # The same on all processes: how often they have come here.
         number = store.add(f"apbv/times that {self._rank} made groups", 1)
-        self._store, self.groups = dist.PrefixStore(f"apbv/groups {number}", store), groups
+        self._store = dist.PrefixStore(f"apbv/groups {number}", store)
+        self.groups = groups
         self._name = f"{group.group_desc}/{number}"
 
     def found(
@@ -212,7 +217,8 @@ class _Founder:
             known_in: the other group, as torch knows it, if torch has to know this one; else None.
         """
         name = f"{name} {'-'.join(map(str, members))}"
-        place, description = dist.PrefixStore(name, self._store), f"{self._name} {name}"
+        place = dist.PrefixStore(name, self._store)
+        description = f"{self._name} {name}"
         if known_in is None:
             made = _make(
                 backend, place, members.index(self._rank), len(members), limit, description
@@ -229,7 +235,8 @@ class _Founder:
             # communicator from theirs. Then all would have to take part, and the members would wait
             # for the others for ever.
             world = dist.group.WORLD
-            device, world.bound_device_id = world.bound_device_id, None
+            device = world.bound_device_id
+            world.bound_device_id = None
             try:
                 made = dist.new_group(
                     [ranks[member] for member in members], limit, backend, **options
@@ -246,13 +253,16 @@ def _make(
     if backend == _POLLED:
         return PolledGroup(place, rank, size, limit, name)
     if backend == _GLOO:
-        device, kind = "cpu", dist.ProcessGroup.BackendType.GLOO
+        device = "cpu"
+        kind = dist.ProcessGroup.BackendType.GLOO
         made = dist.ProcessGroupGloo(place, rank, size, limit)
     else:
         # So that a small collective does not queue behind a long attention kernel.
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-        options._timeout, options.group_name = limit, name
-        device, kind = "cuda", dist.ProcessGroup.BackendType.NCCL
+        options._timeout = limit
+        options.group_name = name
+        device = "cuda"
+        kind = dist.ProcessGroup.BackendType.NCCL
         made = dist.ProcessGroupNCCL(place, rank, size, options)
     group = dist.ProcessGroup(place, rank, size)
     group._set_default_backend(kind)  # which torch 2.15 asks for
@@ -266,7 +276,9 @@ def _make_known(backend: str, asked, place: dist.Store) -> dist.ProcessGroup:
 
 
 # torch's backends, and one for transformers' collectives.
-_GLOO, _NCCL, _POLLED = "apbv_gloo", "apbv_nccl", "apbv_polled"
+_GLOO = "apbv_gloo"
+_NCCL = "apbv_nccl"
+_POLLED = "apbv_polled"
 for _name, _device in ((_NCCL, "cuda"), (_POLLED, "cpu")):
     dist.Backend.register_backend(
         _name, partial(_make_known, _name), extended_api=True, devices=[_device]

@@ -34,7 +34,8 @@ _UNITS_PER_CHUNK = 64
 _RESAMPLING = {"rematrix_maxval": "1"}
 # Seconds by which containers' clocks jitter; by which they never do, and a new recording's is
 # behind, at least.
-_JITTER, _ANEW = 0.015, 0.1
+_JITTER = 0.015
+_ANEW = 0.1
 # Frames in a row that are away from where the sound is by nearly the same show a gap.
 _IN_A_ROW = 4
 # Streams without a container: what is not a frame, before the first or after the last, is not part
@@ -121,7 +122,8 @@ def audio_from_batch(
     Raises:
         PromptError: no spectrograms, or not those of the prompt's placeholders.
     """
-    spectrograms, mask = batch.get("input_features"), batch.get("feature_attention_mask")
+    spectrograms = batch.get("input_features")
+    mask = batch.get("feature_attention_mask")
     if spectrograms is None or mask is None:
         raise PromptError(
             "the prompt has placeholder tokens for audio, but no input_features and "
@@ -205,14 +207,17 @@ def read_audio(
         AudioError: the track is missing, empty, damaged, or longer than ``max_seconds``.
     """
     most = round((max_seconds if seconds is None else min(seconds, max_seconds)) * rate)
-    pieces, left_out, count = [], round(start * rate), 0
+    pieces = []
+    left_out = round(start * rate)
+    count = 0
     with _described(path), open_media(path, AudioError) as container:
         stream = best_stream(container, "audio")
         if stream is None:
             which = " that can be decoded" if container.streams.audio else ""
             raise AudioError(f"{path}: has no audio track{which}", is_missing=True)
         for piece in _placed(_from_zero(_frames(container, stream), clock), rate, left_out + most):
-            begun, left_out = piece[left_out:], max(0, left_out - len(piece))
+            begun = piece[left_out:]
+            left_out = max(0, left_out - len(piece))
             pieces.append(begun)
             count += len(begun)
             if count > most:
@@ -232,7 +237,9 @@ def _frames(
 ) -> Iterator["av.AudioFrame"]:
     """Decode a track; an error is one only where sound follows, or the container counts its
     frames."""
-    name, found, error = container.format.name, False, None
+    name = container.format.name
+    found = False
+    error = None
     for packet in container.demux(stream):
         try:
             frames = packet.decode()
@@ -259,7 +266,9 @@ def _from_zero(
 
     Where times begin anew, the clock's next recording begins; without a clock they go on.
     """
-    number, shift, end = 0, None if clock is None else clock[0, 1] - clock[0, 0], -np.inf
+    number = 0
+    shift = None if clock is None else clock[0, 1] - clock[0, 0]
+    end = -np.inf
     for frame in frames:
         time = frame.time
         if time is not None:
@@ -283,7 +292,12 @@ def _placed(
     Args:
         most: samples after which no more are needed.
     """
-    resampler, setup, begun, fed, given, ahead = None, None, 0.0, 0.0, 0, 0
+    resampler = None
+    setup = None
+    begun = 0.0
+    fed = 0.0
+    given = 0
+    ahead = 0
     recent: deque[float] = deque(
         maxlen=_IN_A_ROW
     )  # by how much frames are away from where the sound is
@@ -309,9 +323,11 @@ def _placed(
             off = recent[-1] if is_gap else float(np.mean(recent)) if are_away else 0.0
         if found != setup or off:
             yield from resampled(None)
-            begun, fed = begun + fed + off, 0.0
+            begun = begun + fed + off
+            fed = 0.0
             recent.clear()
-            resampler, setup = av.AudioResampler("flt", "mono", rate, options=_RESAMPLING), found
+            resampler = av.AudioResampler("flt", "mono", rate, options=_RESAMPLING)
+            setup = found
             gap = round(begun * rate) - given
             ahead = max(0, -gap)
             if gap > 0:

@@ -82,7 +82,8 @@ def require_consistent(kind: str, given: Mapping[str, Any]) -> None:
             f"of {', '.join(rates)} a video takes only one: either fps or nframes (num_frames)",
         )
     for low, high in _BOUNDS:
-        least, most = given.get(low, 0), given.get(high)
+        least = given.get(low, 0)
+        most = given.get(high)
         if most is not None and (least > most or (low == "video_start" and least == most)):
             article = "an" if kind == "image" else "a"
             raise OptionError(low, f"{low} of {article} {kind} is {least}, but {high} is {most}")

@@ -98,7 +98,8 @@ def probe_once(
     """
     infos = []
     for path in paths:
-        info, data = None, b""
+        info = None
+        data = b""
         with hosts.local_stage("reading the video"), timer.stage("decode_video"):
             if hosts.is_leader:
                 info = videos.probe(path)
@@ -106,7 +107,8 @@ def probe_once(
         data = hosts.broadcast_bytes(data)
         with hosts.local_stage("reading the video"):
             if not hosts.is_leader:
-                size, told = FileIdentity.of(path).size, VideoInfo.from_bytes(data)
+                size = FileIdentity.of(path).size
+                told = VideoInfo.from_bytes(data)
                 if size != told.num_bytes:
                     there = f"{told.num_bytes} on {hosts.name_of(0)}"
                     raise VideoError(f"{path}: is {size} bytes long here, but {there}")

@@ -106,7 +106,8 @@ def _in_rgb(image: Image.Image) -> Image.Image:
     all depths."""
     shown = image.info.get("transparency")
     if image.mode[0] == "I" and isinstance(shown, int):  # of 16-bit gray, one value
-        hidden, image = Image.fromarray(np.asarray(image) == shown), image.copy()
+        hidden = Image.fromarray(np.asarray(image) == shown)
+        image = image.copy()
         del image.info["transparency"]
         image = _in_rgb(image)
         image.paste("white", mask=hidden)
@@ -117,7 +118,8 @@ def _in_rgb(image: Image.Image) -> Image.Image:
     if image.mode[0] in "IF":  # which Pillow cuts off at 255
         values = np.asarray(image, np.float64)
         finite = values[np.isfinite(values)]
-        low, high = finite.min(initial=0), finite.max(initial=0)
+        low = finite.min(initial=0)
+        high = finite.max(initial=0)
         if low == 0 and (image.mode[1:] or (image.mode == "I" and 255 < high < 65536)):
             high = 65535
         elif (

@@ -113,7 +113,8 @@ class ModelInputs:
             )
         visual = parts.is_visual(self.input_ids[0])
         edges = (visual[1:] != visual[:-1]).nonzero().flatten() + 1
-        position_ids, start = self.position_ids.clone(), 0
+        position_ids = self.position_ids.clone()
+        start = 0
         for run in position_ids.tensor_split(edges, dim=-1):  # views
             run += start - run.min()
             start = int(run.max()) + 1
@@ -145,7 +146,8 @@ class ModelInputs:
                 than it shows.
         """
         input_ids = _check_batch(batch)
-        shows, sounds = parts.is_visual(input_ids[0]).any(), parts.is_audio(input_ids[0]).any()
+        shows = parts.is_visual(input_ids[0]).any()
+        sounds = parts.is_audio(input_ids[0]).any()
         if not shows and ("pixel_values" in batch or "pixel_values_videos" in batch):
             raise PromptError(
                 "pixels were given, but the prompt has no placeholder tokens for them"
@@ -181,7 +183,8 @@ class ModelInputs:
                 f"the prompt has {num_visual} placeholder tokens, but its images and videos have "
                 f"{visual.num_rows}"
             )
-        position_ids, behind = _positions(parts, input_ids, batch), int(where[-1]) + 1
+        position_ids = _positions(parts, input_ids, batch)
+        behind = int(where[-1]) + 1
         # After a video that is heard, what ends its audio lies at the same position as what ends
         # the video; it does not belong to the question.
         same = position_ids[..., behind : behind + 1] == position_ids[..., behind + 1 : behind + 2]
@@ -256,7 +259,8 @@ def visual_from_batch(
             "the prompt has placeholder tokens for images or video, but no pixels were given"
         )
     left = {kind: _items(parts, batch, kind, kinds.count(kind)) for kind in ("image", "video")}
-    found, start = [], 0
+    found = []
+    start = 0
     while start < len(kinds):
         kind = kinds[start]
         item, values = next(left[kind], (None, {}))
@@ -292,18 +296,19 @@ def _items(
         parts.family == "internvl"
     )  # it has one name for both, and encodes frames and tiles alike
     name = "pixel_values" if kind == "image" or is_internvl else "pixel_values_videos"
-    pixels, grids = batch.get(name), batch.get(f"{kind}_grid_thw")
+    pixels = batch.get(name)
+    grids = batch.get(f"{kind}_grid_thw")
     if pixels is None or (kind == "image" and is_internvl):
         return
     if grids is not None:  # Qwen's patches lie side by side; a grid is (time, height, width)
-        first, left, merges = (
-            0,
-            batch.get("video_compression_mask"),
-            batch.get(f"{kind}_merge_sizes"),
-        )
+        first = 0
+        left = batch.get("video_compression_mask")
+        merges = batch.get(f"{kind}_merge_sizes")
         for number, grid in enumerate(torch.as_tensor(grids).cpu()):
-            num_patches, count = int(grid[0]), int(grid.prod())
-            own, kept = pixels[first : first + count], None
+            num_patches = int(grid[0])
+            count = int(grid.prod())
+            own = pixels[first : first + count]
+            kept = None
             values = {name: own, f"{kind}_grid_thw": grid[None]}
             num_rows = count // (parts.patches_per_row or 1)
             if merges is not None:
@@ -316,10 +321,8 @@ def _items(
                         if left is None
                         else torch.as_tensor(left).cpu()
                     )
-                    kept, left = (
-                        left[:num_rows].view(num_patches, *(grid[1:] // side)),
-                        left[num_rows:],
-                    )
+                    kept = left[:num_rows].view(num_patches, *(grid[1:] // side))
+                    left = left[num_rows:]
                     num_rows = int(kept.sum())
             num_bytes = PIXEL_COPIES * own.nbytes // num_patches
             yield VisualItem(kind, num_rows, num_patches, patch_bytes=num_bytes, kept=kept), values
@@ -327,7 +330,8 @@ def _items(
     elif kind == "video":
         videos = pixels if pixels.dim() == 5 else pixels[None]
         for video in videos:
-            num_ending, num_bytes = parts.num_rows_ending_video, PIXEL_COPIES * video[0].nbytes
+            num_ending = parts.num_rows_ending_video
+            num_bytes = PIXEL_COPIES * video[0].nbytes
             values = {"pixel_values_videos": video[None] if pixels.dim() == 5 else video}
             yield (
                 VisualItem("video", num_rows // len(videos), len(video), num_ending, num_bytes),

@@ -55,7 +55,9 @@ class SourcePixels:
             yield from pixels
 
     def _read(self, chunks: Sequence[range]) -> Iterator[PixelChunk]:
-        shares, done, total = [], 0, 0
+        shares = []
+        done = 0
+        total = 0
         for run, reader in self.readers:
             mine = [chunk for chunk in chunks if chunk.start in run]
             shares += [(mine, run.start, reader)] * bool(mine)
@@ -148,7 +150,8 @@ class KeptPixels:
     def close(self) -> None:
         """Stop the reading threads, and drop the pixels."""
         with self._lock:
-            self._is_closed, self._kept = True, []
+            self._is_closed = True
+            self._kept = []
             if self._source is not None:
                 self._source.close()
 
@@ -201,9 +204,11 @@ class VideoReader:
         Args:
             first: the number of the video's first temporal patch.
         """
-        start, stop = chunks[0].start - first, chunks[-1].stop - first
+        start = chunks[0].start - first
+        stop = chunks[-1].stop - first
         frames = self.video.frames[start * self.num_merged : stop * self.num_merged]
-        size, threads = len(chunks[0]) * self.num_merged, self.config.threads or 0
+        size = len(chunks[0]) * self.num_merged
+        threads = self.config.threads or 0
         if not self.runs_ahead:
             for start in range(0, len(frames), size):
                 with self.timer.stage("decode_video"):
@@ -250,7 +255,8 @@ class ImageReader:
             with an image that is the only one of its sample.
     """
 
-    kind, num_merged = "image", 1
+    kind = "image"
+    num_merged = 1
 
     pictures: tuple[Picture, ...]
     processor: Any
@@ -333,7 +339,8 @@ def preprocess_frames(
             before.
     """
     video_processor = processor.video_processor
-    frames, options = frames.permute(0, 3, 1, 2), {}
+    frames = frames.permute(0, 3, 1, 2)
+    options = {}
     if grid is not None:
         options["do_resize"] = False
     if grid is not None and video_processor.do_resize:

@@ -52,7 +52,8 @@ class PromptReader:
         config: PrefillConfig | None = None,
         videos: KnownVideos | None = None,
     ):
-        self.parts, self.processor = parts, processor
+        self.parts = parts
+        self.processor = processor
         self.videos = videos or KnownVideos()
         self.tokenizer = getattr(processor, "tokenizer", processor)
         # transformers warns of too long texts before they are rejected here.
@@ -100,7 +101,10 @@ class PromptReader:
                 take.
             PromptError: the model takes no audio, and is asked to.
         """
-        is_wanted, hears, videos, heard = question.audio_in_video, self.parts.hears, [], []
+        is_wanted = question.audio_in_video
+        hears = self.parts.hears
+        videos = []
+        heard = []
         if is_wanted and infos and not hears:
             raise PromptError(
                 f"{self.parts.family} models take no audio: audio_in_video does not apply"
@@ -139,7 +143,8 @@ class PromptReader:
             shown: the frames among which to sample; None: all.
         """
         default = self._num_frames if question.num_frames is None else question.num_frames
-        least, most = own.min_frames or 1, own.max_frames
+        least = own.min_frames or 1
+        most = own.max_frames
         shown = range(info.num_frames) if shown is None else shown
         fps = question.fps if own.fps is None else own.fps
         if own.num_frames is None and fps is not None:
@@ -158,7 +163,8 @@ class PromptReader:
             clip: what of the file is heard, as of :func:`~apbv.input.audio.read_audio`.
         """
         extractor = self.processor.feature_extractor
-        rate, per_token = extractor.sampling_rate, extractor.hop_length * FRAMES_PER_TOKEN
+        rate = extractor.sampling_rate
+        per_token = extractor.hop_length * FRAMES_PER_TOKEN
         left = self.parts.max_position_embeddings * per_token - sum(
             len(sound.samples) for sound in heard
         )
@@ -181,7 +187,8 @@ class PromptReader:
         if rendered.token_ids is not None:
             return Skeleton(rendered, (), {"input_ids": torch.tensor([rendered.token_ids])})
         if not (rendered.pictures or rendered.sounds or videos):
-            add, text = not rendered.has_template, rendered.text
+            add = not rendered.has_template
+            text = rendered.text
             options = {
                 "add_special_tokens": add,
                 "return_offsets_mapping": True,
@@ -191,7 +198,8 @@ class PromptReader:
                 batch = self.tokenizer(text, **options)
             return Skeleton(rendered, (), batch)
         videos = self.without_repeats(videos)
-        heard, sounds = [video.sound for video in videos if video.sound is not None], []
+        heard = [video.sound for video in videos if video.sound is not None]
+        sounds = []
         for path in rendered.sounds:
             sounds.append(self._hear(path, [*heard, *sounds]))
         return lay_out(self.parts, self.processor, rendered, videos, sounds, self._tokenizing)
@@ -223,10 +231,8 @@ class PromptReader:
         found = []
         for video in videos:
             with hosts.local_stage("comparing frames"):
-                source, frames = (
-                    Source(FileIdentity.of(video.info.path), video.frames),
-                    range(len(video.frames)),
-                )
+                source = Source(FileIdentity.of(video.info.path), video.frames)
+                frames = range(len(video.frames))
                 known = self._kept.get(source) if video.kept is None else video.kept
             shares = split_evenly(frames, hosts.size)
             if hosts.broadcast_ints([known is not None], 1)[0]:
@@ -268,14 +274,17 @@ class PromptReader:
             ValueError: the prompt cannot be read; the message says why.
         """
         with timer.stage("preprocess"):
-            skeleton, config = prompt or self.lay_out(rendered, videos), self._config
+            skeleton = prompt or self.lay_out(rendered, videos)
+            config = self._config
             if not (skeleton.items or skeleton.sounds):
                 asked = {
                     "query_start": self._query_start(rendered, skeleton.batch),
                     "query_len": config.query_len,
                 }
                 return ModelInputs.from_processor(self.parts, skeleton.batch, hosts, **asked), None
-            input_ids, visual, audio = skeleton.batch["input_ids"], None, None
+            input_ids = skeleton.batch["input_ids"]
+            visual = None
+            audio = None
             if skeleton.items:
                 visual = share_out(skeleton.items, hosts)
             if skeleton.sounds:
@@ -284,7 +293,8 @@ class PromptReader:
             inputs = ModelInputs.of_sources(self.parts, skeleton.batch, input_ids, visual, audio)
         if visual is None:
             return inputs, None
-        readers, device = [], self.parts.device
+        readers = []
+        device = self.parts.device
         for run, numbers in visual.runs:
             if not intersect(run, visual.patches[hosts.rank]):
                 continue
@@ -314,7 +324,8 @@ class PromptReader:
         given = (question.prompt, question.video, question.images, question.audio, question.context)
         if any(given) or question.messages:
             raise PromptError("pass either token ids or a prompt with its sources, not both")
-        token_ids, vocab_size = tuple(question.token_ids), self.parts.vocab_size
+        token_ids = tuple(question.token_ids)
+        vocab_size = self.parts.vocab_size
         if not token_ids:
             raise PromptError("the prompt is empty")
         unknown = next((token for token in token_ids if not 0 <= token < vocab_size), None)

@@ -221,11 +221,14 @@ def render_prompt(parts: ModelParts, processor, asked: Question) -> RenderedProm
             rejects, tools that it does not show, a chat for a model without a template, a lone
             surrogate.
     """
-    prompt, context = asked.prompt, asked.context
+    prompt = asked.prompt
+    context = asked.context
     sampling: list[VideoSampling] = []
     limits: list[PixelLimits | None] = []
     if asked.messages is None:
-        videos, images, sounds = asked.video, asked.images, asked.audio
+        videos = asked.video
+        images = asked.images
+        sounds = asked.audio
         limits = [None] * len(images)
         shown = "video" if videos else "images" if images else "audio" if sounds else None
         if context is not None:
@@ -248,7 +251,9 @@ def render_prompt(parts: ModelParts, processor, asked: Question) -> RenderedProm
                 "pass either messages or prompt, video, images, audio and context, not both"
             )
         messages, files, sampling, limits = _collect_sources(asked.messages)
-        videos, images, sounds = files["video"], files["image"], files["audio"]
+        videos = files["video"]
+        images = files["image"]
+        sounds = files["audio"]
         is_text_chat = len(messages) > 1 and not (videos or images or sounds)
         question = [text.strip() for text in text_parts(messages[-1])] if is_text_chat else None
     if (videos or images) and not parts.is_video_model:
@@ -314,7 +319,10 @@ def _collect_sources(
         The chat; its videos, images and audio files by their kind, in order; how the frames of each
         video are sampled; and the limits on each image.
     """
-    plain, files, sampling, limits = [], {"video": [], "image": [], "audio": []}, [], []
+    plain = []
+    files = {"video": [], "image": [], "audio": []}
+    sampling = []
+    limits = []
     for message in messages:
         if not isinstance(message, dict) or "role" not in message:
             raise PromptError(f"a message needs a role and a content, got {message!r:.200}")
@@ -323,7 +331,8 @@ def _collect_sources(
                 "options of files stand beside the file, not in its message: "
                 f"{', '.join(misplaced)}"
             )
-        calls, thought = message.get("tool_calls"), _thought(message)
+        calls = message.get("tool_calls")
+        thought = _thought(message)
         if "content" not in message and not calls and not thought:
             raise PromptError(f"a message needs a role and a content, got {message!r:.200}")
         content = message.get("content")

@@ -46,25 +46,22 @@ def kept_tokens(
     Raises:
         VideoError: a frame cannot be decoded.
     """
-    info, video_processor = video.info, processor.video_processor
+    info = video.info
+    video_processor = processor.video_processor
     pixels = torch.empty(
         len(video.frames), 3, info.height, info.width, dtype=torch.uint8, device="meta"
     )
     options = {"do_sample_frames": False, "use_token_compression": False, "return_tensors": "pt"}
     batch = video_processor(videos=[pixels], **options)
-    grid, num_bytes = (
-        batch["video_grid_thw"],
-        batch["pixel_values_videos"].nbytes // len(video.frames),
-    )
+    grid = batch["video_grid_thw"]
+    num_bytes = batch["pixel_values_videos"].nbytes // len(video.frames)
     height, width = (grid[0, 1:] // batch["video_merge_sizes"]).tolist()
     if not frames or not video_processor.use_token_compression:
         return torch.ones(len(frames), height, width, dtype=torch.bool)
-    found, size, first, before = (
-        [],
-        max(1, _CHUNK_BYTES // num_bytes),
-        max(frames.start - 1, 0),
-        None,
-    )
+    found = []
+    size = max(1, _CHUNK_BYTES // num_bytes)
+    first = max(frames.start - 1, 0)
+    before = None
     chunks = [
         range(start, min(start + size, frames.stop)) for start in range(first, frames.stop, size)
     ]

@@ -107,8 +107,10 @@ class PixelLimits:
         self._require_reasonable(factor, "an image")
         if self.exact is not None:
             return self._rounded(factor)
-        least, most = of_model[0] // counted, of_model[1] // counted
-        least, most = self.least or min(least, self.most), self.most or max(most, self.least)
+        least = of_model[0] // counted
+        most = of_model[1] // counted
+        least = self.least or min(least, self.most)
+        most = self.most or max(most, self.least)
         limits = {"shortest_edge": least * counted, "longest_edge": most * counted}
         try:
             grid = image_processor(images=[image], size=limits, return_tensors="pt")[

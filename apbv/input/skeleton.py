@@ -143,7 +143,8 @@ def lay_out(
         "image": iter(pictures),
         "audio": zip(sounds, batches[len(videos) :], strict=False),
     }
-    items, sources = [], []
+    items = []
+    sources = []
     heard: list[tuple[Sound, Mapping[str, Any]]] = []
     for kind, num_tokens in found:
         source = next(left[kind])
@@ -157,7 +158,8 @@ def lay_out(
                 heard.append((source.sound, batch))
             # InternVL has one name for images and video.
             pixels = batch["pixel_values" if parts.family == "internvl" else "pixel_values_videos"]
-            num_patches, num_ending = pixels.shape[pixels.dim() == 5], parts.num_rows_ending_video
+            num_patches = pixels.shape[pixels.dim() == 5]
+            num_ending = parts.num_rows_ending_video
             if source.grid is not None:
                 num_patches = int(source.grid[0, 0])
             frame_bytes = 3 * source.info.height * source.info.width * len(source.frames)
@@ -235,9 +237,12 @@ def _video_arguments(parts: ModelParts, processor, video: SampledVideo) -> dict[
     pixels = torch.empty(told, 3, info.height, info.width, dtype=torch.uint8, device="meta")
     # As in qwen-vl-utils, the times of a part of a file are those of the file, and its length is
     # its own.
-    fps, length, seconds = info.fps, len(video.all_shown), length_of(info, video.all_shown)
+    fps = info.fps
+    length = len(video.all_shown)
+    seconds = length_of(info, video.all_shown)
     if not info.has_constant_rate:
-        fps, length = _TICKS, max(1, round(seconds * _TICKS))
+        fps = _TICKS
+        length = max(1, round(seconds * _TICKS))
     metadata = VideoMetadata(
         total_num_frames=length,
         fps=fps,
@@ -287,7 +292,8 @@ def process(
         replace or processor.get_text_with_replacements,
         _placeholders(processor),
     )
-    run, counts = re.compile(rf"({'|'.join(map(re.escape, placeholders))})\1*"), []
+    run = re.compile(rf"({'|'.join(map(re.escape, placeholders))})\1*")
+    counts = []
 
     def shortened(*args, **kwargs) -> tuple[list[str], list]:
         (expanded,), offsets = replace(*args, **kwargs)
@@ -338,7 +344,8 @@ def process_apart(
             rejects one.
     """
     collected = {"images_replacements": [], "videos_replacements": [], "audio_replacements": []}
-    found, batches = [], []
+    found = []
+    batches = []
 
     def replace(
         texts: list[str], *args: Sequence[str], **kwargs: Sequence[str]

@@ -30,7 +30,8 @@ from .files import Source
 # Memory of decoding, preprocessing and the vision tower for a chunk, in multiples of its frames
 # (decoded, waiting, being resized) and of its fp32 pixels (twice over, and activations of several
 # times their size).
-FRAME_COPIES, PIXEL_COPIES = 3, 12
+FRAME_COPIES = 3
+PIXEL_COPIES = 12
 # Chunks per share, so that its stages overlap, unless the chunks would be too small.
 _CHUNKS_PER_SHARE = 8
 _LEAST_BYTES = 32 * 2**20
@@ -211,7 +212,8 @@ class VisualInput(RowStarts):
         """Return which tokens of an item's adjacent temporal patches are rows, bool ``[tokens]``;
         None: all."""
         number = self.item_of(patches.start)
-        item, first = self.items[number], self.item_patches[number].start
+        item = self.items[number]
+        first = self.item_patches[number].start
         return (
             None
             if item.kept is None
@@ -246,7 +248,8 @@ class VisualInput(RowStarts):
         costs = _costs(self.items)
         longest = max(sum(costs[share.start : share.stop]) for share in self.patches)
         most = most_in_a_chunk(longest, max(costs), num_bytes)
-        share, chunks = self.patches[host], []
+        share = self.patches[host]
+        chunks = []
         for run, _ in self.runs:
             chunks += _cut(intersect(run, share), costs, most)
         return chunks
@@ -259,11 +262,13 @@ def most_in_a_chunk(share: int, patch: int, num_bytes: int) -> int:
 
 def _cut(patches: range, costs: Sequence[int], most: int) -> Iterator[range]:
     """Cut adjacent temporal patches into as long chunks as cost no more than ``most``."""
-    start, cost = patches.start, 0
+    start = patches.start
+    cost = 0
     for patch in patches:
         if cost + costs[patch] > most and patch > start:
             yield range(start, patch)
-            start, cost = patch, 0
+            start = patch
+            cost = 0
         cost += costs[patch]
     if patches:
         yield range(start, patches.stop)

@@ -47,7 +47,8 @@ class GrowingLayer(DynamicLayer):
         if not self.is_initialized:
             self.hold(key_states, value_states)
         else:
-            old, count = self.keys.shape[2], key_states.shape[2]
+            old = self.keys.shape[2]
+            count = key_states.shape[2]
             self.make_room(count)
             for buffer, states in zip(self.buffers, (key_states, value_states), strict=True):
                 buffer[:, :, old : old + count] = states
@@ -57,8 +58,10 @@ class GrowingLayer(DynamicLayer):
     def hold(self, keys: Tensor, values: Tensor) -> None:
         """Start with these keys and values, without ever writing to them: appending copies them to
         a buffer."""
-        self.dtype, self.device = keys.dtype, keys.device
-        self.keys, self.values = keys, values
+        self.dtype = keys.dtype
+        self.device = keys.device
+        self.keys = keys
+        self.values = values
         self.is_initialized = True
 
     def reserve(self, like: Tensor, num_rows: int) -> None:
@@ -86,7 +89,9 @@ class GrowingLayer(DynamicLayer):
         """Copy the rows to buffers with room for ``count`` more, unless they are in such
         buffers."""
         if not self.has_room(count):
-            keys, values, old = self.keys, self.values, self.keys.shape[2]
+            keys = self.keys
+            values = self.values
+            old = self.keys.shape[2]
             self.reserve(keys, old + count)
             self.keys, self.values = (
                 self.keys[:, :, :old].copy_(keys),
@@ -95,8 +100,10 @@ class GrowingLayer(DynamicLayer):
 
     def extend(self, count: int) -> None:
         """Count ``count`` more rows that were written into the buffers."""
-        num_rows, (keys, values) = self.keys.shape[2] + count, self.buffers
-        self.keys, self.values = keys[:, :, :num_rows], values[:, :, :num_rows]
+        num_rows = self.keys.shape[2] + count
+        (keys, values) = self.buffers
+        self.keys = keys[:, :, :num_rows]
+        self.values = values[:, :, :num_rows]
 
 
 @contextmanager
@@ -261,14 +268,18 @@ class ShardedCache(Cache):
         keep_query: bool = True,
         home: int = 0,
     ):
-        rows, num_tokens, appends = layout.cache_rows(host), layout.num_tokens, host == 0
+        rows = layout.cache_rows(host)
+        num_tokens = layout.num_tokens
+        appends = host == 0
         if not keep_query:
-            rows, num_tokens = rows[:-1] if appends else rows, layout.query.start
+            rows = rows[:-1] if appends else rows
+            num_tokens = layout.query.start
         layers = [
             ShardedLayer(rows, num_tokens, layout.query.start, appends) for _ in range(num_layers)
         ]
         super().__init__(layers=layers)
-        self.home, self.layout = home, layout
+        self.home = home
+        self.layout = layout
         self._leaving: tuple[DynamicCache, Iterator[None]] | None = None
 
     @classmethod
@@ -293,7 +304,8 @@ class ShardedCache(Cache):
 
     def owned_spans(self, host: int) -> list[range]:
         """Return which tokens a host holds now, generated tokens included, in row order."""
-        layout, length = self.layout, self.get_seq_length()
+        layout = self.layout
+        length = self.get_seq_length()
         spans = [intersect(span, range(length)) for span in layout.cache_spans(host)]
         return [*spans, range(layout.num_tokens, length)] if host == 0 else spans
 
@@ -346,7 +358,8 @@ class ShardedCache(Cache):
     def _leave(
         self, hosts: HostGroup, to_host: int, releases: bool
     ) -> tuple[DynamicCache, Iterator[None]]:
-        gathered, spans = DynamicCache(), [self.owned_spans(host) for host in range(hosts.size)]
+        gathered = DynamicCache()
+        spans = [self.owned_spans(host) for host in range(hosts.size)]
         return gathered, _send_each(self.layers, spans, gathered, hosts, to_host, releases)
 
 

@@ -168,7 +168,8 @@ def rows_of(runs: Sequence[Run], wanted: Sequence[range]) -> Iterator[tuple[slic
         for tokens in wanted:
             common = intersect(range(*run), tokens)
             if common:
-                start, at = row + common.start - run[0], place + common.start - tokens.start
+                start = row + common.start - run[0]
+                at = place + common.start - tokens.start
                 yield slice(start, start + len(common)), slice(at, at + len(common))
             place += len(tokens)
         row += length(run)
@@ -182,7 +183,8 @@ def cover_once(shards: Iterable[tuple[Sequence[Run], Run]], kv_heads: range, tok
         shards: of each the runs of tokens and the range of KV heads, all within those asked about.
     """
     shards = list(shards)
-    num_heads, num_tokens = kv_heads.stop - kv_heads.start, tokens.stop - tokens.start
+    num_heads = kv_heads.stop - kv_heads.start
+    num_tokens = tokens.stop - tokens.start
     cells = sum(length(heads) * sum(map(length, runs)) for runs, heads in shards)
     if cells != num_heads * num_tokens:  # checked before memory is allocated
         return False

@@ -125,11 +125,13 @@ class Offers(AbstractContextManager):
         seconds: float = 120.0,
         on_end: OnEnd | None = None,
     ):
-        self._seconds, self._on_end = seconds, on_end
+        self._seconds = seconds
+        self._on_end = on_end
         self._leads = hosts.is_leader
         self._offers: dict[str, Offer] = {}  # the oldest first
         self._past: OrderedDict[str, Offer] = OrderedDict()  # ended offers, the latest last
-        self._changed, self._is_closed = threading.Condition(), False
+        self._changed = threading.Condition()
+        self._is_closed = False
         self._actions = {
             "fetch": self._fetch,
             "done": self._done,
@@ -146,7 +148,8 @@ class Offers(AbstractContextManager):
                     listener = Listener((host, own_port), self._serve, _IDLE_SECONDS)
                 undo.callback(listener.close)  # if another process cannot listen
             undo.pop_all()
-        self._listener, self.address = listener, (reachable, listener.server_address[1])
+        self._listener = listener
+        self.address = (reachable, listener.server_address[1])
         self._clock = threading.Thread(target=self._watch, name="kv-offers", daemon=True)
         self._clock.start()
 
@@ -334,7 +337,8 @@ class Offers(AbstractContextManager):
         Raises:
             StorageError: the transfer is unknown, or the request has a wrong secret.
         """
-        transfer, token = request.get("transfer"), request.get("token")
+        transfer = request.get("transfer")
+        token = request.get("token")
         if not isinstance(transfer, str) or not isinstance(token, str):
             raise StorageError("a request must name its transfer and its token")
         with self._changed:

@@ -79,7 +79,9 @@ class GatheredKV(PlacedKV):
         states: LinearStates | None = None,
     ):
         self.cache = None if cache is None else appending_in_place(cache)
-        self.hosts, self.num_tokens, self.states = hosts, num_tokens, states
+        self.hosts = hosts
+        self.num_tokens = num_tokens
+        self.states = states
 
     def to_dynamic_cache(self, host: int) -> DynamicCache | None:
         """Return a separate cache with the prompt's KV ``[1, Hkv, n, D]`` on one host, None
@@ -148,7 +150,10 @@ class ShardedKV(PlacedKV):
     """
 
     def __init__(self, cache: ShardedCache, hosts: HostGroup, states: LinearStates | None = None):
-        self.cache, self.hosts, self.attending, self.states = cache, hosts, hosts, states
+        self.cache = cache
+        self.hosts = hosts
+        self.attending = hosts
+        self.states = states
         self.num_tokens = cache.layout.num_tokens
 
     def gathered(self) -> GatheredKV:

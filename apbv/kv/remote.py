@@ -42,7 +42,8 @@ class RemoteKV(AbstractContextManager):
     """
 
     def __init__(self, ticket: Ticket, timeout: float = 30.0, num_readers: int = 1):
-        self.ticket, self.timeout = ticket, timeout
+        self.ticket = ticket
+        self.timeout = timeout
         self._reader = {"reader": secrets.token_hex(16), "num_readers": num_readers}
         self._reading = None
 
@@ -179,12 +180,10 @@ class Source:
         kv_heads: range,
         layers: range,
     ):
-        self._remote, self._address, self._tokens, self._first_head = (
-            remote,
-            address,
-            tokens,
-            kv_heads.start,
-        )
+        self._remote = remote
+        self._address = address
+        self._tokens = tokens
+        self._first_head = kv_heads.start
         wanted = {"tokens": tokens, "kv_heads": kv_heads, "layers": layers}
         ends = {name: [run.start, run.stop] for name, run in wanted.items()}
         with self._described("at once"):
@@ -207,7 +206,8 @@ class Source:
         Raises:
             StorageError: it is not available, or was damaged in transfer.
         """
-        name, timeout = self._remote.name, self._remote.timeout
+        name = self._remote.name
+        timeout = self._remote.timeout
         heads = slice(*(head - self._first_head for head in self.kv_heads))
         places = [place for _, place in rows_of(self.runs, [self._tokens])]
         with self._described(f"in layer {index} of {self._remote.ticket.num_layers}"):

@@ -40,7 +40,8 @@ def collect_kv(
         The chosen KV on host 0, None elsewhere.
     """
     length = shards.get_seq_length()
-    owner, row = torch.empty(length, dtype=torch.long), torch.empty(length, dtype=torch.long)
+    owner = torch.empty(length, dtype=torch.long)
+    row = torch.empty(length, dtype=torch.long)
     for host in range(hosts.size):
         tokens = numbers_in(*shards.owned_spans(host))
         owner[tokens], row[tokens] = host, torch.arange(len(tokens))

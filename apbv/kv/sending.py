@@ -97,7 +97,8 @@ class Share:
         under_way = None
         try:
             for number, states in enumerate(layers):
-                previous, under_way = under_way, start(states, number)
+                previous = under_way
+                under_way = start(states, number)
                 if previous is not None:
                     previous[1].synchronize()
                     yield tuple(previous[0])
@@ -141,7 +142,8 @@ class Listener(socketserver.ThreadingTCPServer):
         idle_seconds: float,
     ):
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-        self._serve, self._idle_seconds = serve, idle_seconds
+        self._serve = serve
+        self._idle_seconds = idle_seconds
         self._lock = threading.Lock()
         self._connections: dict[socket.socket, threading.Thread | None] = {}
         self._strangers: dict[socket.socket, None] = {}  # the oldest first

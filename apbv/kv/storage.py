@@ -32,7 +32,8 @@ from .facts import KVFacts, StorageError, cover_once, digest_of_tokens, from_jso
 
 FORMAT_VERSION = 4
 MANIFEST_NAME = "manifest.json"
-_PROMPT, _SUBFOLDER = "prompt.safetensors", "kv-"
+_PROMPT = "prompt.safetensors"
+_SUBFOLDER = "kv-"
 
 
 @dataclass(frozen=True)
@@ -151,7 +152,8 @@ class Manifest(KVFacts):
             ):  # nothing larger than a file is allocated
                 raise StorageError(f"the files for {path} are too small for their KV")
         if self.reduction is not None:
-            kept, num_left = self.reduction.kept, self.visual and self.visual.num_tokens
+            kept = self.reduction.kept
+            num_left = self.visual and self.visual.num_tokens
             ascending = all(
                 before < after for before, after in pairwise((-1, *kept, self.reduction.num_before))
             )
@@ -173,7 +175,9 @@ class SavedKV:
     """
 
     def __init__(self, path: Path, manifest: Manifest):
-        self.path, self.manifest, self._folder = path, manifest, path / manifest.generation
+        self.path = path
+        self.manifest = manifest
+        self._folder = path / manifest.generation
 
     @classmethod
     def open(cls, path: str | Path) -> "SavedKV":
@@ -299,8 +303,10 @@ class Writer:
     """
 
     def __init__(self, path: Path, token: str):
-        self.path, self.generation = path, _SUBFOLDER + token
-        self._folder, self._is_published = path / self.generation, False
+        self.path = path
+        self.generation = _SUBFOLDER + token
+        self._folder = path / self.generation
+        self._is_published = False
 
     def write_shard(
         self,

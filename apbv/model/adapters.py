@@ -15,7 +15,8 @@ from transformers.utils import cached_file, is_peft_available
 from ..versions import how_to_install
 from .adapter_names import fit_names, resize_vocabulary
 
-_CONFIG, _BASE = "adapter_config.json", "base_model_name_or_path"
+_CONFIG = "adapter_config.json"
+_BASE = "base_model_name_or_path"
 _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 # One of these is there where a tokenizer or a processor was saved.
 _TOKENIZER_FILES = ("tokenizer_config.json",)

@@ -92,7 +92,8 @@ def apbv_attention(language_model: PreTrainedModel, implementation: str = _NAME)
             then.
     """
     config = language_model.config
-    before, config._attn_implementation = config._attn_implementation, implementation
+    before = config._attn_implementation
+    config._attn_implementation = implementation
     try:
         yield
     finally:
@@ -142,7 +143,8 @@ class BatchAttention:
     """
 
     def __init__(self, backend: str, layers: Sequence[SequenceBuffers] | Sequence[BufferTable]):
-        self._backend, self._layers = backend, layers
+        self._backend = backend
+        self._layers = layers
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float, layer: int) -> Tensor:
         return batch_decode_attention(q, k, v, self._layers[layer], scale, backend=self._backend)

@@ -110,7 +110,8 @@ def kind_of(module: nn.Module) -> str | None:
 def with_globals(function: FunctionType, values: Mapping[str, Any]) -> FunctionType:
     """Return a function's own code, inside its own decorators, for which global names mean
     something else."""
-    names, closure = function.__globals__, function.__closure__
+    names = function.__globals__
+    closure = function.__closure__
     inner = getattr(function, "__wrapped__", None)
     if inner is None:
         names = {**names, **values}
@@ -139,7 +140,8 @@ def with_forwards(module: nn.Module, forwards: Mapping[type, Callable]) -> nn.Mo
     is_changed = type(module) in forwards and "forward" not in vars(module)
     if not is_changed and all(child is module._modules[name] for name, child in children.items()):
         return module
-    other, kind = copy.copy(module), type(module)
+    other = copy.copy(module)
+    kind = type(module)
     other._modules = children
     if is_changed:
         other.__class__ = type(
@@ -152,10 +154,8 @@ def _mistake(module: nn.Module, forward: Callable, like: Tensor) -> str | None:
     """Compare a function with a module's own on a few rows; return the error, if any."""
     randn = drawn_numbers(like.device, like.dtype)
     if hasattr(module, "head_dim"):
-        q_and_k, angles = (
-            randn(2, 1, 3, 4, module.head_dim).transpose(2, 3),
-            randn(2, 1, 3, module.head_dim),
-        )
+        q_and_k = randn(2, 1, 3, 4, module.head_dim).transpose(2, 3)
+        angles = randn(2, 1, 3, module.head_dim)
         operands = *q_and_k, *angles
         functions = (unwrap(each).__globals__[_ROTARY] for each in (forward, type(module).forward))
         mine, own = (partial(each, *operands) for each in functions)

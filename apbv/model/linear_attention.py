@@ -24,10 +24,12 @@ from transformers.cache_utils import LinearAttentionLayer
 
 from .fused import with_forwards, with_globals
 
-_CONVOLUTION, _RULE = "causal_conv1d_fn", "torch_chunk_gated_delta_rule"
+_CONVOLUTION = "causal_conv1d_fn"
+_RULE = "torch_chunk_gated_delta_rule"
 # [1, C, T] before and after; and q, k, v, g, beta [1, T, H, ...], initial_state=None,
 # output_final_state=False to (out [1, T, Hv, Dv], final state [1, Hv, Dk, Dv] or None)
-Convolution, Rule = Callable[[Tensor], Tensor], Callable[..., tuple[Tensor, Tensor | None]]
+Convolution = Callable[[Tensor], Tensor]
+Rule = Callable[..., tuple[Tensor, Tensor | None]]
 
 
 class LinearStates(Cache):
@@ -75,7 +77,8 @@ class LinearStates(Cache):
         """Return the model's own cache: a copy of these states, and between them the layers of a KV
         cache."""
         copied = dict(zip(self.places, self.copy().layers, strict=True))
-        whole, rest = DynamicCache(), iter(cache.layers)
+        whole = DynamicCache()
+        rest = iter(cache.layers)
         for index in range(len(cache.layers) + len(copied)):
             whole.layers.append(copied[index] if index in copied else next(rest))
         return whole
@@ -125,7 +128,8 @@ def with_linear_attention(decoder: nn.Module) -> nn.Module:
     """
     kinds = {type(layer.linear_attn) for layer in decoder.layers if is_linear(layer)}
     decoder = with_forwards(decoder, {kind: _forward(kind) for kind in kinds})
-    numbers, layers = {True: count(), False: count()}, []
+    numbers = {True: count(), False: count()}
+    layers = []
     for layer in decoder.layers:
         layer, name = copy.copy(layer), "linear_attn" if is_linear(layer) else "self_attn"
         mixer = copy.copy(layer.get_submodule(name))
@@ -147,7 +151,8 @@ def _forward(kind: type[nn.Module]) -> Callable[..., Tensor]:
     def convolve(
         mixed: Tensor, weight: Tensor, *args, replaced: tuple[LinearAttention, int], **kwargs
     ) -> Tensor:
-        (linear, layer), function = replaced, names[_CONVOLUTION]
+        (linear, layer) = replaced
+        function = names[_CONVOLUTION]
         return linear.convolve(
             layer, mixed, weight.shape[-1], lambda x: function(x, weight, *args, **kwargs)
         )

@@ -71,7 +71,9 @@ def load_model(
         raise ValueError(f"dtype must be one of {', '.join(DTYPE_NAMES)}, not {dtype!r}")
     with _described_errors(path):
         base, adapter, config = _described(path, adapter)
-        auto, is_video, model = _auto_class(config), config.model_type in VIDEO_FAMILIES, None
+        auto = _auto_class(config)
+        is_video = config.model_type in VIDEO_FAMILIES
+        model = None
         if with_model and sharded and hosts.tensor_parallel_size > 1:
             model = load_sharded(auto, base, config, dtype, hosts, adapter).eval()
         elif with_model and quantization_of(config) is not None:

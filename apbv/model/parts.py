@@ -148,9 +148,12 @@ class DecoderSizes:
         Args:
             others: a subclass's further fields.
         """
-        text, vision = config.get_text_config(), getattr(config, "vision_config", None)
-        found, chosen = partial(_first_of, text), 0
-        width, experts = found("intermediate_size"), found("num_experts", "n_routed_experts")
+        text = config.get_text_config()
+        vision = getattr(config, "vision_config", None)
+        found = partial(_first_of, text)
+        chosen = 0
+        width = found("intermediate_size")
+        experts = found("num_experts", "n_routed_experts")
         if experts:
             chosen = text.num_experts_per_tok + found("n_shared_experts")
             # Some layers may have an MLP all the same.
@@ -250,11 +253,9 @@ class ModelParts:
     capture_failures: list[str] = field(default_factory=list, repr=False, compare=False)
 
     def __post_init__(self):
-        config, family, sizes = (
-            self.model.config,
-            self.family,
-            DecoderSizes.from_config(self.model.config),
-        )
+        config = self.model.config
+        family = self.family
+        sizes = DecoderSizes.from_config(self.model.config)
         uses_mrope = "mrope" in _FAMILIES[family]
         attention = next(
             layer.self_attn for layer in self.language_model.layers if not is_linear(layer)
@@ -395,7 +396,8 @@ class ModelParts:
             ValueError: some have and some have not, for which there is no rule of positions.
         """
         config = self.model.config
-        before, first = input_ids[0, :-1], input_ids[0, 1:]
+        before = input_ids[0, :-1]
+        first = input_ids[0, 1:]
         opened = before == config.vision_start_token_id
         heard = int((opened & (first == config.audio_start_token_id)).sum())
         if heard and bool((opened & (first == self.video_token_id)).any()):

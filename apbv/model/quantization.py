@@ -143,7 +143,8 @@ def weight_size(
     skipped = settings.get("modules_to_not_convert") or settings.get("llm_int8_skip_modules") or []
     if not should_convert_module(name, skipped):
         return itemsize
-    row, dense = module.in_features, (8 * itemsize, module.in_features)
+    row = module.in_features
+    dense = (8 * itemsize, module.in_features)
     packed = settings.get("bits"), settings.get("group_size")
     bits, group = {
         "bitsandbytes": (4, 64) if settings.get("load_in_4bit") else (8, row),

@@ -22,7 +22,8 @@ from .parts import DecoderSizes, ModelParts
 CHUNK_BYTES = {"cuda": 512 * 2**20, "cpu": 32 * 2**20}
 # Fewer rows would make a matrix product slower than it has to be; and of a GPU's tiles none is to
 # be cut in two.
-_FEWEST_ROWS, _ROWS_OF_A_TILE = 512, 256
+_FEWEST_ROWS = 512
+_ROWS_OF_A_TILE = 256
 _FP32_COPIES_OF_NORM = 2
 
 
@@ -37,7 +38,8 @@ def rows_in_chunks(parts: ModelParts, most_rows: int) -> Iterator[None]:
     Args:
         most_rows: the rows of the longest input.
     """
-    decoder, itemsize = parts.language_model, parts.dtype.itemsize
+    decoder = parts.language_model
+    itemsize = parts.dtype.itemsize
     # Of a row a norm of several calls holds copies in fp32, and the result before its weights.
     norm_rows = chunk_rows(parts.device, parts.hidden_size * (4 * _FP32_COPIES_OF_NORM + itemsize))
     if getattr(decoder.norm, "is_fused", False):

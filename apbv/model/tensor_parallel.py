@@ -174,7 +174,9 @@ def weight_bytes(
     modules = {
         id(weight): each for each in model.named_modules() for weight in each[1].parameters(False)
     }
-    shared_out, settings, count = tuple(plan_of(model)), quantization_of(config), 0
+    shared_out = tuple(plan_of(model))
+    settings = quantization_of(config)
+    count = 0
     for weight in model.parameters():
         name, module = modules[id(weight)]
         of_any_layer = ".".join(

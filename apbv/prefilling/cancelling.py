@@ -29,11 +29,13 @@ def require_going_on(hosts: HostGroup, stop: Stop | None) -> None:
     """
     if stop is None:
         return
-    error, ends = None, False
+    error = None
+    ends = False
     try:
         ends = hosts.is_leader and bool(stop())
     except Exception as caught:  # of any kind: it is the caller's function
-        error, ends = caught, True
+        error = caught
+        ends = True
     if hosts.broadcast_ints([ends], 1)[0]:
         raise RequestCancelled from error
 

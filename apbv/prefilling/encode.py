@@ -64,7 +64,8 @@ def _encode(parts: ModelParts, visual: VisualInput, chunk: PixelChunk) -> Tensor
         streams.append(layer.reshape(-1, layer.shape[-1]))
     if parts.family == "llava_onevision" and chunk.kind == "video":
         streams[0] = _with_newline_at_the_end_only(parts, streams[0], visual, chunk.patches)
-    rows, kept = torch.cat(streams, dim=-1).to(parts.dtype), visual.kept_of(chunk.patches)
+    rows = torch.cat(streams, dim=-1).to(parts.dtype)
+    kept = visual.kept_of(chunk.patches)
     return rows if kept is None else rows[to_device(kept.nonzero().flatten(), rows.device)]
 
 
@@ -106,7 +107,8 @@ def all_rows(
         ValueError: a chunk's number of rows differs from that of the prompt's placeholders for it.
         RequestCancelled: ``stop`` was true.
     """
-    num_rows, done = sum(map(len, map(shown.rows_of, chunks))), 0
+    num_rows = sum(map(len, map(shown.rows_of, chunks)))
+    done = 0
     streams = [
         torch.empty(num_rows, width, dtype=parts.dtype, device=parts.device) for width in widths
     ]

@@ -58,7 +58,8 @@ class LocalVisual:
             Embeddings ``[1, S, d]`` and the language model's further keyword arguments.
         """
         embeds = parts.embed_tokens(to_device(input_ids, parts.device))
-        (main, *deepstack), audio = self.streams or [None], self.audio
+        (main, *deepstack) = self.streams or [None]
+        audio = self.audio
         self.streams = self.audio = None
         is_visual = parts.is_visual(input_ids)
         for rows, mask in ((main, is_visual), (audio, parts.is_audio(input_ids))):
@@ -107,8 +108,10 @@ def encode_and_exchange(
         RequestCancelled: ``stop`` was true.
         HostError: another host failed.
     """
-    local, tokens = LocalVisual(), inputs.input_ids[0]
-    audio, visual = inputs.audio, inputs.visual
+    local = LocalVisual()
+    tokens = inputs.input_ids[0]
+    audio = inputs.audio
+    visual = inputs.visual
 
     def encode(
         shown: VisualInput | AudioInput,
@@ -158,7 +161,9 @@ class _Rounds:
         hosts: HostGroup,
         num_streams: int = 1,
     ):
-        self._hosts, self._chunks, self._num_rows = hosts, chunks[hosts.rank], shown.num_rows
+        self._hosts = hosts
+        self._chunks = chunks[hosts.rank]
+        self._num_rows = shown.num_rows
         num_rounds, number = (
             max(map(len, chunks)),
             is_row.cumsum(0) - 1,
@@ -172,7 +177,8 @@ class _Rounds:
             self._needed.append(number[local[is_row[local]]])
             runs = [*map(shown.rows_of, of_host), *[range(0)] * (num_rounds - len(of_host))]
             self._made.append([*map(numbers_in, runs)])
-        num_rows, width = len(self._needed[hosts.rank]), parts.hidden_size
+        num_rows = len(self._needed[hosts.rank])
+        width = parts.hidden_size
         self._nothing = torch.empty(0, num_streams * width, dtype=parts.dtype, device=parts.device)
         # Of this host's tokens; streams are separate tensors, so that they can be freed separately.
         self._local = [self._nothing.new_empty(num_rows, width) for _ in range(num_streams)]
@@ -180,7 +186,8 @@ class _Rounds:
     def run(self, source: VisualRows, timer: StageTimer, stop: Stop | None) -> list[Tensor]:
         """Encode and exchange everything; return the rows of this host's tokens, ``[rows, d]`` by
         stream."""
-        hosts, self._error = self._hosts, None
+        hosts = self._hosts
+        self._error = None
         with hosts.collective_stage("encode"), closing(source(self._chunks)) as chunks:
             under_way: deque[tuple[Tensor, Exchange, Exchange]] = deque()
             for number in range(len(self._made[0])):
@@ -213,7 +220,8 @@ class _Rounds:
             Which of this host's rows the round brings, the rows to come, and the failures to come.
         """
         failures = self._hosts.start_gathering(torch.tensor([rows is None], dtype=torch.uint8))
-        held, rank = [of_host[number] for of_host in self._made], self._hosts.rank
+        held = [of_host[number] for of_host in self._made]
+        rank = self._hosts.rank
         if rows is None:
             rows = self._nothing.new_zeros(len(held[rank]), self._nothing.shape[1])
         is_made = torch.zeros(self._num_rows, dtype=torch.bool)
@@ -231,10 +239,8 @@ class _Rounds:
                 received = rows.wait()
                 if not failures.wait().any():
                     for which, of_host in received:
-                        at, streams = (
-                            to_device(places[which], of_host.device),
-                            of_host.chunk(len(self._local), dim=-1),
-                        )
+                        at = to_device(places[which], of_host.device)
+                        streams = of_host.chunk(len(self._local), dim=-1)
                         for local, stream in zip(self._local, streams, strict=True):
                             local.index_copy_(0, at, stream)
         except HostError:

@@ -89,10 +89,8 @@ def prefill(
         if not 0 <= home < hosts.size:
             raise ValueError(f"home must be one of the {hosts.size} hosts, not {home}")
         parts = model if isinstance(model, ModelParts) else inspect_model(model, config.backend)
-        found, expected = (
-            parts.tensor_parallel,
-            (hosts.tensor_parallel_rank, hosts.tensor_parallel_size),
-        )
+        found = parts.tensor_parallel
+        expected = (hosts.tensor_parallel_rank, hosts.tensor_parallel_size)
         if found != expected:
             raise ValueError(
                 f"the model is shard {found[0]} of {found[1]}, but this process is TP rank "
@@ -234,7 +232,8 @@ def _forward(
     Returns:
         Logits ``[1, V]``, the KV here, and a hybrid's states.
     """
-    hosts, layout = method.hosts, method.layout
+    hosts = method.hosts
+    layout = method.layout
     cache = ShardedCache(parts.sizes.kv_layers, layout, hosts.rank, not method.separate_query, home)
     prompt = SplitPrompt(method, inputs.query_start, parts.is_visual(inputs.input_ids[0]))
     if watcher is not None:

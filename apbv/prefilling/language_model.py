@@ -43,8 +43,11 @@ def run_language_model(
         The output ``[1, S, d]`` of the last norm, in the pass with the question; None on a host
         without tokens.
     """
-    method, hosts, layout = prompt.method, prompt.hosts, prompt.layout
-    decoder, local = parts.language_model, prompt.local
+    method = prompt.method
+    hosts = prompt.hosts
+    layout = prompt.layout
+    decoder = parts.language_model
+    local = prompt.local
     if not len(local):  # host 0 computes the prompt alone
         for _ in cache.layers:
             require_going_on(hosts, stop)
@@ -98,7 +101,8 @@ def _run(
     itself, which would hold its input until its last layer has run, gets a tensor of the same shape
     that takes no memory. Another thread, which may decode with the same model, is not affected.
     """
-    decoder, thread = parts.language_model, get_ident()
+    decoder = parts.language_model
+    thread = get_ident()
     stand_in = held[0].new_empty(()).expand(held[0].shape)
 
     def hand_over(layer, args: tuple) -> tuple:

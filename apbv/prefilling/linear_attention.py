@@ -42,7 +42,9 @@ class SplitLinearAttention:
     def __init__(
         self, layout: ContextLayout, hosts: HostGroup, states: LinearStates, keeps_query: bool
     ):
-        self._layout, self._hosts, self._states = layout, hosts, states
+        self._layout = layout
+        self._hosts = hosts
+        self._states = states
         self._keeps_query = keeps_query
         *blocks, query = (
             layout.block_rows(hosts.rank) if layout.is_split else (range(layout.num_tokens),)
@@ -74,7 +76,8 @@ class SplitLinearAttention:
             ):
                 if block in self._blocks:
                     begins.append((self._blocks[block], before))
-                end, count = everywhere[place], min(width, len(span))
+                end = everywhere[place]
+                count = min(width, len(span))
                 before = torch.cat([before, end[:, :, width - count :]], dim=2)[:, :, -width:]
         begins.append((self._query, before))
         out = torch.empty_like(mixed)
@@ -91,7 +94,8 @@ class SplitLinearAttention:
     def attend(self, layer: int, inputs: tuple[Tensor, ...], function: Rule) -> Tensor:
         k, v = inputs[1:3]
         shape = *v.shape[:1], v.shape[2], k.shape[3], v.shape[3]
-        out, nothing = torch.empty_like(v), torch.zeros(shape, dtype=torch.float32, device=v.device)
+        out = torch.empty_like(v)
+        nothing = torch.zeros(shape, dtype=torch.float32, device=v.device)
         run = partial(_run, inputs, function, out)
         exchange = self._start_exchange(inputs, function, nothing)
         run(self._copy, nothing)
@@ -132,13 +136,15 @@ class SplitLinearAttention:
 
 def share_states(states: LinearStates, parts: ModelParts, hosts: HostGroup) -> None:
     """Send all hosts the states of a prompt that host 0 has computed alone; collective."""
-    sizes, empty = parts.sizes.linear, partial(torch.empty, device=parts.device)
+    sizes = parts.sizes.linear
+    empty = partial(torch.empty, device=parts.device)
     shape = 1, sizes.value_heads, sizes.key_dim, sizes.value_dim
     for index, layer in enumerate(states.layers if hosts.size > 1 else ()):
         if layer.has_previous_state[0]:
             inputs, state = states.tensors[index]
         else:
-            inputs, state = empty(1, sizes.channels, sizes.kernel, dtype=parts.dtype), empty(shape)
+            inputs = empty(1, sizes.channels, sizes.kernel, dtype=parts.dtype)
+            state = empty(shape)
         received = [hosts.broadcast(each, 0) for each in (inputs, state)]
         if not layer.has_previous_state[0]:
             states.put(index, *received)

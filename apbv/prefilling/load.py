@@ -100,7 +100,8 @@ def _read(saved: SavedKV, parts: ModelParts | None, hosts: HostGroup, kv: str) -
     if parts is not None:
         _require_written_by(parts, saved)
     prompt = saved.prompt()
-    layout, states = _layout(manifest, hosts.size), LinearStates.of_named(prompt, hosts.device)
+    layout = _layout(manifest, hosts.size)
+    states = LinearStates.of_named(prompt, hosts.device)
     if kv == "sharded":
         shares = _read_layers(saved, layout.cache_spans(hosts.rank), hosts)
         placed = ShardedKV(ShardedCache.of_shares(shares, layout, hosts.rank), hosts, states)
@@ -122,7 +123,8 @@ def _require_written_by(parts: ModelParts, saved: SavedKV) -> None:
     Raises:
         StorageError: the KV is rejected; the message says why.
     """
-    writer, reader = saved.manifest, identify(parts)
+    writer = saved.manifest
+    reader = identify(parts)
     compared = {
         "family": "a model of another family",
         "config_sha256": "a model with another configuration",

@@ -99,7 +99,8 @@ def host_memory(
     query = ceil(sizes.heads / tensor_parallel) * sizes.head_dim * itemsize
     kv_row = ceil(2 * sizes.kv_heads * sizes.head_dim / tensor_parallel) * itemsize
     spans = layout.local_spans(host)
-    num_rows, num_kept = sum(map(len, spans)), sum(map(len, layout.cache_spans(host)))
+    num_rows = sum(map(len, spans))
+    num_kept = sum(map(len, layout.cache_spans(host)))
     num_visual = sum(len(intersect(span, visual)) for span in spans)
     leaves = kv == "gathered" and layout.num_hosts > 1
     leaves_by_layer = leaves and by_layer and layout.is_split
@@ -115,7 +116,8 @@ def host_memory(
     # Where queries have a norm, there are these and two copies in fp32 before any K and V.
     queries = max(kv_row + 4 * query, query + 2 * 4 * query // itemsize)
     layer = residual + max(num_rows * (hidden + queries), mlp) + sizes.vocab * (itemsize + 4)
-    kept, passing = sizes.kv_layers * num_kept * kv_row, _passing(layout, host, query, kv_row)
+    kept = sizes.kv_layers * num_kept * kv_row
+    passing = _passing(layout, host, query, kv_row)
     encoding = {"embeddings": max(num_visual, num_encoded) * hidden * (1 + sizes.deepstack)}
     encoding["a video chunk"] = chunk
     # A layer that has come and the next, which is coming; on other hosts copies of what they send.
@@ -127,7 +129,8 @@ def host_memory(
     in_prefill = gathered if leaves_by_layer else staying
     prefill = {**in_prefill, "activations": layer, "passing KV": passing, "states": 0}
     if sizes.linear is not None:
-        num_linear, layer_states = len(sizes.linear.layers), _layer_states(sizes.linear, itemsize)
+        num_linear = len(sizes.linear.layers)
+        layer_states = _layer_states(sizes.linear, itemsize)
         if not num_rows:  # it receives a layer's states, and copies them; then the logits
             prefill["activations"] = layout.num_tokens + max(layer_states, sizes.vocab * itemsize)
         prefill["states"] = gathered["states"] = num_linear * layer_states
@@ -198,7 +201,8 @@ def _linear_attention(
     *blocks, query = layout.block_rows(host) if layout.is_split else (range(num_rows),)
     copied, anchor = (layout.anchor_len, 0) if layout.anchor_copy else (0, layout.anchor_len)
     if layout.num_hosts == 1:
-        blocks, anchor = [], query.start - copied
+        blocks = []
+        anchor = query.start - copied
     own_maps = len(blocks) * block_map
     maps = len(layout.blocks) * block_map if blocks else 0
 
@@ -296,7 +300,8 @@ class Room:
         Raises:
             NotEnoughMemoryError: a host has too little; raised on every host.
         """
-        device, certain = self.hosts.device, self.memory.certain
+        device = self.hosts.device
+        certain = self.memory.certain
         stage = max(certain, key=certain.get)
         for _ in range(2):
             free = free_memory_bytes(device, swaps=True)

@@ -40,11 +40,13 @@ def start_moving(
     here, num_tokens = hosts.rank, max((int(own.max()) + 1 for own in held if len(own)), default=0)
     place, sender = torch.zeros(2, num_tokens, dtype=torch.long)
     for host, own in enumerate(held):
-        place[own], sender[own] = torch.arange(len(own)), host
+        place[own] = torch.arange(len(own))
+        sender[own] = host
     sent = [place[asked[sender[asked] == here]] for asked in wanted]
     outgoing = [rows[to_device(places, rows.device)] for places in sent]
     coming = [(sender[wanted[here]] == host).nonzero().flatten() for host in range(hosts.size)]
-    mine, outgoing[here] = outgoing[here], rows[:0]
+    mine = outgoing[here]
+    outgoing[here] = rows[:0]
     if all(bool((sender[asked] == host).all()) for host, asked in enumerate(wanted)):
         return Exchange(lambda: [(coming[here], mine)])
 

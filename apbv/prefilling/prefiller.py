@@ -80,11 +80,9 @@ class Prefiller:
                 the answer.
             HostError: another host failed.
         """
-        reader, timer, max_positions = (
-            self.reader,
-            request.timer,
-            self.reader.parts.max_position_embeddings,
-        )
+        reader = self.reader
+        timer = request.timer
+        max_positions = self.reader.parts.max_position_embeddings
         require_going_on(self.hosts, request.cancels)
         with self.hosts.local_stage("reading the prompt") as same:
             with timer.stage("preprocess"):
@@ -142,7 +140,9 @@ class Prefiller:
         Raises:
             ValueError, HostError: as :func:`apbv.prefill`.
         """
-        inputs, timer, hosts = read.inputs, read.request.timer, self.hosts
+        inputs = read.inputs
+        timer = read.request.timer
+        hosts = self.hosts
         if read.prefix is not None:
             return prefill_question(self.reader.parts, inputs, read.prefix, timer)
         state = prefill(

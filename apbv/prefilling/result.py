@@ -134,7 +134,8 @@ class PrefillResult:
         Raises:
             ValueError: the KV was gathered on host 0 and another host is asked for.
         """
-        cache, states = self.kv.to_dynamic_cache(host), self.kv.states
+        cache = self.kv.to_dynamic_cache(host)
+        states = self.kv.states
         return cache if None in (cache, states) else states.among(cache)
 
     def generate_inputs(self) -> dict[str, Any]:
@@ -204,17 +205,16 @@ class PrefillResult:
             StorageError: a file cannot be written, or the hosts do not share the directory.
             HostError: another host failed.
         """
-        path, hosts = Path(path), self.kv.hosts
+        path = Path(path)
+        hosts = self.kv.hosts
         token = hosts.broadcast_bytes(
             secrets.token_hex(8).encode() if hosts.is_leader else b""
         ).decode()
         writer = Writer(path, token)
         try:
             with hosts.local_stage("saving the KV"):
-                number, held = (
-                    hosts.rank * hosts.tensor_parallel_size + hosts.tensor_parallel_rank,
-                    self.kv.held(),
-                )
+                number = hosts.rank * hosts.tensor_parallel_size + hosts.tensor_parallel_rank
+                held = self.kv.held()
                 written = held and writer.write_shard(number, held[0], self._own_heads(), held[1])
             of_writers = hosts.gather_json(written and asdict(written))
             with hosts.local_stage("saving the KV"):
@@ -306,7 +306,9 @@ class PrefillResult:
 
     def _manifest(self, writer: Writer, shards: tuple[Shard, ...]) -> Manifest:
         """Return the manifest of all hosts' files; on the leader, which always holds some KV."""
-        inputs, layout, reduction = self.inputs, self.layout, self.reduction
+        inputs = self.inputs
+        layout = self.layout
+        reduction = self.reduction
         prompt = {"logits": self.logits, "position_ids": self._positions()}
         if self.kv.states is not None:
             prompt |= self.kv.states.named

@@ -36,7 +36,8 @@ class ByteBoundedCache:
     """
 
     def __init__(self, max_bytes: int):
-        self.max_bytes, self.num_bytes = max_bytes, 0
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
         self._entries: OrderedDict[Hashable, tuple[Any, int]] = OrderedDict()
 
     def __contains__(self, key: Hashable) -> bool:
@@ -133,7 +134,8 @@ class Reuse:
         rows = self._cache.get(visual.identity)
         if rows is not None:
             return partial(stored_rows, rows, visual, parts.device)
-        tower, num_rows = partial(tower_rows, parts, visual, timer), len(visual.pieces[visual.host])
+        tower = partial(tower_rows, parts, visual, timer)
+        num_rows = len(visual.pieces[visual.host])
         put = self._cache.put
         return partial(
             _storing, tower, num_rows, lambda rows: put(visual.identity, rows, rows.nbytes)
@@ -152,7 +154,8 @@ class Reuse:
 
     def store_prefix(self, state: PrefillResult) -> None:
         """Cache the KV of a prompt up to its question, if the prompt can be identified again."""
-        key, inputs = _prefix_key(state.inputs), state.inputs
+        key = _prefix_key(state.inputs)
+        inputs = state.inputs
         if self.mode != "kv" or key is None:
             return
         kv = state.kv.prefix(inputs.query_start, state.layout)
@@ -173,7 +176,8 @@ def prefill_question(
     Returns:
         The result as of :func:`apbv.prefill`; it is ``exact`` where the stored KV is.
     """
-    start, hosts = inputs.query_start, before.kv.hosts
+    start = inputs.query_start
+    hosts = before.kv.hosts
     layout = replace(before.layout, query=range(before.layout.query.start, inputs.num_tokens))
     position = int(inputs.position_ids[..., start].flatten()[-1])
     with hosts.collective_stage("prefill"), timer.stage("prefill"):
@@ -208,7 +212,8 @@ def _all_hosts_have(hosts: HostGroup, has_value: bool) -> bool:
 def _prefix_key(inputs: ModelInputs) -> Hashable:
     """Return the cache key of the KV before the question; None if it is unknown, or there is no
     such KV."""
-    visual, audio = inputs.visual, inputs.audio
+    visual = inputs.visual
+    audio = inputs.audio
     if not inputs.query_start or (visual is not None and visual.identity is None):
         return None
     if audio is not None and audio.sources is None:

@@ -34,7 +34,8 @@ class SplitPrompt:
     is_visual: Tensor
 
     def __post_init__(self):
-        self.layout, self.hosts = self.method.layout, self.method.hosts
+        self.layout = self.method.layout
+        self.hosts = self.method.hosts
         self.num_tokens = self.layout.num_tokens
         self.local = numbers_in(*self.layout.local_spans(self.hosts.rank))
 
@@ -123,7 +124,8 @@ class Watcher:
             local: ``[*lead, T]`` of the visual tokens that this host keeps; None if it has no
                 scores.
         """
-        numbers, hosts = self.prompt.is_visual.long().cumsum(0) - 1, self.prompt.hosts
+        numbers = self.prompt.is_visual.long().cumsum(0) - 1
+        hosts = self.prompt.hosts
         # Of every host the visual tokens that it keeps, in cache order, by number among all visual
         # tokens.
         owned = [numbers[tokens[self.prompt.is_visual[tokens]]] for tokens in self.prompt.owned]

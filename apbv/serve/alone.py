@@ -18,7 +18,9 @@ from .order import Order
 # this takes at most a fifth longer: two threads have at most 1/21 of the time each; decoding and
 # HTTP cost twice as much again. But a rest longer than this many seconds is as short as a sixth of
 # the time for the thread allows: who is next waits.
-_REST, _LONG_REST, _SHORTEST_REST = 20, 1.0, 5
+_REST = 20
+_LONG_REST = 1.0
+_SHORTEST_REST = 5
 
 
 class Alone:

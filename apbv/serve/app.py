@@ -105,7 +105,8 @@ class _Endpoints:
     """Request handlers."""
 
     def __init__(self, worker: Worker, scheduler: Scheduler, settings: ServerSettings):
-        self._worker, self._scheduler = worker, scheduler
+        self._worker = worker
+        self._scheduler = scheduler
         self._model, self._bodies = settings.model, Bodies(settings.max_body_bytes)
         self._json_limits = JsonLimits.for_requests(
             worker.reader.max_model_len, settings.max_frames
@@ -163,7 +164,8 @@ class _Endpoints:
         events = self._events(jobs, watch)
         for each in zip(jobs, prompts, strict=True):
             self._readers.submit(self._worker.submit, *each)
-        replies, is_streamed = Replies(jobs, asked, self._model), False
+        replies = Replies(jobs, asked, self._model)
+        is_streamed = False
         try:
             first = await anext(events)
             if isinstance(first, ApiError):
@@ -182,7 +184,8 @@ class _Endpoints:
                 await events.aclose()
 
     async def tokenize(self, request: Request) -> Response:
-        asked, reader = await self._read(request, TokenizeRequest), self._worker.reader
+        asked = await self._read(request, TokenizeRequest)
+        reader = self._worker.reader
 
         def tokenize() -> dict[str, Any]:
             tokens = reader.tokenize(asked)
@@ -246,14 +249,16 @@ class _Endpoints:
         """Yield the events of a request's jobs up to the last, or a failure; closing the iterator
         cancels them."""
         self._num_answering += 1
-        num_left, num_tokens = len(jobs), 0
+        num_left = len(jobs)
+        num_tokens = 0
         try:
             while num_left:
                 event = await jobs[0].events.get()
                 if isinstance(event, ApiError) and event.status == _CLIENT_CLOSED_REQUEST:
                     return
                 if isinstance(event, Finished):
-                    num_left, num_tokens = num_left - 1, num_tokens + event.num_tokens
+                    num_left = num_left - 1
+                    num_tokens = num_tokens + event.num_tokens
                     event = replace(event, num_tokens=num_tokens)
                 if isinstance(event, Piece | ApiError) or not num_left:
                     yield event

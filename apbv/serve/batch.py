@@ -57,14 +57,14 @@ class Batch:
         settings: ServerSettings,
         show: Callable[["Batch"], None],
     ):
-        self._requests, self._answers, self._settings, self._show = (
-            requests,
-            answers,
-            settings,
-            show,
-        )
+        self._requests = requests
+        self._answers = answers
+        self._settings = settings
+        self._show = show
         self.total: int | None = None
-        self.num_answered, self.num_failed, self.num_left = 0, answers.num_failed, 0
+        self.num_answered = 0
+        self.num_failed = answers.num_failed
+        self.num_left = 0
         self.stopped_by: int | None = None
         self.reasons: list[str] = []
         self._seen: set[str] = set()
@@ -75,7 +75,8 @@ class Batch:
 
     def open(self, worker: Worker, scheduler: Scheduler) -> Callable[[], None]:
         """As :func:`.server.run_worker` wants it."""
-        self._worker, self._scheduler = worker, scheduler
+        self._worker = worker
+        self._scheduler = scheduler
         self._app = build_app(worker, scheduler, self._settings)
         return self._run
 
@@ -137,7 +138,8 @@ class Batch:
 
     def _feed(self) -> None:
         """Read requests, in a thread, as far ahead as is allowed."""
-        changed, look_ahead = self._scheduler.changed, min(_LOOK_AHEAD, self._settings.max_queue)
+        changed = self._scheduler.changed
+        look_ahead = min(_LOOK_AHEAD, self._settings.max_queue)
 
         def may_go_on() -> bool:
             return self._scheduler.is_stopping or len(self._asking) - self.num_running < look_ahead
@@ -212,7 +214,9 @@ class Batch:
 
     async def _ask(self, asked: dict[str, Any], request_id: str) -> tuple[int, Any]:
         """Return the status and the body with which the HTTP API answers a request."""
-        method, url, body = asked.get("method"), asked.get("url"), asked.get("body")
+        method = asked.get("method")
+        url = asked.get("url")
+        body = asked.get("body")
         if method != "POST" or url not in _URLS:
             return 404, ApiError(
                 404, f"use POST {' or '.join(_URLS)}, not {method!s:.20} {url!s:.200}"
@@ -221,7 +225,8 @@ class Batch:
             return 400, ApiError(400, "a batch does not stream", param="stream").body
         scope = {"type": "http", "method": method, "path": url, "query_string": b""}
         scope["headers"] = [(b"x-request-id", request_id.encode())]
-        coming, told = [{"type": "http.request", "body": json.dumps(body).encode()}], []
+        coming = [{"type": "http.request", "body": json.dumps(body).encode()}]
+        told = []
 
         async def receive() -> dict[str, Any]:
             return coming.pop() if coming else await asyncio.Future()  # the client stays

@@ -27,7 +27,8 @@ class Requests:
     """
 
     def __init__(self, path: Path, shard: tuple[int, int] = (0, 1)):
-        self._path, self._shard = Path("/dev/stdin") if str(path) == "-" else path, shard
+        self._path = Path("/dev/stdin") if str(path) == "-" else path
+        self._shard = shard
         with raised_as(ValueError, f"cannot read {path}", OSError):
             self._file = self._path.open("rb")
 

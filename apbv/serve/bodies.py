@@ -51,7 +51,8 @@ class Bodies:
         declared = request.headers.get("content-length", "")
         if declared.isdecimal() and int(declared) > self._max_bytes:
             raise self._too_large()
-        data, client = bytearray(), request.client.host if request.client else ""
+        data = bytearray()
+        client = request.client.host if request.client else ""
         try:
             async with asyncio.timeout(_BODY_SECONDS) as limit:
                 self._reading[limit] = data, client
@@ -76,7 +77,8 @@ class Bodies:
 
     def _make_room(self) -> None:
         """Drop half-read bodies while they are too many or too large."""
-        most, least = _MOST_WHOLE * self._max_bytes, _MOST_WHOLE * self._max_bytes // _MOST
+        most = _MOST_WHOLE * self._max_bytes
+        least = _MOST_WHOLE * self._max_bytes // _MOST
         while sum(len(data) + least for data, _ in self._reading.values()) > most:
             held = Counter()
             for data, client in self._reading.values():
@@ -90,8 +92,6 @@ class Bodies:
                 dropped.reschedule(0.0)  # a moment that is over
 
     def _too_large(self) -> ApiError:
-        message, headers = (
-            f"the body may have at most {self._max_bytes} bytes",
-            {"Connection": "close"},
-        )
+        message = f"the body may have at most {self._max_bytes} bytes"
+        headers = {"Connection": "close"}
         return ApiError(413, message, code="body_too_large", headers=headers)

@@ -10,7 +10,8 @@ from .requests import ApiError
 _PIECE = 2**20
 # As much of a string as there is; possessive, so that nothing is remembered to come back to.
 _IN_STRING = re.compile(rb'(?:[^"\\]++|\\.)*+', re.DOTALL)
-_VALUES, _CONTAINERS = 2**20, 2**15
+_VALUES = 2**20
+_CONTAINERS = 2**15
 _PER_FRAME = (
     4  # objects and lists for each frame that is sent as an image of its own: twice what it needs
 )

@@ -41,12 +41,14 @@ class Decoding:
     """
 
     def __init__(self, engine: Engine, on_step: Callable[[], None] = lambda: None):
-        self._engine, self._on_step = engine, on_step
+        self._engine = engine
+        self._on_step = on_step
         # A tokenizer must not be used by two threads at once.
         self._decode = copy.deepcopy(engine.tokenizer).decode
         self._arrivals: deque[tuple[Output, Order, Begun | Exception]] = deque()
         self._members: dict[Member, tuple[Output, Telling]] = {}  # the youngest last
-        self._changed, self._is_closing = threading.Condition(), False
+        self._changed = threading.Condition()
+        self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="decoding", daemon=True)
         self._attention = ExitStack()
         self.failure: BaseException | None = None
@@ -92,7 +94,8 @@ class Decoding:
         """Wait until there is something to decode, and add arrivals; False at shutdown."""
         with self._changed:
             self._changed.wait_for(lambda: self._arrivals or self._members or self._is_closing)
-            arrivals, self._arrivals = self._arrivals, deque()
+            arrivals = self._arrivals
+            self._arrivals = deque()
             if self._is_closing:
                 return False
         while arrivals:
@@ -113,7 +116,8 @@ class Decoding:
                     telling,
                 )
                 # The next answer copies the KV.
-                state, draft = replace(state, kv=state.kv.behind(state.layout)), ()
+                state = replace(state, kv=state.kv.behind(state.layout))
+                draft = ()
         except Exception as error:
             if not isinstance(error, RequestCancelled):
                 output.fail(*failure_of(error))
@@ -132,10 +136,8 @@ class Decoding:
 
     def _end(self, member: Member) -> None:
         """End an answer, and with the last one of a request release its KV."""
-        (output, telling), failure = (
-            self._members.pop(member),
-            None if member.error is None else str(member.error),
-        )
+        (output, telling) = self._members.pop(member)
+        failure = None if member.error is None else str(member.error)
         if failure is None:
             try:
                 telling.finish(member.tokens, member.finish_reason, member.summary())

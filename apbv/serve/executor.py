@@ -82,7 +82,8 @@ class Executor:
             if not self.engine.prefills:
                 return None
             begun = self._handing_over.begin(request)
-        request, state = begun.read.request, begun.state
+        request = begun.read.request
+        state = begun.state
         token = self._first_token(request, state)
         try:
             ticket = state.offer(self.offers)
@@ -102,7 +103,8 @@ class Executor:
         Raises:
             AgreedError: the logits are NaN or infinite; on every host.
         """
-        hosts, chosen = state.kv.hosts, None
+        hosts = state.kv.hosts
+        chosen = None
         with hosts.local_stage("choosing the first token"):
             answer = state.begin_answer(self.engine.parts, replace(request, stop=None))
             if hosts.is_leader:
@@ -148,7 +150,8 @@ def follow(
     Raises:
         HostError: another host ended, or failed in an exchange.
     """
-    hosts, link = executor.hosts, executor.link
+    hosts = executor.hosts
+    link = executor.link
     decoding = None if link is None else Decoding(executor.engine, link.flush)
     alone = Alone(executor.engine, decoding)
     failed: list[tuple[Order, Exception]] = []

@@ -142,7 +142,8 @@ class Job:
         self.is_cancelled = self.has_ended = False
         self.files = ExitStack()
         self.read: ReadyRequest | None = None
-        self.kv_bytes, self.is_short = 0, False
+        self.kv_bytes = 0
+        self.is_short = False
         self.home: int | None = None
 
     def send(self, event: Event) -> None:

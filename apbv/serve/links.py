@@ -86,7 +86,8 @@ class Links:
 
     def _serve(self, sock: socket.socket, trust: Callable[[], None]) -> None:
         """Call the outputs' methods as another host wants it."""
-        lines, reason = sock.makefile("rb"), "it was closed"
+        lines = sock.makefile("rb")
+        reason = "it was closed"
         if not hmac.compare_digest(lines.read(len(self._secret)), self._secret):
             return
         trust()
@@ -176,7 +177,9 @@ class RemoteOutput:
     calls on."""
 
     def __init__(self, link: Link, number: int):
-        self._link, self._number, self.is_cancelled = link, number, False
+        self._link = link
+        self._number = number
+        self.is_cancelled = False
         link.outputs[number] = self
 
     def tell(self, choice: int, num_tokens: int, piece: Piece | None = None) -> bool:

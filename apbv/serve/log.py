@@ -80,14 +80,16 @@ class OncePerPeriod(logging.Filter):
 
     def __init__(self, seconds: float, most: int = 100):
         super().__init__()
-        self._seconds, self._most = seconds, most
+        self._seconds = seconds
+        self._most = most
         self._said: dict[str, float] = {}  # when each was last let through, from the earliest on
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Return whether a record passes."""
         if record.levelno != logging.WARNING:
             return True
-        text, now = record.getMessage(), time.monotonic()
+        text = record.getMessage()
+        now = time.monotonic()
         while self._said and now - next(iter(self._said.values())) >= self._seconds:
             del self._said[next(iter(self._said))]
         if text in self._said or len(self._said) >= self._most:

@@ -278,7 +278,8 @@ def _host_of(url: str, settings: ServerSettings) -> str:
     """Return the host of an http(s) URL; MediaError unless it may be fetched from."""
     with raised_as(MediaError, f"{url!r:.200} is not a URL", ValueError):
         parts = urlsplit(url)
-        host, _ = (parts.hostname or "").lower(), parts.port
+        host = (parts.hostname or "").lower()
+        _ = parts.port
     if parts.scheme not in ("http", "https") or host not in settings.media_hosts:
         raise MediaError(f"this server does not fetch from {host!r:.100} (see --allow-media-host)")
     return host

@@ -26,7 +26,8 @@ class Metrics:
     """
 
     def __init__(self, model: str):
-        self._registry, self.model = CollectorRegistry(), model
+        self._registry = CollectorRegistry()
+        self.model = model
         self._gauges = {
             name: self._new(Gauge, name, what) for name, what in _TABLE["gauges"].items()
         }

@@ -32,11 +32,14 @@ class JobOutput:
     """
 
     def __init__(self, job: Job, scheduler: Scheduler):
-        self._job, self._scheduler = job, scheduler
+        self._job = job
+        self._scheduler = scheduler
         self._newest: dict[
             int, tuple[int, float]
         ] = {}  # of each answer: its number of tokens, and since when
-        self._num_finished, self.kv_params, self.on_release = 0, None, lambda: None
+        self._num_finished = 0
+        self.kv_params = None
+        self.on_release = lambda: None
 
     @property
     def is_cancelled(self) -> bool:
@@ -79,7 +82,8 @@ class JobOutput:
         Args:
             failure, is_invalid: as of :func:`failure_of`.
         """
-        read, error = self._job.read, ApiError(500, failure)
+        read = self._job.read
+        error = ApiError(500, failure)
         if is_invalid:
             error = ApiError(
                 400, client_message(failure, read.media), param=read.request.prompt_field
@@ -94,7 +98,8 @@ class JobOutput:
 
     def _note(self, choice: int, num_tokens: int) -> None:
         """Record the arrival of new tokens, by this host's clock."""
-        record, now = self._job.record, time.monotonic()
+        record = self._job.record
+        now = time.monotonic()
         before, last_at = self._newest.get(choice, (0, 0.0))
         if num_tokens == before:
             return
@@ -102,7 +107,9 @@ class JobOutput:
             self._scheduler.metrics.observe_token_gap(now - last_at)
         elif record.first_token is None:
             with self._scheduler.changed:  # its home may prefill another
-                record.first_token, record.prompt_tokens = now, self._job.read.num_tokens
+                record.first_token = now
+                record.prompt_tokens = self._job.read.num_tokens
                 self._scheduler.changed.notify_all()
         record.completion_tokens += num_tokens - before
-        self._newest[choice], record.last_token = (num_tokens, now), now
+        self._newest[choice] = (num_tokens, now)
+        record.last_token = now

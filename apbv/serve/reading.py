@@ -57,7 +57,12 @@ _START_OF_SCAN = b"\xff\xda"
 _IMAGE_COPIES = 6
 # Characters of a text that can be read without delaying others; and of a text's beginning, for each
 # token that fits, by which it is judged whether to read the rest.
-_LIGHT_CHARS, _CHARS_PER_TOKEN = 2**16, 8
+_LIGHT_CHARS = 2**16
+_CHARS_PER_TOKEN = 8
+
+
+def _is_always_wanted() -> bool:
+    return True
 
 
 @dataclass(frozen=True)
@@ -118,7 +123,8 @@ class Reader:
         self, engine: Engine, settings: ServerSettings, private_files: PrivateFiles, max_tokens: int
     ):
         self._engine = engine
-        self._parts, self._videos = engine.parts, engine.videos
+        self._parts = engine.parts
+        self._videos = engine.videos
         self._num_frames = settings.num_frames or engine.num_frames
         self._light, self._heavy = (
             PromptReader(
@@ -129,7 +135,8 @@ class Reader:
         instructions = tool_instructions(engine.processor)
         self._shows_tools, self._call_format = instructions is not None, call_format(instructions)
         self._template_words = template_words(engine.processor)
-        self._settings, self._private_files = settings, private_files
+        self._settings = settings
+        self._private_files = private_files
         self._max_new_tokens = settings.max_new_tokens or engine.max_new_tokens
         self.max_model_len = min(
             settings.max_model_len or self._parts.max_position_embeddings, max_tokens
@@ -140,7 +147,7 @@ class Reader:
         self,
         request: GenerationRequest,
         stack: ExitStack,
-        is_wanted: Callable[[], bool] = lambda: True,
+        is_wanted: Callable[[], bool] = _is_always_wanted,
     ) -> ReadyRequest:
         """Open a request's files, for as long as the stack lasts, and check its lengths.
 
@@ -153,8 +160,11 @@ class Reader:
                 503 where the request is not wanted any more, or the folder of media files cannot be
                 read.
         """
-        settings, field, prompts = self._settings, request.prompt_field, self._prompts_for(request)
-        media, asked = [], {}
+        settings = self._settings
+        field = request.prompt_field
+        prompts = self._prompts_for(request)
+        media = []
+        asked = {}
         self._require_tools_known(request)
         constraint = self._constraint(request, is_wanted)
         if isinstance(request, CompletionRequest):
@@ -169,9 +179,11 @@ class Reader:
             )
         else:
             media, asked = self._open_chat(request, stack, is_wanted)
-        least, limit = request.min_tokens or 0, request.token_limit
+        least = request.min_tokens or 0
+        limit = request.token_limit
         prompt = self._lay_out(prompts, asked, media, field, is_wanted)
-        num_tokens, wanted = prompt.batch["input_ids"].shape[1], max(limit or 1, least)
+        num_tokens = prompt.batch["input_ids"].shape[1]
+        wanted = max(limit or 1, least)
         room = self.max_model_len - num_tokens
         if room < wanted:
             raise self._too_long(f"{num_tokens} tokens and the answer needs up to {wanted}", field)
@@ -281,14 +293,14 @@ class Reader:
 
     def tokenize(self, request: TokenizeRequest) -> list[int]:
         """Return the tokens that the model would read; raises ApiError as :meth:`read`."""
-        prompts, is_wanted = self._prompts_for(request), lambda: True
+        prompts = self._prompts_for(request)
         if request.prompt is not None:
             self._require_fits(prompts, request.prompt, "prompt")
             return prompts.tokenize(request.prompt, request.add_special_tokens is not False)
         self._require_tools_known(request)
         with ExitStack() as stack:
-            media, asked = self._open_chat(request, stack, is_wanted)
-            prompt = self._lay_out(prompts, asked, media, "messages", is_wanted)
+            media, asked = self._open_chat(request, stack, _is_always_wanted)
+            prompt = self._lay_out(prompts, asked, media, "messages", _is_always_wanted)
             return prompt.batch["input_ids"][0].tolist()
 
     def token_strings(self, token_ids: Sequence[int]) -> list[str]:
@@ -342,7 +354,8 @@ class Reader:
         is_wanted: Callable[[], bool],
     ) -> tuple[list[Media], dict[str, Any]]:
         """Open a chat's files; return them, and the fields of an order's question."""
-        settings, media = self._settings, []
+        settings = self._settings
+        media = []
         deadline = time.monotonic() + settings.fetch_seconds
 
         messages = []
@@ -519,7 +532,8 @@ def _image_size(file: Media) -> tuple[int, int]:
     """
     try:
         with Image.open(file.path, formats=_IMAGE_FORMATS) as image:
-            size, format = (image.height, image.width), image.format
+            size = (image.height, image.width)
+            format = image.format
         num_scans = file.path.read_bytes().count(_START_OF_SCAN) if format in ("JPEG", "MPO") else 0
     except Exception as error:
         formats = ", ".join(_IMAGE_FORMATS)

@@ -24,10 +24,8 @@ class Replies:
             isinstance(request, ChatRequest),
             request.num_answers,
         )
-        self._with_token_ids, self._with_logprobs = (
-            request.return_token_ids,
-            request.num_logprobs is not None,
-        )
+        self._with_token_ids = request.return_token_ids
+        self._with_logprobs = request.num_logprobs is not None
         self._head = {"id": jobs[0].record.id, "created": jobs[0].created, "model": model}
         options = request.stream_options or StreamOptions()
         self._with_usage = bool(options.include_usage)
@@ -40,7 +38,8 @@ class Replies:
     async def whole(self, first: Event, events: AsyncIterator[Event]) -> dict[str, Any]:
         """Wait for a job's last event, and return the reply; raises ApiError if that is an
         error."""
-        pieces, event = {choice: [] for choice in range(len(self._jobs) * self._num_answers)}, first
+        pieces = {choice: [] for choice in range(len(self._jobs) * self._num_answers)}
+        event = first
         while isinstance(event, Piece):
             pieces[event.choice].append(event)
             event = await anext(events)
@@ -64,7 +63,8 @@ class Replies:
     async def stream(self, first: Event, events: AsyncIterator[Event]) -> AsyncIterator[str]:
         """Yield server-sent events; an error after the first is sent as another event."""
         try:
-            event, opened = first, set()
+            event = first
+            opened = set()
             while isinstance(event, Piece):
                 if (self._is_chat or self._with_token_ids) and event.choice not in opened:
                     opened.add(event.choice)

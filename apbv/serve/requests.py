@@ -105,7 +105,10 @@ class ApiError(Exception):
         headers: Mapping[str, str] | None = None,
     ):
         super().__init__(message)
-        self.status, self.param, self.code, self.headers = status, param, code, headers
+        self.status = status
+        self.param = param
+        self.code = code
+        self.headers = headers
 
     @property
     def body(self) -> dict[str, Any]:
@@ -560,7 +563,8 @@ class ChatRequest(_ChatOptions, GenerationRequest):
     """The body of POST /v1/chat/completions; ``num_frames``, ``fps``, ``audio_in_video`` are
     extensions."""
 
-    prompt_field, id_prefix = "messages", "chatcmpl"
+    prompt_field = "messages"
+    id_prefix = "chatcmpl"
 
     messages: _Messages
     tool_choice: Literal["none", "auto", "required"] | ToolCall | None = None
@@ -626,7 +630,8 @@ class CompletionRequest(GenerationRequest):
     """
 
     default_limit = 16  # OpenAI's and vLLM's
-    prompt_field, id_prefix = "prompt", "cmpl"
+    prompt_field = "prompt"
+    id_prefix = "cmpl"
 
     prompt: (
         str

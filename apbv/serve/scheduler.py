@@ -222,18 +222,21 @@ class Scheduler:
             Whether the request had not ended.
         """
         with self.changed:
-            had_ended, job.has_ended = job.has_ended, True
+            had_ended = job.has_ended
+            job.has_ended = True
             self._admitted.discard(job)
         job.files.close()  # of a request that ended while it was read, those opened since, too
         if had_ended:
             return False
         record = job.record
-        record.ended, record.outcome = time.monotonic(), outcome
+        record.ended = time.monotonic()
+        record.outcome = outcome
         record.status = (
             200 if isinstance(event, Finished) else _CLIENT_LEFT if event is None else event.status
         )
         if isinstance(event, ApiError):
-            record.error, record.param = str(event), event.param
+            record.error = str(event)
+            record.param = event.param
         report(record, self.metrics)
         if event is not None:
             job.send(event)
@@ -244,7 +247,8 @@ class Scheduler:
         fetched."""
         with self.changed:
             self.is_stopping = True
-            waiting, self._ready = self._ready, []
+            waiting = self._ready
+            self._ready = []
             self.changed.notify_all()
         self._end_all(waiting, "the server is stopping", "rejected")
 
@@ -290,7 +294,8 @@ class Scheduler:
 
         A prompt whose KV is transferred has to fit on every host.
         """
-        order, limits = job.read.order, self.limits
+        order = job.read.order
+        limits = self.limits
         is_bounded = limits.max_running is not None and not order.hands_over
         most = limits.max_running - order.num_answers if is_bounded else math.inf
         # Of equally loaded hosts the last: host 0 serves HTTP, too.
@@ -338,7 +343,8 @@ class Scheduler:
     def render_metrics(self) -> bytes:
         """Return the metrics in Prometheus' text format, with gauges of this moment."""
         with self.changed:
-            used, most = [self._used(home) for home in self._homes], self.limits.max_kv_bytes
+            used = [self._used(home) for home in self._homes]
+            most = self.limits.max_kv_bytes
             self.metrics.set(
                 num_requests_waiting=len(self._admitted),
                 num_requests_running=len(self._running),

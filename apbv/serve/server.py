@@ -165,7 +165,8 @@ class _StopAfterSignals:
     ends this process."""
 
     def __init__(self, wants_to_stop: threading.Event, private_files: PrivateFiles):
-        self._wants_to_stop, self._private_files = wants_to_stop, private_files
+        self._wants_to_stop = wants_to_stop
+        self._private_files = private_files
         self._since = 0.0
 
     def __call__(self, number: int, _) -> None:
@@ -246,7 +247,8 @@ class _Server(uvicorn.Server):
         )
         for name in ("uvicorn.error", "apbv.serve.connections", "apbv.serve.fields"):
             logging.getLogger(name).addFilter(OncePerPeriod(_WARNING_SECONDS))
-        self._worker, self._grace = worker, settings.grace
+        self._worker = worker
+        self._grace = settings.grace
         host, port = sock.getsockname()[:2]
         why_one_by_one = worker.why_one_by_one
         self._greeting = (

@@ -23,7 +23,10 @@ class Telling:
     """
 
     def __init__(self, output: Output, order: Order, decode: Callable[..., str], choice: int = 0):
-        self._output, self._order, self._decode, self._choice = output, order, decode, choice
+        self._output = output
+        self._order = order
+        self._decode = decode
+        self._choice = choice
         self._text = AnswerText(
             self._to_text, order.stop_strings, order.stop_token_ids, order.sampling.min_tokens
         )

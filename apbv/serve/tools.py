@@ -133,8 +133,10 @@ class ToolCallParser:
         thought: str | None = None,
         has_thoughts: bool = True,
     ):
-        self.num_calls, self._max_calls = 0, max_calls
-        self._form, self._between = form, form.separator + " \t\r\n"
+        self.num_calls = 0
+        self._max_calls = max_calls
+        self._form = form
+        self._between = form.separator + " \t\r\n"
         self._names = names
         self._held = ""  # text that is or may become a call
         self._space = ""  # white space before it
@@ -147,7 +149,8 @@ class ToolCallParser:
 
     def add(self, text: str, is_last: bool = False) -> tuple[str, list[dict[str, Any]]]:
         """Process more of the answer; return the newly final text and the newly complete calls."""
-        said, calls = "", []
+        said = ""
+        calls = []
         self._held += text
         # Else no call can become complete; to read a long one again with every token would take too
         # long.
@@ -174,7 +177,9 @@ class ToolCallParser:
                 if self._max_calls is None or self.num_calls < self._max_calls:
                     calls.append(call)
                     self.num_calls += 1
-                self._held, self._space, self._is_fresh = self._held[end:], "", True
+                self._held = self._held[end:]
+                self._space = ""
+                self._is_fresh = True
         if is_last:
             said += self._say(len(self._held))
             said += "" if self._is_fresh and self.num_calls else self._space
@@ -209,7 +214,8 @@ class ToolCallParser:
 
     def _say(self, end: int) -> str:
         """Take text up to ``end`` off the held text; return its final part."""
-        text, self._held = self._space + self._held[:end], self._held[end:]
+        text = self._space + self._held[:end]
+        self._held = self._held[end:]
         said = text.rstrip()
         self._space = text[len(said) :]
         self._is_fresh &= not said
@@ -222,7 +228,9 @@ class ToolCallParser:
             The call and its length; None and the length of text that begins no call; None and 0:
             undecided.
         """
-        held, opening, closing = self._held, self._form.opening, self._form.closing
+        held = self._held
+        opening = self._form.opening
+        closing = self._form.closing
         no_call = None, len(opening) or len(held)
         body = held[len(opening) :].lstrip(self._between)
         if body[:1] not in ("", "{"):
@@ -248,7 +256,8 @@ class ToolCallParser:
     def _call(self, value: Any) -> dict[str, Any]:
         """Return a call as OpenAI's API has it; AttributeError or ValueError if the value is
         none."""
-        name, arguments = value.get("name"), value.get(self._form.key, value.get("arguments"))
+        name = value.get("name")
+        arguments = value.get(self._form.key, value.get("arguments"))
         if not isinstance(name, str) or not isinstance(arguments, dict):
             raise ValueError
         if self._names is not None and name not in self._names:

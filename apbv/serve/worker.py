@@ -47,17 +47,16 @@ class Worker:
     """
 
     def __init__(self, executor: Executor, reader: Reader, scheduler: Scheduler):
-        self._executor, self.reader, self._scheduler, self._links = (
-            executor,
-            reader,
-            scheduler,
-            executor.link,
-        )
+        self._executor = executor
+        self.reader = reader
+        self._scheduler = scheduler
+        self._links = executor.link
         self.why_one_by_one = executor.engine.why_one_by_one
         self._decoding = None if self.why_one_by_one else Decoding(executor.engine)
         self._alone = Alone(executor.engine, self._decoding)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._last_step_at, self._is_busy = time.monotonic(), False
+        self._last_step_at = time.monotonic()
+        self._is_busy = False
         self.failure: BaseException | None = None
 
     def start(self, on_stop: Callable[[], None], on_end: Callable[[], None]) -> None:
@@ -67,7 +66,8 @@ class Worker:
             on_stop: called when another host was asked to end.
             on_end: called when the threads have ended.
         """
-        self._on_stop, self._on_end = on_stop, on_end
+        self._on_stop = on_stop
+        self._on_end = on_end
         self._thread.start()
 
     def reason_unavailable(self) -> str | None:
@@ -164,7 +164,8 @@ class Worker:
         if self._links is not None and self._links.failure is not None and not has_stopped:
             self._send_command(Command.WAIT)  # raises the reason of a host that has failed
             raise self._links.failure
-        self._last_step_at, self._is_busy = time.monotonic(), False
+        self._last_step_at = time.monotonic()
+        self._is_busy = False
         return not has_stopped
 
     def _send_command(self, command: Command) -> None:
@@ -194,10 +195,8 @@ class Worker:
         Raises:
             RuntimeError: a temporary file cannot be read.
         """
-        order, sent = (
-            job.read.order,
-            [file.path for file in job.read.media if is_sent and file.relative is None],
-        )
+        order = job.read.order
+        sent = [file.path for file in job.read.media if is_sent and file.relative is None]
         try:
             files = [path.read_bytes() for path in sent]
         except OSError as error:
@@ -208,7 +207,8 @@ class Worker:
 
     def _lead(self, job: Job) -> None:
         """Lead all hosts through a request, to its end or until a decoding thread has it."""
-        hosts, output = self._executor.hosts, JobOutput(job, self._scheduler)
+        hosts = self._executor.hosts
+        output = JobOutput(job, self._scheduler)
         try:
             order, files = self._open(job, output, hosts.num_processes > 1)
         except RuntimeError as error:

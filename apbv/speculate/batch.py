@@ -181,7 +181,8 @@ class SpeculativeBatch(Batch):
 
     def _round(self, windows: Windows) -> tuple[list[Member], Arriving]:
         """Queue a round; return its sequences, and a function that waits for their tokens."""
-        began, device = time.perf_counter(), self._parts.device
+        began = time.perf_counter()
+        device = self._parts.device
         # The target adds a token.
         windows = {
             member: min(count, member.answer.num_left - 1) for member, count in windows.items()
@@ -207,7 +208,8 @@ class SpeculativeBatch(Batch):
         read = fetch(torch.cat([*decisions, *(drafted[member].shown for member in going)]))
 
         def arrive() -> list[list[int]]:
-            numbers, new = iter(read()), []
+            numbers = iter(read())
+            new = []
             self._pace(len(going)).learn(sum(counts) - len(going), 0.0, time.perf_counter() - began)
             decisions = [list(islice(numbers, 3)) for _ in going]
             for member, count, (num_accepted, token, is_finite) in zip(
@@ -229,7 +231,9 @@ class SpeculativeBatch(Batch):
         found: dict[DraftingMember, Drafted] = {}
         by_runner: dict[BatchRunner, Windows] = {}
         for member, window in windows.items():
-            draft, kv, known = member.draft, member.draft_kv, len(member.tokens) - 1
+            draft = member.draft
+            kv = member.draft_kv
+            known = len(member.tokens) - 1
             try:
                 if kv is None:
                     proposal = draft.drafter.propose(member.tokens, Tree.chain(window))
@@ -263,12 +267,14 @@ def _draft_chains(runner: BatchRunner, windows: Windows) -> dict[DraftingMember,
     """Draft chains with the model, without synchronization; answers leave the passes by their
     windows."""
     members = sorted(windows, key=windows.get, reverse=True)
-    drafter, kvs = members[0].draft.drafter, [member.draft_kv for member in members]
+    drafter = members[0].draft.drafter
+    kvs = [member.draft_kv for member in members]
     missing = [member.tokens[kv.num_run :] for member, kv in zip(members, kvs, strict=True)]
     ids = [
         token if token < drafter.parts.vocab_size else 0 for tokens in missing for token in tokens
     ]
-    counts, levels = [*map(len, missing)], []
+    counts = [*map(len, missing)]
+    levels = []
     ends = to_device([end - 1 for end in accumulate(counts)], drafter.parts.device)
     for level in range(windows[members[0]]):
         answers = [member.answer for member in members if windows[member] > level]

@@ -30,7 +30,9 @@ class BesideDraft:
     """
 
     def __init__(self, target: ModelParts, config: SpeculativeConfig, pair: Pair):
-        self._target, self._config, self._pair = target, config, pair
+        self._target = target
+        self._config = config
+        self._pair = pair
         self.hosts = pair.hosts
 
     def answer(self, request: Request, prefiller: Prefiller) -> Outcome:
@@ -59,7 +61,8 @@ class BesideDraft:
             return read, state, answered
 
     def _decode(self, request: Request, watcher: Watcher | None, state: PrefillResult) -> Answered:
-        config, pair = self._config, self._pair
+        config = self._config
+        pair = self._pair
         with self.hosts.collective_stage("decode"), request.timer.stage("decode"):
             if watcher is not None:
                 pair.send_scores(watcher.result())
@@ -78,7 +81,9 @@ class DraftHost:
     """
 
     def __init__(self, draft: ModelParts, config: SpeculativeConfig, pair: Pair):
-        self._model, self._config, self._pair = draft, config, pair
+        self._model = draft
+        self._config = config
+        self._pair = pair
         self.hosts = pair.hosts
 
     def answer(self, request: Request, prefiller: Prefiller) -> Outcome:
@@ -111,8 +116,11 @@ class DraftHost:
         Returns:
             The new tokens, and the report.
         """
-        parts, link, config = self._model, self._pair.link, self._config
-        inputs, timer = read.inputs, read.request.timer
+        parts = self._model
+        link = self._pair.link
+        config = self._config
+        inputs = read.inputs
+        timer = read.request.timer
         is_scored = inputs.visual is not None and make_watcher(config, parts) is not None
         awaited = link.expect_verdict() if is_scored else None
 
@@ -137,5 +145,6 @@ class DraftHost:
         with timer.stage("draft"):
             made = STRATEGIES[config.strategy].build(task)
         with timer.stage("decode"):
-            last, is_auto = int(inputs.input_ids[0, -1]), config.num_draft_tokens == "auto"
+            last = int(inputs.input_ids[0, -1])
+            is_auto = config.num_draft_tokens == "auto"
             return draft_beside(link, made, last, stops_with_target=is_auto)

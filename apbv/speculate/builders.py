@@ -21,7 +21,9 @@ def kept_visual_tokens(task: DraftTask, rows: Tensor | None) -> Tensor:
     Args:
         rows: the draft's embeddings of the frames that this host encoded.
     """
-    keep, count, total = task.keep, task.num_kept, task.inputs.num_visual_tokens
+    keep = task.keep
+    count = task.num_kept
+    total = task.inputs.num_visual_tokens
     if not total or keep == "full":
         return torch.arange(total)
     if keep in ("attention", "uv_prune"):
@@ -66,10 +68,8 @@ def _prune_kv(task: DraftTask, rows: Tensor, draft: Draft) -> Draft:
     """Prune the KV of a draft that has read the whole prompt to the kept visual tokens."""
     kept = kept_visual_tokens(task, rows)
     if draft.drafter is not None:
-        visual, text = (
-            task.is_visual.nonzero().flatten()[kept],
-            (~task.is_visual).nonzero().flatten(),
-        )
+        visual = task.is_visual.nonzero().flatten()[kept]
+        text = (~task.is_visual).nonzero().flatten()
         text = text[: len(text) - task.leave_last]
         draft.drafter.prune_prompt(torch.cat([text, visual]).sort().values)
     return Draft(draft.drafter, len(kept), kept)
@@ -88,7 +88,8 @@ def draft_text_only(task: DraftTask) -> Draft:
     text = text.where(
         text < task.draft.vocab_size, 0
     )  # as ModelDrafter does for tokens outside its vocabulary
-    count, cache = text.shape[1], None
+    count = text.shape[1]
+    cache = None
     if task.is_home:
         cache = run_prompt(task.draft, text, torch.arange(count)[None])
     return Draft(task.drafter(task.draft, cache, next_position=count), 0, nothing)
@@ -99,7 +100,8 @@ def draft_by_ensemble(task: DraftTask) -> Draft:
     ``vanilla`` does."""
     if not task.inputs.num_visual_tokens:
         return draft_by_model(task)
-    rows, kept = None, torch.empty(0, dtype=torch.long)
+    rows = None
+    kept = torch.empty(0, dtype=torch.long)
     if set(task.config.ensemble) & set("MP"):  # the others are text
         rows = encode_visual(task.draft, task.inputs.visual)
         kept = kept_visual_tokens(task, rows)
@@ -110,7 +112,8 @@ def draft_by_ensemble(task: DraftTask) -> Draft:
 def draft_on_attended_kv(task: DraftTask) -> Draft:
     """Draft with the target on all text and each layer's and head's most attended visual KV
     (STD)."""
-    scores, count = task.scores() if task.inputs.num_visual_tokens else [], task.num_kept
+    scores = task.scores() if task.inputs.num_visual_tokens else []
+    count = task.num_kept
     nothing = torch.empty(task.target.num_kv_heads, 0, dtype=torch.long)
     best = [layer.topk(count, dim=1).indices for layer in scores] or [
         nothing
@@ -174,7 +177,8 @@ def keep_specvlm(attention: Tensor, count: int) -> Tensor:
     order = attention.argsort(descending=True, stable=True)
     held = attention[order].double().cumsum(dim=0)
     num_attended = min(count, int((held < 0.4 * held[-1]).sum()) + 1)
-    attended, others = order[:num_attended], order[num_attended:].sort().values
+    attended = order[:num_attended]
+    others = order[num_attended:].sort().values
     spaced = others[keep_even(len(others), count - num_attended)]
     return torch.cat([attended, spaced]).sort().values
 

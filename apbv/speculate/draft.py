@@ -50,7 +50,8 @@ def prefill_draft(
         The KV of the text, the sound and the kept visual tokens on that host, None elsewhere.
     """
     is_visual = parts.is_visual(inputs.input_ids[0])
-    text, visual = (~is_visual).nonzero().flatten(), is_visual.nonzero().flatten()[kept_visual]
+    text = (~is_visual).nonzero().flatten()
+    visual = is_visual.nonzero().flatten()[kept_visual]
     tokens = torch.cat([text, visual]).sort().values
 
     def at_home(rows: Tensor, source: VisualInput | AudioInput, kept: Tensor) -> Tensor:
@@ -150,7 +151,8 @@ class DraftTask:
     @property
     def num_kept(self) -> int:
         """The number of visual tokens that a pruned draft sees."""
-        count, num_visual = self.config.keep_tokens, self.inputs.num_visual_tokens
+        count = self.config.keep_tokens
+        num_visual = self.inputs.num_visual_tokens
         if count is None:
             wanted = round(self.config.keep_ratio * num_visual)
         else:
@@ -169,7 +171,8 @@ class DraftTask:
         if num_left_out:
             cache.crop(-num_left_out)
         position = self.inputs.next_position if next_position is None else next_position
-        position, length = position - num_left_out, self.inputs.num_tokens - num_left_out
+        position = position - num_left_out
+        length = self.inputs.num_tokens - num_left_out
         settings = self.sampling, self.vocab_size, self.drafts_tree, self.inputs.input_ids
         return ModelDrafter(parts, cache, position, length, *settings)
 

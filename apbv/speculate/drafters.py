@@ -119,9 +119,13 @@ class ModelDrafter(Drafter):
         drafts_trees: bool = False,
         prompt_ids: Tensor | None = None,
     ):
-        self.parts, self.position, self._drafts_trees = parts, next_position, drafts_trees
+        self.parts = parts
+        self.position = next_position
+        self._drafts_trees = drafts_trees
         self._continue(cache)
-        self._prompt_len, self._config, self.vocab_size = prompt_len, config, vocab_size
+        self._prompt_len = prompt_len
+        self._config = config
+        self.vocab_size = vocab_size
         self._penalties, self._answer_start = (
             None,
             0,
@@ -135,7 +139,8 @@ class ModelDrafter(Drafter):
         self._num_cached = (
             0  # their number, also while a window is drafted whose tokens are not read yet
         )
-        self._tree, self._drafted = Tree.chain(0), [-1]
+        self._tree = Tree.chain(0)
+        self._drafted = [-1]
         self._nodes_in_cache: list[
             int
         ] = []  # the nodes of the last tree whose KV follows that of these tokens
@@ -153,7 +158,8 @@ class ModelDrafter(Drafter):
     def _chain(
         self, tokens: Sequence[int], missing: Sequence[int] | Tensor, tree: Tree
     ) -> Proposal:
-        choices, rows = [], []
+        choices = []
+        rows = []
         for _ in range(tree.depth):
             choice, row = self._next(missing, tokens, [choice.tokens for choice in choices])
             choices.append(choice)
@@ -165,7 +171,8 @@ class ModelDrafter(Drafter):
 
     def _branches(self, tokens: Sequence[int], missing: Sequence[int], tree: Tree) -> Proposal:
         logits, levels = self._read(missing), []  # of each level the tokens, chosen on the device
-        self._cached, self._tree = list(tokens), tree
+        self._cached = list(tokens)
+        self._tree = tree
         for depth, nodes in enumerate(tree.inner_levels):
             if depth:
                 self._nodes_in_cache += nodes
@@ -212,7 +219,8 @@ class ModelDrafter(Drafter):
     def stream(self, tokens: Sequence[int]) -> Iterator[tuple[int, Tensor | None]]:
         """Yield drafted tokens, each with the distribution ``[Vq]`` it was drawn from, or None if
         greedy."""
-        sequence, missing = list(tokens), self._roll_back(tokens)
+        sequence = list(tokens)
+        missing = self._roll_back(tokens)
         while True:
             choice, row = self._next(missing, sequence)
             self._cached = sequence[: self._num_cached]
@@ -223,7 +231,8 @@ class ModelDrafter(Drafter):
     def prune_prompt(self, rows: Tensor) -> None:
         """Drop all of the prompt's KV but these rows, ``[T]`` ascending; the new tokens' KV
         stays."""
-        length, heads = self.cache.get_seq_length(), self.cache.layers[0].keys.shape[1]
+        length = self.cache.get_seq_length()
+        heads = self.cache.layers[0].keys.shape[1]
         rows = torch.cat([rows, torch.arange(length - self._num_cached, length)])
         self._continue(select_kv(self.cache, [rows.expand(heads, -1)] * len(self.cache.layers)))
 
@@ -294,7 +303,8 @@ class ModelDrafter(Drafter):
     def _accepted(self, following: Sequence[int]) -> list[int]:
         """Return the nodes in the cache, from the root of the last tree on, that have these
         tokens."""
-        node, path = 0, []
+        node = 0
+        path = []
         for token in following:
             node = self._tree.child(self._drafted, node, token)
             if node not in self._nodes_in_cache:

@@ -64,7 +64,9 @@ class Drafting:
     def __init__(
         self, config: SpeculativeConfig | None, hosts: HostGroup, captioner: Captioner | None
     ):
-        self._config, self._hosts, self._captioner = config, hosts, captioner
+        self._config = config
+        self._hosts = hosts
+        self._captioner = captioner
         self._has_draft_host = config is not None and config.draft_host
 
     @property
@@ -153,7 +155,8 @@ class Drafting:
         ):  # which has to read requests itself
             if draft is None:
                 raise ValueError(f"the strategy {config.strategy} needs a draft model")
-            target, of_draft = reads(models.target), reads(models.draft)
+            target = reads(models.target)
+            of_draft = reads(models.draft)
             takes_text = strategy.reads_text_only and not models.draft.is_video_model
             if target != of_draft and not takes_text:
                 raise ValueError(
@@ -171,7 +174,8 @@ class Drafting:
         Raises:
             ValueError: the prompt is rejected; the message says why.
         """
-        keep, visual = self._config and keep_policy(self._config), inputs.visual
+        keep = self._config and keep_policy(self._config)
+        visual = inputs.visual
         if keep == "hippo" or keep in FRAME_POLICIES:
             if visual is not None and visual.kind == "image":
                 raise ValueError(f"keep={keep!r} selects frames, but the prompt has no video")
@@ -181,7 +185,8 @@ class Drafting:
         self, models: Models, tokenizer
     ) -> Autoregressive | TakingTurns | BesideDraft | DraftHost:
         """Return this host's decoding loop; collective."""
-        config, hosts = self._config, self._hosts
+        config = self._config
+        hosts = self._hosts
         if config is None:
             return Autoregressive(models.target, hosts)
         if not config.draft_host:

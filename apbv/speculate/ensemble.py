@@ -82,14 +82,18 @@ def read_contexts(
         On the leader, of each context its KV, ``[1, Hkv, n, D]`` per layer, and the rotary position
         of the first new token; elsewhere nothing.
     """
-    parts, inputs, hosts = task.draft, task.inputs, task.hosts
-    prompt, line_break = inputs.input_ids[0], task.tokenize(LINE_BREAK)
+    parts = task.draft
+    inputs = task.inputs
+    hosts = task.hosts
+    prompt = inputs.input_ids[0]
+    line_break = task.tokenize(LINE_BREAK)
     stand_in = parts.is_placeholder(prompt).tolist()
     contexts = []
     for letter in task.config.ensemble.rstrip("*"):
         if letter in "MP":
             if letter == "P":
-                cells, piece = pooling_cells(parts, inputs), inputs.visual.pieces[hosts.rank]
+                cells = pooling_cells(parts, inputs)
+                piece = inputs.visual.pieces[hosts.rank]
                 # This pools the projector's output, where the paper pools its input: only the
                 # output is accessible in unmodified models of every family.
                 pooled = means_of_groups(
@@ -117,7 +121,8 @@ def as_text(
     The paper's prompts have one placeholder per image, which becomes one "\\n" (Appendix I.2); here
     it is the run of placeholders into which the processor has expanded that one.
     """
-    text, replacement = [], first
+    text = []
+    replacement = first
     for stands_in, run in groupby(
         zip(input_ids, is_placeholder, strict=True), key=lambda pair: pair[1]
     ):
@@ -137,7 +142,8 @@ def pooling_cells(parts: ModelParts, inputs: ModelInputs) -> Tensor:
     tokens of LLaVA-OneVision's images, which are laid out in tiles of varying sizes, and those of
     frames that lack tokens.
     """
-    visual, cells = inputs.visual, torch.arange(inputs.num_visual_tokens)
+    visual = inputs.visual
+    cells = torch.arange(inputs.num_visual_tokens)
     for item, patches in zip(visual.items, visual.item_patches, strict=True):
         if not item.is_whole:
             continue
@@ -147,7 +153,8 @@ def pooling_cells(parts: ModelParts, inputs: ModelInputs) -> Tensor:
             height = width = round(parts.rows_per_tile**0.5)
         else:
             continue
-        row, column = torch.arange(height)[:, None] // 2 * 2, torch.arange(width) // 2 * 2
+        row = torch.arange(height)[:, None] // 2 * 2
+        column = torch.arange(width) // 2 * 2
         frame = (row * width + column).flatten()
         rows = visual.rows_of(patches)
         for start in range(rows.start, rows.stop - item.num_ending_rows, len(frame)):
@@ -183,7 +190,8 @@ class EnsembleDrafter(ModelDrafter):
     """
 
     def __init__(self, task: DraftTask, contexts: Sequence[tuple[DynamicCache, int]]):
-        parts, (caches, positions) = task.draft, zip(*contexts, strict=True)
+        parts = task.draft
+        (caches, positions) = zip(*contexts, strict=True)
         cache = stack_left_padded(caches)
         settings = (
             task.inputs.num_tokens,
@@ -245,7 +253,8 @@ class EnsembleDrafter(ModelDrafter):
     @torch.no_grad()
     def _run_contexts(self, tokens: Sequence[int] | Tensor) -> Tensor:
         """Run all contexts on S tokens, cache their KV, and return logits ``[m, S, Vq]``."""
-        parts, count = self.parts, len(tokens)
+        parts = self.parts
+        count = len(tokens)
         input_ids = to_device(tokens, parts.device)[None].expand(len(self._positions), -1)
         position_ids = self._positions + self._num_cached + torch.arange(count, device=parts.device)
         with apbv_attention(parts.language_model, self._implementation):

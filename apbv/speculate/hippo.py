@@ -41,7 +41,9 @@ def local_semantics(
     result = torch.full((inputs.num_visual_tokens,), float("inf"))
     for place in videos_of(parts, inputs):
         video = shared_video(parts, inputs, place, rows, hosts)
-        frames, num_frames, mine = video.embeddings, video.num_frames, video.mine
+        frames = video.embeddings
+        num_frames = video.num_frames
+        mine = video.mine
         neighbours = [
             [frame for frame in (share.start - 1, share.stop) if share and 0 <= frame < num_frames]
             for share in video.shares

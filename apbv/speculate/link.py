@@ -69,7 +69,8 @@ class Link:
         self.most = self._usual_most = 1
         self._lacks_first = True  # of the current window, on the draft host
         self.shared_vocab = self.drawn_vocab = 0
-        self.is_settled, self.owes_report = True, False
+        self.is_settled = True
+        self.owes_report = False
         self.settings_differ = False
 
     def begin(
@@ -98,7 +99,8 @@ class Link:
         is_ready, most, vocab_size, drawn, settings = self._begun
         ready, theirs, their_settings = self.answer.wait().tolist()
         self.settings_differ = bool(is_ready and ready) and settings != their_settings
-        self.most, self._usual_most = STARTUP_WINDOWS * most, most
+        self.most = STARTUP_WINDOWS * most
+        self._usual_most = most
         self.shared_vocab = min(vocab_size, theirs)
         self.drawn_vocab = self.shared_vocab if drawn else 0
         self.is_settled = not (is_ready and ready) or self.settings_differ
@@ -129,7 +131,8 @@ class Link:
     def send_rest(self, tokens: Sequence[int], rows: Sequence[Tensor]) -> None:
         """Send the other tokens of a window; fewer than γ - 1 where the draft was stopped early."""
         self._send_window(tokens, rows, self.most - 1)
-        self.most, self._lacks_first = self._usual_most, True
+        self.most = self._usual_most
+        self._lacks_first = True
 
     def send_failure(self, for_good: bool = True) -> None:
         """Send, in place of what the window lacks, that the draft cannot go on.
@@ -223,7 +226,8 @@ class Link:
     def send_verdict(self, code: int, num_verified: int = 0, token: int = 0) -> None:
         """Send a round's verdict, see :meth:`expect_verdict`; nothing follows DONE and FAILED."""
         self.send(torch.tensor([code, num_verified, token]))
-        self.is_settled, self.owes_report = code in (DONE, FAILED), code == DONE
+        self.is_settled = code in (DONE, FAILED)
+        self.owes_report = code == DONE
 
     def _expect(self, tensor: Tensor) -> Exchange:
         return self._incoming.start_broadcast(tensor, 1 - self._rank)
@@ -312,7 +316,8 @@ class Pair:
             yield
             is_ready = True
         finally:
-            self._other_takes_part, self._has_sent_scores = None if is_ready else False, False
+            self._other_takes_part = None if is_ready else False
+            self._has_sent_scores = False
             digest = hashlib.sha256(json.dumps(settings).encode()).digest()
             number = int.from_bytes(digest[:8], "little", signed=True)
             self._with_link(
@@ -361,7 +366,8 @@ class Pair:
         if not self.link.is_settled:
             with suppress(HostError):  # a slow draft may still receive this
                 self.link.send_verdict(FAILED)
-        self.link, self.lost = None, why
+        self.link = None
+        self.lost = why
         if not self.is_draft:
             warn_caller(warning)
 

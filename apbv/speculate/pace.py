@@ -39,7 +39,8 @@ def best_windows(
         cost: c, the seconds that each drafted token adds.
         most: the longest window.
     """
-    tokens, windows = float(size), [0] * len(rates)
+    tokens = float(size)
+    windows = [0] * len(rates)
     gains = [
         (rate**level, place) for place, rate in enumerate(rates) for level in range(1, most + 1)
     ]
@@ -48,7 +49,8 @@ def best_windows(
     for gain, place in sorted(gains, reverse=True):
         if gain * seconds <= tokens * cost:
             break
-        tokens, seconds = tokens + gain, seconds + cost
+        tokens = tokens + gain
+        seconds = seconds + cost
         windows[place] += 1
     return windows
 
@@ -100,8 +102,10 @@ class Pace:
     def __init__(
         self, num_draft_tokens: int | str, keep_losing_draft: bool = True, size: int | None = None
     ):
-        self.most, self._is_auto = longest_window(num_draft_tokens), num_draft_tokens == "auto"
-        self._keeps_losing_draft, self._size = keep_losing_draft, size
+        self.most = longest_window(num_draft_tokens)
+        self._is_auto = num_draft_tokens == "auto"
+        self._keeps_losing_draft = keep_losing_draft
+        self._size = size
         self.acceptance = Acceptance()
         self._num_rounds = self._num_rested = 0
         self._plain = deque[float](maxlen=9)  # seconds of the latest passes without drafted tokens
@@ -202,7 +206,8 @@ class SpeculationStats:
 
     def times(self) -> dict[str, float | None]:
         """Return the seconds of drafting, of verification, and of either side's idling."""
-        draft, verify = self.record.seconds["draft"], self.record.seconds["verify"]
+        draft = self.record.seconds["draft"]
+        verify = self.record.seconds["verify"]
         return {
             "draft_seconds": draft,
             "verify_seconds": verify,
@@ -219,15 +224,14 @@ class SpeculationStats:
     def seconds_of_round(self) -> tuple[float, float]:
         """Return the seconds of drafting, or of waiting for it, and of verifying since the last
         call."""
-        before, self._seconds = (
-            self._seconds,
-            (self.record.seconds[self.waiting], self.record.seconds["verify"]),
-        )
+        before = self._seconds
+        self._seconds = (self.record.seconds[self.waiting], self.record.seconds["verify"])
         return self._seconds[0] - before[0], self._seconds[1] - before[1]
 
     def switch_off(self, why: str, num_tokens: int) -> None:
         """Record that the target continues without the draft, and warn."""
-        self.switched_off, self.switched_off_after = why, num_tokens
+        self.switched_off = why
+        self.switched_off_after = num_tokens
         warnings.warn(f"decoding continues without the draft: {why}", stacklevel=3)
 
     def summary(self, num_new_tokens: int) -> dict:
@@ -238,7 +242,8 @@ class SpeculationStats:
         ``accepted_in_a_row`` is the mean number of tokens accepted between two rejections, over any
         number of rounds: PEARL's metric, and HIPPO's MAT of parallel drafting.
         """
-        forwards, drafted = self.num_target_forwards, self.num_drafted
+        forwards = self.num_target_forwards
+        drafted = self.num_drafted
         in_rounds = (
             num_new_tokens - 1 - (forwards - self.rounds)
         )  # others come from passes without a draft

@@ -77,7 +77,10 @@ class _Target:
     """Host 0's side of a request: the unverified tokens, and the link to the draft."""
 
     def __init__(self, answer: Answer, pair: Pair, stats: PipelineStats, pace: Pace):
-        self._answer, self._pair, self._stats, self._pace = answer, pair, stats, pace
+        self._answer = answer
+        self._pair = pair
+        self._stats = stats
+        self._pace = pace
         self._pending = Proposal([])
 
     def decide(self, rows: Tensor) -> tuple[list[int], list[int], bool]:
@@ -93,11 +96,14 @@ class _Target:
         Raises:
             NotFiniteError: the target's logits are NaN or infinite.
         """
-        answer, stats, tokens = self._answer, self._stats, self._answer.tokens
+        answer = self._answer
+        stats = self._stats
+        tokens = self._answer.tokens
         new, code = self._verify(rows)
         answer.tell_of(rows[: len(new)], new)
         new, has_ended = answer.cut(new)
-        seconds, why_alone = stats.seconds_of_round(), None
+        seconds = stats.seconds_of_round()
+        why_alone = None
         if not stats.switched_off:
             if tokens:  # at first the target waits for the draft's prefill
                 self._pace.learn(len(self._pending.tokens), *seconds, len(new))
@@ -121,8 +127,10 @@ class _Target:
     def _verify(self, rows: Tensor) -> tuple[list[int], int]:
         """Return a round's new tokens, and its verdict's code; after GO_ON the current window has
         more tokens."""
-        index, sampling = self._answer.next_index, self._answer.sampling
-        stats, pending = self._stats, self._pending
+        index = self._answer.next_index
+        sampling = self._answer.sampling
+        stats = self._stats
+        pending = self._pending
         rows = self._answer.allowed(rows, range(index, index + len(rows)), pending.tokens)
         if pending.tokens:
             verdict = verify_window(pending, rows[:-1], index, sampling)
@@ -179,7 +187,8 @@ def generate_beside_draft(
     Raises:
         AgreedError: the target's logits are NaN or infinite; on every one of its hosts.
     """
-    hosts, tokens = answer.decoder.hosts, answer.tokens
+    hosts = answer.decoder.hosts
+    tokens = answer.tokens
     stats = PipelineStats(record=Recorder(hosts.clock))
     target = _Target(answer, pair, stats, pace) if hosts.rank == 0 else None
     pending: list[int] = []
@@ -192,7 +201,9 @@ def generate_beside_draft(
             try:
                 new, waiting, has_ended = target.decide(rows)
             except NotFiniteError:
-                new, waiting, has_ended = [NO_TOKEN], [], True
+                new = [NO_TOKEN]
+                waiting = []
+                has_ended = True
             plan = [has_ended, *pack_tokens(new, width), *pack_tokens(waiting, width)]
         has_ended, *plan = hosts.broadcast_ints(plan, 1 + 2 * (1 + width))
         new, waiting = unpack_tokens(plan[: 1 + width]), unpack_tokens(plan[1 + width :])
@@ -234,7 +245,10 @@ def draft_beside(
         HostError: the target's hosts failed, or went on without this one.
     """
     sequence = [last_prompt_token]  # verified tokens, then drafted ones
-    record, windows, drafts, code = Recorder(), [], True, GO_ON
+    record = Recorder()
+    windows = []
+    drafts = True
+    code = GO_ON
     while code != DONE:
         is_provisional = draft.successor is not None
         verdict = draft.awaited if is_provisional else link.expect_verdict()

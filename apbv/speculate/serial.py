@@ -36,11 +36,14 @@ def generate_speculatively(
         AgreedError: the target's logits are NaN or infinite; on every host. A draft with such
             logits is dropped.
     """
-    hosts, decoder, tokens = answer.decoder.hosts, answer.decoder, answer.tokens
+    hosts = answer.decoder.hosts
+    decoder = answer.decoder
+    tokens = answer.tokens
     stats = SpeculationStats(record=Recorder(hosts.clock))
     whole = tree or Tree.chain(pace.most)
     token, has_ended = answer.choose(answer.logits)
-    new, is_drafting = [token], not answer.sampling.is_constrained
+    new = [token]
+    is_drafting = not answer.sampling.is_constrained
     if not is_drafting:
         stats.switch_off(CONSTRAINED, 0)
     while True:
@@ -57,7 +60,8 @@ def generate_speculatively(
                 proposal = _draft(drafter, answer, limit, pace, stats)
             is_drafting = proposal is not None
         proposal = proposal or Proposal([])
-        shape, drafted = limit.first(len(proposal.tokens)), [tokens[-1], *proposal.tokens]
+        shape = limit.first(len(proposal.tokens))
+        drafted = [tokens[-1], *proposal.tokens]
         with stats.record.section("verify"):
             rows = decoder.advance(
                 drafted, *(() if tree is None else (shape.depths, shape.visible))
@@ -89,13 +93,15 @@ def _encode_verdict(
 ) -> list[int]:
     """Encode for all hosts the token after the accepted path, the number of new tokens, the end,
     and the path."""
-    index, drafted = answer.next_index, [answer.tokens[-1], *proposal.tokens]
+    index = answer.next_index
+    drafted = [answer.tokens[-1], *proposal.tokens]
     indices = [index + depth for depth in shape.depths]
     allowed = answer.allowed(rows, indices, proposal.tokens, shape.visible[:, 1:])
     try:
         if is_chain:
             verdict = verify_window(proposal, allowed, index, answer.sampling)
-            path, token = range(verdict.num_accepted + 1), verdict.next_token
+            path = range(verdict.num_accepted + 1)
+            token = verdict.next_token
         else:
             path, token = verify_tree(shape, drafted, allowed, index, answer.sampling)
     except NotFiniteError:
@@ -111,7 +117,10 @@ def _draft(
 ) -> Proposal | None:
     """Draft on host 0, at most the given tree; return it on every host, or None if the draft is
     switched off."""
-    hosts, most, proposal, numbers = answer.decoder.hosts, limit.num_drafted, None, None
+    hosts = answer.decoder.hosts
+    most = limit.num_drafted
+    proposal = None
+    numbers = None
     if hosts.is_leader:
         if pace.is_losing():
             stats.switch_off(LOSING, len(answer.tokens))

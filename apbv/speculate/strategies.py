@@ -137,7 +137,9 @@ def require_consistent(
     Raises:
         ValueError: settings do so; the message says which and why.
     """
-    name, strategy, keep = config.strategy, STRATEGIES[config.strategy], keep_policy(config)
+    name = config.strategy
+    strategy = STRATEGIES[config.strategy]
+    keep = keep_policy(config)
     drops_nothing = keep in (None, "full") or strategy.needs_verdicts
     ranking = ranks_by_prefill(config) and f"keep={keep!r}"
     refuse(
@@ -172,7 +174,9 @@ def require_effective(config: SpeculativeConfig, given: Collection[str]) -> None
     Raises:
         ValueError: the strategy, or its choice of visual tokens, ignores one of them.
     """
-    name, strategy, keep = config.strategy, STRATEGIES[config.strategy], keep_policy(config)
+    name = config.strategy
+    strategy = STRATEGIES[config.strategy]
+    keep = keep_policy(config)
     is_pruned = keep not in (None, "full")
     for setting, applies, reason in (
         ("draft_model", strategy.needs_draft_model, "uses no draft model"),

@@ -157,7 +157,8 @@ def verify_tree(
     # For all nodes at once: otherwise every node of the path would need a GPU synchronization.
     choice, _ = choose_each(logits, [config] * len(tree), [index + depth for depth in tree.depths])
     chosen, are_finite = choice.fetch()()
-    path, child = [0], 0
+    path = [0]
+    child = 0
     while child is not None:
         if not are_finite[child]:
             raise NotFiniteError

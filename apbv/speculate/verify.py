@@ -132,7 +132,9 @@ def decide_sampled(
     Returns:
         The decision, as :func:`decide_window` does.
     """
-    count, num_rows, device = len(tokens), len(p), p.device
+    count = len(tokens)
+    num_rows = len(p)
+    device = p.device
     q = None if q is None else to_device(q, device)
     draws = to_device([*accept_draws[:count], *next_draws[:num_rows]], device, torch.float64)
     p_token = _probability(p[:count], tokens)

@@ -97,7 +97,8 @@ class SimilarityChange(Watcher):
     """
 
     def __init__(self, last_layer: int, num_layers: int):
-        self._last, self._num_layers = last_layer, num_layers
+        self._last = last_layer
+        self._num_layers = num_layers
         self.hidden_layers = (0, last_layer)
         self._offer: Callable[[Tensor], bool] | None = None
         self._scores: Tensor | None = None
@@ -125,7 +126,8 @@ class SimilarityChange(Watcher):
     ) -> None:
         if layer in (0, self._last):
             if owned is not None:
-                text, prompt = _sum_of_units(hidden[owned[self._before_question]]), self.prompt
+                text = _sum_of_units(hidden[owned[self._before_question]])
+                prompt = self.prompt
                 # A prompt that is not split is all on the host that computes it.
                 self._text[layer] = (
                     prompt.hosts.all_gather(text).wait().sum(0) if prompt.layout.is_split else text

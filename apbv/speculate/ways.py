@@ -66,7 +66,9 @@ class Autoregressive:
     """
 
     def __init__(self, parts: ModelParts, hosts: HostGroup):
-        self._parts, self.hosts, self.models = parts, hosts, (parts,)
+        self._parts = parts
+        self.hosts = hosts
+        self.models = (parts,)
 
     def answer(self, request: Request, prefiller: Prefiller) -> Outcome:
         """Read a request, prefill it and decode the answer; collective."""
@@ -110,8 +112,12 @@ class TakingTurns:
         tokenize: Callable[[str], list[int]],
         captioner: Captioner | None = None,
     ):
-        self._target, self._draft, self.hosts, self._config = target, draft, hosts, config
-        self._tokenize, self._captioner = tokenize, captioner
+        self._target = target
+        self._draft = draft
+        self.hosts = hosts
+        self._config = config
+        self._tokenize = tokenize
+        self._captioner = captioner
         self.models = tuple(parts for parts in (target, draft) if parts is not None)
         self._tree = draft_tree(config, min(parts.vocab_size for parts in self.models))
 
@@ -127,8 +133,10 @@ class TakingTurns:
     def begin(self, request: Request, prefiller: Prefiller) -> Begun:
         config = self._config
         with closing(prefiller.read(request)) as read:
-            request, watcher = read.request, make_watcher(config, self._target)
-            state, caption = prefiller.run(read, watcher), None
+            request = read.request
+            watcher = make_watcher(config, self._target)
+            state = prefiller.run(read, watcher)
+            caption = None
             if config.needs_caption and read.inputs.visual is not None:
                 with self.hosts.local_stage("captioning"), request.timer.stage("draft"):
                     caption = self._caption(read.rendered) if self.hosts.is_leader else None
@@ -150,7 +158,8 @@ class TakingTurns:
     ) -> Draft:
         """Build the draft. The target's own reads what the target has read, others the whole
         prompt."""
-        config, runs_target = self._config, STRATEGIES[self._config.strategy].runs_target
+        config = self._config
+        runs_target = STRATEGIES[self._config.strategy].runs_target
         scores = watcher and watcher.result
         if scores is not None and state.reduction is not None and not runs_target:
 

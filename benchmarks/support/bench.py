@@ -60,7 +60,8 @@ class Bench:
 
     def __init__(self, options: argparse.Namespace, hosts: HostGroup, num_runs: int):
         self._bar = tqdm(total=num_runs, unit="prefill", disable=None if hosts.rank == 0 else True)
-        self._query_len, self.hosts = options.query_len, hosts
+        self._query_len = options.query_len
+        self.hosts = hosts
         self.network = Network(options.bandwidth, options.latency)
         if hosts.device.type == "cpu":
             keep_freed_memory()

@@ -96,10 +96,8 @@ class CaptionedClip(NamedTuple):
 
 def make_clip(seed: int, num_frames: int, split: str, words: tuple[str, ...]) -> CaptionedClip:
     """Make the clip with number `seed` of a split, of at least ``NUM_PAIRS + CHAIN`` frames."""
-    rng, total = (
-        np.random.default_rng([clips.SPLITS.index(split), seed, num_frames]),
-        NUM_PAIRS + CHAIN,
-    )
+    rng = np.random.default_rng([clips.SPLITS.index(split), seed, num_frames])
+    total = NUM_PAIRS + CHAIN
     scenes = clips.ClipSpec(tuple(clips.sample_scenes(rng, num_frames)), SCENE_GRID)
     names = rng.permutation(words)[:total].tolist()
     numbers = [
@@ -110,9 +108,11 @@ def make_clip(seed: int, num_frames: int, split: str, words: tuple[str, ...]) ->
         Caption(int(rng.integers(GRID)), (name, "=", *value))
         for name, value in zip(names, values, strict=True)
     ]
-    pairs, chain = made[:NUM_PAIRS], made[NUM_PAIRS:]
+    pairs = made[:NUM_PAIRS]
+    chain = made[NUM_PAIRS:]
     in_chain = set(rng.choice(total, CHAIN, replace=False).tolist())
-    rest, linked = iter(pairs), iter(chain)
+    rest = iter(pairs)
+    linked = iter(chain)
     order = [next(linked if place in in_chain else rest) for place in range(total)]
     frames = np.sort(rng.choice(num_frames, total, replace=False)).tolist()
     return CaptionedClip(scenes, dict(zip(frames, order, strict=True)), pairs, chain)
@@ -121,7 +121,8 @@ def make_clip(seed: int, num_frames: int, split: str, words: tuple[str, ...]) ->
 def draw(picture: np.ndarray, caption: Caption) -> np.ndarray:
     """Draw a caption over a frame, uint8 RGB [H, W, 3], with Pillow's own font as large as fits
     into a cell."""
-    dimmed, band = picture.copy(), slice(caption.row * CELL, (caption.row + 1) * CELL)
+    dimmed = picture.copy()
+    band = slice(caption.row * CELL, (caption.row + 1) * CELL)
     dimmed[band] = dimmed[band] * 0.35
     canvas = Image.fromarray(dimmed)
     for column, text in enumerate(caption.cells):
@@ -168,10 +169,8 @@ class CaptionExam(Exam):
         return frames
 
     def questions(self, seed: int) -> list[tuple[str, str, str]]:
-        clip, names = (
-            self.clip(seed),
-            ", ".join(caption.cells[0] for caption in self.clip(seed).chain),
-        )
+        clip = self.clip(seed)
+        names = ", ".join(caption.cells[0] for caption in self.clip(seed).chain)
         answers = {"retrieval": "".join(clip.pairs[0].cells[2:]), "tracking": f" {names}"}
         return [(task, self._asked(seed, task)[0], answers[task]) for task in self.tasks]
 

@@ -41,8 +41,12 @@ def stream_answer(port: int, body: dict, timeout: float, asked: float | None = N
         ValueError: the server answers with an error.
     """
     body = {"model": "benchmark", **body, "stream": True, "stream_options": {"include_usage": True}}
-    began, first, text, num_tokens = asked or time.perf_counter(), None, "", 0
-    url, data = f"http://127.0.0.1:{port}/v1/chat/completions", json.dumps(body).encode()
+    began = asked or time.perf_counter()
+    first = None
+    text = ""
+    num_tokens = 0
+    url = f"http://127.0.0.1:{port}/v1/chat/completions"
+    data = json.dumps(body).encode()
     try:
         response = _OPEN(url, data, timeout)
     except urllib.error.HTTPError as error:

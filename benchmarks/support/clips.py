@@ -34,7 +34,8 @@ from apbv.demo import (
 
 FRAMES_PER_SHOT = 2
 FPS = 4  # video frames per second, so two shots per second
-MIN_LETTERS, MAX_LETTERS = 3, 6
+MIN_LETTERS = 3
+MAX_LETTERS = 6
 DEMO_CLIP = (10, 64, "test")  # arguments of make_clip that specify the bundled clip
 LONGEST_SCENE = 8  # shots
 
@@ -148,7 +149,8 @@ def sample_scenes(rng: np.random.Generator, num_shots: int) -> list[Shot]:
     shots: list[Shot] = []
     while len(shots) < num_shots:
         length = 1 if rng.random() < 0.4 else int(rng.integers(2, LONGEST_SCENE + 1))
-        seed, scene = int(rng.integers(0, 2**62)), str(rng.choice(SCENES))
+        seed = int(rng.integers(0, 2**62))
+        scene = str(rng.choice(SCENES))
         shots += [Shot(seed, scene, age) for age in range(length)]
     return shots[:num_shots]
 
@@ -205,7 +207,8 @@ def questions(clip: ClipSpec) -> list[tuple[str, str, str]]:
 
 def asked_apart(clip: ClipSpec) -> tuple[list[tuple[str, str, str]], list[tuple[str, str, str]]]:
     """Return the retrievals among a clip's questions, and the others."""
-    asked, number = questions(clip), len(clip.needles)
+    asked = questions(clip)
+    number = len(clip.needles)
     return asked[:number], asked[number:]
 
 
@@ -230,7 +233,8 @@ def needle_box(needle: Needle, size: int) -> tuple[int, int, int]:
 
     It is as large as the smallest frame, and begins at any patch of a larger one.
     """
-    side, step = 2 * TOKEN_SIZE, TOKEN_SIZE // 2
+    side = 2 * TOKEN_SIZE
+    step = TOKEN_SIZE // 2
     top, left = (
         np.random.default_rng([needle.seed, 0]).integers(0, (size - side) // step + 1, size=2)
         * step
@@ -273,7 +277,8 @@ def write_mp4(
             if not isinstance(frame, av.VideoFrame):
                 frame = av.VideoFrame.from_ndarray(frame, format="rgb24")
             if number == 0:
-                stream.height, stream.width = frame.height, frame.width
+                stream.height = frame.height
+                stream.width = frame.width
             frame.pts, frame.time_base = number, Fraction(1, fps)
             container.mux(stream.encode(frame))
         container.mux(stream.encode())
@@ -290,7 +295,8 @@ class _Scene:
 
     def __init__(self, seed: int, kind: str, size: int) -> None:
         rng = np.random.default_rng([seed, SCENES.index(kind)])
-        self.kind, self.size = kind, size
+        self.kind = kind
+        self.size = size
         if kind == "grey noise":
             self.still = _noise(rng, size)
         elif kind == "smooth gradient":

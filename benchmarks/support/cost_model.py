@@ -73,9 +73,11 @@ class VisionShape:
         Raises:
             ValueError: the family is unknown.
         """
-        vision, family = config.vision_config, prompts_like(config.model_type)
+        vision = config.vision_config
+        family = prompts_like(config.model_type)
         width = config.get_text_config().hidden_size
-        layers, deepstack = vision.num_hidden_layers, DecoderSizes.from_config(config).deepstack
+        layers = vision.num_hidden_layers
+        deepstack = DecoderSizes.from_config(config).deepstack
         hidden = vision.embed_dim if family == "qwen2_vl" else vision.hidden_size
         mlp = hidden * vision.mlp_ratio if family == "qwen2_vl" else vision.intermediate_size
         if family == "glm4v":  # the other is the merger's
@@ -87,7 +89,8 @@ class VisionShape:
             patches = vision.spatial_merge_size**2
             outer = patches * hidden * width + width**2 + 3 * width * vision.intermediate_size
         elif family == "video_llama_3":  # of a frame four patches make a token, of an image each
-            patches, outer = 4, width * (hidden + width)
+            patches = 4
+            outer = width * (hidden + width)
         elif family == "internvl":
             patches = int(1 / config.downsample_ratio) ** 2
             outer = width * (patches * hidden + width)
@@ -158,7 +161,8 @@ class Shape(DecoderSizes):
         """
         if self.linear is None:
             return 0
-        keys, values = self.linear.key_dim, self.linear.value_dim + is_map * self.linear.key_dim
+        keys = self.linear.key_dim
+        values = self.linear.value_dim + is_map * self.linear.key_dim
         head = RULE_CHUNK * (3 * keys + 2 * values) + 3 * keys * values
         return len(self.linear.layers) * self.linear.value_heads * head
 
@@ -199,7 +203,8 @@ class Video:
         shares = split_evenly(frames, num_hosts)
         # Tokens beyond an equal number per frame (LLaVA-OneVision's newline) belong to the last
         # frame.
-        count, per_frame = len(self.tokens), len(self.tokens) // self.frames
+        count = len(self.tokens)
+        per_frame = len(self.tokens) // self.frames
         ends = [
             frame * (per_frame if self.frame_tokens is None else count / self.frames)
             for frame in frames
@@ -285,7 +290,8 @@ def cost_of_prompt(
     if config.reduce is not None:  # of every frame as many tokens are left, as is assumed
         count = len(video.tokens)
         kept = max(1, round(count * config.reduce.ratio))
-        gone, per_frame = count - kept, count // video.frames
+        gone = count - kept
+        per_frame = count // video.frames
         video = replace(
             video, tokens=range(start, start + kept), frame_tokens=per_frame if gone else None
         )
@@ -327,15 +333,19 @@ def _scores(shape, method, layout, host, separate) -> dict[str, int]:
             "block_to_self": shape.heads
             * sum(causal_pairs(len(span)) for span in layout.local_spans(host))
         }
-    heads, blocks = shape.heads, layout.virtual_hosts(host)
+    heads = shape.heads
+    blocks = layout.virtual_hosts(host)
     if method == "ulysses":  # a share of the heads, over all tokens
-        heads, blocks = len(_query_heads(shape, layout)[host]), range(layout.num_hosts)
+        heads = len(_query_heads(shape, layout)[host])
+        blocks = range(layout.num_hosts)
     rows = {v: len(layout.blocks[v]) for v in blocks}
     pairs = {"block_to_self": sum(map(causal_pairs, rows.values()))}
     if method in _SHARED_OUT:
         pairs["block_to_earlier"] = sum(rows[v] * layout.blocks[v].start for v in blocks)
     else:
-        anchor, query, last = layout.anchor_len, len(layout.query), len(layout.blocks) - 1
+        anchor = layout.anchor_len
+        query = len(layout.query)
+        last = len(layout.blocks) - 1
         pairs["anchor"] = causal_pairs(anchor)
         # A copy in front of the prompt's first block would repeat what the block begins with.
         pairs["block_to_anchor"] = anchor * sum(
@@ -355,17 +365,16 @@ def _scores(shape, method, layout, host, separate) -> dict[str, int]:
 
 def _received(shape, method, layout, host, video) -> Counter:
     """Count the bytes that one of several hosts receives, by what they are."""
-    received, layers, size, others = (
-        Counter(),
-        shape.kv_layers,
-        shape.bytes_per_number,
-        layout.num_hosts - 1,
-    )
+    received = Counter()
+    layers = shape.kv_layers
+    size = shape.bytes_per_number
+    others = layout.num_hosts - 1
     here = sum(len(layout.blocks[v]) for v in layout.virtual_hosts(host))
     if method == "zigzag_ring":
         received["ring"] = shape.kv_bytes * (layout.num_tokens - here)
     elif method == "ulysses":
-        heads, group = _query_heads(shape, layout)[host], shape.heads // shape.kv_heads
+        heads = _query_heads(shape, layout)[host]
+        group = shape.heads // shape.kv_heads
         kv_heads = -(-heads.stop // group) - heads.start // group if len(heads) else 0
         states = (len(heads) + 2 * kv_heads) * (layout.num_tokens - here)
         outputs = (shape.heads - len(heads)) * here
@@ -383,7 +392,8 @@ def _received(shape, method, layout, host, video) -> Counter:
     if (
         linear := shape.linear
     ) is not None:  # maps of blocks, or the states of a prompt that host 0 computes
-        inputs, num_maps = linear.last_inputs * size, others * len(layout.virtual_hosts(host))
+        inputs = linear.last_inputs * size
+        num_maps = others * len(layout.virtual_hosts(host))
         of_layer = num_maps * (4 * linear.block_map + inputs) or (host > 0) * (
             4 * linear.state + inputs
         )

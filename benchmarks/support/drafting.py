@@ -56,7 +56,9 @@ def scale_model(model: PreTrainedModel, times: int) -> PreTrainedModel:
     if times < 1:
         raise ValueError(f"a model can be scaled by 1 or more, not by {times}")
     scaled = copy.deepcopy(model)
-    text, decoder, layers = scaled.config.text_config, scaled.model.language_model, nn.ModuleList()
+    text = scaled.config.text_config
+    decoder = scaled.model.language_model
+    layers = nn.ModuleList()
     text.num_hidden_layers *= times
     text.layer_types = [kind for kind in text.layer_types for _ in range(times)]
     for layer in decoder.layers:

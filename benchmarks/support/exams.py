@@ -238,7 +238,9 @@ class Candidate:
         hosts: HostGroup,
         draft: PreTrainedModel | None = None,
     ):
-        self.processor, self.tokenizer, self.hosts = processor, processor.tokenizer, hosts
+        self.processor = processor
+        self.tokenizer = processor.tokenizer
+        self.hosts = hosts
         self.parts, self.draft = inspect_model(model), draft and inspect_model(draft)
         self._reader = PromptReader(self.parts, processor, num_frames=1)
         # Several questions are asked about the same video, on which the vision tower runs only
@@ -252,7 +254,8 @@ class Candidate:
         Args:
             start: the beginning of the answer, which is given.
         """
-        info, timer = probe(path), StageTimer(self.hosts)
+        info = probe(path)
+        timer = StageTimer(self.hosts)
         asked = Question(question, path, num_frames=info.num_frames)
         rendered = self._reader.render(asked)
         rendered = replace(rendered, text=rendered.text + start)
@@ -400,8 +403,10 @@ def sit(
         a record per way, equal on all hosts. Times are the slowest host's, in milliseconds; those
         to the first token include reading and encoding the frames, which is done once.
     """
-    hosts, tokenizer = candidate.hosts, candidate.tokenizer
-    file, asked = exam.file(seed, hosts), exam.questions(seed)
+    hosts = candidate.hosts
+    tokenizer = candidate.tokenizer
+    file = exam.file(seed, hosts)
+    asked = exam.questions(seed)
     began = hosts.clock()
     with hosts.local_stage("reading a clip"):
         candidate.read(file, asked[0][1])
@@ -420,7 +425,8 @@ def sit(
                 said, state = candidate.answer(
                     inputs, way.prefill, len(expected) + 1, way.speculate
                 )
-            count, states[label] = right[label][task], state
+            count = right[label][task]
+            states[label] = state
             if task == "describe":
                 count[0] += sum(a == b for a, b in zip(said, expected, strict=False))
                 count[1] += len(expected)

@@ -70,7 +70,8 @@ class Draw:
     """A source of random operands, which differ from seed to seed."""
 
     def __init__(self, seed: int, device: torch.device, dtype: torch.dtype):
-        self.device, self.dtype = device, dtype
+        self.device = device
+        self.dtype = dtype
         self._generator = torch.Generator(device).manual_seed(seed)
 
     def randn(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -154,7 +155,8 @@ def _segmented(
         segments: function that draws their keys and values; None: they are as projections leave
             them.
     """
-    last, before = keys[-1], sum(keys[:-1])
+    last = keys[-1]
+    before = sum(keys[:-1])
     seen = (queries - rows_alone) * before + queries * (last - queries) + causal_pairs(queries)
     numbers = 2 * (queries * s.heads + sum(keys) * s.kv_heads) * s.head_dim
 
@@ -231,7 +233,8 @@ def merge_into_place(s: Sizes) -> Case:
         lses = [draw.randn(1, s.heads, count, dtype=torch.float32) for count in rows]
         return (outs, lses), {"out": torch.empty_like(outs[0])}
 
-    wide, moved = s.heads * s.head_dim, rows[0] + sum(rows)
+    wide = s.heads * s.head_dim
+    moved = rows[0] + sum(rows)
     label = "first block, in its place"
     return Case(
         s, "merge_states", label, 2 * sum(rows) * wide, moved * wide, moved * s.heads * _FP32, make
@@ -287,10 +290,8 @@ def listed_blocks(s: Sizes, share: float) -> Case:
         )
         return (draw.queries(s, s.tokens), *draw.kv(s, s.tokens), listed, s.scale), {}
 
-    flops, numbers = (
-        4 * s.head_dim * s.heads * scores,
-        2 * s.tokens * (s.heads + s.kv_heads) * s.head_dim,
-    )
+    flops = 4 * s.head_dim * s.heads * scores
+    numbers = 2 * s.tokens * (s.heads + s.kv_heads) * s.head_dim
     others = 4 * s.heads * (s.tokens + sum(counts) + blocks)
     return Case(
         s, "block_sparse_attention", f"{share:.0%} of the blocks", flops, numbers, others, make
@@ -299,7 +300,8 @@ def listed_blocks(s: Sizes, share: float) -> Case:
 
 def antidiagonals(s: Sizes, stride: int) -> Case:
     """Build the case of XAttention's scores of a whole prompt's blocks."""
-    groups, blocks = -(-s.tokens // stride), -(-s.tokens // _BLOCK)
+    groups = -(-s.tokens // stride)
+    blocks = -(-s.tokens // _BLOCK)
 
     def make(draw: Draw) -> Drawn:
         q, k = draw.queries(s, s.tokens), draw.states(s.kv_heads, s.tokens, s.head_dim)

@@ -21,7 +21,8 @@ from apbv.prefilling.methods.apbv import ApbvMethod, States
 from apbv.prefilling.methods.importance import importance_of
 
 # How the labels of such rows end.
-RANDOM, OF_THE_ANSWER = ", random pairs", ", pairs of the answer"
+RANDOM = ", random pairs"
+OF_THE_ANSWER = ", pairs of the answer"
 
 
 class _Random(ApbvMethod):

@@ -30,7 +30,8 @@ def pin_host(rank: int, num_cores: int = 1) -> None:
     """
     if not hasattr(os, "sched_setaffinity"):
         raise ValueError("--pinned: this system does not let a process choose its cores")
-    cores, first = sorted(os.sched_getaffinity(0)), rank * num_cores
+    cores = sorted(os.sched_getaffinity(0))
+    first = rank * num_cores
     os.sched_setaffinity(
         0, [cores[number % len(cores)] for number in range(first, first + num_cores)]
     )

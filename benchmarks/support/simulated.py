@@ -95,7 +95,10 @@ class _Machine:
         clock: Callable[[], float] | None,
         device: torch.device,
     ):
-        self.num_hosts, self.network, self.clock, self.device = num_hosts, network, clock, device
+        self.num_hosts = num_hosts
+        self.network = network
+        self.clock = clock
+        self.device = device
         self.turn = threading.Condition()
         self.hosts: list[SimulatedHost] = []
         self.posts: dict[int, dict[int, Any]] = {}  # by exchange, what each host sends
@@ -146,7 +149,9 @@ class SimulatedHost(HostGroup):
         super().__init__(device=machine.device, timeout=float("inf"))
         self._take_place(rank, machine.num_hosts)
         self._watch = _SimulatedWatch(self.name, machine)
-        self._machine, self._network, self._pace = machine, machine.network, pace
+        self._machine = machine
+        self._network = machine.network
+        self._pace = pace
         self._laps: list[Lap] = []
         self._num_laps = 0  # with those whose times are not worked out yet
         self._cpu = self._gpu = 0.0  # the clocks, as far as they are worked out
@@ -248,7 +253,9 @@ class SimulatedHost(HostGroup):
             )
         if self._machine.clock is None:
             return
-        seconds, begun, number = self._machine.clock() - self._read, self._begun, self._num_laps
+        seconds = self._machine.clock() - self._read
+        begun = self._begun
+        number = self._num_laps
         ended = record_event(self.device) if self.device.type == "cuda" else None
         self._num_laps += 1
         self._begin_lap()
@@ -338,7 +345,8 @@ class SimulatedHost(HostGroup):
         """
         if self._watch.is_broken:
             raise HostError("this host group broke in an earlier exchange")
-        machine, number = self._machine, self._num_posted
+        machine = self._machine
+        number = self._num_posted
         self._num_posted += 1
         posts = machine.posts.setdefault(number, {})
         times = machine.times.setdefault(number, {})

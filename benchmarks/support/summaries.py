@@ -33,7 +33,8 @@ def percentiles(samples: Sequence[float]) -> dict[str, float]:
 def wilson(right: int, total: int) -> tuple[float, float]:
     """Compute the 95 % confidence interval of a share (Wilson's score interval)."""
     z = 1.96
-    share, spread = right / total, z**2 / total
+    share = right / total
+    spread = z**2 / total
     middle = (share + spread / 2) / (1 + spread)
     half = z / (1 + spread) * math.sqrt(share * (1 - share) / total + spread / (4 * total))
     return max(0.0, middle - half), min(1.0, middle + half)
@@ -64,6 +65,7 @@ def student_t(freedom: int) -> float:
     if freedom < 3:
         return (12.706, 4.303)[freedom - 1]
     z = 1.96
-    first, second = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96
+    first = (z**3 + z) / 4
+    second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
     third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
     return z + first / freedom + second / freedom**2 + third / freedom**3

@@ -13,7 +13,8 @@ def engine() -> Engine:
 @pytest.fixture
 def prompts(monkeypatch) -> list[dict]:
     """What the engine is asked."""
-    asked, begin = [], Engine.begin
+    asked = []
+    begin = Engine.begin
     monkeypatch.setattr(
         Engine,
         "begin",

@@ -239,7 +239,8 @@ def test_known_ratios_on_two_hosts(num_tokens, same_cores, own_cores):
 
 def test_what_the_busiest_host_does_is_listed():
     layout = planned("apbv", 2, 32768)
-    costs, full = cost(SMALL, "apbv", layout), cost(SMALL, "full", single_host_layout(1, 32768))
+    costs = cost(SMALL, "apbv", layout)
+    full = cost(SMALL, "full", single_host_layout(1, 32768))
     text = explain("apbv", layout, costs, full)
     assert "apbv, 2 hosts, 32768 tokens: anchor 512, 4 blocks, passing 256, query 32" in text
     assert "busiest host 4.90, all hosts together 2.45" in text and "passing 2.10 MB" in text

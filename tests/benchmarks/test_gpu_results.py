@@ -67,7 +67,8 @@ def predicted_parts(record: dict, gpu: str | None) -> dict[str, float]:
 
 def kernels(records: list[dict]) -> str:
     """A prefill's kernels on one host by parts, beside what the roofline predicts."""
-    columns, gpu = [], name_of_gpu(records)
+    columns = []
+    gpu = name_of_gpu(records)
     for record in of(records, "profile"):
         parts = predicted_parts(record, gpu)
         predicted = {
@@ -168,7 +169,8 @@ def test_the_cost_model_is_near_what_was_measured():
     records = read_records([RECORDS])
     gpu = name_of_gpu(records)
     for record in of(records, "profile"):
-        parts, measured = predicted_parts(record, gpu), record["kernels_ms"]
+        parts = predicted_parts(record, gpu)
+        measured = record["kernels_ms"]
         assert parts["attention"] == pytest.approx(measured["attention"], rel=0.1)
         assert parts["projections"] + parts["MLP"] == pytest.approx(
             measured["matrix products"], rel=0.1
@@ -184,7 +186,8 @@ def test_the_cost_model_is_near_what_was_measured():
 
 
 def test_what_the_page_says_of_them():
-    page, records = PAGE.read_text(encoding="utf-8"), read_records([RECORDS])
+    page = PAGE.read_text(encoding="utf-8")
+    records = read_records([RECORDS])
     about, doctor, memcheck, tests = records[:4]
     assert doctor["healthy"] and memcheck["healthy"] and not tests["failed"]
     assert f"{tests['passed']} passed, {tests['skipped']} skipped" in page
@@ -204,7 +207,8 @@ def test_what_the_page_says_of_them():
 
 
 def test_the_readme_and_the_predictions_show_these_figures(capsys):
-    records, readme = read_records([RECORDS]), (ROOT / "README.md").read_text(encoding="utf-8")
+    records = read_records([RECORDS])
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
     ms = {
         r["label"]: min(r["samples"]["ttft_ms"])
         for r in of(records, "throughput")

@@ -197,7 +197,8 @@ def test_videomme_is_scored_by_duration(videomme_rows, engine, tmp_path):
     folder, rows = videomme_rows
     given = ["--questions", folder / "t.json", *OPEN]
     records = answered(videomme, tmp_path / "r.jsonl", *given)
-    found, right = score(run_in(tmp_path / "r.jsonl")), defaultdict(int)
+    found = score(run_in(tmp_path / "r.jsonl"))
+    right = defaultdict(int)
     for row in rows:
         said = engine.generate(
             row["question"], video=folder / "data" / f"{row['videoID']}.mp4"

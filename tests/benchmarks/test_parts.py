@@ -77,7 +77,8 @@ def test_what_cannot_be_measured_is_one_line(name, options, message, capsys):
 @pytest.mark.parametrize("off", [1.01, float("nan")])
 @pytest.mark.parametrize("of_batch", [False, True])
 def test_wrong_decoding_steps_get_no_speed(monkeypatch, tmp_path, capsys, off, of_batch):
-    step, run = decoding.with_apbv, decoding.BatchRunner.run
+    step = decoding.with_apbv
+    run = decoding.BatchRunner.run
 
     def wrong(*arguments):
         right = step(*arguments)
@@ -120,7 +121,8 @@ def test_attention_writes_its_results_where_they_are_wanted(method, most):
     """A needless copy of the result would exceed the bounds."""
 
     def moved_per_output(hosts) -> float:
-        config, kind = PrefillConfig(method=method), METHODS[method]
+        config = PrefillConfig(method=method)
+        kind = METHODS[method]
         attention = kind(kind.plan(hosts.size, 4096, 0, 4096 - 40, config), hosts, config, 1)
         rows = sum(map(len, attention.layout.local_spans(hosts.rank)))
         states = [torch.randn(1, rows, heads, 64).transpose(1, 2) for heads in (8, 2, 2)]
@@ -148,7 +150,8 @@ def test_a_layer_moves_what_its_calls_read_and_write():
 
 
 def test_a_prefill_is_predicted_by_its_parts(capsys):
-    tokens, shape = 32_768, config_of("llama-small")
+    tokens = 32_768
+    shape = config_of("llama-small")
     sizes = ["--prefill", "llama-small", "--tokens", str(tokens), "--hosts", "2"]
     roofline.main([*sizes, "--gpus", "H200"])
     rows = [
@@ -207,7 +210,8 @@ def test_a_presets_random_tokens_stand_for_nothing_but_text(name):
     """Of all its vocabulary, in more tokens than that has; and its prompts are prefilled, by a
     small model."""
     config, hosts = CONFIGS[name], HostGroup.single("cpu")
-    vocab, is_video_model = config.get_text_config().vocab_size, hasattr(config, "vision_config")
+    vocab = config.get_text_config().vocab_size
+    is_video_model = hasattr(config, "vision_config")
     special = (
         {1000, 1001, 1002, 1003} if is_video_model else {config.bos_token_id, config.eos_token_id}
     )
@@ -216,7 +220,8 @@ def test_a_presets_random_tokens_stand_for_nothing_but_text(name):
     prompts = [text_prompt(config, 60, 9)]
     if is_video_model:
         prompts.append(video_prompt(config, 4, 56, 56, 9))
-    like, small = "qwen2.5-vl-narrow" if is_video_model else "llama-small", {"vocab_size": vocab}
+    like = "qwen2.5-vl-narrow" if is_video_model else "llama-small"
+    small = {"vocab_size": vocab}
     small |= {"num_hidden_layers": 1, "hidden_size": 128}
     model = build_model(config_like(like, small, {"depth": 1}), torch.float32, "cpu")
     parts = inspect_model(model)
@@ -304,12 +309,15 @@ if __name__ == "__main__":
 
 
 def test_as_many_other_tokens_are_kept(tmp_path):
-    exam, engine, hosts = Exam(2, 16, tmp_path), load_demo(), HostGroup.single("cpu")
+    exam = Exam(2, 16, tmp_path)
+    engine = load_demo()
+    hosts = HostGroup.single("cpu")
     candidate, reduce = (
         Candidate(engine.model, engine.processor, hosts),
         ReduceConfig(method="dycoke", ratio=0.3),
     )
-    shots, config = exam.clip(0).shots, PrefillConfig(method="full", reduce=reduce)
+    shots = exam.clip(0).shots
+    config = PrefillConfig(method="full", reduce=reduce)
     shown = torch.stack([torch.from_numpy(clips.needle_tokens(shot, 2)) for shot in shots])
     assert [bool(of_shot.all()) for of_shot in shown] == [shot.needle is not None for shot in shots]
     scores = torch.rand(64, generator=torch.Generator().manual_seed(0)) + shown.flatten()

@@ -77,7 +77,8 @@ def test_answers_are_the_engines_and_scored(clips, said, tmp_path, capsys):
 
 
 def test_only_what_is_missing_or_has_changed_is_asked(clips, said, prompts, tmp_path):
-    folder, results = shutil.copytree(clips, tmp_path / "clips"), tmp_path / "r.jsonl"
+    folder = shutil.copytree(clips, tmp_path / "clips")
+    results = tmp_path / "r.jsonl"
     ask(folder, results)
     kept = b"".join(results.read_bytes().splitlines(keepends=True)[:3])
     results.write_bytes(kept + b'{"key": "' + b"x" * 20_000)  # killed while it wrote
@@ -136,7 +137,8 @@ def test_every_way_to_answer_can_be_asked(clips, said, tmp_path, options, figure
 
 
 def test_what_cannot_be_asked_fails_alone_and_is_asked_again(clips, tmp_path, capsys):
-    folder, results = shutil.copytree(clips, tmp_path / "clips"), tmp_path / "r.jsonl"
+    folder = shutil.copytree(clips, tmp_path / "clips")
+    results = tmp_path / "r.jsonl"
     (folder / "clip-0.mp4").write_bytes(b"no video")
     (folder / "clip-1.mp4").unlink()
     assert run(folder, "--json", results) == 1

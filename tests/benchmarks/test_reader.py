@@ -19,7 +19,8 @@ from support.ruler.words import NOUNS
 @pytest.fixture(scope="module")
 def decoder(tmp_path_factory):
     """A small Qwen2 whose tokenizer has the words of captions."""
-    folder, tokenizer = tmp_path_factory.mktemp("decoder"), build_tokenizer("qwen2")
+    folder = tmp_path_factory.mktemp("decoder")
+    tokenizer = build_tokenizer("qwen2")
     texts = [" =", *(f" {word}" for word in NOUNS if len(word) <= captions.LONGEST_WORD)]
     tokenizer.add_tokens([AddedToken(text, normalized=False) for text in texts])
     model = build_model("qwen2")
@@ -65,7 +66,9 @@ def test_the_decoder_stays_as_it_is_and_the_tower_learns(decoder, reader):
 def test_a_cell_is_the_visual_token_that_its_text_is_expected_at(reader, tmp_path):
     engine = Engine.from_pretrained(reader)
     exam = captions.exam_like(Exam(captions.GRID, 12, tmp_path), engine.tokenizer)
-    frames, clip, texts = exam.render(3), exam.clip(3), exam.texts(3)
+    frames = exam.render(3)
+    clip = exam.clip(3)
+    texts = exam.texts(3)
     plain = captions.render_scenes(clip.scenes)
     pixels = [
         engine.processor.video_processor([each], return_tensors="pt") for each in (frames, plain)
@@ -97,7 +100,8 @@ def test_a_cell_is_the_visual_token_that_its_text_is_expected_at(reader, tmp_pat
 def test_captions_by_every_way_to_choose(reader, tmp_path):
     options = ["--preset", "captions", "--model", reader, "--clips", 1, "--shots", 12, "--hosts", 2]
     labels = ["full", "dycoke, 0.25", "dycoke, needles kept, 0.5", "apbv", "w/o P"]
-    path, options = tmp_path / "a.jsonl", [*options, "--folder", tmp_path / "clips"]
+    path = tmp_path / "a.jsonl"
+    options = [*options, "--folder", tmp_path / "clips"]
     records, _ = figures_of("accuracy", path, *options, "--labels", *labels)
     by_label = {record["label"]: record for record in records}
     assert sorted(by_label) == sorted(labels)

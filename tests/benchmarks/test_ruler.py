@@ -104,7 +104,8 @@ def test_what_does_not_fit_is_refused(tokenizer):
 def test_rows_are_compared_on_the_same_samples(tmp_path):
     """The exact one with itself, one that passes most pairs, and one that passes none; nothing is
     done twice."""
-    path, rows = tmp_path / "r.jsonl", ["full", "apbv, l_p = 128, no anchor", "apbv, no passing"]
+    path = tmp_path / "r.jsonl"
+    rows = ["full", "apbv, l_p = 128, no anchor", "apbv, no passing"]
     rows += [f"apbv, n/64, n/128{other}" for other in (RANDOM, OF_THE_ANSWER)] + [
         "apbv, early l_p = n/16"
     ]
@@ -195,19 +196,18 @@ def test_rows_are_compared_on_samples_that_both_have():
 def time_table(records: list[dict]) -> str:
     """TTFT of ways with shorter and longer passing blocks: measured, and predicted for another
     model on H200."""
-    lines, ways = (
-        [],
-        (
-            "full",
-            "zigzag_ring",
-            "apbv, n/64, n/128",
-            "apbv",
-            "apbv, early l_p = n/32",
-            "apbv, l_p = n/32",
-        ),
+    lines = []
+    ways = (
+        "full",
+        "zigzag_ring",
+        "apbv, n/64, n/128",
+        "apbv",
+        "apbv, early l_p = n/32",
+        "apbv, l_p = n/32",
     )
     for label in ways:
-        cells, hosts = [label], 1 if label == "full" else 8
+        cells = [label]
+        hosts = 1 if label == "full" else 8
         for num_tokens in (16384, 32000):
             # At 32,000 tokens the default was timed with another ranking only.
             timed = "apbv, dot" if (label, num_tokens) == ("apbv", 32000) else label
@@ -246,10 +246,8 @@ def test_the_page_shows_its_records():
     for table in (kl_table(records), difference_table(records), time_table(records)):
         require_table(page, table)
     rows = [line.strip("| ").split(" | ") for line in difference_table(records).splitlines()]
-    cells, said = (
-        {row[0].strip(): row for row in rows},
-        " ".join(page.read_text(encoding="utf-8").split()),
-    )
+    cells = {row[0].strip(): row for row in rows}
+    said = " ".join(page.read_text(encoding="utf-8").split())
     assert f"{cells['star'][2].lstrip('+')} higher" in said
     assert f"less than the default on each of {cells['apbv, l_p = n/32'][1]} samples" in said
     usual, early, longer = (
@@ -396,7 +394,9 @@ def test_the_notes_show_in_which_layers_longer_passing_blocks_are_closer():
 def test_the_pairs_of_an_answer_are_those_that_it_attends_to_most():
     """In the first layer, whose states depend on no choice: probabilities over a block, the best
     row and head."""
-    model, (num_tokens, answer), seen = families.build_model("qwen2"), (90, [7, 8, 9]), []
+    model = families.build_model("qwen2")
+    (num_tokens, answer) = (90, [7, 8, 9])
+    seen = []
 
     def watch(module, q, k, v, mask, scaling=None, **kwargs):
         seen.append((q, k, scaling))

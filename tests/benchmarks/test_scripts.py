@@ -170,7 +170,8 @@ def test_methods_differ_where_they_should(run, tmp_path):
 def test_accuracy_goes_on_where_its_file_ends(tmp_path):
     labels = ["full", "star", "apbv", "slowfast, 0.5", "full, draft by hippo, 0.1"]
     labels[4:4] = dropped = ["dycoke, 0.25", "dycoke, random, 0.25", "dycoke, needles kept, 0.25"]
-    path, plot = tmp_path / "figures.jsonl", tmp_path / "figures.png"
+    path = tmp_path / "figures.jsonl"
+    plot = tmp_path / "figures.png"
     options = ["--preset", "systems", "--shots", 16, "--hosts", 2, "--folder", tmp_path / "clips"]
     options += ["--labels", *labels]
     records, _ = figures_of("accuracy", path, "--clips", 1, *options)

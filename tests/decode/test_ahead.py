@@ -32,7 +32,8 @@ def decoded(
     """The tokens, what happened one after the other, and how many tokens' KV is left behind the
     prompt's."""
     decoder = decoder_behind(state, build("llama", torch.float32))
-    happened, advance = [], decoder.advance
+    happened = []
+    advance = decoder.advance
     decoder.runs_ahead = ahead
     decoder.advance = lambda tokens: happened.append("step") or advance(tokens)
     tokens = generate_tokens(
@@ -65,7 +66,8 @@ def test_an_answer_of_any_length_is_the_same(sampling):
 def test_logits_that_are_not_finite_end_it(sampling, broken_at):
     """What was chosen from them in the meantime must be a token: a GPU does not look before it
     reads its row."""
-    state, steps = prefilled(), []
+    state = prefilled()
+    steps = []
     decoder = decoder_behind(state, build("llama", torch.float32))
     advance = decoder.advance
 
@@ -74,7 +76,8 @@ def test_logits_that_are_not_finite_end_it(sampling, broken_at):
         steps.append(tokens)
         return advance(tokens) * (torch.nan if len(steps) == broken_at else 1.0)
 
-    decoder.advance, decoder.runs_ahead = breaking, True
+    decoder.advance = breaking
+    decoder.runs_ahead = True
     with pytest.raises(AgreedError, match=f"after {broken_at} tokens"):
         generate_tokens(answer_by(decoder, state, sampling))
 

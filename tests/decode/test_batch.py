@@ -78,7 +78,8 @@ def alone(state, parts, sampling: SamplingParams = GREEDY) -> list[int]:
 @pytest.mark.parametrize("family", ATTENDING)
 def test_members_that_come_and_go_say_what_each_says_alone(family):
     parts = parts_of(family)
-    batch, members = Batch(parts), []
+    batch = Batch(parts)
+    members = []
     for number, wait in enumerate((0, 3, 1)):
         for _ in range(wait):
             batch.step()
@@ -98,17 +99,21 @@ def test_members_that_come_and_go_say_what_each_says_alone(family):
 def test_a_walk_with_every_way_to_choose(is_ahead, monkeypatch):
     """Ahead: as a GPU gets a step before the tokens of the last one are read."""
     monkeypatch.setattr(kv_cache, "GROWTH_ROWS", 3)  # so that buffers are left for new ones
-    chance, parts = random.Random(int(is_ahead)), parts_of()
+    chance = random.Random(int(is_ahead))
+    parts = parts_of()
     choices = [GREEDY, *SAMPLED]
     samplings = [
         replace(chance.choice(choices), max_new_tokens=chance.randint(1, STEPS)) for _ in range(6)
     ]
     stops = [chance.choice([STEPS, chance.randint(1, STEPS)]) for _ in samplings]
-    batch, members, left = Batch(parts), [], {}
+    batch = Batch(parts)
+    members = []
+    left = {}
     batch._runs_ahead = is_ahead
     while len(batch) or len(members) < len(samplings):
         if len(members) < len(samplings) and chance.random() < 0.5:
-            state, most = prefilled("llama", len(members)), stops[len(members)]
+            state = prefilled("llama", len(members))
+            most = stops[len(members)]
             request = asked(
                 state, samplings[len(members)], stop=lambda tokens, most=most: len(tokens) == most
             )
@@ -129,7 +134,9 @@ def test_a_walk_with_every_way_to_choose(is_ahead, monkeypatch):
 
 def test_first_tokens_come_before_anybody_is_decoded_further():
     """And the prompt can be answered again."""
-    parts, one, other = parts_of(), prefilled(), prefilled("llama", 1)
+    parts = parts_of()
+    one = prefilled()
+    other = prefilled("llama", 1)
     batch = Batch(parts)
     first = batch.join(one, asked(one))
     assert batch.step() == [first] and batch.step() == [first]
@@ -143,7 +150,8 @@ def test_first_tokens_come_before_anybody_is_decoded_further():
 
 def test_a_step_whose_members_have_all_ended_is_forgotten():
     """It was given ahead; nobody waits for its tokens."""
-    state, batch = prefilled(), Batch(parts_of())
+    state = prefilled()
+    batch = Batch(parts_of())
     batch._runs_ahead = True
     ends = batch.join(state, asked(state, stop=lambda tokens: len(tokens) == 2))
     assert batch.step() == [ends] and batch.step() == [ends] and ends.has_ended
@@ -155,10 +163,12 @@ def test_a_step_whose_members_have_all_ended_is_forgotten():
 
 def test_end_tokens(request):
     request.addfinalizer(parts_of)
-    state, sampling = prefilled(), SAMPLED[0]
+    state = prefilled()
+    sampling = SAMPLED[0]
     free = alone(state, parts_of(), sampling)
     parts = parts_of("llama", (free[4], 10**6))
-    batch, first = Batch(parts), free.index(free[4]) + 1
+    batch = Batch(parts)
+    first = free.index(free[4]) + 1
     options = [{}, {"ignore_eos": True}, {"min_tokens": first}, {"min_tokens": first + 1}]
     by = [replace(sampling, **each) for each in options]
     members = [batch.join(prefilled(), asked(state, each)) for each in by]
@@ -171,8 +181,11 @@ def test_end_tokens(request):
 
 @pytest.mark.parametrize("fails", ["first", "later", "callback"])
 def test_a_member_fails_alone(fails):
-    parts, one, other = parts_of(), prefilled(), prefilled("llama", 1)
-    batch, expected = Batch(parts), alone(other, parts)
+    parts = parts_of()
+    one = prefilled()
+    other = prefilled("llama", 1)
+    batch = Batch(parts)
+    expected = alone(other, parts)
     on_token = (lambda token: 1 / 0) if fails == "callback" else None
     if fails == "first":
         one.logits = one.logits * torch.nan
@@ -193,7 +206,8 @@ def test_a_step_that_fails_may_be_taken_again(monkeypatch, failing):
     """In the model, or in sampling; also where an answer has ended in it, for which there was no
     memory."""
     parts = parts_of()
-    states, batch = [prefilled("llama", number) for number in range(3)], Batch(parts)
+    states = [prefilled("llama", number) for number in range(3)]
+    batch = Batch(parts)
     *members, last = [batch.join(state, asked(state)) for state in states]
     for _ in range(3):
         batch.step()
@@ -211,7 +225,9 @@ def test_a_step_that_fails_may_be_taken_again(monkeypatch, failing):
 
 
 def test_whoever_ends_lets_go_of_the_kv():
-    batch, members, kept = Batch(parts_of()), [], []
+    batch = Batch(parts_of())
+    members = []
+    kept = []
     for number in range(2):
         state = prefilled("llama", number)
         members.append(batch.join(state, asked(state, replace(GREEDY, max_new_tokens=2 + number))))
@@ -227,7 +243,8 @@ def test_whoever_ends_lets_go_of_the_kv():
 
 
 def test_what_is_not_decoded_together(monkeypatch):
-    parts, state = parts_of(), prefilled(kv="sharded")
+    parts = parts_of()
+    state = prefilled(kv="sharded")
     with pytest.raises(ValueError, match="gathered on this host"):
         Batch(parts).join(state, asked(state))
     monkeypatch.setitem(parts.language_model.config.rope_parameters, "rope_type", "dynamic")

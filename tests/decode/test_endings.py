@@ -18,7 +18,8 @@ from apbv.decode.answer import Answer
 from apbv.input.request import Question, Request
 from apbv.stats import StageTimer
 
-QUESTION, MOST = "name the letters in order", 12
+QUESTION = "name the letters in order"
+MOST = 12
 VIDEO = {"video": demo.video_path(), "num_frames": 16}
 WAYS = {
     "plain": None,
@@ -53,7 +54,8 @@ def plain() -> Engine:
 @pytest.mark.parametrize("way", ["plain", "window", "tree"])
 def test_every_way_heeds_end_tokens_alike(plain, way):
     engine = plain if way == "plain" else engine_of(way, HostGroup.single())
-    usual, ends = asked(plain).token_ids, set(plain.parts.eos_token_ids)
+    usual = asked(plain).token_ids
+    ends = set(plain.parts.eos_token_ids)
     assert asked(engine).token_ids == usual and len(ends & set(usual)) == 1 and usual[-1] in ends
     # An end token counts, though there may be none behind it.
     assert engine.generate(QUESTION, **VIDEO, max_new_tokens=len(usual)).finish_reason == "stop"
@@ -62,7 +64,8 @@ def test_every_way_heeds_end_tokens_alike(plain, way):
     )
     for fewest, ignores in ((0, True), (len(usual) + 2, False)):
         options = {"min_tokens": fewest, "ignore_eos": ignores}
-        expected, found = asked(plain, **options), asked(engine, **options)
+        expected = asked(plain, **options)
+        found = asked(engine, **options)
         assert (
             found.token_ids == expected.token_ids and found.finish_reason == expected.finish_reason
         )
@@ -88,9 +91,11 @@ def test_only_rows_that_come_too_early_are_changed():
 def stops_job(hosts: HostGroup, way: str, kv: str) -> list:
     """An answer in full, then stopped after one token and after three; and how often host 0
     asked."""
-    engine, answers = engine_of(way, hosts, kv), []
+    engine = engine_of(way, hosts, kv)
+    answers = []
     for count in (MOST + 1, 1, 3):
-        asked, shown = [], []
+        asked = []
+        shown = []
 
         def stop(tokens, count=count, asked=asked) -> bool:
             asked.append(list(tokens))
@@ -118,7 +123,8 @@ def test_an_answer_ends_where_host_0_says(pool, way, hosts, kv):
 def ended_early_job(hosts: HostGroup, fails: bool) -> list[str]:
     """What is raised where the caller cancels, or fails, when it is asked for the first, second,
     ... time."""
-    prefill, raised = PrefillConfig(video=VideoConfig(chunk_bytes=2**20)), []
+    prefill = PrefillConfig(video=VideoConfig(chunk_bytes=2**20))
+    raised = []
     engine = Engine.from_pretrained("demo", hosts=hosts, prefill=prefill, dtype="float32")
     while True:
         number_asked = iter(range(100))
@@ -141,7 +147,8 @@ def test_a_request_ends_on_every_host_between_chunks_and_layers(pool, hosts, fai
     """As often as it is asked: before and after reading, before each of host 0's chunks and of four
     layers."""
     raised, *others = pool.run(hosts, ended_early_job, fails)
-    chunks, cancelled = 8 // hosts, "RequestCancelled"
+    chunks = 8 // hosts
+    cancelled = "RequestCancelled"
     assert raised == ["ZeroDivisionError" if fails else cancelled] * (2 + chunks + 4)
     assert all(names == [cancelled] * len(raised) for names in others)
 
@@ -149,7 +156,8 @@ def test_a_request_ends_on_every_host_between_chunks_and_layers(pool, hosts, fai
 def fails_at_token_job(hosts: HostGroup, way: str, rank: int) -> tuple:
     """What is raised where a callback fails on one host at its second token, how many it heard, and
     how many came."""
-    engine, heard = engine_of(way, hosts), []
+    engine = engine_of(way, hosts)
+    heard = []
 
     def on_token(token: int) -> None:
         heard.append(token)

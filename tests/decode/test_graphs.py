@@ -25,9 +25,11 @@ def decoder_of(family: str, gpu: Machine | None = None) -> Decoder:
     batch, query_start = (
         (text_batch(40), 30) if family in TEXT_FAMILIES else (video_batch(family, 4), None)
     )
-    hosts, model = HostGroup.single("cpu"), families.build_model(family, layers=2)
+    hosts = HostGroup.single("cpu")
+    model = families.build_model(family, layers=2)
     if gpu is not None:
-        hosts, model = on_gpus(hosts), to_gpu(model, gpu)
+        hosts = on_gpus(hosts)
+        model = to_gpu(model, gpu)
     parts = inspect_model(model)
     inputs = ModelInputs.from_processor(parts, batch, hosts, query_start=query_start)
     state = prefill(parts, inputs, hosts=hosts, config=PrefillConfig())
@@ -42,14 +44,18 @@ def walk(
 ) -> list[torch.Tensor]:
     """Step, roll back, and grow trees at random; return all logits, and the KV of the new
     tokens."""
-    chance, said, length, device = random.Random(seed), [], 0, decoder.cache.layers[-1].keys.device
+    chance = random.Random(seed)
+    said = []
+    length = 0
+    device = decoder.cache.layers[-1].keys.device
     for _ in range(num_steps):
         count = chance.choice([1, 1, 1, 3, 4])
         if rolls_back and chance.random() < 0.3:
             tree = chance.choice(TREES)
             drafted = [chance.randrange(250) for _ in range(len(tree))]
             said.append(decoder.advance(drafted, tree.depths, tree.visible))
-            node, path = 0, [0]
+            node = 0
+            path = [0]
             while tree.children[node] and chance.random() < 0.7:
                 node = chance.choice(tree.children[node])
                 path.append(node)

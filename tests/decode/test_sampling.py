@@ -129,7 +129,8 @@ def test_top_p_of_a_long_vocabulary_is_that_of_sorting_it(spread, top_p):
         logits[5000 : 5000 + lead] = 9.0
         whole = torch.softmax(logits.double(), dim=-1)
         wanted = float(whole[5000] * (lead - 1.5 if spread else lead + 1e-3))
-        found, expected = probabilities(logits, 1.0, wanted), by_sorting_all(whole[None], wanted)[0]
+        found = probabilities(logits, 1.0, wanted)
+        expected = by_sorting_all(whole[None], wanted)[0]
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
 
 
@@ -154,11 +155,9 @@ def test_what_is_cut_is_what_transformers_cuts(top_k, min_p, top_p):
 
 
 def test_penalties_and_biases_are_those_of_transformers_and_of_openai():
-    logits, prompt, tokens = (
-        random_logits(3, 50, spread=4.0),
-        torch.tensor([4, 7, 7, 9]),
-        [7, 3, 3, 11],
-    )
+    logits = random_logits(3, 50, spread=4.0)
+    prompt = torch.tensor([4, 7, 7, 9])
+    tokens = [7, 3, 3, 11]
     settings = SamplingParams(repetition_penalty=1.7, presence_penalty=0.5, frequency_penalty=-0.25)
     seen = torch.cat([prompt, torch.tensor(tokens)])[None]
     expected = RepetitionPenaltyLogitsProcessor(1.7)(seen, logits[None].clone())[0]
@@ -175,11 +174,11 @@ def test_each_drafted_place_is_penalised_for_the_tokens_before_it():
     """In a chain, in a tree, after a token that is still on its way; a draft's vocabulary may be
     shorter."""
     settings = SamplingParams(repetition_penalty=1.7, presence_penalty=0.5, frequency_penalty=0.25)
-    prompt, tokens, drafted = torch.tensor([4, 7, 9, 60]), [7, 3, 49], [3, 5, 5]
-    penalties, logits = (
-        Penalties(settings, prompt, 50, prompt.device),
-        random_logits(3, (4, 50), spread=4.0),
-    )
+    prompt = torch.tensor([4, 7, 9, 60])
+    tokens = [7, 3, 49]
+    drafted = [3, 5, 5]
+    penalties = Penalties(settings, prompt, 50, prompt.device)
+    logits = random_logits(3, (4, 50), spread=4.0)
     is_ancestor = torch.tensor([[0, 0, 0], [1, 0, 0], [0, 1, 0], [1, 0, 1]]).bool()
     cases = [
         (4, None, [[], [0], [0, 1], [0, 1, 2]]),
@@ -196,11 +195,9 @@ def test_each_drafted_place_is_penalised_for_the_tokens_before_it():
 
 def test_a_whole_answer_with_a_penalty_is_that_of_transformers():
     """Prompt included; and with a draft."""
-    hosts, question, video = (
-        HostGroup.single("cpu"),
-        "describe the clip shot by shot",
-        demo.video_path(),
-    )
+    hosts = HostGroup.single("cpu")
+    question = "describe the clip shot by shot"
+    video = demo.video_path()
     engine = Engine.from_pretrained("demo", hosts=hosts, dtype="float32")
     state = engine.prefill(question, video=video)
     settings = {"do_sample": False, "max_new_tokens": 16, "repetition_penalty": 6.0}
@@ -235,7 +232,8 @@ def test_every_row_is_chosen_by_its_own_settings():
             (0.0, 0.5, 3),
         )
     ]
-    logits, positions = random_logits(4, (5, 1000), 0.5), [3, 3, 9, 3, 4]
+    logits = random_logits(4, (5, 1000), 0.5)
+    positions = [3, 3, 9, 3, 4]
     for order in itertools.permutations(range(5)):
         rows = list(order)
         chosen = choose_each(
@@ -245,7 +243,8 @@ def test_every_row_is_chosen_by_its_own_settings():
 
 
 def test_token_without_probability_is_never_drawn(monkeypatch):
-    asked, never = [], -math.inf
+    asked = []
+    never = -math.inf
     logits = torch.tensor([never, never, 0.0, never, 0.0, 0.0, never, 0.0, never])
     for number, expected in (
         (0.0, 2),

@@ -47,7 +47,8 @@ def test_text_ends_where_something_ends_it_and_never_inside_a_character(
 ):
     """Tokens are any pieces of UTF-8, as byte-level tokenizers have them; the last may be cut
     off."""
-    data, pieces = text.encode()[: len(text.encode()) - missing], []
+    data = text.encode()[: len(text.encode()) - missing]
+    pieces = []
     while data:
         width = widths[len(pieces) % len(widths)]
         pieces.append(data[:width])
@@ -56,9 +57,11 @@ def test_text_ends_where_something_ends_it_and_never_inside_a_character(
     def decode(tokens) -> str:
         return b"".join(pieces[token] for token in tokens).decode(errors="replace")
 
-    tokens, stop_ids = range(len(pieces)), [] if stop_token is None else [stop_token]
+    tokens = range(len(pieces))
+    stop_ids = [] if stop_token is None else [stop_token]
     expected, stopped = certain_text(pieces, stop, least, stop_token)
-    answer, said = AnswerText(decode, stop, stop_ids, least), ""
+    answer = AnswerText(decode, stop, stop_ids, least)
+    said = ""
     for count in range(1, len(pieces) + 1):
         said += answer.update(tokens[:count])
         assert expected.startswith(said), "what is sent cannot be taken back"

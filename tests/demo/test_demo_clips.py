@@ -41,7 +41,8 @@ def test_clip_keeps_its_rules():
 
 
 def test_still_scenes_stand_and_moving_ones_move():
-    grid, differences = 2, {}
+    grid = 2
+    differences = {}
     for scene in clips.SCENES:
         for seed in range(8):
             shots = tuple(clips.Shot(seed, scene, age) for age in range(2))
@@ -105,7 +106,8 @@ def test_the_render_command_writes_what_it_says(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("sys.argv", ["render", *options])
     runpy.run_path(str(BENCHMARKS / "render.py"), run_name="__main__")
     clip = clips.make_clip(7, 10, "test", 6)
-    decoded, frames = np.stack(decode_all(tmp_path / "clip.mp4")), clips.render(clip)
+    decoded = np.stack(decode_all(tmp_path / "clip.mp4"))
+    frames = clips.render(clip)
     assert decoded.shape == frames.shape and np.abs(decoded.astype(int) - frames).mean() < 8
     said = [line.strip() for line in capsys.readouterr().out.splitlines()[1:]]
     assert said == [

@@ -29,7 +29,8 @@ def samples() -> dict[str, set[str]]:
 
 
 def test_every_figure_that_is_shown_exists_with_the_labels_that_are_asked_for():
-    known, used = samples(), set()
+    known = samples()
+    used = set()
     for title, query in QUERIES:
         names = re.findall(r"apbv:\w+", query)
         assert names and all(

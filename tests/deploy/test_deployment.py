@@ -177,7 +177,8 @@ def test_the_prefill_groups_have_time_to_end():
 
 def test_each_shard_of_a_batch_has_its_file_and_time_to_end(tmp_path):
     """In an indexed Job and in a Slurm array, whose ``srun`` only says here what it was to run."""
-    job, slurm = the("Job")["spec"], (DEPLOY / "batch.slurm").read_text()
+    job = the("Job")["spec"]
+    slurm = (DEPLOY / "batch.slurm").read_text()
     srun = tmp_path / "srun"
     srun.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
     srun.chmod(0o755)
@@ -330,10 +331,8 @@ def test_vllm_and_the_router_understand_their_commands():
         expanded(pod["args"], {"NAMESPACE": "default"}),
     ]
 
-    script, commands = (
-        Path(__file__).with_name("vllm_commands.py"),
-        {"vllm": vllm_commands(), "router": routers},
-    )
+    script = Path(__file__).with_name("vllm_commands.py")
+    commands = {"vllm": vllm_commands(), "router": routers}
     run = {"input": json.dumps(commands), "capture_output": True, "text": True, "check": False}
     result = subprocess.run([python, script], **run)
     assert result.returncode == 0, result.stderr

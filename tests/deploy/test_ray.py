@@ -43,7 +43,8 @@ def test_a_lost_node_costs_no_request_and_none_is_answered_twice(tmp_path):
     }
     names = [f"request {number}" for number in range(80)]
     line = {"method": "POST", "url": "/v1/chat/completions", "body": body}
-    source, out = tmp_path / "in.jsonl", tmp_path / "out"
+    source = tmp_path / "in.jsonl"
+    out = tmp_path / "out"
     source.write_text(
         "".join(json.dumps({"custom_id": name, **line}) + "\n" for name in names) + "broken\n"
     )

@@ -83,7 +83,8 @@ def test_one_host_says_what_it_leaves_out(tmp_path):
 def examine(tmp_path, faults: str, *options) -> tuple[list[int], str, dict | None, str]:
     """The exit statuses of two hosts with faults, what host 0 printed, its report, and all
     errors."""
-    path, script = tmp_path / "report.jsonl", Path(__file__).with_name("doctor_with_fault.py")
+    path = tmp_path / "report.jsonl"
+    script = Path(__file__).with_name("doctor_with_fault.py")
     results = run_hosts(script, faults, "--json", path, *options, hosts=2)
     assert results[1].stdout == ""
     errors = "".join(result.stderr for result in results)

@@ -55,7 +55,8 @@ def test_one_wrong_number_is_noticed(operator, dtype, monkeypatch):
     """By what rounding cannot explain, or one that is none."""
     cases = checked.CASES[operator](checked.Draw(CPU, dtype))
     assert all(checked.error_of(operator, case, "torch") <= 0.5 for case in cases)
-    right, number = getattr(kernels, operator), None
+    right = getattr(kernels, operator)
+    number = None
 
     def wrong(*operands, **settings):
         first, *others = torch.utils._pytree.tree_leaves(result := right(*operands, **settings))
@@ -143,9 +144,15 @@ def test_secrets_stay_out_of_the_report(monkeypatch):
 class FourHosts:
     """A group of hosts on which a check finds, one after the other, what it is told."""
 
-    size, device, is_broken = 4, CPU, False
-    name_of, on_device, working = HostGroup.name_of, HostGroup.on_device, HostGroup.working
-    _numbers, _watch, tensor_parallel_size = None, ALONE._watch, 1
+    size = 4
+    device = CPU
+    is_broken = False
+    name_of = HostGroup.name_of
+    on_device = HostGroup.on_device
+    working = HostGroup.working
+    _numbers = None
+    _watch = ALONE._watch
+    tensor_parallel_size = 1
 
     def subgroup(self, hosts):
         return self
@@ -164,7 +171,10 @@ def test_the_page_names_the_hosts_that_differ():
 
         return run
 
-    f, s, failed, none = ("ok", "f"), ("ok", "s"), ("failed", "x " * 400), ("skipped", "none")
+    f = ("ok", "f")
+    s = ("ok", "s")
+    failed = ("failed", "x " * 400)
+    none = ("skipped", "none")
     of_first = {"a": [none] * 4, "first": [f, s, f, f], "one": [f, f, failed, f]}
     parts = {"kernels": [Check(name, finding(*found)) for name, found in of_first.items()]}
     parts["machine"] = [Check("alike", finding(f, f, f, f)), Check("each", finding(f, s, f, s))]

@@ -54,7 +54,8 @@ def test_what_exceeds_the_models_positions_is_refused_on_every_host(pool, checkp
 
 def test_stretched_positions_count():
     model = build_model("llama")
-    model.config.max_position_embeddings, yarn = 32768, {"rope_type": "yarn", "factor": 4.0}
+    model.config.max_position_embeddings = 32768
+    yarn = {"rope_type": "yarn", "factor": 4.0}
     for rope, positions in (
         ({**yarn, "original_max_position_embeddings": 32768}, 131072),
         ({**yarn, "original_max_position_embeddings": 8192}, 32768),
@@ -93,7 +94,8 @@ LONG_TEXTS = {
 
 @pytest.mark.parametrize("kind", LONG_TEXTS)
 def test_a_long_text_is_shared_out_whoever_says_what_the_question_is(pool, checkpoints, kind):
-    path, (request, lengths) = str(checkpoints("qwen2")), LONG_TEXTS[kind]
+    path = str(checkpoints("qwen2"))
+    (request, lengths) = LONG_TEXTS[kind]
     engine = Engine.from_pretrained(path, hosts=HostGroup.single("cpu"))
     expected = engine.generate(**request, max_new_tokens=4).token_ids
     for is_split, query_len, tokens, method in pool.run(

@@ -34,7 +34,8 @@ def says(*content, role: str = "user") -> dict:
 @pytest.mark.parametrize("family", VIDEO_FAMILIES)
 def test_every_family_is_loaded_and_answers_about_files(checkpoints, clip, family, tmp_path):
     """However a file is named, and as the model does that was never saved."""
-    picture, hosts = str(tmp_path / "picture.png"), HostGroup.single("cpu")
+    picture = str(tmp_path / "picture.png")
+    hosts = HostGroup.single("cpu")
     families.synthetic_image(84, 112).save(picture)
     question = {"type": "text", "text": QUESTION}
     sources = [{"prompt": QUESTION, "video": clip}, {"prompt": QUESTION, "images": [picture]}]
@@ -96,7 +97,8 @@ def test_the_command_line_prints_an_answer_and_writes_its_figures(checkpoints, c
 
 def bad_videos_job(hosts: HostGroup, path: str, good: str, bad: list[str]):
     """Only the last host's files are unreadable; afterwards the same group still answers."""
-    engine, failures = Engine.from_pretrained(path, hosts=hosts), []
+    engine = Engine.from_pretrained(path, hosts=hosts)
+    failures = []
     for file in bad:
         with pytest.raises((VideoError, HostError)) as error:
             engine.generate(
@@ -172,7 +174,8 @@ OF_WRONG_TYPES = {
 
 
 def test_a_bad_request_is_refused(checkpoints, clip):
-    paths, hosts = (checkpoints("qwen2_5_vl"), checkpoints("llama")), HostGroup.single("cpu")
+    paths = (checkpoints("qwen2_5_vl"), checkpoints("llama"))
+    hosts = HostGroup.single("cpu")
     video_engine, engine = (Engine.from_pretrained(path, hosts=hosts) for path in paths)
     for request, message in REFUSED:
         request = {name: str(clip) if value == "CLIP" else value for name, value in request.items()}
@@ -203,7 +206,8 @@ def test_models_that_are_missing_or_unsupported_are_refused():
     ):
         Engine.from_pretrained("dmeo", hosts=HostGroup.single("cpu"))
     config = families.build_config("qwen2")
-    config.use_sliding_window, config.sliding_window = True, 16
+    config.use_sliding_window = True
+    config.sliding_window = 16
     config.layer_types = ["full_attention", "sliding_attention", "full_attention"]
     with pytest.raises(UnsupportedModelError, match="sliding_window=4096"):
         require_supported(transformers.MistralConfig())  # as in its first release

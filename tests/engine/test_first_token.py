@@ -19,7 +19,9 @@ class Clock:
     stages."""
 
     def __init__(self, engine: Engine):
-        self.now, self.stages, self.stages_before_a_token = 0.0, [], []
+        self.now = 0.0
+        self.stages = []
+        self.stages_before_a_token = []
         engine.hosts.clock = lambda: self.now
 
     def on_stage(self, stage: str) -> None:

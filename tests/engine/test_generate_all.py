@@ -40,7 +40,8 @@ def asked_job(hosts: HostGroup, clip: str, way: dict | None, kv: str):
     sampling = SamplingParams(max_new_tokens=9)
     with pytest.raises(ValueError, match="max_together must be at least 1, not 0"):
         next(engine.generate_all([], max_together=0))
-    join, num_joined = Batch.join, 0
+    join = Batch.join
+    num_joined = 0
 
     def joined(batch, state, request):
         nonlocal num_joined
@@ -51,7 +52,8 @@ def asked_job(hosts: HostGroup, clip: str, way: dict | None, kv: str):
 
     with mock.patch.object(Batch, "join", joined):
         found = dict(engine.generate_all(iter(questions), sampling=sampling, max_together=3))
-    error, lost = found.pop(2), found.pop(5)
+    error = found.pop(2)
+    lost = found.pop(5)
     assert engine.why_one_by_one or "out of memory" in str(lost)
     alone = {n: engine.generate(**{"sampling": sampling, **questions[n]}) for n in found}
     names = "token_ids", "text", "finish_reason", "videos"
@@ -79,7 +81,8 @@ def test_each_answer_is_that_of_the_question_alone(pool, clip, way, kv, in_batch
 
 def crowded_job(hosts: HostGroup, clip: str):
     engine = build_engine(hosts, "qwen2_5_vl")
-    batch, most = engine.batch(), 0
+    batch = engine.batch()
+    most = 0
 
     def free_memory_bytes(device, swaps) -> int:
         nonlocal most
@@ -129,10 +132,8 @@ def exhausted(pieces):
 
 
 def streamed_job(hosts: HostGroup, clip: str, kv: str):
-    engine, given = (
-        build_engine(hosts, "qwen2_5_vl", kv),
-        {"prompt": "Who?", "video": clip, "num_frames": 8},
-    )
+    engine = build_engine(hosts, "qwen2_5_vl", kv)
+    given = {"prompt": "Who?", "video": clip, "num_frames": 8}
     expected = engine.generate(**given, max_new_tokens=12)
     pieces, answer = exhausted(engine.stream(**given, max_new_tokens=12))
     assert (

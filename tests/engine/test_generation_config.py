@@ -60,7 +60,8 @@ def answers_job(hosts: HostGroup, path: str, question: dict):
     decode = DecodeConfig(generation_config="neutral")
     neutral = Engine(engine.model, engine.processor, hosts, EXACT, decode=decode)
     ours = [engine.generate(**question), of_all, neutral.generate(**question)]
-    state, theirs = engine.prefill(**question), []
+    state = engine.prefill(**question)
+    theirs = []
     end = {"eos_token_id": list(engine.parts.eos_token_ids)}
     for config in (
         (engine.model.generation_config, GenerationConfig(**end)) if hosts.is_leader else ()
@@ -78,7 +79,8 @@ def test_greedy_answers_are_those_of_transformers_with_the_same_config(
     pool, checkpoints, tmp_path, clip, config, family
 ):
     config, path = CONFIGS[config], str(saved(checkpoints, tmp_path, family, CONFIGS[config]))
-    video, context = {"video": str(clip), "num_frames": 4}, {"context": "one two three four " * 20}
+    video = {"video": str(clip), "num_frames": 4}
+    context = {"context": "one two three four " * 20}
     question = {"prompt": "What?", **(context if family == "llama" else video)}
     answers = pool.run(2, answers_job, path, question)
     (ours, of_all, plain), (theirs, neutral) = answers[0]
@@ -98,7 +100,8 @@ def test_a_call_that_samples_takes_the_rest_from_the_checkpoint(checkpoints, tmp
     )
     bare = SamplingParams(temperature=1.5, max_new_tokens=STEPS)
     for more in ({}, {"top_k": 0, "top_p": 1.0}, {"repetition_penalty": 1.0}):
-        asked, meant = replace(bare, **more), replace(given, **more)
+        asked = replace(bare, **more)
+        meant = replace(given, **more)
         assert asked.filled(engine.sampling) == replace(meant, min_p=0.0)
         told, expected = (
             engine.generate("What?", sampling=each).token_ids for each in (asked, meant)
@@ -113,7 +116,8 @@ def test_a_call_that_samples_takes_the_rest_from_the_checkpoint(checkpoints, tmp
 def test_the_server_takes_the_temperature_too(checkpoints, tmp_path):
     """Unless the request or an option says another."""
     path = saved(checkpoints, tmp_path, "llama", SAMPLED)
-    engine, prompt = Engine.from_pretrained(path, hosts=HostGroup.single("cpu")), "one two three"
+    engine = Engine.from_pretrained(path, hosts=HostGroup.single("cpu"))
+    prompt = "one two three"
     question = Question(token_ids=engine.tokenizer(prompt)["input_ids"])
     for options, temperature, top_p in (
         ({}, 0.7, 0.8),

@@ -79,7 +79,8 @@ def test_a_draft_without_finite_logits_is_dropped(pool, clip, num_hosts, ways, v
                 continue
             assert len(said) == (host == 0), (way, said)
             if host == 0:
-                figures, figures_again = stats["speculation"], stats_again["speculation"]
+                figures = stats["speculation"]
+                figures_again = stats_again["speculation"]
                 assert "NaN or infinite" in said[0] and "NaN or infinite" in figures["switched_off"]
                 assert figures["switched_off_after"] >= 0 and figures_again["switched_off"] is None
                 assert figures_again["num_drafted"] > 0

@@ -40,12 +40,15 @@ def engine_of(hosts: HostGroup, gpu=None, speculate: SpeculativeConfig | None = 
 def together(engine: Engine, clip, gpu) -> list[list[int]]:
     """Prefill each prompt just before it joins, so that nothing has waited for that; a mark tells
     of each step."""
-    batch, members, steps = Batch(engine.parts), [], 0
+    batch = Batch(engine.parts)
+    members = []
+    steps = 0
     with apbv_attention(engine.parts.language_model):
         while len(members) < len(QUESTIONS) or len(batch):
             while len(members) < len(QUESTIONS) and JOINS[len(members)] <= steps:
                 state = engine.prefill(QUESTIONS[len(members)], video=clip, num_frames=4)
-                by, count = SAMPLINGS[len(members)], LENGTHS[len(members)]
+                by = SAMPLINGS[len(members)]
+                count = LENGTHS[len(members)]
                 ends = {"sampling": by, "stop": lambda tokens, count=count: len(tokens) == count}
                 members.append(
                     batch.join(state, Request(Question(), StageTimer(engine.hosts), **ends))

@@ -12,7 +12,8 @@ from engines import QUESTION
 from pretend_gpu import rehearsal
 from rehearsals import resizing_as_on_gpu
 
-FAMILY, REQUEST = "qwen2_5_vl", {"num_frames": 4, "max_new_tokens": 4}
+FAMILY = "qwen2_5_vl"
+REQUEST = {"num_frames": 4, "max_new_tokens": 4}
 
 
 def loaded(path: Path, device: str) -> Engine:

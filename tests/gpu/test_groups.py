@@ -14,7 +14,8 @@ from rehearsals import join
 def require_exchanges(hosts: HostGroup) -> None:
     """All exchanges of GPU memory give what they should, several at once, and their bytes are
     counted."""
-    before, device = hosts.bytes_received, hosts.device
+    before = hosts.bytes_received
+    device = hosts.device
     gathered = hosts.all_gather(torch.full((3, 2), hosts.rank, device=device))
     parts = [torch.full((h + 1,), float(hosts.rank), device=device) for h in range(hosts.size)]
     swapped = hosts.all_to_all(parts, [(hosts.rank + 1,)] * hosts.size)
@@ -38,7 +39,8 @@ def exchanges_job(pool_hosts: HostGroup, gpu_of: tuple[int, ...]) -> None:
         backend = "cuda:apbv_nccl" if len(set(gpu_of)) == hosts.size else None
         connected = [event.name for event in machine.events.of("collective")]
         assert connected == (["allreduce_"] if backend else []), "at the start"
-        some, link = hosts.subgroup([0, 2]), hosts.subgroup([0, 1], has_data=False)
+        some = hosts.subgroup([0, 2])
+        link = hosts.subgroup([0, 1], has_data=False)
         for group in (hosts, some) if rank in (0, 2) else (hosts,):
             known = backend if group is hosts else None
             assert (group.process_group and dist.get_backend_config(group.process_group)) == known

@@ -24,7 +24,11 @@ from pretend_gpu import Events, Machine, rehearsal, to_gpu
 from scripts import ROOT
 from support.workloads import build_model, config_like, text_prompt
 
-TOKENS, QUESTION, HOSTS, RANK, ANSWERS = 131_072, 40, 8, 1, 16
+TOKENS = 131_072
+QUESTION = 40
+HOSTS = 8
+RANK = 1
+ANSWERS = 16
 # Launched one by one; the kernels of a graph are launched together.
 OUTSIDE = ("kernel", "triton", "replay", "collective", "wait", "to_gpu", "to_host")
 
@@ -39,7 +43,8 @@ class Echo:
     """Stands for exchanges with hosts that are not there: what is sent is what everybody sends."""
 
     def __init__(self, gpu: Machine, size: int):
-        self._gpu, self._size = gpu, size
+        self._gpu = gpu
+        self._size = size
 
     def _begun(self, name: str, nbytes: int, result: Callable):
         if nbytes:
@@ -97,7 +102,8 @@ def token_events(layers: int, temperature: float) -> Events:
     """What is asked of the one GPU that has the KV, from one token to the next."""
     with torch.no_grad(), rehearsal(has_numbers=False) as gpu:
         parts = inspect_model(model_of(layers, gpu))
-        state, sampling = _prefill(parts, HostGroup.single("cuda:0")), _sampling(temperature)
+        state = _prefill(parts, HostGroup.single("cuda:0"))
+        sampling = _sampling(temperature)
         decoder = decoder_behind(state, parts)
         generate_tokens(
             answer_by(decoder, state, sampling, on_token=lambda token: gpu.mark("token"))
@@ -112,7 +118,8 @@ def batch_events(layers: int, temperature: float) -> Events:
     """What is asked of that GPU from one token of each of several answers to the next."""
     with torch.no_grad(), rehearsal(has_numbers=False) as gpu:
         parts = inspect_model(model_of(layers, gpu))
-        state, batch = _prefill(parts, HostGroup.single("cuda:0")), Batch(parts)
+        state = _prefill(parts, HostGroup.single("cuda:0"))
+        batch = Batch(parts)
         for _ in range(ANSWERS):
             batch.join(state, Request(Question(), state.timer, sampling=_sampling(temperature)))
         while len(batch):
@@ -197,7 +204,8 @@ def test_the_table_in_the_docs_is_true():
 
 
 def test_a_token_of_one_answer_or_of_several_is_waited_for_once():
-    one, several = token_events(1, 0.8), batch_events(1, 0.8)
+    one = token_events(1, 0.8)
+    several = batch_events(1, 0.8)
     for events, answers in ((one, 1), (several, ANSWERS)):
         assert len(events.of("replay")) == len(events.of("wait")) == 1
         assert max(events.nbytes("to_gpu"), events.nbytes("to_host")) <= answers * 64

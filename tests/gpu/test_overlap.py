@@ -16,7 +16,9 @@ from rehearsals import Case, on_gpus
 from support.simulated import Network, simulate
 from support.workloads import text_prompt
 
-HOSTS, PASSING, FRAMES = 2, 4, 8
+HOSTS = 2
+PASSING = 4
+FRAMES = 8
 KV_HEADS, HEADS, DIM = 2, 4, 16  # of the models in families.py
 
 
@@ -56,14 +58,13 @@ def test_a_layer_exchanges_while_it_attends_and_waits_for_nothing(pool, clip):
         leaving *= 2 * KV_HEADS * DIM * 2
         # Frames as they are stored, of 3 bytes a pixel, and a token's id and positions, of 8 bytes
         # each.
-        frames, rest = FRAMES // HOSTS * 64 * 96 * 3, 2048
+        frames = FRAMES // HOSTS * 64 * 96 * 3
+        rest = 2048
         assert frames < all_events.nbytes("to_gpu") <= frames + 4 * 8 * layout.num_tokens + rest
         assert all_events.nbytes("to_host") <= rest and len(layers) == 2
         for events in layers:
-            (*exchanges, last), kinds = (
-                events.of("collective"),
-                [(event.kind, event.detail) for event in events],
-            )
+            (*exchanges, last) = events.of("collective")
+            kinds = [(event.kind, event.detail) for event in events]
             assert [event.nbytes for event in (*exchanges, last)] == [
                 passing,
                 passing,

@@ -36,7 +36,8 @@ def overwrite_what_is_copied() -> None:
 
 
 def free_what_another_stream_uses(told: bool = False) -> None:
-    lent, side = ones(4), torch.cuda.Stream()
+    lent = ones(4)
+    side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         lent.sum()
@@ -61,7 +62,8 @@ def take_every_stream() -> None:
 
 
 def let_a_quick_stream_wait() -> None:
-    quick, work = torch.cuda.Stream(priority=-1), ones(4)
+    quick = torch.cuda.Stream(priority=-1)
+    work = ones(4)
     quick.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(quick):
         work.record_stream(quick)

@@ -100,7 +100,8 @@ def test_in_half_precision_every_token_is_nearly_the_most_probable(clip):
 
     They are compared with logits of the same weights on the CPU, in fp32.
     """
-    case, hosts = Case("qwen2_5_vl", torch.float16, reuse="kv"), HostGroup.single("cpu")
+    case = Case("qwen2_5_vl", torch.float16, reuse="kv")
+    hosts = HostGroup.single("cpu")
     tokens = rehearse(hosts, case, clip)[1][-4:]
     exact = replace(case, dtype=torch.float32).engine(hosts)
     exact.model.load_state_dict(

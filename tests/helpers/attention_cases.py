@@ -7,7 +7,8 @@ import torch
 
 from device import DEVICE
 
-BATCH, KV_HEADS = 2, 2
+BATCH = 2
+KV_HEADS = 2
 INF = math.inf
 # Beside which the reference is compared with its definition.
 BACKENDS = ["torch", "triton"]

@@ -60,7 +60,8 @@ def write(
                 out.mux(frames.encode(frame))
             out.mux(frames.encode())
         for start, stop in parts:
-            samples, first = tune(start, stop, rate), round(start * rate)
+            samples = tune(start, stop, rate)
+            first = round(start * rate)
             for i in range(0, len(samples), _PIECE):
                 planes = np.stack([samples[i : i + _PIECE] * loud for loud in channels])
                 frame = av.AudioFrame.from_ndarray(planes, format="fltp", layout=layout)

@@ -159,13 +159,16 @@ def read_command(command: str) -> Job | None:
         missing = [word for word in rest if word.startswith("tests") and not (ROOT / word).exists()]
         assert not missing, f"{command}: there is no {', '.join(missing)}"
         return None
-    hosts, is_module = 1, False
+    hosts = 1
+    is_module = False
     if program == "torchrun":
         started = get_args_parser().parse_args(rest)
         rest = [started.training_script, *started.training_script_args]
-        hosts, is_module = int(started.nproc_per_node), started.module
+        hosts = int(started.nproc_per_node)
+        is_module = started.module
     elif rest[0] == "-m":
-        rest, is_module = rest[1:], True
+        rest = rest[1:]
+        is_module = True
     assert program in ("python", "torchrun"), f"{command}: not a command that these tests know"
     name, *options = rest
     script = _module_file(name) if is_module else Path(name)

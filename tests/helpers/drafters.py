@@ -26,7 +26,8 @@ class ScriptedDrafter(Drafter):
     """Knows the answer, and errs where it is told to."""
 
     def __init__(self, answer: list[int], pattern):
-        self.answer, self.pattern = answer, pattern
+        self.answer = answer
+        self.pattern = pattern
 
     def propose(self, tokens, tree):
         assert tokens == self.answer[: len(tokens)]
@@ -57,7 +58,8 @@ class ScriptedTree(ScriptedDrafter):
     def propose(self, tokens, tree):
         assert tokens == self.answer[: len(tokens)] and tree.num_drafted
         right = [self.answer[len(tokens) - 1 + depth] for depth in range(tree.depth + 1)]
-        said, node = [right[depth] for depth in tree.depths], 0
+        said = [right[depth] for depth in tree.depths]
+        node = 0
         for depth, token in enumerate(right[1:], start=1):
             chosen = self.pattern(len(tokens) + depth) if node is not None else None
             on_path = () if node is None else tree.children[node]

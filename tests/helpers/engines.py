@@ -22,7 +22,9 @@ def write_clip(path: Path, frames: torch.Tensor) -> None:
         # frames.
         options = {"g": "8", "bf": "2", "x264-params": "asm=0"}
         stream = container.add_stream("libx264", rate=10, options=options)
-        stream.height, stream.width, stream.pix_fmt = frames.shape[2], frames.shape[3], "yuv420p"
+        stream.height = frames.shape[2]
+        stream.width = frames.shape[3]
+        stream.pix_fmt = "yuv420p"
         for frame in frames.permute(0, 2, 3, 1).numpy():
             container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
         container.mux(stream.encode())
@@ -52,7 +54,8 @@ def build_engine(
     build = partial(families.build_model, family, dtype=dtype, layers=layers)
     model = None if is_draft else to_device(build())
     draft = to_device(build(seed=draft_seed)) if needs_draft else None
-    processor, config = families.build_processor(family), PrefillConfig(kv=kv, **prefill)
+    processor = families.build_processor(family)
+    config = PrefillConfig(kv=kv, **prefill)
     with_draft = {"speculate": speculate, "draft": draft, "captioner": captioner}
     return Engine(model, processor, hosts, config, reuse=reuse, **with_draft)
 

@@ -56,11 +56,15 @@ SPECIAL_TOKENS = (
     ),
     *("<|image_pad|>", "<|video_pad|>", "<image>", "<video>", "<img>", "</img>", "<IMG_CONTEXT>"),
 )
-EOS, PAD = "<|im_end|>", "<|endoftext|>"
+EOS = "<|im_end|>"
+PAD = "<|endoftext|>"
 
 FIRST_SPECIAL = 256  # token ids below are bytes
 
-HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 64, 4, 2, 16
+HIDDEN = 64
+HEADS = 4
+KV_HEADS = 2
+HEAD_DIM = 16
 MEL_BINS = 16  # of sound; a window of 40 mel frames is 0.4 s, and makes 10 tokens
 _DATA = tomllib.loads(Path(__file__).with_name("families.toml").read_text(encoding="utf-8"))
 _OWN = {name: data for data in _DATA["family"] for name in data["names"]}
@@ -211,7 +215,8 @@ def build_config(
     if family in TEXT_FAMILIES:
         return tf.AutoConfig.for_model(family, **text)
 
-    is_glm, own = family.startswith("glm4"), deepcopy(_OWN[family])
+    is_glm = family.startswith("glm4")
+    own = deepcopy(_OWN[family])
     if is_glm or family in ("qwen2_vl", "qwen2_5_vl", OMNI, *_QWEN3_ALIKE):
         section = {
             "mrope_section": [2, 3, 3]
@@ -256,7 +261,8 @@ def build_model(
         _randomise(model)
     text = config.get_text_config()
     generation = model.generation_config
-    generation.eos_token_id, generation.pad_token_id = text.eos_token_id, text.pad_token_id
+    generation.eos_token_id = text.eos_token_id
+    generation.pad_token_id = text.pad_token_id
     generation.do_sample = False
     return model.to(dtype).eval()
 
@@ -302,7 +308,8 @@ def synthetic_video(
     generator = torch.Generator().manual_seed(seed)
     t = torch.arange(frames).view(-1, 1, 1, 1)
     channel = torch.arange(1, 4).view(1, -1, 1, 1)
-    y, x = torch.arange(height).view(1, 1, -1, 1), torch.arange(width).view(1, 1, 1, -1)
+    y = torch.arange(height).view(1, 1, -1, 1)
+    x = torch.arange(width).view(1, 1, 1, -1)
     noise = torch.randint(0, 64, (frames, 3, height, width), generator=generator)
     return ((3 * x + 5 * channel * y + 11 * t * channel) % 192 + noise).to(torch.uint8)
 

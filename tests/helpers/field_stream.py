@@ -11,7 +11,8 @@ import numpy as np
 
 from video_files import picture
 
-WIDTH, HEIGHT = 64, 64
+WIDTH = 64
+HEIGHT = 64
 
 
 class _Bits:
@@ -36,7 +37,8 @@ class _Bits:
         """With a stop bit, and what keeps data from looking like a start code."""
         self.u(1, 1).aligned()
         data = int(self.text, 2).to_bytes(len(self.text) // 8, "big")
-        safe, zeros = bytearray(), 0
+        safe = bytearray()
+        zeros = 0
         for byte in data:
             if zeros >= 2 and byte < 4:
                 safe.append(3)

@@ -93,7 +93,8 @@ def run_fresh(
 ) -> list[Outcome]:
     """Run ``job(hosts, *args)`` on a group of new processes, as a program would that lets its
     errors out."""
-    pipes, processes = [], []
+    pipes = []
+    processes = []
     for rank in range(size):
         ours, theirs = mp.Pipe(duplex=False)
         processes.append(start(serve_fresh, theirs, rank, size, store, timeout, job, args))

@@ -39,7 +39,8 @@ def renamed_boxes(path: str, target, *names: bytes, last: bool = False) -> str:
 def streams(target, change, *paths, options=None) -> str:
     """Copy all streams of files into one, in order of time; change(number, stream, packet) may drop
     some."""
-    sources, packets = [av.open(str(path)) for path in paths], []
+    sources = [av.open(str(path)) for path in paths]
+    packets = []
     with av.open(str(target), "w", options=options or {}) as out:
         for number, source in enumerate(sources):
             own = {each.index: out.add_stream_from_template(each) for each in source.streams}
@@ -97,10 +98,15 @@ def twins(path: str, target) -> str:
 def thumbnail_first(d) -> str:
     with av.open(str(d / "a.mkv"), "w") as out:
         still = out.add_stream("mjpeg", rate=25)
-        still.height, still.width, still.pix_fmt = 32, 48, "yuvj420p"
+        still.height = 32
+        still.width = 48
+        still.pix_fmt = "yuvj420p"
         video = out.add_stream("libx264", rate=25)
-        video.height, video.width, video.pix_fmt = 48, 64, "yuv420p"
-        still.disposition, video.disposition = Disposition(0), Disposition.default
+        video.height = 48
+        video.width = 64
+        video.pix_fmt = "yuv420p"
+        still.disposition = Disposition(0)
+        video.disposition = Disposition.default
         frame = av.VideoFrame.from_ndarray(picture(0, 32, 48), format="rgb24").reformat(
             format="yuvj420p"
         )

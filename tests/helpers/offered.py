@@ -21,7 +21,8 @@ from apbv.kv.ticket import Ticket, new_token, new_transfer
 from patience import GROUP_TIMEOUT, wait_for
 from pool import HostPool
 
-QUESTION, FRAMES = "name the letters in order", 40
+QUESTION = "name the letters in order"
+FRAMES = 40
 
 # 8 MiB a layer, four of them in memory: more than sockets and buffers hold.
 BIG = {"num_layers": 16, "num_tokens": 8192, "num_kv_heads": 4, "head_dim": 64}

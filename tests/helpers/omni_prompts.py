@@ -11,7 +11,8 @@ import families
 from families import OMNI
 from video_files import decode_all
 
-FPS, FRAMES = 25, 10
+FPS = 25
+FRAMES = 10
 ASKED = "What is heard?"
 
 
@@ -28,7 +29,8 @@ def omni_batch(videos: Sequence[str] = (), sounds: Sequence[str] = (), heard: bo
     sounds."""
     from transformers.video_utils import VideoMetadata
 
-    processor, arguments = families.build_processor(OMNI), {}
+    processor = families.build_processor(OMNI)
+    arguments = {}
     content = [{"type": "video"} for _ in videos] + [{"type": "audio"} for _ in sounds]
     messages = [{"role": "user", "content": [*content, {"type": "text", "text": ASKED}]}]
     text = processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)

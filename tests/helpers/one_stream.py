@@ -13,7 +13,9 @@ class Gpu:
     """
 
     def __init__(self, clock, monkeypatch, head_start: float = 0.0):
-        self.clock, self.free, self.num_waits = clock, 0.0, 0
+        self.clock = clock
+        self.free = 0.0
+        self.num_waits = 0
         gpu = self
 
         class Event:

@@ -49,7 +49,8 @@ class DenseOracle:
 
     def blocks(self) -> list[list[int]]:
         context = list(range(self.anchor_len, self.query_start))
-        cuts, start = [], 0
+        cuts = []
+        start = 0
         for block in range(self.num_blocks):
             length = len(context) // self.num_blocks + (block < len(context) % self.num_blocks)
             cuts.append(context[start : start + length])
@@ -82,7 +83,8 @@ class DenseOracle:
 
     def visible(self, query, key, scale):
         """Which keys each token would see if later ones were not hidden, bool ``[Hkv, n, n]``."""
-        n, group = key.shape[2], query.shape[1] // key.shape[1]
+        n = key.shape[2]
+        group = query.shape[1] // key.shape[1]
         visible = torch.zeros(key.shape[1], n, n, dtype=torch.bool)
         visible[:, : self.anchor_len, : self.anchor_len] = True
         passed = torch.zeros(key.shape[1], n, dtype=torch.bool)
@@ -102,7 +104,8 @@ class DenseOracle:
         return visible
 
     def attend(self, module, query, key, value, attention_mask, scaling=None, **kwargs):
-        n, group = key.shape[2], query.shape[1] // key.shape[1]
+        n = key.shape[2]
+        group = query.shape[1] // key.shape[1]
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         self.keys.append(key)
         self.values.append(value)
@@ -195,7 +198,8 @@ def run_oracle(model, batch, oracle: DenseOracle):
 
 def oracle_of(settings: dict, num_hosts: int, query_start: int, prefix: int) -> DenseOracle:
     """What a method means, said anew."""
-    method, sparse = settings.get("method", "apbv"), settings.get("sparse")
+    method = settings.get("method", "apbv")
+    sparse = settings.get("sparse")
     if method == "star":
         first_block = -(-query_start // num_hosts)
         return DenseOracle(

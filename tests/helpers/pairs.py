@@ -28,7 +28,8 @@ def pairwise(**columns: Collection) -> pytest.MarkDecorator:
     choices = [list(column) for column in columns.values()]
     rows = list(product(*map(range, map(len, choices))))
     shown = [set(combinations(enumerate(row), 2)) for row in rows]
-    missing, chosen = set().union(*shown), []
+    missing = set().union(*shown)
+    chosen = []
     while missing:
         best = max(range(len(rows)), key=lambda place: len(shown[place] & missing))
         missing -= shown[best]

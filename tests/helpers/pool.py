@@ -83,12 +83,15 @@ class HostPool:
     them."""
 
     def __init__(self, rendezvous_file: str):
-        self._rendezvous_file, self._generation = rendezvous_file, 0
+        self._rendezvous_file = rendezvous_file
+        self._generation = 0
         self._start()
 
     def _start(self) -> None:
-        self._generation, self._num_groups = self._generation + 1, 0
-        self._pipes, self._processes = [], []
+        self._generation = self._generation + 1
+        self._num_groups = 0
+        self._pipes = []
+        self._processes = []
         for rank in range(MAX_HOSTS):
             ours, theirs = mp.Pipe()
             self._processes.append(
@@ -108,7 +111,8 @@ class HostPool:
             self._start()
         for pipe in self._pipes[:num_hosts]:
             pipe.send((num_hosts, job, args))
-        results, failures = [], []
+        results = []
+        failures = []
         for rank, pipe in enumerate(self._pipes[:num_hosts]):
             if not pipe.poll(_JOB_TIMEOUT):
                 raise AssertionError(f"host {rank} did not finish {job.__name__}")

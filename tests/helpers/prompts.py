@@ -54,10 +54,8 @@ def by_processor(
     """What a processor makes of a chat's only turn; videos are frames, each with its metadata."""
     parts = [{name: part[name] for name in ("type", "text") if name in part} for part in content]
     asked = [{"role": "user", "content": parts}]
-    text, shown = (
-        processor.apply_chat_template(asked, add_generation_prompt=True, tokenize=False),
-        {},
-    )
+    text = processor.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
+    shown = {}
     metadata = [told for _, told in videos]
     if videos:
         frames = [each for each, _ in videos]

@@ -35,10 +35,12 @@ def slowfast(frames, height, width, count, hidden) -> dict:
     num_frames = len(frames)
     pairs = height * math.ceil(width / 2)
     if count < num_frames:
-        slow, fast = [], [i * num_frames // count for i in range(count)]
+        slow = []
+        fast = [i * num_frames // count for i in range(count)]
         side = max(height, width)
     else:
-        fast, side = range(num_frames), 1
+        fast = range(num_frames)
+        side = 1
         while num_frames * math.ceil(height / side) * math.ceil(width / side) > max(
             num_frames, count // 4
         ):
@@ -50,7 +52,8 @@ def slowfast(frames, height, width, count, hidden) -> dict:
     kept = {}
     for frame in range(num_frames):
         if frame in slow:
-            down, across = 1, 2 if num_frames * pairs >= count else 1
+            down = 1
+            across = 2 if num_frames * pairs >= count else 1
         elif frame in fast:
             down = across = side
         else:
@@ -59,7 +62,8 @@ def slowfast(frames, height, width, count, hidden) -> dict:
         for y, x in product(range(height), range(width)):
             cells.setdefault((y // down, x // across), []).append((y, x))
         for members in cells.values():
-            rows, columns = sorted({y for y, _ in members}), sorted({x for _, x in members})
+            rows = sorted({y for y, _ in members})
+            columns = sorted({x for _, x in members})
             middle = rows[(len(rows) - 1) // 2] * width + columns[(len(columns) - 1) // 2]
             values = [frames[frame, y * width + x].tolist() for y, x in members]
             pool = (
@@ -80,9 +84,11 @@ def dycoke(frames, height, width, count, hidden) -> dict:
     while len(video[::4]) * size > count and len(video) > 1:
         video = video[::4]
     if len(video) * size <= count:
-        whole, compared = video, []
+        whole = video
+        compared = []
     else:
-        whole, compared = video[::4], [number for number in range(len(video)) if number % 4]
+        whole = video[::4]
+        compared = [number for number in range(len(video)) if number % 4]
     kept = {(frame, place): frames[frame, place] for frame in whole for place in range(size)}
     left = shares(count - len(kept), len(compared)) if compared else []
     for number, share in zip(compared, left, strict=True):
@@ -121,7 +127,8 @@ def fastvid(frames, height, width, count, hidden) -> dict:
     alike = {frame: cosine(means[frame], means[frame + 1]) for frame in range(num_frames - 1)}
     cuts = best({frame: -value for frame, value in alike.items()}, 7)
     cuts |= {frame for frame, value in alike.items() if value < 0.84}
-    segments, current = [], []
+    segments = []
+    current = []
     for frame in range(num_frames):
         current.append(frame)
         if frame in cuts or frame == num_frames - 1:
@@ -140,7 +147,8 @@ def fastvid(frames, height, width, count, hidden) -> dict:
             quota = dict(zip(anchors, shares(num_context, len(anchors)), strict=True))
             if all(quota[frame] + salient[frame] <= size for frame in anchors):
                 break
-        left, tops = [], []
+        left = []
+        tops = []
         for frame in segment:
             unlike = {place: -cosine(main[frame, place], means[frame]) for place in range(size)}
             chosen = best(unlike, salient[frame])

@@ -39,7 +39,8 @@ class Server:
     """A running server and its client."""
 
     def __init__(self, processes: list, outputs: Path, key: str = ""):
-        self.processes, self._outputs = processes, outputs
+        self.processes = processes
+        self._outputs = outputs
         wait_for(
             lambda: (
                 self._address() or any(process.exitcode is not None for process in self.processes)
@@ -125,7 +126,8 @@ def left_open(server: Server, body: dict):
         f"Host: server\r\nAuthorization: Bearer {server.client.api_key}\r\nContent-Length: "
         f"{len(content)}"
     )
-    head, url = f"POST /v1/chat/completions HTTP/1.1\r\n{headers}\r\n\r\n", httpx.URL(server.url)
+    head = f"POST /v1/chat/completions HTTP/1.1\r\n{headers}\r\n\r\n"
+    url = httpx.URL(server.url)
     with socket.create_connection((url.host, url.port)) as client:
         client.sendall(head.encode() + content)
         yield
@@ -135,7 +137,9 @@ class Stream:
     """A streamed answer, read in a thread."""
 
     def __init__(self, server: Server, **options):
-        self.pieces, self.error, self._is_over = 0, None, False
+        self.pieces = 0
+        self.error = None
+        self._is_over = False
         self._thread = threading.Thread(target=self._read, args=(server, options))
         self._thread.start()
 
@@ -185,10 +189,8 @@ class InProcess:
         if not isinstance(model, Engine):
             model = Engine.from_pretrained(model, hosts=HostGroup.single("cpu"), dtype="float32")
         self.engine = engine = model
-        self.private_files, limited = (
-            PrivateFiles(),
-            {"num_frames": 8, "max_frames": 16, "max_body_bytes": 2**20},
-        )
+        self.private_files = PrivateFiles()
+        limited = {"num_frames": 8, "max_frames": 16, "max_body_bytes": 2**20}
         settings = ServerSettings(max_model_len=max_model_len, max_new_tokens=1, **limited | media)
         limited = {"max_queue": max_queue, "max_running": max_running, "split_tokens": split_tokens}
         limits = Limits(max_kv_bytes=2**30, token_bytes=2**10, **limited)

@@ -20,7 +20,8 @@ def chosen_pairs(q: Tensor, k: Tensor, scale: float, sparse: SparseConfig) -> Te
         q: ``[Hq, l, D]``.
         k: ``[Hkv, l, D]``.
     """
-    group, length = q.shape[0] // k.shape[0], q.shape[1]
+    group = q.shape[0] // k.shape[0]
+    length = q.shape[1]
     if sparse.share == 1:
         return torch.ones(q.shape[0], length, length, dtype=torch.bool).tril()
     choose = {"xattention": _xattention, "spargeattn": _spargeattn, "flexprefill": _flexprefill}[
@@ -44,7 +45,8 @@ def chosen_pairs(q: Tensor, k: Tensor, scale: float, sparse: SparseConfig) -> Te
 def _xattention(q: Tensor, k: Tensor, scale: float, sparse: SparseConfig) -> list[set[int]]:
     """Algorithm 1: antidiagonal sums, softmax, sums over blocks, and the fewest blocks that hold
     the threshold."""
-    stride, of_block = sparse.stride, sparse.block_size // sparse.stride
+    stride = sparse.stride
+    of_block = sparse.block_size // sparse.stride
     groups = -(-len(q) // stride)
     zeros = q.new_zeros(groups * stride - len(q), q.shape[1])
     q, k = torch.cat([q, zeros]), torch.cat([k, zeros])
@@ -76,8 +78,10 @@ def _spargeattn(q: Tensor, k: Tensor, scale: float, sparse: SparseConfig) -> lis
 
     In the released code a block that is not full is never similar to itself.
     """
-    rows, columns = sparse.block_size, sparse.block_size // 2
-    queries, keys = q.split(rows), k.split(columns)
+    rows = sparse.block_size
+    columns = sparse.block_size // 2
+    queries = q.split(rows)
+    keys = k.split(columns)
     centred = (k - k.mean(dim=0)).split(columns)
     is_alike = [
         len(block) == columns and _mean_cosine(block) > sparse.similarity for block in centred
@@ -104,7 +108,8 @@ def _spargeattn(q: Tensor, k: Tensor, scale: float, sparse: SparseConfig) -> lis
 
 def _flexprefill(q: Tensor, k: Tensor, scale: float, sparse: SparseConfig) -> list[set[int]]:
     """Algorithms 1 to 4 as in the released code, with blocks in place of its 128 tokens."""
-    block, last = sparse.block_size, range(max(0, len(q) - sparse.block_size), len(q))
+    block = sparse.block_size
+    last = range(max(0, len(q) - sparse.block_size), len(q))
     q_means, k_means = ([rows.mean(dim=0) for rows in states.split(block)] for states in (q, k))
     number = len(q_means)
     columns, diagonals = (
@@ -115,7 +120,8 @@ def _flexprefill(q: Tensor, k: Tensor, scale: float, sparse: SparseConfig) -> li
         for key, share in enumerate((k[: row + 1] @ q[row] * scale).softmax(dim=0).tolist()):
             columns[key] += share / len(last)
             diagonals[row - key] += share / len(last)
-    in_columns, in_diagonals = [0.0] * number, [0.0] * number
+    in_columns = [0.0] * number
+    in_diagonals = [0.0] * number
     for token in range(len(q)):
         in_columns[token // block] += columns[token]
         in_diagonals[number - 1 - (len(q) - 1 - token) // block] += diagonals[token]

@@ -15,15 +15,18 @@ from apbv.speculate.drafters import Drafter, Proposal
 from apbv.speculate.pace import Pace
 from apbv.speculate.serial import generate_speculatively
 
-NUM_TOKENS, NUM_SAMPLES = 3, 800
+NUM_TOKENS = 3
+NUM_SAMPLES = 800
 
 
 class TableModel(Drafter):
     """A target and a draft whose next-token distributions depend on the last token only."""
 
     def __init__(self, p_logits, q_logits, top_p=1.0, greedy_draft=False):
-        self.p_logits, self.q_logits = p_logits, q_logits
-        self.top_p, self.greedy_draft = top_p, greedy_draft
+        self.p_logits = p_logits
+        self.q_logits = q_logits
+        self.top_p = top_p
+        self.greedy_draft = greedy_draft
         self.said: list[int] = []
 
     def advance(self, tokens):
@@ -34,7 +37,8 @@ class TableModel(Drafter):
         del self.said[len(self.said) - count + len(kept) :]
 
     def propose(self, tokens, tree, index=None):
-        drafted, rows = [], []
+        drafted = []
+        rows = []
         index = len(tokens) if index is None else index
         for place in range(tree.depth):
             row = probabilities(self.q_logits[[*tokens, *drafted][-1]], 1.0, self.top_p)
@@ -46,7 +50,8 @@ class TableModel(Drafter):
         return Proposal(drafted, None if self.greedy_draft or not rows else torch.stack(rows))
 
     def generate(self, seed: int) -> tuple[int, ...]:
-        self.seed, self.said = seed, []
+        self.seed = seed
+        self.said = []
         config = SamplingParams(
             max_new_tokens=NUM_TOKENS, temperature=1.0, top_p=self.top_p, seed=seed
         )

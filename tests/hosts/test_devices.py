@@ -55,7 +55,9 @@ def test_processes_that_share_a_gpu():
 
 
 def test_when_nccl_connects_processes():
-    first, second, other = Place("a 0", True), Place("a 1", True), Place("b 0", True)
+    first = Place("a 0", True)
+    second = Place("a 1", True)
+    other = Place("b 0", True)
     assert _can_use_nccl([first, second, other])
     assert not _can_use_nccl([first, first]) and not _can_use_nccl([first, Place("a 1", False)])
 

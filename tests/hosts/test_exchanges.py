@@ -20,7 +20,8 @@ DTYPES = (torch.bfloat16, torch.float32, torch.uint8)
 def all_gather_job(hosts: HostGroup):
     for dtype in DTYPES:
         for shape in ((2, 1, 3, 7, 5), (1,), (), (3, 0, 2)):
-            before, mine = hosts.bytes_received, pattern(hosts.rank, shape, dtype)
+            before = hosts.bytes_received
+            mine = pattern(hosts.rank, shape, dtype)
             gathered = hosts.all_gather(mine).wait()
             assert gathered.dtype == dtype
             assert torch.equal(
@@ -40,7 +41,8 @@ PART_SHAPES = {
 
 def all_to_all_job(hosts: HostGroup):
     for number, (kind, shape_of) in enumerate(PART_SHAPES.items()):
-        dtype, before = DTYPES[number % 3], hosts.bytes_received
+        dtype = DTYPES[number % 3]
+        before = hosts.bytes_received
         parts = [
             pattern(hosts.rank + 10 * h, shape_of(hosts.rank, h), dtype) for h in range(hosts.size)
         ]
@@ -55,11 +57,9 @@ def all_to_all_job(hosts: HostGroup):
 
 def broadcast_job(hosts: HostGroup):
     for dtype in DTYPES:
-        before, tensor, last = (
-            hosts.bytes_received,
-            pattern(hosts.rank, (1, 77), dtype),
-            hosts.size - 1,
-        )
+        before = hosts.bytes_received
+        tensor = pattern(hosts.rank, (1, 77), dtype)
+        last = hosts.size - 1
         assert hosts.broadcast(tensor) is tensor
         assert torch.equal(tensor, pattern(0, (1, 77), dtype))
         assert hosts.bytes_received - before == (tensor.nbytes if hosts.rank else 0)
@@ -71,9 +71,11 @@ def broadcast_job(hosts: HostGroup):
 def shift_job(hosts: HostGroup):
     """Hosts pass on tensors of different lengths, twice, the second time what they got."""
     for dtype in (torch.bfloat16, torch.float64):
-        held, owner = pattern(hosts.rank, (2, hosts.rank + 1), dtype), hosts.rank
+        held = pattern(hosts.rank, (2, hosts.rank + 1), dtype)
+        owner = hosts.rank
         for _ in range(2):
-            before, owner = hosts.bytes_received, (owner - 1) % hosts.size
+            before = hosts.bytes_received
+            owner = (owner - 1) % hosts.size
             held = hosts.shift(held, (2, owner + 1)).wait()
             assert held.dtype == dtype and torch.equal(held, pattern(owner, (2, owner + 1), dtype))
             assert hosts.bytes_received - before == (held.nbytes if hosts.size > 1 else 0)
@@ -154,7 +156,9 @@ def test_an_exchange_is_started_without_waiting(pool, tmp_path, way):
 def held_tensors_job(hosts: HostGroup):
     """A thread holds what was gathered, as gloo's may for a moment: whoever drains the group waits
     for it."""
-    held, naps, exchange = [], [], Collectives._exchange
+    held = []
+    naps = []
+    exchange = Collectives._exchange
 
     def holding(self, sent, received, begin, result):
         return exchange(

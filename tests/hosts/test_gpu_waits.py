@@ -22,8 +22,11 @@ class Gpu:
     """A GPU that works on an exchange; its communicator, and the event behind the exchange."""
 
     def __init__(self):
-        self.done, self.is_aborted, self.problem = threading.Event(), False, ""
-        self.query, self.synchronize = self.done.is_set, self.done.wait
+        self.done = threading.Event()
+        self.is_aborted = False
+        self.problem = ""
+        self.query = self.done.is_set
+        self.synchronize = self.done.wait
 
     def error(self) -> str:
         return self.problem
@@ -43,7 +46,8 @@ class GroupsOnGpu(ProcessGroups):
 
 def on_gpu(hosts: HostGroup) -> tuple[HostGroup, Gpu]:
     """The same hosts, whose data is exchanged by GPUs."""
-    gpu, groups = Gpu(), hosts._groups
+    gpu = Gpu()
+    groups = hosts._groups
     groups = GroupsOnGpu(groups.data, groups.control, gpu=gpu)
     return HostGroup(groups, device=hosts.device, timeout=hosts.timeout), gpu
 

@@ -101,7 +101,8 @@ def test_who_works_is_waited_for_unless_the_wait_is_bounded(
     clock, monkeypatch, bounded, beats, outcome
 ):
     """The last of them works, and is then silent."""
-    store, polls = dist.HashStore(), []
+    store = dist.HashStore()
+    polls = []
     other = a_heart(store)
     monkeypatch.setattr(failure_watch, "POLL_SECONDS", 0.01)
 
@@ -142,7 +143,8 @@ def test_an_exchange_that_ends_as_a_wait_gives_up_has_its_own_outcome(monkeypatc
 def groups_job(hosts: HostGroup):
     """What a host works on in one of its groups is a sign of work in all; of how long a stretch
     counts."""
-    own, pair = hosts.subgroup([hosts.rank]), hosts.subgroup([0, 1], 7.0, waits_for_work=False)
+    own = hosts.subgroup([hosts.rank])
+    pair = hosts.subgroup([0, 1], 7.0, waits_for_work=False)
     assert own._watch.heartbeat is hosts._watch.heartbeat
     if pair is not None:
         assert (pair.timeout, pair._watch._waits_for_work, hosts._watch._waits_for_work) == (

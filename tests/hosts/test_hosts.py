@@ -133,10 +133,8 @@ def test_one_hosts_error_reaches_all(pool, hosts, bad, error):
 
 def test_a_long_message_is_cut_but_arrives(pool):
     """Longer than a status holds, and cut wherever a letter of several bytes happens to stand."""
-    start, error = (
-        "HostError: host 0 failed in reading the prompt: ValueError: ",
-        ValueError("映" * 5000),
-    )
+    start = "HostError: host 0 failed in reading the prompt: ValueError: "
+    error = ValueError("映" * 5000)
     mine, other = pool.run(2, local_failure_job, [0], {0: error})
     assert mine == f"ValueError: {error}" and other.startswith(start + "映" * 1000)
     assert set(other.removeprefix(start)) <= {"映", "\N{REPLACEMENT CHARACTER}"}
@@ -171,7 +169,8 @@ WAYS = [(True, [1], "stays"), (False, [1], "ends at once"), (False, [0, 1, 2], "
 @pytest.mark.parametrize(("in_host_0", "bad", "how"), WAYS)
 def test_a_failure_amid_exchanges_reaches_those_who_wait(tmp_path, in_host_0, bad, how):
     """The failed host lives on, so that the others must look for its message, or it hangs up."""
-    error, store = OddError(UNICODE * 300 + UNDECODABLE), Store(tmp_path, in_host_0)
+    error = OddError(UNICODE * 300 + UNDECODABLE)
+    store = Store(tmp_path, in_host_0)
     job = (told_job, tmp_path, failing_exchange_job) if how == "stays" else (ending_job, tmp_path)
     outcomes = run_fresh(store, 3, *job, bad, error)
     own = f"OddError: {error}"

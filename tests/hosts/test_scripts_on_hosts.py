@@ -83,7 +83,8 @@ def test_under_torchrun_an_error_is_said_once_and_by_its_last_lines(tmp_path):
         command, capture_output=True, text=True, timeout=limit(600.0), cwd=tmp_path
     )
     assert result.returncode != 0 and "[rank" not in result.stderr, "no traceback of ours"
-    told, lines = f"cannot load the model {tmp_path / 'nothing'}: ", result.stderr.splitlines()
+    told = f"cannot load the model {tmp_path / 'nothing'}: "
+    lines = result.stderr.splitlines()
     assert [line for line in lines if line.startswith("error")] == [lines[0]] and told in lines[0]
     by_torchrun = [
         line.partition("traceback : ")[2].partition(told)[0] for line in lines[1:] if told in line

@@ -173,7 +173,8 @@ def gpu_job(hosts, clock: Clock, gpu: Gpu, scripts: list[list[tuple]]) -> Moment
 
 def on_gpus_of_their_own(scripts: list[list[tuple]], link: Network) -> list[float]:
     """When every host's GPU is done where each has a GPU, by plain loops over the same steps."""
-    cpu, gpu = [0.0] * len(scripts), [0.0] * len(scripts)
+    cpu = [0.0] * len(scripts)
+    gpu = [0.0] * len(scripts)
     for steps in zip(*scripts, strict=True):
         begun = [max(times) for times in zip(cpu, gpu, strict=True)]
         for host, (step, *seconds) in enumerate(steps):
@@ -218,7 +219,8 @@ def test_gpus_count_as_if_every_host_had_one(monkeypatch, num_hosts, speed, seed
     gpu = Gpu(clock, monkeypatch, head_start=10.0)
 
     def job(hosts):
-        moment, waits = gpu_job(hosts, clock, gpu, scripts), gpu.num_waits
+        moment = gpu_job(hosts, clock, gpu, scripts)
+        waits = gpu.num_waits
         (end,) = hosts.seconds_at([moment])
         return end, waits
 

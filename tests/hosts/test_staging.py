@@ -29,7 +29,8 @@ def answer_job(
     hosts: HostGroup, clip: Path, prefill: PrefillConfig, speculate: SpeculativeConfig | None
 ):
     model, draft = (families.build_model("qwen2_5_vl", seed=seed) for seed in (0, 1))
-    processor, draft = families.build_processor("qwen2_5_vl"), draft if speculate else None
+    processor = families.build_processor("qwen2_5_vl")
+    draft = draft if speculate else None
     engine = Engine(model, processor, hosts, prefill, speculate=speculate, draft=draft)
     result = engine.generate(QUESTION, video=clip, num_frames=8, max_new_tokens=4)
     return result.token_ids, result.stats["comm_bytes"]
@@ -84,7 +85,8 @@ def test_an_exchange_begins_when_the_one_before_has_ended():
     watch = SimpleNamespace(
         is_broken=False, require_whole=lambda: None, wait=lambda call: call.wait()
     )
-    collectives, data = StagedCollectives(None, watch), torch.zeros(3)
+    collectives = StagedCollectives(None, watch)
+    data = torch.zeros(3)
     exchanges = [
         collectives._exchange(data, data, partial(begin, number), lambda: None)
         for number in range(3)

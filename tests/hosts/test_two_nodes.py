@@ -15,7 +15,9 @@ import pytest
 from patience import HANGING, limit, wait_for
 from scripts import ROOT
 
-INTERFACE, ADDRESSES, NAMES = "eth0", ("10.0.0.1", "10.0.0.2"), ("node0", "node1")
+INTERFACE = "eth0"
+ADDRESSES = ("10.0.0.1", "10.0.0.2")
+NAMES = ("node0", "node1")
 # A name of its own, and how names resolve there: both for this command alone.
 _AS_NODE = 'mount --bind "$1" /etc/hosts && hostname "$2" && shift 2 && exec "$@"'
 

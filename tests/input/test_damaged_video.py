@@ -100,7 +100,8 @@ def test_a_frame_is_no_better_than_one_that_it_refers_to(tmp_path):
     path = encode(
         tmp_path / "b.mp4", n=20, gop=20, bframes=1, x264="b-adapt=0:scenecut=0", size=(144, 192)
     )
-    info, reference = probe(path), decode_all(path)
+    info = probe(path)
+    reference = decode_all(path)
     packets = packets_of(path)
     forward = next(i for i in range(9, 20) if packets[i][2] > packets[i + 1][2])
     between = info.pts.tolist().index(packets[forward + 1][2])

@@ -26,7 +26,8 @@ def test_indices(encoded):
 
 def info_at(times):
     fps = (len(times) - 1) / times[-1] if len(times) > 1 else 25
-    oriented, nothing = (False, False, False), (np.empty(0), np.empty((0, 2)))
+    oriented = (False, False, False)
+    nothing = (np.empty(0), np.empty((0, 2)))
     return VideoInfo(
         "a", 9, np.array(times), 2, 2, 4, fps, False, 9.0, np.zeros((1, 2)), *oriented, *nothing
     )

@@ -15,7 +15,8 @@ from apbv.stats import StageTimer
 import families
 from prompts import by_processor
 
-HOSTS, QUESTION = HostGroup.single("cpu"), "What is it?"
+HOSTS = HostGroup.single("cpu")
+QUESTION = "What is it?"
 WITH_LIMITS = [
     "qwen2_vl",
     "qwen2_5_vl",
@@ -29,7 +30,8 @@ WITH_LIMITS = [
 
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory) -> list[str]:
-    folder, paths = tmp_path_factory.mktemp("pictures"), []
+    folder = tmp_path_factory.mktemp("pictures")
+    paths = []
     for number, (height, width) in enumerate([(84, 112), (168, 56), (60, 200)]):
         paths.append(str(folder / f"{number}.png"))
         families.synthetic_image(height, width, seed=number).save(paths[-1])
@@ -137,7 +139,8 @@ def test_hosts_that_share_images_of_several_sizes_prefill_as_transformers(pool, 
     messages = chat(*zip([*pictures, *pictures], options, strict=False))
     counted = 2 if family.startswith("glm") else 1
     images = [Image.open(path).convert("RGB") for path in [*pictures, *pictures]]
-    processor, made = families.build_processor(family), []
+    processor = families.build_processor(family)
+    made = []
     own = dict(processor.image_processor.size)
     for image, each in zip(images, options, strict=False):
         size = {"shortest_edge": min(own["shortest_edge"], counted * each.get("max_pixels", 10**9))}

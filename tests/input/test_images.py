@@ -12,7 +12,8 @@ import families
 from pairs import each_choice
 
 ORIENTATION = 0x0112
-HEIGHT, WIDTH = 24, 40
+HEIGHT = 24
+WIDTH = 40
 
 
 def held(path, orientation: int) -> str:

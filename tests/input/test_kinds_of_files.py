@@ -161,13 +161,15 @@ def test_the_sound_is_that_of_the_frame_shown(tmp_path, kind):
     make, parts = SOUNDS[kind]
     path = make(tmp_path)
     info = probe(path)
-    heard, expected = read_audio(path, RATE, 60, info.duration, clock=info.clock), []
+    heard = read_audio(path, RATE, 60, info.duration, clock=info.clock)
+    expected = []
     for start, stop in parts:
         if start is None and len(parts) > 1:
             expected.append(np.zeros(round(stop * RATE), np.float32))
         else:
             expected.append(tune(stop - info.duration if start is None else start, stop))
-    wanted, found = moments(np.concatenate(expected)), moments(heard)
+    wanted = moments(np.concatenate(expected))
+    found = moments(heard)
     assert abs(len(found) - len(wanted)) <= 12
     count = min(len(found), len(wanted))
     # Best where it is not moved at all: sound that is off by 20 ms fits better elsewhere.
@@ -206,7 +208,8 @@ def test_the_track_that_can_be_decoded_is_heard(tmp_path):
     for last, part in ((False, (1, 2)), (True, (0, 1))):
         path = renamed_boxes(both, tmp_path / "a.mp4", b"mp4a", b"esds", last=last)
         assert has_audio(path)
-        found, wanted = moments(read_audio(path, RATE, 10)), moments(tune(*part))
+        found = moments(read_audio(path, RATE, 10))
+        wanted = moments(tune(*part))
         assert np.median(np.abs(found[: len(wanted)] - wanted[: len(found)])) < 0.006
     neither = renamed_boxes(path, tmp_path / "e.mp4", b"mp4a", b"esds")
     assert not has_audio(neither)
@@ -290,8 +293,11 @@ def test_the_largest_frame_is_known(tmp_path, suffix, codec):
 
 def test_a_cover_is_no_video(tmp_path):
     with av.open(str(tmp_path / "a.mp3"), "w") as out:
-        sound, cover = out.add_stream("libmp3lame", rate=RATE), out.add_stream("mjpeg", rate=25)
-        cover.height, cover.width, cover.pix_fmt = 32, 48, "yuvj420p"
+        sound = out.add_stream("libmp3lame", rate=RATE)
+        cover = out.add_stream("mjpeg", rate=25)
+        cover.height = 32
+        cover.width = 48
+        cover.pix_fmt = "yuvj420p"
         cover.disposition = Disposition.attached_pic
         frame = av.VideoFrame.from_ndarray(picture(0, 32, 48), format="rgb24").reformat(
             format="yuvj420p"

@@ -17,7 +17,8 @@ from video_files import encode
 
 
 def test_a_file_is_probed_again_only_when_it_was_written(tmp_path):
-    videos, path = KnownVideos(), tmp_path / "a.mp4"
+    videos = KnownVideos()
+    path = tmp_path / "a.mp4"
     encode(path, n=20)
     first = videos.probe(path)
     assert videos.probe(str(path)).pts is first.pts
@@ -30,7 +31,8 @@ def test_a_file_is_probed_again_only_when_it_was_written(tmp_path):
 
 def test_only_the_latest_files_are_remembered(tmp_path, monkeypatch):
     monkeypatch.setattr("apbv.input.files._MOST_KNOWN", 2)
-    videos, paths = KnownVideos(), [tmp_path / f"{name}.mp4" for name in "abc"]
+    videos = KnownVideos()
+    paths = [tmp_path / f"{name}.mp4" for name in "abc"]
     encode(paths[0], n=5)
     for path in paths[1:]:
         shutil.copy(paths[0], path)
@@ -53,7 +55,8 @@ def share_job(hosts: HostGroup, paths: list[str | None]):
 
 def test_the_leader_tells_the_others_what_it_found(pool, tmp_path):
     """The other host's file cannot be probed, so nobody tried."""
-    good, bad = Path(encode(tmp_path / "good.mp4", n=20)), tmp_path / "bad.mp4"
+    good = Path(encode(tmp_path / "good.mp4", n=20))
+    bad = tmp_path / "bad.mp4"
     bad.write_bytes(os.urandom(good.stat().st_size))
     expected = probe(good)
     [(path, data)], [(other, told)] = pool.run(2, share_job, [str(good), str(bad)])
@@ -84,7 +87,8 @@ def test_the_leader_tells_the_others_what_it_found(pool, tmp_path):
     ],
 )
 def test_hosts_that_disagree_all_fail(pool, tmp_path, case, leader, other):
-    good, longer = encode(tmp_path / "a.mp4", n=10), encode(tmp_path / "b.mp4", n=20)
+    good = encode(tmp_path / "a.mp4", n=10)
+    longer = encode(tmp_path / "b.mp4", n=20)
     broken = tmp_path / "broken.mp4"
     broken.write_bytes(b"no video" * 99)
     paths = {

@@ -38,7 +38,9 @@ class Files:
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory) -> Files:
-    folder, videos, images = tmp_path_factory.mktemp("mixed"), [], []
+    folder = tmp_path_factory.mktemp("mixed")
+    videos = []
+    images = []
     for number, (frames, height, width) in enumerate([(20, 84, 112), (9, 112, 56), (3, 56, 84)]):
         videos.append(folder / f"{number}.mp4")
         write_clip(videos[-1], families.synthetic_video(frames, height, width, seed=number))
@@ -78,17 +80,16 @@ def batch_of(family: str, messages: list[dict], nested: bool = True) -> dict:
 def logits_by_transformers(family: str, messages: list[dict], nested: bool = True) -> torch.Tensor:
     """The last logits that the model computes by itself, of what its processor makes of all videos
     and images."""
-    model, batch = (
-        families.build_model(family, dtype=torch.float64),
-        batch_of(family, messages, nested),
-    )
+    model = families.build_model(family, dtype=torch.float64)
+    batch = batch_of(family, messages, nested)
     if not (
         family.startswith("glm") and "pixel_values" in batch and "pixel_values_videos" in batch
     ):
         return model(**batch).logits[:, -1]
     # GLM's counts the placeholders of both for either, and refuses: here its parts are put
     # together.
-    base, types = model.model, batch["mm_token_type_ids"]
+    base = model.model
+    types = batch["mm_token_type_ids"]
     embeds = base.get_input_embeddings()(batch["input_ids"])
     embeds[types == 1] = torch.cat(
         base.get_image_features(
@@ -177,7 +178,9 @@ def one_frame_job(hosts: HostGroup, family: str, messages: list[dict]):
 @pytest.mark.parametrize("family", ["qwen3_vl", "internvl"])
 def test_a_video_may_be_one_frame(pool, files, family):
     """Which Qwen3-VL's processor takes only if it is repeated, as the others' do by themselves."""
-    messages, times, videos = chat("two videos", files), 2 if family == "qwen3_vl" else 1, []
+    messages = chat("two videos", files)
+    times = 2 if family == "qwen3_vl" else 1
+    videos = []
     for path in files.videos[:2]:
         _, told = sampled(path, 1)
         told.frames_indices = [0] * times
@@ -251,10 +254,8 @@ def test_files_that_differ_between_hosts_are_refused(pool, files, tmp_path):
     paths = [str(tmp_path / name) for name in ("a.png", "b.png")]
     Image.new("RGB", (60, 60)).save(paths[0])
     families.synthetic_image(60, 60).save(paths[1])
-    images, videos = (
-        [{"images": [path]} for path in paths],
-        [{"video": files.videos[:n]} for n in (1, 0)],
-    )
+    images = [{"images": [path]} for path in paths]
+    videos = [{"video": files.videos[:n]} for n in (1, 0)]
     for given in (images, videos):
         for failure in pool.run(2, different_files_job, given):
             assert failure.startswith(

@@ -11,7 +11,8 @@ from families import VIDEO_FAMILIES
 from pairs import each_choice
 
 FAMILY = pytest.mark.parametrize("family", VIDEO_FAMILIES)
-VIDEO, IMAGE = {"type": "video"}, {"type": "image"}
+VIDEO = {"type": "video"}
+IMAGE = {"type": "image"}
 
 
 def prompt(family: str, *parts: dict | str) -> str:

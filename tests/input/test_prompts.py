@@ -143,7 +143,8 @@ def test_a_chat_about_an_earlier_picture_has_the_templates_tokens(family):
         return_tensors="pt",
     )["input_ids"]
     said[1]["content"][1] = {"type": "image", "image": picture}
-    question, reader = Question(messages=said), PromptReader(parts, processor, 8)
+    question = Question(messages=said)
+    reader = PromptReader(parts, processor, 8)
     inputs, _ = reader.read(reader.render(question), [], HOSTS, StageTimer(HOSTS))
     assert torch.equal(inputs.input_ids, expected)
     asked = reader.tokenizer.decode(inputs.input_ids[0, inputs.query_start :])
@@ -180,11 +181,9 @@ def test_token_ids_that_cannot_be_read():
 
 def test_parts_are_read_as_people_write_them(tmp_path):
     """Texts, images and videos, as OpenAI's, Qwen's and transformers' examples have them."""
-    picture, path, reader = (
-        Image.new("RGB", (84, 112)),
-        tmp_path / "a picture.png",
-        reader_of("qwen2_5_vl"),
-    )
+    picture = Image.new("RGB", (84, 112))
+    path = tmp_path / "a picture.png"
+    reader = reader_of("qwen2_5_vl")
     picture.save(path)
     inline = base64.b64encode(path.read_bytes()).decode()
     forms = [
@@ -266,7 +265,8 @@ def test_parts_are_read_as_people_write_them(tmp_path):
 
 def test_a_video_may_say_how_its_frames_are_sampled(clip):
     """Beside the file, or with its URL; the others are sampled as the question says."""
-    reader, info = reader_of("qwen2_5_vl"), probe(clip)
+    reader = reader_of("qwen2_5_vl")
+    info = probe(clip)
     content = [
         {"type": "video", "video": str(clip), "fps": 1, "max_frames": 3},
         {"type": "video_url", "video_url": {"url": str(clip), "nframes": 2}},

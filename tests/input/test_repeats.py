@@ -31,7 +31,9 @@ import video_files
 from pairs import each_choice
 from prompts import by_processor, relative_error, sampled
 
-FAMILY, QUESTION, FRAMES = "video_llama_3", "What moves?", 9
+FAMILY = "video_llama_3"
+QUESTION = "What moves?"
+FRAMES = 9
 SINGLE = HostGroup.single("cpu")
 
 
@@ -48,7 +50,8 @@ def partly_still(i: int, height: int, width: int) -> np.ndarray:
 def clips(tmp_path_factory) -> list[str]:
     """Without loss, so that what stands still is the same in every frame; the last clip has a
     single frame."""
-    folder, paths = tmp_path_factory.mktemp("still"), []
+    folder = tmp_path_factory.mktemp("still")
+    paths = []
     for number, (n, size) in enumerate([(18, (84, 112)), (12, (112, 56)), (1, (56, 84))]):
         path = folder / f"{number}.mp4"
         paths.append(
@@ -76,7 +79,8 @@ def chat(paths: list[str], picture=None) -> list[dict]:
 
 def batch_of(paths: list[str], picture=None, compresses: bool = True) -> dict:
     """What the processor makes of the whole prompt."""
-    content, videos = chat(paths, picture)[0]["content"], [sampled(path, FRAMES) for path in paths]
+    content = chat(paths, picture)[0]["content"]
+    videos = [sampled(path, FRAMES) for path in paths]
     return by_processor(build_processor(compresses), content, videos, picture and [picture])
 
 
@@ -90,7 +94,9 @@ def test_frames_are_compared_piece_by_piece(clips, monkeypatch, chunk_bytes):
     """A piece decodes its frames and the one before, and finds what the processor finds in the
     whole video."""
     monkeypatch.setattr("apbv.input.repeats._CHUNK_BYTES", chunk_bytes)
-    processor, decoded, read = build_processor(), [], VideoReader.read
+    processor = build_processor()
+    decoded = []
+    read = VideoReader.read
 
     def recorded(self, chunks, first=0):
         decoded.append(sum(map(len, chunks)))
@@ -98,11 +104,13 @@ def test_frames_are_compared_piece_by_piece(clips, monkeypatch, chunk_bytes):
 
     monkeypatch.setattr(VideoReader, "read", recorded)
     for path in clips:
-        video, (frames, _) = sampled_video(path), sampled(path, FRAMES)
+        video = sampled_video(path)
+        (frames, _) = sampled(path, FRAMES)
         batch = processor.video_processor(
             videos=[frames], do_sample_frames=False, return_tensors="pt"
         )
-        expected, num_frames = batch["video_compression_mask"], len(frames)
+        expected = batch["video_compression_mask"]
+        num_frames = len(frames)
         if num_frames > 1:
             assert 0.2 < expected.float().mean() < 0.8, "some tokens must be left out, and some not"
         for bounds in ([0, num_frames], [0, 1, 1, num_frames], [*range(num_frames + 1)]):
@@ -145,7 +153,8 @@ def test_a_prompt_has_the_tokens_that_the_processor_keeps(
 ):
     picture = families.synthetic_image() if has_image else None
     batch = batch_of(clips, picture, compresses)
-    expected, mask = expected_logits(batch), batch["video_compression_mask"]
+    expected = expected_logits(batch)
+    mask = batch["video_compression_mask"]
     assert bool(mask.all()) != compresses
     for ids, logits, lengths, shares in pool.run(
         num_hosts, prompts_job, chat(clips, picture), compresses, EXACT[way]
@@ -200,7 +209,8 @@ def known_job(hosts: HostGroup, messages: list[dict]):
     The second time another engine is asked, whose host 0 is given what a reader for a server has
     laid out.
     """
-    found, question = [], Question(messages=messages, num_frames=FRAMES)
+    found = []
+    question = Question(messages=messages, num_frames=FRAMES)
     for is_laid_out in (False, True):
         model = families.build_model(FAMILY, dtype=torch.float64)
         engine = Engine(model, build_processor(), hosts, PrefillConfig(method="zigzag_ring"))

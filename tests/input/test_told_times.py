@@ -30,7 +30,8 @@ def recording(tmp_path_factory) -> str:
 
 
 def read(family: str, path: str, **options):
-    model, processor = families.build_model(family), families.build_processor(family)
+    model = families.build_model(family)
+    processor = families.build_processor(family)
     model.config.get_text_config().max_position_embeddings = 10**5
     question = Question("What happens?", video=path, num_frames=11, **options)
     return (
@@ -58,7 +59,9 @@ def test_other_models_space_frames_evenly(recording, family, is_heard):
     """As transformers does; audio is a 25th of a second each, from the same start."""
     options = {"audio_in_video": is_heard} if family == families.OMNI else {}
     model, _, inputs = read(family, recording, **options)
-    parts, ids, positions = inspect_model(model), inputs.input_ids[0], inputs.position_ids[0, 0]
+    parts = inspect_model(model)
+    ids = inputs.input_ids[0]
+    positions = inputs.position_ids[0, 0]
     found = positions[ids == parts.video_token_id]
     steps = found.unique().diff()
     assert len(steps) == 5 and steps.max() - steps.min() <= 1

@@ -49,7 +49,8 @@ def test_little_is_decoded(encoded, fed):
 
 
 def test_frames_are_found_by_seeking(encoded, monkeypatch):
-    opened, plain = [], VideoFile.open
+    opened = []
+    plain = VideoFile.open
     monkeypatch.setattr(VideoFile, "open", lambda file: (opened.append(0), plain(file)))
     for name in ("mp4", "mp4 open gop", "mp4 edit list", "mkv late, variable rate", "ts", "flv"):
         _, info, reference = encoded(name)
@@ -75,7 +76,8 @@ def test_frame_displayed_before_its_keyframe(encoded, fed):
 def test_intact_frames_of_a_destroyed_file(encoded, tmp_path):
     path, info, reference = encoded("mp4")
     packets = packets_of(path)
-    start, end = packets[10][0], packets[40][0]
+    start = packets[10][0]
+    end = packets[40][0]
     broken = overwrite(path, tmp_path / "a.mp4", start, b"\0" * (end - start))
     assert np.array_equal(probe(broken).timestamps, info.timestamps)
     assert np.array_equal(
@@ -115,7 +117,8 @@ def test_start_cut_off_an_open_group(tmp_path):
     second = [i for i, packet in enumerate(packets_of(path)) if packet[3]][1]
     for first in (second, second - 3):
         cut = remux(path, tmp_path / "a.mkv", lambda i, packet: packet if i >= first else None)  # noqa: B023
-        info, reference = probe(cut), decode_all(cut)
+        info = probe(cut)
+        reference = decode_all(cut)
         assert info.num_frames == len(reference) < len(packets_of(cut))
         assert info.timestamps[0] == 0
         assert np.array_equal(read_frames(info, range(info.num_frames)), reference)

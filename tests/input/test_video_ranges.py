@@ -22,7 +22,8 @@ import families
 from prompts import by_processor
 from video_files import decode_all, encode
 
-HOSTS, QUESTION = HostGroup.single("cpu"), "What happens?"
+HOSTS = HostGroup.single("cpu")
+QUESTION = "What happens?"
 FAMILIES = [family for family in families.VIDEO_FAMILIES if not family.endswith("_moe")]
 TIMES = [*range(0, 1000, 40), 1700, 3900, 4000, 9050, 9100, 19100, 24340]  # in ms
 
@@ -97,7 +98,8 @@ def test_a_part_of_a_video_is_read_as_by_qwens_tools(family, film, options):
     (chunk,) = inputs.with_pixels(pixels).visual.pixels.chunks(patches)
     (whole,) = expected.visual.pixels.chunks(patches)
     for name in chunk.values.keys() & {"pixel_values", "pixel_values_videos"}:
-        ours, theirs = chunk.values[name], whole.values[name]
+        ours = chunk.values[name]
+        theirs = whole.values[name]
         torch.testing.assert_close(ours.flatten(), theirs.flatten(), rtol=0, atol=0)
 
 
@@ -292,7 +294,8 @@ def test_of_a_part_that_is_heard_only_its_own_sound_is(tmp_path, options):
     path = audio_files.write(
         tmp_path / "a.mkv", [(0, 4)], "flac", audio_files.RATE, video=(0, 4), size=(56, 84)
     )
-    family, info = families.OMNI, probe(path)
+    family = families.OMNI
+    info = probe(path)
     reader = reader_of(family)
     first, last = range_by_qwen(info, options.get("video_start"), options.get("video_end"))
     frames, told = told_by_qwen(path, options, 10)

@@ -15,7 +15,8 @@ from apbv.stats import StageTimer
 import families
 from prompts import by_processor, sampled
 
-HOSTS, QUESTION = HostGroup.single("cpu"), "What happens?"
+HOSTS = HostGroup.single("cpu")
+QUESTION = "What happens?"
 WITH_GRIDS = [
     family
     for family in families.VIDEO_FAMILIES
@@ -67,7 +68,8 @@ def test_total_pixels_are_shared_by_the_frames_as_in_qwens_tools(family, clip):
         (1, {"min_pixels": 2 * factor**2}),
         (10**9, {"max_pixels": 2000}),
     ):
-        least, most = own.get("min_pixels", factor**2), own.get("max_pixels", 10**9)
+        least = own.get("min_pixels", factor**2)
+        most = own.get("max_pixels", 10**9)
         shared = min(most, max(total / 4 * 2, int(least * 1.05)))
         expected = read(reader, clip, {"max_pixels": int(shared)})[0]
         assert torch.equal(
@@ -110,7 +112,8 @@ def logits_job(hosts: HostGroup, family: str, messages: list[dict]) -> torch.Ten
 @torch.no_grad()
 def test_hosts_that_share_a_resized_video_prefill_as_transformers(pool, clip):
     """Which gets the limits as those of its processor."""
-    family, limits = "qwen2_5_vl", {"min_pixels": 1, "max_pixels": 2000}
+    family = "qwen2_5_vl"
+    limits = {"min_pixels": 1, "max_pixels": 2000}
     frames, told = sampled(clip, 4)
     processor = families.build_processor(family)
     processor.video_processor.size = {"shortest_edge": 1, "longest_edge": 2000}
@@ -127,11 +130,10 @@ def test_no_frame_has_more_pixels_than_its_limit(family, clip):
     reader = reader_of(family)
     side = reader.processor.video_processor.patch_size * reader.processor.video_processor.merge_size
     most = {"max_pixels": side * side}
-    usual, limited = read(reader, clip, {})[0], read(reader, clip, most)[0]
-    both, wide = (
-        read(reader, clip, {}, most)[0],
-        read(reader, clip, {"max_pixels": 10**6, "min_pixels": 1})[0],
-    )
+    usual = read(reader, clip, {})[0]
+    limited = read(reader, clip, most)[0]
+    both = read(reader, clip, {}, most)[0]
+    wide = read(reader, clip, {"max_pixels": 10**6, "min_pixels": 1})[0]
     rows = [
         [item.num_rows for item in inputs.visual.items] for inputs in (usual, limited, both, wide)
     ]

@@ -84,9 +84,13 @@ def test_a_group_that_spans_chunks_is_decoded_once(tmp_path, fed):
 def test_few_frames_are_in_memory(tmp_path, monkeypatch, gop):
     """Two chunks at most, and in each thread one frame that has no place yet; also while nobody
     asks for more."""
-    chunk_len, height, width, threads = 8, 96, 128, 4
+    chunk_len = 8
+    height = 96
+    width = 128
+    threads = 4
     info = probe(encode(tmp_path / "a.mp4", n=250, gop=gop, size=(height, width)))
-    ahead, put = threading.Event(), reading._Chunks.put
+    ahead = threading.Event()
+    put = reading._Chunks.put
 
     def noted(chunks, row, image):
         if row == 2 * chunk_len:
@@ -135,7 +139,8 @@ def test_damage_ends_all(clip, tmp_path, threads):
     at, size, *_ = packets_of(path)[70]
     broken = probe(overwrite(path, tmp_path / "b.mp4", at, b"\0" * size))
     for chunk_len in (1, 7, 50):
-        before, got = set(threading.enumerate()), []
+        before = set(threading.enumerate())
+        got = []
         with pytest.raises(VideoError, match=r"b\.mp4: .*cannot be decoded"):
             got.extend(iter_frames(broken, range(120), chunk_len, threads))
         done = np.concatenate(got) if got else reference[:0]

@@ -10,7 +10,10 @@ from apbv.kv.offers import Offers
 from patience import limit, wait_for
 
 NUM_TICKETS = 32  # for each case
-TICKETS, ENDS, STOP, PIDS = "tickets.json", "ends.jsonl", "stop", "pids.json"
+TICKETS = "tickets.json"
+ENDS = "ends.jsonl"
+STOP = "stop"
+PIDS = "pids.json"
 
 
 def offer_all(

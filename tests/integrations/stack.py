@@ -53,7 +53,9 @@ class Service:
     """
 
     def __init__(self, name: str, command: list, folder: Path, port: int, **environment: str):
-        self.name, self.port, self.url = name, port, f"http://127.0.0.1:{port}"
+        self.name = name
+        self.port = port
+        self.url = f"http://127.0.0.1:{port}"
         self.log = folder / f"{name}.log"
         with open(self.log, "w") as file:
             run = {"stdout": file, "stderr": subprocess.STDOUT, "env": os.environ | environment}

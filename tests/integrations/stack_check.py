@@ -32,9 +32,11 @@ NUM_NEW = 12
 CONCURRENCY = 8
 FRAMES = 128  # all of the demo's clip, so that both sides see the same
 OFFER_SECONDS = limit(20.0)
-QUESTION, RIGHT_ANSWER = "name the letters in order", "X J P H E L"
+QUESTION = "name the letters in order"
+RIGHT_ANSWER = "X J P H E L"
 ONE_VIDEO = ["--limit-mm-per-prompt", '{"video": 1, "image": 0}']
-WAITING, FETCHED = "apbv:kv_offers_waiting", 'apbv:kv_transfers_total{how="fetched"}'
+WAITING = "apbv:kv_offers_waiting"
+FETCHED = 'apbv:kv_transfers_total{how="fetched"}'
 PROMPT = [
     (7 * i * i + 3 * i) % 251 for i in range(400)
 ]  # of the text model, whose tokens are bytes
@@ -115,7 +117,8 @@ def check_nothing_left(what: str, prefill: Service) -> None:
 def in_the_midst(ask: Ask, through: Service, prefill: Service, then: Callable[[], None]) -> str:
     """What becomes of a request when something happens while the prefill hosts have it; one is held
     meanwhile."""
-    held, states = prefill.host(1), ("waiting", "running")
+    held = prefill.host(1)
+    states = ("waiting", "running")
     with ThreadPoolExecutor(1) as pool:
         held.suspend()
         try:

@@ -55,7 +55,8 @@ def prefill_all(folder: Path) -> None:
         "text-aligned": (folder / "qwen2", COMPRESSED, 4 * BLOCK),
         **{name: (demo.model_path(), config, "vllm") for name, config in REDUCED.items()},
     }
-    expected, states = {}, {}
+    expected = {}
+    states = {}
     for name, (model, config, how) in cases.items():
         engine = apbv.Engine.from_pretrained(model, prefill=config, hosts=hosts, dtype="float32")
         if model == demo.model_path():
@@ -68,7 +69,8 @@ def prefill_all(folder: Path) -> None:
         if name in REDUCED:
             continue
         states[name] = state
-        inputs, cache = state.generate_inputs(), state.to_dynamic_cache()
+        inputs = state.generate_inputs()
+        cache = state.to_dynamic_cache()
         if cache is None:
             continue
         made = engine.model.generate(

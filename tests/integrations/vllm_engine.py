@@ -49,7 +49,8 @@ class Server:
         }
         self.llm = LLM(str(model), **options)
         self.engine = self.llm.llm_engine
-        self._log, self.said = BufferingHandler(10**6), ""
+        self._log = BufferingHandler(10**6)
+        self.said = ""
         logging.getLogger("vllm.apbv").addHandler(
             self._log
         )  # only now: vLLM sets its loggers up when it starts

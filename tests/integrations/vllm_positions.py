@@ -28,7 +28,8 @@ def check_positions(folder: Path, expected: None) -> None:
         "images": {"images": [families.synthetic_image(), families.synthetic_image(168, 84)]},
     }
     for family in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl"):
-        model, processor = families.build_model(family), families.build_processor(family)
+        model = families.build_model(family)
+        processor = families.build_processor(family)
         parts = apbv.model.parts.inspect_model(model)
         (architecture,) = model.config.architectures or [type(model).__name__]
         theirs = without_weights(ModelRegistry._try_load_model_cls(architecture), model.config)
@@ -57,7 +58,8 @@ def check_positions(folder: Path, expected: None) -> None:
 def features_of(batch, parts) -> list:
     """What vLLM knows of a prompt's video or images."""
     kind = "video" if "video_grid_thw" in batch else "image"
-    ids, start = batch["input_ids"][0].tolist(), parts.model.config.vision_start_token_id
+    ids = batch["input_ids"][0].tolist()
+    start = parts.model.config.vision_start_token_id
     starts = [i for i, token in enumerate(ids) if token == start]
     features = []
     for index, grid in enumerate(batch[f"{kind}_grid_thw"]):

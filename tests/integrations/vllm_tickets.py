@@ -34,7 +34,8 @@ def check_tickets(server: Server, folder: Path, expected: dict) -> None:
     for name in plain:
         case = expected[name]
         (alone,) = server.run(plain[name])
-        loaded, followed = request(name), request(name, more=case["follow_up"])
+        loaded = request(name)
+        followed = request(name, more=case["follow_up"])
         found = server.run(loaded, followed, plain[name])
         wanted = [case["tokens"], case["followed"], alone]
         check(f"{name}: loaded by ticket, followed up, vLLM's own prompt", found, wanted)
@@ -168,7 +169,8 @@ def check_recompute(folder: Path, expected: dict) -> None:
     # Room for one request and a half: one of two that grow is preempted.
     room = {"max_model_len": 9 * BLOCK, "num_gpu_blocks_override": 12}
     server = Server(folder / "qwen2", SETTINGS, "recompute", async_scheduling=True, **room)
-    tickets, name = Tickets(folder), "text-sharded"
+    tickets = Tickets(folder)
+    name = "text-sharded"
     prompt = expected[name]["prompt"]
     plain = {"prompt_token_ids": prompt}
     (alone,) = server.run(plain)

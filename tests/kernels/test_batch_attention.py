@@ -16,11 +16,9 @@ from pairs import each_choice
 
 def make(lengths, *, dim=64, group=2, kv_heads=2, dtype=torch.float32, counts=None):
     """Queries, newest keys and values, and buffers with NaN behind their rows."""
-    heads, rows, room = (
-        (kv_heads * group, kv_heads, kv_heads),
-        sum(counts or [1] * len(lengths)),
-        max(counts or [3]),
-    )
+    heads = (kv_heads * group, kv_heads, kv_heads)
+    rows = sum(counts or [1] * len(lengths))
+    room = max(counts or [3])
     q, k, v = (randn(1, n, rows, dim, dtype=dtype, seed=seed) for seed, n in enumerate(heads))
     buffers = [
         [randn(1, kv_heads, n + room, dim, dtype=dtype, seed=n + s) for n in lengths]
@@ -49,11 +47,14 @@ def copy(buffers: SequenceBuffers, dtype=None) -> SequenceBuffers:
     counts=[None, [37, 1, 2], [1, 6, 1], [2, 1, 5], None],
 )
 def test_each_sequence_sees_its_own_keys(way, lengths, heads, place, counts):
-    (backend, dtype), (dim, group, kv_heads), counts = way, heads, counts and counts[: len(lengths)]
+    (backend, dtype) = way
+    (dim, group, kv_heads) = heads
+    counts = counts and counts[: len(lengths)]
     q, k, v, buffers = make(
         lengths, dim=dim, group=group, kv_heads=kv_heads, dtype=dtype, counts=counts
     )
-    wide, scale = copy(buffers, torch.float64), -(dim**-0.5)
+    wide = copy(buffers, torch.float64)
+    scale = -(dim**-0.5)
     exact = reference.batch_decode_attention(q.double(), k.double(), v.double(), wide, scale)
     out = batch_decode_attention(place(q), place(k), place(v), buffers, scale, backend=backend)
     assert out.shape == q.shape and out.dtype == dtype
@@ -80,7 +81,8 @@ def test_a_table_may_have_more_rows_than_there_are_sequences(counts):
     q, k, v, buffers = make([40, 300, 0, 7], counts=counts and [*counts, 1, 1])
     there = SequenceBuffers(buffers.keys[:2], buffers.values[:2], buffers.lengths[:2], counts)
     exact = reference.batch_decode_attention(*(x[:, :, :rows] for x in (q, k, v)), copy(there), 0.1)
-    q[:, :, rows:], k[:, :, rows:] = math.nan, math.nan
+    q[:, :, rows:] = math.nan
+    k[:, :, rows:] = math.nan
     out = batch_decode_attention(q, k, v, table_of(there, 4), 0.1, backend="triton")
     assert_out_close(out[:, :, :rows], exact.double(), OUT_TOLERANCE[q.dtype])
     if counts is None:

@@ -23,7 +23,8 @@ from pairs import each_choice
 
 backends = pytest.mark.parametrize("backend", BACKENDS)
 DTYPES = [torch.float32, TRITON_DTYPES[-1]]
-HEADS, KV_HEADS = 4, 2
+HEADS = 4
+KV_HEADS = 2
 
 
 def states(tokens, dim, dtype=torch.float64, seed=0, batch=1):
@@ -47,7 +48,8 @@ def row_by_row(q, k, v, kept, scale, blocks):
     own block's."""
     q, k, v = (x.double().cpu() for x in (q, k, v))
     query_block, key_block = blocks
-    out, lse = torch.zeros_like(q), torch.zeros(q.shape[:3], dtype=torch.float64)
+    out = torch.zeros_like(q)
+    lse = torch.zeros(q.shape[:3], dtype=torch.float64)
     for head in range(q.shape[1]):
         keys, values = (x[0, head // (q.shape[1] // k.shape[1])] for x in (k, v))
         for row in range(q.shape[2]):
@@ -86,7 +88,8 @@ def test_each_query_sees_its_block_and_the_listed_ones(backend, case):
     density=[0.3, 1.0, 0.3, 0.0],
 )
 def test_many_blocks(backend, dtype, shape, blocks, density):
-    (tokens, dim), batch = shape, 2 if density == 0.3 else 1
+    (tokens, dim) = shape
+    batch = 2 if density == 0.3 else 1
     q, k, v = (sliced_rows(x) for x in states(tokens, dim, dtype, batch=batch))
     listed = ListedBlocks.of(masked(tokens, *blocks, density, batch), *blocks)
     exact = reference.block_sparse_attention(
@@ -108,7 +111,8 @@ def test_what_is_not_listed_is_not_read(backend):
     """Nothing but its own queries sees the second block, so that others stay free of what it
     holds."""
     q, k, v = states(160, 16, torch.float32)
-    k[:, :, 32:64], v[:, :, 32:64] = math.nan, math.nan
+    k[:, :, 32:64] = math.nan
+    v[:, :, 32:64] = math.nan
     kept = torch.ones(1, HEADS, 5, 5, dtype=torch.bool, device=DEVICE)
     kept[..., 1] = False
     out, lse = block_sparse_attention(q, k, v, ListedBlocks.of(kept, 32, 32), 0.3, backend=backend)

@@ -28,7 +28,8 @@ def rotated(q, k, cos, sin):
 
 def rotated_heads(x, cos, sin):
     """Every pair of numbers that are half of a head apart, as a complex number."""
-    out, half = torch.empty_like(x), x.shape[-1] // 2
+    out = torch.empty_like(x)
+    half = x.shape[-1] // 2
     for i in range(half):
         out[..., i] = x[..., i] * cos[:, None, :, i] - x[..., i + half] * sin[:, None, :, i]
         out[..., i + half] = (

@@ -22,7 +22,8 @@ from attention_cases import (
 )
 from pairs import each_choice
 
-INF, HEADS = math.inf, 3
+INF = math.inf
+HEADS = 3
 # Triton does not merge in fp64, and the interpreter computes products of bf16 wrongly.
 DTYPES = [torch.float32, torch.float16]
 
@@ -39,7 +40,8 @@ def partial_results(lengths, *, dim=80, dtype=torch.float32):
 
 def by_definition(outs, lses, queries=None):
     """Eq. 5 in fp64, of those results that reach so far back and saw anything."""
-    queries, pad = queries or max(out.shape[2] for out in outs), torch.nn.functional.pad
+    queries = queries or max(out.shape[2] for out in outs)
+    pad = torch.nn.functional.pad
     lses = torch.stack([pad(lse.double(), (queries - lse.shape[2], 0), value=-INF) for lse in lses])
     lses[lses == INF] = -INF
     outs = torch.stack(
@@ -70,9 +72,11 @@ def test_results_of_the_last_queries_go_where_they_are_wanted(
     others."""
     outs, lses = partial_results(lengths, dtype=dtype)
     if nothing is not None:
-        outs[0][:, :, -2:], lses[0][:, :, -2:] = math.nan, nothing
+        outs[0][:, :, -2:] = math.nan
+        lses[0][:, :, -2:] = nothing
         for out, lse in zip(outs, lses, strict=True):
-            out[:, :, -1], lse[:, :, -1] = math.nan, nothing
+            out[:, :, -1] = math.nan
+            lse[:, :, -1] = nothing
     queries = max(lengths) + 2
     exact = by_definition(outs, lses, queries)
     check(
@@ -86,14 +90,16 @@ def test_results_of_the_last_queries_go_where_they_are_wanted(
     check((out, lse), exact, dtype)
     assert untouched().isnan().all(), "what lies beside the result was written"
     if lengths[0] == queries - 2:  # as in a ring, where results come one after the other
-        running, exact = transposed(outs[0]), by_definition(outs, lses)
+        running = transposed(outs[0])
+        exact = by_definition(outs, lses)
         check(merge_states([running, *outs[1:]], lses, out=running, backend=backend), exact, dtype)
 
 
 def in_one_buffer(outs, lses):
     """As a host receives them: the bytes of one out, then those of its lse; and NaN between them
     and the next."""
-    parts, rows = outs.flatten(1).view(torch.uint8), lses.flatten(1).view(torch.uint8)
+    parts = outs.flatten(1).view(torch.uint8)
+    rows = lses.flatten(1).view(torch.uint8)
     buffer = outs.new_full(
         (len(outs), (parts.shape[1] + rows.shape[1]) // outs.element_size() + 8), math.nan
     )

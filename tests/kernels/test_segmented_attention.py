@@ -28,7 +28,8 @@ pytestmark = pytest.mark.usefixtures("nan_where_unwritten")
 def by_definition(q, segments, scale, causal_last, alone=0):
     """Out and lse in fp64: query i of S sees T - S + i + 1 keys of the last segment, the first rows
     those only."""
-    keys, queries = [k.shape[2] for k, _ in segments], q.shape[2]
+    keys = [k.shape[2] for k, _ in segments]
+    queries = q.shape[2]
     visible = torch.ones(queries, sum(keys), dtype=torch.bool, device=DEVICE)
     visible[:alone, : sum(keys[:-1])] = False
     if causal_last:
@@ -62,15 +63,18 @@ WIDE = {"torch": torch.float64, "triton": torch.float32}
 def test_any_lengths_lie_anywhere(backend, shape):
     """Inputs in buffers of NaN, and a result that is put into another, beside which nothing is
     written."""
-    (queries, keys, alone), dtype = SHAPES[shape], WIDE[backend]
+    (queries, keys, alone) = SHAPES[shape]
+    dtype = WIDE[backend]
     row = list(SHAPES).index(shape)
-    place, causal_last = PLACES[row % len(PLACES)], row % 5 != 4
+    place = PLACES[row % len(PLACES)]
+    causal_last = row % 5 != 4
     q, segments = make_inputs(queries, keys, dim=16, group=2, dtype=dtype)
     exact = by_definition(q, segments, 0.3, causal_last, alone)
     assert_attention(
         reference.segmented_attention(q, segments, 0.3, causal_last, rows_alone=alone), exact, dtype
     )
-    q, segments = place(q), [(place(k), place(v)) for k, v in segments]
+    q = place(q)
+    segments = [(place(k), place(v)) for k, v in segments]
     out, untouched = poisoned(place, q.shape, dtype)
     for into in (None, out)[backend == "triton" :]:
         options = {"rows_alone": alone, "out": into, "backend": backend}
@@ -106,7 +110,8 @@ def test_heads_of_any_shape_dtype_and_scale(backend, dtype, dim, group, queries,
 def test_scores_beyond_the_range_of_exp(backend):
     """Scores of several thousand: exp overflows without subtracting the maximum."""
     q, segments = make_inputs(33, [71, 33], dim=16, dtype=torch.float32)
-    q, segments = q * 50, [(k * 50, v) for k, v in segments]
+    q = q * 50
+    segments = [(k * 50, v) for k, v in segments]
     out, lse = segmented_attention(q, segments, 1.0, True, backend=backend)
     exact_out, exact_lse = by_definition(q, segments, 1.0, True)
     assert exact_lse.max() > 1e4
@@ -128,9 +133,11 @@ def gathered(num_hosts, count, length, padding=5):
 def test_gathered_buffers_are_one_run_each():
     """The passing blocks of a late block: all of the first exchange, and of the second those from
     the back."""
-    first, second = gathered(4, 4, 17), gathered(4, 2, 17)
+    first = gathered(4, 4, 17)
+    second = gathered(4, 2, 17)
     q, local = make_inputs(20, [20], dtype=torch.float32, dim=64, group=2)
-    q, local = q[:1], [(k[:1], v[:1]) for k, v in local]
+    q = q[:1]
+    local = [(k[:1], v[:1]) for k, v in local]
     assert [(run.num_rows, run.piece_len) for run in find_runs([*first, *second])] == [
         (68, 17),
         (34, 17),

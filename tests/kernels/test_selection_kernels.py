@@ -12,8 +12,10 @@ from attention_cases import randn
 from device import DEVICE, TRITON_DTYPES
 from pairs import each_choice
 
-BATCH, KV_HEADS = 2, 2
-INF, NAN = math.inf, math.nan
+BATCH = 2
+KV_HEADS = 2
+INF = math.inf
+NAN = math.nan
 TWO_WAYS = [("torch", torch.float32), ("triton", torch.float16)]
 
 
@@ -27,10 +29,8 @@ def strided(states, dtype):
 
 
 def make_inputs(keys, queries, group, dim, dtype=torch.float64, size=1.0):
-    q, k = (
-        randn(BATCH, KV_HEADS * group, queries, dim) * size,
-        randn(BATCH, KV_HEADS, keys, dim, seed=1),
-    )
+    q = randn(BATCH, KV_HEADS * group, queries, dim) * size
+    k = randn(BATCH, KV_HEADS, keys, dim, seed=1)
     return strided(q, dtype), strided(k, dtype)
 
 
@@ -48,7 +48,8 @@ def assert_close(importance, exact, reduce, tolerance):
 
 def by_definition(q, k, scale, reduce):
     """In fp64, head by head."""
-    (q, k), heads = (q.double(), k.double()), []
+    (q, k) = (q.double(), k.double())
+    heads = []
     group = q.shape[1] // k.shape[1]
     for head in range(k.shape[1]):
         rows = torch.cat([q[:, g] for g in range(head * group, (head + 1) * group)], dim=1)
@@ -72,7 +73,8 @@ def test_importance_equals_its_definition(backend, is_half, shape):
         "triton": (torch.float32, TRITON_DTYPES[-1]),
     }[backend]
     q, k = make_inputs(*shape, half if is_half else wide)
-    scale, tolerance = shape[3] ** -0.5, 1e-13 if k.dtype == torch.float64 else 1e-5
+    scale = shape[3] ** -0.5
+    tolerance = 1e-13 if k.dtype == torch.float64 else 1e-5
     for reduce in ("peak", "softmax", "dot"):
         exact = by_definition(q, k, scale, reduce)
         pooled = [exact[..., max(0, j - 2) : j + 3].amax(dim=-1) for j in range(shape[0])]
@@ -135,7 +137,8 @@ MORE = [
 
 @each_choice(way=TWO_WAYS, case=[*((kind, 129, 80) for kind in SCORES), *MORE])
 def test_selection_equals_its_definition(way, case):
-    (backend, dtype), (kind, keys, dim) = way, case
+    (backend, dtype) = way
+    (kind, keys, dim) = case
     scores = strided(
         SCORES[kind](randn(BATCH, KV_HEADS, keys, dtype=torch.float32))[..., None], torch.float32
     )

@@ -37,7 +37,8 @@ def given_mask(queries, num_masked):
     mask=["tree", "none", "some see nothing", "chain", "tree"],
 )
 def test_new_tokens_see_what_the_mask_lets_them(way, shape, mask):
-    (backend, dtype), (queries, keys) = way, shape
+    (backend, dtype) = way
+    (queries, keys) = shape
     q, [(k, v)] = make_inputs(queries, [keys], dtype=dtype, group=7 if queries < 6 else 4)
     num_masked = {"chain": queries, "none": 0}.get(mask, min(keys, queries + 3))
     options = {}

@@ -11,7 +11,8 @@ from apbv.kernels import similarity_to, spatial_variety, temporal_change
 from device import DEVICE, TRITON_DTYPES
 from pairs import each_choice
 
-DTYPES, LAST = [torch.float32, TRITON_DTYPES[-1]], (9, 1, 16, "after")
+DTYPES = [torch.float32, TRITON_DTYPES[-1]]
+LAST = (9, 1, 16, "after")
 
 # Largest difference of cosine similarities (or, of a direction's length, of sums of them) from
 # those in fp64.
@@ -72,10 +73,8 @@ def exact_change(frames, before=None, after=None):
 def exact_variety(frames, height, width, crop):
     """Compute the variance of a token's cosine similarities with all tokens of its crop."""
     units = functional.normalize(frames.double(), dim=-1)
-    rows, columns = (
-        torch.arange(height, device=frames.device),
-        torch.arange(width, device=frames.device),
-    )
+    rows = torch.arange(height, device=frames.device)
+    columns = torch.arange(width, device=frames.device)
     crops = ((rows // crop)[:, None] * (width + crop) + columns // crop).flatten()
     together = crops[:, None] == crops
     similar = units @ units.transpose(1, 2)

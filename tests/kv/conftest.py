@@ -19,7 +19,8 @@ from patience import wait_for
 @pytest.fixture
 def nothing_left() -> Iterator[None]:
     """No thread and no socket stays behind, whatever a test did."""
-    before, threads = num_sockets(), set(threading.enumerate())
+    before = num_sockets()
+    threads = set(threading.enumerate())
     yield
     wait_for(
         lambda: (

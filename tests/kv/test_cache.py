@@ -10,7 +10,9 @@ from apbv.layout import plan_layout
 
 from pairs import each_choice
 
-LAYERS, HEADS, DIM = 2, 2, 4
+LAYERS = 2
+HEADS = 2
+DIM = 4
 
 
 def make_layout(num_hosts, zigzag, anchor_len):
@@ -32,7 +34,8 @@ LAYOUTS = [make_layout(*spec) for spec in ((1, True, 6), (3, True, 7), (2, False
 def kept_tokens(layout, host, with_query=True):
     """By definition: slice h of the anchor, blocks h and 2H-1-h (or h alone), and on host 0 the
     query."""
-    hosts, anchor = layout.num_hosts, list(layout.anchor)
+    hosts = layout.num_hosts
+    anchor = list(layout.anchor)
     sizes = [len(anchor) // hosts + (h < len(anchor) % hosts) for h in range(hosts)]
     kept = [*anchor[sum(sizes[:host]) : sum(sizes[: host + 1])], *layout.blocks[host]]
     if len(layout.blocks) == 2 * hosts:
@@ -92,7 +95,8 @@ def test_prefill_keeps_what_the_host_owns_and_shows_attention_everything(layout)
 
 @each_choice(layout=LAYOUTS[:3], count=[(5, 2), (5, 0), (300, 100), (5, 9), (0, 6), (0, 7)])
 def test_cropped_tokens_make_room_for_others(layout, count):
-    (generated, removed), new = count, range(1000, 1300)
+    (generated, removed) = count
+    new = range(1000, 1300)
     for host in range(min(2, layout.num_hosts)):
         cache, kept = prefilled(layout, host)
         update(cache, range(61, 61 + generated))

@@ -70,7 +70,8 @@ def test_a_reader_that_stops_does_not_keep_what_has_ended(monkeypatch):
     """Its memory is free when its end is told, since whoever counts it gives it to others at
     once."""
     monkeypatch.setattr(offers_module, "_GRACE_SECONDS", 0.05)
-    layers, ended = made_up(**BIG), []
+    layers = made_up(**BIG)
+    ended = []
     memory = of_memory(layers)
     with Offers(
         HostGroup.single("cpu"), on_end=lambda *how: ended.append((*how, is_free(memory)))

@@ -87,7 +87,8 @@ def test_who_asks_for_nothing_holds_nobody_up(offers, monkeypatch):
 def test_silent_connections_give_way_to_who_comes_and_to_who_knows_the_secret(offers, monkeypatch):
     """However many there are, and for however long they may stay."""
     monkeypatch.setattr("apbv.kv.sending.MAX_STRANGERS", 4)
-    ticket, silent = offer(offers, made_up(num_layers=8, num_tokens=100_000)), []
+    ticket = offer(offers, made_up(num_layers=8, num_tokens=100_000))
+    silent = []
     with ExitStack() as stack:
         reading = stack.enter_context(RemoteKV(ticket)).layers(range(100_000))
         next(reading)
@@ -105,7 +106,8 @@ def test_silent_connections_give_way_to_who_comes_and_to_who_knows_the_secret(of
 
 def test_kv_that_nobody_fetches_expires(offers, ended, clock):
     layers = made_up()
-    memory, ticket = of_memory(layers), offer(offers, layers)
+    memory = of_memory(layers)
+    ticket = offer(offers, layers)
     del layers
     for seconds in (999, 999, 3):
         clock(seconds)
@@ -122,11 +124,10 @@ def test_kv_that_nobody_fetches_expires(offers, ended, clock):
 
 
 def test_closing_ends_everything(ended):
-    offers, layers = (
-        Offers(HostGroup.single("cpu"), on_end=lambda *how: ended.append(how)),
-        made_up(),
-    )
-    memory, ticket = of_memory(layers), offer(offers, layers)
+    offers = Offers(HostGroup.single("cpu"), on_end=lambda *how: ended.append(how))
+    layers = made_up()
+    memory = of_memory(layers)
+    ticket = offer(offers, layers)
     del layers
     offers.close()
     assert is_free(memory) and [how for _, how, _ in ended] == ["closed"]

@@ -37,7 +37,8 @@ def memory_job(hosts: HostGroup, kv: str) -> tuple[int, int, bool]:
     state = engine.prefill(
         "describe the clip shot by shot", video=demo.video_path(), num_frames=FRAMES
     )
-    decoder, layers = decoder_behind(state, engine.model), state.kv.cache.layers
+    decoder = decoder_behind(state, engine.model)
+    layers = state.kv.cache.layers
     before = [layer.keys.data_ptr() for layer in layers]
     for _ in range(2):
         decoder.advance([5])

@@ -28,7 +28,9 @@ from pool import start
 from prompts import ATTENDING, batch_of, build, reset_rope
 from tampering import flip_bit, remove, truncate
 
-QUESTION, FRAMES, STEPS = "name the letters in order", 40, 4
+QUESTION = "name the letters in order"
+FRAMES = 40
+STEPS = 4
 
 
 def engine_on(hosts: HostGroup, **settings) -> Engine:
@@ -90,7 +92,8 @@ def test_any_number_of_hosts_reads_what_two_have_written(pool, saved_once, tmp_p
 
 def test_any_part_of_a_layer_can_be_read(saved_once):
     saved = SavedKV.open(saved_once[0])
-    n, (keys, values) = saved.manifest.num_tokens, saved.layer(1)
+    n = saved.manifest.num_tokens
+    (keys, values) = saved.layer(1)
     assert keys.shape == (saved.manifest.num_kv_heads, n, saved.manifest.head_dim)
     assert torch.equal(saved.layer(1, range(17, 63), range(1, 2))[0], keys[1:, 17:63])
     parts = saved.layer(1, [range(70, n), range(0, 9), range(5, 5)])
@@ -102,10 +105,8 @@ def test_any_part_of_a_layer_can_be_read(saved_once):
 def test_every_family_goes_on_in_transformers_from_the_disk(family, tmp_path):
     """generate() from a saved prompt says what it says from the prompt itself; assisted decoding is
     refused."""
-    model, batch = (
-        build(family, torch.float32),
-        batch_of(family, 60 if family in families.TEXT_FAMILIES else None),
-    )
+    model = build(family, torch.float32)
+    batch = batch_of(family, 60 if family in families.TEXT_FAMILIES else None)
     hosts = HostGroup.single("cpu")
     settings = {"max_new_tokens": STEPS, "min_new_tokens": STEPS, "do_sample": False}
     expected = model.generate(**batch, **settings)
@@ -133,7 +134,8 @@ def test_every_family_goes_on_in_transformers_from_the_disk(family, tmp_path):
 )
 def test_what_a_layer_is_made_of_counts_in_a_models_digest(family, field):
     config = families.build_config(family)
-    before, text = config_digest(config), config.get_text_config()
+    before = config_digest(config)
+    text = config.get_text_config()
     setattr(text, field, [1, 1, 1] if field == "no_rope_layers" else getattr(text, field) + 1)
     assert config_digest(config) != before
 
@@ -232,7 +234,8 @@ def test_a_manifest_that_was_made_up_is_refused_in_words_or_loaded(saved):
 
 def test_what_is_replaced_while_it_is_loaded_is_loaded_anew(tmp_path):
     saved_state(1).save(tmp_path)
-    read, left = SavedKV.layer, [True]
+    read = SavedKV.layer
+    left = [True]
 
     def replaced(saved, *args):
         if left:
@@ -262,7 +265,8 @@ def test_another_model_is_refused(saved):
 
 def unshared_job(hosts: HostGroup, folders: list[list[Path]], saved: list[Path]) -> list[str]:
     """Each host writes to a directory of its own, and then reads from one."""
-    engine, said = engine_on(hosts, kv="sharded"), []
+    engine = engine_on(hosts, kv="sharded")
+    said = []
     state = engine.prefill(QUESTION, video=demo.video_path(), num_frames=FRAMES)
     for paths in folders:
         with pytest.raises((StorageError, apbv.HostError)) as error:
@@ -314,7 +318,9 @@ def save_until(path: Path, steps: int) -> None:
 def test_a_crash_leaves_the_old_state_or_the_new_one(tmp_path):
     """Killed at any step: what is there can be read in full, and saving goes on."""
     saved_state(1).save(tmp_path)
-    seen, was_killed, steps = [], True, 0
+    seen = []
+    was_killed = True
+    steps = 0
     while was_killed:
         steps += 1
         process = start(save_until, tmp_path, steps)

@@ -13,7 +13,8 @@ from offered import a_ticket
 
 
 def test_a_ticket_comes_back_from_json_as_it_was_and_other_params_have_none():
-    ticket, other = a_ticket(), a_ticket()
+    ticket = a_ticket()
+    other = a_ticket()
     params = json.loads(json.dumps(ticket.to_params()))
     assert (params["do_remote_prefill"], params["do_remote_decode"]) == (True, False)
     assert Ticket.from_params(params) == ticket

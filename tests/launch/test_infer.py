@@ -208,9 +208,11 @@ def test_the_table_says_where_was_drafted_and_how_well(infer, tmp_path, options,
         *asked, "--speculate", *options.split(), "--json", tmp_path / "figures.jsonl"
     )
     assert status == 0
-    said, figures = rows(lines), json.loads((tmp_path / "figures.jsonl").read_text())["speculation"]
+    said = rows(lines)
+    figures = json.loads((tmp_path / "figures.jsonl").read_text())["speculation"]
     assert said["drafting"] == drafting
-    accepted, drafted = figures["num_accepted"], figures["num_drafted"]
+    accepted = figures["num_accepted"]
+    drafted = figures["num_drafted"]
     assert said["accepted"] == f"{accepted / drafted:.0%}, {accepted} of {drafted} drafted tokens"
     assert said["tokens per pass"] == f"{figures['tokens_per_target_forward']:.2f}"
 

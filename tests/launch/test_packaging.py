@@ -26,7 +26,8 @@ VERSIONS = {each.name: each.version for each in importlib.metadata.distributions
 def wheel(tmp_path_factory) -> Path:
     """A wheel built from a copy of the tree, so that the tree stays clean and old build folders
     stay out."""
-    source, built = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    source = tmp_path_factory.mktemp("source")
+    built = tmp_path_factory.mktemp("wheel")
     for folder in (*FOLDERS, "benchmarks", "tests"):
         shutil.copytree(
             ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__")

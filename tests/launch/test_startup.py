@@ -115,8 +115,6 @@ def test_transformers_is_whole_after_a_bare_import():
         "print(m.Qwen2VLVideoProcessor.__name__)"
     )
     code += "; print(transformers.utils.import_utils.is_kernels_available())"
-    result, is_installed = (
-        python(code),
-        "kernels" in {each.name for each in importlib.metadata.distributions()},
-    )
+    result = python(code)
+    is_installed = "kernels" in {each.name for each in importlib.metadata.distributions()}
     assert result.stdout.split() == ["Qwen2VLVideoProcessor", str(is_installed)], result.stderr

@@ -71,17 +71,22 @@ def tokens_job(processes: HostGroup, family: str, size: int, path: str, settings
 
 @pytest.mark.parametrize("family", SETTINGS)
 def test_tokens_are_those_of_transformers_with_peft(pool, checkpoints, saved, family):
-    base, adapter, batch = checkpoints(family), saved[family], BATCHES[family]
+    base = checkpoints(family)
+    adapter = saved[family]
+    batch = BATCHES[family]
 
     def tokens_of(model) -> list[int]:
         out = model.generate(**batch, max_new_tokens=6, do_sample=False)
         return out[0, batch["input_ids"].shape[1] :].tolist()
 
     plain = Engine.from_pretrained(base).model
-    without, digest_without = tokens_of(plain), inspect_model(plain).weights_digest()
+    without = tokens_of(plain)
+    digest_without = inspect_model(plain).weights_digest()
     expected = tokens_of(peft.PeftModel.from_pretrained(plain, adapter).eval())
     assert expected != without
-    named, given, digests = (adapter, {}), (str(base), {"adapter": adapter}), {digest_without}
+    named = (adapter, {})
+    given = (str(base), {"adapter": adapter})
+    digests = {digest_without}
     for size, (path, settings) in ((1, named), (2, given)):
         found = pool.run(2, tokens_job, family, size, path, settings)
         for tokens, _, name in found:
@@ -128,7 +133,8 @@ def refused_job(hosts: HostGroup, cases: list[tuple[str, str | None]]) -> list[s
 def test_what_cannot_be_merged_is_refused_before_weights_are_loaded(
     pool, checkpoints, saved, tmp_path
 ):
-    base, others = str(checkpoints("llama")), iter(range(10))
+    base = str(checkpoints("llama"))
+    others = iter(range(10))
 
     def changed(**fields) -> str:
         path = tmp_path / str(next(others))
@@ -199,7 +205,8 @@ def test_what_cannot_be_merged_is_refused_before_weights_are_loaded(
 
 def test_commands_take_adapters(checkpoints, saved):
     """Planned is the model that the adapter names, with its own processor."""
-    base, adapter = checkpoints("llama"), saved["llama"]
+    base = checkpoints("llama")
+    adapter = saved["llama"]
     by_option = infer(
         "--model", base, "--adapter", adapter, "--prompt", "What?", "--max-new-tokens", 4, hosts=1
     )

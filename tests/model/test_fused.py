@@ -40,12 +40,11 @@ def hidden_states(decoder, parts) -> torch.Tensor:
 
 @each_choice(family=ALL_FAMILIES, dtype=list(CLOSE))
 def test_the_decoder_computes_what_it_did_and_the_model_is_left_as_it_was(family, dtype):
-    model, is_hybrid = (
-        families.build_model(family, dtype=dtype, layers=2),
-        family in families.HYBRID_FAMILIES,
-    )
+    model = families.build_model(family, dtype=dtype, layers=2)
+    is_hybrid = family in families.HYBRID_FAMILIES
     before = [(module, type(module), dict(vars(module))) for module in model.modules()]
-    parts, decoder = inspect_model(model, "triton"), model.get_decoder()
+    parts = inspect_model(model, "triton")
+    decoder = model.get_decoder()
     fused = {
         name: module
         for name, module in parts.language_model.named_modules()

@@ -24,7 +24,8 @@ from pairs import each_choice
 def whole_checkpoint(tmp_path_factory):
     """A checkpoint as the hub has it: names of its weights and of its configs, a talker beside the
     thinker."""
-    folder, thinker = tmp_path_factory.mktemp("omni"), families.build_model(OMNI)
+    folder = tmp_path_factory.mktemp("omni")
+    thinker = families.build_model(OMNI)
     weights = {"talker.model.norm.weight": torch.ones(3), "token2wav.any.weight": torch.ones(2)}
     for name, value in thinker.state_dict().items():
         name = name.removeprefix("model.").replace("language_model.", "model.")

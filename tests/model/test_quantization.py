@@ -220,7 +220,8 @@ def tokens_job(hosts: HostGroup, family: str, path: str, saved: str) -> tuple:
     state = apbv.prefill(engine.model, BATCHES[family], hosts=hosts, config=config)
     state.save(saved)
     again = apbv.load(saved, engine.model, hosts=hosts)
-    cache, dtype = state.to_dynamic_cache(), inspect_model(engine.model).dtype
+    cache = state.to_dynamic_cache()
+    dtype = inspect_model(engine.model).dtype
     keys = None if cache is None else cache.layers[0].keys.dtype
     tokens = [engine.decode(each, max_new_tokens=6).token_ids for each in (state, again)]
     assert (
@@ -231,7 +232,8 @@ def tokens_job(hosts: HostGroup, family: str, path: str, saved: str) -> tuple:
 
 @pytest.mark.parametrize(("name", "family"), each_format(("llama",), ("qwen2_5_vl",)))
 def test_tokens_are_those_of_transformers(pool, quantized, family, name, tmp_path):
-    path, batch = quantized(family, name), BATCHES[family]
+    path = quantized(family, name)
+    batch = BATCHES[family]
     model, _ = load_model(path, "auto", HostGroup.single("cpu"))
     auto = (
         transformers.AutoModelForCausalLM
@@ -256,7 +258,8 @@ def test_tokens_are_those_of_transformers(pool, quantized, family, name, tmp_pat
 @pytest.mark.parametrize("name", each_format(()))
 def test_fused_kernels_and_chunks_of_rows_compute_the_same(quantized, name):
     model, _ = load_model(quantized("llama", name), "auto", HostGroup.single("cpu"))
-    parts, decoder = inspect_model(model, "triton"), model.get_decoder()
+    parts = inspect_model(model, "triton")
+    decoder = model.get_decoder()
     fused = [
         type(each).__name__ for each in parts.language_model.modules() if hasattr(each, "is_fused")
     ]

@@ -46,7 +46,8 @@ def batch_of(family: str, length: int) -> dict:
 
 def prefills_job(hosts: HostGroup, family: str, rope: dict, method: str) -> list:
     """One model for all prompts, the longest first: it must not remember any."""
-    model, results = model_of(family, rope), []
+    model = model_of(family, rope)
+    results = []
     config = PrefillConfig(method=method, passing_len=UNCOMPRESSED, anchor_len=8, query_len=6)
     for length in reversed(LENGTHS):
         state = apbv.prefill(model, batch_of(family, length), hosts=hosts, config=config)
@@ -93,7 +94,8 @@ def test_prompts_and_answers_are_transformers(pool, family, rope, method, num_ho
 def test_a_draft_changes_no_token_of_a_long_answer(rope):
     """The answer grows beyond the trained length; the draft's guesses are verified several at a
     time."""
-    hosts, processor = HostGroup.single("cpu"), families.build_processor("qwen2")
+    hosts = HostGroup.single("cpu")
+    processor = families.build_processor("qwen2")
     context = "abcdefgh" * (TRAINED // 10)
     question = {"prompt": "Why?", "context": context, "max_new_tokens": 40}
     alone = Engine(model_of("qwen2", rope), processor, hosts).generate(**question)
@@ -109,11 +111,9 @@ def test_a_draft_changes_no_token_of_a_long_answer(rope):
 
 
 def test_keys_that_depend_on_the_length_are_neither_reused_nor_handed_to_vllm():
-    model, processor, hosts = (
-        model_of("qwen2", DYNAMIC),
-        families.build_processor("qwen2"),
-        HostGroup.single("cpu"),
-    )
+    model = model_of("qwen2", DYNAMIC)
+    processor = families.build_processor("qwen2")
+    hosts = HostGroup.single("cpu")
     with pytest.raises(ValueError, match="depend on the length of the prompt"):
         Engine(model, processor, hosts, reuse=ReuseConfig(mode="kv"))
     engine = Engine(model, processor, hosts)

@@ -14,7 +14,8 @@ from apbv.model.row_chunks import chunk_rows, rows_in_chunks
 from prompts import build, hugging_face, relative_error, text_batch
 
 TOKENS = 1300  # three chunks of the fewest rows
-FEWEST, FULL = 512, PrefillConfig(method="full")
+FEWEST = 512
+FULL = PrefillConfig(method="full")
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 
 
@@ -72,7 +73,8 @@ def test_the_model_is_left_as_it_was():
 
 
 def test_chunks_follow_the_budget_and_are_never_tiny():
-    cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
+    cpu = torch.device("cpu")
+    gpu = torch.device("cuda", 0)
     with mock.patch.dict(row_chunks.CHUNK_BYTES, {"cpu": 10**7}):
         assert chunk_rows(cpu, row_bytes=1000) == 9984  # a multiple of 256
     assert chunk_rows(cpu, row_bytes=10**9) == FEWEST

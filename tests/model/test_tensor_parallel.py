@@ -91,7 +91,9 @@ def test_it_is_what_whole_hosts_compute(
     request = (
         {"context": SENTENCE * repeated} if repeated else {"video": str(clip), "num_frames": 13}
     )
-    path, chunked, num_hosts = str(checkpoints(family)), repeated > 6, num_processes // 2
+    path = str(checkpoints(family))
+    chunked = repeated > 6
+    num_hosts = num_processes // 2
     is_exact = "passing_len" not in settings
     whole, *_ = pool.run(
         1 if is_exact else num_hosts, prefill_job, 1, path, {} if is_exact else settings, request
@@ -126,7 +128,8 @@ def ways_job(
 ):
     """For each way an answer's tokens, what was left out, and how many drafted tokens were
     right."""
-    hosts, found = joined(processes, size) if size > 1 else processes, []
+    hosts = joined(processes, size) if size > 1 else processes
+    found = []
     for prefill, speculate, sampled in ways:
         config = SpeculativeConfig(draft_model=paths[1], **speculate) if speculate else None
         engine = Engine.from_pretrained(
@@ -140,10 +143,8 @@ def ways_job(
 
 REDUCED = {"reduce": ReduceConfig(method="fastvid", ratio=0.3)}
 SHARED = {"method": "zigzag_ring", "kv": "sharded"}
-COMPRESSED, DRAFT = (
-    {"passing_len": 6, "anchor_len": 8},
-    {"num_draft_tokens": 3, "keep_losing_draft": True},
-)
+COMPRESSED = {"passing_len": 6, "anchor_len": 8}
+DRAFT = {"num_draft_tokens": 3, "keep_losing_draft": True}
 DRAFTED = [{"strategy": "sd_tree", **DRAFT}, {"strategy": "specvlm", "keep_ratio": 0.4, **DRAFT}]
 
 

@@ -31,7 +31,8 @@ def build(family: str, dtype: torch.dtype = torch.float32) -> ModelParts:
 
 def encode(parts: ModelParts, grid, seed: int = 0) -> torch.Tensor:
     """The rows of random pixels, with those of deepstack behind one another."""
-    tower, sizes = parts.model.model.visual, torch.tensor(grid)
+    tower = parts.model.model.visual
+    sizes = torch.tensor(grid)
     width = 3 * tower.config.temporal_patch_size * tower.config.patch_size**2
     pixels = torch.randn(
         int(sizes.prod(1).sum()), width, generator=torch.Generator().manual_seed(seed)
@@ -59,7 +60,8 @@ def test_the_rows_are_those_of_transformers(family, grid, dtype):
 
 
 def state_of(parts: ModelParts) -> tuple:
-    tower, text = parts.model.model.visual, parts.language_model
+    tower = parts.model.model.visual
+    text = parts.language_model
     hooks = [len(module._forward_pre_hooks) for module in tower.modules()]
     return [module.config._attn_implementation for module in (parts.model, tower, text)], hooks
 
@@ -89,7 +91,8 @@ def test_a_tower_calls_flash_attention_once_a_layer(family, monkeypatch):
         calls.append(sequences)
         return reference.varlen_attention(q, k, v, sequences, scale)
 
-    parts, grid = build(family, torch.bfloat16), GRIDS["ragged windows"]
+    parts = build(family, torch.bfloat16)
+    grid = GRIDS["ragged windows"]
     expected = encode(parts, grid)
     monkeypatch.setattr(varlen, "varlen_obstacle", lambda *args: None)
     monkeypatch.setattr(varlen, "varlen_flash", flash)

@@ -64,26 +64,30 @@ def by_definition(
     together."""
     model = build(family, torch.float64)
     reset_rope(model)
-    ids, num_tokens = batch["input_ids"], batch["input_ids"].shape[1]
+    ids = batch["input_ids"]
+    num_tokens = batch["input_ids"].shape[1]
     num_of_context = max(0, ANCHOR_LEN - prefix - (num_tokens - query_start))
     copy = [
         *range(prefix),
         *range(query_start, num_tokens),
         *range(prefix, prefix + num_of_context),
     ]
-    seen, decoder = decoder_inputs(model, as_double(batch)), model.get_decoder()
+    seen = decoder_inputs(model, as_double(batch))
+    decoder = model.get_decoder()
     embeds = seen["inputs_embeds"] if family == "qwen2_5_vl" else decoder.embed_tokens(ids)
     if family == "qwen2_5_vl":  # where a prompt that has the question first would have its tokens
         first = [*range(prefix), *range(query_start, num_tokens), *range(prefix, query_start)]
         grids = {name: batch[name] for name in ("video_grid_thw", "second_per_grid_ts")}
-        kinds, orders = batch["mm_token_type_ids"], (first, range(num_tokens))
+        kinds = batch["mm_token_type_ids"]
+        orders = (first, range(num_tokens))
         of_copy, of_prompt = (
             model.model.get_rope_index(ids[:, order], mm_token_type_ids=kinds[:, order], **grids)[0]
             for order in orders
         )
         of_copy = of_copy[..., : len(copy)]
     else:
-        of_copy, of_prompt = torch.arange(len(copy))[None], torch.arange(num_tokens)[None]
+        of_copy = torch.arange(len(copy))[None]
+        of_prompt = torch.arange(num_tokens)[None]
     start = len(copy)
     oracle = CopiedAnchorOracle(
         anchor_len=start,
@@ -140,7 +144,8 @@ def test_the_copied_anchor_equals_a_dense_mask(on_hosts, family, settings, num_h
     )
     settings = {"passing_len": 3, "anchor_query": True, "anchor_len": ANCHOR_LEN, **settings}
     results = on_hosts(num_hosts, prefill_job, family, batch, asked, settings)
-    prefix, query_start = results[0].start, results[0].query_start
+    prefix = results[0].start
+    query_start = results[0].query_start
     one_block_a_host = settings.get("method") == "apb" or "zigzag" in settings
     num_blocks = num_hosts if one_block_a_host else 2 * num_hosts
     expected, keys, values = by_definition(family, batch, query_start, prefix, settings, num_blocks)

@@ -80,10 +80,8 @@ def batch_like(files: dict, videos=(), sounds=(), heard: bool = True) -> dict:
 @pytest.mark.parametrize("name", PROMPTS)
 def test_a_prompt_is_the_one_of_the_models_own_processor(files, name):
     """Tokens, spectrograms, and the positions by which sound and frames lie at their times."""
-    parts, inputs = (
-        inspect_model(families.build_model(OMNI)),
-        read(asked_like(files, **PROMPTS[name])),
-    )
+    parts = inspect_model(families.build_model(OMNI))
+    inputs = read(asked_like(files, **PROMPTS[name]))
     batch = batch_like(files, **PROMPTS[name])
     assert inputs.input_ids.tolist() == batch["input_ids"].tolist()
     masks = batch.get("feature_attention_mask", torch.zeros(0, 0))
@@ -105,12 +103,11 @@ def test_a_prompt_is_the_one_of_the_models_own_processor(files, name):
 
 def test_sound_is_context_where_prefill_is_approximate(pool, files):
     """Audio tokens are passed on and left out as visual ones are: against the dense mask."""
-    settings, batch = (
-        {"anchor_len": 24, "passing_len": 6},
-        as_double(batch_like(files, videos=["as long"])),
-    )
+    settings = {"anchor_len": 24, "passing_len": 6}
+    batch = as_double(batch_like(files, videos=["as long"]))
     results = pool.run(3, prefill_job, OMNI, batch, None, settings)
-    start, stop = results[0].start, results[0].query_start
+    start = results[0].start
+    stop = results[0].query_start
     (sounds,) = torch.where(batch["input_ids"][0] == families.build_config(OMNI).audio_token_id)
     assert start < sounds[0] and sounds[-1] + 2 == stop, "what ends the sound is context, too"
     oracle = oracle_of(settings, 3, stop, start)
@@ -143,7 +140,8 @@ STEPS = 4
 
 def test_answers_are_those_of_transformers(pool, files, tmp_path):
     """Also a further one about the same video, from KV that was stored, and saved."""
-    batch, expected = as_double(omni_batch([files["longer"]])), []
+    batch = as_double(omni_batch([files["longer"]]))
+    expected = []
     for question in (ASKED, "And before?"):
         model = families.build_model(OMNI, dtype=torch.float64)
         inputs = read(replace(asked_like(files, videos=["longer"]), prompt=question))
@@ -188,7 +186,8 @@ def refused_job(hosts: HostGroup, questions: list[Question]) -> list[str]:
 
 def test_what_cannot_be_heard_is_one_error_on_every_host(pool, files, tmp_path):
     """And the hosts answer the next request."""
-    broken, mute = tmp_path / "broken.wav", encode(tmp_path / "mute.mp4", n=10, size=(56, 84))
+    broken = tmp_path / "broken.wav"
+    mute = encode(tmp_path / "mute.mp4", n=10, size=(56, 84))
     broken.write_bytes(b"RIFF")
     reasons = {
         "AudioError: .*mute.mp4: has no audio track": Question(
@@ -215,7 +214,8 @@ def test_what_cannot_be_heard_is_one_error_on_every_host(pool, files, tmp_path):
 def test_no_more_is_heard_than_the_model_has_positions_for(files):
     """What is too much together is not decoded: a small file can hold hours, and a prompt many of
     them."""
-    sound, video = files["sound"], files["shorter"]
+    sound = files["sound"]
+    video = files["shorter"]
     long = [{"audio": [sound, sound]}, {"video": video, "audio": sound}, {"video": [video, video]}]
     for asked, most in (({"audio": sound}, 50), *((each, 110) for each in long)):  # of 0.04 s
         with pytest.raises(AudioError, match="more audio than the 2 seconds"):

@@ -12,7 +12,10 @@ from apbv.prefilling.methods.importance import importance_of
 from attention_cases import randn
 from oracle import DenseOracle
 
-BATCH, KV_HEADS, DIM, SCALE = 2, 2, 16, 0.3
+BATCH = 2
+KV_HEADS = 2
+DIM = 16
+SCALE = 0.3
 
 
 def by_definition(name, q_query, k_block):
@@ -21,7 +24,8 @@ def by_definition(name, q_query, k_block):
     q = torch.nn.functional.pad(
         q_query.double(), (0, 0, length, 0)
     )  # the question comes after the block
-    group, oracle = q.shape[1] // KV_HEADS, DenseOracle(0, length, 1, 0, importance=name)
+    group = q.shape[1] // KV_HEADS
+    oracle = DenseOracle(0, length, 1, 0, importance=name)
     scores = [
         oracle.scores(
             q[b : b + 1], k_block[b : b + 1].double(), [*range(length)], head, group, SCALE
@@ -47,6 +51,7 @@ def test_equals_its_definition(monkeypatch, name, most_scores):
         tensors = [
             randn(BATCH, *shape, DIM, dtype=dtype, seed=seed) for seed, shape in enumerate(shapes)
         ]
-        result, exact = importance_of(name, *tensors, SCALE), by_definition(name, *tensors)
+        result = importance_of(name, *tensors, SCALE)
+        exact = by_definition(name, *tensors)
         assert dtype == torch.float64 or result.dtype == torch.float32
         assert (result - exact).norm() < tolerance * exact.norm()

@@ -162,7 +162,9 @@ def test_what_ranks_and_passes_pairs_is_that_of_the_dense_oracle(on_hosts, varia
 def test_a_second_pass_of_the_query_continues_the_states(on_hosts):
     """Star Attention: blocks see the first one and themselves, and the query, which follows,
     everything."""
-    batch, asked, num_hosts = text_batch(100), 90, 3
+    batch = text_batch(100)
+    asked = 90
+    num_hosts = 3
     results = on_hosts(
         num_hosts, prefill_job, "qwen3_next", batch, asked, {"method": "star"}, torch.float32
     )
@@ -181,7 +183,8 @@ def test_a_second_pass_of_the_query_continues_the_states(on_hosts):
 def answers_job(
     hosts: HostGroup, prompts: list[tuple[int, str]], settings: dict
 ) -> list[list[int]]:
-    model, answers = build("qwen3_5", torch.float32), []
+    model = build("qwen3_5", torch.float32)
+    answers = []
     for frames, question in prompts:
         config = PrefillConfig(passing_len=UNCOMPRESSED, **settings)
         state = apbv.prefill(
@@ -198,7 +201,8 @@ PROMPTS = list(zip((2, 5, 8, 17, 30) * 3, QUESTIONS * 3, strict=False))
 @pytest.mark.parametrize(("num_hosts", "kv"), [(2, "gathered"), (3, "sharded")])
 def test_answers_about_videos_are_hugging_faces(pool, num_hosts, kv):
     """Also where a prompt is too short to be split, and host 0 computes it alone."""
-    prompts, model = PROMPTS[num_hosts % 2 :: 2], build("qwen3_5", torch.float32)
+    prompts = PROMPTS[num_hosts % 2 :: 2]
+    model = build("qwen3_5", torch.float32)
     expected = []
     for prompt in prompts:
         reset_rope(model)
@@ -211,7 +215,8 @@ def test_answers_about_videos_are_hugging_faces(pool, num_hosts, kv):
 
 
 def saving_job(hosts: HostGroup, path, family: str) -> list:
-    model, batch = build(family, torch.float32), text_batch(120)
+    model = build(family, torch.float32)
+    batch = text_batch(120)
     state = apbv.prefill(model, batch, hosts=hosts, config=PrefillConfig(kv="sharded"))
     before = plain_tokens(state, model, SamplingParams(max_new_tokens=6))
     state.save(path)
@@ -231,7 +236,8 @@ def test_an_answer_continues_from_saved_states(pool, tmp_path, family):
 
 
 def test_saved_states_of_another_model_are_not_read(tmp_path):
-    hosts, batch = HostGroup.single("cpu"), text_batch(40)
+    hosts = HostGroup.single("cpu")
+    batch = text_batch(40)
     apbv.prefill(families.build_model("qwen3_next"), batch, hosts=hosts).save(tmp_path)
     other = families.build_model("qwen3_next", seed=1)
     with pytest.raises(StorageError, match="other weights"):
@@ -239,9 +245,12 @@ def test_saved_states_of_another_model_are_not_read(tmp_path):
 
 
 def test_what_hybrids_cannot_do_is_refused(checkpoints):
-    path, hosts = checkpoints("qwen3_5"), HostGroup.single("cpu")
-    ngram, kv = SpeculativeConfig(strategy="ngram"), ReuseConfig(mode="kv")
-    model, processor = build("qwen3_5", torch.float32), families.build_processor("qwen3_5")
+    path = checkpoints("qwen3_5")
+    hosts = HostGroup.single("cpu")
+    ngram = SpeculativeConfig(strategy="ngram")
+    kv = ReuseConfig(mode="kv")
+    model = build("qwen3_5", torch.float32)
+    processor = families.build_processor("qwen3_5")
     for settings, message in (
         ({"speculate": ngram}, "ngram rolls back rejected tokens, which"),
         ({"reuse": kv}, "use reuse='exact'"),

@@ -54,7 +54,8 @@ class LiveTensors(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self._made: dict[int, tuple[StorageWeakRef, int, torch.Size]] = {}
-        self.peak, self.is_paused = 0, False
+        self.peak = 0
+        self.is_paused = False
         self._most = 0  # bytes that are in memory now, at most
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -320,7 +321,8 @@ def embeddings_job(
         inspect_model(share_weights(families.build_model(family, layers=4))),
         video_batch(family),
     )
-    live, found = LiveTensors(), []
+    live = LiveTensors()
+    found = []
 
     def look(layer, args):
         wide = [
@@ -368,7 +370,8 @@ def cancelled_job(hosts: HostGroup) -> bool:
 
 def test_of_a_cancelled_prefill_nothing_waits_to_be_collected(monkeypatch):
     """Its KV is on its way to host 0."""
-    kept, init = [], ShardedCache.__init__
+    kept = []
+    init = ShardedCache.__init__
 
     def noted(cache, *args, **kwargs):
         kept.append(weakref.ref(cache))
@@ -402,7 +405,8 @@ def test_neither_frames_nor_pixels_are_kept_for_the_layers():
             if t.shape[-1] == width or (t.dtype == torch.uint8 and t.shape[-1] == 3)
         ]
 
-    of_others, counts = pixels_and_frames(), []
+    of_others = pixels_and_frames()
+    counts = []
 
     def look(module, args):
         if len(counts) == NUM_PATCHES:

@@ -7,18 +7,24 @@ from apbv import HostGroup, PrefillConfig
 from apbv.hosts import Exchange
 from apbv.prefilling.methods import METHODS
 
-ANCHOR, QUERY, PASSED, BLOCK, HOSTS = 8, 10, 4, 17, 3
+ANCHOR = 8
+QUERY = 10
+PASSED = 4
+BLOCK = 17
+HOSTS = 3
 TOKENS = ANCHOR + 2 * HOSTS * BLOCK + QUERY
 CONFIG = {"anchor_len": ANCHOR, "passing_len": PASSED}
 
 
 def recording(hosts: HostGroup, events: list) -> None:
     """Note when each gathering of this group is started, and when it is first waited for."""
-    gather, count = hosts.all_gather, 0
+    gather = hosts.all_gather
+    count = 0
 
     def all_gather(tensor):
         nonlocal count
-        number, count = count, count + 1
+        number = count
+        count = count + 1
         events.append(("start", number))
         exchange = gather(tensor)
 
@@ -34,7 +40,8 @@ def recording(hosts: HostGroup, events: list) -> None:
 def order_job(hosts: HostGroup, settings: dict) -> list[tuple]:
     """What one layer does: transfers, and attention as (queries, keys of each segment, causal)."""
     config = PrefillConfig(**CONFIG, **settings)
-    kind, events = METHODS["apbv"], []
+    kind = METHODS["apbv"]
+    events = []
     method = kind(kind.plan(hosts.size, TOKENS, 0, TOKENS - QUERY, config), hosts, config, 1)
     attend = method.attend
 

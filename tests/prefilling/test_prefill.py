@@ -118,10 +118,8 @@ def test_small_prompts_equal_hugging_face(family, num_hosts, method, used):
 @pytest.mark.parametrize("decoder", ["qwen3", "qwen3_moe"])
 def test_internvl_may_have_another_decoder(decoder):
     """As InternVL3.5 has."""
-    model, batch = (
-        families.build_model("internvl", decoder=decoder),
-        video_batch("internvl", frames=8),
-    )
+    model = families.build_model("internvl", decoder=decoder)
+    batch = video_batch("internvl", frames=8)
     assert model.config.text_config.model_type == decoder
     with torch.no_grad():
         expected = model(**batch).logits[:, -1]
@@ -173,13 +171,12 @@ def test_compressed_equals_dense_oracle_of_videos(on_hosts, family, num_hosts):
 def check_against_oracle(on_hosts, num_hosts, family, batch, query_start, settings):
     dtype, tolerance = (torch.float32, 1e-4) if "backend" in settings else (torch.float64, 1e-6)
     results = on_hosts(num_hosts, prefill_job, family, batch, query_start, settings, dtype)
-    model, batch = build(family, torch.float64), as_double(batch)
+    model = build(family, torch.float64)
+    batch = as_double(batch)
     reset_rope(model)
     oracle = oracle_of(settings, num_hosts, results[0].query_start, results[0].start)
-    expected, (exact, _) = (
-        run_oracle(model, batch, oracle),
-        hugging_face(family, torch.float64, batch),
-    )
+    expected = run_oracle(model, batch, oracle)
+    (exact, _) = hugging_face(family, torch.float64, batch)
     # One block alone passes nothing on; otherwise a test without compression would prove nothing.
     assert (relative_error(expected, exact) > 1e-4) == (oracle.num_blocks > 1)
     check_prefill(results, expected, zip(oracle.keys, oracle.values, strict=True), tolerance)
@@ -202,7 +199,8 @@ def test_only_what_passes_whole_blocks_on_is_exact(pool, passing_len, early, exa
 
 def ring_job(hosts: HostGroup, states: torch.Tensor) -> tuple[list[int], torch.Tensor]:
     """Which tokens this host has, and their attention."""
-    config, tokens = PrefillConfig(method="zigzag_ring"), states.shape[3]
+    config = PrefillConfig(method="zigzag_ring")
+    tokens = states.shape[3]
     layout = METHODS["zigzag_ring"].plan(hosts.size, tokens, 0, tokens - 1, config)
     method = METHODS["zigzag_ring"](layout, hosts, config, 1)
     rows = [token for span in method.layout.local_spans(hosts.rank) for token in span]

@@ -14,10 +14,12 @@ from apbv import Engine, HostGroup, PrefillConfig, ReuseConfig, SpeculativeConfi
 from apbv.kv.cache import first_tokens
 from apbv.prefilling.reuse import ByteBoundedCache
 
-FRAMES, STEPS = 16, 4
+FRAMES = 16
+STEPS = 4
 QUESTIONS = ("name the letters in order", "how many letters are shown", "name the letters in order")
 TEXT = "The quick brown fox jumps over the lazy dog. " * 4
-APPROXIMATE, EXACT = {"passing_len": 4}, {"passing_len": 10**6}
+APPROXIMATE = {"passing_len": 4}
+EXACT = {"passing_len": 10**6}
 
 
 def demo_engine(
@@ -38,8 +40,10 @@ def questions_job(hosts: HostGroup, mode: str | None, settings: dict, speculate=
     """Answers, what was reused, and how often the vision tower and the language model's first layer
     ran on how many tokens."""
     engine = demo_engine(hosts, mode, speculate, **settings)
-    encoded, run = [], []
-    tower, layer = engine.model.model.visual, engine.model.get_decoder().layers[0]
+    encoded = []
+    run = []
+    tower = engine.model.model.visual
+    layer = engine.model.get_decoder().layers[0]
     tower.register_forward_hook(lambda *_: encoded.append(1) and None)
     layer.register_forward_hook(lambda module, args, output: run.append(args[0].shape[1]) and None)
     answers = []
@@ -73,10 +77,8 @@ def test_what_is_kept_of_an_exact_method_changes_no_answer(
     pool, plain, hosts, mode, settings, speculate
 ):
     """And with KV the language model's first pass is over the question only."""
-    way, needs_draft = (
-        {"kv": "kv", "exact": "embeddings"}[mode],
-        bool(speculate and speculate.draft_model),
-    )
+    way = {"kv": "kv", "exact": "embeddings"}[mode]
+    needs_draft = bool(speculate and speculate.draft_model)
     for rank, answers in enumerate(pool.run(hosts, questions_job, mode, settings, speculate)):
         assert [tokens for tokens, *_ in answers] == plain
         assert [reused for _, reused, *_ in answers] == [None, way, way]
@@ -96,7 +98,8 @@ def approximate_job(hosts: HostGroup, kv: str):
     assert engine.prefill(first, **video).logits.equal(engine.prefill(first, **video).logits)
     if hosts.rank != 0:
         return again.logits, None
-    start, inputs = again.inputs.query_start, again.inputs
+    start = again.inputs.query_start
+    inputs = again.inputs
     with torch.no_grad():
         hidden = engine.model.get_decoder()(
             inputs_embeds=engine.model.get_input_embeddings()(inputs.input_ids[:, start:]),
@@ -158,10 +161,8 @@ def test_a_text_is_kept_too_and_what_cannot_be_is_refused():
 
 
 def test_kv_at_one_rules_positions_is_not_kept_for_the_other():
-    engine, video = (
-        demo_engine(HostGroup.single("cpu"), "kv"),
-        {"video": demo.video_path(), "num_frames": FRAMES},
-    )
+    engine = demo_engine(HostGroup.single("cpu"), "kv")
+    video = {"video": demo.video_path(), "num_frames": FRAMES}
     rules = ("vllm", "transformers", "vllm", "transformers")
     states = [engine.prefill(QUESTIONS[0], **video, positions=rule) for rule in rules]
     assert [state.reused for state in states] == [None, None, "kv", "kv"]
@@ -174,7 +175,8 @@ KEYS = st.sampled_from("abcdef")
 
 @given(st.lists(st.tuples(KEYS, st.integers(0, 12), KEYS), max_size=30), st.integers(1, 20))
 def test_the_bound_holds_and_what_was_not_used_for_longest_goes_first(puts, bound):
-    cache, order = ByteBoundedCache(bound), []
+    cache = ByteBoundedCache(bound)
+    order = []
     for number, (key, size, read) in enumerate(puts):
         cache.get(read)
         order.sort(key=lambda entry: entry[0] == read)

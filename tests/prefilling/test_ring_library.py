@@ -19,7 +19,8 @@ PROBLEM = (CPU, torch.bfloat16, 16, 2)
 
 def gathered_ring(q, k, v, *, softmax_scale, causal, group):
     """What ring-flash-attn computes, by gathering all chunks."""
-    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    size = dist.get_world_size(group)
+    rank = dist.get_rank(group)
     whole = []
     for states in (q, k, v):
         parts = [torch.empty_like(states) for _ in range(size)]
@@ -48,7 +49,8 @@ def raising(*states, **options):
 def choosing_job(hosts: HostGroup, installed: list) -> tuple[str | None, list[str]]:
     """The function that is used, by name, and the warnings: ``installed`` says what each host
     has."""
-    ring, modules = installed[hosts.rank], {}
+    ring = installed[hosts.rank]
+    modules = {}
     if ring is not None:
         modules["ring_flash_attn"] = SimpleNamespace(
             zigzag_ring_flash_attn_func=ring, __spec__=SimpleNamespace()

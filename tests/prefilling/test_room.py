@@ -16,7 +16,8 @@ import families
 from fresh_hosts import Store, described, run_fresh
 from prompts import build, text_batch, video_batch
 
-TOKENS, SHORT = 400, {"anchor_len": 8, "passing_len": 8, "query_len": 8, "kv": "sharded"}
+TOKENS = 400
+SHORT = {"anchor_len": 8, "passing_len": 8, "query_len": 8, "kv": "sharded"}
 
 
 def ended_job(
@@ -27,7 +28,9 @@ def ended_job(
     family = "qwen2_5_vl" if is_video else "llama"
     batch = video_batch(family, frames=400) if is_video else text_batch(TOKENS)
     model = build(family, torch.float32)
-    config, features, encoded = PrefillConfig(**{**SHORT, **settings}), encode._features, []
+    config = PrefillConfig(**{**SHORT, **settings})
+    features = encode._features
+    encoded = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(encode, "_features", lambda *args: encoded.append(1) or features(*args))
         patch.setattr(
@@ -39,7 +42,8 @@ def ended_job(
 
 
 def test_what_certainly_does_not_fit_is_refused_on_every_host(pool):
-    parts, config = inspect_model(build("llama", torch.float32)), PrefillConfig(**SHORT)
+    parts = inspect_model(build("llama", torch.float32))
+    config = PrefillConfig(**SHORT)
     layout = METHODS["apbv"].plan(2, TOKENS, 0, TOKENS - config.query_len, config)
     estimate = host_memory(parts.sizes, layout, 1, "sharded", itemsize=4, device=parts.device)
     needed = estimate.certain["prefill"]
@@ -58,10 +62,8 @@ def test_what_certainly_does_not_fit_is_refused_on_every_host(pool):
 
 def test_frames_that_do_not_fit_before_a_reduction_are_refused_on_every_host(pool):
     """Each host's 400 embeddings take more than what is left of the prompt."""
-    needed, settings = (
-        400 * families.HIDDEN * 4,
-        {"reduce": ReduceConfig(method="dycoke", ratio=0.01)},
-    )
+    needed = 400 * families.HIDDEN * 4
+    settings = {"reduce": ReduceConfig(method="dycoke", ratio=0.01)}
     for refused, num_encoded, _ in pool.run(2, ended_job, True, settings, {1: needed - 1}):
         assert (
             refused.startswith("NotEnoughMemoryError: a prompt of ")

@@ -99,7 +99,8 @@ def test_of_equal_scores_the_earlier_block_is_taken():
         BLOCK_SELECTION["xattention"](q, k, 1.0, sparse, "torch")[0, 0, 3].tolist()
         == [1, 1, 0, 1] + [0] * 6
     )
-    q[..., 0], k[..., 0] = 1, 1
+    q[..., 0] = 1
+    k[..., 0] = 1
     k[:, :, 160:, 1] = 1e-3  # the mean key is subtracted first: what is left is alike within blocks
     k[:, :, :160, 1] = -1e-3
     for threshold, row, count in (
@@ -124,7 +125,8 @@ def test_flexprefill_takes_the_earlier_pair_and_the_nearer_diagonal():
     assert kept[0, 0, 9].nonzero().flatten().tolist() == [0, 9]
     # The last queries attend to the first keys of blocks 2, 4, 6, and 8, a quarter each.
     q, k = zeros.clone(), zeros.clone()
-    q[..., 0], k[..., 0] = 1, -1000
+    q[..., 0] = 1
+    k[..., 0] = -1000
     k[:, :, 64:257:64, 0] = 0
     sparse = SparseConfig(
         method="flexprefill", block_size=32, threshold=0.3, divergence=0, min_blocks=3
@@ -171,7 +173,8 @@ def test_heads_choose_the_same_however_many_at_a_time(monkeypatch, method, heads
     kept = BLOCK_SELECTION[sparse.method](q, k, 0.25, sparse, "torch")
     expected = ListedBlocks.of(kept, sparse.block_size, sparse.key_block)
     monkeypatch.setattr(block_attention, "_MOST_PAIRS", heads_at_once * kept[0, 0].numel() + 1)
-    asked, chosen = [], BLOCK_SELECTION[method]
+    asked = []
+    chosen = BLOCK_SELECTION[method]
 
     def choose(q, k, *options):
         asked.append((q.shape[1], k.shape[1]))
@@ -253,10 +256,8 @@ def test_threshold_1_is_dense(pool, method, num_hosts):
 
 
 def test_triton_computes_the_same():
-    batch, config = (
-        text_batch(70),
-        PrefillConfig(method="spargeattn", sparse=SPARGE, backend="triton"),
-    )
+    batch = text_batch(70)
+    config = PrefillConfig(method="spargeattn", sparse=SPARGE, backend="triton")
     model = build("qwen2", torch.float32)
     logits = prefill(model, as_inputs("qwen2", batch, 60, ALONE), hosts=ALONE, config=config).logits
     oracle = DenseOracle(0, 70, 1, 0, "received", sparse=SPARGE)

@@ -35,7 +35,8 @@ def logits_job(hosts: HostGroup, family: str, clip: str, settings: dict):
     config = PrefillConfig(method="zigzag_ring", video=ONE_PATCH, **settings)
     engine = Engine(model, families.build_processor(family), hosts, config)
     name = "get_image_features" if family == "internvl" else "get_video_features"
-    encode, calls = getattr(model.model, name), []
+    encode = getattr(model.model, name)
+    calls = []
     setattr(model.model, name, lambda *args, **kwargs: calls.append(1) or encode(*args, **kwargs))
     state = engine.prefill(QUESTION, video=clip, num_frames=FRAMES)
     share = len(state.inputs.visual.patches[hosts.rank])
@@ -45,10 +46,8 @@ def logits_job(hosts: HostGroup, family: str, clip: str, settings: dict):
 @torch.no_grad()
 def logits_by_transformers(family: str, clip: Path) -> torch.Tensor:
     """The last logits that the model computes by itself, of frames that PyAV decoded by itself."""
-    model, processor = (
-        families.build_model(family, dtype=torch.float64),
-        families.build_processor(family),
-    )
+    model = families.build_model(family, dtype=torch.float64)
+    processor = families.build_processor(family)
     content = [{"type": "video"}, {"type": "text", "text": QUESTION}]
     return model(**by_processor(processor, content, [sampled(clip, FRAMES)])).logits[:, -1]
 
@@ -79,7 +78,8 @@ def failures_job(hosts: HostGroup, path: str, broken: str, good: str) -> list[tu
     afterwards."""
     speculate = SpeculativeConfig(strategy="vanilla", draft_model=path)
     engine = Engine.from_pretrained(path, prefill=PREFILL, hosts=hosts, speculate=speculate)
-    good, ended = {"video": good, "num_frames": 8, "max_new_tokens": 2}, []
+    good = {"video": good, "num_frames": 8, "max_new_tokens": 2}
+    ended = []
 
     def fail(begun: str, stage: str) -> None:
         if begun == stage and hosts.rank == hosts.size - 1:
@@ -94,7 +94,8 @@ def failures_job(hosts: HostGroup, path: str, broken: str, good: str) -> list[tu
         before = threading.active_count()
         with pytest.raises(Exception) as raised:  # and is kept, as a log or a debugger keeps it
             engine.generate(QUESTION, **request)
-        left, failure = threading.active_count() - before, f"{raised.typename}: {raised.value}"
+        left = threading.active_count() - before
+        failure = f"{raised.typename}: {raised.value}"
         ended.append((failure, left, engine.generate(QUESTION, **good).token_ids))
     return ended
 
@@ -146,7 +147,8 @@ def test_a_tower_has_to_make_a_row_for_every_placeholder(pool, clip, num_hosts):
 def pixels_of(
     clip: Path | str, first: int = 0, num_patches: int = 6
 ) -> tuple[SourcePixels, list[range]]:
-    frames, grid = tuple(range(first, first + 2 * num_patches)), torch.tensor([[num_patches, 4, 6]])
+    frames = tuple(range(first, first + 2 * num_patches))
+    grid = torch.tensor([[num_patches, 4, 6]])
     timer = StageTimer(HostGroup.single("cpu"))
     video = SampledVideo(probe(clip), frames, grid=grid)
     reader = VideoReader(video, 2, families.build_processor("qwen2_vl"), timer)

@@ -96,7 +96,8 @@ def test_what_does_not_go_together_is_refused():
 
 def reuse_job(hosts: HostGroup):
     engine = engine_of(hosts, "fastvid", reuse=ReuseConfig(mode="exact"), method="ulysses")
-    first, second = ask(engine), ask(engine, "how many letters are shown")
+    first = ask(engine)
+    second = ask(engine, "how many letters are shown")
     alone = ask(engine_of(hosts, "fastvid", method="ulysses"), "how many letters are shown")
     return [first.stats["reused"], second.stats["reused"]], second.token_ids, alone.token_ids
 
@@ -113,7 +114,8 @@ DRAFTS += [{"strategy": "specvlm", "keep": "uv_prune", "keep_ratio": 0.3}]
 
 
 def draft_job(hosts: HostGroup):
-    settings, found = {"anchor_len": 20, "passing_len": 24}, []
+    settings = {"anchor_len": 20, "passing_len": 24}
+    found = []
     for draft in DRAFTS:
         config = SpeculativeConfig(keep_losing_draft=True, **draft)
         answer = ask(engine_of(hosts, "slowfast", config, **settings))

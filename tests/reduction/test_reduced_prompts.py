@@ -32,15 +32,18 @@ def reduced_logits(
             its visual tokens of this kind; behind a video there may be rows of no frame, as many as
             are left over.
     """
-    decoder, taken = model.get_decoder(), decoder_inputs(model, batch)
-    embeds, ids = taken["inputs_embeds"][0], batch["input_ids"][0]
+    decoder = model.get_decoder()
+    taken = decoder_inputs(model, batch)
+    embeds = taken["inputs_embeds"][0]
+    ids = batch["input_ids"][0]
     hidden = embeds.shape[1]
     deepstack = list(taken.get("deepstack_visual_embeds") or [])
     tokens = video_tokens(model.config, ids, videos)
     mask = taken["visual_pos_masks"][0].reshape(-1, len(ids))[0] if deepstack else ids < 0
     numbers = mask.long().cumsum(0) - 1
     total = sum(len(each) for each in tokens)
-    count, before = max(1, round(ratio * total)), 0
+    count = max(1, round(ratio * total))
+    before = 0
     stays = torch.ones(len(ids), dtype=torch.bool)
     embeds = embeds.clone()
     for (num_frames, height, width), places in zip(videos, tokens, strict=True):
@@ -96,7 +99,9 @@ def video_tokens(
         token_id is None or not (ids == token_id).any()
     ):  # InternVL's config has none; GLM's frames are images
         token_id = config.image_token_id
-    places, found, ending = (ids == token_id).nonzero().flatten(), [], 0
+    places = (ids == token_id).nonzero().flatten()
+    found = []
+    ending = 0
     spare = len(places) - sum(frames * height * width for frames, height, width in videos)
     for frames, height, width in videos:
         size = frames * height * width
@@ -124,7 +129,8 @@ def reduced(method: str, ratio: float, way: str = "full") -> dict:
 
 
 def check(pool, num_hosts: int, family: str, batch: dict, settings: dict) -> None:
-    model, reduce = build(family, DOUBLE), settings["reduce"]
+    model = build(family, DOUBLE)
+    reduce = settings["reduce"]
     reset_rope(model)
     expected, length = reduced_logits(
         model, batch, whole_videos(family, batch), reduce.method, reduce.ratio
@@ -193,7 +199,8 @@ def test_with_all_tokens_left_it_is_the_whole_prompt(pool):
 
 
 def refusal_job(hosts: HostGroup, pictures: dict) -> list[str]:
-    video, text = video_batch("qwen2_5_vl"), text_batch(30)
+    video = video_batch("qwen2_5_vl")
+    text = text_batch(30)
     asked = [(batch, reduced(name, 0.5)) for name in REDUCER_NAMES for batch in (pictures, text)]
     asked += [(video, reduced("dycoke", 0.1, "apbv") | {"anchor_len": 30})]
     asked += [(video, reduced("dycoke", 0.5 if hosts.rank else 0.25))]

@@ -9,7 +9,8 @@ from apbv.layout import split_evenly
 from apbv.prefilling.reduction import REDUCERS
 from apbv.prefilling.reduction.frames import SharedVideo
 
-WIDTH, DEEPSTACK = 12, 2
+WIDTH = 12
+DEEPSTACK = 2
 ALIKE = 0.97, 0.9  # how much of a frame is the one before it, by turns
 
 

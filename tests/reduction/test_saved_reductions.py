@@ -56,10 +56,8 @@ def load_job(hosts: HostGroup, path: Path, kv: str) -> tuple:
 
 
 def assert_same(found: tuple, expected: tuple) -> None:
-    (known, tokens, logits, kv), (their_known, their_tokens, their_logits, their_kv) = (
-        found,
-        expected,
-    )
+    (known, tokens, logits, kv) = found
+    (their_known, their_tokens, their_logits, their_kv) = expected
     assert known == their_known and tokens == their_tokens and torch.equal(logits, their_logits)
     assert (kv is None) == (their_kv is None)
     for states, their_states in zip(kv or (), their_kv or (), strict=True):

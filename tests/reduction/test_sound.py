@@ -25,7 +25,8 @@ def test_before_the_model_sound_is_left_as_it_is(pool, tmp_path):
     positions."""
     size = {"video": (0, 3), "size": (56, 84)}
     heard = audio_files.write(tmp_path / "a.mkv", [(0, 3)], "flac", audio_files.RATE, **size)
-    batch, model = as_double(omni_batch([heard])), families.build_model(OMNI, dtype=torch.float64)
+    batch = as_double(omni_batch([heard]))
+    model = families.build_model(OMNI, dtype=torch.float64)
     seen = embedded(model, batch)
     settings = {"passing_len": 10**6, "reduce": ReduceConfig(method="dycoke", ratio=0.5)}
     results = pool.run(2, reduced_job, batch, settings)

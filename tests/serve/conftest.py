@@ -61,7 +61,8 @@ def media(tmp_path_factory) -> Path:
     """The folder that servers may read."""
     folder = tmp_path_factory.mktemp("media")
     (folder / "clips").mkdir()
-    clip, picture = demo.video_path().read_bytes(), folder / "picture.png"
+    clip = demo.video_path().read_bytes()
+    picture = folder / "picture.png"
     Image.fromarray(read_frames(probe(demo.video_path()), [3])[0]).save(picture)
     for name, data in {
         "clip.mp4": clip,

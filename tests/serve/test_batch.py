@@ -34,10 +34,8 @@ QUESTIONS = (
     "which letter has the border: red",
     "how many letters are shown",
 )
-CLIP, TWO = (
-    [part("video", "clip.mp4")],
-    [part("video", "clip.mp4"), part("video", "clips/a clip.mp4")],
-)
+CLIP = [part("video", "clip.mp4")]
+TWO = [part("video", "clip.mp4"), part("video", "clips/a clip.mp4")]
 ENDLESS = {"max_tokens": 4000, "ignore_eos": True}
 TOO_COMPLEX = {"name": "x", "schema": many_patterns()}
 
@@ -142,7 +140,8 @@ def test_a_batch_that_is_killed_answers_each_line_once_and_as_the_server_does(tm
         "--min-host-tokens",
         "64",
     ]
-    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source = tmp_path / "in.jsonl"
+    out = tmp_path / "out.jsonl"
     source.write_bytes(encoded(lines) + b"\n" + b"\n".join(BROKEN))
     with fed_batch(tmp_path, lines[:9], "--out", out, *options) as processes:
         wait_for(lambda: len(lines_of(out)) >= 6)
@@ -164,7 +163,8 @@ def test_a_batch_that_is_killed_answers_each_line_once_and_as_the_server_does(tm
     assert codes == dict(enumerate(BROKEN.values(), start=len(lines) + 2))
     with serving(tmp_path / "server", *options) as server:
         for each in [*lines[:12], *REFUSED.values()]:
-            response, body = found[each["custom_id"]], json.dumps(each.get("body"))
+            response = found[each["custom_id"]]
+            body = json.dumps(each.get("body"))
             reply = server.http.post(server.root + URL, content=body, timeout=httpx.Timeout(60))
             assert (response["status_code"], said(response["body"])) == (
                 reply.status_code,
@@ -323,7 +323,8 @@ def test_a_full_disk_leaves_whole_lines(run, tmp_path):
 
 
 def test_a_file_of_answers_is_one_and_belongs_to_one_batch(tmp_path):
-    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source = tmp_path / "in.jsonl"
+    out = tmp_path / "out.jsonl"
     source.write_bytes(encoded(questions(2)))
     for path in (source, tmp_path / "no folder" / "out.jsonl", Path("/dev/null")):
         content = source.read_bytes()

@@ -19,7 +19,9 @@ from apbv.grammar import Grammars
 from hard_schemas import many_patterns
 from servers import InProcess, chunks, post
 
-CHAT, RAW, PROMPT = "/v1/chat/completions", "/v1/completions", "name the letters in order"
+CHAT = "/v1/chat/completions"
+RAW = "/v1/completions"
+PROMPT = "name the letters in order"
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -159,10 +161,8 @@ def test_several_answers_are_those_of_the_next_seeds(app):
 
 
 def test_several_prompts_are_answered_as_each_alone(app):
-    prompts, fields = (
-        [PROMPT, "the letters", "J X P"],
-        {"max_tokens": 6, "temperature": 1.8, "n": 2},
-    )
+    prompts = [PROMPT, "the letters", "J X P"]
+    fields = {"max_tokens": 6, "temperature": 1.8, "n": 2}
     fields |= {"ignore_eos": True, "return_token_ids": True, "seed": 7, "logprobs": 0}
     together = post(app, RAW, **fields, prompt=prompts).json()
     in_pieces = {"stream": True, "stream_options": {"include_usage": True}}
@@ -281,7 +281,8 @@ def test_what_no_answer_can_follow_is_refused(app):
 
 def test_a_schema_is_checked_once_and_compiled_once(app, monkeypatch):
     """By the reader and by the home of its answers."""
-    check, compiled = Grammars.check, Grammars.compile
+    check = Grammars.check
+    compiled = Grammars.compile
     calls = []
     monkeypatch.setattr(
         Grammars, "check", lambda *given, **named: calls.append("check") or check(*given, **named)

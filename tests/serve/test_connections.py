@@ -105,7 +105,8 @@ def test_where_all_have_requests_a_new_connection_is_told_so():
 
 
 def test_a_server_without_descriptors_says_so_once(caplog):
-    logger, once = logging.getLogger("apbv.serve.connections"), OncePerPeriod(3600.0)
+    logger = logging.getLogger("apbv.serve.connections")
+    once = OncePerPeriod(3600.0)
     logger.addFilter(once)
     loop = asyncio.new_event_loop()
     try:

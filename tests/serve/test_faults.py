@@ -28,9 +28,11 @@ from apbv.serve.telling import Telling
 from patience import HANGING, wait_for
 from servers import HAND_OVER, InProcess, asking, metric_in, part, post
 
-STEPS, NOTE = "apbv.decode.batch_steps", "apbv.serve.output.JobOutput._note"
+STEPS = "apbv.decode.batch_steps"
+NOTE = "apbv.serve.output.JobOutput._note"
 LEAVES = "its client leaves"
-CHAT, MESSAGES = "/v1/chat/completions", [{"role": "user", "content": "x"}]
+CHAT = "/v1/chat/completions"
+MESSAGES = [{"role": "user", "content": "x"}]
 
 
 def ask(app: InProcess, **fields):
@@ -58,7 +60,8 @@ def test_a_request_that_fails_is_told_so_and_the_next_is_answered(app, owner, na
 
 def test_if_a_step_fails_only_the_youngest_answer_does(app, monkeypatch):
     """Here those of two or more answers do, as if there was no memory for more than one."""
-    forward, fields = batch_steps.forward, {"ignore_eos": True, "return_token_ids": True}
+    forward = batch_steps.forward
+    fields = {"ignore_eos": True, "return_token_ids": True}
     expected = post(app, CHAT, messages=MESSAGES, max_tokens=30, **fields).json()
 
     def run(parts, ids, *args, **kwargs):
@@ -85,7 +88,10 @@ def test_if_a_step_fails_only_the_youngest_answer_does(app, monkeypatch):
 )
 def test_kv_is_free_once_it_counts_as_free(app, fails, monkeypatch, request):
     """Nothing is left to Python's garbage collector, which comes when it likes."""
-    kept, left, add, release = [], [], Decoding.add, Scheduler.release
+    kept = []
+    left = []
+    add = Decoding.add
+    release = Scheduler.release
 
     def watch(decoding, output, order, begun):
         kept.extend(weakref.ref(layer) for layer in begun.state.kv.cache.layers)
@@ -147,7 +153,8 @@ FAILING = [
 def hand_over_job(hosts: HostGroup) -> list[tuple[type, str, bool]]:
     """What hand-overs raise that fail on one of the hosts, and whether the hosts are in step
     afterwards."""
-    engine, told = Engine.from_pretrained("demo", hosts=hosts, dtype="float32"), []
+    engine = Engine.from_pretrained("demo", hosts=hosts, dtype="float32")
+    told = []
     content = [
         {"type": "video", "file": 0},
         {"type": "text", "text": "x"},

@@ -10,7 +10,8 @@ from apbv import Engine, HostGroup
 
 from servers import InProcess, post, text
 
-CHAT, ASKED = "/v1/chat/completions", {"role": "user", "content": "which"}
+CHAT = "/v1/chat/completions"
+ASKED = {"role": "user", "content": "which"}
 
 
 @pytest.fixture(scope="module")

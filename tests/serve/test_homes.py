@@ -35,7 +35,9 @@ from servers import InProcess, asking, chunks, data_url, follow_server, part, po
 from video_files import packets_of
 
 FOLDER: Path = demo.video_path().parent
-CHAT, TOKENS, LONG = "/v1/chat/completions", 12, 8000
+CHAT = "/v1/chat/completions"
+TOKENS = 12
+LONG = 8000
 SCHEMA = {"type": "object", "properties": {"letter": {"enum": ["X", "J"]}}, "required": ["letter"]}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "told", "schema": SCHEMA}}
 # What is asked of one video, sampled from the model where a seed is given, and up to a string.
@@ -108,8 +110,11 @@ def drafted_job(hosts: HostGroup) -> tuple | None:
         strategy="hippo", prune="kv", num_draft_tokens=3, keep_losing_draft=True
     )
     engine = Engine.from_pretrained("demo", hosts=hosts, dtype="float32", speculate=speculate)
-    (expected,), homes, noted = library(engine, ASKED[0][0]), [], []
-    join, note = SpeculativeBatch.join, JobOutput.note_draft
+    (expected,) = library(engine, ASKED[0][0])
+    homes = []
+    noted = []
+    join = SpeculativeBatch.join
+    note = JobOutput.note_draft
 
     def watch(batch, state, request, draft):
         homes.append(draft.drafter is not None)
@@ -157,7 +162,10 @@ def answers_job(hosts: HostGroup) -> tuple | None:
     """
     engine = Engine.from_pretrained("demo", hosts=hosts, dtype="float32")
     expected = [library(engine, question, **fields) for question, fields in ASKED]
-    joined, kept, add, release = [], [], Decoding.add, RemoteOutput.release
+    joined = []
+    kept = []
+    add = Decoding.add
+    release = RemoteOutput.release
 
     def watch(decoding, output, order, begun):
         joined.append(order.home)
@@ -171,7 +179,9 @@ def answers_job(hosts: HostGroup) -> tuple | None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Decoding, "add", watch)
         patch.setattr(RemoteOutput, "release", count)
-        app, found, wanted = app_or_follower(engine), [], [0]
+        app = app_or_follower(engine)
+        found = []
+        wanted = [0]
         if app is None:
             return joined
         patch.setattr(app.scheduler, "_used", lambda home: home != wanted[0])
@@ -191,7 +201,9 @@ def answers_job(hosts: HostGroup) -> tuple | None:
                 answers = [[*map(of_choice, each["choices"])] for each in (*whole, by_schema)]
                 found.append((answers[:-1], text, len(streamed), answers[-1][0][0]))
             wait_for(lambda: not app.scheduler._running)
-            wanted[0], told, tell = 1, [], JobOutput.tell
+            wanted[0] = 1
+            told = []
+            tell = JobOutput.tell
             patch.setattr(
                 JobOutput, "tell", lambda self, *args: told.append(args[1]) or tell(self, *args)
             )
@@ -234,7 +246,9 @@ def short_job(hosts: HostGroup, damaged: str) -> tuple | None:
         strategy="hippo", prune="kv", num_draft_tokens=3, keep_losing_draft=True
     )
     engine = Engine.from_pretrained("demo", hosts=hosts, dtype="float32", speculate=speculate)
-    (expected,), begun, begin = library(engine, ASKED[0][0]), [], Engine.begin
+    (expected,) = library(engine, ASKED[0][0])
+    begun = []
+    begin = Engine.begin
 
     def watch(engine: Engine, request: Request) -> Begun:
         begun.append((engine.hosts.size, engine.hosts.bytes_received))
@@ -245,7 +259,8 @@ def short_job(hosts: HostGroup, damaged: str) -> tuple | None:
         app = app_or_follower(engine, split_tokens=2**20)
         if app is None:
             return begun
-        ready, first = app.scheduler._ready, app.scheduler._first
+        ready = app.scheduler._ready
+        first = app.scheduler._first
 
         async def ask() -> list:
             patch.setattr(app.scheduler, "_first", lambda is_short: None)
@@ -282,12 +297,12 @@ def held_up_job(hosts: HostGroup, folder: Path) -> tuple | None:
 
     With them what they were before, who prefilled, and what the other two were answered in the end.
     """
-    engine, may_go_on, begun = (
-        Engine.from_pretrained("demo", hosts=hosts, dtype="float32"),
-        folder / "go on",
-        [],
-    )
-    begin, run, read = Engine.begin, language_model.run_language_model, VideoReader.read
+    engine = Engine.from_pretrained("demo", hosts=hosts, dtype="float32")
+    may_go_on = folder / "go on"
+    begun = []
+    begin = Engine.begin
+    run = language_model.run_language_model
+    read = VideoReader.read
 
     def hold(name: str) -> None:
         (folder / f"{name}{hosts.rank}").touch()
@@ -357,7 +372,8 @@ def test_texts_wait_neither_for_a_long_prompt_nor_for_files(pool, tmp_path):
 def test_a_thread_rests_after_a_short_prompt_until_the_long_one_ends(monkeypatch):
     monkeypatch.setattr("apbv.serve.alone._REST", 1e12)
     monkeypatch.setattr("apbv.serve.alone._LONG_REST", 1e9)
-    hosts, begun = HostGroup.single("cpu"), []
+    hosts = HostGroup.single("cpu")
+    begun = []
     request = Request(Question(), StageTimer(hosts))
     engine = SimpleNamespace(
         can_work_alone=True, prefilling_in_threads=ExitStack, hosts=hosts, begin=begun.append
@@ -439,10 +455,8 @@ def test_a_host_that_fails_ends_the_server_and_every_request(tmp_path, dies):
 
 def lost_job(hosts: HostGroup) -> tuple[int, str] | None:
     """What a client gets whose prompt is prefilled, but lost by its home."""
-    engine, carry_out = (
-        Engine.from_pretrained("demo", hosts=hosts, dtype="float32"),
-        Executor.carry_out,
-    )
+    engine = Engine.from_pretrained("demo", hosts=hosts, dtype="float32")
+    carry_out = Executor.carry_out
 
     def lose(*args):
         carry_out(*args)

@@ -15,7 +15,9 @@ from apbv.serve.requests import ApiError, ChatRequest, CompletionRequest
 from servers import InProcess, asking
 
 LIMITS = JsonLimits(values=100, containers=20)
-CHAT, RAW, DETOKENIZE = "/v1/chat/completions", "/v1/completions", "/detokenize"
+CHAT = "/v1/chat/completions"
+RAW = "/v1/completions"
+DETOKENIZE = "/detokenize"
 MESSAGE = b'{"role": "user", "content": "x"}'
 
 

@@ -130,7 +130,8 @@ def test_equal_bytes_are_one_file_until_nobody_uses_it():
 
 
 def test_only_listed_hosts_are_fetched_from(site, monkeypatch):
-    port, here = site.server_address[1], site.url
+    port = site.server_address[1]
+    here = site.url
     media = ServerSettings(
         media_hosts=frozenset({"127.0.0.1", "media.example"}),
         max_media_bytes=100,
@@ -232,13 +233,15 @@ def test_images_and_frames_are_counted_together_before_any_is_decoded(app):
     )  # a GIF of a few bytes, whose one frame is much smaller than the canvas that is decoded
     Image.new("P", (1, 1)).save(file, "GIF")
     gif = file.getvalue()[:6] + struct.pack("<HH", 4000, 4000) + file.getvalue()[10:]
-    images, most = [encoded(gif)] * 3, 2 * 4000 * 4000 * 3 * 6
+    images = [encoded(gif)] * 3
+    most = 2 * 4000 * 4000 * 3 * 6
     refusal = f"the images take {3 * most // 2} bytes to decode, but at most {most} are allowed"
     with pytest.raises(ApiError, match=refusal) as error:
         ordered(app, *images, max_image_bytes=most)
     assert error.value.status == 400
     assert ordered(app, *images[:2], max_image_bytes=most).order.files == [None, None]
-    clip, pixels = part("video", data_url(demo.video_path())), 2 * 8 * 56 * 56 * 3
+    clip = part("video", data_url(demo.video_path()))
+    pixels = 2 * 8 * 56 * 56 * 3
     asked = clip, encoded(picture(60, 60)), clip
     for limits in ({"max_frames": 17}, {"max_decoded_bytes": pixels}):
         assert ordered(app, *asked, num_frames=8, **limits).order.files == [None] * 3

@@ -33,7 +33,8 @@ def forms(**options) -> list[dict]:
 @pytest.fixture
 def sampled(app, monkeypatch):
     """The frames of each video that the engine was asked about, request by request."""
-    found, read = [], app.worker.reader.read
+    found = []
+    read = app.worker.reader.read
 
     def reading(*arguments):
         ready = read(*arguments)

@@ -12,12 +12,10 @@ from apbv.serve.requests import ApiError, ChatRequest
 
 from servers import HAND_OVER, asking, part, post, text
 
-CHAT, RAW, TOKENIZE, DETOKENIZE = (
-    "/v1/chat/completions",
-    "/v1/completions",
-    "/tokenize",
-    "/detokenize",
-)
+CHAT = "/v1/chat/completions"
+RAW = "/v1/completions"
+TOKENIZE = "/tokenize"
+DETOKENIZE = "/detokenize"
 
 
 def chat(*content, **fields) -> dict:
@@ -237,7 +235,8 @@ def bodies(draw, examples: list[dict]) -> bytes:
 
 @pytest.mark.parametrize("path", EXAMPLES)
 def test_no_input_is_an_error_of_the_server(app, path):
-    seen, count = {}, 20
+    seen = {}
+    count = 20
 
     @settings(
         max_examples=count, database=None, derandomize=True, suppress_health_check=list(HealthCheck)
@@ -262,14 +261,16 @@ def test_no_input_is_an_error_of_the_server(app, path):
 def test_what_is_too_long_is_refused_before_it_is_rendered_or_tokenized(app, monkeypatch):
     """By its characters if they are more than any tokens have, else by the tokens of its
     beginning."""
-    tokenized, tokenize = [], PromptReader.tokenize
+    tokenized = []
+    tokenize = PromptReader.tokenize
     monkeypatch.setattr(
         PromptReader,
         "tokenize",
         lambda reader, text, *more: tokenized.append(len(text)) or tokenize(reader, text, *more),
     )
     monkeypatch.setattr(PromptReader, "lay_out", None)
-    words, letters = "the letters in order " * 30, "x" * 200_000
+    words = "the letters in order " * 30
+    letters = "x" * 200_000
     for path, fields in (
         (CHAT, chat(text(letters))),
         (CHAT, chat(text("x"), chat_template_kwargs={"documents": [letters]})),

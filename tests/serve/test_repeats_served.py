@@ -34,10 +34,8 @@ def test_a_video_is_compared_once_for_all_requests(tmp_path):
         replies = [post(app, "/v1/chat/completions", **options).json() for _ in range(2)]
         assert compared.call_count == 1
         asked = {"prompt": "What?", "video": tmp_path / "a.mp4", "num_frames": 8}
-        expected, state = (
-            app.engine.generate(**asked, max_new_tokens=5),
-            app.engine.prefill(**asked),
-        )
+        expected = app.engine.generate(**asked, max_new_tokens=5)
+        state = app.engine.prefill(**asked)
         for reply in replies:
             assert reply["choices"][0]["message"]["content"] == expected.text.rstrip("\ufffd")
             assert reply["usage"]["prompt_tokens"] == state.num_tokens

@@ -99,7 +99,8 @@ def test_a_stream_has_the_tokens_text_and_usage_of_the_whole_answer(app, path):
     counts = [chunk["usage"]["completion_tokens"] for chunk in said]
     assert counts == sorted(counts) and counts[0] == 0 and counts[-1] == 9
     assert all(chunk["usage"]["prompt_tokens"] == whole["usage"]["prompt_tokens"] for chunk in said)
-    choices, (answer,) = [chunk["choices"][0] for chunk in said], whole["choices"]
+    choices = [chunk["choices"][0] for chunk in said]
+    (answer,) = whole["choices"]
     is_chat = "messages" in fields
     opening, owner = (said, whole) if is_chat else (choices, answer)
     told = "".join(
@@ -229,8 +230,10 @@ def test_neutral_fields_and_such_without_effect_are_taken(app):
 def test_content_is_read_as_people_write_it(app, media):
     """The parts of OpenAI's, Qwen's, transformers' and vLLM's examples: each form has the tokens of
     OpenAI's."""
-    name, inline = "picture.png", data_url(media / "picture.png")
-    bare, clip = inline.partition(",")[2], f"file://{media / 'clip.mp4'}"
+    name = "picture.png"
+    inline = data_url(media / "picture.png")
+    bare = inline.partition(",")[2]
+    clip = f"file://{media / 'clip.mp4'}"
 
     def tokens(*content, status=200):
         body = {
@@ -303,17 +306,16 @@ def test_bodies_are_utf8(app):
 
 
 def test_pages_of_listed_origins_alone_may_call():
-    page, asked = {"Origin": "https://example.com"}, {"Access-Control-Request-Method": "POST"}
+    page = {"Origin": "https://example.com"}
+    asked = {"Access-Control-Request-Method": "POST"}
     for origins, allowed in (
         ((), None),
         (("https://other.com",), None),
         ((page["Origin"],), page["Origin"]),
     ):
         with closing(InProcess(cors_origins=origins)) as app:
-            wrong, version = (
-                post(app, "/tokenize", headers=page),
-                app.request("GET", "/version", headers=page),
-            )
+            wrong = post(app, "/tokenize", headers=page)
+            version = app.request("GET", "/version", headers=page)
             assert (wrong.status_code, version.status_code) == (400, 200)
             for reply in (
                 wrong,

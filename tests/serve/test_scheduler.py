@@ -74,7 +74,8 @@ def test_nothing_overtakes_what_does_not_fit_yet():
 
 
 def test_a_home_is_the_host_with_the_most_room_and_what_is_transferred_needs_room_on_all():
-    books, jobs = scheduler(max_tokens=100, num_homes=3), []
+    books = scheduler(max_tokens=100, num_homes=3)
+    jobs = []
     for tokens, home in (
         (60, 2),
         (30, 1),
@@ -110,11 +111,9 @@ def test_a_home_is_the_host_with_the_most_room_and_what_is_transferred_needs_roo
 def test_short_prompts_go_beside_long_ones_each_to_the_home_with_the_fewest_to_prefill():
     """Those with files and those without do not count together."""
     books = scheduler(num_homes=2, split_tokens=8)
-    shorts, long, handed = (
-        [ready(books, 7) for _ in range(6)],
-        ready(books, 8),
-        ready(books, 9, hands_over=True),
-    )
+    shorts = [ready(books, 7) for _ in range(6)]
+    long = ready(books, 8)
+    handed = ready(books, 9, hands_over=True)
     pictured = ready(books, 7, media=["a picture"])
     taken = [books.take(0, is_short=True) for _ in range(5)]
     assert taken == [*shorts[:4], pictured] and [job.home for job in shorts[:4]] == [1, 0, 1, 0]
@@ -153,10 +152,8 @@ def test_short_prompts_go_first_but_a_long_one_does_not_starve(monkeypatch):
     monkeypatch.setattr(
         "apbv.serve.scheduler.time", SimpleNamespace(monotonic=lambda: next(moments))
     )
-    books, lengths = (
-        scheduler(max_tokens=10**6),
-        {"long": 10_000, "early": 10, "mid": 500, "late": 11},
-    )
+    books = scheduler(max_tokens=10**6)
+    lengths = {"long": 10_000, "early": 10, "mid": 500, "late": 11}
     jobs = {name: ready(books, length) for name, length in lengths.items()}
     taken = [books.take(0) for _ in jobs]
     assert [name for job in taken for name in jobs if jobs[name] is job] == [
@@ -169,7 +166,8 @@ def test_short_prompts_go_first_but_a_long_one_does_not_starve(monkeypatch):
 
 def test_who_waits_for_room_goes_on_when_there_is_some():
     """Because somebody leaves, or because KV that was held for another server has ended."""
-    books, taken = scheduler(max_tokens=100), []
+    books = scheduler(max_tokens=100)
+    taken = []
     first, second, third = (ready(books, 90) for _ in range(3))
     assert books.take(0) is first
 
@@ -226,7 +224,8 @@ def test_answers_and_the_queue_are_bounded_by_number_but_not_what_is_handed_over
 
 def test_after_it_was_stopped_nothing_is_taken_and_what_runs_or_may_be_fetched_goes_on():
     books = scheduler()
-    running, waiting = ready(books, 5), ready(books, 5)
+    running = ready(books, 5)
+    waiting = ready(books, 5)
     assert books.take(0) is running
     for transfer in ("a transfer", "another"):
         books.hold_offer(transfer, 800)
@@ -248,7 +247,8 @@ def test_what_counts_is_what_buffers_take(app):
     engine = app.engine
     limits = limits_of(engine, ServerSettings(max_kv_bytes=2**30))
     order = Order({"prompt": "x"}, [], SamplingParams(max_new_tokens=300, ignore_eos=True))
-    state, taken = engine.prefill("x" * 40), []
+    state = engine.prefill("x" * 40)
+    taken = []
     batch = Batch(engine.parts)
     member = batch.join(state, order.request(engine.hosts, []))
     while len(batch):

@@ -25,7 +25,8 @@ from pool import exit_statuses
 from servers import HAND_OVER, KEY, Server, Stream, data_url, part, serving, text
 from video_files import packets_of
 
-DESCRIBE, CLIP = "describe the clip shot by shot", "clips/a clip.mp4"
+DESCRIBE = "describe the clip shot by shot"
+CLIP = "clips/a clip.mp4"
 DEMO_TOKEN_BYTES = 4 * 2 * 2 * 32 * 4  # layers, K and V, heads, numbers, bytes of each
 
 
@@ -55,7 +56,8 @@ def waiting_kv(server: Server) -> tuple[float, float]:
 
 def test_videos_images_chats_and_samples_are_those_of_the_engine(server, media, app):
     """In any order, in several turns, by path and inline."""
-    clip, picture = media / CLIP, media / "picture.png"
+    clip = media / CLIP
+    picture = media / "picture.png"
     first = [
         part("video", clip),
         text("before"),
@@ -121,7 +123,8 @@ def test_answers_to_several_at_once_are_those_to_each_alone(server):
         names = "inter_token_latency", "e2e_request_latency", "time_to_first_token"
         return [server.metric(f"apbv:{name}_seconds_sum") for name in names]
 
-    before, alone = seconds(), [answer(request) for request in REQUESTS]
+    before = seconds()
+    alone = [answer(request) for request in REQUESTS]
     gaps, requests, first_tokens = (now - then for now, then in zip(seconds(), before, strict=True))
     assert 0 < gaps <= requests - first_tokens
     assert len({tuple(tokens) for tokens, _, _ in alone}) == 4 and all(said for _, said, _ in alone)
@@ -181,7 +184,8 @@ def test_bad_connections_do_not_flood_the_log(server):
 
 @pytest.mark.parametrize("about", ["video", "text"])
 def test_the_kv_is_that_of_full_attention_at_vllms_positions(server, app, about):
-    engine, question = app.engine, text(DESCRIBE)
+    engine = app.engine
+    question = text(DESCRIBE)
     asked = content = DESCRIBE
     if about == "video":
         asked = [part("video", "clip.mp4"), question]

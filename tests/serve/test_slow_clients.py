@@ -84,17 +84,16 @@ def test_headers_have_to_come_within_a_time(monkeypatch, address):
             assert client.recv(1000) in (b"", b"HTTP/1.1 400 Bad Request")
 
 
-LENGTH, CHUNKED, BODY = (
-    b"Content-Length: 13\r\n",
-    b"Transfer-Encoding: chunked\r\n",
-    b"3\r\nabc\r\n0\r\n\r\n",
-)
+LENGTH = b"Content-Length: 13\r\n"
+CHUNKED = b"Transfer-Encoding: chunked\r\n"
+BODY = b"3\r\nabc\r\n0\r\n\r\n"
 
 
 def reply_to(address, headers: bytes, body: bytes) -> bytes:
     """All that the server says until it hangs up, or has answered the same again on a connection
     that it keeps."""
-    request, said = b"POST / HTTP/1.1\r\nHost: x\r\n%s\r\n%s" % (headers, body), b""
+    request = b"POST / HTTP/1.1\r\nHost: x\r\n%s\r\n%s" % (headers, body)
+    said = b""
     with socket.create_connection(address, HANGING) as client:
         client.sendall(request + request)
         while said.count(b"HTTP/1.1 204") < 2:

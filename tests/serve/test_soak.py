@@ -15,7 +15,9 @@ from patience import HANGING, wait_for
 from pool import exit_statuses
 from servers import HAND_OVER, Server, data_url, left_open, part, serving, text
 
-CLIENTS, REQUESTS, EARLY = 12, 160, 60
+CLIENTS = 12
+REQUESTS = 160
+EARLY = 60
 # Allocators keep the most that lay there at a time, which the first requests do not reach. KV that
 # each left behind would be more.
 MOST_GROWN_BYTES = 48 * 2**20

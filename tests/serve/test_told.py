@@ -64,7 +64,8 @@ def value(metrics: Metrics, name: str, **labels: str) -> float:
 def test_of_every_outcome_counts_what_was_reached(metrics, outcome):
     """Of refused requests nothing; of an answer that broke off only its tokens, and when the first
     came."""
-    is_answer, is_refused = outcome in ("stop", "length"), outcome not in FINISHED
+    is_answer = outcome in ("stop", "length")
+    is_refused = outcome not in FINISHED
     metrics.observe_end(replace(REFUSED if is_refused else ANSWERED, outcome=outcome))
     for name, total in SUMS.items():
         counts = is_answer or (name == "time_to_first_token_seconds" and not is_refused)
@@ -112,8 +113,10 @@ def test_transfers_are_counted_by_how_they_ended_but_only_fetched_ones_have_time
 @pytest.fixture
 def log(capsys):
     """Sets the log up as a server does; returns a function that reads what it wrote since."""
-    root, ours = logging.getLogger(), logging.getLogger("apbv.serve")
-    before, level = list(root.handlers), ours.level
+    root = logging.getLogger()
+    ours = logging.getLogger("apbv.serve")
+    before = list(root.handlers)
+    level = ours.level
 
     def start(form: str):
         log_to_stderr(form)
@@ -171,9 +174,11 @@ def test_what_libraries_warn_of_and_an_error_with_its_traceback_are_each_a_line_
 
 
 def test_a_warning_is_logged_once_per_period(monkeypatch):
-    now, messages = 0.0, []
+    now = 0.0
+    messages = []
     monkeypatch.setattr("apbv.serve.log.time", SimpleNamespace(monotonic=lambda: now))
-    logger, handler = logging.Logger("a server's"), logging.Handler()
+    logger = logging.Logger("a server's")
+    handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
     logger.addFilter(OncePerPeriod(60.0))
     logger.addHandler(handler)
@@ -187,9 +192,11 @@ def test_a_warning_is_logged_once_per_period(monkeypatch):
 
 def test_different_warnings_are_logged_up_to_a_number_per_period(monkeypatch):
     """What they say differs, though the template is the same."""
-    now, messages = 0.0, []
+    now = 0.0
+    messages = []
     monkeypatch.setattr("apbv.serve.log.time", SimpleNamespace(monotonic=lambda: now))
-    logger, handler = logging.Logger("a server's"), logging.Handler()
+    logger = logging.Logger("a server's")
+    handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
     logger.addFilter(OncePerPeriod(60.0, most=3))
     logger.addHandler(handler)

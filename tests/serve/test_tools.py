@@ -23,10 +23,8 @@ from apbv.serve.tools import HERMES, LLAMA, ToolCallParser, call_format
 import families
 from servers import HAND_OVER, InProcess, chunks, part, post, text
 
-CHAT, ASK = (
-    "/v1/chat/completions",
-    {"messages": [{"role": "user", "content": "name the letters in order"}]},
-)
+CHAT = "/v1/chat/completions"
+ASK = {"messages": [{"role": "user", "content": "name the letters in order"}]}
 COUNT = {"type": "object", "properties": {"count": {"type": "integer", "minimum": 0, "maximum": 9}}}
 COUNT |= {"required": ["count"]}
 SCHEMAS = {
@@ -58,24 +56,27 @@ def written(form, name: str, arguments) -> str:
 
 
 def parsed(form, pieces: list[str], **options) -> tuple[str, list[tuple[str, str]]]:
-    parser, said, calls = ToolCallParser(form, **options), "", []
+    parser = ToolCallParser(form, **options)
+    said = ""
+    calls = []
     for place, piece in enumerate(pieces, start=1):
         new, complete = parser.add(piece, is_last=place == len(pieces))
-        said, calls = said + new, calls + complete
+        said = said + new
+        calls = calls + complete
     assert parser.num_calls == len(calls) == len({call["id"] for call in calls})
     return said, [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
 
 
-F, G = (
-    written(HERMES, "f", {"x": "ü"}),
-    '<tool_call>{"arguments":{"of":[1,{}]},"name":"g"}</tool_call>',
-)
-LF, LG = written(LLAMA, "f", {"x": "ü"}), '{"parameters":{"of":[1,{}]},"name":"g"}'
+F = written(HERMES, "f", {"x": "ü"})
+G = '<tool_call>{"arguments":{"of":[1,{}]},"name":"g"}</tool_call>'
+LF = written(LLAMA, "f", {"x": "ü"})
+LG = '{"parameters":{"of":[1,{}]},"name":"g"}'
 THOUGHT = (
     '<think>I could call <tool_call>{"name": "rm_all", "arguments": {"p": "/"}}</tool_call> '
     "but no.</think>"
 )
-AS_F, AS_G = ("f", '{"x": "ü"}'), ("g", '{"of": [1, {}]}')
+AS_F = ("f", '{"x": "ü"}')
+AS_G = ("g", '{"of": [1, {}]}')
 TAGS = written(HERMES, "f", {"x": "</tool_call> <tool_call>{}"})
 ANSWERS = [
     *(
@@ -140,7 +141,8 @@ def test_calls_are_parsed_the_same_however_an_answer_comes_in_pieces(form, answe
 @pytest.mark.parametrize("form", HOW, ids=["hermes", "llama"])
 @pytest.mark.parametrize("tag", CLOSING_TAGS)
 def test_a_thought_that_the_prompt_began_has_no_calls(form, tag):
-    call, later = written(form, "f", {}), written(form, "g", {})
+    call = written(form, "f", {})
+    later = written(form, "g", {})
     for thought in (f"so {call}", call, " "):
         for answer, content, calls in (
             (
@@ -240,7 +242,8 @@ def test_a_grammar_allows_what_is_parsed_as_calls_that_fit(engine, form):
             matcher.take(token)
         return True
 
-    first, odd = ("first", {"count": 3}), ('a "b"/ü.é', {"at": "x"})
+    first = ("first", {"count": 3})
+    odd = ('a "b"/ü.é', {"at": "x"})
     for calls in ([first], [odd], [("now", {})], [first, odd], [odd, odd, first]):
         said = form.separator.join(written(form, *call) for call in calls)
         assert (
@@ -360,7 +363,8 @@ def app(engine, media, form):
 @pytest.fixture
 def script(app, monkeypatch):
     """What the model is made to say, request by request, unless it has to call."""
-    said, constraint = [], Reader._constraint
+    said = []
+    constraint = Reader._constraint
 
     def scripted(reader, request, is_wanted):
         if request.tool_choice in (None, "auto", "none"):
@@ -398,7 +402,8 @@ def test_a_stream_has_the_text_and_calls_of_the_whole_answer(app, script, form):
             post(app, CHAT, **ASK, tools=TOOLS, max_tokens=400, stream=True, **fields, **options)
         )
         for choice in whole["choices"]:
-            message, reason = choice["message"], "tool_calls" if calls else "stop"
+            message = choice["message"]
+            reason = "tool_calls" if calls else "stop"
             said = before.rstrip() + after if calls else answer
             assert (message["content"], functions_of(message), choice["finish_reason"]) == (
                 said,
@@ -527,7 +532,9 @@ def test_openais_client_goes_through_a_loop_of_tools_about_a_video(app, script, 
     calls = [written(form, "first", {"count": 1}), written(form, "now", {})]
     script += [form.separator.join(calls), calls[0], "It is X."]
     content = [text("which letter is first?"), part("video", "clip.mp4")]
-    messages, prompts, numbers = [{"role": "user", "content": content}], [], count(1)
+    messages = [{"role": "user", "content": content}]
+    prompts = []
+    numbers = count(1)
     tools = {"first": lambda count: f"letter {count} is X", "now": lambda: "noon"}
     while True:
         asked = {"messages": messages, "tools": TOOLS, "max_tokens": 300}

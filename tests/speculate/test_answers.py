@@ -145,7 +145,8 @@ def test_a_draft_that_is_the_target_and_sees_all_is_always_right(pool, clip):
 def test_a_draft_model_that_the_strategy_has_no_use_for_is_ignored(clip):
     """Also in a batch, where the target drafts itself with all of its KV, so that it is always
     right."""
-    model, draft = families.build_model("qwen2_5_vl"), families.build_model("qwen2_5_vl", layers=1)
+    model = families.build_model("qwen2_5_vl")
+    draft = families.build_model("qwen2_5_vl", layers=1)
     way = SpeculativeConfig(strategy="std", keep_losing_draft=True, **ALL)
     engine = Engine(
         model, families.build_processor("qwen2_5_vl"), HostGroup.single(), None, None, way, draft
@@ -185,10 +186,8 @@ def test_the_draft_sees_what_was_asked_for(clip):
         ("specvlm", 0.8),
         ("even", 0.8),
     ):
-        hosts, config = (
-            HostGroup.single(),
-            SpeculativeConfig(strategy="specvlm", keep=keep, keep_ratio=ratio),
-        )
+        hosts = HostGroup.single()
+        config = SpeculativeConfig(strategy="specvlm", keep=keep, keep_ratio=ratio)
         engine = build_engine(hosts, "qwen2_5_vl", "gathered", config, 1)
         asked = Question(QUESTION, str(clip), num_frames=12)
         (draft,) = engine.begin(
@@ -217,10 +216,8 @@ def test_a_number_of_tokens_is_text_and_what_fits_of_the_video(clip):
 
 
 def test_the_command_line_speculates(clip, tmp_path):
-    folder, figures = (
-        families.save_checkpoint("qwen2_5_vl", tmp_path / "target"),
-        tmp_path / "figures.jsonl",
-    )
+    folder = families.save_checkpoint("qwen2_5_vl", tmp_path / "target")
+    figures = tmp_path / "figures.jsonl"
     draft = families.save_checkpoint("qwen2_5_vl", tmp_path / "draft", seed=1)
     options = [
         "--model",

@@ -30,7 +30,8 @@ from drafters import PATTERNS, ScriptedDrafter
 from prompts import UNCOMPRESSED, as_inputs, build, text_batch
 from table_model import NUM_SAMPLES, TableModel, surprise_of, tables
 
-STEPS, GAMMA = 8, 3
+STEPS = 8
+GAMMA = 3
 HOSTS = HostGroup.single()
 SAMPLINGS = [SamplingParams(max_new_tokens=STEPS)] * 3
 SAMPLINGS += [
@@ -40,7 +41,8 @@ SAMPLINGS += [SamplingParams(max_new_tokens=STEPS, logprobs=2, min_tokens=4)]
 SAMPLINGS += [SamplingParams(max_new_tokens=STEPS, presence_penalty=0.5)]
 SAMPLINGS += [replace(SAMPLINGS[4], repetition_penalty=1.3, frequency_penalty=0.4)]
 FIXED = SpeculativeConfig(strategy="ngram", num_draft_tokens=GAMMA, keep_losing_draft=True)
-NUM_PROMPTS, NUM_BATCHES = 3, 100
+NUM_PROMPTS = 3
+NUM_BATCHES = 100
 
 
 @cache
@@ -158,24 +160,24 @@ MODELS = ["nan", "target", "noisy", "own KV", "layerskip"]
 def test_answers_that_come_and_go_are_those_of_each_alone(config, monkeypatch):
     """Sampled ones too, where the same windows draw with the same numbers."""
     monkeypatch.setattr(kv_cache, "GROWTH_ROWS", 3)  # so that buffers are left for new ones
-    chance, accepted = random.Random(config.num_draft_tokens == "auto"), 0
+    chance = random.Random(config.num_draft_tokens == "auto")
+    accepted = 0
     is_fixed = config is FIXED
     for _ in range(NUM_BATCHES // 2):
         models = chance.sample(MODELS, 2)
         kinds = ["none", "ngram", "broken", *models * 2, *PATTERNS]
-        batch, waiting, going, left = (
-            SpeculativeBatch(parts_of(), config),
-            chance.randint(1, 4),
-            {},
-            {},
-        )
+        batch = SpeculativeBatch(parts_of(), config)
+        waiting = chance.randint(1, 4)
+        going = {}
+        left = {}
         batch._runs_ahead = chance.random() < 0.3
         if rests := not is_fixed and chance.random() < 0.1:
             batch._pace = lambda size: SimpleNamespace(windows=lambda rates: None)
         while waiting or len(batch):
             if waiting and (not len(batch) or chance.random() < 0.6):
                 waiting -= 1
-                kind, number = chance.choice(kinds), chance.randrange(NUM_PROMPTS)
+                kind = chance.choice(kinds)
+                number = chance.randrange(NUM_PROMPTS)
                 sampling = chance.choice(SAMPLINGS if is_fixed else SAMPLINGS[:1])
                 if kind in PATTERNS and sampling.temperature:
                     kind = models[0]
@@ -223,7 +225,8 @@ def test_answers_that_come_and_go_are_those_of_each_alone(config, monkeypatch):
 @pytest.mark.parametrize(("kind", "is_good"), [("target", True), ("own KV", False)])
 def test_a_new_draft_is_expected_to_be_as_good_as_the_others(kind, is_good):
     """But not so bad that it would never be tried."""
-    batch, sampling = SpeculativeBatch(parts_of(), FIXED), SAMPLINGS[0]
+    batch = SpeculativeBatch(parts_of(), FIXED)
+    sampling = SAMPLINGS[0]
     rates = []
     for number in (0, 1):
         member = batch.join(state_of(number), asked(sampling), draft_of(kind, number, sampling))
@@ -259,20 +262,24 @@ class TablePrompt(TableModel):
     """Begins an answer that a table gives; drafts with a model of its own for each seed."""
 
     def begin_answer(self, parts, request: Request):
-        self.cache, self.next_position, self.seed = DynamicCache(), 0, request.sampling.seed
+        self.cache = DynamicCache()
+        self.next_position = 0
+        self.seed = request.sampling.seed
         return self.answer(request.sampling)
 
 
 @pytest.mark.thorough
 def test_sampled_answers_are_distributed_as_the_targets_own(monkeypatch):
     """Of windows that depend on the members' acceptance, while others come and go."""
-    chance, said = random.Random(0), Counter()
+    chance = random.Random(0)
+    said = Counter()
     batch = TableBatch(tables(4), parts_of(), replace(FIXED, num_draft_tokens="auto"))
     learn = Pace.learn
     monkeypatch.setattr(
         Pace, "learn", lambda pace, count, *_: learn(pace, count, 0.0, 1 + 0.2 * count)
     )
-    members, seed = set(), 0
+    members = set()
+    seed = 0
     while members or seed < 2 * NUM_SAMPLES:
         while seed < 2 * NUM_SAMPLES and len(members) < 12 and chance.random() < 0.8:
             # A better draft, whose windows are longer, and one with a smaller vocabulary.
@@ -297,7 +304,8 @@ def test_windows_of_the_highest_goodput():
         )
         return tokens / (plain + cost * sum(windows))
 
-    chance, kinds = random.Random(0), Counter()
+    chance = random.Random(0)
+    kinds = Counter()
     for _ in range(60):
         rates, cost = [chance.random() for _ in range(3)], chance.choice([0.05, 0.2, 0.6])
         pace = Pace(4, keep_losing_draft=False, size=3)

@@ -47,7 +47,8 @@ def engine_job(hosts: HostGroup, ways: list[dict], request: dict) -> list:
     """Answers and figures, also after requests that fail."""
     answers = []
     for way in ways:
-        engine, shown = engine_of(hosts, way), []
+        engine = engine_of(hosts, way)
+        shown = []
         answer = engine.generate(QUESTION, **request, on_token=shown.append)
         assert shown == answer.token_ids
         with pytest.raises((ValueError, HostError), match=r"no-such|cannot answer this request"):
@@ -166,7 +167,8 @@ def test_a_draft_host_with_other_settings_is_an_error_on_both_sides(pool, reques
 
 def lost_draft_job(hosts: HostGroup, way: dict, request: dict, place: tuple, most: int):
     """What becomes of a request whose draft fails, and what is warned of."""
-    engine, (where, name) = engine_of(hosts, way), place
+    engine = engine_of(hosts, way)
+    (where, name) = place
     where = import_module(where) if isinstance(where, str) else where
     with patch.object(where, name, out_of_memory), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -209,7 +211,9 @@ def prefill_job(
         layer, call: which one it stands still before, and in which of its calls since the request
             began.
     """
-    engine, begun, calls = engine_of(hosts, way, passing_len=4, **settings), folder / "begun", []
+    engine = engine_of(hosts, way, passing_len=4, **settings)
+    begun = folder / "begun"
+    calls = []
     send_first = Link.send_first
 
     def stand_still(*args) -> None:

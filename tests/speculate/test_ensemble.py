@@ -41,7 +41,8 @@ def tokenizer_of(family: str):
 @torch.no_grad()
 def said_alone(model, input_ids, embeds, position_ids, tokens) -> torch.Tensor:
     """Logits ``[S, V]`` after each of the tokens, by the model from scratch: no batch, no mask."""
-    decoder, new = model.get_decoder(), torch.tensor([tokens])
+    decoder = model.get_decoder()
+    new = torch.tensor([tokens])
     following = int(position_ids.flatten()[-1]) + 1 + torch.arange(len(tokens))
     position_ids = torch.cat([position_ids, following.expand(*position_ids.shape[:-1], -1)], dim=-1)
     embeds = decoder.get_input_embeddings()(input_ids) if embeds is None else embeds
@@ -61,11 +62,10 @@ def contexts_alone(
     """(ids, embeddings, positions) of each context, put together by other means than the
     drafter's."""
     model = families.build_model(family, dtype=torch.float64)
-    parts, tokenize = inspect_model(model), tokenizer_of(family)
-    ids, is_visual = (
-        inputs.input_ids,
-        inputs.input_ids[0] == inputs.input_ids[0, inputs.context_start],
-    )
+    parts = inspect_model(model)
+    tokenize = tokenizer_of(family)
+    ids = inputs.input_ids
+    is_visual = inputs.input_ids[0] == inputs.input_ids[0, inputs.context_start]
     rows = encode_visual(parts, inputs.visual)
     text = model.get_decoder().get_input_embeddings()(ids).detach()
     for letter in letters:
@@ -197,8 +197,11 @@ def test_drafts_are_drawn_from_the_mixture_of_what_the_contexts_say_alone(temper
     model, drafter, alone = ensemble_of("llama", ensemble, config)
     target = families.build_model("llama", dtype=torch.float64, seed=1)
     prompt = torch.randint(0, 250, (1, 20))
-    warmth, said, tokens = temperature or 1.0, [], [5]
-    expected_weights, seen = [1 / len(alone)] * len(alone), []
+    warmth = temperature or 1.0
+    said = []
+    tokens = [5]
+    expected_weights = [1 / len(alone)] * len(alone)
+    seen = []
     for num_right in (3, 0, 2, 3):
         proposal = drafter.propose(tokens, Tree.chain(3))
         assert drafter.weights.tolist() == pytest.approx(expected_weights, abs=1e-9)

@@ -13,7 +13,10 @@ from apbv.speculate.frame_selection import FRAME_SELECTIONS, keep_from_frames
 
 from prompts import as_inputs, build, reset_rope, video_batch
 
-NUM_FRAMES, HEIGHT, WIDTH, HIDDEN = 11, 2, 3, 8
+NUM_FRAMES = 11
+HEIGHT = 2
+WIDTH = 3
+HIDDEN = 8
 SIZE = HEIGHT * WIDTH
 
 
@@ -35,7 +38,8 @@ def spaced(frames: torch.Tensor, num_kept: int) -> list[int]:
 def at_transitions(frames: torch.Tensor, num_kept: int) -> list[int]:
     similarity = {}
     for number in range(1, len(frames)):
-        previous, mean = frames[number - 1].mean(dim=0), frames[number].mean(dim=0)
+        previous = frames[number - 1].mean(dim=0)
+        mean = frames[number].mean(dim=0)
         similarity[number] = float(torch.cosine_similarity(previous, mean, dim=0))
     least_alike = sorted(similarity, key=similarity.get)[: num_kept - 1]
     return sorted([0, *least_alike])

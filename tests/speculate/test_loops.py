@@ -107,7 +107,8 @@ def test_speculation_changes_no_token_and_leaves_the_right_kv(pool, family, num_
     left, *others = pool.run(num_hosts, loops_job, family, kv, drawn)
     assert all(result == [(tokens, None) for tokens, _ in left] for result in others)
     # The KV of a prefill of the same tokens, the last one aside, by the model itself.
-    model, (batch, query_start) = build(family, torch.float64), prompt(family)
+    model = build(family, torch.float64)
+    (batch, query_start) = prompt(family)
     inputs = as_inputs(family, batch, query_start, HostGroup.single(), torch.float64)
     for tokens, states in left:
         state = prefill(model, inputs, hosts=HostGroup.single())

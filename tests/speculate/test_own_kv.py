@@ -22,7 +22,8 @@ VISIBLE = 7  # visual tokens that each layer and KV head of the draft sees
 def verified_job(hosts: HostGroup, kv: str, num_nodes: int | None, request: dict):
     """What was proposed in every round, and what a fresh drafter proposes that begins with all
     verified KV."""
-    proposed, chosen = [], []
+    proposed = []
+    chosen = []
     placed = GatheredKV if kv == "gathered" else ShardedKV
 
     def listened(drafter, tokens, tree, propose=ModelDrafter.propose):
@@ -45,9 +46,11 @@ def verified_job(hosts: HostGroup, kv: str, num_nodes: int | None, request: dict
         figures = engine.generate(QUESTION, **request).stats["speculation"]
     if hosts.rank:
         return None
-    parts, alone = inspect_model(engine.model), build_engine(HostGroup.single(), "qwen2_5_vl")
+    parts = inspect_model(engine.model)
+    alone = build_engine(HostGroup.single(), "qwen2_5_vl")
     state = alone.prefill(QUESTION, video=request["video"], num_frames=request["num_frames"])
-    prompt, expected = state.to_dynamic_cache(), []
+    prompt = state.to_dynamic_cache()
+    expected = []
     assert len(chosen) == parts.num_layers
     for tokens, tree, _ in proposed:
         cache = copy.deepcopy(prompt)
@@ -56,7 +59,8 @@ def verified_job(hosts: HostGroup, kv: str, num_nodes: int | None, request: dict
             cache = state.kv.cache
         new = torch.arange(state.num_tokens, cache.get_seq_length()).expand(parts.num_kv_heads, -1)
         seen = select_kv(cache, [torch.cat([of_layer, new], dim=1) for of_layer in chosen])
-        position, length = state.next_position + len(tokens) - 1, state.num_tokens + len(tokens) - 1
+        position = state.next_position + len(tokens) - 1
+        length = state.num_tokens + len(tokens) - 1
         settings = (
             SamplingParams(temperature=request["temperature"], seed=request["seed"]),
             parts.vocab_size,

@@ -55,7 +55,10 @@ def rounds_of(
     pace: Pace, count: int, chance: float, draft: float, verify: float, extra=0.0, seed=0
 ):
     """Seconds and tokens of so many rounds, or until the draft is dropped."""
-    generator, seconds, tokens, windows = random.Random(seed), 0.0, 0, []
+    generator = random.Random(seed)
+    seconds = 0.0
+    tokens = 0
+    windows = []
     for _ in range(count):
         if pace.is_losing():
             break
@@ -66,13 +69,16 @@ def rounds_of(
         pace.learn(window, *spent, accepted + 1)
         if window:
             pace.acceptance.learn(window, accepted)
-        seconds, tokens = seconds + sum(spent), tokens + accepted + 1
+        seconds = seconds + sum(spent)
+        tokens = tokens + accepted + 1
     return seconds, tokens, windows
 
 
 def test_auto_follows_costs_and_acceptance():
     """One cost ratio, two drafts; and a target whose pass grows with the window."""
-    good, bad, dear = Pace("auto"), Pace("auto"), Pace("auto", keep_losing_draft=False)
+    good = Pace("auto")
+    bad = Pace("auto")
+    dear = Pace("auto", keep_losing_draft=False)
     _, _, of_good = rounds_of(good, 60, 0.95, 1.0, 7.0)
     _, _, of_bad = rounds_of(bad, 60, 0.3, 1.0, 7.0)
     _, _, of_dear = rounds_of(dear, 60, 0.95, 1.0, 7.0, extra=6.0)
@@ -157,17 +163,20 @@ def test_what_a_draft_has_saved_is_counted():
 def loops_job(hosts: HostGroup):
     """Tokens, statistics and time on host 0 of chains and trees, which lose or win; and of the
     target alone."""
-    model, batch = build("llama", torch.float64), text_batch(60)
+    model = build("llama", torch.float64)
+    batch = text_batch(60)
     decoder, state, _ = decoders(model, hosts, batch, 48, "sharded")
     answer = generate_tokens(answer_by(decoder, state, SamplingParams(max_new_tokens=STEPS + 8)))
-    results, costs = [], Counter()
+    results = []
+    costs = Counter()
 
     def timed(function, seconds):
         return lambda *args: costs.update(now=seconds) or function(*args)
 
     with patch.object(hosts, "clock", lambda: float(costs["now"])):
         for is_winning, is_tree in product((False, True), repeat=2):
-            costs["now"], price = 0.0, 0.01 if is_winning else 0.5
+            costs["now"] = 0.0
+            price = 0.01 if is_winning else 0.5
             decoder, state, _ = decoders(model, hosts, batch, 48, "sharded")
             decoder.advance = timed(decoder.advance, 1.0)
             if is_tree:
@@ -180,10 +189,8 @@ def loops_job(hosts: HostGroup):
             greedy = answer_by(decoder, state, SamplingParams(max_new_tokens=STEPS))
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
-                pace, drafter = (
-                    Pace(3, keep_losing_draft=False),
-                    drafter if hosts.is_leader else None,
-                )
+                pace = Pace(3, keep_losing_draft=False)
+                drafter = drafter if hosts.is_leader else None
                 tokens, stats = generate_speculatively(greedy, drafter, pace, tree)
             said = [str(w.message) for w in caught if "without the draft" in str(w.message)]
             results.append((is_winning, tokens, stats.summary(len(tokens)), costs["now"], said))

@@ -56,12 +56,15 @@ def pipeline_job(hosts: HostGroup, kv: str, runs: list[dict]):
     """Each run's tokens and statistics on the target's hosts; what the draft said at the end on the
     last one."""
     config = SpeculativeConfig(strategy="vanilla", draft_host=True, draft_timeout=GROUP_TIMEOUT)
-    pair, batch, model = Pair.of(hosts, config), text_batch(60), build("llama", torch.float64)
+    pair = Pair.of(hosts, config)
+    batch = text_batch(60)
+    model = build("llama", torch.float64)
     decoder, state, _ = decoders(model, HostGroup.single(), batch, 48, "gathered")
     plain = generate_tokens(answer_by(decoder, state, SamplingParams(max_new_tokens=STEPS)))
     results = []
     for run in runs:
-        gamma, pattern = run.get("gamma", 5), PATTERNS[run.get("pattern", "all")]
+        gamma = run.get("gamma", 5)
+        pattern = PATTERNS[run.get("pattern", "all")]
         with pair.beginning(replace(config, num_draft_tokens=gamma), VOCABULARY, False):
             pass
         if pair.is_draft:
@@ -78,7 +81,8 @@ def pipeline_job(hosts: HostGroup, kv: str, runs: list[dict]):
         answer = answer_by(
             decoder, state, SamplingParams(max_new_tokens=run.get("most", STEPS)), end
         )
-        passes, link = [], pair.link
+        passes = []
+        link = pair.link
         if (
             "waits" in run
         ):  # a pass takes a second, by this clock, and so does every wait for the draft
@@ -206,8 +210,10 @@ class LocalChannel:
     hosts."""
 
     def __init__(self, rank: int, messages: queue.Queue, timeout: float):
-        self.rank, self.bytes_received = rank, 0
-        self._messages, self._timeout = messages, timeout
+        self.rank = rank
+        self.bytes_received = 0
+        self._messages = messages
+        self._timeout = timeout
         self._received: dict[int, Tensor] = {}
         self._num_requested = self._num_received = 0
 
@@ -217,7 +223,8 @@ class LocalChannel:
         if self.rank == source:
             self._messages.put(tensor.clone())
             return Exchange(lambda: tensor)
-        number, self._num_requested = self._num_requested, self._num_requested + 1
+        number = self._num_requested
+        self._num_requested = self._num_requested + 1
 
         def finish() -> Tensor:
             if not self._fetch(number, self._timeout):
@@ -272,7 +279,8 @@ def test_a_window_can_be_as_long_as_the_target_takes(stops, windows):
 
 
 def drawn_beside_a_thread(model: TableModel, seed: int, most: int, gamma: int) -> list[int]:
-    model.seed, model.said = seed, []
+    model.seed = seed
+    model.said = []
 
     def stream(sequence):  # the prompt's last token is 0, as for the target
         said = list(sequence)

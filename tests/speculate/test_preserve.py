@@ -34,7 +34,8 @@ def seen_by_the_question(family: str):
 
     And their cosines to all tokens of text, as each layer gets them.
     """
-    model, batch = families.build_model(family, dtype=DOUBLE), video_batch(family)
+    model = families.build_model(family, dtype=DOUBLE)
+    batch = video_batch(family)
     model.set_attn_implementation("eager")
     with torch.no_grad():
         output = model(**batch, output_attentions=True, output_hidden_states=True)

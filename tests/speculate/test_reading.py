@@ -62,11 +62,9 @@ def text_draft_job(hosts: HostGroup, path: str, nodes: int | None):
     engine = partial(
         Engine, model, families.build_processor("qwen2_5_vl"), hosts, PrefillConfig(kv="sharded")
     )
-    propose, asked, request = (
-        ModelDrafter.propose,
-        [],
-        {"video": path, "num_frames": 8, "max_new_tokens": STEPS},
-    )
+    propose = ModelDrafter.propose
+    asked = []
+    request = {"video": path, "num_frames": 8, "max_new_tokens": STEPS}
 
     def proposing(self, tokens, count):
         asked.append((list(tokens), propose(self, tokens, count).tokens))
@@ -139,13 +137,15 @@ def test_a_draft_hears_everything_and_sees_what_it_keeps(pool, heard, num_hosts,
     """Against the model's own embeddings of the whole prompt, of which some are left out."""
     batch = as_double(omni_batch([heard]))
     model = families.build_model(OMNI, dtype=torch.float64)
-    seen, ids = embedded(model, batch), batch["input_ids"][0]
+    seen = embedded(model, batch)
+    ids = batch["input_ids"][0]
     visual = (ids == model.config.video_token_id).nonzero().flatten()
     kept = torch.arange(0, len(visual), share) if share else torch.empty(0, dtype=torch.long)
     left = torch.ones(len(ids), dtype=torch.bool)
     left[visual] = False
     left[visual[kept]] = True
-    embeds, positions = seen["inputs_embeds"][:, left], seen["position_ids"][..., left]
+    embeds = seen["inputs_embeds"][:, left]
+    positions = seen["position_ids"][..., left]
     cache = DynamicCache()
     model.get_decoder()(
         inputs_embeds=embeds, position_ids=positions, past_key_values=cache, use_cache=True

@@ -66,10 +66,12 @@ def drawn(weights: list[float], number: float) -> int:
 
 
 def test_a_window_is_decided_as_token_after_token():
-    chance, verdicts = random.Random(0), Counter()
+    chance = random.Random(0)
+    verdicts = Counter()
     for seed in range(200):
         generator = torch.Generator().manual_seed(seed)
-        count, bonus = chance.randrange(5), chance.random() < 0.7
+        count = chance.randrange(5)
+        bonus = chance.random() < 0.7
         sizes = chance.choice([4, 6]), chance.choice([4, 6])
         if not count + bonus:
             continue

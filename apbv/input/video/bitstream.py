@@ -8,7 +8,11 @@ from collections.abc import Iterator
 
 # Profiles whose sequence parameter sets name the chroma format.
 _WITH_CHROMA = {100, 110, 122, 244, 44, 83, 86, 118, 128, 138, 139, 134, 135}
-_SLICE, _IDR, _SEI, _SPS, _PPS = 1, 5, 6, 7, 8
+_SLICE = 1
+_IDR = 5
+_SEI = 6
+_SPS = 7
+_PPS = 8
 _RECOVERY_POINT = 6
 # Of a slice no more than its header is read.
 _HEADER_BYTES = 64
@@ -84,14 +88,16 @@ class PacketReader:
         for unit, kind in zip(units, kinds, strict=True):
             self._read_set(unit)
             if kind == _SEI and is_key and _IDR not in kinds and _frames_to_recovery(unit):
-                self.refreshes, is_key = True, False
+                self.refreshes = True
+                is_key = False
         slices = [unit for unit, kind in zip(units, kinds, strict=True) if kind in (_SLICE, _IDR)]
         fields = (
             {self._field_of(unit) for unit in slices[:1] + slices[-1:]}
             if self.has_fields
             else {None}
         )
-        waiting, self._field = self._field, None
+        waiting = self._field
+        self._field = None
         field = fields.pop()
         if fields or field is None:  # both fields, or a frame
             return is_key, False
@@ -109,7 +115,8 @@ class PacketReader:
         at = 0
         while at < len(data):
             end = at + self._length_bytes
-            at, start = end + int.from_bytes(data[at:end], "big"), end
+            at = end + int.from_bytes(data[at:end], "big")
+            start = end
             yield data[start:at]
 
     def _read_set(self, unit: bytes) -> None:
@@ -138,7 +145,8 @@ def _sets_of(header: bytes) -> Iterator[bytes]:
     """Yield the parameter sets in avcC (ISO/IEC 14496-15)."""
     at = 5
     for mask in (31, 255):
-        count, at = header[at] & mask, at + 1
+        count = header[at] & mask
+        at = at + 1
         for _ in range(count):
             length = int.from_bytes(header[at : at + 2], "big")
             yield header[at + 2 : at + 2 + length]
@@ -167,7 +175,9 @@ def _pixels_of(codec: str, data: bytes) -> int:
 def _read_sps(unit: bytes) -> tuple[int, int, int, bool, bool]:
     """Return a parameter set's number, pixels, a frame number's bits, and whether fields and planes
     may be."""
-    bits, has_planes, chroma = _Bits(unit[1:]), False, 1
+    bits = _Bits(unit[1:])
+    has_planes = False
+    chroma = 1
     profile = bits.u(24) >> 16
     number = bits.ue()
     if profile in _WITH_CHROMA:
@@ -187,7 +197,9 @@ def _read_sps(unit: bytes) -> tuple[int, int, int, bool, bool]:
         for _ in range(bits.ue()):
             bits.ue()
     bits.ue(), bits.u(1)
-    width, height, has_fields = 16 * (bits.ue() + 1), 16 * (bits.ue() + 1), not bits.u(1)
+    width = 16 * (bits.ue() + 1)
+    height = 16 * (bits.ue() + 1)
+    has_fields = not bits.u(1)
     height *= 1 + has_fields
     bits.u(1 + has_fields)
     if bits.u(1):  # what is cut off: left, right, top, bottom
@@ -199,7 +211,8 @@ def _read_sps(unit: bytes) -> tuple[int, int, int, bool, bool]:
 def _frames_to_recovery(unit: bytes) -> int:
     """Return after how many frames a recovery point's pictures are whole; 0 if the unit has
     none."""
-    data, at = unit[1:].replace(b"\0\0\3", b"\0\0"), 0
+    data = unit[1:].replace(b"\0\0\3", b"\0\0")
+    at = 0
     while at + 2 < len(data):
         numbers = []
         for _ in range(2):  # type and size

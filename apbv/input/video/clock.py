@@ -61,13 +61,16 @@ def settle(times: Sequence[int | None]) -> tuple[np.ndarray, np.ndarray, int] | 
     if (np.maximum.accumulate(known) - known).max() <= most:
         known = in_order  # these were decoding times
     else:
-        before, here, after = known[:-2], known[1:-1], known[2:]
+        before = known[:-2]
+        here = known[1:-1]
+        after = known[2:]
         fits = np.ones(len(known), bool)
         fits[0] = (
             len(known) < 3 or known[0] <= known[1] or known[1] > known[2]
         )  # no recording of one frame
         fits[1:-1] = ~((before <= after) & ((here < before) | (here > after)))
-        places, known = places[fits], known[fits]
+        places = places[fits]
+        known = known[fits]
     steps = np.diff(known) / np.diff(places)
     step = float(np.median(steps[steps >= 0])) if (steps >= 0).any() else 1.0
     anew = np.flatnonzero(steps < 0) + 1

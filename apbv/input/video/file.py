@@ -162,7 +162,9 @@ class VideoFile(AbstractContextManager):
         Raises:
             VideoError: the file is cut short or has no frames.
         """
-        container, codec, rows = self._container, self.stream.codec_context, []
+        container = self._container
+        codec = self.stream.codec_context
+        rows = []
         for packet in container.demux(self.stream):
             if check is not None:
                 check(len(rows))
@@ -184,7 +186,8 @@ class VideoFile(AbstractContextManager):
             raise self.error(f"is cut short: {container.size} of at least {end} bytes")
         nothing = np.empty(0, np.int64), np.empty((0, 2), np.int64), 0
         table = np.array(rows, np.int64).reshape(-1, 5)
-        pts, (is_key, shown) = table[:, 0], table[:, 2:4].T.astype(bool)
+        pts = table[:, 0]
+        (is_key, shown) = table[:, 2:4].T.astype(bool)
         if not shown.any():
             raise self.error("has no video frames")
         first = int(is_key.argmax())
@@ -208,10 +211,8 @@ class VideoFile(AbstractContextManager):
         if not (are_stored and are_known and frames.any()) or are_of_decoding:
             return nothing
         order = pts[frames].argsort(kind="stable")
-        listed, last = (
-            pts[frames][order],
-            length_of_last(pts[frames][order], table[frames, 4][order]),
-        )
+        listed = pts[frames][order]
+        last = length_of_last(pts[frames][order], table[frames, 4][order])
         # Decoding starts at frames that no other shares its time with.
         twins = listed[1:][np.diff(listed) == 0]
         is_key &= (pts != _NO_TIME) & (~np.isin(pts, twins) | (np.arange(len(pts)) == first))
@@ -236,7 +237,11 @@ class VideoFile(AbstractContextManager):
             NotWholeError: a frame does not come, or decoding may not start here.
             VideoError: a frame up to the last wanted one is damaged.
         """
-        key_time, unfed, seen, needed, has_begun = int(key[0]), dict(wanted), Counter(), True, False
+        key_time = int(key[0])
+        unfed = dict(wanted)
+        seen = Counter()
+        needed = True
+        has_begun = False
         missing = total = sum(wanted.values())
         for packet in chain(self._packets_from(key), (None,)):
             if check is not None:
@@ -358,16 +363,22 @@ def probe(path: str | os.PathLike, check: Callable[[int], None] | None = None) -
     with VideoFile(path) as file:
         pts, keys, last = file.list_times(check)
         rate = Fraction(file.stream.average_rate or file.stream.guessed_rate or 1)
-        unit, first, most_pixels = file.stream.time_base, None, file.reader.most_pixels
+        unit = file.stream.time_base
+        first = None
+        most_pixels = file.reader.most_pixels
         if len(pts):
             # The difference first, in integers: a late start must not cost precision.
-            times, clock = pts - pts[0], np.array([[pts[0], 0]])
+            times = pts - pts[0]
+            clock = np.array([[pts[0], 0]])
             try:
                 _, first = next(file.frames_from(keys[0], {int(pts[0]): 1}))
             except NotWholeError:
-                pts, keys = pts[:0], keys[:0]
+                pts = pts[:0]
+                keys = keys[:0]
         if first is None:
-            times, lengths, most_pixels = [], [], 0
+            times = []
+            lengths = []
+            most_pixels = 0
             for number, frame in enumerate(file.decode_all(threads=0)):
                 if check is not None:
                     check(number)
@@ -379,7 +390,10 @@ def probe(path: str | os.PathLike, check: Callable[[int], None] | None = None) -
                 raise file.error("has no video frames")
             settled = settle(times)
             if settled is None:
-                times, clock, unit, last = np.arange(len(times)), np.zeros((1, 2)), 1 / rate, 0.0
+                times = np.arange(len(times))
+                clock = np.zeros((1, 2))
+                unit = 1 / rate
+                last = 0.0
             else:
                 times, clock, num_estimated = settled
                 last = length_of_last(times, np.array(lengths))
@@ -393,11 +407,9 @@ def probe(path: str | os.PathLike, check: Callable[[int], None] | None = None) -
         if not timestamps[-1]:  # all the same: they tell nothing
             timestamps = np.arange(len(times)) / float(rate)
         fps = (len(times) - 1) / float(timestamps[-1]) if timestamps[-1] > 0 else float(rate)
-        interval, shown, has_constant_rate = (
-            1 / fps,
-            last * float(unit),
-            is_constant(timestamps, fps),
-        )
+        interval = 1 / fps
+        shown = last * float(unit)
+        has_constant_rate = is_constant(timestamps, fps)
         if has_constant_rate:  # some containers' lengths are imprecise, or those of fields
             shown = shown if shown > 1.5 * interval else interval
         elif shown <= 0:

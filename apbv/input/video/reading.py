@@ -54,7 +54,8 @@ def frames_within(info: VideoInfo, start: float | None, end: float | None) -> ra
     Raises:
         VideoError: the video ends before ``start``, or has no frame there.
     """
-    start, end = start or 0.0, info.duration if end is None else end
+    start = start or 0.0
+    end = info.duration if end is None else end
     if start >= info.duration:
         raise VideoError(
             f"{info.path}: video_start is {start:g} s, but the video lasts {info.duration:.3f} s"
@@ -211,7 +212,8 @@ def _run_frames(
     """Decode a run's frames, in their order: from an earlier keyframe again, where not all come."""
     if len(info.pts):
         left = deque(frames)
-        number, back = int(_keys_of(info, [left[0]])[0]), 1
+        number = int(_keys_of(info, [left[0]])[0])
+        back = 1
         while left:
             times = info.pts[list(left)]
             first = np.searchsorted(info.pts, times)  # of the frames that have the same time
@@ -231,7 +233,8 @@ def _run_frames(
                     if isinstance(error, NotWholeError):
                         raise VideoError(str(error)) from error
                     raise
-                number, back = max(0, number - back), 2 * back
+                number = max(0, number - back)
+                back = 2 * back
         return
     missing = set(frames)
     for number, frame in enumerate(file.decode_all()):
@@ -264,11 +267,13 @@ class _Chunks:
     def __init__(self, num_rows: int, chunk_len: int, shape: tuple[int, int, int]):
         self.error: BaseException | None = None
         self.are_scaled = False
-        self._shape, self._chunk_len = shape, chunk_len
+        self._shape = shape
+        self._chunk_len = chunk_len
         num_whole, rest = divmod(num_rows, chunk_len)
         self._missing = [chunk_len] * num_whole + [rest] * (rest > 0)
         self._arrays: dict[int, np.ndarray] = {}
-        self._taking, self._has_ended = 0, False
+        self._taking = 0
+        self._has_ended = False
         self._changed = threading.Condition()
 
     def check(self) -> None:
@@ -294,7 +299,8 @@ class _Chunks:
     def end(self, error: BaseException | None = None) -> None:
         """Stop all threads."""
         with self._changed:
-            self.error, self._has_ended = self.error or error, True
+            self.error = self.error or error
+            self._has_ended = True
             self._changed.notify_all()
 
     def __iter__(self) -> Iterator[np.ndarray]:
@@ -387,7 +393,8 @@ def _as_shown_first(
         size: the first one's width and height, as stored.
     """
     if (frame.width, frame.height) != size:
-        was, now = f"{size[0]}x{size[1]}", f"{frame.width}x{frame.height}"
+        was = f"{size[0]}x{size[1]}"
+        now = f"{frame.width}x{frame.height}"
         # Not all codecs' headers were read.
         if frame.width * frame.height > max(
             info.most_pixels, MOST_TIMES_LARGER * size[0] * size[1]

@@ -38,7 +38,8 @@ class ApbvConnector(KVConnectorBase_V1):
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ):
         super().__init__(vllm_config, role, kv_cache_config)
-        transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
+        transfer = vllm_config.kv_transfer_config
+        parallel = vllm_config.parallel_config
         if transfer.kv_role != "kv_consumer":
             raise ValueError(
                 f"ApbvConnector only loads: kv_role must be kv_consumer, not {transfer.kv_role}"

@@ -43,7 +43,9 @@ class Fetch:
     """
 
     def __init__(self, news: Condition, num_layers: int, layers: Callable[[], Layers]):
-        self._news, self._num_layers, self._layers = news, num_layers, layers
+        self._news = news
+        self._num_layers = num_layers
+        self._layers = layers
         self._is_closed = False
         self.began = time.time()
         self.first = self.last = None
@@ -165,7 +167,8 @@ class Loading:
 
     def take_results(self) -> KVConnectorTransferResults:
         """Return the loads that have ended since the last call."""
-        results, self._results = self._results, KVConnectorTransferResults()
+        results = self._results
+        self._results = KVConnectorTransferResults()
         return results
 
     def close(self) -> None:
@@ -210,6 +213,7 @@ class Loading:
     def _own_heads(self) -> range:
         """Return this tensor-parallel worker's KV heads; several workers share one where there are
         too few."""
-        rank, size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+        rank = get_tensor_model_parallel_rank()
+        size = get_tensor_model_parallel_world_size()
         first = rank * self._num_kv_heads // size
         return range(first, first + next(iter(self._layers.values())).num_kv_heads)

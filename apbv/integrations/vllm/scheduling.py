@@ -60,7 +60,8 @@ class Scheduling:
 
     def add(self, request: Request) -> None:
         """Decide whether a new request may have the KV that it names, if it names any."""
-        source, began = None, time.time()
+        source = None
+        began = time.time()
         try:
             source = self._sources.named_by(request)
             if source is None:
@@ -121,7 +122,8 @@ class Scheduling:
 
     def take_metadata(self, scheduler_output: SchedulerOutput) -> LoadMetadata:
         """Return the metadata for the workers in this step."""
-        metadata, self._starting = self._starting, LoadMetadata()
+        metadata = self._starting
+        self._starting = LoadMetadata()
         metadata.is_idle = scheduler_output.total_num_scheduled_tokens == 0
         return metadata
 

@@ -29,7 +29,9 @@ class ApbvMethod(PrefillMethod):
     passes_on = True
 
     def prepare(self) -> None:
-        layout, hosts, config = self.layout, self.hosts, self.config
+        layout = self.layout
+        hosts = self.hosts
+        config = self.config
         self.separate_query = not config.fused_query
         blocks = layout.virtual_hosts(hosts.rank)
         self._anchor = range(layout.anchor_len)
@@ -73,7 +75,8 @@ class ApbvMethod(PrefillMethod):
         return config.fused_query and super().gathers_by_layer(config)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float, layer: int) -> Tensor:
-        states, out = States(q, k, v, scale, layer), empty_output(q)
+        states = States(q, k, v, scale, layer)
+        out = empty_output(q)
         # Every transfer starts as soon as its data exists, and is waited for only when it is needed
         # (Figure 5).
         seen: dict[int, State] = {}
@@ -142,17 +145,18 @@ class ApbvMethod(PrefillMethod):
         """
         if block == 0 and self.layout.anchor_copy:
             for rows in (self._anchor, self._blocks[block]):
-                q, own = _rows(states.q, rows), [states.pair(rows)]
+                q = _rows(states.q, rows)
+                own = [states.pair(rows)]
                 self.attend(q, own, states.scale, causal_last=True, out=_rows(out, rows))
             return
         rows = range(self._anchor.start, self._anchor.stop + len(self._blocks[block]))
-        q, own, target = _rows(states.q, rows), states.pair(rows), _rows(out, rows)
+        q = _rows(states.q, rows)
+        own = states.pair(rows)
+        target = _rows(out, rows)
         if block > 0 and sent[0] is not None and self.config.overlap:
             triangle = self.attend(q, [own], states.scale, causal_last=True)
-            q_block, passing = (
-                _rows(states.q, self._blocks[block]),
-                self._passing_segments(block, sent),
-            )
+            q_block = _rows(states.q, self._blocks[block])
+            passing = self._passing_segments(block, sent)
             passed = self.attend(q_block, passing, states.scale, causal_last=False)
             self.merge([triangle, passed], target)
         else:
@@ -172,16 +176,19 @@ class ApbvMethod(PrefillMethod):
         layout = self.layout_in(states.layer)
         if layout.max_passed == 0:
             return None
-        k, scale = states.k, states.scale
+        k = states.k
+        scale = states.scale
         # No host reads more rows of it than its block passes on.
         buffer = k.new_empty(2, *k.shape[:2], layout.max_passed, k.shape[3])
-        rows, count = self._blocks[block], layout.num_passed(block)
+        rows = self._blocks[block]
+        count = layout.num_passed(block)
         if (
             block < len(layout.blocks) - 1
         ):  # no block comes after the last one: its buffer is a dummy
             k_block, v_block = states.pair(rows)
             if count < len(rows):
-                q_query, lse = _rows(states.q, self._query), None
+                q_query = _rows(states.q, self._query)
+                lse = None
                 if self._shares_lse:
                     segment = (k_block, v_block)
                     seen[block] = self.attend(q_query, [segment], scale, causal_last=False)
@@ -191,7 +198,8 @@ class ApbvMethod(PrefillMethod):
                     scores, k_block, v_block, count, out=buffer, backend=self.config.backend
                 )
             else:
-                buffer[0, :, :, :count], buffer[1, :, :, :count] = k_block, v_block
+                buffer[0, :, :, :count] = k_block
+                buffer[1, :, :, :count] = v_block
         exchange = self.hosts.all_gather(buffer)
         if not self.config.overlap:
             exchange.wait()
@@ -204,11 +212,9 @@ class ApbvMethod(PrefillMethod):
         Args:
             lse: of the query's scores over the block ``[1, Hq, n_q]``, where the ranking needs it.
         """
-        name, q_query, (k_block, _) = (
-            self.config.importance,
-            _rows(states.q, self._query),
-            states.pair(rows),
-        )
+        name = self.config.importance
+        q_query = _rows(states.q, self._query)
+        (k_block, _) = states.pair(rows)
         return importance_of(
             name, q_query, k_block, states.scale, lse=lse, backend=self.config.backend
         )
@@ -241,7 +247,8 @@ class ApbvMethod(PrefillMethod):
                 already.
             out: ``[1, Hq, n_q, D]``, to be filled when the returned function has run.
         """
-        q_query, scale = _rows(states.q, self._query), states.scale
+        q_query = _rows(states.q, self._query)
+        scale = states.scale
         if self.separate_query:
             # Here the query only ranks KV pairs; a later forward pass lets it see the whole
             # context.

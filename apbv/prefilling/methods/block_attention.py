@@ -23,7 +23,8 @@ class BlockAttention:
     """
 
     def __init__(self, config: SparseConfig, backend: str):
-        self._config, self._backend = config, backend
+        self._config = config
+        self._backend = backend
         self._choose = BLOCK_SELECTION[config.method]
         self._num_computed: Tensor | float = 0.0
         self._num_visible = 0
@@ -40,7 +41,8 @@ class BlockAttention:
             out ``[1, Hq, S, D]`` and lse ``[1, Hq, S]``.
         """
         blocks = self.list_blocks(q, k, scale)
-        tokens, rows = q.shape[2], q.shape[0] * q.shape[1]
+        tokens = q.shape[2]
+        rows = q.shape[0] * q.shape[1]
         self._num_visible += rows * tokens * (tokens + 1) // 2
         self._num_computed = self._num_computed + blocks.num_scores(tokens)
         return block_sparse_attention(q, k, v, blocks, scale, backend=self._backend)
@@ -62,7 +64,8 @@ class BlockAttention:
             listed = ListedBlocks.of(
                 self._kept(q[:, heads], k[:, kv_heads], scale, numbers), *sizes
             )
-            counts[:, heads], indices[:, heads] = listed.counts, listed.indices
+            counts[:, heads] = listed.counts
+            indices[:, heads] = listed.indices
         return ListedBlocks(counts, indices, *sizes)
 
     def _kept(self, q: Tensor, k: Tensor, scale: float, numbers: list[int]) -> Tensor:

@@ -15,7 +15,8 @@ from ...kernels import block_means, segmented_attention
 
 # Maximum number of scores of the last queries in memory at a time; on a CPU they stay in its
 # caches.
-_MOST_SCORES, _MOST_SCORES_ON_CPU = 2**24, 2**20
+_MOST_SCORES = 2**24
+_MOST_SCORES_ON_CPU = 2**20
 
 
 def flexprefill_blocks(
@@ -52,7 +53,8 @@ def flexprefill_blocks(
         that are not before the queries is of no account.
     """
     block = config.block_size
-    last, padding = q[:, :, -block:], -q.shape[2] % block
+    last = q[:, :, -block:]
+    padding = -q.shape[2] % block
     columns, diagonals = _line_shares(last, k, scale, backend)
     in_columns, in_diagonals = (
         functional.pad(shares, (0, padding)).unflatten(2, (-1, block)).sum(dim=3)
@@ -119,7 +121,8 @@ def _line_shares(q: Tensor, k: Tensor, scale: float, backend: str) -> tuple[Tens
         farthest to that of queries and their own keys, both in fp32 (fp64 for fp64 input); each add
         up to 1.
     """
-    rows, tokens = q.shape[2], k.shape[2]
+    rows = q.shape[2]
+    tokens = k.shape[2]
     lse = segmented_attention(q, [(k, k)], scale, causal_last=True, backend=backend)[1][
         ..., None
     ].flip(2)

@@ -37,10 +37,12 @@ def usable_ring(
         head_dim: D.
         groups: query heads per KV head.
     """
-    ring, obstacle = None, _MISSING
+    ring = None
+    obstacle = _MISSING
     if find_spec("ring_flash_attn") is not None:
         try:
-            ring, obstacle = import_module("ring_flash_attn").zigzag_ring_flash_attn_func, None
+            ring = import_module("ring_flash_attn").zigzag_ring_flash_attn_func
+            obstacle = None
         except Exception as error:  # a package built for another torch fails in many ways
             obstacle = f"{type(error).__name__}: {error}".splitlines()[0]
     obstacles = hosts.gather_json(obstacle)

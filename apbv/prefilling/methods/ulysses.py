@@ -27,7 +27,8 @@ class UlyssesMethod(PrefillMethod):
         group = num_heads // k.shape[1]
         query_heads = split_evenly(range(num_heads), self.hosts.size)
         kv_heads = [_groups(heads, group) for heads in query_heads]
-        own, own_kv = query_heads[self.hosts.rank], kv_heads[self.hosts.rank]
+        own = query_heads[self.hosts.rank]
+        own_kv = kv_heads[self.hosts.rank]
 
         outgoing = [
             torch.cat([_heads(q, heads), _heads(k, shared), _heads(v, shared)], dim=1)
@@ -54,7 +55,8 @@ class UlyssesMethod(PrefillMethod):
         if heads.start % group or len(heads) % group:
             # A group is shared with another host: give every query head its own KV head.
             chosen = [head // group - heads.start // group for head in heads]
-            k, v = k[:, chosen], v[:, chosen]
+            k = k[:, chosen]
+            v = v[:, chosen]
         return self.attend(q, [(k, v)], scale, causal_last=True)[0]
 
 

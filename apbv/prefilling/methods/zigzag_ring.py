@@ -22,7 +22,8 @@ class ZigzagRingMethod(PrefillMethod):
     zigzag = True
 
     def prepare(self) -> None:
-        layout, hosts = self.layout, self.hosts
+        layout = self.layout
+        hosts = self.hosts
         # The numbers of rows of every host's two chunks.
         self._cuts = [
             [len(layout.blocks[v]) for v in layout.virtual_hosts(host)]
@@ -34,7 +35,8 @@ class ZigzagRingMethod(PrefillMethod):
         ring = self._library_for(q, k)
         if ring is not None:
             return self._by_ring_flash_attn(ring, q, k, v, scale)
-        here, size = self.hosts.rank, self.hosts.size
+        here = self.hosts.rank
+        size = self.hosts.size
         held = torch.stack([k, v])
         for step in range(size):
             owner = (here - step) % size

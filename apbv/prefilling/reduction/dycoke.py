@@ -39,7 +39,8 @@ def plan_windows(
     stride = 1  # of the frames that are kept whole
     while len(range(0, num_frames, stride)) * frame_size > count:
         stride *= _WINDOW
-    whole, step = range(0, num_frames, stride), stride // _WINDOW
+    whole = range(0, num_frames, stride)
+    step = stride // _WINDOW
     others = [frame for frame in range(0, num_frames, max(1, step)) if frame not in whole]
     if not others:
         return whole, {}

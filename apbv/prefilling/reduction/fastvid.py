@@ -83,7 +83,8 @@ def keep_by_fastvid(video: SharedVideo, count: int) -> KeptRows:
     A segment is reduced by the host that has its first frame, to which the others send the rest of
     it.
     """
-    size, rank = video.frame_size, video.hosts.rank
+    size = video.frame_size
+    rank = video.hosts.rank
     means = functional.normalize(video.gather(video.embeddings.float().mean(dim=1)), dim=-1)
     segments = cut_segments((means[1:] * means[:-1]).sum(dim=-1))
     counts = [len(share) for share in split_evenly(range(count), video.num_frames)]
@@ -93,8 +94,10 @@ def keep_by_fastvid(video: SharedVideo, count: int) -> KeptRows:
     frames = [
         range(of_host[0].start, of_host[-1].stop) if of_host else range(0) for of_host in of_hosts
     ]
-    mine, rows = frames[rank], video.fetch(frames, video.rows)
-    places, values = [torch.empty(0, dtype=torch.long)], [rows[:0].flatten(0, 1)]
+    mine = frames[rank]
+    rows = video.fetch(frames, video.rows)
+    places = [torch.empty(0, dtype=torch.long)]
+    values = [rows[:0].flatten(0, 1)]
     for segment in of_hosts[rank]:
         within = rows[segment.start - mine.start : segment.stop - mine.start]
         chosen, kept = _reduce_segment(
@@ -116,9 +119,11 @@ def _reduce_segment(rows: Tensor, hidden_size: int, counts: list[int]) -> tuple[
     Returns:
         Places ``[K]`` within the segment, ascending, in CPU memory, and what is kept there.
     """
-    size, flat = rows.shape[1], rows.flatten(0, 1)
+    size = rows.shape[1]
+    flat = rows.flatten(0, 1)
     salient, anchor_shares = share_budget(counts, size)
-    is_salient, anchors = torch.zeros(len(flat), dtype=torch.bool), []
+    is_salient = torch.zeros(len(flat), dtype=torch.bool)
+    anchors = []
     for frame, tokens in enumerate(rows[..., :hidden_size].float()):
         alike = functional.cosine_similarity(tokens, tokens.mean(dim=0), dim=-1).cpu()
         of_frame = is_salient[frame * size : (frame + 1) * size]
@@ -127,10 +132,12 @@ def _reduce_segment(rows: Tensor, hidden_size: int, counts: list[int]) -> tuple[
             rest = (~of_frame).nonzero().flatten()
             dense = density_peaks(tokens[rest.to(tokens.device)]).cpu()
             anchors.append(frame * size + rest[keep_best(dense, anchor_shares[frame])])
-    values, kept = flat.clone(), is_salient.clone()
+    values = flat.clone()
+    kept = is_salient.clone()
     for places in anchors:
         others = ~is_salient
-        others[places], kept[places] = False, True
+        others[places] = False
+        kept[places] = True
         places = to_device(places, rows.device)
         values[places] = _merged(flat, hidden_size, places, others.nonzero().flatten(), size)
     places = kept.nonzero().flatten()

@@ -89,7 +89,8 @@ class SharedVideo:
         Args:
             places: ``[K]``, ascending, which ones; those of other hosts' frames are ignored.
         """
-        first, size = self.mine.start * self.frame_size, len(self.mine) * self.frame_size
+        first = self.mine.start * self.frame_size
+        size = len(self.mine) * self.frame_size
         places = places[(places >= first) & (places < first + size)]
         return KeptRows(
             places, self.rows.flatten(0, 1)[to_device(places - first, self.rows.device)]
@@ -138,7 +139,8 @@ def videos_of(parts: ModelParts, inputs: ModelInputs) -> list[VideoPlace]:
     places = []
     for item, patches in zip(visual.items, visual.item_patches, strict=True):
         if item.kind == "video":
-            rows, shape = visual.rows_of(patches), frame_shape(parts, inputs, patches.start)
+            rows = visual.rows_of(patches)
+            shape = frame_shape(parts, inputs, patches.start)
             end = rows.stop - item.num_ending_rows
             places.append(
                 VideoPlace(patches, range(rows.start, end), range(end, rows.stop), *shape)
@@ -172,7 +174,8 @@ def frame_shape(parts: ModelParts, inputs: ModelInputs, patch: int = 0) -> tuple
         patch: the frame's number among the prompt's temporal patches.
     """
     visual = inputs.visual
-    rows, item = visual.frames[patch], visual.items[visual.item_of(patch)]
+    rows = visual.frames[patch]
+    item = visual.items[visual.item_of(patch)]
     if item.kept is not None:
         return item.kept.shape[1:]
     if not parts.uses_mrope:
@@ -191,13 +194,15 @@ def shared_video(
     Args:
         rows: ``[rows of this host's share, (1 + L) * d]`` of the whole prompt.
     """
-    visual, patches = inputs.visual, video.patches
+    visual = inputs.visual
+    patches = video.patches
 
     def within(patch: int) -> int:
         return min(max(patch, patches.start), patches.stop) - patches.start
 
     shares = tuple(range(within(share.start), within(share.stop)) for share in visual.patches)
-    mine, size = shares[hosts.rank], video.height * video.width
+    mine = shares[hosts.rank]
+    size = video.height * video.width
     begin = (
         video.in_frames.start + mine.start * size - visual.pieces[hosts.rank].start if mine else 0
     )

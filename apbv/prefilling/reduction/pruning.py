@@ -99,7 +99,8 @@ def reduce_prompt(
             which every host raises before they are encoded; or this host ran out of it.
         HostError: another host failed.
     """
-    settings, visual = config.reduce, inputs.visual
+    settings = config.reduce
+    visual = inputs.visual
     embeddings = len(visual.pieces[hosts.rank]) * parts.row_width * parts.dtype.itemsize
     stages = {stage: {"embeddings": embeddings} for stage in ("encoding", "reduction")}
     room = Room(HostMemory(0, stages, {"reduction": embeddings}), inputs.num_tokens, hosts)
@@ -142,9 +143,11 @@ def choose_rows(
         temporal patches whose kept rows it has; and the kept rows of this host's patches,
         ``[k, (1 + L) * d]``.
     """
-    visual, videos = inputs.visual, videos_of(parts, inputs)
+    visual = inputs.visual
+    videos = videos_of(parts, inputs)
     shares = shares_of_videos(count, [len(video.in_frames) for video in videos])
-    first, mine = visual.pieces[hosts.rank].start, torch.zeros(visual.num_rows, dtype=torch.uint8)
+    first = visual.pieces[hosts.rank].start
+    mine = torch.zeros(visual.num_rows, dtype=torch.uint8)
     mine[first : first + len(rows)] = 1
     chosen, values = [], []  # of the videos' tokens that this host has after the reduction
     for video, share in zip(videos, shares, strict=True):
@@ -161,7 +164,8 @@ def choose_rows(
     held = [*map(numbers_in, visual.pieces)]
     ending = [torch.arange(0)] * hosts.size
     for video in videos:
-        frame, end = visual.frames[video.patches[-1]], slice(video.ending.start, video.ending.stop)
+        frame = visual.frames[video.patches[-1]]
+        end = slice(video.ending.start, video.ending.stop)
         has_last = has[:, frame.start : frame.stop].any(dim=1)
         for host, share in enumerate(visual.patches):
             if has_last[host] or (not has_last.any() and video.patches[-1] in share):
@@ -172,7 +176,8 @@ def choose_rows(
         *values,
         move_rows(rows, held, ending, hosts),
     ]
-    values, order = torch.cat(values), torch.cat([unreduced, *chosen, ending[hosts.rank]]).argsort()
+    values = torch.cat(values)
+    order = torch.cat([unreduced, *chosen, ending[hosts.rank]]).argsort()
     if not torch.equal(order, torch.arange(len(order))):
         values = values[to_device(order, rows.device)]
     kept = has.any(dim=0)

@@ -43,11 +43,13 @@ def plan_pathways(num_frames: int, height: int, width: int, count: int) -> dict[
         return dict.fromkeys(
             spaced_frames(num_frames, count), (functional.avg_pool2d, (height, width))
         )
-    side, most = 1, max(num_frames, count // _FAST_SHARE)
+    side = 1
+    most = max(num_frames, count // _FAST_SHARE)
     while num_frames * _num_cells(height, width, side, side) > most:
         side += 1
     across = 2 if num_frames * _num_cells(height, width, 1, 2) >= count else 1
-    fast, slow = _num_cells(height, width, side, side), _num_cells(height, width, 1, across)
+    fast = _num_cells(height, width, side, side)
+    slow = _num_cells(height, width, 1, across)
     num_slow = (
         num_frames
         if fast >= slow
@@ -61,9 +63,11 @@ def plan_pathways(num_frames: int, height: int, width: int, count: int) -> dict[
 
 def keep_slow_and_fast(video: SharedVideo, count: int) -> KeptRows:
     """Keep at most ``count`` tokens, made of one or several; every host reduces its own frames."""
-    height, width = video.height, video.width
+    height = video.height
+    width = video.width
     poolings = plan_pathways(video.num_frames, height, width, count)
-    places, values = [torch.empty(0, dtype=torch.long)], [video.rows[:0].flatten(0, 1)]
+    places = [torch.empty(0, dtype=torch.long)]
+    values = [video.rows[:0].flatten(0, 1)]
     for frame, rows in zip(video.mine, video.rows, strict=True):
         if frame in poolings:
             pool, cell = poolings[frame]

@@ -61,7 +61,8 @@ class Score:
 
 def score(run: Run) -> Score:
     """Count a run's right answers."""
-    found, units = Score(), {}
+    found = Score()
+    units = {}
     for record in run.records.values():
         if "error" in record:
             found.others["failed"] += 1

@@ -7,11 +7,14 @@ from random import Random
 from .task import TEXTS, Budget, Task, distinct
 from .words import ADJECTIVES, NOUNS, draw_words
 
-_COMMON, _CODED = TEXTS["common_words"], TEXTS["coded_words"]
+_COMMON = TEXTS["common_words"]
+_CODED = TEXTS["coded_words"]
 COMMON = 10  # words that are asked for
 LONG = 4096  # tokens, from which on words are repeated more often
 # How often the common words, and the others, appear.
-REPEATS, SHORT_REPEATS, EXAMPLE_REPEATS = (30, 3), (6, 1), (3, 1)
+REPEATS = (30, 3)
+SHORT_REPEATS = (6, 1)
+EXAMPLE_REPEATS = (3, 1)
 
 CODED, LETTERS = 3, 6  # words that are asked for, and letters of a word
 FEWEST_CODED = 64  # enough that the fifth word appears less often than the fourth
@@ -28,9 +31,11 @@ def make_common_words(rng: Random, budget: Budget) -> Task:
     """
     often, seldom = REPEATS if budget.tokens >= LONG else SHORT_REPEATS
     most = max(1, budget.tokens // (3 * seldom))  # a number and a word have three tokens or more
-    single, number = [*ADJECTIVES, *NOUNS], 20 + COMMON + most
+    single = [*ADJECTIVES, *NOUNS]
+    number = 20 + COMMON + most
     words = rng.sample(single, number) if number <= len(single) else draw_words(rng, number)
-    example, words = words[:20], words[20:]
+    example = words[:20]
+    words = words[20:]
     shown = _listed(Random(rng.getrandbits(64)), example, *EXAMPLE_REPEATS)
     solved = (
         f"{shown}\n{_COMMON['question']}\n{_COMMON['answer_start']} {_numbered(example[:COMMON])}"

@@ -41,7 +41,8 @@ def make_needles(
         ValueError: the needles do not fit.
     """
     filler = Random(rng.getrandbits(64))
-    keys, values = draw_keys(rng, num_keys), draw_values(rng, num_keys * num_values)
+    keys = draw_keys(rng, num_keys)
+    values = draw_values(rng, num_keys * num_values)
     by_key = {key: values[n * num_values : (n + 1) * num_values] for n, key in enumerate(keys)}
     needle = partial(_TEXTS["needle"].format, kind=kind)
     needles = [needle(key=key, value=value) for key, its in by_key.items() for value in its]

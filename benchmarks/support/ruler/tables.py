@@ -16,7 +16,8 @@ def kl_table(records: list[dict]) -> str:
         for place, found in of_place.items()
         if place[0] != "full"
     }
-    columns, lines = sorted({place[1:] for place in kl}), []
+    columns = sorted({place[1:] for place in kl})
+    lines = []
     for label in dict.fromkeys(place[0] for place in kl):
         cells = [kl.get((label, *column)) for column in columns]
         lines.append(
@@ -33,7 +34,8 @@ def difference_table(records: list[dict]) -> str:
 
     A sample counts once, with the mean over the numbers of hosts.
     """
-    by_row, lines = grouped(records, "label"), []
+    by_row = grouped(records, "label")
+    lines = []
     usual = {
         (*_sample(record), record["hosts"]): record["kl"] for record in by_row.get(("apbv",), [])
     }

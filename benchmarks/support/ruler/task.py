@@ -79,9 +79,11 @@ class Budget:
             tried = low + min(max(step, 1), high - low - 1)
             num_tokens = self.count(make(tried))
             if num_tokens <= self.tokens:
-                low, below = tried, num_tokens
+                low = tried
+                below = num_tokens
             else:
-                high, above = tried, num_tokens
+                high = tried
+                above = num_tokens
 
 
 def pad(text: Callable[[str], str], words: Sequence[str], budget: Budget) -> str:

@@ -22,7 +22,8 @@ def make_chain(rng: Random, budget: Budget) -> Task:
     """
     names = distinct(rng, 2 * (HOPS + 1), string.ascii_uppercase, 5)
     values = [str(value) for value in rng.sample(range(10_000, 100_000), 2)]
-    example, asked = names[: HOPS + 1], names[HOPS + 1 :]
+    example = names[: HOPS + 1]
+    asked = names[HOPS + 1 :]
     shown = _text(Random(rng.getrandbits(64)), example, values[0], EXAMPLE_SENTENCES, "")
     questions = [_TEXTS["question"].format(value=value) for value in values]
     starts = [_TEXTS["answer_start"].format(number=HOPS + 1, value=value) for value in values]

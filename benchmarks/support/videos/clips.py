@@ -82,21 +82,20 @@ def _frames_of_file(spec: ClipSpec) -> Iterator[av.VideoFrame]:
 def _drawn_frames(spec: ClipSpec) -> Iterator[av.VideoFrame]:
     """Yield frames of a camera that pans over a textured ground, past an object of its own motion,
     with grain."""
-    rng, height, width = np.random.default_rng(0), spec.height, spec.width
-    ground, colours = (
-        _texture(rng, 2 * height, 2 * width),
-        [_texture(rng, height, width) for _ in range(2)],
-    )
+    rng = np.random.default_rng(0)
+    height = spec.height
+    width = spec.width
+    ground = _texture(rng, 2 * height, 2 * width)
+    colours = [_texture(rng, height, width) for _ in range(2)]
     object_ = _texture(rng, height // 4, width // 4)
     grains = rng.integers(-3, 4, (_GRAINS, height, width), np.int8).view(np.uint8)
     for number in range(spec.num_frames):
         seconds = number / spec.fps
-        y, x = _on_a_curve(seconds / 23, height), _on_a_curve(seconds / 17, width)
+        y = _on_a_curve(seconds / 23, height)
+        x = _on_a_curve(seconds / 17, width)
         luma = ground[y : y + height, x : x + width].copy()
-        top, left = (
-            _on_a_curve(seconds / 5, height * 3 // 4),
-            _on_a_curve(seconds / 7, width * 3 // 4),
-        )
+        top = _on_a_curve(seconds / 5, height * 3 // 4)
+        left = _on_a_curve(seconds / 7, width * 3 // 4)
         luma[top:, left:][: height // 4, : width // 4] = object_
         luma += grains[
             rng.integers(_GRAINS)
@@ -139,11 +138,13 @@ def read_with_opencv(path: str, threads: int, choose: Choose) -> Read:
     cv2.setNumThreads(threads)
     video = cv2.VideoCapture(path, cv2.CAP_FFMPEG, [cv2.CAP_PROP_N_THREADS, threads])
     try:
-        count, fps = int(video.get(cv2.CAP_PROP_FRAME_COUNT)), video.get(cv2.CAP_PROP_FPS)
+        count = int(video.get(cv2.CAP_PROP_FRAME_COUNT))
+        fps = video.get(cv2.CAP_PROP_FPS)
         height, width = (
             int(video.get(p)) for p in (cv2.CAP_PROP_FRAME_HEIGHT, cv2.CAP_PROP_FRAME_WIDTH)
         )
-        indices, row = choose(count), 0
+        indices = choose(count)
+        row = 0
         frames = np.empty((len(indices), height, width, 3), np.uint8)
         for number in range(indices[-1] + 1):
             if not video.grab():
@@ -186,7 +187,8 @@ def read_with_pyav(path: str, threads: int, choose: Choose) -> Read:
     with av.open(path) as file:
         stream = file.streams.video[0]
         stream.codec_context.thread_count = threads
-        indices, row = choose(stream.frames), 0
+        indices = choose(stream.frames)
+        row = 0
         frames = np.empty((len(indices), stream.height, stream.width, 3), np.uint8)
         for number, frame in enumerate(file.decode(stream)):
             if number == indices[row]:

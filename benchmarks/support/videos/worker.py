@@ -190,11 +190,14 @@ def _join(rank: int, size: int, rendezvous: str) -> HostGroup:
 
 def _measure(hosts: HostGroup, run: Callable[[], Outcome]) -> tuple[Measured, Outcome]:
     reset_peak_memory(hosts.device)
-    cpu_began, began = time.process_time(), time.perf_counter()
+    cpu_began = time.process_time()
+    began = time.perf_counter()
     outcome = run()
     synchronize(hosts.device)
-    seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu_began
-    peak, stage_seconds = peak_memory_bytes(hosts.device), {}
+    seconds = time.perf_counter() - began
+    cpu_seconds = time.process_time() - cpu_began
+    peak = peak_memory_bytes(hosts.device)
+    stage_seconds = {}
     for name, stage_began, ended in () if outcome.timer is None else outcome.timer.runs():
         stage_seconds[name] = stage_seconds.get(name, 0.0) + ended - stage_began
     figures = Measured(seconds, cpu_seconds, peak, stage_seconds, outcome.num_visual_tokens)
@@ -206,12 +209,15 @@ class Model:
     processor."""
 
     def __init__(self, job: Job, hosts: HostGroup):
-        self._job, self._hosts, chosen = job, hosts, job.settings
+        self._job = job
+        self._hosts = hosts
+        chosen = job.settings
         self._processor = AutoProcessor.from_pretrained(demo.model_path(), trust_remote_code=False)
         self._processor.video_processor.size = SizeDict(
             shortest_edge=56 * 56, longest_edge=chosen.max_pixels
         )
-        depth, hidden = chosen.vision_depth, chosen.vision_hidden
+        depth = chosen.vision_depth
+        hidden = chosen.vision_hidden
         whole_frames = list(range(min(8, depth) - 1, depth, 8))
         vision = {"depth": depth, "hidden_size": hidden, "fullatt_block_indexes": whole_frames}
         vision["intermediate_size"] = hidden * 3420 // 1280
@@ -233,7 +239,8 @@ class Transformers(Model):
         batch = self._batch(clip, timer)
         with timer.stage("encode"):
             batch = batch.to(self._hosts.device)
-            pixels, grid = batch["pixel_values_videos"], batch["video_grid_thw"]
+            pixels = batch["pixel_values_videos"]
+            grid = batch["video_grid_thw"]
             found = self._model.model.get_video_features(pixels, grid, return_dict=True)
             rows = torch.cat([*found.pooler_output])
         return self._outcome(rows, batch, timer)
@@ -289,7 +296,9 @@ class Apbv(Model):
         return Outcome(torch.from_numpy(frames), timer=timer)
 
     def _embeddings(self, clip: str, timer: StageTimer) -> Outcome:
-        inputs, parts, hosts = self._read(clip, timer), self._parts, self._hosts
+        inputs = self._read(clip, timer)
+        parts = self._parts
+        hosts = self._hosts
         layout = METHODS["apbv"].plan(
             hosts.size, inputs.num_tokens, inputs.context_start, inputs.query_start, self._config
         )

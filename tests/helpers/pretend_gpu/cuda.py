@@ -63,12 +63,15 @@ class Cuda:
 
     def install(self, stack: ExitStack) -> None:
         """Put the stand-ins in place until the stack is closed."""
-        machine, streams = self.machine, self.machine.streams
+        machine = self.machine
+        streams = self.machine.streams
         cuda = self
 
         class Event:
             def __init__(self, enable_timing=False, blocking=False, interprocess=False):
-                self._moment, self._at, self._asked = None, 0.0, False
+                self._moment = None
+                self._at = 0.0
+                self._asked = False
 
             def record(self, stream=None):
                 self._moment = streams.moment(None if stream is None else stream.number)
@@ -83,7 +86,8 @@ class Cuda:
 
             def query(self):
                 # Not yet, when first asked: who asks has to bear that.
-                asked, self._asked = self._asked, True
+                asked = self._asked
+                self._asked = True
                 if asked and self._moment is not None:
                     streams.host_waits(self._moment)
                 return asked
@@ -126,7 +130,8 @@ class Cuda:
 
         class on_stream:
             def __init__(self, stream):
-                self._stream, self._before = stream, DEFAULT_STREAM
+                self._stream = stream
+                self._before = DEFAULT_STREAM
 
             def __enter__(self):
                 self._before = streams.current
@@ -142,7 +147,8 @@ class Cuda:
                 self._index = cuda.index_of(device)
 
             def __enter__(self):
-                self._before, cuda._local.device = cuda.current_device, self._index
+                self._before = cuda.current_device
+                cuda._local.device = self._index
 
             def __exit__(self, *_):
                 cuda._local.device = self._before

@@ -78,7 +78,9 @@ class Graph:
         self._has_ended = False
         self._mode = "global"
         self._pool = (id(self), 0)
-        self.thread, self.stream, self.is_valid = 0, 0, True
+        self.thread = 0
+        self.stream = 0
+        self.is_valid = True
 
     def forbids(self, thread: int) -> bool:
         """Tell whether its capture forbids what is unsafe in this thread."""

@@ -47,8 +47,10 @@ class Machine:
     """
 
     def __init__(self, has_numbers: bool):
-        self.has_numbers, self.num_gpus = has_numbers, 8
-        self.events, self.faults = Events(), []
+        self.has_numbers = has_numbers
+        self.num_gpus = 8
+        self.events = Events()
+        self.faults = []
         self.streams, self.transfers, self.pinned = Streams(), Transfers(), PinnedMemory()
         self.capturing: Graph | None = None
         self.captured_in: set[int] = set()
@@ -59,7 +61,8 @@ class Machine:
 
     def reset(self) -> None:
         """Forget what has happened, but not what is under way."""
-        self.events, self.faults = Events(), []
+        self.events = Events()
+        self.faults = []
 
     def mark(self, name: str, value: object = None) -> None:
         """Leave a mark among the events."""
@@ -254,7 +257,8 @@ class Machine:
 
     def _copy_across(self, func, args: tuple, kwargs: dict, device: torch.device):
         """Copy a tensor from the host to a GPU, or back."""
-        source, is_blocking = args[0], not kwargs.get("non_blocking")
+        source = args[0]
+        is_blocking = not kwargs.get("non_blocking")
         kwargs = {
             key: value for key, value in kwargs.items() if key not in ("non_blocking", "device")
         }

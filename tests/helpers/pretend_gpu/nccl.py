@@ -29,7 +29,8 @@ from .machine import Machine
 from .tensors import GpuTensor, strip
 
 # Arguments that an exchange fills.
-_CPU, _CUDA = torch.device("cpu"), torch.device("cuda")
+_CPU = torch.device("cpu")
+_CUDA = torch.device("cuda")
 _RECEIVED = ("output", "output_tensor", "output_tensors", "outputs")
 
 
@@ -188,7 +189,8 @@ def callers_group(like: dist.ProcessGroup, ranks: Sequence[int], timeout: timede
 
 
 def _make_group(asked, place: dist.Store, has_nccl: bool) -> dist.ProcessGroup:
-    rank, size = asked.group_rank, asked.group_size
+    rank = asked.group_rank
+    size = asked.group_size
     group = dist.ProcessGroup(place, rank, size)
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
     gloo = dist.ProcessGroupGloo(dist.PrefixStore("again", place), rank, size, asked.timeout)
@@ -201,7 +203,8 @@ def _make_group(asked, place: dist.Store, has_nccl: bool) -> dist.ProcessGroup:
     return group
 
 
-GLOO, GLOO_AND_NCCL = "gloo_alone", "gloo_and_nccl"
+GLOO = "gloo_alone"
+GLOO_AND_NCCL = "gloo_and_nccl"
 for _name, _has_nccl in ((GLOO, False), (GLOO_AND_NCCL, True)):
     _make = partial(_make_group, has_nccl=_has_nccl)
     dist.Backend.register_backend(

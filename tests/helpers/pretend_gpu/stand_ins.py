@@ -47,9 +47,11 @@ def _varlen_flash(
     are."""
     out = torch.empty_like(q)
     if q.device.type != "meta":
-        ends_q, ends_k = ends_q.tolist(), ends_k.tolist()
+        ends_q = ends_q.tolist()
+        ends_k = ends_k.tolist()
         for i in range(len(ends_q) - 1):
-            rows, keys = slice(ends_q[i], ends_q[i + 1]), slice(ends_k[i], ends_k[i + 1])
+            rows = slice(ends_q[i], ends_q[i + 1])
+            keys = slice(ends_k[i], ends_k[i + 1])
             parts = (x.transpose(0, 1)[None] for x in (q[rows], k[keys], v[keys]))
             out[rows] = _attend(*parts, is_causal, scale)[0][0].transpose(0, 1)
     return (

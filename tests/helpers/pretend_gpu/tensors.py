@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from .machine import Machine
 
 # Places in torch's table of device guards, by c10::DeviceType.
-_CUDA, _META = 1, 14
+_CUDA = 1
+_META = 14
 _TABLE = "_ZN3c104impl26device_guard_impl_registryE"  # c10::impl::device_guard_impl_registry
 
 
@@ -54,7 +55,8 @@ class GpuTensor(Tensor):
             "device": torch.device("cuda", index),
         }
         self = Tensor._make_wrapper_subclass(cls, inner.size(), **place, **options)
-        self.inner, self.machine = inner, machine
+        self.inner = inner
+        self.machine = machine
         return self
 
     @classmethod

@@ -22,7 +22,8 @@ class TritonLaunches:
     """
 
     def __init__(self, cuda: Cuda):
-        self.cuda, self.machine = cuda, cuda.machine
+        self.cuda = cuda
+        self.machine = cuda.machine
         self._loaded: set[tuple] = set()
 
     def install(self, stack: ExitStack) -> None:
@@ -36,7 +37,8 @@ class TritonLaunches:
         stack.enter_context(patch.object(InterpretedFunction, "__getitem__", launcher))
 
     def _launch(self, function, launch, grid, args: tuple, kwargs: dict) -> None:
-        machine, name = self.machine, function.__name__
+        machine = self.machine
+        name = function.__name__
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         gpus = [x for x in tensors if isinstance(x, GpuTensor)]
         if not gpus:  # none of the machine's: a kernel that is tested on the CPU meanwhile
