@@ -130,9 +130,8 @@ class Engine:
         self.hosts = self._way.hosts
         self.prefills = not drafting.drafts_only
         if self.prefills and self.hosts.num_processes > 1:
-            _ = (
-                self.parts.weights_sample
-            )  # for which a prompt would wait, when the hosts compare it
+            # For which a prompt would wait, when the hosts compare it.
+            _ = self.parts.weights_sample
         with hosts.local_stage("reading the generation config"):
             sampling = default_sampling(self.parts.model, self.parts.decode.generation_config)
         self.sampling = drafting.agree(sampling)
@@ -557,9 +556,8 @@ class Engine:
         together."""
         if self.why_one_by_one is not None:
             return 0
-        caches_kv = (
-            self.reuse_config is not None and self.reuse_config.mode == "kv"
-        )  # on the host that decodes
+        # On the host that decodes.
+        caches_kv = self.reuse_config is not None and self.reuse_config.mode == "kv"
         return 1 if caches_kv else self.hosts.size
 
     @property

@@ -33,9 +33,8 @@ _WITH_A_LIST = frozenset(["allOf", "anyOf", "items", "oneOf", "prefixItems"])
 _WITH_NAMES = frozenset(
     ["$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties", "properties"]
 )
-_DEFINITIONS = frozenset(
-    ("$defs", "definitions")
-)  # which apply only where a reference leads to them
+# Which apply only where a reference leads to them.
+_DEFINITIONS = frozenset(("$defs", "definitions"))
 # Keywords whose schemas describe the same value as the schema that has them.
 _ABOUT_THE_SAME_VALUE = frozenset(
     ["allOf", "anyOf", "dependencies", "dependentSchemas", "else", "if", "not", "oneOf", "then"]

@@ -143,9 +143,8 @@ def show(options: argparse.Namespace, records: list[dict]) -> None:
     def cell(task: str, row: dict) -> str:
         if task not in row["right"]:
             return ""
-        right, total = row["right"][
-            task
-        ]  # tokens of a description are not independent, so that no interval holds
+        # Tokens of a description are not independent, so that no interval holds.
+        right, total = row["right"][task]
         return f"{100 * right / total:.1f}" if task == "describe" else percent_cell(right, total)
 
     tasks = dict.fromkeys(task for row in rows for task in row["right"])

@@ -37,10 +37,8 @@ from support.records import columns_of, measure_on_hosts
 
 QUESTION_LEN = 32
 HEAD_DIM = 128
-SHAPES = {
-    "qwen2.5-vl-3b": (36, 2),
-    "qwen2.5-vl-7b": (28, 4),
-}  # decoder layers and KV heads, in bf16
+# Decoder layers and KV heads, in bf16.
+SHAPES = {"qwen2.5-vl-3b": (36, 2), "qwen2.5-vl-7b": (28, 4)}
 
 WAIT = 600.0  # seconds, for the consumer to end
 

@@ -192,9 +192,8 @@ def measure(
             began = time.perf_counter()
             for operands in sets:
                 entry.run(operands)
-            launching[entry.backend] = (
-                time.perf_counter() - began
-            )  # until all calls are in a GPU's queue
+            # Until all calls are in a GPU's queue.
+            launching[entry.backend] = time.perf_counter() - began
         synchronize(timer.device)
     for _ in range(rounds):
         for entry in right:

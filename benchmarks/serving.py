@@ -193,9 +193,8 @@ def ask_a_batch(
     ):
         raise ValueError("the batch is not answered as by the engine")
     num_tokens = (body["usage"]["completion_tokens"] for body in bodies)
-    told = [
-        getattr(record, FIELDS) for record in logged.records
-    ]  # of each request, when it had finished
+    # Of each request, when it had finished.
+    told = [getattr(record, FIELDS) for record in logged.records]
     times = [(each["time_to_first_token_seconds"], each["total_seconds"]) for each in told]
     return [
         Answer(*each, expected, number) for each, number in zip(times, num_tokens, strict=True)
@@ -211,9 +210,8 @@ def measure(options: argparse.Namespace, hosts: HostGroup) -> Iterator[dict]:
     engines = {each.label: each.engine for each in built} | {"off": built[0].engine}
     ask_engine(engines["off"], options)  # a warm-up
     began = time.perf_counter()
-    alone = [
-        ask_engine(engines["off"], options) for _ in range(-(-options.requests // 8))
-    ]  # it takes longest
+    # It takes longest.
+    alone = [ask_engine(engines["off"], options) for _ in range(-(-options.requests // 8))]
     yield record(options, hosts, Way("engine", 1), alone, time.perf_counter() - began)
     loads = [{"rate": rate} for rate in options.rate] or [
         {"concurrency": each} for each in options.concurrency

@@ -201,9 +201,8 @@ def task_records(options: argparse.Namespace, ways: list[Way]) -> Iterator[dict]
     """Yield a record per task and way; speedups are ratios of sums over the same questions."""
     for task, alone in ways[0].stats.items():
         new_tokens = sum(len(stats["token_ids"]) for stats in alone)
-        forwards = new_tokens - len(
-            alone
-        )  # the first token of every answer comes out of the prefill
+        # The first token of every answer comes out of the prefill.
+        forwards = new_tokens - len(alone)
         decode_ms = sum(s["stages_ms"]["decode"] for s in alone)
         total_ms = sum(s["total_ms"] for s in alone)
         target_ms = decode_ms / max(1, forwards)

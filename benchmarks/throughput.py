@@ -245,9 +245,8 @@ def _on_cpu(events: list[dict]) -> tuple[dict[int, str], list[tuple[str, str, fl
     for event in events:
         threads[event["pid"], event["tid"]].append(event)
     for thread in threads.values():
-        inside: list[
-            tuple[float, str, list]
-        ] = []  # of those around an event: end, stage, what is counted
+        # Of those around an event: end, stage, what is counted.
+        inside: list[tuple[float, str, list]] = []
         for event in sorted(thread, key=lambda event: (event["ts"], -event["dur"])):
             while inside and inside[-1][0] <= event["ts"]:
                 inside.pop()

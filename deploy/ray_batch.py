@@ -56,9 +56,8 @@ def answer(
     from apbv.serve.batch_files import Requests
 
     with out.open("ab") as file:
-        fcntl.flock(
-            file, fcntl.LOCK_EX
-        )  # processes of an attempt whose worker was lost may still be ending
+        # Processes of an attempt whose worker was lost may still be ending.
+        fcntl.flock(file, fcntl.LOCK_EX)
     torchrun = [
         "torch.distributed.run",
         "--standalone",

@@ -102,9 +102,8 @@ def antidiagonal_scores(q: Tensor, k: Tensor, scale: float, stride: int, block: 
     scores = (
         q @ k.repeat_interleave(q.shape[1] // k.shape[1], dim=1).transpose(-1, -2) * scale / stride
     )
-    squares = scores.unflatten(3, (-1, stride)).unflatten(
-        2, (-1, stride)
-    )  # [B, Hq, n, stride, n, stride]
+    # [B, Hq, n, stride, n, stride]
+    squares = scores.unflatten(3, (-1, stride)).unflatten(2, (-1, stride))
     sums = squares.flip(3).diagonal(dim1=3, dim2=5).sum(dim=-1)
     later = torch.ones_like(sums[0, 0], dtype=torch.bool).triu(1)
     shares = sums.masked_fill(later, float("-inf")).softmax(dim=-1)

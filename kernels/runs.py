@@ -177,9 +177,8 @@ class PackedSequences:
 def find_runs(segments: list[Segment]) -> list[Run]:
     """Join segments to runs, in order: neighbours of one shape at equal distances become one
     run."""
-    runs: list[
-        tuple[Segment, list[tuple[int, int]]]
-    ] = []  # the first of each, and where all of them lie
+    # The first of each, and where all of them lie.
+    runs: list[tuple[Segment, list[tuple[int, int]]]] = []
     before = step = None
     for k, v in segments:
         if not k.shape[2]:

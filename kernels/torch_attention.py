@@ -223,9 +223,8 @@ def varlen_attention(
     outs = []
     for length, rows in sequences.by_length:
         batch = (x if rows is None else x.index_select(0, rows) for x in (q, k, v))
-        q_, k_, v_ = (
-            x.unflatten(0, (-1, length)).transpose(1, 2) for x in batch
-        )  # [N, H, length, D]
+        # [N, H, length, D]
+        q_, k_, v_ = (x.unflatten(0, (-1, length)).transpose(1, 2) for x in batch)
         enable_gqa = q.shape[1] != k.shape[1]
         out = functional.scaled_dot_product_attention(
             q_, k_, v_, scale=scale, enable_gqa=enable_gqa

@@ -49,9 +49,8 @@ def merge_finite(
     steps = (weights / sums.clamp_min_(torch.finfo(wide).tiny))[..., None]
 
     if out.numel() <= _PIECE and all(partial.shape == out.shape for partial in outs):
-        _merge_piece(
-            out, outs, steps
-        )  # a few new tokens: cutting them would take longer than merging
+        # A few new tokens: cutting them would take longer than merging.
+        _merge_piece(out, outs, steps)
         return out, lse
     # Partial result i is of the queries from firsts[i] on.
     firsts = [queries - partial.shape[2] for partial in outs]

@@ -111,9 +111,8 @@ def _plan_segments(
     group = heads // kv_heads
     num_past = sum(num_rows for num_rows, *_ in runs)
     nothing = 0, 0, (0,) * 4, (0,) * 4
-    num_last, _, last_k, last_v = (
-        last or nothing
-    )  # without a last segment its arguments are never read
+    # Without a last segment its arguments are never read.
+    num_last, _, last_k, last_v = last or nothing
 
     block = tile_of("many", queries * group, dim, dtype.itemsize, device)
     tiles = sum(cdiv(rows * group, block.rows) for rows in (rows_alone, queries - rows_alone))

@@ -90,9 +90,8 @@ def _block_rows(rows: int, parts: int, width: int, element_size: int) -> tuple[i
     """
     if parts > 1:
         return max(1, _TILE // (parts * width)), 4 if parts * width <= _TILE else 8
-    num_warps = (
-        4 if rows * width * element_size >= 2**20 else 1
-    )  # few rows: small programs keep all SMs busy
+    # Few rows: small programs keep all SMs busy.
+    num_warps = 4 if rows * width * element_size >= 2**20 else 1
     return max(1, num_warps * 32 * 32 // (width * element_size)), num_warps
 
 

@@ -106,6 +106,5 @@ def test_sampled_drafts_keep_the_targets_distribution_over_the_real_vocabulary()
             below = float(row[:token].sum() + spread.random() * row[token])
             bins[min(9, int(10 * below))] += 1
     assert sum(answer.stats["speculation"]["num_accepted"] for answer in found.values()) > count / 2
-    assert (
-        sum((number - count / 2) ** 2 / (count / 2) for number in bins) < 27.9
-    )  # one of 1,000, for 9 degrees
+    # One of 1,000, for 9 degrees.
+    assert sum((number - count / 2) ** 2 / (count / 2) for number in bins) < 27.9

@@ -125,9 +125,8 @@ class RecordedSteps:
     def clear(self) -> None:
         """Drop all steps; their memory pool is freed with the last graph."""
         self._steps: dict[tuple, Step] = {}
-        self._computes: dict[
-            tuple, Callable[[], Tensor]
-        ] = {}  # of those that have run: how to do it again
+        # Of those that have run: how to do it again.
+        self._computes: dict[tuple, Callable[[], Tensor]] = {}
         self._pool: tuple[int, int] | None = None
 
     def run(self, kind: tuple, make: Callable[[], Step], *inputs: Any) -> Tensor:

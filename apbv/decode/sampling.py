@@ -191,9 +191,8 @@ class Penalties:
         self, config: SamplingParams, prompt_ids: Tensor, vocab_size: int, device: torch.device
     ):
         self._config = config
-        is_in_prompt = (
-            prompt_ids.bincount(minlength=vocab_size)[:vocab_size] > 0
-        )  # placeholders may exceed V
+        # Placeholders may exceed V.
+        is_in_prompt = prompt_ids.bincount(minlength=vocab_size)[:vocab_size] > 0
         self._is_in_prompt = to_device(is_in_prompt, device)
 
     def penalised(

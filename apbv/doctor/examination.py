@@ -22,15 +22,12 @@ SKIPPED = "skipped"
 WIDTH = 100
 _NAME_WIDTH = 24
 _MOST_CHARACTERS = 400  # of a detail: some libraries' errors are pages by themselves
-_OF_EACH_HOST = (
-    "machine",
-    "backends",
-)  # parts in which the page shows what every host found, where it differs
+# Parts in which the page shows what every host found, where it differs.
+_OF_EACH_HOST = ("machine", "backends")
 
 
-Found = tuple[
-    str, dict[str, Any]
-]  # a check's result in words for the page, and in JSON-ready numbers
+# A check's result in words for the page, and in JSON-ready numbers.
+Found = tuple[str, dict[str, Any]]
 
 
 class CheckFailed(Exception):

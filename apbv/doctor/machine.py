@@ -28,9 +28,8 @@ _SETTINGS = re.compile(
     r"APBV_|CUDA_|NCCL_|TORCH_NCCL_|GLOO_|OMP_NUM_THREADS$|TRITON_|PYTORCH_|NVIDIA_TF32"
 )
 _GIBIBYTE = 2**30
-_FEWEST_SHARED_BYTES = (
-    2**28
-)  # NCCL keeps buffers there for each pair of GPUs that have no other way
+# NCCL keeps buffers there for each pair of GPUs that have no other way.
+_FEWEST_SHARED_BYTES = 2**28
 _TOOL_SECONDS = 20.0
 
 

@@ -24,22 +24,16 @@ _WALL_FACTOR = (
 # An answer is begun, as some grammars compile and then allow no token, or have too many rules for
 # the second one.
 _NUM_STEPS = 64
-_ENDINGS = (
-    '"',
-    "}",
-    "]",
-    ",",
-    ", ",
-)  # preferred half of the time, so that the answer comes past its first text
+# Preferred half of the time, so that the answer comes past its first text.
+_ENDINGS = ('"', "}", "]", ",", ", ")
 
 
 def main() -> None:
     """Serve checks until the socket's other end is closed."""
     from llguidance import LLTokenizer
 
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # a terminal sends it to the parent, too, which decides
+    # A terminal sends it to the parent, too, which decides.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the children
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     requests = socket.socket(fileno=0)

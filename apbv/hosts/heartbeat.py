@@ -41,9 +41,8 @@ class Heartbeat:
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
         self._end: Callable[[], None] = lambda: None
-        self._looks: list[
-            weakref.WeakMethod
-        ] = []  # replaced, and not changed: the thread goes through it
+        # Replaced, and not changed: the thread goes through it.
+        self._looks: list[weakref.WeakMethod] = []
 
     @contextmanager
     def working(self, stage: str) -> Iterator[None]:

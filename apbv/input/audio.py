@@ -298,9 +298,8 @@ def _placed(
     fed = 0.0
     given = 0
     ahead = 0
-    recent: deque[float] = deque(
-        maxlen=_IN_A_ROW
-    )  # by how much frames are away from where the sound is
+    # By how much frames are away from where the sound is.
+    recent: deque[float] = deque(maxlen=_IN_A_ROW)
 
     def resampled(frame: "av.AudioFrame | None") -> Iterator[np.ndarray]:
         nonlocal given, ahead

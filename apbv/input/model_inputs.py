@@ -292,9 +292,8 @@ def _items(
     Args:
         num_rows: of all videos together, which have equally many where they have no grids.
     """
-    is_internvl = (
-        parts.family == "internvl"
-    )  # it has one name for both, and encodes frames and tiles alike
+    # It has one name for both, and encodes frames and tiles alike.
+    is_internvl = parts.family == "internvl"
     name = "pixel_values" if kind == "image" or is_internvl else "pixel_values_videos"
     pixels = batch.get(name)
     grids = batch.get(f"{kind}_grid_thw")

@@ -517,9 +517,8 @@ def apply_template(
 def _template(processor) -> str | None:
     """Return a processor's chat template; None: it has none."""
     template = getattr(processor, "chat_template", None)
-    return (
-        template.get("default") if isinstance(template, Mapping) else template
-    )  # the first kind has several
+    # The first kind has several.
+    return template.get("default") if isinstance(template, Mapping) else template
 
 
 def template_words(processor) -> set[str]:
@@ -548,9 +547,8 @@ def _reads_parts(processor) -> bool:
         rendered = processor.apply_chat_template(chat, add_generation_prompt=False, tokenize=False)
     except Exception:  # of any kind: it wants a string
         return False
-    return (
-        _PROBE in rendered and "'type'" not in rendered
-    )  # else it left the list out, or printed it
+    # Else it left the list out, or printed it.
+    return _PROBE in rendered and "'type'" not in rendered
 
 
 def _without_developers(messages: Sequence[Message]) -> list[Message]:

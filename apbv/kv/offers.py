@@ -273,9 +273,8 @@ class Offers(AbstractContextManager):
                 raise StorageError(f"unknown KV request {request.get('do')!r:.40}")
             offer = self._find(request)
             trust()
-            is_repeated = (
-                offer.how == "fetched" and request["do"] == "done"
-            )  # the answer may have been lost
+            # The answer may have been lost.
+            is_repeated = offer.how == "fetched" and request["do"] == "done"
             if not is_repeated:
                 offer.require_alive()
                 action(connection, request, offer)

@@ -352,9 +352,8 @@ class Writer:
                     "saved there meanwhile"
                 )
         manifest.require_complete(self.path)
-        fresh = (
-            self._folder / MANIFEST_NAME
-        )  # until it is moved, a failed save removes it with the rest
+        # Until it is moved, a failed save removes it with the rest.
+        fresh = self._folder / MANIFEST_NAME
         _write_to_disk(
             fresh, json.dumps({"format_version": FORMAT_VERSION, **asdict(manifest)}).encode()
         )

@@ -74,9 +74,8 @@ def weights_digest(rows: Iterable[Tensor]) -> str:
     Args:
         rows: layer by layer, the first row of each of :data:`SAMPLED_PROJECTIONS`.
     """
-    sample = torch.cat(
-        [row.detach().float().flatten() for row in rows]
-    )  # which a GPU is waited for once
+    # Which a GPU is waited for once.
+    sample = torch.cat([row.detach().float().flatten() for row in rows])
     return hashlib.sha256(sample.cpu().numpy().tobytes()).hexdigest()
 
 
@@ -87,9 +86,8 @@ def sample_digest(tensors: Iterable[Tensor]) -> bytes:
         tensors: all weights of a model, or this process's shards of them.
     """
     samples = [sample for tensor in tensors for sample in _samples(tensor.detach())]
-    whole = (
-        torch.cat(samples) if samples else torch.empty(0, dtype=torch.uint8)
-    )  # which a GPU is waited for once
+    # Which a GPU is waited for once.
+    whole = torch.cat(samples) if samples else torch.empty(0, dtype=torch.uint8)
     return hashlib.sha256(whole.cpu().numpy().tobytes()).digest()
 
 

@@ -99,9 +99,8 @@ def kind_of(module: nn.Module) -> str | None:
     none."""
     forward = unwrap(type(module).forward)
     if set(module._parameters) == {"weight"} and hasattr(module, "variance_epsilon"):
-        return (
-            KINDS[0] if forward.__code__.co_argcount == 2 else None
-        )  # others multiply by a gate, too
+        # Others multiply by a gate, too.
+        return KINDS[0] if forward.__code__.co_argcount == 2 else None
     if set(module._modules) == {"gate_proj", "up_proj", "down_proj", "act_fn"}:
         return KINDS[1] if type(module.act_fn) is SiLUActivation else None
     return KINDS[2] if _ROTARY in forward.__code__.co_names else None

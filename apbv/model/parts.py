@@ -308,9 +308,8 @@ class ModelParts:
         It is a window of the tower's convolutions and attention; where pairs of rows are pooled
         across the edge of windows, it is two of them.
         """
-        window = (
-            self.audio_tower.config.n_window
-        )  # half of a window's frames, which is its rows after both
+        # Half of a window's frames, which is its rows after both.
+        window = self.audio_tower.config.n_window
         return 2 * window if window % 2 == 0 else 4 * window
 
     @property

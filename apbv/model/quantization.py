@@ -146,11 +146,12 @@ def weight_size(
     row = module.in_features
     dense = (8 * itemsize, module.in_features)
     packed = settings.get("bits"), settings.get("group_size")
+    # Which compressed-tensors makes of all.
     bits, group = {
         "bitsandbytes": (4, 64) if settings.get("load_in_4bit") else (8, row),
         "torchao": (4, 32) if "Int4" in str(settings) else (8, row),
         "gptq": packed,
         "awq": packed,
         "fp8": dense if is_made_dense(settings, device) else (8, row),
-    }.get(settings["quant_method"], dense)  # which compressed-tensors makes of all
+    }.get(settings["quant_method"], dense)
     return bits / 8 + _SCALE_BYTES / (group if group > 0 else row)

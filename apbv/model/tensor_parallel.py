@@ -179,9 +179,8 @@ def weight_bytes(
     count = 0
     for weight in model.parameters():
         name, module = modules[id(weight)]
-        of_any_layer = ".".join(
-            "*" if part.isdigit() else part for part in name.split(".")
-        )  # as in a plan
+        # As in a plan.
+        of_any_layer = ".".join("*" if part.isdigit() else part for part in name.split("."))
         is_shared_out = weight.ndim == 2 and (name in shared_out or of_any_layer in shared_out)
         size = itemsize
         if weight.ndim == 2 and module is not model.get_output_embeddings():

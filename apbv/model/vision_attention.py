@@ -45,11 +45,8 @@ def _attention(
         sequences = PackedSequences(cu_seq_lens_q.to(query.device), max_length_q)
         apbv_packing[id(cu_seq_lens_q)] = cu_seq_lens_q, sequences
     _, sequences = apbv_packing[id(cu_seq_lens_q)]
-    q, k, v = (
-        query[0].transpose(0, 1),
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
-    )  # [T, H, D]
+    # [T, H, D]
+    q, k, v = (query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1))
     return varlen_attention(q, k, v, sequences, scale)[None], None
 
 

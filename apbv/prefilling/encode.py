@@ -58,9 +58,8 @@ def _encode(parts: ModelParts, visual: VisualInput, chunk: PixelChunk) -> Tensor
         features = _features(parts, chunk.kind, chunk.on(parts.device))
     streams = []
     for layer in (features.pooler_output, *(getattr(features, "deepstack_features", None) or ())):
-        layer = (
-            torch.cat(list(layer)) if isinstance(layer, (list, tuple)) else layer
-        )  # one tensor per item
+        # One tensor per item.
+        layer = torch.cat(list(layer)) if isinstance(layer, (list, tuple)) else layer
         streams.append(layer.reshape(-1, layer.shape[-1]))
     if parts.family == "llava_onevision" and chunk.kind == "video":
         streams[0] = _with_newline_at_the_end_only(parts, streams[0], visual, chunk.patches)

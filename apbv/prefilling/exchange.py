@@ -164,14 +164,10 @@ class _Rounds:
         self._hosts = hosts
         self._chunks = chunks[hosts.rank]
         self._num_rows = shown.num_rows
-        num_rounds, number = (
-            max(map(len, chunks)),
-            is_row.cumsum(0) - 1,
-        )  # of the row that a token is
-        self._needed, self._made = (
-            [],
-            [],
-        )  # of every host, the rows of its local tokens; by round, those it makes
+        # Of the row that a token is.
+        num_rounds, number = (max(map(len, chunks)), is_row.cumsum(0) - 1)
+        # Of every host, the rows of its local tokens; by round, those it makes.
+        self._needed, self._made = ([], [])
         for host, of_host in enumerate(chunks):
             local = numbers_in(*layout.local_spans(host))
             self._needed.append(number[local[is_row[local]]])

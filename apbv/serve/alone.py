@@ -37,10 +37,8 @@ class Alone:
     def __init__(self, engine: Engine, decoding: Decoding | None):
         self._engine, self._decoding, self._stack = engine, decoding, ExitStack()
         self._lanes: list[tuple[Engine, ThreadPoolExecutor]] = []
-        self._num_long, self._changed = (
-            0,
-            threading.Condition(),
-        )  # of those that the others give way to
+        # Of those that the others give way to.
+        self._num_long, self._changed = (0, threading.Condition())
 
     def __enter__(self) -> "Alone":
         if self._engine.can_work_alone:

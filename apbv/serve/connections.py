@@ -60,9 +60,8 @@ class Connections:
     def __init__(self, most: int):
         self.most = most
         self._num_open = 0
-        self._idle: dict[
-            HttpProtocol, None
-        ] = {}  # those without a request, the one that waits longest first
+        # Those without a request, the one that waits longest first.
+        self._idle: dict[HttpProtocol, None] = {}
 
     def open(self, connection: "HttpProtocol") -> bool:
         """Count a new connection, which waits for a request; return False if there is no room for

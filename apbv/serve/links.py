@@ -58,9 +58,8 @@ class Links:
 
     def __init__(self):
         self._outputs, self._numbers, self._secret = {}, count(), secrets.token_hex().encode()
-        self._hosts: dict[
-            int, tuple[socket.socket, Lock]
-        ] = {}  # the lock: of the two threads that send
+        # The lock: of the two threads that send.
+        self._hosts: dict[int, tuple[socket.socket, Lock]] = {}
         self.failure: HostError | None = None
         address = own_address(LOOPBACK)
         self._listener = Listener((address, 0), self._serve, _SECONDS)

@@ -326,9 +326,8 @@ def is_public(address: str) -> bool:
     if not inner and ip.version == 6 and ip in ipaddress.ip_network("64:ff9b::/96"):  # NAT64
         inner = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
     ip = inner or ip
-    is_unicast = ip.version == 4 or ip in ipaddress.ip_network(
-        "2000::/3"
-    )  # all that IANA has given out
+    # All that IANA has given out.
+    is_unicast = ip.version == 4 or ip in ipaddress.ip_network("2000::/3")
     return is_unicast and ip.is_global and not ip.is_multicast
 
 

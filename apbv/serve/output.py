@@ -34,9 +34,8 @@ class JobOutput:
     def __init__(self, job: Job, scheduler: Scheduler):
         self._job = job
         self._scheduler = scheduler
-        self._newest: dict[
-            int, tuple[int, float]
-        ] = {}  # of each answer: its number of tokens, and since when
+        # Of each answer: its number of tokens, and since when.
+        self._newest: dict[int, tuple[int, float]] = {}
         self._num_finished = 0
         self.kv_params = None
         self.on_release = lambda: None

@@ -193,13 +193,8 @@ def _refused(param: str, message: str) -> PydanticCustomError:
     return PydanticCustomError("refused", "{message}", {"message": message, "param": param})
 
 
-_CONTENTS = (
-    "text",
-    "image_url",
-    "video_url",
-    "audio_url",
-    "input_audio",
-)  # the fields of a part, by its type
+# The fields of a part, by its type.
+_CONTENTS = ("text", "image_url", "video_url", "audio_url", "input_audio")
 
 
 class MediaUrl(_Strict):

@@ -142,9 +142,8 @@ class ToolCallParser:
         self._space = ""  # white space before it
         self._is_fresh = True  # no text yet, or none since the latest call; thoughts do not count
         self._thoughts = CLOSING_TAGS if has_thoughts else {}
-        self._thought_end = self._thoughts.get(
-            thought
-        )  # the tag that ends the current thought; None: there is none
+        # The tag that ends the current thought; None: there is none.
+        self._thought_end = self._thoughts.get(thought)
         self._was_fresh = True  # before the current thought
 
     def add(self, text: str, is_last: bool = False) -> tuple[str, list[dict[str, Any]]]:

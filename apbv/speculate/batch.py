@@ -115,13 +115,11 @@ class SpeculativeBatch(Batch):
         super().__init__(parts)
         if obstacle := why_drafts_alone(config):
             raise ValueError(f"cannot batch answers with drafts: {obstacle}")
-        self._pace = cache(
-            partial(Pace, config.num_draft_tokens, config.keep_losing_draft)
-        )  # of each batch size
+        # Of each batch size.
+        self._pace = cache(partial(Pace, config.num_draft_tokens, config.keep_losing_draft))
         self._acceptance = Acceptance()  # of all drafts
-        self._draft_runners: dict[
-            int, BatchRunner
-        ] = {}  # by the identity of the parts of a model that drafts
+        # By the identity of the parts of a model that drafts.
+        self._draft_runners: dict[int, BatchRunner] = {}
 
     def join(
         self, state: PrefilledPrompt, request: Request, draft: Draft | None = None

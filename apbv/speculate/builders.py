@@ -85,9 +85,8 @@ def draft_text_only(task: DraftTask) -> Draft:
     # A text-only model knows neither placeholders nor the target's positions: it reads the text as
     # a whole prompt.
     text = task.text_ids[None]
-    text = text.where(
-        text < task.draft.vocab_size, 0
-    )  # as ModelDrafter does for tokens outside its vocabulary
+    # As ModelDrafter does for tokens outside its vocabulary.
+    text = text.where(text < task.draft.vocab_size, 0)
     count = text.shape[1]
     cache = None
     if task.is_home:

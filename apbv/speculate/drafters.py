@@ -126,24 +126,20 @@ class ModelDrafter(Drafter):
         self._prompt_len = prompt_len
         self._config = config
         self.vocab_size = vocab_size
-        self._penalties, self._answer_start = (
-            None,
-            0,
-        )  # the place among the new tokens at which the answer begins
+        # The place among the new tokens at which the answer begins.
+        self._penalties, self._answer_start = (None, 0)
         if config.penalises:
             self._penalties = Penalties(config, prompt_ids[0], vocab_size, parts.device)
             self._answer_start = prompt_ids.shape[1] - prompt_len
-        self._cached: list[
-            int
-        ] = []  # the new tokens whose KV the cache holds, of a tree up to its root
+        # The new tokens whose KV the cache holds, of a tree up to its root.
+        self._cached: list[int] = []
         self._num_cached = (
             0  # their number, also while a window is drafted whose tokens are not read yet
         )
         self._tree = Tree.chain(0)
         self._drafted = [-1]
-        self._nodes_in_cache: list[
-            int
-        ] = []  # the nodes of the last tree whose KV follows that of these tokens
+        # The nodes of the last tree whose KV follows that of these tokens.
+        self._nodes_in_cache: list[int] = []
         self.newest_kv: NewestKV | None = None
         self._num_replaced = 0
 
@@ -176,9 +172,8 @@ class ModelDrafter(Drafter):
         for depth, nodes in enumerate(tree.inner_levels):
             if depth:
                 self._nodes_in_cache += nodes
-                above = tree.children[tree.inner_levels[depth - 1][0]][
-                    0
-                ]  # the first node of their level
+                # The first node of their level.
+                above = tree.children[tree.inner_levels[depth - 1][0]][0]
                 ids = levels[-1].tokens.index_select(
                     0, self._indices(node - above for node in nodes)
                 )
@@ -203,9 +198,8 @@ class ModelDrafter(Drafter):
         concatenated."""
         most = max(counts)
         best = logits.topk(most, dim=-1)
-        is_finite = (
-            best.values[:, :1].isfinite().expand(-1, most)
-        )  # NaN counts as the largest number
+        # NaN counts as the largest number.
+        is_finite = best.values[:, :1].isfinite().expand(-1, most)
         wanted = self._indices(
             row * most + rank for row, count in enumerate(counts) for rank in range(count)
         )

@@ -27,11 +27,8 @@ DRAFT = 1  # its rank within both channels; the target's is 0
 STARTUP_WINDOWS = 3  # maximum length, in drafts, of the first one, made while the target prefills
 # Codes of verdicts. After ALONE the draft sends no more windows, but still receives verdicts.
 GO_ON, CORRECTED, DONE, FAILED, ALONE = range(5)
-_BROKEN, _GAVE_UP, _NOTHING = (
-    -1,
-    -2,
-    -3,
-)  # sent by the draft instead of tokens; the first two after a failure
+# Sent by the draft instead of tokens; the first two after a failure.
+_BROKEN, _GAVE_UP, _NOTHING = (-1, -2, -3)
 
 
 class DraftGaveUp(Exception):
@@ -264,9 +261,8 @@ class Pair:
     is_draft: bool
     link: Link | None
     lost: str | None = None
-    _other_takes_part: bool | None = field(
-        default=False, init=False
-    )  # None: it has not answered yet
+    # None: it has not answered yet.
+    _other_takes_part: bool | None = field(default=False, init=False)
     _has_sent_scores: bool = field(default=False, init=False)  # of this request
 
     @classmethod

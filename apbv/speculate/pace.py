@@ -109,9 +109,8 @@ class Pace:
         self.acceptance = Acceptance()
         self._num_rounds = self._num_rested = 0
         self._plain = deque[float](maxlen=9)  # seconds of the latest passes without drafted tokens
-        self._costs = deque[float](
-            maxlen=32
-        )  # seconds that each drafted token added to the latest other rounds
+        # Seconds that each drafted token added to the latest other rounds.
+        self._costs = deque[float](maxlen=32)
         self._lost = (
             0.0  # by how many passes of the target drafting has cost more than it has saved
         )
@@ -244,12 +243,10 @@ class SpeculationStats:
         """
         forwards = self.num_target_forwards
         drafted = self.num_drafted
-        in_rounds = (
-            num_new_tokens - 1 - (forwards - self.rounds)
-        )  # others come from passes without a draft
-        counted = [
-            counter.name for counter in fields(self) if counter.repr
-        ]  # fields without repr are not metrics
+        # Others come from passes without a draft.
+        in_rounds = num_new_tokens - 1 - (forwards - self.rounds)
+        # Fields without repr are not metrics.
+        counted = [counter.name for counter in fields(self) if counter.repr]
         return {
             **{name: getattr(self, name) for name in counted},
             **self.times(),

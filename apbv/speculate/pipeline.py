@@ -137,9 +137,8 @@ class _Target:
             stats.count(len(pending.tokens), verdict.num_accepted)
             if verdict.next_token is not None:
                 if not stats.switched_off:
-                    self._pair.with_other(
-                        lambda link: link.expect_window()
-                    )  # and nothing of it is read
+                    # And nothing of it is read.
+                    self._pair.with_other(lambda link: link.expect_window())
                 return [*pending.tokens[: verdict.num_accepted], verdict.next_token], CORRECTED
         first = self._receive(lambda link: link.receive_first())
         verdict = verify_window(first, rows[-1:], index + len(pending.tokens), sampling)

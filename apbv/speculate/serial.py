@@ -50,11 +50,8 @@ def generate_speculatively(
         answer.add(new)
         if has_ended:
             return tokens, stats
-        limit, proposal, verdict = (
-            whole.cut(answer.num_left - 1),
-            None,
-            None,
-        )  # the target adds a token
+        # The target adds a token.
+        limit, proposal, verdict = (whole.cut(answer.num_left - 1), None, None)
         if is_drafting and limit.num_drafted:
             with stats.record.section("draft"):
                 proposal = _draft(drafter, answer, limit, pace, stats)

@@ -51,9 +51,8 @@ class Tree:
                 large enough.
             max_children: the largest number of a node's children: the size of the vocabulary.
         """
-        paths = [
-            (0,) * depth for depth in range(1, min(num_drafted, max_depth) + 1)
-        ]  # ranks, from the root on
+        # Ranks, from the root on.
+        paths = [(0,) * depth for depth in range(1, min(num_drafted, max_depth) + 1)]
         heap = [(1, -1, (0,))]  # (depth + sum of ranks, -depth, path)
         while len(paths) < num_drafted and heap:
             cost, _, path = heappop(heap)

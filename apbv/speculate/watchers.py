@@ -103,9 +103,8 @@ class SimilarityChange(Watcher):
         self._offer: Callable[[Tensor], bool] | None = None
         self._scores: Tensor | None = None
         self._text: dict[int, Tensor] = {}  # the sum of the text's unit vectors
-        self._visual: dict[
-            int, Tensor
-        ] = {}  # states that wait for that sum, where the query has its own pass
+        # States that wait for that sum, where the query has its own pass.
+        self._visual: dict[int, Tensor] = {}
         self._similar: dict[int, Tensor] = {}
 
     def begin(self, prompt: SplitPrompt) -> None:

@@ -102,12 +102,10 @@ class _Machine:
         self.turn = threading.Condition()
         self.hosts: list[SimulatedHost] = []
         self.posts: dict[int, dict[int, Any]] = {}  # by exchange, what each host sends
-        self.times: dict[
-            int, dict[int, float]
-        ] = {}  # by exchange, when each host had it on its clock
-        self.last_laps: deque[torch.cuda.Event] = deque(
-            maxlen=16
-        )  # the beginnings of any hosts' last ones
+        # By exchange, when each host had it on its clock.
+        self.times: dict[int, dict[int, float]] = {}
+        # The beginnings of any hosts' last ones.
+        self.last_laps: deque[torch.cuda.Event] = deque(maxlen=16)
         self.failure: str | None = None
         self.ended: set[int] = set()
         self.waiting: dict[int, dict[int, Any]] = {}  # by host, for which exchange's posts
@@ -158,10 +156,8 @@ class SimulatedHost(HostGroup):
         # What still has to be worked out, in order: each moves a clock, or returns False as long as
         # it cannot.
         self._log: deque[Callable[[], bool]] = deque()
-        self._read, self._begun = (
-            0.0,
-            None,
-        )  # the real clock and the GPU's event, when this lap began
+        # The real clock and the GPU's event, when this lap began.
+        self._read, self._begun = (0.0, None)
         self._num_posted = 0
         self._unsettled: deque[Callable[[], None]] = deque()
         self._link_free = 0.0

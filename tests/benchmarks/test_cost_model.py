@@ -132,9 +132,8 @@ def hybrid_job(hosts: HostGroup, method: str):
     config = PrefillConfig(method=method, kv="sharded", anchor_len=64, passing_len=3)
     with flop_counter() as counter:
         state = prefill(model, inputs, hosts=hosts, config=config)
-    counts = counter.get_flop_counts().get(
-        "Global", Counter()
-    )  # none on a host that computes nothing
+    # None on a host that computes nothing.
+    counts = counter.get_flop_counts().get("Global", Counter())
     rule = counts[torch.ops.aten.bmm] + counts[torch.ops.aten.linalg_solve_triangular]
     kept = sum(layer.keys.nbytes + layer.values.nbytes for layer in state.kv.cache.layers)
     return rule, model.config, state.layout, state.timer.summary()["comm_bytes"][hosts.rank], kept
@@ -145,9 +144,8 @@ def test_arithmetic_and_bytes_of_linear_attention(pool, method):
     measured = pool.run(2, hybrid_job, method)
     _, config, layout, *_ = measured[0]
     shape = Shape.from_config(config, bytes_per_number=4)
-    folded = (
-        2 * len(layout.blocks) * shape.linear.state * shape.linear.key_dim
-    )  # the maps of all blocks, in order
+    # The maps of all blocks, in order.
+    folded = 2 * len(layout.blocks) * shape.linear.state * shape.linear.key_dim
     for predicted, (rule, *_, received, kv_bytes) in zip(
         cost(shape, method, layout), measured, strict=True
     ):

@@ -133,9 +133,8 @@ def test_a_digest_covers_all_that_is_asked():
     ]
     digests = [digest_of([Sample(**{**base, **change})]) for change in ({}, *other)]
     assert len(set(digests)) == 5
-    assert (
-        digest_of([Sample(**{**base, "videos": (Path("y/v.mp4"),)})]) == digests[0]
-    )  # moved, but the same
+    # Moved, but the same.
+    assert digest_of([Sample(**{**base, "videos": (Path("y/v.mp4"),)})]) == digests[0]
 
 
 # ---- subtitles ----

@@ -197,9 +197,8 @@ def test_a_question_may_be_about_several_files(clips, prompts, tmp_path):
         json.dumps({**files, "question": "how many letters are shown", "answer": 7})
     )
     (record,) = ask(tmp_path, tmp_path / "r.jsonl", "--hosts", 2, "--method", "apbv").values()
-    assert record["figures"]["num_video_tokens"] == 4 * (
-        16 + 16 + 1
-    )  # of each shot, and of the picture
+    # Of each shot, and of the picture.
+    assert record["figures"]["num_video_tokens"] == 4 * (16 + 16 + 1)
     assert [Path(name).name for name in prompts[0]["video"]] == ["clip-0.mp4", "clip-1.mp4"]
 
 

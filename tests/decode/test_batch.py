@@ -212,9 +212,8 @@ def test_a_step_that_fails_may_be_taken_again(monkeypatch, failing):
     for _ in range(3):
         batch.step()
     with monkeypatch.context() as patch:
-        patch.setattr(
-            last.kv, "make_room", lambda count: torch.empty(-1)
-        )  # a RuntimeError, as of an allocator
+        # A RuntimeError, as of an allocator.
+        patch.setattr(last.kv, "make_room", lambda count: torch.empty(-1))
         owner = "apbv.decode.batch" if failing == "choose_each" else "apbv.decode.batch_steps"
         patch.setattr(f"{owner}.{failing}", lambda *args, **kwargs: 1 / 0)
         with pytest.raises(ZeroDivisionError):

@@ -47,9 +47,8 @@ def test_still_scenes_stand_and_moving_ones_move():
         for seed in range(8):
             shots = tuple(clips.Shot(seed, scene, age) for age in range(2))
             frames = clips.render(clips.ClipSpec(shots, grid)).astype(int)
-            assert not np.array_equal(
-                frames[:2], frames[2:]
-            )  # a scene goes on where its last shot ended
+            # A scene goes on where its last shot ended.
+            assert not np.array_equal(frames[:2], frames[2:])
             # Smoothed, so that the noise over every frame does not count as motion.
             blocks = frames.reshape(4, grid * 7, 4, grid * 7, 4, 3).mean((2, 4))
             differences.setdefault(scene, []).append(

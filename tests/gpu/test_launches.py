@@ -108,9 +108,8 @@ def token_events(layers: int, temperature: float) -> Events:
         generate_tokens(
             answer_by(decoder, state, sampling, on_token=lambda token: gpu.mark("token"))
         )
-    return list(gpu.events.between("token"))[
-        -4
-    ]  # behind the first steps, and before those that end the answer
+    # Behind the first steps, and before those that end the answer.
+    return list(gpu.events.between("token"))[-4]
 
 
 @cache

@@ -109,9 +109,8 @@ def test_simulated_hosts_wait_for_the_gpu_at_the_end_only():
 
         simulated = simulate(2, job, device="cuda:0", network=Network(latency=0.1))
     marks = [place for place, event in enumerate(gpu.events) if event.kind == "mark"]
-    prefilling = Events(
-        gpu.events[marks[0] : marks[2]]
-    )  # from the first host's beginning to the first end
+    # From the first host's beginning to the first end.
+    prefilling = Events(gpu.events[marks[0] : marks[2]])
     assert prefilling.num_launches > 100 and not prefilling.of("wait"), prefilling.waits
     assert simulated[0][:2] == simulated[1][:2]
     # Two layers gather passing blocks and the question's state, in two steps each.

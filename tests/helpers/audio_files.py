@@ -45,9 +45,8 @@ def write(
             frames = out.add_stream("libx264", rate=fps)
             frames.height, frames.width, frames.pix_fmt = *size, "yuv420p"
             frames.codec_context.gop_size = 10
-            frames.options = {
-                "x264-params": "asm=0"
-            }  # with its assembly, x264 does not always write the same file
+            # With its assembly, x264 does not always write the same file.
+            frames.options = {"x264-params": "asm=0"}
         track = out.add_stream(codec, rate=rate, layout=layout)
         if not parts:
             out.start_encoding()

@@ -74,9 +74,8 @@ def build_tokenizer(family: str) -> tf.PreTrainedTokenizerFast:
     """A byte-level tokenizer (one token a byte) with the special tokens of every family."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
-    backend.normalizer = (
-        normalizers.NFC()
-    )  # as Qwen2Tokenizer, which AutoTokenizer puts in for qwen2
+    # As Qwen2Tokenizer, which AutoTokenizer puts in for qwen2.
+    backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(
@@ -141,9 +140,8 @@ def build_processor(family: str):
         )
     processor = getattr(tf, f"{classes['name']}Processor")(**parts)
     if family == OMNI:
-        processor.videos_kwargs = {
-            "size": own["video"]["size"]
-        }  # of its own it makes 128 tokens of a frame at least
+        # Of its own it makes 128 tokens of a frame at least.
+        processor.videos_kwargs = {"size": own["video"]["size"]}
     return processor
 
 
@@ -218,9 +216,8 @@ def build_config(
     is_glm = family.startswith("glm4")
     own = deepcopy(_OWN[family])
     if is_glm or family in ("qwen2_vl", "qwen2_5_vl", OMNI, *_QWEN3_ALIKE):
-        section = {
-            "mrope_section": [2, 3, 3]
-        }  # halves of the rotary dimensions: time, height, width
+        # Halves of the rotary dimensions: time, height, width.
+        section = {"mrope_section": [2, 3, 3]}
         if family in _QWEN3_ALIKE:
             section = {"mrope_section": [4, 2, 2], "mrope_interleaved": True}
         if family in HYBRID_FAMILIES:

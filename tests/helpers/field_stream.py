@@ -57,9 +57,8 @@ def _parameters(scaling: bool) -> bytes:
         for step in range(16):
             sps.ue(1 if step else 15)  # +1 each, from 8 + 8
         sps.u(1, 1).ue(16).u(6, 0)  # -8: the second is the default one
-    sps.ue(0, 0, 0, 1).u(1, 0).ue(WIDTH // 16 - 1, HEIGHT // 32 - 1).u(1, 0).u(
-        1, 0
-    )  # fields or frames, no MBAFF
+    # Fields or frames, no MBAFF.
+    sps.ue(0, 0, 0, 1).u(1, 0).ue(WIDTH // 16 - 1, HEIGHT // 32 - 1).u(1, 0).u(1, 0)
     sps.u(1, 1).u(1, 0).u(1, 0)
     pps = (
         _Bits()

@@ -55,9 +55,8 @@ def omni_batch(videos: Sequence[str] = (), sounds: Sequence[str] = (), heard: bo
             }
     audio += [plain_samples(path) for path in sounds]
     if audio:
-        longest = max(
-            map(len, audio)
-        )  # what is longer than the feature extractor's 8 seconds would be cut
+        # What is longer than the feature extractor's 8 seconds would be cut.
+        longest = max(map(len, audio))
         arguments |= {"audio": audio, "audio_kwargs": {"max_length": max(longest, 8 * RATE)}}
     return dict(processor(text=[text], return_tensors="pt", **arguments))
 

@@ -94,9 +94,8 @@ class DenseOracle:
             visible[:, block[0] : block[-1] + 1, block[0] : block[-1] + 1] = True
             for kv_head in range(key.shape[1]):
                 best = self.scores(query, key, block, kv_head, group, scale)
-                best = best.argsort(descending=True, stable=True)[
-                    : self.num_passed
-                ]  # of equal keys the earlier
+                # Of equal keys the earlier.
+                best = best.argsort(descending=True, stable=True)[: self.num_passed]
                 passed[kv_head, torch.tensor(block)[best]] = True
         visible[:, self.query_start :] = True
         if self.separate_query:

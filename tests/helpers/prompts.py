@@ -20,9 +20,8 @@ from support.simulated import share_weights
 from video_files import decode_all
 
 ALL_FAMILIES = VIDEO_FAMILIES + TEXT_FAMILIES
-ATTENDING = tuple(
-    family for family in ALL_FAMILIES if family not in HYBRID_FAMILIES
-)  # in all layers
+# In all layers.
+ATTENDING = tuple(family for family in ALL_FAMILIES if family not in HYBRID_FAMILIES)
 EXAMPLES = ("qwen2_5_vl", "llama")  # one video and one text family, where others add nothing
 UNCOMPRESSED = 10**6
 

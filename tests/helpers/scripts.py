@@ -122,9 +122,8 @@ def script_job(
     """The script's main process, with an output of its own."""
     if place is not None:
         as_torchrun_starts(*place)
-    signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # which is ignored below a shell's background job
+    # Which is ignored below a shell's background job.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     for number, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(output.with_suffix(f".{name}"), os.O_WRONLY | os.O_CREAT), number)
         setattr(

@@ -112,10 +112,8 @@ def _flexprefill(q: Tensor, k: Tensor, scale: float, sparse: SparseConfig) -> li
     last = range(max(0, len(q) - sparse.block_size), len(q))
     q_means, k_means = ([rows.mean(dim=0) for rows in states.split(block)] for states in (q, k))
     number = len(q_means)
-    columns, diagonals = (
-        [0.0] * len(q),
-        [0.0] * len(q),
-    )  # of tokens; a diagonal by how far behind it is
+    # Of tokens; a diagonal by how far behind it is.
+    columns, diagonals = ([0.0] * len(q), [0.0] * len(q))
     for row in last:
         for key, share in enumerate((k[: row + 1] @ q[row] * scale).softmax(dim=0).tolist()):
             columns[key] += share / len(last)

@@ -182,9 +182,8 @@ def transformers_job(hosts: HostGroup, rank: int) -> float:
     """One host of two processes: an exchange of transformers."""
     total = torch.tensor([1.0 + rank])
     with hosts.collective_stage("prefill"):
-        time.sleep(
-            9.0 * rank
-        )  # longer than any wait without a sign of work, the back end's own included
+        # Longer than any wait without a sign of work, the back end's own included.
+        time.sleep(9.0 * rank)
         dist.all_reduce(total, group=hosts.tensor_parallel_mesh().get_group())
     hosts.close()
     return total.item()

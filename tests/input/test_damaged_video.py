@@ -62,9 +62,8 @@ def test_first_frame_destroyed(tmp_path):
     path = encode(tmp_path / "b.mp4")
     at, size, *_ = packets_of(path)[0]
     info = probe(overwrite(path, tmp_path / "a.mp4", at, b"\0" * size))
-    assert np.array_equal(
-        read_frames(info, range(info.num_frames)), decode_all(path)[10:]
-    )  # the groups that begin
+    # The groups that begin.
+    assert np.array_equal(read_frames(info, range(info.num_frames)), decode_all(path)[10:])
 
 
 @each_choice(suffix=["mp4", "mkv", "avi"], length=[1, 60])

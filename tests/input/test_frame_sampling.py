@@ -72,9 +72,8 @@ def test_fps_takes_the_nearest_frames(ms, fps):
 def test_fps_examples():
     info = info_at([i / 25 for i in range(250)])
     assert sample_fps(info, 1) == list(range(0, 250, 25))
-    assert sample_fps(info, 2) == sorted(
-        [*range(0, 250, 25), *range(12, 250, 25)]
-    )  # ties to the earlier
+    # Ties to the earlier.
+    assert sample_fps(info, 2) == sorted([*range(0, 250, 25), *range(12, 250, 25)])
     assert sample_fps(info, 25) == sample_fps(info, 1e9) == list(range(250))
     ties = [
         min(range(250), key=lambda i: abs(Fraction(i, 25) - Fraction(k, 10))) for k in range(100)

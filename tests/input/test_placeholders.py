@@ -63,9 +63,8 @@ QUESTIONS = ["What happens?", "", "  two  spaces,\n\n\ttabs   and é日 ", "\n \
 def test_a_video(family, question, device):
     """Qwen3-VL has times between its frames, InternVL wraps each one, LLaVA-OneVision adds a
     newline."""
-    device = (
-        "cpu" if family == "video_llama_3" else device
-    )  # its own compares pixels, see test_repeats.py
+    # Its own compares pixels, see test_repeats.py.
+    device = "cpu" if family == "video_llama_3" else device
     output, expected = both(family, prompt(family, " ", VIDEO, question), **video(7, device))
     require_equal(output, expected)
     assert output["input_ids"].shape[1] > 20

@@ -110,9 +110,8 @@ def test_where_a_chats_question_begins():
     chat = [turn("user", "q q"), turn("assistant", "a"), turn("user", " q", "q ")]
     question = Question(messages=chat)
     prompt = reader.render(question)
-    assert (
-        prompt.text[prompt.query_char :] == "q\nq>"
-    )  # the last one, though the template has trimmed it
+    # The last one, though the template has trimmed it.
+    assert prompt.text[prompt.query_char :] == "q\nq>"
     inputs, _ = reader.read(prompt, [], HOSTS, StageTimer(HOSTS))
     assert reader.tokenizer.decode(inputs.input_ids[0, inputs.query_start :]) == "q\nq>"
     altered = reader.render(replace(question, messages=[*chat[:2], turn("user", "q", "lost")]))

@@ -141,11 +141,8 @@ def test_a_part_at_a_variable_rate_has_the_files_own_times(tmp_path):
         27,
         28,
     ]
-    assert frames_of(path, {"video_start": 1.7, "fps": 0.1}) == [
-        25,
-        29,
-        30,
-    ]  # nearest to 0, 10 and 20 s after it
+    # Nearest to 0, 10 and 20 s after it.
+    assert frames_of(path, {"video_start": 1.7, "fps": 0.1}) == [25, 29, 30]
     reader = reader_of("qwen2_5_vl")
     prompt, videos = sample(
         reader, chat((path, {"video_start": 1.7, "video_end": 19.1, "nframes": 4}))

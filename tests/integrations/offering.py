@@ -56,9 +56,8 @@ class Tickets:
     def take(self, name: str) -> dict:
         """The ``kv_transfer_params`` of a request."""
         params = self._left[name].pop()
-        (self._folder / TICKETS).write_text(
-            json.dumps(self._left)
-        )  # for whoever comes after this process
+        # For whoever comes after this process.
+        (self._folder / TICKETS).write_text(json.dumps(self._left))
         return params
 
     def ended(self, params: dict) -> str:

@@ -37,9 +37,8 @@ RIGHT_ANSWER = "X J P H E L"
 ONE_VIDEO = ["--limit-mm-per-prompt", '{"video": 1, "image": 0}']
 WAITING = "apbv:kv_offers_waiting"
 FETCHED = 'apbv:kv_transfers_total{how="fetched"}'
-PROMPT = [
-    (7 * i * i + 3 * i) % 251 for i in range(400)
-]  # of the text model, whose tokens are bytes
+# Of the text model, whose tokens are bytes.
+PROMPT = [(7 * i * i + 3 * i) % 251 for i in range(400)]
 
 Ask = Callable[[Service], str | list[int]]
 

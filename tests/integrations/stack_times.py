@@ -129,10 +129,8 @@ def main(options: argparse.Namespace) -> None:
 
                 def ask(client, number: int, num_tokens: int = num_tokens):
                     prompt = [number, *((7 * i * i) % 251 for i in range(num_tokens - 1))]
-                    extra = {
-                        "ignore_eos": True,
-                        "return_token_ids": True,
-                    }  # every token gives a chunk
+                    # Every token gives a chunk.
+                    extra = {"ignore_eos": True, "return_token_ids": True}
                     return client.completions.create(
                         model="text",
                         prompt=prompt,

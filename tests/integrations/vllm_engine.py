@@ -51,9 +51,8 @@ class Server:
         self.engine = self.llm.llm_engine
         self._log = BufferingHandler(10**6)
         self.said = ""
-        logging.getLogger("vllm.apbv").addHandler(
-            self._log
-        )  # only now: vLLM sets its loggers up when it starts
+        # Only now: vLLM sets its loggers up when it starts.
+        logging.getLogger("vllm.apbv").addHandler(self._log)
 
     def run(self, *requests: dict, num_new: int = NUM_NEW) -> list[list[int] | str]:
         """Each request's tokens, or, where vLLM ended it with an error, what the log says."""

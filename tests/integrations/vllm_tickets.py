@@ -154,9 +154,8 @@ def check_reused_buffers() -> None:
     thread.start()
     found = []
     while len(found) < 8:
-        wait_for(
-            lambda: len(fetch.arrived) == 2 or not thread.is_alive()
-        )  # as far ahead as it goes
+        # As far ahead as it goes.
+        wait_for(lambda: len(fetch.arrived) == 2 or not thread.is_alive())
         keys, _ = fetch.take()
         found.append(keys.unique().tolist())
     thread.join()

@@ -111,12 +111,10 @@ def test_kv_that_nobody_fetches_expires(offers, ended, clock):
     del layers
     for seconds in (999, 999, 3):
         clock(seconds)
-        offers.drop(
-            offer(offers, made_up()).transfer
-        )  # so that the clock's thread looks at the time
-        assert (
-            seconds == 3 or len(fetch(ticket)) == 2
-        )  # just in time, and that gives as much time again
+        # So that the clock's thread looks at the time.
+        offers.drop(offer(offers, made_up()).transfer)
+        # Just in time, and that gives as much time again.
+        assert seconds == 3 or len(fetch(ticket)) == 2
     wait_for(lambda: (ticket.transfer, "expired", ticket.num_bytes) in ended)
     assert is_free(memory)
     with pytest.raises(StorageError, match=f"the KV of transfer {ticket.transfer} has expired"):

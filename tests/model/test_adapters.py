@@ -113,9 +113,8 @@ def test_an_adapter_brings_its_own_tokenizer_or_processor(checkpoints, saved, tm
         assert Engine.from_pretrained(path).processor.chat_template == processor.chat_template
         tokenizer = getattr(processor, "tokenizer", processor)
         processor.chat_template = tokenizer.chat_template = template
-        tokenizer.save_pretrained(
-            path
-        )  # which is not yet the processor of a model that reads videos
+        # Which is not yet the processor of a model that reads videos.
+        tokenizer.save_pretrained(path)
         assert (Engine.from_pretrained(path).processor.chat_template == template) == (
             family == "llama"
         )

@@ -224,9 +224,8 @@ def tokens_job(hosts: HostGroup, family: str, path: str, saved: str) -> tuple:
     dtype = inspect_model(engine.model).dtype
     keys = None if cache is None else cache.layers[0].keys.dtype
     tokens = [engine.decode(each, max_new_tokens=6).token_ids for each in (state, again)]
-    assert (
-        engine.parts.weights_digest() == before
-    )  # though bitsandbytes packs weights anew when it is first run
+    # Though bitsandbytes packs weights anew when it is first run.
+    assert engine.parts.weights_digest() == before
     return tokens, dtype, keys
 
 

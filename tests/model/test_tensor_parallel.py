@@ -105,9 +105,8 @@ def test_it_is_what_whole_hosts_compute(
         assert share["place"] == divmod(process, 2)
         torch.testing.assert_close(share["logits"], whole["logits"], **CLOSE)
         assert share["tokens"] == whole["tokens"]
-        assert (
-            abs(share["elements"] / whole["elements"] - 0.5) < 0.01
-        )  # 269 rows of the embedding do not halve
+        # 269 rows of the embedding do not halve.
+        assert abs(share["elements"] / whole["elements"] - 0.5) < 0.01
         stats = share["stats"]
         assert (stats["hosts"], stats["tensor_parallel_size"]) == (num_hosts, 2)
         assert len(stats["comm_bytes"]) == len(stats["peak_memory_bytes"]) == len(shares)

@@ -21,9 +21,8 @@ SCALE = 0.3
 def by_definition(name, q_query, k_block):
     """In fp64."""
     length = k_block.shape[2]
-    q = torch.nn.functional.pad(
-        q_query.double(), (0, 0, length, 0)
-    )  # the question comes after the block
+    # The question comes after the block.
+    q = torch.nn.functional.pad(q_query.double(), (0, 0, length, 0))
     group = q.shape[1] // KV_HEADS
     oracle = DenseOracle(0, length, 1, 0, importance=name)
     scores = [

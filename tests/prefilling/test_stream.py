@@ -196,9 +196,8 @@ def test_what_runs_ahead_runs_one_ahead_and_ends_with_its_user():
         assert next(running) == number
         go_on.release()
     running.close()
-    assert (
-        ended.is_set() and len(made) <= 4
-    )  # the one in use and the one after it; nobody asked for more
+    # The one in use and the one after it; nobody asked for more.
+    assert ended.is_set() and len(made) <= 4
 
 
 @pytest.mark.parametrize(

@@ -169,10 +169,8 @@ def test_several_prompts_are_answered_as_each_alone(app):
     streamed = chunks(post(app, RAW, **fields, prompt=prompts, **in_pieces))
     alone = [post(app, RAW, **fields, prompt=prompt).json() for prompt in prompts]
     for choice in (choice for reply in (together, *alone) for choice in reply["choices"]):
-        (
-            choice["logprobs"].pop("token_logprobs"),
-            choice["logprobs"].pop("top_logprobs"),
-        )  # rounding differs
+        # Rounding differs.
+        (choice["logprobs"].pop("token_logprobs"), choice["logprobs"].pop("top_logprobs"))
     expected = [choice for reply in alone for choice in reply["choices"]]
     assert together["choices"] == [
         {**choice, "index": index} for index, choice in enumerate(expected)

@@ -155,10 +155,8 @@ def hand_over_job(hosts: HostGroup) -> list[tuple[type, str, bool]]:
     afterwards."""
     engine = Engine.from_pretrained("demo", hosts=hosts, dtype="float32")
     told = []
-    content = [
-        {"type": "video", "file": 0},
-        {"type": "text", "text": "x"},
-    ]  # long enough for both hosts
+    # Long enough for both hosts.
+    content = [{"type": "video", "file": 0}, {"type": "text", "text": "x"}]
     asked = {"messages": [{"role": "user", "content": content}], "num_frames": 32}
     order = Order(asked, ["clip"], SamplingParams(max_new_tokens=1), hands_over=True)
     with Offers(hosts) as offers:

@@ -228,9 +228,8 @@ def picture(width: int, height: int, format: str = "PNG", **options) -> bytes:
 
 
 def test_images_and_frames_are_counted_together_before_any_is_decoded(app):
-    file = (
-        io.BytesIO()
-    )  # a GIF of a few bytes, whose one frame is much smaller than the canvas that is decoded
+    # A GIF of a few bytes, whose one frame is much smaller than the canvas that is decoded.
+    file = io.BytesIO()
     Image.new("P", (1, 1)).save(file, "GIF")
     gif = file.getvalue()[:6] + struct.pack("<HH", 4000, 4000) + file.getvalue()[10:]
     images = [encoded(gif)] * 3

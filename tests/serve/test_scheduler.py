@@ -189,9 +189,8 @@ def test_who_waits_for_room_goes_on_when_there_is_some():
 def test_kv_that_waits_to_be_fetched_counts_until_it_has_ended():
     books = scheduler(max_tokens=100)
     handed = ready(books, 80, 20, hands_over=True)
-    assert (
-        books.take(0) is handed and figure(books, "kv_cache_bytes") == 8 * 80
-    )  # its answer is decoded elsewhere
+    # Its answer is decoded elsewhere.
+    assert books.take(0) is handed and figure(books, "kv_cache_bytes") == 8 * 80
     next_one = ready(books, 20, 10)
     books.hold_offer("a transfer", 8 * 80)
     leave(books, handed)

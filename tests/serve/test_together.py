@@ -61,9 +61,8 @@ def running(server: Server, **options):
     with server.http.stream("POST", f"{server.url}/chat/completions", json=body) as reply:
         lines = reply.iter_lines()
         next(lines)
-        yield lambda count=1: [
-            next(lines) for _ in range(2 * count)
-        ]  # behind every event is an empty line
+        # Behind every event is an empty line.
+        yield lambda count=1: [next(lines) for _ in range(2 * count)]
 
 
 def wait_until_idle(server: Server) -> None:

@@ -341,9 +341,8 @@ def test_a_draft_is_dropped_at_a_batch_size_and_comes_back_at_a_smaller_one_or_l
     drafted, last = rounds(4, 9)
     assert last is None and drafted == [16, 0, 0, 0, 16, 16, 16]
     assert rounds(1, 9)[1] == [4]
-    seconds[4] = lambda count: (
-        4 + 0.5 * count
-    )  # now the target is slower, whose contexts have grown
+    # Now the target is slower, whose contexts have grown.
+    seconds[4] = lambda count: 4 + 0.5 * count
     assert any(pace(4).windows([0.7] * 4) for _ in range(2000)) and any(rounds(4, 9)[1])
     assert Pace(3, size=2).windows([0.1, 0.1]) == [3, 3]
 

@@ -110,9 +110,8 @@ def test_greedy_verification():
 
 def test_rows_that_differ_by_rounding_alone_or_are_not_finite():
     q = torch.tensor([[0.5, 0.5]], dtype=torch.float64)
-    p = torch.tensor(
-        [[0.5 - 2.0**-54, 0.5]], dtype=torch.float64
-    )  # nowhere more than q: drawn from p itself
+    # Nowhere more than q: drawn from p itself.
+    p = torch.tensor([[0.5 - 2.0**-54, 0.5]], dtype=torch.float64)
     for number, token in ((0.1, 0), (0.9, 1)):
         assert verify_sampled([0], q, p, [1 - 2.0**-53], [number]) == Verdict(0, token)
     p = torch.tensor([[0.5, 0.5], [torch.nan, torch.nan], [0.5, 0.5]], dtype=torch.float64)
@@ -121,8 +120,7 @@ def test_rows_that_differ_by_rounding_alone_or_are_not_finite():
         with pytest.raises(NotFiniteError):
             verify_sampled(drafted, None, rows, [0.1, 0.0], [0.0, 0.0, 0.0])
     assert verify_sampled([0], None, p[:1], [0.1], [0.0]) == Verdict(1, None)
-    unknown = torch.full(
-        (1, 1), torch.nan, dtype=torch.float64
-    )  # of a draft: the token is rejected, and p drawn from
+    # Of a draft: the token is rejected, and p drawn from.
+    unknown = torch.full((1, 1), torch.nan, dtype=torch.float64)
     for number, token in ((0.1, 0), (0.9, 1)):
         assert verify_sampled([0], unknown, p[:1], [0.0], [number]) == Verdict(0, token)

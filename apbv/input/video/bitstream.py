@@ -38,9 +38,8 @@ class PacketReader:
     def __init__(self, codec: str, extradata: bytes | None):
         self._codec, self.most_pixels, data = codec, 0, bytes(extradata or b"")
         self.refreshes = self.has_fields = False
-        self._frame_nums: dict[
-            int, tuple[int, bool, bool]
-        ] = {}  # by sequence parameter set: see _read_sps
+        # By sequence parameter set: see _read_sps.
+        self._frame_nums: dict[int, tuple[int, bool, bool]] = {}
         self._sets: dict[int, int] = {}  # of each picture parameter set its sequence parameter set
         self._field: tuple[int, int] | None = (
             None  # number and parity of the field that waits for its second

@@ -65,9 +65,8 @@ def settle(times: Sequence[int | None]) -> tuple[np.ndarray, np.ndarray, int] | 
         here = known[1:-1]
         after = known[2:]
         fits = np.ones(len(known), bool)
-        fits[0] = (
-            len(known) < 3 or known[0] <= known[1] or known[1] > known[2]
-        )  # no recording of one frame
+        # No recording of one frame.
+        fits[0] = len(known) < 3 or known[0] <= known[1] or known[1] > known[2]
         fits[1:-1] = ~((before <= after) & ((here < before) | (here > after)))
         places = places[fits]
         known = known[fits]

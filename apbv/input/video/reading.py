@@ -128,9 +128,8 @@ def read_frames(info: VideoInfo, indices: Sequence[int], threads: int = 0) -> np
     The result is bit-equal to decoding the whole file and picking the frames. Arguments and errors
     are those of :func:`iter_frames`, of which this is the only chunk.
     """
-    chunks = list(
-        iter_frames(info, indices, max(len(indices), 1), threads)
-    )  # all: an error may follow
+    # All: an error may follow.
+    chunks = list(iter_frames(info, indices, max(len(indices), 1), threads))
     return chunks[0] if chunks else np.empty((0, info.height, info.width, 3), np.uint8)
 
 
@@ -190,9 +189,8 @@ def plan_runs(info: VideoInfo, wanted: Sequence[int]) -> list[range]:
     if not len(info.pts) or not wanted:
         return [range(len(wanted))] * bool(wanted)
     keys = _keys_of(info, wanted)
-    starts = np.searchsorted(
-        info.pts, info.keys[keys, 0]
-    ).tolist()  # the frames with which their groups begin
+    # The frames with which their groups begin.
+    starts = np.searchsorted(info.pts, info.keys[keys, 0]).tolist()
     cuts = [0]
     for place in range(1, len(wanted)):
         is_long = starts[place] >= starts[cuts[-1]] + _FRAMES_PER_RUN
@@ -329,9 +327,8 @@ def _decoded(
     try:
         for _ in range(min(threads, len(runs))):
             arguments = (info, wanted, todo, chunks, at_work)
-            workers.append(
-                threading.Thread(target=_work, args=arguments, daemon=True)
-            )  # no exit waits for it
+            # No exit waits for it.
+            workers.append(threading.Thread(target=_work, args=arguments, daemon=True))
             workers[-1].start()
         yield from chunks
         for worker in workers:

@@ -125,9 +125,8 @@ class ApbvMethod(PrefillMethod):
             q = _rows(states.q, rows)
             # Selected blocks are computed during the transfer of the passing block.
             own = self.attend_within(q, states.pair(rows), states.scale)
-            sees_anchor = (
-                block > 0 or not self.layout.anchor_copy
-            )  # which no block that begins the prompt sees
+            # Which no block that begins the prompt sees.
+            sees_anchor = block > 0 or not self.layout.anchor_copy
             segments = [states.pair(self._anchor if sees_anchor else range(0))]
             segments += self._passing_segments(block, sent)
             others = self.attend(q, segments, states.scale, causal_last=False)

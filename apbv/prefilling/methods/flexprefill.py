@@ -67,9 +67,8 @@ def flexprefill_blocks(
     is_aware = _divergence(estimated, in_columns).sqrt() < config.divergence
 
     columns = _best_lines(columns, in_columns, is_aware, config)
-    diagonals = _best_lines(
-        diagonals, in_diagonals.flip(2), is_aware, config
-    )  # from here on the nearest first
+    # From here on the nearest first.
+    diagonals = _best_lines(diagonals, in_diagonals.flip(2), is_aware, config)
     places = torch.arange(keys.shape[2], device=q.device)
     behind = places[:, None] - places  # distance of a block of keys before one of queries
     lines = columns[:, :, None] | diagonals[:, :, behind.clamp_min(0)]

@@ -78,11 +78,8 @@ def why_wrong(
     Raises:
         HostError: another host did not come to the ring.
     """
-    heads, scale, randn = (
-        2,
-        head_dim**-0.5,
-        drawn_numbers(device, dtype),
-    )  # every host draws the whole problem
+    # Every host draws the whole problem.
+    heads, scale, randn = (2, head_dim**-0.5, drawn_numbers(device, dtype))
     rows = 2 * hosts.size * _CHUNK
     q, k, v = (randn(1, rows, count, head_dim) for count in (heads * groups, heads, heads))
     chunks = (hosts.rank, 2 * hosts.size - 1 - hosts.rank)

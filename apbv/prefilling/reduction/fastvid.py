@@ -177,9 +177,8 @@ def _merged(flat: Tensor, hidden_size: int, anchors: Tensor, others: Tensor, siz
         size
     ):  # a long segment has more similarities than fit in memory
         tokens = flat[some].float()
-        nearest = (tokens[:, :hidden_size] @ targets.T).argmax(
-            dim=-1
-        )  # whatever the tokens' own lengths
+        # Whatever the tokens' own lengths.
+        nearest = (tokens[:, :hidden_size] @ targets.T).argmax(dim=-1)
         sums.index_add_(0, nearest, tokens)
         counts.index_add_(0, nearest, counts.new_ones(len(some), 1))
     own = flat[anchors].float()

@@ -47,9 +47,8 @@ def make_needles(
     needle = partial(_TEXTS["needle"].format, kind=kind)
     needles = [needle(key=key, value=value) for key, its in by_key.items() for value in its]
     rng.shuffle(needles)
-    most = (
-        budget.tokens if haystack == "noise" else budget.tokens // 8
-    )  # tokens of a longer sentence
+    # Tokens of a longer sentence.
+    most = budget.tokens if haystack == "noise" else budget.tokens // 8
     drawn = []
     if haystack == "needles":  # without the keys and values of those that count
         avoided = {*keys, *values}

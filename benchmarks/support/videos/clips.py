@@ -73,9 +73,8 @@ def _frames_of_file(spec: ClipSpec) -> Iterator[av.VideoFrame]:
         with av.open(str(spec.source)) as file:
             for frame in file.decode(file.streams.video[0]):
                 frame = frame.reformat(spec.width, spec.height, "yuv420p")
-                frame.pict_type = (
-                    PictureType.NONE
-                )  # else the encoder makes keyframes of the file's own
+                # Else the encoder makes keyframes of the file's own.
+                frame.pict_type = PictureType.NONE
                 yield frame
 
 
@@ -97,9 +96,8 @@ def _drawn_frames(spec: ClipSpec) -> Iterator[av.VideoFrame]:
         top = _on_a_curve(seconds / 5, height * 3 // 4)
         left = _on_a_curve(seconds / 7, width * 3 // 4)
         luma[top:, left:][: height // 4, : width // 4] = object_
-        luma += grains[
-            rng.integers(_GRAINS)
-        ]  # wraps around nowhere: textures keep clear of 0 and 255
+        # Wraps around nowhere: textures keep clear of 0 and 255.
+        luma += grains[rng.integers(_GRAINS)]
         chroma = [
             c[y // 2 :, x // 2 :][: height // 2, : width // 2].reshape(-1, width) for c in colours
         ]
@@ -210,7 +208,5 @@ READERS = {
     "torchcodec": read_with_torchcodec,
     "pyav": read_with_pyav,
 }
-PACKAGES = {
-    "opencv": "opencv-python-headless",
-    "pyav": "av",
-}  # as which they are installed, where that differs
+# As which they are installed, where that differs.
+PACKAGES = {"opencv": "opencv-python-headless", "pyav": "av"}

@@ -48,9 +48,8 @@ class ProcessGroupNCCL(dist.ProcessGroupGloo):
 
     def __init__(self, store, rank: int, size: int, options: "ProcessGroupNCCL.Options"):
         super().__init__(store, rank, size, options._timeout)
-        self._made.append(
-            self
-        )  # what is held in C++ alone is no more than gloo's, when it comes back
+        # What is held in C++ alone is no more than gloo's, when it comes back.
+        self._made.append(self)
 
     def abort(self) -> None:
         """Do nothing: gloo's exchanges end by their limits."""
@@ -68,9 +67,8 @@ class Nccl:
 
     def __init__(self, machine: Machine):
         self.machine = machine
-        self._works: dict[
-            int, tuple
-        ] = {}  # under way: the Work, its name, number, group and thread
+        # Under way: the Work, its name, number, group and thread.
+        self._works: dict[int, tuple] = {}
         self._users: dict[str, Counter] = {}  # of each group: exchanges under way, by thread
         self._number = 0
 

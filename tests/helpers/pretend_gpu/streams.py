@@ -93,16 +93,14 @@ class Streams:
     def __init__(self) -> None:
         self._local = threading.local()
         self._position = Counter()
-        self._known: dict[
-            int, Moment
-        ] = {}  # of each stream: the points of others that it comes behind
+        # Of each stream: the points of others that it comes behind.
+        self._known: dict[int, Moment] = {}
         self._host = Moment()
         self._uses: dict[int, _Uses] = {}
         self._later: list[tuple[int, int, Callable[[], None]]] = []
         self._shared: dict[int, tuple[StorageWeakRef, _Uses]] = {}  # memory with strangers
-        self._pool: list[
-            tuple[int, int, int]
-        ] = []  # GPU, priority and place in the pool of the streams in use
+        # GPU, priority and place in the pool of the streams in use.
+        self._pool: list[tuple[int, int, int]] = []
         self.num_taken = Counter()  # of a GPU's pool of a priority
 
     def take(self, device: int, priority: int) -> int:
