@@ -6,6 +6,7 @@ place.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -83,10 +84,25 @@ class Member:
         self.answer = self.kv = None
 
 
-# A step that was queued on the device: its sequences and their tokens.
-Given = tuple[list[Member], Choice]
+@dataclass(frozen=True)
+class QueuedStep:
+    """A step that was queued on the device, and whose tokens the CPU has not read yet.
+
+    Attributes:
+        members: its sequences.
+        choice: the next token of each, in their order.
+    """
+
+    members: list[Member]
+    choice: Choice
+
+    def has_any(self) -> bool:
+        """Return whether a sequence still needs its token."""
+        return not all(member.has_ended for member in self.members)
+
+
 # Waits for the new tokens of each sequence of a step.
-Arriving = Callable[[], list[list[int]]]
+TokenReader = Callable[[], list[list[int]]]
 
 
 class Batch:
@@ -111,9 +127,10 @@ class Batch:
     def __init__(self, parts: ModelParts):
         if obstacle := why_not_together(parts):
             raise ValueError(f"cannot batch answers: {obstacle}")
-        self._parts, self._runner = parts, BatchRunner(parts)
+        self._parts = parts
+        self._runner = BatchRunner(parts)
         self._members: list[Member] = []
-        self._given: Given | None = None  # a step whose tokens have not been read yet
+        self._queued: QueuedStep | None = None
         self._runs_ahead = parts.device.type == "cuda"
         # The few small kernels of a step take precedence over a prefill's waiting kernels.
         self._stream = (
@@ -138,7 +155,8 @@ class Batch:
             raise ValueError("batched decoding needs KV that is gathered on this host")
         if answer.ready is None and self._stream is not None:
             answer.ready = torch.cuda.current_stream(self._parts.device).record_event()
-        self._members.append(member := self._member(answer))
+        member = self._member(answer)
+        self._members.append(member)
         return member
 
     def leave(self, member: Member) -> None:
@@ -170,17 +188,17 @@ class Batch:
                 member for member in self._members if member.kv is not None and not member.tokens
             ]
             if fresh:
-                choice = self._choose(
-                    fresh, torch.stack([member.answer.logits for member in fresh])
-                )
-                chosen = fresh
-                arriving = _fetch(choice)
+                logits = torch.stack([member.answer.logits for member in fresh])
+                choice = self._choose(fresh, logits)
+                stepped = fresh
+                read_tokens = _start_reading(choice)
             else:
-                chosen, arriving = self._advance()
-        for member, new in zip(chosen, arriving(), strict=True):
-            if not member.has_ended:  # as with those that left meanwhile, or ran out of memory
-                member.add(new)
-        advanced = [member for member in self._members if member.has_ended or member in chosen]
+                stepped, read_tokens = self._advance()
+        for member, new_tokens in zip(stepped, read_tokens(), strict=True):
+            # Some may have left meanwhile, or run out of memory.
+            if not member.has_ended:
+                member.add(new_tokens)
+        advanced = [member for member in self._members if member.has_ended or member in stepped]
         self._members = [member for member in self._members if not member.has_ended]
         return advanced
 
@@ -192,58 +210,87 @@ class Batch:
         except Exception as error:  # whose frames, and those of its causes, hold KV
             self._members.pop().end(RuntimeError(describe_error(error)))
 
-    def _advance(self) -> tuple[list[Member], Arriving]:
+    def _advance(self) -> tuple[list[Member], TokenReader]:
         """Queue the next work on the device; return its sequences, and a function that waits for
         their tokens."""
-        if self._given is not None and all(member.has_ended for member in self._given[0]):
-            self._given = None
-        self._given = self._given or self._give()
-        if self._given is None:
+        if self._queued is not None and not self._queued.has_any():
+            self._queued = None
+        if self._queued is None:
+            self._queued = self._queue_step()
+        if self._queued is None:
             return [], list
-        members, choice = self._given
-        arriving = _fetch(choice)
-        # If this raises, the arriving tokens are fetched again.
-        self._given = (
-            self._give(self._given) if self._runs_ahead and self._may_run_ahead() else None
-        )
-        return members, arriving
+        step = self._queued
+        read_tokens = _start_reading(step.choice)
+        # If queueing raises, the step stays in place, and its tokens are read again.
+        following = None
+        if self._runs_ahead and self._may_run_ahead():
+            following = self._queue_step(step)
+        self._queued = following
+        return step.members, read_tokens
 
     def _may_run_ahead(self) -> bool:
-        """Return whether the next step needs none of the arriving tokens on the CPU."""
-        going = (member.answer for member in self._members if not member.has_ended)
-        return not any(answer.sampling.is_constrained for answer in going)
+        """Return whether the next step needs none of the queued tokens on the CPU."""
+        for member in self._members:
+            if not member.has_ended and member.answer.sampling.is_constrained:
+                return False
+        return True
 
-    def _give(self, before: Given | None = None) -> Given | None:
-        """Run the model on every sequence's newest token and choose the next; None if none is
-        needed.
+    def _queue_step(self, previous: QueuedStep | None = None) -> QueuedStep | None:
+        """Run the model on every sequence's newest token and choose the next; None if no sequence
+        needs one.
 
         Args:
-            before: the step whose tokens the CPU does not know yet.
+            previous: the step whose tokens the CPU does not know yet.
         """
-        rows = {} if before is None else {member: row for row, member in enumerate(before[0])}
-        going = [member for member in self._members if member.goes_on and self._has_room(member)]
-        if not going:
+        members = [member for member in self._members if member.goes_on and self._has_room(member)]
+        if not members:
             return None
-        if going == list(rows):
-            ids = before[1].tokens
-        else:
-            known = [member for member in going if member not in rows]
-            ids = [member.tokens[-1] for member in known]
-            if len(known) < len(going):
-                places = rows | {member: len(rows) + i for i, member in enumerate(known)}
-                device = self._parts.device
-                newest = torch.cat([before[1].tokens, to_device(ids, device, torch.int64)])
-                ids = newest[to_device([places[member] for member in going], device)]
-        logits = self._runner.run(ids, [member.kv for member in going])
+        row_of: dict[Member, int] = {}
+        if previous is not None:
+            row_of = {member: row for row, member in enumerate(previous.members)}
+        newest_tokens = self._newest_tokens(members, previous, row_of)
+        logits = self._runner.run(newest_tokens, [member.kv for member in members])
         try:
-            arriving = [
-                ids[row : row + 1] if member in rows else () for row, member in enumerate(going)
+            # Of each sequence the token before, where the CPU does not know it yet.
+            unread = [
+                newest_tokens[row : row + 1] if member in row_of else ()
+                for row, member in enumerate(members)
             ]
-            return going, self._choose(going, logits, arriving)
+            return QueuedStep(members, self._choose(members, logits, unread))
         except Exception:
-            for member in going:  # the same rows are written again
+            # The same rows of KV are written again.
+            for member in members:
                 member.kv.num_run -= 1
             raise
+
+    def _newest_tokens(
+        self, members: list[Member], previous: QueuedStep | None, row_of: dict[Member, int]
+    ) -> Tensor | list[int]:
+        """Return the newest token of every sequence, ``[R]``: on the device where the CPU does not
+        know them all.
+
+        Args:
+            members: the sequences.
+            previous: the step whose tokens the CPU does not know yet.
+            row_of: the rows of that step's sequences.
+        """
+        # All on the device, in order: as in most steps.
+        if previous is not None and members == previous.members:
+            return previous.choice.tokens
+        # All on the CPU.
+        known = [member for member in members if member not in row_of]
+        tokens_of_known = [member.tokens[-1] for member in known]
+        if len(known) == len(members):
+            return tokens_of_known
+        # Some here, some there: the known ones come after the rows of the previous step.
+        device = self._parts.device
+        tokens = torch.cat(
+            [previous.choice.tokens, to_device(tokens_of_known, device, torch.int64)]
+        )
+        rows = dict(row_of)
+        for member in known:
+            rows[member] = len(rows)
+        return tokens[to_device([rows[member] for member in members], device)]
 
     def _has_room(self, member: Member, count: int = 1) -> bool:
         """Make room for a sequence's next rows, or mark it as failed."""
@@ -253,33 +300,42 @@ class Batch:
             member.end(error)
         return not member.has_ended
 
-    def _choose(self, members: Sequence[Member], logits: Tensor, arriving: Sequence = ()) -> Choice:
+    def _choose(
+        self, members: Sequence[Member], logits: Tensor, unread_tokens: Sequence = ()
+    ) -> Choice:
         """Choose the next token of each sequence from its row of logits ``[R, V]``.
 
         Args:
-            arriving: of each the token before, int64 ``[1]``, if the CPU does not know it yet, else
-                nothing.
+            unread_tokens: of each the token before, int64 ``[1]``, if the CPU does not know it yet,
+                else nothing; none at all: all are known.
         """
         answers = [member.answer for member in members]
-        counts = [member.kv.num_run for member in members]
-        places = [answer.prompt_len + count for answer, count in zip(answers, counts, strict=True)]
-        given = logits.split(1)
-        each = zip(answers, given, places, arriving or [()] * len(answers), strict=True)
-        allowed = [answer.allowed(row, [place], before) for answer, row, place, before in each]
-        if any(row is not before for row, before in zip(allowed, given, strict=True)):
-            logits = torch.cat(allowed)
-        choice, _ = choose_each(logits, [answer.sampling for answer in answers], places)
-        for answer, row, token in zip(answers, given, choice.tokens.split(1), strict=True):
+        indices = [member.answer.prompt_len + member.kv.num_run for member in members]
+        logit_rows = logits.split(1)
+
+        # Bias, penalties and grammars.
+        allowed_rows = []
+        for row, answer in enumerate(answers):
+            unread = unread_tokens[row] if unread_tokens else ()
+            allowed_rows.append(answer.allowed(logit_rows[row], [indices[row]], unread))
+        is_changed = any(
+            allowed is not unchanged
+            for allowed, unchanged in zip(allowed_rows, logit_rows, strict=True)
+        )
+        if is_changed:
+            logits = torch.cat(allowed_rows)
+
+        choice, _ = choose_each(logits, [answer.sampling for answer in answers], indices)
+        for answer, row, token in zip(answers, logit_rows, choice.tokens.split(1), strict=True):
             answer.tell_of(row, token)
         return choice
 
     def _take_in(self) -> None:
         """Take the KV of finished prefills; wait for the first if nothing else can run."""
-        for member in [
-            member for member in self._members if member.kv is None and not member.has_ended
-        ]:
+        waiting = [member for member in self._members if member.kv is None and not member.has_ended]
+        for member in waiting:
             answer = member.answer
-            ready = member.answer.ready
+            ready = answer.ready
             if ready is not None and not ready.query():
                 if any(other.kv is not None for other in self._members):
                     continue
@@ -293,18 +349,29 @@ class Batch:
 
     def _own(self, layers: Sequence[GrowingLayer], position: int) -> OwnKV:
         """Take over KV that was computed in another stream."""
-        if self._stream is not None:  # its memory has to last as long as this stream uses it
-            for tensor in (states for layer in layers for states in (layer.keys, layer.values)):
-                tensor.record_stream(self._stream)
+        if self._stream is not None:
+            # Its memory has to last as long as this stream uses it.
+            for layer in layers:
+                layer.keys.record_stream(self._stream)
+                layer.values.record_stream(self._stream)
         return OwnKV(layers, position)
 
 
-def _fetch(choice: Choice) -> Arriving:
-    """Start to copy chosen tokens to the CPU; the returned function waits for them."""
-    read = choice.fetch()
-    return lambda: [
-        [token if is_finite else NO_TOKEN] for token, is_finite in zip(*read(), strict=True)
-    ]
+def _start_reading(choice: Choice) -> TokenReader:
+    """Start to copy chosen tokens to the CPU; the returned function waits for them.
+
+    A row without a token to choose gives :data:`~.answer.NO_TOKEN`.
+    """
+    fetch = choice.fetch()
+
+    def read_tokens() -> list[list[int]]:
+        tokens, are_finite = fetch()
+        return [
+            [token if is_finite else NO_TOKEN]
+            for token, is_finite in zip(tokens, are_finite, strict=True)
+        ]
+
+    return read_tokens
 
 
 def why_not_together(parts: ModelParts) -> str | None:

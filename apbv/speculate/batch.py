@@ -8,8 +8,8 @@ device, and waited for once.
 
 import time
 from collections.abc import Sequence
-from functools import cache, partial
-from itertools import accumulate, islice
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -18,9 +18,9 @@ from torch.nn import functional
 
 from ..config import SpeculativeConfig
 from ..decode.answer import NO_TOKEN, Answer
-from ..decode.batch import Arriving, Batch, Member, PrefilledPrompt
+from ..decode.batch import Batch, Member, PrefilledPrompt, TokenReader
 from ..decode.batch_steps import BatchRunner, OwnKV
-from ..decode.sampling import PURPOSE_DRAFT, NotFiniteError, choose_each
+from ..decode.sampling import PURPOSE_DRAFT, Choice, NotFiniteError, choose_each
 from ..input.request import Request
 from ..model.parts import ModelParts
 from ..transfer import fetch, to_device
@@ -48,10 +48,14 @@ class DraftingMember(Member):
         super().__init__(answer)
         self.draft: Draft | None = None
         self.draft_kv: OwnKV | None = None
-        self.num_copied, self.acceptance, self.stats = 0, Acceptance(), SpeculationStats()
+        self.num_copied = 0
+        self.acceptance = Acceptance()
+        self.stats = SpeculationStats()
 
     def add(self, new: Sequence[int]) -> None:
-        self.stats.num_target_forwards += bool(self.tokens)
+        # The first token comes from the prefill.
+        if self.tokens:
+            self.stats.num_target_forwards += 1
         super().add(new)
 
     def summary(self) -> dict[str, Any]:
@@ -78,18 +82,82 @@ class DraftingMember(Member):
 Windows = dict[DraftingMember, int]  # how many tokens members draft
 
 
-class Drafted(NamedTuple):
+@dataclass(frozen=True)
+class Drafted:
     """Drafted tokens of one answer, on the device.
 
     Attributes:
         tokens: int64 ``[γ]``.
-        shown: int64 ``[γ]``: the tokens; -1 minus it where the draft's logits are NaN or infinite.
+        are_finite: int64 ``[γ]``: 1; 0 where the draft's logits are NaN or infinite.
         q: ``[γ, Vq]``, see :class:`.drafters.Proposal`.
     """
 
     tokens: Tensor
-    shown: Tensor
+    are_finite: Tensor
     q: Tensor | None = None
+
+    @classmethod
+    def nothing(cls, device: torch.device) -> "Drafted":
+        """Return no tokens."""
+        empty = torch.empty(0, dtype=torch.int64, device=device)
+        return cls(empty, empty)
+
+
+@dataclass(frozen=True)
+class RoundResult:
+    """What a round decided about one answer, on the CPU.
+
+    Attributes:
+        num_accepted: how many drafted tokens the target accepted, from the first one on.
+        next_token: the target's own token after them.
+        is_finite: whether the target's logits for it are.
+        drafted: the drafted tokens.
+        draft_is_finite: whether all of the draft's logits were.
+    """
+
+    num_accepted: int
+    next_token: int
+    is_finite: bool
+    drafted: list[int]
+    draft_is_finite: bool
+
+    @property
+    def new_tokens(self) -> list[int]:
+        """The answer's new tokens; :data:`NO_TOKEN` alone if there is none to choose."""
+        if not self.is_finite:
+            return [NO_TOKEN]
+        return [*self.drafted[: self.num_accepted], self.next_token]
+
+    @staticmethod
+    def pack(decisions: Sequence[Tensor], drafted: Sequence[Drafted]) -> Tensor:
+        """Put the results of several answers into one tensor on the device, for a single copy.
+
+        Args:
+            decisions: int64 ``[3]`` of each answer, see :func:`.verify.decide_window`.
+            drafted: of each answer.
+        """
+        tokens = [each.tokens for each in drafted]
+        are_finite = [each.are_finite for each in drafted]
+        return torch.cat([*decisions, *tokens, *are_finite])
+
+    @classmethod
+    def unpack(cls, numbers: Sequence[int], windows: Sequence[int]) -> list["RoundResult"]:
+        """Return the results that :meth:`pack` packed.
+
+        Args:
+            windows: γ of each answer.
+        """
+        tokens_at = 3 * len(windows)
+        finite_at = tokens_at + sum(windows)
+        results = []
+        for row, window in enumerate(windows):
+            num_accepted, next_token, is_finite = numbers[3 * row : 3 * row + 3]
+            drafted = list(numbers[tokens_at : tokens_at + window])
+            draft_is_finite = all(numbers[finite_at : finite_at + window])
+            results.append(cls(num_accepted, next_token, bool(is_finite), drafted, draft_is_finite))
+            tokens_at += window
+            finite_at += window
+        return results
 
 
 class SpeculativeBatch(Batch):
@@ -115,8 +183,8 @@ class SpeculativeBatch(Batch):
         super().__init__(parts)
         if obstacle := why_drafts_alone(config):
             raise ValueError(f"cannot batch answers with drafts: {obstacle}")
-        # Of each batch size.
-        self._pace = cache(partial(Pace, config.num_draft_tokens, config.keep_losing_draft))
+        self._config = config
+        self._pace_of_size: dict[int, Pace] = {}
         self._acceptance = Acceptance()  # of all drafts
         # By the identity of the parts of a model that drafts.
         self._draft_runners: dict[int, BatchRunner] = {}
@@ -140,117 +208,142 @@ class SpeculativeBatch(Batch):
                 member.answer.ready = torch.cuda.current_stream(self._parts.device).record_event()
         return member
 
+    def _pace(self, size: int) -> Pace:
+        """Return what chooses the draft lengths of a batch of this size."""
+        if size not in self._pace_of_size:
+            config = self._config
+            self._pace_of_size[size] = Pace(config.num_draft_tokens, config.keep_losing_draft, size)
+        return self._pace_of_size[size]
+
     def _take_in(self) -> None:
         super()._take_in()
         for member in self._members:
-            drafter = None if member.draft is None or member.kv is None else member.draft.drafter
-            if isinstance(drafter, ModelDrafter) and member.draft_kv is None:
-                try:
-                    member.draft_kv = self._own(drafter.cache.layers, drafter.position)
-                except (
-                    RuntimeError
-                ) as error:  # out of memory, which on a CPU has no class of its own
-                    member.drop_draft(str(error))
+            if member.draft is None or member.kv is None or member.draft_kv is not None:
+                continue
+            drafter = member.draft.drafter
+            if not isinstance(drafter, ModelDrafter):
+                continue
+            try:
+                member.draft_kv = self._own(drafter.cache.layers, drafter.position)
+            except RuntimeError as error:  # out of memory, which on a CPU has no class of its own
+                member.drop_draft(str(error))
 
     def _may_run_ahead(self) -> bool:
         return super()._may_run_ahead() and self._windows() is None
 
     def _windows(self) -> Windows | None:
         """Choose the length of every draft; None: none pays at this batch size."""
-        going = [member for member in self._members if member.kv is not None]
-        drafting = [member for member in going if member.draft is not None]
-        windows = drafting and self._pace(len(going)).windows(
-            [member.acceptance.rate for member in drafting]
-        )
-        return dict(zip(drafting, windows, strict=True)) if windows else None
+        running = [member for member in self._members if member.kv is not None]
+        drafting = [member for member in running if member.draft is not None]
+        if not drafting:
+            return None
+        rates = [member.acceptance.rate for member in drafting]
+        windows = self._pace(len(running)).windows(rates)
+        if windows is None:
+            return None
+        return dict(zip(drafting, windows, strict=True))
 
-    def _advance(self) -> tuple[list[Member], Arriving]:
-        if self._given is not None:
+    def _advance(self) -> tuple[list[Member], TokenReader]:
+        if self._queued is not None:
             return super()._advance()
-        for member in (
-            self._members
-        ):  # take back what was drafted and not accepted, or of a round that failed
-            if member.kv is not None:
-                member.kv.num_run = len(member.tokens) - 1
-                if member.draft_kv is not None:
-                    member.draft_kv.num_run = min(member.draft_kv.num_run, member.kv.num_run)
+        self._roll_back()
         windows = self._windows()
-        return super()._advance() if windows is None else self._round(windows)
+        if windows is None:
+            return super()._advance()
+        return self._round(windows)
 
-    def _round(self, windows: Windows) -> tuple[list[Member], Arriving]:
+    def _roll_back(self) -> None:
+        """Take back the KV of what was drafted and not accepted, or of a round that failed."""
+        for member in self._members:
+            if member.kv is None:
+                continue
+            member.kv.num_run = len(member.tokens) - 1
+            if member.draft_kv is not None:
+                member.draft_kv.num_run = min(member.draft_kv.num_run, member.kv.num_run)
+
+    def _round(self, windows: Windows) -> tuple[list[Member], TokenReader]:
         """Queue a round; return its sequences, and a function that waits for their tokens."""
         began = time.perf_counter()
         device = self._parts.device
-        # The target adds a token.
-        windows = {
-            member: min(count, member.answer.num_left - 1) for member, count in windows.items()
-        }
-        going = [m for m in self._members if m.goes_on and self._has_room(m, 1 + windows.get(m, 0))]
-        if not going:
+
+        # Plan. The target adds a token to the drafted ones.
+        members = []
+        to_draft: Windows = {}
+        for member in self._members:
+            window = min(windows.get(member, 0), member.answer.num_left - 1)
+            if member.goes_on and self._has_room(member, 1 + window):
+                members.append(member)
+                if window:
+                    to_draft[member] = window
+        if not members:
             return [], list
-        drafted = dict.fromkeys(
-            going, Drafted(*torch.empty(2, 0, dtype=torch.int64, device=device))
-        )
-        drafted |= self._draft({member: windows[member] for member in going if windows.get(member)})
-        newest = to_device([member.tokens[-1] for member in going], device, torch.int64).split(1)
-        ids = [
-            rows for m, row in zip(going, newest, strict=True) for rows in (row, drafted[m].tokens)
-        ]
-        counts = [1 + len(drafted[member].tokens) for member in going]
-        logits = self._runner.run(torch.cat(ids), [member.kv for member in going], counts).split(
-            counts
-        )
+
+        # Draft.
+        drafted_of = self._draft(to_draft)
+        drafted = [drafted_of.get(member, Drafted.nothing(device)) for member in members]
+
+        # Verify: every answer's last token and its drafted ones in one pass.
+        last_tokens = to_device([member.tokens[-1] for member in members], device, torch.int64)
+        ids = []
+        for last_token, of_member in zip(last_tokens.split(1), drafted, strict=True):
+            ids += [last_token, of_member.tokens]
+        counts = [1 + len(of_member.tokens) for of_member in drafted]
+        logits = self._runner.run(torch.cat(ids), [member.kv for member in members], counts)
         decisions = [
-            _decide(m.answer, drafted[m], rows) for m, rows in zip(going, logits, strict=True)
+            _decide(member.answer, of_member, rows)
+            for member, of_member, rows in zip(members, drafted, logits.split(counts), strict=True)
         ]
-        read = fetch(torch.cat([*decisions, *(drafted[member].shown for member in going)]))
+        read = fetch(RoundResult.pack(decisions, drafted))
 
-        def arrive() -> list[list[int]]:
-            numbers = iter(read())
-            new = []
-            self._pace(len(going)).learn(sum(counts) - len(going), 0.0, time.perf_counter() - began)
-            decisions = [list(islice(numbers, 3)) for _ in going]
-            for member, count, (num_accepted, token, is_finite) in zip(
-                going, counts, decisions, strict=True
-            ):
-                shown = list(islice(numbers, count - 1))
-                tokens = [max(number, -1 - number) for number in shown[:num_accepted]]
-                new.append([*tokens, token] if is_finite else [NO_TOKEN])
-                member.stats.rounds += member.draft is not None
-                if shown:
-                    member.learn(len(shown), num_accepted, min(shown) >= 0)
-                    self._acceptance.learn(len(shown), num_accepted)
-            return new
+        def read_tokens() -> list[list[int]]:
+            windows = [count - 1 for count in counts]
+            results = RoundResult.unpack(read(), windows)
+            seconds = time.perf_counter() - began
+            self._pace(len(members)).learn(sum(windows), 0.0, seconds)
+            for member, result in zip(members, results, strict=True):
+                self._learn(member, result)
+            return [result.new_tokens for result in results]
 
-        return going, arrive
+        return members, read_tokens
+
+    def _learn(self, member: DraftingMember, result: RoundResult) -> None:
+        """Count a round of one answer."""
+        if member.draft is not None:
+            member.stats.rounds += 1
+        num_drafted = len(result.drafted)
+        if num_drafted:
+            member.learn(num_drafted, result.num_accepted, result.draft_is_finite)
+            self._acceptance.learn(num_drafted, result.num_accepted)
 
     def _draft(self, windows: Windows) -> dict[DraftingMember, Drafted]:
         """Draft for members; of those that are left out the draft failed."""
-        found: dict[DraftingMember, Drafted] = {}
-        by_runner: dict[BatchRunner, Windows] = {}
+        drafted: dict[DraftingMember, Drafted] = {}
+        windows_by_runner: dict[BatchRunner, Windows] = {}
         for member, window in windows.items():
             draft = member.draft
             kv = member.draft_kv
-            known = len(member.tokens) - 1
+            num_known = len(member.tokens) - 1
             try:
                 if kv is None:
+                    # Without a model, such as a lookup.
                     proposal = draft.drafter.propose(member.tokens, Tree.chain(window))
                     tokens = to_device(proposal.tokens, self._parts.device, torch.int64)
-                    found[member] = Drafted(tokens, tokens, proposal.q)
+                    drafted[member] = Drafted(tokens, torch.ones_like(tokens), proposal.q)
                     continue
-                kv.make_room(known + window - kv.num_run)
+                kv.make_room(num_known + window - kv.num_run)
             except (NotFiniteError, RuntimeError) as error:  # the latter out of memory
                 member.drop_draft(f"it gave {error}")
                 continue
             if draft.runs(self._parts):
+                # The target drafts itself: it has the KV of the tokens so far.
                 kv.num_run = member.num_copied
-                kv.copy_newest(member.kv, known - kv.num_run)
-                member.num_copied = known
+                kv.copy_newest(member.kv, num_known - kv.num_run)
+                member.num_copied = num_known
             runner = self._runner_of(draft.drafter.parts)
-            by_runner.setdefault(runner, {})[member] = window
-        for runner, together in by_runner.items():
-            found |= _draft_chains(runner, together)
-        return found
+            windows_by_runner.setdefault(runner, {})[member] = window
+        for runner, windows_of_model in windows_by_runner.items():
+            drafted |= _draft_chains(runner, windows_of_model)
+        return drafted
 
     def _runner_of(self, parts: ModelParts) -> BatchRunner:
         """Return the runner of a model over the newest tokens of the answers that it drafts for."""
@@ -264,47 +357,86 @@ class SpeculativeBatch(Batch):
 def _draft_chains(runner: BatchRunner, windows: Windows) -> dict[DraftingMember, Drafted]:
     """Draft chains with the model, without synchronization; answers leave the passes by their
     windows."""
+    # The longest windows first: those that still draft are then the first rows of every pass.
     members = sorted(windows, key=windows.get, reverse=True)
+    levels = _draft_levels(runner, members, windows)
+
+    drafted = {}
+    for row, member in enumerate(members):
+        of_member = levels[: windows[member]]
+        tokens = torch.stack([level.choice.tokens[row] for level in of_member])
+        are_finite = torch.stack([level.choice.are_finite[row] for level in of_member])
+        q = None
+        if of_member[0].distributions[row] is not None:
+            q = torch.stack([level.distributions[row] for level in of_member])
+        drafted[member] = Drafted(tokens, are_finite.long(), q)
+    return drafted
+
+
+class _Level(NamedTuple):
+    """One drafted token of every answer that drafts so many.
+
+    Attributes:
+        choice: the tokens, a row an answer.
+        distributions: of each row ``[Vq]``, what it was drawn from; None if it was not drawn.
+    """
+
+    choice: Choice
+    distributions: list[Tensor | None]
+
+
+def _draft_levels(
+    runner: BatchRunner, members: list[DraftingMember], windows: Windows
+) -> list[_Level]:
+    """Draft token after token for answers whose windows descend."""
     drafter = members[0].draft.drafter
     kvs = [member.draft_kv for member in members]
-    missing = [member.tokens[kv.num_run :] for member, kv in zip(members, kvs, strict=True)]
-    ids = [
-        token if token < drafter.parts.vocab_size else 0 for tokens in missing for token in tokens
-    ]
-    counts = [*map(len, missing)]
-    levels = []
-    ends = to_device([end - 1 for end in accumulate(counts)], drafter.parts.device)
-    for level in range(windows[members[0]]):
-        answers = [member.answer for member in members if windows[member] > level]
-        if level:
-            logits = runner.run(levels[-1][0].tokens[: len(answers)], kvs[: len(answers)])
+    levels: list[_Level] = []
+    for depth in range(windows[members[0]]):
+        drafting = [member for member in members if windows[member] > depth]
+        if depth == 0:
+            logits = _run_missing(runner, members)
         else:
-            logits = runner.run(ids, kvs, counts)[ends]
+            previous = levels[-1].choice.tokens
+            logits = runner.run(previous[: len(drafting)], kvs[: len(drafting)])
         logits = logits[:, : drafter.vocab_size]
-        if any(answer.penalties for answer in answers):
-            rows = list(logits.split(1))
-            for row, answer in enumerate(answers):
-                if answer.penalties is not None:
-                    drafted = (
-                        torch.cat([chosen.tokens[row : row + 1] for chosen, _ in levels])
-                        if levels
-                        else ()
-                    )
-                    rows[row] = answer.penalties.penalised(rows[row], answer.tokens, drafted)
-            logits = torch.cat(rows)
-        samplings, places = zip(
-            *((answer.sampling, answer.next_index + level) for answer in answers), strict=True
-        )
-        levels.append(choose_each(logits, samplings, places, PURPOSE_DRAFT))
-    found = {}
-    for row, member in enumerate(members):
-        choices, drawn_from = zip(*levels[: windows[member]], strict=True)
-        tokens, are_finite = (
-            torch.stack([each[row] for each in of_all]) for of_all in zip(*choices, strict=True)
-        )
-        q = None if drawn_from[0][row] is None else torch.stack([each[row] for each in drawn_from])
-        found[member] = Drafted(tokens, tokens.where(are_finite, -1 - tokens), q)
-    return found
+        logits = _penalised(logits, [member.answer for member in drafting], levels)
+        samplings = [member.answer.sampling for member in drafting]
+        indices = [member.answer.next_index + depth for member in drafting]
+        levels.append(_Level(*choose_each(logits, samplings, indices, PURPOSE_DRAFT)))
+    return levels
+
+
+def _run_missing(runner: BatchRunner, members: list[DraftingMember]) -> Tensor:
+    """Run the draft on the tokens of every answer that it has no KV of; return the logits after the
+    last of each, ``[R, Vq]``."""
+    parts = members[0].draft.drafter.parts
+    kvs = [member.draft_kv for member in members]
+    ids = []
+    counts = []
+    for member, kv in zip(members, kvs, strict=True):
+        missing = member.tokens[kv.num_run :]
+        # What the draft's vocabulary lacks is read as its first token.
+        ids += [token if token < parts.vocab_size else 0 for token in missing]
+        counts.append(len(missing))
+    last_rows = [end - 1 for end in accumulate(counts)]
+    return runner.run(ids, kvs, counts)[to_device(last_rows, parts.device)]
+
+
+def _penalised(logits: Tensor, answers: list[Answer], levels: list[_Level]) -> Tensor:
+    """Return logits ``[R, Vq]`` with the answers' penalties for their tokens and the drafted
+    ones."""
+    if all(answer.penalties is None for answer in answers):
+        return logits
+    rows = list(logits.split(1))
+    for row, answer in enumerate(answers):
+        if answer.penalties is None:
+            continue
+        drafted = ()
+        if levels:
+            drafted = torch.cat([level.choice.tokens[row : row + 1] for level in levels])
+        rows[row] = answer.penalties.penalised(rows[row], answer.tokens, drafted)
+    return torch.cat(rows)
 
 
 def _decide(answer: Answer, drafted: Drafted, rows: Tensor) -> Tensor:
@@ -313,6 +445,8 @@ def _decide(answer: Answer, drafted: Drafted, rows: Tensor) -> Tensor:
     allowed = answer.allowed(rows, range(index, index + len(rows)), drafted.tokens)
     decision = decide_window(drafted.tokens, drafted.q, allowed, index, answer.sampling)
     if answer.sampling.logprobs is not None:
-        is_accepted = torch.arange(len(rows), device=rows.device) < decision[0]
-        answer.tell_of(rows, functional.pad(drafted.tokens, (0, 1)).where(is_accepted, decision[1]))
+        num_accepted, next_token = decision[0], decision[1]
+        is_accepted = torch.arange(len(rows), device=rows.device) < num_accepted
+        tokens = functional.pad(drafted.tokens, (0, 1)).where(is_accepted, next_token)
+        answer.tell_of(rows, tokens)
     return decision
