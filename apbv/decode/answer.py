@@ -73,18 +73,24 @@ class Answer:
     def cut(self, new: Sequence[int]) -> tuple[list[int], bool]:
         """Return the new tokens (at least one) up to the answer's end, and whether it ends there;
         on host 0."""
+        num_before = len(self.tokens)
         if self.sampling.logprobs is not None:
-            self.logprobs += map(TokenLogprobs.unpack, self._arriving.popleft()())
-            del self.logprobs[len(self.tokens) + len(new) :]
-        for count, token in enumerate(new, start=1):
-            if (
-                (token in self.eos_token_ids and not self.sampling.ignore_eos)
-                or count >= self.num_left
-                or (self.stop is not None and self.stop([*self.tokens, *new[:count]]))
-            ):
-                del self.logprobs[len(self.tokens) + count :]
+            read_logprobs = self._arriving.popleft()
+            self.logprobs += map(TokenLogprobs.unpack, read_logprobs())
+            del self.logprobs[num_before + len(new) :]
+        for count in range(1, len(new) + 1):
+            if self._ends_with(new[:count]):
+                del self.logprobs[num_before + count :]
                 return list(new[:count]), True
         return list(new), False
+
+    def _ends_with(self, new: Sequence[int]) -> bool:
+        """Return whether the answer ends with the last of some new tokens."""
+        if new[-1] in self.eos_token_ids and not self.sampling.ignore_eos:
+            return True
+        if len(new) >= self.num_left:
+            return True
+        return self.stop is not None and self.stop([*self.tokens, *new])
 
     def add(self, new: Sequence[int]) -> None:
         """Append tokens, and call ``on_token`` with each."""
@@ -161,8 +167,9 @@ class Answer:
         if self.grammar is not None:
             logits = self.grammar.masked(logits)
         if self.sampling.min_tokens and self.eos_token_ids:
-            first = self.prompt_len + self.sampling.min_tokens
-            if rows := [row for row, index in enumerate(indices) if index < first]:
+            may_end_at = self.prompt_len + self.sampling.min_tokens
+            rows = [row for row, index in enumerate(indices) if index < may_end_at]
+            if rows:
                 logits = forbid(logits, rows, self.eos_token_ids)
         return logits
 
@@ -182,8 +189,12 @@ class Answer:
         """
         chosen = None
         if arriving is not None:
-            (token,), (is_finite,) = arriving()
-            chosen = [token, self.cut([token])[1]] if is_finite else [NO_TOKEN, True]
+            tokens, are_finite = arriving()
+            if are_finite[0]:
+                _, has_ended = self.cut(tokens[:1])
+                chosen = [tokens[0], has_ended]
+            else:
+                chosen = [NO_TOKEN, True]
         token, has_ended = self.decoder.hosts.broadcast_ints(chosen, 2)
         self.require_token(token)
         return token, bool(has_ended)

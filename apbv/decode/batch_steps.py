@@ -1,7 +1,6 @@
 """Forward passes over the newest tokens of several answers, each with its own KV."""
 
 from collections.abc import Sequence
-from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -41,7 +40,8 @@ class OwnKV:
         self._layers = layers
         self._prompt_rows = layers[0].keys.shape[2]
         self._first_position = position
-        self.num_run, self.place = 0, object()
+        self.num_run = 0
+        self.place = object()
 
     @property
     def capacity(self) -> int:
@@ -76,10 +76,13 @@ class OwnKV:
         """Append ``count`` rows that another KV has for the same tokens of the answer; there must
         be room."""
         first = self.num_rows
-        theirs = other.num_rows + self.num_run - other.num_run
-        for layer in zip(self.buffers, other.buffers, strict=True):
-            for mine, source in zip(*layer, strict=True):
-                mine[:, :, first : first + count] = source[:, :, theirs : theirs + count]
+        # The same token's row there: the prompts may have different lengths.
+        source_first = other.num_rows + self.num_run - other.num_run
+        rows = slice(first, first + count)
+        source_rows = slice(source_first, source_first + count)
+        for buffers, source_buffers in zip(self.buffers, other.buffers, strict=True):
+            for states, source in zip(buffers, source_buffers, strict=True):
+                states[:, :, rows] = source[:, :, source_rows]
         self.num_run += count
 
 
@@ -111,20 +114,25 @@ class BatchRunner:
             counts: how many tokens of each answer there are, one answer's after the other's; None:
                 one of each.
         """
-        counts = None if counts is None or max(counts) == 1 else counts
-        run = self._run_there if self._looks_up else self._run_here
-        logits = run(ids, kvs, counts)
-        for kv, count in zip(kvs, counts or [1] * len(kvs), strict=True):
+        if counts is not None and max(counts) == 1:
+            counts = None
+        if self._looks_up:
+            logits = self._run_with_lookups(ids, kvs, counts)
+        else:
+            logits = self._run_with_addresses(ids, kvs, counts)
+        for kv, count in zip(kvs, _counts_or_ones(kvs, counts), strict=True):
             kv.num_run += count
         return logits
 
-    def _run_here(self, ids: Tokens, kvs: Sequence[OwnKV], counts: Sequence[int] | None) -> Tensor:
+    def _run_with_addresses(
+        self, ids: Tokens, kvs: Sequence[OwnKV], counts: Sequence[int] | None
+    ) -> Tensor:
         """Run the model with KV addresses passed by the CPU."""
         parts = self._parts
         lengths = [kv.num_rows for kv in kvs]
-        buffers = zip(*(kv.buffers for kv in kvs), strict=True)
         layers = [
-            SequenceBuffers(*zip(*of_all, strict=True), lengths, counts) for of_all in buffers
+            SequenceBuffers(keys, values, lengths, counts)
+            for keys, values in _buffers_by_layer(kvs)
         ]
         positions = to_device(_positions(kvs, counts), parts.device)
         attention = BatchAttention(parts.backend, layers)
@@ -132,19 +140,24 @@ class BatchRunner:
             parts, to_device(ids, parts.device), positions, None, attention, last_only=False
         )
 
-    def _run_there(self, ids: Tokens, kvs: Sequence[OwnKV], counts: Sequence[int] | None) -> Tensor:
+    def _run_with_lookups(
+        self, ids: Tokens, kvs: Sequence[OwnKV], counts: Sequence[int] | None
+    ) -> Tensor:
         """Run the model with KV addresses looked up on the device."""
         most_rows = max(kv.capacity for kv in kvs)
-        most_new = 1 << (max(counts or [1]) - 1).bit_length()
-        if self._recorded is not None and len(ids) <= _SIZES[-1]:
-            size, num_tokens = (_rounded_up(len(each), _SIZES) for each in (kvs, ids))
-            kind = size, num_tokens, most_new, _rounded_up(most_rows, _ROWS)
-            return self._recorded.run(kind, lambda: _Step(self._parts, *kind), ids, kvs, counts)[
-                : len(ids)
-            ]
-        step = _Step(self._parts, len(kvs), len(ids), most_new, most_rows)
-        step.take(ids, kvs, counts)
-        return step.compute()
+        most_new_tokens = _next_power_of_2(max(_counts_or_ones(kvs, counts)))
+        if self._recorded is None or len(ids) > _SIZES[-1]:
+            step = _Step(self._parts, len(kvs), len(ids), most_new_tokens, most_rows)
+            step.take(ids, kvs, counts)
+            return step.compute()
+        shape = (
+            _rounded_up(len(kvs), _SIZES),
+            _rounded_up(len(ids), _SIZES),
+            most_new_tokens,
+            _rounded_up(most_rows, _ROWS),
+        )
+        logits = self._recorded.run(shape, lambda: _Step(self._parts, *shape), ids, kvs, counts)
+        return logits[: len(ids)]
 
 
 class _Step(Step):
@@ -163,25 +176,36 @@ class _Step(Step):
         super().__init__(parts, num_tokens, num_tokens + 2 * size + 1)
         self._most_rows = most_rows
         self._most_new = most_new
+        # In the order of `take`.
         self._positions, self._lengths, self._starts = self._others.split(
             [num_tokens, size, size + 1]
         )
+        # Addresses of every layer's keys and values, and their capacities.
         self._places = self._numbers.new_zeros(parts.num_layers, 3, size)
-        self._held: list[object] = []
+        self._places_of: list[object] = []  # the buffers that they are the addresses of
 
     def take(self, ids: Tokens, kvs: Sequence[OwnKV], counts: Sequence[int] | None) -> None:
         """Copy the inputs of the next pass, without synchronization."""
-        rest = len(self._lengths) - len(kvs)
-        no_token = [0] * (len(self._ids) - len(ids))
-        starts = accumulate([*(counts or [1] * len(kvs)), *[0] * rest], initial=0)
-        lengths = [kv.num_rows for kv in kvs] + [-1] * rest
-        self.hold(ids, [*_positions(kvs, counts), *no_token, *lengths, *starts])
-        held = [kv.place for kv in kvs]
-        if held != self._held:
-            buffers = zip(*(kv.buffers for kv in kvs), strict=True)
-            layers = [SequenceBuffers(*zip(*of_all, strict=True), ()) for of_all in buffers]
-            fill(self._places, [[row + [0] * rest for row in layer.places] for layer in layers])
-            self._held = held
+        num_unused = len(self._lengths) - len(kvs)  # rows for further answers
+        num_tokens_unused = len(self._ids) - len(ids)
+
+        # Numbers.
+        positions = _positions(kvs, counts) + [0] * num_tokens_unused
+        lengths = [kv.num_rows for kv in kvs] + [-1] * num_unused
+        starts = [0]
+        for count in [*_counts_or_ones(kvs, counts), *[0] * num_unused]:
+            starts.append(starts[-1] + count)
+        self.hold(ids, [*positions, *lengths, *starts])
+
+        # Addresses, if they have changed.
+        places_of = [kv.place for kv in kvs]
+        if places_of != self._places_of:
+            places_by_layer = []
+            for keys, values in _buffers_by_layer(kvs):
+                places = SequenceBuffers(keys, values, ()).places
+                places_by_layer.append([row + [0] * num_unused for row in places])
+            fill(self._places, places_by_layer)
+            self._places_of = places_of
 
     def compute(self) -> Tensor:
         """Run the model on these inputs, write the new KV into the buffers, and return logits
@@ -194,12 +218,32 @@ class _Step(Step):
         return forward(self._parts, self._ids, self._positions, None, attention, last_only=False)
 
 
+def _buffers_by_layer(kvs: Sequence[OwnKV]) -> list[tuple[list[Tensor], list[Tensor]]]:
+    """Return for every layer the keys of all answers, and the values of all answers."""
+    buffers_of = [kv.buffers for kv in kvs]
+    by_layer = []
+    for layer in range(len(buffers_of[0])):
+        keys = [buffers[layer][0] for buffers in buffers_of]
+        values = [buffers[layer][1] for buffers in buffers_of]
+        by_layer.append((keys, values))
+    return by_layer
+
+
+def _counts_or_ones(kvs: Sequence[OwnKV], counts: Sequence[int] | None) -> Sequence[int]:
+    """Return how many tokens each answer has in a pass."""
+    return [1] * len(kvs) if counts is None else counts
+
+
 def _positions(kvs: Sequence[OwnKV], counts: Sequence[int] | None) -> list[int]:
     """Return the rotary positions of answers' next tokens."""
-    counts = counts or [1] * len(kvs)
-    return [
-        kv.position + place for kv, count in zip(kvs, counts, strict=True) for place in range(count)
-    ]
+    positions = []
+    for kv, count in zip(kvs, _counts_or_ones(kvs, counts), strict=True):
+        positions += range(kv.position, kv.position + count)
+    return positions
+
+
+def _next_power_of_2(count: int) -> int:
+    return 1 << (count - 1).bit_length()
 
 
 def _rounded_up(count: int, steps: Sequence[int]) -> int:

@@ -10,6 +10,7 @@ then new graphs.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -55,14 +56,13 @@ def record(
                 graph.capture_begin(pool, capture_error_mode="thread_local")
                 try:
                     result = function()
-                except Exception as error:  # then a vaguer one follows
+                except Exception as error:
+                    # A vaguer one follows.
                     cause = error
                     raise
                 finally:
                     graph.capture_end()
-        except (
-            Exception
-        ) as error:  # torch and every library that launches kernels have errors of their own
+        except Exception as error:  # torch and libraries of kernels have errors of their own
             # PyTorch's allocator would otherwise treat the capture as running for ever: it would
             # not free what several streams used, and torch.cuda.empty_cache() would raise. Not
             # every supported PyTorch ends it by itself, and no public function does.
@@ -99,7 +99,8 @@ class Step(ABC):
             self._ids[: len(ids)].copy_(ids)
             fill(self._others, others)
         else:
-            fill(self._numbers, [*ids, *[0] * (len(self._ids) - len(ids)), *others])
+            num_unused = len(self._ids) - len(ids)
+            fill(self._numbers, [*ids, *[0] * num_unused, *others])
 
     @abstractmethod
     def take(self, *inputs: Any) -> None:
@@ -108,6 +109,21 @@ class Step(ABC):
     @abstractmethod
     def compute(self) -> Tensor:
         """Run the model on the inputs; return the logits."""
+
+
+@dataclass
+class _ShapeOfSteps:
+    """The steps of one shape.
+
+    Attributes:
+        step: holds their inputs.
+        has_run: whether one has run eagerly, so that the next can be captured.
+        replay: runs the captured graph; None: none is captured.
+    """
+
+    step: Step
+    has_run: bool = False
+    replay: Callable[[], Tensor] | None = None
 
 
 class RecordedSteps:
@@ -124,33 +140,38 @@ class RecordedSteps:
 
     def clear(self) -> None:
         """Drop all steps; their memory pool is freed with the last graph."""
-        self._steps: dict[tuple, Step] = {}
-        # Of those that have run: how to do it again.
-        self._computes: dict[tuple, Callable[[], Tensor]] = {}
+        self._shapes: dict[tuple, _ShapeOfSteps] = {}
         self._pool: tuple[int, int] | None = None
 
     def run(self, kind: tuple, make: Callable[[], Step], *inputs: Any) -> Tensor:
         """Run the step of a shape, creating it if needed, on its next inputs."""
-        if kind not in self._steps:
-            self._steps[kind] = make()
-        step = self._steps[kind]
-        step.take(*inputs)
-        if self._records and self._computes.get(kind) == step.compute:
-            self._pool = self._pool or torch.cuda.graph_pool_handle()
-            try:
-                self._computes[kind] = record(step.compute, self._parts.device, self._pool)
-            except CaptureError as error:
-                self._records = False
-                self._computes = {}
-                self._pool = None
-                if not isinstance(
-                    error.__cause__, torch.OutOfMemoryError
-                ):  # which another answer may avoid
-                    self._parts.capture_failures.append(str(error))
-                warn_caller(f"decoding continues without CUDA graphs: {error}")
-        logits = self._computes.get(kind, step.compute)()
-        self._computes.setdefault(kind, step.compute)
+        if kind not in self._shapes:
+            self._shapes[kind] = _ShapeOfSteps(make())
+        shape = self._shapes[kind]
+        shape.step.take(*inputs)
+        if self._records and shape.has_run and shape.replay is None:
+            self._capture(shape)
+        if shape.replay is not None:
+            return shape.replay()
+        logits = shape.step.compute()
+        shape.has_run = True
         return logits
+
+    def _capture(self, shape: _ShapeOfSteps) -> None:
+        """Capture the steps of a shape; if that fails, none is captured or replayed any more."""
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        try:
+            shape.replay = record(shape.step.compute, self._parts.device, self._pool)
+        except CaptureError as error:
+            self._records = False
+            self._pool = None
+            for each in self._shapes.values():
+                each.replay = None
+            # Another answer may have enough memory.
+            if not isinstance(error.__cause__, torch.OutOfMemoryError):
+                self._parts.capture_failures.append(str(error))
+            warn_caller(f"decoding continues without CUDA graphs: {error}")
 
 
 # Drafts and trees are shorter; longer inputs, such as a prompt's end, rarely have equal lengths.

@@ -37,11 +37,13 @@ def forward(
         states: those of a hybrid's linear attention, which go on to the last of these tokens.
     """
     position_ids = positions[None]
+    if parts.uses_mrope:
+        position_ids = position_ids.expand(3, -1, -1)
     extra = {} if states is None else {"linear": states}
     with apbv_attention(parts.language_model):
         hidden = parts.language_model(
             inputs_embeds=parts.embed_tokens(ids[None]),
-            position_ids=position_ids.expand(3, -1, -1) if parts.uses_mrope else position_ids,
+            position_ids=position_ids,
             use_cache=cache is not None,
             apbv=attention,
             **{CACHE_ARGUMENT: cache},
@@ -118,25 +120,41 @@ class ModelRunner:
         """Run a step, from the second of its size on as a CUDA graph."""
         layers = self._cache.layers
         count = len(ids)
+        num_rows = layers[0].keys.shape[2]
+
+        # Graphs are of one set of buffers. They go before there are new buffers: with the old ones
+        # a second copy of the KV would be in memory.
         has_room = all(layer.has_room(count) for layer in layers)
-        if not has_room or [id(layer.buffers) for layer in layers] != [
-            id(pair) for pair in self._buffers
-        ]:
-            # Before there are new buffers: with the old ones a second copy of the KV would be in
-            # memory.
+        if not has_room or not self._has_recorded_buffers():
             self._recorded.clear()
             self._buffers = []
-        for layer in layers if not has_room else ():
-            layer.make_room(count)
+        if not has_room:
+            for layer in layers:
+                layer.make_room(count)
         self._buffers = [layer.buffers for layer in layers]
-        kind = count, last_only, None if visible is None else visible.shape[1]
-        inputs = ids, positions, visible, layers[0].keys.shape[2]
+
+        num_masked = None if visible is None else visible.shape[1]
+        shape = (count, last_only, num_masked)
         logits = self._recorded.run(
-            kind, lambda: _Step(self._parts, self._cache, kind, self._states), *inputs
+            shape,
+            lambda: _Step(self._parts, self._cache, shape, self._states),
+            ids,
+            positions,
+            visible,
+            num_rows,
         )
         for layer in layers:
             layer.extend(count)
         return logits
+
+    def _has_recorded_buffers(self) -> bool:
+        """Return whether the cache is still in the buffers of the recorded steps."""
+        layers = self._cache.layers
+        if len(layers) != len(self._buffers):
+            return False
+        return all(
+            layer.buffers is buffers for layer, buffers in zip(layers, self._buffers, strict=True)
+        )
 
 
 class _Step(Step):
@@ -184,8 +202,15 @@ class _Step(Step):
             self._parts.backend, self._visible, num_keys=self._num_keys.int()
         )
         with writing_at(self._cache, self._places):
-            inputs = self._ids, self._positions, self._cache, attention
-            return forward(self._parts, *inputs, last_only=self._last_only, states=self._states)
+            return forward(
+                self._parts,
+                self._ids,
+                self._positions,
+                self._cache,
+                attention,
+                last_only=self._last_only,
+                states=self._states,
+            )
 
 
 class Decoder:
@@ -239,11 +264,9 @@ class Decoder:
         positions = range(first, self.next_position)
         if depths is not None:
             positions = [first + depth for depth in depths]
-        return (
-            None
-            if self._runner is None
-            else self._runner.run(tokens, positions, visible, last_only)
-        )
+        if self._runner is None:
+            return None
+        return self._runner.run(tokens, positions, visible, last_only)
 
     def take_back(self, count: int, kept: Sequence[int] = ()) -> None:
         """Roll back the last ``count`` tokens: drop their KV except that of the kept ones, such as
@@ -259,5 +282,8 @@ class Decoder:
     def newest_kv(self, count: int) -> list[tuple[Tensor, Tensor]]:
         """Return the last ``count`` tokens' KV, ``[1, Hkv, count, D]`` per layer; on host 0, not
         collective."""
-        rows = [(layer.keys.shape[2] - count, layer) for layer in self.cache.layers]
-        return [(layer.keys[:, :, start:], layer.values[:, :, start:]) for start, layer in rows]
+        newest = []
+        for layer in self.cache.layers:
+            start = layer.keys.shape[2] - count
+            newest.append((layer.keys[:, :, start:], layer.values[:, :, start:]))
+        return newest
