@@ -104,8 +104,8 @@ class Engine:
         _require_types(hosts, prefill, speculate, reuse, decode)
         config = prefill or PrefillConfig()
         drafting = Drafting(speculate, hosts, captioner)
-        with hosts.local_stage("inspecting the models") as same:
-            same["the engine's settings"] = _settings(config, speculate, reuse, decode)
+        with hosts.local_stage("inspecting the models") as agreement:
+            agreement.settings("the engine's settings", _settings(config, speculate, reuse, decode))
             models = drafting.inspect_models(model, draft, config, decode)
         require_usable(config.reduce, models.reading.model.config, reuse)
         refuse(
@@ -202,13 +202,11 @@ class Engine:
         drafting = Drafting(speculate, hosts, captioner)
         with hosts.local_stage(
             "reading the settings"
-        ) as same:  # reject what can be rejected before loading weights
+        ) as agreement:  # reject what can be rejected before loading weights
             # Not the model's path: it may lie elsewhere on another machine, and its weights are
             # compared.
-            same["the engine's settings"] = {
-                "dtype": str(dtype),
-                **_settings(config, speculate, reuse, decode),
-            }
+            settings = {"dtype": str(dtype), **_settings(config, speculate, reuse, decode)}
+            agreement.settings("the engine's settings", settings)
             draft_model = drafting.find_model(config, is_demo)
             described = require_loadable(path, hosts.device, adapter, hosts.tensor_parallel_size)
             require_usable(config.reduce, described, reuse)
@@ -285,10 +283,10 @@ class Engine:
         if self.model is None:
             raise ValueError("a draft host does not prefill; call this on the target's hosts")
         named = {"audio": audio, "audio_in_video": audio_in_video, "tools": tools}
-        with self.hosts.local_stage("reading the settings") as same:
+        with self.hosts.local_stage("reading the settings") as agreement:
             question = Question(prompt, video, images, context, messages, num_frames, fps, **named)
             request = Request(question, StageTimer(self.hosts), positions)
-            same["the request"] = request.settings
+            agreement.settings("the request", request.settings)
         with closing(self._prefiller.read(request)) as read:
             return self._prefiller.run(read)
 
@@ -366,7 +364,7 @@ class Engine:
             Exception: what a callback raised, which ends the answer; on the other hosts a
                 HostError.
         """
-        with self.hosts.local_stage("reading the settings") as same:
+        with self.hosts.local_stage("reading the settings") as agreement:
             require_type(
                 Callable, on_token=on_token, on_stage=on_stage, on_progress=on_progress, stop=stop
             )
@@ -394,7 +392,7 @@ class Engine:
                 on_token=on_token,
                 stop=stop,
             )
-            same["the request"] = request.settings
+            agreement.settings("the request", request.settings)
         return self.answer(request)
 
     def stream(
@@ -480,14 +478,15 @@ class Engine:
             while coming and (home := self._emptiest_home(running, max_together)) is not None:
                 number, question = coming
                 try:
-                    with hosts.local_stage("reading the settings") as same:
+                    with hosts.local_stage("reading the settings") as agreement:
                         _require_question(number, question)
                         given = {"sampling": sampling, **question}
                         require_type(SamplingParams, sampling=given["sampling"])
                         timer = StageTimer(hosts)
                         by = given.pop("sampling")
                         request = Request(Question(**given), timer, sampling=by, home=home)
-                        same["the request"] = {"max_together": max_together, **request.settings}
+                        settings = {"max_together": max_together, **request.settings}
+                        agreement.settings("the request", settings)
                     if not self.num_homes:
                         yield number, self.answer(request)
                     else:
@@ -642,7 +641,7 @@ class Engine:
         """
         state = replace(state, timer=StageTimer(self.hosts))
         max_positions = self.parts.max_position_embeddings
-        with self.hosts.local_stage("reading the settings") as same:
+        with self.hosts.local_stage("reading the settings") as agreement:
             given = {
                 "max_new_tokens": max_new_tokens,
                 "temperature": temperature,
@@ -653,7 +652,7 @@ class Engine:
             request = Request(
                 Question(), state.timer, sampling=sampling, on_token=on_token, stop=stop
             )
-            same["the request"] = request.settings
+            agreement.settings("the request", request.settings)
             state.inputs.require_room(max_positions, max_new_tokens or 1)
             request = self._completed(request).within(max_positions, state.inputs)
         with self._guarded(request) as guarded:

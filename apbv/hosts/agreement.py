@@ -1,47 +1,101 @@
 """Compares what must be the same on every process of a host group, and says what differs."""
 
 import hashlib
+import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-# What is compared: bytes by their digest, which a message cannot quote, or settings by name, which
-# it quotes.
-Fact = bytes | Mapping[str, Any]
+from .exchange import describe_error
 
-_MOST_CHARACTERS = 120
+_MOST_CHARACTERS = 120  # of a value that a message quotes
+_MOST_ERROR_CHARACTERS = 4096  # of an error that is sent to other processes
 
 
-def comparable(facts: Mapping[str, Fact]) -> dict[str, str | Mapping[str, Any]]:
-    """Return facts as JSON-ready values, which are equal only if the facts are: bytes become their
-    digest."""
-    return {
-        what: hashlib.sha256(fact).hexdigest() if isinstance(fact, bytes) else fact
-        for what, fact in facts.items()
-    }
+class Agreement:
+    """What must be the same on every process at the end of a stage."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, str | Mapping[str, Any]] = {}
+
+    def content(self, what: str, data: bytes) -> None:
+        """Require the same bytes, of which a message gives only the name.
+
+        Args:
+            what: the name, with an article: ``"the prompt"``.
+            data: compared by its digest.
+        """
+        self._values[what] = hashlib.sha256(data).hexdigest()
+
+    def settings(self, what: str, values: Mapping[str, Any]) -> None:
+        """Require the same settings, of which a message quotes those that differ.
+
+        Args:
+            what: the name, with an article: ``"the request"``.
+            values: by the settings' names, JSON-ready.
+        """
+        self._values[what] = values
+
+    @property
+    def values(self) -> Mapping[str, str | Mapping[str, Any]]:
+        """The digests and settings by name, JSON-ready: equal only if all that is required is."""
+        return self._values
+
+
+@dataclass(frozen=True)
+class StageReport:
+    """How a stage ended on one process, as it is sent to the others.
+
+    Attributes:
+        error: the error's type and message; None: it ended well.
+        values: :attr:`Agreement.values`.
+    """
+
+    error: str | None
+    values: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, error: Exception | None, agreement: Agreement) -> "StageReport":
+        """Return the report of this process."""
+        text = None if error is None else describe_error(error)[:_MOST_ERROR_CHARACTERS]
+        return cls(text, agreement.values)
+
+    def to_json(self) -> list[Any]:
+        """Return the report JSON-ready, for :meth:`from_json` on another process."""
+        return [self.error, self.values]
+
+    @classmethod
+    def from_json(cls, fields: list[Any]) -> "StageReport":
+        """Return the report that :meth:`to_json` made."""
+        error, values = fields
+        return cls(error, values)
+
+    @property
+    def digest(self) -> bytes:
+        """A digest of the report, by which processes find that all of theirs are equal."""
+        return hashlib.sha256(json.dumps(self.to_json()).encode()).digest()
 
 
 def describe_difference(
     first: Mapping[str, Any], other: Mapping[str, Any], first_name: str, other_name: str
 ) -> str | None:
-    """Describe how the facts of two processes differ; None if they are equal.
+    """Describe how what two processes require differs; None if it is equal.
 
     Args:
-        first, other: what :func:`comparable` returned there, after a transfer as JSON.
+        first, other: their :attr:`Agreement.values`, after a transfer as JSON.
         first_name, other_name: the names of the processes.
     """
-    for what, fact in first.items():
-        if what not in other or fact == other[what]:
+    for what, value in first.items():
+        if what not in other or value == other[what]:
             continue
-        if isinstance(fact, str):
+        if isinstance(value, str):
             return f"{what} of {other_name} differs from that of {first_name}"
-        names = _names_that_differ(fact, other[what])
-        said = [
-            f"{name} is {_quoted(_value(other[what], name))} on {other_name}, but "
-            f"{_quoted(_value(fact, name))} on "
-            f"{first_name}"
-            for name in names
-        ]
-        return f"{what} must be the same on every host: {'; '.join(said)}"
+        differences = []
+        for name in _names_that_differ(value, other[what]):
+            there = _quoted(_value(other[what], name))
+            here = _quoted(_value(value, name))
+            differences.append(f"{name} is {there} on {other_name}, but {here} on {first_name}")
+        return f"{what} must be the same on every host: {'; '.join(differences)}"
     if first.keys() != other.keys():
         return f"{other_name} makes another call than {first_name}"
     return None

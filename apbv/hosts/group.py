@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..warn import report_error, warn_caller
-from .agreement import Fact, comparable, describe_difference
+from .agreement import Agreement, StageReport, describe_difference
 from .collectives import Collectives, LocalCollectives, StagedCollectives
 from .devices import Moment, choose_device, device_identity, record_event, sharing
-from .exchange import Exchange, HostError, describe_error, in_thread
+from .exchange import Exchange, HostError, in_thread
 from .failure_watch import GRACE_SECONDS, POLL_SECONDS, WORK_LIMIT, FailureWatch, PendingCall
 from .heartbeat import Heartbeat
 from .polled_group import PolledGroup
@@ -100,9 +100,8 @@ class HostGroup:
         )
         self._data = self._control = LocalCollectives()
         if self.size > 1:
-            self._data = (StagedCollectives if groups.is_staged else Collectives)(
-                groups.data, self._watch
-            )
+            kind = StagedCollectives if groups.is_staged else Collectives
+            self._data = kind(groups.data, self._watch)
         if self.num_processes > 1:
             self._control = Collectives(groups.control, self._watch)
         if isinstance(groups.members, PolledGroup):
@@ -158,8 +157,14 @@ class HostGroup:
         require_whole_hosts(int(os.environ.get("WORLD_SIZE", 1)), tensor_parallel)
         if "RANK" not in os.environ:
             return cls.single(device)
-        options = {"tensor_parallel": tensor_parallel, "owns_group": join_world(timeout)}
-        return cls.from_process_group(dist.group.WORLD, device, timeout, **options)
+        owns_group = join_world(timeout)
+        return cls.from_process_group(
+            dist.group.WORLD,
+            device,
+            timeout,
+            tensor_parallel=tensor_parallel,
+            owns_group=owns_group,
+        )
 
     @classmethod
     def from_process_group(
@@ -194,15 +199,14 @@ class HostGroup:
         groups = ProcessGroups.of(group, timeout)
         processes = cls(groups, device=torch.device("cpu"), timeout=timeout, owns_group=owns_group)
         try:
-            with processes.local_stage("choosing a device") as same:
-                same["the number of processes"] = {"tensor_parallel": tensor_parallel}
+            with processes.local_stage("choosing a device") as agreement:
+                agreement.settings("the number of processes", {"tensor_parallel": tensor_parallel})
                 chosen = choose_device(device)
                 if chosen.type == "cuda" and owns_group:
                     torch.cuda.set_device(chosen)
                 # The caller's group already has the backends that the caller chose.
-                may_use_nccl = (
-                    owns_group and dist.is_nccl_available()
-                ) or "nccl" in dist.get_backend_config(group)
+                has_nccl = "nccl" in dist.get_backend_config(group)
+                may_use_nccl = has_nccl or (owns_group and dist.is_nccl_available())
                 mine = Place(device_identity(chosen), chosen.type == "cuda" and may_use_nccl)
             places = [Place(*place) for place in processes.gather_json(mine)]
             hosts = cls(
@@ -279,10 +283,10 @@ class HostGroup:
         return hosts
 
     def __repr__(self) -> str:
-        members = (
-            f" x {self.tensor_parallel_size} processes" if self.tensor_parallel_size > 1 else ""
-        )
-        return f"HostGroup({self.name} of {self.size}{members}, {self.device})"
+        processes = ""
+        if self.tensor_parallel_size > 1:
+            processes = f" x {self.tensor_parallel_size} processes"
+        return f"HostGroup({self.name} of {self.size}{processes}, {self.device})"
 
     def tensor_parallel_mesh(self) -> DeviceMesh:
         """Return this host's TP ranks as a one-dimensional mesh, ``tp``; for T > 1."""
@@ -308,23 +312,30 @@ class HostGroup:
         events = [moment.event for moment in moments if moment.event is not None]
         if not events:
             return [moment.seconds for moment in moments]
-        for event in events:  # and for no more: another stream may have work for minutes
+        # For these and no more: another stream may have work for minutes.
+        for event in events:
             self.wait_for_device(event)
+        # The GPU's clock and this host's at one time.
         latest = record_event(self.device)
         self.wait_for_device(latest)
         now = self.clock()
-        return [
-            moment.seconds
-            if moment.event is None
-            else now - moment.event.elapsed_time(latest) / 1e3
-            for moment in moments
-        ]
+        seconds = []
+        for moment in moments:
+            if moment.event is None:
+                seconds.append(moment.seconds)
+            else:
+                milliseconds_ago = moment.event.elapsed_time(latest)
+                seconds.append(now - milliseconds_ago / 1e3)
+        return seconds
 
     def name_of(self, process: int) -> str:
         """Return the name of one of the H * T processes for messages."""
         host, member = divmod(process, self.tensor_parallel_size)
-        host = host if self._numbers is None else self._numbers[host]
-        return f"host {host}" + (f", member {member}" if self.tensor_parallel_size > 1 else "")
+        if self._numbers is not None:
+            host = self._numbers[host]
+        if self.tensor_parallel_size > 1:
+            return f"host {host}, member {member}"
+        return f"host {host}"
 
     def start_broadcast(self, tensor: Tensor, source: int) -> Exchange:
         """Start sending a tensor in CPU memory from one host to all; shape and dtype are the same
@@ -334,7 +345,8 @@ class HostGroup:
         """
 
         def count(received: Tensor) -> Tensor:
-            self.bytes_received += received.nbytes if self.rank != source else 0
+            if self.rank != source:
+                self.bytes_received += received.nbytes
             return received
 
         return self._control.broadcast(tensor, source).then(count)
@@ -371,8 +383,9 @@ class HostGroup:
         lengths = self.start_gathering(torch.tensor([len(mine)])).wait().flatten().tolist()
         padded = torch.zeros(max(lengths), dtype=torch.uint8)
         padded[: len(mine)] = mine
-        rows = zip(self.start_gathering(padded).wait(), lengths, strict=True)
-        return [json.loads(row[:length].numpy().tobytes()) for row, length in rows]
+        rows = self.start_gathering(padded).wait()
+        texts = [row[:length].numpy().tobytes() for row, length in zip(rows, lengths, strict=True)]
+        return [json.loads(text) for text in texts]
 
     def mean_over_members(self, tensor: Tensor) -> Tensor:
         """Return, on every process, the mean over host 0's TP ranks of a small fp32 tensor in CPU
@@ -387,8 +400,8 @@ class HostGroup:
         Raises:
             HostError: the values differ; raised on every process. Continuing would mix two prompts.
         """
-        with self.local_stage(what) as same:
-            same[what] = value
+        with self.local_stage(what) as agreement:
+            agreement.content(what, value)
 
     def require_same_on_ranks(self, what: str, value: bytes) -> None:
         """Check that each process holds the value of host 0's process of the same TP rank;
@@ -421,46 +434,53 @@ class HostGroup:
         return self._watch.working(stage)
 
     @contextmanager
-    def local_stage(self, name: str) -> Iterator[dict[str, Fact]]:
+    def local_stage(self, name: str) -> Iterator[Agreement]:
         """Run a stage without collectives; at its end all hosts raise, or none does. Every host
         must enter it.
 
-        A host that failed raises its own error, the others a HostError that quotes it. The stage
-        gets a dictionary, in which it names what must be the same on every process: bytes, or
-        settings by name, JSON-ready, whose values the error quotes.
+        A host that failed raises its own error, the others a HostError that quotes it. In what the
+        context yields the stage names what must be the same on every process.
         """
         error = None
-        facts = {}
+        agreement = Agreement()
         with self.on_device(), self._watch.working(name):
             try:
-                yield facts
+                yield agreement
             except HostError:
                 raise
             except Exception as caught:
                 error = caught
-            if self.num_processes == 1:
-                if error is not None:
-                    raise error
-                return
-            mine = [None if error is None else describe_error(error)[:4096], comparable(facts)]
-            # A single exchange where all is well.
-            whole = self.start_gathering(
-                _bytes_tensor(hashlib.sha256(json.dumps(mine).encode()).digest())
-            ).wait()
-            if error is None and bool((whole == whole[0]).all()):
-                return
-            found = self.gather_json(mine)
+            if self.num_processes > 1:
+                self._compare_reports(name, StageReport.of(error, agreement))
             if error is not None:
                 raise error
-            for process, (message, _) in enumerate(found):
-                if message is not None:
-                    raise HostError(f"{self.name_of(process)} failed in {name}: {message}")
-            for process, (_, theirs) in enumerate(found):
-                difference = describe_difference(
-                    found[0][1], theirs, self.name_of(0), self.name_of(process)
-                )
-                if difference is not None:
-                    raise HostError(difference)
+
+    def _compare_reports(self, stage: str, report: StageReport) -> None:
+        """Compare how a stage ended on all processes; collective.
+
+        Raises:
+            HostError: it failed on another process, or they do not agree; not raised where this
+                process itself failed.
+        """
+        # A single exchange where all is well.
+        digests = self.start_gathering(_bytes_tensor(report.digest)).wait()
+        are_equal = bool((digests == digests[0]).all())
+        if are_equal and report.error is None:
+            return
+
+        reports = [StageReport.from_json(each) for each in self.gather_json(report.to_json())]
+        if report.error is not None:
+            return
+        for process, other in enumerate(reports):
+            if other.error is not None:
+                raise HostError(f"{self.name_of(process)} failed in {stage}: {other.error}")
+        first = reports[0]
+        for process, other in enumerate(reports):
+            difference = describe_difference(
+                first.values, other.values, self.name_of(0), self.name_of(process)
+            )
+            if difference is not None:
+                raise HostError(difference)
 
     @property
     def is_broken(self) -> bool:
@@ -513,11 +533,15 @@ class HostGroup:
         if to is None:
             padded = rows.new_zeros(*rows.shape[:dim], max(counts), *rows.shape[dim + 1 :])
             padded.narrow(dim, 0, rows.shape[dim]).copy_(rows)
-            return self.all_gather(padded).then(
-                lambda found: [
-                    each.narrow(dim, 0, count) for each, count in zip(found, counts, strict=True)
+
+            def without_padding(gathered: Tensor) -> list[Tensor]:
+                return [
+                    of_host.narrow(dim, 0, count)
+                    for of_host, count in zip(gathered, counts, strict=True)
                 ]
-            )
+
+            return self.all_gather(padded).then(without_padding)
+
         nothing = rows.new_empty(0)
         shapes = [(0,)] * self.size
         if self.rank == to:
@@ -546,7 +570,8 @@ class HostGroup:
         everywhere."""
         if self.size > 1:
             self._data.broadcast(tensor, source).wait()
-            self.bytes_received += tensor.nbytes if self.rank != source else 0
+            if self.rank != source:
+                self.bytes_received += tensor.nbytes
         return tensor
 
     def barrier(self) -> None:

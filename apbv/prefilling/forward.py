@@ -85,7 +85,7 @@ def prefill(
     reduce = None if config.reduce is None or config.reduce.leaves_all else config.reduce
     reduction = None
     reset_peak_memory(hosts.device)
-    with hosts.local_stage("prefill planning") as same, timer.stage("preprocess"):
+    with hosts.local_stage("prefill planning") as agreement, timer.stage("preprocess"):
         if not 0 <= home < hosts.size:
             raise ValueError(f"home must be one of the {hosts.size} hosts, not {home}")
         parts = model if isinstance(model, ModelParts) else inspect_model(model, config.backend)
@@ -107,11 +107,11 @@ def prefill(
         inputs.require_room(parts.max_position_embeddings)
         if reduce is not None:
             require_reducible(reduce, inputs)
-        same["the prompt"] = inputs.input_ids.numpy().tobytes()
-        same["the prefill configuration"] = config.shared
-        same["the model's configuration"] = parts.config_values
+        agreement.content("the prompt", inputs.input_ids.numpy().tobytes())
+        agreement.settings("the prefill configuration", config.shared)
+        agreement.settings("the model's configuration", parts.config_values)
         if hosts.num_processes > 1 and hosts.tensor_parallel_size == 1:
-            same[_WEIGHTS] = parts.weights_sample
+            agreement.content(_WEIGHTS, parts.weights_sample)
     if hosts.tensor_parallel_size > 1:  # each process has weights of its own
         hosts.require_same_on_ranks(_WEIGHTS, parts.weights_sample)
     encoded = encoded or partial(tower_rows, parts, inputs.visual, timer)

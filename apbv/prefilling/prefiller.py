@@ -84,16 +84,15 @@ class Prefiller:
         timer = request.timer
         max_positions = self.reader.parts.max_position_embeddings
         require_going_on(self.hosts, request.cancels)
-        with self.hosts.local_stage("reading the prompt") as same:
+        with self.hosts.local_stage("reading the prompt") as agreement:
             with timer.stage("preprocess"):
                 known = request.prompt
                 rendered = reader.render(request.question) if known is None else known.rendered
             sizes = [each.source.file.size for each in rendered.pictures if each.source is not None]
-            same["the number of videos, or an image file,"] = (
-                f"{len(rendered.videos)} {sizes}".encode()
-            )
+            found = f"{len(rendered.videos)} {sizes}"
+            agreement.content("the number of videos, or an image file,", found.encode())
             options = rendered.sampling, [picture.limits for picture in rendered.pictures]
-            same["the options beside videos and images"] = repr(options).encode()
+            agreement.content("the options beside videos and images", repr(options).encode())
         infos = probe_once(reader.videos, rendered.videos, self.hosts, timer)
         with self.hosts.local_stage("reading the prompt"), timer.stage("preprocess"):
             if known is not None and [video.info for video in known.videos] != list(infos):
@@ -103,7 +102,7 @@ class Prefiller:
             else:
                 videos = known.videos
         videos = reader.without_repeats(videos, self.hosts, timer)
-        with self.hosts.local_stage("reading the prompt") as same:
+        with self.hosts.local_stage("reading the prompt") as agreement:
             inputs, pixels = reader.read(rendered, videos, self.hosts, timer, known)
             if request.positions == "vllm":
                 inputs = inputs.at_vllm_positions(reader.parts)
@@ -115,7 +114,7 @@ class Prefiller:
             heard = (
                 [] if inputs.audio is None else [each.file.size for each in inputs.audio.sources]
             )
-            same["the files that are heard"] = repr(heard).encode()
+            agreement.content("the files that are heard", repr(heard).encode())
         prefix = kept = None
         is_encoded = False
         if self.reuse is not None:

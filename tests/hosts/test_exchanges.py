@@ -195,8 +195,8 @@ def test_values_that_differ_are_refused_on_every_host(pool):
 
 def different_settings_job(hosts: HostGroup) -> tuple[str, str]:
     def stage(**settings):
-        with hosts.local_stage("reading the settings") as same:
-            same["the request"] = settings
+        with hosts.local_stage("reading the settings") as agreement:
+            agreement.settings("the request", settings)
 
     last = hosts.rank == hosts.size - 1
     nested = {
@@ -221,9 +221,9 @@ def test_settings_that_differ_are_named_with_both_values_on_every_host(pool):
 
 def different_calls_job(hosts: HostGroup) -> str:
     def stage():
-        with hosts.local_stage("a stage") as same:
+        with hosts.local_stage("a stage") as agreement:
             if hosts.rank == 0:
-                same["the prompt"] = b"a"
+                agreement.content("the prompt", b"a")
 
     return described(stage)
 
