@@ -73,7 +73,9 @@ class GrowingLayer(DynamicLayer):
         """
         batch, heads, _, dim = like.shape
         shape = (batch, heads, num_rows + GROWTH_ROWS, dim)
-        self.buffers = keys, values = like.new_empty(shape), like.new_empty(shape)
+        keys = like.new_empty(shape)
+        values = like.new_empty(shape)
+        self.buffers = (keys, values)
         self.hold(keys[:, :, :num_rows], values[:, :, :num_rows])
 
     def has_room(self, count: int) -> bool:
@@ -88,20 +90,19 @@ class GrowingLayer(DynamicLayer):
     def make_room(self, count: int) -> None:
         """Copy the rows to buffers with room for ``count`` more, unless they are in such
         buffers."""
-        if not self.has_room(count):
-            keys = self.keys
-            values = self.values
-            old = self.keys.shape[2]
-            self.reserve(keys, old + count)
-            self.keys, self.values = (
-                self.keys[:, :, :old].copy_(keys),
-                self.values[:, :, :old].copy_(values),
-            )
+        if self.has_room(count):
+            return
+        keys = self.keys
+        values = self.values
+        num_rows = keys.shape[2]
+        self.reserve(keys, num_rows + count)
+        self.keys = self.keys[:, :, :num_rows].copy_(keys)
+        self.values = self.values[:, :, :num_rows].copy_(values)
 
     def extend(self, count: int) -> None:
         """Count ``count`` more rows that were written into the buffers."""
         num_rows = self.keys.shape[2] + count
-        (keys, values) = self.buffers
+        keys, values = self.buffers
         self.keys = keys[:, :, :num_rows]
         self.values = values[:, :, :num_rows]
 
@@ -160,8 +161,10 @@ def keep_of_last(cache: Cache, count: int, chosen: Sequence[int]) -> None:
     """
     rows = None
     for layer in cache.layers:
-        if list(chosen) != list(range(len(chosen))) and getattr(layer, "holds_newest", True):
-            rows = to_device(chosen, layer.keys.device, torch.int64) if rows is None else rows
+        are_first = list(chosen) == list(range(len(chosen)))
+        if not are_first and getattr(layer, "holds_newest", True):
+            if rows is None:
+                rows = to_device(chosen, layer.keys.device, torch.int64)
             for states in (layer.keys, layer.values):
                 tail = states[:, :, states.shape[2] - count :]
                 tail[:, :, : len(chosen)] = tail.index_select(2, rows)
@@ -197,21 +200,16 @@ class ShardedLayer(GrowingLayer):
     ) -> tuple[Tensor, Tensor]:
         if self.is_initialized:
             self.num_tokens += key_states.shape[2]
-            return (
-                super().update(key_states, value_states)
-                if self.holds_newest
-                else (self.keys, self.values)
-            )
+            if self.holds_newest:
+                return super().update(key_states, value_states)
+            return self.keys, self.values
         # The rows that this host owns are copied, so that the other local rows can be freed.
         if not self.holds_newest:
-            both = (key_states, value_states)
-            self.hold(
-                *(
-                    torch.cat([x[:, :, r.start : r.stop] for r in self._owned_rows], dim=2)
-                    for x in both
-                )
-            )
+            keys = [key_states[:, :, rows.start : rows.stop] for rows in self._owned_rows]
+            values = [value_states[:, :, rows.start : rows.stop] for rows in self._owned_rows]
+            self.hold(torch.cat(keys, dim=2), torch.cat(values, dim=2))
             return key_states, value_states
+        # With room for what is appended to them.
         self.reserve(key_states, sum(map(len, self._owned_rows)))
         row = 0
         for run in self._owned_rows:
@@ -272,15 +270,16 @@ class ShardedCache(Cache):
         num_tokens = layout.num_tokens
         appends = host == 0
         if not keep_query:
-            rows = rows[:-1] if appends else rows
             num_tokens = layout.query.start
+            if appends:  # the query is the last of its rows
+                rows = rows[:-1]
         layers = [
             ShardedLayer(rows, num_tokens, layout.query.start, appends) for _ in range(num_layers)
         ]
         super().__init__(layers=layers)
         self.home = home
         self.layout = layout
-        self._leaving: tuple[DynamicCache, Iterator[None]] | None = None
+        self._gather: LayerGather | None = None  # the one that a forward pass has begun
 
     @classmethod
     def of_shares(
@@ -331,11 +330,11 @@ class ShardedCache(Cache):
                 gathered.layers[-1].hold(share.keys, share.values)
                 gathered.layers[-1].buffers = share.buffers if releases else None
             return gathered
-        gathered, transfers = self._leaving or self._leave(hosts, to_host, releases)
-        self._leaving = None
-        for _ in transfers:
-            pass
-        return gathered if hosts.rank == to_host else None
+        gather = self._gather
+        self._gather = None
+        if gather is None:
+            gather = self._start_gather(hosts, to_host, releases)
+        return gather.finish()
 
     def gather_behind_each(
         self, attention: Callable[..., Tensor], hosts: HostGroup
@@ -346,58 +345,89 @@ class ShardedCache(Cache):
         For one forward pass over all layers, on every host. The transfer overlaps with the layers'
         MLPs, when there is no other communication.
         """
-        self._leaving = _, transfers = self._leave(hosts, self.home, releases=True)
+        gather = self._start_gather(hosts, self.home, releases=True)
+        self._gather = gather
 
         def attend(*args, **kwargs) -> Tensor:
             out = attention(*args, **kwargs)
-            next(transfers)
+            gather.send_next()
             return out
 
         return attend
 
-    def _leave(
-        self, hosts: HostGroup, to_host: int, releases: bool
-    ) -> tuple[DynamicCache, Iterator[None]]:
-        gathered = DynamicCache()
+    def _start_gather(self, hosts: HostGroup, to_host: int, releases: bool) -> "LayerGather":
         spans = [self.owned_spans(host) for host in range(hosts.size)]
-        return gathered, _send_each(self.layers, spans, gathered, hosts, to_host, releases)
+        return LayerGather(self.layers, spans, hosts, to_host, releases)
 
 
-def _send_each(
-    layers: Sequence[ShardedLayer],
-    spans: list[list[range]],
-    gathered: DynamicCache,
-    hosts: HostGroup,
-    to_host: int,
-    releases: bool,
-) -> Iterator[None]:
-    """Send layers one after the other to a cache on one host; yield while each is in transfer.
+class LayerGather:
+    """Sends layers to a cache on one host, one after the other; collective.
 
-    It does not refer to the cache that sends, which refers to it: a cancelled prefill's KV is freed
-    at once.
+    A layer's transfer is waited for when the next one is sent. It does not refer to the cache that
+    sends, which refers to it: a cancelled prefill's KV is freed at once.
 
     Args:
+        layers: this host's shares.
         spans: the token positions of each host's rows.
+        hosts: the hosts.
+        to_host: the one that gets the layers.
+        releases: whether a share is freed as soon as it has been sent.
     """
-    counts = [sum(map(len, owned)) for owned in spans]
 
-    def start(index: int) -> Exchange:
-        rows = torch.stack([layers[index].keys, layers[index].values])
-        return hosts.gather_rows(rows, counts, to_host, dim=3)
+    def __init__(
+        self,
+        layers: Sequence[ShardedLayer],
+        spans: list[list[range]],
+        hosts: HostGroup,
+        to_host: int,
+        releases: bool,
+    ):
+        self._layers = layers
+        self._spans = spans
+        self._counts = [sum(map(len, owned)) for owned in spans]
+        self._hosts = hosts
+        self._to_host = to_host
+        self._releases = releases
+        self._gathered = DynamicCache()
+        self._num_sent = 0
+        self._exchange: Exchange | None = None  # of the newest layer
 
-    exchange = start(0)
-    for index, layer in enumerate(layers):
-        try:
-            yield
-        finally:  # also if the prefill has ended: a buffer in transfer must not be freed
-            shares = exchange.wait()
-        if releases:
+    def __del__(self):
+        # Also if the prefill has ended early: a buffer in transfer must not be freed.
+        if self._exchange is not None:
+            self._exchange.wait()
+
+    def send_next(self) -> None:
+        """Start to send the next layer, whose KV is complete, after waiting for the one before."""
+        shares = self._receive()
+        layer = self._layers[self._num_sent]
+        rows = torch.stack([layer.keys, layer.values])
+        self._exchange = self._hosts.gather_rows(rows, self._counts, self._to_host, dim=3)
+        self._num_sent += 1
+        self._place(shares)
+
+    def finish(self) -> DynamicCache | None:
+        """Send what has not been sent, and return the cache on its host, None elsewhere."""
+        while self._num_sent < len(self._layers):
+            self.send_next()
+        self._place(self._receive())
+        return self._gathered if self._hosts.rank == self._to_host else None
+
+    def _receive(self) -> list[Tensor] | None:
+        """Wait for the newest layer's transfer, and free its share; None: there is none."""
+        if self._exchange is None:
+            return None
+        shares = self._exchange.wait()
+        self._exchange = None
+        if self._releases:
+            layer = self._layers[self._num_sent - 1]
             layer.keys = layer.values = layer.buffers = None
-        if index + 1 < len(layers):
-            exchange = start(index + 1)
-        if hosts.rank == to_host:
-            gathered.layers.append(_in_position_order(shares, spans))
-        del shares  # while the next layer runs
+        return shares
+
+    def _place(self, shares: list[Tensor] | None) -> None:
+        """Add a received layer to the cache."""
+        if shares is not None and self._hosts.rank == self._to_host:
+            self._gathered.layers.append(_in_position_order(shares, self._spans))
 
 
 def _in_position_order(shares: list[Tensor], spans: list[list[range]]) -> GrowingLayer:
@@ -412,9 +442,8 @@ def _in_position_order(shares: list[Tensor], spans: list[list[range]]) -> Growin
     for share, owned in zip(shares, spans, strict=True):
         row = 0
         for span in owned:
-            rows = share[:, :, :, row : row + len(span)]
-            layer.keys[:, :, span.start : span.stop], layer.values[:, :, span.start : span.stop] = (
-                rows
-            )
+            keys, values = share[:, :, :, row : row + len(span)]
+            layer.keys[:, :, span.start : span.stop] = keys
+            layer.values[:, :, span.start : span.stop] = values
             row += len(span)
     return layer

@@ -1,6 +1,7 @@
 """Moves rows of tokens from the hosts that have them to the hosts that need them."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,51 +11,97 @@ from ..transfer import to_device
 
 
 def move_rows(
-    rows: Tensor, held: Sequence[Tensor], wanted: Sequence[Tensor], hosts: HostGroup
+    rows: Tensor,
+    tokens_of: Sequence[Tensor],
+    tokens_for: Sequence[Tensor],
+    hosts: HostGroup,
 ) -> Tensor:
-    """Send every host the rows of the tokens that it wants, and return them; collective; see
-    :func:`start_moving`."""
-    found = start_moving(rows, held, wanted, hosts).wait()
-    if len(found) == 1:
-        return found[0][1]
-    result = rows.new_empty(len(wanted[hosts.rank]), *rows.shape[1:])
-    for places, arrived in found:
-        result[to_device(places, rows.device)] = arrived
+    """Send every host the rows of the tokens that it needs; collective.
+
+    Args:
+        rows, tokens_of, tokens_for: see :func:`start_moving`.
+
+    Returns:
+        ``[len(tokens_for[this host]), ...]``, in that order.
+    """
+    parts = start_moving(rows, tokens_of, tokens_for, hosts).wait()
+    if len(parts) == 1:
+        return parts[0].rows
+    result = rows.new_empty(len(tokens_for[hosts.rank]), *rows.shape[1:])
+    for part in parts:
+        result[to_device(part.places, rows.device)] = part.rows
     return result
 
 
+class MovedRows(NamedTuple):
+    """Rows that have come from one host.
+
+    Attributes:
+        places: int64 ``[m]``, ascending: the places of their tokens among those that this host
+            needs.
+        rows: ``[m, ...]``.
+    """
+
+    places: Tensor
+    rows: Tensor
+
+
 def start_moving(
-    rows: Tensor, held: Sequence[Tensor], wanted: Sequence[Tensor], hosts: HostGroup
+    rows: Tensor,
+    tokens_of: Sequence[Tensor],
+    tokens_for: Sequence[Tensor],
+    hosts: HostGroup,
 ) -> Exchange:
-    """Start sending every host the rows of the tokens that it wants; collective, and without cost
+    """Start sending every host the rows of the tokens that it needs; collective, and without cost
     if all have them.
 
     Args:
         rows: ``[T, ...]`` of this host.
-        held: for every host the tokens whose rows it alone has, in their order; int64.
-        wanted: for every host the tokens that it wants, in the order that it wants them in.
+        tokens_of: for every host the tokens whose rows it alone has, in their order; int64.
+        tokens_for: for every host the tokens that it needs, in the order of the result.
 
-    The result is a list of pairs: the places of wanted tokens, ascending, and their rows. One pair
-    has them all if every host has its own, else there is a pair for every host that they come from.
+    The result is a list of :class:`MovedRows`: a single one with all rows if every host has what it
+    needs, else one for every host.
     """
-    here, num_tokens = hosts.rank, max((int(own.max()) + 1 for own in held if len(own)), default=0)
-    place, sender = torch.zeros(2, num_tokens, dtype=torch.long)
-    for host, own in enumerate(held):
-        place[own] = torch.arange(len(own))
-        sender[own] = host
-    sent = [place[asked[sender[asked] == here]] for asked in wanted]
-    outgoing = [rows[to_device(places, rows.device)] for places in sent]
-    coming = [(sender[wanted[here]] == host).nonzero().flatten() for host in range(hosts.size)]
-    mine = outgoing[here]
-    outgoing[here] = rows[:0]
-    if all(bool((sender[asked] == host).all()) for host, asked in enumerate(wanted)):
-        return Exchange(lambda: [(coming[here], mine)])
+    rank = hosts.rank
+    num_tokens = max((int(tokens.max()) + 1 for tokens in tokens_of if len(tokens)), default=0)
 
-    def completed(received: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
-        received[here] = mine
-        return list(zip(coming, received, strict=True))
+    # Where every token's row is.
+    owner_of_token = torch.zeros(num_tokens, dtype=torch.long)
+    row_of_token = torch.zeros(num_tokens, dtype=torch.long)
+    for owner, tokens in enumerate(tokens_of):
+        owner_of_token[tokens] = owner
+        row_of_token[tokens] = torch.arange(len(tokens))
 
-    shapes = [
-        (0 if host == here else len(places), *rows.shape[1:]) for host, places in enumerate(coming)
-    ]
-    return hosts.all_to_all(outgoing, shapes).then(completed)
+    # What this host gives to every host.
+    outgoing = []
+    for tokens in tokens_for:
+        tokens_from_here = tokens[owner_of_token[tokens] == rank]
+        outgoing.append(rows[to_device(row_of_token[tokens_from_here], rows.device)])
+
+    # Where what comes from every host belongs.
+    owners = owner_of_token[tokens_for[rank]]
+    places_from = [(owners == sender).nonzero().flatten() for sender in range(hosts.size)]
+
+    local_rows = outgoing[rank]
+    every_host_has_its_own = all(
+        bool((owner_of_token[tokens] == host).all()) for host, tokens in enumerate(tokens_for)
+    )
+    if every_host_has_its_own:
+        return Exchange(lambda: [MovedRows(places_from[rank], local_rows)])
+
+    # A host's own rows are not sent.
+    outgoing[rank] = rows[:0]
+    shapes = []
+    for sender, places in enumerate(places_from):
+        num_received = 0 if sender == rank else len(places)
+        shapes.append((num_received, *rows.shape[1:]))
+
+    def with_places(received: list[Tensor]) -> list[MovedRows]:
+        received[rank] = local_rows
+        return [
+            MovedRows(places, of_sender)
+            for places, of_sender in zip(places_from, received, strict=True)
+        ]
+
+    return hosts.all_to_all(outgoing, shapes).then(with_places)

@@ -17,7 +17,7 @@ from torch import Tensor
 from apbv import HostGroup, ModelInputs, PrefillConfig, prefill
 from apbv.model.parts import ModelParts
 from apbv.prefilling.methods import METHODS
-from apbv.prefilling.methods.apbv import ApbvMethod, States
+from apbv.prefilling.methods.apbv import ApbvMethod, LayerQKV
 from apbv.prefilling.methods.importance import importance_of
 
 # How the labels of such rows end.
@@ -26,7 +26,7 @@ OF_THE_ANSWER = ", pairs of the answer"
 
 
 class _Random(ApbvMethod):
-    def rank(self, states: States, block: int, rows: range, lse: Tensor | None) -> Tensor:
+    def rank(self, states: LayerQKV, block: int, rows: range, lse: Tensor | None) -> Tensor:
         keys, _ = states.pair(rows)
         generator = torch.Generator(keys.device).manual_seed(1000 * states.layer + block)
         return torch.rand(keys.shape[:3], generator=generator, device=keys.device)
@@ -50,7 +50,7 @@ class AnswersPairs:
         scores = self._scores
 
         class ByTheAnswer(ApbvMethod):
-            def rank(self, states: States, block: int, rows: range, lse: Tensor | None) -> Tensor:
+            def rank(self, states: LayerQKV, block: int, rows: range, lse: Tensor | None) -> Tensor:
                 if num_answer is not None:
                     query, (keys, _) = states.q[:, :, -num_answer:], states.pair(rows)
                     lse = None if lse is None else lse[:, :, -num_answer:]

@@ -17,8 +17,30 @@ from ...kernels.runs import Segment
 from ...kernels.torch_attention import empty_output
 from ...layout import ContextLayout, plan_layout, with_question_in_anchor
 from ...model.attention import gather_and_merge
-from .base import PrefillMethod, State
+from .base import PartialAttention, PrefillMethod
 from .importance import RANKED_BY_PROBABILITY, importance_of
+
+
+@dataclass(frozen=True)
+class LayerQKV:
+    """The states of this host's tokens in one layer; see :meth:`PrefillMethod.__call__`."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scale: float
+    layer: int
+    pairs: dict[range, Segment] = field(default_factory=dict)
+
+    def pair(self, rows: range) -> Segment:
+        """Return the keys and values of some rows, the same tensors each time."""
+        if rows not in self.pairs:
+            self.pairs[rows] = _rows(self.k, rows), _rows(self.v, rows)
+        return self.pairs[rows]
+
+
+def _rows(states: Tensor, rows: range) -> Tensor:
+    return states[:, :, rows.start : rows.stop]
 
 
 class ApbvMethod(PrefillMethod):
@@ -35,12 +57,12 @@ class ApbvMethod(PrefillMethod):
         self.separate_query = not config.fused_query
         blocks = layout.virtual_hosts(hosts.rank)
         self._anchor = range(layout.anchor_len)
-        *places, self._query = layout.block_rows(hosts.rank)
-        self._blocks = dict(zip(blocks, places, strict=True))
-        # By the order in which they send, the virtual hosts of all hosts.
-        self._senders = list(
-            zip(*(layout.virtual_hosts(host) for host in range(layout.num_hosts)), strict=True)
-        )
+        # By virtual host, the rows of its block on this host.
+        *rows_of_blocks, self._query = layout.block_rows(hosts.rank)
+        self._blocks = dict(zip(blocks, rows_of_blocks, strict=True))
+        # Of every exchange, the virtual hosts whose blocks it carries, by host.
+        virtual_hosts = [layout.virtual_hosts(host) for host in range(layout.num_hosts)]
+        self._senders = list(zip(*virtual_hosts, strict=True))
         # The lse that ranks a block's keys is that of the query's attention to it, which is needed
         # anyway.
         self._shares_lse = config.fused_query and config.importance in RANKED_BY_PROBABILITY
@@ -75,24 +97,25 @@ class ApbvMethod(PrefillMethod):
         return config.fused_query and super().gathers_by_layer(config)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float, layer: int) -> Tensor:
-        states = States(q, k, v, scale, layer)
+        states = LayerQKV(q, k, v, scale, layer)
         out = empty_output(q)
         # Every transfer starts as soon as its data exists, and is waited for only when it is needed
         # (Figure 5).
-        seen: dict[int, State] = {}
+        seen: dict[int, PartialAttention] = {}
         sent = [self._start_passing(block, states, seen) for block in self._blocks]
         finish_query = self._start_query(states, seen, _rows(out, self._query))
         if self.blocks is None:
             self._attend_densely(states, sent, out)
         else:
             self._attend_sparsely(states, sent, out)
-        for exchange in filter(None, sent):
-            # Even for unneeded data: its buffers must not be freed while they are written.
-            exchange.wait()
+        # Even for unneeded data: its buffers must not be freed while they are written.
+        for exchange in sent:
+            if exchange is not None:
+                exchange.wait()
         finish_query()
         return out
 
-    def _attend_densely(self, states: "States", sent: list[Exchange | None], out: Tensor) -> None:
+    def _attend_densely(self, states: LayerQKV, sent: list[Exchange | None], out: Tensor) -> None:
         """Attend to the anchor, and from every block to the anchor, the passing block and
         itself."""
         first, *others = self._blocks
@@ -112,28 +135,32 @@ class ApbvMethod(PrefillMethod):
                 out=_rows(out, rows),
             )
 
-    def _attend_sparsely(self, states: "States", sent: list[Exchange | None], out: Tensor) -> None:
+    def _attend_sparsely(self, states: LayerQKV, sent: list[Exchange | None], out: Tensor) -> None:
         """Attend densely to the anchor and the passing blocks, and block-sparsely within each
         block."""
-        q_anchor, target = (_rows(x, self._anchor) for x in (states.q, out))
         self.attend(
-            q_anchor, [states.pair(self._anchor)], states.scale, causal_last=True, out=target
+            _rows(states.q, self._anchor),
+            [states.pair(self._anchor)],
+            states.scale,
+            causal_last=True,
+            out=_rows(out, self._anchor),
         )
         for block, rows in self._blocks.items():
-            if not len(rows):  # with Star Attention host 0's block is the anchor
+            # With Star Attention host 0's block is the anchor.
+            if not len(rows):
                 continue
             q = _rows(states.q, rows)
             # Selected blocks are computed during the transfer of the passing block.
             own = self.attend_within(q, states.pair(rows), states.scale)
-            # Which no block that begins the prompt sees.
+            # A block that begins the prompt sees no copy of its start.
             sees_anchor = block > 0 or not self.layout.anchor_copy
-            segments = [states.pair(self._anchor if sees_anchor else range(0))]
-            segments += self._passing_segments(block, sent)
+            anchor = self._anchor if sees_anchor else range(0)
+            segments = [states.pair(anchor), *self._passing_segments(block, sent)]
             others = self.attend(q, segments, states.scale, causal_last=False)
             self.merge([own, others], _rows(out, rows))
 
     def _attend_first(
-        self, block: int, states: "States", sent: list[Exchange | None], out: Tensor
+        self, block: int, states: LayerQKV, sent: list[Exchange | None], out: Tensor
     ) -> None:
         """Attend to this host's first block, and to the anchor, whose rows come right before it:
         one triangle.
@@ -164,7 +191,7 @@ class ApbvMethod(PrefillMethod):
             self.attend(q, segments, states.scale, causal_last=True, rows_alone=alone, out=target)
 
     def _start_passing(
-        self, block: int, states: "States", seen: dict[int, State]
+        self, block: int, states: LayerQKV, seen: dict[int, PartialAttention]
     ) -> Exchange | None:
         """Send this block's l_p most important KV pairs to all hosts: ``[2, B, Hkv, max k, D]`` per
         host.
@@ -176,46 +203,56 @@ class ApbvMethod(PrefillMethod):
         if layout.max_passed == 0:
             return None
         k = states.k
-        scale = states.scale
-        # No host reads more rows of it than its block passes on.
+        # Every block fills a buffer of the same size; no host reads more rows than a block passes.
         buffer = k.new_empty(2, *k.shape[:2], layout.max_passed, k.shape[3])
-        rows = self._blocks[block]
-        count = layout.num_passed(block)
-        if (
-            block < len(layout.blocks) - 1
-        ):  # no block comes after the last one: its buffer is a dummy
-            k_block, v_block = states.pair(rows)
-            if count < len(rows):
-                q_query = _rows(states.q, self._query)
-                lse = None
-                if self._shares_lse:
-                    segment = (k_block, v_block)
-                    seen[block] = self.attend(q_query, [segment], scale, causal_last=False)
-                    lse = seen[block][1]
-                scores = self.rank(states, block, rows, lse)
-                select_topk(
-                    scores, k_block, v_block, count, out=buffer, backend=self.config.backend
-                )
-            else:
-                buffer[0, :, :, :count] = k_block
-                buffer[1, :, :, :count] = v_block
+        # No block comes after the last one: its buffer is a dummy.
+        if block < len(layout.blocks) - 1:
+            self._fill_passing(buffer, block, layout.num_passed(block), states, seen)
         exchange = self.hosts.all_gather(buffer)
         if not self.config.overlap:
             exchange.wait()
         return exchange
 
-    def rank(self, states: "States", block: int, rows: range, lse: Tensor | None) -> Tensor:
+    def _fill_passing(
+        self,
+        buffer: Tensor,
+        block: int,
+        count: int,
+        states: LayerQKV,
+        seen: dict[int, PartialAttention],
+    ) -> None:
+        """Write the ``count`` most important KV pairs of a block to the first rows of a buffer."""
+        rows = self._blocks[block]
+        k_block, v_block = states.pair(rows)
+        if count == len(rows):
+            buffer[0, :, :, :count] = k_block
+            buffer[1, :, :, :count] = v_block
+            return
+        lse = None
+        if self._shares_lse:
+            q_query = _rows(states.q, self._query)
+            seen[block] = self.attend(
+                q_query, [(k_block, v_block)], states.scale, causal_last=False
+            )
+            _, lse = seen[block]
+        scores = self.rank(states, block, rows, lse)
+        select_topk(scores, k_block, v_block, count, out=buffer, backend=self.config.backend)
+
+    def rank(self, states: LayerQKV, block: int, rows: range, lse: Tensor | None) -> Tensor:
         """Score the keys of one of this host's blocks, which are these rows: ``[1, Hkv, l_b]``,
         higher is better.
 
         Args:
             lse: of the query's scores over the block ``[1, Hq, n_q]``, where the ranking needs it.
         """
-        name = self.config.importance
-        q_query = _rows(states.q, self._query)
-        (k_block, _) = states.pair(rows)
+        k_block, _ = states.pair(rows)
         return importance_of(
-            name, q_query, k_block, states.scale, lse=lse, backend=self.config.backend
+            self.config.importance,
+            _rows(states.q, self._query),
+            k_block,
+            states.scale,
+            lse=lse,
+            backend=self.config.backend,
         )
 
     def _passing_segments(self, block: int, sent: list[Exchange | None]) -> list[Segment]:
@@ -226,17 +263,17 @@ class ApbvMethod(PrefillMethod):
             # transfer only.
             if exchange is None or min(senders) >= block:
                 continue
-            of_hosts = (states.unbind() for states in exchange.wait().unbind(1))
-            for sender, k, v in zip(senders, *of_hosts, strict=True):
+            received = exchange.wait()  # [H, 2, B, Hkv, max k, D]
+            for host, sender in enumerate(senders):
                 if sender < block:
+                    k, v = received[host]
+                    # The rest of a shorter block's buffer is padding.
                     count = min(k.shape[2], len(self.layout.blocks[sender]))
-                    segments.append(
-                        (k, v) if count == k.shape[2] else (k[:, :, :count], v[:, :, :count])
-                    )
+                    segments.append((k[:, :, :count], v[:, :, :count]))
         return segments
 
     def _start_query(
-        self, states: "States", seen: dict[int, State], out: Tensor
+        self, states: LayerQKV, seen: dict[int, PartialAttention], out: Tensor
     ) -> Callable[[], object]:
         """Start the query's attention to this host's tokens, merged over hosts (Eq. 5, Appendix
         B.2).
@@ -254,36 +291,18 @@ class ApbvMethod(PrefillMethod):
             segments = [states.pair(rows) for rows in (self._anchor, self._query)]
             self.attend(q_query, segments, scale, causal_last=True, out=out)
             return lambda: out
+        # What ranking has not attended to yet: a slice of the anchor, other blocks, and on the host
+        # that owns it the query itself.
         owns_query = self.hosts.rank == 0
         unseen = [self.layout.anchor_slice(self.hosts.rank)]
         unseen += [rows for block, rows in self._blocks.items() if block not in seen]
-        unseen += [self._query] if owns_query else []
+        if owns_query:
+            unseen.append(self._query)
         segments = [states.pair(rows) for rows in unseen]
-        partials = [*seen.values(), self.attend(q_query, segments, scale, causal_last=owns_query)]
+        rest = self.attend(q_query, segments, scale, causal_last=owns_query)
+        partials = [*seen.values(), rest]
         finish = gather_and_merge(partials, self.hosts, self.config.backend, out=out)
         if not self.config.overlap:
             finish()
             return lambda: out
         return finish
-
-
-@dataclass(frozen=True)
-class States:
-    """The states of this host's tokens in one layer; see :meth:`PrefillMethod.__call__`."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    scale: float
-    layer: int
-    pairs: dict[range, Segment] = field(default_factory=dict)
-
-    def pair(self, rows: range) -> Segment:
-        """Return the keys and values of some rows, the same tensors each time."""
-        if rows not in self.pairs:
-            self.pairs[rows] = _rows(self.k, rows), _rows(self.v, rows)
-        return self.pairs[rows]
-
-
-def _rows(states: Tensor, rows: range) -> Tensor:
-    return states[:, :, rows.start : rows.stop]

@@ -1,5 +1,6 @@
 """Interface of a prefill method, and the methods by which host 0 computes a prompt alone."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,7 +23,8 @@ from ...layout import (
 )
 from .block_attention import BlockAttention
 
-State = tuple[Tensor, Tensor]  # a partial result: out [B, Hq, S, D], lse [B, Hq, S]
+# The result of attention to some of the keys: out [B, Hq, S, D], lse [B, Hq, S].
+PartialAttention = tuple[Tensor, Tensor]
 
 
 class PrefillMethod(ABC):
@@ -91,16 +93,18 @@ class PrefillMethod(ABC):
         """
         return self.layout.in_layer(self.attention_layers[layer], self.num_layers)
 
-    def attend_within(self, q: Tensor, own: Segment, scale: float) -> State:
+    def attend_within(self, q: Tensor, own: Segment, scale: float) -> PartialAttention:
         """Attend causally within a run of tokens: to all of it, or to the blocks that the config
         chooses."""
         if self.blocks is None:
             return self.attend(q, [own], scale, causal_last=True)
         return self.blocks(q, *own, scale)
 
-    def merge(self, states: Sequence[State], out: Tensor) -> State:
+    def merge(self, partials: Sequence[PartialAttention], out: Tensor) -> PartialAttention:
         """Call :func:`apbv.kernels.merge_states` with the configured backend."""
-        return merge_states(*zip(*states, strict=True), out=out, backend=self.config.backend)
+        outs = [partial_out for partial_out, _ in partials]
+        lses = [lse for _, lse in partials]
+        return merge_states(outs, lses, out=out, backend=self.config.backend)
 
     @classmethod
     def plan(
@@ -137,11 +141,13 @@ class PrefillMethod(ABC):
                 f"answers were less accurate with l_a below {FEWEST_ANCHOR} or l_p below "
                 f"{FEWEST_PASSING}"
             )
-        if layout.early.passing_len < (more := -(-layout.num_tokens // ACCURATE_PASSING)):
-            closer = (
-                "answers were closer to full attention's, and took longer, with early_passing_len ="
+        closer_len = math.ceil(layout.num_tokens / ACCURATE_PASSING)
+        if layout.early.passing_len < closer_len:
+            return (
+                "answers were closer to full attention's, and took longer, with "
+                f"early_passing_len = {closer_len:,}, and more so with passing_len = "
+                f"{closer_len:,}"
             )
-            return f"{closer} {more:,}, and more so with passing_len = {more:,}"
         return None
 
     @abstractmethod

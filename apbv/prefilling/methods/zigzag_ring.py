@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.torch_attention import empty_output
-from .base import PrefillMethod, State
+from .base import PartialAttention, PrefillMethod
 from .ring_library import Ring, usable_ring
 
 
@@ -58,7 +58,7 @@ class ZigzagRingMethod(PrefillMethod):
                 held = exchange.wait()
         return merged[0]
 
-    def _attend_to(self, owner: int, q: Tensor, held: Tensor, scale: float) -> State:
+    def _attend_to(self, owner: int, q: Tensor, held: Tensor, scale: float) -> PartialAttention:
         """Attend to a host's keys and values, ``[2, 1, Hkv, rows, D]``, with this host's queries
         that see any.
 
