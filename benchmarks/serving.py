@@ -42,9 +42,9 @@ import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 # isort: split
 
 from apbv import Engine, HostGroup, SamplingParams, SpeculativeConfig, demo
-from apbv.serve.batch import Batch
 from apbv.serve.batch_files import Answers, Requests
 from apbv.serve.log import FIELDS
+from apbv.serve.openai_batch import Batch
 from apbv.serve.report import report
 from apbv.serve.server import run_worker
 from apbv.serve.settings import ServerSettings

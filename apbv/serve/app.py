@@ -115,9 +115,8 @@ class _Endpoints:
         self._num_answering = 0  # answers that are asked for now
         self._parsers = ThreadPoolExecutor(_PARSERS, thread_name_prefix="parser")
         # Two, so that short texts do not wait for long ones.
-        self._light, self._heavy = (
-            ThreadPoolExecutor(_TOKENIZERS, thread_name_prefix="tokenizer") for _ in "12"
-        )
+        self._light = ThreadPoolExecutor(_TOKENIZERS, thread_name_prefix="tokenizer")
+        self._heavy = ThreadPoolExecutor(_TOKENIZERS, thread_name_prefix="tokenizer")
         # One per queued request: waiting for another server's files does not block other requests.
         self._readers = ThreadPoolExecutor(
             scheduler.limits.max_queue + 1, thread_name_prefix="reader"

@@ -18,11 +18,11 @@ from ..kv.offers import Offers
 from ..kv.ticket import Ticket
 from ..prefilling.result import PrefillResult
 from ..speculate.ways import Begun
-from .alone import Alone
-from .decoding import Decoding
+from .decode_thread import DecodeThread
 from .links import Link, Links, RemoteOutput
+from .local_prefill import LocalPrefillPool
 from .media import PrivateFiles, find_in_folder
-from .order import Order, decode_order
+from .work_order import WorkOrder, decode_order
 
 Asked = Callable[[Request], Request]
 Files = AbstractContextManager[Sequence[Path]]
@@ -52,7 +52,7 @@ class Executor:
 
     def carry_out(
         self,
-        order: Order,
+        order: WorkOrder,
         files: Files,
         asked: Asked = lambda request: request,
         prompt: Skeleton | None = None,
@@ -129,7 +129,7 @@ def exchange_commands(
     return Command(int(messages[0][0])), any(stop for _, stop in messages)
 
 
-def require_decoding(hosts: HostGroup, decoding: Decoding | None) -> None:
+def require_decoding(hosts: HostGroup, decoding: DecodeThread | None) -> None:
     """Raise what ended this host's decoding thread, if anything did, and break the group with the
     reason."""
     if decoding is not None and decoding.failure is not None:
@@ -152,12 +152,12 @@ def follow(
     """
     hosts = executor.hosts
     link = executor.link
-    decoding = None if link is None else Decoding(executor.engine, link.flush)
-    alone = Alone(executor.engine, decoding)
-    failed: list[tuple[Order, Exception]] = []
+    decoding = None if link is None else DecodeThread(executor.engine, link.flush)
+    alone = LocalPrefillPool(executor.engine, decoding)
+    failed: list[tuple[WorkOrder, Exception]] = []
 
     @contextmanager
-    def opened(order: Order, sent: Iterator[bytes]) -> Iterator[list[Path]]:
+    def opened(order: WorkOrder, sent: Iterator[bytes]) -> Iterator[list[Path]]:
         with ExitStack() as stack:
             yield [
                 stack.enter_context(private_files.holding(next(sent)))
@@ -166,7 +166,7 @@ def follow(
                 for file in order.files
             ]
 
-    def prefill_alone(order: Order, sent: Iterator[bytes]) -> None:
+    def prefill_alone(order: WorkOrder, sent: Iterator[bytes]) -> None:
         alone.prefill(order, RemoteOutput(link, order.number), opened(order, sent))
 
     def carry_out() -> None:

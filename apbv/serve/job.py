@@ -7,7 +7,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from .reading import ReadyRequest
+from .request_reader import ReadyRequest
 from .requests import ApiError, FinishReason
 
 # The moments of a record that bound a duration.

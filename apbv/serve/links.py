@@ -1,16 +1,14 @@
 """Connections between host 0 and the hosts that decode answers, beside the hosts' collectives.
 
-After a secret and its rank, a host sends lines of JSON: lists of ``[number, method, *arguments]``,
-calls of a request's :class:`~.output.JobOutput`. Host 0 sends lists, too: of the numbers of
-requests that are not wanted any more, or an order that the host prefills alone and the sizes of its
-files, which follow.
+After a secret and its rank, a host sends lines of messages about its answers. Host 0 sends orders
+to prefill a prompt, each followed by the bytes of its files, and the numbers of requests that are
+not wanted any more (:mod:`.messages`).
 """
 
 import hmac
-import json
 import secrets
 import socket
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
 from itertools import count
 from threading import Lock, Thread
@@ -20,8 +18,21 @@ from ..hosts import HostError, HostGroup
 from ..kv.sending import Listener
 from ..kv.wire import LOOPBACK, connect, own_address, sever
 from .job import Piece
-from .order import Order, decode_order, encode_order
+from .messages import (
+    AnswerMessage,
+    DraftMessage,
+    FailedMessage,
+    PrefillMessage,
+    ReleasedMessage,
+    TokensMessage,
+    UnwantedMessage,
+    decode_answers,
+    decode_for_host,
+    encode_answers,
+    encode_for_host,
+)
 from .output import JobOutput
+from .work_order import WorkOrder
 
 _SECONDS = 30.0  # for a connection between hosts
 
@@ -33,15 +44,15 @@ def connect_hosts(hosts: HostGroup, stack: ExitStack) -> "Links | Link":
         OSError: this host cannot listen, or not reach host 0.
         HostError: another host cannot.
     """
+    links = None
     with hosts.local_stage("listening to the other hosts"):
-        links = stack.enter_context(closing(Links())) if hosts.is_leader else None
-    greeting = hosts.broadcast_bytes(links and links.greeting)
+        if hosts.is_leader:
+            links = stack.enter_context(closing(Links()))
+    greeting = hosts.broadcast_bytes(None if links is None else links.greeting)
     with hosts.local_stage("connecting to host 0"):
-        return links or stack.enter_context(closing(Link(greeting, hosts.rank)))
-
-
-def _line(message: Any) -> bytes:
-    return json.dumps(message, default=vars).encode() + b"\n"
+        if links is not None:
+            return links
+        return stack.enter_context(closing(Link(greeting, hosts.rank)))
 
 
 class Links:
@@ -57,7 +68,9 @@ class Links:
     """
 
     def __init__(self):
-        self._outputs, self._numbers, self._secret = {}, count(), secrets.token_hex().encode()
+        self._outputs: dict[int, JobOutput] = {}
+        self._numbers = count()
+        self._secret = secrets.token_hex().encode()
         # The lock: of the two threads that send.
         self._hosts: dict[int, tuple[socket.socket, Lock]] = {}
         self.failure: HostError | None = None
@@ -69,22 +82,22 @@ class Links:
     def add(self, output: JobOutput) -> int:
         """Give a request a number, by which another host names it until its release."""
         number = next(self._numbers)
-        self._outputs[number], output.on_release = output, lambda: self._outputs.pop(number, None)
+        self._outputs[number] = output
+        output.on_release = lambda: self._outputs.pop(number, None)
         return number
 
-    def send(self, order: Order, files: Sequence[bytes]) -> None:
+    def send(self, order: WorkOrder, files: Sequence[bytes]) -> None:
         """Have an order's home prefill its prompt alone; where the connection has ended,
         :attr:`failure` tells."""
         sock, lock = self._hosts[order.home]
+        file_sizes = [len(data) for data in files]
         with suppress(OSError), lock:
-            sock.sendall(
-                _line({"order": encode_order(order).decode(), "sizes": [*map(len, files)]})
-            )
+            sock.sendall(encode_for_host(PrefillMessage(order, file_sizes)))
             for data in files:
                 sock.sendall(data)
 
     def _serve(self, sock: socket.socket, trust: Callable[[], None]) -> None:
-        """Call the outputs' methods as another host wants it."""
+        """Pass another host's messages on to the outputs, and answer with what is not wanted."""
         lines = sock.makefile("rb")
         reason = "it was closed"
         if not hmac.compare_digest(lines.read(len(self._secret)), self._secret):
@@ -93,24 +106,36 @@ class Links:
         sock.settimeout(None)
         lock = Lock()
         self._hosts[int(lines.readline())] = sock, lock
-        sock.sendall(_line([]))
+        # The host waits for this line: it is known now.
+        sock.sendall(encode_for_host(UnwantedMessage([])))
         try:
             for line in lines:
                 unwanted = []
-                for number, method, *arguments in json.loads(
-                    line, object_hook=lambda fields: Piece(**fields)
-                ):
-                    output = self._outputs.get(number)
+                for message in decode_answers(line):
+                    output = self._outputs.get(message.number)
                     if output is not None:
-                        getattr(output, method)(*arguments)
+                        _pass_on(message, output)
                     if output is None or output.is_cancelled:
-                        unwanted.append(number)
+                        unwanted.append(message.number)
                 if unwanted:
                     with lock:
-                        sock.sendall(_line(unwanted))
+                        sock.sendall(encode_for_host(UnwantedMessage(unwanted)))
         except Exception as error:
             reason = error
         self.failure = HostError(f"the connection to another host ended: {reason}")
+
+
+def _pass_on(message: AnswerMessage, output: JobOutput) -> None:
+    """Call an output's method for a message."""
+    match message:
+        case TokensMessage():
+            output.add_tokens(message.choice, message.num_tokens, message.piece)
+        case DraftMessage():
+            output.note_draft(message.metrics)
+        case FailedMessage():
+            output.fail(message.failure, message.is_invalid)
+        case ReleasedMessage():
+            output.release()
 
 
 class Link:
@@ -122,7 +147,7 @@ class Link:
 
     Attributes:
         outputs: by their numbers on host 0.
-        calls: of outputs' methods, to be sent by :meth:`flush`.
+        messages: about outputs, to be sent by :meth:`flush`.
 
     Raises:
         OSError: host 0 cannot be reached.
@@ -136,44 +161,45 @@ class Link:
         self._lines.readline()  # host 0 knows this one now
         self._sock.settimeout(None)
         self.outputs: dict[int, RemoteOutput] = {}
-        self.calls: list[tuple] = []
+        self.messages: list[AnswerMessage] = []
 
-    def listen(self, prefill: Callable[[Order, Iterator[bytes]], None]) -> None:
+    def listen(self, prefill: Callable[[WorkOrder, Iterator[bytes]], None]) -> None:
         """Note cancellations in a thread, and call a function with each order and its files'
         bytes."""
         Thread(target=self._read, args=(prefill,), name="orders", daemon=True).start()
 
     def flush(self) -> None:
-        """Send a step's calls together.
+        """Send a step's messages together.
 
         Raises:
             OSError: host 0 has ended.
         """
-        if self.calls:
-            self._sock.sendall(_line(self.calls))
-            self.calls.clear()
+        if self.messages:
+            self._sock.sendall(encode_answers(self.messages))
+            self.messages.clear()
 
     def close(self) -> None:
         """Close the connection."""
         sever(self._sock)
         self._sock.close()
 
-    def _read(self, prefill: Callable[[Order, Iterator[bytes]], None]) -> None:
+    def _read(self, prefill: Callable[[WorkOrder, Iterator[bytes]], None]) -> None:
         with suppress(OSError, ValueError):  # if host 0 has ended, that shows elsewhere
             for line in self._lines:
-                told = json.loads(line)
-                if isinstance(told, dict):
-                    files = [self._lines.read(size) for size in told["sizes"]]
-                    prefill(decode_order(told["order"]), iter(files))
+                message = decode_for_host(line)
+                if isinstance(message, PrefillMessage):
+                    files = [self._lines.read(size) for size in message.file_sizes]
+                    prefill(message.order, iter(files))
                     continue
-                for number in told:
-                    if output := self.outputs.get(number):
+                for number in message.numbers:
+                    output = self.outputs.get(number)
+                    if output is not None:
                         output.is_cancelled = True
 
 
 class RemoteOutput:
-    """The :class:`~.output.JobOutput` of a request whose answers another host decodes: passes all
-    calls on."""
+    """The :class:`~.output.JobOutput` of a request on the host that decodes its answers: sends
+    messages to host 0's."""
 
     def __init__(self, link: Link, number: int):
         self._link = link
@@ -181,20 +207,20 @@ class RemoteOutput:
         self.is_cancelled = False
         link.outputs[number] = self
 
-    def tell(self, choice: int, num_tokens: int, piece: Piece | None = None) -> bool:
-        self._link.calls.append((self._number, "tell", choice, num_tokens, piece))
+    def add_tokens(self, choice: int, num_tokens: int, piece: Piece | None = None) -> bool:
+        self._link.messages.append(TokensMessage(self._number, choice, num_tokens, piece))
         return True
 
-    def note_draft(self, metrics: Iterable[tuple[str, Any]]) -> None:
-        self._link.calls.append((self._number, "note_draft", [*metrics]))
+    def note_draft(self, metrics: dict[str, Any]) -> None:
+        self._link.messages.append(DraftMessage(self._number, metrics))
 
     def fail(self, failure: str, is_invalid: bool = False) -> None:
         self.is_cancelled = True
-        self._link.calls.append((self._number, "fail", failure, is_invalid))
+        self._link.messages.append(FailedMessage(self._number, failure, is_invalid))
 
     def release(self) -> None:
         del self._link.outputs[self._number]
-        self._link.calls.append((self._number, "release"))
+        self._link.messages.append(ReleasedMessage(self._number))
 
 
 Output = JobOutput | RemoteOutput

@@ -2,13 +2,12 @@
 them."""
 
 import time
-from collections.abc import Iterable
 from typing import Any
 
 from ..hosts import AgreedError, HostError
 from ..hosts.exchange import describe_error
 from .job import Finished, Job, Piece
-from .reading import client_message
+from .request_reader import client_message
 from .requests import ApiError
 from .scheduler import Scheduler
 
@@ -17,7 +16,9 @@ def failure_of(error: Exception) -> tuple[str, bool]:
     """Return the message of what a request failed of, and whether the request is to blame, not
     model or engine."""
     is_invalid = isinstance(error, (ValueError, HostError)) and not isinstance(error, AgreedError)
-    return str(error) if is_invalid and str(error) else describe_error(error), is_invalid
+    if is_invalid and str(error):
+        return str(error), True
+    return describe_error(error), is_invalid
 
 
 class JobOutput:
@@ -45,7 +46,7 @@ class JobOutput:
         """Whether the request has ended, or its client has disconnected."""
         return self._job.is_cancelled or self._job.has_ended
 
-    def tell(self, choice: int, num_tokens: int, piece: Piece | None = None) -> bool:
+    def add_tokens(self, choice: int, num_tokens: int, piece: Piece | None = None) -> bool:
         """Send an answer's next piece, and note its new tokens.
 
         Args:
@@ -64,16 +65,17 @@ class JobOutput:
         if piece is None:
             return True
         job.send(piece)
-        self._num_finished += piece.reason is not None
-        if piece.reason is None or self._num_finished < job.read.order.num_answers:
+        if piece.reason is None:
             return True
-        return self._scheduler.end(
-            job, Finished(job.record.completion_tokens, self.kv_params), piece.reason
-        )
+        self._num_finished += 1
+        if self._num_finished < job.read.order.num_answers:
+            return True
+        finished = Finished(job.record.completion_tokens, self.kv_params)
+        return self._scheduler.end(job, finished, piece.reason)
 
-    def note_draft(self, metrics: Iterable[tuple[str, Any]]) -> None:
+    def note_draft(self, metrics: dict[str, Any]) -> None:
         """Record the metrics of the request's draft, by their names."""
-        self._job.record.speculation = dict(metrics)
+        self._job.record.speculation = metrics
 
     def fail(self, failure: str, is_invalid: bool = False) -> None:
         """End the request with an error; its other answers are not wanted any more.
@@ -81,13 +83,13 @@ class JobOutput:
         Args:
             failure, is_invalid: as of :func:`failure_of`.
         """
+        if not is_invalid:
+            self._scheduler.end(self._job, ApiError(500, failure), "failed")
+            return
         read = self._job.read
-        error = ApiError(500, failure)
-        if is_invalid:
-            error = ApiError(
-                400, client_message(failure, read.media), param=read.request.prompt_field
-            )
-        self._scheduler.end(self._job, error, "invalid" if is_invalid else "failed")
+        message = client_message(failure, read.media)
+        error = ApiError(400, message, param=read.request.prompt_field)
+        self._scheduler.end(self._job, error, "invalid")
 
     def release(self) -> None:
         """Count the request's KV as free; one that has not ended was cancelled."""

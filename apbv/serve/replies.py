@@ -19,18 +19,16 @@ class Replies:
     """
 
     def __init__(self, jobs: list[Job], request: GenerationRequest, model: str):
-        self._jobs, self._is_chat, self._num_answers = (
-            jobs,
-            isinstance(request, ChatRequest),
-            request.num_answers,
-        )
+        self._jobs = jobs
+        self._is_chat = isinstance(request, ChatRequest)
+        self._num_answers = request.num_answers
         self._with_token_ids = request.return_token_ids
         self._with_logprobs = request.num_logprobs is not None
         self._head = {"id": jobs[0].record.id, "created": jobs[0].created, "model": model}
         options = request.stream_options or StreamOptions()
         self._with_usage = bool(options.include_usage)
         self._usage_in_all = self._with_usage and bool(options.continuous_usage_stats)
-        self._num_told = 0
+        self._num_sent = 0
         self._may_call = request.may_call
         self._parsers: dict[int, ToolCallParser] = {}  # of each answer that may call tools
         self._num_chars = Counter()  # of each answer's tokens so far
@@ -46,16 +44,21 @@ class Replies:
         if isinstance(event, ApiError):
             raise event
         choices = []
-        for each in map(_joined, pieces.values()):
-            text, calls = self._parsed(each)
-            body = {"text": text}
+        for of_answer in pieces.values():
+            answer = _joined(of_answer)
+            text, calls = self._parsed(answer)
             if self._is_chat:
-                content = (
-                    {"content": text or None, "tool_calls": calls} if calls else {"content": text}
-                )
-                body = {"message": {"role": "assistant", **content, "refusal": None}}
-            choices.append(self._choice(body, each))
-        reply = self._object("chat.completion", choices) | {"usage": self._usage(event.num_tokens)}
+                message = {"role": "assistant", "content": text}
+                if calls:
+                    message["content"] = text or None
+                    message["tool_calls"] = calls
+                message["refusal"] = None
+                body = {"message": message}
+            else:
+                body = {"text": text}
+            choices.append(self._choice(body, answer))
+        reply = self._object("chat.completion", choices)
+        reply["usage"] = self._usage(event.num_tokens)
         if event.kv_transfer_params is not None:
             reply["kv_transfer_params"] = event.kv_transfer_params
         return self._with_prompt(reply)
@@ -68,33 +71,9 @@ class Replies:
             while isinstance(event, Piece):
                 if (self._is_chat or self._with_token_ids) and event.choice not in opened:
                     opened.add(event.choice)
-                    body = (
-                        {"delta": {"role": "assistant", "content": ""}}
-                        if self._is_chat
-                        else {"text": ""}
-                    )
-                    opening = {
-                        "index": event.choice,
-                        **body,
-                        "logprobs": None,
-                        "finish_reason": None,
-                    }
-                    yield self._sse(self._with_prompt(self._chunk(opening)))
-                self._num_told += len(event.token_ids)
-                text, calls = self._parsed(event)
-                body = {"text": text}
-                if self._is_chat:
-                    body = {
-                        "delta": {"content": text}
-                        if text or not (event.reason or self._may_call)
-                        else {}
-                    }
-                if calls:
-                    start = self._parsers[event.choice].num_calls - len(calls)
-                    body["delta"]["tool_calls"] = [
-                        {"index": at, **call} for at, call in enumerate(calls, start)
-                    ]
-                yield self._sse(self._chunk(self._choice(body, event)))
+                    yield self._opening(event.choice)
+                self._num_sent += len(event.token_ids)
+                yield self._sse(self._chunk(self._choice(self._delta(event), event)))
                 event = await anext(events)
             if not isinstance(event, Finished):
                 yield _event(event.body)
@@ -105,6 +84,33 @@ class Replies:
             return
         finally:
             await events.aclose()
+
+    def _opening(self, choice: int) -> str:
+        """Return the event that opens an answer, before its first text."""
+        opening: dict[str, Any] = {"index": choice}
+        if self._is_chat:
+            opening["delta"] = {"role": "assistant", "content": ""}
+        else:
+            opening["text"] = ""
+        opening["logprobs"] = None
+        opening["finish_reason"] = None
+        return self._sse(self._with_prompt(self._chunk(opening)))
+
+    def _delta(self, piece: Piece) -> dict[str, Any]:
+        """Return the text and calls that a piece adds to its answer, as a choice's field."""
+        text, calls = self._parsed(piece)
+        if not self._is_chat:
+            return {"text": text}
+        delta: dict[str, Any] = {}
+        # A last piece, or a part of a call, may have no text.
+        if text or not (piece.reason or self._may_call):
+            delta["content"] = text
+        if calls:
+            first_index = self._parsers[piece.choice].num_calls - len(calls)
+            delta["tool_calls"] = [
+                {"index": index, **call} for index, call in enumerate(calls, first_index)
+            ]
+        return {"delta": delta}
 
     def _parsed(self, piece: Piece) -> tuple[str, list[dict[str, Any]]]:
         """Return the text and the complete calls of tools that a piece adds to its answer."""
@@ -126,23 +132,31 @@ class Replies:
 
     def _with_prompt(self, reply: dict[str, Any]) -> dict[str, Any]:
         """Add the prompt's tokens to a reply if requested: for a raw prompt to its choices."""
-        if self._with_token_ids:
-            for owner in [reply] if self._is_chat else reply["choices"]:
-                owner["prompt_token_ids"] = self._jobs[
-                    owner.get("index", 0) // self._num_answers
-                ].read.token_ids
+        if not self._with_token_ids:
+            return reply
+        if self._is_chat:  # which has one prompt
+            reply["prompt_token_ids"] = self._jobs[0].read.token_ids
+            return reply
+        for choice in reply["choices"]:
+            job = self._jobs[choice["index"] // self._num_answers]
+            choice["prompt_token_ids"] = job.read.token_ids
         return reply
 
     def _choice(self, body: dict[str, Any], piece: Piece) -> dict[str, Any]:
-        logprobs = self._logprobs(piece) if self._with_logprobs else None
-        calls = (
-            piece.reason == "stop"
-            and piece.choice in self._parsers
-            and self._parsers[piece.choice].num_calls
-        )
-        reason = "tool_calls" if calls else piece.reason
-        choice = {"index": piece.choice, **body, "logprobs": logprobs, "finish_reason": reason}
-        return {**choice, "token_ids": piece.token_ids} if self._with_token_ids else choice
+        """Return a choice of a reply: its text, or what is new of it, and why it ends here."""
+        reason = piece.reason
+        parser = self._parsers.get(piece.choice)
+        if reason == "stop" and parser is not None and parser.num_calls:
+            reason = "tool_calls"
+        choice = {
+            "index": piece.choice,
+            **body,
+            "logprobs": self._logprobs(piece) if self._with_logprobs else None,
+            "finish_reason": reason,
+        }
+        if self._with_token_ids:
+            choice["token_ids"] = piece.token_ids
+        return choice
 
     def _logprobs(self, piece: Piece) -> dict[str, Any]:
         if self._is_chat:
@@ -174,7 +188,7 @@ class Replies:
         all.
         """
         if self._with_usage:
-            chunk["usage"] = self._usage(self._num_told) if self._usage_in_all else None
+            chunk["usage"] = self._usage(self._num_sent) if self._usage_in_all else None
         return _event(chunk)
 
 

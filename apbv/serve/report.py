@@ -12,20 +12,24 @@ _logger = logging.getLogger(__name__)
 def report(record: RequestRecord, metrics: Metrics) -> None:
     """Count a finished request, and log it; thread-safe."""
     metrics.observe_end(record)
-    # Times are in seconds, None if it did not get so far.
-    names = ("status", "outcome", "prompt_tokens", "completion_tokens")
     fields = {
         "request_id": record.id,
         "model": metrics.model,
-        **{name: getattr(record, name) for name in names},
+        "status": record.status,
+        "outcome": record.outcome,
+        "prompt_tokens": record.prompt_tokens,
+        "completion_tokens": record.completion_tokens,
     }
-    fields |= {
-        f"{name}_seconds": (took := record.seconds(name)) and round(took, 6) for name in DURATIONS
-    }
+    for name in DURATIONS:
+        seconds = record.seconds(name)
+        # None if the request did not get so far.
+        fields[f"{name}_seconds"] = None if seconds is None else round(seconds, 6)
     if record.error is not None:
-        fields |= {"error": in_one_line(record.error), "param": record.param}
+        fields["error"] = in_one_line(record.error)
+        fields["param"] = record.param
     if record.speculation is not None:
-        fields |= {name: record.speculation[name] for name in ("num_drafted", "num_accepted")}
+        fields["num_drafted"] = record.speculation["num_drafted"]
+        fields["num_accepted"] = record.speculation["num_accepted"]
     if record.transfer is not None:
         fields["transfer"] = record.transfer
     _logger.info("%s %s", record.id, _in_words(record), extra={FIELDS: fields})
@@ -40,6 +44,7 @@ def _in_words(record: RequestRecord) -> str:
     if record.transfer is not None:
         parts.append(f"KV offered as {record.transfer}")
     for name, what in (("time_to_first_token", "first token"), ("total", "total")):
-        if (seconds := record.seconds(name)) is not None:
+        seconds = record.seconds(name)
+        if seconds is not None:
             parts.append(f"{what} {seconds:.3f} s")
     return ", ".join(parts)

@@ -1,24 +1,39 @@
 """The server's scheduler: waiting and running requests, and their KV memory."""
 
 import bisect
-import math
 import threading
 import time
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from .job import Finished, Job
 from .metrics import Metrics
-from .order import Order
 from .report import report
 from .requests import ApiError
+from .work_order import WorkOrder
 
 _CLIENT_LEFT = 499  # as nginx has it
-_MOST_AHEAD = (
-    2  # short prompts of a host at once, so that it has the next one when it has prefilled one
-)
-_PER_TOKEN = (
-    1e-3  # seconds that a prompt lets others go first, about what its prefill takes on a CPU
-)
+# Short prompts of a host at once, so that it has the next one when it has prefilled one.
+_MOST_AHEAD = 2
+# Seconds per token that a prompt lets others go first, about what its prefill takes on a CPU.
+_PER_TOKEN = 1e-3
+
+
+class _Load(NamedTuple):
+    """How loaded a host is for a request: the least loaded one gets it.
+
+    Attributes:
+        has_enough: whether it has short prompts to prefill for now, if this is one.
+        used_bytes: the KV that counts there.
+        num_answers: the answers that it decodes.
+        reverse_number: minus the host's number: of equally loaded hosts the last one, because host
+            0 serves HTTP, too.
+    """
+
+    has_enough: bool
+    used_bytes: int
+    num_answers: int
+    reverse_number: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +66,7 @@ class Limits:
         """The most tokens of a prompt and its answer that can ever run."""
         return self.max_kv_bytes // self.token_bytes - self.spare_tokens
 
-    def bytes_of(self, order: Order, num_tokens: int) -> int:
+    def bytes_of(self, order: WorkOrder, num_tokens: int) -> int:
         """Return the maximum KV bytes of a prompt with this many tokens and its answers.
 
         Raises:
@@ -89,7 +104,9 @@ class Scheduler:
     """
 
     def __init__(self, limits: Limits, metrics: Metrics, num_homes: int = 1):
-        self.limits, self.metrics, self._homes = limits, metrics, range(num_homes)
+        self.limits = limits
+        self.metrics = metrics
+        self._homes = range(num_homes)
         self.changed = threading.Condition()
         self.is_stopping = False
         self._admitted: set[Job] = set()  # not running yet
@@ -104,11 +121,9 @@ class Scheduler:
         """Whether no further request is taken, none runs, and no KV waits that may still be
         fetched."""
         with self.changed:
-            return (
-                self.is_stopping
-                and not self._running
-                and not (self._offers and self._awaits_offers)
-            )
+            if not self.is_stopping or self._running:
+                return False
+            return not (self._offers and self._awaits_offers)
 
     @property
     def num_running(self) -> int:
@@ -123,11 +138,14 @@ class Scheduler:
             ApiError: with status 429: the queue is full; with 400: it is too short for them.
         """
         with self.changed:
-            if len(jobs) > (most := self.limits.max_queue + 1):
+            most = self.limits.max_queue + 1
+            if len(jobs) > most:
                 raise ApiError(
                     400, f"at most {most} prompts are allowed, not {len(jobs)}", param="prompt"
                 )
-            if len(self._admitted) + len(jobs) > self.limits.max_queue + (not self._running):
+            # Where nothing runs, the first one does not wait.
+            num_places = self.limits.max_queue if self._running else most
+            if len(self._admitted) + len(jobs) > num_places:
                 raise ApiError(
                     429, "the queue is full; try again later", headers={"Retry-After": "1"}
                 )
@@ -168,7 +186,8 @@ class Scheduler:
             self.changed.wait_for(
                 lambda: self._first(is_short) is not None or self.has_stopped, seconds
             )
-            if (first := self._first(is_short)) is None:
+            first = self._first(is_short)
+            if first is None:
                 return None
             job, home = first
             self._ready.remove(job)
@@ -231,12 +250,14 @@ class Scheduler:
         record = job.record
         record.ended = time.monotonic()
         record.outcome = outcome
-        record.status = (
-            200 if isinstance(event, Finished) else _CLIENT_LEFT if event is None else event.status
-        )
         if isinstance(event, ApiError):
+            record.status = event.status
             record.error = str(event)
             record.param = event.param
+        elif event is None:
+            record.status = _CLIENT_LEFT
+        else:
+            record.status = 200
         report(record, self.metrics)
         if event is not None:
             job.send(event)
@@ -271,9 +292,10 @@ class Scheduler:
         with self.changed:
             self.is_stopping = True
             left = [*self._admitted, *self._running]
-        self._end_all(
-            left, failure or "the server is stopping", "failed" if failure else "rejected"
-        )
+        if failure is None:
+            self._end_all(left, "the server is stopping", "rejected")
+        else:
+            self._end_all(left, failure, "failed")
 
     def _end_all(self, jobs: list[Job], reason: str, outcome: str) -> None:
         for job in jobs:
@@ -283,7 +305,8 @@ class Scheduler:
         """Return the first of a kind in the queue and its home; None if it, or one before it, fits
         nowhere yet."""
         for job in self._ready:
-            if (home := self._home_of(job)) is None:
+            home = self._home_of(job)
+            if home is None:
                 return None
             if job.is_short == is_short and not (is_short and self._has_enough(home, job)):
                 return job, home
@@ -294,45 +317,39 @@ class Scheduler:
 
         A prompt whose KV is transferred has to fit on every host.
         """
+        fitting = [home for home in self._homes if self._fits(job, home)]
+        if job.read.order.hands_over and len(fitting) < len(self._homes):
+            return None
+        return min(fitting, key=lambda home: self._load(job, home), default=None)
+
+    def _fits(self, job: Job, home: int) -> bool:
+        """Return whether a host has room for a request's KV, and may decode its answers."""
+        if self._used(home) + job.kv_bytes > self.limits.max_kv_bytes:
+            return False
         order = job.read.order
-        limits = self.limits
-        is_bounded = limits.max_running is not None and not order.hands_over
-        most = limits.max_running - order.num_answers if is_bounded else math.inf
-        # Of equally loaded hosts the last: host 0 serves HTTP, too.
-        loads = sorted(
-            (
-                job.is_short and self._has_enough(home, job),
-                self._used(home),
-                self._num_answers(home),
-                -home,
-            )
-            for home in self._homes
-        )
-        room = limits.max_kv_bytes - job.kv_bytes
-        fitting = [
-            -home for _, used, num_answers, home in loads if used <= room and num_answers <= most
-        ]
-        is_enough = len(fitting) == len(loads) if order.hands_over else fitting
-        return fitting[0] if is_enough else None
+        if self.limits.max_running is None or order.hands_over:
+            return True
+        return self._num_answers(home) + order.num_answers <= self.limits.max_running
+
+    def _load(self, job: Job, home: int) -> _Load:
+        has_enough = job.is_short and self._has_enough(home, job)
+        return _Load(has_enough, self._used(home), self._num_answers(home), -home)
 
     def _has_enough(self, home: int, job: Job) -> bool:
         """Return whether a host has short prompts to prefill for now, with or without files as this
         one."""
-        waiting = (
-            each for each in self._running if each.is_short and each.record.first_token is None
-        )
-        alike = [
-            each
-            for each in waiting
-            if each.home == home and bool(each.read.media) == bool(job.read.media)
-        ]
-        return len(alike) >= _MOST_AHEAD
+        num_alike = 0
+        for other in self._running:
+            is_waiting = other.is_short and other.record.first_token is None
+            has_files_alike = bool(other.read.media) == bool(job.read.media)
+            if is_waiting and other.home == home and has_files_alike:
+                num_alike += 1
+        return num_alike >= _MOST_AHEAD
 
     def _used(self, home: int) -> int:
         """Return the bytes of KV that count on a host."""
-        return (
-            sum(job.kv_bytes for job in self._running if job.home in (home, None)) + self._offered()
-        )
+        running = sum(job.kv_bytes for job in self._running if job.home in (home, None))
+        return running + self._offered()
 
     def _offered(self) -> int:
         return sum(num_bytes for num_bytes, _ in self._offers.values())

@@ -36,7 +36,7 @@ from .links import connect_hosts
 from .log import OncePerPeriod
 from .media import PrivateFiles
 from .metrics import Metrics
-from .reading import Reader
+from .request_reader import Reader
 from .scheduler import Limits, Scheduler
 from .settings import ServerSettings
 from .worker import Worker
@@ -262,11 +262,15 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         asyncio.get_running_loop().set_exception_handler(log_in_one_line)
-        self._worker.start(on_stop=self.end, on_end=partial(setattr, self, "should_exit", True))
+        self._worker.start(on_stop=self.end, on_end=self._exit)
         await super().startup(sockets)
         for sock in sockets or ():
             sock.listen(WAITING_IN_SYSTEM)
         print(self._greeting, flush=True)
+
+    def _exit(self) -> None:
+        """Have the server leave its loop."""
+        self.should_exit = True
 
     def handle_exit(self, sig: int, frame) -> None:
         """Finish running requests after the first signal; end at once after a second one."""

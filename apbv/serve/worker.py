@@ -11,16 +11,16 @@ from ..decode.answer import finish_reason
 from ..hosts.exchange import describe_error
 from ..kv.ticket import Ticket
 from ..prefilling.cancelling import RequestCancelled
-from .alone import Alone
-from .decoding import Decoding
+from .answer_stream import AnswerStream
+from .decode_thread import DecodeThread
 from .executor import Command, Executor, exchange_commands, require_decoding
 from .job import Job
-from .order import Order, encode_order
+from .local_prefill import LocalPrefillPool
 from .output import JobOutput, failure_of
-from .reading import Reader
+from .request_reader import Reader
 from .requests import ApiError, GenerationRequest
 from .scheduler import Scheduler
-from .telling import Telling
+from .work_order import WorkOrder, encode_order
 
 # Seconds without a request after which host 0 sends the others an idle command. This is less than
 # the hosts' own wait, so that a wait between two requests is a single one.
@@ -52,8 +52,8 @@ class Worker:
         self._scheduler = scheduler
         self._links = executor.link
         self.why_one_by_one = executor.engine.why_one_by_one
-        self._decoding = None if self.why_one_by_one else Decoding(executor.engine)
-        self._alone = Alone(executor.engine, self._decoding)
+        self._decoding = None if self.why_one_by_one else DecodeThread(executor.engine)
+        self._alone = LocalPrefillPool(executor.engine, self._decoding)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._last_step_at = time.monotonic()
         self._is_busy = False
@@ -169,14 +169,16 @@ class Worker:
         return not has_stopped
 
     def _send_command(self, command: Command) -> None:
-        if exchange_commands(self._executor.hosts, command, False)[1] and command != Command.LEAVE:
+        _, must_stop = exchange_commands(self._executor.hosts, command, wants_to_stop=False)
+        if must_stop and command != Command.LEAVE:
             self._on_stop()
 
     def _hand_out(self) -> None:
         """Give short prompts to their homes, in a thread: whatever all hosts prefill, these do not
         wait for it."""
         while not self._scheduler.has_stopped and self.failure is None:
-            if (job := self._scheduler.take(_IDLE_SECONDS, is_short=True)) is None:
+            job = self._scheduler.take(_IDLE_SECONDS, is_short=True)
+            if job is None:
                 continue
             output = JobOutput(job, self._scheduler)
             try:
@@ -189,7 +191,7 @@ class Worker:
                 output.fail(describe_error(error))
                 output.release()
 
-    def _open(self, job: Job, output: JobOutput, is_sent: bool) -> tuple[Order, list[bytes]]:
+    def _open(self, job: Job, output: JobOutput, is_sent: bool) -> tuple[WorkOrder, list[bytes]]:
         """Return a request's order, and the bytes of files that other hosts have to be sent.
 
         Raises:
@@ -222,16 +224,18 @@ class Worker:
         with self._alone.giving_way():
             self._carry_out(job, order, output)
 
-    def _carry_out(self, job: Job, order: Order, output: JobOutput) -> None:
+    def _carry_out(self, job: Job, order: WorkOrder, output: JobOutput) -> None:
         """Carry out an order on this host."""
         executor = self._executor
-        telling = Telling(output, order, executor.engine.tokenizer.decode)
+        stream = AnswerStream(output, order, executor.engine.tokenizer.decode)
         try:
-            done = executor.carry_out(order, job.read.paths, telling.asked, job.read.prompt)
+            done = executor.carry_out(
+                order, job.read.paths, stream.request_for_answer, job.read.prompt
+            )
             if order.hands_over:
-                self._hand_over(job, *done, telling, output)
+                self._hand_over(job, *done, stream, output)
             elif self._decoding is None:
-                telling.finish(done.token_ids, done.finish_reason, done.stats["speculation"])
+                stream.finish(done.token_ids, done.finish_reason, done.stats["speculation"])
             else:
                 if order.home == 0:
                     self._decoding.add(output, order, done)
@@ -245,7 +249,7 @@ class Worker:
         output.release()
 
     def _hand_over(
-        self, job: Job, token: int, ticket: Ticket, telling: Telling, output: JobOutput
+        self, job: Job, token: int, ticket: Ticket, stream: AnswerStream, output: JobOutput
     ) -> None:
         """Send a client its KV ticket, or drop the KV if the client has disconnected."""
         self._scheduler.hold_offer(ticket.transfer, ticket.num_bytes)
@@ -253,5 +257,5 @@ class Worker:
         reason = finish_reason(
             [token], job.read.order.sampling, self._executor.engine.parts.eos_token_ids
         )
-        if not telling.finish([token], reason):
+        if not stream.finish([token], reason):
             self._executor.offers.drop(ticket.transfer)

@@ -209,7 +209,7 @@ class SpeculativeBatch(Batch):
         return member
 
     def _pace(self, size: int) -> Pace:
-        """Return what chooses the draft lengths of a batch of this size."""
+        """Return the chooser of draft lengths for a batch of this size."""
         if size not in self._pace_of_size:
             config = self._config
             self._pace_of_size[size] = Pace(config.num_draft_tokens, config.keep_losing_draft, size)
@@ -374,7 +374,7 @@ def _draft_chains(runner: BatchRunner, windows: Windows) -> dict[DraftingMember,
 
 
 class _Level(NamedTuple):
-    """One drafted token of every answer that drafts so many.
+    """One drafted token of every answer whose window is that long.
 
     Attributes:
         choice: the tokens, a row an answer.

@@ -20,7 +20,7 @@ from apbv.serve.executor import Executor, follow
 from apbv.serve.links import connect_hosts
 from apbv.serve.media import PrivateFiles
 from apbv.serve.metrics import Metrics
-from apbv.serve.reading import Reader
+from apbv.serve.request_reader import Reader
 from apbv.serve.scheduler import Limits, Scheduler
 from apbv.serve.settings import ServerSettings
 from apbv.serve.worker import Worker

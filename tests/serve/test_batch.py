@@ -15,9 +15,9 @@ import pytest
 
 from apbv import HostGroup
 from apbv.launch.batch import failures, parse_arguments, summary
-from apbv.serve import batch as serve_batch
-from apbv.serve.batch import Batch
+from apbv.serve import openai_batch
 from apbv.serve.batch_files import Answers, Requests
+from apbv.serve.openai_batch import Batch
 from apbv.serve.server import run_worker
 from apbv.serve.settings import ServerSettings
 
@@ -251,7 +251,7 @@ def test_a_second_signal_ends_what_runs(run):
 def test_a_signal_that_arrives_twice_is_one(run, monkeypatch):
     """As Ctrl-C does under torchrun, from the terminal and from torchrun; however slow the machine
     is."""
-    monkeypatch.setattr(serve_batch, "SAME_SIGNAL_SECONDS", 3600.0)
+    monkeypatch.setattr(openai_batch, "SAME_SIGNAL_SECONDS", 3600.0)
     batch, found = run(
         [line("long", max_tokens=300, ignore_eos=True)], once_running(signal.SIGINT, signal.SIGINT)
     )

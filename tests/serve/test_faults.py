@@ -16,14 +16,14 @@ from apbv.decode import batch_steps
 from apbv.decode.batch import Batch
 from apbv.kv.facts import StorageError
 from apbv.kv.offers import Offers
-from apbv.serve.decoding import Decoding
+from apbv.serve.answer_stream import AnswerStream
+from apbv.serve.decode_thread import DecodeThread
 from apbv.serve.executor import Command, Executor, exchange_commands
 from apbv.serve.job import Job
-from apbv.serve.order import Order
 from apbv.serve.requests import ChatRequest
 from apbv.serve.scheduler import Scheduler
 from apbv.serve.server import bind, listen
-from apbv.serve.telling import Telling
+from apbv.serve.work_order import WorkOrder
 
 from patience import HANGING, wait_for
 from servers import HAND_OVER, InProcess, asking, metric_in, part, post
@@ -47,7 +47,9 @@ def out_of_memory(*_):
     raise RuntimeError("out of memory")
 
 
-@pytest.mark.parametrize(("owner", "name"), [(Batch, "join"), (Batch, "step"), (Telling, "finish")])
+@pytest.mark.parametrize(
+    ("owner", "name"), [(Batch, "join"), (Batch, "step"), (AnswerStream, "finish")]
+)
 def test_a_request_that_fails_is_told_so_and_the_next_is_answered(app, owner, name, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, out_of_memory)
@@ -90,7 +92,7 @@ def test_kv_is_free_once_it_counts_as_free(app, fails, monkeypatch, request):
     """Nothing is left to Python's garbage collector, which comes when it likes."""
     kept = []
     left = []
-    add = Decoding.add
+    add = DecodeThread.add
     release = Scheduler.release
 
     def watch(decoding, output, order, begun):
@@ -102,7 +104,7 @@ def test_kv_is_free_once_it_counts_as_free(app, fails, monkeypatch, request):
         left.append(sum(ref() is not None for ref in kept))
         release(scheduler, job)
 
-    monkeypatch.setattr(Decoding, "add", watch)
+    monkeypatch.setattr(DecodeThread, "add", watch)
     monkeypatch.setattr(Scheduler, "release", count)
     if fails not in (None, LEAVES):
         monkeypatch.setattr(fails, out_of_memory)
@@ -158,7 +160,7 @@ def hand_over_job(hosts: HostGroup) -> list[tuple[type, str, bool]]:
     # Long enough for both hosts.
     content = [{"type": "video", "file": 0}, {"type": "text", "text": "x"}]
     asked = {"messages": [{"role": "user", "content": content}], "num_frames": 32}
-    order = Order(asked, ["clip"], SamplingParams(max_new_tokens=1), hands_over=True)
+    order = WorkOrder(asked, ["clip"], SamplingParams(max_new_tokens=1), hands_over=True)
     with Offers(hosts) as offers:
         carried_out = Executor(engine, hosts, offers)
         for name, fails, where in FAILING:

@@ -18,10 +18,10 @@ from apbv.decode.batch import Batch
 from apbv.input.pixels import VideoReader
 from apbv.input.request import Question, Request
 from apbv.prefilling import language_model
-from apbv.serve.alone import Alone
-from apbv.serve.decoding import Decoding
+from apbv.serve.decode_thread import DecodeThread
 from apbv.serve.executor import Executor
 from apbv.serve.links import RemoteOutput
+from apbv.serve.local_prefill import LocalPrefillPool
 from apbv.serve.output import JobOutput
 from apbv.serve.server import limits_of
 from apbv.serve.settings import ServerSettings
@@ -121,7 +121,7 @@ def drafted_job(hosts: HostGroup) -> tuple | None:
         return join(batch, state, request, draft)
 
     def watch_notes(output, metrics):
-        noted.append(dict(metrics)["num_accepted"])
+        noted.append(metrics["num_accepted"])
         note(output, metrics)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -164,7 +164,7 @@ def answers_job(hosts: HostGroup) -> tuple | None:
     expected = [library(engine, question, **fields) for question, fields in ASKED]
     joined = []
     kept = []
-    add = Decoding.add
+    add = DecodeThread.add
     release = RemoteOutput.release
 
     def watch(decoding, output, order, begun):
@@ -177,7 +177,7 @@ def answers_job(hosts: HostGroup) -> tuple | None:
         release(output)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Decoding, "add", watch)
+        patch.setattr(DecodeThread, "add", watch)
         patch.setattr(RemoteOutput, "release", count)
         app = app_or_follower(engine)
         found = []
@@ -203,10 +203,13 @@ def answers_job(hosts: HostGroup) -> tuple | None:
             wait_for(lambda: not app.scheduler._running)
             wanted[0] = 1
             told = []
-            tell = JobOutput.tell
-            patch.setattr(
-                JobOutput, "tell", lambda self, *args: told.append(args[1]) or tell(self, *args)
-            )
+            add_tokens = JobOutput.add_tokens
+
+            def watch(output, choice, num_tokens, piece):
+                told.append(num_tokens)
+                return add_tokens(output, choice, num_tokens, piece)
+
+            patch.setattr(JobOutput, "add_tokens", watch)
             app.loop.run_until_complete(asyncio.wait_for(leave(app), HANGING))
             wait_for(lambda: not app.scheduler._running)
             return joined, expected, found, told
@@ -370,8 +373,8 @@ def test_texts_wait_neither_for_a_long_prompt_nor_for_files(pool, tmp_path):
 
 
 def test_a_thread_rests_after_a_short_prompt_until_the_long_one_ends(monkeypatch):
-    monkeypatch.setattr("apbv.serve.alone._REST", 1e12)
-    monkeypatch.setattr("apbv.serve.alone._LONG_REST", 1e9)
+    monkeypatch.setattr("apbv.serve.local_prefill._REST", 1e12)
+    monkeypatch.setattr("apbv.serve.local_prefill._LONG_REST", 1e9)
     hosts = HostGroup.single("cpu")
     begun = []
     request = Request(Question(), StageTimer(hosts))
@@ -380,7 +383,7 @@ def test_a_thread_rests_after_a_short_prompt_until_the_long_one_ends(monkeypatch
     )
     engine.alone = lambda: engine
     decoding = SimpleNamespace(add=lambda *_: None)
-    with Alone(engine, decoding) as alone:
+    with LocalPrefillPool(engine, decoding) as alone:
         with alone.giving_way():
             for paths in ([], [], [Path("a file")], [Path("a file")]):
                 alone.prefill(

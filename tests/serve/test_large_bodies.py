@@ -110,7 +110,7 @@ def test_what_is_too_much_is_refused_unparsed_and_its_memory_returned(app, path,
 
 
 def test_more_token_ids_than_fit_are_not_laid_out(app, monkeypatch):
-    monkeypatch.setattr("apbv.serve.reading.Reader._lay_out", nothing)
+    monkeypatch.setattr("apbv.serve.request_reader.Reader._lay_out", nothing)
     ids = [1] * (app.worker.reader.max_model_len + 1)
     reply = app.request("POST", RAW, content=json.dumps({"prompt": ids}))
     assert reply.status_code == 400 and reply.json()["error"]["code"] == "context_length_exceeded"

@@ -17,9 +17,9 @@ from PIL import Image
 from apbv import demo
 from apbv.input.files import FileIdentity
 from apbv.serve import media as serving_media
-from apbv.serve import reading
+from apbv.serve import request_reader
 from apbv.serve.media import MediaError, PrivateFiles, fetch, is_public, open_media
-from apbv.serve.reading import Reader, ReadyRequest
+from apbv.serve.request_reader import Reader, ReadyRequest
 from apbv.serve.requests import ApiError, ChatRequest
 from apbv.serve.settings import ServerSettings
 
@@ -193,7 +193,7 @@ def test_public_addresses():
 def test_the_files_of_a_request_share_the_time_to_fetch_them(site, app, monkeypatch):
     """Each comes in time, but not all of them."""
     clock = SimpleNamespace(monotonic=lambda: 0.4 * HANGING * len(site.paths))
-    for module in (serving_media, reading):
+    for module in (serving_media, request_reader):
         monkeypatch.setattr(module, "time", clock)
     media = {"media_hosts": frozenset({"127.0.0.1"}), "fetch_seconds": HANGING}
     with pytest.raises(ApiError, match="fetching took more than"):

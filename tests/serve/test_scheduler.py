@@ -12,12 +12,12 @@ from apbv.decode.batch import Batch
 from apbv.kv.cache import GROWTH_ROWS
 from apbv.serve.job import Job
 from apbv.serve.metrics import Metrics
-from apbv.serve.order import Order
-from apbv.serve.reading import Reader, ReadyRequest
+from apbv.serve.request_reader import Reader, ReadyRequest
 from apbv.serve.requests import ApiError, CompletionRequest
 from apbv.serve.scheduler import Limits, Scheduler
 from apbv.serve.server import limits_of
 from apbv.serve.settings import ServerSettings
+from apbv.serve.work_order import WorkOrder
 
 from patience import HANGING
 from servers import metric_in
@@ -43,7 +43,7 @@ def ready(
 ) -> Job:
     job = new_job()
     scheduler.admit(job)
-    order = Order({}, [], SamplingParams(max_new_tokens=answer), hands_over)
+    order = WorkOrder({}, [], SamplingParams(max_new_tokens=answer), hands_over)
     job.read = ReadyRequest(order, prompt, [*media], CompletionRequest(prompt="x"))
     scheduler.make_ready(job)
     return job
@@ -245,7 +245,7 @@ def test_after_it_was_stopped_nothing_is_taken_and_what_runs_or_may_be_fetched_g
 def test_what_counts_is_what_buffers_take(app):
     engine = app.engine
     limits = limits_of(engine, ServerSettings(max_kv_bytes=2**30))
-    order = Order({"prompt": "x"}, [], SamplingParams(max_new_tokens=300, ignore_eos=True))
+    order = WorkOrder({"prompt": "x"}, [], SamplingParams(max_new_tokens=300, ignore_eos=True))
     state = engine.prefill("x" * 40)
     taken = []
     batch = Batch(engine.parts)

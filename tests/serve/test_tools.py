@@ -5,6 +5,7 @@ import json
 import re
 from contextlib import closing
 from itertools import count
+from types import SimpleNamespace
 
 import jsonschema
 import openai
@@ -13,12 +14,12 @@ import torch
 
 from apbv import Engine, HostGroup, SamplingParams
 from apbv.grammar import Grammars, quoted
+from apbv.serve.answer_stream import AnswerStream
 from apbv.serve.job import Piece
-from apbv.serve.order import Order
-from apbv.serve.reading import Reader
-from apbv.serve.telling import Telling
+from apbv.serve.request_reader import Reader
 from apbv.serve.thoughts import CLOSING_TAGS, opened_thought
 from apbv.serve.tools import HERMES, LLAMA, ToolCallParser, call_format
+from apbv.serve.work_order import WorkOrder
 
 import families
 from servers import HAND_OVER, InProcess, chunks, part, post, text
@@ -299,14 +300,14 @@ def test_tags_with_tokens_of_their_own_are_these_tokens():
         ((special,), "é " + tokenizer.decode(call)),
         ((), "é " + tokenizer.decode(call[1:])),
     ):
-        output = type(
-            "Output", (), {"is_cancelled": False, "tell": lambda _, *told: pieces.append(told[-1])}
-        )()
-        order = Order({}, [], SamplingParams(), streams=True, shown_token_ids=shown)
-        telling = Telling(output, order, tokenizer.decode)
+        output = SimpleNamespace(
+            is_cancelled=False, add_tokens=lambda choice, num_tokens, piece: pieces.append(piece)
+        )
+        order = WorkOrder({}, [], SamplingParams(), streams=True, shown_token_ids=shown)
+        stream = AnswerStream(output, order, tokenizer.decode)
         for number in range(1, len(calls) + 1):
-            telling.stop(calls[:number])
-        telling.finish(calls, "stop")
+            stream.stop(calls[:number])
+        stream.finish(calls, "stop")
         assert "".join(piece.text for piece in pieces if isinstance(piece, Piece)) == expected
         pieces.clear()
 

@@ -25,7 +25,6 @@ from ..input.skeleton import Skeleton
 from ..input.visual import PromptError
 from ..schemas import fixed_texts
 from .media import FolderError, Media, MediaError, PrivateFiles, open_media
-from .order import Order
 from .requests import (
     ApiError,
     ChatRequest,
@@ -37,6 +36,7 @@ from .requests import (
 from .settings import ServerSettings
 from .thoughts import CLOSING_TAGS, opened_thought
 from .tools import CallFormat, ToolCallParser, call_format
+from .work_order import WorkOrder
 
 # Fields of requests that the engine takes as they are.
 _SAMPLING = {
@@ -46,8 +46,8 @@ _SAMPLING = {
     "repetition_penalty",
     "presence_penalty",
     "frequency_penalty",
+    "ignore_eos",
 }
-_SAMPLING |= {"ignore_eos"}
 _IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 # Cameras and encoders write about ten. Each is a pass over all of the image, and takes a few bytes.
 _MAX_SCANS = 100
@@ -79,7 +79,7 @@ class ReadyRequest:
         thought: the tag of the thought in which the prompt ends; None: in none.
     """
 
-    order: Order
+    order: WorkOrder
     num_tokens: int
     media: list[Media]
     request: GenerationRequest
@@ -204,13 +204,30 @@ class Reader:
             seed=secrets.randbits(63) if request.seed is None else request.seed % 2**64,
             min_tokens=least,
         ).filled(self._engine.sampling)
-        told = bool(request.stream), request.stop_strings, request.stop_token_ids or ()
         files = [file.relative for file in media]
         calls = self._call_format if request.may_call else None
         shown = self._shown_token_ids(calls, prompts.tokenizer) if calls else []
         thought = opened_thought(prompt.rendered.text, request.continued_texts) if calls else None
-        order = Order(asked, files, sampling, request.hands_over, request.num_answers, *told, shown)
-        return ReadyRequest(order, num_tokens, media, request, prompt, calls, thought)
+        order = WorkOrder(
+            asked=asked,
+            files=files,
+            sampling=sampling,
+            hands_over=request.hands_over,
+            num_answers=request.num_answers,
+            streams=bool(request.stream),
+            stop_strings=request.stop_strings,
+            stop_token_ids=request.stop_token_ids or (),
+            shown_token_ids=shown,
+        )
+        return ReadyRequest(
+            order=order,
+            num_tokens=num_tokens,
+            media=media,
+            request=request,
+            prompt=prompt,
+            call_format=calls,
+            thought=thought,
+        )
 
     def _shown_token_ids(self, calls: CallFormat, tokenizer) -> list[int]:
         """Return the special tokens that a parser of calls has to see in the text."""
@@ -439,7 +456,8 @@ class Reader:
                 if kind == "image"
             ]
             _require_small("images", sizes, self._settings.max_image_bytes, _IMAGE_COPIES)
-            question = Order(asked, [], SamplingParams()).question([file.path for file in media])
+            paths = [file.path for file in media]
+            question = WorkOrder(asked, [], SamplingParams()).question(paths)
             rendered = prompts.render(question)
             self._require_fits(prompts, rendered.text, field)
             infos = [self._videos.probe(path, check) for path in rendered.videos]

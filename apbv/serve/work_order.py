@@ -13,7 +13,7 @@ from ..stats import StageTimer
 
 
 @dataclass(frozen=True)
-class Order:
+class WorkOrder:
     """Request to the engine, the same on every host.
 
     Attributes:
@@ -85,14 +85,14 @@ def _with_file(part: dict[str, Any], files: Sequence[Any]) -> dict[str, Any]:
     return {**options, part["type"]: files[part["file"]]}
 
 
-def encode_order(order: Order) -> bytes:
+def encode_order(order: WorkOrder) -> bytes:
     """Encode an order for other hosts, in one line."""
     return json.dumps(asdict(order)).encode()
 
 
-def decode_order(data: bytes) -> Order:
+def decode_order(data: bytes) -> WorkOrder:
     """Decode what :func:`encode_order` encoded."""
     record = json.loads(data)
     sampling = record["sampling"]
     sampling["logit_bias"] = tuple((token, value) for token, value in sampling["logit_bias"])
-    return Order(**{**record, "sampling": SamplingParams(**sampling)})
+    return WorkOrder(**{**record, "sampling": SamplingParams(**sampling)})

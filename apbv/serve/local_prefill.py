@@ -7,12 +7,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from ..engine import Engine
 from ..input.skeleton import Skeleton
-from .decoding import Decoding
+from .decode_thread import DecodeThread
 from .links import Output
-from .order import Order
+from .work_order import WorkOrder
 
 # Multiple of a short prompt's CPU time for which its thread rests beside a long prompt, so that
 # this takes at most a fifth longer: two threads have at most 1/21 of the time each; decoding and
@@ -23,7 +24,14 @@ _LONG_REST = 1.0
 _SHORTEST_REST = 5
 
 
-class Alone:
+class Lane(NamedTuple):
+    """A thread that prefills, and the engine that it has."""
+
+    engine: Engine
+    pool: ThreadPoolExecutor
+
+
+class LocalPrefillPool:
     """Prefills short prompts on this host, texts in one thread, and prompts with files in another.
 
     So a text waits neither for files that take long to decode, nor for what all hosts prefill; but
@@ -34,20 +42,28 @@ class Alone:
         decoding: gets what is prefilled.
     """
 
-    def __init__(self, engine: Engine, decoding: Decoding | None):
-        self._engine, self._decoding, self._stack = engine, decoding, ExitStack()
-        self._lanes: list[tuple[Engine, ThreadPoolExecutor]] = []
+    def __init__(self, engine: Engine, decoding: DecodeThread | None):
+        self._engine = engine
+        self._decoding = decoding
+        self._stack = ExitStack()
+        self._text_lane: Lane | None = None
+        self._file_lane: Lane | None = None
         # Of those that the others give way to.
-        self._num_long, self._changed = (0, threading.Condition())
+        self._num_long = 0
+        self._changed = threading.Condition()
 
-    def __enter__(self) -> "Alone":
+    def __enter__(self) -> "LocalPrefillPool":
         if self._engine.can_work_alone:
             self._stack.enter_context(self._engine.prefilling_in_threads())
-            for name in ("texts", "files"):
-                pool = ThreadPoolExecutor(1, f"prefilling {name}")
-                self._stack.callback(pool.shutdown, cancel_futures=True)
-                self._lanes.append((self._engine.alone(), pool))
+            self._text_lane = self._open_lane("prefilling texts")
+            self._file_lane = self._open_lane("prefilling files")
         return self
+
+    def _open_lane(self, name: str) -> Lane:
+        """Start a thread with an engine of its own, until this pool is closed."""
+        pool = ThreadPoolExecutor(1, name)
+        self._stack.callback(pool.shutdown, cancel_futures=True)
+        return Lane(self._engine.alone(), pool)
 
     def __exit__(self, *_) -> None:
         """Stop the threads after their current prompts; those that wait are dropped."""
@@ -69,7 +85,7 @@ class Alone:
 
     def prefill(
         self,
-        order: Order,
+        order: WorkOrder,
         output: Output,
         files: AbstractContextManager[Sequence[Path]],
         prompt: Skeleton | None = None,
@@ -80,8 +96,13 @@ class Alone:
             files: provides this host's paths of the order's files.
             prompt: the part of the question that this host has already read.
         """
-        engine, pool = self._lanes[bool(order.files)]
-        precedence = self.giving_way() if order.files else nullcontext()
+        if order.files:
+            engine, pool = self._file_lane
+            # Texts do not wait for files.
+            precedence = self.giving_way()
+        else:
+            engine, pool = self._text_lane
+            precedence = nullcontext()
 
         def run() -> None:
             began = time.thread_time()

@@ -10,11 +10,11 @@ from ..input.request import Request
 from ..logprobs import TokenLogprobs
 from .job import Piece
 from .links import Output
-from .order import Order
 from .requests import FinishReason
+from .work_order import WorkOrder
 
 
-class Telling:
+class AnswerStream:
     """Turns the tokens of one answer into text for its output, and finally gives the finish reason.
 
     Args:
@@ -22,7 +22,9 @@ class Telling:
         choice: the index of the request's answer.
     """
 
-    def __init__(self, output: Output, order: Order, decode: Callable[..., str], choice: int = 0):
+    def __init__(
+        self, output: Output, order: WorkOrder, decode: Callable[..., str], choice: int = 0
+    ):
         self._output = output
         self._order = order
         self._decode = decode
@@ -30,26 +32,28 @@ class Telling:
         self._text = AnswerText(
             self._to_text, order.stop_strings, order.stop_token_ids, order.sampling.min_tokens
         )
-        self._told = 0
+        self._num_sent = 0  # tokens
         self._logprobs: list[TokenLogprobs] = []
         # The text of an unfinished answer is needed only for streaming and for stop strings.
         self._reads_along = order.streams or self._text.may_stop
 
-    def asked(self, request: Request) -> Request:
-        """Return a request for this answer alone."""
-        sampling = request.sampling
-        own = replace(sampling, seed=(sampling.seed + self._choice) % 2**64)
-        return replace(request, sampling=own, stop=self.stop, logprobs=self._logprobs)
+    def request_for_answer(self, request: Request) -> Request:
+        """Return a request for this answer alone, whose ``stop`` is :meth:`stop`."""
+        seed = (request.sampling.seed + self._choice) % 2**64
+        sampling = replace(request.sampling, seed=seed)
+        return replace(request, sampling=sampling, stop=self.stop, logprobs=self._logprobs)
 
     def stop(self, tokens: Sequence[int]) -> bool:
-        """Process all tokens so far; return whether the answer must end here."""
+        """Send the output what is new of all tokens so far; return whether the answer must end
+        here."""
         if tokens and not self._output.is_cancelled:
             text = self._text.update(tokens) if self._reads_along else ""
             # Streams also get tokens without text.
-            has_news = text or (self._order.streams and len(tokens) > self._told)
-            self._output.tell(
-                self._choice, len(tokens), self._piece(text, tokens) if has_news else None
-            )
+            has_tokens = self._order.streams and len(tokens) > self._num_sent
+            piece = None
+            if text or has_tokens:
+                piece = self._piece(text, tokens)
+            self._output.add_tokens(self._choice, len(tokens), piece)
         return self._output.is_cancelled or self._text.stopped
 
     def finish(
@@ -66,29 +70,32 @@ class Telling:
         if self._output.is_cancelled:
             return False
         if speculation is not None and self._choice == 0:  # the others have no draft
-            self._output.note_draft(speculation.items())
+            self._output.note_draft(speculation)
         text = self._text.finish(tokens)
-        reason = "stop" if self._text.stopped else reason
-        return self._output.tell(self._choice, len(tokens), self._piece(text, tokens, reason))
+        if self._text.stopped:
+            reason = "stop"
+        piece = self._piece(text, tokens, reason)
+        return self._output.add_tokens(self._choice, len(tokens), piece)
 
     def _piece(self, text: str, tokens: Sequence[int], reason: FinishReason | None = None) -> Piece:
-        new = slice(self._told, len(tokens))
-        logprobs = [
-            (
-                self._spelt(token),
-                told.logprob,
-                [(self._spelt(other), value) for other, value in told.top],
-            )
-            for token, told in zip(tokens[new], self._logprobs[new], strict=False)
-        ]
-        self._told = len(tokens)
-        return Piece(text, list(tokens[new]), self._choice, reason, logprobs)
+        """Return the next piece, with the tokens that have not been sent."""
+        new_tokens = list(tokens[self._num_sent :])
+        new_logprobs = self._logprobs[self._num_sent : len(tokens)]
+        self._num_sent = len(tokens)
+        described = []
+        # There are none unless they are requested.
+        for token, of_token in zip(new_tokens, new_logprobs, strict=False):
+            alternatives = [(self._spelling(other), logprob) for other, logprob in of_token.top]
+            described.append((self._spelling(token), of_token.logprob, alternatives))
+        return Piece(text, new_tokens, self._choice, reason, described)
 
     def _to_text(self, tokens: Sequence[int]) -> str:
-        runs = groupby(tokens, self._order.shown_token_ids.__contains__)
-        return "".join(
-            self._decode(list(run), skip_special_tokens=not shown) for shown, run in runs
-        )
+        """Return the text of tokens, with only those special ones that are part of it."""
+        is_shown = [token in self._order.shown_token_ids for token in tokens]
+        text = ""
+        for shown, run in groupby(zip(tokens, is_shown, strict=True), key=lambda pair: pair[1]):
+            text += self._decode([token for token, _ in run], skip_special_tokens=not shown)
+        return text
 
-    def _spelt(self, token: int) -> str:
+    def _spelling(self, token: int) -> str:
         return self._decode([token], skip_special_tokens=False)

@@ -15,17 +15,17 @@ from ..engine import Engine
 from ..hosts.exchange import describe_error
 from ..prefilling.cancelling import RequestCancelled
 from ..speculate.ways import Begun
+from .answer_stream import AnswerStream
 from .links import Output
-from .order import Order
 from .output import failure_of
-from .telling import Telling
+from .work_order import WorkOrder
 
 # Where both threads share a core, the prefill goes first: in every layer the other hosts wait for
 # it.
 _NICENESS = 10
 
 
-class Decoding:
+class DecodeThread:
     """Decodes all answers whose prompts are prefilled and whose home is this host, in a thread, as
     one batch.
 
@@ -45,15 +45,15 @@ class Decoding:
         self._on_step = on_step
         # A tokenizer must not be used by two threads at once.
         self._decode = copy.deepcopy(engine.tokenizer).decode
-        self._arrivals: deque[tuple[Output, Order, Begun | Exception]] = deque()
-        self._members: dict[Member, tuple[Output, Telling]] = {}  # the youngest last
+        self._arrivals: deque[tuple[Output, WorkOrder, Begun | Exception]] = deque()
+        self._members: dict[Member, tuple[Output, AnswerStream]] = {}  # the youngest last
         self._changed = threading.Condition()
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="decoding", daemon=True)
         self._attention = ExitStack()
         self.failure: BaseException | None = None
 
-    def __enter__(self) -> "Decoding":
+    def __enter__(self) -> "DecodeThread":
         self._attention.enter_context(self._engine.attention())
         self._thread.start()
         return self
@@ -66,7 +66,7 @@ class Decoding:
         self._thread.join()
         self._attention.close()
 
-    def add(self, output: Output, order: Order, begun: Begun | Exception) -> None:
+    def add(self, output: Output, order: WorkOrder, begun: Begun | Exception) -> None:
         """Add the answers of a prefilled request; from then on this thread ends it, and releases
         its KV.
 
@@ -102,7 +102,9 @@ class Decoding:
             self._join(batch, *arrivals.popleft())
         return True
 
-    def _join(self, batch: Batch, output: Output, order: Order, begun: Begun | Exception) -> None:
+    def _join(
+        self, batch: Batch, output: Output, order: WorkOrder, begun: Begun | Exception
+    ) -> None:
         """Add a request's answers to the batch, the first with its draft; it fails alone if its KV
         cannot grow."""
         try:
@@ -110,12 +112,11 @@ class Decoding:
                 raise begun
             read, state, draft = begun
             for choice in range(order.num_answers):
-                telling = Telling(output, order, self._decode, choice)
-                self._members[batch.join(state, telling.asked(read.request), *draft)] = (
-                    output,
-                    telling,
-                )
-                # The next answer copies the KV.
+                stream = AnswerStream(output, order, self._decode, choice)
+                request = stream.request_for_answer(read.request)
+                member = batch.join(state, request, *draft)
+                self._members[member] = (output, stream)
+                # The next answer copies the KV, and has no draft.
                 state = replace(state, kv=state.kv.behind(state.layout))
                 draft = ()
         except Exception as error:
@@ -136,11 +137,11 @@ class Decoding:
 
     def _end(self, member: Member) -> None:
         """End an answer, and with the last one of a request release its KV."""
-        (output, telling) = self._members.pop(member)
+        output, stream = self._members.pop(member)
         failure = None if member.error is None else str(member.error)
         if failure is None:
             try:
-                telling.finish(member.tokens, member.finish_reason, member.summary())
+                stream.finish(member.tokens, member.finish_reason, member.summary())
             except Exception as error:
                 failure = describe_error(error)
         if failure is not None:
