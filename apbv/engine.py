@@ -5,9 +5,8 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from copy import copy
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property, partial
-from operator import attrgetter
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Event
@@ -20,7 +19,7 @@ from . import demo
 from .config import DecodeConfig, PrefillConfig, ReuseConfig, SamplingParams, SpeculativeConfig
 from .config.checks import require_type
 from .decode.answer import finish_reason
-from .decode.batch import Batch, why_not_together
+from .decode.batch import Batch, Member, why_not_together
 from .decode.text import AnswerText
 from .generated import GenerateResult
 from .grammar import Grammars
@@ -52,6 +51,38 @@ _WARM_UP_WORDS = 60
 _WARM_UP_TOKENS = 8
 # Steps of a batch between two looks at whether an answer has ended on another host.
 _STEPS_PER_ROUND = 8
+
+
+@dataclass(frozen=True)
+class _RunningAnswer:
+    """An answer that is decoded in a batch.
+
+    Attributes:
+        begun: its prefilled request.
+        member: its sequence in this host's batch; None on the other hosts.
+        decode_stage: the request's stage, which lasts until the answer has ended.
+    """
+
+    begun: Begun
+    member: Member | None
+    decode_stage: ExitStack
+
+
+@dataclass(frozen=True)
+class _EndedAnswer:
+    """The end of an answer that was decoded in a batch, as its home tells the other hosts.
+
+    Attributes:
+        number: the question's.
+        tokens: the answer.
+        summary: metrics of its draft; None: there was none.
+        failure: why it failed; None: it did not.
+    """
+
+    number: int
+    tokens: list[int]
+    summary: dict[str, Any] | None
+    failure: str | None
 
 
 class Engine:
@@ -112,7 +143,9 @@ class Engine:
             kv_reuse=reuse is not None and reuse.mode == "kv",
             watching_draft=drafting.watches_prefill(models) and speculate.strategy,
         )
-        if resolve_method(config, hosts.size).name != config.method != PrefillConfig.method:
+        runs_as = resolve_method(config, hosts.size).name
+        was_asked_for = config.method != PrefillConfig.method
+        if was_asked_for and runs_as != config.method:
             warn_caller(f"on one host {config.method} is the same as full: that runs")
         self.model = model
         self.draft_model = draft
@@ -146,12 +179,10 @@ class Engine:
         )
 
     def __repr__(self) -> str:
-        drafting = (
-            ""
-            if self.speculative_config is None
-            else f", speculate={self.speculative_config.strategy!r}"
-        )
-        settings = f"method={self.prefill_config.method!r}, kv={self.prefill_config.kv!r}{drafting}"
+        prefill = self.prefill_config
+        settings = f"method={prefill.method!r}, kv={prefill.kv!r}"
+        if self.speculative_config is not None:
+            settings += f", speculate={self.speculative_config.strategy!r}"
         return f"Engine({self.name!r}, {self.parts.family}, {settings}, {self.hosts})"
 
     @cached_property
@@ -200,9 +231,8 @@ class Engine:
         config = prefill or PrefillConfig()
         path = demo.model_path() if is_demo else name
         drafting = Drafting(speculate, hosts, captioner)
-        with hosts.local_stage(
-            "reading the settings"
-        ) as agreement:  # reject what can be rejected before loading weights
+        # Reject what can be rejected before loading weights.
+        with hosts.local_stage("reading the settings") as agreement:
             # Not the model's path: it may lie elsewhere on another machine, and its weights are
             # compared.
             settings = {"dtype": str(dtype), **_settings(config, speculate, reuse, decode)}
@@ -237,16 +267,20 @@ class Engine:
         Raises:
             ValueError, HostError: as :meth:`generate`.
         """
-        about = {"video": demo.video_path(), "num_frames": _WARM_UP_FRAMES}
+        question: dict[str, Any] = {
+            "prompt": demo.DEMO_QUESTION,
+            "sampling": SamplingParams(max_new_tokens=_WARM_UP_TOKENS),
+        }
         if self.parts.video_token_id is None:
-            about = {"context": "one two three " * _WARM_UP_WORDS}
+            question["context"] = "one two three " * _WARM_UP_WORDS
+        else:
+            question["video"] = demo.video_path()
+            question["num_frames"] = _WARM_UP_FRAMES
         engine = copy(self)
-        if self.prefill_config.anchor_len:  # one for long prompts would leave nothing to split
-            engine._prefiller = replace(
-                self._prefiller, config=replace(self.prefill_config, anchor_len=None)
-            )
-        sampling = SamplingParams(max_new_tokens=_WARM_UP_TOKENS)
-        question = {"prompt": demo.DEMO_QUESTION, "sampling": sampling, **about}
+        # An anchor for long prompts would leave nothing to split.
+        if self.prefill_config.anchor_len:
+            config = replace(self.prefill_config, anchor_len=None)
+            engine._prefiller = replace(self._prefiller, config=config)
         if not in_batch:
             engine.generate(**question)
             return
@@ -282,9 +316,19 @@ class Engine:
         """
         if self.model is None:
             raise ValueError("a draft host does not prefill; call this on the target's hosts")
-        named = {"audio": audio, "audio_in_video": audio_in_video, "tools": tools}
         with self.hosts.local_stage("reading the settings") as agreement:
-            question = Question(prompt, video, images, context, messages, num_frames, fps, **named)
+            question = Question(
+                prompt=prompt,
+                video=video,
+                images=images,
+                context=context,
+                messages=messages,
+                num_frames=num_frames,
+                fps=fps,
+                audio=audio,
+                audio_in_video=audio_in_video,
+                tools=tools,
+            )
             request = Request(question, StageTimer(self.hosts), positions)
             agreement.settings("the request", request.settings)
         with closing(self._prefiller.read(request)) as read:
@@ -368,22 +412,32 @@ class Engine:
             require_type(
                 Callable, on_token=on_token, on_stage=on_stage, on_progress=on_progress, stop=stop
             )
-            given = {
-                "max_new_tokens": max_new_tokens,
-                "temperature": temperature,
-                "top_p": top_p,
-                "seed": seed,
-            }
-            given = SamplingParams(**given)
-            if sampling is not None:
+            named_params = SamplingParams(
+                max_new_tokens=max_new_tokens,
+                temperature=temperature,
+                top_p=top_p,
+                seed=seed,
+            )
+            if sampling is None:
+                sampling = named_params
+            else:
                 require_type(SamplingParams, sampling=sampling)
-                if given != SamplingParams():
+                if named_params != SamplingParams():
                     raise ValueError(
                         "pass sampling or max_new_tokens, temperature, top_p and seed, not both"
                     )
-            sampling = sampling or given
-            named = {"audio": audio, "audio_in_video": audio_in_video, "tools": tools}
-            question = Question(prompt, video, images, context, messages, num_frames, fps, **named)
+            question = Question(
+                prompt=prompt,
+                video=video,
+                images=images,
+                context=context,
+                messages=messages,
+                num_frames=num_frames,
+                fps=fps,
+                audio=audio,
+                audio_in_video=audio_in_video,
+                tools=tools,
+            )
             request = Request(
                 question,
                 StageTimer(self.hosts, on_stage, on_progress),
@@ -428,7 +482,9 @@ class Engine:
         with ThreadPoolExecutor(1) as pool:
             answering = pool.submit(run)
             try:
-                yield from filter(None, iter(pieces.get, None))
+                while (piece := pieces.get()) is not None:
+                    if piece:
+                        yield piece
                 return answering.result()
             finally:
                 is_closed.set()
@@ -464,89 +520,132 @@ class Engine:
         """
         if max_together < 1:
             raise ValueError(f"max_together must be at least 1, not {max_together}")
-        sampling = sampling or SamplingParams()
         hosts = self.hosts
-        if isinstance(questions, Sequence):  # others are read as they are answered
+        # A list is checked at once; an iterator's questions are checked as they are answered.
+        is_checked = isinstance(questions, Sequence)
+        if is_checked:
             with hosts.local_stage("reading the questions"):
                 for number, question in enumerate(questions):
                     _require_question(number, question)
         batch = self.batch() if hosts.rank < self.num_homes else None
-        numbered = enumerate(questions)
-        running = {}
-        coming = next(numbered, None)
-        while coming or running:
-            while coming and (home := self._emptiest_home(running, max_together)) is not None:
-                number, question = coming
-                try:
-                    with hosts.local_stage("reading the settings") as agreement:
-                        _require_question(number, question)
-                        given = {"sampling": sampling, **question}
-                        require_type(SamplingParams, sampling=given["sampling"])
-                        timer = StageTimer(hosts)
-                        by = given.pop("sampling")
-                        request = Request(Question(**given), timer, sampling=by, home=home)
-                        settings = {"max_together": max_together, **request.settings}
-                        agreement.settings("the request", settings)
-                    if not self.num_homes:
-                        yield number, self.answer(request)
-                    else:
-                        begun = self.begin(request)
-                        member = None
-                        with hosts.local_stage("joining the batch"):
-                            if hosts.rank == home:
-                                member = batch.join(begun.state, begun.read.request, *begun.draft)
-                        running[number] = begun, member, timer.stage("decode")
-                        running[number][-1].__enter__()
-                except Exception as error:  # on other hosts a HostError
-                    if hosts.is_broken:
-                        raise
-                    if running and any(hosts.gather_json(isinstance(error, NotEnoughMemoryError))):
+        waiting = enumerate(questions)
+        following = next(waiting, None)
+        running: dict[int, _RunningAnswer] = {}
+        try:
+            while following is not None or running:
+                # Prefill until every host decodes as many answers as it may.
+                while following is not None:
+                    home = self._emptiest_home(running, max_together)
+                    if home is None:
                         break
-                    yield number, error
-                coming = next(numbered, None)
-            for number, tokens, summary, failure in self._decode_until_one_ends(batch, running):
-                begun, _, stage = running.pop(number)
-                stage.__exit__(None, None, None)
-                if failure is not None:
-                    yield number, AgreedError(failure)
-                    continue
-                answered = self._way.answered(begun, tokens, summary)
-                yield (
-                    number,
-                    self._result(
-                        begun.read.request, begun.state, answered, videos=begun.read.videos
-                    ),
-                )
+                    number, question = following
+                    ended: GenerateResult | Exception | None = None
+                    try:
+                        with hosts.local_stage("reading the settings") as agreement:
+                            if not is_checked:
+                                _require_question(number, question)
+                            request = self._request_of(question, sampling, home)
+                            settings = {"max_together": max_together, **request.settings}
+                            agreement.settings("the request", settings)
+                        if self.num_homes == 0:
+                            ended = self.answer(request)
+                        else:
+                            running[number] = self._join(batch, request)
+                    except Exception as error:  # on other hosts a HostError
+                        if hosts.is_broken:
+                            raise
+                        # For want of memory it waits until an answer has ended.
+                        lacks_memory = isinstance(error, NotEnoughMemoryError)
+                        if running and any(hosts.gather_json(lacks_memory)):
+                            break
+                        ended = error
+                    if ended is not None:
+                        yield number, ended
+                    following = next(waiting, None)
+                # Decode.
+                for answer in self._decode_until_one_ends(batch, running):
+                    yield answer.number, self._ended(running.pop(answer.number), answer)
+        finally:
+            for each in running.values():
+                each.decode_stage.close()
 
-    def _emptiest_home(self, running: Mapping[int, tuple], max_together: int) -> int | None:
+    def _request_of(
+        self, question: Mapping[str, Any], sampling: SamplingParams | None, home: int
+    ) -> Request:
+        """Return the request of one question of :meth:`generate_all`.
+
+        Args:
+            sampling: for a question without its own; None: greedy.
+            home: the host that decodes the answer.
+        """
+        fields_of_question = dict(question)
+        own_sampling = fields_of_question.pop("sampling", sampling or SamplingParams())
+        require_type(SamplingParams, sampling=own_sampling)
+        return Request(
+            Question(**fields_of_question),
+            StageTimer(self.hosts),
+            sampling=own_sampling,
+            home=home,
+        )
+
+    def _join(self, batch: Batch | None, request: Request) -> "_RunningAnswer":
+        """Prefill a request, and add its answer to the batch of its home; collective."""
+        begun = self.begin(request)
+        member = None
+        with self.hosts.local_stage("joining the batch"):
+            if self.hosts.rank == request.home:
+                member = batch.join(begun.state, begun.read.request, *begun.draft)
+        decode_stage = ExitStack()
+        decode_stage.enter_context(request.timer.stage("decode"))
+        return _RunningAnswer(begun, member, decode_stage)
+
+    def _ended(
+        self, running: "_RunningAnswer", answer: "_EndedAnswer"
+    ) -> GenerateResult | AgreedError:
+        """Return the result of an answer that has ended, or why it failed; collective."""
+        running.decode_stage.close()
+        if answer.failure is not None:
+            return AgreedError(answer.failure)
+        begun = running.begun
+        answered = self._way.answered(begun, answer.tokens, answer.summary)
+        return self._result(begun.read.request, begun.state, answered, videos=begun.read.videos)
+
+    def _emptiest_home(
+        self, running: Mapping[int, "_RunningAnswer"], max_together: int
+    ) -> int | None:
         """Return the host whose answers have the least KV; None if each decodes
         ``max_together``."""
-        prompts = [[] for _ in range(self.num_homes or 1)]
-        for begun, *_ in running.values():
-            prompts[begun.read.request.home].append(begun.state.num_tokens)
-        fitting = [
-            (sum(each), home) for home, each in enumerate(prompts) if len(each) < max_together
-        ]
-        return min(fitting, default=(0, None))[1]
+        num_homes = max(self.num_homes, 1)
+        num_answers = [0] * num_homes
+        num_tokens = [0] * num_homes
+        for answer in running.values():
+            home = answer.begun.read.request.home
+            num_answers[home] += 1
+            num_tokens[home] += answer.begun.state.num_tokens
+        fitting = [home for home in range(num_homes) if num_answers[home] < max_together]
+        return min(fitting, key=lambda home: num_tokens[home], default=None)
 
     def _decode_until_one_ends(
-        self, batch: Batch | None, running: Mapping[int, tuple]
-    ) -> list[list]:
-        """Decode on all homes; return number, tokens, summary and failure of the answers that have
-        ended."""
-        ended: list[list] = []
-        mine = {number: member for number, (_, member, _) in running.items() if member is not None}
+        self, batch: Batch | None, running: Mapping[int, "_RunningAnswer"]
+    ) -> "list[_EndedAnswer]":
+        """Decode on all homes; return the answers that have ended, of all homes."""
+        members = {
+            number: answer.member for number, answer in running.items() if answer.member is not None
+        }
+        ended: list[_EndedAnswer] = []
         with self.hosts.collective_stage("decode"):
             while running and not ended:
                 for _ in range(_STEPS_PER_ROUND):
-                    if mine and not any(member.has_ended for member in mine.values()):
+                    if members and not any(member.has_ended for member in members.values()):
                         batch.step_or_drop()
-                told = [
-                    (number, member.tokens, member.summary(), member.error and str(member.error))
-                    for number, member in mine.items()
-                    if member.has_ended
-                ]
-                ended = [each for of_host in self.hosts.gather_json(told) for each in of_host]
+                ended_here = []
+                for number, member in members.items():
+                    if member.has_ended:
+                        failure = None if member.error is None else str(member.error)
+                        answer = _EndedAnswer(number, member.tokens, member.summary(), failure)
+                        ended_here.append(asdict(answer))
+                for of_host in self.hosts.gather_json(ended_here):
+                    ended += [_EndedAnswer(**fields_of_answer) for fields_of_answer in of_host]
         return ended
 
     @property
@@ -564,8 +663,11 @@ class Engine:
         """Why answers cannot be decoded in batches; None if they can."""
         if self.prefill_config.kv == "sharded":
             return "all hosts take part in every token where the KV is sharded"
-        config = self.speculative_config
-        return (config and why_drafts_alone(config)) or why_not_together(self.parts)
+        if self.speculative_config is not None:
+            obstacle = why_drafts_alone(self.speculative_config)
+            if obstacle is not None:
+                return obstacle
+        return why_not_together(self.parts)
 
     def answer(self, request: Request) -> GenerateResult:
         """Answer a request that was packed by the caller; otherwise as :meth:`generate`."""
@@ -642,13 +744,12 @@ class Engine:
         state = replace(state, timer=StageTimer(self.hosts))
         max_positions = self.parts.max_position_embeddings
         with self.hosts.local_stage("reading the settings") as agreement:
-            given = {
-                "max_new_tokens": max_new_tokens,
-                "temperature": temperature,
-                "top_p": top_p,
-                "seed": seed,
-            }
-            sampling = SamplingParams(**given)
+            sampling = SamplingParams(
+                max_new_tokens=max_new_tokens,
+                temperature=temperature,
+                top_p=top_p,
+                seed=seed,
+            )
             request = Request(
                 Question(), state.timer, sampling=sampling, on_token=on_token, stop=stop
             )
@@ -684,7 +785,9 @@ class Engine:
         try:
             yield guarded
         except RequestCancelled:
-            raise errors[0] if errors else RequestCancelled from None
+            if errors:
+                raise errors[0] from None
+            raise RequestCancelled from None
         with self.hosts.local_stage("telling the caller"):
             if errors:
                 raise errors[0]
@@ -740,23 +843,24 @@ class Engine:
             return request
         hosts = self.hosts
         with hosts.local_stage("reading the grammar"):
-            decodes = hosts.rank == request.home and hosts.tensor_parallel_rank == 0
-            begin = self.grammars.compile if request.has_checked_grammar else self.grammars.begin
-            grammar = begin(sampling.json_schema, sampling.grammar) if decodes else None
+            grammar = None
+            if hosts.rank == request.home and hosts.tensor_parallel_rank == 0:
+                if request.has_checked_grammar:
+                    grammar = self.grammars.compile(sampling.json_schema, sampling.grammar)
+                else:
+                    grammar = self.grammars.begin(sampling.json_schema, sampling.grammar)
         return replace(request, grammar=grammar)
 
     def _note_what_the_demo_cannot(self, read: ReadRequest) -> None:
         """Warn on the leader if the demo model is asked something it was not trained for."""
         if self.name != "demo" or not self.hosts.is_leader:
             return
-        if not demo.understands(
-            read.rendered.text, set(map(attrgetter("info.height", "info.width"), read.videos))
-        ):
+        sizes = {(video.info.height, video.info.width) for video in read.videos}
+        if not demo.understands(read.rendered.text, sizes):
             examples = ", ".join(map(repr, demo.EXAMPLE_QUESTIONS))
             warn_caller(
                 f"the demo model understands questions such as {examples}, about clips like the "
-                "packaged one, and "
-                "makes up an answer to all others"
+                "packaged one, and makes up an answer to all others"
             )
 
     @property
@@ -795,11 +899,9 @@ class Engine:
         refuse(offering="handing_over()", rope_by_length=self.parts.rope_by_length)
         engine = copy(self)
         engine.prefill_config = replace(self.prefill_config, kv="sharded")
-        reuse = (
-            None
-            if self.reuse_config is None or self.reuse_config.mode == "kv"
-            else self._prefiller.reuse
-        )
+        reuse = self._prefiller.reuse
+        if self.reuse_config is not None and self.reuse_config.mode == "kv":
+            reuse = None
         engine._prefiller = Prefiller(
             self._prefiller.reader, self.hosts, engine.prefill_config, reuse
         )
@@ -816,8 +918,9 @@ def _settings(
     """Return an engine's settings JSON-ready: they must be the same on every host."""
     return {
         "prefill": prefill.shared,
-        "speculate": speculate and asdict(speculate),
-        "reuse": reuse and reuse.mode,  # the limit fits the machine
+        "speculate": None if speculate is None else asdict(speculate),
+        # The limit fits the machine.
+        "reuse": None if reuse is None else reuse.mode,
         "decode": asdict(decode or DecodeConfig()),
     }
 
@@ -836,8 +939,7 @@ def _require_question(number: int, question: Any) -> None:
     if unknown:
         raise ValueError(
             f"question {number} has unknown arguments: {', '.join(map(str, unknown))}; a question "
-            "takes "
-            f"{', '.join(known)}"
+            f"takes {', '.join(known)}"
         )
 
 
