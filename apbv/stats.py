@@ -17,7 +17,6 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from .hosts import HostGroup, Moment
@@ -64,7 +63,8 @@ class StageTimer:
         self._hosts = hosts
         self._on_stage = on_stage
         self._on_progress = on_progress
-        self._lock, self._reporting = threading.Lock(), threading.Lock()
+        self._lock = threading.Lock()
+        self._reporting = threading.Lock()
         self._runs: list[tuple[str, Moment, Moment]] = []  # a stage's name, begin and end
         self._began = self.prefilled = hosts.moment(on_device=False)
         self._bytes_before = hosts.bytes_received
@@ -122,12 +122,17 @@ class StageTimer:
     def _measured(self, *moments: Moment) -> tuple[list[tuple[str, float, float]], list[float]]:
         """Return :meth:`runs`, and the seconds from the request's beginning to some moments."""
         with self._lock:
-            names, begins, ends = zip(*self._runs, strict=True) if self._runs else ((), (), ())
+            runs = list(self._runs)
+        begins = [begin for _, begin, _ in runs]
+        ends = [end for _, _, end in runs]
         # In one call, whose error, the delay until the host sees what its GPU has done, is the same
         # for all.
-        times = np.array(self._hosts.seconds_at([self._began, *begins, *ends, *moments]))
-        begins, ends, others = np.split(times[1:] - times[0], [len(names), 2 * len(names)])
-        return list(zip(names, begins.tolist(), ends.tolist(), strict=True)), others.tolist()
+        seconds = self._hosts.seconds_at([self._began, *begins, *ends, *moments])
+        since_began = [each - seconds[0] for each in seconds[1:]]
+        timed_runs = []
+        for row, (name, _, _) in enumerate(runs):
+            timed_runs.append((name, since_began[row], since_began[len(runs) + row]))
+        return timed_runs, since_began[2 * len(runs) :]
 
     def summary(self, num_new_tokens: int = 0) -> dict:
         """Return the request's metrics, equal on every host; collective.
@@ -141,31 +146,41 @@ class StageTimer:
         Args:
             num_new_tokens: tokens of the answer, for ``output_throughput``.
         """
-        runs, ends = self._measured(self._first_token or self.prefilled, self._hosts.moment())
-        busy = dict.fromkeys(STAGES, 0.0)
-        for name, began, ended in runs:
-            busy[name] += ended - began
-        times = [*busy.values(), overlapping_seconds(runs), *ends]
-        received = self._hosts.bytes_received - self._bytes_before
-        everybody = self._hosts.gather_floats(
-            [*times, received, peak_memory_bytes(self._hosts.device)]
+        runs, (ttft, total) = self._measured(
+            self._first_token or self.prefilled, self._hosts.moment()
         )
-        *slowest, received, peaks = np.array(everybody).T
-        *stages, overlap, ttft, total = (1e3 * np.max(slowest, axis=1)).tolist()
-        stages = dict(zip(STAGES, stages, strict=True))
-        decode = stages["decode"]
+        figures = dict.fromkeys(STAGES, 0.0)
+        for name, began, ended in runs:
+            figures[name] += ended - began
+        figures["overlap"] = overlapping_seconds(runs)
+        figures["ttft"] = ttft
+        figures["total"] = total
+        figures["received"] = self._hosts.bytes_received - self._bytes_before
+        figures["peak"] = peak_memory_bytes(self._hosts.device)
+
+        # By name, of every process.
+        of_processes = self._hosts.gather_floats(list(figures.values()))
+        of_all = dict(zip(figures, zip(*of_processes, strict=True), strict=True))
+
+        slowest_ms = {
+            name: 1e3 * max(of_all[name]) for name in (*STAGES, "overlap", "ttft", "total")
+        }
+        ttft_ms = slowest_ms["ttft"]
+        decode_ms = slowest_ms["decode"]
+        output_throughput = None
+        if num_new_tokens and decode_ms:
+            output_throughput = num_new_tokens * 1e3 / decode_ms
+        received = [int(num_bytes) for num_bytes in of_all["received"]]
         return {
-            "ttft_ms": ttft,
-            "total_ms": total,
-            "request_throughput": 1e3 / ttft if ttft else None,
-            "output_throughput": num_new_tokens * 1e3 / decode
-            if num_new_tokens and decode
-            else None,
-            "stages_ms": stages,
-            "overlap_ms": overlap,
-            "comm_bytes": received.astype(int).tolist(),
-            "comm_bytes_total": int(received.sum()),
-            "peak_memory_bytes": peaks.astype(int).tolist(),
+            "ttft_ms": ttft_ms,
+            "total_ms": slowest_ms["total"],
+            "request_throughput": 1e3 / ttft_ms if ttft_ms else None,
+            "output_throughput": output_throughput,
+            "stages_ms": {name: slowest_ms[name] for name in STAGES},
+            "overlap_ms": slowest_ms["overlap"],
+            "comm_bytes": received,
+            "comm_bytes_total": sum(received),
+            "peak_memory_bytes": [int(num_bytes) for num_bytes in of_all["peak"]],
         }
 
 
@@ -224,7 +239,9 @@ def peak_memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     highest = _kernels_figure("VmHWM", of="self/status")
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 if highest is None else highest
+    if highest is None:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return highest
 
 
 def free_memory_bytes(device: torch.device, swaps: bool = False) -> int:
@@ -235,17 +252,23 @@ def free_memory_bytes(device: torch.device, swaps: bool = False) -> int:
         swaps: count what a machine's kernel can swap out, too; a GPU's cannot.
     """
     if device.type == "cuda":
-        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + kept
-    swap = _kernels_figure("SwapFree") if swaps else None
-    return free_host_memory_bytes() + (swap or 0)
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + cached
+    free = free_host_memory_bytes()
+    if swaps:
+        free += _kernels_figure("SwapFree") or 0
+    return free
 
 
 def free_host_memory_bytes() -> int:
     """Return the bytes that the machine can still allocate without swapping, according to its
     kernel."""
     free = _kernels_figure("MemAvailable")
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2 if free is None else free
+    if free is None:
+        # Another system: half of its memory.
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    return free
 
 
 def _kernels_figure(name: str, of: str = "meminfo") -> int | None:
@@ -279,11 +302,15 @@ def _software() -> dict:
     checkout = Path(__file__).parents[1]
     commit = None
     if (checkout / ".git").exists():
-        quietly = {"stderr": subprocess.DEVNULL, "text": True, "timeout": 5}
         with suppress(OSError, subprocess.SubprocessError):
-            commit = subprocess.check_output(
-                ["git", "rev-parse", "HEAD"], cwd=checkout, **quietly
-            ).strip()
+            output = subprocess.check_output(
+                ["git", "rev-parse", "HEAD"],
+                cwd=checkout,
+                stderr=subprocess.DEVNULL,
+                text=True,
+                timeout=5,
+            )
+            commit = output.strip()
     return {"versions": versions, "git_sha": commit}
 
 

@@ -14,7 +14,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, Field, fields
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from apbv.config import (
@@ -60,13 +60,13 @@ _MORE = {
 
 def _of(config: type, prefix: str = "", **helps: str) -> tuple[Setting, ...]:
     """Make the options for fields; with a prefix, ``method``'s is the prefix alone."""
-    names = {
-        field: f"{prefix}_{field}".removesuffix("_method") if prefix else field for field in helps
-    }
-    return tuple(
-        Setting(config, field, _NAMES.get(field, names[field]), text)
-        for field, text in helps.items()
-    )
+    settings = []
+    for field, text in helps.items():
+        name = field
+        if prefix:
+            name = prefix if field == "method" else f"{prefix}_{field}"
+        settings.append(Setting(config, field, _NAMES.get(field, name), text))
+    return tuple(settings)
 
 
 PREFILL = _of(
@@ -216,21 +216,35 @@ def add_settings(
     Args:
         with_defaults: use the field's default for an option that is not given; otherwise None.
     """
-    for each in settings:
-        (about,) = (field for field in fields(each.config) if field.name == each.field)
-        default = about.default
-        told = about.metadata
-        is_told = "default" in each.help or default in (None, MISSING) or isinstance(default, bool)
-        more = {"help": each.help if is_told else f"{each.help} (default {default})"}
-        more |= {"default": default if with_defaults else None}
+    for setting in settings:
+        field = _field_of(setting)
+        default = field.default
+        checks = field.metadata
+        arguments: dict[str, Any] = {"default": default if with_defaults else None}
+
+        # The help names the default, unless it does so already, or there is none.
+        says_default = "default" in setting.help or isinstance(default, bool)
+        if says_default or default in (None, MISSING):
+            arguments["help"] = setting.help
+        else:
+            arguments["help"] = f"{setting.help} (default {default})"
+
+        # Its type and range.
         if isinstance(default, bool):
-            more["action"] = "store_true"
-        elif told.get("choices") is not None:
-            more |= {"choices": told["choices"], "type": told["kind"]}
-        elif told:
-            more["type"] = reading(told["kind"], told["says"], told["may_be"])
-            more["metavar"] = {int: "N", float: "X"}.get(told["kind"])
-        group.add_argument(f"--{each.name.replace('_', '-')}", **more | _MORE.get(each.field, {}))
+            arguments["action"] = "store_true"
+        elif checks.get("choices") is not None:
+            arguments["choices"] = checks["choices"]
+            arguments["type"] = checks["kind"]
+        elif checks:
+            arguments["type"] = reading(checks["kind"], checks["says"], checks["may_be"])
+            arguments["metavar"] = {int: "N", float: "X"}.get(checks["kind"])
+        arguments |= _MORE.get(setting.field, {})
+        group.add_argument(f"--{setting.name.replace('_', '-')}", **arguments)
+
+
+def _field_of(setting: Setting) -> Field:
+    """Return the config field of an option."""
+    return next(field for field in fields(setting.config) if field.name == setting.field)
 
 
 def reading(
@@ -270,15 +284,18 @@ device_name = reading(
 def add_prefill_options(parser: argparse.ArgumentParser) -> None:
     """Add the options for frame sampling, prefill and attention."""
     prefill = parser.add_argument_group("prefill")
-    frames = {
-        "type": positive(int),
-        "metavar": "N",
-        "help": "frames per video (default: the model's, or 64)",
-    }
-    prefill.add_argument("--frames", "--num-frames", **frames)
-    rate = reading(float, *FRAME_RATE)
     prefill.add_argument(
-        "--fps", type=rate, metavar="X", help="sample X frames per second, at most --frames"
+        "--frames",
+        "--num-frames",
+        type=positive(int),
+        metavar="N",
+        help="frames per video (default: the model's, or 64)",
+    )
+    prefill.add_argument(
+        "--fps",
+        type=reading(float, *FRAME_RATE),
+        metavar="X",
+        help="sample X frames per second, at most --frames",
     )
     add_settings(prefill, [*PREFILL, *DECODE], with_defaults=True)
     add_settings(prefill, VIDEO)
@@ -321,24 +338,30 @@ def add_host_options(parser: argparse.ArgumentParser) -> None:
         metavar="cpu|cuda|cuda:N",
         help="default: a GPU if any, else the CPU",
     )
-    members = {
-        "type": int,
-        "default": 1,
-        "metavar": "T",
-        "help": "tensor-parallel GPUs per host (default 1)",
-    }
-    hosts.add_argument("--tensor-parallel", "--tensor-parallel-size", **members)
-    patience = {"type": positive(float, 10**6), "default": 300.0, "metavar": "X"}
     hosts.add_argument(
-        "--timeout", **patience, help="seconds to wait for an unresponsive host (default 300)"
+        "--tensor-parallel",
+        "--tensor-parallel-size",
+        type=int,
+        default=1,
+        metavar="T",
+        help="tensor-parallel GPUs per host (default 1)",
+    )
+    hosts.add_argument(
+        "--timeout",
+        type=positive(float, 10**6),
+        default=300.0,
+        metavar="X",
+        help="seconds to wait for an unresponsive host (default 300)",
     )
     add_settings(hosts, THREADS)
 
 
 def check(parser: OptionParser, options: argparse.Namespace) -> None:
     """Exit with a one-line error if options are incompatible."""
-    if options.speculate == "off" and (useless := given_for_draft(options)):
-        parser.error(f"--{next(iter(useless)).replace('_', '-')} needs --speculate")
+    draft_options = given_for_draft(options)
+    if options.speculate == "off" and draft_options:
+        first = next(iter(draft_options))
+        parser.error(f"--{first.replace('_', '-')} needs --speculate")
     with parser.rejecting():
         prefill_config(options)
         speculative_config(options)
@@ -347,18 +370,22 @@ def check(parser: OptionParser, options: argparse.Namespace) -> None:
 
 def given(options: argparse.Namespace, config: type) -> dict[str, Any]:
     """Return the config fields that options set."""
-    found = {
-        each.field: getattr(options, each.name, None) for each in _SETTINGS if each.config is config
-    }
-    return {field: value for field, value in found.items() if value is not None}
+    values = {}
+    for setting in _SETTINGS:
+        if setting.config is config:
+            value = getattr(options, setting.name, None)
+            if value is not None:
+                values[setting.field] = value
+    return values
 
 
 def given_for_draft(options: argparse.Namespace) -> dict[str, Any]:
     """Return the given draft options, most under their names in :class:`SpeculativeConfig`."""
+    values = given(options, SpeculativeConfig)
     captioner = getattr(options, "captioner", None)
-    return given(options, SpeculativeConfig) | (
-        {} if captioner is None else {"captioner": captioner}
-    )
+    if captioner is not None:
+        values["captioner"] = captioner
+    return values
 
 
 def prefill_config(options: argparse.Namespace) -> PrefillConfig:
@@ -384,18 +411,23 @@ def sparse_config(options: argparse.Namespace) -> SparseConfig | None:
         ValueError: an option has no effect.
     """
     settings = given(options, SparseConfig)
-    owners = {each.name: each.metadata["of"] for each in fields(SparseConfig)}
-    method = settings.get("method") or (options.method if options.method in SPARSE_NAMES else None)
-    for each in SPARSE:
-        owner = owners[each.field]
-        if each.field in settings and (method is None or owner not in (None, method)):
-            wanted = (
-                "--sparse, or a sparse --method"
-                if owner is None
-                else f"--sparse or --method {owner}"
-            )
-            raise ValueError(f"--{each.name.replace('_', '-')} needs {wanted}")
-    return SparseConfig(**{**settings, "method": method}) if settings else None
+    if not settings:
+        return None
+    method = settings.get("method")
+    if method is None and options.method in SPARSE_NAMES:
+        method = options.method
+    for setting in SPARSE:
+        if setting.field not in settings:
+            continue
+        # Some options are of one method alone.
+        owner = _field_of(setting).metadata["of"]
+        if method is None or owner not in (None, method):
+            needed = f"--sparse or --method {owner}"
+            if owner is None:
+                needed = "--sparse, or a sparse --method"
+            raise ValueError(f"--{setting.name.replace('_', '-')} needs {needed}")
+    settings["method"] = method
+    return SparseConfig(**settings)
 
 
 def speculative_config(options: argparse.Namespace) -> SpeculativeConfig | None:
@@ -448,7 +480,8 @@ def prepare_process(options: argparse.Namespace, hosts: "HostGroup") -> None:
 
     if hosts.device.type == "cpu":
         keep_freed_memory()
-    if (num_threads := threads_wanted(options.threads, hosts.device.type)) is not None:
+    num_threads = threads_wanted(options.threads, hosts.device.type)
+    if num_threads is not None:
         torch.set_num_threads(num_threads)
     if not hosts.is_leader:
         warnings.simplefilter("ignore")
@@ -504,6 +537,6 @@ def exit_with(main: Callable[[], int]) -> NoReturn:
 def _formatted_warning(message, category, *place) -> str:
     """Format a user warning as one line, and others, such as deprecations, with their place in the
     code."""
-    return (
-        f"warning: {message}\n" if category is UserWarning else _FORMAT(message, category, *place)
-    )
+    if category is UserWarning:
+        return f"warning: {message}\n"
+    return _FORMAT(message, category, *place)
