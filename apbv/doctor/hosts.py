@@ -14,7 +14,7 @@ from ..config import PrefillConfig, SpeculativeConfig
 from ..engine import Engine
 from ..hosts import HostError, HostGroup
 from ..kernels.backends import choose
-from ..model.fused import KINDS, kind_of
+from ..model.fused import FusedKind, kind_of
 from .examination import Check, CheckFailed, CheckSkipped, Found
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8)
@@ -68,17 +68,17 @@ def fused_kernels(hosts: HostGroup) -> Found:
     alone = HostGroup.single(hosts.device)
     parts = Engine.from_pretrained("demo", hosts=alone).parts
     found = {kind_of(module) for module in parts.model.get_decoder().modules()}
-    if unknown := [kind for kind in KINDS if kind not in found]:
+    if unknown := [kind for kind in FusedKind if kind not in found]:
         raise CheckFailed(
             f"transformers {version('transformers')}: {', '.join(unknown)} are not recognized"
         )
     fused = {
         kind_of(module) for module in parts.language_model.modules() if hasattr(module, "is_fused")
     }
-    left_out = [kind for kind in KINDS if kind not in fused]
+    left_out = [kind for kind in FusedKind if kind not in fused]
     if left_out and choose("auto", parts.embed_tokens.weight) == "triton":
         raise CheckFailed(f"{', '.join(left_out)} take several kernels each")
-    return f"{', '.join(KINDS)}: {'recognized' if left_out else 'one kernel each'}", {}
+    return f"{', '.join(FusedKind)}: {'recognized' if left_out else 'one kernel each'}", {}
 
 
 def _alone(hosts: HostGroup) -> Found:

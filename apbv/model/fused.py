@@ -9,6 +9,7 @@ affected.
 
 import copy
 from collections.abc import Callable, Mapping
+from enum import StrEnum
 from functools import partial, update_wrapper
 from inspect import unwrap
 from types import CellType, FunctionType
@@ -22,6 +23,14 @@ from ..kernels.backends import choose, drawn_numbers, implementation, mistake_of
 from ..warn import warn_caller
 
 _ROTARY = "apply_rotary_pos_emb"
+
+
+class FusedKind(StrEnum):
+    """What a fused kernel computes, as warnings name it."""
+
+    NORM = "norms"
+    MLP = "MLPs"
+    ROTARY = "rotary positions"
 
 
 @torch.no_grad()
@@ -40,23 +49,30 @@ def with_fused_kernels(decoder: nn.Module, backend: str, like: Tensor) -> nn.Mod
     """
     if choose(backend, like) != "triton":
         return decoder
-    names = ("rms_norm", "silu_product", "rotated")
     forwards = fused_forwards(
-        decoder, *(implementation(f"elementwise.{name}", "triton") for name in names)
+        decoder,
+        rms_norm=implementation("elementwise.rms_norm", "triton"),
+        silu_product=implementation("elementwise.silu_product", "triton"),
+        rotated=implementation("elementwise.rotated", "triton"),
     )
-    missing = set(KINDS) - {kind_of(module) for module in decoder.modules()}
+
+    # Kinds without a kernel that fits.
+    missing = set(FusedKind) - {kind_of(module) for module in decoder.modules()}
     if any(hasattr(module, "experts") for module in decoder.modules()):
-        missing -= {KINDS[1]}  # which transformers computes together
+        # transformers computes these together.
+        missing.discard(FusedKind.MLP)
     if missing:
         warn_caller(
             f"no fused kernel fits the {', '.join(sorted(missing))} of {type(decoder).__name__}"
         )
-    for module in {
-        type(each): each for each in decoder.modules() if type(each) in forwards
-    }.values():
-        if mistake := _mistake(module, forwards[type(module)], like):
-            del forwards[type(module)]
-            warn_caller(f"a fused kernel is not used for {type(module).__name__}: {mistake}")
+
+    # One module of each class is tried.
+    module_of_class = {type(module): module for module in decoder.modules()}
+    for module_class, forward in list(forwards.items()):
+        mistake = _mistake(module_of_class[module_class], forward, like)
+        if mistake:
+            del forwards[module_class]
+            warn_caller(f"a fused kernel is not used for {module_class.__name__}: {mistake}")
     return with_forwards(decoder, forwards)
 
 
@@ -76,34 +92,40 @@ def fused_forwards(
         return self.down_proj(silu_product(self.gate_proj(x), self.up_proj(x)))
 
     def turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
-        if (width := cos.shape[-1]) == q.shape[-1]:
+        width = cos.shape[-1]
+        if width == q.shape[-1]:
             return rotated(q, k, cos, sin)
-        parts = rotated(q[..., :width], k[..., :width], cos, sin)  # the others have no position
-        return tuple(
-            torch.cat([part, x[..., width:]], dim=-1) for part, x in zip(parts, (q, k), strict=True)
+        # The other dimensions have no position.
+        q_turned, k_turned = rotated(q[..., :width], k[..., :width], cos, sin)
+        return (
+            torch.cat([q_turned, q[..., width:]], dim=-1),
+            torch.cat([k_turned, k[..., width:]], dim=-1),
         )
 
-    def attention(kind: type) -> Callable:
-        return with_globals(kind.forward, {_ROTARY: turned})
+    forwards = {}
+    for module in decoder.modules():
+        module_class = type(module)
+        match kind_of(module):
+            case FusedKind.NORM:
+                forwards[module_class] = norm
+            case FusedKind.MLP:
+                forwards[module_class] = mlp
+            case FusedKind.ROTARY if module_class not in forwards:
+                forwards[module_class] = with_globals(module_class.forward, {_ROTARY: turned})
+    return forwards
 
-    makers = dict(zip(KINDS, (lambda _: norm, lambda _: mlp, attention), strict=True))
-    kinds = {type(module): kind_of(module) for module in decoder.modules()}
-    return {each: makers[kind](each) for each, kind in kinds.items() if kind is not None}
 
-
-KINDS = ("norms", "MLPs", "rotary positions")
-
-
-def kind_of(module: nn.Module) -> str | None:
-    """Return for what kind of module there is a fused kernel that may fit this one; None: for
-    none."""
+def kind_of(module: nn.Module) -> FusedKind | None:
+    """Return the kind of fused kernel that may fit a module; None: none does."""
     forward = unwrap(type(module).forward)
     if set(module._parameters) == {"weight"} and hasattr(module, "variance_epsilon"):
         # Others multiply by a gate, too.
-        return KINDS[0] if forward.__code__.co_argcount == 2 else None
+        takes_rows_alone = forward.__code__.co_argcount == 2
+        return FusedKind.NORM if takes_rows_alone else None
     if set(module._modules) == {"gate_proj", "up_proj", "down_proj", "act_fn"}:
-        return KINDS[1] if type(module.act_fn) is SiLUActivation else None
-    return KINDS[2] if _ROTARY in forward.__code__.co_names else None
+        has_silu = type(module.act_fn) is SiLUActivation
+        return FusedKind.MLP if has_silu else None
+    return FusedKind.ROTARY if _ROTARY in forward.__code__.co_names else None
 
 
 def with_globals(function: FunctionType, values: Mapping[str, Any]) -> FunctionType:
@@ -133,41 +155,44 @@ def with_forwards(module: nn.Module, forwards: Mapping[type, Callable]) -> nn.Mo
     A module with a ``forward`` of its own keeps it; an unchanged module is shared.
     Submodules that are replaced later are not noticed.
     """
-    children = {
-        name: child and with_forwards(child, forwards) for name, child in module._modules.items()
-    }
-    is_changed = type(module) in forwards and "forward" not in vars(module)
-    if not is_changed and all(child is module._modules[name] for name, child in children.items()):
+    children: dict[str, nn.Module | None] = {}
+    for name, child in module._modules.items():
+        children[name] = None if child is None else with_forwards(child, forwards)
+    has_own_forward = "forward" in vars(module)
+    is_changed = type(module) in forwards and not has_own_forward
+    has_changed_child = any(child is not module._modules[name] for name, child in children.items())
+    if not is_changed and not has_changed_child:
         return module
     other = copy.copy(module)
-    kind = type(module)
     other._modules = children
     if is_changed:
-        other.__class__ = type(
-            kind.__name__, (kind,), {"forward": forwards[kind], "is_fused": True}
-        )
+        module_class = type(module)
+        attributes = {"forward": forwards[module_class], "is_fused": True}
+        other.__class__ = type(module_class.__name__, (module_class,), attributes)
     return other
 
 
 def _mistake(module: nn.Module, forward: Callable, like: Tensor) -> str | None:
     """Compare a function with a module's own on a few rows; return the error, if any."""
     randn = drawn_numbers(like.device, like.dtype)
+    own_forward = type(module).forward
     if hasattr(module, "head_dim"):
-        q_and_k = randn(2, 1, 3, 4, module.head_dim).transpose(2, 3)
-        angles = randn(2, 1, 3, module.head_dim)
-        operands = *q_and_k, *angles
-        functions = (unwrap(each).__globals__[_ROTARY] for each in (forward, type(module).forward))
-        mine, own = (partial(each, *operands) for each in functions)
+        # Of an attention only the rotary positions are fused.
+        q, k = randn(2, 1, 3, 4, module.head_dim).transpose(2, 3)
+        cos, sin = randn(2, 1, 3, module.head_dim)
+        fused_rotary = unwrap(forward).__globals__[_ROTARY]
+        own_rotary = unwrap(own_forward).__globals__[_ROTARY]
+        fused = partial(fused_rotary, q, k, cos, sin)
+        expected = own_rotary(q, k, cos, sin)
     else:
-        x = randn(
-            1,
-            3,
-            module.gate_proj.in_features if hasattr(module, "gate_proj") else len(module.weight),
-        )
-        mine, own = (
-            lambda each=each: [each(module, x)] for each in (forward, type(module).forward)
-        )
-    exact = [x.double() for x in own()]
-    return mistake_of(
-        mine, exact, [4 * torch.finfo(like.dtype).eps * float(x.abs().max()) for x in exact]
-    )
+        width = len(module.weight) if hasattr(module, "weight") else module.gate_proj.in_features
+        x = randn(1, 3, width)
+
+        def fused() -> list[Tensor]:
+            return [forward(module, x)]
+
+        expected = [own_forward(module, x)]
+    exact = [each.double() for each in expected]
+    eps = torch.finfo(like.dtype).eps
+    tolerances = [4 * eps * float(each.abs().max()) for each in exact]
+    return mistake_of(fused, exact, tolerances)

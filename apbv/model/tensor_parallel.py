@@ -35,7 +35,9 @@ FIRST_VERSION = (5, 19)
 # How transformers is to share out a decoder layer. It has such plans itself, but not for every
 # family.
 LAYER_PLAN = {
-    **{f"self_attn.{name}_proj": "colwise" for name in "qkv"},
+    "self_attn.q_proj": "colwise",
+    "self_attn.k_proj": "colwise",
+    "self_attn.v_proj": "colwise",
     "self_attn.o_proj": "rowwise",
     "mlp.gate_proj": "colwise",
     "mlp.up_proj": "colwise",
@@ -79,18 +81,24 @@ def load_sharded(
     def prepare_distribute_model(cls, distributed_config, device_map=None):
         return distributed_config, hosts.device, mesh
 
-    members = {
+    attributes = {
         "prepare_distribute_model": classmethod(prepare_distribute_model),
         "__module__": kind.__module__,
     }
-    loading = type(kind.__name__, (kind,), members)
+    loading = type(kind.__name__, (kind,), attributes)
     plan = DistributedConfig(tp_plan=plan_of(whole), tp_size=hosts.tensor_parallel_size)
     if adapter is None:
         model = load_weights(loading, path, dtype=dtype, distributed_config=plan)
     else:
         whole = merged(load_weights(auto, path, config=config, dtype=dtype), adapter)
-        loaded = {"config": whole.config, "state_dict": whole.state_dict(), "dtype": whole.dtype}
-        model = load_weights(loading, None, **loaded, distributed_config=plan)
+        model = load_weights(
+            loading,
+            None,
+            config=whole.config,
+            state_dict=whole.state_dict(),
+            dtype=whole.dtype,
+            distributed_config=plan,
+        )
         model.generation_config = whole.generation_config
     model.__class__ = kind
     return model
@@ -133,9 +141,8 @@ def require_divisible(config: PreTrainedConfig, tensor_parallel: int) -> None:
     """
     text = config.get_text_config()
     refuse(hybrid=hybrid_family(config), tensor_parallel=tensor_parallel > 1)
-    if tensor_parallel > 1 and (
-        getattr(text, "num_experts", None) or text.model_type.startswith("glm4")
-    ):
+    has_experts = bool(getattr(text, "num_experts", None))
+    if tensor_parallel > 1 and (has_experts or text.model_type.startswith("glm4")):
         raise UnsupportedModelError(
             f"tensor parallelism does not share out the MLPs of {text.model_type} models"
         )
@@ -164,28 +171,30 @@ def weight_bytes(
         itemsize: bytes per number that is not quantized.
         device: where it will be loaded.
     """
-    auto = (
-        AutoModelForImageTextToText if config.model_type in VIDEO_FAMILIES else AutoModelForCausalLM
-    )
+    auto = AutoModelForCausalLM
+    if config.model_type in VIDEO_FAMILIES:
+        auto = AutoModelForImageTextToText
     with torch.device("meta"):
         model = auto.from_config(config)
-    # Of several modules with the same weight, such as an embedding and a head that are tied, one
-    # counts.
-    modules = {
-        id(weight): each for each in model.named_modules() for weight in each[1].parameters(False)
-    }
+    # Of several modules with the same weight, such as an embedding and a head that are tied, the
+    # last counts.
+    owner_of_weight: dict[int, tuple[str, torch.nn.Module]] = {}
+    for name, module in model.named_modules():
+        for weight in module.parameters(recurse=False):
+            owner_of_weight[id(weight)] = (name, module)
     shared_out = tuple(plan_of(model))
     settings = quantization_of(config)
     count = 0
     for weight in model.parameters():
-        name, module = modules[id(weight)]
+        name, module = owner_of_weight[id(weight)]
         # As in a plan.
         of_any_layer = ".".join("*" if part.isdigit() else part for part in name.split("."))
         is_shared_out = weight.ndim == 2 and (name in shared_out or of_any_layer in shared_out)
         size = itemsize
         if weight.ndim == 2 and module is not model.get_output_embeddings():
             size = weight_size(name, module, settings, itemsize, device)
-        count += ceil(
-            (-(-weight.numel() // tensor_parallel) if is_shared_out else weight.numel()) * size
-        )
+        num_here = weight.numel()
+        if is_shared_out:
+            num_here = ceil(num_here / tensor_parallel)
+        count += ceil(num_here * size)
     return count

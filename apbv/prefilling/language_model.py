@@ -70,9 +70,9 @@ def run_language_model(
     attention = asking_before_each(method, hosts, stop) if stop is not None else method
     if method.gathers_by_layer(method.config) and hosts.size > 1 and layout.is_split:
         attention = cache.gather_behind_each(attention, hosts)
-    rotary = parts.rotary_of_prompt(int(inputs.position_ids.max()) + 1)
+    prompt_length = int(inputs.position_ids.max()) + 1
     with (
-        rotary,
+        parts.rotary_of_prompt(prompt_length),
         shown_to(
             watcher, prompt, decoder, attention, has_question=not method.separate_query
         ) as attention,
@@ -80,15 +80,17 @@ def run_language_model(
         hidden = _run(parts, held, positions, cache, apbv=attention, **extra)
     if not method.separate_query:
         return hidden
+
     # The question can see the whole context only now.
+    question_ids = to_device(inputs.input_ids[:, inputs.query_start :], parts.device)
+    positions = inputs.position_ids[..., inputs.query_start :]
+    extra = {} if states is None else {"linear": states}
     attention = NewTokenAttention(parts.backend, hosts=hosts)
-    rotary = parts.rotary_of_prompt(int(inputs.position_ids.max()) + 1)
-    with rotary, shown_to(watcher, prompt, decoder, attention, has_context=False) as attention:
-        held = [
-            parts.embed_tokens(to_device(inputs.input_ids[:, inputs.query_start :], parts.device))
-        ]
-        positions = inputs.position_ids[..., inputs.query_start :]
-        extra = {} if states is None else {"linear": states}
+    with (
+        parts.rotary_of_prompt(prompt_length),
+        shown_to(watcher, prompt, decoder, attention, has_context=False) as attention,
+    ):
+        held = [parts.embed_tokens(question_ids)]
         return _run(parts, held, positions, cache, apbv=attention, **extra)
 
 
@@ -133,8 +135,11 @@ def _move_copy(positions: Tensor, prompt: Tensor, copied: Sequence[range]) -> No
         copied: prefix, question and start of the context, as in
             :class:`~apbv.layout.ContextLayout`.
     """
-    question, context = positions.split(
-        [*map(len, copied), positions.shape[-1] - sum(map(len, copied))], dim=-1
-    )[1:3]
-    context += question[..., -1:] - question[..., :1] + 1
-    question += prompt[..., copied[0].stop, None] - question[..., :1]
+    prefix, question, context = copied
+    first_question = len(prefix)
+    first_context = first_question + len(question)
+    # Views of the positions of the question and of the context's start.
+    of_question = positions[..., first_question:first_context]
+    of_context = positions[..., first_context : first_context + len(context)]
+    of_context += of_question[..., -1:] - of_question[..., :1] + 1
+    of_question += prompt[..., prefix.stop, None] - of_question[..., :1]
