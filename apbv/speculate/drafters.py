@@ -55,7 +55,10 @@ def unpack_tokens(numbers: Sequence[int]) -> list[int]:
 def common_length(first: Sequence[int], second: Sequence[int]) -> int:
     """Return the length of the longest common prefix."""
     shorter = min(len(first), len(second))
-    return next((place for place in range(shorter) if first[place] != second[place]), shorter)
+    for place in range(shorter):
+        if first[place] != second[place]:
+            return place
+    return shorter
 
 
 class Drafter:
@@ -127,15 +130,15 @@ class ModelDrafter(Drafter):
         self._config = config
         self.vocab_size = vocab_size
         # The place among the new tokens at which the answer begins.
-        self._penalties, self._answer_start = (None, 0)
+        self._penalties: Penalties | None = None
+        self._answer_start = 0
         if config.penalises:
             self._penalties = Penalties(config, prompt_ids[0], vocab_size, parts.device)
             self._answer_start = prompt_ids.shape[1] - prompt_len
         # The new tokens whose KV the cache holds, of a tree up to its root.
         self._cached: list[int] = []
-        self._num_cached = (
-            0  # their number, also while a window is drafted whose tokens are not read yet
-        )
+        # Their number, also while a window is drafted whose tokens are not read yet.
+        self._num_cached = 0
         self._tree = Tree.chain(0)
         self._drafted = [-1]
         # The nodes of the last tree whose KV follows that of these tokens.
@@ -145,11 +148,9 @@ class ModelDrafter(Drafter):
 
     def propose(self, tokens: Sequence[int], tree: Tree) -> Proposal:
         missing = self._roll_back(tokens)
-        return (
-            self._branches(tokens, missing, tree)
-            if self._drafts_trees
-            else self._chain(tokens, missing, tree)
-        )
+        if self._drafts_trees:
+            return self._branches(tokens, missing, tree)
+        return self._chain(tokens, missing, tree)
 
     def _chain(
         self, tokens: Sequence[int], missing: Sequence[int] | Tensor, tree: Tree
@@ -159,7 +160,8 @@ class ModelDrafter(Drafter):
         for _ in range(tree.depth):
             choice, row = self._next(missing, tokens, [choice.tokens for choice in choices])
             choices.append(choice)
-            rows += [] if row is None else [row]
+            if row is not None:
+                rows.append(row)
             missing = choice.tokens  # which the CPU does not know yet
         drafted = Choice.joined(choices).read() if choices else []
         self._cached = [*tokens, *drafted][: self._num_cached]

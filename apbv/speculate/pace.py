@@ -3,7 +3,7 @@
 import warnings
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from statistics import median_low
 from typing import ClassVar
 
@@ -70,7 +70,8 @@ class Acceptance:
     def learn(self, num_drafted: int, num_accepted: int) -> None:
         """Learn from a round."""
         self.accepted = _MEMORY * self.accepted + num_accepted
-        self.rejections = _MEMORY * self.rejections + (num_accepted < num_drafted)
+        was_rejected = num_accepted < num_drafted
+        self.rejections = _MEMORY * self.rejections + int(was_rejected)
 
     @property
     def rate(self) -> float:
@@ -111,9 +112,8 @@ class Pace:
         self._plain = deque[float](maxlen=9)  # seconds of the latest passes without drafted tokens
         # Seconds that each drafted token added to the latest other rounds.
         self._costs = deque[float](maxlen=32)
-        self._lost = (
-            0.0  # by how many passes of the target drafting has cost more than it has saved
-        )
+        # By how many passes of the target drafting has cost more than it has saved.
+        self._lost = 0.0
 
     def windows(self, rates: Sequence[float]) -> list[int] | None:
         """Return the number of tokens, or levels of a tree, to draft next, by :func:`best_windows`.
@@ -218,7 +218,8 @@ class SpeculationStats:
         """Count a window, or a part of it that is verified separately."""
         self.num_drafted += num_drafted
         self.num_accepted += num_accepted
-        self.num_rejections += num_accepted < num_drafted
+        if num_accepted < num_drafted:
+            self.num_rejections += 1
 
     def seconds_of_round(self) -> tuple[float, float]:
         """Return the seconds of drafting, or of waiting for it, and of verifying since the last
@@ -241,17 +242,28 @@ class SpeculationStats:
         ``accepted_in_a_row`` is the mean number of tokens accepted between two rejections, over any
         number of rounds: PEARL's metric, and HIPPO's MAT of parallel drafting.
         """
-        forwards = self.num_target_forwards
-        drafted = self.num_drafted
-        # Others come from passes without a draft.
-        in_rounds = num_new_tokens - 1 - (forwards - self.rounds)
-        # Fields without repr are not metrics.
-        counted = [counter.name for counter in fields(self) if counter.repr]
-        return {
-            **{name: getattr(self, name) for name in counted},
+        num_after_first = num_new_tokens - 1
+        # Passes without a draft add one token each.
+        num_in_rounds = num_after_first - (self.num_target_forwards - self.rounds)
+        figures = {
+            "rounds": self.rounds,
+            "num_target_forwards": self.num_target_forwards,
+            "num_drafted": self.num_drafted,
+            "num_accepted": self.num_accepted,
+            "num_rejections": self.num_rejections,
+            "switched_off": self.switched_off,
+            "switched_off_after": self.switched_off_after,
             **self.times(),
-            "tokens_per_target_forward": (num_new_tokens - 1) / forwards if forwards else None,
-            "acceptance_rate": self.num_accepted / drafted if drafted else None,
-            "mean_accepted_tokens": in_rounds / self.rounds if self.rounds else None,
-            "accepted_in_a_row": self.num_accepted / (self.num_rejections + 1) if drafted else None,
+            "tokens_per_target_forward": None,
+            "acceptance_rate": None,
+            "mean_accepted_tokens": None,
+            "accepted_in_a_row": None,
         }
+        if self.num_target_forwards:
+            figures["tokens_per_target_forward"] = num_after_first / self.num_target_forwards
+        if self.rounds:
+            figures["mean_accepted_tokens"] = num_in_rounds / self.rounds
+        if self.num_drafted:
+            figures["acceptance_rate"] = self.num_accepted / self.num_drafted
+            figures["accepted_in_a_row"] = self.num_accepted / (self.num_rejections + 1)
+        return figures

@@ -9,7 +9,7 @@ correction alone, and verifies only the first token of the next window (pre-veri
 logits are the first pre-verification.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
@@ -23,6 +23,41 @@ from .drafters import Proposal, pack_tokens, unpack_tokens
 from .link import ALONE, CORRECTED, DONE, GO_ON, STARTUP_WINDOWS, DraftGaveUp, Link, Pair
 from .pace import CONSTRAINED, LOSING, Pace, SpeculationStats
 from .verify import verify_window
+
+
+@dataclass(frozen=True)
+class RoundPlan:
+    """What host 0 decides about a round, as it is sent to all of the target's hosts.
+
+    Attributes:
+        new: the round's new tokens; :data:`NO_TOKEN` alone if the target's logits are NaN or
+            infinite.
+        pending: the drafted tokens that the next round verifies.
+        has_ended: whether the answer ends with the last new token.
+    """
+
+    new: list[int]
+    pending: list[int]
+    has_ended: bool
+
+    @staticmethod
+    def num_ints(most: int) -> int:
+        """Return the length of :meth:`to_ints`: the end, and two lists of at most ``most`` tokens,
+        each after its length."""
+        return 1 + 2 * (1 + most)
+
+    def to_ints(self, most: int) -> list[int]:
+        """Return the plan as numbers, for :meth:`from_ints`."""
+        new = pack_tokens(self.new, most)
+        pending = pack_tokens(self.pending, most)
+        return [int(self.has_ended), *new, *pending]
+
+    @classmethod
+    def from_ints(cls, numbers: Sequence[int], most: int) -> "RoundPlan":
+        """Return the plan that :meth:`to_ints` encoded."""
+        new = unpack_tokens(numbers[1 : 2 + most])
+        pending = unpack_tokens(numbers[2 + most :])
+        return cls(new, pending, bool(numbers[0]))
 
 
 class DraftReport(NamedTuple):
@@ -58,19 +93,19 @@ class PipelineStats(SpeculationStats):
     waiting: ClassVar = "wait for draft"
 
     def times(self) -> dict[str, float | None]:
-        _, drafting, idle = self.of_draft or (None, None, None)
-        return super().times() | {"draft_seconds": drafting, "draft_idle_seconds": idle}
+        times = super().times()
+        times["draft_seconds"] = None if self.of_draft is None else self.of_draft.drafting
+        times["draft_idle_seconds"] = None if self.of_draft is None else self.of_draft.idle
+        return times
 
     def summary(self, num_new_tokens: int) -> dict:
         """Return the metrics for JSON, with all drafted tokens, including useless drafts, as
         ``num_written``."""
-        written = self.of_draft and self.of_draft.num_drafted
         figures = super().summary(num_new_tokens)
-        return {
-            **figures,
-            "mean_accepted_tokens": figures["accepted_in_a_row"],
-            "num_written": written,
-        }
+        figures["lost_draft"] = self.lost_draft
+        figures["mean_accepted_tokens"] = figures["accepted_in_a_row"]
+        figures["num_written"] = None if self.of_draft is None else self.of_draft.num_drafted
+        return figures
 
 
 class _Target:
@@ -83,11 +118,8 @@ class _Target:
         self._pace = pace
         self._pending = Proposal([])
 
-    def decide(self, rows: Tensor) -> tuple[list[int], list[int], bool]:
-        """Return a round's new tokens, the tokens that the next round has to verify, and whether
-        the answer ends.
-
-        The verdict is sent to the draft in between.
+    def decide(self, rows: Tensor) -> RoundPlan:
+        """Decide about a round, and send the draft the verdict.
 
         Args:
             rows: ``[len(pending) + 1, V]``: the target's logits for the pending tokens and the one
@@ -98,31 +130,42 @@ class _Target:
         """
         answer = self._answer
         stats = self._stats
-        tokens = self._answer.tokens
         new, code = self._verify(rows)
         answer.tell_of(rows[: len(new)], new)
         new, has_ended = answer.cut(new)
+        num_tokens = len(answer.tokens) + len(new)
+
+        # Learn. In the first round the target waits for the draft's prefill.
         seconds = stats.seconds_of_round()
-        why_alone = None
-        if not stats.switched_off:
-            if tokens:  # at first the target waits for the draft's prefill
-                self._pace.learn(len(self._pending.tokens), *seconds, len(new))
-            if self._pair.link is not None:
-                why_alone = (
-                    CONSTRAINED
-                    if answer.sampling.is_constrained
-                    else self._pace.is_losing() and LOSING
-                )
-        code = DONE if has_ended else ALONE if why_alone else code
-        self._pair.with_other(
-            lambda link: link.send_verdict(code, len(tokens) + len(new) - 1, new[-1])
-        )
-        self._pending = (
-            self._receive(lambda link: link.receive_rest()) if code == GO_ON else Proposal([])
-        )
+        if answer.tokens and not stats.switched_off:
+            self._pace.learn(len(self._pending.tokens), *seconds, len(new))
+
+        # Tell the draft.
+        obstacle = self._obstacle()
+        if has_ended:
+            code = DONE
+        elif obstacle is not None:
+            code = ALONE
+        self._pair.with_other(lambda link: link.send_verdict(code, num_tokens - 1, new[-1]))
+
+        # The rest of the window is verified in the next round.
+        self._pending = Proposal([])
+        if code == GO_ON:
+            self._pending = self._receive(lambda link: link.receive_rest())
         if code == ALONE:
-            stats.switch_off(why_alone, len(tokens) + len(new))
-        return new, self._pending.tokens, has_ended
+            stats.switch_off(obstacle, num_tokens)
+        return RoundPlan(new, self._pending.tokens, has_ended)
+
+    def _obstacle(self) -> str | None:
+        """Return why the target should continue without the draft; None: it should not, or does so
+        already."""
+        if self._stats.switched_off or self._pair.link is None:
+            return None
+        if self._answer.sampling.is_constrained:
+            return CONSTRAINED
+        if self._pace.is_losing():
+            return LOSING
+        return None
 
     def _verify(self, rows: Tensor) -> tuple[list[int], int]:
         """Return a round's new tokens, and its verdict's code; after GO_ON the current window has
@@ -192,30 +235,33 @@ def generate_beside_draft(
     target = _Target(answer, pair, stats, pace) if hosts.rank == 0 else None
     pending: list[int] = []
     rows: Tensor | None = answer.logits[None]
-    width = STARTUP_WINDOWS * pace.most
+    longest_window = STARTUP_WINDOWS * pace.most
     while True:
-        plan = None
+        # Decide.
+        numbers = None
         if target is not None:
             hosts.settle()
             try:
-                new, waiting, has_ended = target.decide(rows)
+                plan = target.decide(rows)
             except NotFiniteError:
-                new = [NO_TOKEN]
-                waiting = []
-                has_ended = True
-            plan = [has_ended, *pack_tokens(new, width), *pack_tokens(waiting, width)]
-        has_ended, *plan = hosts.broadcast_ints(plan, 1 + 2 * (1 + width))
-        new, waiting = unpack_tokens(plan[: 1 + width]), unpack_tokens(plan[1 + width :])
-        answer.require_token(new[0])
-        # The target has run all verified tokens and the pending ones: keep the KV of all new tokens
-        # but the last.
-        answer.decoder.take_back(len(pending) + 1 - len(new) if tokens else 0)
-        answer.add(new)
-        if has_ended:
+                plan = RoundPlan([NO_TOKEN], pending=[], has_ended=True)
+            numbers = plan.to_ints(longest_window)
+        numbers = hosts.broadcast_ints(numbers, RoundPlan.num_ints(longest_window))
+        plan = RoundPlan.from_ints(numbers, longest_window)
+        answer.require_token(plan.new[0])
+
+        # The target has run the last verified token and the pending ones: keep the KV of all new
+        # tokens but the last. The first one comes from the prefill.
+        if tokens:
+            answer.decoder.take_back(len(pending) + 1 - len(plan.new))
+        answer.add(plan.new)
+        if plan.has_ended:
             if target is not None:
                 target.finish()
             return tokens, stats
-        pending = waiting
+
+        # Run the target, whose logits verify the pending tokens.
+        pending = plan.pending
         with stats.record.section("verify"):
             rows = answer.decoder.advance([tokens[-1], *pending])
         stats.num_target_forwards += 1
@@ -258,17 +304,18 @@ def draft_beside(
                 try:
                     for token, row in draft.drafter.stream(sequence):
                         window.append(token)
-                        rows += [] if row is None else [row]
+                        if row is not None:
+                            rows.append(row)
                         if len(window) == 1:
                             link.send_first(token, row)
-                        has_come = verdict.has_ended()
-                        stops = (
-                            is_provisional
-                            or stops_with_target
-                            or (has_come and verdict.wait()[0] != GO_ON)
-                        )
-                        if len(window) == link.most or (has_come and stops):
+                        if len(window) == link.most:
                             break
+                        # A verdict ends the window, unless it is to go on and windows are full.
+                        if verdict.has_ended():
+                            if is_provisional or stops_with_target:
+                                break
+                            if verdict.wait()[0] != GO_ON:
+                                break
                     link.send_rest(window[1:], rows[1:])
                 except NotFiniteError:
                     link.send_failure(for_good=False)
@@ -284,7 +331,8 @@ def draft_beside(
             code, num_verified, token = verdict.wait().tolist()
         if code != GO_ON:
             sequence = [*sequence[: 1 + num_verified], token]
-        drafts &= code != ALONE
+        if code == ALONE:
+            drafts = False
     report = DraftReport(windows, record.seconds["draft"], record.seconds["idle"])
     link.send_json(report)
     link.wait_until_received()

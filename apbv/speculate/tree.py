@@ -90,22 +90,20 @@ class Tree:
     @cached_property
     def children(self) -> tuple[tuple[int, ...], ...]:
         """The children of each node, the likeliest first."""
-        nodes = range(len(self))
-        return tuple(
-            tuple(child for child in nodes if self.parents[child] == node) for node in nodes
-        )
+        children: list[list[int]] = [[] for _ in self.parents]
+        for node, parent in enumerate(self.parents):
+            if parent >= 0:
+                children[parent].append(node)
+        return tuple(map(tuple, children))
 
     @cached_property
     def inner_levels(self) -> tuple[tuple[int, ...], ...]:
         """The nodes that have children, for each depth."""
-        return tuple(
-            tuple(
-                n
-                for n, children in enumerate(self.children)
-                if children and self.depths[n] == depth
-            )
-            for depth in range(self.depth)
-        )
+        levels: list[list[int]] = [[] for _ in range(self.depth)]
+        for node, children in enumerate(self.children):
+            if children:
+                levels[self.depths[node]].append(node)
+        return tuple(map(tuple, levels))
 
     @cached_property
     def visible(self) -> Tensor:
@@ -117,16 +115,24 @@ class Tree:
 
     def cut(self, depth: int) -> "Tree":
         """Return the tree of the levels up to a depth."""
-        return self if depth >= self.depth else self.first(sum(d <= depth for d in self.depths) - 1)
+        if depth >= self.depth:
+            return self
+        num_nodes = sum(1 for node_depth in self.depths if node_depth <= depth)
+        return self.first(num_nodes - 1)
 
     def first(self, num_drafted: int) -> "Tree":
-        """Return the tree of the first ``count`` drafted nodes."""
-        return self if num_drafted >= self.num_drafted else Tree(self.parents[: 1 + num_drafted])
+        """Return the tree of the first ``num_drafted`` drafted nodes."""
+        if num_drafted >= self.num_drafted:
+            return self
+        return Tree(self.parents[: 1 + num_drafted])
 
     def child(self, tokens: Sequence[int], node: int, token: int) -> int | None:
         """Return the child of a node that has this token, where node i has ``tokens[i]``; None if
         none has."""
-        return next((child for child in self.children[node] if tokens[child] == token), None)
+        for child in self.children[node]:
+            if tokens[child] == token:
+                return child
+        return None
 
 
 def verify_tree(
@@ -157,11 +163,12 @@ def verify_tree(
     choice, _ = choose_each(logits, [config] * len(tree), [index + depth for depth in tree.depths])
     chosen, are_finite = choice.fetch()()
     path = [0]
-    child = 0
-    while child is not None:
-        if not are_finite[child]:
+    while True:
+        node = path[-1]
+        if not are_finite[node]:
             raise NotFiniteError
-        token = chosen[child]
-        child = tree.child(tokens, child, token)
-        path += [] if child is None else [child]
-    return path, token
+        token = chosen[node]
+        child = tree.child(tokens, node, token)
+        if child is None:
+            return path, token
+        path.append(child)
