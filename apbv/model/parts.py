@@ -25,8 +25,13 @@ from .linear_attention import is_linear, with_linear_attention
 from .rotary import RotaryByLength, rope_by_length, with_rotary_by_length
 
 _TABLE = tomllib.loads(Path(__file__).with_name("families.toml").read_text(encoding="utf-8"))
-TEXT_FAMILIES, VIDEO_FAMILIES = (tuple(_TABLE[kind]) for kind in ("text", "video"))
-_FAMILIES = _TABLE["text"] | _TABLE["video"]
+TEXT_FAMILIES = tuple(_TABLE["text"])
+IMAGE_FAMILIES = tuple(_TABLE["image"])
+VIDEO_FAMILIES = tuple(_TABLE["video"])
+VISION_FAMILIES = VIDEO_FAMILIES + IMAGE_FAMILIES
+_FAMILIES = _TABLE["text"] | _TABLE["image"] | _TABLE["video"]
+# The families that cut an image into tiles and end each row of patches with a newline.
+_NEXT_FAMILIES = ("llava_next", "llava_next_video")
 OMNI_THINKER = "qwen2_5_omni_thinker"  # Qwen2.5-Omni without the talker, which speaks
 _LINEAR_PROJECTIONS = ("linear_attn.in_proj_qkv", "linear_attn.in_proj_qkvz")
 
@@ -218,7 +223,8 @@ class ModelParts:
             1) where they are whole.
         embed_tokens: the layer that turns token ids into embeddings.
         dtype, device: those of the weights.
-        is_video_model: whether the model reads video and images, and not only text.
+        sees: whether the model reads images, and not only text.
+        sees_video: whether it reads video, too.
         hears: whether the model reads audio, by itself or beside a video's frames.
         uses_mrope: whether positions are (time, height, width) triples.
         num_layers: the number of decoder layers.
@@ -274,7 +280,8 @@ class ModelParts:
             "device": embed_tokens.weight.device,
             "_placeholders": placeholders,
             "_shallow": {},
-            "is_video_model": family in VIDEO_FAMILIES,
+            "sees": family in VISION_FAMILIES,
+            "sees_video": family in VIDEO_FAMILIES,
             "hears": self.audio_token_id is not None,
             "uses_mrope": uses_mrope,
             "num_layers": sizes.layers,
@@ -404,33 +411,50 @@ class ModelParts:
             )
         return heard > 0
 
-    def num_image_rows(self, size: Tensor, tiled: bool) -> int:
-        """Count the visual tokens of an image that LLaVA-OneVision cuts into tiles, by the model's
-        own arithmetic.
+    def num_image_rows(self, size: Tensor | None = None, is_tiled: bool = True) -> int:
+        """Count the visual tokens of an image of a LLaVA model, by the model's own arithmetic.
 
         Args:
-            size: ``[2]``, height and width of the image.
-            tiled: whether it is cut; it is not where several images are one sample.
+            size: ``[2]``, height and width of the image; LLaVA-1.5, which resizes all images to
+                one size, does not ask it.
+            is_tiled: whether LLaVA-OneVision cuts the image into tiles; it does not where several
+                images are one sample.
         """
-        from transformers.models.llava_onevision.modeling_llava_onevision import (
-            image_size_to_num_patches,
-        )
-
         config = self.model.config
         side = config.vision_config.image_size
-        num_tiles = (
-            image_size_to_num_patches(size, config.image_grid_pinpoints, side) if tiled else 1
-        )
-        tiles = torch.empty(
-            num_tiles, (side // config.vision_config.patch_size) ** 2, 1, device="meta"
-        )
+        num_rows = (side // config.vision_config.patch_size) ** 2
+        if self.family == "llava":
+            return num_rows + self._num_rows_besides_patches
+        num_tiles, packing = 1, {}
+        if self.family in _NEXT_FAMILIES:
+            from transformers.models.llava_next.modeling_llava_next import image_size_to_num_patches
+
+            packing = {"vision_feature_select_strategy": config.vision_feature_select_strategy}
+        else:
+            from transformers.models.llava_onevision.modeling_llava_onevision import (
+                image_size_to_num_patches,
+            )
+
+            packing = {"vision_aspect_ratio": config.vision_aspect_ratio}
+        if is_tiled:
+            num_tiles = image_size_to_num_patches(size, config.image_grid_pinpoints, side)
+        tiles = torch.empty(num_tiles, num_rows, 1, device="meta")
         (packed,), _ = self.model.model.pack_image_features(
-            [tiles],
-            size[None],
-            image_newline=torch.empty(1, device="meta"),
-            vision_aspect_ratio=config.vision_aspect_ratio,
+            [tiles], size[None], image_newline=torch.empty(1, device="meta"), **packing
         )
         return len(packed)
+
+    @property
+    def _num_rows_besides_patches(self) -> int:
+        """How many more rows than patches LLaVA-1.5's tower makes of an image: CLIP's has a class
+        token, and the strategy ``"default"`` drops a tower's first row, whichever that is."""
+        config = self.model.config
+        num_besides = 0
+        if config.vision_config.model_type == "clip_vision_model":
+            num_besides += 1
+        if config.vision_feature_select_strategy == "default":
+            num_besides -= 1
+        return num_besides
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -518,7 +542,7 @@ def require_supported(config: PreTrainedConfig) -> str:
     family = getattr(config, "model_type", type(config).__name__)
     if family not in _FAMILIES:
         why = _TABLE["unsupported"].get(
-            family, f"supported are {', '.join(VIDEO_FAMILIES + TEXT_FAMILIES)}"
+            family, f"supported are {', '.join(VISION_FAMILIES + TEXT_FAMILIES)}"
         )
         raise UnsupportedModelError(f"{family} models are not supported; {why}")
     first = tuple(_FAMILIES[family].get("since", (0, 0)))
@@ -527,14 +551,25 @@ def require_supported(config: PreTrainedConfig) -> str:
         raise UnsupportedModelError(
             f"{family} models need transformers {needed} or later, not {found}"
         )
+    _refuse_other_towers(family, config)
     _refuse_unsupported_layers(family, config.get_text_config())
     return family
+
+
+def _refuse_other_towers(family: str, config: PreTrainedConfig) -> None:
+    """Reject a vision tower whose rows are counted in another way than the family's (Pixtral's)."""
+    towers = _FAMILIES[family].get("towers")
+    if towers is not None and config.vision_config.model_type not in towers:
+        raise UnsupportedModelError(
+            f"{family} with a {config.vision_config.model_type} is not supported; supported vision "
+            f"towers are {', '.join(towers)}"
+        )
 
 
 def _refuse_unsupported_layers(family: str, config: PreTrainedConfig) -> None:
     # VLMs such as InternVL and LLaVA-OneVision take any language model as their text part.
     text_families = (
-        tuple(f"{name.removesuffix('_thinker')}_text" for name in VIDEO_FAMILIES) + TEXT_FAMILIES
+        tuple(f"{name.removesuffix('_thinker')}_text" for name in VISION_FAMILIES) + TEXT_FAMILIES
     )
     if config.model_type not in text_families:
         raise UnsupportedModelError(

@@ -148,7 +148,7 @@ class Drafting:
             if draft is None:
                 raise ValueError(f"the strategy {config.strategy} needs a draft model")
             target, of_draft = reads(models.target), reads(models.draft)
-            takes_text = strategy.reads_text_only and not models.draft.is_video_model
+            takes_text = strategy.reads_text_only and not models.draft.sees
             if target != of_draft and not takes_text:
                 raise ValueError(
                     f"the draft cannot read the target's prompts: it reads {of_draft}, not {target}"
