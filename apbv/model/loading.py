@@ -25,7 +25,7 @@ from ..refusals import refuse
 from ..warn import raised_as, warn_caller
 from .adapters import find_adapter, is_absent, merged, processor_path, require_mergeable
 from .checkpoints import load_weights
-from .parts import OMNI_THINKER, VISION_FAMILIES, require_supported
+from .parts import OMNI_THINKER, VISION_FAMILIES, count_as_the_model, require_supported
 from .quantization import load_quantized, quantization_of, require_quantization
 from .tensor_parallel import load_sharded, require_shardable
 
@@ -83,6 +83,7 @@ def load_model(
         processor = reader.from_pretrained(
             processor_path(base, adapter, sees), trust_remote_code=False
         )
+        count_as_the_model(processor, config)
         if config.model_type == OMNI_THINKER and model is not None:
             # A checkpoint of several models may not say at which token the one that writes ends its
             # answer.

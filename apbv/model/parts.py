@@ -424,7 +424,9 @@ class ModelParts:
         side = config.vision_config.image_size
         num_rows = (side // config.vision_config.patch_size) ** 2
         if self.family == "llava":
-            return num_rows + self._num_rows_besides_patches
+            num_rows += _num_class_tokens(config)
+            drops_first = config.vision_feature_select_strategy == "default"
+            return num_rows - 1 if drops_first else num_rows
         num_tiles, packing = 1, {}
         if self.family in _NEXT_FAMILIES:
             from transformers.models.llava_next.modeling_llava_next import image_size_to_num_patches
@@ -443,18 +445,6 @@ class ModelParts:
             [tiles], size[None], image_newline=torch.empty(1, device="meta"), **packing
         )
         return len(packed)
-
-    @property
-    def _num_rows_besides_patches(self) -> int:
-        """How many more rows than patches LLaVA-1.5's tower makes of an image: CLIP's has a class
-        token, and the strategy ``"default"`` drops a tower's first row, whichever that is."""
-        config = self.model.config
-        num_besides = 0
-        if config.vision_config.model_type == "clip_vision_model":
-            num_besides += 1
-        if config.vision_feature_select_strategy == "default":
-            num_besides -= 1
-        return num_besides
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -564,6 +554,28 @@ def _refuse_other_towers(family: str, config: PreTrainedConfig) -> None:
             f"{family} with a {config.vision_config.model_type} is not supported; supported vision "
             f"towers are {', '.join(towers)}"
         )
+
+
+def count_as_the_model(processor: Any, config: PreTrainedConfig) -> None:
+    """Let a LLaVA processor count an image's tokens as the model's vision tower makes them.
+
+    Older checkpoints' processors lack the size of a patch, how a tower's rows are selected, or that
+    CLIP's have a class token: transformers then fails, or counts one token too few.
+
+    Args:
+        processor: of the model; it is changed where it is LLaVA-1.5's, LLaVA-NeXT's or
+            LLaVA-NeXT-Video's.
+        config: of the whole model.
+    """
+    if config.model_type in (*IMAGE_FAMILIES, "llava_next_video"):
+        processor.patch_size = config.vision_config.patch_size
+        processor.vision_feature_select_strategy = config.vision_feature_select_strategy
+        processor.num_additional_image_tokens = _num_class_tokens(config)
+
+
+def _num_class_tokens(config: PreTrainedConfig) -> int:
+    """Count the rows of a LLaVA model's vision tower that stand for no patch."""
+    return int(config.vision_config.model_type == "clip_vision_model")
 
 
 def _refuse_unsupported_layers(family: str, config: PreTrainedConfig) -> None:
