@@ -346,4 +346,6 @@ def _items(
             if counts is not None:  # transformers asks of it only whether it is 1
                 values["batch_num_images"] = torch.tensor([of_sample[number]])
             num_rows = parts.num_image_rows(size, of_sample[number] == 1)
-            yield VisualItem("image", num_rows, patch_bytes=PIXEL_COPIES * own.nbytes), values
+            shape = None if size is None else tuple(size.tolist())
+            num_bytes = PIXEL_COPIES * own.nbytes
+            yield VisualItem("image", num_rows, patch_bytes=num_bytes, size=shape), values

@@ -168,12 +168,15 @@ def lay_out(
             size = None if source.limits == PixelLimits() else tuple(source.grid[0, 1:].tolist())
             identity = Source(FileIdentity.of(source.info.path), source.frames, size)
             item = VisualItem(
-                "video", num_tokens, num_patches, num_ending, num_bytes, identity, source.kept
+                "video", num_tokens, num_patches, num_ending, num_bytes, identity, kept=source.kept
             )
         else:
             num_bytes = PIXEL_COPIES * image_bytes * num_tokens // of_images
             num_bytes += FRAME_COPIES * 3 * source.height * source.width
-            item = VisualItem("image", num_tokens, patch_bytes=num_bytes, source=source.source)
+            size = source.resized or (source.height, source.width)
+            item = VisualItem(
+                "image", num_tokens, patch_bytes=num_bytes, source=source.source, size=size
+            )
         items.append(item)
         sources.append(source)
     # But for the pixels, with the last one's tokens, which are the whole prompt's.

@@ -32,6 +32,7 @@ VISION_FAMILIES = VIDEO_FAMILIES + IMAGE_FAMILIES
 _FAMILIES = _TABLE["text"] | _TABLE["image"] | _TABLE["video"]
 # The families that cut an image into tiles and end each row of patches with a newline.
 _NEXT_FAMILIES = ("llava_next", "llava_next_video")
+_LLAVA_FAMILIES = ("llava", *_NEXT_FAMILIES)
 OMNI_THINKER = "qwen2_5_omni_thinker"  # Qwen2.5-Omni without the talker, which speaks
 _LINEAR_PROJECTIONS = ("linear_attn.in_proj_qkv", "linear_attn.in_proj_qkvz")
 
@@ -242,6 +243,8 @@ class ModelParts:
             GLM, VideoLLaMA 3), if any.
         audio_tower: the tower that encodes audio, with its windows packed into one sequence, if
             any.
+        projector: what maps each patch's features to an embedding by itself (LLaVA-1.5, LLaVA-NeXT,
+            LLaVA-NeXT-Video), if any.
     """
 
     model: PreTrainedModel
@@ -295,6 +298,9 @@ class ModelParts:
             "patches_per_row": config.vision_config.spatial_merge_size**2 if uses_mrope else None,
             "packed_vision_tower": _packed_vision_tower(self.model.model, family),
             "audio_tower": None if self.audio_token_id is None else self.model.model.audio_tower,
+            "projector": self.model.model.multi_modal_projector
+            if family in _LLAVA_FAMILIES
+            else None,
         }
         for name, value in found.items():
             object.__setattr__(self, name, value)
@@ -421,30 +427,63 @@ class ModelParts:
                 images are one sample.
         """
         config = self.model.config
-        side = config.vision_config.image_size
-        num_rows = (side // config.vision_config.patch_size) ** 2
+        num_patches = _patches_per_side(config) ** 2
         if self.family == "llava":
-            num_rows += _num_class_tokens(config)
+            num_rows = num_patches + _num_class_tokens(config)
             drops_first = config.vision_feature_select_strategy == "default"
             return num_rows - 1 if drops_first else num_rows
-        num_tiles, packing = 1, {}
+        num_tiles = self._num_tiles(size) if is_tiled else 1
+        tiles = torch.empty(num_tiles, num_patches, 1, device="meta")
+        return len(self._packed_image(tiles, size, torch.empty(1, device="meta")))
+
+    def image_cells(self, size: Tensor) -> Tensor | None:
+        """Number the 2 x 2 cells of patches in an image of LLaVA-1.5, LLaVA-NeXT or
+        LLaVA-NeXT-Video.
+
+        Args:
+            size: ``[2]``, height and width of the image.
+
+        Returns:
+            For each of its visual tokens the number of its cell, within its tile; -1 for a class
+            token and the newlines, which are in none. None where a patch is missing, or in another
+            family.
+        """
+        config = self.model.config
+        side = _patches_per_side(config)
+        place = torch.arange(side) // 2
+        cells = (place[:, None] * side + place).flatten()
         if self.family in _NEXT_FAMILIES:
-            from transformers.models.llava_next.modeling_llava_next import image_size_to_num_patches
+            first = torch.arange(self._num_tiles(size)) * side**2
+            # The model's own packing moves and cuts off numbers as it does embeddings.
+            tiles = (first[:, None] + cells).double()[..., None]
+            newline = torch.full([1], -1.0, dtype=torch.float64)
+            return self._packed_image(tiles, size, newline)[:, 0].long()
+        num_rows = self.num_image_rows() if self.family == "llava" else 0
+        if num_rows == side**2:
+            return cells
+        if num_rows == side**2 + 1:
+            return torch.cat([torch.tensor([-1]), cells])
+        return None
 
+    def _num_tiles(self, size: Tensor) -> int:
+        """Count the tiles of an image, with the one that shows the whole of it."""
+        # LLaVA-OneVision's file has the same function.
+        from transformers.models.llava_next.modeling_llava_next import image_size_to_num_patches
+
+        config = self.model.config
+        side = config.vision_config.image_size
+        return image_size_to_num_patches(size, config.image_grid_pinpoints, side)
+
+    def _packed_image(self, tiles: Tensor, size: Tensor, newline: Tensor) -> Tensor:
+        """Let the model put the tiles ``[t, patches, d]`` of an image together: ``[rows, d]``."""
+        config = self.model.config
+        packing = {"vision_aspect_ratio": getattr(config, "vision_aspect_ratio", None)}
+        if self.family in _NEXT_FAMILIES:
             packing = {"vision_feature_select_strategy": config.vision_feature_select_strategy}
-        else:
-            from transformers.models.llava_onevision.modeling_llava_onevision import (
-                image_size_to_num_patches,
-            )
-
-            packing = {"vision_aspect_ratio": config.vision_aspect_ratio}
-        if is_tiled:
-            num_tiles = image_size_to_num_patches(size, config.image_grid_pinpoints, side)
-        tiles = torch.empty(num_tiles, num_rows, 1, device="meta")
         (packed,), _ = self.model.model.pack_image_features(
-            [tiles], size[None], image_newline=torch.empty(1, device="meta"), **packing
+            [tiles], size[None], image_newline=newline, **packing
         )
-        return len(packed)
+        return packed
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -567,10 +606,15 @@ def count_as_the_model(processor: Any, config: PreTrainedConfig) -> None:
             LLaVA-NeXT-Video's.
         config: of the whole model.
     """
-    if config.model_type in (*IMAGE_FAMILIES, "llava_next_video"):
+    if config.model_type in _LLAVA_FAMILIES:
         processor.patch_size = config.vision_config.patch_size
         processor.vision_feature_select_strategy = config.vision_feature_select_strategy
         processor.num_additional_image_tokens = _num_class_tokens(config)
+
+
+def _patches_per_side(config: PreTrainedConfig) -> int:
+    """Return the number of patches along a side of what a LLaVA model's vision tower sees."""
+    return config.vision_config.image_size // config.vision_config.patch_size
 
 
 def _num_class_tokens(config: PreTrainedConfig) -> int:

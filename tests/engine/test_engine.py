@@ -49,7 +49,7 @@ def test_every_family_is_loaded_and_answers_about_files(checkpoints, clip, famil
     built = Engine(families.build_model(family), loaded.processor, hosts)
     answers = [
         [
-            engine.generate(max_new_tokens=3, num_frames=9, **request).token_ids
+            engine.generate(max_new_tokens=6, num_frames=9, **request).token_ids
             for request in requests
         ]
         for engine, requests in ((loaded, sources), (built, chats))
