@@ -90,10 +90,12 @@ def encode_pooled(parts: ModelParts, visual: VisualInput) -> Tensor:
 def _pool_cells(projector: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
     """Replace the features ``[N, T, d]`` of every patch by the mean of its 2 x 2 cell.
 
-    Rows that come before those of a square grid, such as a class token's, stay as they are.
+    A class token before them stays as it is, and so does everything where a patch is missing.
     """
     (features,) = args
     side = isqrt(features.shape[1])
+    if features.shape[1] - side**2 > 1:  # no square grid, with a class token at most
+        return args
     patches = features[:, -(side**2) :]
     grid = patches.unflatten(1, (side, side)).permute(0, 3, 1, 2)  # [N, d, side, side]
     means = avg_pool2d(grid, 2, ceil_mode=True, count_include_pad=False)

@@ -95,8 +95,8 @@ def read_contexts(
                 if parts.projector is not None:
                     pooled = encode_pooled(parts, inputs.visual)
                 else:
-                    # This pools the projector's output, where the paper pools its input: other
-                    # families' projectors have no other input than whole frames.
+                    # This pools the projector's output, where the paper pools its input: in other
+                    # families that may not be one row for each visual token.
                     piece = inputs.visual.pieces[hosts.rank]
                     own_cells = cells[piece.start : piece.stop] - piece.start
                     pooled = means_of_groups(rows, own_cells, len(rows))
