@@ -19,6 +19,7 @@ from .input.visual import FRAME_COPIES, PIXEL_COPIES, most_in_a_chunk, num_frame
 from .layout import ContextLayout, LayoutError
 from .model.loading import read_config, read_video_processor
 from .model.parts import (
+    IMAGE_FAMILIES,
     VIDEO_FAMILIES,
     DecoderSizes,
     hybrid_family,
@@ -315,6 +316,11 @@ def video_size(
         ValueError: the model reads no video, its processor is not there, or it cannot read this
             number of frames.
     """
+    if config.model_type in IMAGE_FAMILIES:
+        raise ValueError(
+            f"{config.model_type} models read images only: give the tokens of a prompt, not the "
+            "frames of a video"
+        )
     if processor is None:
         raise ValueError(
             f"a video plan needs the processor of the {config.model_type} model, not only its "
@@ -352,6 +358,9 @@ def video_size(
         config.model_type == "llava_onevision"
     ):  # a frame's side is halved, and a row ends the video
         num_rows = num_patches * ceil(pixels.shape[-1] // vision.patch_size / 2) ** 2 + 1
+    elif config.model_type == "llava_next_video":  # four patches of a frame make a token
+        height, width = pixels.shape[-2:]
+        num_rows = num_patches * (height // vision.patch_size * (width // vision.patch_size) // 4)
     else:
         num_rows = num_patches * config.image_seq_length
     num_text = (num_patches - 1) * _TEXT_TOKENS.get(prompts_like(config.model_type), 0)

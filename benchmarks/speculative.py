@@ -10,9 +10,9 @@
     python benchmarks/speculative.py --model PATH --draft-model PATH --prompts prompts.jsonl
     python benchmarks/speculative.py --scale 6 --batch 1 4 16 --clips 16 --strategies vanilla hippo
 
-Each line of such a file is an object with a "prompt", the path of a "video" or the paths of a
-"context" (texts one after the other, of which "characters" are read), relative to the file, and the
-"task" by which answers are summed up.
+Each line of such a file is an object with a "prompt", the path of a "video", those of an "image" or
+of several, or of a "context" (texts one after the other, of which "characters" are read), relative
+to the file, and the "task" by which answers are summed up.
 
 The demo model is asked about clips of its test split; --scale repeats the target's layers without
 changing its output, so that target and draft differ in cost as real pairs do. All variants are
@@ -113,6 +113,10 @@ def questions(options: argparse.Namespace, hosts: HostGroup) -> Iterator[tuple[s
                     (folder / path).read_text(encoding="utf-8") for path in given["context"]
                 )
                 asked["context"] = text[: given.get("characters")]
+            elif "image" in given:
+                names = given["image"]
+                files = [names] if isinstance(names, str) else names
+                asked["images"] = [folder / name for name in files]
             else:
                 asked["video"] = folder / given["video"]
             yield given["task"], asked

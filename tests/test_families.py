@@ -19,7 +19,7 @@ import pytest
 
 from apbv import ReduceConfig
 from apbv.decode.batch import why_not_together
-from apbv.model.parts import TEXT_FAMILIES, VIDEO_FAMILIES, hybrid_family, inspect_model
+from apbv.model.parts import TEXT_FAMILIES, VISION_FAMILIES, hybrid_family, inspect_model
 from apbv.model.tensor_parallel import require_divisible
 from apbv.prefilling.reduction.pruning import require_usable
 from apbv.refusals import refuse
@@ -30,7 +30,7 @@ from pool import exit_statuses, start
 from scripts import ROOT
 from support.records import markdown_table
 
-FAMILIES = VIDEO_FAMILIES + TEXT_FAMILIES
+FAMILIES = VISION_FAMILIES + TEXT_FAMILIES
 
 
 def _reduces(method: str) -> Callable:

@@ -26,7 +26,7 @@ from apbv.model.tensor_parallel import require_divisible, weight_bytes
 from apbv.planning import video_size
 
 import families
-from families import HYBRID_FAMILIES, TEXT_FAMILIES, VIDEO_FAMILIES
+from families import HYBRID_FAMILIES, TEXT_FAMILIES, VIDEO_FAMILIES, VISION_FAMILIES
 from pairs import each_choice
 from prompts import by_processor
 
@@ -51,7 +51,7 @@ def test_a_videos_tokens_are_those_of_the_whole_processor(family, frames):
     assert (between > 0) == (size.num_text_tokens > 0)  # how many depends on the tokenizer
 
 
-@pytest.mark.parametrize("family", VIDEO_FAMILIES + TEXT_FAMILIES)
+@pytest.mark.parametrize("family", VISION_FAMILIES + TEXT_FAMILIES)
 def test_weights_are_those_of_the_model(family):
     model = families.build_model(family)
     one = partial(weight_bytes, model.config, 1)
@@ -86,7 +86,7 @@ def test_the_packaged_model_is_planned_as_it_is_prefilled():
     assert planned.fits
 
 
-@pytest.mark.parametrize("family", [*VIDEO_FAMILIES, *TEXT_FAMILIES])
+@pytest.mark.parametrize("family", [*VISION_FAMILIES, *TEXT_FAMILIES])
 def test_a_familys_default_config_is_planned(family):
     """Which may lack fields that the tests' own configs have."""
     config = CONFIG_MAPPING[family]()

@@ -337,17 +337,20 @@ def _items(
                 values,
             )
     else:
-        counts = torch.as_tensor(batch.get("batch_num_images", [1] * len(pixels))).tolist()
-        of_sample = [count for count in counts for _ in range(count)]
-        for number, size in enumerate(torch.as_tensor(batch["image_sizes"]).cpu()):
-            values = {
-                "pixel_values": pixels[number : number + 1],
-                "image_sizes": size[None],
-                # transformers asks of it only whether it is 1.
-                "batch_num_images": torch.tensor([of_sample[number]]),
-            }
+        sizes = batch.get("image_sizes")
+        counts = batch.get("batch_num_images")
+        of_sample = [1] * len(pixels)
+        if counts is not None:
+            of_sample = [count for count in torch.as_tensor(counts).tolist() for _ in range(count)]
+        for number, own in enumerate(pixels):
+            values = {"pixel_values": own[None]}
+            size = None
+            if sizes is not None:
+                size = torch.as_tensor(sizes).cpu()[number]
+                values["image_sizes"] = size[None]
+            if counts is not None:  # transformers asks of it only whether it is 1
+                values["batch_num_images"] = torch.tensor([of_sample[number]])
             num_rows = parts.num_image_rows(size, of_sample[number] == 1)
-            yield (
-                VisualItem("image", num_rows, patch_bytes=PIXEL_COPIES * pixels[number].nbytes),
-                values,
-            )
+            shape = None if size is None else tuple(size.tolist())
+            num_bytes = PIXEL_COPIES * own.nbytes
+            yield VisualItem("image", num_rows, patch_bytes=num_bytes, size=shape), values

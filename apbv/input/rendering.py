@@ -256,10 +256,12 @@ def render_prompt(parts: ModelParts, processor, asked: Question) -> RenderedProm
         sounds = files["audio"]
         is_text_chat = len(messages) > 1 and not (videos or images or sounds)
         question = [text.strip() for text in text_parts(messages[-1])] if is_text_chat else None
-    if (videos or images) and not parts.is_video_model:
+    if (videos or images) and not parts.sees:
         raise PromptError(
             f"{parts.family} models read text only, but the prompt has a video or an image"
         )
+    if videos and not parts.sees_video:
+        raise PromptError(f"{parts.family} models read images only, but the prompt has a video")
     if sounds and not parts.hears:
         raise PromptError(f"{parts.family} models take no audio, but the prompt has audio")
     if len(videos) + len(images) + len(sounds) > MOST_SOURCES:
@@ -273,9 +275,7 @@ def render_prompt(parts: ModelParts, processor, asked: Question) -> RenderedProm
             if not isinstance(source, str | Path):
                 raise PromptError(f"{what} must be a file, not of type {type(source).__name__}")
     options = asked.template or {}
-    rendered, has_template = apply_template(
-        processor, messages, parts.is_video_model, options, asked.tools
-    )
+    rendered, has_template = apply_template(processor, messages, parts.sees, options, asked.tools)
     if asked.messages is not None and not has_template:
         raise PromptError(
             "the model has no chat template, which messages need: pass a prompt instead"

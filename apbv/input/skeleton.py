@@ -170,12 +170,15 @@ def lay_out(
             size = None if source.limits == PixelLimits() else tuple(source.grid[0, 1:].tolist())
             identity = Source(FileIdentity.of(source.info.path), source.frames, size)
             item = VisualItem(
-                "video", num_tokens, num_patches, num_ending, num_bytes, identity, source.kept
+                "video", num_tokens, num_patches, num_ending, num_bytes, identity, kept=source.kept
             )
         else:
             num_bytes = PIXEL_COPIES * image_bytes * num_tokens // of_images
             num_bytes += FRAME_COPIES * 3 * source.height * source.width
-            item = VisualItem("image", num_tokens, patch_bytes=num_bytes, source=source.source)
+            size = source.resized or (source.height, source.width)
+            item = VisualItem(
+                "image", num_tokens, patch_bytes=num_bytes, source=source.source, size=size
+            )
         items.append(item)
         sources.append(source)
     # But for the pixels, with the last one's tokens, which are the whole prompt's.
@@ -300,13 +303,19 @@ def process(
         counts.extend(len(found[0]) // len(found[1]) for found in run.finditer(expanded))
         return [run.sub(r"\1", expanded)], offsets
 
+    def replace_image_token(inputs: Mapping[str, Any], *args, **kwargs) -> str:
+        return processor.replace_image_token(_with_storage(inputs), *args, **kwargs)
+
+    def replace_video_token(inputs: Mapping[str, Any], *args, **kwargs) -> str:
+        told = _with_storage(inputs)
+        if kept is not None:
+            told["video_compression_mask"] = kept.flatten()
+        return processor.replace_video_token(told, *args, **kwargs)
+
     one_of_each = copy.copy(processor)
     one_of_each.get_text_with_replacements = shortened
-    if kept is not None:
-        of_video = processor.replace_video_token
-        one_of_each.replace_video_token = lambda inputs, *args, **kwargs: of_video(
-            {**inputs, "video_compression_mask": kept.flatten()}, *args, **kwargs
-        )
+    one_of_each.replace_image_token = replace_image_token
+    one_of_each.replace_video_token = replace_video_token
     output = one_of_each(text=[text], return_tensors="pt", **inputs)
     input_ids = output["input_ids"][0]
     repeats = torch.ones_like(input_ids)
@@ -316,6 +325,18 @@ def process(
         if name in output:
             output[name] = output[name].repeat_interleave(repeats, dim=1)
     return output
+
+
+def _with_storage(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a processor's outputs with one zero as the storage of tensors that have none.
+
+    The processors of LLaVA-1.5 and LLaVA-NeXT-Video turn pixels into arrays to ask their shapes.
+    """
+    found = dict(inputs)
+    for name, value in inputs.items():
+        if isinstance(value, Tensor) and value.is_meta:
+            found[name] = torch.zeros((), dtype=value.dtype).expand(value.shape)
+    return found
 
 
 def process_apart(

@@ -56,6 +56,7 @@ class VisualItem:
         patch_bytes: an estimate of the memory in use while one temporal patch is encoded, and so of
             its cost.
         source: identity of its content; None if the caller prepared the pixels.
+        size: height and width of an image; None for a video, or where it is not known.
         kept: of VideoLLaMA 3's videos bool ``[num_patches, h, w]``, which tokens of the frames the
             prompt has: its processor may leave out what repeats the frame before. None: all of
             them.
@@ -67,6 +68,7 @@ class VisualItem:
     num_ending_rows: int = 0
     patch_bytes: int = 0
     source: Source | None = None
+    size: tuple[int, int] | None = None
     kept: Tensor | None = field(default=None, repr=False, compare=False)
 
     @property

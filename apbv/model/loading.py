@@ -25,7 +25,7 @@ from ..refusals import refuse
 from ..warn import raised_as, warn_caller
 from .adapters import find_adapter, is_absent, merged, processor_path, require_mergeable
 from .checkpoints import load_weights
-from .parts import OMNI_THINKER, VIDEO_FAMILIES, require_supported
+from .parts import OMNI_THINKER, VISION_FAMILIES, count_as_the_model, require_supported
 from .quantization import load_quantized, quantization_of, require_quantization
 from .tensor_parallel import load_sharded, require_shardable
 
@@ -72,7 +72,7 @@ def load_model(
     with _described_errors(path):
         base, adapter, config = _described(path, adapter)
         auto = _auto_class(config)
-        is_video = config.model_type in VIDEO_FAMILIES
+        sees = config.model_type in VISION_FAMILIES
         model = None
         if with_model and sharded and hosts.tensor_parallel_size > 1:
             model = load_sharded(auto, base, config, dtype, hosts, adapter).eval()
@@ -81,10 +81,11 @@ def load_model(
         elif with_model:
             model = load_weights(auto, base, config=config, dtype=dtype).to(hosts.device)
             model = (model if adapter is None else merged(model, adapter)).eval()
-        reader = AutoProcessor if is_video else AutoTokenizer
+        reader = AutoProcessor if sees else AutoTokenizer
         processor = reader.from_pretrained(
-            processor_path(base, adapter, is_video), trust_remote_code=False
+            processor_path(base, adapter, sees), trust_remote_code=False
         )
+        count_as_the_model(processor, config)
         if config.model_type == OMNI_THINKER and model is not None:
             # A checkpoint of several models may not say at which token the one that writes ends its
             # answer.
@@ -124,7 +125,9 @@ def require_loadable(
 
 def _auto_class(config: PreTrainedConfig) -> type:
     return (
-        AutoModelForImageTextToText if config.model_type in VIDEO_FAMILIES else AutoModelForCausalLM
+        AutoModelForImageTextToText
+        if config.model_type in VISION_FAMILIES
+        else AutoModelForCausalLM
     )
 
 

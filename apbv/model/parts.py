@@ -25,8 +25,14 @@ from .linear_attention import is_linear, with_linear_attention
 from .rotary import RotaryByLength, rope_by_length, with_rotary_by_length
 
 _TABLE = tomllib.loads(Path(__file__).with_name("families.toml").read_text(encoding="utf-8"))
-TEXT_FAMILIES, VIDEO_FAMILIES = (tuple(_TABLE[kind]) for kind in ("text", "video"))
-_FAMILIES = _TABLE["text"] | _TABLE["video"]
+TEXT_FAMILIES = tuple(_TABLE["text"])
+IMAGE_FAMILIES = tuple(_TABLE["image"])
+VIDEO_FAMILIES = tuple(_TABLE["video"])
+VISION_FAMILIES = VIDEO_FAMILIES + IMAGE_FAMILIES
+_FAMILIES = _TABLE["text"] | _TABLE["image"] | _TABLE["video"]
+# The families that cut an image into tiles and end each row of patches with a newline.
+_NEXT_FAMILIES = ("llava_next", "llava_next_video")
+_LLAVA_FAMILIES = ("llava", *_NEXT_FAMILIES)
 OMNI_THINKER = "qwen2_5_omni_thinker"  # Qwen2.5-Omni without the talker, which speaks
 _LINEAR_PROJECTIONS = ("linear_attn.in_proj_qkv", "linear_attn.in_proj_qkvz")
 
@@ -221,7 +227,8 @@ class ModelParts:
             1) where they are whole.
         embed_tokens: the layer that turns token ids into embeddings.
         dtype, device: those of the weights.
-        is_video_model: whether the model reads video and images, and not only text.
+        sees: whether the model reads images, and not only text.
+        sees_video: whether it reads video, too.
         hears: whether the model reads audio, by itself or beside a video's frames.
         uses_mrope: whether positions are (time, height, width) triples.
         num_layers: the number of decoder layers.
@@ -239,6 +246,8 @@ class ModelParts:
             GLM, VideoLLaMA 3), if any.
         audio_tower: the tower that encodes audio, with its windows packed into one sequence, if
             any.
+        projector: what maps each patch's features to an embedding by itself (LLaVA-1.5, LLaVA-NeXT,
+            LLaVA-NeXT-Video), if any.
     """
 
     model: PreTrainedModel
@@ -275,7 +284,8 @@ class ModelParts:
             "device": embed_tokens.weight.device,
             "_placeholders": placeholders,
             "_shallow": {},
-            "is_video_model": family in VIDEO_FAMILIES,
+            "sees": family in VISION_FAMILIES,
+            "sees_video": family in VIDEO_FAMILIES,
             "hears": self.audio_token_id is not None,
             "uses_mrope": uses_mrope,
             "num_layers": sizes.layers,
@@ -289,6 +299,9 @@ class ModelParts:
             "patches_per_row": config.vision_config.spatial_merge_size**2 if uses_mrope else None,
             "packed_vision_tower": _packed_vision_tower(self.model.model, family),
             "audio_tower": None if self.audio_token_id is None else self.model.model.audio_tower,
+            "projector": self.model.model.multi_modal_projector
+            if family in _LLAVA_FAMILIES
+            else None,
         }
         for name, value in found.items():
             object.__setattr__(self, name, value)
@@ -405,33 +418,73 @@ class ModelParts:
             )
         return heard > 0
 
-    def num_image_rows(self, size: Tensor, tiled: bool) -> int:
-        """Count the visual tokens of an image that LLaVA-OneVision cuts into tiles, by the model's
-        own arithmetic.
+    def num_image_rows(self, size: Tensor | None = None, is_tiled: bool = True) -> int:
+        """Count the visual tokens of an image of a LLaVA model, by the model's own arithmetic.
+
+        Args:
+            size: ``[2]``, height and width of the image; LLaVA-1.5, which resizes all images to
+                one size, does not ask it.
+            is_tiled: whether LLaVA-OneVision cuts the image into tiles; it does not where several
+                images are one sample.
+        """
+        config = self.model.config
+        num_patches = _patches_per_side(config) ** 2
+        if self.family == "llava":
+            num_rows = num_patches + _num_class_tokens(config)
+            drops_first = config.vision_feature_select_strategy == "default"
+            return num_rows - 1 if drops_first else num_rows
+        num_tiles = self._num_tiles(size) if is_tiled else 1
+        tiles = torch.empty(num_tiles, num_patches, 1, device="meta")
+        return len(self._packed_image(tiles, size, torch.empty(1, device="meta")))
+
+    def image_cells(self, size: Tensor) -> Tensor | None:
+        """Number the 2 x 2 cells of patches in an image of LLaVA-1.5, LLaVA-NeXT or
+        LLaVA-NeXT-Video.
 
         Args:
             size: ``[2]``, height and width of the image.
-            tiled: whether it is cut; it is not where several images are one sample.
+
+        Returns:
+            For each of its visual tokens the number of its cell, within its tile; -1 for a class
+            token and the newlines, which are in none. None where a patch is missing, or in another
+            family.
         """
-        from transformers.models.llava_onevision.modeling_llava_onevision import (
-            image_size_to_num_patches,
-        )
+        config = self.model.config
+        side = _patches_per_side(config)
+        place = torch.arange(side) // 2
+        cells = (place[:, None] * side + place).flatten()
+        if self.family in _NEXT_FAMILIES:
+            first = torch.arange(self._num_tiles(size)) * side**2
+            # The model's own packing moves and cuts off numbers as it does embeddings.
+            tiles = (first[:, None] + cells).double()[..., None]
+            newline = torch.full([1], -1.0, dtype=torch.float64)
+            return self._packed_image(tiles, size, newline)[:, 0].long()
+        num_rows = self.num_image_rows() if self.family == "llava" else 0
+        if num_rows == side**2:
+            return cells
+        if num_rows == side**2 + 1:
+            return torch.cat([torch.tensor([-1]), cells])
+        return None
+
+    def _num_tiles(self, size: Tensor) -> int:
+        """Count the tiles of an image, with the one that shows the whole of it."""
+        # LLaVA-OneVision's file has the same function.
+        from transformers.models.llava_next.modeling_llava_next import image_size_to_num_patches
 
         config = self.model.config
         side = config.vision_config.image_size
-        num_tiles = (
-            image_size_to_num_patches(size, config.image_grid_pinpoints, side) if tiled else 1
-        )
-        tiles = torch.empty(
-            num_tiles, (side // config.vision_config.patch_size) ** 2, 1, device="meta"
-        )
+        return image_size_to_num_patches(size, config.image_grid_pinpoints, side)
+
+    def _packed_image(self, tiles: Tensor, size: Tensor, newline: Tensor) -> Tensor:
+        """Let the model put the tiles ``[t, patches, d]`` of an image together: ``[rows, d]``."""
+        config = self.model.config
+        packing = {"vision_aspect_ratio": getattr(config, "vision_aspect_ratio", None)}
+        if self.family in _NEXT_FAMILIES:
+            packing = {"vision_feature_select_strategy": config.vision_feature_select_strategy}
         (packed,), _ = self.model.model.pack_image_features(
-            [tiles],
-            size[None],
-            image_newline=torch.empty(1, device="meta"),
-            vision_aspect_ratio=config.vision_aspect_ratio,
+            [tiles], size[None], image_newline=newline, **packing
         )
-        return len(packed)
+        return packed
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -519,7 +572,7 @@ def require_supported(config: PreTrainedConfig) -> str:
     family = getattr(config, "model_type", type(config).__name__)
     if family not in _FAMILIES:
         why = _TABLE["unsupported"].get(
-            family, f"supported are {', '.join(VIDEO_FAMILIES + TEXT_FAMILIES)}"
+            family, f"supported are {', '.join(VISION_FAMILIES + TEXT_FAMILIES)}"
         )
         raise UnsupportedModelError(f"{family} models are not supported; {why}")
     first = tuple(_FAMILIES[family].get("since", (0, 0)))
@@ -528,14 +581,52 @@ def require_supported(config: PreTrainedConfig) -> str:
         raise UnsupportedModelError(
             f"{family} models need transformers {needed} or later, not {found}"
         )
+    _refuse_other_towers(family, config)
     _refuse_unsupported_layers(family, config.get_text_config())
     return family
+
+
+def _refuse_other_towers(family: str, config: PreTrainedConfig) -> None:
+    """Reject a vision tower whose rows are counted in another way than the family's (Pixtral's)."""
+    towers = _FAMILIES[family].get("towers")
+    if towers is not None and config.vision_config.model_type not in towers:
+        raise UnsupportedModelError(
+            f"{family} with a {config.vision_config.model_type} is not supported; supported vision "
+            f"towers are {', '.join(towers)}"
+        )
+
+
+def count_as_the_model(processor: Any, config: PreTrainedConfig) -> None:
+    """Let a LLaVA processor count an image's tokens as the model's vision tower makes them.
+
+    Older checkpoints' processors lack the size of a patch, how a tower's rows are selected, or that
+    CLIP's have a class token: transformers then fails, or counts one token too few.
+
+    Args:
+        processor: of the model; it is changed where it is LLaVA-1.5's, LLaVA-NeXT's or
+            LLaVA-NeXT-Video's.
+        config: of the whole model.
+    """
+    if config.model_type in _LLAVA_FAMILIES:
+        processor.patch_size = config.vision_config.patch_size
+        processor.vision_feature_select_strategy = config.vision_feature_select_strategy
+        processor.num_additional_image_tokens = _num_class_tokens(config)
+
+
+def _patches_per_side(config: PreTrainedConfig) -> int:
+    """Return the number of patches along a side of what a LLaVA model's vision tower sees."""
+    return config.vision_config.image_size // config.vision_config.patch_size
+
+
+def _num_class_tokens(config: PreTrainedConfig) -> int:
+    """Count the rows of a LLaVA model's vision tower that stand for no patch."""
+    return int(config.vision_config.model_type == "clip_vision_model")
 
 
 def _refuse_unsupported_layers(family: str, config: PreTrainedConfig) -> None:
     # VLMs such as InternVL and LLaVA-OneVision take any language model as their text part.
     text_families = (
-        tuple(f"{name.removesuffix('_thinker')}_text" for name in VIDEO_FAMILIES) + TEXT_FAMILIES
+        tuple(f"{name.removesuffix('_thinker')}_text" for name in VISION_FAMILIES) + TEXT_FAMILIES
     )
     if config.model_type not in text_families:
         raise UnsupportedModelError(

@@ -27,7 +27,7 @@ from ..refusals import refuse
 from ..versions import how_to_install, release
 from .adapters import merged
 from .checkpoints import load_weights
-from .parts import VIDEO_FAMILIES, UnsupportedModelError, hybrid_family
+from .parts import VISION_FAMILIES, UnsupportedModelError, hybrid_family
 from .quantization import quantization_of, weight_size
 
 FIRST_VERSION = (5, 19)
@@ -172,7 +172,7 @@ def weight_bytes(
         device: where it will be loaded.
     """
     auto = AutoModelForCausalLM
-    if config.model_type in VIDEO_FAMILIES:
+    if config.model_type in VISION_FAMILIES:
         auto = AutoModelForImageTextToText
     with torch.device("meta"):
         model = auto.from_config(config)

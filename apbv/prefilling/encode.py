@@ -8,9 +8,11 @@ deepstack, the L vectors that are added to the hidden states after the first lay
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, nullcontext
 from functools import partial
+from math import isqrt
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import avg_pool2d
 
 from ..hosts import HostGroup
 from ..input.audio import AudioInput
@@ -66,6 +68,40 @@ def _encode(parts: ModelParts, visual: VisualInput, chunk: PixelChunk) -> Tensor
     rows = torch.cat(streams, dim=-1).to(parts.dtype)
     kept = visual.kept_of(chunk.patches)
     return rows if kept is None else rows[to_device(kept.nonzero().flatten(), rows.device)]
+
+
+def encode_pooled(parts: ModelParts, visual: VisualInput) -> Tensor:
+    """Run the vision tower, whose features are pooled 2 x 2 before its projector, on this host's
+    share.
+
+    Args:
+        parts: a model with a :attr:`~apbv.model.parts.ModelParts.projector`.
+
+    Returns:
+        As :func:`encode_visual`; all patches of a cell have the same row.
+    """
+    hook = parts.projector.register_forward_pre_hook(_pool_cells)
+    try:
+        return encode_visual(parts, visual)
+    finally:
+        hook.remove()
+
+
+def _pool_cells(projector: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
+    """Replace the features ``[N, T, d]`` of every patch by the mean of its 2 x 2 cell.
+
+    A class token before them stays as it is, and so does everything where a patch is missing.
+    """
+    (features,) = args
+    side = isqrt(features.shape[1])
+    if features.shape[1] - side**2 > 1:  # no square grid, with a class token at most
+        return args
+    patches = features[:, -(side**2) :]
+    grid = patches.unflatten(1, (side, side)).permute(0, 3, 1, 2)  # [N, d, side, side]
+    means = avg_pool2d(grid, 2, ceil_mode=True, count_include_pad=False)
+    spread = means.repeat_interleave(2, dim=2).repeat_interleave(2, dim=3)[..., :side, :side]
+    pooled = spread.flatten(2).transpose(1, 2)  # [N, side * side, d]
+    return (torch.cat([features[:, : -(side**2)], pooled], dim=1),)
 
 
 def encode_visual(parts: ModelParts, visual: VisualInput | None) -> Tensor | None:

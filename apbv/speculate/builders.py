@@ -79,7 +79,7 @@ def draft_text_only(task: DraftTask) -> Draft:
     """Draft with the draft model, on the prompt's text alone, and on its sound where the draft
     hears."""
     nothing = torch.empty(0, dtype=torch.long)
-    if task.draft.is_video_model or not task.target.is_video_model:
+    if task.draft.sees or not task.target.sees:
         cache = prefill_draft(task.draft, task.inputs, nothing, task.hosts, None, task.home)
         return Draft(task.drafter(task.draft, cache), 0, nothing)
     # A text-only model knows neither placeholders nor the target's positions: it reads the text as

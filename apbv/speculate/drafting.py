@@ -157,7 +157,7 @@ class Drafting:
                 raise ValueError(f"the strategy {config.strategy} needs a draft model")
             target = reads(models.target)
             of_draft = reads(models.draft)
-            takes_text = strategy.reads_text_only and not models.draft.is_video_model
+            takes_text = strategy.reads_text_only and not models.draft.sees
             if target != of_draft and not takes_text:
                 raise ValueError(
                     f"the draft cannot read the target's prompts: it reads {of_draft}, not {target}"

@@ -15,8 +15,10 @@ from torch.nn import functional
 from transformers import DynamicCache
 
 from ..input.model_inputs import ModelInputs
+from ..input.visual import VisualItem
 from ..model.attention import apbv_attention
 from ..model.parts import ModelParts
+from ..prefilling.encode import encode_pooled
 from ..prefilling.reduction.choosing import means_of_groups
 from ..prefilling.reduction.frames import frame_shape
 from ..transfer import to_device
@@ -93,12 +95,14 @@ def read_contexts(
         if letter in "MP":
             if letter == "P":
                 cells = pooling_cells(parts, inputs)
-                piece = inputs.visual.pieces[hosts.rank]
-                # This pools the projector's output, where the paper pools its input: only the
-                # output is accessible in unmodified models of every family.
-                pooled = means_of_groups(
-                    rows, cells[piece.start : piece.stop] - piece.start, len(rows)
-                )
+                if parts.projector is not None:
+                    pooled = encode_pooled(parts, inputs.visual)
+                else:
+                    # This pools the projector's output, where the paper pools its input: in other
+                    # families that may not be one row for each visual token.
+                    piece = inputs.visual.pieces[hosts.rank]
+                    own_cells = cells[piece.start : piece.stop] - piece.start
+                    pooled = means_of_groups(rows, own_cells, len(rows))
                 cache = prefill_draft(parts, inputs, cells.unique(), hosts, pooled)
             else:
                 cache = prefill_draft(parts, inputs, kept_visual, hosts, rows)
@@ -139,8 +143,9 @@ def pooling_cells(parts: ModelParts, inputs: ModelInputs) -> Tensor:
     frame or image.
 
     A token outside any grid, such as a separator at a video's end, is a cell by itself; so are the
-    tokens of LLaVA-OneVision's images, which are laid out in tiles of varying sizes, and those of
-    frames that lack tokens.
+    tokens of LLaVA-OneVision's images, which may be resized after the projector, and those of
+    frames that lack tokens. Cells of LLaVA-NeXT's images lie within tiles, before these are put
+    together.
     """
     visual = inputs.visual
     cells = torch.arange(inputs.num_visual_tokens)
@@ -152,6 +157,7 @@ def pooling_cells(parts: ModelParts, inputs: ModelInputs) -> Tensor:
         elif parts.rows_per_tile is not None:
             height = width = round(parts.rows_per_tile**0.5)
         else:
+            _set_image_cells(cells, parts, visual.rows_of(patches), item)
             continue
         row = torch.arange(height)[:, None] // 2 * 2
         column = torch.arange(width) // 2 * 2
@@ -160,6 +166,25 @@ def pooling_cells(parts: ModelParts, inputs: ModelInputs) -> Tensor:
         for start in range(rows.start, rows.stop - item.num_ending_rows, len(frame)):
             cells[start : start + len(frame)] = start + frame
     return cells
+
+
+def _set_image_cells(cells: Tensor, parts: ModelParts, rows: range, item: VisualItem) -> None:
+    """Write the cells of an image that a LLaVA model has cut into tiles; as of
+    :func:`pooling_cells`.
+
+    Args:
+        rows: its visual tokens.
+    """
+    size = None if item.size is None else torch.tensor(item.size)
+    found = parts.image_cells(size)
+    if found is None:
+        return
+    _, groups = found.unique(return_inverse=True)
+    places = torch.arange(len(found))
+    first = places.new_full([len(found)], len(found)).scatter_reduce(0, groups, places, "amin")
+    in_cell = found >= 0
+    own = cells[rows.start : rows.stop]  # a view
+    own[in_cell] = rows.start + first[groups][in_cell]
 
 
 def stack_left_padded(caches: Sequence[DynamicCache]) -> DynamicCache:

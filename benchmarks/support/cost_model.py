@@ -100,12 +100,16 @@ class VisionShape:
             side = vision.image_size // vision.patch_size
             patches = (side / -(-side // 2)) ** 2
             outer = patches * width * (hidden + width)
+        elif family == "llava_next_video":  # a frame's side is halved, then projected
+            patches = 4
+            outer = width * (hidden + width)
         else:
             raise ValueError(f"the cost model does not know the vision tower of {family}")
         sides = [vision.patch_size] * 2 if isinstance(vision.patch_size, int) else vision.patch_size
         outer += patches * 3 * getattr(vision, "temporal_patch_size", 1) * prod(sides) * hidden
         weights = layers * hidden * (4 * hidden + (3 if family in _GATED else 2) * mlp)
-        return cls(layers, hidden, weights, patches, int(family == "internvl"), outer, deepstack)
+        has_class_token = family == "internvl" or vision.model_type == "clip_vision_model"
+        return cls(layers, hidden, weights, patches, int(has_class_token), outer, deepstack)
 
 
 @dataclass(frozen=True)

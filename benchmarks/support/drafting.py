@@ -19,6 +19,10 @@ from apbv.speculate.strategies import draft_tree
 
 from . import clips
 
+# What a draft is asked about images for a caption, and the longest answer.
+_IMAGE_QUESTION = "Describe the image."
+_CAPTION_TOKENS = 16
+
 
 @dataclass
 class Way:
@@ -122,6 +126,11 @@ def build_ways(
 
     def caption(prompt: RenderedPrompt) -> str:
         """Let the draft answer a short question, because a captioner must be cheap."""
+        if prompt.pictures:
+            images = [picture.image for picture in prompt.pictures]
+            return drafting.generate(
+                _IMAGE_QUESTION, images=images, max_new_tokens=_CAPTION_TOKENS
+            ).text
         (video,) = prompt.videos
         return drafting.generate(
             clips.ORDERING_QUESTION, video=video, num_frames=probe(video).num_frames

@@ -194,6 +194,7 @@ def video_job(hosts: HostGroup, family: str, options: dict):
         ("qwen2_5_vl", 3, {}),
         ("llava_onevision", 2, {"zigzag": False}),
         ("internvl", 1, {}),
+        ("llava_next_video", 1, {}),
         ("glm4v", 1, {}),
         ("video_llama_3", 1, {}),
         ("qwen3_vl_moe", 1, {}),

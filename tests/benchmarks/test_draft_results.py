@@ -1,4 +1,6 @@
-"""The table of drafts behind a long text in docs/results-speculation.md, drawn from its records."""
+"""The tables of drafts behind a long text and of TABED's ways, drawn from their records."""
+
+from itertools import chain
 
 from documents import require_table
 from scripts import ROOT
@@ -6,6 +8,7 @@ from support.records import markdown_table, read_records
 from support.summaries import grouped
 
 PAGE = ROOT / "docs" / "results-speculation.md"
+NOTES = ROOT / "docs" / "records" / "notes-speculation.md"
 
 
 def tokens_per_second(record: dict) -> float:
@@ -52,3 +55,28 @@ def test_the_page_shows_its_records():
         ngram > vanilla for vanilla, ngram in zip(gains["vanilla"], gains["ngram"], strict=True)
     )
     assert "`ngram` is the faster one in every row" in said
+
+
+def test_the_notes_show_tabeds_ways():
+    """M and T are in both of the paper's tables; a greedy run repeats them exactly."""
+    records = read_records([ROOT / "docs" / "records" / "tabed.jsonl"])
+    tasks = list(dict.fromkeys(record["task"] for record in records))
+    cells: dict[str, dict[str, list[str]]] = {}  # by way and task
+    for record in records:
+        assert record["identical"]
+        figures = record["speculation"]
+        if figures is None:
+            continue
+        shown = [
+            f"{figures['acceptance_rate']:.2f}",
+            f"{figures['tokens_per_target_forward']:.2f}",
+        ]
+        of_task = cells.setdefault(record["label"], {})
+        assert of_task.setdefault(record["task"], shown) == shown
+    header = ["way"]
+    for task in tasks:
+        header += [f"{task}: accepted", "tokens per pass"]
+    lines = [
+        [f"`{way}`", *chain.from_iterable(map(found.get, tasks))] for way, found in cells.items()
+    ]
+    require_table(NOTES, markdown_table(header, lines))

@@ -273,11 +273,17 @@ def test_prompts_of_ones_own_are_read_beside_their_file(tmp_path):
     assert {len(text) for text in texts} == {2000, 8000}
     path = tmp_path / "mine.jsonl"
     path.write_text('{"task": "watch", "prompt": "why", "video": "clips/a.mp4"}\n')
-    asked = [("watch", {"prompt": "why", "video": tmp_path / "clips" / "a.mp4"})]
-    assert (
-        list(speculative.questions(speculative.parse_arguments(["--prompts", str(path)]), None))
-        == asked
-    )
+    with path.open("a") as file:
+        file.write('{"task": "look", "prompt": "what", "image": "a.png"}\n')
+        file.write('{"task": "look", "prompt": "which", "image": ["a.png", "images/b.png"]}\n')
+    first = tmp_path / "a.png"
+    second = tmp_path / "images" / "b.png"
+    options = speculative.parse_arguments(["--prompts", str(path)])
+    assert list(speculative.questions(options, None)) == [
+        ("watch", {"prompt": "why", "video": tmp_path / "clips" / "a.mp4"}),
+        ("look", {"prompt": "what", "images": [first]}),
+        ("look", {"prompt": "which", "images": [first, second]}),
+    ]
 
 
 @pytest.mark.thorough

@@ -278,6 +278,24 @@ def test_drafts_behind_one_prefill_of_the_target(run, tmp_path):
     assert all(record["identical"] and record["end_to_end_speedup"] is None for record in records)
 
 
+def test_tabeds_tables_of_a_pair_that_is_made(run, tmp_path):
+    """Each is one command; a target drafted by its own first layers is neither always right nor
+    always wrong."""
+    made = run_benchmark("make_llava", "--out", tmp_path, "--prompts", 1)
+    assert made.returncode == 0, made.stderr
+    models = ["--model", tmp_path / "target", "--draft-model", tmp_path / "draft"]
+    options = [*models, "--prompts", tmp_path / "prompts.jsonl", "--max-new-tokens", 12]
+    records, _ = run("speculative", *options, "--preset", "tabed2")
+    labels = ["autoregressive", "M", "T", "P", "C", "MTCP", "MTCP*"]
+    tasks = ["one image", "two images", "five images"]
+    assert [(r["task"], r["label"]) for r in records] == [
+        (t, each) for t in tasks for each in labels
+    ]
+    assert all(record["identical"] for record in records)
+    rates = [r["speculation"]["acceptance_rate"] for r in records if r["label"] == "M"]
+    assert all(0 < rate < 1 for rate in rates)
+
+
 def test_drafts_in_batches(run, tmp_path):
     options = of_clip(tmp_path, "--batch", 1, 2, "--strategies", "std", "--scale", 2, clips=2)
     records, _ = run("speculative", *options, hosts=2)

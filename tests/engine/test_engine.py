@@ -23,7 +23,7 @@ from apbv.stats import STAGES
 
 import families
 from engines import QUESTION
-from families import VIDEO_FAMILIES
+from families import IMAGE_FAMILIES, VISION_FAMILIES
 from scripts import infer
 
 
@@ -31,23 +31,26 @@ def says(*content, role: str = "user") -> dict:
     return {"messages": [{"role": role, "content": list(content)}]}
 
 
-@pytest.mark.parametrize("family", VIDEO_FAMILIES)
+@pytest.mark.parametrize("family", VISION_FAMILIES)
 def test_every_family_is_loaded_and_answers_about_files(checkpoints, clip, family, tmp_path):
     """However a file is named, and as the model does that was never saved."""
     picture = str(tmp_path / "picture.png")
     hosts = HostGroup.single("cpu")
     families.synthetic_image(84, 112).save(picture)
     question = {"type": "text", "text": QUESTION}
-    sources = [{"prompt": QUESTION, "video": clip}, {"prompt": QUESTION, "images": [picture]}]
-    chats = [
-        says({"type": "video", "video": clip}, question),
-        says({"type": "image", "path": picture}, question),
-    ]
+    sources = [{"prompt": QUESTION, "images": [picture]}]
+    chats = [says({"type": "image", "path": picture}, question)]
+    if family in IMAGE_FAMILIES:  # the same image twice instead
+        sources.append({"prompt": QUESTION, "images": [picture, picture]})
+        chats.append(says(*[{"type": "image", "path": picture}] * 2, question))
+    else:
+        sources.append({"prompt": QUESTION, "video": clip})
+        chats.append(says({"type": "video", "video": clip}, question))
     loaded = Engine.from_pretrained(checkpoints(family), hosts=hosts)
     built = Engine(families.build_model(family), loaded.processor, hosts)
     answers = [
         [
-            engine.generate(max_new_tokens=3, num_frames=9, **request).token_ids
+            engine.generate(max_new_tokens=6, num_frames=9, **request).token_ids
             for request in requests
         ]
         for engine, requests in ((loaded, sources), (built, chats))
@@ -190,6 +193,12 @@ def test_a_bad_request_is_refused(checkpoints, clip):
     for source in ({"video": clip}, {"images": [families.synthetic_image()]}):
         with pytest.raises(PromptError, match="llama models read text only"):
             engine.generate("What?", **source)
+    for family in IMAGE_FAMILIES:
+        seeing = Engine.from_pretrained(checkpoints(family), hosts=hosts)
+        for source in ({"video": clip}, says({"type": "video", "video": str(clip)}, "What?")):
+            prompt = None if "messages" in source else "What?"
+            with pytest.raises(PromptError, match=f"^{family} models read images only"):
+                seeing.generate(prompt, **source)
     answer = engine.generate("What?", max_new_tokens=3)
     for text, shown in (("a" * 60, "a" * 60), ("a" * 61, "a" * 60 + "…")):
         assert repr(replace(answer, text=text)).startswith(f"GenerateResult({shown!r}, ")

@@ -30,6 +30,7 @@ VIDEO_FAMILIES = (
     "qwen3_vl_moe",
     "internvl",
     "llava_onevision",
+    "llava_next_video",
     OMNI,
     "glm4v",
     "glm46v",
@@ -38,6 +39,8 @@ VIDEO_FAMILIES = (
     "video_llama_3",
     "glm4v_moe",
 )
+IMAGE_FAMILIES = ("llava", "llava_next")  # they read no video
+VISION_FAMILIES = VIDEO_FAMILIES + IMAGE_FAMILIES
 TEXT_FAMILIES = (
     *("llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "smollm3", "glm4"),
     *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
@@ -130,9 +133,11 @@ def build_processor(family: str):
         "tokenizer": tokenizer,
         "chat_template": tokenizer.chat_template,
         "image_processor": getattr(tf, f"{classes['image']}ImageProcessor")(**own["image"]),
-        "video_processor": getattr(tf, f"{classes['video']}VideoProcessor")(**own["video"]),
         **classes.get("options", {}),
     }
+    if "video" in classes:
+        video_class = getattr(tf, f"{classes['video']}VideoProcessor")
+        parts["video_processor"] = video_class(**own["video"])
     if family == OMNI:
         # It cuts what is longer than ``chunk_length`` seconds; the checkpoints have 300.
         parts["feature_extractor"] = tf.WhisperFeatureExtractor(
@@ -151,12 +156,14 @@ def build_config(
     layers: int | None = None,
     heads: int = HEADS,
     kv_heads: int = KV_HEADS,
-    decoder: str = "qwen2",
+    decoder: str | None = None,
 ) -> tf.PreTrainedConfig:
     """The family's configuration, tiny, with token ids that match ``build_tokenizer``.
 
-    ``decoder`` is the family of the text part, of a vision-language family that may have any.
+    ``decoder`` is the family of the text part, of a vision-language family that may have any; None:
+    the one that ``families.toml`` names.
     """
+    decoder = decoder or _OWN.get(family, {}).get("decoder", "qwen2")
     layers = layers or (4 if family in HYBRID_FAMILIES else 3)
     tokenizer = build_tokenizer(family)
     ids = {token: tokenizer.convert_tokens_to_ids(token) for token in _special_tokens(family)}

@@ -15,11 +15,11 @@ from apbv.input.video import probe, sample_uniform
 from apbv.model.parts import inspect_model
 
 import families
-from families import HYBRID_FAMILIES, TEXT_FAMILIES, VIDEO_FAMILIES
+from families import HYBRID_FAMILIES, IMAGE_FAMILIES, TEXT_FAMILIES, VISION_FAMILIES
 from support.simulated import share_weights
 from video_files import decode_all
 
-ALL_FAMILIES = VIDEO_FAMILIES + TEXT_FAMILIES
+ALL_FAMILIES = VISION_FAMILIES + TEXT_FAMILIES
 # In all layers.
 ATTENDING = tuple(family for family in ALL_FAMILIES if family not in HYBRID_FAMILIES)
 EXAMPLES = ("qwen2_5_vl", "llama")  # one video and one text family, where others add nothing
@@ -79,10 +79,22 @@ def processed(family: str, *parts) -> dict:
     )
 
 
+def shown_batch(family: str, frames: int, question: str, seed: int = 0) -> dict:
+    """A clip of 4 visual tokens a frame or patch, so that T > max(h, w) / 2.
+
+    Where a family reads no video, images instead, fewer than there are frames.
+    """
+    if family not in IMAGE_FAMILIES:
+        return processed(family, families.synthetic_video(frames, 56, 70, seed=seed), question)
+    count = max(1, frames // 4)
+    images = [families.synthetic_image(56, 70, seed=seed + place) for place in range(count)]
+    return processed(family, *images, question)
+
+
 @cache
 def video_batch(family: str, frames: int = 29, question: str = "What happens?") -> dict:
-    """A clip of 4 visual tokens a frame or patch, so that T > max(h, w) / 2."""
-    return processed(family, families.synthetic_video(frames, 56, 70), question)
+    """``shown_batch``, made once."""
+    return shown_batch(family, frames, question)
 
 
 def text_batch(length: int) -> dict:

@@ -201,7 +201,7 @@ def test_what_no_image_can_be_is_named(pictures):
     ):
         with pytest.raises(PromptError, match=message):
             read(reader, chat((pictures[0], options)))
-    for family in ("internvl", "llava_onevision"):
+    for family in ("internvl", "llava_onevision", "llava", "llava_next", "llava_next_video"):
         for options in ({"max_pixels": 784}, {"resized_height": 28, "resized_width": 28}):
             with pytest.raises(PromptError, match="of an image do not apply to this model"):
                 read(reader_of(family), chat((pictures[0], options)))

@@ -11,7 +11,7 @@ from apbv import Engine, HostGroup, PrefillConfig, SpeculativeConfig, VideoConfi
 
 import families
 from engines import write_clip
-from families import VIDEO_FAMILIES
+from families import IMAGE_FAMILIES, VIDEO_FAMILIES
 from pairs import each_choice
 from prompts import by_processor, sampled
 from video_files import decode_all
@@ -130,9 +130,18 @@ EXACT = {
 
 @each_choice(family=VIDEO_FAMILIES, mix=MIXES, num_hosts=[3, 2, 1, 4], way=EXACT)
 def test_a_mixed_prompt_prefills_as_in_transformers(pool, files, family, mix, num_hosts, way):
-    messages = chat(mix, files)
+    require_as_in_transformers(pool, num_hosts, family, chat(mix, files), EXACT[way])
+
+
+@each_choice(family=IMAGE_FAMILIES, num_hosts=[3, 2, 1, 4], way=EXACT)
+def test_images_between_texts_prefill_as_in_transformers(pool, files, family, num_hosts, way):
+    require_as_in_transformers(pool, num_hosts, family, chat("images", files), EXACT[way])
+
+
+def require_as_in_transformers(pool, num_hosts, family, messages, settings) -> None:
+    # Images of one sample, unless the processor takes only a list of all images.
     expected = logits_by_transformers(family, messages)
-    for logits, shares in pool.run(num_hosts, logits_job, family, messages, EXACT[way]):
+    for logits, shares in pool.run(num_hosts, logits_job, family, messages, settings):
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
         assert all(shares), "every host has something to encode"
 
@@ -152,6 +161,9 @@ def batch_job(hosts: HostGroup, family: str, messages: list[dict], nested: bool)
         ("qwen3_vl", "everything", False),
         ("internvl", "everything", False),
         ("llava_onevision", "images", True),  # several images of one sample are not cut into tiles
+        ("llava", "images", False),
+        ("llava_next", "images", False),
+        ("llava_next_video", "everything", False),
     ],
 )
 def test_a_callers_batch_is_shared_out_too(pool, files, family, mix, nested):

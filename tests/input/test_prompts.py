@@ -123,7 +123,7 @@ def test_where_a_chats_question_begins():
     assert lossy.read(prompt, [], HOSTS, StageTimer(HOSTS))[0].query_start == len(prompt.text) - 3
 
 
-@pytest.mark.parametrize("family", families.VIDEO_FAMILIES)
+@pytest.mark.parametrize("family", families.VISION_FAMILIES)
 def test_a_chat_about_an_earlier_picture_has_the_templates_tokens(family):
     """Text before and after it, an answer, and a question that follows."""
     processor = families.build_processor(family)

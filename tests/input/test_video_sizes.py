@@ -17,11 +17,8 @@ from prompts import by_processor, sampled
 
 HOSTS = HostGroup.single("cpu")
 QUESTION = "What happens?"
-WITH_GRIDS = [
-    family
-    for family in families.VIDEO_FAMILIES
-    if family not in ("internvl", "llava_onevision", "video_llama_3")
-]
+WITHOUT_GRIDS = ("internvl", "llava_onevision", "llava_next_video", "video_llama_3")
+WITH_GRIDS = [family for family in families.VIDEO_FAMILIES if family not in WITHOUT_GRIDS]
 
 
 def read(reader: PromptReader, clip, *options: dict):
@@ -171,7 +168,7 @@ def test_what_no_frame_can_be_is_named(clip):
     ):
         with pytest.raises(PromptError, match=message):
             read(reader, clip, options)
-    for family in ("internvl", "llava_onevision", "video_llama_3"):
+    for family in WITHOUT_GRIDS:
         for options in (
             {"max_pixels": 784},
             {"total_pixels": 784},

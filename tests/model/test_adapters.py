@@ -337,6 +337,9 @@ OLDER = {
     "qwen3_vl": "model.",
     "internvl": "language_model.model.",
     "llava_onevision": "language_model.model.",
+    "llava": "language_model.model.",
+    "llava_next": "language_model.model.",
+    "llava_next_video": "language_model.model.",
     "video_llama_3": "model.",
     "glm4v": "model.",
 }

@@ -76,8 +76,9 @@ CASES = [
     ("llama", {}, 2, 30),  # whose norms and MLPs get 512 rows at a time
     *(
         (f, {}, 2, 0)
-        for f in ("qwen2_vl", "internvl", "llava_onevision", "video_llama_3", families.OMNI)
+        for f in ("qwen2_vl", "internvl", "llava_onevision", "llava_next_video", "video_llama_3")
     ),
+    *((f, {}, 2, 0) for f in (families.OMNI, *families.IMAGE_FAMILIES)),
     *((f, {}, 2, 6) for f in ("qwen2", "qwen3", "mistral", "smollm3")),
 ]
 
@@ -88,9 +89,11 @@ def test_it_is_what_whole_hosts_compute(
     pool, checkpoints, clip, family, settings, num_processes, repeated
 ):
     """Uncompressed it is full attention of one process."""
-    request = (
-        {"context": SENTENCE * repeated} if repeated else {"video": str(clip), "num_frames": 13}
-    )
+    request = {"video": str(clip), "num_frames": 13}
+    if repeated:
+        request = {"context": SENTENCE * repeated}
+    elif family in families.IMAGE_FAMILIES:
+        request = {"images": [families.synthetic_image(84, 112, seed=seed) for seed in range(4)]}
     path = str(checkpoints(family))
     chunked = repeated > 6
     num_hosts = num_processes // 2

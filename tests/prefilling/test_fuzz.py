@@ -13,7 +13,7 @@ from apbv.model.parts import inspect_model
 import families
 from families import HYBRID_FAMILIES, TEXT_FAMILIES
 from oracle import as_double, oracle_of, run_oracle
-from prompts import ALL_FAMILIES, processed, relative_error, text_batch, unwritten_memory_is_nan
+from prompts import ALL_FAMILIES, relative_error, shown_batch, text_batch, unwritten_memory_is_nan
 
 METHODS = ("apbv", "apbv", "apbv", "apb", "star", "zigzag_ring", "ulysses", "full")
 EXACT = ("zigzag_ring", "ulysses", "full")
@@ -71,8 +71,8 @@ def build_case(case: dict) -> tuple:
         decoder.rotary_emb = type(decoder.rotary_emb)(config)
     if family in TEXT_FAMILIES:
         return model, text_batch(case["num_tokens"]), case["num_tokens"] - case["num_query_tokens"]
-    video = families.synthetic_video(case["num_frames"], 56, 70, seed=case["seed"])
-    return model, as_double(processed(family, video, "What?")), None
+    batch = shown_batch(family, case["num_frames"], "What?", case["seed"])
+    return model, as_double(batch), None
 
 
 def fuzz_job(hosts: HostGroup, case: dict) -> tuple:

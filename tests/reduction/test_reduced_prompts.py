@@ -147,7 +147,11 @@ def check(pool, num_hosts: int, family: str, batch: dict, settings: dict) -> Non
 CASES = [("qwen3_vl", "fastvid", 3), ("llava_onevision", "dycoke", 3), ("internvl", "fastvid", 2)]
 CASES += [("qwen2_vl", "dycoke", 2), ("qwen2_5_vl", "dycoke", 1), (families.OMNI, "slowfast", 3)]
 CASES += [("qwen3_vl_moe", "slowfast", 2), ("glm4v", "fastvid", 2), ("glm46v", "dycoke", 3)]
-CASES += [("glm4v_moe", "slowfast", 2), ("video_llama_3", "fastvid", 2)]
+CASES += [
+    ("glm4v_moe", "slowfast", 2),
+    ("video_llama_3", "fastvid", 2),
+    ("llava_next_video", "dycoke", 3),
+]
 RATIOS = (0.5, 0.2, 0.001)
 CASES = [(*case, RATIOS[row % 3], [*WAYS][row % 4]) for row, case in enumerate(CASES)]
 

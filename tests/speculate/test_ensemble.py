@@ -9,6 +9,10 @@ import pytest
 import torch
 from torch.nn import functional
 from transformers import DynamicCache
+from transformers.models.llava_next.modeling_llava_next import (
+    get_anyres_image_grid_shape,
+    unpad_image,
+)
 
 from apbv import HostGroup, ModelInputs, SpeculativeConfig
 from apbv.config import SamplingParams
@@ -79,6 +83,8 @@ def contexts_alone(
                 None,
                 torch.arange(said.shape[1]).expand(*inputs.position_ids.shape[:-1], -1),
             )
+        elif letter == "P" and parts.projector is not None:
+            yield pooled_before_the_projector(model, batch, inputs)
         elif letter == "M":
             yield ids, text.masked_scatter(is_visual[:, None], rows), inputs.position_ids
         else:
@@ -90,6 +96,57 @@ def contexts_alone(
                 1, places, pooled.flatten(2).transpose(1, 2).flatten(0, 1)[None]
             )
             yield ids[:, kept], embeds[:, kept], inputs.position_ids[..., kept]
+
+
+@torch.no_grad()
+def pooled_before_the_projector(model, batch: dict, inputs: ModelInputs) -> tuple:
+    """(ids, embeddings, positions) of images whose features are pooled tile by tile, in loops."""
+    base = model.model
+    config = model.config
+    side = config.vision_config.image_size // config.vision_config.patch_size
+    is_visual = inputs.input_ids[0] == config.image_token_id
+    places = iter(is_visual.nonzero().flatten().tolist())
+    embeds = base.get_input_embeddings()(inputs.input_ids)
+    dropped: set[int] = set()
+    for number, pixels in enumerate(batch["pixel_values"].double()):
+        tiles = pixels if pixels.dim() == 4 else pixels[None]
+        features = base.vision_tower(tiles, output_hidden_states=True).hidden_states[-2][:, 1:]
+        grids = features.unflatten(1, (side, side)).movedim(-1, 1)
+        means = functional.avg_pool2d(grids, 2, ceil_mode=True, count_include_pad=False)
+        projected = base.multi_modal_projector(means.movedim(1, -1))  # [tiles, cells, cells, d]
+        tokens = [(0, row, column) for row in range(side) for column in range(side)]
+        if pixels.dim() == 4:
+            tokens += tokens_of_tiles(config, batch["image_sizes"][number], side)
+        seen = set()
+        for token in tokens:
+            place = next(places)
+            if token is None:
+                embeds[0, place] = base.image_newline
+                continue
+            tile, row, column = token
+            cell = (tile, row // 2, column // 2)
+            embeds[0, place] = projected[cell]
+            if cell in seen:
+                dropped.add(place)
+            seen.add(cell)
+    kept = torch.tensor([place for place in range(len(is_visual)) if place not in dropped])
+    return inputs.input_ids[:, kept], embeds[:, kept], inputs.position_ids[..., kept]
+
+
+def tokens_of_tiles(config, size: torch.Tensor, side: int) -> list[tuple[int, int, int] | None]:
+    """(tile, row, column) of each patch that is left of an image's tiles; None: a newline."""
+    high, wide = get_anyres_image_grid_shape(
+        size, config.image_grid_pinpoints, config.vision_config.image_size
+    )
+    places = torch.arange(high * side * wide * side).view(1, high * side, wide * side)
+    tokens: list[tuple[int, int, int] | None] = []
+    for line in unpad_image(places, size)[0].tolist():
+        for place in line:
+            row, column = divmod(place, wide * side)
+            tile = 1 + row // side * wide + column // side
+            tokens.append((tile, row % side, column % side))
+        tokens.append(None)
+    return tokens
 
 
 def ensemble_of(family: str, ensemble: str, config: SamplingParams, batch=None, inputs=None):
@@ -131,9 +188,28 @@ def ensemble_of(family: str, ensemble: str, config: SamplingParams, batch=None, 
     return model, drafter, list(contexts_alone(family, ensemble, batch, inputs, grid))
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "internvl"])
+def image_prompt(family: str) -> tuple[dict, ModelInputs]:
+    """Two images, of which LLaVA-NeXT pads one and cuts the other into as many tiles as it can."""
+    sizes = [(42, 125), (84, 84)]
+    images = [families.synthetic_image(*size, seed=seed) for seed, size in enumerate(sizes)]
+    batch = processed(family, *images, QUESTION)
+    parts = inspect_model(families.build_model(family, dtype=torch.float64))
+    return batch, ModelInputs.from_processor(parts, batch, HostGroup.single())
+
+
+PROMPTS = {
+    "qwen2_5_vl": video_prompt,
+    "internvl": video_prompt,
+    "llava": image_prompt,
+    "llava_next": image_prompt,
+    "llava_next_video": image_prompt,
+}
+
+
+@pytest.mark.parametrize("family", PROMPTS)
 def test_rows_of_the_batch_say_what_each_context_says_alone(family):
-    model, drafter, alone = ensemble_of(family, "MTCP", SamplingParams(), *video_prompt(family))
+    prompt = PROMPTS[family](family)
+    model, drafter, alone = ensemble_of(family, "MTCP", SamplingParams(), *prompt)
     assert len({ids.shape[1] for ids, *_ in alone}) >= 3  # ragged
     for tokens, part in (([5, 6, 7], [5, 6, 7]), ([5, 6, 7, 8], [8])):
         rows = drafter._run_contexts(part)

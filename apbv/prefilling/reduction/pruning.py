@@ -16,7 +16,7 @@ from ...config import PrefillConfig, ReduceConfig, ReuseConfig
 from ...hosts import HostGroup
 from ...input.model_inputs import ModelInputs
 from ...input.visual import PromptError, VisualInput
-from ...model.parts import VIDEO_FAMILIES, ModelParts, hybrid_family
+from ...model.parts import IMAGE_FAMILIES, VIDEO_FAMILIES, ModelParts, hybrid_family
 from ...model.rotary import rope_by_length
 from ...refusals import refuse
 from ...stats import StageTimer
@@ -43,8 +43,10 @@ def require_usable(
         ValueError: they are; the message says why.
     """
     if config is not None and model.model_type not in VIDEO_FAMILIES:
+        what = "images only" if model.model_type in IMAGE_FAMILIES else "only text"
         raise ValueError(
-            f"{config.method} prunes visual tokens, but {model.model_type} models read only text"
+            f"{config.method} prunes a video's visual tokens, but {model.model_type} models read "
+            f"{what}"
         )
     kv_reuse = reuse is not None and reuse.mode == "kv"
     refuse(
