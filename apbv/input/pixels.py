@@ -49,26 +49,30 @@ class SourcePixels:
 
     def chunks(self, chunks: Sequence[range]) -> Iterator[PixelChunk]:
         """See :class:`Pixels`."""
-        with closing(
-            ahead(self._read(chunks)) if self.runs_ahead else self._read(chunks)
-        ) as pixels:
+        pixels = self._read(chunks)
+        if self.runs_ahead:
+            pixels = ahead(pixels)
+        with closing(pixels):
             yield from pixels
 
     def _read(self, chunks: Sequence[range]) -> Iterator[PixelChunk]:
+        # Plan: the chunks of every run of patches.
         shares = []
-        done = 0
-        total = 0
+        num_read = 0
+        num_frames = 0
         for run, reader in self.readers:
-            mine = [chunk for chunk in chunks if chunk.start in run]
-            shares += [(mine, run.start, reader)] * bool(mine)
-            total += sum(map(len, mine)) * reader.num_merged
-        for mine, first, reader in shares:
-            with closing(reader.read(mine, first)) as read:
-                for chunk, what in zip(mine, read, strict=True):
-                    done += len(what)
-                    self.timer.progress("decode_video", done, total)
-                    values, ready = reader.prepare(what)
-                    del what
+            chunks_of_run = [chunk for chunk in chunks if chunk.start in run]
+            if chunks_of_run:
+                shares.append((chunks_of_run, run.start, reader))
+                num_frames += sum(map(len, chunks_of_run)) * reader.num_merged
+        # Read.
+        for chunks_of_run, first, reader in shares:
+            with closing(reader.read(chunks_of_run, first)) as frames_of_chunks:
+                for chunk, frames in zip(chunks_of_run, frames_of_chunks, strict=True):
+                    num_read += len(frames)
+                    self.timer.progress("decode_video", num_read, num_frames)
+                    values, ready = reader.prepare(frames)
+                    del frames
                     yield PixelChunk(values, chunk, reader.kind, ready)
             if isinstance(reader, ImageReader) and reader.num_bytes > _LARGE_BYTES:
                 return_freed_memory()  # a peak that hardly any other request has
@@ -103,17 +107,18 @@ class GivenPixels:
     def chunks(self, chunks: Sequence[range]) -> Iterator[PixelChunk]:
         """See :class:`Pixels`."""
         for chunk in chunks:
-            parts = []
+            kinds = []
+            batches = []
             for kind, patches, values in self.items:
-                if part := intersect(chunk, patches):
-                    own = range(part.start - patches.start, part.stop - patches.start)
-                    parts.append((kind, _cut(kind, values, own)))
-            values = [values for _, values in parts]
-            joined = {
-                name: torch.cat([torch.as_tensor(each[name]) for each in values])
-                for name in values[0]
-            }
-            yield PixelChunk(joined, chunk, parts[0][0])
+                patches_in_chunk = intersect(chunk, patches)
+                if patches_in_chunk:
+                    start = patches_in_chunk.start - patches.start
+                    kinds.append(kind)
+                    batches.append(_cut(kind, values, range(start, start + len(patches_in_chunk))))
+            joined = {}
+            for name in batches[0]:
+                joined[name] = torch.cat([torch.as_tensor(batch[name]) for batch in batches])
+            yield PixelChunk(joined, chunk, kinds[0])
 
 
 class KeptPixels:

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -34,6 +34,8 @@ _TICKS = 1000
 _PIXELS = ("pixel_values", "pixel_values_videos", "video_compression_mask")
 # A processor's outputs with one entry per token; all others are about pixels.
 _PER_TOKEN = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
+# Those with one entry per image or video.
+_PER_SOURCE = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts", "video_second_per_grid")
 
 
 @dataclass(frozen=True)
@@ -108,109 +110,177 @@ def lay_out(
         PromptError: the text has other placeholders, some videos are heard and others are not, or
             an image or frames cannot have a size within their limits.
     """
+    # Check, and size the images.
     silent = [video.info.path for video in videos if video.sound is None]
-    pictures = [_sized(parts, processor, picture) for picture in rendered.pictures]
     if silent and len(silent) < len(videos):
         raise PromptError(
             f"{silent[0]}: its audio is not used, but another video's is; use audio for all videos "
-            "or none "
-            "(audio_in_video)"
+            "or none (audio_in_video)"
         )
-    calls = []
-    for video in videos:
-        calls.append(
-            (processor.video_token, _video_arguments(parts, processor, video), video.info.path)
+    pictures = [_sized(parts, processor, picture) for picture in rendered.pictures]
+
+    # Process: each video, each sound, and runs of images.
+    calls = [
+        ProcessorCall(
+            processor.video_token, _video_arguments(parts, processor, video), video.info.path
         )
-    for sound in sounds:
-        calls.append(
-            (processor.audio_token, _audio_arguments(processor, sound), sound.source.file.path)
+        for video in videos
+    ]
+    calls += [
+        ProcessorCall(
+            processor.audio_token, _audio_arguments(processor, sound), sound.source.file.path
         )
-    first_image = len(calls)
-    for are_resized, adjacent in groupby(pictures, lambda picture: picture.resized is not None):
-        run = list(adjacent)
-        files = [str(picture.image) for picture in run if isinstance(picture.image, Path)]
-        images = [picture.without_pixels() for picture in run]
-        # As in transformers' own chats: all images of a prompt are one sample, not one each.
-        images = [images] if parts.family == "llava_onevision" else images
-        arguments = {"images": images, **({"do_resize": False} if are_resized else {})}
-        calls.append((processor.image_token * len(run), arguments, ", ".join(files) or "an image"))
+        for sound in sounds
+    ]
+    first_image_call = len(calls)
+    calls += _image_calls(parts, processor, pictures)
     with tokenizing:
-        batches, found = process_apart(processor, rendered.text, calls)
-    image_bytes = sum(batch["pixel_values"].nbytes for batch in batches[first_image:])
-    of_images = sum(num_tokens for kind, num_tokens in found if kind == "image")
-    left = {
-        "video": zip(videos, batches, strict=False),
-        "image": iter(pictures),
-        "audio": zip(sounds, batches[len(videos) :], strict=False),
-    }
+        batches, placeholders = process_apart(processor, rendered.text, calls)
+    video_batches = iter(batches[: len(videos)])
+    sound_batches = iter(batches[len(videos) : first_image_call])
+    image_batches = batches[first_image_call:]
+
+    # Lay out, in prompt order.
+    image_bytes = sum(batch["pixel_values"].nbytes for batch in image_batches)
+    num_image_tokens = sum(num_tokens for kind, num_tokens in placeholders if kind == "image")
+    remaining_videos = iter(videos)
+    remaining_sounds = iter(sounds)
+    remaining_pictures = iter(pictures)
     items = []
-    sources = []
+    sources: list[SampledVideo | Picture] = []
     heard: list[tuple[Sound, Mapping[str, Any]]] = []
-    for kind, num_tokens in found:
-        source = next(left[kind])
+    for kind, num_tokens in placeholders:
         if kind == "audio":
-            heard.append(source)
-            continue
-        if kind == "video":
-            source, batch = source
-            source = dataclasses.replace(source, grid=batch.get("video_grid_thw"))
-            if source.sound is not None:
-                heard.append((source.sound, batch))
-            # InternVL has one name for images and video.
-            pixels = batch["pixel_values" if parts.family == "internvl" else "pixel_values_videos"]
-            num_patches = pixels.shape[pixels.dim() == 5]
-            num_ending = parts.num_rows_ending_video
-            if source.grid is not None:
-                num_patches = int(source.grid[0, 0])
-            frame_bytes = 3 * source.info.height * source.info.width * len(source.frames)
-            num_bytes = (
-                FRAME_COPIES * frame_bytes // num_patches
-                + PIXEL_COPIES * pixels.nbytes // num_patches
-            )
-            size = None if source.limits == PixelLimits() else tuple(source.grid[0, 1:].tolist())
-            identity = Source(FileIdentity.of(source.info.path), source.frames, size)
-            item = VisualItem(
-                "video", num_tokens, num_patches, num_ending, num_bytes, identity, kept=source.kept
-            )
+            heard.append((next(remaining_sounds), next(sound_batches)))
+        elif kind == "video":
+            batch = next(video_batches)
+            grid = batch.get("video_grid_thw")
+            video = dataclasses.replace(next(remaining_videos), grid=grid)
+            if video.sound is not None:
+                heard.append((video.sound, batch))
+            items.append(_video_item(parts, video, batch, num_tokens))
+            sources.append(video)
         else:
-            num_bytes = PIXEL_COPIES * image_bytes * num_tokens // of_images
-            num_bytes += FRAME_COPIES * 3 * source.height * source.width
-            size = source.resized or (source.height, source.width)
-            item = VisualItem(
-                "image", num_tokens, patch_bytes=num_bytes, source=source.source, size=size
-            )
-        items.append(item)
-        sources.append(source)
-    # But for the pixels, with the last one's tokens, which are the whole prompt's.
-    merged = {name: value for name, value in batches[-1].items() if name not in _PIXELS}
-    for name in ("image_grid_thw", "video_grid_thw", "second_per_grid_ts", "video_second_per_grid"):
-        values = [torch.as_tensor(batch[name]) for batch in batches if batch.get(name) is not None]
-        if values:
-            merged[name] = torch.cat(values)
-    if heard:  # spectrograms, each as long as it is, and masks, as long as the longest
-        masks = [batch["feature_attention_mask"][0].bool() for _, batch in heard]
-        features = [batch["input_features"][0] for _, batch in heard]
-        merged["input_features"] = [
-            each[:, mask] for each, mask in zip(features, masks, strict=True)
-        ]
-        merged["feature_attention_mask"] = torch.nn.utils.rnn.pad_sequence(masks, batch_first=True)
+            picture = next(remaining_pictures)
+            num_bytes = PIXEL_COPIES * image_bytes * num_tokens // num_image_tokens
+            items.append(_image_item(picture, num_tokens, num_bytes))
+            sources.append(picture)
     return Skeleton(
         rendered=rendered,
         videos=tuple(videos),
-        batch=merged,
+        batch=_merged(batches, [batch for _, batch in heard]),
         items=tuple(items),
         sources=tuple(sources),
         sounds=tuple(sound.source for sound, _ in heard),
     )
 
 
+def _video_item(
+    parts: ModelParts, video: SampledVideo, batch: Mapping[str, Any], num_tokens: int
+) -> VisualItem:
+    """Return the item of a video, as its processor has laid it out.
+
+    Args:
+        video: with its grid, if the model has such.
+        num_tokens: the visual tokens that stand for it.
+    """
+    # InternVL has one name for images and video.
+    pixels = batch["pixel_values" if parts.family == "internvl" else "pixel_values_videos"]
+    if video.grid is not None:
+        num_patches = int(video.grid[0, 0])
+    elif pixels.dim() == 5:  # of a batch of videos
+        num_patches = pixels.shape[1]
+    else:
+        num_patches = pixels.shape[0]
+    frame_bytes = 3 * video.info.height * video.info.width * len(video.frames)
+    size = None
+    if video.limits != PixelLimits():
+        size = tuple(video.grid[0, 1:].tolist())
+    return VisualItem(
+        kind="video",
+        num_rows=num_tokens,
+        num_patches=num_patches,
+        num_ending_rows=parts.num_rows_ending_video,
+        patch_bytes=FRAME_COPIES * frame_bytes // num_patches
+        + PIXEL_COPIES * pixels.nbytes // num_patches,
+        source=Source(FileIdentity.of(video.info.path), video.frames, size),
+        kept=video.kept,
+    )
+
+
+def _image_item(picture: Picture, num_tokens: int, num_bytes: int) -> VisualItem:
+    """Return the item of an image.
+
+    Args:
+        num_tokens: the visual tokens that stand for it.
+        num_bytes: of the copies of its processed pixels.
+    """
+    stored_bytes = 3 * picture.height * picture.width
+    return VisualItem(
+        kind="image",
+        num_rows=num_tokens,
+        patch_bytes=num_bytes + FRAME_COPIES * stored_bytes,
+        source=picture.source,
+        size=picture.resized or (picture.height, picture.width),
+    )
+
+
+def _merged(
+    batches: Sequence[Mapping[str, Any]], heard: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Merge a processor's outputs, without pixels.
+
+    Args:
+        batches: of every call; the last one's tokens are the whole prompt's.
+        heard: those of them with audio, in prompt order.
+    """
+    merged = {name: value for name, value in batches[-1].items() if name not in _PIXELS}
+    for name in _PER_SOURCE:
+        values = [torch.as_tensor(batch[name]) for batch in batches if batch.get(name) is not None]
+        if values:
+            merged[name] = torch.cat(values)
+    if heard:
+        # Spectrograms, each as long as it is, and masks, as long as the longest.
+        masks = [batch["feature_attention_mask"][0].bool() for batch in heard]
+        spectrograms = [batch["input_features"][0] for batch in heard]
+        merged["input_features"] = [
+            spectrogram[:, mask] for spectrogram, mask in zip(spectrograms, masks, strict=True)
+        ]
+        merged["feature_attention_mask"] = torch.nn.utils.rnn.pad_sequence(masks, batch_first=True)
+    return merged
+
+
 def _sized(parts: ModelParts, processor, picture: Picture) -> Picture:
     """Return an image with the size that it gets because of its limits."""
     image_processor = getattr(processor, "image_processor", None)
-    # GLM's counts the pixels of a whole temporal patch.
-    counted = image_processor.temporal_patch_size if prompts_like(parts.family) == "glm4v" else 1
-    size = picture.limits.size_of_image(image_processor, picture.without_pixels(), counted)
+    num_frames_counted = 1
+    if prompts_like(parts.family) == "glm4v":
+        # It counts the pixels of a whole temporal patch.
+        num_frames_counted = image_processor.temporal_patch_size
+    size = picture.limits.size_of_image(
+        image_processor, picture.without_pixels(), num_frames_counted
+    )
     return dataclasses.replace(picture, resized=size)
+
+
+def _image_calls(
+    parts: ModelParts, processor, pictures: Sequence[Picture]
+) -> "list[ProcessorCall]":
+    """Return the processor's calls for images: one for each run that it resizes, or does not."""
+    calls = []
+    for are_resized, adjacent in groupby(pictures, lambda picture: picture.resized is not None):
+        run = list(adjacent)
+        images: list[Any] = [picture.without_pixels() for picture in run]
+        if parts.family == "llava_onevision":
+            # As in transformers' own chats: all images of a prompt are one sample, not one each.
+            images = [images]
+        arguments: dict[str, Any] = {"images": images}
+        if are_resized:
+            arguments["do_resize"] = False
+        files = [str(picture.image) for picture in run if isinstance(picture.image, Path)]
+        name = ", ".join(files) if files else "an image"
+        calls.append(ProcessorCall(processor.image_token * len(run), arguments, name))
+    return calls
 
 
 def _audio_arguments(processor, sound: Sound) -> dict[str, Any]:
@@ -235,9 +305,11 @@ def _video_arguments(parts: ModelParts, processor, video: SampledVideo) -> dict[
 
     info = video.info
     num_merged = getattr(processor.video_processor, "temporal_patch_size", 1)
-    told = num_frames_told(prompts_like(parts.family), len(video.frames), num_merged)
-    frames = [*video.frames, *video.frames[-1:] * (told - len(video.frames))]
-    pixels = torch.empty(told, 3, info.height, info.width, dtype=torch.uint8, device="meta")
+    num_frames = num_frames_told(prompts_like(parts.family), len(video.frames), num_merged)
+    # The last frame is repeated where temporal patches are to be whole.
+    num_repeated = num_frames - len(video.frames)
+    frames = [*video.frames, *video.frames[-1:] * num_repeated]
+    pixels = torch.empty(num_frames, 3, info.height, info.width, dtype=torch.uint8, device="meta")
     # As in qwen-vl-utils, the times of a part of a file are those of the file, and its length is
     # its own.
     fps = info.fps
@@ -256,16 +328,21 @@ def _video_arguments(parts: ModelParts, processor, video: SampledVideo) -> dict[
     )
     arguments = {"videos": [pixels], "video_metadata": [metadata], "do_sample_frames": False}
     size = video.limits.size_of_frames(processor.video_processor, pixels, metadata)
-    if size is not None:  # the grid then says so, and the pixels follow it (pixels.py)
-        resized = torch.empty(told, 3, *size, dtype=torch.uint8, device="meta")
-        arguments |= {"videos": [resized], "do_resize": False}
+    if size is not None:
+        # The grid then says so, and the pixels follow it (pixels.py).
+        resized = torch.empty(num_frames, 3, *size, dtype=torch.uint8, device="meta")
+        arguments["videos"] = [resized]
+        arguments["do_resize"] = False
     if video.kept is not None:
-        arguments |= {"use_token_compression": False, "kept": video.kept}
-    if parts.hears:  # its frames lie at this rate in time; the others' processors ask the metadata
+        arguments["use_token_compression"] = False
+        arguments["kept"] = video.kept
+    if parts.hears:
+        # The rate at which its frames lie in time; others' processors ask the metadata.
         arguments["fps"] = len(video.frames) * fps / length
     if video.sound is not None:
         arguments |= _audio_arguments(processor, video.sound)
-        arguments |= {"load_audio_from_video": True, "audio_from_video_indices": [0]}
+        arguments["load_audio_from_video"] = True
+        arguments["audio_from_video_indices"] = [0]
     return arguments
 
 
@@ -291,26 +368,26 @@ def process(
             do not tell.
         inputs: the processor's further arguments, such as ``images`` or ``videos``.
     """
-    replace, placeholders = (
-        replace or processor.get_text_with_replacements,
-        _placeholders(processor),
-    )
-    run = re.compile(rf"({'|'.join(map(re.escape, placeholders))})\1*")
+    replace = replace or processor.get_text_with_replacements
+    placeholders = _placeholders(processor)
+    run_of_placeholders = re.compile(rf"({'|'.join(map(re.escape, placeholders))})\1*")
     counts = []
 
     def shortened(*args, **kwargs) -> tuple[list[str], list]:
-        (expanded,), offsets = replace(*args, **kwargs)
-        counts.extend(len(found[0]) // len(found[1]) for found in run.finditer(expanded))
-        return [run.sub(r"\1", expanded)], offsets
+        texts, offsets = replace(*args, **kwargs)
+        expanded = texts[0]
+        for match in run_of_placeholders.finditer(expanded):
+            counts.append(len(match[0]) // len(match[1]))
+        return [run_of_placeholders.sub(r"\1", expanded)], offsets
 
     def replace_image_token(inputs: Mapping[str, Any], *args, **kwargs) -> str:
         return processor.replace_image_token(_with_storage(inputs), *args, **kwargs)
 
     def replace_video_token(inputs: Mapping[str, Any], *args, **kwargs) -> str:
-        told = _with_storage(inputs)
+        outputs = _with_storage(inputs)
         if kept is not None:
-            told["video_compression_mask"] = kept.flatten()
-        return processor.replace_video_token(told, *args, **kwargs)
+            outputs["video_compression_mask"] = kept.flatten()
+        return processor.replace_video_token(outputs, *args, **kwargs)
 
     one_of_each = copy.copy(processor)
     one_of_each.get_text_with_replacements = shortened
@@ -332,81 +409,116 @@ def _with_storage(inputs: Mapping[str, Any]) -> dict[str, Any]:
 
     The processors of LLaVA-1.5 and LLaVA-NeXT-Video turn pixels into arrays to ask their shapes.
     """
-    found = dict(inputs)
+    outputs = dict(inputs)
     for name, value in inputs.items():
         if isinstance(value, Tensor) and value.is_meta:
-            found[name] = torch.zeros((), dtype=value.dtype).expand(value.shape)
-    return found
+            outputs[name] = torch.zeros((), dtype=value.dtype).expand(value.shape)
+    return outputs
+
+
+class ProcessorCall(NamedTuple):
+    """A processor's call for one source of a prompt.
+
+    Attributes:
+        placeholders: a text of only the source's placeholders.
+        arguments: of the processor.
+        name: the source's, in errors.
+    """
+
+    placeholders: str
+    arguments: Mapping[str, Any]
+    name: str
+
+
+class Placeholder(NamedTuple):
+    """An image, video or audio in a prompt's text.
+
+    Attributes:
+        kind: ``"image"``, ``"video"`` or ``"audio"``.
+        num_tokens: how many tokens of this kind stand for it; those of a video's audio, which lie
+            between, do not count.
+    """
+
+    kind: str
+    num_tokens: int
 
 
 def process_apart(
-    processor, text: str, calls: Sequence[tuple[str, Mapping[str, Any], str]]
-) -> tuple[list[Mapping[str, Any]], list[tuple[str, int]]]:
+    processor, text: str, calls: Sequence[ProcessorCall]
+) -> tuple[list[Mapping[str, Any]], list[Placeholder]]:
     """Call a transformers processor on one text and on its sources, one after the other.
 
     Together a processor takes only videos of as many frames as one another, where it has no grid
     for each.
 
     Args:
-        processor: as of :func:`process`.
-        text: as of :func:`process`.
-        calls: for each source (a video, which may have its audio with it, an audio clip, or all
-            images) a text of only its placeholders, the processor's arguments, and what errors call
-            it.
+        processor: that of a video model; it is used by one thread at a time.
+        text: the prompt, with one placeholder for each image, video or audio.
+        calls: one for each source: a video, which may have its audio with it, an audio clip, or all
+            images.
 
     Returns:
-        What it returns for each source, with the whole prompt's tokens in the last; and for each
-        image, video and audio, in prompt order, its kind (``"image"``, ``"video"`` or ``"audio"``),
-        and how many tokens of this kind stand for it; those of a video's audio, which lie between,
-        do not count.
+        The processor's result for each source, with the whole prompt's tokens in the last; and the
+        placeholders, in prompt order.
 
     Raises:
         PromptError: the text has other placeholders than there are sources, or the processor
             rejects one.
     """
-    collected = {"images_replacements": [], "videos_replacements": [], "audio_replacements": []}
-    found = []
-    batches = []
+    replacements: dict[str, list] = {
+        "images_replacements": [],
+        "videos_replacements": [],
+        "audio_replacements": [],
+    }
+    placeholders: list[Placeholder] = []
+    batches: list[Mapping[str, Any]] = []
 
     def replace(
         texts: list[str], *args: Sequence[str], **kwargs: Sequence[str]
     ) -> tuple[list[str], list]:
-        for name, new in (dict(zip(collected, args, strict=False)) | kwargs).items():
-            collected[name] += new
-        if len(batches) < len(calls) - 1:
+        """Collect a source's replacements; with the last source's, write out the whole text."""
+        of_source = dict(zip(replacements, args, strict=False)) | kwargs
+        for name, values in of_source.items():
+            replacements[name] += values
+        is_last = len(batches) == len(calls) - 1
+        if not is_last:
             return texts, []
-        wanted = sum(map(len, collected.values()))
+        num_sources = sum(len(values) for values in replacements.values())
         try:
-            texts, (offsets,) = processor.get_text_with_replacements([text], **collected)
+            texts, (offsets,) = processor.get_text_with_replacements([text], **replacements)
         except StopIteration:
             offsets = []
-        if len(offsets) != wanted:
+        if len(offsets) != num_sources:
             raise PromptError(
-                f"the prompt has {wanted} images and videos, but its text has another number of "
-                "placeholders"
+                f"the prompt has {num_sources} images and videos, but its text has another number "
+                "of placeholders"
             )
-        for each in offsets:
-            tokens = _placeholders(
-                processor, ("audio",) if each["type"] == "audio" else ("image", "video")
-            )
-            found.append((each["type"], sum(map(each["replacement"].count, tokens))))
+        for offset in offsets:
+            kinds = ("audio",) if offset["type"] == "audio" else ("image", "video")
+            num_tokens = 0
+            for token in _placeholders(processor, kinds):
+                num_tokens += offset["replacement"].count(token)
+            placeholders.append(Placeholder(offset["type"], num_tokens))
         return texts, [offsets]
 
-    for placeholders, arguments, name in calls:
+    for call in calls:
         try:
-            batches.append(process(processor, placeholders, replace, **arguments))
+            batches.append(process(processor, call.placeholders, replace, **call.arguments))
         except PromptError:
             raise
         except ValueError as error:
-            raise PromptError(f"{name}: {error}") from error
-    return batches, found
+            raise PromptError(f"{call.name}: {error}") from error
+    return batches, placeholders
 
 
 def _placeholders(processor, kinds: Sequence[str] = ("image", "video", "audio")) -> dict[str, int]:
-    """The texts that stand for tokens of these kinds, with their ids; InternVL has one, for images
-    and video."""
-    found = {}
+    """Return the texts that stand for tokens of these kinds, with their ids.
+
+    InternVL has one, for images and video.
+    """
+    token_ids = {}
     for kind in kinds:
-        if (token_id := getattr(processor, f"{kind}_token_id", None)) is not None:
-            found[getattr(processor, f"{kind}_token")] = token_id
-    return found
+        token_id = getattr(processor, f"{kind}_token_id", None)
+        if token_id is not None:
+            token_ids[getattr(processor, f"{kind}_token")] = token_id
+    return token_ids
